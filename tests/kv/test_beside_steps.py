@@ -110,3 +110,26 @@ def test_what_breaks_beside_a_step_lets_it_land_first(monkeypatch: pytest.Monkey
         core.step()
     assert landed == [following]
     core.close()
+
+
+def test_a_page_that_no_finite_step_has_read_leaves_no_copy_when_it_loses_its_slot() -> None:
+    """With policy `back` an eviction is the last chance: NaN of a broken step must not have it."""
+    kv = KVSettings(host_bytes=400 * 4096, write_policy="back", device_threshold=1.0)
+    core = make_core(pages={GLOBAL: 24, LOCAL: 40}, page_tokens=4, window=8, max_batch_tokens=32, kv=kv)
+    manager, params = core.scheduler.manager, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    pool, kept, lost = manager.pools[GLOBAL], set(), []
+    store, evicted = manager.tiers.store, manager._copies.evicted
+    manager.tiers.store = lambda page, slot: (kept.add(page.key), store(page, slot))
+    manager._copies.evicted = lambda group, page, slot: (lost.append(page.key), evicted(group, page, slot))
+    core.add(GenerateRequest("broken", (7,) * 80, params))
+    core.step()
+    core.abort("broken")
+    unread = set(pool.doubtful())
+    assert len(unread) == 32 // 4
+    for number in (2, 3, 4):
+        core.add(GenerateRequest(str(number), (number,) * 80, params))
+        while core.has_work:
+            core.step()
+    assert unread <= {*lost} and not unread & kept, "they were evicted, and never copied"
+    assert len(kept & {*lost}) >= 80 // 4, "what a finite step has read was"
+    core.close()

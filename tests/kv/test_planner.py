@@ -183,7 +183,9 @@ SPLIT = LoadChoice(1024, 512, 0.7, 1.3, "split", meet=800, load_seconds=0.5, wai
         (0, 2048, 0.0, "compute", 512),
         (500, 1024, 0.0, "compute", 100),  # no less than a slice
         (500, 500, 0.0, "jump", 0),
-        (512, 544, 0.0, "compute", 144),  # all that is requested may be there soon: half the way to the meeting point
+        (512, 800, 0.0, "compute", 144),  # all that is requested may be there soon: half the way to the meeting point
+        (512, 640, 0.0, "compute", 128),  # no further than to what is there
+        (512, 544, 0.0, "compute", 100),  # but a slice
         (700, 710, 0.0, "compute", 100),
         (760, 800, 0.0, "wait", 0),  # half a slice before the meeting point
         (760, 800, 0.1, "compute", 100),  # waited long enough

@@ -259,6 +259,30 @@ MUTANTS = (
     ),
     Mutant(
         "schedule/scheduler.py",
+        "        if len(decoding) < live or not 0 < len(following) <= self.max_batch_tokens:\n",
+        "        if not 0 < len(following) <= self.max_batch_tokens:\n",
+        "tests/schedule/test_steps_ahead.py",
+    ),
+    Mutant(
+        "kv/copy_down.py",
+        "if self._tiers is not None and last_chance and self._pools[group].trusted(slot):",
+        "if self._tiers is not None and last_chance:",
+        "tests/kv/test_beside_steps.py",
+    ),
+    Mutant(
+        "kv/prefix/planner.py",
+        "        left = min(left, ready_from - computed)",
+        "        left = max(left, ready_from - computed)",
+        "tests/kv/test_planner.py",
+    ),
+    Mutant(
+        "schedule/step_time.py",
+        "if not decoding.rows or not (self.awaited or self.target_s):",
+        "if not decoding.rows:",
+        "tests/schedule/test_offline_pace.py",
+    ),
+    Mutant(
+        "schedule/scheduler.py",
         "            if victim is sequence and sequence.pages.load is not None:",
         "            if victim is not sequence and sequence.pages.load is not None:",
         "tests/kv/test_written_pages.py",

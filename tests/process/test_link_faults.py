@@ -81,11 +81,21 @@ async def test_a_sequence_that_fails_behind_its_stop_string_costs_the_others_not
 
 
 async def test_a_front_that_leaves_while_outputs_are_on_their_way_ends_no_engine():
-    class Leaving(dict):
-        """A front leaves as soon as somebody has looked whether it is there."""
+    looks = []
 
-        def __contains__(self, prefix: object) -> bool:
-            return super().__contains__(prefix) and self.pop(prefix) is not None
+    class Leaving(dict):
+        """A front leaves as soon as somebody has looked for it, in whatever way."""
+
+        def get(self, prefix, default=None):
+            looks.append(prefix)
+            return self.pop(prefix, default)
+
+        def __getitem__(self, prefix):
+            looks.append(prefix)
+            return self.pop(prefix)
+
+        def __contains__(self, prefix):
+            return self.get(prefix) is not None
 
     host = EngineHost(make_core(), FAKE_INFO, max_waiting=4)
     ours, theirs = socket.socketpair()
@@ -95,6 +105,8 @@ async def test_a_front_that_leaves_while_outputs_are_on_their_way_ends_no_engine
         host._links = Leaving(host._links)
         host._emit([TokenOutput("1/0", 0, (5,), finish_reason=FinishReason.LENGTH)])
         host._emit([TokenOutput("2/0", 0, (5,), finish_reason=FinishReason.LENGTH)])
+        host._emit([TokenOutput("1/1", 0, (5,))])  # it has left
+        assert looks == ["1/", "2/", "1/"] and not host._links and host.dead is None
     finally:
         await asyncio.to_thread(host.stop, 5)
         ours.close()

@@ -98,24 +98,6 @@ def test_draws_are_the_samplers(executor: TritonExecutor, length: int) -> None:
     assert [t.token_id for t in result.tokens] == [t.token_id for t in want.tokens]
 
 
-def test_time_of_sampling(executor: TritonExecutor) -> None:
-    """Prints microseconds of a decode step of eight rows, without and with parameters."""
-    for name, params in (
-        ("greedy", PARAMS[0]),
-        ("temperature", PARAMS[1]),
-        ("top-k top-p", PARAMS[2]),
-        ("wide nucleus", PARAMS[3]),
-        ("penalty, on the host", PARAMS[6]),
-    ):
-        batch = StepBatch([piece(r, [5], 0, params) for r in range(ROWS)])
-        times = []
-        for _ in range(12):
-            begun = time.perf_counter()
-            executor.execute(batch)
-            times.append(time.perf_counter() - begun)
-        print(f"\n{name}: {sorted(times)[6] * 1e6:.0f} us", end="")
-
-
 def opened(pages: int, tokens: int, rows: int) -> TritonExecutor:
     shape, device = small.case_shape(CASE), open_device("auto")
     weights, _ = small._weights(shape.spec, CASE)

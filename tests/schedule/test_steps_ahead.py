@@ -197,3 +197,19 @@ def test_random_traffic_over_tiers(tmp_path, monkeypatch, seed):
     assert stack.wrong == 0 and stack.finished > 30 and stack.executor.led > 60
     stack.check_idle()
     stack.close()
+
+
+def test_a_prompt_under_way_gets_on_though_the_others_could_run_ahead():
+    """A step that begins before the last one's tokens are read has nothing but decoding in it."""
+    core = make_core(ahead=0, max_batch_tokens=16, max_context=512)
+    executor = always(core)
+    for name in ("a", "b"):
+        core.add(request(name, [5, 6, ord(name)], 300, ignore_eos=True))
+    for _ in range(4):
+        core.step()
+    core.add(request("long", [9] * 100, 5, ignore_eos=True))
+    before = len(executor.steps)
+    while not any(output.request_id == "long" for output in core.step()):
+        pass
+    assert len(executor.steps) - before <= 100 // 14 + 3, "a part of the prompt in every step but the one under way"
+    run(core)

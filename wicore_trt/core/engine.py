@@ -255,8 +255,6 @@ class EngineCore(Core):
             self._ahead.collect()
         except Exception:  # who is at fault is found when they run alone
             log.exception("the step after a failed one failed too")
-        for sequence in following.ended:
-            self._release(sequence)
 
     def _land(self, flight: Flight) -> list[TokenOutput]:
         """Wait for a step and take what it brings; `self._flight` is the one after it."""

@@ -13,7 +13,7 @@ add up over slices of `slice_tokens` or more, so computing all tokens costs what
 work; what is added is idle time. wait_s is at most a slice and a quarter of what the load should save, and in a
 load-only choice the load's own time too, which is less than what computing takes. Beside sequences that decode, whose
 tokens computing holds up, a load from disk may idle longer, but idling and computing together take no more than 1 +
-`others` times what computing takes, even if nothing comes any more.
+`others` times what computing takes, even if nothing comes any more: it computes no further than to what is there.
 
 A disk is believed less. Its loads are asked for whole, so that they are as fast as loading all however fast it turns
 out; at every step `aim` finds the meeting point again from what came so far, and idling is a slice in all at most; and
@@ -333,6 +333,8 @@ def advance(choice: LoadChoice, computed: int, ready_from: int, idle_s: float) -
         left //= 2  # the load may be there any time: slices that get smaller
     else:
         left = choice.early - computed
+    if ready_from <= choice.stop:
+        left = min(left, ready_from - computed)  # then it jumps; `aim` keeps no time for more
     return NextMove("compute", max(left, choice.slice_tokens))
 
 
