@@ -131,7 +131,7 @@ class Manifest:
     @property
     def seal(self) -> str:
         """What no other build has, be it of the same source: digests of all files and the time are in it."""
-        return seal_of(self.to_dict())
+        return str(seal_of(self.to_dict())["digest"])
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": KIND, **asdict(self), "spec": self.spec.to_dict()}
