@@ -25,7 +25,7 @@ from wicore_trt.errors import (
     WicoreError,
 )  # fmt: skip
 from wicore_trt.http import fields
-from wicore_trt.http.bodies import EVERY_FIELD, ChatBody, CompletionBody
+from wicore_trt.http.bodies import EVERY_FIELD, ChatBody, CompletionBody, fields_of
 from wicore_trt.http.errors import STATUSES, error_headers, error_object, status_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -297,5 +297,5 @@ async def test_when_to_come_back():
 async def test_the_seam_for_new_fields_is_the_models():
     """A field that a model gets is served: nothing else has to be changed but the list of refused ones."""
     for model in (ChatBody, CompletionBody):
-        found = fields.Fields.of(model.model_fields, EVERY_FIELD)
-        assert found.served == set(model.model_fields) and not found.served & found.elsewhere
+        found = fields_of(model)
+        assert found.served.keys() == set(model.model_fields) and not found.served.keys() & found.elsewhere

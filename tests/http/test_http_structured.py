@@ -96,7 +96,7 @@ async def test_any_object(running):
         ({"guided_grammar": "start: y"}, "guided_grammar", "unknown name"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "exactly one"),
-        ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs", "structural_tag"),
+        ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag", "structural_tag"),
         ({"structured_outputs": {"regex": 3}}, "structured_outputs", "is a text"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "exclude"),
         ({"guided_regex": "a" * (1 << 18)}, "guided_regex", "at most 131072"),

@@ -6,10 +6,12 @@ not know engines. Invariant: null means that a field was not given.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
+from wicore_trt.http.fields import Place
 from wicore_trt.text.tools import MAX_TOOLS
 from wicore_trt.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_PRIORITY, MAX_STOP_STRINGS
 
@@ -31,35 +33,26 @@ CALL = {
         },
     },
 }
-Message = Annotated[
-    dict[str, Any],
-    WithJsonSchema(
-        {
-            "type": "object",
-            "required": ["role"],
-            "properties": {
-                "role": {"enum": ["system", "developer", "user", "assistant", "model", "tool"]},
-                "tool_calls": {"type": "array", "items": CALL},
-                "tool_call_id": {"type": "string"},
-                "content": {
-                    "anyOf": [
-                        {"type": "string"},
-                        {
-                            "type": "array",
-                            "minItems": 1,
-                            "items": {
-                                "type": "object",
-                                "required": ["type", "text"],
-                                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                            },
-                        },
-                    ]
-                },
-                "name": {"type": "string"},
-            },
-        }
-    ),
-]
+PART = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {
+        "type": {"enum": ["text", "input_text", "output_text", "refusal"]},
+        "text": {"type": "string"},
+        "refusal": {"type": "string"},
+    },
+}
+MESSAGE = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"enum": ["system", "developer", "user", "assistant", "model", "tool"]},
+        "tool_calls": {"type": "array", "items": CALL},
+        "tool_call_id": {"type": "string"},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": PART}]},
+    },
+}
+Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE)]
 
 FUNCTION_NAME = {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"}
 TOOL = {
@@ -265,11 +258,11 @@ ITEM = {
     "properties": {
         "type": {"enum": ["message", "function_call", "function_call_output", "reasoning"]},
         "role": {"enum": ["system", "developer", "user", "assistant"]},
-        "content": {"type": ["string", "array"]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": PART}]},
         "call_id": {"type": "string"},
         "name": {"type": "string"},
         "arguments": {"type": "string"},
-        "output": {"type": ["string", "array"]},
+        "output": {"anyOf": [{"type": "string"}, {"type": "array", "items": PART}]},
     },
 }
 RESPONSE_TOOL = {
@@ -326,6 +319,11 @@ class ResponsesBody(Knobs):
     """Comes back with the answer."""
 
 
+TEXT_BLOCK = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
 BLOCK = {
     "type": "object",
     "required": ["type"],
@@ -336,7 +334,7 @@ BLOCK = {
         "name": {"type": "string"},
         "input": {"type": "object"},
         "tool_use_id": {"type": "string"},
-        "content": {"type": ["string", "array"]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT_BLOCK}]},
         "is_error": {"type": "boolean"},
     },
 }
@@ -347,11 +345,6 @@ TURN = {
         "role": {"enum": ["user", "assistant"]},
         "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": BLOCK, "minItems": 1}]},
     },
-}
-TEXT_BLOCK = {
-    "type": "object",
-    "required": ["type", "text"],
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
 }
 MESSAGE_TOOL = {
     "type": "object",
@@ -437,3 +430,9 @@ class DetokenizeBody(Body):
 GENERATIONS = (ChatBody, CompletionBody, ResponsesBody, MessagesBody, InferenceBody)
 EVERY_FIELD = frozenset(name for model in GENERATIONS for name in model.model_fields)
 """Fields that some generation route serves."""
+
+
+@cache
+def fields_of(model: type[BaseModel]) -> Place:
+    """The fields of a body, those inside of fields too, as its schema names them."""
+    return Place.of(model.model_json_schema(), EVERY_FIELD if model in GENERATIONS else ())

@@ -14,10 +14,9 @@ from typing import Any
 
 from wicore_trt.errors import InvalidRequestError, shown
 from wicore_trt.http.bodies import Body, ChatBody, Knobs
-from wicore_trt.http.convert import IMAGES
+from wicore_trt.http.convert import IMAGES, TEXTS
 
 MEDIA = frozenset((*IMAGES, "input_file", "file", "input_audio", "document", "search_result"))
-TEXTS = frozenset(("text", "input_text", "output_text"))
 
 
 @dataclass(slots=True)
@@ -83,6 +82,8 @@ def part_text(part: object, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind in MEDIA:
         raise InvalidRequestError(f"{where}: {kind} is not supported yet.", field=where)
+    if kind == "refusal":
+        return member(part, "refusal", where)
     if not isinstance(kind, str) or kind not in TEXTS:
         raise InvalidRequestError(f"{where} must be a text, got {shown(kind)}.", field=where)
     return member(part, "text", where)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wicore_trt.errors import InvalidRequestError, shown
-from wicore_trt.http.bodies import Cache, ChatBody, CompletionBody, Generation, InferenceBody, Sampling
+from wicore_trt.http.bodies import MESSAGE, Cache, ChatBody, CompletionBody, Generation, InferenceBody, Sampling
 from wicore_trt.http.structured import constraint_of
 from wicore_trt.text.tools import Tools
 from wicore_trt.types import CacheHints, CachePriority, Constraint, SamplingParams, TextRequest
@@ -20,13 +20,7 @@ COMPLETION_TOKENS = 16
 """What /v1/completions gives unless max_tokens says otherwise, as in OpenAI's API."""
 MAX_PROMPTS = 1024
 IMAGES = ("image_url", "image", "input_image")
-IGNORED_IN_MESSAGES = frozenset(
-    (
-        *("refusal", "annotations", "reasoning", "reasoning_content", "reasoning_details", "thinking_blocks"),
-        *("id", "cache_control", "parsed", "provider_specific_fields"),
-    )
-)
-"""What clients send back with the model's own messages."""
+TEXTS = ("text", "input_text", "output_text")
 _SAME = (
     *("min_tokens", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("seed", "stop_token_ids", "ignore_eos"),
@@ -152,10 +146,20 @@ def prompt_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[s
 
 def messages(given: Sequence[Mapping[str, Any]]) -> tuple[dict[str, object], ...]:
     """The turns as the chat template takes them, which checks the rest. Raises InvalidRequestError for images."""
+    told = []
     for i, message in enumerate(given):
-        content = message.get("content")
-        for j, part in enumerate(content if isinstance(content, list) else ()):
-            if isinstance(part, Mapping) and part.get("type") in IMAGES:
-                field = f"messages[{i}].content[{j}]"
-                raise InvalidRequestError(f"{field}: images are not supported yet.", field=field)
-    return tuple({k: v for k, v in message.items() if k not in IGNORED_IN_MESSAGES} for message in given)
+        turn = {name: message[name] for name in MESSAGE["properties"] if message.get(name) is not None}
+        if isinstance(message.get("content"), list):
+            turn["content"] = [_part(part, f"messages[{i}].content[{j}]") for j, part in enumerate(message["content"])]
+        told.append(turn)
+    return tuple(told)
+
+
+def _part(part: Any, where: str) -> Any:
+    """A part as templates know it."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in IMAGES:
+        raise InvalidRequestError(f"{where}: images are not supported yet.", field=where)
+    if kind in TEXTS:
+        return {**part, "type": "text"}
+    return {"type": "text", "text": part.get("refusal")} if kind == "refusal" else part

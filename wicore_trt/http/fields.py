@@ -1,15 +1,17 @@
-"""Which fields of a request are served, which are ignored and which are refused.
+"""Which fields of a request are served, which are ignored and which are refused, those inside of fields too.
 
-The one table of it. Real clients send fields that change nothing for us, so those are accepted; a field that would have
-changed the answer is refused with its name, unless its value asks for nothing. Fields that nobody knows are accepted
-too, unless they look like a misspelling of a served one. Invariant: no field that this table knows to change an answer
-is dropped silently.
+The one table of it, as plain data that knows no transport: what a place of a request serves is what its JSON schema
+names; what else is known of it stands here, by the path of the place. One rule for all places: a field that the schema
+names is served; one that would have changed the answer is refused by its path, unless its value asks for nothing; one
+that looks like a misspelling of a served one is refused; any other is accepted, for real clients send many, except
+where the schema says that there are no others. Invariant: no field that this table knows to change an answer is dropped
+silently.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +26,15 @@ HARMLESS = frozenset(
         *("workspace_id", "cache_control", "betas"),
         *("include_reasoning", "request_id", "session_id", "stream_interval", "cache_prompt", "models", "provider"),
         *("timings_per_token", "separate_reasoning", "stream_reasoning", "stream_tokens", "keep_alive"),
+        "output_schema",  # of a tool: what its result is
     )
 )
-"""Accepted and ignored: they say nothing about the tokens of the answer, or would only have let a prompt be shortened
-that is refused without them."""
+"""Accepted and ignored wherever they stand: they say nothing about the tokens of the answer, or would only have let a
+prompt be shortened that is refused without them."""
 
-REFUSED: Mapping[str, tuple[object, ...]] = {
+Neutral = Mapping[str, tuple[object, ...]]
+
+REFUSED: Neutral = {
     # What a server with a memory of its own would do.
     "previous_response_id": (),
     "conversation": (),
@@ -87,6 +92,21 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "custom_logit_processor": (),
 }
 """Refused with 400, but for null and for these values, which ask for nothing."""
+REFUSED_INSIDE: Mapping[str, Neutral] = {
+    # A turn that the model is to go on with, sounds and calls of older kinds.
+    "messages": {
+        **dict.fromkeys(("prefix", "partial"), (False,)),
+        **dict.fromkeys(("audio", "function_call"), ()),
+        "images": ([],),
+    },
+    "tools": {"parameters": (), "function": ()},  # where another shape of tools is served
+    "tools.function": {"input_schema": ()},
+    "structured_outputs": {
+        **dict.fromkeys(("disable_any_whitespace", "disable_additional_properties"), (False,)),
+        "disable_fallback": (False, True),
+    },
+}
+"""The same of places inside, by their paths without numbers."""
 
 MAX_FIELDS = 128
 """Fields of one body. Looking for misspellings takes time for each."""
@@ -102,36 +122,94 @@ def alike(first: object, second: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Fields:
-    """The fields of one route. `elsewhere` are served by other routes, so that who sends them here expects something;
-    `own` are values that ask for nothing where REFUSED knows no such field."""
+class Place:
+    """An object of a request, or each of a list. `served` leads to what is inside, None where that is not looked at;
+    `closed`: nothing else is accepted; `elsewhere` are served by other routes, so that who sends them here expects
+    something."""
 
-    served: frozenset[str]
-    elsewhere: frozenset[str]
+    served: Mapping[str, Place | None]
+    refused: Neutral
+    closed: bool = False
+    elsewhere: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, served: Iterable[str], every: Iterable[str]) -> Fields:
-        """Of a route that serves `served` among routes that together serve `every`."""
-        return cls(frozenset(served), frozenset(every) - frozenset(served))
+    def of(cls, schema: Mapping[str, Any], every: Iterable[str] = ()) -> Place:
+        """The whole of a request that has this JSON schema, among routes that together serve `every`."""
+        place = _place(schema, schema.get("$defs", {}), "")
+        assert place is not None
+        return cls(place.served, REFUSED, place.closed, frozenset(every) - place.served.keys() - HARMLESS)
 
     def check(self, body: Mapping[str, Any]) -> None:
-        """Raise InvalidRequestError for the first field that would have changed the answer."""
+        """Raise InvalidRequestError for the first field that changes the answer, or is meant to be another."""
         if len(body) > MAX_FIELDS:
             raise InvalidRequestError(f"The body has {len(body)} fields; at most {MAX_FIELDS} are taken.", field="body")
-        for name, value in body.items():
-            if name in self.served or name in HARMLESS or value is None:
+        self._look(body, "", set())
+
+    def paths(self, above: str = "") -> Iterator[tuple[str, Place]]:
+        """This place and all inside, with their paths."""
+        yield above, self
+        for name, inside in self.served.items():
+            if inside is not None:
+                yield from inside.paths(f"{above}.{name}" if above else name)
+
+    def _look(self, found: Mapping[str, Any], above: str, strange: set[tuple[int, str]]) -> None:
+        """`strange` are the names that were compared with served ones, by place."""
+        for name, value in found.items():
+            if value is None:
                 continue
-            if name in REFUSED:
-                if not any(alike(value, neutral) for neutral in REFUSED[name]):
-                    raise InvalidRequestError(f"{name} is not supported.", field=name, fix="Leave it out.")
-            elif name in self.elsewhere:
-                if value is not False:
-                    raise InvalidRequestError(f"{name} is no field of this route.", field=name, fix="Leave it out.")
-            elif near := self._near(name):
-                raise InvalidRequestError(f"{shown(name)} is no known field.", field=name, fix=f"Did you mean {near}?")
+            if name not in self.served:
+                self._unserved(name, value, f"{above}.{name}" if above else name, strange)
+            elif (inside := self.served[name]) is not None:
+                path = f"{above}.{name}" if above else name
+                if isinstance(value, dict):
+                    inside._look(value, path, strange)
+                elif isinstance(value, list):
+                    for i, item in enumerate(value):
+                        if isinstance(item, dict):
+                            inside._look(item, f"{path}[{i}]", strange)
+
+    def _unserved(self, name: str, value: object, path: str, strange: set[tuple[int, str]]) -> None:
+        if name in self.refused:
+            if not any(alike(value, neutral) for neutral in self.refused[name]):
+                raise InvalidRequestError(f"{path} is not supported.", field=path, fix="Leave it out.")
+        elif self.closed:
+            if value is not False:
+                raise InvalidRequestError(f"{shown(path)} is no known field.", field=path, fix="Leave it out.")
+        elif name in self.elsewhere:
+            if value is not False:
+                raise InvalidRequestError(f"{name} is no field of this route.", field=name, fix="Leave it out.")
+        elif name not in HARMLESS and (id(self), name) not in strange:
+            strange.add((id(self), name))
+            if len(strange) > MAX_FIELDS:
+                raise InvalidRequestError(f"More than {MAX_FIELDS} unknown fields.", field=path)
+            if near := self._near(name):
+                raise InvalidRequestError(f"{shown(path)} is no known field.", field=path, fix=f"Did you mean {near}?")
 
     def _near(self, name: str) -> str | None:
         """The served field that a name is meant to be."""
         if len(name) > LONGEST:
             return None
         return next(iter(difflib.get_close_matches(name, self.served, n=1, cutoff=MISSPELLED)), None)
+
+
+def _place(schema: Mapping[str, Any], definitions: Mapping[str, Any], path: str) -> Place | None:
+    """What a schema says of the objects that a value is, or is a list of; None where it names no fields."""
+    objects = list(_objects(schema, definitions))
+    names = {name for one in objects for name in one["properties"]}
+    served = {}
+    for name in sorted(names):
+        inside = {"anyOf": [one["properties"][name] for one in objects if name in one["properties"]]}
+        served[name] = _place(inside, definitions, f"{path}.{name}".lstrip("."))
+    closed = all(one.get("additionalProperties") is False for one in objects)
+    refused = {name: neutral for name, neutral in REFUSED_INSIDE.get(path, {}).items() if name not in served}
+    return Place(served, refused, closed) if names else None
+
+
+def _objects(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The schemas with fields of their own."""
+    if "$ref" in schema:
+        yield from _objects(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    for inner in (*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else ())):
+        yield from _objects(inner, definitions)
+    if "properties" in schema:
+        yield schema

@@ -24,7 +24,7 @@ from wicore_trt.arithmetic import div_ceil
 from wicore_trt.core.shares import fits
 from wicore_trt.errors import InvalidRequestError, QueueFullError, shown
 from wicore_trt.http.errors import ClientGoneError, HttpError
-from wicore_trt.http.fields import Fields
+from wicore_trt.http.fields import Place
 
 READ_S = 20.0
 """A body that has not come by then is given up."""
@@ -172,7 +172,7 @@ def decoded(raw: bytes, most_items: int) -> dict[str, Any]:
     return value
 
 
-def validated(model: type[Model], fields: Fields | None, value: Mapping[str, Any]) -> Model:
+def validated(model: type[Model], fields: Place | None, value: Mapping[str, Any]) -> Model:
     """The body as a model. Raises InvalidRequestError with the name of the first field that is wrong."""
     if fields is not None:
         fields.check(value)

@@ -29,10 +29,9 @@ from wicore_trt.core.shares import Gate
 from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.errors import InvalidRequestError, NotFoundError, RequestCancelledError, WicoreError
 from wicore_trt.http import convert, structured
-from wicore_trt.http.bodies import EVERY_FIELD, ChatBody, CompletionBody
+from wicore_trt.http.bodies import ChatBody, CompletionBody, fields_of
 from wicore_trt.http.context import Context
 from wicore_trt.http.errors import CLIENT_GONE, HttpError, error_object, status_of
-from wicore_trt.http.fields import Fields
 from wicore_trt.http.generation import Generation
 from wicore_trt.http.intake import decoded, prompt_bytes, validated
 from wicore_trt.http.shapes import ChatShape, encode
@@ -49,7 +48,6 @@ MAX_OPEN = 64
 MAX_FRAME = 4 << 20
 """Bytes of one frame; longer prompts go by POST."""
 MAX_ID = 128
-FIELDS = {body: Fields.of(body.model_fields, EVERY_FIELD) for body in (ChatBody, CompletionBody)}
 
 
 class FrameShape(ChatShape):
@@ -165,7 +163,7 @@ class Connection:
                 hold.grow(size)
                 async with context.turn(tenant, frame.get("priority"), prompt):
                     kind: type[ChatBody | CompletionBody] = CompletionBody if "prompt" in frame else ChatBody
-                    await self._relay(frame_id, validated(kind, FIELDS[kind], frame), call)
+                    await self._relay(frame_id, validated(kind, fields_of(kind), frame), call)
             status = 200
         except asyncio.CancelledError:
             await self._fail(frame_id, RequestCancelledError("The request was cancelled."))

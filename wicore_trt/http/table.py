@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from wicore_trt.access.counts import OTHER
 from wicore_trt.http import anthropic, bodies, native, openai
-from wicore_trt.http.fields import Fields
+from wicore_trt.http.fields import Place
 from wicore_trt.http.replies import Reply
 
 OPEN = frozenset(("/health", "/ready"))
@@ -30,12 +30,11 @@ class Operation:
     generates: bool = False
     anthropic: bool = False
     """Its errors are of Anthropic's shape."""
-    fields: Fields | None = field(init=False, default=None)
+    fields: Place | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         if self.body is not None:
-            every = bodies.EVERY_FIELD if self.generates else frozenset[str]()
-            object.__setattr__(self, "fields", Fields.of(self.body.model_fields, every))
+            object.__setattr__(self, "fields", bodies.fields_of(self.body))
 
     @property
     def method(self) -> str:

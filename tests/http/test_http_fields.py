@@ -1,0 +1,183 @@
+"""Every field of every route, those inside of fields too: honoured, known to change nothing, or refused by its path."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import string
+
+import pytest
+from constrained_web import PAINT, make_constrained_engine
+from web import GREEDY, error_of
+
+from wicore_trt.http import bodies, fields
+from wicore_trt.http.table import OPERATIONS
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+make_one = make_constrained_engine
+FUNCTION = {"name": "paint", "description": "Paint.", "parameters": PAINT, "strict": True}
+CALLED = {"id": "c1", "type": "function", "function": {"name": "paint", "arguments": "{}"}}
+WRAPPED = {"type": "json_schema", "json_schema": {"schema": {"const": 1}}}
+FORMAT = {"type": "json_schema", "schema": {"const": 1}}
+TURNS = [
+    {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+    {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "tool_calls": [CALLED]},
+    {"role": "tool", "tool_call_id": "c1", "content": "done"},
+]
+COMMON = {**GREEDY, "cache": {"session": "s", "priority": "low", "ttl_s": 5.0}}
+OPTIONS = {"include_usage": True, "continuous_usage_stats": False}
+PLAIN = {"type": "function", **FUNCTION}
+BLOCKS = [
+    {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "paint", "input": {}}]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "is_error": True, "content": [
+        {"type": "text", "text": "no"}]}]},
+]  # fmt: skip
+CLAUDE = {
+    "messages": BLOCKS,
+    "system": [{"type": "text", "text": "be"}],
+    "tools": [{"type": "custom", "name": "paint", "description": "x", "input_schema": PAINT, "strict": True}],
+    "tool_choice": {"type": "tool", "name": "paint", "disable_parallel_tool_use": True},
+}
+ITEMS = [
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+    {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+    {"type": "function_call", "call_id": "c1", "name": "paint", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "done"}]},
+]
+CHAT = {
+    "messages": TURNS,
+    "tools": [{"type": "function", "function": FUNCTION}],
+    "tool_choice": {"type": "function", "function": {"name": "paint"}},
+}
+WHOLE = {
+    "/v1/chat/completions": [
+        {**COMMON, **CHAT, "max_tokens": 1, "stream_options": OPTIONS, "stream": True},
+        {"messages": TURNS, **COMMON, "max_tokens": 3, "response_format": WRAPPED},
+        {"messages": TURNS, **COMMON, "max_tokens": 3, "response_format": {**FORMAT, "type": "json_object"}},
+        *({"messages": TURNS, **COMMON, "max_tokens": 3, "structured_outputs": one} for one in (
+            {"json": {"const": 1}}, {"regex": "a"}, {"choice": ["a"]}, {"grammar": 'start: "a"'}, {"json_object": True},
+        )),
+    ],
+    "/v1/completions": [
+        {**COMMON, "prompt": "a", "max_tokens": 1, "stream_options": OPTIONS, "stream": True},
+        {**COMMON, "prompt": "a", "max_tokens": 3, "response_format": WRAPPED},
+        {**COMMON, "prompt": "a", "max_tokens": 3, "structured_outputs": {"regex": "b"}},
+    ],
+    "/v1/responses": [
+        {**COMMON, "input": ITEMS, "tools": [PLAIN], "tool_choice": {"type": "function", "name": "paint"},
+         "max_output_tokens": 2},
+        {**COMMON, "input": ITEMS, "max_output_tokens": 3, "text": {"format": FORMAT}},
+    ],
+    "/v1/messages": [
+        {**COMMON, **CLAUDE, "max_tokens": 2},
+        {**COMMON, "messages": BLOCKS, "max_tokens": 3, "output_config": {"format": FORMAT}},
+    ],
+    "/v1/messages/count_tokens": [CLAUDE],
+    "/v1/inference": [{**COMMON, "prompt": "a", "max_tokens": 3}],
+    "/tokenize": [{"messages": TURNS}],
+}  # fmt: skip
+HINTS = {"strict", "is_error", "disable_parallel_tool_use", "session", "priority", "ttl_s", "include_usage"}
+"""Flags, of which a value that is none says nothing, and hints to the cache, which change no answer."""
+SAID_TWICE = {"messages.tool_calls.type"}
+"""What a field beside it says, too."""
+
+
+def places(body: object, table: fields.Place, above: str = ""):
+    """(path, path without numbers, the object, its place in the table) of all objects that the table knows."""
+    yield above, "".join(c for c in above if c not in "[]0123456789"), body, table
+    for name, value in body.items():
+        inside = table.served.get(name)
+        if inside is None:
+            continue
+        path = f"{above}.{name}".lstrip(".")
+        for i, item in enumerate(value if isinstance(value, list) else [value]):
+            if isinstance(item, dict):
+                yield from places(item, inside, f"{path}[{i}]" if isinstance(value, list) else path)
+
+
+def cases():
+    for operation in OPERATIONS:
+        for number, body in enumerate(WHOLE.get(operation.path, ())):
+            yield pytest.param(operation, body, id=f"{operation.path}-{number}")
+
+
+async def answer(running, path: str, body: object) -> tuple[int, str]:
+    found = await running.post(path, body)
+    text = found.text
+    for line in text.split("\n"):
+        found_json = line.removeprefix("data: ")
+        if found_json.startswith("{"):
+            text = text.replace(line, json.dumps(steady(json.loads(found_json))))
+    return found.status_code, text
+
+
+def steady(value: object) -> object:
+    """An answer without what differs from one to the next."""
+    if isinstance(value, dict):
+        gone = {"id", "created", "created_at", "call_id", "request_id", "latency_ms", "item_id"}
+        gone |= {"prompt_tokens_details", "input_tokens_details", "cache_read_input_tokens"}
+        if value.get("object") == "response":  # which repeats what it was asked
+            gone |= {"text", "tools", "tool_choice", "metadata"}
+        if "cache_read_input_tokens" in value:
+            value["input_tokens"] += value["cache_read_input_tokens"]
+        return {k: steady(v) for k, v in value.items() if k not in gone}
+    return [steady(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize(("operation", "body"), list(cases()))
+async def test_what_is_known_of_each_place_holds(running, operation, body):
+    before = await answer(running, operation.path, body)
+    assert before[0] == 200, before
+    rng, seen = random.Random(operation.path), 0
+    changed = copy.deepcopy(body)
+    for path, pattern, found, table in places(changed, operation.fields):
+        dotted = f"{path}." if path else ""
+        seen += 1
+        for name, neutral in table.refused.items():
+            for value in (*neutral, None):
+                found[name] = value
+                assert await answer(running, operation.path, changed) == before, (path, name, value)
+            found[name] = {"x": "y"}
+            refused = await running.post(operation.path, changed)
+            assert refused.status_code == 400 and error_of(refused)["param"] == dotted + name, refused.text
+            del found[name]
+            if not path:
+                break  # those of the whole body are looked at in test_http_errors
+        strange = "".join(rng.choices(string.ascii_lowercase, k=12))
+        near = next(iter(table.served)) + "s"
+        for name in (strange, near):
+            found[name] = 5
+            told = await running.post(operation.path, changed)
+            if table.closed or (name == near and name not in table.elsewhere):
+                assert told.status_code == 400 and error_of(told)["param"] == dotted + name, told.text
+            else:
+                assert await answer(running, operation.path, changed) == before, (path, name)
+            del found[name]
+        for name in list(found):
+            if not path or name in HINTS or f"{pattern}.{name}" in SAID_TWICE or isinstance(found[name], (dict, list)):
+                continue
+            kept, found[name] = found[name], {"no": "such"}
+            after = await answer(running, operation.path, changed)
+            assert after[0] == 400 or after[1] != before[1], (f"{dotted}{name} is served and changes nothing", after)
+            found[name] = kept
+    assert changed == body and seen >= (2 if "cache" in body else 1)
+
+
+async def test_every_place_of_the_table_is_in_a_body_above():
+    for operation in OPERATIONS:
+        if operation.fields is None or operation.path == "/detokenize":
+            continue
+        known = {path for path, _ in operation.fields.paths()}
+        told = {pattern for body in WHOLE[operation.path] for _, pattern, _, _ in places(body, operation.fields)}
+        assert told == known, operation.path
+    inside = {path for operation in OPERATIONS if operation.fields for path, _ in operation.fields.paths()}
+    assert set(fields.REFUSED_INSIDE) <= inside
+
+
+async def test_unknown_names_without_number_are_refused():
+    turns = [{"role": "user", "content": "x", f"unknown{i}": 1} for i in range(200)]
+    with pytest.raises(fields.InvalidRequestError, match="unknown fields"):
+        bodies.fields_of(bodies.ChatBody).check({"messages": turns})
+    bodies.fields_of(bodies.ChatBody).check({"messages": [{**turn, "timestamp": 1} for turn in turns[:100]]})
