@@ -33,7 +33,9 @@ class WebTokenizer(FakeTokenizer):
     def apply_chat(self, messages, *, functions=(), add_generation_prompt=True, max_tokens=None, **_):
         if functions or has_calls(messages):
             return self.encode(render(messages, functions, add_generation_prompt=add_generation_prompt))
-        return self.encode("".join(turn["content"] for turn in shaped_turns(messages, frozenset(("text", "answers", "system")))))
+        return self.encode(
+            "".join(turn["content"] for turn in shaped_turns(messages, frozenset(("text", "answers", "system"))))
+        )
 
 
 TOKENIZER = WebTokenizer()

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wicore_trt.errors import InvalidRequestError, shown
-from wicore_trt.http.bodies import MESSAGE, Cache, ChatBody, CompletionBody, Generation, InferenceBody, Sampling
+from wicore_trt.http.bodies import Cache, ChatBody, CompletionBody, Generation, InferenceBody, Sampling
 from wicore_trt.http.structured import constraint_of
 from wicore_trt.text.tools import Tools
 from wicore_trt.types import CacheHints, CachePriority, Constraint, SamplingParams, TextRequest
@@ -148,9 +148,11 @@ def messages(given: Sequence[Mapping[str, Any]]) -> tuple[dict[str, object], ...
     """The turns as the chat template takes them, which checks the rest. Raises InvalidRequestError for images."""
     told = []
     for i, message in enumerate(given):
-        turn = {name: message[name] for name in MESSAGE["properties"] if message.get(name) is not None}
-        if isinstance(message.get("content"), list):
-            turn["content"] = [_part(part, f"messages[{i}].content[{j}]") for j, part in enumerate(message["content"])]
+        turn, content = dict(message), message.get("content")
+        if isinstance(content, list):
+            turn["content"] = [_part(part, f"messages[{i}].content[{j}]") for j, part in enumerate(content)]
+            if not content and message.get("role") == "tool":  # a function that returned nothing
+                turn["content"] = ""
         told.append(turn)
     return tuple(told)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wicore_trt.errors import InvalidRequestError, shown
+from wicore_trt.text.chat import REFUSED_KEYS
 
 HARMLESS = frozenset(
     (
@@ -93,12 +94,7 @@ REFUSED: Neutral = {
 }
 """Refused with 400, but for null and for these values, which ask for nothing."""
 REFUSED_INSIDE: Mapping[str, Neutral] = {
-    # A turn that the model is to go on with, sounds and calls of older kinds.
-    "messages": {
-        **dict.fromkeys(("prefix", "partial"), (False,)),
-        **dict.fromkeys(("audio", "function_call"), ()),
-        "images": ([],),
-    },
+    "messages": dict.fromkeys(REFUSED_KEYS, (False, [], {}, "")),
     "tools": {"parameters": (), "function": ()},  # where another shape of tools is served
     "tools.function": {"input_schema": ()},
     "structured_outputs": {
@@ -143,7 +139,7 @@ class Place:
         """Raise InvalidRequestError for the first field that changes the answer, or is meant to be another."""
         if len(body) > MAX_FIELDS:
             raise InvalidRequestError(f"The body has {len(body)} fields; at most {MAX_FIELDS} are taken.", field="body")
-        self._look(body, "", set())
+        self.look(body, "", set())
 
     def paths(self, above: str = "") -> Iterator[tuple[str, Place]]:
         """This place and all inside, with their paths."""
@@ -152,8 +148,9 @@ class Place:
             if inside is not None:
                 yield from inside.paths(f"{above}.{name}" if above else name)
 
-    def _look(self, found: Mapping[str, Any], above: str, strange: set[tuple[int, str]]) -> None:
-        """`strange` are the names that were compared with served ones, by place."""
+    def look(self, found: Mapping[str, Any], above: str, strange: set[tuple[int, str]]) -> None:
+        """The same of an object at this place, whose path is `above`. `strange` are the names that were compared with
+        served ones, by place."""
         for name, value in found.items():
             if value is None:
                 continue
@@ -162,11 +159,11 @@ class Place:
             elif (inside := self.served[name]) is not None:
                 path = f"{above}.{name}" if above else name
                 if isinstance(value, dict):
-                    inside._look(value, path, strange)
+                    inside.look(value, path, strange)
                 elif isinstance(value, list):
                     for i, item in enumerate(value):
                         if isinstance(item, dict):
-                            inside._look(item, f"{path}[{i}]", strange)
+                            inside.look(item, f"{path}[{i}]", strange)
 
     def _unserved(self, name: str, value: object, path: str, strange: set[tuple[int, str]]) -> None:
         if name in self.refused:
