@@ -106,6 +106,36 @@ def test_a_restart_neither_forgets_nor_lengthens_a_time(tmp_path: Path, how: str
     assert not gone(tmp_path, 2)
 
 
+def test_a_clock_set_back_lengthens_no_time_by_what_the_last_life_lasted(tmp_path: Path) -> None:
+    began, hour = int(time.time()), 3600
+    clock = mock.Mock()
+    with mock.patch("wicore_trt.kv.disk.store.time", clock):
+        clock.time = lambda: clock.now
+        clock.time_ns = lambda: clock.now * 10**9
+        clock.now = began
+        store = open_store(tmp_path)
+        put_until(store, 1, [0], began + 50 * hour)
+        clock.now = began + 48 * hour
+        put_until(store, 2, [1], clock.now + hour)
+        put_until(store, 3, [2], clock.now + 1)
+        store.close()
+        clock.now = began - hour  # 49 hours back
+        store = open_store(tmp_path)
+        assert {page.index for page, _ in store.recover()} == {1, 2, 3}
+        assert store.ending[make_page(2).key] - store.now <= hour
+        assert store.ending[make_page(1).key] - store.now <= 2 * hour
+        store.close()
+        clock.now = began + 48 * hour + 60  # page 3 is over, which was written last
+        store = open_store(tmp_path)
+        assert {page.index for page, _ in store.recover()} == {1, 2}
+        store.close()
+        clock.now = began
+        store = open_store(tmp_path)
+        list(store.recover())
+        assert store.ending[make_page(2).key] - store.now <= hour
+        store.close()
+
+
 @pytest.mark.parametrize("moment", range(6))
 def test_a_server_that_dies_while_it_writes_leaves_what_the_next_one_overwrites(tmp_path: Path, moment: int) -> None:
     """After each write call of one page the directory is copied, as kill -9 would leave it."""

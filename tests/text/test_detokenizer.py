@@ -108,14 +108,49 @@ def test_text_comes_as_soon_as_it_is_certain() -> None:
     detokenizer = IncrementalDetokenizer(TOKENIZER)
     assert [detokenizer.push([i]) for i in ids] == ["hello", " world"]
     grin = [FIRST_BYTE + b for b in "😀".encode()]
-    assert [detokenizer.push([b]) for b in grin] == [""] * 4
-    assert detokenizer.push([EOS]) == ""  # skipped, so the run may go on
-    assert detokenizer.push(ids) == "😀hello world"
+    assert [detokenizer.push([b]) for b in grin] == ["", "", "", "😀"]
+    assert [detokenizer.push([b]) for b in (*grin[:2], EOS, *grin[2:])] == ["", "", "", "", "😀"], "EOS has no text"
+    assert [detokenizer.push([b]) for b in (*grin[:2], ids[0])] == ["", "", "\ufffd\ufffdhello"]
+    assert detokenizer.push(ids[1:]) == " world"
 
 
 def tokenizers_ids(text: str) -> list[int]:
     inner: tokenizers.Tokenizer = backend()
     return inner.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("byte", [0x80, 0xFF, 0xC0, 0xF0, 0xE2, 0xC3])
+def test_bytes_that_are_no_character_do_not_hold_the_text_up(byte: int) -> None:
+    detokenizer, ids = IncrementalDetokenizer(TOKENIZER), [FIRST_BYTE + byte] * 400
+    text = ""
+    for count, token in enumerate(ids, 1):
+        text += detokenizer.push([token])
+        assert count - len(text) <= 3
+    assert text + detokenizer.flush() == TOKENIZER.decode(ids) == backend().decode(ids) == "\ufffd" * 400
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(BYTES, max_size=12), st.text(max_size=4))
+def test_a_wrong_byte_spoils_no_character_beside_it(wrong: list[int], right: str) -> None:
+    """Each byte of no character is one U+FFFD; where all bytes of a run are right, or none, as Hugging Face has it."""
+    good = right.encode("utf-8", "ignore")
+    ids = [FIRST_BYTE + b for b in good] + wrong
+    whole = good + bytes(b - FIRST_BYTE for b in wrong)
+    expected, at = "", 0
+    while at < len(whole):
+        size = next((n for n in (1, 2, 3, 4) if _is_character(whole[at : at + n])), 0)
+        expected += whole[at : at + size].decode() if size else "\ufffd"
+        at += size or 1
+    assert TOKENIZER.decode(ids) == expected
+    if all(char != "\ufffd" for char in expected) or set(expected) == {"\ufffd"}:
+        assert expected == backend().decode(ids)
+
+
+def _is_character(data: bytes) -> bool:
+    try:
+        return len(data.decode()) == 1
+    except UnicodeDecodeError:
+        return False
 
 
 def test_incomplete_utf8_becomes_replacement_at_flush() -> None:
@@ -130,6 +165,9 @@ def test_cost_per_token_does_not_grow() -> None:
         decoded = 0
 
         def token_text(self, token: int) -> str | None:
+            return None
+
+        def byte_run(self) -> None:
             return None
 
         def decode(self, ids: Sequence[int]) -> str:

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 class IncrementalDetokenizer:
     """Text of one growing sequence of output ids.
 
-    Byte-fallback tokens are held back until their run ends, because one invalid byte turns a whole run into U+FFFD.
-    Any other token's text is final at once; it is decoded behind the token before it, so that decoders that
-    strip the first space of a text (SentencePiece) strip only that of the first token. So each token is decoded a
-    constant number of times, however long the output. Where the tokenizer knows a token's text in any company, nothing
-    is decoded at all.
+    Where the tokenizer knows a token's text in any company nothing is decoded, and of byte-fallback tokens at most
+    three are held back: those that may still become a character. Else a run of these is held back until it ends, and any
+    other token's text is final at once; it is decoded behind the token before it, so that decoders that strip the
+    first space of a text (SentencePiece) strip only that of the first token. So each token is decoded a constant number
+    of times, however long the output.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), include_stop: bool = False) -> None:
@@ -29,6 +29,7 @@ class IncrementalDetokenizer:
         self._token_text = tokenizer.token_text
         self._context: list[int] = []  # the last token that became text
         self._pending: list[int] = []  # the run of bytes after it
+        self._run = tokenizer.byte_run() if self._byte_ids else None  # the same where each token's text is known
         self._stops = _StopStrings(stop, include_stop) if stop else None
 
     @property
@@ -48,10 +49,12 @@ class IncrementalDetokenizer:
         """The rest of the text, at the end of the sequence: incomplete UTF-8 becomes U+FFFD. May still match a stop."""
         if self.matched is not None:
             return ""
-        text = self._decoded()
+        text = self._decoded() if self._run is None else self._run.end()
         return self._stops.push(text, may_stop) + self._stops.flush() if self._stops else text
 
     def _step(self, token: int) -> str:
+        if self._run is not None:
+            return self._run.step(token)
         if not self._pending:
             known = self._token_text(token)
             if known is not None:

@@ -10,6 +10,7 @@ writes prompts writes tokens. In messages it is text (`text.untrusted`), whoever
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -142,12 +143,17 @@ class Tokenizer:
         return self._encode(text, add_bos, "prompt", max_tokens)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Text of token ids; what is not UTF-8 becomes U+FFFD, ids beyond the vocabulary have no text.
+        """Text of token ids; each byte that is part of no character becomes U+FFFD (in Hugging Face's ByteFallback one
+        such byte takes all of its run with it), ids beyond the vocabulary have no text.
 
         Raises InvalidRequestError (field "token_ids") for a negative or absurdly large id.
         """
+        ids = list(ids)
         try:
-            return self._backend.decode(list(ids), skip_special_tokens=skip_special)
+            text: str = self._backend.decode(ids, skip_special_tokens=skip_special)
+            if "\ufffd" not in text or (run := self.byte_run(skip_special=skip_special)) is None:
+                return text
+            return "".join(map(run.step, ids)) + run.end()
         except (OverflowError, TypeError) as error:
             raise InvalidRequestError("Token ids must be integers in [0, 2^32).", field="token_ids") from error
 
@@ -160,6 +166,10 @@ class Tokenizer:
         if found is None:
             found = self._token_text[token] = self.decode([token])
         return found
+
+    def byte_run(self, *, skip_special: bool = True) -> ByteRun | None:
+        """What turns ids into text one at a time; None where a token's text depends on the tokens around it."""
+        return ByteRun(self, skip_special) if self._joins else None
 
     def token_bytes(self, token: int) -> bytes:
         """What one token stands for inside of a text, special tokens included. Of a byte-fallback token its byte, so
@@ -249,6 +259,41 @@ class Tokenizer:
             assert self.bos_id is not None
             ids.insert(0, self.bos_id)
         return ids
+
+
+class ByteRun:
+    """Text of ids that come one at a time, of a tokenizer whose tokens have the same text in any company but for bytes:
+    these make characters with their neighbours, and special tokens without text between them do not part them."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special
+        self._utf8: codecs.IncrementalDecoder | None = None  # has up to three bytes
+
+    def step(self, token: int) -> str:
+        """Text that is certain with this id."""
+        tokenizer = self._tokenizer
+        if token in tokenizer.byte_ids:
+            self._utf8 = self._utf8 or _UTF8(errors=_EACH_BYTE)
+            return self._utf8.decode(tokenizer.token_bytes(token))
+        text = tokenizer.token_text(token) if self._skip else tokenizer.decode([token], skip_special=False)
+        assert text is not None
+        return self.end() + text if text else ""
+
+    def end(self) -> str:
+        """The rest: bytes that have become no character."""
+        return self._utf8.decode(b"", True) if self._utf8 is not None else ""
+
+
+_UTF8, _EACH_BYTE = codecs.getincrementaldecoder("utf-8"), "wicore_each_byte"
+
+
+def _each_byte(error: UnicodeError) -> tuple[str, int]:
+    """U+FFFD for each byte, as ByteFallback has it; Python's `replace` has one for all that began a character."""
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error(_EACH_BYTE, _each_byte)
 
 
 def check_rows(token_ids: Sequence[int], vocab_size: int, text: object) -> None:

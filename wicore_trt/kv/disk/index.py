@@ -64,9 +64,10 @@ class FoundPages:
         heads = parts[first]
         keep = _newest(records["key"][heads], records["group"][heads])
         ends = _soonest(records["expires"], parts, first, counts)
+        self._last = int(records["write_id"][heads].max(initial=0))
         if now and len(heads):
             # write ids are times: a clock that was set back since must not lengthen anybody's time
-            now = max(now, int(records["write_id"][heads].max()) / 1e9)
+            now = max(now, self._last / 1e9)
             keep = keep[(ends[keep] == 0) | (ends[keep] > now)]
         self._records = records
         self.expires: NDArray[np.uint32] = ends[keep]
@@ -82,8 +83,8 @@ class FoundPages:
         self.passing: list[int] = np.flatnonzero(stale & (records["expires"] != 0)).tolist()
 
     def last_write(self) -> int:
-        """The largest write id of a page found; 0 without any."""
-        return int(self.write_ids.max(initial=0))
+        """The largest write id, also of a page whose time is over; 0 without any."""
+        return self._last
 
     def per_slot(self, values: NDArray[Any], num_slots: int) -> NDArray[Any]:
         """For each slot the value, such as `write_ids`, of the page in it; 0 for none."""

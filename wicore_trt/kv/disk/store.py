@@ -357,7 +357,8 @@ class DiskStore:
 
     def _next_id(self) -> int:
         with self._numbering:
-            self._last_id += 1
+            # A time, so that `now` of the next life is not before it. This life may have lasted for days.
+            self._last_id = max(self._last_id + 1, time.time_ns())
             return self._last_id
 
     def _runs(self, slots: Sequence[int]) -> Iterator[tuple[int, int]]:
