@@ -5,6 +5,7 @@ Must not import anything heavy before the shell asks. Invariant: a name is offer
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +13,9 @@ import typer
 CalibrateTokensOption = Annotated[int, typer.Option(min=1, max=1 << 24, metavar="N", help="Tokens of the text to use.")]
 NoKVScalesOption = Annotated[
     bool, typer.Option("--no-kv-scales", help="With --calibrate: no scales for an FP8 KV cache.")
+]
+LoraOption = Annotated[
+    Path | None, typer.Option("--lora", metavar="DIR", help="LoRA adapter of PEFT to merge into the source.")
 ]
 
 

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from wicore_trt.cli._options import CalibrateTokensOption, NoKVScalesOption, complete_backends, complete_recipes
+from wicore_trt.cli._options import (
+    CalibrateTokensOption,
+    LoraOption,
+    NoKVScalesOption,
+    complete_backends,
+    complete_recipes,
+)
 
 if TYPE_CHECKING:
     from wicore_trt.engine.options import DummyModel
@@ -69,6 +75,7 @@ def command(
     attention: Annotated[
         str, typer.Option(help="Backend tensorrt: layers, or plugin (needs full TensorRT and Triton).")
     ] = "layers",
+    lora: LoraOption = None,
     calibrate: Annotated[
         Path | None, typer.Option(help="UTF-8 text to measure static FP8 scales on; see wicore convert.")
     ] = None,
@@ -145,6 +152,7 @@ def command(
             calibration=calibration,
             dummy=dummy,
             revision=revision,
+            lora=lora,
             force=force,
             progress=report,
             note=lost.append,

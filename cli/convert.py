@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from wicore_trt.cli._options import CalibrateTokensOption, NoKVScalesOption
+from wicore_trt.cli._options import CalibrateTokensOption, LoraOption, NoKVScalesOption
 
 
 def command(
@@ -18,6 +18,7 @@ def command(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or fp8. auto: the source's.")] = "auto",
     tp: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="GPUs to split the weights over.")] = 1,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    lora: LoraOption = None,
     calibrate: Annotated[
         Path | None, typer.Option(help="UTF-8 text to measure static FP8 scales on, in place of scales per token.")
     ] = None,
@@ -50,6 +51,7 @@ def command(
             dtype=dtype,
             tp_size=tp,
             revision=revision,
+            lora=lora,
             calibration=calibration,
             force=force,
             progress=report,

@@ -85,6 +85,7 @@ def convert(  # noqa: PLR0913 -- the public call is flat
     tp_size: int = 1,
     for_engine: bool = False,
     revision: str | None = None,
+    lora: Path | None = None,
     calibration: Calibration | None = None,
     force: bool = False,
     progress: Progress = silent,
@@ -96,8 +97,8 @@ def convert(  # noqa: PLR0913 -- the public call is flat
     (format.QUANT_FP8) and keeps embedding and head in bfloat16; norms are float32 in all of them. `calibration` adds
     static scales measured in the source's own precision: of activations to fp8, of KV to any dtype; with it the
     source may be a unified checkpoint (see Calibration.of_checkpoint). `force` replaces an existing directory at
-    the end. `for_engine` asks for room on the disk for an engine of it too. `note` gets a sentence for every kind of
-    loss that a cast brought.
+    the end. `lora` is the directory of a LoRA adapter that is merged. `for_engine` asks for room on the disk for an
+    engine of it too. `note` gets a sentence for every decision between contradictions and every kind of loss.
 
     Raises CheckpointError for a bad source, a model that tp_size does not divide, and a weight that is not finite or
     beyond the range of the new dtype, naming tensor and row;
@@ -106,6 +107,11 @@ def convert(  # noqa: PLR0913 -- the public call is flat
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown.", fix=f"Use one of {', '.join(DTYPES)}.")
+    if lora is not None and present(Path(source) / "rank0.safetensors"):
+        raise ConfigError(
+            f"{source} is a checkpoint, and an adapter is merged into a source.",
+            fix="Give the model that it was converted from.",
+        )
     if calibration and present(Path(source) / "rank0.safetensors"):
         _check_same(open_checkpoint(source), dtype, tp_size)
         return calibration.of_checkpoint(source, output, force=force, progress=progress)
@@ -113,10 +119,10 @@ def convert(  # noqa: PLR0913 -- the public call is flat
         raise ConfigError(f"Without KV scales a {dtype} checkpoint has nothing to calibrate.", fix="Use --dtype fp8.")
     with replacing(Path(output), CHECKPOINT, force=force, source=source) as scratch:
         progress("read", 0, 1)
-        opened = open_source(source, revision=revision)
+        opened = open_source(source, revision=revision, lora=lora)
         check_tp(opened.spec, tp_size)
-        lost = _Conversion(opened, scratch.directory, dtype, tp_size, calibration, progress).run(for_engine)
-        opened.door.check_unchanged()
+        lost = _Conversion(opened, scratch.directory, dtype, tp_size, calibration, progress).run(for_engine, lora)
+        opened.check_unchanged()
         open_checkpoint(scratch.directory)  # a checkpoint that does not open replaces none
         scratch.publish()
     if note:
@@ -154,7 +160,7 @@ class _Conversion:
         self._vision: list[tuple[str, str, tuple[int, ...]]] = vision
         self._total = sum(_bytes(entries) for entries in (*self._entries, vision))
 
-    def run(self, for_engine: bool) -> list[str]:
+    def run(self, for_engine: bool, lora: Path | None = None) -> list[str]:
         """Returns what casts lost and tokens that the model lacks, in sentences."""
         tied = self._source.spec.tie_word_embeddings  # the engine leaves the second embedding out, so it is no link
         placed = [entry for entries in self._entries for entry in entries if entry[0] != LM_HEAD]
@@ -166,7 +172,8 @@ class _Conversion:
             check_template(self._source.chat_template, self._source.name)
         elif not self._source.makes_tokenizer:
             notes = check_tokenizer(self._directory, self._source.name, self._source.spec.vocab_size)
-        origin = Origin(printable(self._source.name), self._source.revision)
+        adapter = None if lora is None else printable(str(lora))
+        origin = Origin(printable(self._source.name), self._source.revision, lora=adapter)
         if self._calibration:
             found = self._calibration.of_source(self._source, self._directory, self._progress)
             self._scales, origin = found.scales, replace(origin, calibration=found.origin)

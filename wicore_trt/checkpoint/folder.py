@@ -48,6 +48,7 @@ _OTHER_FORMS = (  # the same weights once more, for other programs
     "pytorch_model*", "model-*-of-*.bin", "model.*.safetensors", "model-*-of-*.safetensors", "consolidated*", "*.gguf",
     "tf_model*.h5", "flax_model*", "rust_model*", "*.onnx", "*.onnx_data", "*.tflite", "*.task", "*.litertlm", "*.pte",
     "*.index.json",
+    "adapter_model.bin", "adapter_model.pt", "adapter_*.pt",
 )  # fmt: skip
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".npz", ".npy", ".ckpt", ".pkl", ".h5", ".msgpack", ".nemo")
 

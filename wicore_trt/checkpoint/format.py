@@ -46,13 +46,14 @@ FP8_TAG = "F8_E4M3"
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Where a checkpoint came from: its source, the hub commit if any, casts worth knowing about, and the text
-    (`text`, `tokens`, `text_blake2b`) that its static scales come from."""
+    (`text`, `tokens`, `text_blake2b`) that its static scales come from, and the adapter `lora` that was merged."""
 
     source: str
     revision: str | None = None
     flushed_to_zero: int = 0
     vision: Mapping[str, Any] = field(default_factory=dict)
     calibration: Mapping[str, Any] | None = None
+    lora: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +211,7 @@ def build_config(
         "flushed_to_zero": origin.flushed_to_zero,
         "calibration": dict(origin.calibration) if origin.calibration else None,
         "files": file_entries(files),
+        **({"lora": origin.lora} if origin.lora else {}),
     }
     return config
 
@@ -332,6 +334,7 @@ def _command(path: Path, config: Mapping[str, Any]) -> str:
     dtype = "fp8" if isinstance(quant, dict) and quant.get("quant_algo") else config.get("dtype", "auto")
     tp = mapping.get("tp_size", 1) if isinstance(mapping, dict) else 1
     options = f" --revision {quoted(block['revision'])}" if block.get("revision") else ""
+    options += f" --lora {quoted(block['lora'])}" if block.get("lora") else ""
     calibration = block.get("calibration")
     if isinstance(calibration, dict):
         options += (

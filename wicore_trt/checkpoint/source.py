@@ -88,6 +88,10 @@ class Source(ABC):
     def place_of(self, name: str) -> str:
         """The file that holds a text or vision tensor, for errors."""
 
+    def check_unchanged(self) -> None:
+        """Refuse when a file that was read has changed since it was opened."""
+        self.door.check_unchanged()
+
     def read(self, name: str) -> np.ndarray:
         """A whole text tensor as float32."""
         return to_float32(*self.rows(name, 0, self.tensors[name].shape[0]))
@@ -105,6 +109,14 @@ def open_source(ref: str | Path, *, revision: str | None = None, lora: Path | No
     Raises CheckpointError for anything missing, truncated, gated, unreachable or not Gemma 3, and
     EnvironmentUnfitError when a GGUF file is given and the extra `gguf` is not installed.
     """
+    if lora is not None:
+        from wicore_trt.checkpoint.lora import LoraSource
+
+        return LoraSource(_open_base(ref, revision, lora), lora)
+    return _open_base(ref, revision, None)
+
+
+def _open_base(ref: str | Path, revision: str | None, lora: Path | None) -> Source:
     from wicore_trt.checkpoint.gguf import GgufSource
     from wicore_trt.checkpoint.gguf_file import choose_gguf
 
@@ -117,7 +129,7 @@ def open_source(ref: str | Path, *, revision: str | None = None, lora: Path | No
         safetensors = present(path / "config.json") and any(path.glob("*.safetensors"))
         gguf = None if safetensors else choose_gguf(path)
         if gguf is None:
-            return HfSource(path, name=str(ref))
+            return HfSource(path, name=str(ref), lora=lora)
         Door(path, fix="Give the path of the GGUF file itself.").check(gguf)
         return GgufSource(gguf)
     if not isinstance(ref, str) or not hub.is_hub_id(ref):

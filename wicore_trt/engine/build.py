@@ -31,6 +31,7 @@ from wicore_trt.engine.directory import (
 from wicore_trt.engine.manifest import (
     DUMMY_SOURCE,
     DUMMY_WEIGHTS,
+    LORA,
     MANIFEST_NAME,
     MAX_PAGE_TOKENS,
     Manifest,
@@ -77,6 +78,7 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     calibration: Calibration | None = None,
     dummy: DummyModel | None = None,
     revision: str | None = None,
+    lora: Path | None = None,
     attention: str = LAYERS,
     force: bool = False,
     progress: Progress = silent,
@@ -85,13 +87,14 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     """Build the engine `output` from a source (hub id, directory, GGUF) or a unified checkpoint directory, or with
     `dummy` from a model's sizes alone: its weights are made up when it is loaded, and the manifest says so.
 
-    `dtype="auto"` keeps a checkpoint's dtype and converts a source to bfloat16; `kv_dtype="auto"` is the dtype of
-    the activations. "fp8" is a KV cache in E4M3, with the checkpoint's KV scales or else unscaled. `page_tokens` is the
-    KV page size in tokens; `max_context` limits sequences in tokens (None: the backend's choice, at most the model's
-    limit); `max_batch` and `max_chunk` limit the steps of compiled engines; `calibration` measures static scales on the
-    way; `revision` is the commit, branch or tag of a hub id; `attention` is "layers", or "plugin" for
-    backend tensorrt. An existing engine is replaced only with `force`. `note` gets a sentence for every kind of loss
-    that converting the source brought. The manifest's `created` is the time in the environment variable
+    `dtype="auto"` keeps a checkpoint's dtype and converts a source to bfloat16; `kv_dtype="auto"` is the dtype of the
+    activations. "fp8" is a KV cache in E4M3, with the checkpoint's KV scales or else unscaled. `page_tokens` is the KV
+    page size in tokens; `max_context` limits sequences in tokens (None: the backend's choice, at most the model's
+    limit); `max_batch` and `max_chunk` limit the steps of compiled engines; `calibration` measures static scales on
+    the way; `revision` is the commit, branch or tag of a hub id; `lora` is an adapter's directory, merged; `attention`
+    is "layers", or "plugin" for backend tensorrt. An existing engine is replaced only with `force`. `note` gets a
+    sentence for every kind of loss that converting the source brought. The manifest's `created` is the time in the
+    environment variable
     SOURCE_DATE_EPOCH (seconds since 1970) where it is set.
 
     Raises ConfigError for options that do not fit the checkpoint or an output that is in the way, CheckpointError
@@ -111,6 +114,7 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
         dummy,
         revision,
         attention,
+        lora,
     )
     created = _created()
     _check_options(options, source)
@@ -147,6 +151,11 @@ def _check_options(options: BuildOptions, source: str | Path) -> None:
         raise ConfigError(f"attention {options.attention!r} is unknown.", fix=f"Known: {LAYERS}, {PLUGIN}.")
     if options.attention == PLUGIN and options.backend != "tensorrt":
         raise ConfigError("only backend 'tensorrt' has the attention plugin.", fix="Leave --attention out.")
+    if options.lora is not None and (options.dummy or is_unified_checkpoint(Path(source))):
+        raise ConfigError(
+            "an adapter is merged into a source, which a checkpoint or made-up weights are not.",
+            fix="Give the model that the adapter was trained on, or convert it with --lora.",
+        )
     if options.revision and (present(Path(source)) or not is_hub_id(str(source))):
         raise ConfigError(
             f"--revision is a commit, branch or tag of a hub id, and {source} is none.", fix="Leave --revision out."
@@ -209,6 +218,7 @@ def _checkpoint_of(
         tp_size=options.tp_size,
         for_engine=True,
         revision=options.revision,
+        lora=options.lora,
         calibration=options.calibration,
         progress=progress,
         note=note,
@@ -261,6 +271,8 @@ def _lay_out(
     for path in checkpoint.tokenizer_files:
         (partial / path.name).write_bytes(checkpoint.read(path.name))
     compiled = compiler.compile(checkpoint, partial, options, progress)
+    if options.lora is not None:
+        compiled |= {LORA: printable(str(options.lora))}
     if options.dummy:
         compiled |= {DUMMY_WEIGHTS: True}
         _write_dummy_tokenizer(partial)

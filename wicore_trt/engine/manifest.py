@@ -31,6 +31,8 @@ DEFAULT_PAGE_TOKENS = 32
 MAX_PAGE_TOKENS = 1 << 16
 DUMMY_WEIGHTS = "dummy_weights"
 """Key of Manifest.compiled: the engine has no weight files, and whoever loads it makes weights up."""
+LORA = "lora"
+"""Key of Manifest.compiled: the directory of the adapter that was merged into the source."""
 DUMMY_SOURCE = "--dummy-weights --model "
 """What Manifest.source begins with for such an engine, before the model's name: it stands for a source in commands."""
 
@@ -174,6 +176,7 @@ def rebuild_engine(path: Path, manifest: Manifest, targets: Iterable[str] = (), 
     limit, pages = manifest.spec.max_position_embeddings, page_tokens or manifest.page_tokens
     options = {
         "--revision": quoted(manifest.revision) if manifest.revision else None,
+        "--lora": quoted(manifest.compiled[LORA]) if LORA in manifest.compiled else None,
         "--dtype": manifest.dtype if manifest.dtype != "bfloat16" else None,
         "--kv-dtype": manifest.kv_dtype if manifest.kv_dtype != manifest.base_dtype else None,
         "--tp": manifest.tp_size if manifest.tp_size > 1 else None,

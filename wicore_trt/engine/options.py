@@ -38,8 +38,9 @@ class DummyModel:
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
     """The arguments of `build_engine` that say what to build. `max_batch` and `max_chunk` limit a step of a compiled
-    engine: sequences of a decode step, and tokens of a prefill step. `dummy` stands in for a source, and
-    `revision` is the source's hub commit, branch or tag. `attention` is LAYERS, or PLUGIN for backend tensorrt."""
+    engine: sequences of a decode step, and tokens of a prefill step. `dummy` stands in for a source, and `revision` is
+    the source's hub commit, branch or tag, `lora` the directory of an adapter to merge. `attention` is LAYERS, or
+    PLUGIN for backend tensorrt."""
 
     backend: str
     dtype: str
@@ -54,6 +55,7 @@ class BuildOptions:
     dummy: DummyModel | None = None
     revision: str | None = None
     attention: str = LAYERS
+    lora: Path | None = None
 
     def kv_dtype_of(self, checkpoint: Checkpoint, *, compiled: bool = False) -> str:
         """The dtype of the KV cache; "auto" is that of the activations. Raises ConfigError for a dtype that no

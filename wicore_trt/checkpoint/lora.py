@@ -1,0 +1,338 @@
+"""A LoRA adapter of PEFT merged into a source, a few rows at a time.
+
+Reads adapter_config.json and adapter_model.safetensors as peft 0.21 does (tuners/lora/layer.py: W + s * B A, with DoRA
+its rows brought to the trained lengths). Weights are merged in float32 and rounded once, by the converter; what counts
+is the model that was trained, unmerged: an adapter of tied embeddings changes the side that it names and unties them.
+It knows a base only as a Source. Invariant: every tensor of the adapter is in the result, or the adapter is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import sqrt
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from wicore_trt.checkpoint.folder import ADAPTER, ADAPTER_WEIGHTS, check_folder
+from wicore_trt.checkpoint.names import HF_EMBEDDING, HF_LM_HEAD, canonical_name, check_tensors, hf_shapes, is_vision
+from wicore_trt.checkpoint.quantize import to_float32
+from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, TensorInfo
+from wicore_trt.checkpoint.source import GENERATION, TEXT_TAGS, TOKENIZER_FILES, Source
+from wicore_trt.errors import CheckpointError, first_fault, named, shown
+from wicore_trt.files import TOKENIZER_BYTES, Door, present
+from wicore_trt.model.spec import Gemma3Spec
+
+_PARTS = re.compile(
+    r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?"
+)
+_SAVED = re.compile(r"\.(?:modules_to_save(?:\.default)?|base_layer)\.weight$")
+_INITS = (True, False, None, "gaussian", "orthogonal", "eva")  # the others change the base, which the adapter lacks
+_UNUSED = (
+    "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "lora_bias", "monteclora_config",
+    "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config",
+)  # fmt: skip
+_TOKENIZER = [name for name in TOKENIZER_FILES if name != GENERATION and "processor" not in name]
+_Pattern = Annotated[dict[str, float], Field(max_length=4096)]
+
+
+class _Config(BaseModel):
+    """adapter_config.json, as far as it changes what is computed."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    peft_type: str
+    r: Annotated[int, Field(ge=1)] = 8
+    lora_alpha: float = 8
+    use_rslora: bool = False
+    use_dora: bool = False
+    rank_pattern: _Pattern | None = None
+    alpha_pattern: _Pattern | None = None
+    target_modules: list[str] | str | None = None
+    exclude_modules: list[str] | str | None = None
+    modules_to_save: list[str] | None = None
+    layers_to_transform: list[int] | int | None = None
+    init_lora_weights: bool | str | None = True
+    ensure_weight_tying: bool = False
+    base_model_name_or_path: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _LowRank:
+    """What is added to one weight: scale * left @ right, left [rows, rank] and right [rank, columns]; `lengths` [rows]
+    are those of the merged rows, None without DoRA. Tensors by their names in the file."""
+
+    parts: dict[str, str]
+    scale: float
+
+    def arrays(self, read: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """left, right and lengths, float32."""
+        if "lora_embedding_A" in self.parts:
+            return read(self.parts["lora_embedding_A"]).T, read(self.parts["lora_embedding_B"]).T, None
+        lengths = self.parts.get("lora_magnitude_vector")
+        return read(self.parts["lora_B"]), read(self.parts["lora_A"]), None if lengths is None else read(lengths)
+
+
+class LoraSource(Source):
+    """`base` with the adapter in the directory `path` merged into it."""
+
+    def __init__(self, base: Source, path: Path) -> None:
+        self._base, self._path = base, path
+        self.name, self.revision, self.config = base.name, base.revision, base.config
+        self.door, self.vision, self.generation_config = base.door, base.vision, base.generation_config
+        self._door = Door(path, fix="Save the adapter again.", seen={})
+        self._config = self._read_config()
+        if not present(path / ADAPTER_WEIGHTS):
+            raise CheckpointError(f"{path} lacks {ADAPTER_WEIGHTS}.", fix="Save the adapter with peft as safetensors.")
+        self._file = SafetensorsFile(path / ADAPTER_WEIGHTS, self._door)
+        self._full, parts, aside = self._sort()
+        self._shared: str | None = None  # what stands in the place of embedding and head of a tied base
+        self.spec = self._settle_head(set(parts))
+        self._low = {name: self._low_rank(name, kinds) for name, kinds in parts.items()}
+        needed = hf_shapes(self.spec)
+        self.tensors = {name: self._info(name) for name in needed}
+        check_tensors(self.spec, {name: info.shape for name, info in self.tensors.items()}, f"{path} with {base.name}")
+        self._check_targets(parts)
+        self._held: tuple[str, Any] = "", None
+        self._own = os.path.realpath(path) != os.path.realpath(base.name) and present(path / "tokenizer.json")
+        self.makes_tokenizer = base.makes_tokenizer and not self._own
+        self.chat_template = None if self._own else base.chat_template
+        self.notes = [*base.notes, *self._describe(aside)]
+
+    def rows(self, name: str, start: int, stop: int) -> tuple[np.ndarray, str]:
+        source, stored = self._origin(name)
+        block, tag = (
+            self._base.rows(stored, start, stop)
+            if source is None
+            else (source.rows(stored, start, stop), source.tensors[stored].dtype)
+        )
+        low = self._low.get(name)
+        if low is None:
+            return block, tag
+        if self._held[0] != name:
+            self._held = name, low.arrays(self._read)
+        left, right, lengths = self._held[1]
+        with np.errstate(over="ignore", invalid="ignore"):  # the converter refuses what is not finite
+            merged = to_float32(block, tag) + (left[start:stop] @ right) * np.float32(low.scale)
+            if lengths is not None:
+                merged *= (lengths[start:stop] / np.linalg.norm(merged, axis=1))[:, None]
+        return merged, "F32"
+
+    def norm(self, name: str, start: int, stop: int) -> np.ndarray:
+        return super().norm(name, start, stop) if name in self._full else self._base.norm(name, start, stop)
+
+    def vision_blocks(self, name: str) -> Iterator[bytes]:
+        return self._base.vision_blocks(name)
+
+    def write_tokenizer(self, directory: Path) -> list[Path]:
+        files = self._base.write_tokenizer(directory)
+        if not self._own:
+            return files
+        for file in files:
+            if file.name in _TOKENIZER:
+                file.unlink()
+        names = [name for name in _TOKENIZER if present(self._path / name)]
+        copied = [self._door.copy(self._path / n, directory / n, limit=TOKENIZER_BYTES) for n in names]
+        return [*(file for file in files if file.name not in _TOKENIZER), *copied]
+
+    def place_of(self, name: str) -> str:
+        source, stored = self._origin(name)
+        place = self._base.place_of(stored) if source is None else str(source.path)
+        return f"{place} with {self._path}" if name in self._low else place
+
+    def check_unchanged(self) -> None:
+        self._base.check_unchanged()
+        self._door.check_unchanged()
+
+    def _read_config(self) -> _Config:
+        place = self._path / ADAPTER
+        if not present(place):
+            raise CheckpointError(f"{self._path} is no adapter: it has no {ADAPTER}.", fix="Give a directory of PEFT.")
+        said = self._door.json(place)
+        if "fine_tune_type" in said or "lora_parameters" in said:
+            raise CheckpointError(f"{self._path} is an adapter of MLX.", fix="Fuse it with mlx_lm.fuse.")
+        try:
+            config = _Config.model_validate(said)
+        except ValidationError as error:
+            raise CheckpointError(f"{place}: {first_fault(error)}.") from error
+        if config.peft_type != "LORA":
+            raise CheckpointError(f"{place}: {shown(config.peft_type)} is no LoRA, and cannot be merged.")
+        odd = [key for key in _UNUSED if said.get(key)]
+        if config.init_lora_weights not in _INITS:
+            odd.append("init_lora_weights")
+        if odd:
+            raise CheckpointError(
+                f"{place}: {odd[0]} is {shown(said[odd[0]])}, which WiCore does not merge.",
+                fix="Merge it with peft's merge_and_unload and build the result.",
+            )
+        return config
+
+    def _sort(self) -> tuple[dict[str, str], dict[str, dict[str, str]], int]:
+        """Tensors that stand in the place of the base's, and those that are added to them, by canonical name; and how
+        many belong to the vision tower."""
+        full, low, aside = dict[str, str](), dict[str, dict[str, str]](), 0
+        known = hf_shapes(replace(self._base.spec, tie_word_embeddings=False))
+        for raw, info in self._file.tensors.items():
+            match = _PARTS.fullmatch(raw)
+            name = canonical_name(f"{match[1]}.weight" if match else _SAVED.sub(".weight", raw))
+            if is_vision(raw):
+                aside += 1
+            elif name not in known or info.dtype not in TEXT_TAGS or len(known[name]) != 2 and match:
+                raise CheckpointError(f"{self._file.path}: {named(raw)} is nothing that can be merged into Gemma 3.")
+            elif match:
+                low.setdefault(name, {})[match[2]] = raw
+            elif name in full:
+                raise CheckpointError(f"{self._file.path} holds {name} twice: {named(full[name])}, {named(raw)}.")
+            else:
+                full[name] = raw
+        if not full and not low:
+            raise CheckpointError(f"{self._file.path} holds nothing that changes the text model.")
+        return full, low, aside
+
+    def _settle_head(self, lowered: set[str]) -> Gemma3Spec:
+        """The spec with the adapter: tied embeddings of which it changes one side are tied no more; a saved copy of the
+        base's own (peft's save_embedding_layers) changes both. More rows than the base has are added tokens."""
+        spec, both = self._base.spec, (HF_EMBEDDING, HF_LM_HEAD)
+        if spec.tie_word_embeddings:
+            copies = [name for name in both if name in self._full and not self._is_saved(self._full[name])]
+            self._shared = self._full[copies[0]] if copies else None
+            for name in copies:
+                del self._full[name]
+            spec = replace(spec, tie_word_embeddings=not lowered.union(self._full).intersection(both))
+        embedding = self._full.get(HF_EMBEDDING, self._shared)
+        return replace(spec, vocab_size=self._file.tensors[embedding].shape[0]) if embedding else spec
+
+    def _is_saved(self, raw: str) -> bool:
+        """Whether a whole tensor belongs to one module alone (modules_to_save)."""
+        if ".base_layer." in raw or ".modules_to_save." in raw:
+            return ".modules_to_save." in raw
+        module = raw.removesuffix(".weight")
+        return any(module == name or module.endswith(f".{name}") for name in self._config.modules_to_save or ())
+
+    def _low_rank(self, name: str, parts: dict[str, str]) -> _LowRank:
+        kinds, place = set(parts), self._file.path
+        if kinds - {"lora_magnitude_vector"} not in ({"lora_A", "lora_B"}, {"lora_embedding_A", "lora_embedding_B"}):
+            raise CheckpointError(f"{place}: of {name} it holds {' and '.join(sorted(kinds))} alone.")
+        embedding, dora = "lora_embedding_A" in kinds, "lora_magnitude_vector" in kinds
+        if dora != self._config.use_dora or (dora and embedding):
+            if dora and embedding:
+                raise CheckpointError(f"{place}: DoRA of an embedding, {name}, is not merged.")
+            has = "a" if dora else "no"
+            raise CheckpointError(
+                f"{place}: use_dora is {self._config.use_dora}, and {name} has {has} lora_magnitude_vector."
+            )
+        module = _module(parts)
+        rank, alpha = self._of(self._config.rank_pattern, module, self._config.r), self._config.lora_alpha
+        alpha = self._of(self._config.alpha_pattern, module, alpha)
+        shapes = {kind: self._file.tensors[raw].shape for kind, raw in parts.items()}
+        down = shapes["lora_embedding_A" if embedding else "lora_A"]
+        up = shapes["lora_embedding_B" if embedding else "lora_B"]
+        rows, columns = (down[-1], up[0]) if embedding else (up[0], down[-1])
+        want = self._info(name).shape
+        if len(down) != 2 or len(up) != 2 or down[0] != up[1] or (rows, columns) != want:
+            raise CheckpointError(f"{place}: {list(up)} x {list(down)} does not fit {name}, which is {list(want)}.")
+        if down[0] != rank:
+            raise CheckpointError(f"{place}: {name} has rank {down[0]}, and {ADAPTER} says {rank:g}.")
+        if dora and shapes["lora_magnitude_vector"] != (rows,):
+            raise CheckpointError(f"{place}: lora_magnitude_vector of {name} is {shapes['lora_magnitude_vector']}.")
+        return _LowRank(parts, alpha / (sqrt(rank) if self._config.use_rslora else rank))
+
+    def _of(self, pattern: dict[str, float] | None, module: str, default: float) -> float:
+        """The value that the first key of a pattern gives a module (peft's get_pattern_key)."""
+        try:
+            return next((v for key, v in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module)), default)
+        except re.error as error:
+            raise CheckpointError(f"{self._path / ADAPTER}: a pattern is no regular expression: {error}.") from error
+
+    def _check_targets(self, low: dict[str, dict[str, str]]) -> None:
+        """Compare target_modules, with its layers, with the modules that have tensors."""
+        both = (
+            (HF_EMBEDDING, HF_LM_HEAD) if self._config.ensure_weight_tying else ()
+        )  # one that is named stands for both
+        strangers = [n for n, parts in low.items() if n not in both and not self._is_targeted(_module(parts))]
+        if strangers:
+            raise CheckpointError(
+                f"{self._file.path} holds {named(strangers[0])}, which target_modules of {ADAPTER} does not name."
+            )
+        inner = [_module(parts).partition("layers.")[0] for name, parts in low.items() if ".layers." in name]
+        lost = [
+            name
+            for name, info in self.tensors.items()
+            if inner and ".layers." in name and len(info.shape) == 2 and name not in low and name not in self._full
+            if self._is_targeted(inner[0] + name.removeprefix("model.").removesuffix(".weight"))
+        ]
+        if lost:
+            raise CheckpointError(
+                f"{self._file.path} lacks {len(lost)} of the weights that target_modules names, such as {lost[0]}."
+            )
+
+    def _is_targeted(self, module: str) -> bool:
+        """Whether peft's check_target_module_exists takes a module for one of the adapter's."""
+        config, targets = self._config, self._config.target_modules
+
+        def among(names: list[str] | str) -> bool:
+            if isinstance(names, str):
+                return re.fullmatch(names, module) is not None
+            return any(module == name or module.endswith(f".{name}") for name in names)
+
+        if config.exclude_modules and among(config.exclude_modules):
+            return False
+        if targets is None or targets == "all-linear":
+            return True
+        layers = config.layers_to_transform
+        if layers in (None, []) or isinstance(targets, str):
+            return among(targets)
+        layer = re.match(r".*?\.[^.]*\.(\d+)\.", module)
+        return (
+            among(targets) and layer is not None and int(layer[1]) in ([layers] if isinstance(layers, int) else layers)
+        )
+
+    def _origin(self, name: str) -> tuple[SafetensorsFile | None, str]:
+        """Where the rows of a tensor come from before anything is added: the adapter's file, or None for the base, and
+        the name there."""
+        if name in self._full:
+            return self._file, self._full[name]
+        if name in (HF_EMBEDDING, HF_LM_HEAD) and self._shared:
+            return self._file, self._shared
+        tied = name == HF_LM_HEAD and self._base.spec.tie_word_embeddings
+        return None, HF_EMBEDDING if tied else name
+
+    def _info(self, name: str) -> TensorInfo:
+        source, stored = self._origin(name)
+        return (self._base if source is None else source).tensors[stored]
+
+    def _read(self, raw: str) -> np.ndarray:
+        info = self._file.tensors[raw]
+        return to_float32(self._file.rows(raw, 0, info.shape[0]), info.dtype)
+
+    def _describe(self, aside: int) -> list[str]:
+        config, trained = self._config, self._config.base_model_name_or_path
+        many = f"{len(self._low)} weights" + (f", {len(self._full)} replaced" if self._full else "")
+        notes = [f"merged {self._path}: rank {config.r}, alpha {config.lora_alpha:g}, {many}."]
+        if trained and _plain_name(trained) != _plain_name(self._base.name):
+            notes.append(
+                f"the adapter says that it was trained on {named(trained)}; it is merged into {self._base.name}."
+            )
+        if self.spec.tie_word_embeddings != self._base.spec.tie_word_embeddings:
+            notes.append("the adapter changes embedding and head apart: the engine holds both.")
+        if aside:
+            notes.append(f"{aside} tensors of the adapter belong to the vision tower, which no engine has.")
+        if self._own:
+            notes.append("tokenizer and chat template are those beside the adapter.")
+        if os.path.realpath(self._path) != os.path.realpath(self._base.name):
+            notes += check_folder(self._path, (ADAPTER, ADAPTER_WEIGHTS, *TOKENIZER_FILES), merges_adapter=True)
+        return notes
+
+
+def _module(parts: dict[str, str]) -> str:
+    """The module that low-rank tensors belong to, as peft called it when they were saved."""
+    return next(iter(parts.values())).split(".lora_")[0].removeprefix("base_model.model.")
+
+
+def _plain_name(name: str) -> str:
+    """A model's name without its owner and without what trainers append to it."""
+    return re.sub(r"(-unsloth)?(-bnb-4bit)?(\.gguf)?$", "", os.path.basename(os.path.normpath(name)).lower())
