@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -269,6 +270,12 @@ def test_memory_is_checked_and_closing_frees_it(monkeypatch: pytest.MonkeyPatch)
     shape = executor.model.shape
     made_up = triton_executor.Loading(shape, executor.model.table, 64, lambda positions: None, dummy=True)  # type: ignore
     assert triton_executor._name(made_up, ExecutorOptions()).endswith("-dummy-weights")
+    entry = executor.model.table.all()[0]
+    cured = replace(entry, kernel=replace(entry.kernel, cubin=entry.kernel.cubin + b"\0"))
+    table = triton_table.KernelTable(executor.model.table.target, [cured, *executor.model.table.all()[1:]])
+    assert triton_executor._name(replace(made_up, table=table), ExecutorOptions()) != triton_executor._name(
+        made_up, ExecutorOptions()
+    )
     executor.close()
     executor.close()
     with pytest.raises(AssertionError, match="close"):

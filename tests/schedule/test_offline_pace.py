@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from fakes import FAKE_INFO, FakeTokenizer
@@ -69,7 +70,7 @@ class Words(FakeTokenizer):
 
 def llm_over(core) -> LLM:
     llm = LLM.__new__(LLM)  # without an engine directory
-    llm.info, llm.tokenizer, llm._core = FAKE_INFO, Words(), core
+    llm.info, llm.tokenizer, llm._core = replace(FAKE_INFO, max_context_tokens=1 << 17), Words(), core
     llm._ids, llm._inboxes = map(str, itertools.count()), {}
     return llm
 

@@ -30,6 +30,7 @@ from wicore_trt.runtime.batch import StepBatch, StepResult
 from wicore_trt.runtime.cuda_device import CudaDevice, Device
 from wicore_trt.runtime.device_weights import load_weights, rope_tables
 from wicore_trt.runtime.executor import KVLayout, PageCopier
+from wicore_trt.runtime.kernels_name import kernels_name
 from wicore_trt.runtime.options import GPU_SLICE_TOKENS, ExecutorOptions
 from wicore_trt.runtime.page_copier import make_copier
 from wicore_trt.runtime.pools import layout_of, new_pools
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 
 class TensorRTExecutor:
     """Implements `Executor`. `pools[group]` is the device tensor of the group's KV pages, shaped as in KVLayout with
-    the page first; `kernels` is like "tensorrt-rtx-1.7.1.116-sm89". `slots` sequences can run without
+    the page first; `kernels` is like "tensorrt-rtx-1.7.1.116-sm89-" and a digest. `slots` sequences can run without
     copying more KV than they compute; beyond that each step copies whole sequences."""
 
     def __init__(self, engine: EngineDir, settings: ExecutorOptions, trt: Any, device: Device) -> None:
@@ -57,7 +58,8 @@ class TensorRTExecutor:
         self.spec, self._device = engine.manifest.spec, device
         limits = plan_limits(engine)
         self.max_batch_tokens, self.slice_tokens = settings.max_batch_tokens, GPU_SLICE_TOKENS
-        self.kernels = f"{engine.manifest.compiled['flavour']}-{trt.__version__}-{device.target}"
+        plain = f"{engine.manifest.compiled['flavour']}-{trt.__version__}-{device.target}"
+        self.kernels = kernels_name(plain, ("backends/tensorrt",), repr(sorted(engine.manifest.files.items())))
         self.layout = _layout(engine, settings)
         with device.active():
             plans = load_plans(trt, engine, device.target)

@@ -29,6 +29,7 @@ from wicore_trt.runtime.attention_mass import AttentionProbe
 from wicore_trt.runtime.batch import StepBatch, StepResult
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
 from wicore_trt.runtime.executor import KVLayout, PageCopier
+from wicore_trt.runtime.kernels_name import kernels_name
 from wicore_trt.runtime.options import CPU_SLICE_TOKENS, GPU_SLICE_TOKENS, ExecutorOptions
 from wicore_trt.runtime.page_copier import make_copier
 from wicore_trt.runtime.pools import layout_of, new_pools
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir
 
 log = logging.getLogger(__name__)
+SOURCES = ("backends/torch",)
 SCORE_ROWS = 128
 """Rows of a 262,144-token vocabulary that take 134 MB."""
 StepOps = Callable[[StepInputs, AttentionProbe | None], Ops[torch.Tensor]]
@@ -46,7 +48,8 @@ StepOps = Callable[[StepInputs, AttentionProbe | None], Ops[torch.Tensor]]
 
 class TorchExecutor:
     """Implements `Executor`. `pools[group]` is the device tensor of the group's KV pages, shaped as in KVLayout with
-    the page first; `kernels` is "native-" and the instruction set, or "torch-" and what torch computes on."""
+    the page first; `kernels` is "native-" and the instruction set, or "torch-" and what torch computes on, and a digest
+    (`runtime/kernels_name.py`)."""
 
     def __init__(self, engine: EngineDir | EngineTensors, settings: ExecutorOptions) -> None:
         """Load `engine` from disk, or run the tensors of one that is in memory.
@@ -132,7 +135,7 @@ def _operators(
     library = None if settings.kernels == "torch" else _native_library(engine, settings.kernels, device)
     if library is None:
         model = TorchModel(engine.spec, engine.dtype, engine.tensors, pools, device)
-        return torch_kernels(device), lambda inputs, probe: TorchOps(model, inputs, probe)
+        return kernels_name(torch_kernels(device), SOURCES), lambda inputs, probe: TorchOps(model, inputs, probe)
     if settings.threads:
         library.set_threads(settings.threads)
     weights = NativeWeights.from_tensors(library, engine.tensors, engine.spec, engine.dtype)
@@ -142,7 +145,7 @@ def _operators(
         ops.begin(inputs, probe)
         return ops
 
-    return f"native-{library.isa}", begin
+    return kernels_name(f"native-{library.isa}", SOURCES, library.name), begin
 
 
 def torch_kernels(device: torch.device) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from wicore_trt.backends.torch.native_args import DTYPE_CODES, Args, PackedWeight, address
-from wicore_trt.plugins.cpu_library import open_library
+from wicore_trt.plugins.cpu_library import library_name, open_library
 
 ISAS = ("avx512bf16", "avx2", "generic")
 
@@ -44,6 +44,11 @@ class NativeLibrary:
     def isa(self) -> str:
         """Instruction set in use: "avx512bf16", "avx2" or "generic"."""
         return bytes(self._lib.wicore_cpu_isa()).decode()
+
+    @property
+    def name(self) -> str:
+        """Instruction set and digest of the file."""
+        return library_name(self._lib)
 
     def set_isa(self, name: str) -> bool:
         """Use another instruction set ("auto": the best one). False, and no change, if this machine lacks it."""

@@ -17,13 +17,13 @@ half-written memory; what the host writes for a step, and reads of it, has two p
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from itertools import cycle
 from typing import TYPE_CHECKING
 
@@ -54,6 +54,7 @@ from wicore_trt.plugins.launch import SHARED_LAUNCHER, Launcher
 from wicore_trt.runtime.batch import UNREAD, SampledToken, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.cuda_device import CudaDevice, Device
 from wicore_trt.runtime.executor import PageCopier
+from wicore_trt.runtime.kernels_name import kernels_name
 from wicore_trt.runtime.options import GPU_SLICE_TOKENS, ExecutorOptions
 from wicore_trt.runtime.page_copier import make_copier
 from wicore_trt.runtime.pools import check_pool_room, layout_of, new_pools, sized_layout, spare_bytes
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir
 
 log = logging.getLogger(__name__)
+SOURCES = ("backends/triton", "plugins", "plugins/kernels")
 Graph = tuple[StepSizes, Callable[[], None]]
 GREEDY, DRAWN, HOST = "greedy", "drawn", "host"
 """Who chooses a token: the graph, the kernels that draw, or the host."""
@@ -472,10 +474,13 @@ def open_executor(engine: EngineDir, settings: ExecutorOptions) -> TritonExecuto
 
 
 def _name(loading: Loading, settings: ExecutorOptions) -> str:
-    versions = {entry.kernel.triton_version for entry in loading.table.all()}
-    digest = blake2b("\n".join([*loading.table.kernel_names, *sorted(versions)]).encode(), digest_size=4).hexdigest()
+    parts = list[bytes | str]()
+    for entry in loading.table.all():
+        launch = json.dumps(entry.kernel.metadata(), sort_keys=True)
+        parts += [f"{entry.role} {entry.bucket} {entry.config} {launch}", entry.kernel.cubin]
+    name = kernels_name(f"triton-{loading.table.target}", SOURCES, *parts)
     mode = "-invariant" if settings.batch_invariant else ""
-    return f"triton-{loading.table.target}-{digest}{mode}{'-dummy-weights' if loading.dummy else ''}"
+    return f"{name}{mode}{'-dummy-weights' if loading.dummy else ''}"
 
 
 @contextmanager

@@ -1,0 +1,47 @@
+"""The name of what computes KV values: a plain one for people, and a digest of everything that the values rest on.
+
+Names of pages and the disk tier's namespace hold it, so that pages which a wrong kernel made are not found any more
+once it is mended. It must not know which kernels there are. Invariant: equal names mean equal sources, libraries and
+`parts`; a path or a time is never in it, so that equal installations share their pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+import wicore_trt
+
+COMMON = ("model", "runtime")
+LIBRARIES = ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "cuda-bindings")
+"""Packages beside torch whose code computes, by either name that a CUDA version gives them."""
+
+
+def kernels_name(plain: str, folders: Sequence[str], *parts: bytes | str) -> str:
+    """`plain`, "-" and 8 bytes in hex: of the Python sources in `folders` of the package and in COMMON, of the
+    libraries that torch was built with and those it finds, and of `parts`, such as compiled kernels."""
+    digest = blake2b(digest_size=8)
+    for piece in (*_libraries(), *_sources(folders), *parts):
+        data = piece if isinstance(piece, bytes) else piece.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return f"{plain}-{digest.hexdigest()}"
+
+
+def _libraries() -> list[str]:
+    found = [torch.__version__, torch.__config__.show(), str(torch.version.cuda), str(torch.backends.cudnn.version())]
+    for package in LIBRARIES:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _sources(folders: Sequence[str]) -> list[bytes]:
+    root = Path(wicore_trt.__file__).parent
+    paths = [path for folder in (*COMMON, *folders) for path in sorted((root / folder).glob("*.py"))]
+    return [path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() for path in paths]
