@@ -248,6 +248,25 @@ def test_parts_that_do_not_fit(tmp_path: Path) -> None:
         open_source(parts[0])
 
 
+def test_a_fused_projection_is_read_as_its_three_parts(tmp_path: Path) -> None:
+    plain, fused, names = tmp_path / "m.gguf", tmp_path / "f.gguf", {t["name"]: t for t in TENSORS}
+    q, k, v = (dict(names[f"blk.1.attn_{n}.weight"]) for n in "qkv")
+    for part in (q, k, v):
+        part |= {"kind": models.GGUF_F16, "raw": np.arange(np.prod(part["dims"]), dtype=np.float16).tobytes()}
+    rest = [t for t in TENSORS if t["name"] not in (q["name"], k["name"], v["name"])]
+    plain.write_bytes(models.gguf_file(keys(), [*rest, q, k, v]))
+    one = q | {"name": "blk.1.attn_qkv.weight", "raw": q["raw"] + k["raw"] + v["raw"]}
+    one["dims"] = [q["dims"][0], q["dims"][1] + k["dims"][1] + v["dims"][1]]
+    fused.write_bytes(models.gguf_file(keys(), [*rest, one]))
+    source, want = open_source(fused), open_source(plain)
+    assert source.tensors == want.tensors and source.place_of("model.layers.1.self_attn.v_proj.weight").endswith(
+        "_qkv.weight"
+    )
+    for name in want.tensors:
+        np.testing.assert_array_equal(source.rows(name, 3, 8)[0], want.rows(name, 3, 8)[0])
+    refused(tmp_path / "x.gguf", models.gguf_file(keys(), [*rest, one, k]), "k_proj.weight twice")
+
+
 def test_a_blob_of_ollama_is_read_and_its_manifest_names_it(tmp_path: Path) -> None:
     blob, manifest = tmp_path / "blobs" / f"sha256-{'0a' * 32}", tmp_path / "manifests" / "library" / "gemma3" / "1b"
     blob.parent.mkdir()

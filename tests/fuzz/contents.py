@@ -84,6 +84,9 @@ TOKENIZER_KEYS: list[tuple[str, int, Any]] = [
     ("scores", ARRAY, (F32, [1.0])), ("token_type", ARRAY, (I32, [6] * 48)), ("token_type", ARRAY, (I32, [4] * 48)),
     ("token_type", ARRAY, (I32, [9] * 48)), ("remove_extra_whitespaces", BOOL, True), ("eot_token_id", U32, 48),
     ("precompiled_charsmap", ARRAY, (I32, [1, 2])), ("eos_token_ids", ARRAY, (I32, [99])),
+    ("token_type", ARRAY, (I32, [1] * 48)), ("token_type", ARRAY, (I32, [5] * 48)), ("eom_token_id", U32, 6),
+    ("model", STRING, "gpt2"), ("merges", ARRAY, (STRING, ["a a", "b b"])), ("merges", ARRAY, (STRING, ["b b", "a a"])),
+    ("merges", ARRAY, (STRING, ["a  a"])), ("pre", STRING, "gemma4"), ("fim_pre_token_id", U32, 7),
 ]  # fmt: skip
 
 GOOD_KEYS: list[tuple[str, Any]] = [  # of a config.json, each at a value that another model could have
@@ -95,6 +98,9 @@ GOOD_GGUF: list[list[tuple[str, int, Any]]] = [
     [("gemma3.rope.scaling.type", STRING, "linear"), ("gemma3.rope.scaling.factor", F32, 8.0)],
     [("gemma3.rope.freq_base_swa", F32, 5e3)], [("gemma3.final_logit_softcapping", F32, 30.0)],
     [("general.name", STRING, "n\nx")], [("tokenizer.chat_template", STRING, "{{ messages[0].content }}")],
+    [("split.count", U32, 1), ("split.no", U32, 0)], [("gemma3.attention.key_length_swa", U32, 8)],
+    [("tokenizer.chat_templates", ARRAY, (STRING, ["rag"])), ("tokenizer.chat_template.rag", STRING, "{{ tools }}")],
+    [("general.quantization_version", U32, 2)], [("other.program", STRING, "x")],
     [("tokenizer.ggml.eot_token_id", U32, 5)], [("gemma3.vocab_size", U32, 48)], [("gemma3.expert_count", U32, 0)],
 ]  # fmt: skip
 

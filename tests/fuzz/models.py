@@ -35,6 +35,7 @@ GGUF_NAMES = {
 U32, I32, F32, BOOL, STRING, ARRAY, U64 = 4, 5, 6, 7, 8, 9, 10
 CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 GGUF_F32, GGUF_F16, GGUF_Q4_0, GGUF_Q5_0, GGUF_Q8_0, GGUF_BF16 = 0, 1, 2, 6, 8, 30
+GGUF_BLOCKS = (GGUF_Q4_0, GGUF_Q5_0, GGUF_Q8_0, 3, 7, 20, 39)  # and Q4_1, Q5_1, IQ4_NL, MXFP4: blocks of 32
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
@@ -145,12 +146,17 @@ def gguf_tensors(rng: np.random.Generator, change: Callable[..., None] | None = 
     if change is not None:
         change(rng, values, 0.0)
     for name, x in values.items():
-        kind = int(rng.choice([GGUF_F32, GGUF_F16, GGUF_BF16, GGUF_Q4_0, GGUF_Q5_0, GGUF_Q8_0]))
+        kind = int(rng.choice([GGUF_F32, GGUF_F16, GGUF_BF16, *GGUF_BLOCKS]))
         if x.ndim == 1:
             kind = int(rng.choice([GGUF_F32, GGUF_F16, GGUF_BF16]))
         if change is not None:
             kind = GGUF_F32
-        raw = gguf.quants.quantize(x, gguf.GGMLQuantizationType(kind)).tobytes()
+        if kind == 20:  # gguf encodes none; float16 scales from 2**-8 to 2**-5, of either sign
+            blocks = rng.integers(0, 256, (x.size // 32, 18), dtype=np.uint8)
+            blocks[:, 1] = blocks[:, 1] & 0x80 | 0x1C + blocks[:, 1] % 12
+            raw = blocks.tobytes()
+        else:
+            raw = gguf.quants.quantize(x, gguf.GGMLQuantizationType(kind)).tobytes()
         found.append({"name": gguf_name(name), "dims": list(reversed(x.shape)), "kind": kind, "raw": raw, "at": None})
     return found
 

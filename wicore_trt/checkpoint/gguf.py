@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from wicore_trt.checkpoint.gguf_file import GgufFile, MetadataKeys, import_gguf, open_gguf
+from wicore_trt.checkpoint.gguf_file import GgufFile, GgufTensor, MetadataKeys, import_gguf, open_gguf
 from wicore_trt.checkpoint.gguf_tokenizer import read_vocabulary, write_tokenizer
 from wicore_trt.checkpoint.names import HF_EMBEDDING, HF_FINAL_NORM, HF_LM_HEAD, check_tensors
 from wicore_trt.checkpoint.quantize import STORAGE, to_float32
@@ -47,6 +47,7 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_FUSED = re.compile(r"blk\.(0|[1-9]\d*)\.attn_qkv\.weight")
 _LAYER_NAME = re.compile(r"blk\.(0|[1-9]\d*)\.(.+)\.weight")
 _LAYERS_OF_1B, _LAYERS_OF_27B = 26, 62
 _SCALED = (34, 48, 62)  # layers of 4B, 12B and 27B, whose global layers have the rope factor 8
@@ -97,6 +98,7 @@ class GgufSource(Source):
     """An opened GGUF file of architecture gemma3."""
 
     makes_tokenizer = True
+    tensors: dict[str, TensorInfo]
 
     def __init__(self, path: Path) -> None:
         self._file = open_gguf(path)
@@ -104,17 +106,17 @@ class GgufSource(Source):
         self.notes = list[str]()
         self.spec = gguf_spec(self._file, self.notes.append)
         self.config, self.vision = {}, {}
-        self._names = {_hf_name(n): n for n in self._file.tensors if not n.startswith(_VISION_TENSORS)}
-        self.tensors = {
-            hf: TensorInfo(self._file.tensors[n].shape, self._file.tensors[n].type_name)
-            for hf, n in self._names.items()
-        }
+        self._places = dict[str, tuple[str, int]]()  # a tensor's name in the file and the first of its rows there
+        self.tensors = {}
+        for name, tensor in self._file.tensors.items():
+            if not name.startswith(_VISION_TENSORS):
+                self._place(name, tensor)
         check_tensors(self.spec, {n: info.shape for n, info in self.tensors.items()}, str(path))
         odd = next((n for n, info in self.tensors.items() if info.dtype not in TYPES), None)
         if odd is not None:
             kind = self.tensors[odd].dtype
             raise CheckpointError(
-                f"{path}: {named(self._names[odd])} is stored as {kind}, which WiCore does not read.",
+                f"{path}: {named(self._places[odd][0])} is stored as {kind}, which WiCore does not read.",
                 fix=f"Convert it: llama-quantize --allow-requantize FILE NEW.gguf Q8_0. Read are {', '.join(TYPES)}.",
             )
         vision = sum(n.startswith(_VISION_TENSORS) for n in self._file.tensors)
@@ -128,10 +130,25 @@ class GgufSource(Source):
             "eos_token_id": self._vocabulary.ends,
         }
 
+    def _place(self, name: str, tensor: GgufTensor) -> None:
+        """Enter a tensor of the file; what converters fuse (--fuse-qkv) as its three parts."""
+        layer, heads = _FUSED.fullmatch(name), (self.spec.q_size, self.spec.kv_size, self.spec.kv_size)
+        parts = {_hf_name(name): tensor.shape[0]}
+        if layer and tensor.shape[0] == sum(heads):
+            parts = {_hf_name(f"blk.{layer[1]}.attn_{n}.weight"): rows for n, rows in zip("qkv", heads, strict=True)}
+        first = 0
+        for hf, rows in parts.items():
+            if hf in self.tensors:
+                raise CheckpointError(f"{self._file.path} holds {named(hf)} twice.")
+            self.tensors[hf] = TensorInfo((rows, *tensor.shape[1:]), tensor.type_name)
+            self._places[hf] = name, first
+            first += rows
+
     def rows(self, name: str, start: int, stop: int) -> tuple[np.ndarray, str]:
         gguf = import_gguf()
-        tensor = self._file.tensors[self._names[name]]
-        blocks = np.frombuffer(self._file.read_rows(self._names[name], start, stop), np.uint8)
+        stored, first = self._places[name]
+        tensor = self._file.tensors[stored]
+        blocks = np.frombuffer(self._file.read_rows(stored, first + start, first + stop), np.uint8)
         shape = (stop - start, *tensor.shape[1:])
         if tensor.type_name in STORED:
             block, tag = blocks.view(STORAGE[tensor.type_name]).reshape(shape), tensor.type_name
@@ -151,7 +168,8 @@ class GgufSource(Source):
         return write_tokenizer(self._vocabulary, self.generation_config, directory)
 
     def place_of(self, name: str) -> str:
-        return f"{self._file.path}: {self._names[name]}"
+        stored = self._places[name][0]
+        return f"{self._file.tensors[stored].path}: {stored}"
 
 
 def gguf_spec(file: GgufFile, note: Callable[[str], None] = lambda text: None) -> Gemma3Spec:
