@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,7 +33,8 @@ def kernels_name(plain: str, folders: Sequence[str], *parts: bytes | str) -> str
 
 
 def _libraries() -> list[str]:
-    found = [torch.__version__, torch.__config__.show(), str(torch.version.cuda), str(torch.backends.cudnn.version())]
+    cudnn: Any = torch.backends.cudnn
+    found = [torch.__version__, torch.__config__.show(), str(torch.version.cuda), str(cudnn.version())]
     for package in LIBRARIES:
         try:
             found.append(f"{package} {version(package)}")
