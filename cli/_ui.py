@@ -1,19 +1,22 @@
 """What every command says on the terminal: progress, tables, JSON.
 
 Results go to stdout, progress and errors to stderr. Must not know what a command does. Invariant: without a TTY the
-output has no control characters and progress is one plain line per phase; NO_COLOR is honoured (rich does).
+output has no control characters and progress is plain lines, one per phase and one every LINE_S seconds of a long one;
+NO_COLOR is honoured (rich does).
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from wicore_trt.progress import Progress, silent
 
+LINE_S = 10.0
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -54,7 +57,7 @@ def human_bytes(count: float) -> str:
 
 @contextmanager
 def progress(*, quiet: bool = False) -> Iterator[Progress]:
-    """A progress(phase, done, total) callback: a bar on a TTY, else one line when a phase begins."""
+    """A progress(phase, done, total) callback: a bar on a TTY, else a line per phase, one more every LINE_S seconds."""
     if quiet:
         yield silent
     elif sys.stderr.isatty():
@@ -90,12 +93,16 @@ def _bars() -> Iterator[Progress]:
 
 
 def _lines() -> Progress:
-    seen: set[str] = set()
+    told: dict[str, float] = {}
 
     def report(phase: str, done: int, total: int) -> None:
-        if phase not in seen:
-            seen.add(phase)
+        now = time.monotonic()
+        if phase not in told:
+            told[phase] = now
             if phase != "read":  # a source that is refused gets one line, the error
                 print(f"{phase} ...", file=sys.stderr, flush=True)
+        elif now - told[phase] >= LINE_S and total > 1:
+            told[phase] = now
+            print(f"{phase} {100 * done // total} %", file=sys.stderr, flush=True)
 
     return report

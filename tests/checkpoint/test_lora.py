@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_gguf import write_gguf
 from tiny_source import write_tiny_source
 
 from wicore_trt import LLM, SamplingParams
@@ -167,6 +168,25 @@ def test_added_tokens_come_with_their_rows(base: Path, tmp_path: Path) -> None:
               path / "adapter_model.safetensors")  # fmt: skip
     with pytest.raises(CheckpointError, match=r"lm_head\.weight is \[64, 16\], not \[66, 16\]"):
         open_source(base, lora=path)
+
+
+def test_an_adapter_over_a_gguf_file(tmp_path: Path) -> None:
+    """Its names are canonical, and of a trained norm peft saves w where the file holds 1 + w."""
+    write_gguf(tmp_path / "m.gguf", "Q8_0")
+    base, name = open_source(tmp_path / "m.gguf"), "model.layers.1.self_attn.q_proj"
+    up, down, norm = torch.randn(512, 4), torch.randn(4, 256), torch.randn(256)
+    (tmp_path / "a").mkdir()
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "modules_to_save": ["norm"]}
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config | {"layers_to_transform": [1]}))
+    low = {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up, "model.norm.weight": norm}
+    save_file({f"base_model.model.{n}": t for n, t in low.items()}, tmp_path / "a" / "adapter_model.safetensors")
+    source = open_source(tmp_path / "m.gguf", lora=tmp_path / "a")
+    merged = base.read(f"{name}.weight") + 2 * (up @ down).numpy()
+    np.testing.assert_allclose(source.read(f"{name}.weight"), merged, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(source.norm("model.norm.weight", 0, 256), (1 + norm).numpy())
+    other = "model.layers.0.input_layernorm.weight"
+    np.testing.assert_array_equal(source.norm(other, 0, 256), base.norm(other, 0, 256))
+    np.testing.assert_array_equal(source.read("model.embed_tokens.weight"), base.read("model.embed_tokens.weight"))
 
 
 def renamed(old: str, new: str) -> Callable[[dict[str, Any], dict[str, Any]], None]:

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from wicore_trt.cli import _ui
 from wicore_trt.cli._ui import human_bytes, print_table, progress
 
 SCRIPT = """
@@ -60,6 +61,15 @@ def test_plain_output(capsys: pytest.CaptureFixture[str]) -> None:
     with progress(quiet=True) as report:
         report("hash", 0, 1)
     assert capsys.readouterr().err == ""
+
+
+def test_a_long_phase_says_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 4.0, 10.0, 12.0, 21.0])
+    monkeypatch.setattr(_ui.time, "monotonic", lambda: next(now))
+    with progress() as report:
+        for done in (0, 20, 50, 60, 90):
+            report("convert", done, 100)
+    assert capsys.readouterr().err == "convert ...\nconvert 50 %\nconvert 90 %\n"
 
 
 @pytest.mark.parametrize(
