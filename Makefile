@@ -35,7 +35,7 @@ test-long: setup  ## soak and fault tests with long profiles
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m long
 
 CLIENTS := .venv-clients/.setup .venv-clients-litellm/.setup tests/clients/node/node_modules/.setup
-test-clients: setup $(CLIENTS)  ## the clients of docs/serving.md against Gemma 3 270M; minutes, and 900 MB of packages
+test-clients: setup $(CLIENTS)  ## the clients of docs/serving.md against Gemma 3 270M; minutes, and 2 GB of packages
 	$(PY) -m pytest -m "long or not long" -rs tests/clients
 
 .venv-client%/.setup: pyproject.toml

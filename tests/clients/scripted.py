@@ -5,7 +5,7 @@ script's token only gets the highest logit, so that one which a constraint forbi
     python tests/clients/scripted.py ENGINE SCRIPT NAMES
 
 SCRIPT is JSON: a list of [pattern, answer]. The first pattern that is found in the last turn of the prompt decides,
-and its answer ends. What no pattern fits is answered with NOTHING.
+from its last result of a function on where it has one. What no pattern fits is answered with NOTHING.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class Script:
     def _answer(self, prompt: list[int]) -> list[int]:
         starts = [i for i, token in enumerate(prompt) if token == START]
         turn = self._tokenizer.decode(prompt[starts[-2] : starts[-1]], skip_special=True)
+        turn = turn[max(turn.rfind("<tool_response>"), 0) :]
         said = next((answer for pattern, answer in self._rules if re.search(pattern, turn)), NOTHING)
         return self._tokenizer.encode(said, add_bos=False)
 
