@@ -192,7 +192,9 @@ def _model_info(message: pb2.GetModelInfoResponse) -> ModelInfo:
     """The wire's fields have the names of ModelInfo's; unset ones are None."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(ModelInfo):
-        descriptor = message.DESCRIPTOR.fields_by_name[field.name]
+        descriptor = message.DESCRIPTOR.fields_by_name.get(field.name)
+        if descriptor is None:
+            continue
         value = getattr(message, field.name)
         if descriptor.has_presence and not message.HasField(cast("Any", field.name)):
             value = None

@@ -265,8 +265,9 @@ def _finish(finish: pb2.Finish, output: TextOutput, first_token_s: float | None,
 
 
 def model_info_response(info: ModelInfo) -> pb2.GetModelInfoResponse:
-    """The fields have the same names; None is left unset."""
-    given = {name: value for name, value in dataclasses.asdict(info).items() if value is not None}
+    """The fields have the same names; None is left unset, and what the wire has no field for (`build`) stays inside."""
+    known = pb2.GetModelInfoResponse.DESCRIPTOR.fields_by_name
+    given = {name: value for name, value in dataclasses.asdict(info).items() if value is not None and name in known}
     return pb2.GetModelInfoResponse(**given)
 
 
