@@ -194,12 +194,8 @@ def serve(loaded: Any, reread: Any) -> int:
     if settings.engine is not None:
         from wicore_trt.engine.directory import open_engine
 
-        try:
-            longest = open_engine(Path(settings.engine), verify=False).manifest.max_context
-            max_context = min(settings.scheduler.max_context or longest, longest)
-        except EngineFormatError:
-            if not Path(settings.engine).is_dir():
-                raise  # says what is missing, before the port is bound
+        longest = open_engine(Path(settings.engine), verify=False).manifest.max_context
+        max_context = min(settings.scheduler.max_context or longest, longest)
 
     def announce(address: str, url: str | None) -> None:
         print(f"ready on {address}\nHTTP on {url or 'no port'}", flush=True)

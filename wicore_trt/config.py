@@ -414,7 +414,9 @@ def _as_config_error(error: ValidationError, sources: Mapping[str, str]) -> Conf
     parts = []
     for detail in error.errors(include_url=False, include_context=False, include_input=False):
         key = ".".join(str(part) for part in detail["loc"] if isinstance(part, str) and not part.isdigit())
-        written = sources.get(key) or next((w for k, w in sources.items() if k.startswith(f"{key}.")), "default")
+        told = re.findall(r"\w+", detail["msg"])  # of several fields it is the section's error, and names them
+        fields = (w for k, w in sources.items() if k.startswith(f"{key}.") and k.rpartition(".")[2] in told)
+        written = sources.get(key) or next(fields, "default")
         name = written if written.startswith("--") else f"{written}: {key}"
         parts.append(f"{name}: {detail['msg'].removeprefix('Value error, ')}")
     return ConfigError("; ".join(parts) + ".")

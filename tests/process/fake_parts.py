@@ -4,10 +4,11 @@ Prints `bound ADDRESS` and `ready on ADDRESS`. Options reach the other processes
 `load_s`, `fail_at` (the step that breaks an engine), `hang_at` (one that does not end), `load_fails`, `backlog` (bytes
 after which the engine cuts off a front), `dies` (the process that ends while it starts, every time), `chat` (the model
 has a chat template or not, and any text has tokens), `host_bytes` of a host tier, and `pids`, a folder where each
-process leaves its number; `fork_s`, `front_s`, `slow_s` and `together_s` stand for the supervisor's and its log's,
-`minute_s` for the seconds of a minute of the fronts' rates; of `fork_fails` [a, b] the template's forks from the a-th to the b-th
-fail. With `heir` processes that lose their parent become children of this one, as of the first process of a container.
-`recipe` names a file of settings that the server reads, and reads again; `build` one that names the engine's build.
+process leaves its number; `fork_s`, `front_s`, `slow_s`, `quick_s` and `together_s` stand for the supervisor's and its
+log's, `minute_s` for the seconds of a minute of the fronts' rates; of `fork_fails` [a, b] the template's forks from
+the a-th to the b-th fail. With `heir` processes that lose their parent become children of this one, as of the first
+process of a container. `recipe` names a file of settings that the server reads, and reads again; `build` one that
+names the engine's build.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from wicore_trt.config import KVSettings, LoadedSettings, LogSettings, ServerSet
 from wicore_trt.errors import EngineFormatError, WicoreError
 from wicore_trt.link import channel
 from wicore_trt.model.spec import GLOBAL, LOCAL
-from wicore_trt.process import supervisor
+from wicore_trt.process import place, supervisor
 from wicore_trt.process.supervisor import Parts, Supervisor
 
 MAX_CONTEXT = 4096
@@ -122,6 +123,7 @@ def main(given: dict) -> int:
     log.TOGETHER_S = given.get("together_s", log.TOGETHER_S)
     supervisor.FORK_S = given.get("fork_s", supervisor.FORK_S)
     supervisor.FRONT_S = given.get("front_s", supervisor.FRONT_S)
+    place.QUICK_S = given.get("quick_s", place.QUICK_S)
     supervisor.SLOW_S = given.get("slow_s", supervisor.SLOW_S)
     server = ServerSettings(**{"port": 0, "http_port": None, "grace_s": 5.0, **given.get("server", {})})
     parts = Parts(load_engine=f"{HERE}:load_engine", load_tokenizer=f"{HERE}:load_tokenizer")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import resource
 import signal
 import socket
@@ -23,6 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from serve.serving import expected, failure, request
 
 from wicore_trt.errors import EngineDeadError
+from wicore_trt.process.place import PATIENCE, QUICK_S, Place
 from wicore_trt.serve.front import FIRST_TO_GO
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
@@ -123,6 +125,34 @@ async def test_a_process_that_ends_whenever_it_starts_is_given_up(tmp_path, name
         await server.all_gone()
 
 
+async def test_an_engine_that_is_killed_again_and_again_is_started_after_longer_and_longer_pauses(tmp_path):
+    """As the system does where memory runs out each time. The log says so."""
+    async with supervised(tmp_path, together_s=0.1) as server:
+        await serving(server)
+        for _ in range(PATIENCE + 1):
+            [engine] = server.alive("engine")
+            os.kill(engine, signal.SIGKILL)
+            async with asyncio.timeout(30):
+                while server.alive("engine") in ([], [engine]):
+                    await asyncio.sleep(0.01)
+            await server.until_serving()
+        server.process.send_signal(signal.SIGTERM)
+        _, log = await server.end()
+        told = re.findall(r"the engine ended \((.*)\); starting it again(.*)", log)
+        assert {why for why, _ in told} == {"killed by SIGKILL, probably out of memory"}
+        assert [pause for _, pause in told] == [""] * PATIENCE + [" in 1 s"]
+
+
+def test_pauses_grow_to_a_minute_and_end_with_a_life_that_lasts(monkeypatch):
+    place = Place()
+    assert [place.pause() for _ in range(PATIENCE + 8)] == [0.0] * PATIENCE + [1, 2, 4, 8, 16, 32, 60, 60]
+    place.ready()
+    assert place.pause() == 60  # so soon after it was ready
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + QUICK_S + 1)
+    assert place.pause() == 0
+
+
 async def test_where_memory_runs_out_the_front_goes_before_the_engine(tmp_path):
     async with supervised(tmp_path) as server:
         await serving(server)
@@ -155,7 +185,7 @@ FEW = ("front", "engine", "template", "front", "engine")
 async def test_what_is_killed_is_started_again_and_only_its_streams_end(tmp_path, kills):
     """Streams under way end with an error that says so, at once; what comes later is right."""
     rng = random.Random()
-    async with supervised(tmp_path, step_s=0.002) as server:
+    async with supervised(tmp_path, step_s=0.002, quick_s=0.0) as server:
         await serving(server)
         outcomes: list[object] = []
         over = False

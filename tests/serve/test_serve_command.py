@@ -14,10 +14,12 @@ from typing import Annotated, get_origin, get_type_hints
 
 import pytest
 from serving import expected, process
+from tiny_source import write_tiny_source
 
 from wicore_trt.cli import build, serve
 from wicore_trt.cli.main import run
 from wicore_trt.config import load_settings
+from wicore_trt.engine.build import build_engine
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpc_stream.py"
 
@@ -85,7 +87,9 @@ def value_of(settings, key):
         (["serve", "engines/missing"], 4, "wicore build SOURCE engines/missing"),
         (["serve", "missing.yaml"], 3, "recipe missing.yaml does not exist"),
         (["serve", ".", "--port", "70000"], 3, "--port: "),
-        (["serve", ".", "--tls-cert", "/nonexistent.pem"], 3, "go together"),
+        (["serve", ".", "--tls-cert", "/nonexistent.pem"], 3, "error: --tls-cert: tls_cert and tls_key go together"),
+        (["serve", ".", "--grpc-port", "5", "--tls-key", "/no.pem"], 3, "error: --tls-key: tls_cert and tls_key go"),
+        (["serve", ".", "--host", "::1", "--tls-client-ca", "/no.pem"], 3, "error: --tls-client-ca: tls_client_ca nee"),
         (["serve", ".", "--tls-cert", "/no.pem", "--tls-key", "/no.pem", "--grpc-port", "0"], 3, "/no.pem is missing"),
         (["serve", ".", "--host", "192.0.2.1", "--insecure"], 4, "Cannot listen on 192.0.2.1"),
         (["serve"], 2, "ENGINE"),
@@ -97,6 +101,26 @@ def test_errors_are_one_line_and_an_exit_code(args, code, text, capsys, tmp_path
     err = capsys.readouterr().err
     assert text in err and "Traceback" not in err
     assert code == 2 or (err.startswith("error: ") and err.count("\n") == 1)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    place = tmp_path_factory.mktemp("memory")
+    return build_engine(write_tiny_source(place / "source"), place / "engine").path
+
+
+@pytest.mark.parametrize(("flag", "setting"), [("--kv-bytes", "kv.device_bytes"), ("--kv-host-bytes", "kv.host_bytes")])
+@pytest.mark.parametrize("command", ["serve", "generate"])
+def test_memory_that_is_not_there_is_an_error_with_figures(command, flag, setting, engine):
+    options = ["--grpc-port", "0", "--http-port", "0", flag, "9TiB"] if command == "serve" else ["a"]
+    environment = {} if command == "serve" else {f"WICORE_{setting.upper().replace('.', '__')}": "9TiB"}
+    done = subprocess.run(
+        [sys.executable, "-m", "wicore_trt.cli.main", command, str(engine), *options],
+        capture_output=True, text=True, timeout=120, env=os.environ | environment,
+    )  # fmt: skip
+    assert done.returncode == 4 and done.stdout == "" and "Traceback" not in done.stderr, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"error: {setting}: 9216.0 GiB of memory are wanted, and ") and flag in last
 
 
 def test_a_directory_that_is_no_engine_ends_with_code_4(tmp_path):

@@ -74,7 +74,8 @@ def read_tls(cert: str | None, key: str | None, client_ca: str | None) -> TlsFil
     if cert is None and key is None and client_ca is None:
         return None
     if cert is None or key is None:
-        raise ConfigError("TLS needs both a certificate and a key.", fix="Give --tls-cert and --tls-key.")
+        lacking = "--tls-cert (server.tls_cert)" if cert is None else "--tls-key (server.tls_key)"
+        raise ConfigError("A certificate and its key go together.", fix=f"Give {lacking} too.")
     chain, secret = (_pem(_read(name, path)) for name, path in (("tls_cert", cert), ("tls_key", key)))
     roots = _pem(_read("tls_client_ca", client_ca)) if client_ca is not None else None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -29,6 +29,7 @@ from wicore_trt.kv.tiers.index import TierCopy, TierIndex
 from wicore_trt.kv.tiers.retention import Retention
 from wicore_trt.kv.tiers.tiers import LowerTiers
 from wicore_trt.kv.tiers.transfers import Transfers, open_transfers
+from wicore_trt.memory import check_room
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.executor import KVLayout, PageCopier
 from wicore_trt.types import MAX_TTL_S
@@ -111,6 +112,7 @@ def _make_tiers(
             f"kv.host_bytes = {settings.host_bytes:,} holds {num_slots} slots of {slot_bytes:,} bytes: too few.",
             fix="Raise kv.host_bytes, or set it to 0; `wicore kv plan` says how much is useful.",
         )
+    check_room(num_slots * slot_bytes, "kv.host_bytes", "Lower it (--kv-host-bytes) to {room} at most.")
     store: DiskStore | None = None
     if settings.disk_path is not None:
         store = open_store(

@@ -266,6 +266,7 @@ def how_it_ended(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     try:
-        return f"killed by {signal.Signals(-code).name}"
+        why = ", probably out of memory" if -code == signal.SIGKILL else ""
+        return f"killed by {signal.Signals(-code).name}{why}"
     except ValueError:
         return f"killed by signal {-code}"

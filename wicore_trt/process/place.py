@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,9 +18,9 @@ from wicore_trt.process.child import Child, Fork, exit_code
 KILL_S, STOP_S = 1.0, 5.0
 """For a process that was killed to be gone; for the engine to end its step when it is told to stop, and for a front to
 close after its grace time."""
-QUICK_S, PATIENCE, SLOW_S = 10.0, 3, 5.0
-"""A process that ended by itself so soon after its start, so many times in a row, is started again after a pause, and
-so is one that the system has no room for."""
+QUICK_S, PATIENCE, SLOW_S, MAX_PAUSE_S = 10.0, 3, 5.0, 60.0
+"""A process that ended before it was ready or so soon after, more than so many times in a row, is started again after
+a pause of 1 s, 2 s, 4 s and so on, a minute at most; one that the system has no room for after SLOW_S."""
 
 
 class Place:
@@ -33,11 +32,13 @@ class Place:
         self.restarts = -1
         self.build: str | None = None  # of the engine that it has opened, as it says
         self.began = 0.0
+        self._ready: float | None = None
         self._quick = 0
 
     def put(self, process: Child | Fork, heard: Callable[[dict[str, Any]], None], ended: Callable[[int], None]) -> None:
         """A process was started; `heard` gets its messages and `ended` its exit code, on the event loop."""
-        self.process, self.said, self.began = process, None, time.monotonic()
+        self.process, self.said = process, None
+        self.began, self._ready = time.monotonic(), None
         self.restarts += 1
         loop, number = asyncio.get_running_loop(), process.control.fileno()
 
@@ -70,11 +71,15 @@ class Place:
         if self.process is not None:
             self.process.bury(KILL_S)
 
-    def pause(self, code: int) -> float:
-        """Seconds to wait before the next start: none, unless it keeps ending by itself."""
-        own = code >= 0 or -code not in (signal.SIGKILL, signal.SIGTERM)
-        self._quick = self._quick + 1 if own and time.monotonic() - self.began < QUICK_S else 0
-        return SLOW_S if self._quick > PATIENCE else 0.0
+    def ready(self) -> None:
+        """The process does what it is for."""
+        self._ready = time.monotonic()
+
+    def pause(self) -> float:
+        """Seconds to wait before the next start: none, unless it keeps ending, killed for its memory say."""
+        quick = self._ready is None or time.monotonic() - self._ready < QUICK_S
+        self._quick = self._quick + 1 if quick else 0
+        return min(MAX_PAUSE_S, 2.0 ** (self._quick - PATIENCE - 1)) if self._quick > PATIENCE else 0.0
 
 
 class FrontPlace(Place):

@@ -238,6 +238,7 @@ class Supervisor:
         match message["kind"]:
             case "ready":
                 self._engine_ready, self._engine.build = True, message["build"]
+                self._engine.ready()
                 self._agree()
                 self._watch_engine(self._engine.process)
             case "beat":
@@ -267,6 +268,7 @@ class Supervisor:
         match message["kind"]:
             case "ready":
                 self._template_ready, self._template.build = True, message["build"]
+                self._template.ready()
                 for front in self._fronts:
                     self._watch_fork(front)
                 self._agree()
@@ -288,6 +290,7 @@ class Supervisor:
         match message["kind"]:
             case "bound":
                 front.bound = True
+                front.ready()
                 # The next front listens where this one does, also where the system chose the port.
                 self._ports = message["ports"]
                 self._keep(self._given)
@@ -339,7 +342,7 @@ class Supervisor:
         if said is not None and not was_ready:
             self._finish(said)  # it cannot be loaded, and will not next time
             return
-        self._again("engine", self._engine, said or how_it_ended(code), code, self._start_engine)
+        self._again("engine", self._engine, said or how_it_ended(code), self._start_engine)
 
     def _front_ended(self, front: FrontPlace, code: int) -> None:
         if self._stopping:
@@ -348,7 +351,7 @@ class Supervisor:
         if said is not None and not self._announced:
             self._finish(said)
             return
-        self._again(front.name, front, said or how_it_ended(code), code, lambda: self._start_front(front))
+        self._again(front.name, front, said or how_it_ended(code), lambda: self._start_front(front))
 
     def _template_ended(self, code: int) -> None:
         for fork in (front.process for front in self._fronts):
@@ -357,15 +360,15 @@ class Supervisor:
         self._template_ready = False
         if self._stopping:
             return
-        self._again("template of fronts", self._template, how_it_ended(code), code, self._start_template)
+        self._again("template of fronts", self._template, how_it_ended(code), self._start_template)
 
-    def _again(self, what: str, place: Place, why: object, code: int, start: Callable[[], None]) -> None:
+    def _again(self, what: str, place: Place, why: object, start: Callable[[], None]) -> None:
         """Start it again, unless it keeps ending and never served: it will not next time."""
-        pause = place.pause(code)
+        pause = place.pause()
         if pause and not self._announced:
             self._finish(EngineDeadError(f"The {what} ended {PATIENCE + 1} times before it was ready ({why})."))
             return
-        log.error("the %s ended (%s); starting it again", what, why)
+        log.error("the %s ended (%s); starting it again%s", what, why, f" in {pause:.0f} s" if pause else "")
         self._later(pause, start)
 
     def _later(self, seconds: float, start: Callable[[], None]) -> None:

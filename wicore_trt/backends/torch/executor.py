@@ -21,6 +21,7 @@ from wicore_trt.backends.torch.native_ops import NativeOps, NativeWeights, unsup
 from wicore_trt.backends.torch.ops import TorchModel, TorchOps
 from wicore_trt.backends.torch.weights import EngineTensors, fuse, load_engine_tensors
 from wicore_trt.errors import EnvironmentUnfitError
+from wicore_trt.memory import check_room
 from wicore_trt.model.gemma3 import forward
 from wicore_trt.model.ops import Ops
 from wicore_trt.model.spec import GLOBAL, Gemma3Spec
@@ -32,7 +33,7 @@ from wicore_trt.runtime.executor import KVLayout, PageCopier
 from wicore_trt.runtime.kernels_name import kernels_name
 from wicore_trt.runtime.options import CPU_SLICE_TOKENS, GPU_SLICE_TOKENS, ExecutorOptions
 from wicore_trt.runtime.page_copier import make_copier
-from wicore_trt.runtime.pools import layout_of, new_pools
+from wicore_trt.runtime.pools import check_pool_room, layout_of, new_pools
 from wicore_trt.runtime.sampler import Sampler
 from wicore_trt.runtime.step_inputs import StepInputs
 
@@ -68,6 +69,10 @@ class TorchExecutor:
         if settings.threads:
             torch.set_num_threads(settings.threads)
         self.layout = _layout(loaded, settings)
+        if self.device.type == "cpu":
+            check_room(self.layout.memory_bytes, "kv.device_bytes", "Lower it (--kv-bytes) to {room} at most.")
+        else:
+            check_pool_room(self.layout, torch.cuda.mem_get_info(self.device)[0])
         empty = partial(torch.empty, device=self.device)
         self.pools = new_pools(self.spec, self.layout, lambda s, d: empty(s, dtype=d))
         self._page_copies = make_copier(self.pools, self.layout.page_tokens, overlapping=self.layout.overlapping)
@@ -138,6 +143,8 @@ def _operators(
         return kernels_name(torch_kernels(device), SOURCES), lambda inputs, probe: TorchOps(model, inputs, probe)
     if settings.threads:
         library.set_threads(settings.threads)
+    packed = sum(t.numel() * max(2, t.itemsize) for t in engine.tensors.values())
+    check_room(packed, "weights", "Use a machine, or a limit of the container, that has as much.")
     weights = NativeWeights.from_tensors(library, engine.tensors, engine.spec, engine.dtype)
     ops = NativeOps(library, weights, engine.spec, engine.dtype, layout, pools)
 

@@ -1,0 +1,73 @@
+"""How much memory this process may still take: what the machine has, and the control groups that a container is.
+
+Asked before memory is taken, so that too much is an error with figures and not a process that the system kills. It must
+not know what the memory is for. Invariant: what cannot be read bounds nothing, and memory that the system gets back by
+dropping cached files counts as free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+
+from wicore_trt.errors import EnvironmentUnfitError
+
+RESERVE_BYTES = 256 << 20
+"""Left for the processes themselves."""
+GIB = 1 << 30
+_FILES = {
+    "cgroup2": ("memory.max", "memory.current", ""),
+    "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+}
+"""File system type to the names of limit and usage (Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst), and
+what stands before those of `memory.stat` that count the groups below."""
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Bytes that can still be taken, and None where nothing says: MemAvailable, or less where a control group or one
+    around it allows less. `root`: where /proc and /sys are."""
+    found = []
+    with suppress(OSError, StopIteration, ValueError):
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        found.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
+    for group, names in _groups(root):
+        with suppress(OSError, ValueError):  # "max" is no number: no limit
+            found.append(_left(group, *names))
+    return min(found, default=None)
+
+
+def check_room(needed: int, what: str, fix: str) -> None:
+    """Raise EnvironmentUnfitError when `what` ("kv.host_bytes", say) wants more memory than can be had."""
+    have = available_bytes()
+    if have is not None and needed > (room := max(0, have - RESERVE_BYTES)):
+        raise EnvironmentUnfitError(
+            f"{what}: {needed / GIB:.1f} GiB of memory are wanted, and {room / GIB:.1f} GiB can be had "
+            "(of the machine, or of the container's limit).",
+            fix=fix.format(room=f"{int(room / GIB * 10) / 10}GiB"),
+        )
+
+
+def _left(group: Path, limit: str, usage: str, total: str) -> int:
+    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    cached = sum(int(stat.get(f"{total}{kind}_file", 0)) for kind in ("active", "inactive"))
+    used = int((group / usage).read_text()) - cached
+    return max(0, int((group / limit).read_text()) - max(0, used))
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """The folders of the control groups of memory that this process is in, from the innermost out."""
+    with suppress(OSError, ValueError):
+        own = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+        for line in (root / "proc/self/mountinfo").read_text().splitlines():
+            mount, _, system = line.partition(" - ")
+            kind, _, options = system.split(" ", 2)
+            if kind not in _FILES or (kind == "cgroup" and "memory" not in options.split(",")):
+                continue
+            top, place = PurePosixPath(mount.split()[3]), PurePosixPath(mount.split()[4])
+            for _, controllers, path in own:
+                if "memory" in controllers.split(",") if kind == "cgroup" else controllers == "":
+                    inner = PurePosixPath(path)
+                    inside = inner.relative_to(top) if inner.is_relative_to(top) else PurePosixPath()
+                    for folder in (inside, *inside.parents):
+                        yield root / place.relative_to("/") / folder, _FILES[kind]
