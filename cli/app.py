@@ -31,13 +31,35 @@ def _load(name: str, panel: str) -> Any:
     single = typer.Typer(add_completion=False, rich_markup_mode="rich")
     if hasattr(module, "app"):
         single.add_typer(module.app, name=name, rich_help_panel=panel)
-        return typer.main.get_group(single).commands[name]
+        group = typer.main.get_group(single).commands[name]
+        for command in group.commands.values():
+            _untype_flags(command)
+        return _untype_flags(group)
     single.command(name, rich_help_panel=panel, cls=getattr(module, "COMMAND_CLASS", None))(module.command)
-    return typer.main.get_command(single)
+    return _untype_flags(typer.main.get_command(single))
+
+
+def _untype_flags(command: Any) -> Any:
+    """Have its help show no type beside a flag, which takes no value; --help itself is made when help is shown."""
+    of = command.get_params
+
+    def params(ctx: Any) -> Any:
+        found = of(ctx)
+        for param in found:
+            if getattr(param, "is_flag", False) and param.metavar is None:
+                param.metavar = ""
+        return found
+
+    command.get_params = params
+    return command
 
 
 class LazyGroup(TyperGroup):
     """Imports a command's module when the command, or the list of commands, is asked for."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        _untype_flags(self)
 
     def list_commands(self, ctx: Any) -> list[str]:
         return _COMMANDS

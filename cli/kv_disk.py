@@ -99,7 +99,13 @@ def purge(
     if not yes:
         what = "everything" if namespace is None else f"namespace {namespace}"
         what = f"one tenant's pages in {what}" if tag is not None else what
-        typer.confirm(f"Delete {what} under {path}?", abort=True, err=True)
+        try:
+            wanted = typer.confirm(f"Delete {what} under {path}?", err=True)
+        except typer.Abort:
+            raise ConfigError("Nobody answered, and nothing was deleted.", fix="Give --yes.") from None
+        if not wanted:
+            print("Nothing was deleted.")
+            raise typer.Exit(1)
     report = clear(path, namespace=namespace, tenant=tag)
     if json:
         print_json({"path": str(path), **asdict(report)})

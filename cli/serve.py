@@ -15,7 +15,7 @@ import typer
 
 from wicore_trt.cli._options import complete_recipes
 from wicore_trt.cli._vllm import ServeCommand
-from wicore_trt.errors import EngineFormatError
+from wicore_trt.errors import EngineFormatError, check_extras
 
 _NETWORK, _LIMITS, _ENGINE, _OUTPUT = (
     partial(typer.Option, rich_help_panel=panel) for panel in ("Network", "Limits", "Engine", "Output")
@@ -178,6 +178,7 @@ def _names_recipe(text: str) -> bool:
 def serve(loaded: Any, reread: Any) -> int:
     """Run the server with these LoadedSettings, which `reread` reads again; returns the exit code."""
     settings = loaded.settings
+    check_extras("serve", "torch")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is a file
     from wicore_trt.access import log

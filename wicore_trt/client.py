@@ -8,6 +8,7 @@ For any thread.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,10 @@ def _error_of(error: Any) -> WicoreError:
     """The exception that a server's status stands for; a status without our details goes by its code."""
     code, text = error.code(), error.details() or error.code().name
     status = rpc_status.from_call(error)
+    if status is None and code is grpc.StatusCode.UNAVAILABLE:  # of gRPC, not of a server of ours
+        address, why = re.search(r"(?:ipv[46]|unix|for):? ?(\S+): ", text), text.rpartition(": ")[2].rstrip("]")
+        fix = "Start one (wicore serve) or give another address; where it has TLS, its certificates."
+        return errors.UnavailableError(f"No server answers{f' at {address[1]}' if address else ''}: {why}.", fix=fix)
     details: dict[type, Any] = {}
     for packed in status.details if status is not None else ():
         for kind in (error_details_pb2.ErrorInfo, error_details_pb2.BadRequest, error_details_pb2.RetryInfo):

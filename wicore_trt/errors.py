@@ -24,6 +24,7 @@ wrong, and `fix`, when given, says what to do about it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from reprlib import Repr
 from typing import Any
 
@@ -38,7 +39,7 @@ _EXTRAS = {
     "cuda": "cuda",
     **dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google"), "serve"),
     **dict.fromkeys(("starlette", "uvicorn", "httptools", "websockets", "msgspec", "llguidance"), "serve"),
-    "prometheus_client": "serve",
+    **dict.fromkeys(("prometheus_client", "smg_grpc_proto"), "serve"),
     **dict.fromkeys(("aiohttp", "matplotlib"), "bench"),
     "opentelemetry": "otel",
 }
@@ -229,6 +230,13 @@ def missing_package(module: str | None) -> EnvironmentUnfitError | None:
     if top not in _EXTRAS:
         return None
     return EnvironmentUnfitError(f"This needs {top}, which is not installed.", fix=install(_EXTRAS[top]))
+
+
+def check_extras(*extras: str) -> None:
+    """Raise EnvironmentUnfitError where a module of one of these extras is lacking, before processes need it."""
+    for module, extra in _EXTRAS.items():
+        if extra in extras and find_spec(module) is None and (lacking := missing_package(module)):
+            raise lacking
 
 
 _BRIEF = Repr()

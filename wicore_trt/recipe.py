@@ -39,7 +39,7 @@ def resolve_recipe(recipe: str | Path) -> Path:
         return Path(str(files(PACKAGE).joinpath(text + SUFFIX)))
     if "/" in text or text.endswith((SUFFIX, ".yml")):
         raise ConfigError(f"recipe {text} does not exist.", fix=f"Recipes by name: {', '.join(names)}.")
-    raise ConfigError(f"there is no recipe {text!r}.", fix=did_you_mean(text, names))
+    raise ConfigError(f"there is no directory and no recipe {text!r}.", fix=did_you_mean(text, names))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+pytest.importorskip("triton", reason="pip install -e .[triton]")
 
 from runtime.triton_cpu import executor_of, small_model  # noqa: E402
 

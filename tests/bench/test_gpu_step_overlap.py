@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from msgspec import structs  # noqa: E402
 
-pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+pytest.importorskip("triton", reason="pip install -e .[triton]")
 
 from runtime.triton_cpu import executor_of, small_model  # noqa: E402
 

@@ -96,10 +96,11 @@ def test_verify_with_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_purge_asks(cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     count = pages(cache, capsys)
-    for answer in ("n\n", "\n", ""):
+    for answer, code, said in (("n\n", 1, "Nothing was del"), ("\n", 1, "Nothing was del"), ("", 3, "Give --yes.")):
         monkeypatch.setattr("sys.stdin", io.StringIO(answer))
-        assert run(["kv", "purge", str(cache)]) == 130
-        assert "Delete everything" in capsys.readouterr().err
+        assert run(["kv", "purge", str(cache)]) == code
+        told = capsys.readouterr()
+        assert "Delete everything" in told.err and said in told.out + told.err
     assert pages(cache, capsys) == count
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     assert run(["kv", "purge", str(cache)]) == 0

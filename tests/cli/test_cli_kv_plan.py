@@ -162,3 +162,11 @@ def test_the_device_limits_what_is_active(capsys, name):
     assert found["sessions"][0]["sessions_on_device"] == found["recipe"]["scheduler"]["max_sequences"] == 3
     assert run(["kv", "plan", "--model", name, "--context", "8K", "--device-bytes", size, "--active", "4"]) == 3
     assert "3 conversations of 8,192 tokens fit" in capsys.readouterr().err
+
+
+def test_the_figures_of_the_document_are_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
+    (command,) = re.findall(r"    wicore (kv plan .*)", text)
+    assert run(command.split()) == 0
+    sizes = re.findall(r"(?:device|host|disk)_bytes: ([\d.]+)GiB", capsys.readouterr().out)
+    assert "{} GiB of device memory for KV, {} GiB of host memory, {} GiB of disk".format(*sizes) in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import typer
 
+import wicore_trt
 from wicore_trt import errors
 from wicore_trt.cli import app as commands
 from wicore_trt.cli import main as cli
@@ -202,3 +204,23 @@ def test_bad_recipe_exits_3() -> None:
     assert done.returncode == 3 and "Did you mean" in done.stderr and done.stderr.count("\n") == 1
     done = wicore("build", "a", "b", WICORE_KV__PAGE_SIZE="1")
     assert done.returncode == 3 and "WICORE_KV__PAGE_SIZE" in done.stderr
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["build"], ["bench", "serve"], ["kv", "plan"], ["kv", "purge"]])
+def test_help_shows_no_type_beside_a_flag(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([*command, "--help"]) == 0
+    told = capsys.readouterr().out
+    assert "--help" in told and "<bool>" not in told and "BOOL" not in told
+
+
+def test_public_names_are_listed() -> None:
+    assert dir(wicore_trt) == sorted(wicore_trt.__all__) and all(hasattr(wicore_trt, n) for n in dir(wicore_trt))
+
+
+def test_a_server_that_is_not_there_is_told_without_grpcs_words(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:  # bound and not listening: connections are refused
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert cli.run(["chat", address]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: No server answers at {address}: Connection refused. Start one (wicore serve)")

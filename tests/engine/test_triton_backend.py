@@ -12,7 +12,7 @@ import pytest
 from tiny_source import CONFIG, write_tiny_source
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+pytest.importorskip("triton", reason="pip install -e .[triton]")
 
 from wicore_trt.backends.triton import compile as triton_compile  # noqa: E402
 from wicore_trt.backends.triton.index import (  # noqa: E402

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import tiny_source
 
-pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+pytest.importorskip("triton", reason="pip install -e .[triton]")
 
 SIZES = {"hidden_size": 32, "head_dim": 16, "intermediate_size": 48, "num_hidden_layers": 2}
 STARTED = 30.0  # seconds until there must be workers, on a busy machine

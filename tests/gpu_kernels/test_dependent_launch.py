@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-triton = pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+triton = pytest.importorskip("triton", reason="pip install -e .[triton]")
 
 from ptx import recorded_ptx  # noqa: E402
 

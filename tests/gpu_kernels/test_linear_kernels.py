@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+pytest.importorskip("triton", reason="pip install -e .[triton]")
 
 import interpreted  # noqa: E402
 from gpu_kernels.targets import targets  # noqa: E402

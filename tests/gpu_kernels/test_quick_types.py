@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+pytest.importorskip("triton", reason="pip install -e .[triton]")
 
 import triton.language as tl
 from gpu_kernels import quick_types

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+pytest.importorskip("triton", reason="pip install -e .[triton]")
 
 import torch
 from kernel_checks import E4M3, EPSILON, TORCH, Runner, noise, same_bits

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-trt: Any = pytest.importorskip("tensorrt_rtx_bindings", reason="pip install wicore-trt[tensorrt]")
+trt: Any = pytest.importorskip("tensorrt_rtx_bindings", reason="pip install -e .[tensorrt]")
 with suppress(ImportError):
     import tensorrt as trt  # type: ignore[no-redef]  # the full one where it is installed
 

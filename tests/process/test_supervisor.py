@@ -313,12 +313,13 @@ async def test_a_second_signal_ends_everything_at_once(tmp_path):
         await server.all_gone()
 
 
-async def test_a_signal_while_the_engine_loads(tmp_path):
+@pytest.mark.parametrize(("number", "expected_code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+async def test_a_signal_while_the_engine_loads(tmp_path, number, expected_code):
     async with supervised(tmp_path, load_s=60) as server:
         server.address = await server.line("bound")
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(number)
         code, _ = await server.end()
-        assert code == 0
+        assert code == expected_code
         await server.all_gone()
 
 

@@ -35,6 +35,7 @@ FORBIDDEN = [
         r"/home/" + r"[a-z]",
         r"pypi\." + r"(org|nvidia)",
         r"python" + r"hosted\.org",
+        r"pip install[^#\n]*(?<![\w./-])wicore" + r"[-_]trt(?![\w-]*\.whl)",  # on no index: a stranger may register it
         r"download\." + r"pytorch\.org",
         r"(index|find-links|extra-index)" + r"-url\s*=",
         r"\b(docker|ghcr|quay|nvcr)\." + r"io\b",
@@ -52,7 +53,13 @@ def test_no_machine_paths_and_no_registry_hosts() -> None:
 
 
 def test_the_patterns_match() -> None:
-    for text in ("cd /" + "root/x", '"/' + 'work/main"', "/home/" + "me", "https://pypi." + "org/simple"):
+    for text in (
+        "cd /" + "root/x",
+        '"/' + 'work/main"',
+        "/home/" + "me",
+        "https://pypi." + "org/simple",
+        "pip install x wicore" + "-trt",
+    ):
         assert any(p.search(text) for p in FORBIDDEN), text
     assert not any(p.search("https://host/network/work/x ~/.cache and ./opt/x") for p in FORBIDDEN)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+pytest.importorskip("triton", reason="pip install -e .[triton]")
 
 from runtime.attention_ways import LAYERS, LOCAL, ROWS, Bench, Made, Piece, Shape, worst  # noqa: E402
 

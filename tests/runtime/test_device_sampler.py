@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+pytest.importorskip("triton", reason="pip install -e .[triton]")
 
 from runtime.triton_cpu import executor_of, small_model, specs_of  # noqa: E402
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+pytest.importorskip("triton", reason="pip install -e .[triton]")
 
 from oracle import stack as oracle_stack  # noqa: E402
 from oracle.device import AheadDevice, Device, Failure  # noqa: E402

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+pytest.importorskip("triton", reason="pip install -e .[triton]")
 
 from parity.paged import GREEDY, relative_error  # noqa: E402
 from parity.tiny import overflowing_model  # noqa: E402

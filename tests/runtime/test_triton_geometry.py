@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+pytest.importorskip("triton", reason="pip install -e .[triton]")
 
 from runtime import triton_cpu  # noqa: E402
 from runtime.late_cpu import LateDevice  # noqa: E402

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+pytest.importorskip("triton", reason="pip install -e .[triton]")
 
 from parity.paged import relative_error  # noqa: E402
 from runtime.triton_cpu import Driver, executor_of, oracle_of, small_model, specs_of  # noqa: E402

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+pytest.importorskip("triton", reason="pip install -e .[triton]")
 
 from runtime.triton_cpu import CpuDevice, rounded, small_model  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402

@@ -82,7 +82,7 @@ def value_of(settings, key):
 @pytest.mark.parametrize(
     ("args", "code", "text"),
     [
-        (["serve", "no-such-recipe"], 3, "no recipe 'no-such-recipe'"),
+        (["serve", "no-such-recipe"], 3, "no directory and no recipe 'no-such-recipe'"),
         (["serve", "gemma3-270m-cpu"], 4, "wicore build --recipe gemma3-270m-cpu"),
         (["serve", "engines/missing"], 4, "wicore build SOURCE engines/missing"),
         (["serve", "missing.yaml"], 3, "recipe missing.yaml does not exist"),

@@ -266,7 +266,6 @@ def how_it_ended(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     try:
-        why = ", probably out of memory" if -code == signal.SIGKILL else ""
-        return f"killed by {signal.Signals(-code).name}{why}"
+        return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"

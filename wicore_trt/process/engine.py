@@ -16,7 +16,7 @@ from wicore_trt.access import log as log_lines
 from wicore_trt.collector import collect_rarely
 from wicore_trt.config import Settings, settings_from_json
 from wicore_trt.core.loop import Core
-from wicore_trt.errors import WicoreError, shortened
+from wicore_trt.errors import WicoreError, missing_package, shortened
 from wicore_trt.link.host import EngineHost
 from wicore_trt.process.child import BEAT_S, DUMP, MAX_TEXT, Control, named
 from wicore_trt.types import ModelInfo
@@ -47,6 +47,9 @@ def main(fd: int) -> int:
         control.send_error(error)
         return error.exit_code
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and (lacking := missing_package(error.name)):
+            control.send_error(lacking)
+            return lacking.exit_code
         log.exception("the engine could not be loaded")
         control.send_error(WicoreError(f"The engine could not be loaded: {type(error).__name__}: {error}"))
         return 1

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from wicore_trt.errors import WicoreError
-from wicore_trt.process.child import Child, Fork, exit_code
+from wicore_trt.process.child import Child, Fork, exit_code, how_it_ended
 
 KILL_S, STOP_S = 1.0, 5.0
 """For a process that was killed to be gone; for the engine to end its step when it is told to stop, and for a front to
@@ -32,12 +33,13 @@ class Place:
         self.restarts = -1
         self.build: str | None = None  # of the engine that it has opened, as it says
         self.began = 0.0
+        self.killed = False  # by this process
         self._ready: float | None = None
         self._quick = 0
 
     def put(self, process: Child | Fork, heard: Callable[[dict[str, Any]], None], ended: Callable[[int], None]) -> None:
         """A process was started; `heard` gets its messages and `ended` its exit code, on the event loop."""
-        self.process, self.said = process, None
+        self.process, self.said, self.killed = process, None, False
         self.began, self._ready = time.monotonic(), None
         self.restarts += 1
         loop, number = asyncio.get_running_loop(), process.control.fileno()
@@ -70,6 +72,17 @@ class Place:
         """Wait until the process is gone that was ended, and its template if it has one."""
         if self.process is not None:
             self.process.bury(KILL_S)
+
+    def kill(self) -> None:
+        """End the process, which is heard to end."""
+        if self.process is not None:
+            self.killed = True
+            self.process.kill()
+
+    def why(self, code: int) -> object:
+        """Why it ended, with this exit code."""
+        guess = ", probably out of memory" if -code == signal.SIGKILL and not self.killed else ""
+        return self.said or how_it_ended(code) + guess
 
     def ready(self) -> None:
         """The process does what it is for."""

@@ -26,7 +26,7 @@ from wicore_trt.access.log import set_level
 from wicore_trt.config import LoadedSettings, settings_to_json
 from wicore_trt.core.cells import shared_memory
 from wicore_trt.errors import EngineDeadError, EnvironmentUnfitError, WicoreError
-from wicore_trt.process.child import BEAT_S, Child, Fork, error_of, exit_code, how_it_ended, named
+from wicore_trt.process.child import BEAT_S, Child, Fork, error_of, exit_code, named
 from wicore_trt.process.place import PATIENCE, SLOW_S, STOP_S, FrontPlace, Place
 from wicore_trt.process.reload import checked, has_terminal
 
@@ -97,7 +97,8 @@ class Supervisor:
         self._end: asyncio.Future[int] | None = None
 
     def run(self) -> int:
-        """Serve until a signal; returns the exit code: 0 when every request could finish, 1 when some were cancelled.
+        """Serve until a signal; returns the exit code: 0 when every request could finish, 1 when some were cancelled,
+        130 for Ctrl-C before it served.
         The log has been written then, so that what a caller says comes last.
 
         Raises what the engine or the front say at their first start.
@@ -187,7 +188,7 @@ class Supervisor:
     def _end_hung_template(self, front: FrontPlace, fork: Child | Fork | None) -> None:
         if isinstance(fork, Fork) and fork is front.process and fork.pid is None and self._template.process is not None:
             log.error("the template of fronts hangs; it is ended")
-            self._template.process.kill()
+            self._template.kill()
 
     def _watch_front(self, front: FrontPlace, fork: Fork) -> None:
         """Look at a front once in BEAT_S seconds, and end it when it says nothing."""
@@ -195,7 +196,7 @@ class Supervisor:
             return
         if front.silent_s >= FRONT_S:
             log.error("the %s hangs: it has said nothing for %.0f s; it is ended", front.name, front.silent_s)
-            fork.kill()
+            front.kill()
             return
         front.silent_s += BEAT_S if fork.pid is not None else 0.0
         asyncio.get_running_loop().call_later(BEAT_S, self._watch_front, front, fork)
@@ -205,8 +206,7 @@ class Supervisor:
         if not self._agreed() and self._engine_ready and self._template_ready:
             name, older = min(("engine", self._engine), ("template", self._template), key=lambda one: one[1].began)
             log.error("the engine was built anew over the one that is served; the %s is started again on it", name)
-            if older.process is not None:
-                older.process.kill()
+            older.kill()
         for front in self._fronts:
             self._join(front)
 
@@ -342,7 +342,7 @@ class Supervisor:
         if said is not None and not was_ready:
             self._finish(said)  # it cannot be loaded, and will not next time
             return
-        self._again("engine", self._engine, said or how_it_ended(code), self._start_engine)
+        self._again("engine", self._engine, code, self._start_engine)
 
     def _front_ended(self, front: FrontPlace, code: int) -> None:
         if self._stopping:
@@ -351,20 +351,21 @@ class Supervisor:
         if said is not None and not self._announced:
             self._finish(said)
             return
-        self._again(front.name, front, said or how_it_ended(code), lambda: self._start_front(front))
+        self._again(front.name, front, code, lambda: self._start_front(front))
 
     def _template_ended(self, code: int) -> None:
-        for fork in (front.process for front in self._fronts):
-            if isinstance(fork, Fork) and not fork.code.done():
-                fork.code.set_result(code)  # fronts end with their template
+        for front in self._fronts:
+            if isinstance(front.process, Fork) and not front.process.code.done():
+                front.killed = self._template.killed
+                front.process.code.set_result(code)  # fronts end with their template
         self._template_ready = False
         if self._stopping:
             return
-        self._again("template of fronts", self._template, how_it_ended(code), self._start_template)
+        self._again("template of fronts", self._template, code, self._start_template)
 
-    def _again(self, what: str, place: Place, why: object, start: Callable[[], None]) -> None:
+    def _again(self, what: str, place: Place, code: int, start: Callable[[], None]) -> None:
         """Start it again, unless it keeps ending and never served: it will not next time."""
-        pause = place.pause()
+        pause, why = place.pause(), place.why(code)
         if pause and not self._announced:
             self._finish(EngineDeadError(f"The {what} ended {PATIENCE + 1} times before it was ready ({why})."))
             return
@@ -479,10 +480,10 @@ class Supervisor:
             os._exit(128 + number)
         log.info("%s received", number.name)
         self._stopping = True
-        asyncio.ensure_future(self._drain())
+        asyncio.ensure_future(self._drain(128 + number if number == signal.SIGINT and not self._announced else 0))
 
-    async def _drain(self) -> None:
-        """Let the fronts finish their requests, then end all."""
+    async def _drain(self, code: int) -> None:
+        """Let the fronts finish their requests, then end all, with `code` where all could."""
         fronts, engine = [front.process for front in self._fronts if front.process is not None], self._engine.process
         codes = [0]
         if self._announced:
@@ -492,4 +493,4 @@ class Supervisor:
         if engine is not None and self._engine_ready:
             engine.control.send("stop", timeout_s=STOP_S)
             await exit_code(engine, 2 * STOP_S)
-        self._finish(1 if any(codes) else 0)
+        self._finish(1 if any(codes) else code)
