@@ -47,6 +47,7 @@ HOSTED = [
     {"type": "mcp", "server_label": "deepwiki", "server_url": "https://x.invalid", "require_approval": "never"},
     {"type": "computer_use_preview", "display_width": 1, "display_height": 1, "environment": "linux"},
     {"type": "tool_search", "execution": "client"},
+    {"type": "shell", "environment": {"type": "container_auto"}},
 ]
 ANTHROPIC_HOSTED = [
     {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},

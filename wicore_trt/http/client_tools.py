@@ -47,9 +47,16 @@ def _object(required: str, **properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": required.split()}
 
 
+def _one_of(names: str) -> dict[str, Any]:
+    return {"enum": names.split()}
+
+
 _TEXT, _NUMBER, _TEXTS = {"type": "string"}, {"type": "integer"}, {"type": "array", "items": {"type": "string"}}
-_EDITS = {"file_text": _TEXT, "old_str": _TEXT, "new_str": _TEXT, "insert_line": _NUMBER, "insert_text": _TEXT}
-_RANGE = {"view_range": {"type": "array", "items": _NUMBER, "minItems": 2, "maxItems": 2}}
+_RANGE = {"type": "array", "items": _NUMBER, "minItems": 2, "maxItems": 2}
+_EDITS = {
+    **dict.fromkeys(("path", "file_text", "old_str", "new_str", "insert_text"), _TEXT),
+    **{"insert_line": _NUMBER, "view_range": _RANGE},
+}
 LOCAL: Mapping[str, tuple[Form, str, dict[str, Any]]] = {
     "local_shell": (
         Form("local_shell_call", "lsh", "action", fixed=(("type", "exec"), ("env", {}))),
@@ -64,11 +71,9 @@ LOCAL: Mapping[str, tuple[Form, str, dict[str, Any]]] = {
     "apply_patch": (
         Form("apply_patch_call", "apc", "operation"),
         "Create, change or delete a file by a diff of V4A.",
-        _object(
-            "type path", type={"enum": ["create_file", "update_file", "delete_file"]}, path=_TEXT, diff=_TEXT
-        ),
+        _object("type path", type=_one_of("create_file update_file delete_file"), path=_TEXT, diff=_TEXT),
     ),
-}  # fmt: skip
+}
 """OpenAI's tools by type: their form, what the model is told, the schema of what it gives."""
 ANTHROPIC: Mapping[str, tuple[str, dict[str, Any]]] = {
     "bash": (
@@ -77,16 +82,13 @@ ANTHROPIC: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "text_editor": (
         "View, create and edit text files.",
-        _object(
-            "command path", path=_TEXT, **_EDITS, **_RANGE,
-            command={"enum": ["view", "create", "str_replace", "insert", "undo_edit"]},
-        ),
+        _object("command path", command=_one_of("view create str_replace insert undo_edit"), **_EDITS),
     ),
     "memory": (
         "View, create and edit files below /memories, which outlive this conversation.",
         _object(
-            "command", path=_TEXT, **_EDITS, **_RANGE, old_path=_TEXT, new_path=_TEXT,
-            command={"enum": ["view", "create", "str_replace", "insert", "delete", "rename"]},
+            "command", command=_one_of("view create str_replace insert delete rename"), **_EDITS,
+            old_path=_TEXT, new_path=_TEXT,
         ),
     ),
 }  # fmt: skip
@@ -120,7 +122,7 @@ def response_tools(tools: list[dict[str, Any]] | None) -> tuple[list[dict[str, A
             function = {"name": name, "description": _free(where, tool), "parameters": _object("input", input=_TEXT)}
         elif kind == "function":
             form = Form(name=str(name), namespace=namespace)
-        elif isinstance(kind, str) and kind in LOCAL:
+        elif isinstance(kind, str) and kind in LOCAL and tool.get("environment") in (None, {"type": "local"}):
             form, description, parameters = LOCAL[kind]
             function = {"name": kind, "description": description, "parameters": parameters}
         else:
