@@ -81,6 +81,8 @@ def _engine(path: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:
         del about["compiled"]
     if engine.manifest.backend == "torch":
         about["cpu_kernels"] = _cpu_kernels(engine)
+    if not engine.manifest.dummy_weights:
+        about |= _ends(engine)
     plans = plans_report(engine)
     moved = counted(progress, "verify", engine.manifest.total_bytes)
     return {
@@ -99,6 +101,18 @@ def _engine(path: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:
         ],
         "again": f"Move files that are not the engine's elsewhere. {engine.rebuild}",
     }
+
+
+def _ends(engine: EngineDir) -> dict[str, str]:
+    """What ends an answer with where that is said, and what is to be known of chats."""
+    from wicore_trt.errors import EngineFormatError
+    from wicore_trt.text.tokenizer import FILES, Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_files(engine.read_present(FILES), engine.path)
+    except EngineFormatError as error:
+        return {"ends": f"unknown: {error.message}"}
+    return {"ends": tokenizer.described_ends(), "chat": tokenizer.chat_note or "by the model's own template"}
 
 
 def _cpu_kernels(engine: EngineDir) -> str:

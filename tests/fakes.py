@@ -335,6 +335,8 @@ class FakeTokenizer:
     vocab_size = VOCAB
     has_chat = False
     turn_end = None
+    chat_fault = chat_note = None
+    takes_tools = False
     byte_ids = frozenset()
     longest_token = 1
 

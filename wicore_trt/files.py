@@ -34,6 +34,8 @@ config.json of a checkpoint of 27B for 8 GPUs 1 MB."""
 
 TOKENIZER_BYTES = 64 << 20
 """Limit of one tokenizer file; Gemma's tokenizer.json has 33 MB."""
+CONFIG_ENDS = "config_eos_token_id"
+"""Key of an engine's generation_config.json: the ends that the model's config.json names, which no engine has."""
 
 MAX_DEPTH = 32
 """How deep objects and lists of a JSON file may nest; the files read here need five levels."""

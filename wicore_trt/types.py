@@ -440,6 +440,8 @@ class ModelInfo:
     engine_context_tokens: int = 0
     build: str = ""
     """Names the build of the engine, tokenizer files included; `fingerprint` is the same for equal weights."""
+    chat_note: str | None = None
+    """What who chats with it should know: that it is a base model, or why it cannot chat."""
 
     @property
     def names(self) -> tuple[str, ...]:

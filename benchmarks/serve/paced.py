@@ -152,6 +152,8 @@ class PlainTokenizer:
     vocab_size = VOCAB
     has_chat = False
     turn_end: int | None = None
+    chat_fault = chat_note = None
+    takes_tools = False
     byte_ids: frozenset[int] = frozenset()
     longest_token = 1
 

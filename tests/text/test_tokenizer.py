@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
@@ -17,6 +18,8 @@ from synthetic_tokenizer import BOS, END_OF_TURN, EOS, TURN, synthetic, write
 from wicore_trt.errors import EngineFormatError, InvalidRequestError
 from wicore_trt.text.detokenizer import IncrementalDetokenizer
 from wicore_trt.text.tokenizer import Tokenizer, longest_token
+
+BASE = {"tokenizer_config": {"bos_token": "<bos>", "eos_token": "<eos>"}}
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +81,19 @@ def test_decode_refuses_what_is_no_id(chat: Tokenizer, ids: list[int]) -> None:
 @pytest.mark.parametrize(
     ("files", "eos"),
     [
-        ({"generation_config": {"eos_token_id": 5}}, (5,)),
-        ({"generation_config": {"eos_token_id": [5, 1, 5]}}, (5, 1)),
-        ({"generation_config": {}, "config": {"eos_token_id": 4}}, (4,)),
-        ({"generation_config": None}, (EOS,)),
+        ({"generation_config": {"eos_token_id": 0}}, (0, EOS, END_OF_TURN)),
+        ({"generation_config": {"eos_token_id": [0, 1, 0]}}, (0, 1, END_OF_TURN)),
+        ({"generation_config": {}, "config": {"eos_token_id": 4}}, (4, EOS, END_OF_TURN)),
+        ({"generation_config": None, "config": {"text_config": {"eos_token_id": [4]}}}, (4, EOS, END_OF_TURN)),
+        ({"generation_config": {"config_eos_token_id": [4]}}, (4, EOS, END_OF_TURN)),
+        ({"generation_config": None}, (EOS, END_OF_TURN)),
+        ({"generation_config": None, "special_tokens_map": {"eos_token": "<pad>"}}, (EOS, 0, END_OF_TURN)),
         ({"generation_config": None, "tokenizer_config": {"eos_token": {"content": "<end_of_turn>"}}}, (END_OF_TURN,)),
         ({"generation_config": None, "tokenizer_config": None, "special_tokens_map": {"eos_token": "<eos>"}}, (EOS,)),
+        # Base models end where the first file says, as in transformers.
+        ({"generation_config": {"eos_token_id": 0}, "config": {"eos_token_id": [1, 5]}, **BASE}, (0,)),
+        ({"generation_config": {"config_eos_token_id": [1, 5]}, **BASE}, (1, 5)),
+        ({"generation_config": None, **BASE}, (EOS,)),
     ],
 )
 def test_end_ids(tmp_path: Path, files: dict[str, object], eos: tuple[int, ...]) -> None:
@@ -126,16 +136,20 @@ def test_missing_directory_is_refused(tmp_path: Path) -> None:
 
 
 def test_chat_template_sources(tmp_path: Path) -> None:
-    named = [{"name": "default", "template": "D"}, {"name": "other", "template": "O"}]
+    named = [{"name": "default", "template": "D{{ messages[0].content }}"}, {"name": "other", "template": "O"}]
     write(tmp_path, tokenizer_config={"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": named})
     messages = [{"role": "user", "content": "x"}]
     seen = []
-    for name, text in [("", ""), ("chat_template.json", '{"chat_template": "J"}'), ("chat_template.jinja", "T")]:
+    files = [
+        ("chat_template.json", '{"chat_template": "J{{ messages[0].content }}"}'),
+        ("chat_template.jinja", "T{{ messages[0].content }}"),
+    ]
+    for name, text in [("", ""), *files]:
         if name:
             (tmp_path / name).write_text(text)
         tokenizer = Tokenizer.from_dir(tmp_path)
         seen.append(tokenizer.decode(tokenizer.apply_chat(messages)))
-    assert seen == ["D", "J", "T"]
+    assert seen == ["Dx", "Jx", "Tx"]
 
 
 def test_chat_of_gemma(chat: Tokenizer) -> None:
@@ -221,6 +235,31 @@ def test_a_later_system_message_is_part_of_the_users_next_turn(tmp_path: Path, t
     assert behind == said(tokenizer, turns(("user", "a\n\nc"), ("assistant", "b"), ("user", "d")))
 
 
+def test_where_ends_come_from(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_dir(
+        write(tmp_path, generation_config={"eos_token_id": 1, "config_eos_token_id": [1, 4]})
+    )
+    assert tokenizer.described_ends() == (
+        "1 '<eos>' (generation_config.json, config.json, tokenizer_config.json), 4 '<start_of_turn>' (config.json), "
+        "5 '<end_of_turn>' (the chat template)"
+    )
+
+
+@pytest.mark.parametrize("added", [["<start_of_turn>"], ["<end_of_turn>"], []])
+@pytest.mark.parametrize("template", [True, False])
+def test_marks_of_turns_that_are_no_tokens_are_named(tmp_path: Path, added: list[str], template: bool) -> None:
+    path = write(tmp_path, **({} if template else BASE)) / "tokenizer.json"
+    file = json.loads(path.read_text())
+    file["added_tokens"] = [t for t in file["added_tokens"] if "turn" not in t["content"] or t["content"] in added]
+    path.write_text(json.dumps(file))
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    mark = "<start_of_turn>" if added == ["<end_of_turn>"] else "<end_of_turn>"
+    assert tokenizer.chat_fault is not None and f"its mark {mark} is " in tokenizer.chat_fault
+    with pytest.raises(InvalidRequestError, match="cannot chat"):
+        tokenizer.apply_chat([{"role": "user", "content": "a"}])
+    assert tokenizer.encode("hello")
+
+
 LOOP = "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
 
 
@@ -264,17 +303,18 @@ def test_no_template_and_failing_templates(tmp_path: Path) -> None:
     base = {"bos_token": "<bos>", "eos_token": "<eos>"}
     for source in ("{{ 1 / 0 }}", "{{ messages.append(1) }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"):
         tokenizer = Tokenizer.from_dir(write(tmp_path, tokenizer_config=base | {"chat_template": source}))
-        with pytest.raises(InvalidRequestError, match="failed"):
+        with pytest.raises(InvalidRequestError, match="cannot chat: its chat template takes no text"):
             tokenizer.apply_chat(messages)
 
 
 def test_template_environment(tmp_path: Path) -> None:
     source = (
-        "{% for m in messages %}\n  {% break %}\n{% endfor %}\n{{ strftime_now('%Y')[:2] }}{{ {'a': '<é>'} | tojson }}"
+        "{% for m in messages %}\n{{ m.content }}{% break %}\n{% endfor %}\n"
+        "{{ strftime_now('%Y')[:2] }}{{ {'a': '<é>'} | tojson }}"
     )
     config = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": source}
     tokenizer = Tokenizer.from_dir(write(tmp_path, tokenizer_config=config))
-    assert tokenizer.decode(tokenizer.apply_chat([{"role": "user", "content": "x"}])) == '20{"a": "<é>"}'
+    assert tokenizer.decode(tokenizer.apply_chat([{"role": "user", "content": "x"}])) == 'x20{"a": "<é>"}'
 
 
 def test_threads_share_one_tokenizer(chat: Tokenizer) -> None:

@@ -165,13 +165,10 @@ class _Conversion:
         tied = self._source.spec.tie_word_embeddings  # the engine leaves the second embedding out, so it is no link
         placed = [entry for entries in self._entries for entry in entries if entry[0] != LM_HEAD]
         check_disk_room(self._directory, self._total + (_bytes(placed) if for_engine and tied else 0))
-        tokenizer, notes = self._source.write_tokenizer(self._directory), list[str]()
-        from wicore_trt.checkpoint.tokenizer_check import check_template, check_tokenizer
+        tokenizer = self._source.write_tokenizer(self._directory)
+        from wicore_trt.checkpoint.tokenizer_check import check_tokenizer
 
-        if self._source.chat_template is not None:  # the tokenizer is our own work, the template is not
-            check_template(self._source.chat_template, self._source.name)
-        elif not self._source.makes_tokenizer:
-            notes = check_tokenizer(self._directory, self._source.name, self._source.spec.vocab_size)
+        notes = check_tokenizer(self._directory, self._source.name, self._source.spec.vocab_size)
         adapter = None if lora is None else printable(str(lora))
         origin = Origin(printable(self._source.name), self._source.revision, lora=adapter)
         if self._calibration:

@@ -7,6 +7,7 @@ was opened holds exactly the tensors its configuration asks for, and a local pat
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from abc import ABC, abstractmethod
@@ -24,7 +25,7 @@ from wicore_trt.checkpoint.names import HF_EMBEDDING, HF_LM_HEAD, canonical_name
 from wicore_trt.checkpoint.quantize import to_float32
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, TensorInfo
 from wicore_trt.errors import CheckpointError, first_fault, named, shown
-from wicore_trt.files import TOKENIZER_BYTES, Door, present, quoted
+from wicore_trt.files import CONFIG_ENDS, TOKENIZER_BYTES, Door, present, quoted
 from wicore_trt.model.hf_config import compare_config
 from wicore_trt.model.spec import Gemma3Spec
 
@@ -232,7 +233,18 @@ class HfSource(Source):
 
     def write_tokenizer(self, directory: Path) -> list[Path]:
         names = [name for name in TOKENIZER_FILES if present(self.path / name)]
-        return [self.door.copy(self.path / n, directory / n, limit=TOKENIZER_BYTES) for n in names]
+        paths = [self.door.copy(self.path / n, directory / n, limit=TOKENIZER_BYTES) for n in names]
+        texts = [self.config, self.config.get("text_config")]  # where config.json names ends
+        given = [text.get("eos_token_id") for text in texts if isinstance(text, Mapping)]
+        ids = [i for value in given for i in (value if isinstance(value, list) else [value])]
+        ends = [i for i in dict.fromkeys(ids) if type(i) is int and 0 <= i < self.spec.vocab_size]
+        if ends:
+            path = directory / GENERATION
+            path.write_text(
+                json.dumps({**self.generation_config, CONFIG_ENDS: ends}, indent=2) + "\n", encoding="utf-8"
+            )
+            paths = [*(p for p in paths if p != path), path]
+        return paths
 
     def place_of(self, name: str) -> str:
         return str(self._files[name][0].path)

@@ -1,20 +1,16 @@
 """Whether the tokenizer files that go into a checkpoint make a tokenizer of its model.
 
 Loads them as an engine will, before hours of work are built on them. It knows nothing of weights. Invariant: a
-tokenizer that passes loads in the engine, the ids of its model are rows of the embedding, and its chat template
-renders.
+tokenizer that passes loads in the engine, the ids of its model are rows of the embedding, and who builds is told where
+answers end and why the model cannot chat, if so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
-from wicore_trt.errors import CheckpointError, EngineFormatError, InvalidRequestError, shown
-from wicore_trt.text.chat import ChatTemplate, TemplateRefusal
+from wicore_trt.errors import CheckpointError, EngineFormatError, shown
 from wicore_trt.text.tokenizer import Tokenizer
-
-_PROBE = [{"role": "user", "content": "a"}]
 
 
 def check_tokenizer(directory: Path, source: str, vocab_size: int) -> list[str]:
@@ -34,29 +30,11 @@ def check_tokenizer(directory: Path, source: str, vocab_size: int) -> list[str]:
             f"{source}: its tokenizer has the id {max(ids)}, but the model has {vocab_size} tokens.",
             fix="Take tokenizer and weights from the same model.",
         )
-    if tokenizer.has_chat:
-        _probe(lambda: tokenizer.apply_chat(_PROBE), source)
+    notes = [f"answers end at {tokenizer.described_ends()}.", *filter(None, (tokenizer.chat_note,))]
+    notes += tokenizer.chat_doubts()
     beyond = range(vocab_size, tokenizer.vocab_size)
     if not beyond:
-        return []
+        return notes
     tokens = f"{len(beyond)} added token{'s' if len(beyond) > 1 else ''} beyond the model's {vocab_size} rows"
     first = shown(tokenizer.decode(beyond[:1], skip_special=False))
-    return [f"the tokenizer has {tokens}, from {first} on; text that holds one is refused."]
-
-
-def check_template(template: str, source: str) -> None:
-    """Compile and render a chat template on its own. Raises CheckpointError in terms of the source."""
-    try:
-        chat = ChatTemplate(template, {}, Path(source))
-    except EngineFormatError as error:
-        raise CheckpointError(error.message, fix=error.fix) from error
-    _probe(lambda: chat.render(_PROBE, add_generation_prompt=True), source)
-
-
-def _probe(render: Callable[[], object], source: str) -> None:
-    """One turn must render, unless the template itself says no."""
-    try:
-        render()
-    except InvalidRequestError as error:
-        if not isinstance(error.__cause__, TemplateRefusal):
-            raise CheckpointError(f"{source}: {error.message}", fix="Restore the model's own chat template.") from error
+    return [*notes, f"the tokenizer has {tokens}, from {first} on; text that holds one is refused."]

@@ -81,6 +81,8 @@ def load_engine(settings: Settings, executor: Executor | None = None, *, serves:
         core = _make_core(engine, settings, executor, grammars, max_context)
         layout = core.executor.layout
         kernels, kv_dtype, page_tokens = core.executor.kernels, layout.kv_dtype, layout.page_tokens
+    if serves and tokenizer.chat_note is not None:
+        log.warning("%s", tokenizer.chat_note)
     if serves:
         core.limits = limits_of(settings.scheduler)
     info = model_info(engine, kernels, kv_dtype, tokenizer, max_context, page_tokens, settings.model.name)
@@ -225,7 +227,8 @@ def model_info(
         fingerprint=manifest.fingerprint,
         eos_token_ids=tokenizer.eos_ids,
         bos_token_id=tokenizer.bos_id,
-        chat=tokenizer.has_chat,
+        chat=tokenizer.has_chat and tokenizer.chat_fault is None,
+        chat_note=tokenizer.chat_note,
         page_tokens=page_tokens,
         engine_context_tokens=manifest.max_context,
         build=manifest.seal,

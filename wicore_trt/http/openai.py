@@ -42,7 +42,8 @@ async def model(context: Context, call: Call, name: str) -> Response:
 
 
 def _model(context: Context, name: str) -> dict[str, object]:
-    info = context.engine().info
+    info, tokenizer = context.engine().info, context.engine().tokenizer
+    chats = ["chat"] if tokenizer.chat_fault is None else []
     return {
         "id": name,
         "object": "model",
@@ -50,6 +51,8 @@ def _model(context: Context, name: str) -> dict[str, object]:
         "owned_by": "wicore-trt",
         "max_model_len": info.max_context_tokens,
         "chat_template": info.chat,
+        "capabilities": ["completions", *chats, *(["tools"] if chats else [])],
+        "chat_note": info.chat_note,
     }
 
 

@@ -24,9 +24,9 @@ _MAX_TEMPLATE = 1 << 18  # characters; Gemma's has 1,500
 _OURS = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
 """Names of a template that are the request's, and no variables of it."""
 _HEADS = ("system", "developer")
-_SAID = "Qz1: {{x}} \\ \"é\"\n\n'日' 🙂"
-_PART = {"type": "text", "text": _SAID, "source_lang_code": "en", "target_lang_code": "de"}  # as TranslateGemma asks
-_USER, _MODEL = {"role": "user", "content": _SAID}, {"role": "assistant", "content": "Qz2"}
+SAID = "Qz1: {{x}} \\ \"é\"\n\n'日' 🙂"
+_PART = {"type": "text", "text": SAID, "source_lang_code": "en", "target_lang_code": "de"}  # as TranslateGemma asks
+PROBE, ANSWER = {"role": "user", "content": SAID}, {"role": "assistant", "content": "Qz2"}
 _TOOL = {
     "type": "function",
     "function": {
@@ -36,7 +36,7 @@ _TOOL = {
     },
 }
 _CALL = {"id": "call_0", "type": "function", "function": {"name": "qz_name", "arguments": {"qz_key": "Qz6"}}}
-_CALLING = ({**_MODEL, "content": "", "tool_calls": [_CALL]}, {"role": "tool", "name": "qz_name", "content": "Qz7"})
+_CALLING = ({**ANSWER, "content": "", "tool_calls": [_CALL]}, {"role": "tool", "name": "qz_name", "content": "Qz7"})
 
 
 class TemplateRefusal(Exception):
@@ -66,22 +66,23 @@ class ChatTemplate:
         self.variables = frozenset(compiled["text"].split("\n"))
         self.fault: str | None = None
         self.call_mark = ""
-        self._user: Mapping[str, Any] = _USER
+        self._user: Mapping[str, Any] = PROBE
+        self.takes = frozenset(("answers",))
         self.takes = self._tried()
 
     def probe(self, *more: Mapping[str, Any]) -> str | None:
         """The text of a user's turn and `more` behind it, None where the template gives none."""
-        return self._run([self._user, *more], False).get("text")
+        return self._run([self._user, *(_shaped(dict(turn), self.takes) for turn in more)], False).get("text")
 
     def _tried(self) -> frozenset[str]:
         """What the template takes."""
         takes: set[str] = set()
-        for name, said in (("text", _USER), ("parts", {"role": "user", "content": [_PART]})):
+        for name, said in (("text", PROBE), ("parts", {"role": "user", "content": [_PART]})):
             found = self._run([said], True)
             text = found.get("text", "")
-            if _SAID in text and (name == "text" or "source_lang_code" not in text):  # a list as it is printed
+            if SAID in text and (name == "text" or "source_lang_code" not in text):  # a list as it is printed
                 takes.add(name)
-                self._user = _USER if "text" in takes else said
+                self._user = PROBE if "text" in takes else said
             else:
                 why = found.get("refused") or found.get("broken") or "it leaves text of the user out"
                 self.fault = self.fault or shortened(why.removesuffix("."), 200)
@@ -90,9 +91,9 @@ class ChatTemplate:
         if not takes:
             return frozenset()
         self.fault = None
-        if "Qz2" in (self.probe(_MODEL) or "") or "parts" not in takes:
+        if "Qz2" in (self.probe(ANSWER) or "") or "parts" not in takes:
             takes.add("answers")
-        answer, system = _shaped(_MODEL, takes), _shaped({"role": "system", "content": "Qz3"}, takes)
+        answer, system = _shaped(ANSWER, takes), _shaped({"role": "system", "content": "Qz3"}, takes)
         user = self._user
         for name, words, messages in (
             ("system", ("Qz3",), [system, user]),
@@ -101,7 +102,7 @@ class ChatTemplate:
             ("neighbours", ("Qz2", "Qz2"), [user, user, answer, answer, user]),
         ):
             text = self._run(messages, True).get("text", "")
-            if all(text.count(word) == words.count(word) for word in words) and _SAID in text:
+            if all(text.count(word) == words.count(word) for word in words) and SAID in text:
                 takes.add(name)
         if "tools" in self.variables:
             text = self._run([self._user, *_CALLING], True, [_TOOL]).get("text", "")

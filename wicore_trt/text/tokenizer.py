@@ -21,8 +21,8 @@ import tokenizers
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import ConfigError, ContextLengthError, EngineFormatError, InvalidRequestError, shown
-from wicore_trt.files import LIST_BYTES, TOKENIZER_BYTES, Door, present
-from wicore_trt.text.chat import ChatTemplate, checked_variables
+from wicore_trt.files import CONFIG_ENDS, LIST_BYTES, TOKENIZER_BYTES, Door, present
+from wicore_trt.text.chat import ANSWER, PROBE, SAID, ChatTemplate, checked_variables
 from wicore_trt.text.tokenizer_file import read_tokenizer
 from wicore_trt.text.turns import has_calls, plain_messages, render, tool_messages
 from wicore_trt.text.untrusted import ControlTokens
@@ -38,6 +38,7 @@ FILES = (
     "chat_template.json",
 )
 """The files that say how a model's text becomes token ids, where a conversation's turns begin and what ends them."""
+_TAG = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_@]{2,40}\]")
 _JOINING = re.compile(
     r"Sequence\(decoders=\["
     r'(?:Replace\(pattern=String\("([^"\\]*)"\), content="([^"\\]*)"\), )?'
@@ -52,7 +53,8 @@ class Tokenizer:
     below `model_size`. Added tokens may lie beyond the rows of the embedding, as <image_soft_token> of Gemma 3 1B does:
     who gives ids to a model refuses those.
 
-    `eos_ids` are all ids that end a generation. `byte_ids` are the byte-fallback tokens: a run of them is one
+    `eos_ids` are all ids that end a generation, and `ends` the places that name each. `chat_fault` is why the model
+    cannot chat, else None. `byte_ids` are the byte-fallback tokens: a run of them is one
     stretch of UTF-8, so its text is known only when the run has ended. `longest_token` is the number of characters of
     text that a token stands for at most, None where that is not known. `home` has its files, if any.
     """
@@ -62,7 +64,7 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         *,
         bos_id: int | None,
-        eos_ids: tuple[int, ...],
+        eos_ids: Mapping[int, Sequence[str]] | tuple[int, ...],
         adds_bos: bool = True,
         chat: ChatTemplate | None = None,
         home: Path | None = None,
@@ -75,7 +77,9 @@ class Tokenizer:
         written = chat.source if chat is not None else "<start_of_turn><end_of_turn>"
         self._control = ControlTokens(backend, written, (bos_id, *eos_ids))
         self.bos_id = bos_id
-        self.eos_ids = eos_ids
+        self.ends = {i: [*eos_ids[i]] if isinstance(eos_ids, Mapping) else [] for i in eos_ids}
+        self.chat_fault = self._proved()
+        self.eos_ids = tuple(self.ends)
         vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=False)  # a copy of all, so taken once
         self.model_size: int = max(vocabulary.values(), default=-1) + 1
         self.vocab_size: int = max(self.model_size - 1, *backend.get_added_tokens_decoder(), -1) + 1
@@ -101,28 +105,79 @@ class Tokenizer:
     def from_files(cls, files: Mapping[str, bytes], where: Path) -> Tokenizer:
         """The tokenizer of these files, by name; others than FILES are left alone. `where` is for messages.
 
-        tokenizer.json is required. End ids come from generation_config.json, else config.json, else the eos_token of
-        tokenizer_config.json or special_tokens_map.json; BOS from the same files, the token names first. The chat
-        template is chat_template.jinja, chat_template.json or the one in tokenizer_config.json, in this order.
+        tokenizer.json is required. End ids of a model with a chat template are all that generation_config.json,
+        config.json and the eos_token of tokenizer_config.json and special_tokens_map.json name, and what its template
+        ends a turn with; of a base model those of the first file that names some, as transformers ends its texts. BOS
+        comes from the same files, the token names first. The chat template is chat_template.jinja, chat_template.json
+        or the one in tokenizer_config.json, in this order.
         Raises EngineFormatError for missing, broken or contradicting files.
         """
         if TOKENIZER not in files:
             raise EngineFormatError(f"{where / TOKENIZER} is missing.", fix=_REBUILD)
         backend = read_tokenizer(files[TOKENIZER], where / TOKENIZER, _REBUILD)
         read = _Files(files, where, backend)
-        return cls(
+        chat = read.chat_template()
+        made = cls(
             backend,
             bos_id=read.bos_id(),
-            eos_ids=read.eos_ids(),
+            eos_ids=read.ends(every=chat is not None),
             adds_bos=read.tokenizer_config.get("add_bos_token") is not False,
-            chat=read.chat_template(),
+            chat=chat,
             home=where,
         )
+        if not made.eos_ids:
+            raise EngineFormatError(
+                f"No file in {where} names the token that ends a generation.",
+                fix="Put the model's generation_config.json beside its weights and build again.",
+            )
+        return made
 
     @property
     def has_chat(self) -> bool:
         """Whether the model brought a chat template."""
         return self._chat is not None
+
+    @property
+    def chat_note(self) -> str | None:
+        """What who chats with the model should know, as a sentence."""
+        if self.chat_fault is not None:
+            return f"The model cannot chat: {self.chat_fault}."
+        if self._chat is None:
+            return "A base model without a chat template: it answers in Gemma's turns, untrained for them."
+        return None
+
+    def _proved(self) -> str | None:
+        """Render a conversation and see whether its text, its marks and its one BOS come out. What ends a turn of the
+        template is among `ends` afterwards. Returns what is wrong."""
+        if self._chat is None:
+            text: str | None = render([PROBE, ANSWER, PROBE], (), add_generation_prompt=True)
+        elif self._chat.fault is not None:
+            return f"its chat template takes no text of a user: {self._chat.fault}"
+        else:
+            text = self._chat.probe(ANSWER) or self._chat.probe()
+        parts = (text or "").partition(str(ANSWER["content"]))
+        end = _TAG.match(parts[2].lstrip())
+        for tag in sorted({end[0] if end else "", *_TAG.findall(parts[0].replace(SAID, "") + parts[2])} - {""}):
+            ids = self._encode(tag, False, "messages", None)
+            if len(ids) != 1 and (self._chat is None or tag == (end and end[0]) or self._backend.token_to_id(tag)):
+                return f"its mark {tag} is {len(ids)} tokens, not one"
+            if end and tag == end[0] and self._chat is not None:
+                self.ends.setdefault(ids[0], []).append("the chat template")
+        ids = self._encode(text or "", True, "messages", None)
+        if SAID not in self.decode(ids, skip_special=False):
+            return "its tokenizer loses text"
+        return None
+
+    def chat_doubts(self) -> list[str]:
+        """What of the model's chats is not as it should be, though it chats, in sentences."""
+        if self._chat is None or self.chat_fault is not None:
+            return []
+        text, doubts = self._chat.probe() or "", []
+        if self._encode(text, True, "messages", None).count(self.bos_id if self.bos_id is not None else -1) > 1:
+            doubts.append("conversations begin with BOS twice, as the chat template writes them.")
+        if "tools" in self._chat.variables and not self.takes_tools:
+            doubts.append("the chat template names tools and writes no calls that can be read: WiCore's own are used.")
+        return doubts
 
     @property
     def takes_tools(self) -> bool:
@@ -133,6 +188,11 @@ class Tokenizer:
     def turn_end(self) -> int | None:
         """What ends a turn of a model that brought no chat template, which does not name it among its ends."""
         return None if self._chat is not None else self._backend.token_to_id("<end_of_turn>")
+
+    def described_ends(self) -> str:
+        """The ends with their text, and where each came from."""
+        text = self._backend.id_to_token
+        return ", ".join(f"{i} {shown(text(i))} ({', '.join(places)})" for i, places in self.ends.items())
 
     def encode(self, text: str, *, add_bos: bool = True, max_tokens: int | None = None) -> list[int]:
         """Token ids of a prompt. `add_bos` puts BOS first unless the text begins with it already, or the model's
@@ -216,6 +276,8 @@ class Tokenizer:
         Raises InvalidRequestError (fields "messages", "chat_template_kwargs") when they are not, or the text of the
         conversation is too long as in `encode`.
         """
+        if self.chat_fault is not None:
+            raise InvalidRequestError(str(self.chat_note), field="messages")
         asked = (messages, functions, chat_template_kwargs)
         (messages, functions, chat_template_kwargs), cut = self._control.mark(asked)
         if self._chat is None:
@@ -344,7 +406,13 @@ class _Files:
         self._backend = backend
         self.tokenizer_config = self._json("tokenizer_config.json")
         self._names = self._json("special_tokens_map.json") | self.tokenizer_config
-        self._configs = [self._json(name) for name in ("generation_config.json", "config.json")]
+        generation, config = self._json("generation_config.json"), self._json("config.json")
+        inner = config.get("text_config")
+        self._configs = {
+            "generation_config.json": generation,
+            "config.json": {"eos_token_id": generation.get(CONFIG_ENDS)} | config,
+            "config.json: text_config": inner if isinstance(inner, dict) else {},
+        }
 
     def _json(self, name: str) -> dict[str, Any]:
         """A JSON object, {} when there is no such file."""
@@ -359,20 +427,24 @@ class _Files:
         name = self._token("bos_token")
         if name is not None:
             return self._named("bos_token", name)
-        ids = self._configured("bos_token_id")
+        ids = [i for place, config in self._configs.items() for i in self._ids(config, "bos_token_id", place)]
         return ids[0] if ids else None
 
-    def eos_ids(self) -> tuple[int, ...]:
-        ids = self._configured("eos_token_id")
-        if ids:
-            return ids
-        name = self._token("eos_token")
-        if name is None:
-            raise EngineFormatError(
-                f"No file in {self._path} names the token that ends a generation.",
-                fix="Put the model's generation_config.json beside its weights and build again.",
-            )
-        return (self._named("eos_token", name),)
+    def ends(self, *, every: bool) -> dict[int, list[str]]:
+        """Ids that end a generation with the places that name them: of all places, or of the first that names some."""
+        found: dict[int, list[str]] = {}
+        for place, config in self._configs.items():
+            for end in self._ids(config, "eos_token_id", place):
+                found.setdefault(end, []).append(place)
+            if found and not every:
+                return found
+        for place in ("tokenizer_config.json", "special_tokens_map.json"):
+            name = _content(self._json(place).get("eos_token"))
+            if name is not None and (not found or self._backend.token_to_id(name) is not None):
+                found.setdefault(self._named("eos_token", name), []).append(place)
+            if found and not every:
+                return found
+        return found
 
     def chat_template(self) -> ChatTemplate | None:
         source, origin = self._template()
@@ -397,11 +469,7 @@ class _Files:
         return None, self._path
 
     def _token(self, role: str) -> str | None:
-        """A token's text, written plainly or as {"content": ...}."""
-        value = self._names.get(role)
-        if isinstance(value, Mapping):
-            value = value.get("content")
-        return value if isinstance(value, str) else None
+        return _content(self._names.get(role))
 
     def _named(self, role: str, name: str) -> int:
         index = self._backend.token_to_id(name)
@@ -409,14 +477,16 @@ class _Files:
             raise EngineFormatError(f"{role} {shown(name)} in {self._path} is not in tokenizer.json.", fix=_REBUILD)
         return int(index)
 
-    def _configured(self, key: str) -> tuple[int, ...]:
-        for config in self._configs:
-            value = config.get(key)
-            if value is None:
-                continue
-            ids = value if isinstance(value, list) else [value]
-            if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-                raise EngineFormatError(f"{key} in {self._path} must be token ids, got {shown(value)}.", fix=_REBUILD)
-            if ids:
-                return tuple(dict.fromkeys(ids))
-        return ()
+    def _ids(self, config: Mapping[str, Any], key: str, place: str) -> tuple[int, ...]:
+        value = config.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+            where = self._path / place
+            raise EngineFormatError(f"{key} in {where} must be token ids, got {shown(value)}.", fix=_REBUILD)
+        return tuple(dict.fromkeys(ids))
+
+
+def _content(token: object) -> str | None:
+    """A token's text, written plainly or as {"content": ...}."""
+    value = token.get("content") if isinstance(token, Mapping) else token
+    return value if isinstance(value, str) else None

@@ -343,7 +343,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("model_id", "backend", "kernels", "dtype", "kv_dtype", "quantization", "max_context_tokens", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "fingerprint", "eos_token_ids", "bos_token_id", "chat", "page_tokens", "aliases", "engine_context_tokens")
+    __slots__ = ("model_id", "backend", "kernels", "dtype", "kv_dtype", "quantization", "max_context_tokens", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "fingerprint", "eos_token_ids", "bos_token_id", "chat", "page_tokens", "aliases", "engine_context_tokens", "chat_note")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
@@ -363,6 +363,7 @@ class GetModelInfoResponse(_message.Message):
     PAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ALIASES_FIELD_NUMBER: _ClassVar[int]
     ENGINE_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHAT_NOTE_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     backend: str
     kernels: str
@@ -382,7 +383,8 @@ class GetModelInfoResponse(_message.Message):
     page_tokens: int
     aliases: _containers.RepeatedScalarFieldContainer[str]
     engine_context_tokens: int
-    def __init__(self, model_id: _Optional[str] = ..., backend: _Optional[str] = ..., kernels: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., fingerprint: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., chat: _Optional[bool] = ..., page_tokens: _Optional[int] = ..., aliases: _Optional[_Iterable[str]] = ..., engine_context_tokens: _Optional[int] = ...) -> None: ...
+    chat_note: str
+    def __init__(self, model_id: _Optional[str] = ..., backend: _Optional[str] = ..., kernels: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., fingerprint: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., chat: _Optional[bool] = ..., page_tokens: _Optional[int] = ..., aliases: _Optional[_Iterable[str]] = ..., engine_context_tokens: _Optional[int] = ..., chat_note: _Optional[str] = ...) -> None: ...
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()
