@@ -152,6 +152,13 @@ def test_the_tokenizer_beside_an_adapter_is_used(base: Path, tmp_path: Path) -> 
     assert engine.read("tokenizer.json") == (path / "tokenizer.json").read_bytes()
     assert engine.read("generation_config.json") == (base / "generation_config.json").read_bytes()
     assert "chat_template.jinja" in open_engine(tmp_path / "e").manifest.files
+    (path / "tokenizer.json").unlink()
+    (path / "adapter_config.json").write_text(
+        json.dumps(said | {"odd": 1, "base_model_name_or_path": "x/Gemma-3-Tiny"})
+    )
+    said_now = open_source(base, lora=path).notes[1:]
+    assert "adapter_config.json says odd" in said_now[0]
+    assert "chat_template.jinja of the adapter left aside" in said_now[1] and len(said_now) == 2
     assert "trained on unsloth/other-bnb-4bit" in notes[1] and "those beside the adapter" in " ".join(notes)
 
 
@@ -202,6 +209,8 @@ BAD: list[tuple[Callable[[dict[str, Any], dict[str, Any]], Any], str]] = [
     (lambda c, t: c.update(r=8), "has rank 4, and adapter_config.json says 8"),
     (lambda c, t: c.update(rank_pattern={"q_proj": 2}), "has rank 4, and adapter_config.json says 2"),
     (lambda c, t: c.update(rank_pattern={"(": 2}), "no regular expression"),
+    (lambda c, t: c.update(target_modules="(q_proj"), "no regular expression"),
+    (lambda c, t: c.update(modules_to_save=["lm_head"]), "lacks 1 of the weights.*lm_head"),
     (lambda c, t: c.update(use_dora=True), "use_dora is True, and .* has no lora_magnitude_vector"),
     (lambda c, t: c.update(init_lora_weights="pissa"), "init_lora_weights is 'pissa'.*merge_and_unload"),
     (lambda c, t: c.update(trainable_token_indices=[1]), "trainable_token_indices"),

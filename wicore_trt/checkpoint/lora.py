@@ -37,6 +37,11 @@ _UNUSED = (
     "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "lora_bias", "monteclora_config",
     "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config",
 )  # fmt: skip
+_IDLE = (  # change training, or nothing where those above are absent
+    "auto_mapping", "bias", "corda_config", "eva_config", "fan_in_fan_out", "inference_mode", "layers_pattern",
+    "loftq_config", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_version",
+    "qalora_group_size", "revision", "runtime_config", "task_type",
+)  # fmt: skip
 _TOKENIZER = [name for name in TOKENIZER_FILES if name != GENERATION and "processor" not in name]
 _Pattern = Annotated[dict[str, float], Field(max_length=4096)]
 
@@ -161,6 +166,12 @@ class LoraSource(Source):
             raise CheckpointError(f"{place}: {first_fault(error)}.") from error
         if config.peft_type != "LORA":
             raise CheckpointError(f"{place}: {shown(config.peft_type)} is no LoRA, and cannot be merged.")
+        patterns = [config.target_modules, config.exclude_modules, *(config.rank_pattern or ())]
+        for pattern in (*patterns, *(config.alpha_pattern or ())):
+            try:
+                re.compile(pattern if isinstance(pattern, str) else "")
+            except re.error as error:
+                raise CheckpointError(f"{place}: {shown(pattern)} is no regular expression: {error}.") from error
         odd = [key for key in _UNUSED if said.get(key)]
         if config.init_lora_weights not in _INITS:
             odd.append("init_lora_weights")
@@ -219,15 +230,13 @@ class LoraSource(Source):
             raise CheckpointError(f"{place}: of {name} it holds {' and '.join(sorted(kinds))} alone.")
         embedding, dora = "lora_embedding_A" in kinds, "lora_magnitude_vector" in kinds
         if dora != self._config.use_dora or (dora and embedding):
-            if dora and embedding:
-                raise CheckpointError(f"{place}: DoRA of an embedding, {name}, is not merged.")
-            has = "a" if dora else "no"
+            has = "an embedding's" if embedding else "a" if dora else "no"
             raise CheckpointError(
                 f"{place}: use_dora is {self._config.use_dora}, and {name} has {has} lora_magnitude_vector."
             )
         module = _module(parts)
-        rank, alpha = self._of(self._config.rank_pattern, module, self._config.r), self._config.lora_alpha
-        alpha = self._of(self._config.alpha_pattern, module, alpha)
+        rank = _of(self._config.rank_pattern, module, self._config.r)
+        alpha = _of(self._config.alpha_pattern, module, self._config.lora_alpha)
         shapes = {kind: self._file.tensors[raw].shape for kind, raw in parts.items()}
         down = shapes["lora_embedding_A" if embedding else "lora_A"]
         up = shapes["lora_embedding_B" if embedding else "lora_B"]
@@ -241,18 +250,9 @@ class LoraSource(Source):
             raise CheckpointError(f"{place}: lora_magnitude_vector of {name} is {shapes['lora_magnitude_vector']}.")
         return _LowRank(parts, alpha / (sqrt(rank) if self._config.use_rslora else rank))
 
-    def _of(self, pattern: dict[str, float] | None, module: str, default: float) -> float:
-        """The value that the first key of a pattern gives a module (peft's get_pattern_key)."""
-        try:
-            return next((v for key, v in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module)), default)
-        except re.error as error:
-            raise CheckpointError(f"{self._path / ADAPTER}: a pattern is no regular expression: {error}.") from error
-
     def _check_targets(self, low: dict[str, dict[str, str]]) -> None:
         """Compare target_modules, with its layers, with the modules that have tensors."""
-        both = (
-            (HF_EMBEDDING, HF_LM_HEAD) if self._config.ensure_weight_tying else ()
-        )  # one that is named stands for both
+        both = (HF_EMBEDDING, HF_LM_HEAD) if self._config.ensure_weight_tying else ()  # either stands for both
         strangers = [n for n, parts in low.items() if n not in both and not self._is_targeted(_module(parts))]
         if strangers:
             raise CheckpointError(
@@ -265,9 +265,13 @@ class LoraSource(Source):
             if inner and ".layers." in name and len(info.shape) == 2 and name not in low and name not in self._full
             if self._is_targeted(inner[0] + name.removeprefix("model.").removesuffix(".weight"))
         ]
+        held = [raw.rpartition(".weight")[0] for raw in self._file.tensors]
+        lost += [
+            name for name in self._config.modules_to_save or () if not any(f".{name}." in f".{raw}." for raw in held)
+        ]
         if lost:
             raise CheckpointError(
-                f"{self._file.path} lacks {len(lost)} of the weights that target_modules names, such as {lost[0]}."
+                f"{self._file.path} lacks {len(lost)} of the weights that {ADAPTER} names, such as {named(lost[0])}."
             )
 
     def _is_targeted(self, module: str) -> bool:
@@ -321,16 +325,27 @@ class LoraSource(Source):
             notes.append("the adapter changes embedding and head apart: the engine holds both.")
         if aside:
             notes.append(f"{aside} tensors of the adapter belong to the vision tower, which no engine has.")
+        unknown = [k for k, v in (config.model_extra or {}).items() if v and k not in _IDLE]
+        if unknown:
+            notes.append(f"{ADAPTER} says {named(unknown[0])}, which is not known and changes nothing here.")
         if self._own:
             notes.append("tokenizer and chat template are those beside the adapter.")
         if os.path.realpath(self._path) != os.path.realpath(self._base.name):
-            notes += check_folder(self._path, (ADAPTER, ADAPTER_WEIGHTS, *TOKENIZER_FILES), merges_adapter=True)
+            beside = [name for name in _TOKENIZER if present(self._path / name)]
+            if beside and not self._own:
+                notes.append(f"{', '.join(beside)} of the adapter left aside: it has no tokenizer.json.")
+            notes += check_folder(self._path, (ADAPTER, ADAPTER_WEIGHTS, *_TOKENIZER), merges_adapter=True)
         return notes
 
 
 def _module(parts: dict[str, str]) -> str:
     """The module that low-rank tensors belong to, as peft called it when they were saved."""
     return next(iter(parts.values())).split(".lora_")[0].removeprefix("base_model.model.")
+
+
+def _of(pattern: dict[str, float] | None, module: str, default: float) -> float:
+    """The value that the first key of a pattern gives a module (peft's get_pattern_key)."""
+    return next((v for key, v in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
 def _plain_name(name: str) -> str:
