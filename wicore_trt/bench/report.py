@@ -230,14 +230,16 @@ def versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Of the sources that run, "+" behind it where they were changed; BENCH_COMMIT where they came without their
-    history."""
+    """Commit of the sources that run, "+" behind it where they were changed. BENCH_COMMIT goes before it: copies of a
+    checkout may have come without their history, or with the beginning of it."""
+    if given := os.environ.get("BENCH_COMMIT"):
+        return given
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
     try:
         said = subprocess.run(git, capture_output=True, text=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         said = ""
-    return said or os.environ.get("BENCH_COMMIT", "unknown")
+    return said or "unknown"
 
 
 LATENCY_COLUMNS = (

@@ -17,8 +17,8 @@ class IncrementalDetokenizer:
     """Text of one growing sequence of output ids.
 
     Where the tokenizer knows a token's text in any company nothing is decoded, and of byte-fallback tokens at most
-    three are held back: those that may still become a character. Else a run of these is held back until it ends, and any
-    other token's text is final at once; it is decoded behind the token before it, so that decoders that strip the
+    three are held back: those that may still become a character. Else a run of these is held back until it ends, and
+    any other token's text is final at once; it is decoded behind the token before it, so that decoders that strip the
     first space of a text (SentencePiece) strip only that of the first token. So each token is decoded a constant number
     of times, however long the output.
     """
