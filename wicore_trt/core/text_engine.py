@@ -37,6 +37,7 @@ from wicore_trt.errors import (
     shown,
 )
 from wicore_trt.grammar.source import check
+from wicore_trt.text.calls import lets_text_be
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import (
     Constraint,
@@ -114,7 +115,10 @@ def prompt_ids(tokenizer: Tokenizer, request: TextRequest, max_tokens: int | Non
 
 
 def ending_turns(tokenizer: Tokenizer, request: TextRequest) -> TextRequest:
-    """A conversation ends with its turn, also where the model names no end of a turn."""
+    """A conversation ends with its turn, also where the model names no end of a turn; and a model whose template writes
+    calls writes them as it learnt to, unless it must call."""
+    if request.functions and tokenizer.takes_tools and lets_text_be(request.params.constraint):
+        request = replace(request, params=replace(request.params, constraint=None))
     end, params = tokenizer.turn_end, request.params
     if request.messages is None or end is None or params.ignore_eos or end in tokenizer.eos_ids:
         return request

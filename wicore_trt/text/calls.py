@@ -33,6 +33,9 @@ _HEAD = re.compile("".join(_HEAD_PARTS) + r"(?=\{)")
 """A call up to its arguments."""
 _HEAD_SO_FAR = re.compile("".join(f"(?:{part}" for part in _HEAD_PARTS) + ")?" * len(_HEAD_PARTS))
 """Any beginning of that."""
+_NATIVE, _NATIVE_END, _QUOTE = "<start_function_call>call:", "<end_function_call>", "<escape>"
+"""FunctionGemma's own form: call:NAME{KEY:VALUE,...}, texts between two _QUOTE."""
+_NATIVE_CALL = re.compile(rf"{_NATIVE}([a-zA-Z0-9_.-]+)(\{{.*\}}){_NATIVE_END}", re.DOTALL)
 _BLANKS = {"whitespace_pattern": WHITESPACE}
 _OPENS = frozenset(("patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "if", "$ref"))
 """Keywords of a schema by which an object may have more properties than `properties` names."""
@@ -81,6 +84,11 @@ def calls_constraint(
         return Constraint(ConstraintKind.GRAMMAR, f"start: calls | TEXT |\ncalls: %json {text}\n{_FREE}")
     said = json.dumps({"x-guidance": _BLANKS, **answer}, ensure_ascii=False)
     return Constraint(ConstraintKind.GRAMMAR, f"start: calls | answer\ncalls: %json {text}\nanswer: %json {said}")
+
+
+def lets_text_be(constraint: Constraint | None) -> bool:
+    """Whether a constraint of `calls_constraint` holds nothing but calls: any text will do beside them."""
+    return constraint is not None and constraint.text.startswith("start: calls | TEXT")
 
 
 def tells_from_calls(answer: Mapping[str, Any]) -> bool:
@@ -141,7 +149,7 @@ class CallFinder:
     @property
     def whole(self) -> bool:
         """Whether there are calls, and the last one has all of its arguments."""
-        return self.calls > 0 and self._state == self._next
+        return self.calls > 0 and self._state in (self._next, self._native)
 
     def push(self, text: str) -> list[Piece]:
         """The pieces that a text adds."""
@@ -157,6 +165,13 @@ class CallFinder:
 
     def _opening(self, text: str, found: list[Piece]) -> str:
         held, self._held = self._held + text, ""
+        begun = held.lstrip()
+        if begun.startswith(_NATIVE):
+            self._state = self._native
+            return begun
+        if begun and _NATIVE.startswith(begun):
+            self._held = held
+            return ""
         listed = _LISTED.match(held)
         assert listed is not None
         at = listed.end()
@@ -172,6 +187,20 @@ class CallFinder:
     def _text(self, text: str, found: list[Piece]) -> str:
         found.append(Piece(text=text))
         return ""
+
+    def _native(self, text: str, found: list[Piece]) -> str:
+        """FunctionGemma's calls, each as soon as it is whole."""
+        call, end, self._held = (self._held + text).partition(_NATIVE_END)
+        if not end:
+            self._held = call
+            return ""
+        read = _NATIVE_CALL.search(call + end)
+        if read is not None:
+            arguments = json.dumps(_native_value(read[2], 0)[0], ensure_ascii=False)
+            found.append(Piece(call=self.calls, id=f"call_{uuid.uuid4().hex[:24]}", name=read[1], arguments=arguments))
+            self.calls += 1
+        rest, self._held = self._held, ""
+        return rest
 
     def _next(self, text: str, found: list[Piece]) -> str:
         """Between two calls, or behind the last one."""
@@ -209,3 +238,27 @@ class CallFinder:
                     return text[at + 1 :]
         found.append(Piece(call=self.calls - 1, arguments=text))
         return ""
+
+
+def _native_value(text: str, at: int) -> tuple[Any, int]:
+    """A value as FunctionGemma writes it from `at` on, and where it ends. What does not end ends with the text."""
+    if text.startswith(_QUOTE, at):
+        said, _, _ = text[at + len(_QUOTE) :].partition(_QUOTE)
+        return said, at + len(said) + 2 * len(_QUOTE)
+    if text[at : at + 1] not in ("{", "["):
+        word = re.compile(r"[^,}\]]*").match(text, at)
+        assert word is not None
+        try:
+            return json.loads(word[0]), word.end()
+        except ValueError:
+            return word[0].strip(), word.end()
+    named, items, at = text[at] == "{", list[Any](), at + 1
+    while at < len(text) and text[at] not in "}]":
+        key = ""
+        if named:
+            key, _, _ = text[at:].partition(":")
+            at += len(key) + 1
+        value, at = _native_value(text, at)
+        items.append((key.strip().replace(_QUOTE, ""), value) if named else value)
+        at += text[at : at + 1] == ","
+    return dict(items) if named else items, at + 1

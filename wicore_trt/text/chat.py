@@ -151,8 +151,10 @@ class ChatTemplate:
         return answer["text"]
 
 
-CALL_MARKS = ("<start_function_call>call:", "<tool_call>")
-"""How calls begin that `text.calls` reads: FunctionGemma's, and JSON as Hermes wrote it."""
+CALL_MARKS = ("<start_function_call>call:",)
+"""How calls begin that `text.calls` reads: FunctionGemma's."""
+CALL_TOKENS = ("<start_function_call>", "<end_function_call>", "<escape>")
+"""The tokens of these, which are text of an answer though they are special."""
 
 
 def checked_variables(given: object) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import tokenizers
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import ConfigError, ContextLengthError, EngineFormatError, InvalidRequestError, shown
 from wicore_trt.files import CONFIG_ENDS, LIST_BYTES, TOKENIZER_BYTES, Door, present
-from wicore_trt.text.chat import ANSWER, PROBE, SAID, ChatTemplate, checked_variables
+from wicore_trt.text.chat import ANSWER, CALL_TOKENS, PROBE, SAID, ChatTemplate, checked_variables
 from wicore_trt.text.tokenizer_file import read_tokenizer
 from wicore_trt.text.turns import has_calls, plain_messages, render, tool_messages
 from wicore_trt.text.untrusted import ControlTokens
@@ -76,6 +76,8 @@ class Tokenizer:
         self._chat = chat
         written = chat.source if chat is not None else "<start_of_turn><end_of_turn>"
         self._control = ControlTokens(backend, written, (bos_id, *eos_ids))
+        called = CALL_TOKENS if chat is not None and chat.call_mark else ()
+        self._shown = {i for i in map(backend.token_to_id, called) if i is not None}
         self.bos_id = bos_id
         self.ends = {i: [*eos_ids[i]] if isinstance(eos_ids, Mapping) else [] for i in eos_ids}
         self.chat_fault = self._proved()
@@ -209,6 +211,9 @@ class Tokenizer:
         Raises InvalidRequestError (field "token_ids") for a negative or absurdly large id.
         """
         ids = list(ids)
+        if skip_special and self._shown and not self._shown.isdisjoint(ids):  # calls are text
+            runs = groupby(ids, key=self._shown.__contains__)
+            return "".join(self.decode(run, skip_special=not shown) for shown, run in runs)
         try:
             text: str = self._backend.decode(ids, skip_special_tokens=skip_special)
             if "\ufffd" not in text or (run := self.byte_run(skip_special=skip_special)) is None:
