@@ -349,6 +349,12 @@ class FakeTokenizer:
     def token_text(self, token: int) -> str | None:
         return None
 
+    def named(self, text: str) -> dict[int, str]:
+        return {EOS: "<eos>"} if "<eos>" in text else {}
+
+    def told(self) -> dict[str, object]:
+        return {"eos_token": "<eos>"}
+
     def token_bytes(self, token: int) -> bytes:
         return b"<eos>" if token == EOS else chr(32 + token).encode()
 

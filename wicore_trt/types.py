@@ -55,6 +55,7 @@ class ConstraintKind(enum.Enum):
     REGEX = "regex"  # the whole output matches it
     GRAMMAR = "grammar"  # Lark, as llguidance reads it
     CHOICE = "choice"  # a JSON list of strings, one of which is the output
+    TOKENS = "tokens"  # a JSON list of token ids, of which alone the output is made
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class SamplingParams:
     the prompt's own tokens; nothing of such a prompt comes from the KV cache, and `max_tokens` may then be 0.
     `max_tokens=None` means up to the context limit. Under a `constraint` eos can be chosen only where the output may
     end, and is where nothing else may follow, whatever `min_tokens` and `ignore_eos` say; an output that ends for
-    another reason is the beginning of one.
+    another reason is the beginning of one. Unless `skip_special_tokens`, the text has special tokens by their names.
 
     Raises InvalidRequestError with the field's name for values of another type, NaN, infinite or out of range.
     """
@@ -112,6 +113,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop: bool = False
+    skip_special_tokens: bool = True
     constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
@@ -140,6 +142,7 @@ class SamplingParams:
                 check_integer(name, count, 0, MAX_LOGPROBS)
         check_flag("ignore_eos", self.ignore_eos)
         check_flag("include_stop", self.include_stop)
+        check_flag("skip_special_tokens", self.skip_special_tokens)
         if self.constraint is not None and not isinstance(self.constraint, Constraint):
             raise InvalidRequestError(
                 f"constraint must be a Constraint, got {type(self.constraint).__name__}.", field="constraint"
@@ -389,6 +392,10 @@ class TextRequest:
     functions: tuple[Mapping[str, Any], ...] = ()
     log_id: str = ""
     chat_template_kwargs: Mapping[str, Any] | None = None
+    add_generation_prompt: bool = True
+    """Whether a conversation ends with the opening of the model's turn."""
+    truncate_prompt_tokens: int | None = None
+    """The last tokens of the prompt that are kept; -1: as many as fit."""
 
     def __post_init__(self) -> None:
         _check_request(self)
@@ -397,6 +404,9 @@ class TextRequest:
         if self.timeout_s is not None:
             check_finite("timeout_s", self.timeout_s, 0.0, MAX_TIMEOUT_S, open_low=True)
         check_flag("add_bos", self.add_bos)
+        check_flag("add_generation_prompt", self.add_generation_prompt)
+        if self.truncate_prompt_tokens not in (None, -1):
+            check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 1 << 31)
 
 
 def _check_request(request: GenerateRequest | TextRequest) -> None:

@@ -42,7 +42,7 @@ def bearer(key: str) -> dict[str, str]:
 async def test_every_route_but_two_and_the_page_needs_a_key():
     async with serving(api_key=KEY) as running:
         listed = {route.path: route for route in routes(running.server.context)}
-        assert set(listed) >= {o.path for o in OPERATIONS} and len(listed) >= 12 and {"/health", "/ready"} == OPEN
+        assert set(listed) >= {o.path for o in OPERATIONS} and {"/health", "/ready", "/ping"} == OPEN
         for path, route in [*listed.items(), ("/nowhere", None)]:
             url = path.replace("{name:path}", "fake")
             if route is not None and not isinstance(route, Route):

@@ -34,6 +34,9 @@ class Letters:
 
     byte_ids: frozenset[int] = frozenset()
 
+    def named(self, text):
+        return {}
+
     def token_text(self, token: int) -> str | None:
         return None
 

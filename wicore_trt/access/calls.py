@@ -48,6 +48,7 @@ class Call:
     error: type[WicoreError] | None = None  # an error itself has frames that have the call: a circle for the collector
     model: str = ""  # what is asked of it, for traces
     chat: bool = False
+    anthropic: bool = False  # whether the client knows the shapes of Anthropic's API
     params: SamplingParams | None = None
     parent: dict[str, str] = field(default_factory=dict)  # headers that name the caller's span
 

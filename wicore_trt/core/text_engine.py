@@ -83,10 +83,13 @@ def encode_request(tokenizer: Tokenizer, request: TextRequest, info: ModelInfo) 
     ContextLengthError for one that does not fit the context of `info`."""
     limit, built = info.max_context_tokens, info.engine_context_tokens
     field = "prompt" if request.messages is None else "messages"
+    keep = request.truncate_prompt_tokens
     try:
-        token_ids = prompt_ids(tokenizer, request, limit)
+        token_ids = prompt_ids(tokenizer, request, limit if keep is None else None)
     except ContextLengthError as error:
         raise ContextLengthError.of(error.tokens, limit, field, built=built, least=True) from None
+    if keep is not None:
+        token_ids = token_ids[-(limit - 1 if keep == -1 else keep) :]
     if len(token_ids) >= limit:
         raise ContextLengthError.of(len(token_ids), limit, field, built=built)
     return token_ids
@@ -105,6 +108,7 @@ def prompt_ids(tokenizer: Tokenizer, request: TextRequest, max_tokens: int | Non
                 request.messages,
                 functions=request.functions,
                 chat_template_kwargs=request.chat_template_kwargs,
+                add_generation_prompt=request.add_generation_prompt,
                 max_tokens=max_tokens,
             )
         )

@@ -17,7 +17,9 @@ class SequenceText:
     def __init__(self, request_id: str, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._request_id = request_id
         self._tokens = 0
-        self._detokenizer = IncrementalDetokenizer(tokenizer, params.stop, params.include_stop)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, params.stop, params.include_stop, special=not params.skip_special_tokens
+        )
         self._params = params
         self.finished = False
 

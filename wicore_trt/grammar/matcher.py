@@ -15,9 +15,9 @@ from typing import Any
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import shortened
-from wicore_trt.grammar.source import engine, grammar_of, limits, refusal
+from wicore_trt.grammar.source import engine, grammar_of, limits, refusal, token_ids
 from wicore_trt.text.tokenizer import Tokenizer
-from wicore_trt.types import Constraint
+from wicore_trt.types import Constraint, ConstraintKind
 
 KEPT = 32
 """Grammars that are kept, with the states that their lexers have seen."""
@@ -42,7 +42,7 @@ class Matcher:
         mask = bytearray(self._inner.compute_bitmask()[: self._size])
         if self._inner.is_error():
             raise self._error()
-        if _has(mask, self._ends[0]):
+        if self._ends and _has(mask, self._ends[0]):
             for token in self._ends[1:]:
                 mask[token >> 3] |= 1 << (token & 7)
         if any(_has(mask, token) for token in held):
@@ -66,7 +66,7 @@ class Matcher:
         return MatcherError(f"The constraint cannot be kept any further: {reason}")
 
 
-def _has(mask: bytearray, token: int) -> bool:
+def _has(mask: bytes | bytearray, token: int) -> bool:
     return bool(mask[token >> 3] >> (token & 7) & 1)
 
 
@@ -98,7 +98,10 @@ class Grammars:
             if constraint in self._kept:
                 self._kept.move_to_end(constraint)
                 return
-        inner = engine().LLMatcher(self._tables(), grammar_of(constraint), log_level=0, limits=limits())
+        if constraint.kind is ConstraintKind.TOKENS:
+            inner: Any = _Among(token_ids(constraint), self._vocab)
+        else:
+            inner = engine().LLMatcher(self._tables(), grammar_of(constraint), log_level=0, limits=limits())
         # The first mask is the dearest one; the states that it finds are shared by what is copied.
         first = b"" if inner.is_error() else inner.compute_bitmask()
         if inner.is_error() or not any(first):
@@ -115,7 +118,8 @@ class Grammars:
             with self._books:
                 inner = self._kept.get(constraint)
             if inner is not None:
-                return Matcher(inner.deep_copy(), div_ceil(self._vocab, 8), self._ends)
+                ends = [] if constraint.kind is ConstraintKind.TOKENS else self._ends
+                return Matcher(inner.deep_copy(), div_ceil(self._vocab, 8), ends)
             self.prepare(constraint)
         raise AssertionError("a grammar that was just built is not there")
 
@@ -126,6 +130,31 @@ class Grammars:
                 wrapper = made.TokenizerWrapper(_Vocabulary(self.tokenizer, vocab))
                 self._table = made.LLTokenizer(wrapper, n_vocab=vocab, eos_token=self._ends[:1])
             return self._table
+
+
+class _Among:
+    """The same tokens at any place, as llguidance's matchers are asked for them. Ends are among them or do not come."""
+
+    def __init__(self, tokens: Sequence[int], vocab_size: int) -> None:
+        """Raises InvalidRequestError for an id that is none."""
+        if max(tokens) >= vocab_size:
+            raise refusal(f"token id {max(tokens)} is outside the vocabulary of {vocab_size}")
+        mask = bytearray(div_ceil(vocab_size, 8))
+        for token in tokens:
+            mask[token >> 3] |= 1 << (token & 7)
+        self._mask = bytes(mask)
+
+    def compute_bitmask(self) -> bytes:
+        return self._mask
+
+    def is_error(self) -> bool:
+        return False
+
+    def consume_token(self, token: int) -> bool:
+        return _has(self._mask, token)
+
+    def deep_copy(self) -> _Among:
+        return self
 
 
 class _Vocabulary:

@@ -8,8 +8,11 @@ lets pass has been built as a whole under LIMITS and has a first token; everythi
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
+
+import msgspec
 
 from wicore_trt.errors import EnvironmentUnfitError, InvalidRequestError, missing_package, shortened
 from wicore_trt.text.calls import WHITESPACE
@@ -49,7 +52,9 @@ def grammar_of(constraint: Constraint) -> str:
         case ConstraintKind.REGEX:
             found = matcher.grammar_from_regex(text)
         case ConstraintKind.GRAMMAR:
-            found = matcher.grammar_from_lark(text)
+            found = matcher.grammar_from_lark(_lark(text) if "::=" in text else text)
+        case ConstraintKind.TOKENS:
+            raise refusal("token ids are no text")
         case ConstraintKind.CHOICE:
             found = matcher.grammar_from_lark(_choice(text))
     return str(found)
@@ -62,6 +67,33 @@ def _json(matcher: Any, schema: str) -> str:
         return str(matcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE}))
     except ValueError as error:
         raise refusal(str(error)) from None
+
+
+def _lark(text: str) -> str:
+    """A grammar in the EBNF of xgrammar and llama.cpp (GBNF) in llguidance's own dialect."""
+    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(text)
+    except (GbnfToLarkError, KeyError, RecursionError) as error:
+        raise refusal(f"the EBNF cannot be read: {error}") from None
+
+
+def without_words(words: Sequence[str]) -> str:
+    """A grammar of all texts in which none of `words` stands."""
+    alternatives = " | ".join(json.dumps(word, ensure_ascii=False) for word in words)
+    return f"start: TEXT\nTEXT: /(?s:.*)/ & ~(/(?s:.*)/ ({alternatives}) /(?s:.*)/)"
+
+
+def token_ids(constraint: Constraint) -> list[int]:
+    """The ids of a constraint of kind TOKENS. Raises InvalidRequestError."""
+    try:
+        found = msgspec.json.decode(constraint.text, type=list[int])
+    except msgspec.MsgspecError as error:
+        raise refusal(f"token ids are a list of integers: {error}") from None
+    if not found or min(found) < 0:
+        raise refusal("there must be a token, and no id below 0")
+    return found
 
 
 def _choice(text: str) -> str:
@@ -120,6 +152,8 @@ def check(constraint: Constraint) -> None:
 @lru_cache(maxsize=16)
 def _reason(constraint: Constraint) -> str:
     """Why not, "" for nothing."""
+    if constraint.kind is ConstraintKind.TOKENS:
+        return "" if token_ids(constraint) else "nothing satisfies it"
     grammar = grammar_of(constraint)
     found: str = engine().LLMatcher.validate_grammar(grammar, limits=limits())
     if not found or found.startswith("WARNING"):

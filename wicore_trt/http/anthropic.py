@@ -5,18 +5,13 @@ Translates between bodies and generations and owns nothing else; what a chat is,
 
 from __future__ import annotations
 
-from functools import partial
-
 from wicore_trt.access.calls import Call
-from wicore_trt.core.text_engine import prompt_ids
-from wicore_trt.http import convert
 from wicore_trt.http.bodies import MessagesBody, PromptBody
 from wicore_trt.http.context import Context
 from wicore_trt.http.conversation import naming
 from wicore_trt.http.messages import CHAT_NAMES, MessagesShape, chat_of
-from wicore_trt.http.openai import converse
+from wicore_trt.http.openai import converse, prompt_of
 from wicore_trt.http.replies import Reply, json_reply
-from wicore_trt.http.tools import tools_of
 
 
 async def messages(context: Context, call: Call, body: MessagesBody) -> Reply:
@@ -30,10 +25,7 @@ async def messages(context: Context, call: Call, body: MessagesBody) -> Reply:
 
 async def count_tokens(context: Context, call: Call, body: PromptBody) -> Reply:
     """Count the tokens of a conversation."""
-    engine, tenant = context.engine(), call.who.tenant
     context.check_model(body.model)
-    asked = chat_of(body)
     with naming(CHAT_NAMES):
-        request = convert.chat_request(asked, tenant, tools_of(asked, call.facts))
-        tokens = await engine.work(tenant, partial(prompt_ids, engine.tokenizer, request))
+        tokens = await prompt_of(context, call, chat_of(body))
     return json_reply({"input_tokens": len(tokens)})

@@ -68,6 +68,8 @@ class Front:
         call.facts["peer"] = "{}:{}".format(*(scope.get("client") or ("unix", "")))
         if who is not None and who.tenant:
             call.facts["tenant"] = who.tenant
+        models = "anthropic-version" in headers and path.startswith("/v1/models")
+        call.anthropic = path in ANTHROPIC or models
         scope["state"]["call"] = call
         CURRENT.set(call)
         scope["app"] = self  # the router then raises where nothing fits, in place of an answer of its own
@@ -109,10 +111,9 @@ class Answer:
 
     def __init__(self, call: Call, scope: Scope, send: Send) -> None:
         self._scope, self._send = scope, send
-        anthropic = scope["path"] in ANTHROPIC
         self._facts = call.facts
-        self._ids = id_headers(call.call_id, anthropic=anthropic)
-        self._error_bytes = error_maker(call.call_id, anthropic=anthropic)
+        self._ids = id_headers(call.call_id, anthropic=call.anthropic)
+        self._error_bytes = error_maker(call.call_id, anthropic=call.anthropic)
         self._begun = False
         self.status = 0
 

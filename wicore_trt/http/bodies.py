@@ -90,6 +90,7 @@ RESPONSE_FORMAT = {
     "required": ["type"],
     "properties": {
         "type": {"enum": ["text", "json_object", "json_schema"]},
+        "schema": {"type": "object"},
         "json_schema": {"type": "object", "required": ["schema"], "properties": {"schema": {"type": "object"}}},
     },
 }
@@ -178,6 +179,14 @@ class Knobs(Body):
     """Leave the stop in the text."""
     ignore_eos: bool | None = None
     """Go on behind the end that the model gives."""
+    allowed_token_ids: Ids | None = None
+    """Tokens of which alone the output is made; it ends by itself only where an end is among them."""
+    bad_words: Texts | None = None
+    """Texts that do not stand in the output, not as parts of words either."""
+    skip_special_tokens: bool | None = None
+    """Leave special tokens out of the text; default true."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    """Take the last so many tokens of the prompt alone; -1: as many as fit."""
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     """Of one tenant's requests lower ones run first."""
     cache_salt: str | None = None
@@ -215,7 +224,19 @@ class Generation(Sampling):
     guided_choice: Texts | None = None
     """Texts of which one is the answer."""
     guided_grammar: str | None = None
-    """A Lark grammar of the text."""
+    """A grammar of the text: Lark, or EBNF, which has `::=`."""
+    json_schema: dict[str, Any] | str | None = None
+    """guided_json, as llama.cpp and SGLang name it."""
+    regex: str | None = None
+    """guided_regex, as SGLang names it."""
+    ebnf: str | None = None
+    """guided_grammar, as SGLang names it."""
+    grammar: str | None = None
+    """guided_grammar, as llama.cpp names it."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Probabilities of the prompt's tokens with so many alternatives, in vLLM's shape; not with stream."""
+    return_token_ids: bool | None = None
+    """The ids of the tokens of prompt and text too, in vLLM's shape."""
 
 
 class ChatBody(Generation):
@@ -223,7 +244,7 @@ class ChatBody(Generation):
     """The conversation; a system or developer message may come first."""
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     """The newer name of max_tokens, which it overrules."""
-    logprobs: bool | None = None
+    logprobs: Annotated[bool, BeforeValidator(lambda value: False if value == 0 else value)] | None = None
     """Report the probabilities of the tokens."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Alternatives that are reported for each token."""
@@ -236,6 +257,10 @@ class ChatBody(Generation):
     """Whether it may (auto, the default), must (required, or one by name) or must not (none)."""
     parallel_tool_calls: bool | None = None
     """Several calls in one answer; default true."""
+    add_generation_prompt: bool | None = None
+    """End the conversation with the opening of the model's turn; default true."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Other variables of the model's chat template."""
 
 
 class CompletionBody(Generation):
@@ -245,10 +270,11 @@ class CompletionBody(Generation):
     """Most tokens of one sequence; 0 where probabilities of the prompt alone are wanted."""
     echo: bool | None = None
     """Put the prompt in front of the text, and its tokens in front of those in logprobs."""
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[
+        Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None,
+        BeforeValidator(lambda value: None if value is False else value),
+    ] = None
     """Alternatives that are reported for each token."""
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """The same for the prompt's tokens, in vLLM's shape; not with stream."""
     add_special_tokens: bool | None = None
     """Put BOS in front of a text; default true."""
 
@@ -294,6 +320,13 @@ FORMAT = {
 TEXT = {"type": "object", "properties": {"format": FORMAT}}
 
 
+RESPONSE_OPTIONS = {
+    "type": "object",
+    "properties": {"include_usage": {"type": "boolean"}, "include_obfuscation": {"type": "boolean"}},
+    "additionalProperties": False,
+}
+
+
 class ResponsesBody(Knobs):
     input: str | Annotated[list[Annotated[dict[str, Any], WithJsonSchema(ITEM)]], Field(min_length=1)]
     """A text, or messages, calls of functions and their results."""
@@ -317,6 +350,10 @@ class ResponsesBody(Knobs):
     """Alternatives that are reported for each token."""
     metadata: dict[str, Any] | None = None
     """Comes back with the answer."""
+    stream_options: Annotated[dict[str, Any], WithJsonSchema(RESPONSE_OPTIONS)] | None = None
+    """Changes nothing: the last event of a stream has the counts in any case."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Other variables of the model's chat template."""
 
 
 TEXT_BLOCK = {
@@ -366,16 +403,12 @@ MESSAGE_TOOL_CHOICE = {
         "disable_parallel_tool_use": {"type": "boolean"},
     },
 }
-OUTPUT_CONFIG = {
+OUTPUT_FORMAT = {
     "type": "object",
-    "properties": {
-        "format": {
-            "type": "object",
-            "required": ["type", "schema"],
-            "properties": {"type": {"const": "json_schema"}, "schema": {"type": "object"}},
-        }
-    },
+    "required": ["type", "schema"],
+    "properties": {"type": {"const": "json_schema"}, "schema": {"type": "object"}},
 }
+OUTPUT_CONFIG = {"type": "object", "properties": {"format": OUTPUT_FORMAT}}
 
 
 class PromptBody(Body):
@@ -400,6 +433,8 @@ class MessagesBody(PromptBody, Knobs):
     """Send server-sent events."""
     output_config: Annotated[dict[str, Any], WithJsonSchema(OUTPUT_CONFIG)] | None = None
     """`format`: JSON of a schema."""
+    output_format: Annotated[dict[str, Any], WithJsonSchema(OUTPUT_FORMAT)] | None = None
+    """The older name of output_config.format."""
 
 
 class InferenceBody(Sampling):
@@ -417,6 +452,12 @@ class TokenizeBody(Body):
     """Put BOS in front of a text; default true."""
     add_generation_prompt: bool | None = None
     """End a conversation with the opening of the model's turn; default true."""
+    tools: list[Annotated[dict[str, Any], WithJsonSchema(TOOL)]] | None = None
+    """Functions that a conversation tells of."""
+    tool_choice: Annotated[str | dict[str, Any], WithJsonSchema(TOOL_CHOICE)] | None = None
+    """With none it tells of no functions."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Other variables of the model's chat template."""
     return_token_strs: bool | None = None
     """The text of each token too."""
 

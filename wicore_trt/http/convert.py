@@ -23,7 +23,7 @@ IMAGES = ("image_url", "image", "input_image")
 TEXTS = ("text", "input_text", "output_text")
 _SAME = (
     *("min_tokens", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("seed", "stop_token_ids", "ignore_eos"),
+    *("seed", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
 )
 """Fields that the plain type has under the same name."""
 
@@ -45,11 +45,10 @@ def sampling(
         given["include_stop"] = body.include_stop_str_in_output
     if body.logit_bias:
         given["logit_bias"] = {_token(key): bias for key, bias in body.logit_bias.items()}
-    if isinstance(body, Generation):
-        if body.n is not None:
-            given["n"] = body.n
-        found = constraint_of(body) if constraint is None else None
-        given["constraint"] = constraint if found is None else found[1]
+    if isinstance(body, Generation) and body.n is not None:
+        given["n"] = body.n
+    found = constraint_of(body) if constraint is None else None
+    given["constraint"] = constraint if found is None else found[1]
     return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **given)
 
 
@@ -78,6 +77,7 @@ def _common(body: Sampling, tenant: str) -> dict[str, Any]:
         "priority": body.priority or 0,
         "cache_salt": body.cache_salt or "",
         "cache": cache_hints(body.cache),
+        "truncate_prompt_tokens": body.truncate_prompt_tokens,
     }
 
 
@@ -89,13 +89,16 @@ def chat_request(body: ChatBody, tenant: str, tools: Tools | None = None) -> Tex
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     told = tools.functions if tools is not None else ()
     try:
-        params = sampling(body, logprobs, max_tokens, tools.constraint if tools is not None else None)
+        constraint = tools.constraint if tools is not None else None
+        params = sampling(body, logprobs, max_tokens, constraint, _prompt_logprobs(body))
     except InvalidRequestError as error:
         raise InvalidRequestError(error.message, field="tools") if error.field == "constraint" else error from None
     return TextRequest(
         params=params,
         messages=messages(body.messages),
         functions=tuple(function.declared() for function in told),
+        chat_template_kwargs=body.chat_template_kwargs,
+        add_generation_prompt=body.add_generation_prompt is not False,
         **_common(body, tenant),
     )
 
@@ -106,11 +109,9 @@ def completion_requests(body: CompletionBody, tenant: str) -> list[TextRequest]:
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if body.max_tokens is None and body.min_tokens is not None:
         max_tokens = max(max_tokens, body.min_tokens)
-    if body.prompt_logprobs is not None and body.stream:
-        raise InvalidRequestError(
-            "prompt_logprobs are not streamed.", field="prompt_logprobs", fix="Use echo with logprobs."
-        )
-    wanted = [count for count in (body.prompt_logprobs, body.logprobs if body.echo else None) if count is not None]
+    if body.echo and body.truncate_prompt_tokens is not None:
+        raise InvalidRequestError("echo shows whole prompts.", field="truncate_prompt_tokens", fix="Leave one out.")
+    wanted = [count for count in (_prompt_logprobs(body), body.logprobs if body.echo else None) if count is not None]
     params = sampling(body, body.logprobs, max_tokens, prompt_logprobs=max(wanted, default=None))
     add_bos = body.add_special_tokens is not False
     return [
@@ -123,6 +124,14 @@ def completion_requests(body: CompletionBody, tenant: str) -> list[TextRequest]:
         )
         for prompt in prompts
     ]
+
+
+def _prompt_logprobs(body: Generation) -> int | None:
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequestError(
+            "prompt_logprobs are not streamed.", field="prompt_logprobs", fix="Use /v1/completions, echo and logprobs."
+        )
+    return body.prompt_logprobs
 
 
 def inference_request(body: InferenceBody, tenant: str) -> TextRequest:

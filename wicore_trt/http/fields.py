@@ -46,7 +46,7 @@ REFUSED: Neutral = {
     # Older names of tools.
     "functions": ([],),
     "function_call": ("none", "auto"),
-    **dict.fromkeys(("structural_tag", "json_schema", "grammar", "regex", "ebnf"), ()),
+    **dict.fromkeys(("structural_tag",), ()),
     **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), ()),
     # Other media and other ways to an answer.
     "modalities": (["text"],),
@@ -59,20 +59,14 @@ REFUSED: Neutral = {
     "length_penalty": (1, 1.0),
     "early_stopping": (False,),
     "logprob_token_ids": (),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     # Other prompts.
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "continue_final_message": (False,),
     "mm_processor_kwargs": ({},),
-    "truncate_prompt_tokens": (),
     "prompt_embeds": (),
     # Other sampling.
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "logits_processors": ([],),
     "thinking_token_budget": (),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,8 @@ class Totals:
     prompt: int = 0
     output: int = 0
     cached: int = 0
+    prompts: list[tuple[int, ...]] = field(default_factory=list)
+    """The token ids of each sequence's prompt, where they are counted first."""
 
     def usage(self) -> dict[str, object]:
         """As answers tell it."""
@@ -90,6 +92,7 @@ class Generation:
                 request = replace(request, prompt=None, prompt_token_ids=ids)
             if count_first:
                 self.totals.prompt += len(request.prompt_token_ids or ())
+                self.totals.prompts += [request.prompt_token_ids or ()] * self._n
                 self._counted.add(request.request_id)
             stream = await engine.submit(request)
             self._exit.push_async_callback(stream.aclose)

@@ -40,7 +40,7 @@ def chat_of(body: PromptBody) -> ChatBody:
             "max_tokens": body.max_tokens,
             "stop": body.stop_sequences,
             "stream": body.stream,
-            "response_format": _response_format(body.output_config),
+            "response_format": _response_format(body),
         }
     return chat_body(body, _conversation(body), **asked)
 
@@ -93,14 +93,18 @@ def _tool_choice(given: dict[str, Any]) -> Any:
     return CHOICES[kind]
 
 
-def _response_format(config: dict[str, Any] | None) -> dict[str, Any] | None:
-    given = (config or {}).get("format")
-    if given is None:
+def _response_format(body: MessagesBody) -> dict[str, Any] | None:
+    formats = {"output_config.format": (body.output_config or {}).get("format"), "output_format": body.output_format}
+    asked = [(field, given) for field, given in formats.items() if given is not None]
+    if not asked:
         return None
+    field, given = asked[-1]
+    if len(asked) > 1:
+        raise InvalidRequestError("output_format is the older name of output_config.format.", field=field)
     if not isinstance(given, dict) or given.get("type") != "json_schema":
-        raise InvalidRequestError("output_config.format must be of type json_schema.", field="output_config.format")
+        raise InvalidRequestError(f"{field} must be of type json_schema.", field=field)
     if not isinstance(given.get("schema"), (dict, bool)):
-        raise InvalidRequestError("output_config.format.schema must be a JSON schema.", field="output_config.format")
+        raise InvalidRequestError(f"{field}.schema must be a JSON schema.", field=field)
     return {"type": "json_schema", "json_schema": given}
 
 

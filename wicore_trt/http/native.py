@@ -6,6 +6,7 @@ Must not know transports. Invariant: a tenant's answer tells of that tenant's re
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 
@@ -17,15 +18,31 @@ from wicore_trt.core.text_engine import Tally
 from wicore_trt.core.times import Histogram, Times
 from wicore_trt.errors import InvalidRequestError, UnavailableError
 from wicore_trt.http import convert
-from wicore_trt.http.bodies import DetokenizeBody, InferenceBody, TokenizeBody
+from wicore_trt.http.bodies import ChatBody, DetokenizeBody, InferenceBody, TokenizeBody
 from wicore_trt.http.context import Context
 from wicore_trt.http.generation import Generation, check_count
+from wicore_trt.http.openai import prompt_of
 from wicore_trt.http.replies import Reply, json_reply, rate_headers
 
 
 async def health(context: Context, call: Call) -> Response:
     """The process lives; says nothing of the engine."""
     return json_reply({"status": "ok"})
+
+
+async def ping(context: Context, call: Call) -> Response:
+    """The same as SageMaker asks for it."""
+    return json_reply({})
+
+
+async def load(context: Context, call: Call) -> Response:
+    """Open generations of all clients, as load balancers of vLLM ask for it; a tenant hears of its own."""
+    return json_reply({"server_load": await _open(context, call)})
+
+
+async def tokenizer_info(context: Context, call: Call) -> Response:
+    """The tokenizer, as its files say."""
+    return json_reply(context.engine().tokenizer.told())
 
 
 async def ready(context: Context, call: Call) -> Response:
@@ -42,19 +59,25 @@ async def version(context: Context, call: Call) -> Response:
 
 async def status(context: Context, call: Call) -> Response:
     """State, model and open requests; an operator hears of everybody's."""
-    tenant, state = call.who.tenant, context.state
+    state = context.state
     model = None if state == "starting" else asdict(context.engine().info)
-    elsewhere = await context.admission.fronts.ask(None if call.who.operator else tenant)
-    opened = context.open.total() if call.who.operator else context.open[tenant]
     return json_reply(
         {
             "state": state,
             "version": __version__,
             "uptime_s": round(time.time() - context.began, 3),
-            "requests_open": opened + sum(told["http"] for told in elsewhere),
+            "requests_open": await _open(context, call),
             "model": model,
         }
     )
+
+
+async def _open(context: Context, call: Call) -> int:
+    """Open generations: of the caller, or of everybody for an operator."""
+    tenant, operator = call.who.tenant, call.who.operator
+    elsewhere = await context.admission.fronts.ask(None if operator else tenant)
+    opened = context.open.total() if operator else context.open[tenant]
+    return opened + sum(int(told["http"]) for told in elsewhere)
 
 
 async def stats(context: Context, call: Call) -> Response:
@@ -83,11 +106,10 @@ async def tokenize(context: Context, call: Call, body: TokenizeBody) -> Reply:
     if body.prompt is not None:
         add_bos = body.add_special_tokens is not False
         make = partial(engine.tokenizer.encode, body.prompt, add_bos=add_bos, max_tokens=limit)
+        tokens: Sequence[int] = await engine.work(call.who.tenant, make)
     else:
-        turns = convert.messages(body.messages or ())
-        opening = body.add_generation_prompt is not False
-        make = partial(engine.tokenizer.apply_chat, turns, add_generation_prompt=opening, max_tokens=limit)
-    tokens = await engine.work(call.who.tenant, make)
+        asked = body.model_dump(include={*body.model_fields} & {*ChatBody.model_fields})
+        tokens = await prompt_of(context, call, ChatBody.model_construct(**asked))
     answer: dict[str, object] = {"count": len(tokens), "max_model_len": limit, "tokens": tokens}
     if body.return_token_strs:
         text_of = engine.tokenizer.token_bytes

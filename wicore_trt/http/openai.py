@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
 
 from wicore_trt.access.calls import Call
+from wicore_trt.core.text_engine import prompt_ids
 from wicore_trt.errors import InvalidRequestError, WicoreError
 from wicore_trt.http import convert, structured
-from wicore_trt.http.bodies import ChatBody, CompletionBody, ResponsesBody
+from wicore_trt.http.bodies import ChatBody, CompletionBody, ResponsesBody, StreamOptions
 from wicore_trt.http.bodies import Generation as GenerationBody
 from wicore_trt.http.context import Context
 from wicore_trt.http.conversation import naming
@@ -32,18 +35,24 @@ log = logging.getLogger(__name__)
 
 async def models(context: Context, call: Call) -> Response:
     """The served model under each of its names, the one that is shown first."""
-    names = context.engine().info.names
-    return json_reply({"object": "list", "data": [_model(context, name) for name in names]})
+    found = [_model(context, call, name) for name in context.engine().info.names]
+    if call.anthropic:
+        ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]}
+        return json_reply({"data": found, "has_more": False, **ends})
+    return json_reply({"object": "list", "data": found})
 
 
 async def model(context: Context, call: Call, name: str) -> Response:
     """The served model."""
-    return json_reply(_model(context, context.check_model(name)))
+    return json_reply(_model(context, call, context.check_model(name)))
 
 
-def _model(context: Context, name: str) -> dict[str, object]:
+def _model(context: Context, call: Call, name: str) -> dict[str, object]:
     info, tokenizer = context.engine().info, context.engine().tokenizer
     chats = ["chat"] if tokenizer.chat_fault is None else []
+    if call.anthropic:
+        began = datetime.fromtimestamp(int(context.began), UTC).isoformat()
+        return {"type": "model", "id": name, "display_name": name, "created_at": began}
     return {
         "id": name,
         "object": "model",
@@ -88,6 +97,21 @@ async def converse(context: Context, call: Call, body: ChatBody, shape: Callable
     return await _answer(context, call, body, [request], shape(tools is not None))
 
 
+async def input_tokens(context: Context, call: Call, body: ResponsesBody) -> Reply:
+    """Count the tokens of a response's input."""
+    context.check_model(body.model)
+    with naming(CHAT_NAMES):
+        tokens = await prompt_of(context, call, chat_of(body)[0])
+    return json_reply({"object": "response.input_tokens", "input_tokens": len(tokens)})
+
+
+async def prompt_of(context: Context, call: Call, body: ChatBody) -> tuple[int, ...]:
+    """The token ids that a conversation begins a generation with, however many."""
+    engine, tenant = context.engine(), call.who.tenant
+    request = convert.chat_request(body, tenant, tools_of(body, call.facts))
+    return await engine.work(tenant, partial(prompt_ids, engine.tokenizer, request))
+
+
 async def completions(context: Context, call: Call, body: CompletionBody) -> Reply:
     """Continue prompts."""
     engine = context.serving()
@@ -101,7 +125,6 @@ async def completions(context: Context, call: Call, body: CompletionBody) -> Rep
         engine.tokenizer,
         prompts=prompts,
         top=body.logprobs,
-        prompt_top=body.prompt_logprobs,
         **_wishes(body),
     )
     return await _answer(context, call, body, requests, shape)
@@ -115,16 +138,15 @@ def _echoes(context: Context, requests: Sequence[TextRequest]) -> list[str]:
 
 
 def _wishes(body: GenerationBody) -> dict[str, Any]:
-    if body.stream_options is None:
-        return {}
-    options = body.stream_options
-    return {"usage": bool(options.include_usage), "continuous": bool(options.continuous_usage_stats)}
+    options = body.stream_options or StreamOptions()
+    told = {"usage": bool(options.include_usage), "continuous": bool(options.continuous_usage_stats)}
+    return {**told, "token_ids": bool(body.return_token_ids), "prompt_top": body.prompt_logprobs}
 
 
 async def _answer(
     context: Context, call: Call, body: GenerationBody, requests: Sequence[TextRequest], shape: Shape
 ) -> Reply:
-    first = bool(body.stream) and shape.counts_first
+    first = shape.counts_first and bool(body.stream or body.return_token_ids)
     try:
         generation = await Generation.start(context, call, requests, count_first=first)
     except InvalidRequestError as error:

@@ -46,6 +46,7 @@ def chat_of(body: ResponsesBody) -> tuple[ChatBody, dict[str, Form]]:
         tools=tools,
         tool_choice=_tool_choice(body.tool_choice, forms),
         parallel_tool_calls=body.parallel_tool_calls,
+        chat_template_kwargs=body.chat_template_kwargs,
         response_format=_response_format(body.text),
         logprobs=logprobs,
         top_logprobs=body.top_logprobs if logprobs else None,

@@ -58,6 +58,8 @@ class ChoiceShape(Shape):
 
     done = b"data: [DONE]\n\n"
     prefix = ""
+    one_prompt = True
+    """Whether all sequences have one prompt, of which the answer itself tells."""
     kind = ""
     chunk_kind = ""
 
@@ -68,32 +70,46 @@ class ChoiceShape(Shape):
         *,
         usage: bool = False,
         continuous: bool = False,
+        token_ids: bool = False,
+        prompt_top: int | None = None,
     ) -> None:
-        """`usage`: chunks say that the counts follow; `continuous`: they have them."""
+        """`usage`: chunks say that the counts follow; `continuous`: they have them; `token_ids`: those of prompt and
+        text are told. Of what is reported of prompts the first `prompt_top` alternatives go into `prompt_logprobs`,
+        where it is not None."""
         self._tokenizer = tokenizer
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         head = encode({"object": self.chunk_kind, **self._head})
         self._open = b"data: " + head[:-1] + b',"choices":[{"index":'
         self._usage, self._continuous = usage, continuous
-        self.counts_first = continuous
+        self._token_ids, self._prompt_top = token_ids, prompt_top
+        self.counts_first = continuous or token_ids
         self._tail = b',"usage":null}\n\n' if usage and not continuous else b"}\n\n"
         self._empty = b"data: " + head[:-1] + b',"choices":[],"usage":'
 
     def answer(self, completions: Sequence[Completion], totals: Totals) -> bytes:
-        choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
-        return encode({"object": self.kind, **self._head, "choices": choices, "usage": totals.usage()})
+        choices, of_prompt = [], dict[str, Any]()
+        for index, completion in enumerate(completions):
+            choice = self._choice(index, completion)
+            if self._token_ids:
+                choice["token_ids"], of_prompt["prompt_token_ids"] = completion.token_ids, totals.prompts[index]
+            if self._prompt_top is not None:
+                of_prompt["prompt_logprobs"] = self._prompt_logprobs(completion)
+            choices.append(choice if self.one_prompt else choice | of_prompt)
+        head = {"object": self.kind, **self._head, "choices": choices, "usage": totals.usage()}
+        return encode(head | of_prompt if self.one_prompt else head)
 
     def chunk(self, index: int, output: TextOutput, totals: Totals) -> bytes:
         text, reason = output.text, output.finish_reason
         reported = output.logprobs or output.prompt_logprobs
-        if not (text or reason or reported or self._continuous):
+        if not (text or reason or reported or self._continuous or self._token_ids):
             return b""
         logprobs = encode(self._logprobs(index, output)) if reported else b"null"
         end = b"null"
         if reason is not None:
             end = b'"%b","stop_reason":%b' % (reason.value.encode(), encode(output.stop_reason))
         parts = (self._open, b"%d," % index, self._body(text), b',"logprobs":', logprobs, b',"finish_reason":', end)
-        return b"".join((*parts, b"}]", self._counts(totals) if self._continuous else self._tail))
+        ids = b',"token_ids":' + encode(output.token_ids) if self._token_ids else b""
+        return b"".join((*parts, ids, b"}]", self._counts(totals) if self._continuous else self._tail))
 
     def closing(self, totals: Totals) -> bytes:
         """The last chunk, which has the counts, where they are wanted."""
@@ -101,6 +117,20 @@ class ChoiceShape(Shape):
 
     def _counts(self, totals: Totals) -> bytes:
         return b',"usage":' + encode(totals.usage()) + b"}\n\n"
+
+    def _prompt_logprobs(self, completion: Completion) -> list[dict[int, dict[str, Any]] | None]:
+        """As vLLM tells them: by token id, the prompt's own among them."""
+        found: list[dict[int, dict[str, Any]] | None] = [None]
+        for entry in completion.prompt_logprobs[1:]:
+            told: dict[int, dict[str, Any]] = {}
+            best = enumerate(entry.top[: self._prompt_top], 1)
+            for rank, (token, logprob) in [(None, (entry.token_id, entry.logprob)), *best]:
+                told[token] = {"logprob": logprob, "rank": rank, "decoded_token": self._text(token)}
+            found.append(told)
+        return found
+
+    def _text(self, token: int) -> str:
+        return self._tokenizer.token_bytes(token).decode(errors="replace")
 
     @abstractmethod
     def _body(self, text: str) -> bytes:
@@ -131,7 +161,8 @@ class ChatShape(ChoiceShape):
 
     def opening(self, index: int, totals: Totals) -> bytes:
         role = b'%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]' % index
-        return self._open + role + (self._counts(totals) if self._continuous else self._tail)
+        prompt = b',"prompt_token_ids":' + encode(totals.prompts[index]) if self._token_ids else b""
+        return self._open + role + prompt + (self._counts(totals) if self._continuous else self._tail)
 
     def _body(self, text: str) -> bytes:
         return b'"delta":{"content":' + encode(text) + b"}" if text else b'"delta":{}'
@@ -150,29 +181,30 @@ class ChatShape(ChoiceShape):
 
 
 class CompletionShape(ChoiceShape):
-    """`prompts` are the texts that go in front, one for each sequence, where they are wanted. Of what is reported of
-    prompts the first `prompt_top` alternatives go into `prompt_logprobs`, where it is not None; `top` is that of the
-    text's tokens."""
+    """`prompts` are the texts that go in front, one for each sequence, where they are wanted; `top` alternatives are
+    told of the text's tokens."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    one_prompt = False
 
     def __init__(
         self,
         *args: Any,
         prompts: Sequence[str] = (),
         top: int | None = None,
-        prompt_top: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._prompts, self._top, self._prompt_top = prompts, top, prompt_top
+        self._prompts, self._top = prompts, top
         self._echoed: dict[int, Echo] = {}
         self._offsets: dict[int, int] = {}
 
     def opening(self, index: int, totals: Totals) -> bytes:
-        if not self._prompts:
+        if not (self._prompts or self._token_ids):
             return b""
-        echo = b'%d,"text":%b,"logprobs":null,"finish_reason":null}]' % (index, encode(self._prompts[index]))
+        prompt = b',"prompt_token_ids":' + encode(totals.prompts[index]) if self._token_ids else b""
+        text = encode(self._prompts[index] if self._prompts else "")
+        echo = b'%d,"text":%b,"logprobs":null,"finish_reason":null%b}]' % (index, text, prompt)
         return self._open + echo + (self._counts(totals) if self._continuous else self._tail)
 
     def _body(self, text: str) -> bytes:
@@ -201,29 +233,13 @@ class CompletionShape(ChoiceShape):
         found["top_logprobs"].append({self._text(token): logprob for token, logprob in best_last})
         found["text_offset"].append(offset)
 
-    def _prompt_logprobs(self, completion: Completion) -> list[dict[int, dict[str, Any]] | None]:
-        """As vLLM tells them: by token id, the prompt's own among them."""
-        found: list[dict[int, dict[str, Any]] | None] = [None]
-        for entry in completion.prompt_logprobs[1:]:
-            told: dict[int, dict[str, Any]] = {}
-            best = enumerate(entry.top[: self._prompt_top], 1)
-            for rank, (token, logprob) in [(None, (entry.token_id, entry.logprob)), *best]:
-                told[token] = {"logprob": logprob, "rank": rank, "decoded_token": self._text(token)}
-            found.append(told)
-        return found
-
-    def _text(self, token: int) -> str:
-        return self._tokenizer.token_bytes(token).decode(errors="replace")
-
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        asked = {} if self._prompt_top is None else {"prompt_logprobs": self._prompt_logprobs(completion)}
         return {
             "index": index,
             "text": (self._prompts[index] if self._prompts else "") + completion.text,
             "logprobs": self._logprobs(index, completion) if self._top is not None else None,
             "finish_reason": completion.finish_reason.value,
             "stop_reason": completion.stop_reason,
-            **asked,
         }
 
 

@@ -200,11 +200,11 @@ class Connection:
         await self._say({"type": "done", "id": frame_id, "usage": generation.totals.usage()})
 
     def _requests(self, body: ChatBody | CompletionBody, tools: Tools | None, tenant: str) -> list[TextRequest]:
+        for field in ("echo", "prompt_logprobs", "return_token_ids"):
+            if (value := getattr(body, field, None)) is not None and value is not False:
+                raise InvalidRequestError(f"{field} is not supported here.", field=field, fix="Use HTTP.")
         if isinstance(body, ChatBody):
             return [convert.chat_request(body, tenant, tools)]
-        for field in ("echo", "prompt_logprobs"):
-            if (value := getattr(body, field)) is not None and value is not False:
-                raise InvalidRequestError(f"{field} is not supported here.", field=field, fix="Use HTTP.")
         return convert.completion_requests(body, tenant)
 
     async def _fail(self, frame_id: str | None, error: WicoreError) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from wicore_trt.errors import InvalidRequestError, shown
-from wicore_trt.http.bodies import Generation
+from wicore_trt.grammar.source import without_words
+from wicore_trt.http.bodies import Generation, Knobs
 from wicore_trt.types import Constraint, ConstraintKind
 
 GUIDED = {
@@ -21,17 +22,28 @@ GUIDED = {
 }
 STRUCTURED = {kind.removeprefix("guided_"): found for kind, found in GUIDED.items()}
 """Names inside of structured_outputs, beside json_object."""
+OTHER_NAMES = {
+    "json_schema": ConstraintKind.JSON_SCHEMA,
+    "regex": ConstraintKind.REGEX,
+    **dict.fromkeys(("ebnf", "grammar"), ConstraintKind.GRAMMAR),
+}
+"""The same as SGLang and llama.cpp name it."""
+TOKENS = ConstraintKind.TOKENS
 
 
-def constraint_of(body: Generation) -> tuple[str, Constraint] | None:
+def constraint_of(body: Knobs) -> tuple[str, Constraint] | None:
     """The field that asks for a constraint, and that. Raises InvalidRequestError."""
     found: list[tuple[str, Constraint]] = []
-    if body.response_format is not None:
+    if body.allowed_token_ids is not None:
+        found.append(("allowed_token_ids", _constraint("allowed_token_ids", TOKENS, body.allowed_token_ids)))
+    if body.bad_words:
+        found.append(("bad_words", _constraint("bad_words", ConstraintKind.GRAMMAR, without_words(body.bad_words))))
+    if isinstance(body, Generation) and body.response_format is not None:
         found += [("response_format", made) for made in _response_format(body.response_format)]
-    if body.structured_outputs is not None:
+    if isinstance(body, Generation) and body.structured_outputs is not None:
         found += [("structured_outputs", made) for made in _structured(body.structured_outputs)]
-    for name, kind in GUIDED.items():
-        value = getattr(body, name)
+    for name, kind in (GUIDED | OTHER_NAMES).items() if isinstance(body, Generation) else ():
+        value = getattr(body, name, None)
         if value is not None:
             found.append((name, _constraint(name, kind, value)))
     if len(found) > 1:
@@ -39,7 +51,7 @@ def constraint_of(body: Generation) -> tuple[str, Constraint] | None:
     return found[0] if found else None
 
 
-def named(error: InvalidRequestError, body: Generation) -> InvalidRequestError:
+def named(error: InvalidRequestError, body: Knobs) -> InvalidRequestError:
     """An error under the name of the field that asked for what is wrong: tools, where they may be called."""
     if error.field == "prompt_logprobs" and getattr(body, "prompt_logprobs", None) is None:
         return InvalidRequestError(error.message, field="echo", fix="Leave echo or logprobs out.")
@@ -55,6 +67,8 @@ def _response_format(given: dict[str, Any]) -> list[Constraint]:
     match kind:
         case "text":
             return []
+        case "json_object" if isinstance(given.get("schema"), (dict, bool)):  # as llama.cpp takes it
+            return [_constraint("response_format", ConstraintKind.JSON_SCHEMA, given["schema"])]
         case "json_object":
             return [Constraint(ConstraintKind.JSON_OBJECT)]
         case "json_schema":
@@ -82,7 +96,9 @@ def _structured(given: dict[str, Any]) -> list[Constraint]:
 
 def _constraint(field: str, kind: ConstraintKind, value: object) -> Constraint:
     """A schema may come as JSON or as its text."""
-    as_json = kind is ConstraintKind.CHOICE or (kind is ConstraintKind.JSON_SCHEMA and not isinstance(value, str))
+    as_json = kind in (ConstraintKind.CHOICE, TOKENS) or (
+        kind is ConstraintKind.JSON_SCHEMA and not isinstance(value, str)
+    )
     if not as_json and not isinstance(value, str):
         raise InvalidRequestError(f"{field}: a {kind.value} is a text, got {shown(value)}.", field=field)
     try:

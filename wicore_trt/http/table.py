@@ -16,7 +16,7 @@ from wicore_trt.http import anthropic, bodies, native, openai
 from wicore_trt.http.fields import Place
 from wicore_trt.http.replies import Reply
 
-OPEN = frozenset(("/health", "/ready"))
+OPEN = frozenset(("/health", "/ready", "/ping"))
 """Paths that need no key."""
 
 
@@ -60,6 +60,7 @@ OPERATIONS = (
     Operation("/v1/models/{name:path}", openai.model),
     Operation("/v1/chat/completions", openai.chat, bodies.ChatBody, generates=True),
     Operation("/v1/responses", openai.responses, bodies.ResponsesBody, generates=True),
+    Operation("/v1/responses/input_tokens", openai.input_tokens, bodies.ResponsesBody),
     Operation("/v1/completions", openai.completions, bodies.CompletionBody, generates=True),
     Operation("/v1/messages", anthropic.messages, bodies.MessagesBody, generates=True, anthropic=True),
     Operation("/v1/messages/count_tokens", anthropic.count_tokens, bodies.PromptBody, anthropic=True),
@@ -67,6 +68,9 @@ OPERATIONS = (
     Operation("/v1/stats", native.stats),
     Operation("/tokenize", native.tokenize, bodies.TokenizeBody),
     Operation("/detokenize", native.detokenize, bodies.DetokenizeBody),
+    Operation("/tokenizer_info", native.tokenizer_info),
+    Operation("/load", native.load),
+    Operation("/ping", native.ping),
     Operation("/status", native.status),
     Operation("/version", native.version),
     Operation("/health", native.health),

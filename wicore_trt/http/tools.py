@@ -101,7 +101,7 @@ class ToolShape(ChatShape):
 
     def chunk(self, index: int, output: TextOutput, totals: Totals) -> bytes:
         delta, reason = self._calls.read(index, output)
-        if not (delta or reason or output.logprobs or self._continuous):
+        if not (delta or reason or output.logprobs or self._continuous or self._token_ids):
             return b""
         choice = {
             "index": index,
@@ -109,6 +109,7 @@ class ToolShape(ChatShape):
             "logprobs": self._logprobs(index, output) if output.logprobs else None,
             "finish_reason": reason,
             **({} if reason is None else {"stop_reason": output.stop_reason}),
+            **({"token_ids": output.token_ids} if self._token_ids else {}),
         }
         raw = self._open.removesuffix(b'{"index":') + encode(choice) + b"]"
         return raw + (self._counts(totals) if self._continuous else self._tail)

@@ -19,23 +19,38 @@ class IncrementalDetokenizer:
     Where the tokenizer knows a token's text in any company nothing is decoded, and of byte-fallback tokens at most
     three are held back: those that may still become a character. Else a run of these is held back until it ends, and
     any other token's text is final at once; it is decoded behind the token before it, so that decoders that strip the
-    first space of a text (SentencePiece) strip only that of the first token. So each token is decoded a constant number
-    of times, however long the output.
+    first space of a text (SentencePiece) strip only that of the first token. So each token is decoded a constant
+    number of times, however long the output. Special tokens are no text unless `special`; those that a stop string
+    names are characters of no text until it was looked for.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), include_stop: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), include_stop: bool = False, *, special: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
         self._byte_ids = tokenizer.byte_ids
         self._token_text = tokenizer.token_text
         self._context: list[int] = []  # the last token that became text
         self._pending: list[int] = []  # the run of bytes after it
         self._run = tokenizer.byte_run() if self._byte_ids else None  # the same where each token's text is known
-        self._stops = _StopStrings(stop, include_stop) if stop else None
+        self._special = special
+        named = {} if special else {token: name for text in stop for token, name in tokenizer.named(text).items()}
+        self._marks = {token: chr(_PRIVATE + i) for i, token in enumerate(named)}
+        self._unmarked = dict.fromkeys(map(ord, self._marks.values()))
+        self._given = dict(zip(stop, stop, strict=True))  # stop strings as they were given, by what is looked for
+        for text in stop if named else ():
+            marked = text
+            for token, name in named.items():
+                marked = marked.replace(name, self._marks[token])
+            self._given.setdefault(marked, text)
+        self._include = include_stop
+        self._stops = _StopStrings(tuple(self._given), include_stop) if stop else None
 
     @property
     def matched(self) -> str | None:
         """The stop string that ended the text."""
-        return self._stops.matched if self._stops else None
+        found = self._stops.matched if self._stops else None
+        return None if found is None else self._given[found]
 
     def push(self, token_ids: Iterable[int], *, may_stop: bool = True) -> str:
         """Text that became certain with these ids; "" after a stop match. Unless `may_stop`, a stop string that ends
@@ -43,16 +58,37 @@ class IncrementalDetokenizer:
         if self.matched is not None:
             return ""
         text = "".join(map(self._step, token_ids))
-        return self._stops.push(text, may_stop) if self._stops else text
+        return self._shown(self._stops.push(text, may_stop)) if self._stops else text
 
     def flush(self, *, may_stop: bool = True) -> str:
         """The rest of the text, at the end of the sequence: incomplete UTF-8 becomes U+FFFD. May still match a stop."""
         if self.matched is not None:
             return ""
-        text = self._decoded() if self._run is None else self._run.end()
-        return self._stops.push(text, may_stop) + self._stops.flush() if self._stops else text
+        text = self._ended()
+        return self._shown(self._stops.push(text, may_stop) + self._stops.flush()) if self._stops else text
+
+    def _ended(self) -> str:
+        """The text of what is held back, which then is no longer."""
+        return self._decoded() if self._run is None else self._run.end()
+
+    def _shown(self, text: str) -> str:
+        """A text without marks; the stop string is shown as it was given."""
+        found = self._stops.matched if self._marks and self._stops else None
+        if found is not None and self._include:
+            return text[: len(text) - len(found)].translate(self._unmarked) + self._given[found]
+        return text.translate(self._unmarked) if self._marks else text
+
+    def _name(self, token: int) -> str | None:
+        """What stands for a special token that is to be seen."""
+        if not self._special:
+            return self._marks.get(token)
+        if token in self._byte_ids or self._token_text(token) or self._decode([token, token]):
+            return None
+        return self._tokenizer.token_bytes(token).decode(errors="replace")
 
     def _step(self, token: int) -> str:
+        if (self._special or self._marks) and (name := self._name(token)) is not None:
+            return self._ended() + name
         if self._run is not None:
             return self._run.step(token)
         if not self._pending:
@@ -81,6 +117,10 @@ class IncrementalDetokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids) if ids else ""
+
+
+_PRIVATE = 0xF0000
+"""Characters of a plane for private use, which no tokenizer's text has."""
 
 
 class _StopStrings:

@@ -250,6 +250,25 @@ class Tokenizer:
             self._token_bytes[token] = found
         return found
 
+    def told(self) -> dict[str, object]:
+        """What it is, by the names of tokenizer_config.json."""
+        special = {"bos_token": self.bos_id, "eos_token": self.eos_ids[0]}
+        texts = {name: None if i is None else self._backend.id_to_token(i) for name, i in special.items()}
+        template = None if self._chat is None else self._chat.source
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "vocab_size": self.vocab_size,
+            **texts,
+            "eos_token_ids": self.eos_ids,
+            "add_bos_token": self._adds_bos,
+            "chat_template": template,
+        }
+
+    def named(self, text: str) -> dict[int, str]:
+        """The special tokens, which are no text, that a text names."""
+        found = {self._backend.token_to_id(name): name for name in self._control.names_in(text)}
+        return {token: name for token, name in found.items() if token is not None and not self.decode([token])}
+
     def vocabulary(self) -> list[bytes | None]:
         """What each id stands for inside of a text, as in `token_bytes`; None for special tokens, which are no text,
         and for ids that are no token. Takes a second for Gemma's."""

@@ -42,6 +42,10 @@ class ControlTokens:
         cuts = re.compile(f"{begin}({self._names}){end}|[{begin}{end}]")
         return _replaced(values, lambda text: self._pattern.sub(rf"{begin}\g<0>{end}", text)), cuts.split
 
+    def names_in(self, text: str) -> set[str]:
+        """The tokens whose texts stand in a text."""
+        return set(self._pattern.findall(text))
+
     def ids(self, name: str) -> list[int]:
         """Ids of a token's text that is no token."""
         backend = self._backend
