@@ -23,7 +23,7 @@ format: setup
 # Twice as many as the smallest machine has cores: tests wait for servers, time limits and disks.
 WORKERS ?= 4
 test: setup  ## the whole suite, minutes; WORKERS: how many processes share it, of a gigabyte each
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal
+	OMP_NUM_THREADS=1 $(PY) -m pytest -rs -n $(WORKERS) --dist worksteal
 
 test-install: setup  ## the CPU kernels by each compiler that is here, and an install whose compiler fails; two minutes
 	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) -m pytest -m "long or not long" -rs tests/cpu_kernels/test_compilers.py tests/project/test_packaging.py
@@ -32,7 +32,7 @@ test-targets: setup  ## compiles all GPU kernels for sm80 to sm120; no GPU neede
 	$(PY) -m pytest -m long tests/engine/test_triton_backend.py
 
 test-long: setup  ## soak and fault tests with long profiles
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m long
+	OMP_NUM_THREADS=1 $(PY) -m pytest -rs -m long
 
 CLIENTS := .venv-clients/.setup .venv-clients-litellm/.setup tests/clients/node/node_modules/.setup
 test-clients: setup $(CLIENTS)  ## the clients of docs/serving.md against Gemma 3 270M; minutes, and 2 GB of packages

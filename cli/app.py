@@ -31,7 +31,7 @@ def _load(name: str, panel: str) -> Any:
     single = typer.Typer(add_completion=False, rich_markup_mode="rich")
     if hasattr(module, "app"):
         single.add_typer(module.app, name=name, rich_help_panel=panel)
-        group = typer.main.get_group(single).commands[name]
+        group: Any = typer.main.get_group(single).commands[name]
         for command in group.commands.values():
             _untype_flags(command)
         return _untype_flags(group)
