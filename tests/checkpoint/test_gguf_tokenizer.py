@@ -160,6 +160,8 @@ def test_bpe_of_newer_converters_equals_sentencepiece(tmp_path: Path) -> None:
     for pre in ("default", "gemma4"):
         assert _tokenizer(metadata | {"tokenizer.ggml.pre": pre}, tmp_path / "gpt2") == plain
     assert _vocabulary(metadata).notes == []
+    ids = [float(index) for index in range(len(names))]  # Ollama's converter writes them as scores
+    assert _tokenizer(metadata | {"tokenizer.ggml.scores": ids}, tmp_path / "gpt2") == plain
     metadata["tokenizer.ggml.merges"] = ["h e", "\u2581 t"]
     assert _tokenizer(metadata, tmp_path / "gpt2")["model"]["merges"] == [["h", "e"], ["\u2581", "t"]]
     assert "come from no merge of the file" in _vocabulary(metadata).notes[0]

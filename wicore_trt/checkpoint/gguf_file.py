@@ -119,7 +119,8 @@ def _open_one(path: Path, door: Door) -> GgufFile:
             )
         version = reader.scalar("I", "the version")
         if version not in _VERSIONS:
-            raise CheckpointError(f"{path} is GGUF version {version}; versions 2 and 3 are read.")
+            turned = "It is big-endian: convert the model anew for this machine." if version % 65536 == 0 else None
+            raise CheckpointError(f"{path} is GGUF version {version}; versions 2 and 3 are read.", fix=turned)
         tensors = reader.count("the number of tensors", _MAX_TENSORS, 24)
         keys = reader.count("the number of keys", _MAX_KEYS, 13)
         metadata = reader.metadata(keys)
