@@ -51,6 +51,7 @@ class LLM:
         self.tokenizer = loaded.tokenizer
         self._core = loaded.core
         self._ids = (f"llm-{i}" for i in itertools.count())
+        self._closed = False
         self._inboxes: dict[str, deque[TokenOutput]] = {}
 
     def generate(
@@ -95,6 +96,7 @@ class LLM:
 
     def close(self) -> None:
         """Free the engine's memory."""
+        self._closed = True
         self._core.close()
 
     def __enter__(self) -> LLM:
@@ -119,6 +121,8 @@ class LLM:
         return [[Completion.of(parts[r.request_id, i]) for i in range(r.params.n)] for r in requests]
 
     def _tokenize(self, request: TextRequest) -> GenerateRequest:
+        if self._closed:
+            raise WicoreError("This LLM was closed.", fix="Load the engine again.")
         token_ids = encode_request(self.tokenizer, request, self.info)
         made = GenerateRequest(request.request_id, token_ids, request.params, cache=request.cache)
         self._core.validate(made)
