@@ -528,6 +528,8 @@ class EngineStats:
     generated_tokens: int
     steps: int = 0
     step_seconds: float = 0.0
+    step_tokens: tuple[int, ...] = ()
+    """Steps by their tokens, as `core.times.STEP_TOKENS` parts them, and behind these the tokens of all."""
     preemptions: int = 0
     pools: tuple[PoolStats, ...] = ()
     kv: KVStats = field(default_factory=KVStats)

@@ -80,28 +80,25 @@ class Meter:
     def __init__(self, rates: Rates, who: Identity) -> None:
         self._rates, self._who = rates, who
         self._grant: Grant | None = None
-        self._guess = self._prompt = self._output = 0
-        self._exact: dict[str, int] = {}  # prompt tokens by request id, once they are known
+        self._used = 0
 
     def reserve(self, requests: Sequence[TextRequest]) -> None:
         """Raises RateLimitError."""
-        self._guess = sum(map(prompt_guess, requests))
-        self._grant = self._rates.take(self._who, self._guess + sum(map(output_guess, requests)), len(requests))
+        tokens = sum(prompt_guess(request) + output_guess(request) for request in requests)
+        self._grant = self._rates.take(self._who, tokens, len(requests))
 
-    def begin(self) -> None:
-        """The engine has taken the requests, so that their prompts cost something however they end."""
-        self._prompt = self._guess
+    def begin(self, prompt_tokens: int) -> None:
+        """The engine has taken the requests, so that their prompts cost what they have, however they end."""
+        self._used += prompt_tokens
 
     def count(self, output: TextOutput) -> None:
         """Count an output."""
-        self._output += len(output.token_ids)
-        if output.usage is not None:
-            self._exact[output.request_id] = output.usage.prompt_tokens
+        self._used += len(output.token_ids)
 
     def settle(self) -> None:
         """The call has ended."""
         if self._grant is not None:
-            self._grant.settle((sum(self._exact.values()) or self._prompt) + self._output)
+            self._grant.settle(self._used)
 
 
 def message_limit(max_context: int | None, megabytes: int | None = None) -> int:

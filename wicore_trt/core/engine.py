@@ -20,6 +20,7 @@ from functools import partial
 from wicore_trt.core.engine_stats import engine_stats
 from wicore_trt.core.loop import Core
 from wicore_trt.core.request_checks import check_tokens, sequence_seed, stop_ids_of
+from wicore_trt.core.times import STEP_TOKENS, Histogram
 from wicore_trt.errors import InvalidRequestError, UnwrittenPageError
 from wicore_trt.grammar.matcher import Grammars, Matcher, MatcherError
 from wicore_trt.kv.events import EventFeed, KVEventLog
@@ -83,7 +84,7 @@ class EngineCore(Core):
         self._matchers: dict[int, Matcher] = {}  # of constrained sequences that live, by seq_id
         self.executor = executor
         self.scheduler = scheduler
-        self._step_seconds = 0.0
+        self._step_seconds, self._step_tokens = 0.0, Histogram(STEP_TOKENS)
         self._ahead = executor if isinstance(executor, AheadExecutor) else None
         self._flight: Flight | None = None
         self._landed = 0.0
@@ -204,6 +205,7 @@ class EngineCore(Core):
                 raise
             self._run_again(flight, error)
         self._counts["steps"] += 1
+        self._step_tokens.observe(batch.num_tokens)
         return flight
 
     def _run_again(self, flight: Flight, failure: Exception) -> None:
@@ -495,4 +497,5 @@ class EngineCore(Core):
     def told(self) -> Callable[[], EngineStats]:
         scheduler, times = self.scheduler, (self._clock() - self._started, self._step_seconds)
         running = len([s for s in scheduler.running if s.finish_reason is None])
-        return engine_stats(scheduler, self.executor.layout, self._counts, self._finished, times, running)
+        found = (self._counts, self._finished, times, running, self._step_tokens)
+        return engine_stats(scheduler, self.executor.layout, *found)

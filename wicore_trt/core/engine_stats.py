@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from wicore_trt.core.times import Histogram
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.types import EngineStats, KVStats, PoolStats, TierStats
@@ -20,6 +21,7 @@ def engine_stats(
     finished: Mapping[str, int],
     times: tuple[float, float],
     running: int,
+    step_tokens: Histogram,
 ) -> Callable[[], EngineStats]:
     """`counts` has "prompt", "cached" and "generated" tokens and "steps"; `finished` requests by reason; `times` are
     seconds, of which the latter were in steps. All is read now; what comes back puts it together, on any thread."""
@@ -29,7 +31,7 @@ def engine_stats(
     tiers = manager.tiers.stats() if manager.tiers is not None else ()
     decisions = dict(loader.decisions) if loader is not None else {}
     parked, resumed = (loader.parking.parked, loader.parking.resumed) if loader is not None else (0, 0)
-    events = manager.events.sequence
+    events, step_counts, step_total = manager.events.sequence, tuple(step_tokens.counts), step_tokens.total
 
     def made() -> EngineStats:
         held = [(used + cached, used, layout.page_bytes[name]) for name, _, used, cached, _ in pools]
@@ -52,6 +54,7 @@ def engine_stats(
             generated_tokens=counts.get("generated", 0),
             steps=counts.get("steps", 0),
             step_seconds=times[1],
+            step_tokens=(*step_counts, int(step_total)),
             preemptions=preemptions,
             pools=tuple(PoolStats(*pool[:4], layout.page_bytes[pool[0]]) for pool in pools),
             kv=KVStats((device, *tiers), decisions, parked, resumed, events),

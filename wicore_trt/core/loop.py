@@ -62,6 +62,8 @@ class Core(ABC):
         self._begun: dict[int, float] = {}  # when sequences had their first step, by identity, in order
         self._hold_s = 0.0  # mean time from the first step of a sequence to its end
         self._next_id = 0
+        self.began: Sink = lambda outputs: None
+        """What is told of requests whose first step begins, by outputs without tokens; on the engine's thread."""
         self._counts, self._finished = Counter[str](), Counter[str]()
         self.alone = 0  # steps of one sequence of a step that failed, which runs each alone; for any thread
 
@@ -202,6 +204,8 @@ class Core(ABC):
         """A sequence has its first step, and with it its request, of which others may wait for however long."""
         self._start_by.pop(sequence.request.request_id, None)
         sequence.begun = self._begun[id(sequence)] = self._clock()
+        if sequence.index == 0:
+            self.began([TokenOutput(sequence.request.request_id, 0, ())])
 
     def _expire(self) -> list[TokenOutput]:
         """End what is late."""

@@ -90,6 +90,7 @@ class LocalEngine(EnginePort):
     def __init__(self, core: Core, *, max_waiting: int = 1024) -> None:
         self._core = core
         self._loop = EngineLoop(core, self._emit, max_waiting=max_waiting)
+        core.began = self._emit
         self._sink: Sink = lambda outputs: None
         self._asyncio: asyncio.AbstractEventLoop | None = None
 

@@ -151,13 +151,32 @@ class TextStream:
         self._pending: dict[int, list[TextOutput]] = {}
         self._error: WicoreError | None = None
         self._changed = asyncio.Event()
+        self.prompt_token_ids: Sequence[int] = ()
+        self._longest = 0  # output tokens
+        self._computes = False
+        self.begun = asyncio.Event()  # the engine computes, or it has ended before
 
     @property
     def finished(self) -> bool:
         return self._error is not None or all(text.finished for text in self._texts)
 
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def admitted(self) -> bool:
+        """Whether the engine has begun with it, and it has not failed."""
+        return self._computes and self._error is None
+
+    def unfinished(self) -> int:
+        """Sequences that have not ended."""
+        return sum(not text.finished for text in self._texts)
+
     def push(self, output: TokenOutput) -> None:
         """Take a token output from the engine; on the event loop's thread."""
+        self._computes = self._computes or output.finish_reason is None or bool(output.token_ids)
+        self.begun.set()
         if output.finish_reason is FinishReason.ERROR:
             dead = self._engine.dead
             if dead is None and self._texts[output.index].finished:
@@ -170,7 +189,7 @@ class TextStream:
             self.fail(EngineDeadError(f"The engine stopped: {dead}.") if dead else failed)
             return
         text = self._texts[output.index].push(output)
-        if text is None:
+        if text is None or not (text.token_ids or text.finish_reason or text.prompt_logprobs):
             return
         self._engine.tally(self.tenant).add(text)
         times = self._engine.times
@@ -182,6 +201,9 @@ class TextStream:
             self._first[index] = self._first[index] or self._last[index]
         if text.finish_reason is not None:
             times.end(self._since, self._first[index], self._last[index], text.finish_reason, text.usage)
+            self._longest = max(self._longest, text.usage.completion_tokens if text.usage is not None else 0)
+            if self.finished:
+                times.longest.observe(self._longest)
         self._pending.setdefault(index, []).append(text)
         if self._texts[index].finished and output.finish_reason is None:
             self._engine.abort_engine(self.key, index)
@@ -199,6 +221,7 @@ class TextStream:
         self._error = error
         self._engine.abort_engine(self.key)
         self._changed.set()
+        self.begun.set()
 
     def __aiter__(self) -> TextStream:
         return self
@@ -383,6 +406,7 @@ class TextEngine:
         self._check_barred(request.tenant, request.priority, len(token_ids))
         deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s
         stream = TextStream(self, f"{self.engine.prefix}{next(self._serial)}", request, self.tokenizer, since)
+        stream.prompt_token_ids = token_ids
         self._streams[stream.key] = stream
         self._keys[name] = stream.key
         self._idle.clear()
@@ -401,7 +425,7 @@ class TextEngine:
         try:
             await self.engine.add(made)
         except BaseException as error:  # refused, or nobody waits any more
-            self.forget(stream)
+            self.forget(stream, refused=not isinstance(error, asyncio.CancelledError))
             if isinstance(error, QueueFullError):
                 self.hinted(error, request.tenant)
             raise
@@ -427,9 +451,11 @@ class TextEngine:
         """Tell the engine of a request, or of one of its sequences, that ended here."""
         self.engine.abort(key, index)
 
-    def forget(self, stream: TextStream) -> None:
-        """Drop a stream that its reader closed; aborts it if it still runs."""
+    def forget(self, stream: TextStream, *, refused: bool = False) -> None:
+        """Drop a stream that its reader closed, or that was refused; aborts it if it still runs."""
         if stream.key in self._streams:
+            if not refused:
+                self.tally(stream.tenant).finished[FinishReason.CANCELLED.value] += stream.unfinished()
             self.engine.abort(stream.key)
             self._remove(stream)
 

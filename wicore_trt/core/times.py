@@ -21,6 +21,8 @@ GAP_S = (
     *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0),
 )
 WHOLE_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0)
+STEP_TOKENS = (1.0, *(float(1 << e) for e in range(3, 15)))
+"""Of a step's tokens."""
 TOKENS = (1.0, 2.0, 5.0, *(float(k * 10**e) for e in range(1, 5) for k in (1, 2, 5)), 100_000.0, 200_000.0)
 
 
@@ -50,7 +52,7 @@ class Histogram:
 class Times:
     """What a front saw of its requests. `now` is the time, of time.monotonic(), of the outputs that are delivered."""
 
-    __slots__ = ("decode", "first", "gap", "generated", "now", "prefill", "prompt", "queue", "whole")
+    __slots__ = ("decode", "first", "gap", "generated", "longest", "now", "prefill", "prompt", "queue", "whole")
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -62,6 +64,7 @@ class Times:
         self.whole = Histogram(WHOLE_S)
         self.prompt = Histogram(TOKENS)
         self.generated = Histogram(TOKENS)
+        self.longest = Histogram(TOKENS)  # of the sequences of a request
 
     @property
     def histograms(self) -> dict[str, Histogram]:

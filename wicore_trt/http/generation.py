@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING
 
 from wicore_trt.access.admission import Meter
 from wicore_trt.access.calls import Call
-from wicore_trt.core.text_engine import encode_request
 from wicore_trt.errors import DeadlineError, InvalidRequestError, RequestCancelledError, WicoreError
 from wicore_trt.http.context import Context
 from wicore_trt.types import Completion, FinishReason, TextOutput, TextRequest
@@ -59,26 +58,23 @@ class Generation:
         self._streams: list[TextStream] = []
         self._n = 1
         self._meter: Meter
-        self._counted: set[str] = set()
         self.totals = Totals()
 
     @classmethod
-    async def start(
-        cls, context: Context, call: Call, requests: Sequence[TextRequest], *, count_first: bool = False
-    ) -> Generation:
-        """Submit the requests, all or none. With `count_first` the prompts' tokens are counted before.
+    async def start(cls, context: Context, call: Call, requests: Sequence[TextRequest]) -> Generation:
+        """Submit the requests, all or none; `totals` then has the prompts' tokens.
 
         Raises what `TextEngine.submit` raises, and RateLimitError.
         """
         made = cls(context, call)
         try:
-            await made._submit(requests, count_first)
+            await made._submit(requests)
         except BaseException:
             await made.aclose()
             raise
         return made
 
-    async def _submit(self, requests: Sequence[TextRequest], count_first: bool) -> None:
+    async def _submit(self, requests: Sequence[TextRequest]) -> None:
         engine, tenant = self._context.serving(), self._call.who.tenant
         self._exit.enter_context(self._context.generation(tenant))
         self._meter = self._exit.enter_context(self._context.admission.metered(self._call.who))
@@ -87,17 +83,30 @@ class Generation:
         for request in requests:
             request = self._call.asks(engine.info.model_id, request)
             request = await engine.encode(request)
-            if count_first and request.prompt_token_ids is None:  # a text that is short enough to be tokenized here
-                ids = encode_request(engine.tokenizer, request, engine.info)
-                request = replace(request, prompt=None, prompt_token_ids=ids)
-            if count_first:
-                self.totals.prompt += len(request.prompt_token_ids or ())
-                self.totals.prompts += [request.prompt_token_ids or ()] * self._n
-                self._counted.add(request.request_id)
             stream = await engine.submit(request)
             self._exit.push_async_callback(stream.aclose)
             self._streams.append(stream)
-        self._meter.begin()
+            self.totals.prompt += stream.prompt_tokens
+            self.totals.prompts += [stream.prompt_token_ids] * self._n
+        self._meter.begin(self.totals.prompt)
+
+    async def admitted(self) -> bool:
+        """Wait until the engine has begun with one of the requests; false where one has failed before."""
+        if len(self._streams) == 1:
+            await self._streams[0].begun.wait()
+            return self._streams[0].admitted
+        waits = [asyncio.ensure_future(stream.begun.wait()) for stream in self._streams]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return all(stream.admitted for stream in self._streams if stream.begun.is_set())
+
+    @property
+    def sequences(self) -> int:
+        """How many there are."""
+        return len(self._streams) * self._n
 
     async def aclose(self) -> None:
         """Abort what still runs and settle the account."""
@@ -128,15 +137,12 @@ class Generation:
             call.facts["finish"] = ",".join(sorted(reason.value for reason in reasons))
 
     def _finish(self, output: TextOutput) -> None:
-        """Count the prompt of a sequence that ends. Raises when it was cut off."""
+        """Count what a sequence that ends had from the cache. Raises when it was cut off."""
         if output.finish_reason in _CUT:
             raise _CUT[output.finish_reason]
         usage = output.usage
         if usage is None:
             return
-        if output.request_id not in self._counted:
-            self._counted.add(output.request_id)
-            self.totals.prompt += usage.prompt_tokens
         if output.index == 0:
             self.totals.cached += usage.cached_tokens
 

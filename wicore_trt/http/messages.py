@@ -111,8 +111,6 @@ def _response_format(body: MessagesBody) -> dict[str, Any] | None:
 class MessagesShape(BlockShape):
     """One message."""
 
-    counts_first = True
-
     def __init__(self, model: str, *, calls: bool) -> None:
         super().__init__(calls=calls)
         self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}

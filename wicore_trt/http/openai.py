@@ -146,9 +146,8 @@ def _wishes(body: GenerationBody) -> dict[str, Any]:
 async def _answer(
     context: Context, call: Call, body: GenerationBody, requests: Sequence[TextRequest], shape: Shape
 ) -> Reply:
-    first = shape.counts_first and bool(body.stream or body.return_token_ids)
     try:
-        generation = await Generation.start(context, call, requests, count_first=first)
+        generation = await Generation.start(context, call, requests)
     except InvalidRequestError as error:
         raise structured.named(error, body) from None
     headers = rate_headers(context, call)
@@ -175,6 +174,9 @@ async def events(generation: Generation, shape: Shape) -> AsyncIterator[bytes]:
     """The chunks of a generation."""
     opened: set[int] = set()
     totals = generation.totals
+    if await generation.admitted():  # from here on a failure is an event
+        opened.update(range(generation.sequences))
+        yield b"".join(shape.opening(index, totals) for index in sorted(opened))
     async for index, output in generation.outputs():
         opening = b"" if index in opened else shape.opening(index, totals)
         opened.add(index)

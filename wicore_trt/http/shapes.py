@@ -26,9 +26,8 @@ encode = msgspec.json.Encoder().encode
 
 
 class Shape(ABC):
-    """One answer, whole or as the events of a stream. `counts_first`: its first event tells the prompts' tokens."""
+    """One answer, whole or as the events of a stream."""
 
-    counts_first = False
     done = b""
     """What ends a stream that was not broken."""
 
@@ -82,7 +81,6 @@ class ChoiceShape(Shape):
         self._open = b"data: " + head[:-1] + b',"choices":[{"index":'
         self._usage, self._continuous = usage, continuous
         self._token_ids, self._prompt_top = token_ids, prompt_top
-        self.counts_first = continuous or token_ids
         self._tail = b',"usage":null}\n\n' if usage and not continuous else b"}\n\n"
         self._empty = b"data: " + head[:-1] + b',"choices":[],"usage":'
 

@@ -1,8 +1,9 @@
 """Server-sent events: ready bytes to a client, until the last one or until the client leaves.
 
-Must not know what the events say. Invariants: nothing is sent before the first event or comment is due, so that what
-fails before is an answer with a status of its own; a stream that breaks later ends with an event `error` and without
-`done`; the source is closed, however the response ends; a client that leaves ends it within one event.
+Must not know what the events say. Invariants: nothing is sent before the first event (which is due when the engine has
+begun) or comment, so that what fails before, a refusal say, is an answer with a status of its own; a stream that breaks
+later ends with an event `error` and without `done`; the source is closed, however the response ends; a client that
+leaves ends it within one event.
 """
 
 from __future__ import annotations

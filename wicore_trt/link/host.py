@@ -55,6 +55,7 @@ class EngineHost:
         self.loop = asyncio.new_event_loop()  # the link thread's
         self._info = info
         self.engine = EngineLoop(core, self._emit, max_waiting=max_waiting, looked=self._looked)
+        core.began = self._emit
         self._links: dict[str, _Link] = {}
         self._names = Names()
         self._numbers = itertools.count(1)

@@ -7,6 +7,7 @@ Invariant: of an engine that does not answer nothing is told, rather than someth
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from wicore_trt.access.counts import CallCounts
-from wicore_trt.core.times import Histogram, Times
+from wicore_trt.core.times import STEP_TOKENS, Histogram, Times
 from wicore_trt.metrics.machine import GpuUse, ProcessUse
 from wicore_trt.types import EngineStats, ModelInfo, TierStats
 
@@ -148,6 +149,11 @@ def _calls(s: Snapshot) -> Iterator[Metric]:
     about = "Ended gRPC calls of the inference service."
     yield _by(CounterMetricFamily, "wicore_grpc_calls", about, ["method", "code"],
               [(*key, count) for key, count in sorted(s.calls.grpc.items())])  # fmt: skip
+    answers = Counter[tuple[str, str, str]]()
+    for (method, path, status), count in s.calls.http.items():
+        answers[path, method, f"{status[0]}xx"] += count
+    yield _by(CounterMetricFamily, "http_requests", "As wicore_http_requests, under the name that vLLM has.",
+              ["handler", "method", "status"], [(*key, count) for key, count in sorted(answers.items())])  # fmt: skip
     about = "Calls without a valid API key."
     yield _by(CounterMetricFamily, "wicore_keys_refused", about, ["transport"],
               [(way, s.calls.refused[way]) for way in ("grpc", "http")])  # fmt: skip
@@ -169,6 +175,8 @@ def _latencies(s: Snapshot) -> Iterator[Metric]:
     yield _histogram("wicore_request_seconds", "From a request to the end of each of its sequences.", t.whole)
     yield _histogram("wicore_request_prompt_tokens", "Prompt tokens of ended sequences.", t.prompt)
     yield _histogram("wicore_request_generation_tokens", "Output tokens of ended sequences.", t.generated)
+    about = "Output tokens of the longest sequence of an ended request."
+    yield _histogram("wicore_request_max_generation_tokens", about, t.longest)
 
 
 def _engine(e: EngineStats) -> Iterator[Metric]:
@@ -182,6 +190,8 @@ def _engine(e: EngineStats) -> Iterator[Metric]:
     yield _counter("wicore_generated_tokens", "Tokens that the engine generated.", e.generated_tokens)
     yield _counter("wicore_steps", "Steps of the engine.", e.steps)
     yield _counter("wicore_step_seconds", "Time spent in steps.", e.step_seconds)
+    if (found := _step_tokens(e)) is not None:
+        yield _histogram("wicore_step_tokens", "Tokens that a step computed, of prompts and answers.", found)
     yield _counter("wicore_preemptions", "Sequences that gave their place back and went on later.", e.preemptions)
     about = "Device pages of a layer group: used by sequences, cached for prefixes, and all that there are."
     pages = [(p.group, state, n) for p in e.pools for state, n in
@@ -192,6 +202,14 @@ def _engine(e: EngineStats) -> Iterator[Metric]:
     yield _by(CounterMetricFamily, "wicore_kv_decisions", about, ["decision"], decisions)
     yield _counter("wicore_kv_parked", "Preempted sequences whose pages went to host memory.", e.kv.parked)
     yield _counter("wicore_kv_resumed", "Preempted sequences that went on from there.", e.kv.resumed)
+
+
+def _step_tokens(e: EngineStats) -> Histogram | None:
+    if not e.step_tokens:
+        return None
+    made = Histogram(STEP_TOKENS)
+    *made.counts, made.total = e.step_tokens
+    return made
 
 
 def _tiers(tiers: Sequence[TierStats]) -> Iterator[Metric]:
@@ -247,6 +265,8 @@ def _vllm(s: Snapshot, e: EngineStats, name: str) -> Iterator[Metric]:
     yield one(CounterMetricFamily, "prompt_tokens", "As wicore_prompt_tokens.", e.prompt_tokens)
     yield one(CounterMetricFamily, "prompt_tokens_cached", "As wicore_cached_prompt_tokens.", e.cached_prompt_tokens)
     yield one(CounterMetricFamily, "generation_tokens", "As wicore_generated_tokens.", e.generated_tokens)
+    if (found := _step_tokens(e)) is not None:
+        yield _histogram("vllm:iteration_tokens_total", "As wicore_step_tokens.", found, label)
     yield one(CounterMetricFamily, "num_preemptions", "As wicore_preemptions.", e.preemptions)
 
 
@@ -266,6 +286,7 @@ def _vllm_books(s: Snapshot, name: str) -> Iterator[Metric]:
         "e2e_request_latency_seconds": ("request_seconds", s.times.whole),
         "request_prompt_tokens": ("request_prompt_tokens", s.times.prompt),
         "request_generation_tokens": ("request_generation_tokens", s.times.generated),
+        "request_max_num_generation_tokens": ("request_max_generation_tokens", s.times.longest),
     }
     for theirs, (ours, found) in same.items():
         yield _histogram(f"vllm:{theirs}", f"As wicore_{ours}.", found, label)

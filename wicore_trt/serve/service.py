@@ -255,7 +255,8 @@ async def relay(
     meter.reserve([request])
     request = call.asks(engine.info.model_id, request)
     async with aclosing(await engine.submit(await engine.encode(request))) as stream:
-        meter.begin()
+        meter.begin(stream.prompt_tokens)
+        call.facts |= {"prompt": stream.prompt_tokens, "cached": 0}
         await reply.begin()
         async for output in stream:
             elapsed = monotonic() - call.started
@@ -271,7 +272,7 @@ async def relay(
                 reasons.add(output.finish_reason)
                 call.facts["finish"] = ",".join(sorted(reason.value for reason in reasons))
             if output.usage is not None:
-                call.facts |= {"prompt": output.usage.prompt_tokens, "cached": output.usage.cached_tokens}
+                call.facts["cached"] = output.usage.cached_tokens
             for message in messages(output, first_token_s.get(output.index), elapsed):
                 await reply.write(message)
     return reasons
