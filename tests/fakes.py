@@ -329,6 +329,7 @@ def make_core(
 class FakeTokenizer:
     """Token t is the character chr(32 + t); EOS is special and has no text."""
 
+    build = ""
     home = None
     bos_id = None
     eos_ids = (EOS,)
@@ -339,6 +340,9 @@ class FakeTokenizer:
     takes_tools = False
     byte_ids = frozenset()
     longest_token = 1
+
+    def byte_run(self):
+        return None
 
     def encode(self, text: str, *, add_bos: bool = True, max_tokens: int | None = None) -> list[int]:
         return [ord(c) - 32 for c in text]
