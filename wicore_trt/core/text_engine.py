@@ -151,7 +151,7 @@ class TextStream:
         self._pending: dict[int, list[TextOutput]] = {}
         self._error: WicoreError | None = None
         self._changed = asyncio.Event()
-        self.prompt_token_ids: Sequence[int] = ()
+        self.prompt_token_ids: tuple[int, ...] = ()
         self._longest = 0  # output tokens
         self._computes = False
         self.begun = asyncio.Event()  # the engine computes, or it has ended before
