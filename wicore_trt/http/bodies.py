@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from wicore_trt.http.fields import Place
+from wicore_trt.http.schemas import FLAG, OBJECT, TEXT, either, list_of, object_of, one_of
 from wicore_trt.text.tools import MAX_TOOLS
 from wicore_trt.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_PRIORITY, MAX_STOP_STRINGS
 
@@ -20,93 +21,37 @@ MAX_MESSAGES = 8192
 # Lists end with their first fault: an error for each of thousands of items takes a tenth of a second to make.
 Ids = Annotated[list[Id], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
-CALL = {
-    "type": "object",
-    "required": ["id", "type", "function"],
-    "properties": {
-        "id": {"type": "string"},
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "required": ["name", "arguments"],
-            "properties": {"name": {"type": "string"}, "arguments": {"type": "string"}},
-        },
-    },
-}
-PART = {
-    "type": "object",
-    "required": ["type"],
-    "properties": {
-        "type": {"enum": ["text", "input_text", "output_text", "refusal"]},
-        "text": {"type": "string"},
-        "refusal": {"type": "string"},
-    },
-}
-MESSAGE = {
-    "type": "object",
-    "required": ["role"],
-    "properties": {
-        "role": {"enum": ["system", "developer", "user", "assistant", "model", "tool"]},
-        "tool_calls": {"type": "array", "items": CALL},
-        "tool_call_id": {"type": "string"},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": PART}]},
-    },
-}
+CALL = object_of(
+    "id type function", id=TEXT, type={"const": "function"},
+    function=object_of("name arguments", name=TEXT, arguments=TEXT),
+)  # fmt: skip
+PART = object_of("type", type=one_of("text input_text output_text refusal"), text=TEXT, refusal=TEXT)
+MESSAGE = object_of(
+    "role", role=one_of("system developer user assistant model tool"), tool_calls=list_of(CALL), tool_call_id=TEXT,
+    content=either(TEXT, list_of(PART, minItems=1)),
+)  # fmt: skip
 Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE)]
 
 FUNCTION_NAME = {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"}
-TOOL = {
-    "type": "object",
-    "required": ["type", "function"],
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "required": ["name"],
-            "properties": {
-                "name": FUNCTION_NAME,
-                "description": {"type": "string"},
-                "parameters": {"type": "object"},
-                "strict": {"type": "boolean"},
-            },
-        },
-    },
-}
-TOOL_CHOICE = {
-    "anyOf": [
-        {"enum": ["none", "auto", "required"]},
-        {
-            "type": "object",
-            "required": ["type", "function"],
-            "properties": {
-                "type": {"const": "function"},
-                "function": {"type": "object", "required": ["name"], "properties": {"name": FUNCTION_NAME}},
-            },
-        },
-    ]
-}
-RESPONSE_FORMAT = {
-    "type": "object",
-    "required": ["type"],
-    "properties": {
-        "type": {"enum": ["text", "json_object", "json_schema"]},
-        "schema": {"type": "object"},
-        "json_schema": {"type": "object", "required": ["schema"], "properties": {"schema": {"type": "object"}}},
-    },
-}
+TOOL = object_of(
+    "type function", type={"const": "function"},
+    function=object_of("name", name=FUNCTION_NAME, description=TEXT, parameters=OBJECT, strict=FLAG),
+)  # fmt: skip
+_CHOICE = one_of("none auto required")
+TOOL_CHOICE = either(
+    _CHOICE,
+    object_of("type function", type={"const": "function"}, function=object_of("name", name=FUNCTION_NAME)),
+)
+RESPONSE_FORMAT = object_of(
+    "type", type=one_of("text json_object json_schema"), schema=OBJECT, json_schema=object_of("schema", schema=OBJECT)
+)
 STRUCTURED_OUTPUTS = {
-    "type": "object",
-    "minProperties": 1,
-    "maxProperties": 1,
-    "properties": {
-        "json": {"type": ["object", "string"]},
-        "json_object": {"const": True},
-        "regex": {"type": "string"},
-        "choice": {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-        "grammar": {"type": "string"},
-    },
-    "additionalProperties": False,
-}
+    **object_of(
+        json={"type": ["object", "string"]}, json_object={"const": True}, regex=TEXT, grammar=TEXT,
+        choice=list_of({"type": "string", "minLength": 1}, minItems=1),
+    ),
+    **{"minProperties": 1, "maxProperties": 1, "additionalProperties": False},
+}  # fmt: skip
 
 
 def _few(value: object) -> object:
@@ -279,52 +224,19 @@ class CompletionBody(Generation):
     """Put BOS in front of a text; default true."""
 
 
-ITEM = {
-    "type": "object",
-    "properties": {
-        "type": {"enum": ["message", "function_call", "function_call_output", "reasoning"]},
-        "role": {"enum": ["system", "developer", "user", "assistant"]},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": PART}]},
-        "call_id": {"type": "string"},
-        "name": {"type": "string"},
-        "arguments": {"type": "string"},
-        "output": {"anyOf": [{"type": "string"}, {"type": "array", "items": PART}]},
-    },
-}
-RESPONSE_TOOL = {
-    "type": "object",
-    "required": ["type", "name"],
-    "properties": {
-        "type": {"const": "function"},
-        "name": FUNCTION_NAME,
-        "description": {"type": "string"},
-        "parameters": {"type": "object"},
-        "strict": {"type": "boolean"},
-    },
-}
-RESPONSE_TOOL_CHOICE = {
-    "anyOf": [
-        {"enum": ["none", "auto", "required"]},
-        {
-            "type": "object",
-            "required": ["type", "name"],
-            "properties": {"type": {"const": "function"}, "name": FUNCTION_NAME},
-        },
-    ]
-}
-FORMAT = {
-    "type": "object",
-    "required": ["type"],
-    "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}, "schema": {"type": "object"}},
-}
-TEXT = {"type": "object", "properties": {"format": FORMAT}}
-
-
-RESPONSE_OPTIONS = {
-    "type": "object",
-    "properties": {"include_usage": {"type": "boolean"}, "include_obfuscation": {"type": "boolean"}},
-    "additionalProperties": False,
-}
+_PARTS = either(TEXT, list_of(PART))
+ITEM = object_of(
+    type=one_of("message function_call function_call_output reasoning"),
+    role=one_of("system developer user assistant"),
+    **dict.fromkeys(("content", "output"), _PARTS), **dict.fromkeys(("call_id", "name", "arguments"), TEXT),
+)  # fmt: skip
+RESPONSE_TOOL = object_of(
+    "type name", type={"const": "function"}, name=FUNCTION_NAME, description=TEXT, parameters=OBJECT, strict=FLAG
+)
+RESPONSE_TOOL_CHOICE = either(_CHOICE, object_of("type name", type={"const": "function"}, name=FUNCTION_NAME))
+FORMAT = object_of("type", type=one_of("text json_object json_schema"), schema=OBJECT)
+TEXT_FORMAT = object_of(format=FORMAT)
+RESPONSE_OPTIONS = object_of(include_usage=FLAG, include_obfuscation=FLAG) | {"additionalProperties": False}
 
 
 class ResponsesBody(Knobs):
@@ -336,7 +248,7 @@ class ResponsesBody(Knobs):
     """Most tokens of the answer."""
     stream: bool | None = None
     """Send server-sent events."""
-    text: Annotated[dict[str, Any], WithJsonSchema(TEXT)] | None = None
+    text: Annotated[dict[str, Any], WithJsonSchema(TEXT_FORMAT)] | None = None
     """`format`: any JSON object, or JSON of a schema."""
     tools: list[Annotated[dict[str, Any], WithJsonSchema(RESPONSE_TOOL)]] | None = None
     """Functions that the model may call."""
@@ -356,59 +268,21 @@ class ResponsesBody(Knobs):
     """Other variables of the model's chat template."""
 
 
-TEXT_BLOCK = {
-    "type": "object",
-    "required": ["type", "text"],
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-}
-BLOCK = {
-    "type": "object",
-    "required": ["type"],
-    "properties": {
-        "type": {"enum": ["text", "tool_use", "tool_result", "thinking"]},
-        "text": {"type": "string"},
-        "id": {"type": "string"},
-        "name": {"type": "string"},
-        "input": {"type": "object"},
-        "tool_use_id": {"type": "string"},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT_BLOCK}]},
-        "is_error": {"type": "boolean"},
-    },
-}
-TURN = {
-    "type": "object",
-    "required": ["role", "content"],
-    "properties": {
-        "role": {"enum": ["user", "assistant"]},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": BLOCK, "minItems": 1}]},
-    },
-}
-MESSAGE_TOOL = {
-    "type": "object",
-    "required": ["name", "input_schema"],
-    "properties": {
-        "type": {"const": "custom"},
-        "name": FUNCTION_NAME,
-        "description": {"type": "string"},
-        "input_schema": {"type": "object"},
-        "strict": {"type": "boolean"},
-    },
-}
-MESSAGE_TOOL_CHOICE = {
-    "type": "object",
-    "required": ["type"],
-    "properties": {
-        "type": {"enum": ["auto", "any", "tool", "none"]},
-        "name": FUNCTION_NAME,
-        "disable_parallel_tool_use": {"type": "boolean"},
-    },
-}
-OUTPUT_FORMAT = {
-    "type": "object",
-    "required": ["type", "schema"],
-    "properties": {"type": {"const": "json_schema"}, "schema": {"type": "object"}},
-}
-OUTPUT_CONFIG = {"type": "object", "properties": {"format": OUTPUT_FORMAT}}
+TEXT_BLOCK = object_of("type text", type={"const": "text"}, text=TEXT)
+BLOCK = object_of(
+    "type", type=one_of("text tool_use tool_result thinking"), input=OBJECT, is_error=FLAG,
+    content=either(TEXT, list_of(TEXT_BLOCK)), **dict.fromkeys(("text", "id", "name", "tool_use_id"), TEXT),
+)  # fmt: skip
+TURN = object_of("role content", role=one_of("user assistant"), content=either(TEXT, list_of(BLOCK, minItems=1)))
+MESSAGE_TOOL = object_of(
+    "name input_schema", type={"const": "custom"}, name=FUNCTION_NAME, description=TEXT, strict=FLAG,
+    input_schema=OBJECT,
+)  # fmt: skip
+MESSAGE_TOOL_CHOICE = object_of(
+    "type", type=one_of("auto any tool none"), name=FUNCTION_NAME, disable_parallel_tool_use=FLAG
+)
+OUTPUT_FORMAT = object_of("type schema", type={"const": "json_schema"}, schema=OBJECT)
+OUTPUT_CONFIG = object_of(format=OUTPUT_FORMAT)
 
 
 class PromptBody(Body):

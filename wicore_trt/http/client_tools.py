@@ -16,6 +16,7 @@ from hashlib import sha256
 from typing import Any
 
 from wicore_trt.errors import InvalidRequestError, shown
+from wicore_trt.http.schemas import FLAG, NUMBER, TEXT, TEXTS, list_of, object_of, one_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,52 +44,42 @@ class Form:
         return {**{key: value for key, value in named.items() if value is not None}, self.key: given}
 
 
-def _object(required: str, **properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": required.split()}
-
-
-def _one_of(names: str) -> dict[str, Any]:
-    return {"enum": names.split()}
-
-
-_TEXT, _NUMBER, _TEXTS = {"type": "string"}, {"type": "integer"}, {"type": "array", "items": {"type": "string"}}
-_RANGE = {"type": "array", "items": _NUMBER, "minItems": 2, "maxItems": 2}
 _EDITS = {
-    **dict.fromkeys(("path", "file_text", "old_str", "new_str", "insert_text"), _TEXT),
-    **{"insert_line": _NUMBER, "view_range": _RANGE},
+    **dict.fromkeys(("path", "file_text", "old_str", "new_str", "insert_text"), TEXT),
+    **{"insert_line": NUMBER, "view_range": list_of(NUMBER, minItems=2, maxItems=2)},
 }
 LOCAL: Mapping[str, tuple[Form, str, dict[str, Any]]] = {
     "local_shell": (
         Form("local_shell_call", "lsh", "action", fixed=(("type", "exec"), ("env", {}))),
         "Run a command on the user's machine; a list of its words.",
-        _object("command", command=_TEXTS, working_directory=_TEXT, timeout_ms=_NUMBER),
+        object_of("command", command=TEXTS, working_directory=TEXT, timeout_ms=NUMBER),
     ),
     "shell": (
         Form("shell_call", "sh", "action"),
         "Run commands of a shell on the user's machine.",
-        _object("commands", commands=_TEXTS, timeout_ms=_NUMBER, max_output_length=_NUMBER),
+        object_of("commands", commands=TEXTS, timeout_ms=NUMBER, max_output_length=NUMBER),
     ),
     "apply_patch": (
         Form("apply_patch_call", "apc", "operation"),
         "Create, change or delete a file by a diff of V4A.",
-        _object("type path", type=_one_of("create_file update_file delete_file"), path=_TEXT, diff=_TEXT),
+        object_of("type path", type=one_of("create_file update_file delete_file"), path=TEXT, diff=TEXT),
     ),
 }
 """OpenAI's tools by type: their form, what the model is told, the schema of what it gives."""
 ANTHROPIC: Mapping[str, tuple[str, dict[str, Any]]] = {
     "bash": (
         "Run a command in a shell that stays open. `restart` begins a new one.",
-        _object("", command=_TEXT, restart={"type": "boolean"}),
+        object_of("", command=TEXT, restart=FLAG),
     ),
     "text_editor": (
         "View, create and edit text files.",
-        _object("command path", command=_one_of("view create str_replace insert undo_edit"), **_EDITS),
+        object_of("command path", command=one_of("view create str_replace insert undo_edit"), **_EDITS),
     ),
     "memory": (
         "View, create and edit files below /memories, which outlive this conversation.",
-        _object(
-            "command", command=_one_of("view create str_replace insert delete rename"), **_EDITS,
-            old_path=_TEXT, new_path=_TEXT,
+        object_of(
+            "command", command=one_of("view create str_replace insert delete rename"), **_EDITS,
+            old_path=TEXT, new_path=TEXT,
         ),
     ),
 }  # fmt: skip
@@ -119,7 +110,7 @@ def response_tools(tools: list[dict[str, Any]] | None) -> tuple[list[dict[str, A
         kind, name, function = tool.get("type") or "function", tool.get("name"), tool
         if kind == "custom":
             form = Form("custom_tool_call", "ctc", "input", str(name), namespace)
-            function = {"name": name, "description": _free(where, tool), "parameters": _object("input", input=_TEXT)}
+            function = {"name": name, "description": _free(where, tool), "parameters": object_of("input", input=TEXT)}
         elif kind == "function":
             form = Form(name=str(name), namespace=namespace)
         elif isinstance(kind, str) and kind in LOCAL and tool.get("environment") in (None, {"type": "local"}):

@@ -1,11 +1,9 @@
 """Which fields of a request are served, which are ignored and which are refused, those inside of fields too.
 
-The one table of it, as plain data that knows no transport: what a place of a request serves is what its JSON schema
-names; what else is known of it stands here, by the path of the place. One rule for all places: a field that the schema
-names is served; one that would have changed the answer is refused by its path, unless its value asks for nothing; one
-that looks like a misspelling of a served one is refused; any other is accepted, for real clients send many, except
-where the schema says that there are no others. Invariant: no field that this table knows to change an answer is dropped
-silently.
+The one table of it, as plain data that knows no transport. At each place of a request a field that its JSON schema
+names is served. One that would change the answer is refused by its path, unless its value asks for nothing, and so is a
+likely misspelling of a served one. Any other is accepted, for real clients send many, unless the schema is closed.
+Invariant: no field that this table knows to change an answer is dropped silently.
 """
 
 from __future__ import annotations
@@ -37,55 +35,26 @@ Neutral = Mapping[str, tuple[object, ...]]
 
 REFUSED: Neutral = {
     # What a server with a memory of its own would do.
-    "previous_response_id": (),
-    "conversation": (),
-    "background": (False,),
-    "moderation": (),
-    "container": (),
-    "mcp_servers": ([],),
-    # Older names of tools.
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    **dict.fromkeys(("structural_tag",), ()),
-    **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), ()),
+    **dict.fromkeys(("previous_response_id", "conversation", "moderation", "container"), ()),
+    "background": (False,), "mcp_servers": ([],),
+    # Older names of tools, and other constraints.
+    "functions": ([],), "function_call": ("none", "auto"),
+    **dict.fromkeys(("structural_tag", "guided_decoding_backend", "guided_whitespace_pattern"), ()),
     # Other media and other ways to an answer.
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "suffix": ("",),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "early_stopping": (False,),
-    "logprob_token_ids": (),
-    "return_tokens_as_token_ids": (False,),
+    **dict.fromkeys(("audio", "prediction", "web_search_options", "logprob_token_ids"), ()),
+    "modalities": (["text"],), "suffix": ("",), "best_of": (1,), "use_beam_search": (False,),
+    "length_penalty": (1, 1.0), "early_stopping": (False,), "return_tokens_as_token_ids": (False,),
     # Other prompts.
-    "chat_template": (),
-    "documents": ([],),
-    "continue_final_message": (False,),
-    "mm_processor_kwargs": ({},),
-    "prompt_embeds": (),
+    **dict.fromkeys(("chat_template", "prompt_embeds"), ()),
+    "documents": ([],), "continue_final_message": (False,), "mm_processor_kwargs": ({},),
     # Other sampling.
-    "spaces_between_special_tokens": (True,),
-    "logits_processors": ([],),
-    "thinking_token_budget": (),
-    "repetition_detection": (),
-    "typical_p": (1, 1.0),
-    "tfs_z": (1, 1.0),
-    "top_a": (0, 0.0),
-    "mirostat": (0,),
-    "dry_multiplier": (0, 0.0),
-    "xtc_probability": (0, 0.0),
-    "dynatemp_range": (0, 0.0),
-    "samplers": (),
+    **dict.fromkeys(("thinking_token_budget", "repetition_detection", "samplers", "custom_logit_processor"), ()),
+    **dict.fromkeys(("top_a", "dry_multiplier", "xtc_probability", "dynatemp_range"), (0, 0.0)),
+    **dict.fromkeys(("typical_p", "tfs_z"), (1, 1.0)),
+    "spaces_between_special_tokens": (True,), "logits_processors": ([],), "mirostat": (0,),
     # Other machines.
-    "vllm_xargs": ({},),
-    "kv_transfer_params": ({},),
-    "lora_path": (),
-    "session_params": ({},),
-    "custom_logit_processor": (),
-}
+    **dict.fromkeys(("vllm_xargs", "kv_transfer_params", "session_params"), ({},)), "lora_path": (),
+}  # fmt: skip
 """Refused with 400, but for null and for these values, which ask for nothing."""
 REFUSED_INSIDE: Mapping[str, Neutral] = {
     "messages": dict.fromkeys(REFUSED_KEYS, (False, [], {}, "")),

@@ -7,42 +7,18 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from wicore_trt import __version__
+from wicore_trt.http.schemas import OBJECT, TEXT, object_of
 from wicore_trt.http.table import OPEN, OPERATIONS, Operation
 
 JSON = "application/json"
-ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-ANTHROPIC_ERROR = {
-    "type": "object",
-    "required": ["type", "error"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message", "param"],
-            "properties": {
-                "type": {"type": "string"},
-                "message": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-            },
-        },
-        "request_id": {"type": ["string", "null"]},
-    },
-}
+_NULLABLE = {"type": ["string", "null"]}
+ERROR = object_of(
+    "error", error=object_of("message type param code", message=TEXT, type=TEXT, param=_NULLABLE, code=_NULLABLE)
+)
+ANTHROPIC_ERROR = object_of(
+    "type error", type={"const": "error"}, request_id=_NULLABLE,
+    error=object_of("type message param", type=TEXT, message=TEXT, param=_NULLABLE),
+)  # fmt: skip
 MEANINGS = {
     400: "A field is wrong; `param` names it.",
     401: "No valid API key.",
@@ -99,7 +75,7 @@ def _response(operation: Operation, status: int) -> dict[str, Any]:
         name = "AnthropicError" if operation.anthropic else "Error"
         content = {JSON: {"schema": {"$ref": f"#/components/schemas/{name}"}}}
         return {"description": MEANINGS[status], "content": content}
-    found: dict[str, Any] = {JSON: {"schema": {"type": "object"}}}
+    found: dict[str, Any] = {JSON: {"schema": OBJECT}}
     if operation.streams:
         found["text/event-stream"] = {"schema": {}}  # tools disagree whether it is of the stream or of an event
     return {"description": "Done.", "content": found}
