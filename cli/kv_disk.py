@@ -64,16 +64,14 @@ def purge(
     path: DirectoryArgument,
     namespace: Annotated[str | None, typer.Option(help="Only this namespace: its name, or how that begins.")] = None,
     salt: Annotated[
-        str | None,
-        typer.Option(help="Only pages of requests with this cache_salt, on a server without tenants."),
+        str | None, typer.Option(help="Only pages of requests with this cache_salt, on a server without tenants.")
     ] = None,
     tenant_name: Annotated[
         str | None, typer.Option(help="Only this tenant, by its name in the server's settings.")
     ] = None,
     tenant: Annotated[str | None, typer.Option(help="Only this tenant, by its tag from inspect.")] = None,
     recipe: Annotated[
-        str | None,
-        typer.Option(help="The server's recipe, for kv.salt; or set WICORE_KV__SALT as it does."),
+        str | None, typer.Option(help="The server's recipe, for kv.salt; or set WICORE_KV__SALT as it does.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json: JsonOption = False,

@@ -136,13 +136,7 @@ def linear_launch(
 ) -> Launch:
     """`kernels.linear` for `tokens` rows; `alpha`, a power of two, multiplies the output."""
     check_config(shape, config)
-    arguments = {
-        "x": arrays.x,
-        "w": arrays.w,
-        "out": arrays.out,
-        "w_scale": arrays.w_scale,
-        "alpha": alpha,
-    }
+    arguments = {"x": arrays.x, "w": arrays.w, "out": arrays.out, "w_scale": arrays.w_scale, "alpha": alpha}
     if config.kind == VECTOR:
         assert tokens in (0, 1), "the vector kernel takes one row"
         return Launch((config.blocks(shape) * tokens, 1, 1), arguments)

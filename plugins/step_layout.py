@@ -25,13 +25,7 @@ class NormOut(NamedTuple):
 
 
 def embed_norm_launch(
-    token_ids: Any,
-    embedding: tuple[Any, int, float],
-    weight: Any,
-    residual: Any,
-    to: NormOut,
-    tokens: int,
-    eps: float,
+    token_ids: Any, embedding: tuple[Any, int, float], weight: Any, residual: Any, to: NormOut, tokens: int, eps: float
 ) -> Launch:
     """`kernels.norm.embed_norm` of int32 token_ids [tokens]; `embedding` is its rows, their number and the factor."""
     rows, vocab, scale = embedding
@@ -41,14 +35,7 @@ def embed_norm_launch(
 
 
 def add_norm_launch(
-    residual: Any,
-    x: Any,
-    weights: tuple[Any, Any],
-    to: NormOut,
-    rows: int,
-    eps: float,
-    *,
-    gathered: Any = 0,
+    residual: Any, x: Any, weights: tuple[Any, Any], to: NormOut, rows: int, eps: float, *, gathered: Any = 0
 ) -> Launch:
     """`kernels.norm.add_norm` of `rows` rows of `out`. `weights` are the post and the next norm's; `gathered`
     int32[rows] names the rows that are taken."""

@@ -106,10 +106,7 @@ class LLM:
         self.close()
 
     def _request(
-        self,
-        prompt: Prompt | Sequence[Mapping[str, str]],
-        params: SamplingParams | None,
-        cache: CacheHints | None,
+        self, prompt: Prompt | Sequence[Mapping[str, str]], params: SamplingParams | None, cache: CacheHints | None
     ) -> GenerateRequest:
         text = TextRequest(next(self._ids), params or SamplingParams(), cache=cache or CacheHints())
         return self._tokenize(ending_turns(self.tokenizer, replace(text, **prompt_fields(prompt))))

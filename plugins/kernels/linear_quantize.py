@@ -22,14 +22,7 @@ from wicore_trt.plugins.kernels.turns import take_turn
 
 @triton.jit
 def quantize_rows(
-    x,
-    out,
-    x_scale,
-    largest,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NATIVE: tl.constexpr,
-    DEPENDENT: tl.constexpr = 0,
+    x, out, x_scale, largest, K: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr, DEPENDENT: tl.constexpr = 0
 ):
     """x [tokens, K] to out (uint8 [tokens, K]) and x_scale float32[tokens]; largest int32[tokens] becomes
     zeros. BLOCK >= K. Grid: (tokens)."""
@@ -45,14 +38,7 @@ def quantize_rows(
 
 @triton.jit
 def quantize_parts(
-    x,
-    out,
-    x_scale,
-    largest,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NATIVE: tl.constexpr,
-    DEPENDENT: tl.constexpr = 0,
+    x, out, x_scale, largest, K: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr, DEPENDENT: tl.constexpr = 0
 ):
     """`quantize_rows` of rows whose largest `magnitude_bits` are in `largest` already, BLOCK columns to a program.
     Grid: (tokens, cdiv(K, BLOCK))."""

@@ -19,13 +19,7 @@ EXACT_EVERY = 128
 """Products of E4M3 that sm90 may sum in its matrix unit before a float32 addition; cuBLAS's choice as well."""
 QUANTIZED_PART = 2048
 """Columns of a program of `quantize_parts`."""
-POINTERS = {
-    "w_scale": "*fp32",
-    "x_scale": "*fp32",
-    "partials": "*fp32",
-    "counters": "*i32",
-    "largest": "*i32",
-}
+POINTERS = {"w_scale": "*fp32", "x_scale": "*fp32", "partials": "*fp32", "counters": "*i32", "largest": "*i32"}
 
 
 def linear_spec(shape: LinearShape, config: LinearConfig, target: str) -> KernelSpec:
@@ -67,13 +61,7 @@ def linear_spec(shape: LinearShape, config: LinearConfig, target: str) -> Kernel
     signature = {name: types[name] for name in function.arg_names if name in types}
     aligned = frozenset(signature) & {"x", "w", "out", "w_scale", "partials"}
     return KernelSpec(
-        _name(shape, config, native),
-        function,
-        signature,
-        constants,
-        aligned,
-        config.num_warps,
-        config.num_stages,
+        _name(shape, config, native), function, signature, constants, aligned, config.num_warps, config.num_stages
     )
 
 

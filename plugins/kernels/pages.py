@@ -87,15 +87,7 @@ def copy_pages(
 
 @triton.jit
 def slide(
-    cache,
-    moves,
-    cache_layer,
-    cache_kv,
-    cache_slot,
-    cache_head,
-    cache_token,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
+    cache, moves, cache_layer, cache_kv, cache_slot, cache_head, cache_token, D: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Move m takes `keep` entries of `slot`, from entry `first` on, to the slot's front, in all layers, K and V.
 

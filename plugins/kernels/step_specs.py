@@ -147,13 +147,7 @@ SAMPLE_TYPES = {
 
 
 def sample_specs(
-    vocab: int,
-    target: str,
-    *,
-    sampled: bool,
-    softcap: float = 0.0,
-    rows: int = 1,
-    candidates: int = sample.CANDIDATES,
+    vocab: int, target: str, *, sampled: bool, softcap: float = 0.0, rows: int = 1, candidates: int = sample.CANDIDATES
 ) -> dict[str, KernelSpec]:
     """`kernels.sample`'s kernels for `vocab` logits by their names in `step_layout.sample_launches`, in their order:
     "scan" and "choose", and with `sampled` (otherwise all rows are greedy) "collect" and "draw". `softcap` 0 is none.

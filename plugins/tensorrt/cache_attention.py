@@ -126,7 +126,4 @@ def cache_attention_specs(config: CacheAttentionConfig) -> dict[str, KernelSpec]
         ) from None
 
     pool = config.pool()
-    return {
-        "kv_write": specs.kv_write_spec(pool),
-        "attention": specs.attention_spec(pool, config.heads),
-    }
+    return {"kv_write": specs.kv_write_spec(pool), "attention": specs.attention_spec(pool, config.heads)}

@@ -96,10 +96,7 @@ class ModelCost:
 
 def prefill_bound_s(cost: ModelCost, rates: MachineRates, batch: int, input_tokens: int) -> float:
     """Shortest time from `batch` prompts to their first tokens."""
-    return max(
-        batch * cost.prefill_flops(input_tokens) / rates.flops,
-        cost.weight_bytes / rates.read_bytes_per_s,
-    )
+    return max(batch * cost.prefill_flops(input_tokens) / rates.flops, cost.weight_bytes / rates.read_bytes_per_s)
 
 
 def decode_bound_s(cost: ModelCost, rates: MachineRates, batch: int, input_tokens: int, output_tokens: int) -> float:
@@ -111,13 +108,7 @@ def decode_bound_s(cost: ModelCost, rates: MachineRates, batch: int, input_token
 
 
 def request_bound_s(
-    cost: ModelCost,
-    rates: MachineRates,
-    batch: int,
-    input_tokens: int,
-    output_tokens: int,
-    *,
-    cached_tokens: int = 0,
+    cost: ModelCost, rates: MachineRates, batch: int, input_tokens: int, output_tokens: int, *, cached_tokens: int = 0
 ) -> float:
     """Shortest time that one request costs an engine that always runs `batch` of them.
 

@@ -125,10 +125,7 @@ class GgufSource(Source):
         self._vocabulary = read_vocabulary(self._file.metadata, self.spec.vocab_size, str(path))
         self.notes += self._vocabulary.notes
         self.chat_template = self._vocabulary.chat_template
-        self.generation_config = {
-            "bos_token_id": self._vocabulary.bos,
-            "eos_token_id": self._vocabulary.ends,
-        }
+        self.generation_config = {"bos_token_id": self._vocabulary.bos, "eos_token_id": self._vocabulary.ends}
 
     def _place(self, name: str, tensor: GgufTensor) -> None:
         """Enter a tensor of the file; what converters fuse (--fuse-qkv) as its three parts."""

@@ -23,14 +23,7 @@ from typing import Any
 
 from wicore_trt.core.limits import HOLD_RATE, Alarms, Limits, too_long
 from wicore_trt.core.shares import fits
-from wicore_trt.errors import (
-    Bar,
-    EngineDeadError,
-    InvalidRequestError,
-    QueueFullError,
-    UnavailableError,
-    WicoreError,
-)
+from wicore_trt.errors import Bar, EngineDeadError, InvalidRequestError, QueueFullError, UnavailableError, WicoreError
 from wicore_trt.kv.events import EventFeed, KVEventLog
 from wicore_trt.schedule.outlook import Newcomers, Outlook
 from wicore_trt.schedule.queue import AGEING_S

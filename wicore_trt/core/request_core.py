@@ -153,12 +153,7 @@ class RequestCore(Core):
         return outputs
 
     def _finish(
-        self,
-        sequence: RequestSequence,
-        reason: FinishReason,
-        *,
-        error: str | None = None,
-        retry_s: float | None = None,
+        self, sequence: RequestSequence, reason: FinishReason, *, error: str | None = None, retry_s: float | None = None
     ) -> TokenOutput:
         request = sequence.request
         if sequence.turn is not None:

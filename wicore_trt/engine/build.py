@@ -22,12 +22,7 @@ from wicore_trt.checkpoint.hub import is_hub_id
 from wicore_trt.checkpoint.names import kv_scale_name
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
 from wicore_trt.checkpoint.sharding import MAX_TP
-from wicore_trt.engine.directory import (
-    ENGINE,
-    EngineDir,
-    describe_files,
-    open_engine,
-)
+from wicore_trt.engine.directory import ENGINE, EngineDir, describe_files, open_engine
 from wicore_trt.engine.manifest import (
     DUMMY_SOURCE,
     DUMMY_WEIGHTS,
@@ -191,11 +186,7 @@ def _created() -> str:
 
 
 def _checkpoint_of(
-    source: str | Path,
-    work: Path,
-    options: BuildOptions,
-    progress: Progress,
-    note: Callable[[str], None] | None,
+    source: str | Path, work: Path, options: BuildOptions, progress: Progress, note: Callable[[str], None] | None
 ) -> Checkpoint:
     """Open the checkpoint, or make one at `work`."""
     from wicore_trt.checkpoint.format import open_checkpoint
@@ -248,12 +239,7 @@ def _check_fit(checkpoint: Checkpoint, options: BuildOptions) -> None:
 
 
 def _lay_out(
-    checkpoint: Checkpoint,
-    partial: Path,
-    options: BuildOptions,
-    compiler: Backend,
-    source: str,
-    progress: Progress,
+    checkpoint: Checkpoint, partial: Path, options: BuildOptions, compiler: Backend, source: str, progress: Progress
 ) -> Manifest:
     """Place all files in `partial` and describe them."""
     weights: dict[str, WeightFile] = {}

@@ -162,9 +162,5 @@ def make_app(context: Context, routes: Sequence[BaseRoute], origins: Sequence[st
     if not origins:
         return front
     return CORSMiddleware(
-        front,
-        allow_origins=origins,
-        allow_methods=("GET", "POST"),
-        allow_headers=("*",),
-        expose_headers=EXPOSED,
+        front, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=EXPOSED
     )

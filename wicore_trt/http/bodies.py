@@ -39,8 +39,7 @@ TOOL = object_of(
 )  # fmt: skip
 _CHOICE = one_of("none auto required")
 TOOL_CHOICE = either(
-    _CHOICE,
-    object_of("type function", type={"const": "function"}, function=object_of("name", name=FUNCTION_NAME)),
+    _CHOICE, object_of("type function", type={"const": "function"}, function=object_of("name", name=FUNCTION_NAME))
 )
 RESPONSE_FORMAT = object_of(
     "type", type=one_of("text json_object json_schema"), schema=OBJECT, json_schema=object_of("schema", schema=OBJECT)

@@ -83,10 +83,7 @@ async def responses(context: Context, call: Call, body: ResponsesBody) -> Reply:
     asked, forms = chat_of(body)
     with naming(CHAT_NAMES):
         return await converse(
-            context,
-            call,
-            asked,
-            lambda calls: ResponsesShape(body, model, engine.tokenizer, calls=calls, forms=forms),
+            context, call, asked, lambda calls: ResponsesShape(body, model, engine.tokenizer, calls=calls, forms=forms)
         )
 
 
@@ -120,13 +117,7 @@ async def completions(context: Context, call: Call, body: CompletionBody) -> Rep
     prompts: Sequence[str] = ()
     if body.echo:
         prompts = await engine.work(call.who.tenant, lambda: _echoes(context, requests))
-    shape = CompletionShape(
-        model,
-        engine.tokenizer,
-        prompts=prompts,
-        top=body.logprobs,
-        **_wishes(body),
-    )
+    shape = CompletionShape(model, engine.tokenizer, prompts=prompts, top=body.logprobs, **_wishes(body))
     return await _answer(context, call, body, requests, shape)
 
 

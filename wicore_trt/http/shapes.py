@@ -185,13 +185,7 @@ class CompletionShape(ChoiceShape):
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
     one_prompt = False
 
-    def __init__(
-        self,
-        *args: Any,
-        prompts: Sequence[str] = (),
-        top: int | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, prompts: Sequence[str] = (), top: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._prompts, self._top = prompts, top
         self._echoed: dict[int, Echo] = {}

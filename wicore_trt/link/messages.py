@@ -15,14 +15,7 @@ from msgspec import Struct
 from wicore_trt.errors import Bar, InvalidRequestError, QueueFullError, WicoreError, error_named
 from wicore_trt.kv.events import Cleared, Event, Removed, Snapshot, Stored
 from wicore_trt.kv.pages.page import Page
-from wicore_trt.types import (
-    CacheHints,
-    EngineStats,
-    GenerateRequest,
-    ModelInfo,
-    SamplingParams,
-    TokenOutput,
-)
+from wicore_trt.types import CacheHints, EngineStats, GenerateRequest, ModelInfo, SamplingParams, TokenOutput
 
 PAGES = 1024
 """Pages of a message that is part of a snapshot."""

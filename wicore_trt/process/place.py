@@ -106,10 +106,7 @@ class FrontPlace(Place):
         self.bound = self.serving = self.idle = False
 
     def begin(
-        self,
-        fork: Fork,
-        heard: Callable[[FrontPlace, dict[str, Any]], None],
-        ended: Callable[[FrontPlace, int], None],
+        self, fork: Fork, heard: Callable[[FrontPlace, dict[str, Any]], None], ended: Callable[[FrontPlace, int], None]
     ) -> None:
         """The next front begins."""
         self.links, self.silent_s, self.bound, self.idle = 0, 0.0, False, False

@@ -103,7 +103,4 @@ def pool_sizes(
     count = max(1, min(max_sequences, (budget_bytes - spare * page_bytes[LOCAL]) // each))
     rest = budget_bytes - (count * (window + (count > 1)) + spare) * page_bytes[LOCAL]
     global_pages = max(whole, rest // page_bytes[GLOBAL])
-    return {
-        GLOBAL: global_pages,
-        LOCAL: (budget_bytes - global_pages * page_bytes[GLOBAL]) // page_bytes[LOCAL],
-    }
+    return {GLOBAL: global_pages, LOCAL: (budget_bytes - global_pages * page_bytes[GLOBAL]) // page_bytes[LOCAL]}

@@ -35,11 +35,7 @@ def least(slice_tokens: int) -> int:
 
 
 def learn(
-    prefill: PrefillMeter,
-    loader: PrefixLoader | None,
-    slices: Seq[tuple[int, int]],
-    seconds: float,
-    slice_tokens: int,
+    prefill: PrefillMeter, loader: PrefixLoader | None, slices: Seq[tuple[int, int]], seconds: float, slice_tokens: int
 ) -> None:
     """A step that computed (start, count) of each sequence took so long: beside a load from disk that tells how much it
     slows steps down, once it is known what they take without."""

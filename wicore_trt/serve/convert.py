@@ -197,10 +197,7 @@ def _fill(delta: pb2.Delta, output: TextOutput, finder: CallFinder | None) -> No
         delta.token_ids.append(output.token_ids[0])
     else:
         delta.token_ids.extend(output.token_ids)
-    for entries, messages in (
-        (output.logprobs, delta.logprobs),
-        (output.prompt_logprobs, delta.prompt_logprobs),
-    ):
+    for entries, messages in ((output.logprobs, delta.logprobs), (output.prompt_logprobs, delta.prompt_logprobs)):
         for entry in entries:
             message = messages.add(token_id=entry.token_id, logprob=entry.logprob)
             for token_id, logprob in entry.top:

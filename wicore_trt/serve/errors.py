@@ -44,10 +44,7 @@ def reason_of(error: WicoreError) -> str:
 def status_of(error: WicoreError, call_id: str) -> status_pb2.Status:
     """The google.rpc.Status of an error: ErrorInfo and RequestInfo always, BadRequest and RetryInfo where they fit."""
     text = shortened(str(error), MAX_MESSAGE_CHARS)
-    details: list[message.Message] = [
-        _error_info(reason_of(error)),
-        error_details_pb2.RequestInfo(request_id=call_id),
-    ]
+    details: list[message.Message] = [_error_info(reason_of(error)), error_details_pb2.RequestInfo(request_id=call_id)]
     if isinstance(error, InvalidRequestError):
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=text)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))

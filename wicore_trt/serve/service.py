@@ -28,12 +28,7 @@ from wicore_trt.access.keys import Identity
 from wicore_trt.core.port import UNKNOWN, Change, Position
 from wicore_trt.core.shares import Gate
 from wicore_trt.core.text_engine import Tally
-from wicore_trt.errors import (
-    AuthenticationError,
-    DeadlineError,
-    InvalidRequestError,
-    UnavailableError,
-)
+from wicore_trt.errors import AuthenticationError, DeadlineError, InvalidRequestError, UnavailableError
 from wicore_trt.serve import convert
 from wicore_trt.serve.errors import DuplicateRequestError
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
@@ -190,10 +185,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         else:
             state = pb2.SERVER_STATE_STARTING if self._engine is None else pb2.SERVER_STATE_SERVING
         return pb2.GetServerInfoResponse(
-            version=__version__,
-            state=state,
-            started_at=self._started_at,
-            max_message_bytes=self._max_message_bytes,
+            version=__version__, state=state, started_at=self._started_at, max_message_bytes=self._max_message_bytes
         )
 
     async def GetStats(self, request: pb2.GetStatsRequest, context: Reply) -> pb2.GetStatsResponse:

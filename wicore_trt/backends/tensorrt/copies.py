@@ -39,10 +39,7 @@ class TorchSlotCopier:
     """Implements `SlotCopier` on any torch device. `scales[group]` float32 [layers] are the scales of FP8 pages."""
 
     def __init__(
-        self,
-        pools: Mapping[str, torch.Tensor],
-        caches: Mapping[str, torch.Tensor],
-        scales: Mapping[str, torch.Tensor],
+        self, pools: Mapping[str, torch.Tensor], caches: Mapping[str, torch.Tensor], scales: Mapping[str, torch.Tensor]
     ) -> None:
         self._pools, self._caches = pools, caches
         self._scales = {group: scale.view(1, -1, 1, 1, 1) for group, scale in scales.items()}

@@ -61,11 +61,7 @@ class KernelSlotCopier:
     """Implements `SlotCopier`; `kernels` are compiled from the `specs` of any group, which differ in nothing."""
 
     def __init__(
-        self,
-        groups: Mapping[str, GroupMemory],
-        kernels: Mapping[str, CompiledKernel],
-        launcher: Launcher,
-        stream: int,
+        self, groups: Mapping[str, GroupMemory], kernels: Mapping[str, CompiledKernel], launcher: Launcher, stream: int
     ) -> None:
         self._groups, self._kernels, self._launcher, self._stream = groups, kernels, launcher, stream
 

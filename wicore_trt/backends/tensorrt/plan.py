@@ -100,8 +100,7 @@ def load_plans(trt: Any, engine: EngineDir, target: str, runtime: Any = None) ->
         loaded = runtime.deserialize_cuda_engine(engine.read(name))
         if loaded is None:
             raise EnvironmentUnfitError(
-                f"TensorRT {trt.__version__} does not load {name}: {book.reason()}.",
-                fix=rebuild_plans(engine),
+                f"TensorRT {trt.__version__} does not load {name}: {book.reason()}.", fix=rebuild_plans(engine)
             )
         profile = limits.profile(phase)
         problems = plan_problems(trt, loaded, index[phase], profile, plugin=plugin)

@@ -179,8 +179,7 @@ def _native_library(engine: EngineTensors, kernels: str, device: torch.device) -
             reason, level = f"the library {why_lacking()}", logging.WARNING
     if reason and kernels == "native":
         raise EnvironmentUnfitError(
-            f"The native CPU kernels cannot be used: {reason}.",
-            fix=f"Set executor.kernels to auto. {FIX}",
+            f"The native CPU kernels cannot be used: {reason}.", fix=f"Set executor.kernels to auto. {FIX}"
         )
     if reason and device.type == "cpu":
         log.log(level, "slower torch operators in place of the native CPU kernels: %s", reason)

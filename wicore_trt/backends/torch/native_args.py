@@ -95,12 +95,7 @@ class QKNormRopeWrite(Args):
 
 class Attention(Args):
     OP = 6
-    _fields_ = [
-        *_int("rows", "dtype", "window"),
-        ("scale", c_double),
-        *_pointer("q", "out"),
-        ("kv", POINTER(KV)),
-    ]
+    _fields_ = [*_int("rows", "dtype", "window"), ("scale", c_double), *_pointer("q", "out"), ("kv", POINTER(KV))]
 
 
 class GatherRows(Args):
@@ -172,10 +167,7 @@ def geglu(x: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> Geglu:
 
 
 def linear(
-    x: torch.Tensor,
-    weight: PackedWeight,
-    out: torch.Tensor,
-    quantized: tuple[torch.Tensor, torch.Tensor] | None = None,
+    x: torch.Tensor, weight: PackedWeight, out: torch.Tensor, quantized: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> Linear:
     """out float32 [rows, n] = x operand [rows, k] @ weight.T. A weight with a scale needs `quantized`: scratch
     bfloat16 [>= rows * k] and float32 [>= rows]."""

@@ -110,13 +110,7 @@ def _check(checkpoint: Checkpoint, kv_fp8: bool) -> None:
 
 
 def _write_rank(
-    checkpoint: Checkpoint,
-    rank: int,
-    file: SafetensorsFile,
-    path: Path,
-    scales: dict[str, np.float32],
-    *,
-    kv_fp8: bool,
+    checkpoint: Checkpoint, rank: int, file: SafetensorsFile, path: Path, scales: dict[str, np.float32], *, kv_fp8: bool
 ) -> None:
     spec, quant = checkpoint.spec, checkpoint.quant_algo
     static = static_scales(spec, quant, kv_fp8)

@@ -19,14 +19,7 @@ from wicore_trt.errors import ConfigError, EnvironmentUnfitError, NotFoundError
 from wicore_trt.kv.disk.cipher import TAG_FAULT
 from wicore_trt.kv.disk.claim import lock_directory
 from wicore_trt.kv.disk.files import Files, aligned_buffer, read_buffers, write_buffers
-from wicore_trt.kv.disk.format import (
-    BLOCK_BYTES,
-    CHECK_BYTES,
-    CorruptSlotError,
-    PageCipher,
-    SlotFormat,
-    record_check,
-)
+from wicore_trt.kv.disk.format import BLOCK_BYTES, CHECK_BYTES, CorruptSlotError, PageCipher, SlotFormat, record_check
 from wicore_trt.kv.disk.secret import SECRET
 from wicore_trt.kv.disk.tools import StoredNamespace, namespace_homes, owned_files
 from wicore_trt.kv.pages.page import Page

@@ -20,12 +20,7 @@ from numpy.typing import NDArray
 from wicore_trt.errors import NotFoundError
 from wicore_trt.kv.disk.claim import LOCK, NAMESPACE, tree_bytes
 from wicore_trt.kv.disk.files import Files, aligned_buffer, check_file, read_buffers, write_buffers
-from wicore_trt.kv.disk.format import (
-    BLOCK_BYTES,
-    FLAG_SEALED,
-    FORMAT_VERSION,
-    Namespace,
-)
+from wicore_trt.kv.disk.format import BLOCK_BYTES, FLAG_SEALED, FORMAT_VERSION, Namespace
 from wicore_trt.kv.disk.index import FoundPages, record_type
 
 _SLAB = re.compile(r"slab-\d{5}")

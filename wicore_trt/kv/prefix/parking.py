@@ -92,12 +92,7 @@ class Parking:
         if GLOBAL in slots:
             pages.extend(GLOBAL, (slots[GLOBAL][i] for i in sorted(slots[GLOBAL])))
         pages.load = PrefixLoad(
-            parked.tokens,
-            manager.pages_for(parked.tokens),
-            items,
-            window_first=first,
-            window=window,
-            here=here,
+            parked.tokens, manager.pages_for(parked.tokens), items, window_first=first, window=window, here=here
         )
         pages.load.failures = manager.failures
         self._tiers.begin(pages.load)

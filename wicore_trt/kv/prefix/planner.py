@@ -162,11 +162,7 @@ class NextMove:
 
 
 def choose(
-    total: int,
-    start: int,
-    candidates: Sequence[Candidate],
-    compute: ComputeRate,
-    tiers: Mapping[str, TierRate],
+    total: int, start: int, candidates: Sequence[Candidate], compute: ComputeRate, tiers: Mapping[str, TierRate]
 ) -> LoadChoice:
     """The fastest way to the first token of a prompt of `total` tokens, of which `start` are on the device, what the
     device does for it counted as time of others.
@@ -350,12 +346,7 @@ class _Load:
     """Times of loading one candidate from any page boundary on. Boundaries are numbered from 0, the choice's start."""
 
     def __init__(
-        self,
-        candidate: Candidate,
-        start: int,
-        sums: _Sums,
-        compute: ComputeRate,
-        tiers: Mapping[str, TierRate],
+        self, candidate: Candidate, start: int, sums: _Sums, compute: ComputeRate, tiers: Mapping[str, TierRate]
     ) -> None:
         self.candidate = candidate
         self._start = start
