@@ -7,13 +7,16 @@ For any thread.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
@@ -27,12 +30,18 @@ from wicore_trt.types import (
     Completion,
     Constraint,
     ConstraintKind,
+    EngineStats,
     FinishReason,
+    KVStats,
+    ModelInfo,
+    PoolStats,
     Prompt,
     SamplingParams,
     TextOutput,
+    TierStats,
     TokenLogprob,
     Usage,
+    params_list,
     prompt_fields,
     prompt_list,
 )
@@ -50,6 +59,15 @@ _BY_CODE = {
         errors.NotFoundError,
     )
 }
+_PLAIN: dict[type, type] = {
+    pb2.GetModelInfoResponse: ModelInfo,
+    pb2.GetStatsResponse: EngineStats,
+    pb2.PoolStats: PoolStats,
+    kv_pb2.KVStats: KVStats,
+    kv_pb2.TierStats: TierStats,
+}
+"""Messages that tell a plain type, whose fields have the same names but for durations, which name their unit."""
+_WIRE_NAMES = {f"{name}_seconds": f"{name}_time" for name in ("step", "read", "write")} | {"uptime_s": "uptime"}
 
 
 class Client:
@@ -69,15 +87,14 @@ class Client:
         else:
             self._channel = grpc.insecure_channel(address, options)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._health = health_pb2_grpc.HealthStub(self._channel)  # made of a closed channel it would crash
         self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
         self.address = address
+        self._closed = False
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """Return when the server takes requests. Raises UnavailableError when it does not within `timeout_s`."""
-        health = health_pb2_grpc.HealthStub(self._channel)
-        replies = health.Watch(
-            health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True, metadata=self._metadata
-        )
+        replies = self._ask(self._health.Watch, health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)
         try:
             for reply in replies:
                 if reply.status == health_pb2.HealthCheckResponse.SERVING:
@@ -92,15 +109,16 @@ class Client:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache: CacheHints | None = None,
         timeout_s: float | None = None,
     ) -> list[list[Completion]]:
-        """Complete prompts (text, or token ids) together; result[i][j] is sequence j of prompt i. `timeout_s` bounds
-        each call."""
+        """Complete prompts (text, or token ids) together; result[i][j] is sequence j of prompt i. `params` are those of
+        all prompts, or a list of each one's; `timeout_s` bounds each call."""
         many = prompt_list(prompts)
-        calls = [self._call(prompt, params, cache, timeout_s) for prompt in many]
+        each = zip(many, params_list(params, len(many)), strict=True)
+        calls = [self._call(prompt, its, cache, timeout_s) for prompt, its in each]
         try:
             return [_complete(call) for call in calls]
         finally:
@@ -130,16 +148,23 @@ class Client:
         """Yield the deltas of one prompt, or of the next turn of a conversation, as they come."""
         return _outputs(self._call(prompt, params, cache, timeout_s))
 
+    def info(self) -> ModelInfo:
+        """What the served engine is; `build` is not told."""
+        found: ModelInfo = _plain(self._ask(self._stub.GetModelInfo, pb2.GetModelInfoRequest()))
+        return found
+
+    def stats(self) -> EngineStats:
+        """Load and counters since the server's start: an operator's of all, else those of the key's own requests."""
+        found: EngineStats = _plain(self._ask(self._stub.GetStats, pb2.GetStatsRequest()))
+        return found
+
     def has_chat_template(self) -> bool:
         """Whether the served model takes conversations; one without completes text alone."""
-        try:
-            found = self._stub.GetModelInfo(pb2.GetModelInfoRequest(), metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise _error_of(error) from None
-        return bool(found.chat)
+        return self.info().chat
 
     def close(self) -> None:
         """End all calls."""
+        self._closed = True
         self._channel.close()
 
     def __enter__(self) -> Client:
@@ -168,7 +193,36 @@ class Client:
             message.cache.priority = getattr(kv_pb2, f"CACHE_PRIORITY_{cache.priority.name}")
             if cache.ttl_s is not None:
                 message.cache.ttl.FromNanoseconds(round(cache.ttl_s * 1e9))
-        return self._stub.Generate(message, timeout=timeout_s, metadata=self._metadata)
+        return self._ask(self._stub.Generate, message, timeout=timeout_s)
+
+    def _ask(self, method: Callable[..., Any], message: Message, **options: Any) -> Any:
+        """The answer of a method, or its stream. Raises WicoreError where this client was closed."""
+        if not self._closed:
+            try:
+                return method(message, metadata=self._metadata, **options)
+            except grpc.RpcError as error:
+                raise _error_of(error) from None
+            except ValueError:
+                if not self._closed:  # by another thread
+                    raise
+        raise WicoreError("This client was closed.", fix="Make another one.")
+
+
+def _plain(told: Any) -> Any:
+    """A message, or a value inside of one, as a plain type: durations in seconds, None for what is unset."""
+    if isinstance(told, Duration):
+        return told.ToNanoseconds() / 1e9
+    if isinstance(told, Message):
+        kind, known, given = _PLAIN[type(told)], told.DESCRIPTOR.fields_by_name, {}
+        for name in (field.name for field in dataclasses.fields(kind)):
+            wire = _WIRE_NAMES.get(name, name)
+            if wire in known:
+                unset = known[wire].has_presence and known[wire].message_type is None and not told.HasField(wire)
+                given[name] = None if unset else _plain(getattr(told, wire))
+        return kind(**given)
+    if isinstance(told, MutableSequence):
+        return tuple(map(_plain, told))
+    return dict(told) if isinstance(told, Mapping) else told
 
 
 def _sampling(params: SamplingParams) -> pb2.SamplingParams:

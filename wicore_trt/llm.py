@@ -1,19 +1,21 @@
 """The offline API: `LLM(engine).generate(...)`, `.chat(...)` and `.stream(...)`, without a server.
 
 Steps the engine in the caller's thread. It must not know gRPC. Invariant: a stream that is dropped half-way aborts its
-request, so an LLM object never computes for nobody. Not thread-safe; use one LLM per thread, or the server.
+request, so an LLM object never computes for nobody. For any thread: one at a time steps, for the requests of all.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from wicore_trt.config import load_settings
-from wicore_trt.core.assemble import load_engine
+from wicore_trt.core.assemble import LoadedEngine, load_engine
 from wicore_trt.core.text_engine import encode_request, ending_turns
 from wicore_trt.core.text_output import SequenceText
 from wicore_trt.errors import WicoreError, missing_package
@@ -28,6 +30,7 @@ from wicore_trt.types import (
     TextOutput,
     TextRequest,
     TokenOutput,
+    params_list,
     prompt_fields,
     prompt_list,
 )
@@ -44,30 +47,35 @@ class LLM:
     def __init__(self, engine: str | Path, **settings: object) -> None:
         overrides = {name.replace("__", "."): value for name, value in settings.items()}
         try:
-            loaded = load_engine(load_settings(None, {"engine": str(engine), **overrides}))
+            self._own(load_engine(load_settings(None, {"engine": str(engine), **overrides})))
         except ModuleNotFoundError as error:
             raise missing_package(error.name) or error from error
+
+    def _own(self, loaded: LoadedEngine) -> None:
         self.info = loaded.info
         self.tokenizer = loaded.tokenizer
         self._core = loaded.core
         self._ids = (f"llm-{i}" for i in itertools.count())
         self._closed = False
+        self._lock = threading.RLock()  # a stream that is collected while a step runs aborts its request in between
         self._inboxes: dict[str, deque[TokenOutput]] = {}
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache: CacheHints | None = None,
     ) -> list[list[Completion]]:
-        """Complete prompts (text, or token ids) together; result[i][j] is sequence j of prompt i.
+        """Complete prompts (text, or token ids) together; result[i][j] is sequence j of prompt i. `params` are those of
+        all prompts, or a list of each one's.
 
         `cache` says, of each prompt, how long its pages are worth keeping.
         Raises InvalidRequestError before anything runs when a prompt is wrong.
         """
-        requests = [self._request(prompt, params, cache) for prompt in prompt_list(prompts)]
-        return self._complete(requests)
+        many = prompt_list(prompts)
+        each = zip(many, params_list(params, len(many)), strict=True)
+        return self._complete([self._request(prompt, its, cache) for prompt, its in each])
 
     def stream(
         self,
@@ -92,12 +100,15 @@ class LLM:
 
     def stats(self) -> EngineStats:
         """Counters since the engine was loaded."""
-        return self._core.stats()
+        with self._using():
+            return self._core.stats()
 
     def close(self) -> None:
-        """Free the engine's memory."""
-        self._closed = True
-        self._core.close()
+        """Free the engine's memory. Streams that are open fail."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._core.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -118,13 +129,20 @@ class LLM:
         return [[Completion.of(parts[r.request_id, i]) for i in range(r.params.n)] for r in requests]
 
     def _tokenize(self, request: TextRequest) -> GenerateRequest:
-        if self._closed:
-            raise WicoreError("This LLM was closed.", fix="Load the engine again.")
-        token_ids = encode_request(self.tokenizer, request, self.info)
-        made = GenerateRequest(request.request_id, token_ids, request.params, cache=request.cache)
-        self._core.validate(made)
-        self._core.prepare(made)
-        return made
+        with self._using():
+            token_ids = encode_request(self.tokenizer, request, self.info)
+            made = GenerateRequest(request.request_id, token_ids, request.params, cache=request.cache)
+            self._core.validate(made)
+            self._core.prepare(made)
+            return made
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        """The engine for one thread alone. Raises WicoreError where it was closed."""
+        with self._lock:
+            if self._closed:
+                raise WicoreError("This LLM was closed.", fix="Load the engine again.")
+            yield
 
     def _run(self, requests: list[GenerateRequest], *, awaited: bool) -> Iterator[TextOutput]:
         """Step the engine until `requests` end, at the pace of a reader where their tokens are `awaited`; what other
@@ -136,14 +154,17 @@ class LLM:
         }
         open_texts = len(texts)
         inbox: deque[TokenOutput] = deque()
-        self._inboxes.update((r.request_id, inbox) for r in requests)
         try:
-            for request in requests:
-                self._core.add(request)
+            with self._using():
+                self._inboxes.update((r.request_id, inbox) for r in requests)
+                for request in requests:
+                    self._core.add(request)
             while open_texts:
                 if not inbox:
-                    self._core.pace(awaited=awaited)
-                    self._distribute(self._core.step())
+                    with self._using():
+                        if not inbox:  # another thread's step may have filled it meanwhile
+                            self._core.pace(awaited=awaited)
+                            self._distribute(self._core.step())
                     continue
                 output = inbox.popleft()
                 if output.finish_reason is FinishReason.ERROR:
@@ -155,13 +176,17 @@ class LLM:
                 if text.finish_reason is not None:
                     open_texts -= 1
                     if output.finish_reason is None:
-                        self._core.abort(*key)  # a stop string ended it; the engine does not know
+                        with self._using():
+                            self._core.abort(*key)  # a stop string ended it; the engine does not know
                 yield text
         finally:
-            for request in requests:
-                self._core.abort(request.request_id)
-                del self._inboxes[request.request_id]
-            self._core.settle()
+            with self._lock:
+                for request in requests:
+                    self._inboxes.pop(request.request_id, None)
+                    if not self._closed:
+                        self._core.abort(request.request_id)
+                if not self._closed:
+                    self._core.settle()
 
     def _distribute(self, outputs: list[TokenOutput]) -> None:
         for output in outputs:

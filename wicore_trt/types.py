@@ -347,23 +347,45 @@ class Completion:
         )  # fmt: skip
 
 
-Prompt = str | Sequence[int]
-"""Text, or token ids."""
+Prompt = str | Sequence[int] | Mapping[str, object]
+"""Text, token ids, or one of these as the dict {"prompt": text} or {"prompt_token_ids": ids}."""
 
 
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """One prompt or several, as several."""
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
+    single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
     return [prompts] if single else prompts  # type: ignore[return-value, list-item]
 
 
+def params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """One for each of `count` prompts. Raises InvalidRequestError for another number of them, or other things."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise InvalidRequestError(f"params must be SamplingParams, got {shown(params)}.", field="params")
+    if len(params) != count:
+        raise InvalidRequestError(f"There are {len(params)} params for {count} prompts.", field="params")
+    return list(params)
+
+
 def prompt_fields(prompt: Prompt | Sequence[Mapping[str, str]]) -> dict[str, Any]:
-    """The field of TextRequest that a prompt, or a conversation of {"role", "content"} turns, goes into."""
+    """The field of TextRequest that a prompt, or a conversation of {"role", "content"} turns, goes into. Raises
+    InvalidRequestError for a dict that is no prompt."""
     if isinstance(prompt, str):
         return {"prompt": prompt}
+    if isinstance(prompt, Mapping):
+        match {name: value for name, value in prompt.items() if value is not None}:
+            case {"prompt": str() as text, **others} if not others:
+                return {"prompt": text}
+            case {"prompt_token_ids": ids, **others} if not others:
+                return {"prompt_token_ids": as_token_ids("prompt_token_ids", ids)}
+        raise InvalidRequestError(
+            f"A prompt that is a dict has either a text as prompt or prompt_token_ids, got {shown(prompt)}.",
+            field="prompt",
+        )
     if len(prompt) > 0 and isinstance(prompt[0], Mapping):
         return {"messages": tuple(prompt)}
-    return {"prompt_token_ids": tuple(prompt)}
+    return {"prompt_token_ids": as_token_ids("prompt_token_ids", prompt)}
 
 
 @dataclass(frozen=True, slots=True)

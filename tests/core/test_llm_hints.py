@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-
 from fakes import FAKE_INFO, FakeTokenizer, greedy, make_core
 
+from wicore_trt.core.assemble import LoadedEngine
 from wicore_trt.llm import LLM
 from wicore_trt.types import CacheHints, CachePriority, SamplingParams
 
 
 def test_generate_stream_and_chat_pass_hints_on():
     llm = LLM.__new__(LLM)  # without an engine directory
-    llm.info, llm.tokenizer, llm._core = FAKE_INFO, FakeTokenizer(), make_core()
-    llm._ids, llm._inboxes = map(str, itertools.count()), {}
+    llm._own(LoadedEngine(make_core(), FakeTokenizer(), FAKE_INFO))
     seen, add = [], llm._core.add
     llm._core.add = lambda request: (seen.append(request.cache), add(request))
     params, hints = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True), CacheHints("s", CachePriority.HIGH, 5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,6 +9,7 @@ import pytest
 from fakes import FAKE_INFO, FakeTokenizer
 from schedule.simulated import Device, Simulated, ask, make_simulated
 
+from wicore_trt.core.assemble import LoadedEngine
 from wicore_trt.llm import LLM
 from wicore_trt.schedule.budget import Budget
 from wicore_trt.schedule.step_time import StepLoad, StepTime
@@ -70,8 +70,7 @@ class Words(FakeTokenizer):
 
 def llm_over(core) -> LLM:
     llm = LLM.__new__(LLM)  # without an engine directory
-    llm.info, llm.tokenizer, llm._core = replace(FAKE_INFO, max_context_tokens=1 << 17), Words(), core
-    llm._ids, llm._inboxes = map(str, itertools.count()), {}
+    llm._own(LoadedEngine(core, Words(), replace(FAKE_INFO, max_context_tokens=1 << 17)))
     return llm
 
 

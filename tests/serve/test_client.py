@@ -17,6 +17,7 @@ from wicore_trt.errors import (
     InvalidRequestError,
     QueueFullError,
     UnavailableError,
+    WicoreError,
 )
 from wicore_trt.serve import convert
 from wicore_trt.types import CacheHints, CachePriority, FinishReason, SamplingParams, TextOutput, TokenLogprob, Usage
@@ -41,6 +42,50 @@ async def test_prompts_chats_and_streams_are_answered():
             hints = CacheHints("s", CachePriority.HIGH, 5.0)
             first, second = await asyncio.to_thread(lambda: client.chat(turns, several, cache=hints))
             assert first.token_ids == second.token_ids and len(first.token_ids) == 4
+
+
+async def test_prompts_are_dicts_too_and_each_has_its_parameters():
+    async with serving() as running:
+        with Client(running.address) as client:
+            prompts, params = [{"prompt": "one"}, {"prompt_token_ids": [5, 6]}], [GREEDY, replace(GREEDY, max_tokens=3)]
+            [[first], [second]] = await asyncio.to_thread(client.generate, prompts, params)
+            assert list(first.token_ids) == expected("one", 8)[1] and len(second.token_ids) == 3
+            for prompt, given, field in (
+                ("a", [GREEDY] * 2, "params"),
+                ("a", 3, "params"),
+                ({"text": "a"}, None, "prompt"),
+                ({"prompt": 5}, None, "prompt"),
+                ({"prompt_token_ids": "ab"}, None, "prompt_token_ids"),
+                ({"prompt_token_ids": 5}, None, "prompt_token_ids"),
+                ([["a"]], None, "prompt_token_ids"),
+            ):
+                with pytest.raises(InvalidRequestError) as caught:
+                    await asyncio.to_thread(client.generate, prompt, given)
+                assert caught.value.field == field, prompt
+
+
+async def test_the_model_and_its_counters_are_told_as_the_engine_tells_them():
+    async with serving() as running:
+        with Client(running.address) as client:
+            await asyncio.to_thread(client.generate, "one", GREEDY)
+            assert await asyncio.to_thread(client.info) == replace(running.engine.info, build="")
+            told, now = await asyncio.to_thread(client.stats), stats_now(running.engine)
+    assert told.generated_tokens == 8 and told.uptime_s > 0 and told.kv.tiers and told.pools
+    assert told.step_seconds == pytest.approx(now.step_seconds, abs=1e-9)  # whole nanoseconds
+    assert replace(told, uptime_s=0, step_seconds=0) == replace(now, uptime_s=0, step_seconds=0, step_tokens=())
+
+
+async def test_a_client_that_is_closed_says_so():
+    async with serving() as running:
+        client = Client(running.address)
+        client.close()
+        for call in (
+            client.info, client.stats, client.wait_ready, client.has_chat_template,
+            lambda: client.generate("a"), lambda: client.chat([{"role": "user", "content": "a"}]),
+            lambda: next(client.stream("a")),
+        ):  # fmt: skip
+            with pytest.raises(WicoreError, match="This client was closed"):
+                await asyncio.to_thread(call)
 
 
 async def test_errors_are_those_of_the_engine():
