@@ -50,6 +50,45 @@ def test_texts_have_bounds(kind: K, text: str) -> None:
     assert caught.value.field == "constraint"
 
 
+SCORE = {"type": "integer", "multipleOf": 5}
+TAGS = {"type": "array", "maxItems": 2, "items": {"type": "string", "minLength": 3, "maxLength": 5}}
+CLOSED = {"type": "object", "properties": {"score": SCORE, "tags": TAGS}, "required": ["score", "tags"]}
+CLOSED |= {"additionalProperties": False}
+
+
+SECOND = {"type": "object", "patternProperties": {"^(score|tags)$": {}}, "additionalProperties": False}
+
+
+def walk(schema: dict, text: str) -> bool:
+    """Whether a text is a whole one of the schema."""
+    constraint = Constraint(K.JSON_SCHEMA, json.dumps(schema))
+    source.check(constraint)
+    matcher = source.engine().LLMatcher(source._over_bytes(), source.grammar_of(constraint), log_level=0)
+    return matcher.try_consume_tokens([*text.encode()]) == len(text.encode()) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("pattern", ["^score$", "^tags$", "^(score|tags)$"])
+def test_a_schema_that_leads_nowhere_is_refused_at_once(pattern: str) -> None:
+    inside = CLOSED | {"patternProperties": {pattern: {}}}
+    listed = {"type": "array", "items": {"anyOf": [{"type": "null"}, inside]}}
+    held = {"type": "object", "properties": {"a": listed}, "required": ["a"], "additionalProperties": False}
+    merged = {"allOf": [CLOSED | {"additionalProperties": True}, SECOND]}
+    for schema in (inside, listed, held, merged):
+        with pytest.raises(InvalidRequestError, match="nothing can follow"):
+            source.check(Constraint(K.JSON_SCHEMA, json.dumps(schema)))
+    assert walk(CLOSED | {"patternProperties": {"^x": SCORE}}, '{"score": 5, "tags": [], "xy": 10}')
+
+
+def test_unique_items_are_not_enforced_and_all_else_is() -> None:
+    unique = {"uniqueItems": True}
+    schema = CLOSED | {"properties": {"score": SCORE, "tags": TAGS | unique, "uniqueItems": {"const": unique}}}
+    assert walk(schema, '{"score": 5, "tags": ["abc", "abc"]}')
+    assert walk(schema, '{"score": 5, "tags": [], "uniqueItems": {"uniqueItems": true}}')
+    assert not walk(schema, '{"score": 5, "tags": [], "uniqueItems": {}}')
+    assert not walk(schema, '{"score": 5, "tags": ["abc", "abc", "abc"]}')
+    source.check(Constraint(K.GRAMMAR, f"start: answer\nanswer: %json {json.dumps(schema)}"))
+
+
 def test_true_allows_everything() -> None:
     source.check(Constraint(K.JSON_SCHEMA, "true"))
 

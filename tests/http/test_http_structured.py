@@ -32,6 +32,30 @@ async def test_a_pydantic_model_is_parsed(client):
         assert choice.finish_reason == "stop" and choice.message.parsed.mood in ("good", "bad")
 
 
+class Moods(pydantic.BaseModel):
+    moods: set[Literal["good", "bad"]] = pydantic.Field(max_length=2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_of_a_schema_is_not_kept_is_told(client, stream):
+    schema = Moods.model_json_schema()
+    assert schema["properties"]["moods"]["uniqueItems"]
+    form = {"type": "json_schema", "json_schema": {"name": "moods", "schema": schema | {"additionalProperties": False}}}
+    function = {"name": "moods", "parameters": schema, "strict": True}
+    call = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    for asked in ({"response_format": form}, call):
+        found = await client.chat.completions.with_raw_response.create(
+            model="fake", messages=USER, max_tokens=4, stream=stream, **asked
+        )
+        assert found.headers["x-wicore-schema-left-out"] == "uniqueItems"
+    schema = Answer.model_json_schema()
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    kept = await client.chat.completions.with_raw_response.create(
+        model="fake", messages=USER, max_tokens=4, response_format=form
+    )
+    assert "x-wicore-schema-left-out" not in kept.headers
+
+
 async def test_streams_and_completions_are_constrained(client):
     schema = Answer.model_json_schema()
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": False}}

@@ -2,12 +2,14 @@
 
 Needs the package llguidance, which is imported when a constraint comes. It must not know the model's tokenizer: what is
 checked here is checked over bytes, so that any process can do it in milliseconds. Invariant: a constraint that `check`
-lets pass has been built as a whole under LIMITS and has a first token; everything else is an InvalidRequestError.
+lets pass has been built as a whole under LIMITS and one text of it followed; all else is an InvalidRequestError.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -23,6 +25,14 @@ LIMITS = {"max_grammar_size": 200_000, "max_lexer_states": 30_000, "step_max_ite
 """Beside llguidance's own limits of the work for one grammar and one token: symbols, states of 1 to 2 kB, and items
 for one mask, which take up to 6 us each."""
 MAX_CHOICES = 4096
+TRIED_BYTES, TRIED_S = 512, 0.1
+"""How far a text is followed, and for how many seconds at most: a grammar whose tokens take long is none that fails."""
+_OPENERS = b'{["],:}'
+"""Bytes of JSON that are tried first, in this order: into what is nested, and from there through all properties."""
+UNENFORCED = re.compile(r'"uniqueItems"\s*:\s*true')
+"""Of schemas: no grammar can keep it, and whoever has a set in a model asks for it."""
+_NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+_JSON = re.compile(r"(?m)%json (\{.*\})$")
 _REASON = 300
 """Characters of llguidance's reason."""
 
@@ -52,6 +62,7 @@ def grammar_of(constraint: Constraint) -> str:
         case ConstraintKind.REGEX:
             found = matcher.grammar_from_regex(text)
         case ConstraintKind.GRAMMAR:
+            text = _JSON.sub(lambda found: f"%json {_enforced(found[1])}", text)
             found = matcher.grammar_from_lark(_lark(text) if "::=" in text else text)
         case ConstraintKind.TOKENS:
             raise refusal("token ids are no text")
@@ -64,9 +75,31 @@ def _json(matcher: Any, schema: str) -> str:
     if schema.strip() in ("true", "false"):  # schemas too, but what is applied to them has to be an object
         schema = f'{{"allOf": [{schema}]}}'
     try:
-        return str(matcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE}))
+        return str(matcher.grammar_from_json_schema(_enforced(schema), defaults={"whitespace_pattern": WHITESPACE}))
     except ValueError as error:
         raise refusal(str(error)) from None
+
+
+def _enforced(schema: str) -> str:
+    """A schema's text without what is UNENFORCED."""
+
+    def strip(inside: Any) -> Any:
+        if isinstance(inside, list):
+            return [strip(item) for item in inside]
+        if not isinstance(inside, dict):
+            return inside
+        return {
+            key: {name: strip(item) for name, item in value.items()}
+            if key in _NAMED and isinstance(value, dict)
+            else value if key in ("const", "enum") else strip(value)
+            for key, value in inside.items()
+            if key != "uniqueItems" or not isinstance(value, bool)
+        }  # fmt: skip
+
+    try:
+        return json.dumps(strip(json.loads(schema))) if UNENFORCED.search(schema) else schema
+    except (ValueError, RecursionError):  # llguidance says what is wrong
+        return schema
 
 
 def _lark(text: str) -> str:
@@ -158,6 +191,23 @@ def _reason(constraint: Constraint) -> str:
     found: str = engine().LLMatcher.validate_grammar(grammar, limits=limits())
     if not found or found.startswith("WARNING"):
         matcher = engine().LLMatcher(_over_bytes(), grammar, log_level=0, limits=limits())
-        first = b"" if matcher.is_error() else matcher.compute_bitmask()
-        found = str(matcher.get_error()) if matcher.is_error() else "" if any(first) else "nothing satisfies it"
+        found = _follow(matcher)
     return found
+
+
+def _follow(matcher: Any) -> str:
+    """Why a text of the grammar cannot be gone on with, "" where it can: a schema may be built whose last property is
+    followed by none that its patternProperties allow."""
+    text, until = bytearray(), time.monotonic() + TRIED_S
+    while len(text) < TRIED_BYTES:
+        mask = 0 if matcher.is_error() else int.from_bytes(matcher.compute_bitmask()[:33], "little")
+        if matcher.is_error() or not mask:
+            reason = str(matcher.get_error()) if matcher.is_error() else "nothing satisfies it"
+            return f"nothing can follow {bytes(text)!r}: {reason}" if text else reason
+        if mask >> _Bytes.eos_token_id or time.monotonic() > until:
+            break
+        order = b'"' if text.count(b'"') % 2 else _OPENERS  # where a text of JSON may end, it does
+        digits = bytes((i + 7 * len(text)) % 10 + 48 for i in range(10))  # in turn: some multiple will be met
+        text.append(next((byte for byte in order + digits if mask >> byte & 1), mask.bit_length() - 1))
+        matcher.consume_token(text[-1])
+    return ""

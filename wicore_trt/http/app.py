@@ -44,10 +44,11 @@ LOUD = frozenset(operation.path for operation in OPERATIONS if operation.generat
 ANTHROPIC = frozenset(operation.path for operation in OPERATIONS if operation.anthropic)
 KEYLESS = OPEN | assets().keys()
 """Paths that need no key: the probes', and the page's own files."""
-LEFT_OUT, MAX_TOLD = b"x-wicore-tools-left-out", 512
-"""A header of answers to requests with tools that others run, and its longest value."""
+LEFT_OUT = {"tools_left_out": "x-wicore-tools-left-out", "schema_left_out": "x-wicore-schema-left-out"}
+"""Headers of answers to requests with tools that others run, and with a schema that is not kept whole, by the fact."""
+MAX_TOLD = 512
 EXPOSED = (
-    *("x-request-id", "retry-after", "retry-after-ms", LEFT_OUT.decode()),
+    *("x-request-id", "retry-after", "retry-after-ms", *LEFT_OUT.values()),
     *(f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
 )
 
@@ -122,8 +123,10 @@ class Answer:
         if kind == "http.response.start" or kind == "websocket.accept":
             self._begun = True
             self.status = message.get("status", 101)
-            left_out = str(self._facts.get("tools_left_out", ""))[:MAX_TOLD].encode()
-            told = [(LEFT_OUT, left_out)] if left_out else []
+            facts = self._facts
+            told = [
+                (head.encode(), str(facts[key])[:MAX_TOLD].encode()) for key, head in LEFT_OUT.items() if key in facts
+            ]
             message["headers"] = [*message.get("headers", ()), *self._ids, *told]
         await self._send(message)
 

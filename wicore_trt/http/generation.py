@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from wicore_trt.access.admission import Meter
 from wicore_trt.access.calls import Call
 from wicore_trt.errors import DeadlineError, InvalidRequestError, RequestCancelledError, WicoreError
+from wicore_trt.grammar.source import UNENFORCED
 from wicore_trt.http.context import Context
 from wicore_trt.types import Completion, FinishReason, TextOutput, TextRequest
 
@@ -82,6 +83,8 @@ class Generation:
         self._n = requests[0].params.n
         for request in requests:
             request = self._call.asks(engine.info.model_id, request)
+            if (asked := request.params.constraint) is not None and UNENFORCED.search(asked.text):
+                self._call.facts["schema_left_out"] = "uniqueItems"
             request = await engine.encode(request)
             stream = await engine.submit(request)
             self._exit.push_async_callback(stream.aclose)
