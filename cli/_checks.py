@@ -49,24 +49,13 @@ class Check(NamedTuple):
 def check_machine(*, engine: Path | None, cache_dir: Path, port: int) -> list[Check]:
     """All checks in reading order."""
     checks: list[tuple[str, Callable[[], Check]]] = [
-        ("python", _python),
-        ("system", _system),
-        ("cpu", _cpu),
-        ("memory", _memory),
-        ("torch", _torch),
-        ("native kernels", _native_kernels),
-        ("gpu", _gpu),
-        ("cuda libraries", _cuda_libraries),
-        ("tensorrt", _tensorrt),
-        ("extras", _extras),
-        ("versions", _versions),
-        ("disk", lambda: _disk(cache_dir)),
-        ("direct I/O", lambda: _direct_io(cache_dir)),
-        ("locked memory", _memlock),
-        ("hugging face", _hugging_face),
-        ("port", lambda: _port(port)),
+        ("python", _python), ("system", _system), ("cpu", _cpu), ("memory", _memory), ("torch", _torch),
+        ("native kernels", _native_kernels), ("gpu", _gpu), ("cuda libraries", _cuda_libraries),
+        ("tensorrt", _tensorrt), ("extras", _extras), ("versions", _versions),
+        ("disk", lambda: _disk(cache_dir)), ("direct I/O", lambda: _direct_io(cache_dir)),
+        ("locked memory", _memlock), ("hugging face", _hugging_face), ("port", lambda: _port(port)),
         ("clock", _clock),
-    ]
+    ]  # fmt: skip
     if engine is not None:
         checks.append(("engine", lambda: _engine(engine)))
     return [_guarded(name, check) for name, check in checks]

@@ -226,20 +226,11 @@ def _print(title: str, rows: list[dict[str, Any]]) -> None:
     from wicore_trt.cli._ui import human_bytes, print_table
 
     heads = {
-        "context": "tokens",
-        "global_bytes": "global",
-        "window_bytes": "windows",
-        "session_bytes": "in all",
-        "tokens_per_gib": "tokens/GiB",
-        "all_layers_bytes": "all layers",
-        "saving": "saving",
-        "sessions_on_device": "on the device",
-        "sessions_in_host": "in host",
-        "sessions_on_disk": "on disk",
-        "recompute_s": "recompute s",
-        "break_even_disk_rate": "break-even disk",
-        "disk_read_s": "disk read s",
-    }
+        "context": "tokens", "global_bytes": "global", "window_bytes": "windows", "session_bytes": "in all",
+        "tokens_per_gib": "tokens/GiB", "all_layers_bytes": "all layers", "saving": "saving",
+        "sessions_on_device": "on the device", "sessions_in_host": "in host", "sessions_on_disk": "on disk",
+        "recompute_s": "recompute s", "break_even_disk_rate": "break-even disk", "disk_read_s": "disk read s",
+    }  # fmt: skip
     rows = [{**row, "tokens_per_gib": int(row["context"] * GIB / row["session_bytes"])} for row in rows]
     names = [name for name in heads if name in rows[0]]
 

@@ -121,16 +121,10 @@ def sample_scratch(vocab: int, chunk: int, group: int, capacity: int) -> dict[st
     """Type and elements per row of the working memory in SampleArrays; greedy kernels need the first two."""
     chunks = div_ceil(vocab, chunk)
     return {
-        "chunk_max": ("float32", chunks),
-        "chunk_token": ("int32", chunks),
-        "chunk_mass": ("float64", chunks),
-        "group_max": ("float32", chunks * chunk // group),
-        "least": ("float32", 1),
-        "peaks": ("float32", 1),
-        "masses": ("float64", 1),
-        "counts": ("int32", 1),
-        "candidates": ("int64", capacity),
-    }
+        "chunk_max": ("float32", chunks), "chunk_token": ("int32", chunks), "chunk_mass": ("float64", chunks),
+        "group_max": ("float32", chunks * chunk // group), "least": ("float32", 1), "peaks": ("float32", 1),
+        "masses": ("float64", 1), "counts": ("int32", 1), "candidates": ("int64", capacity),
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)

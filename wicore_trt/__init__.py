@@ -23,24 +23,10 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "LLM",
-    "CacheHints",
-    "CheckpointError",
-    "Client",
-    "Completion",
-    "ConfigError",
-    "Constraint",
-    "ConstraintKind",
-    "EngineFormatError",
-    "EnvironmentUnfitError",
-    "InvalidRequestError",
-    "SamplingParams",
-    "TextOutput",
-    "WicoreError",
-    "__version__",
-    "build_engine",
-    "convert",
-]
+    "LLM", "CacheHints", "CheckpointError", "Client", "Completion", "ConfigError", "Constraint",
+    "ConstraintKind", "EngineFormatError", "EnvironmentUnfitError", "InvalidRequestError", "SamplingParams",
+    "TextOutput", "WicoreError", "__version__", "build_engine", "convert",
+]  # fmt: skip
 
 _HOMES = {
     "LLM": "wicore_trt.llm",

@@ -32,17 +32,12 @@ UNAVAILABLE_RETRY_S = 1.0
 """After which a client may ask again whom the server could not serve for now."""
 MAX_SHOWN = 80  # characters of a value in a message
 _EXTRAS = {
-    "torch": "torch",
-    "triton": "triton",
-    "tensorrt_rtx_bindings": "tensorrt",
-    "gguf": "gguf",
-    "cuda": "cuda",
+    "torch": "torch", "triton": "triton", "tensorrt_rtx_bindings": "tensorrt", "gguf": "gguf", "cuda": "cuda",
     **dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google"), "serve"),
     **dict.fromkeys(("starlette", "uvicorn", "httptools", "websockets", "msgspec", "llguidance"), "serve"),
     **dict.fromkeys(("prometheus_client", "smg_grpc_proto"), "serve"),
-    **dict.fromkeys(("aiohttp", "matplotlib"), "bench"),
-    "opentelemetry": "otel",
-}
+    **dict.fromkeys(("aiohttp", "matplotlib"), "bench"), "opentelemetry": "otel",
+}  # fmt: skip
 """Module to the extra of this package that brings it."""
 
 

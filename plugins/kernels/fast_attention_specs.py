@@ -60,17 +60,10 @@ def decode_spec(pool: PoolShape, dtype: str, heads: int, target: str, config: De
     while rows < config.heads * repeat:
         rows *= 2
     constants = {
-        "D": pool.head_dim,
-        "PAGE_TOKENS": pool.page_tokens,
-        "KV_HEADS": pool.kv_heads,
-        "REPEAT": repeat,
-        "HEADS": config.heads,
-        "ROWS": rows,
-        "BLOCK_K": config.block_k,
-        "LEAST": config.least,
-        "FP8": _fp8(pool, target),
-        "FUSED": config.fused and config.splits > 1,
-    }
+        "D": pool.head_dim, "PAGE_TOKENS": pool.page_tokens, "KV_HEADS": pool.kv_heads, "REPEAT": repeat,
+        "HEADS": config.heads, "ROWS": rows, "BLOCK_K": config.block_k, "LEAST": config.least,
+        "FP8": _fp8(pool, target), "FUSED": config.fused and config.splits > 1,
+    }  # fmt: skip
     form = f"rows{'_fused' if constants['FUSED'] else ''}"
     name = (
         f"decode_{pool.dtype}_{dtype}_{form}_d{pool.head_dim}_p{pool.page_tokens}_kv{pool.kv_heads}_r{repeat}"
@@ -96,18 +89,10 @@ def prefill_spec(
     assert not (segmented and split)
     unused = (() if segmented else _SEGMENTED) + (() if split else _SPLIT) + (() if segmented or split else ("lse",))
     constants: dict[str, Constant] = {
-        **dict.fromkeys(unused, 0),
-        "SEGMENTED": segmented,
-        "SPLITS": config.splits,
-        "LEAST": config.least,
-        "D": pool.head_dim,
-        "PAGE_TOKENS": pool.page_tokens,
-        "KV_HEADS": pool.kv_heads,
-        "REPEAT": repeat,
-        "BLOCK_M": config.block_m,
-        "BLOCK_K": config.block_k,
-        "FP8": _fp8(pool, target),
-    }
+        **dict.fromkeys(unused, 0), "SEGMENTED": segmented, "SPLITS": config.splits, "LEAST": config.least,
+        "D": pool.head_dim, "PAGE_TOKENS": pool.page_tokens, "KV_HEADS": pool.kv_heads, "REPEAT": repeat,
+        "BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "FP8": _fp8(pool, target),
+    }  # fmt: skip
     name = (
         f"prefill_{pool.dtype}_{dtype}_d{pool.head_dim}_p{pool.page_tokens}_kv{pool.kv_heads}_r{repeat}"
         f"_m{config.block_m}_k{config.block_k}_w{config.num_warps}_s{config.num_stages}{'_seg' if segmented else ''}"
@@ -145,16 +130,10 @@ def logsums_spec(pool: PoolShape, dtype: str, heads: int, target: str) -> Kernel
     repeat, size = _checked(pool, dtype, heads), pool.page_tokens
     step = min(size, max(16, MASS_TILE // pool.head_dim))
     constants = {
-        "D": pool.head_dim,
-        "PAGE_TOKENS": size,
-        "KV_HEADS": pool.kv_heads,
-        "REPEAT": repeat,
-        "ROWS": max(16, 1 << (repeat - 1).bit_length()),
-        "STEP": step,
-        "BLOCK_K": max(16, step),
-        "SPAN": max(1, MASS_SPAN // size),
-        "FP8": _fp8(pool, target),
-    }
+        "D": pool.head_dim, "PAGE_TOKENS": size, "KV_HEADS": pool.kv_heads, "REPEAT": repeat,
+        "ROWS": max(16, 1 << (repeat - 1).bit_length()), "STEP": step, "BLOCK_K": max(16, step),
+        "SPAN": max(1, MASS_SPAN // size), "FP8": _fp8(pool, target),
+    }  # fmt: skip
     name = f"logsums_{pool.dtype}_{dtype}_d{pool.head_dim}_p{size}_kv{pool.kv_heads}_r{repeat}"
     pointers = {"q": FLOAT_TYPES[dtype], "pool": _pool_type(pool)}
     return kernel_spec(name, page_logsums, pointers, constants, num_stages=3)

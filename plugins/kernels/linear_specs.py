@@ -42,14 +42,9 @@ def linear_spec(shape: LinearShape, config: LinearConfig, target: str) -> Kernel
         **POINTERS,
     }
     constants: dict[str, Any] = {
-        "N": shape.n,
-        "K": shape.k,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "EVICT_FIRST": config.evict_first,
-        "W8": fp8,
-        "GEGLU": shape.geglu,
-    }
+        "N": shape.n, "K": shape.k, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
+        "EVICT_FIRST": config.evict_first, "W8": fp8, "GEGLU": shape.geglu,
+    }  # fmt: skip
     if config.kind == VECTOR:
         function = linear_vector
         constants |= {"STAGES": config.num_stages, "UNROLL": config.unroll}

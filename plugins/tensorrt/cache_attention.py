@@ -63,17 +63,12 @@ class CacheAttention(PluginLogic):
         c: CacheAttentionConfig = self.config
         kv, cache = (-1, c.kv_heads, c.head_dim), (-1, c.kv_heads, c.entries, c.head_dim)
         return [
-            TensorRule("q", c.dtype, (-1, c.heads, c.head_dim)),
-            TensorRule("k", c.dtype, kv),
-            TensorRule("v", c.dtype, kv),
-            TensorRule("K cache", c.dtype, cache),
-            TensorRule("V cache", c.dtype, cache),
-            TensorRule("page table", "int32", (-1, c.entries // PAGE)),
-            TensorRule("entries", "int32", (-1,)),
-            TensorRule("slots", "int32", (-1,)),
-            TensorRule("cu_seqlens", "int32", (-1,)),
-            TensorRule("first entries", "int32", (-1,)),
-        ]
+            TensorRule("q", c.dtype, (-1, c.heads, c.head_dim)), TensorRule("k", c.dtype, kv),
+            TensorRule("v", c.dtype, kv), TensorRule("K cache", c.dtype, cache),
+            TensorRule("V cache", c.dtype, cache), TensorRule("page table", "int32", (-1, c.entries // PAGE)),
+            TensorRule("entries", "int32", (-1,)), TensorRule("slots", "int32", (-1,)),
+            TensorRule("cu_seqlens", "int32", (-1,)), TensorRule("first entries", "int32", (-1,)),
+        ]  # fmt: skip
 
     def output_rules(self) -> list[TensorRule]:
         rules = self.input_rules()

@@ -145,32 +145,17 @@ def model_fields(spec: Gemma3Spec, dtype: str, tp_size: int, quant_algo: str | N
     """The fields of config.json that TensorRT-LLM reads, but for the period of the windows: its versions name it
     differently."""
     config: dict[str, Any] = {
-        "architecture": "Gemma3ForCausalLM",
-        "dtype": dtype,
-        "logits_dtype": "float32",
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_size": spec.head_dim,
-        "hidden_act": "gelu_pytorch_tanh",
-        "norm_epsilon": spec.rms_norm_eps,
-        "position_embedding_type": "rope_gpt_neox",
-        "max_position_embeddings": spec.max_position_embeddings,
-        "rotary_embedding_dim": spec.head_dim,
-        "rotary_base": spec.rope_theta,
-        "rope_local_base_freq": spec.rope_local_theta,
-        "query_pre_attn_scalar": spec.query_pre_attn_scalar,
-        "final_logit_softcapping": spec.final_logit_softcapping,
-        "sliding_window": spec.sliding_window,
-        "attn_bias": False,
-        "mlp_bias": False,
-        "qk_layernorm": True,
-        "inter_layernorms": True,
-        "use_parallel_embedding": tp_size > 1,
-        "embedding_sharding_dim": 0,
+        "architecture": "Gemma3ForCausalLM", "dtype": dtype, "logits_dtype": "float32",
+        "vocab_size": spec.vocab_size, "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size, "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads, "num_key_value_heads": spec.num_kv_heads,
+        "head_size": spec.head_dim, "hidden_act": "gelu_pytorch_tanh", "norm_epsilon": spec.rms_norm_eps,
+        "position_embedding_type": "rope_gpt_neox", "max_position_embeddings": spec.max_position_embeddings,
+        "rotary_embedding_dim": spec.head_dim, "rotary_base": spec.rope_theta,
+        "rope_local_base_freq": spec.rope_local_theta, "query_pre_attn_scalar": spec.query_pre_attn_scalar,
+        "final_logit_softcapping": spec.final_logit_softcapping, "sliding_window": spec.sliding_window,
+        "attn_bias": False, "mlp_bias": False, "qk_layernorm": True, "inter_layernorms": True,
+        "use_parallel_embedding": tp_size > 1, "embedding_sharding_dim": 0,
         "mapping": {"world_size": tp_size, "tp_size": tp_size, "pp_size": 1},
         "quantization": {"quant_algo": quant_algo, "kv_cache_quant_algo": KV_FP8 if kv_fp8 else None},
         "runtime_defaults": {
@@ -178,7 +163,7 @@ def model_fields(spec: Gemma3Spec, dtype: str, tp_size: int, quant_algo: str | N
                 spec.max_position_embeddings if group == GLOBAL else spec.sliding_window for group in spec.layer_groups
             ]
         },
-    }
+    }  # fmt: skip
     if quant_algo:
         config["quantization"]["exclude_modules"] = ["transformer.vocab_embedding", "lm_head"]
     if spec.rope_scaling_factor != 1.0:  # of global layers only
@@ -202,17 +187,12 @@ def build_config(
     if pattern:  # both spellings occur among TensorRT-LLM's versions
         config |= {"sliding_window_pattern": pattern, "_sliding_window_pattern": pattern}
     config["wicore"] = {
-        "format_version": FORMAT_VERSION,
-        "source": origin.source,
-        "revision": origin.revision,
-        "spec": spec.to_dict(),
-        "tie_word_embeddings": spec.tie_word_embeddings,
-        "vision": dict(origin.vision) or None,
-        "flushed_to_zero": origin.flushed_to_zero,
-        "calibration": dict(origin.calibration) if origin.calibration else None,
-        "files": file_entries(files),
+        "format_version": FORMAT_VERSION, "source": origin.source, "revision": origin.revision,
+        "spec": spec.to_dict(), "tie_word_embeddings": spec.tie_word_embeddings,
+        "vision": dict(origin.vision) or None, "flushed_to_zero": origin.flushed_to_zero,
+        "calibration": dict(origin.calibration) if origin.calibration else None, "files": file_entries(files),
         **({"lora": origin.lora} if origin.lora else {}),
-    }
+    }  # fmt: skip
     return config
 
 

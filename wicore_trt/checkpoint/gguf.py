@@ -33,20 +33,12 @@ TYPES = (
 
 _TOP = {"token_embd.weight": HF_EMBEDDING, "output_norm.weight": HF_FINAL_NORM, "output.weight": HF_LM_HEAD}
 _LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj", "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj", "post_ffw_norm": "post_feedforward_layernorm",
+}  # fmt: skip
 _FUSED = re.compile(r"blk\.(0|[1-9]\d*)\.attn_qkv\.weight")
 _LAYER_NAME = re.compile(r"blk\.(0|[1-9]\d*)\.(.+)\.weight")
 _LAYERS_OF_1B, _LAYERS_OF_27B = 26, 62
@@ -67,19 +59,14 @@ _OTHERS = {  # what else a GGUF may hold, by general.architecture and then by ge
 }
 _PREFIX = "gemma3."
 _KEYS = {
-    "num_heads": "gemma3.attention.head_count",
-    "num_kv_heads": "gemma3.attention.head_count_kv",
-    "head_dim": "gemma3.attention.key_length",
-    "query_pre_attn_scalar": "gemma3.attention.key_length",
-    "rms_norm_eps": "gemma3.attention.layer_norm_rms_epsilon",
-    "rope_theta": "gemma3.rope.freq_base",
-    "rope_local_theta": "gemma3.rope.freq_base_swa",
-    "rope_scaling_factor": "gemma3.rope.scaling.factor",
-    "hidden_size": "gemma3.embedding_length",
-    "intermediate_size": "gemma3.feed_forward_length",
+    "num_heads": "gemma3.attention.head_count", "num_kv_heads": "gemma3.attention.head_count_kv",
+    "head_dim": "gemma3.attention.key_length", "query_pre_attn_scalar": "gemma3.attention.key_length",
+    "rms_norm_eps": "gemma3.attention.layer_norm_rms_epsilon", "rope_theta": "gemma3.rope.freq_base",
+    "rope_local_theta": "gemma3.rope.freq_base_swa", "rope_scaling_factor": "gemma3.rope.scaling.factor",
+    "hidden_size": "gemma3.embedding_length", "intermediate_size": "gemma3.feed_forward_length",
     "final_logit_softcapping": "gemma3.final_logit_softcapping",
     "vocab_size": "the first dimension of token_embd.weight",
-}
+}  # fmt: skip
 _OLLAMA = {"rope.freq_base": "rope.global.freq_base", "rope.freq_base_swa": "rope.local.freq_base"}
 """Keys of llama.cpp's converter and what Ollama's calls them."""
 _ONLY = {  # what llama.cpp can be asked for in other models, at the one value that Gemma 3 has

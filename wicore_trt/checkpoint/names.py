@@ -28,21 +28,16 @@ _WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_m
 _OUTER = r"(?:(?:model|language_model|module|base_model)\.)*"
 _TEXT = re.compile(_OUTER + r"(embed_tokens\.weight|norm\.weight|layers\..+|lm_head\..+)")
 _VISION = re.compile(_OUTER + r"(?:vision_tower|multi_modal_projector)\..+")
+_QUANTIZED = "quantization, which WiCore does not read: give the model in BF16 or as GGUF"
+_MERGE = "merge it with peft's merge_and_unload"
 _FOREIGN = (  # part of an unknown tensor's name, and whose work it is
-    (
-        ".lora_",
-        "a LoRA adapter that is not merged: merge it with peft's merge_and_unload, or build the base with --lora",
-    ),
-    (".original_module.", "a wrapped PEFT model: merge it with peft's merge_and_unload"),
-    (".modules_to_save.", "a wrapped PEFT model: merge it with peft's merge_and_unload"),
-    (".qweight", "AWQ or GPTQ quantization, which WiCore does not read: give the model in BF16 or as GGUF"),
-    (
-        ".weight_packed",
-        "compressed-tensors quantization, which WiCore does not read: give the model in BF16 or as GGUF",
-    ),
-    (".absmax", "bitsandbytes quantization, which WiCore does not read: give the model in BF16 or as GGUF"),
-    (".weight_scale", "FP8 quantization, which WiCore does not read: give the model in BF16 or as GGUF"),
-    (".scales", "MLX quantization, which WiCore does not read: give the model in BF16 or as GGUF"),
+    (".lora_", f"a LoRA adapter that is not merged: {_MERGE}, or build the base with --lora"),
+    *((part, f"a wrapped PEFT model: {_MERGE}") for part in (".original_module.", ".modules_to_save.")),
+    (".qweight", f"AWQ or GPTQ {_QUANTIZED}"),
+    (".weight_packed", f"compressed-tensors {_QUANTIZED}"),
+    (".absmax", f"bitsandbytes {_QUANTIZED}"),
+    (".weight_scale", f"FP8 {_QUANTIZED}"),
+    (".scales", f"MLX {_QUANTIZED}"),
     ("score.", "a classifier or reward model, which writes no text"),
     ("v_head.", "the value head of a reward model: remove it from the weights"),
 )
@@ -136,20 +131,13 @@ def hf_shapes(spec: Gemma3Spec) -> dict[str, tuple[int, ...]]:
     """Every text tensor that a Hugging Face checkpoint of `spec` must hold, with its shape [out, in] or [size]."""
     hidden, mlp = spec.hidden_size, spec.intermediate_size
     layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (hidden,),
-        "self_attn.q_proj": (spec.q_size, hidden),
-        "self_attn.k_proj": (spec.kv_size, hidden),
-        "self_attn.v_proj": (spec.kv_size, hidden),
-        "self_attn.q_norm": (spec.head_dim,),
-        "self_attn.k_norm": (spec.head_dim,),
-        "self_attn.o_proj": (hidden, spec.q_size),
-        "post_attention_layernorm": (hidden,),
-        "pre_feedforward_layernorm": (hidden,),
-        "mlp.gate_proj": (mlp, hidden),
-        "mlp.up_proj": (mlp, hidden),
-        "mlp.down_proj": (hidden, mlp),
-        "post_feedforward_layernorm": (hidden,),
-    }
+        "input_layernorm": (hidden,), "self_attn.q_proj": (spec.q_size, hidden),
+        "self_attn.k_proj": (spec.kv_size, hidden), "self_attn.v_proj": (spec.kv_size, hidden),
+        "self_attn.q_norm": (spec.head_dim,), "self_attn.k_norm": (spec.head_dim,),
+        "self_attn.o_proj": (hidden, spec.q_size), "post_attention_layernorm": (hidden,),
+        "pre_feedforward_layernorm": (hidden,), "mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden),
+        "mlp.down_proj": (hidden, mlp), "post_feedforward_layernorm": (hidden,),
+    }  # fmt: skip
     shapes: dict[str, tuple[int, ...]] = {HF_EMBEDDING: (spec.vocab_size, hidden), HF_FINAL_NORM: (hidden,)}
     if not spec.tie_word_embeddings:
         shapes[HF_LM_HEAD] = (spec.vocab_size, hidden)

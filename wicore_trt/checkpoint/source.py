@@ -30,17 +30,10 @@ from wicore_trt.model.hf_config import compare_config
 from wicore_trt.model.spec import Gemma3Spec
 
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-)
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "generation_config.json",
+    "preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
 GENERATION = "generation_config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

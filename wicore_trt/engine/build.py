@@ -45,16 +45,9 @@ if TYPE_CHECKING:
 LM_HEAD = "lm_head.weight"
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
 TOOLS = (
-    "wicore-trt",
-    "torch",
-    "numpy",
-    "safetensors",
-    "tokenizers",
-    "gguf",
-    "triton",
-    "tensorrt",
+    "wicore-trt", "torch", "numpy", "safetensors", "tokenizers", "gguf", "triton", "tensorrt",
     "tensorrt-rtx-cu13-bindings",
-)
+)  # fmt: skip
 
 
 def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the options travel as one value

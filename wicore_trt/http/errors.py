@@ -41,26 +41,16 @@ class Status(NamedTuple):
 STATUSES = {
     "INVALID_ARGUMENT": Status(400, "invalid_request_error"),
     "UNAUTHENTICATED": Status(401, "authentication_error"),
-    "PERMISSION_DENIED": Status(403, "permission_error"),
-    "NOT_FOUND": Status(404, "not_found_error"),
-    "RESOURCE_EXHAUSTED": Status(429, "rate_limit_error"),
-    "CANCELLED": Status(CLIENT_GONE, "cancelled_error"),
-    "INTERNAL": Status(500, "server_error"),
-    "FAILED_PRECONDITION": Status(500, "server_error"),
-    "UNAVAILABLE": Status(503, "unavailable_error"),
-    "DEADLINE_EXCEEDED": Status(504, "timeout_error"),
-}
+    "PERMISSION_DENIED": Status(403, "permission_error"), "NOT_FOUND": Status(404, "not_found_error"),
+    "RESOURCE_EXHAUSTED": Status(429, "rate_limit_error"), "CANCELLED": Status(CLIENT_GONE, "cancelled_error"),
+    "INTERNAL": Status(500, "server_error"), "FAILED_PRECONDITION": Status(500, "server_error"),
+    "UNAVAILABLE": Status(503, "unavailable_error"), "DEADLINE_EXCEEDED": Status(504, "timeout_error"),
+}  # fmt: skip
 """By the gRPC status of an error, so that each error has one meaning for both."""
 ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 500: "api_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
 """What Anthropic's API calls errors, by status; others are invalid requests."""
 CODES: dict[type, str] = {
     ContextLengthError: "context_length_exceeded",

@@ -39,15 +39,10 @@ _ONLY = {  # what else config.json may ask for, and why it is refused
 }
 _QUANTIZED = ("quantization_config", "compression_config", "quantization")  # the last is MLX's
 _OTHER_MODELS = {
-    "gemma": "Gemma 1",
-    "gemma2": "Gemma 2",
-    "gemma3n": "Gemma 3n",
-    "gemma4": "Gemma 4",
-    "t5gemma": "T5Gemma",
-    "paligemma": "PaliGemma",
-    "recurrent_gemma": "RecurrentGemma",
+    "gemma": "Gemma 1", "gemma2": "Gemma 2", "gemma3n": "Gemma 3n", "gemma4": "Gemma 4", "t5gemma": "T5Gemma",
+    "paligemma": "PaliGemma", "recurrent_gemma": "RecurrentGemma",
     "shieldgemma2": "ShieldGemma 2, which classifies images",
-}
+}  # fmt: skip
 """What models of Gemma's family, by the beginning of model_type, are called. The longest that fits names it."""
 _OTHER_HEADS = {
     "ForSequenceClassification": "a classifier or reward model",

@@ -22,16 +22,10 @@ MAX_LAYERS = 512
 
 # Far beyond every Gemma 3 and small enough that tables of such a size fit into memory.
 _WHOLE: dict[str, tuple[int, int]] = {
-    "vocab_size": (1, 1 << 24),
-    "hidden_size": (1, 1 << 20),
-    "num_layers": (1, MAX_LAYERS),
-    "num_heads": (1, 4096),
-    "num_kv_heads": (1, 4096),
-    "head_dim": (2, 4096),
-    "intermediate_size": (1, 1 << 22),
-    "sliding_window": (1, 1 << 24),
-    "max_position_embeddings": (1, 1 << 24),
-}
+    "vocab_size": (1, 1 << 24), "hidden_size": (1, 1 << 20), "num_layers": (1, MAX_LAYERS),
+    "num_heads": (1, 4096), "num_kv_heads": (1, 4096), "head_dim": (2, 4096), "intermediate_size": (1, 1 << 22),
+    "sliding_window": (1, 1 << 24), "max_position_embeddings": (1, 1 << 24),
+}  # fmt: skip
 _REAL: dict[str, tuple[float, float]] = {
     "query_pre_attn_scalar": (1.0, 1e6),
     "rms_norm_eps": (1e-12, 1.0),

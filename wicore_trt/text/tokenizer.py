@@ -29,14 +29,9 @@ from wicore_trt.text.untrusted import ControlTokens
 
 TOKENIZER = "tokenizer.json"
 FILES = (
-    TOKENIZER,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+    TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json",
+    "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
 """The files that say how a model's text becomes token ids, where a conversation's turns begin and what ends them."""
 _TAG = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_@]{2,40}\]")
 _JOINING = re.compile(

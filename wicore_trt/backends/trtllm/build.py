@@ -122,22 +122,14 @@ def build_arguments(checkpoint: Checkpoint, options: BuildOptions) -> dict[str, 
     """
     context = options.max_context or checkpoint.spec.max_position_embeddings
     return {
-        "--model_cls_name": trtllm_model.MODEL_CLASS,
-        "--max_batch_size": options.max_batch,
-        "--max_input_len": context,
-        "--max_seq_len": context,
-        "--max_num_tokens": options.max_chunk + options.max_batch,
-        "--max_beam_width": 1,
-        "--kv_cache_type": "paged",
-        "--tokens_per_block": options.page_tokens,
-        "--remove_input_padding": "enable",
-        "--context_fmha": "enable",
-        "--use_paged_context_fmha": "enable",
-        "--gpt_attention_plugin": "auto",
-        **({} if checkpoint.quant_algo else {"--gemm_plugin": "auto"}),
-        "--workers": 1,
-        "--log_level": "info",
-    }
+        "--model_cls_name": trtllm_model.MODEL_CLASS, "--max_batch_size": options.max_batch,
+        "--max_input_len": context, "--max_seq_len": context,
+        "--max_num_tokens": options.max_chunk + options.max_batch, "--max_beam_width": 1,
+        "--kv_cache_type": "paged", "--tokens_per_block": options.page_tokens,
+        "--remove_input_padding": "enable", "--context_fmha": "enable", "--use_paged_context_fmha": "enable",
+        "--gpt_attention_plugin": "auto", **({} if checkpoint.quant_algo else {"--gemm_plugin": "auto"}),
+        "--workers": 1, "--log_level": "info",
+    }  # fmt: skip
 
 
 def _check(checkpoint: Checkpoint, options: BuildOptions) -> bool:

@@ -43,19 +43,10 @@ _HEADER_CHECK_AT = BLOCK_BYTES - CHECK_BYTES
 # (in its first part's record; before them what a cipher adds) and the check follow
 _RECORD = struct.Struct(f"<IHH{KEY_BYTES}s{KEY_BYTES}s{TENANT_BYTES}sIIQHHI")
 _RECORD_FIELDS = [
-    ("magic", "<u4"),
-    ("group", "<u2"),
-    ("flags", "<u2"),
-    ("key", f"V{KEY_BYTES}"),
-    ("parent", f"V{KEY_BYTES}"),
-    ("tenant", f"V{TENANT_BYTES}"),
-    ("index", "<u4"),
-    ("expires", "<u4"),
-    ("write_id", "<u8"),
-    ("part", "<u2"),
-    ("parts", "<u2"),
-    ("slot", "<u4"),
-]
+    ("magic", "<u4"), ("group", "<u2"), ("flags", "<u2"), ("key", f"V{KEY_BYTES}"), ("parent", f"V{KEY_BYTES}"),
+    ("tenant", f"V{TENANT_BYTES}"), ("index", "<u4"), ("expires", "<u4"), ("write_id", "<u8"), ("part", "<u2"),
+    ("parts", "<u2"), ("slot", "<u4"),
+]  # fmt: skip
 _TOKENS_BOUND = b"wicore-kv-tokens"
 
 
