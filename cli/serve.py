@@ -110,34 +110,26 @@ def command(
     if engine_or_recipe is None and not print_config:
         raise typer.BadParameter("Name an engine directory or a recipe.", param_hint="ENGINE|RECIPE")
     recipe = engine_or_recipe if engine_or_recipe is not None and _names_recipe(engine_or_recipe) else None
+    same = {  # settings and flags that have one name
+        "executor": {"device": device, "threads": threads},
+        "server": {
+            "host": host, "http_host": http_host, "cors_origins": cors_origins, "allowed_hosts": allowed_hosts,
+            "admin_port": admin_port, "admin_host": admin_host, "api_key": api_key, "keys_file": keys_file,
+            "tls_cert": tls_cert, "tls_key": tls_key, "tls_client_ca": tls_client_ca, "insecure": insecure,
+            "reflection": reflection, "max_message_mb": max_message_mb,
+            "requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute,
+        },
+        "scheduler": {
+            "max_sequences": max_sequences, "max_batch_tokens": max_batch_tokens, "max_waiting": max_waiting,
+            "max_context": max_context,
+        },
+    }  # fmt: skip
     overrides = {
         "engine": engine if recipe is not None else engine_or_recipe,
         "model.name": Flag("--served-model-name", name),
-        "executor.device": Flag("--device", device),
-        "executor.threads": Flag("--threads", threads),
-        "server.host": Flag("--host", host),
         "server.port": _grpc_port(grpc_port, port, http_port),
         "server.http_port": Flag("--port", port) if http_port is None else Flag("--http-port", http_port),
-        "server.http_host": Flag("--http-host", http_host),
-        "server.cors_origins": Flag("--cors-origins", cors_origins),
-        "server.allowed_hosts": Flag("--allowed-hosts", allowed_hosts),
-        "server.admin_port": Flag("--admin-port", admin_port),
-        "server.admin_host": Flag("--admin-host", admin_host),
-        "server.api_key": Flag("--api-key", api_key),
-        "server.keys_file": Flag("--keys-file", keys_file),
-        "server.tls_cert": Flag("--tls-cert", tls_cert),
-        "server.tls_key": Flag("--tls-key", tls_key),
-        "server.tls_client_ca": Flag("--tls-client-ca", tls_client_ca),
-        "server.insecure": Flag("--insecure", insecure),
-        "server.reflection": Flag("--reflection", reflection),
         "server.grace_s": Flag("--grace", grace),
-        "server.max_message_mb": Flag("--max-message-mb", max_message_mb),
-        "server.requests_per_minute": Flag("--requests-per-minute", requests_per_minute),
-        "server.tokens_per_minute": Flag("--tokens-per-minute", tokens_per_minute),
-        "scheduler.max_sequences": Flag("--max-sequences", max_sequences),
-        "scheduler.max_batch_tokens": Flag("--max-batch-tokens", max_batch_tokens),
-        "scheduler.max_waiting": Flag("--max-waiting", max_waiting),
-        "scheduler.max_context": Flag("--max-context", max_context),
         "kv.device_fraction": Flag("--gpu-memory-utilization", gpu_memory_utilization),
         "kv.device_bytes": Flag("--kv-bytes", kv_bytes),
         "kv.host_bytes": Flag("--kv-host-bytes", kv_host_bytes),
@@ -146,6 +138,8 @@ def command(
         "log.level": Flag("--log-level", log_level),
         "log.json": Flag("--log-json", log_json),
     }
+    for group, values in same.items():
+        overrides |= {f"{group}.{key}": Flag(f"--{key.replace('_', '-')}", x) for key, x in values.items()}
     loaded = resolve_settings(recipe, overrides)
     if print_config:
         print(loaded.render(meanings=True), end="")

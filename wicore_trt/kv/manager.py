@@ -85,7 +85,6 @@ class KVCacheManager:
         self._copies = CopyDown(self.pools, tiers, options.write_policy, options.threshold)
         self.window = window
         self.page_tokens = chain.page_tokens
-        self._window_pages = div_ceil(window - 1, chain.page_tokens)
         self._chain = chain
         first_of_window = cache(lambda n: self.first_visible_page(n * self.page_tokens))
         self.memory = Memory(self.pools)
