@@ -110,7 +110,7 @@ def command(
     if engine_or_recipe is None and not print_config:
         raise typer.BadParameter("Name an engine directory or a recipe.", param_hint="ENGINE|RECIPE")
     recipe = engine_or_recipe if engine_or_recipe is not None and _names_recipe(engine_or_recipe) else None
-    same = {  # settings and flags that have one name
+    same: dict[str, dict[str, Any]] = {  # settings and flags that have one name
         "executor": {"device": device, "threads": threads},
         "server": {
             "host": host, "http_host": http_host, "cors_origins": cors_origins, "allowed_hosts": allowed_hosts,
