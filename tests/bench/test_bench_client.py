@@ -76,7 +76,7 @@ async def test_local_errors_are_records_too():
     too_long = BenchRequest((5,) * 2000, 4)
     record = await target.generate(too_long)
     await target.close()
-    assert record.error.startswith("INVALID_ARGUMENT: The prompt has 2000 tokens")
+    assert record.error.startswith("INVALID_ARGUMENT: This model's maximum context length is 1024 tokens")
 
 
 async def test_no_server_bad_key_and_bad_ca_say_so(monkeypatch, tmp_path):
