@@ -15,17 +15,12 @@ import typer
 from typer.core import TyperCommand
 
 RENAMED = {
-    "--max-model-len": "--max-context",
-    "--max-num-seqs": "--max-sequences",
-    "--max-num-batched-tokens": "--max-batch-tokens",
-    "--kv-cache-memory-bytes": "--kv-bytes",
-    "--kv-offloading-size": "--kv-host-bytes",
-    "--ssl-certfile": "--tls-cert",
-    "--ssl-keyfile": "--tls-key",
-    "--ssl-ca-certs": "--tls-client-ca",
-    "--allowed-origins": "--cors-origins",
+    "--max-model-len": "--max-context", "--max-num-seqs": "--max-sequences",
+    "--max-num-batched-tokens": "--max-batch-tokens", "--kv-cache-memory-bytes": "--kv-bytes",
+    "--kv-offloading-size": "--kv-host-bytes", "--ssl-certfile": "--tls-cert", "--ssl-keyfile": "--tls-key",
+    "--ssl-ca-certs": "--tls-client-ca", "--allowed-origins": "--cors-origins",
     "--uvicorn-log-level": "--log-level",
-}
+}  # fmt: skip
 """Option of vLLM to the option with the same meaning."""
 
 _COUNTS = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}  # "32k" and "32K" of vLLM's counts
@@ -121,7 +116,6 @@ def translate_options(args: list[str]) -> list[str]:
 
 
 def _renamed(name: str, value: str) -> list[str]:
-    ours = RENAMED[name]
     if name == "--max-model-len" and value in ("auto", "-1"):
         return []
     if name == "--kv-offloading-size":
@@ -130,7 +124,7 @@ def _renamed(name: str, value: str) -> list[str]:
         value = ",".join(json.loads(value))
     elif name in _COUNTED and (match := re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM])", value)):
         value = str(int(float(match[1]) * _COUNTS[match[2]]))
-    return [ours, value]
+    return [RENAMED[name], value]
 
 
 def _tell(name: str, reason: str) -> None:

@@ -70,13 +70,9 @@ _KEYS = {
 _OLLAMA = {"rope.freq_base": "rope.global.freq_base", "rope.freq_base_swa": "rope.local.freq_base"}
 """Keys of llama.cpp's converter and what Ollama's calls them."""
 _ONLY = {  # what llama.cpp can be asked for in other models, at the one value that Gemma 3 has
-    "attn_logit_softcapping": 0.0,
-    "attention.causal": True,
-    "expert_count": 0,
-    "expert_used_count": 0,
-    "rope.scaling.attn_factor": 1.0,
-    "use_parallel_residual": False,
-}
+    "attn_logit_softcapping": 0.0, "attention.causal": True, "expert_count": 0, "expert_used_count": 0,
+    "rope.scaling.attn_factor": 1.0, "use_parallel_residual": False,
+}  # fmt: skip
 _HARMLESS = ("rope.scaling.original_context_length", "rope.scaling.finetuned", "attention.layer_norm_epsilon")
 _VISION_KEYS, _VISION_TENSORS = ("vision.", "mm."), ("v.", "mm.")  # Ollama keeps the vision tower in the same file
 

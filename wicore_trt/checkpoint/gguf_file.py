@@ -126,15 +126,8 @@ def _open_one(path: Path, door: Door) -> GgufFile:
         metadata = reader.metadata(keys)
         table = [reader.tensor() for _ in range(tensors)]
         align = metadata.get(ALIGNMENT, 32)
-        if (
-            not isinstance(align, int)
-            or isinstance(align, bool)
-            or not 1 <= align <= _MAX_ALIGNMENT
-            or align & align - 1
-        ):
-            raise CheckpointError(
-                f"{path}: {ALIGNMENT} is {shown(align)}; it must be a power of two up to {_MAX_ALIGNMENT}.", fix=_AGAIN
-            )
+        if type(align) is not int or not 1 <= align <= _MAX_ALIGNMENT or align & align - 1:
+            raise _damaged(f"{path}: {ALIGNMENT} is {shown(align)}; it must be a power of two up to {_MAX_ALIGNMENT}.")
         data = div_ceil(file.tell(), align) * align
     return GgufFile(path, metadata, _tensors(path, table, data, align, size), door)
 
@@ -228,16 +221,16 @@ def _tensors(
         start = div_ceil(end, align) * align
         end = start + size_bytes
         if data + end > size:
-            raise CheckpointError(
-                f"{path} is truncated: {name} ends at byte {data + end}, the file at {size}.", fix=_AGAIN
-            )
+            raise _damaged(f"{path} is truncated: {name} ends at byte {data + end}, the file at {size}.")
         if offset != start:
-            raise CheckpointError(
-                f"{path} is damaged: {name} is placed at byte {offset} of the data, where {start} is due.", fix=_AGAIN
-            )
+            raise _damaged(f"{path} is damaged: {name} is placed at byte {offset} of the data, where {start} is due.")
         row_bytes = block_bytes if len(dims) == 1 else dims[0] // block_items * block_bytes
         tensors[raw_name] = GgufTensor(tuple(reversed(dims)), kind.name, data + offset, row_bytes, path)
     return tensors
+
+
+def _damaged(message: str) -> CheckpointError:
+    return CheckpointError(message, fix=_AGAIN)
 
 
 class _Reader:
@@ -247,7 +240,7 @@ class _Reader:
         self._file, self._path, self._left, self._values = file, path, limit, _MAX_VALUES
 
     def damaged(self, reason: str) -> CheckpointError:
-        return CheckpointError(f"{self._path} is truncated or damaged: {reason}.", fix=_AGAIN)
+        return _damaged(f"{self._path} is truncated or damaged: {reason}.")
 
     def take(self, size: int, what: str) -> bytes:
         if size > self._left:

@@ -38,13 +38,9 @@ _SPECIAL = re.compile(  # those of Gemma that stand for no text
 )
 _MODELS = ("llama", "gpt2", "gemma4")  # the last are BPE with merges
 _ONLY = {  # what llama.cpp can be asked for with other tokenizers, at the one value that Gemma's have
-    "add_space_prefix": False,
-    "add_eos_token": False,
-    "add_sep_token": False,
-    "remove_extra_whitespaces": False,
-    "add_padding_token": False,
-    "add_unknown_token": False,
-}
+    "add_space_prefix": False, "add_eos_token": False, "add_sep_token": False, "remove_extra_whitespaces": False,
+    "add_padding_token": False, "add_unknown_token": False,
+}  # fmt: skip
 _PRE = ("default", "gemma4")  # the second is how llama.cpp splits text whose spaces are visible
 _USED = {"model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token", "eos_token_ids"}
 _ENDS = ("eos", "eot", "eom")
@@ -127,20 +123,11 @@ def read_vocabulary(metadata: Mapping[str, Any], size: int, place: str) -> Vocab
         names = ", ".join(map(named, marked[:4])) + (f" and {len(marked) - 4} more" if len(marked) > 4 else "")
         notes.append(f"the file types {names} as text; each is read as one special token.")
     return Vocabulary(
-        place=place,
-        pieces=pieces,
-        kinds=kinds,
-        bos=bos,
-        eos=eos,
-        unk=unk,
-        pad=keys.token("padding_token_id", size),
-        ends=sorted(end for end in ends if end is not None),
-        adds_bos=keys.flag("add_bos_token", True),
-        chat_template=template,
-        templates=templates,
-        merges=merges,
-        notes=notes,
-    )
+        place=place, pieces=pieces, kinds=kinds, bos=bos, eos=eos, unk=unk,
+        pad=keys.token("padding_token_id", size), ends=sorted(end for end in ends if end is not None),
+        adds_bos=keys.get("add_bos_token", bool, "a boolean") is not False,
+        chat_template=template, templates=templates, merges=merges, notes=notes,
+    )  # fmt: skip
 
 
 def _templates(metadata: Mapping[str, Any], place: str) -> tuple[str | None, dict[str, str]]:
@@ -200,10 +187,6 @@ class _TokenizerKeys(MetadataKeys):
             raise self.wrong(key, values, f"a list of ids below {size}, the size of the vocabulary")
         return values
 
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.get(key, bool, "a boolean")
-        return default if value is None else bool(value)
-
     def pieces(self, size: int) -> list[str]:
         """The tokens: as many as the embedding has rows, each once, none empty or so long that merging takes ages."""
         pieces = self.get("tokens", list, "a list of tokens")
@@ -220,21 +203,18 @@ class _TokenizerKeys(MetadataKeys):
                 raise self.wrong(f"tokens[{index}]", piece, f"1 to {MAX_PIECE} characters long, not {len(piece)}")
         if sum(map(len, pieces)) > _MAX_CHARACTERS:
             raise CheckpointError(f"{self._place}: {_PREFIX}tokens has more than {_MAX_CHARACTERS} characters.")
-        found: list[str] = pieces
         places: dict[str, int] = {}
-        for index, piece in enumerate(map(_respelled, found)):
+        for index, piece in enumerate(map(_respelled, pieces)):
             if places.setdefault(piece, index) != index:
                 raise self.wrong(f"tokens[{index}]", piece, f"another one than token {places[piece]}")
-        return found
+        return list[str](pieces)
 
     def kinds(self, pieces: list[str]) -> list[int]:
         """SentencePiece's type of each piece, a list of its own; 0 where the file has none. What is spelt as a byte and
         typed as text is a byte: BPE has no type for those."""
         size = len(pieces)
         kinds = self.get("token_type", list, "a list of types") or [0] * size
-        if len(kinds) != size or any(
-            not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= _MAX_TYPE for k in kinds
-        ):
+        if len(kinds) != size or not all(type(k) is int and 0 <= k <= _MAX_TYPE for k in kinds):
             raise self.wrong("token_type", kinds, f"{size} types from 0 to {_MAX_TYPE}, one per token")
         return [_BYTE if k == _NORMAL and _BYTES.fullmatch(p) else k for p, k in zip(pieces, kinds, strict=True)]
 
@@ -278,13 +258,10 @@ class _TokenizerKeys(MetadataKeys):
         if len(scores) != len(kinds) or not all(isinstance(score, float) for score in scores):
             raise self.wrong("scores", scores, f"{len(kinds)} numbers, one per token")
         vocab = set(pieces)
-
-        def merged(index: int) -> bool:
-            return _splits(pieces[index], vocab)
-
         normal = [index for index, kind in enumerate(kinds) if kind == _NORMAL]
         if any(not scores[after] < scores[index] for index, after in pairwise(normal)):
-            for index, after in pairwise(filter(merged, normal)):  # the others' scores decide nothing
+            made = (index for index in normal if _splits(pieces[index], vocab))  # the others' scores decide nothing
+            for index, after in pairwise(made):
                 if not scores[after] < scores[index]:
                     raise self.wrong(f"scores[{after}]", scores[after], f"below {scores[index]}, that of token {index}")
 
@@ -319,10 +296,9 @@ def write_tokenizer(vocabulary: Vocabulary, generation_config: Mapping[str, Any]
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
     }
-    roles = {"bos_token": vocabulary.bos, "eos_token": vocabulary.eos, "unk_token": vocabulary.unk}
-    for role, index in (roles | {"pad_token": vocabulary.pad}).items():
-        if index is not None:
-            config[role] = vocabulary.pieces[index]
+    for role in ("bos", "eos", "unk", "pad"):
+        if (index := getattr(vocabulary, role)) is not None:
+            config[f"{role}_token"] = vocabulary.pieces[index]
     if vocabulary.chat_template is not None:
         config["chat_template"] = vocabulary.chat_template
     if vocabulary.templates:

@@ -55,16 +55,14 @@ LOCAL: Mapping[str, tuple[Form, str, dict[str, Any]]] = {
         object_of("command", command=TEXTS, working_directory=TEXT, timeout_ms=NUMBER),
     ),
     "shell": (
-        Form("shell_call", "sh", "action"),
-        "Run commands of a shell on the user's machine.",
+        Form("shell_call", "sh", "action"), "Run commands of a shell on the user's machine.",
         object_of("commands", commands=TEXTS, timeout_ms=NUMBER, max_output_length=NUMBER),
     ),
     "apply_patch": (
-        Form("apply_patch_call", "apc", "operation"),
-        "Create, change or delete a file by a diff of V4A.",
+        Form("apply_patch_call", "apc", "operation"), "Create, change or delete a file by a diff of V4A.",
         object_of("type path", type=one_of("create_file update_file delete_file"), path=TEXT, diff=TEXT),
     ),
-}
+}  # fmt: skip
 """OpenAI's tools by type: their form, what the model is told, the schema of what it gives."""
 ANTHROPIC: Mapping[str, tuple[str, dict[str, Any]]] = {
     "bash": (
@@ -132,11 +130,7 @@ def _each(tools: list[dict[str, Any]]) -> Iterator[tuple[str, str | None, dict[s
             yield f"tools[{i}]", None, tool
             continue
         inside, name = tool.get("tools"), tool.get("name")
-        if (
-            not isinstance(name, str)
-            or not isinstance(inside, list)
-            or not all(isinstance(one, dict) for one in inside)
-        ):
+        if not (isinstance(name, str) and isinstance(inside, list) and all(isinstance(one, dict) for one in inside)):
             raise InvalidRequestError(f"tools[{i}] must have a name and tools.", field=f"tools[{i}]")
         for j, one in enumerate(inside):
             if one.get("type") not in ("function", "custom"):
@@ -168,8 +162,5 @@ def _message_tool(tool: dict[str, Any]) -> dict[str, Any]:
     known = ANTHROPIC.get(_DATE.sub("", kind)) if isinstance(kind, str) else None
     if known is None:
         return tool
-    description, parameters = known
-    return {
-        "type": "function",
-        "function": {"name": tool.get("name"), "description": description, "parameters": parameters},
-    }
+    told = {"name": tool.get("name"), "description": known[0], "parameters": known[1]}
+    return {"type": "function", "function": told}

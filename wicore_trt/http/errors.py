@@ -53,11 +53,9 @@ ANTHROPIC_TYPES = {
 }  # fmt: skip
 """What Anthropic's API calls errors, by status; others are invalid requests."""
 CODES: dict[type, str] = {
-    ContextLengthError: "context_length_exceeded",
-    RateLimitError: "rate_limit_exceeded",
-    AuthenticationError: "invalid_api_key",
-    WicoreError: "internal",
-}
+    ContextLengthError: "context_length_exceeded", RateLimitError: "rate_limit_exceeded",
+    AuthenticationError: "invalid_api_key", WicoreError: "internal",
+}  # fmt: skip
 """What OpenAI's API calls errors."""
 PARAMS: dict[str | None, str | None] = {
     "body": None,  # all of it

@@ -9,7 +9,6 @@ that are no HTTP get an error of the one shape; a client that still sends can re
 from __future__ import annotations
 
 import asyncio
-import logging
 import uuid
 from collections import Counter
 from collections.abc import Callable
@@ -48,8 +47,6 @@ MAX_FRAGMENTS = 1024
 """Frames of one WebSocket message."""
 MESSAGE_BYTES = 512
 """What a WebSocket message costs that waits, beside its bytes."""
-
-uvicorn_log = logging.getLogger("uvicorn.error")
 
 
 class Door(Protocol):
