@@ -137,26 +137,13 @@ def command(
     lost: list[str] = []
     with progress(quiet=json) as report:
         engine = build_engine(
-            settings.build.source,
-            Path(settings.engine),
-            backend=settings.build.backend,
-            dtype=settings.build.dtype,
-            kv_dtype=settings.build.kv_dtype,
-            tp_size=settings.build.tp_size,
-            page_tokens=settings.kv.page_tokens or 32,
-            targets=settings.build.targets,
-            max_context=settings.scheduler.max_context,
-            max_batch=settings.build.max_batch,
-            max_chunk=settings.build.max_chunk,
-            attention=attention,
-            calibration=calibration,
-            dummy=dummy,
-            revision=revision,
-            lora=lora,
-            force=force,
-            progress=report,
-            note=lost.append,
-        )
+            settings.build.source, Path(settings.engine), backend=settings.build.backend,
+            dtype=settings.build.dtype, kv_dtype=settings.build.kv_dtype, tp_size=settings.build.tp_size,
+            page_tokens=settings.kv.page_tokens or 32, targets=settings.build.targets,
+            max_context=settings.scheduler.max_context, max_batch=settings.build.max_batch,
+            max_chunk=settings.build.max_chunk, attention=attention, calibration=calibration, dummy=dummy,
+            revision=revision, lora=lora, force=force, progress=report, note=lost.append,
+        )  # fmt: skip
     manifest = engine.manifest
     for line in lost:
         print(f"note: {line}", file=sys.stderr)

@@ -46,17 +46,9 @@ def command(
         calibration = TextCalibration(calibrate, calibrate_tokens, not no_kv_scales)
     with progress(quiet=json) as report:
         checkpoint = convert(
-            source,
-            output,
-            dtype=dtype,
-            tp_size=tp,
-            revision=revision,
-            lora=lora,
-            calibration=calibration,
-            force=force,
-            progress=report,
-            note=lost.append,
-        )
+            source, output, dtype=dtype, tp_size=tp, revision=revision, lora=lora, calibration=calibration,
+            force=force, progress=report, note=lost.append,
+        )  # fmt: skip
     kind = "fp8" if checkpoint.quant_algo else checkpoint.dtype
     total = sum(record.bytes for record in checkpoint.files.values())
     if not any(file.name == "tokenizer.json" for file in checkpoint.tokenizer_files):

@@ -41,16 +41,9 @@ def command(
     from wicore_trt.types import SamplingParams
 
     params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos,
-    )
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, seed=seed, stop=tuple(stop or ()), ignore_eos=ignore_eos,
+    )  # fmt: skip
     text = _read_prompt(prompt)
     with progress(quiet=as_json) as report:
         report(f"loading {engine}", 0, 1)

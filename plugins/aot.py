@@ -126,19 +126,11 @@ def compile_kernel(spec: KernelSpec, target: str) -> CompiledKernel:
             fix="Use smaller blocks or fewer stages.",
         )
     return CompiledKernel(
-        name=spec.name,
-        symbol=meta.name,
-        target=target,
-        arguments=tuple(spec.signature.items()),
-        aligned=spec.aligned,
-        constants=dict(spec.constants),
-        num_warps=meta.num_warps,
-        num_stages=spec.num_stages,
-        shared_bytes=meta.shared,
-        triton_version=triton.__version__,
-        cubin=built.asm["cubin"],
-        dependent=spec.dependent not in (ORDINARY, ALONE),
-    )
+        name=spec.name, symbol=meta.name, target=target, arguments=tuple(spec.signature.items()),
+        aligned=spec.aligned, constants=dict(spec.constants), num_warps=meta.num_warps,
+        num_stages=spec.num_stages, shared_bytes=meta.shared, triton_version=triton.__version__,
+        cubin=built.asm["cubin"], dependent=spec.dependent not in (ORDINARY, ALONE),
+    )  # fmt: skip
 
 
 def compile_kernels(specs: Mapping[str, KernelSpec], target: str) -> dict[str, CompiledKernel]:

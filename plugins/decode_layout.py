@@ -200,22 +200,13 @@ def decode_launch(config: DecodeConfig, rows: DecodeRows, pool: Pool, tables: Ta
     return Launch(
         (shape.kv_heads // config.heads, splits, tables.rows),
         {
-            "q": rows.q,
-            "out": rows.out,
-            "pool": pool.pointer,
-            "tables": tables.pointer,
-            "kv_lengths": rows.kv_lengths,
-            "kv_scale": pool.scales,
-            **work._asdict(),
-            "softmax_scale": rows.softmax_scale,
-            "window": rows.window,
-            "table_length": tables.length,
-            "n_splits": splits,
-            "q_row": rows.q_row or row,
-            "out_row": rows.out_row or row,
+            "q": rows.q, "out": rows.out, "pool": pool.pointer, "tables": tables.pointer,
+            "kv_lengths": rows.kv_lengths, "kv_scale": pool.scales, **work._asdict(),
+            "softmax_scale": rows.softmax_scale, "window": rows.window, "table_length": tables.length,
+            "n_splits": splits, "q_row": rows.q_row or row, "out_row": rows.out_row or row,
             "pool_page": shape.strides()["pool_page"],
         },
-    )
+    )  # fmt: skip
 
 
 def combine_launch(config: DecodeConfig, rows: DecodeRows, pool: Pool, sequences: int, work: Workspace) -> Launch:
@@ -224,15 +215,11 @@ def combine_launch(config: DecodeConfig, rows: DecodeRows, pool: Pool, sequences
     return Launch(
         (rows.heads, 0 if config.fused or splits == 1 else sequences, 1),
         {
-            "out": rows.out,
-            "kv_lengths": rows.kv_lengths,
-            "partials": work.partials,
-            "stats": work.stats,
-            "window": rows.window,
-            "n_splits": splits,
+            "out": rows.out, "kv_lengths": rows.kv_lengths, "partials": work.partials, "stats": work.stats,
+            "window": rows.window, "n_splits": splits,
             "out_row": rows.out_row or rows.heads * pool.shape.head_dim,
         },
-    )
+    )  # fmt: skip
 
 
 def prefill_launch(
@@ -252,22 +239,13 @@ def prefill_launch(
     return Launch(
         (heads, slices.tokens // constants["BLOCK_M"] + tables.rows if slices.tokens else 0, 1),
         {
-            "q": q_out[0],
-            "out": q_out[1],
-            "pool": pool.pointer,
-            "tables": tables.pointer,
-            "cu_seqlens": slices.cu_seqlens,
-            "first_positions": slices.first_positions,
-            "kv_scale": pool.scales,
-            "softmax_scale": softmax_scale,
-            "window": window,
-            "n_sequences": tables.rows,
-            "table_length": tables.length,
-            "q_row": rows[0] or heads * shape.head_dim,
-            "out_row": rows[1] or heads * shape.head_dim,
-            "pool_page": shape.strides()["pool_page"],
+            "q": q_out[0], "out": q_out[1], "pool": pool.pointer, "tables": tables.pointer,
+            "cu_seqlens": slices.cu_seqlens, "first_positions": slices.first_positions, "kv_scale": pool.scales,
+            "softmax_scale": softmax_scale, "window": window, "n_sequences": tables.rows,
+            "table_length": tables.length, "q_row": rows[0] or heads * shape.head_dim,
+            "out_row": rows[1] or heads * shape.head_dim, "pool_page": shape.strides()["pool_page"],
         },
-    )
+    )  # fmt: skip
 
 
 def segmented(whole: Launch, constants: Mapping[str, Any], segments: Segments, lse: Any) -> Launch:
@@ -293,14 +271,10 @@ def add_splits_launch(
     return Launch(
         (div_ceil(rows, constants["BLOCK"]), constants["HEADS"], 1),
         {
-            "sums": sums[0],
-            "lse": sums[1],
-            "out": out,
-            "rows": rows,
-            "split_rows": split_rows,
+            "sums": sums[0], "lse": sums[1], "out": out, "rows": rows, "split_rows": split_rows,
             "out_row": constants["HEADS"] * constants["D"],
         },
-    )
+    )  # fmt: skip
 
 
 def gather_launch(
@@ -313,16 +287,11 @@ def gather_launch(
     return Launch(
         (span[1] // shape.page_tokens, 2 * div_ceil(constants["PAGE"], constants["BLOCK"]), 1),
         {
-            "pool": pool.pointer,
-            "tables": table[0],
-            "kv_scale": pool.scales,
-            "dense": to[0],
-            "first": span[0] // shape.page_tokens,
-            "table_length": table[1],
-            "pool_page": shape.strides()["pool_page"],
-            "values": to[1],
+            "pool": pool.pointer, "tables": table[0], "kv_scale": pool.scales, "dense": to[0],
+            "first": span[0] // shape.page_tokens, "table_length": table[1],
+            "pool_page": shape.strides()["pool_page"], "values": to[1],
         },
-    )
+    )  # fmt: skip
 
 
 def add_segment_launch(
@@ -341,19 +310,11 @@ def add_segment_launch(
     return Launch(
         (div_ceil(rows, constants["BLOCK"]), constants["HEADS"], 1),
         {
-            "sums": sums[0],
-            "lse": sums[1],
-            "part": part[0],
-            "part_lse": part[1],
-            "out": out,
-            "rows": rows,
-            "part_rows": part_rows,
-            "last": int(last),
-            "part_row": strides[0],
-            "part_head": strides[1],
+            "sums": sums[0], "lse": sums[1], "part": part[0], "part_lse": part[1], "out": out, "rows": rows,
+            "part_rows": part_rows, "last": int(last), "part_row": strides[0], "part_head": strides[1],
             "out_row": constants["HEADS"] * constants["D"],
         },
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

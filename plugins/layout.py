@@ -147,17 +147,11 @@ def copy_pages_launch(
     return Launch(
         grid,
         {
-            "pool": pool.pointer,
-            "cache": cache[0],
-            "copies": copies,
-            "scales": pool.scales,
-            "cache_tokens": shape.tokens,
-            "layers": shape.layers,
-            **tables.arguments(),
-            **pages.strides(),
+            "pool": pool.pointer, "cache": cache[0], "copies": copies, "scales": pool.scales,
+            "cache_tokens": shape.tokens, "layers": shape.layers, **tables.arguments(), **pages.strides(),
             **shape.strides(),
         },
-    )
+    )  # fmt: skip
 
 
 def slide_launch(cache: tuple[Any, CacheShape], moves: Any, n_moves: int) -> Launch:
@@ -208,19 +202,9 @@ def attention_launch(
     return Launch(
         (slices.tokens // block + tables.rows if slices.tokens else 0, shape.kv_heads, 1),
         {
-            "q": q,
-            "out": out,
-            "pool": pool.pointer,
-            "cu_seqlens": slices.cu_seqlens,
-            "first_positions": slices.first_positions,
-            "softmax_scale": softmax_scale,
-            "window": window,
-            "n_sequences": tables.rows,
-            "q_token": row,
-            "q_head": shape.head_dim,
-            "out_token": row,
-            "out_head": shape.head_dim,
-            **tables.arguments(),
-            **strides,
+            "q": q, "out": out, "pool": pool.pointer, "cu_seqlens": slices.cu_seqlens,
+            "first_positions": slices.first_positions, "softmax_scale": softmax_scale, "window": window,
+            "n_sequences": tables.rows, "q_token": row, "q_head": shape.head_dim, "out_token": row,
+            "out_head": shape.head_dim, **tables.arguments(), **strides,
         },
-    )
+    )  # fmt: skip

@@ -84,17 +84,14 @@ async def run_load(
     run = _Run(target, options, progress, phase, planned, closed=last == 0.0)
     await run.all(sessions, vocabulary)
     return Load.of(
-        run.records,
-        planned=run.planned,
-        offered_per_s=run.planned / last if last else math.inf,
-        slo=slo,
+        run.records, planned=run.planned, offered_per_s=run.planned / last if last else math.inf, slo=slo,
         lag=ClientLag(
             Summary.of(run.late),
             Summary.of(run.beats),
             Summary.of(run.places) if options.max_concurrency else None,
             run.most_open,
         ),
-    )
+    )  # fmt: skip
 
 
 class _Run:

@@ -134,17 +134,13 @@ class Throughput:
         good = [r for r in records if r.error is None]
         prompt, output = sum(r.prompt_tokens for r in good), sum(r.output_tokens for r in good)
         return cls(
-            duration_s=duration,
-            completed=len(good),
+            duration_s=duration, completed=len(good),
             errors=dict(Counter(r.error for r in records if r.error is not None)),
-            requests_per_s=len(good) / duration,
-            output_tokens_per_s=output / duration,
-            total_tokens_per_s=(prompt + output) / duration,
-            prompt_tokens=prompt,
-            cached_tokens=sum(r.cached_tokens for r in good),
-            output_tokens=output,
+            requests_per_s=len(good) / duration, output_tokens_per_s=output / duration,
+            total_tokens_per_s=(prompt + output) / duration, prompt_tokens=prompt,
+            cached_tokens=sum(r.cached_tokens for r in good), output_tokens=output,
             latencies=Distributions.of(records),
-        )
+        )  # fmt: skip
 
 
 REFUSALS = ("429", "503", "RESOURCE_EXHAUSTED")
@@ -223,17 +219,12 @@ class Load:
         done = [r for r in records if r.error is None]
         refused = [r for r in records if r.status in REFUSALS]
         return cls(
-            offered_per_s=offered_per_s,
-            planned=planned,
-            unsent=planned - len(records),
-            refused=len(refused),
-            failed=len(records) - len(done) - len(refused),
-            statuses=dict(Counter(r.status for r in records)),
+            offered_per_s=offered_per_s, planned=planned, unsent=planned - len(records), refused=len(refused),
+            failed=len(records) - len(done) - len(refused), statuses=dict(Counter(r.status for r in records)),
             examples={r.status: r.error for r in reversed(records) if r.error is not None},
             refusal=Summary.of(r.finished - (r.started if r.sent is None else r.sent) for r in refused),
             good=None if slo is None else sum(slo.met_by(r) for r in done),
             uncounted=sum(not r.counted for r in done),
-            tells_cached=bool(done) and all(r.tells_cached for r in done),
-            throughput=Throughput.of(records),
+            tells_cached=bool(done) and all(r.tells_cached for r in done), throughput=Throughput.of(records),
             lag=lag,
-        )
+        )  # fmt: skip

@@ -277,17 +277,10 @@ def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
         entries = rank_entries(spec, dtype, quant_algo, rank, tp_size, kv_scales=kv_algo is not None)
         _check_rank(file, entries, again)
     checkpoint = Checkpoint(
-        path=path,
-        config=config,
-        spec=spec,
-        dtype=dtype,
-        quant_algo=quant_algo,
-        tp_size=tp_size,
-        rank_files=ranks,
-        tokenizer_files=[path / n for n in TOKENIZER_FILES if n in files],
-        vision_file=path / VISION if VISION in files else None,
-        files=files,
-    )
+        path=path, config=config, spec=spec, dtype=dtype, quant_algo=quant_algo, tp_size=tp_size,
+        rank_files=ranks, tokenizer_files=[path / n for n in TOKENIZER_FILES if n in files],
+        vision_file=path / VISION if VISION in files else None, files=files,
+    )  # fmt: skip
     for name, record in files.items() if verify else ():
         part = record.changed(path / name)
         if part:

@@ -171,24 +171,18 @@ def gguf_spec(file: GgufFile, note: Callable[[str], None] = lambda text: None) -
     scalar = hidden // heads if layers == _LAYERS_OF_27B else head_dim
     try:
         spec = Gemma3Spec(
-            vocab_size=embedding.shape[0],
-            hidden_size=hidden,
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=keys.whole("attention.head_count_kv", default=heads),
-            head_dim=head_dim,
-            intermediate_size=keys.whole("feed_forward_length"),
-            query_pre_attn_scalar=float(scalar),
+            vocab_size=embedding.shape[0], hidden_size=hidden, num_layers=layers, num_heads=heads,
+            num_kv_heads=keys.whole("attention.head_count_kv", default=heads), head_dim=head_dim,
+            intermediate_size=keys.whole("feed_forward_length"), query_pre_attn_scalar=float(scalar),
             rms_norm_eps=keys.real("attention.layer_norm_rms_epsilon", 1e-6 if keys.ollamas else ...),
             rope_theta=keys.theta("rope.freq_base", 1e6 if keys.ollamas else _DEFAULT_THETA),
             rope_local_theta=keys.theta("rope.freq_base_swa", _DEFAULT_THETA),
             rope_scaling_factor=_rope_factor(keys, layers),
-            sliding_window=keys.whole("attention.sliding_window"),
-            layer_groups=_layer_groups(keys, layers),
+            sliding_window=keys.whole("attention.sliding_window"), layer_groups=_layer_groups(keys, layers),
             max_position_embeddings=keys.whole("context_length"),
             tie_word_embeddings="output.weight" not in file.tensors,
             final_logit_softcapping=_softcap(keys, layers),
-        )
+        )  # fmt: skip
     except SpecError as error:
         raise error.at(str(file.path), _KEYS) from error
     keys.expect("vocab_size", spec.vocab_size)

@@ -148,18 +148,12 @@ def make_executor(engine: EngineDir, settings: Settings) -> Executor:
 def executor_options(settings: Settings) -> ExecutorOptions:
     """What an executor is told of the settings."""
     return ExecutorOptions(
-        device=settings.executor.device,
-        kernels=settings.executor.kernels,
-        threads=settings.executor.threads,
-        page_tokens=settings.kv.page_tokens,
-        kv_bytes=settings.kv.device_bytes,
-        kv_fraction=settings.kv.device_fraction,
-        max_batch_tokens=batch_tokens_of(settings),
-        max_sequences=settings.scheduler.max_sequences,
-        max_context=settings.scheduler.max_context,
-        batch_invariant=settings.executor.batch_invariant,
-        loads=settings.kv.host_bytes > 0,
-    )
+        device=settings.executor.device, kernels=settings.executor.kernels, threads=settings.executor.threads,
+        page_tokens=settings.kv.page_tokens, kv_bytes=settings.kv.device_bytes,
+        kv_fraction=settings.kv.device_fraction, max_batch_tokens=batch_tokens_of(settings),
+        max_sequences=settings.scheduler.max_sequences, max_context=settings.scheduler.max_context,
+        batch_invariant=settings.executor.batch_invariant, loads=settings.kv.host_bytes > 0,
+    )  # fmt: skip
 
 
 def batch_tokens_of(settings: Settings) -> int:
@@ -186,15 +180,10 @@ def _seconds(milliseconds: float | None) -> float | None:
 def warm_up(executor: Executor) -> None:
     """Run one token through the model, so that the first request does not pay for first touches of the weights."""
     piece = SequenceSlice(
-        seq_id=-1,
-        token_ids=[0],
-        start=0,
-        pages={group: [slots[0]] for group, slots in executor.layout.apart().items()},
-        sample=True,
-        params=SamplingParams(temperature=0.0),
-        history=[0],
-        prompt_len=1,
-    )
+        seq_id=-1, token_ids=[0], start=0,
+        pages={group: [slots[0]] for group, slots in executor.layout.apart().items()}, sample=True,
+        params=SamplingParams(temperature=0.0), history=[0], prompt_len=1,
+    )  # fmt: skip
     executor.execute(StepBatch([piece]))
     executor.release(piece.seq_id)
 
@@ -211,25 +200,12 @@ def model_info(
     """What GetModelInfo and `wicore inspect` say of a loaded engine."""
     manifest, spec = engine.manifest, engine.manifest.spec
     return ModelInfo(
-        model_id=names[0] if names else manifest.model_id,
-        aliases=tuple(names[1:]),
-        backend=manifest.backend,
-        kernels=kernels,
-        dtype=manifest.dtype,
-        kv_dtype=kv_dtype,
+        model_id=names[0] if names else manifest.model_id, aliases=tuple(names[1:]), backend=manifest.backend,
+        kernels=kernels, dtype=manifest.dtype, kv_dtype=kv_dtype,
         quantization=manifest.quantization["algo"] if manifest.quantization else None,
-        max_context_tokens=max_context,
-        vocab_size=spec.vocab_size,
-        hidden_size=spec.hidden_size,
-        num_layers=spec.num_layers,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        fingerprint=manifest.fingerprint,
-        eos_token_ids=tokenizer.eos_ids,
-        bos_token_id=tokenizer.bos_id,
-        chat=tokenizer.has_chat and tokenizer.chat_fault is None,
-        chat_note=tokenizer.chat_note,
-        page_tokens=page_tokens,
-        engine_context_tokens=manifest.max_context,
-        build=manifest.seal,
-    )
+        max_context_tokens=max_context, vocab_size=spec.vocab_size, hidden_size=spec.hidden_size,
+        num_layers=spec.num_layers, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads,
+        fingerprint=manifest.fingerprint, eos_token_ids=tokenizer.eos_ids, bos_token_id=tokenizer.bos_id,
+        chat=tokenizer.has_chat and tokenizer.chat_fault is None, chat_note=tokenizer.chat_note,
+        page_tokens=page_tokens, engine_context_tokens=manifest.max_context, build=manifest.seal,
+    )  # fmt: skip

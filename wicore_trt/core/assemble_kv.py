@@ -66,9 +66,7 @@ def make_cache(
     if GLOBAL in layout.num_pages:
         policy = policy_of(settings, layout.num_pages[GLOBAL], layout.page_tokens)
     manager = KVCacheManager(
-        layout.num_pages,
-        window,
-        KeyChain(f"{engine}/{kernels}", layout.page_tokens, secret=secret),
+        layout.num_pages, window, KeyChain(f"{engine}/{kernels}", layout.page_tokens, secret=secret),
         options=CacheOptions(
             prefix_cache=settings.prefix_cache,
             write_policy=settings.write_policy,
@@ -76,11 +74,8 @@ def make_cache(
             measure_attention=settings.policy == "a2cr",
             slab_pages=layout.slab_pages,
         ),
-        policy=policy,
-        tiers=tiers,
-        events=events,
-        retention=Retention(settings.pin_s, time.monotonic),
-    )
+        policy=policy, tiers=tiers, events=events, retention=Retention(settings.pin_s, time.monotonic),
+    )  # fmt: skip
     loader = None
     if tiers is not None:
         # the threads that move pages run a few lines at a time, and would wait 5 ms for each beside a busy engine
@@ -116,16 +111,10 @@ def _make_tiers(
     store: DiskStore | None = None
     if settings.disk_path is not None:
         store = open_store(
-            settings.disk_path,
-            namespace,
-            slot_bytes,
-            limit_bytes=settings.disk_bytes,
-            free_bytes=settings.disk_free_bytes,
-            threads=settings.disk_threads,
-            timeout_s=settings.disk_timeout_s,
-            key_file=settings.disk_key_file,
-            files=files,
-        )
+            settings.disk_path, namespace, slot_bytes, limit_bytes=settings.disk_bytes,
+            free_bytes=settings.disk_free_bytes, threads=settings.disk_threads,
+            timeout_s=settings.disk_timeout_s, key_file=settings.disk_key_file, files=files,
+        )  # fmt: skip
 
     def index(tier: str, slots: int) -> TierIndex:
         return TierIndex(
@@ -139,15 +128,9 @@ def _make_tiers(
         )
 
     transfers = open_transfers(
-        index,
-        num_slots,
-        slot_bytes,
-        namespace.layout,
-        store,
-        copier,
-        save_early=settings.write_policy == "through",
-        stored=events.append_stored,
-    )
+        index, num_slots, slot_bytes, namespace.layout, store, copier,
+        save_early=settings.write_policy == "through", stored=events.append_stored,
+    )  # fmt: skip
     return LowerTiers(transfers, threshold=settings.host_threshold), store
 
 

@@ -135,16 +135,11 @@ class EngineCore(Core):
         most = self.max_context if params.max_tokens is None else params.max_tokens
         for index in range(params.n):
             sequence = Sequence(
-                seq_id=self._next_id,
-                request=request,
-                index=index,
-                seed=sequence_seed(params.seed, index),
-                tokens=list(request.prompt_token_ids),
-                arrival=arrival,
-                pages=SequencePages(names, request.cache),
-                stop_ids=stop_ids,
+                seq_id=self._next_id, request=request, index=index, seed=sequence_seed(params.seed, index),
+                tokens=list(request.prompt_token_ids), arrival=arrival,
+                pages=SequencePages(names, request.cache), stop_ids=stop_ids,
                 longest=min(self.max_context, len(request.prompt_token_ids) + most),
-            )
+            )  # fmt: skip
             self._next_id += 1
             sequences.append(sequence)
         cost_s = self.scheduler.estimate(sequences[0])

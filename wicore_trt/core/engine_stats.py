@@ -45,19 +45,12 @@ def engine_stats(
             evictions={"capacity": sum(evictions for *_, evictions in pools)},
         )
         return EngineStats(
-            uptime_s=times[0],
-            requests_running=running,
-            requests_waiting=waiting,
-            requests_finished=finished,
-            prompt_tokens=counts.get("prompt", 0),
-            cached_prompt_tokens=counts.get("cached", 0),
-            generated_tokens=counts.get("generated", 0),
-            steps=counts.get("steps", 0),
-            step_seconds=times[1],
-            step_tokens=(*step_counts, int(step_total)),
-            preemptions=preemptions,
+            uptime_s=times[0], requests_running=running, requests_waiting=waiting, requests_finished=finished,
+            prompt_tokens=counts.get("prompt", 0), cached_prompt_tokens=counts.get("cached", 0),
+            generated_tokens=counts.get("generated", 0), steps=counts.get("steps", 0), step_seconds=times[1],
+            step_tokens=(*step_counts, int(step_total)), preemptions=preemptions,
             pools=tuple(PoolStats(*pool[:4], layout.page_bytes[pool[0]]) for pool in pools),
             kv=KVStats((device, *tiers), decisions, parked, resumed, events),
-        )
+        )  # fmt: skip
 
     return made

@@ -411,17 +411,10 @@ class TextEngine:
         self._keys[name] = stream.key
         self._idle.clear()
         made = GenerateRequest(
-            request_id=stream.key,
-            prompt_token_ids=token_ids,
-            params=request.params,
-            deadline=deadline,
-            priority=request.priority,
-            tenant=request.tenant,
-            cache_salt=request.cache_salt,
-            cache=request.cache,
-            log_id=request.log_id,
-            name=request.request_id,
-        )
+            request_id=stream.key, prompt_token_ids=token_ids, params=request.params, deadline=deadline,
+            priority=request.priority, tenant=request.tenant, cache_salt=request.cache_salt,
+            cache=request.cache, log_id=request.log_id, name=request.request_id,
+        )  # fmt: skip
         try:
             await self.engine.add(made)
         except BaseException as error:  # refused, or nobody waits any more

@@ -47,16 +47,10 @@ class SequenceText:
             ):
                 return self._stopped(output, text, len(token_ids))
         return TextOutput(
-            request_id=self._request_id,
-            index=output.index,
-            text=text,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            finish_reason=output.finish_reason,
-            stop_reason=output.stop_reason,
-            usage=output.usage if self.finished else None,
-            prompt_logprobs=output.prompt_logprobs,
-        )
+            request_id=self._request_id, index=output.index, text=text, token_ids=token_ids, logprobs=logprobs,
+            finish_reason=output.finish_reason, stop_reason=output.stop_reason,
+            usage=output.usage if self.finished else None, prompt_logprobs=output.prompt_logprobs,
+        )  # fmt: skip
 
     def _stopped(self, output: TokenOutput, text: str, count: int) -> TextOutput:
         """The last output of a sequence that a stop string ended after `count` of this output's tokens."""
@@ -66,13 +60,7 @@ class SequenceText:
             surplus = len(output.token_ids) - count
             usage = Usage(usage.prompt_tokens, usage.completion_tokens - surplus, usage.cached_tokens)
         return TextOutput(
-            request_id=self._request_id,
-            index=output.index,
-            text=text,
-            token_ids=output.token_ids[:count],
-            logprobs=output.logprobs[:count],
-            finish_reason=FinishReason.STOP,
-            stop_reason=self._detokenizer.matched,
-            usage=usage,
-            prompt_logprobs=output.prompt_logprobs,
-        )
+            request_id=self._request_id, index=output.index, text=text, token_ids=output.token_ids[:count],
+            logprobs=output.logprobs[:count], finish_reason=FinishReason.STOP,
+            stop_reason=self._detokenizer.matched, usage=usage, prompt_logprobs=output.prompt_logprobs,
+        )  # fmt: skip

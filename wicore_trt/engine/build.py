@@ -89,21 +89,9 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     for a bad source or a damaged checkpoint, EnvironmentUnfitError for a backend that is not here or a full disk.
     """
     options = BuildOptions(
-        backend,
-        dtype,
-        kv_dtype,
-        tp_size,
-        page_tokens,
-        split_targets(targets),
-        max_context,
-        max_batch,
-        max_chunk,
-        calibration,
-        dummy,
-        revision,
-        attention,
-        lora,
-    )
+        backend, dtype, kv_dtype, tp_size, page_tokens, split_targets(targets), max_context, max_batch,
+        max_chunk, calibration, dummy, revision, attention, lora,
+    )  # fmt: skip
     created = _created()
     _check_options(options, source)
     if options.dtype == "auto" and not (dummy or is_unified_checkpoint(Path(source))):
@@ -196,17 +184,9 @@ def _checkpoint_of(
         return checkpoint
 
     return convert(
-        source,
-        work,
-        dtype=options.dtype,
-        tp_size=options.tp_size,
-        for_engine=True,
-        revision=options.revision,
-        lora=options.lora,
-        calibration=options.calibration,
-        progress=progress,
-        note=note,
-    )
+        source, work, dtype=options.dtype, tp_size=options.tp_size, for_engine=True, revision=options.revision,
+        lora=options.lora, calibration=options.calibration, progress=progress, note=note,
+    )  # fmt: skip
 
 
 def _check_fit(checkpoint: Checkpoint, options: BuildOptions) -> None:
@@ -268,20 +248,12 @@ def _lay_out(
         "tp_size": checkpoint.tp_size,
     }
     return Manifest(
-        **computed,
-        fingerprint=compute_fingerprint(**computed),
-        model_id=model_id(checkpoint.source),
-        backend=options.backend,
-        targets=list(options.targets),
-        compiled=compiled,
+        **computed, fingerprint=compute_fingerprint(**computed), model_id=model_id(checkpoint.source),
+        backend=options.backend, targets=list(options.targets), compiled=compiled,
         page_tokens=options.page_tokens,
-        max_context=options.max_context or checkpoint.spec.max_position_embeddings,
-        files=files,
-        tools=_tools(),
-        source=source,
-        revision=checkpoint.revision,
-        created="",
-    )
+        max_context=options.max_context or checkpoint.spec.max_position_embeddings, files=files, tools=_tools(),
+        source=source, revision=checkpoint.revision, created="",
+    )  # fmt: skip
 
 
 def _write_dummy_tokenizer(directory: Path) -> None:
@@ -297,17 +269,10 @@ def _dummy_checkpoint(model: DummyModel, dtype: str) -> Checkpoint:
     config = {"wicore": {"source": f"{model.name} (dummy weights)"}, "quantization": {"kv_cache_quant_algo": None}}
     fp8 = dtype == "fp8"
     return Checkpoint(
-        path=Path(),
-        config=config,
-        spec=model.spec,
-        dtype="bfloat16" if fp8 or dtype == "auto" else dtype,
-        quant_algo=QUANT_FP8 if fp8 else None,
-        tp_size=1,
-        rank_files=[],
-        tokenizer_files=[],
-        vision_file=None,
+        path=Path(), config=config, spec=model.spec, dtype="bfloat16" if fp8 or dtype == "auto" else dtype,
+        quant_algo=QUANT_FP8 if fp8 else None, tp_size=1, rank_files=[], tokenizer_files=[], vision_file=None,
         files={},
-    )
+    )  # fmt: skip
 
 
 def _tied_head(checkpoint: Checkpoint, rank_file: Path) -> tuple[str, ...]:

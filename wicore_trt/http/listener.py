@@ -49,17 +49,10 @@ class Listener:
         self._config = Config(
             self._answer,
             interface="asgi3",  # which uvicorn does not see of a method
-            http=GuardedHttp,
-            ws=GuardedWebSocket,
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            ws_max_size=max_frame,
+            http=GuardedHttp, ws=GuardedWebSocket, lifespan="off", log_config=None, access_log=False,
+            proxy_headers=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_S, ws_max_size=max_frame,
             ws_per_message_deflate=False,
-        )
+        )  # fmt: skip
         self._config.load()
         self._state = Visitors(settings.http_connections_per_address, door)
         self._listener: asyncio.Server | None = None

@@ -103,17 +103,14 @@ async def snapshot(context: Context) -> Snapshot:
         {"engine": engine_pid} if engine_pid not in (None, os.getpid()) else {}
     )
     return Snapshot(
-        version=__version__,
-        state=context.state,
-        calls=context.admission.counts,
+        version=__version__, state=context.state, calls=context.admission.counts,
         open_requests=engine.live if engine is not None else 0,
-        model=engine.info if engine is not None else None,
-        engine=stats,
+        model=engine.info if engine is not None else None, engine=stats,
         times=engine.times if engine is not None else Times(),
         finished=engine.finished() if engine is not None else {},
         processes={name: process_use(pid) for name, pid in pids.items() if pid is not None},
         gpus=await _gpus(context),
-    )
+    )  # fmt: skip
 
 
 async def _gpus(context: Context) -> Sequence[GpuUse]:

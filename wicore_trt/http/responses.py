@@ -39,18 +39,11 @@ def chat_of(body: ResponsesBody) -> tuple[ChatBody, dict[str, Form]]:
     if body.top_logprobs and not logprobs:
         raise InvalidRequestError(f"top_logprobs needs {LOGPROBS} in include.", field="top_logprobs")
     asked = chat_body(
-        body,
-        _conversation(body),
-        max_tokens=body.max_output_tokens,
-        stream=body.stream,
-        tools=tools,
-        tool_choice=_tool_choice(body.tool_choice, forms),
-        parallel_tool_calls=body.parallel_tool_calls,
-        chat_template_kwargs=body.chat_template_kwargs,
-        response_format=_response_format(body.text),
-        logprobs=logprobs,
-        top_logprobs=body.top_logprobs if logprobs else None,
-    )
+        body, _conversation(body), max_tokens=body.max_output_tokens, stream=body.stream, tools=tools,
+        tool_choice=_tool_choice(body.tool_choice, forms), parallel_tool_calls=body.parallel_tool_calls,
+        chat_template_kwargs=body.chat_template_kwargs, response_format=_response_format(body.text),
+        logprobs=logprobs, top_logprobs=body.top_logprobs if logprobs else None,
+    )  # fmt: skip
     return asked, forms
 
 

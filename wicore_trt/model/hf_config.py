@@ -137,24 +137,14 @@ def read_hf_config(config: Mapping[str, Any], place: str) -> Gemma3Spec:
     try:
         check_whole("num_layers", text.num_hidden_layers, 1, MAX_LAYERS)
         return Gemma3Spec(
-            vocab_size=text.vocab_size,
-            hidden_size=text.hidden_size,
-            num_layers=text.num_hidden_layers,
-            num_heads=text.num_attention_heads,
-            num_kv_heads=text.num_key_value_heads,
-            head_dim=text.head_dim,
-            intermediate_size=text.intermediate_size,
-            query_pre_attn_scalar=float(text.query_pre_attn_scalar),
-            rms_norm_eps=float(text.rms_norm_eps),
-            rope_theta=theta,
-            rope_local_theta=local_theta,
-            rope_scaling_factor=factor,
-            sliding_window=text.sliding_window,
-            layer_groups=_layer_groups(text, place),
-            max_position_embeddings=text.max_position_embeddings,
-            tie_word_embeddings=tie is None or tie,
-            final_logit_softcapping=text.final_logit_softcapping,
-        )
+            vocab_size=text.vocab_size, hidden_size=text.hidden_size, num_layers=text.num_hidden_layers,
+            num_heads=text.num_attention_heads, num_kv_heads=text.num_key_value_heads, head_dim=text.head_dim,
+            intermediate_size=text.intermediate_size, query_pre_attn_scalar=float(text.query_pre_attn_scalar),
+            rms_norm_eps=float(text.rms_norm_eps), rope_theta=theta, rope_local_theta=local_theta,
+            rope_scaling_factor=factor, sliding_window=text.sliding_window,
+            layer_groups=_layer_groups(text, place), max_position_embeddings=text.max_position_embeddings,
+            tie_word_embeddings=tie is None or tie, final_logit_softcapping=text.final_logit_softcapping,
+        )  # fmt: skip
     except SpecError as error:
         raise error.at(place, _KEYS) from error
 

@@ -271,20 +271,13 @@ def model_info_response(info: ModelInfo) -> pb2.GetModelInfoResponse:
 def stats(now: EngineStats, streams_open: int) -> pb2.GetStatsResponse:
     """Counters and gauges, with the number of open Generate calls added."""
     return pb2.GetStatsResponse(
-        uptime=duration(now.uptime_s),
-        requests_running=now.requests_running,
-        requests_waiting=now.requests_waiting,
-        streams_open=streams_open,
-        requests_finished=now.requests_finished,
-        prompt_tokens=now.prompt_tokens,
-        cached_prompt_tokens=now.cached_prompt_tokens,
-        generated_tokens=now.generated_tokens,
-        steps=now.steps,
-        step_time=duration(now.step_seconds),
-        preemptions=now.preemptions,
-        pools=[pb2.PoolStats(**dataclasses.asdict(pool)) for pool in now.pools],
-        kv=_kv_stats(now.kv),
-    )
+        uptime=duration(now.uptime_s), requests_running=now.requests_running,
+        requests_waiting=now.requests_waiting, streams_open=streams_open,
+        requests_finished=now.requests_finished, prompt_tokens=now.prompt_tokens,
+        cached_prompt_tokens=now.cached_prompt_tokens, generated_tokens=now.generated_tokens, steps=now.steps,
+        step_time=duration(now.step_seconds), preemptions=now.preemptions,
+        pools=[pb2.PoolStats(**dataclasses.asdict(pool)) for pool in now.pools], kv=_kv_stats(now.kv),
+    )  # fmt: skip
 
 
 def _kv_stats(kv: KVStats) -> kv_pb2.KVStats:

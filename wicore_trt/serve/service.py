@@ -300,16 +300,12 @@ def _text_request(
     if tools is not None and kind != "chat":
         raise InvalidRequestError("tools are for a chat.", field="tools")
     make = partial(
-        TextRequest,
-        request_id=request_id,
+        TextRequest, request_id=request_id,
         params=params if tools is None else replace(params, constraint=tools.constraint),
         functions=tuple(function.declared() for function in tools.functions) if tools is not None else (),
-        timeout_s=timeout_s,
-        priority=request.priority,
-        tenant=tenant,
-        cache_salt=request.cache_salt,
+        timeout_s=timeout_s, priority=request.priority, tenant=tenant, cache_salt=request.cache_salt,
         cache=convert.cache_hints(request.cache),
-    )
+    )  # fmt: skip
     if kind == "token_ids":
         convert.check_count(request.token_ids.ids, limit, "token_ids")
         return make(prompt_token_ids=tuple(request.token_ids.ids))

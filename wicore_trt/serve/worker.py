@@ -124,32 +124,21 @@ class WorkerService:
         engine = self._service.ready()
         info = engine.info
         return pb2.GetModelInfoResponse(
-            model_path=info.model_id,
-            is_generation=True,
-            max_context_length=info.max_context_tokens,
-            vocab_size=info.vocab_size,
-            served_model_name=info.model_id,
+            model_path=info.model_id, is_generation=True, max_context_length=info.max_context_tokens,
+            vocab_size=info.vocab_size, served_model_name=info.model_id,
             tokenizer_path=f"worker:{info.model_id}",  # no path and no name of a hub, so that it is asked for here
-            model_type="gemma3_text",
-            architectures=["Gemma3ForCausalLM"],
-            eos_token_ids=info.eos_token_ids,
-            bos_token_id=info.bos_token_id or 0,
-            max_req_input_len=info.max_context_tokens,
-        )
+            model_type="gemma3_text", architectures=["Gemma3ForCausalLM"], eos_token_ids=info.eos_token_ids,
+            bos_token_id=info.bos_token_id or 0, max_req_input_len=info.max_context_tokens,
+        )  # fmt: skip
 
     async def GetServerInfo(self, request: pb2.GetServerInfoRequest, context: Reply) -> pb2.GetServerInfoResponse:
         engine = self._service.ready()
         stats, streams = await self._service.stats(current_call().who)
         return pb2.GetServerInfoResponse(
-            active_requests=streams,
-            uptime_seconds=stats.uptime_s,
-            server_type="vllm-grpc",
-            data_parallel_size=1,
-            kv_cache_dtype=engine.info.kv_dtype,
-            block_size=engine.info.page_tokens,
-            model_dtype=engine.info.dtype,
-            constrained_decoding_start="first_token",
-        )
+            active_requests=streams, uptime_seconds=stats.uptime_s, server_type="vllm-grpc",
+            data_parallel_size=1, kv_cache_dtype=engine.info.kv_dtype, block_size=engine.info.page_tokens,
+            model_dtype=engine.info.dtype, constrained_decoding_start="first_token",
+        )  # fmt: skip
 
     async def GetLoads(self, request: pb2.GetLoadsRequest, context: Reply) -> pb2.GetLoadsResponse:
         engine = self._service.ready()

@@ -163,18 +163,9 @@ class TritonExecutor:
             self._hosts = [(results, results.numpy(), masses) for results, masses in hosts]
             self._tokens = self.memory.results[0]
             self.model = TritonModel(
-                loading.shape,
-                loading.table,
-                constants.weights,
-                constants.rope,
-                self.pools,
-                self.memory,
-                launcher,
-                device.stream,
-                constants.exponents,
-                invariant,
-                segments,
-            )
+                loading.shape, loading.table, constants.weights, constants.rope, self.pools, self.memory,
+                launcher, device.stream, constants.exponents, invariant, segments,
+            )  # fmt: skip
             self._device_sampler = DeviceSampler(self.model, device)
         self._sampler = Sampler()
         self._measurable = self.spec.layers_of(GLOBAL) if loading.table.entries(PAGE_MASSES) else ()

@@ -409,15 +409,11 @@ class TritonOps:
         entry, shape = model.find(role + X8 if rows8 else role, rows), model.shape.linear(role, rows8=rows8)
         scale = model.weights.get(weight_scale_name(weight))
         arrays = LinearArrays(
-            x.rows.data_ptr(),
-            model.weights[weight].data_ptr(),
-            out.data_ptr(),
-            w_scale=0 if scale is None else scale.data_ptr(),
-            x_scale=_norm_out(x).scales,
-            partials=memory.partials.data_ptr(),
-            counters=memory.counters.data_ptr(),
+            x.rows.data_ptr(), model.weights[weight].data_ptr(), out.data_ptr(),
+            w_scale=0 if scale is None else scale.data_ptr(), x_scale=_norm_out(x).scales,
+            partials=memory.partials.data_ptr(), counters=memory.counters.data_ptr(),
             largest=memory.largest.data_ptr(),
-        )
+        )  # fmt: skip
         model.launch(entry, linear_launch(shape, entry.config, arrays, rows, alpha))
 
     def _quantized(self, x: Value, role: str) -> Value:

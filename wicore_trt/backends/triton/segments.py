@@ -108,15 +108,10 @@ class SegmentAttention:
                 queries = q[row : row + take].view(take, heads, dim)
                 part, lse = products.full_attention(queries, dense[0], dense[1], self._scale)
                 call = add_segment_launch(
-                    adding.constants,
-                    (sums[row:].data_ptr(), self.lse[row:].data_ptr()),
-                    (part.data_ptr(), lse.data_ptr()),
-                    (part.stride(0), part.stride(1)),
-                    take,
-                    count,
-                    out[row:].data_ptr(),
-                    last=number == len(spans) - 1,
-                )
+                    adding.constants, (sums[row:].data_ptr(), self.lse[row:].data_ptr()),
+                    (part.data_ptr(), lse.data_ptr()), (part.stride(0), part.stride(1)), take, count,
+                    out[row:].data_ptr(), last=number == len(spans) - 1,
+                )  # fmt: skip
                 launcher[0].launch(adding, call, launcher[1])
 
     def ready(self, q: torch.Tensor) -> None:

@@ -195,19 +195,9 @@ class SlotFormat:
         flags = self.flags | (FLAG_PARENT if page.parent is not None else 0) | (FLAG_TOKENS if page.tokens else 0)
         group = self._group_numbers[page.group]
         body = _RECORD.pack(
-            RECORD_MAGIC,
-            group,
-            flags,
-            page.key,
-            page.parent or b"",
-            page.tenant,
-            page.index,
-            expires,
-            write_id,
-            part,
-            parts,
-            slot,
-        )
+            RECORD_MAGIC, group, flags, page.key, page.parent or b"", page.tenant, page.index, expires,
+            write_id, part, parts, slot,
+        )  # fmt: skip
         body += self._seal_tokens(page, parts, write_id) if part == 0 else bytes(SEALED_BYTES + self._token_bytes)
         return body + record_check(body)
 
@@ -234,21 +224,9 @@ class SlotFormat:
         assert page.parent is None or len(page.parent) == KEY_BYTES
         flags = self.flags | (FLAG_PARENT if page.parent is not None else 0)
         return _IDENTITY.pack(
-            _MAGIC,
-            FORMAT_VERSION,
-            flags,
-            self._digest,
-            page.key,
-            page.parent or b"",
-            page.tenant,
-            page.group.encode(),
-            page.index,
-            part,
-            parts,
-            payload_bytes,
-            slot,
-            write_id,
-        )
+            _MAGIC, FORMAT_VERSION, flags, self._digest, page.key, page.parent or b"", page.tenant,
+            page.group.encode(), page.index, part, parts, payload_bytes, slot, write_id,
+        )  # fmt: skip
 
 
 def record_check(body: bytes | memoryview) -> bytes:

@@ -89,14 +89,9 @@ class DiskStore:
         self._format = SlotFormat(namespace, cipher)
         try:
             self._space = DiskSpace(
-                path,
-                namespace,
-                slot_bytes,
-                limit_bytes=limit_bytes,
-                free_bytes=free_bytes,
-                slab_bytes=slab_bytes,
-                files=self._files,
-            )
+                path, namespace, slot_bytes, limit_bytes=limit_bytes, free_bytes=free_bytes,
+                slab_bytes=slab_bytes, files=self._files,
+            )  # fmt: skip
             try:
                 self._index = SlotIndex(self._space.index_path, namespace, self._format, self._files)
                 self._index.cut(self._space.allocated)
@@ -410,17 +405,10 @@ def open_store(  # noqa: PLR0913
     Raises what DiskStore raises, and ConfigError for a key file that is none.
     """
     return DiskStore(
-        Path(path),
-        namespace=namespace,
-        slot_bytes=slot_bytes,
-        limit_bytes=limit_bytes,
-        free_bytes=free_bytes,
-        threads=threads,
-        queue_limit=QUEUE_LIMIT,
-        timeout_s=timeout_s,
-        cipher=AesGcmPageCipher(load_key_file(key_file)) if key_file is not None else None,
-        files=files,
-    )
+        Path(path), namespace=namespace, slot_bytes=slot_bytes, limit_bytes=limit_bytes, free_bytes=free_bytes,
+        threads=threads, queue_limit=QUEUE_LIMIT, timeout_s=timeout_s,
+        cipher=AesGcmPageCipher(load_key_file(key_file)) if key_file is not None else None, files=files,
+    )  # fmt: skip
 
 
 def _cut(count: int, nbytes: int) -> list[memoryview]:

@@ -199,15 +199,10 @@ class PrefixLoader:
             items += self._items(pages, GLOBAL, lacking, [table[i] for i in lacking])
             pool.acquire(found.values())  # beside the table's own slots, which the sequence may write until it jumps
         pages.load = load = PrefixLoad(
-            chosen.stop,
-            stop,
-            items,
-            first=first if manager.chain_group == GLOBAL else 0,
-            window_first=manager.first_visible_page(chosen.stop) if window else stop,
-            window=window,
-            found=found,
-            here=self._on_device(items, window, stop, found),
-        )
+            chosen.stop, stop, items, first=first if manager.chain_group == GLOBAL else 0,
+            window_first=manager.first_visible_page(chosen.stop) if window else stop, window=window,
+            found=found, here=self._on_device(items, window, stop, found),
+        )  # fmt: skip
         load.expected, load.failures = pages.keys[:stop], manager.failures
         manager.expected.add(load.expected)
         read, now = self._to_read(items), self._clock()

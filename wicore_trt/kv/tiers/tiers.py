@@ -368,17 +368,10 @@ def _tier_stats(name: str, index: TierIndex, transfers: Transfers, hit_tokens: i
     size = transfers.host.slot_bytes
     store = transfers.disk[1] if transfers.disk is not None else None
     return TierStats(
-        tier=name,
-        capacity_bytes=index.num_slots * size,
-        used_bytes=index.used_slots * size,
+        tier=name, capacity_bytes=index.num_slots * size, used_bytes=index.used_slots * size,
         pinned_bytes=index.held_slots * size,
-        pages={group: index.pages[group] for group in index.slots_per_page},
-        hit_tokens=hit_tokens,
-        read_bytes=traffic.read_bytes,
-        read_seconds=traffic.read_seconds,
-        write_bytes=traffic.write_bytes,
-        write_seconds=traffic.write_seconds,
-        evictions=dict(index.evictions),
-        failures=dict(traffic.failures),
+        pages={group: index.pages[group] for group in index.slots_per_page}, hit_tokens=hit_tokens,
+        read_bytes=traffic.read_bytes, read_seconds=traffic.read_seconds, write_bytes=traffic.write_bytes,
+        write_seconds=traffic.write_seconds, evictions=dict(index.evictions), failures=dict(traffic.failures),
         queue_depth=transfers.outstanding if name == "host" or store is None else store.queue_depth,
-    )
+    )  # fmt: skip
