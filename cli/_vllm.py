@@ -56,7 +56,7 @@ UNNEEDED_VALUES = {
     "--download-dir": "an engine is on this machine",
     "--max-log-len": "prompts are not logged",
 }
-"""The same for options with a value."""
+"""Options of vLLM with a value that change nothing, and the reason."""
 
 REFUSED = {
     "--tensor-parallel-size": (("1",), "one GPU serves an engine"),

@@ -104,7 +104,7 @@ def _engine(path: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:
 
 
 def _ends(engine: EngineDir) -> dict[str, str]:
-    """What ends an answer with where that is said, and what is to be known of chats."""
+    """Ends of an answer with the places that name them, and a note on chats."""
     from wicore_trt.errors import EngineFormatError
     from wicore_trt.text.tokenizer import FILES, Tokenizer
 

@@ -149,7 +149,7 @@ class Client:
         return _outputs(self._call(prompt, params, cache, timeout_s))
 
     def info(self) -> ModelInfo:
-        """What the served engine is; `build` is not told."""
+        """Facts of the served engine; `build` is not told."""
         found: ModelInfo = _plain(self._ask(self._stub.GetModelInfo, pb2.GetModelInfoRequest()))
         return found
 

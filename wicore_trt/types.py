@@ -358,7 +358,7 @@ def prompt_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """One for each of `count` prompts. Raises InvalidRequestError for another number of them, or other things."""
+    """Make a list of SamplingParams, for each of `count` prompts. Raises InvalidRequestError for another number."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
@@ -473,7 +473,7 @@ class ModelInfo:
     build: str = ""
     """Names the build of the engine, tokenizer files included; `fingerprint` is the same for equal weights."""
     chat_note: str | None = None
-    """What who chats with it should know: that it is a base model, or why it cannot chat."""
+    """A note for users who chat with it: that it is a base model, or why it cannot chat."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What may lie in the directory of a Hugging Face model beside its configuration, and what each name means.
+"""Names in the directory of a Hugging Face model beside its configuration, and what each means.
 
 One table of names as hubs, trainers and converters leave them. It knows no contents. Invariant: every entry of a
 directory is read by its source, is known to mean nothing to the model, is told to the user as left aside, or is
@@ -62,7 +62,7 @@ def entries(path: Path) -> list[str]:
 
 
 def name_kind(path: Path) -> CheckpointError | None:
-    """What a directory is that is no whole model, None where nothing in it says so."""
+    """Name what a directory is that is no whole model, None where nothing in it says so."""
     for name, (what, fix) in _KINDS.items():
         if present(path / name) and ("." in name or not present(path / "config.json")):
             return CheckpointError(f"{path} is {what}: it holds {name}.", fix=fix)

@@ -45,7 +45,7 @@ _MAX_MANIFEST = 1 << 16  # bytes
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor: shape [out, in] (row-major, so the reverse of the file's), type name, place in the file `path`."""
+    """A tensor: shape [out, in] (row-major, so the reverse of the file's), type name, place in the file `path`."""
 
     shape: tuple[int, ...]
     type_name: str
@@ -133,7 +133,7 @@ def _open_one(path: Path, door: Door) -> GgufFile:
 
 
 def _other_kind(path: Path, start: bytes) -> str:
-    """What to do about a file that begins with `start` and is no GGUF: a manifest of Ollama names the one that is."""
+    """Say what to do about a file that begins with `start` and is no GGUF: a manifest of Ollama names one."""
     try:
         layers = json.loads(start)["layers"]
         digest = next(layer["digest"] for layer in layers if layer["mediaType"] == _OLLAMA_MODEL)

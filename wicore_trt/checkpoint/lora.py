@@ -68,7 +68,7 @@ class _Config(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class _LowRank:
-    """What is added to one weight: scale * left @ right, left [rows, rank] and right [rank, columns]; `lengths` [rows]
+    """Addition to one weight: scale * left @ right, left [rows, rank] and right [rank, columns]; `lengths` [rows]
     are those of the merged rows, None without DoRA. Tensors by their names in the file."""
 
     parts: dict[str, str]

@@ -184,7 +184,7 @@ class HfSource(Source):
             self._files[key] = (file, raw)
 
     def _settle_head(self) -> None:
-        """What a configuration with tied embeddings and the files say of the head, settled as transformers 5 does
+        """Settle what a configuration with tied embeddings and the files say of the head, as transformers 5 does
         (PreTrainedModel.tie_weights): of two tensors a head that differs is used, of one tensor it is both."""
         head, embedding = self.tensors.get(HF_LM_HEAD), self.tensors.get(HF_EMBEDDING)
         if head is None or not self.spec.tie_word_embeddings:

@@ -56,7 +56,7 @@ class Core(ABC):
         self._hold_s = 0.0  # mean time from the first step of a sequence to its end
         self._next_id = 0
         self.began: Sink = lambda outputs: None
-        """What is told of requests whose first step begins, by outputs without tokens; on the engine's thread."""
+        """Called with outputs without tokens of requests whose first step begins, on the engine's thread."""
         self._counts, self._finished = Counter[str](), Counter[str]()
         self.alone = 0  # steps of one sequence of a step that failed, which runs each alone; for any thread
 

@@ -96,7 +96,7 @@ def encode_request(tokenizer: Tokenizer, request: TextRequest, info: ModelInfo) 
 
 
 def prompt_ids(tokenizer: Tokenizer, request: TextRequest, max_tokens: int | None = None) -> tuple[int, ...]:
-    """The same of any length; a text that has more than `max_tokens` tokens for certain is ContextLengthError."""
+    """Prompt token ids of any number; a text with more than `max_tokens` tokens for certain is ContextLengthError."""
     given = [request.prompt is not None, request.prompt_token_ids is not None, request.messages is not None]
     if sum(given) != 1:
         raise InvalidRequestError("Give exactly one of prompt, prompt_token_ids and messages.", field="prompt")

@@ -132,7 +132,7 @@ class Manifest:
 
     @property
     def seal(self) -> str:
-        """What no other build has, be it of the same source: digests of all files and the time are in it."""
+        """Name of this build alone, be another of the same source: digests of all files and the time are in it."""
         return str(seal_of(self.to_dict())["digest"])
 
     def to_dict(self) -> dict[str, Any]:

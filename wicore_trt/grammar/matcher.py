@@ -133,7 +133,7 @@ class Grammars:
 
 
 class _Among:
-    """The same tokens at any place, as llguidance's matchers are asked for them. Ends are among them or do not come."""
+    """A set of tokens, equal at any place, with the methods of llguidance's matchers. Ends are in it or do not come."""
 
     def __init__(self, tokens: Sequence[int], vocab_size: int) -> None:
         """Raises InvalidRequestError for an id that is none."""

@@ -32,7 +32,7 @@ class Form:
     fixed: tuple[tuple[str, Any], ...] = ()
 
     def fields(self, text: str) -> dict[str, Any]:
-        """What the item says beside ids and status; `text` is the arguments, which a call that was cut off has not."""
+        """Keys of the item beside ids and status; `text` is the arguments, which a call that was cut off has not."""
         given: Any = text
         if self.key != "arguments":
             try:
@@ -140,7 +140,7 @@ def _each(tools: list[dict[str, Any]]) -> Iterator[tuple[str, str | None, dict[s
 
 
 def _free(where: str, tool: Mapping[str, Any]) -> str:
-    """What the model is told of a tool that takes free text. It is told its grammar, which nothing enforces."""
+    """Description of a tool that takes free text, for the model. Its grammar is told, and nothing enforces it."""
     given = tool.get("format") or {"type": "text"}
     if not isinstance(given, dict) or given.get("type") not in ("text", "grammar"):
         raise InvalidRequestError(f"{where}.format must be of type text or grammar.", field=where)

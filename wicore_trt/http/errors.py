@@ -56,7 +56,7 @@ CODES: dict[type, str] = {
     ContextLengthError: "context_length_exceeded", RateLimitError: "rate_limit_exceeded",
     AuthenticationError: "invalid_api_key", WicoreError: "internal",
 }  # fmt: skip
-"""What OpenAI's API calls errors."""
+"""Names of errors in OpenAI's API."""
 PARAMS: dict[str | None, str | None] = {
     "body": None,  # all of it
     "include_stop": "include_stop_str_in_output",

@@ -1,4 +1,4 @@
-"""Which fields of a request are served, which are ignored and which are refused, those inside of fields too.
+"""Fields of a request that are served, ignored or refused, those inside of fields too.
 
 The one table of it, as plain data that knows no transport. At each place of a request a field that its JSON schema
 names is served. One that would change the answer is refused by its path, unless its value asks for nothing, and so is a
@@ -65,7 +65,7 @@ REFUSED_INSIDE: Mapping[str, Neutral] = {
         "disable_fallback": (False, True),
     },
 }
-"""The same of places inside, by their paths without numbers."""
+"""Fields refused at places inside, by their paths without numbers."""
 
 MAX_FIELDS = 128
 """Fields of one body. Looking for misspellings takes time for each."""
@@ -112,7 +112,7 @@ class Place:
                 yield from inside.paths(f"{above}.{name}" if above else name)
 
     def look(self, found: Mapping[str, Any], above: str, strange: set[tuple[int, str]]) -> None:
-        """The same of an object at this place, whose path is `above`. `strange` are the names that were compared with
+        """Check an object at this place, whose path is `above`. `strange` are the names that were compared with
         served ones, by place."""
         for name, value in found.items():
             if value is None:
@@ -153,7 +153,7 @@ class Place:
 
 
 def _place(schema: Mapping[str, Any], definitions: Mapping[str, Any], path: str) -> Place | None:
-    """What a schema says of the objects that a value is, or is a list of; None where it names no fields."""
+    """Read from a schema the place of objects that a value is, or is a list of; None where it names no fields."""
     objects = list(_objects(schema, definitions))
     names = {name for one in objects for name in one["properties"]}
     served = {}

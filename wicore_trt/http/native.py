@@ -31,7 +31,7 @@ async def health(context: Context, call: Call) -> Response:
 
 
 async def ping(context: Context, call: Call) -> Response:
-    """The same as SageMaker asks for it."""
+    """Health, as SageMaker asks for it."""
     return json_reply({})
 
 

@@ -46,7 +46,7 @@ MAX_PIPELINED = 16
 MAX_FRAGMENTS = 1024
 """Frames of one WebSocket message."""
 MESSAGE_BYTES = 512
-"""What a WebSocket message costs that waits, beside its bytes."""
+"""Cost of a WebSocket message that waits, beside its bytes."""
 
 
 class Door(Protocol):
@@ -85,7 +85,7 @@ class Visitors(ServerState):
 
 
 class _Outlet:
-    """What requests see of their connection. `close` is the protocol's own."""
+    """A connection as its requests see it. `close` is the protocol's own."""
 
     __slots__ = ("close", "is_closing", "write")
 

@@ -33,7 +33,7 @@ ROLES = ("system", "developer", "user", "assistant")
 
 
 def chat_of(body: ResponsesBody) -> tuple[ChatBody, dict[str, Form]]:
-    """The same request as a chat, and the forms of calls by name. Raises InvalidRequestError."""
+    """Make a chat of a request, and the forms of its calls by name. Raises InvalidRequestError."""
     tools, forms = response_tools(body.tools)
     logprobs = LOGPROBS in (body.include or ())
     if body.top_logprobs and not logprobs:

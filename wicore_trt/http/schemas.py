@@ -15,7 +15,7 @@ def object_of(required: str = "", /, **properties: Any) -> dict[str, Any]:
 
 
 def one_of(names: str) -> dict[str, Any]:
-    """One of several words."""
+    """A value that is one of several words."""
     return {"enum": names.split()}
 
 

@@ -27,7 +27,7 @@ OTHER_NAMES = {
     "regex": ConstraintKind.REGEX,
     **dict.fromkeys(("ebnf", "grammar"), ConstraintKind.GRAMMAR),
 }
-"""The same as SGLang and llama.cpp name it."""
+"""Names of constraints that SGLang and llama.cpp use."""
 TOKENS = ConstraintKind.TOKENS
 
 

@@ -43,7 +43,7 @@ _OTHER_MODELS = {
     "paligemma": "PaliGemma", "recurrent_gemma": "RecurrentGemma",
     "shieldgemma2": "ShieldGemma 2, which classifies images",
 }  # fmt: skip
-"""What models of Gemma's family, by the beginning of model_type, are called. The longest that fits names it."""
+"""Names of models of Gemma's family by the beginning of model_type, of which the longest that fits decides."""
 _OTHER_HEADS = {
     "ForSequenceClassification": "a classifier or reward model",
     "ForTokenClassification": "a tagger",

@@ -159,7 +159,7 @@ class CallFinder:
         return found
 
     def end(self) -> list[Piece]:
-        """What is left when the output has ended: no call that was cut off before its arguments."""
+        """Return the rest when the output has ended: no call that was cut off before its arguments."""
         held, self._held = self._held, ""
         return [Piece(text=held)] if held and not (self.calls or "{" in held or "[" in held) else []
 

@@ -75,7 +75,7 @@ class ChatTemplate:
         return self._run([self._user, *(_shaped(dict(turn), self.takes) for turn in more)], False).get("text")
 
     def _tried(self) -> frozenset[str]:
-        """What the template takes."""
+        """Find out what the template takes."""
         takes: set[str] = set()
         for name, said in (("text", PROBE), ("parts", {"role": "user", "content": [_PART]})):
             found = self._run([said], True)
@@ -215,7 +215,7 @@ def checked_messages(messages: object) -> Sequence[Mapping[str, Any]]:
 
 
 def _turn(where: str, message: Mapping[str, Any], takes: frozenset[str]) -> dict[str, Any]:
-    """One message as a template expects it."""
+    """A message as a template expects it."""
     given, content = str(message["role"]), message.get("content")
     role = given if given == "tool" or (given == "developer" and "developer" in takes) else ROLES[given]
     if content is None and role == "assistant":

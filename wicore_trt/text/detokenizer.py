@@ -79,7 +79,7 @@ class IncrementalDetokenizer:
         return text.translate(self._unmarked) if self._marks else text
 
     def _name(self, token: int) -> str | None:
-        """What stands for a special token that is to be seen."""
+        """Text for a special token that is to be seen."""
         if not self._special:
             return self._marks.get(token)
         if token in self._byte_ids or self._token_text(token) or self._decode([token, token]):

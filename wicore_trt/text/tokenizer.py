@@ -136,7 +136,7 @@ class Tokenizer:
 
     @property
     def chat_note(self) -> str | None:
-        """What who chats with the model should know, as a sentence."""
+        """A note, as a sentence, for users who chat with the model."""
         if self.chat_fault is not None:
             return f"The model cannot chat: {self.chat_fault}."
         if self._chat is None:
@@ -166,7 +166,7 @@ class Tokenizer:
         return None
 
     def chat_doubts(self) -> list[str]:
-        """What of the model's chats is not as it should be, though it chats, in sentences."""
+        """Flaws of the model's chats, though it chats, in sentences."""
         if self._chat is None or self.chat_fault is not None:
             return []
         text, doubts = self._chat.probe() or "", []
@@ -228,7 +228,7 @@ class Tokenizer:
         return found
 
     def byte_run(self, *, skip_special: bool = True) -> ByteRun | None:
-        """What turns ids into text one at a time; None where a token's text depends on the tokens around it."""
+        """Decoder of ids one at a time; None where a token's text depends on the tokens around it."""
         return ByteRun(self, skip_special) if self._joins else None
 
     def token_bytes(self, token: int) -> bytes:
@@ -246,7 +246,7 @@ class Tokenizer:
         return found
 
     def told(self) -> dict[str, object]:
-        """What it is, by the names of tokenizer_config.json."""
+        """Facts of the tokenizer by the names of tokenizer_config.json."""
         special = {"bos_token": self.bos_id, "eos_token": self.eos_ids[0]}
         texts = {name: None if i is None else self._backend.id_to_token(i) for name, i in special.items()}
         template = None if self._chat is None else self._chat.source

@@ -22,7 +22,7 @@ _PREAMBLE = (
     "These are the functions, with JSON schemas of their parameters:\n"
 )
 _GEMMA = frozenset(("text", "answers"))
-"""What Gemma 3's turns take, in the words of ChatTemplate."""
+"""Forms that Gemma 3's turns take, in the words of ChatTemplate."""
 
 
 def has_calls(messages: object) -> bool:
