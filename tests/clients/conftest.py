@@ -7,17 +7,20 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 from real_server import Served
 
+from wicore_trt.checkpoint.format import Checkpoint
 
-@pytest.fixture(scope="module")  # not beyond: it takes CPU time while it waits, too
-def served(engine_270m: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    log = tmp_path_factory.mktemp("served") / "log"
-    command = [sys.executable, "-m", "wicore_trt.cli.main", "serve", str(engine_270m), "--grpc-port", "0"]
+
+@contextmanager
+def serving(engine: Path, log: Path) -> Iterator[Served]:
+    """A server of an engine, which has to end well. `log` is where its log goes."""
+    command = [sys.executable, "-m", "wicore_trt.cli.main", "serve", str(engine), "--grpc-port", "0"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with log.open("w") as stderr:
         process = subprocess.Popen(
@@ -33,3 +36,18 @@ def served(engine_270m: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         assert process.wait(200) == 0 and "Traceback" not in log.read_text(), log.read_text()[-10_000:]
     finally:
         process.kill()
+
+
+@pytest.fixture(scope="module")  # not beyond: it takes CPU time while it waits, too
+def served(engine_270m: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(engine_270m, tmp_path_factory.mktemp("served") / "log") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def served_in_float32(checkpoint_270m: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    home = tmp_path_factory.mktemp("float32")
+    build = [sys.executable, "-m", "wicore_trt.cli.main", "build", str(checkpoint_270m.path), str(home / "engine")]
+    subprocess.run(build, check=True)
+    with serving(home / "engine", home / "log") as started:
+        yield started

@@ -217,6 +217,22 @@ async def test_hints_and_knobs_are_taken(running):
     assert found.json()["usage"]["completion_tokens"] == 5
 
 
+async def test_both_names_of_the_penalty(running):
+    asked = {"temperature": 1, "seed": 7, "max_tokens": 20}
+    answers = [
+        (await running.completion(prompt="aaaa", **asked, **more)).json()["choices"][0]["text"]
+        for more in (
+            {},
+            {"repetition_penalty": 50},
+            {"repeat_penalty": 50},
+            {"repeat_penalty": 50.0, "repetition_penalty": 50},
+        )
+    ]
+    assert answers[1] == answers[2] == answers[3]
+    wrong = await running.completion(prompt="a", repeat_penalty=1.5, repetition_penalty=1.1)
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "repeat_penalty"
+
+
 async def test_the_salt_divides_the_cache(running):
     prompt = "a prompt of several pages under a salt"
     cached = [

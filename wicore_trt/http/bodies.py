@@ -109,6 +109,8 @@ class Knobs(Body):
     """Least probability, as a share of the most probable token's."""
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     """Above 1: against tokens of prompt and output."""
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    """The same, as llama.cpp and Ollama name it."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     """Against tokens that the output has."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None

@@ -14,7 +14,7 @@ from wicore_trt.errors import InvalidRequestError, shown
 from wicore_trt.http.bodies import Cache, ChatBody, CompletionBody, Generation, InferenceBody, Sampling
 from wicore_trt.http.structured import constraint_of
 from wicore_trt.text.tools import Tools
-from wicore_trt.types import CacheHints, CachePriority, Constraint, SamplingParams, TextRequest
+from wicore_trt.types import CacheHints, CachePriority, Constraint, SamplingParams, TextRequest, prompt_list
 
 COMPLETION_TOKENS = 16
 """What /v1/completions gives unless max_tokens says otherwise, as in OpenAI's API."""
@@ -37,6 +37,8 @@ def sampling(
 ) -> SamplingParams:
     """A `constraint` comes in place of the body's. Raises InvalidRequestError for values out of range."""
     given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    if (penalty := body.repeat_penalty) is not None and given.setdefault("repetition_penalty", penalty) != penalty:
+        raise InvalidRequestError("It is another repetition_penalty.", field="repeat_penalty", fix="Leave one out.")
     if body.top_k is not None:
         given["top_k"] = max(0, body.top_k)
     if body.stop is not None:
@@ -105,7 +107,7 @@ def chat_request(body: ChatBody, tenant: str, tools: Tools | None = None) -> Tex
 
 def completion_requests(body: CompletionBody, tenant: str) -> list[TextRequest]:
     """One for each prompt. Raises InvalidRequestError."""
-    prompts = prompt_list(body.prompt)
+    prompts = _prompts(body.prompt)
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if body.max_tokens is None and body.min_tokens is not None:
         max_tokens = max(max_tokens, body.min_tokens)
@@ -140,17 +142,14 @@ def inference_request(body: InferenceBody, tenant: str) -> TextRequest:
     return TextRequest(params=params, prompt=body.prompt, **_common(body, tenant))
 
 
-def prompt_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[Any]:
     """The prompts of a completion request. Raises InvalidRequestError for none or too many."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
+    found = prompt_list(prompt)
+    if not found:
         raise InvalidRequestError("The prompt is empty.", field="prompt")
-    if isinstance(prompt[0], int):
-        return [prompt]
-    if len(prompt) > MAX_PROMPTS:
-        raise InvalidRequestError(f"prompt has {len(prompt)} items; at most {MAX_PROMPTS} are taken.", field="prompt")
-    return prompt  # type: ignore[return-value]
+    if len(found) > MAX_PROMPTS:
+        raise InvalidRequestError(f"prompt has {len(found)} items; at most {MAX_PROMPTS} are taken.", field="prompt")
+    return found
 
 
 def messages(given: Sequence[Mapping[str, Any]]) -> tuple[dict[str, object], ...]:

@@ -22,30 +22,26 @@ GUIDED = {
 }
 STRUCTURED = {kind.removeprefix("guided_"): found for kind, found in GUIDED.items()}
 """Names inside of structured_outputs, beside json_object."""
-OTHER_NAMES = {
+NAMES = GUIDED | {
     "json_schema": ConstraintKind.JSON_SCHEMA,
     "regex": ConstraintKind.REGEX,
     **dict.fromkeys(("ebnf", "grammar"), ConstraintKind.GRAMMAR),
+    "allowed_token_ids": ConstraintKind.TOKENS,
 }
-"""Names of constraints that SGLang and llama.cpp use."""
-TOKENS = ConstraintKind.TOKENS
+"""Fields that are a constraint: vLLM's, SGLang's and llama.cpp's."""
 
 
 def constraint_of(body: Knobs) -> tuple[str, Constraint] | None:
     """The field that asks for a constraint, and that. Raises InvalidRequestError."""
     found: list[tuple[str, Constraint]] = []
-    if body.allowed_token_ids is not None:
-        found.append(("allowed_token_ids", _constraint("allowed_token_ids", TOKENS, body.allowed_token_ids)))
     if body.bad_words:
         found.append(("bad_words", _constraint("bad_words", ConstraintKind.GRAMMAR, without_words(body.bad_words))))
     if isinstance(body, Generation) and body.response_format is not None:
         found += [("response_format", made) for made in _response_format(body.response_format)]
     if isinstance(body, Generation) and body.structured_outputs is not None:
         found += [("structured_outputs", made) for made in _structured(body.structured_outputs)]
-    for name, kind in (GUIDED | OTHER_NAMES).items() if isinstance(body, Generation) else ():
-        value = getattr(body, name, None)
-        if value is not None:
-            found.append((name, _constraint(name, kind, value)))
+    given = {name: getattr(body, name, None) for name in NAMES}
+    found += [(name, _constraint(name, NAMES[name], value)) for name, value in given.items() if value is not None]
     if len(found) > 1:
         raise InvalidRequestError(f"{found[0][0]} and {found[-1][0]} exclude each other.", field=found[-1][0])
     return found[0] if found else None
@@ -96,7 +92,7 @@ def _structured(given: dict[str, Any]) -> list[Constraint]:
 
 def _constraint(field: str, kind: ConstraintKind, value: object) -> Constraint:
     """A schema may come as JSON or as its text."""
-    as_json = kind in (ConstraintKind.CHOICE, TOKENS) or (
+    as_json = kind in (ConstraintKind.CHOICE, ConstraintKind.TOKENS) or (
         kind is ConstraintKind.JSON_SCHEMA and not isinstance(value, str)
     )
     if not as_json and not isinstance(value, str):

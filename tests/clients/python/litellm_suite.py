@@ -66,6 +66,36 @@ def test_a_text_completion() -> None:
     assert litellm.text_completion(**asked, prompt="The capital of France is").choices[0].text
 
 
+LONG = "word " * 40_000
+
+
+def test_a_prompt_that_is_too_long_has_its_class() -> None:
+    """The class by which agents know to shorten the conversation and ask again."""
+    said = [{"role": "user", "content": LONG}]
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(**ASKED | {"messages": said})
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(**ASKED | {"messages": said}, stream=True)
+    text = {k: v for k, v in ASKED.items() if k != "messages"} | {"model": f"text-completion-{ASKED['model']}"}
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.text_completion(**text, prompt=LONG)
+    messages = ASKED | {"model": f"anthropic/{os.environ['MODEL']}", "api_base": os.environ["BASE_URL"]}
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(**messages | {"messages": said})
+
+
+async def test_a_prompt_that_is_too_long_for_responses_has_its_class() -> None:
+    with pytest.raises(litellm.ContextWindowExceededError):
+        await litellm.aresponses(
+            model=ASKED["model"],
+            api_base=ASKED["api_base"],
+            api_key="none",
+            input=LONG,
+            max_output_tokens=8,
+            num_retries=0,
+        )
+
+
 def test_errors_have_their_class() -> None:
     with pytest.raises(litellm.BadRequestError, match="temperature"):
         litellm.completion(**ASKED | {"temperature": -1})
