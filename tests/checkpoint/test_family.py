@@ -83,7 +83,7 @@ def test_a_model_by_name_computes_what_transformers_computes(model: str, tmp_pat
     write_tiny_tokenizer(tmp_path)
     notes = list[str]()
     build_engine(tmp_path, tmp_path / "e", dtype="float32", note=notes.append)
-    assert notes == []
+    assert not [note for note in notes if "left aside" in note or "counts" in note]
     with LLM(str(tmp_path / "e")) as llm:
         sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, ignore_eos=True)
         [[answer]] = llm.generate([IDS], sampling)

@@ -39,7 +39,7 @@ def load(path: Path) -> Any:
     return transformers.Gemma3ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-def adapter(base: Path, path: Path, **options: Any) -> Path:
+def adapter(base: Path, path: Path, *, embeddings: bool | str = "auto", **options: Any) -> Path:
     """Train an adapter, by noise on every weight that could be trained, and save it with peft."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -49,7 +49,7 @@ def adapter(base: Path, path: Path, **options: Any) -> Path:
             if weight.requires_grad:
                 shift = torch.randn(weight.shape, generator=noise) * 0.2
                 weight.data += shift.abs() if "magnitude" in name else shift
-        model.save_pretrained(path)
+        model.save_pretrained(path, save_embedding_layers=embeddings)
     return path
 
 
@@ -89,6 +89,13 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "the embedding": {"target_modules": ["q_proj", "embed_tokens"]},
     "the head": {"target_modules": ["q_proj", "lm_head"]},
+    "some layers and the head": {"target_modules": ["o_proj", "lm_head"], "layers_to_transform": [0, 2]},
+    "a module that others have": {"target_modules": ["q_proj"], "modules_to_save": ["score"]},
+    "embeddings saved all over": {
+        "target_modules": ["q_proj"],
+        "modules_to_save": ["lm_head", "embed_tokens"],
+        "embeddings": True,
+    },
     "tied on purpose": {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
     "fan in and out, excluded": {"target_modules": "all-linear", "exclude_modules": ["k_proj"], "fan_in_fan_out": True},
 }
@@ -106,6 +113,7 @@ def test_an_engine_computes_what_peft_computes(kind: str, base: Path, tmp_path: 
     assert engine.manifest.compiled["lora"] == str(path) and f"--lora {path}" in engine.rebuild
     assert f"merged {path}: rank 4, alpha 12" in notes[0]
     apart = kind in ("a trained head", "trained embeddings", "head, embeddings and norms", "the embedding", "the head",
+                     "some layers and the head", "embeddings saved all over",
                      "tied on purpose")  # fmt: skip
     assert engine.manifest.spec.tie_word_embeddings is not apart
     assert any("holds both" in note for note in notes) is apart
@@ -211,6 +219,22 @@ BAD: list[tuple[Callable[[dict[str, Any], dict[str, Any]], Any], str]] = [
     (lambda c, t: c.update(rank_pattern={"(": 2}), "no regular expression"),
     (lambda c, t: c.update(target_modules="(q_proj"), "no regular expression"),
     (lambda c, t: c.update(modules_to_save=["lm_head"]), "lacks 1 of the weights.*lm_head"),
+    (
+        lambda c, t: (
+            c.update(modules_to_save=["input_layernorm"]),
+            t.update({"base_model.model.model.layers.0.input_layernorm.weight": torch.zeros(16)}),
+        ),
+        "lacks 3 of the weights.*layers.1.input_layernorm",
+    ),
+    (
+        lambda c, t: t.update(
+            {
+                f"base_model.model.lm_head{n}.weight": torch.full((64, 16), float(i))
+                for i, n in enumerate(("", ".modules_to_save"))
+            }
+        ),
+        "holds lm_head.weight twice",
+    ),
     (lambda c, t: c.update(use_dora=True), "use_dora is True, and .* has no lora_magnitude_vector"),
     (lambda c, t: c.update(init_lora_weights="pissa"), "init_lora_weights is 'pissa'.*merge_and_unload"),
     (lambda c, t: c.update(trainable_token_indices=[1]), "trainable_token_indices"),

@@ -176,6 +176,7 @@ def test_folders_that_are_no_model_are_named(name: str, words: str, tmp_path: Pa
         ({"architectures": ["ShieldGemma2ForImageClassification"]}, "an image classifier"),
         ({"architectures": ["Gemma3TextForSequenceClassification"]}, "classifier or reward"),
         ({"use_bidirectional_attention": True, "architectures": ["Gemma3TextModel"]}, "EmbeddingGemma"),
+        ({"is_causal": False}, "is_causal is False"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantized by 'bitsandbytes'.*BF16"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized by 'gptq'"),
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, "quantized by 'compressed-tensors'"),
@@ -237,3 +238,24 @@ def test_what_two_places_say_is_compared(tmp_path: Path) -> None:
         "tie_word_embeddings is True in config.json, False in its text_config: the first counts.",
         "sliding_window is 7 in config.json, 32 in its text_config: the second counts.",
     ]
+
+
+def test_what_shapes_greedy_answers_is_told(tmp_path: Path) -> None:
+    plain = json.dumps({"do_sample": True, "top_k": 64, "repetition_penalty": 1.0, "num_beams": 1, "min_length": 0})
+    assert open_source(folder(tmp_path / "m", **{"generation_config.json": plain})).notes == []
+    asked = json.dumps({"repetition_penalty": 1.3, "suppress_tokens": [3]})
+    said = open_source(folder(tmp_path / "n", **{"generation_config.json": asked})).notes
+    assert said[0].startswith("left aside: repetition_penalty 1.3, suppress_tokens [3].") and len(said) == 1
+    assert (
+        "no_repeat_ngram_size 2"
+        in open_source(folder(tmp_path / "o", TEXT_CONFIG | {"no_repeat_ngram_size": 2})).notes[0]
+    )
+
+
+def test_compiled_vision_towers_and_double_precision(tmp_path: Path) -> None:
+    tensors = {f"_orig_mod.{name}": tensor for name, tensor in random_tensors(SPEC, seed=1).items()}
+    path = write_model(tmp_path / "m", tensors, WRAPPER, extra={"_orig_mod.vision_tower.x": torch.zeros(2, 3)})
+    assert set(open_source(path).vision) == {"_orig_mod.vision_tower.x"}
+    double = {name: tensor.double() for name, tensor in random_tensors(SPEC, seed=1).items()}
+    with pytest.raises(CheckpointError, match="stored as F64, which WiCore does not read"):
+        open_source(write_model(tmp_path / "n", double))

@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "plugins": ("errors", "plugins"),
     "text": ("collector", "errors", "checks", "files", "types", "text"),
     "grammar": ("errors", "types", "text", "grammar"),
-    "checkpoint.tokenizer_check": ("errors", "checkpoint", "text"),  # loads it as an engine will
+    "checkpoint.tokenizer_check": ("errors", "files", "checkpoint", "text"),  # loads it as an engine will
     "checkpoint": ("errors", "files", "progress", "scratch", "model", "checkpoint"),
     "runtime.batch": ("types",),
     "runtime.executor": ("model.spec", "runtime.batch", "types"),

@@ -31,6 +31,7 @@ from wicore_trt.model.spec import Gemma3Spec
 _PARTS = re.compile(
     r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?"
 )
+_ORIGINAL = ".original_module."  # beside what modules_to_save put in its place
 _SAVED = re.compile(r"\.(?:modules_to_save(?:\.default)?|base_layer)\.weight$")
 _INITS = (True, False, None, "gaussian", "orthogonal", "eva")  # the others change the base, which the adapter lacks
 _UNUSED = (
@@ -192,10 +193,14 @@ class LoraSource(Source):
             name = canonical_name(f"{match[1]}.weight" if match else _SAVED.sub(".weight", raw))
             if is_vision(raw):
                 aside += 1
+            elif _ORIGINAL in raw and raw.replace(_ORIGINAL, ".modules_to_save.") in self._file.tensors:
+                continue  # the base's own, of which no use is made
             elif name not in known or info.dtype not in TEXT_TAGS or len(known[name]) != 2 and match:
                 raise CheckpointError(f"{self._file.path}: {named(raw)} is nothing that can be merged into Gemma 3.")
             elif match:
                 low.setdefault(name, {})[match[2]] = raw
+            elif name in full and self._equal(raw, full[name]):
+                full[name] = max(full[name], raw, key=len)  # the one that says whose it is
             elif name in full:
                 raise CheckpointError(f"{self._file.path} holds {name} twice: {named(full[name])}, {named(raw)}.")
             else:
@@ -203,6 +208,11 @@ class LoraSource(Source):
         if not full and not low:
             raise CheckpointError(f"{self._file.path} holds nothing that changes the text model.")
         return full, low, aside
+
+    def _equal(self, one: str, other: str) -> bool:
+        """Whether two tensors of the file are the same."""
+        infos = self._file.tensors[one], self._file.tensors[other]
+        return infos[0] == infos[1] and np.array_equal(self._read(one), self._read(other))
 
     def _settle_head(self, lowered: set[str]) -> Gemma3Spec:
         """The spec with the adapter: tied embeddings of which it changes one side are tied no more; a saved copy of the
@@ -265,10 +275,10 @@ class LoraSource(Source):
             if inner and ".layers." in name and len(info.shape) == 2 and name not in low and name not in self._full
             if self._is_targeted(inner[0] + name.removeprefix("model.").removesuffix(".weight"))
         ]
-        held = [raw.rpartition(".weight")[0] for raw in self._file.tensors]
-        lost += [
-            name for name in self._config.modules_to_save or () if not any(f".{name}." in f".{raw}." for raw in held)
-        ]
+        held = {*self._full, *(both if self._full.keys() & {*both} else ())}
+        saved = tuple(f".{name}.weight" for name in self._config.modules_to_save or ())
+        whole = hf_shapes(replace(self.spec, tie_word_embeddings=False))
+        lost += [name for name in whole if f".{name}".endswith(saved) and name not in held]
         if lost:
             raise CheckpointError(
                 f"{self._file.path} lacks {len(lost)} of the weights that {ADAPTER} names, such as {named(lost[0])}."
@@ -288,6 +298,8 @@ class LoraSource(Source):
         if targets is None or targets == "all-linear":
             return True
         layers = config.layers_to_transform
+        if not isinstance(targets, str) and module in targets:
+            return True
         if layers in (None, []) or isinstance(targets, str):
             return among(targets)
         layer = re.match(r".*?\.[^.]*\.(\d+)\.", module)

@@ -111,7 +111,7 @@ _LAYER: tuple[tuple[str, tuple[str, ...], Role, Split], ...] = (
 
 def is_vision(name: str) -> bool:
     """True for tensors of the vision tower and its projector, whose names are kept as they are."""
-    return _VISION.fullmatch(name) is not None
+    return _VISION.fullmatch(_WRAPPERS.sub("", name)) is not None
 
 
 def canonical_name(name: str) -> str:

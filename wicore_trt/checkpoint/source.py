@@ -38,6 +38,12 @@ GENERATION = "generation_config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TEXT_TAGS = ("F32", "F16", "BF16")
+_SHAPING = (  # what changes greedy answers of transformers' generate
+    "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens",
+    "forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens", "exponential_decay_length_penalty",
+    "sequence_bias", "num_beams", "stop_strings", "guidance_scale", "penalty_alpha",
+)  # fmt: skip
+_SHAPES_NOTHING: tuple[Any, ...] = (None, 0, 1, [], {})
 _FILE_NAME = re.compile(r"[^/\\\0]{1,255}")
 _AGAIN = "Download it again."
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
@@ -154,6 +160,10 @@ class HfSource(Source):
         self.generation_config = self.door.json(generation) if present(generation) else {}
         check_generation(self.generation_config, self.spec.vocab_size, str(generation))
         files, self.notes = _weight_files(path, self.door)
+        asked = self.generation_config or self.config
+        shaping = [f"{key} {shown(asked[key])}" for key in _SHAPING if asked.get(key) not in _SHAPES_NOTHING]
+        if shaping:
+            self.notes.append(f"left aside: {', '.join(shaping)}. How tokens are chosen is what requests say.")
         read = {"config.json", SINGLE, INDEX, *TOKENIZER_FILES, *(file.path.name for file in files)}
         merges = lora is not None and os.path.realpath(lora) == os.path.realpath(path)
         self.notes += [*compare_config(self.config), *check_folder(path, read, merges_adapter=merges)]
@@ -167,7 +177,8 @@ class HfSource(Source):
         for key, info in self.tensors.items():
             if info.dtype not in TEXT_TAGS:
                 raise CheckpointError(
-                    f"{self.place_of(key)}: {key} is stored as {info.dtype}, quantized.",
+                    f"{self.place_of(key)}: {key} is stored as {info.dtype}, "
+                    + ("which WiCore does not read." if info.dtype == "F64" else "quantized."),
                     fix="Use a BF16, F16 or F32 source, or a GGUF file.",
                 )
 

@@ -7,10 +7,16 @@ answers end and why the model cannot chat, if so.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from wicore_trt.errors import CheckpointError, EngineFormatError, shown
+from wicore_trt.files import TOKENIZER_BYTES, Door, present
 from wicore_trt.text.tokenizer import Tokenizer
+
+_CONFIG, _ROLES, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+_FLAGS = ("id", "lstrip", "rstrip", "normalized", "single_word")  # which text becomes a token
 
 
 def check_tokenizer(directory: Path, source: str, vocab_size: int) -> list[str]:
@@ -31,10 +37,74 @@ def check_tokenizer(directory: Path, source: str, vocab_size: int) -> list[str]:
             fix="Take tokenizer and weights from the same model.",
         )
     notes = [f"answers end at {tokenizer.described_ends()}.", *filter(None, (tokenizer.chat_note,))]
-    notes += tokenizer.chat_doubts()
+    notes += [*tokenizer.chat_doubts(), *_compare_places(directory, source)]
     beyond = range(vocab_size, tokenizer.vocab_size)
     if not beyond:
         return notes
     tokens = f"{len(beyond)} added token{'s' if len(beyond) > 1 else ''} beyond the model's {vocab_size} rows"
     first = shown(tokenizer.decode(beyond[:1], skip_special=False))
     return [*notes, f"the tokenizer has {tokens}, from {first} on; text that holds one is refused."]
+
+
+def _compare_places(directory: Path, source: str) -> list[str]:
+    """Compare what the tokenizer's other files say with tokenizer.json and with each other. Returns sentences on what
+    does not count. Raises CheckpointError for a token that tokenizer.json does not hold as another file has it."""
+    door, names = Door(directory), ("tokenizer.json", _CONFIG, _ROLES, _ADDED)
+    files = (door.json(directory / n, limit=TOKENIZER_BYTES) if present(directory / n) else {} for n in names)
+    backend, config, roles, added = files
+    told = [(_ADDED, {"content": content, "id": index}) for content, index in added.items()]
+    decoder = _object(config.get("added_tokens_decoder"))
+    told += [(_CONFIG, {**_object(t), "id": int(i) if i.isdecimal() else i}) for i, t in decoder.items()]
+    for place, file in ((_CONFIG, config), (_ROLES, roles)):
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            more = file.get(key) or ()
+            for token in more.values() if isinstance(more, dict) else more:
+                told.append((place, {**_object(token)} or {"content": token}))
+    known = {token["content"]: token for token in backend.get("added_tokens", ())}
+    for place, token in told:
+        have = known.get(str(token.get("content")))
+        if have is None or any(token.get(key, have[key]) != have[key] for key in _FLAGS):
+            raise CheckpointError(
+                f"{source}: {place} has the token {shown(token.get('content'))} that tokenizer.json has not so.",
+                fix="Load the tokenizer with transformers and save it again: that makes its files agree.",
+            )
+    return [*_compare_roles(backend, config, roles), *_compare_templates(directory, config)]
+
+
+def _compare_roles(backend: Mapping[str, Any], config: Mapping[str, Any], roles: Mapping[str, Any]) -> list[str]:
+    """Sentences on a BOS that two files name, and on what tokenizer.json puts around a text."""
+    notes = list[str]()
+    one, two = (_object(file.get("bos_token")).get("content", file.get("bos_token")) for file in (config, roles))
+    if None not in (one, two) and one != two:
+        notes.append(f"bos_token is {shown(one)} in {_CONFIG}, {shown(two)} in {_ROLES}: the first counts.")
+    single = _object(backend.get("post_processor")).get("single") or [{}]
+    before, behind = ("SpecialToken" in single[at] for at in (0, -1))
+    adds = (one or two) is not None and config.get("add_bos_token") is not False
+    if before != adds:
+        notes.append(f"texts begin with{'' if adds else 'out'} BOS here; tokenizer.json says otherwise.")
+    if behind and len(single) > 1:
+        notes.append("tokenizer.json ends each text with a token that is left out, so that answers go on from it.")
+    return notes
+
+
+def _compare_templates(directory: Path, config: Mapping[str, Any]) -> list[str]:
+    """Sentences on chat templates that do not count."""
+    door, given, notes = Door(directory), config.get("chat_template"), list[str]()
+    if isinstance(given, list):
+        named = {t.get("name"): t.get("template") for t in given if isinstance(t, dict)}
+        given = named.pop("default", None)
+        notes += [f"the chat template {shown(name)} is left aside: default serves every chat." for name in named]
+    outer, jinja = directory / "chat_template.json", directory / "chat_template.jinja"
+    told = {
+        jinja.name: door.text(jinja) if present(jinja) else None,
+        outer.name: door.json(outer).get("chat_template") if present(outer) else None,
+        _CONFIG: given,
+    }
+    texts = {name: text.strip() for name, text in told.items() if isinstance(text, str)}
+    if len({*texts.values()}) > 1:
+        notes.append(f"{' and '.join(texts)} hold different chat templates: that of {next(iter(texts))} counts.")
+    return notes
+
+
+def _object(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}

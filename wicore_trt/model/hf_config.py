@@ -98,6 +98,7 @@ class _TextConfig(BaseModel):
     sliding_window_pattern: int | None = None
     old_window_pattern: int | None = Field(default=None, alias="_sliding_window_pattern")
     final_logit_softcapping: float | None = None
+    is_causal: Literal[True] = True
 
 
 class _Wrapper(BaseModel):

@@ -469,8 +469,11 @@ class _Files:
         source, origin = self._template()
         if source is None:
             return None
-        roles = ("bos_token", "eos_token", "unk_token", "pad_token")
-        return ChatTemplate(source, {role: self._token(role) or "" for role in roles}, origin)
+        extra = self._names.get("extra_special_tokens")  # a list, or an object of names that the template may use
+        given = {**self._names, **(extra if isinstance(extra, Mapping) else {})}
+        texts = {name: _content(token) for name, token in given.items() if name.endswith("_token")}
+        roles = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "")
+        return ChatTemplate(source, roles | {name: text for name, text in texts.items() if text}, origin)
 
     def _template(self) -> tuple[str | None, Path]:
         jinja = "chat_template.jinja"
@@ -481,6 +484,11 @@ class _Files:
             if isinstance(value, list):  # several named templates
                 named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
                 value = named.get("default")
+                if named and value is None:
+                    raise EngineFormatError(
+                        f"chat_template in {path} has {shown(next(iter(named)))} and none of the name default.",
+                        fix="Name the one that chats default.",
+                    )
             if value is not None:
                 if not isinstance(value, str):
                     raise EngineFormatError(f"chat_template in {path} must be a string.", fix=_REBUILD)
