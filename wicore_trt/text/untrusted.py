@@ -2,18 +2,24 @@
 
 The way of transformers' `apply_chat_template(sanitize_control_tokens=True)` (utils/chat_template_utils.py), whose ids
 these are: marks are put between two characters that no text has, and what lies between is encoded by the model of the
-tokenizer alone. It must not know messages. Invariant: texts without such a mark are not touched.
+tokenizer alone. Templates write texts of parts one behind the other: where these together are a mark they are cut. It
+must not know messages. Invariant: texts without such a mark are not touched.
 """
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import accumulate, count
+from os.path import commonprefix
 from typing import Any
 
 import tokenizers
 
 _FIRST, _LAST = 0xF0000, 0xFFFFD  # private characters
+_PIECES = ("text", "content")
+"""Keys of what may come to stand one behind the other, stripped or not."""
 
 
 class ControlTokens:
@@ -28,19 +34,28 @@ class ControlTokens:
             if token.special or index in more or (token.content in template and not token.content.isspace())
             or token.content.startswith("<unused")
         ]  # fmt: skip
-        self._names = "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
+        self._names = _any_of(names) if names else "(?!)"
         self._pattern = re.compile(self._names)
 
     def mark(self, values: Any) -> tuple[Any, Callable[[str], list[str | None]] | None]:
         """`values`, JSON, with marks in its texts, and what cuts a text with them: into text, a token's text, text ...
         None in place of it where there are none."""
-        texts = [text for text in _texts(values) if self._pattern.search(text)]
-        if not texts:
+        pieces = [text.strip() for text in _pieces(values)]
+        ends, marks = list(accumulate(map(len, pieces))), self._pattern.finditer("".join(pieces))
+        seams = {i for m in marks for i in range(bisect_right(ends, m.start()), bisect_left(ends, m.end()))}
+        if not seams and not any(self._pattern.search(text) for text in _texts(values)):
             return values, None
         every = set().union(*_texts(values))
         begin, end = [c for c in map(chr, range(_FIRST, _LAST)) if c not in every][:2]
         cuts = re.compile(f"{begin}({self._names}){end}|[{begin}{end}]")
-        return _replaced(values, lambda text: self._pattern.sub(rf"{begin}\g<0>{end}", text)), cuts.split
+        number = count()
+
+        def marked(text: str, piece: bool) -> str:
+            if piece and next(number) in seams:
+                text = f"{text.rstrip()}{begin}{text[len(text.rstrip()) :]}"
+            return self._pattern.sub(lambda found: f"{begin}{found[0]}{end}", text)
+
+        return _replaced(values, marked), cuts.split
 
     def names_in(self, text: str) -> set[str]:
         """The tokens whose texts stand in a text."""
@@ -55,6 +70,17 @@ class ControlTokens:
         return [i for c in name for i in self.ids(c)] if len(name) > 1 and backend.token_to_id(name) in ids else ids
 
 
+def _any_of(names: list[str]) -> str:
+    """A regular expression of names, the longest first, as a tree: thousands in a row take 0.1 ms for each < in a text,
+    in which the front stands still."""
+    head, rest = commonprefix(names), dict[str, list[str]]()
+    for name in names:
+        if len(name) > len(head):
+            rest.setdefault(name[len(head)], []).append(name[len(head) :])
+    tree = "|".join(map(_any_of, rest.values()))
+    return re.escape(head) + (f"(?:{tree}){'?' if head in names else ''}" if rest else "")
+
+
 def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
@@ -66,9 +92,19 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _replaced(value: Any, new: Callable[[str], str]) -> Any:
-    if isinstance(value, str):
-        return new(value)
+def _pieces(value: Any) -> Iterator[str]:
     if isinstance(value, Mapping):
-        return {_replaced(key, new): _replaced(item, new) for key, item in value.items()}
+        for key, item in value.items():
+            yield from [item] if key in _PIECES and isinstance(item, str) else _pieces(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _pieces(item)
+
+
+def _replaced(value: Any, new: Callable[[str, bool], str], piece: bool = False) -> Any:
+    """`value` with new texts in the order of `_pieces`; `piece`: it is one of these, if it is a text."""
+    if isinstance(value, str):
+        return new(value, piece)
+    if isinstance(value, Mapping):
+        return {_replaced(key, new): _replaced(item, new, key in _PIECES) for key, item in value.items()}
     return [_replaced(item, new) for item in value] if isinstance(value, (list, tuple)) else value
