@@ -159,6 +159,23 @@ async def test_who_offers_another_protocol_is_answered_in_this_one(offer):
         writer.close()
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        SHAKE.replace(b"\r\n\r\n", b"\r\ncookie: " + b"a" * 9000 + b"\r\n\r\n"),
+        SHAKE.replace(b"\r\n\r\n", b"\r\nx: y" * 150 + b"\r\n\r\n"),
+        SHAKE.replace(b"GET", b"POST").replace(b"\r\n\r\n", b"\r\ncontent-length: 2\r\n\r\n{}"),
+    ],
+)
+async def test_who_opens_no_websocket_reads_why(head):
+    async with serving() as running:
+        reader, writer = await asyncio.open_connection(*running.address)
+        writer.write(head)
+        answer = await asyncio.wait_for(reader.read(), 10)
+        assert answer.split()[1] == b"400" and b"This opens no WebSocket" in answer
+        writer.close()
+
+
 @pytest.mark.parametrize("coding", ["content-length: {}", "transfer-encoding: chunked"])
 async def test_who_sends_too_much_reads_why(coding):
     """A client that sends all of its body before it reads, as most do."""

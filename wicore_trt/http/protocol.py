@@ -281,14 +281,7 @@ class GuardedHttp(HttpToolsProtocol):
         if self.transport.is_closing() or self._drops:
             return
         self._leave()
-        body = error_bytes(self._refusal)
-        fields = (
-            b"content-type: application/json",
-            b"content-length: %d" % len(body),
-            b"%b: %b" % (REQUEST_ID_HEADER.encode(), uuid.uuid4().hex.encode()),
-            b"connection: close",
-        )
-        self.transport.write(STATUS_LINE[self._refusal.status] + b"\r\n".join(fields) + b"\r\n\r\n" + body)
+        self.transport.write(_refused(self._refusal))
         self._linger()
 
     def _count(self, size: int) -> None:
@@ -305,6 +298,18 @@ class GuardedHttp(HttpToolsProtocol):
         if timer is not None:
             timer.cancel()
             setattr(self, name, None)
+
+
+def _refused(error: HttpError) -> bytes:
+    """The answer to what no application sees."""
+    body = error_bytes(error)
+    fields = (
+        b"content-type: application/json",
+        b"content-length: %d" % len(body),
+        b"%b: %b" % (REQUEST_ID_HEADER.encode(), uuid.uuid4().hex.encode()),
+        b"connection: close",
+    )
+    return STATUS_LINE[error.status] + b"\r\n".join(fields) + b"\r\n\r\n" + body
 
 
 async def _giving_back(place: ExitStack, app: Any, *asgi: Any) -> None:
@@ -344,6 +349,9 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
     def data_received(self, data: bytes) -> None:
         self._fit(len(data))
         super().data_received(data)
+        if self.conn.handshake_exc is not None:  # uvicorn does not look at it, and would never answer
+            self.transport.write(_refused(HttpError(400, f"This opens no WebSocket: {self.conn.handshake_exc}.")))
+            self.transport.close()
         if self.close_sent or self.transport.is_closing():
             self._drop()
             return
