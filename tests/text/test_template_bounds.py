@@ -55,6 +55,17 @@ def test_a_worker_that_was_killed_is_replaced() -> None:
     assert render("{{ 2 }}") == "2"
 
 
+def test_a_worker_that_is_killed_at_work_is_no_fault_of_the_template() -> None:
+    """As where the machine's memory is short; the first template of a server would have ended it."""
+    slow = "{% for a in range(40) %}{% for b in range(50000) %}{% endfor %}{% endfor %}slow"
+    assert render("{{ 1 }}") == "1"
+    assert template_process._worker is not None
+    timer = threading.Timer(0.1, os.kill, (template_process._worker[1].pid, signal.SIGKILL))
+    timer.start()
+    assert template_process.run_template(slow, {}, {}) == {"text": "slow"}
+    timer.join()
+
+
 def test_a_job_that_is_interrupted_leaves_its_answer_to_nobody() -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -30,23 +31,31 @@ def run_template(source: str, tokens: Mapping[str, str], values: Mapping[str, An
     """{"text"} that the template makes of `values` and `tokens` (of None: the names that it reads, one a line),
     {"refused"} when it called raise_exception, or {"broken"}, why it has no text, as the end of a sentence; with
     {"ended"} where its process had to be ended."""
-    with _lock:
-        worker = _started()
-        assert worker.stdin is not None and worker.stdout is not None
-        late = threading.Timer(_WAIT_SECONDS, worker.kill)  # also when it neither reads the job nor ends its answer
-        late.daemon = True
-        try:
-            late.start()
-            write_job(worker.stdin, {"source": source, "tokens": dict(tokens), "values": values})
-            return read_answer(worker.stdout)
-        except (EOFError, OSError):
-            return {"broken": _end(worker), "ended": "1"}
-        except BaseException:  # KeyboardInterrupt: the answer on its way must not become that of the next job
-            worker.kill()
-            _end(worker)
-            raise
-        finally:
-            late.cancel()
+    job = {"source": source, "tokens": dict(tokens), "values": values}
+    with _lock:  # a worker that another killed, for the machine's memory say, is no fault of the template
+        return _ask(job) or _ask(job) or {"broken": "its process was killed twice", "ended": "1"}
+
+
+def _ask(job: Mapping[str, Any]) -> dict[str, str] | None:
+    """The answer of a worker, None where it was killed by another process."""
+    worker, began = _started(), time.monotonic()
+    assert worker.stdin is not None and worker.stdout is not None
+    late = threading.Timer(_WAIT_SECONDS, worker.kill)  # also when it neither reads the job nor ends its answer
+    late.daemon = True
+    try:
+        late.start()
+        write_job(worker.stdin, job)
+        return read_answer(worker.stdout)
+    except (EOFError, OSError):
+        why, waited = _end(worker), time.monotonic() - began
+        killed = worker.returncode in (-signal.SIGKILL, -signal.SIGTERM) and waited < _WAIT_SECONDS
+        return None if killed else {"broken": why, "ended": "1"}
+    except BaseException:  # KeyboardInterrupt: the answer on its way must not become that of the next job
+        worker.kill()
+        _end(worker)
+        raise
+    finally:
+        late.cancel()
 
 
 def _started() -> subprocess.Popen[bytes]:
