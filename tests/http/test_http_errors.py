@@ -64,6 +64,14 @@ async def test_values_that_ask_for_nothing_are_taken(running):
     assert (await running.completion(**dict.fromkeys(fields.REFUSED))).status_code == 200
 
 
+async def test_other_servers_fields_that_change_answers_are_named(running):
+    for name, value in {"n_predict": 3, "n_probs": 2, "top_n_sigma": 1.0, "typ_p": 0.5, "input_ids": [2],
+                        "stop_regex": "e+", "num_beams": 4, "lora": [{"id": 0, "scale": 1.0}]}.items():  # fmt: skip
+        for ask in (running.chat, running.completion):
+            found = await ask(**{name: value})
+            assert found.status_code == 400 and error_of(found)["param"] == name
+
+
 async def test_harmless_fields_and_unknown_ones_are_taken(running):
     body = dict.fromkeys(fields.HARMLESS, "x") | {"my_own_field": {"a": [1]}, "x-trace": 5}
     assert {"metadata"} == fields.HARMLESS & EVERY_FIELD, "which one route gives back"
@@ -74,7 +82,13 @@ async def test_harmless_fields_and_unknown_ones_are_taken(running):
 
 @pytest.mark.parametrize(
     ("given", "meant"),
-    [("temprature", "temperature"), ("max_token", "max_tokens"), ("top-p", "top_p"), ("stops", "stop")],
+    [
+        ("temprature", "temperature"),
+        ("max_token", "max_tokens"),
+        ("top-p", "top_p"),
+        ("topP", "top_p"),
+        ("stops", "stop"),
+    ],
 )
 async def test_misspelled_fields_are_named(running, given, meant):
     found = await running.chat(**{given: 1})

@@ -52,6 +52,11 @@ REFUSED: Neutral = {
     **dict.fromkeys(("top_a", "dry_multiplier", "xtc_probability", "dynatemp_range"), (0, 0.0)),
     **dict.fromkeys(("typical_p", "tfs_z"), (1, 1.0)),
     "spaces_between_special_tokens": (True,), "logits_processors": ([],), "mirostat": (0,),
+    # Names of llama.cpp, SGLang and Transformers.
+    "n_predict": (-1,), "t_max_predict_ms": (-1,), "n_probs": (0,), "no_repeat_ngram_size": (0,),
+    **dict.fromkeys(("n_cmpl", "num_beams", "num_return_sequences"), (1,)), "typ_p": (1, 1.0), "top_n_sigma": (-1, 0),
+    **dict.fromkeys(("input_ids", "input_embeds"), ()), "stop_regex": ([], ""), "negative_prompt": ("",),
+    **dict.fromkeys(("return_logprob", "return_hidden_states"), (False,)), "guidance_scale": (1, 1.0), "lora": ([],),
     # Other machines.
     **dict.fromkeys(("vllm_xargs", "kv_transfer_params", "session_params"), ({},)), "lora_path": (),
 }  # fmt: skip
@@ -146,9 +151,10 @@ class Place:
                 raise InvalidRequestError(f"{shown(path)} is no known field.", field=path, fix=f"Did you mean {near}?")
 
     def _near(self, name: str) -> str | None:
-        """The served field that a name is meant to be."""
+        """The served field that a name is meant to be, also in the way of JavaScript (`topP`)."""
         if len(name) > LONGEST:
             return None
+        name = "".join(f"_{c.lower()}" if c.isupper() else c for c in name)
         return next(iter(difflib.get_close_matches(name, self.served, n=1, cutoff=MISSPELLED)), None)
 
 
