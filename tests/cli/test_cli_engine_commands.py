@@ -192,3 +192,11 @@ def test_convert_warns_of_a_source_without_a_tokenizer(
         assert run(["build", str(origin), str(tmp_path / "engine"), *options]) == 1
         errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         assert len(errors) == 1 and "no tokenizer.json" in errors[0]
+
+
+def test_a_build_without_a_tokenizer_ends_before_weights_are_converted(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (source / "tokenizer.json").unlink()
+    monkeypatch.setattr("wicore_trt.checkpoint.convert._Conversion._write_ranks", lambda _: pytest.fail("converted"))
+    assert run(["build", str(source), str(tmp_path / "engine")]) == 1

@@ -8,7 +8,7 @@ Invariant: an interrupted run leaves nothing that open_checkpoint accepts.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
@@ -39,7 +39,7 @@ from wicore_trt.checkpoint.records import FileRecord, record_of
 from wicore_trt.checkpoint.safetensors_io import TAG_BYTES, SafetensorsWriter
 from wicore_trt.checkpoint.sharding import Shard, check_tp, shard_of
 from wicore_trt.checkpoint.source import TEXT_TAGS, Source, open_source
-from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitError
 from wicore_trt.files import present, printable
 from wicore_trt.model.gemma3 import LM_HEAD
 from wicore_trt.progress import Progress, counted, silent
@@ -131,6 +131,15 @@ def convert(  # noqa: PLR0913 -- the public call is flat
     return open_checkpoint(output)
 
 
+def check_has_tokenizer(source: str, files: Iterable[Path]) -> None:
+    """Raise CheckpointError for the files of a source without tokenizer.json: its engine could answer nothing."""
+    if not any(file.name == "tokenizer.json" for file in files):
+        raise CheckpointError(
+            f"{source} has no tokenizer.json, and an engine without one can answer nothing.",
+            fix="Put the model's tokenizer files beside its weights and build again.",
+        )
+
+
 class _Conversion:
     """One run; `run` fills `directory`, config.json last."""
 
@@ -166,6 +175,8 @@ class _Conversion:
         placed = [entry for entries in self._entries for entry in entries if entry[0] != LM_HEAD]
         check_disk_room(self._directory, self._total + (_bytes(placed) if for_engine and tied else 0))
         tokenizer = self._source.write_tokenizer(self._directory)
+        if for_engine:  # an engine needs one, and weights take hours
+            check_has_tokenizer(self._source.name, tokenizer)
         from wicore_trt.checkpoint.tokenizer_check import check_tokenizer
 
         notes = check_tokenizer(self._directory, self._source.name, self._source.spec.vocab_size)

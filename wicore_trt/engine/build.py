@@ -201,11 +201,10 @@ def _check_fit(checkpoint: Checkpoint, options: BuildOptions) -> None:
             f"the checkpoint is split for {checkpoint.tp_size} ranks, not {options.tp_size}.",
             fix=f"Convert the source with --tp {options.tp_size}.",
         )
-    if not options.dummy and not any(file.name == "tokenizer.json" for file in checkpoint.tokenizer_files):
-        raise CheckpointError(
-            f"{checkpoint.source} has no tokenizer.json, and an engine without one can answer nothing.",
-            fix="Put the model's tokenizer files beside its weights and build again.",
-        )
+    if not options.dummy:
+        from wicore_trt.checkpoint.convert import check_has_tokenizer
+
+        check_has_tokenizer(checkpoint.source, checkpoint.tokenizer_files)
     limit = checkpoint.spec.max_position_embeddings
     if options.max_context is not None and not 1 <= options.max_context <= limit:
         raise ConfigError(f"max_context {options.max_context} is outside [1, {limit}], the model's limit.")
