@@ -287,7 +287,7 @@ def test_the_interval_of_the_median_is_the_narrowest_that_is_sure_enough(n):
 def test_hits_are_what_a_phase_added():
     def stats(cached: int, **tiers: int) -> EngineStats:
         found = tuple(TierStats(name, 0, 0, 0, {}, hits, 0, 0.0, 0, 0.0, {}, {}, 0) for name, hits in tiers.items())
-        return EngineStats(0.0, 0, 0, {}, 0, cached, 0, 0, 0.0, 0, (), KVStats(found))
+        return EngineStats(0.0, 0, 0, {}, 0, cached, 0, 0, kv=KVStats(found))
 
     assert kv_report.tier_hits(stats(3), stats(10)) == {"device": 7}
     assert kv_report.tier_hits(stats(9, device=5, host=1), stats(99, device=6, host=8)) == {"device": 1, "host": 7}

@@ -43,7 +43,7 @@ COMMANDS = {
     "serve": ["{engine}", "--grpc-port", "0", "--http-port", "0", "--admin-port", "0"],
     "chat": ["{engine}"],
     "generate": ["{engine}", "a", "--max-tokens", "1"],
-    "bench": ["latency", "{engine}", "--batch", "1", "--input-tokens", "4", "--output-tokens", "2"],
+    "bench": ["latency", "--engine", "{engine}", "--batch", "1", "--input-tokens", "4", "--output-tokens", "2"],
     "kv": ["plan", "--model", "gemma3-1b"],
     "doctor": [],
     "recipes": ["list"],

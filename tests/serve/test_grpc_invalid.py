@@ -12,7 +12,7 @@ from serving import MAX_CONTEXT, SERVICE, expected, failure, make_engine, reques
 
 from wicore_trt.errors import InvalidRequestError
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
-from wicore_trt.text.chat import _turn
+from wicore_trt.text.chat import checked_messages
 
 SAMPLING = {
     "max_tokens": [0, 2**32 - 1],
@@ -64,7 +64,7 @@ async def test_each_bad_field_is_named_and_costs_no_engine_step():
 async def test_texts_of_clients_are_quoted_short():
     long = "r" * 300_000
     with pytest.raises(InvalidRequestError) as error:
-        _turn(0, {"role": long, "content": "hi"})
+        checked_messages([{"role": long, "content": "hi"}])
     assert len(str(error.value)) < 250
     async with serving() as running:
         for message in (request(model=long), request(request_id=long)):
