@@ -160,7 +160,7 @@ def kv_budget(config: EngineConfig, sequences: int, context: int) -> int:
 
 
 def memory_bytes(config: EngineConfig, batch: int) -> float:
-    """What a run of `batch` takes of the GPU: weights, KV pages, and WORK_BYTES for all else."""
+    """GPU memory of a run of `batch` in bytes: weights, KV pages, and WORK_BYTES for all else."""
     longest = div_ceil(CONTEXT + OUTPUT, PAGE_TOKENS) * PAGE_TOKENS
     return config.cost().weight_bytes + kv_budget(config, places(batch), longest) + WORK_BYTES
 

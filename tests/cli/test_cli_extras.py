@@ -63,7 +63,7 @@ NEEDED = {
     ("bench", "bench serve"): "(serve|bench)",
     ("gguf", "build of a GGUF file"): "gguf",
 }
-"""What is hidden and a command to the extra that its error names."""
+"""Hidden extra and command, to the extra that the error names."""
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_a_lacking_extra_is_named_in_one_line(
 
 @pytest.mark.parametrize("module", [*EXTRAS["serve"], "torch"])
 def test_a_server_names_the_extra_of_each_module(module: str, places: dict[str, Path], tmp_path: Path) -> None:
-    """One that only another process would miss, too."""
+    """An extra that only another process of the server would miss."""
     if module == "uvloop":
         pytest.skip("a server runs without it")
     (tmp_path / "sitecustomize.py").write_text(HIDE.format(hidden=(module,)))

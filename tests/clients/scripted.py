@@ -50,7 +50,7 @@ def write_source(path: Path, tokenizer: Path) -> Path:
 
 
 class Script:
-    """What comes next after the tokens of a sequence."""
+    """Tokens that come next after the tokens of a sequence."""
 
     def __init__(self, tokenizer) -> None:
         self._tokenizer = tokenizer

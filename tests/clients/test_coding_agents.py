@@ -39,7 +39,7 @@ def result(name: str, holds: str = "") -> str:
 
 
 def script(file: Path) -> list[tuple[str, str]]:
-    """What the model says in the sessions of all clients, whose tools differ in name."""
+    """Answers of the model in the sessions of all clients, whose tools differ in name."""
     fix = f"sed -i s/helo/hello/ {file}"
     return [
         # Codex: one tool runs everything.

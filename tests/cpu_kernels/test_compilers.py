@@ -20,7 +20,7 @@ SOURCES = Path(__file__).parents[2] / "plugins" / "cpu"
 COMPILERS = ("g++-11", "g++-12", "g++-13", "g++-14", "g++-15", "clang++")
 ALONE = ["-DWICORE_ISA=alone", '-DWICORE_ISA_NAME="alone"', "-DWICORE_ISA_TABLE=kGeneric"]
 READABLE = ("wicore_cpu.h", "kernels.h", "kernels_impl.h", "pool.h", "digest.h", "linear.h")
-"""What include-what-you-use can read: it fails at vectors of GCC."""
+"""Sources that include-what-you-use can read: it fails at vectors of GCC."""
 USES = {
     r"u?int(?:8|16|32|64)_t|uintptr_t": ("stdint.h",),
     r"size_t": ("stddef.h", "string.h"),
@@ -40,7 +40,7 @@ def need(tool: str) -> str:
 
 @cache
 def commands(place: Path) -> dict[str, list[str]]:
-    """What CMake calls for each source, without compiler, input and output."""
+    """The command of CMake for each source, without compiler, input and output."""
     need("cmake")
     options = ["-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"]
     subprocess.run(["cmake", "-S", SOURCES, "-B", place / "build", *options], check=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""What may still be taken of memory: machines and control groups of both versions, made up and real."""
+"""Memory that may still be taken: machines and control groups of both versions, made up and real."""
 
 from __future__ import annotations
 
