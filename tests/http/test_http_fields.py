@@ -91,7 +91,7 @@ HINTS = {
 }
 """Flags, of which a value that is none says nothing, and hints to the cache, which change no answer."""
 SAID_TWICE = {"messages.tool_calls.type"}
-"""What a field beside it says, too."""
+"""Fields that repeat what a field beside them says."""
 
 
 WHOLE["/v1/responses/input_tokens"] = [{"input": ITEMS, "tools": [PLAIN]}]

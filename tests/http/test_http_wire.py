@@ -1,4 +1,4 @@
-"""What comes on raw sockets: messages that never end, readers that stop, trailers, offers of HTTP/2, late refusals."""
+"""Raw sockets against the server: messages that never end, readers that stop, trailers, HTTP/2 offers, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the files beside tokenizer.json say of tokens and templates is compared with it, with each other and with
+"""Files beside tokenizer.json: their words on tokens and templates are compared with it, with each other and with
 transformers."""
 
 from __future__ import annotations

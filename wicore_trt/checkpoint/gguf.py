@@ -80,7 +80,6 @@ _VISION_KEYS, _VISION_TENSORS = ("vision.", "mm."), ("v.", "mm.")  # Ollama keep
 class GgufSource(Source):
     """An opened GGUF file of architecture gemma3."""
 
-    makes_tokenizer = True
     tensors: dict[str, TensorInfo]
 
     def __init__(self, path: Path) -> None:
@@ -107,7 +106,6 @@ class GgufSource(Source):
             self.notes.append(f"left aside: {vision} tensors of the vision tower.")
         self._vocabulary = read_vocabulary(self._file.metadata, self.spec.vocab_size, str(path))
         self.notes += self._vocabulary.notes
-        self.chat_template = self._vocabulary.chat_template
         self.generation_config = {"bos_token_id": self._vocabulary.bos, "eos_token_id": self._vocabulary.ends}
 
     def _place(self, name: str, tensor: GgufTensor) -> None:

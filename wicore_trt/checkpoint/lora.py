@@ -105,8 +105,6 @@ class LoraSource(Source):
         self._check_targets(parts)
         self._held: tuple[str, Any] = "", None
         self._own = os.path.realpath(path) != os.path.realpath(base.name) and present(path / "tokenizer.json")
-        self.makes_tokenizer = base.makes_tokenizer and not self._own
-        self.chat_template = None if self._own else base.chat_template
         self.notes = [*base.notes, *self._describe(aside)]
 
     def rows(self, name: str, start: int, stop: int) -> tuple[np.ndarray, str]:

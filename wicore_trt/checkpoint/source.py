@@ -68,9 +68,6 @@ class Source(ABC):
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
     notes: Sequence[str] = ()
-    makes_tokenizer = False
-    """Whether write_tokenizer makes the tokenizer of checked parts; `chat_template` is then what it takes over."""
-    chat_template: str | None = None
 
     @abstractmethod
     def rows(self, name: str, start: int, stop: int) -> tuple[np.ndarray, str]:
