@@ -131,7 +131,9 @@ class LLM:
     def _tokenize(self, request: TextRequest) -> GenerateRequest:
         with self._using():
             token_ids = encode_request(self.tokenizer, request, self.info)
-            made = GenerateRequest(request.request_id, token_ids, request.params, cache=request.cache)
+            made = GenerateRequest(
+                request.request_id, token_ids, request.params, cache=request.cache, content=request.content
+            )
             self._core.validate(made)
             self._core.prepare(made)
             return made

@@ -33,6 +33,7 @@ MAX_CACHE_SALT = 256
 MAX_SESSION = 256
 MAX_REQUEST_ID = 128
 MAX_TIMEOUT_S = 1e12
+CONTENT_DIGEST_BYTES = 32
 MAX_CONSTRAINT = 1 << 17
 """Characters of a constraint's text."""
 
@@ -237,13 +238,40 @@ class CacheHints:
 
 
 @dataclass(frozen=True, slots=True)
+class ContentSpan:
+    """Prompt tokens [begin, end) stand for content that their ids do not tell, such as an image. `digest`
+    (CONTENT_DIGEST_BYTES) is a cryptographic hash of that content: KV pages are shared between requests by it."""
+
+    begin: int
+    end: int
+    digest: bytes
+
+    def __post_init__(self) -> None:
+        check_integer("content", self.begin, 0, 1 << 31)
+        check_integer("content", self.end, self.begin + 1, 1 << 31)
+        if not isinstance(self.digest, bytes) or len(self.digest) != CONTENT_DIGEST_BYTES:
+            raise InvalidRequestError(f"A content digest has {CONTENT_DIGEST_BYTES} bytes.", field="content")
+
+
+def _check_content(content: Sequence[ContentSpan], prompt_tokens: int) -> tuple[ContentSpan, ...]:
+    """The spans of one prompt. Raises InvalidRequestError unless they are in order, apart and inside the prompt."""
+    begun = 0
+    for span in content:
+        if not isinstance(span, ContentSpan) or not begun <= span.begin < span.end <= prompt_tokens:
+            raise InvalidRequestError("Content spans are in order, apart and inside the prompt.", field="content")
+        begun = span.end
+    return tuple(content)
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """What a client asks for, after validation and tokenization.
 
     `deadline` is a time.monotonic() stamp or None. `priority`, in [-2, 2]: of one tenant's requests lower runs first, 0
     is normal. `tenant` is who asks, as the server knows it; no client sets it. `cache_salt` is the client's own: two
     requests share pages only when their tenants and their salts are equal. `log_id`: what lines of the log name it by.
-    `name`: the tenant's, which no other live one of its requests has, "" for none.
+    `name`: the tenant's, which no other live one of its requests has, "" for none. `content`: spans of the prompt that
+    token ids do not tell, in order and apart.
 
     Raises InvalidRequestError with the field's name for values of another type or out of range; integers of numpy
     among the token ids become plain ones.
@@ -259,10 +287,13 @@ class GenerateRequest:
     cache: CacheHints = CacheHints()
     log_id: str = ""
     name: str = ""
+    content: tuple[ContentSpan, ...] = ()
 
     def __post_init__(self) -> None:
         _check_request(self)
         object.__setattr__(self, "prompt_token_ids", as_token_ids("prompt_token_ids", self.prompt_token_ids))
+        if self.content:
+            object.__setattr__(self, "content", _check_content(self.content, len(self.prompt_token_ids)))
         if self.deadline is not None:
             check_finite("deadline", self.deadline, -MAX_TIMEOUT_S, MAX_TIMEOUT_S)
 
@@ -394,8 +425,8 @@ class TextRequest:
 
     `messages` are chat turns ({"role", "content"}), rendered by the model's own template, `functions`
     ({"name", "description", "parameters"}) what it is told that it may call in them, and `chat_template_kwargs` the
-    template's other variables. `timeout_s` counts from submission. `add_bos` applies to `prompt` only. The rest is as
-    in GenerateRequest, which checks the token ids.
+    template's other variables. `timeout_s` counts from submission. `add_bos` applies to `prompt` only, and `content` to
+    the whole of `prompt_token_ids`. The rest is as in GenerateRequest, which checks the token ids.
 
     Raises InvalidRequestError with the field's name for values of another type or out of range.
     """
@@ -418,6 +449,7 @@ class TextRequest:
     """Whether a conversation ends with the opening of the model's turn."""
     truncate_prompt_tokens: int | None = None
     """The last tokens of the prompt that are kept; -1: as many as fit."""
+    content: tuple[ContentSpan, ...] = ()
 
     def __post_init__(self) -> None:
         _check_request(self)
@@ -429,6 +461,8 @@ class TextRequest:
         check_flag("add_generation_prompt", self.add_generation_prompt)
         if self.truncate_prompt_tokens not in (None, -1):
             check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 1 << 31)
+        if self.content and (self.prompt_token_ids is None or self.truncate_prompt_tokens is not None):
+            raise InvalidRequestError("content needs prompt_token_ids, none of them truncated.", field="content")
 
 
 def _check_request(request: GenerateRequest | TextRequest) -> None:

@@ -209,9 +209,11 @@ class Stack:
         return known + self.tokens(self.rng.randint(1, 10))
 
     def add(
-        self, prompt: list[int] | None = None, *, answer: int = 6, n: int = 1, whole: bool = False, **request: object
-    ) -> str:
-        """`whole`: the answer has all of its tokens, whatever they are; else most do."""
+        self, prompt: list[int] | None = None, *, answer: int = 6, n: int = 1, whole: bool = False,
+        seen: list[int] | None = None, **request: object,
+    ) -> str:  # fmt: skip
+        """`whole`: the answer has all of its tokens, whatever they are; else most do. `seen` is what the model sees in
+        place of the prompt's token ids."""
         prompt = prompt if prompt is not None else self.prompt()
         answer = min(answer, self.shape.max_context - len(prompt))
         name = f"r{self.added}"
@@ -220,7 +222,7 @@ class Stack:
         made = GenerateRequest(name, tuple(prompt), params, **request)
         self.core.validate(made)
         self.core.add(made)
-        right = greedy(prompt, answer, ignore_eos=params.ignore_eos)
+        right = greedy(seen or prompt, answer, ignore_eos=params.ignore_eos)
         for index in range(n):
             self.expected[name, index], self.got[name, index] = right, []
         self.known.append(prompt + right)

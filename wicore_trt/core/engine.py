@@ -24,6 +24,7 @@ from wicore_trt.core.times import STEP_TOKENS, Histogram
 from wicore_trt.errors import InvalidRequestError, UnwrittenPageError
 from wicore_trt.grammar.matcher import Grammars, Matcher, MatcherError
 from wicore_trt.kv.events import EventFeed, KVEventLog
+from wicore_trt.kv.pages.hashing import mark_content
 from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.runtime.batch import UNREAD, SampledToken, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.executor import AheadExecutor, Executor
@@ -131,13 +132,14 @@ class EngineCore(Core):
         params = request.params
         stop_ids = stop_ids_of(params, self.eos_ids)
         names = self.scheduler.manager.names(request.tenant, request.cache_salt)
+        marks = mark_content(request.content, self.scheduler.manager.page_tokens)
         sequences, matchers = [], self._new_matchers(params)
         most = self.max_context if params.max_tokens is None else params.max_tokens
         for index in range(params.n):
             sequence = Sequence(
                 seq_id=self._next_id, request=request, index=index, seed=sequence_seed(params.seed, index),
                 tokens=list(request.prompt_token_ids), arrival=arrival,
-                pages=SequencePages(names, request.cache), stop_ids=stop_ids,
+                pages=SequencePages(names, request.cache, marks), stop_ids=stop_ids,
                 longest=min(self.max_context, len(request.prompt_token_ids) + most),
             )  # fmt: skip
             self._next_id += 1

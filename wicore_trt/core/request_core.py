@@ -18,7 +18,7 @@ from msgspec import structs
 
 from wicore_trt.core.loop import Core
 from wicore_trt.core.request_checks import check_tokens, sequence_seed, stop_ids_of
-from wicore_trt.errors import EnvironmentUnfitError, WicoreError
+from wicore_trt.errors import EnvironmentUnfitError, InvalidRequestError, WicoreError
 from wicore_trt.kv.events import EventFeed, KVEventLog
 from wicore_trt.runtime.executor import RequestExecutor
 from wicore_trt.schedule.outlook import Outlook, turnover
@@ -75,6 +75,8 @@ class RequestCore(Core):
 
     def validate(self, request: GenerateRequest) -> None:
         check_tokens(request, self.max_context, self.executor.spec.vocab_size)
+        if request.content:  # this engine's own cache tells prompts apart by their token ids alone
+            raise InvalidRequestError("This engine takes token ids alone.", field="content")
         self.executor.check(request, stop_ids_of(request.params, self.eos_ids))
 
     def add(self, request: GenerateRequest) -> None:

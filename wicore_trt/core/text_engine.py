@@ -413,7 +413,7 @@ class TextEngine:
         made = GenerateRequest(
             request_id=stream.key, prompt_token_ids=token_ids, params=request.params, deadline=deadline,
             priority=request.priority, tenant=request.tenant, cache_salt=request.cache_salt,
-            cache=request.cache, log_id=request.log_id, name=request.request_id,
+            cache=request.cache, log_id=request.log_id, name=request.request_id, content=request.content,
         )  # fmt: skip
         try:
             await self.engine.add(made)

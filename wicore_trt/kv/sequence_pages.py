@@ -41,12 +41,13 @@ def empty_tables() -> dict[str, array[int]]:
 class SequencePages:
     """Page tables of one sequence.
 
-    `names` says what pages of whoever asks are called. `tables[group][i]` is the slot of page i, -1 where a local page
-    slid out. `keys[i]` names page i, whose tokens are `blocks[i]`; `known` are identities, by group and index, that a
-    tier has of pages which are being loaded. `published` pages are findable; of those the first `trusted` were read by
-    a step of this sequence with finite logits, and the first `attached` were on the device when it came. `first_local`
-    is the first page index still held in the local table. `resume_points` are page counts whose local windows stay
-    cached when they slide out; `left` are slots of such pages, by index, that slid out before they were trusted.
+    `names` says what pages of whoever asks are called, and `marks` what content is in them (`mark_content`).
+    `tables[group][i]` is the slot of page i, -1 where a local page slid out. `keys[i]` names page i, whose tokens are
+    `blocks[i]`; `known` are identities, by group and index, that a tier has of pages which are being loaded.
+    `published` pages are findable; of those the first `trusted` were read by a step of this sequence with finite
+    logits, and the first `attached` were on the device when it came. `first_local` is the first page index still held
+    in the local table. `resume_points` are page counts whose local windows stay cached when they slide out; `left` are
+    slots of such pages, by index, that slid out before they were trusted.
     `failures` is the manager's count of failed steps when what this sequence holds was last known to be good. `load`
     brings the prefix up from lower tiers; `prefetch` brings what it will need from disk to host memory while it waits;
     `parked` is where the pages of a preempted sequence wait. `stamp` stands for
@@ -56,6 +57,7 @@ class SequencePages:
 
     names: TenantNames
     hints: CacheHints = CacheHints()
+    marks: Mapping[int, bytes] = field(default_factory=dict)
     keys: list[bytes] = field(default_factory=list)
     known: dict[str, dict[int, Page]] = field(default_factory=lambda: {GLOBAL: {}, LOCAL: {}})
     blocks: list[bytes] = field(default_factory=list)
@@ -95,7 +97,7 @@ class SequencePages:
 
     def name(self, tokens: Sequence[int]) -> None:
         """Give all full pages of `tokens` their names."""
-        self.blocks += self.names.extend(self.keys, tokens)
+        self.blocks += self.names.extend(self.keys, tokens, self.marks)
 
     def page(self, group: str, index: int) -> Page:
         """The identity of a full page; its key must be there."""

@@ -15,7 +15,15 @@ from msgspec import Struct
 from wicore_trt.errors import Bar, InvalidRequestError, QueueFullError, WicoreError, error_named
 from wicore_trt.kv.events import Cleared, Event, Removed, Snapshot, Stored
 from wicore_trt.kv.pages.page import Page
-from wicore_trt.types import CacheHints, EngineStats, GenerateRequest, ModelInfo, SamplingParams, TokenOutput
+from wicore_trt.types import (
+    CacheHints,
+    ContentSpan,
+    EngineStats,
+    GenerateRequest,
+    ModelInfo,
+    SamplingParams,
+    TokenOutput,
+)
 
 PAGES = 1024
 """Pages of a message that is part of a snapshot."""
@@ -37,13 +45,14 @@ class Add(Struct, tag=0, array_like=True):
     cache: CacheHints
     log_id: str
     name: str
+    content: tuple[ContentSpan, ...] = ()
 
     @classmethod
     def of(cls, call: int, made: GenerateRequest) -> Add:
         ids = array("I", made.prompt_token_ids).tobytes()
         return cls(
             call, made.request_id, ids, made.params, made.deadline, made.priority, made.tenant, made.cache_salt,
-            made.cache, made.log_id, made.name,
+            made.cache, made.log_id, made.name, made.content,
         )  # fmt: skip
 
     def request(self) -> GenerateRequest:
@@ -52,7 +61,7 @@ class Add(Struct, tag=0, array_like=True):
         ids.frombytes(self.token_ids)
         return GenerateRequest(
             self.request_id, tuple(ids), self.params, self.deadline, self.priority, self.tenant, self.cache_salt,
-            self.cache, self.log_id, self.name,
+            self.cache, self.log_id, self.name, self.content,
         )  # fmt: skip
 
 

@@ -410,8 +410,9 @@ def _event(event: Event, number: int) -> common_pb2.KvEventBatch:
 
 
 def _runs(pages: Iterable[Page]) -> Iterator[list[Page]]:
-    """Pages of one layer group as runs in which each follows its parent."""
-    held = {page.key: page for page in pages}
+    """Pages of one layer group as runs in which each follows its parent. Routers match prompts by token ids, so pages
+    whose content those do not tell are left out."""
+    held = {page.key: page for page in pages if page.tokens}
     children: dict[bytes, list[Page]] = {}
     waiting: list[Page] = []
     for page in held.values():

@@ -2,8 +2,9 @@
 
 The operator's secret keys all names. Of it, the engine's fingerprint (model, weights, dtype, KV dtype), the page size,
 the rank layout, the tenant and the salt a key is derived; under that key the name of page i is a hash of the name of
-page i - 1 and the token ids of page i. So names are equal across processes and restarts that have the secret, differ
-as soon as one input differs, and cannot be computed or checked without the secret by one who knows parents and tokens.
+page i - 1, the token ids of page i and its marks: content that ids do not tell (`mark_content`). So names are equal
+across processes and restarts that have the secret, differ as soon as one input differs, and cannot be computed or
+checked without the secret by one who knows parents and tokens.
 This module must not know pools, tiers or policies. Invariant: two pages with one name hold the same KV values and are
 of one tenant and salt; a page's layer group is named beside the name, never inside it.
 """
@@ -13,15 +14,17 @@ from __future__ import annotations
 import secrets
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
 from wicore_trt.kv.pages.page import TENANT_BYTES
+from wicore_trt.types import ContentSpan
 
 KEY_BYTES = 32
 _FIRST = bytes(KEY_BYTES)
+_SPAN = struct.Struct("<QQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +47,25 @@ class TenantNames:
         keyed = blake2b(digest_size=KEY_BYTES, key=self._key, person=b"wicore-kv-page")
         object.__setattr__(self, "_keyed", keyed)
 
-    def extend(self, keys: list[bytes], tokens: Sequence[int]) -> list[bytes]:
-        """Append to `keys` the names of all full pages of `tokens` that it lacks; keys[i] names page i. Returns the
-        tokens of those pages (`Page.tokens`)."""
+    def extend(self, keys: list[bytes], tokens: Sequence[int], marks: Mapping[int, bytes] | None = None) -> list[bytes]:
+        """Append to `keys` the names of all full pages of `tokens` that it lacks; keys[i] names page i. `marks` are
+        those of the whole prompt (`mark_content`). Returns the tokens of those pages (`Page.tokens`): nothing from the
+        first marked page on, as who matches prompts by tokens would take one content for another."""
         size, begun = self.page_tokens, len(keys)
         blocks: list[bytes] = []
+        marks = marks or {}
         parent, keyed = keys[-1] if keys else _FIRST, self._keyed
         words = array("I", tokens[begun * size : len(tokens) // size * size])
         content, step = words.tobytes(), size * words.itemsize
         for at in range(0, len(content), step):
             block = content[at : at + step]
             page = keyed.copy()
-            page.update(parent + block)
+            page.update(parent + block + marks.get(len(keys), b""))
             parent = page.digest()
             keys.append(parent)
             blocks.append(block)
+        first = max(0, min(marks, default=len(keys)) - begun)
+        blocks[first:] = [b""] * (len(blocks) - first)
         return blocks
 
 
@@ -89,6 +96,19 @@ class KeyChain:
 
     def _hash(self, data: bytes, size: int, use: bytes) -> bytes:
         return blake2b(data, digest_size=size, key=self._secret, person=use).digest()
+
+
+def mark_content(content: Sequence[ContentSpan], page_tokens: int) -> dict[int, bytes]:
+    """The marks of pages, by index: each span that begins in a page or reaches into it, with its place in the prompt.
+
+    They follow token ids of a fixed length and each has one length, so unlike contents never make like bytes.
+    """
+    marks: dict[int, bytes] = {}
+    for span in content:
+        mark = _SPAN.pack(span.begin, span.end) + span.digest
+        for i in range(span.begin // page_tokens, (span.end - 1) // page_tokens + 1):
+            marks[i] = marks.get(i, b"") + mark
+    return marks
 
 
 def tenant_tag(secret: bytes, who: str, salt: str = "") -> bytes:
