@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wicore_trt.checkpoint.names import Split, unified_tensors
-from wicore_trt.checkpoint.sharding import check_tp, shard_of
+from wicore_trt.checkpoint.sharding import shard_of
 from wicore_trt.errors import CheckpointError
 from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec
 
@@ -40,7 +40,7 @@ def test_ranks_make_up_the_whole(data: st.DataObject) -> None:
     tp = data.draw(st.sampled_from([1, 2, 4, 8]))
     kv_heads = data.draw(st.sampled_from([1, 2, 4, 8]))
     spec = _spec(heads=8, kv_heads=kv_heads)
-    check_tp(spec, tp)
+    spec.shard(0, tp)
     for tensor in unified_tensors(spec):
         whole = np.arange(np.prod(tensor.shape)).reshape(tensor.shape)
         sizes = [spec.q_size, spec.kv_size, spec.kv_size] if tensor.split is Split.QKV else [tensor.shape[0]]
@@ -76,4 +76,4 @@ def test_ranks_make_up_the_whole(data: st.DataObject) -> None:
 )
 def test_what_does_not_divide_is_said(spec: Gemma3Spec, tp: int, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        check_tp(spec, tp)
+        spec.shard(0, tp)

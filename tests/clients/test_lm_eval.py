@@ -47,7 +47,7 @@ doc_to_target: 0
 @pytest.fixture(scope="module")
 def expected(checkpoint_270m: Checkpoint):
     """Of token ids and where continuations begin: log-likelihoods of these by transformers, whether they are greedy."""
-    tensors = load_tensors(checkpoint_270m.rank_files, checkpoint_270m.spec)
+    tensors = load_tensors(checkpoint_270m.rank_files[0], checkpoint_270m.spec)
     model = transformers_model(checkpoint_270m.spec, tensors)
 
     @torch.inference_mode()

@@ -65,7 +65,7 @@ class Gemma270M:
 @pytest.fixture(scope="module")
 def gemma(checkpoint_270m: Checkpoint) -> Gemma270M:
     checkpoint = checkpoint_270m
-    tensors = load_tensors(checkpoint.rank_files, checkpoint.spec)
+    tensors = load_tensors(checkpoint.rank_files[0], checkpoint.spec)
     tokenizer = Tokenizer.from_file(str(checkpoint.path / "tokenizer.json"))
     return Gemma270M(checkpoint.spec, tensors, transformers_model(checkpoint.spec, tensors), tokenizer)
 

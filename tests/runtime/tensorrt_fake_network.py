@@ -57,6 +57,9 @@ class _Ops:
         q, scale = quantize_rows(x, None if static is None else float(static))
         return (q.float() @ w.float().T) * scale * self._in[weight + "s_scaling_factor"]
 
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
     def qk_norm_rope_write(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
         spec, group = self._spec, self._spec.layer_groups[layer]
         heads = qkv.view(self._batch, self._chunk, -1, spec.head_dim).transpose(1, 2)

@@ -21,7 +21,7 @@ def test_gate_and_up_are_stacked_and_the_head_is_tied(tmp_path: Path) -> None:
     tiny = tiny_model(2, tie_word_embeddings=True)
     path = tmp_path / "rank0.safetensors"
     save_file({**tiny.tensors, "vision_tower.x": torch.ones(1)}, path)
-    weights = load_tensors([path], tiny.spec)
+    weights = load_tensors(path, tiny.spec)
     expected = torch.cat([tiny.tensors[f"{FC}.weight"], tiny.tensors[f"{GATE}.weight"]])
     assert torch.equal(weights[f"{GATE_UP}.weight"], expected)
     assert weights[LM_HEAD] is weights[EMBEDDING]
@@ -68,15 +68,10 @@ def test_incomplete_weights_are_named(breakage: object, message: str) -> None:
         fuse(tensors, tiny.spec)
 
 
-def test_a_split_engine_is_refused() -> None:
-    with pytest.raises(EngineFormatError, match="2 ranks.*--tp 1"):
-        load_tensors([Path("rank0.safetensors"), Path("rank1.safetensors")], tiny_model(0).spec)
-
-
 @pytest.mark.parametrize("content", [None, b"", b"not a safetensors file"])
 def test_an_unreadable_file_is_named(content: bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "rank0.safetensors"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(EngineFormatError, match=r"rank0\.safetensors cannot be read"):
-        load_tensors([path], tiny_model(0).spec)
+        load_tensors(path, tiny_model(0).spec)

@@ -37,7 +37,7 @@ from wicore_trt.checkpoint.names import HF_EMBEDDING, Role, UnifiedTensor, unifi
 from wicore_trt.checkpoint.quantize import STORAGE, from_float32, quantize_e4m3_per_channel, to_float32
 from wicore_trt.checkpoint.records import FileRecord, record_of
 from wicore_trt.checkpoint.safetensors_io import TAG_BYTES, SafetensorsWriter
-from wicore_trt.checkpoint.sharding import Shard, check_tp, shard_of
+from wicore_trt.checkpoint.sharding import Shard, shard_of
 from wicore_trt.checkpoint.source import TEXT_TAGS, Source, open_source
 from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitError
 from wicore_trt.files import present, printable
@@ -120,7 +120,7 @@ def convert(  # noqa: PLR0913 -- the public call is flat
     with replacing(Path(output), CHECKPOINT, force=force, source=source) as scratch:
         progress("read", 0, 1)
         opened = open_source(source, revision=revision, lora=lora)
-        check_tp(opened.spec, tp_size)
+        opened.spec.shard(0, tp_size)
         lost = _Conversion(opened, scratch.directory, dtype, tp_size, calibration, progress).run(for_engine, lora)
         opened.check_unchanged()
         open_checkpoint(scratch.directory)  # a checkpoint that does not open replaces none

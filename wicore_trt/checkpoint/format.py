@@ -26,7 +26,7 @@ from wicore_trt.checkpoint.digest import SEAL, broken_seal, hash_bytes, seal_of
 from wicore_trt.checkpoint.names import Role, Split, UnifiedTensor, kv_scale_name, unified_tensors
 from wicore_trt.checkpoint.records import FileRecord, file_entries
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
-from wicore_trt.checkpoint.sharding import check_tp, shard_of
+from wicore_trt.checkpoint.sharding import shard_of
 from wicore_trt.checkpoint.source import TOKENIZER_FILES
 from wicore_trt.errors import CheckpointError, shown
 from wicore_trt.files import LIST_BYTES, TOKENIZER_BYTES, Door, present, quoted
@@ -267,7 +267,7 @@ def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
         raise CheckpointError(
             f"{path}: dtype {dtype!r} with quantization {quant_algo!r}, KV {kv_algo!r}, is unknown.", fix=again
         )
-    check_tp(spec, tp_size)
+    spec.shard(0, tp_size)
     for key, value in model_fields(spec, dtype, tp_size, quant_algo, kv_fp8=kv_algo is not None).items():
         if config.get(key) != value:
             raise CheckpointError(f"{path / CONFIG}: {key} does not agree with wicore.spec.", fix=again)

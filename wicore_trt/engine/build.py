@@ -21,7 +21,6 @@ from wicore_trt.checkpoint.format import QUANT_FP8, Checkpoint
 from wicore_trt.checkpoint.hub import is_hub_id
 from wicore_trt.checkpoint.names import kv_scale_name
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
-from wicore_trt.checkpoint.sharding import MAX_TP
 from wicore_trt.engine.directory import ENGINE, EngineDir, describe_files, open_engine
 from wicore_trt.engine.manifest import (
     DUMMY_SOURCE,
@@ -36,6 +35,7 @@ from wicore_trt.engine.options import LAYERS, PLUGIN, Backend, BuildOptions, Dum
 from wicore_trt.engine.weights import WeightFile, hash_weights, place_weights
 from wicore_trt.errors import CheckpointError, ConfigError, EngineFormatError
 from wicore_trt.files import present, printable
+from wicore_trt.model.spec import MAX_RANKS
 from wicore_trt.progress import Progress, counted, silent
 from wicore_trt.scratch import replacing
 
@@ -138,8 +138,8 @@ def _check_options(options: BuildOptions, source: str | Path) -> None:
         )
     if not 1 <= options.page_tokens <= MAX_PAGE_TOKENS or options.page_tokens & (options.page_tokens - 1):
         raise ConfigError(f"page_tokens must be a power of two up to {MAX_PAGE_TOKENS}, got {options.page_tokens}.")
-    if not 1 <= options.tp_size <= MAX_TP:
-        raise ConfigError(f"tp must be 1 to {MAX_TP}, got {options.tp_size}.")
+    if not 1 <= options.tp_size <= MAX_RANKS:
+        raise ConfigError(f"tp must be 1 to {MAX_RANKS}, got {options.tp_size}.")
 
 
 def _open(directory: Path, output: Path, source: str) -> EngineDir:

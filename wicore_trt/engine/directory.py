@@ -18,6 +18,7 @@ from wicore_trt.engine.manifest import KIND, MANIFEST_NAME, FileEntry, Manifest,
 from wicore_trt.engine.weights import WeightFile, hash_weights, read_weights
 from wicore_trt.errors import CheckpointError, EngineFormatError
 from wicore_trt.files import LIST_BYTES, Door
+from wicore_trt.model.spec import RankSpec
 from wicore_trt.scratch import Product, unlisted
 
 _SYSTEM = "lost+found"
@@ -45,6 +46,16 @@ class EngineDir:
     def rank_files(self) -> list[Path]:
         """Weight files in rank order."""
         return [self.path / f"rank{rank}.safetensors" for rank in range(self.manifest.tp_size)]
+
+    def local_part(self) -> RankSpec:
+        """Compute the part of the model that this process runs. Raises EngineFormatError for several ranks."""
+        if self.manifest.tp_size != 1:
+            raise EngineFormatError(
+                f"This engine is split over {self.manifest.tp_size} ranks, and backend {self.manifest.backend!r} "
+                "runs one.",
+                fix="Build it again with --tp 1.",
+            )
+        return self.manifest.spec.shard(0, self.manifest.tp_size)
 
     def read(self, name: str) -> bytes:
         """The bytes of file `name`, compared with the manifest. Raises EngineFormatError for a file that the engine

@@ -19,7 +19,6 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, Strict, TypeAdapter, ValidationError
 
 from wicore_trt.checkpoint.digest import DIGEST_BYTES, SEAL, broken_seal, canonical_json, seal_of
-from wicore_trt.checkpoint.sharding import check_tp
 from wicore_trt.errors import CheckpointError, EngineFormatError
 from wicore_trt.files import LIST_BYTES, Door, present, quoted
 from wicore_trt.model.spec import Gemma3Spec
@@ -262,7 +261,7 @@ def _check_agreement(manifest: Manifest) -> None:
         raise _InvalidFieldError(
             f"max_context {manifest.max_context} is beyond the model's {spec.max_position_embeddings}."
         )
-    check_tp(spec, manifest.tp_size)
+    spec.shard(0, manifest.tp_size)
     for rank in range(0 if manifest.dummy_weights else manifest.tp_size):
         if f"rank{rank}.safetensors" not in manifest.files:
             raise _InvalidFieldError(f"files lists no weights for rank {rank} of {manifest.tp_size}.")

@@ -32,11 +32,11 @@ def forward(ops: Ops[T], spec: Gemma3Spec) -> T:
         last = i + 1 == spec.num_layers
         next_norm = FINAL_NORM if last else layer_weight(i + 1, "input_layernorm")
         q = ops.qk_norm_rope_write(ops.linear(x, layer_weight(i, "attention.qkv")), i)
-        attended = ops.linear(ops.attention(q, i), layer_weight(i, "attention.dense"))
+        attended = ops.reduce(ops.linear(ops.attention(q, i), layer_weight(i, "attention.dense")))
         residual, x = ops.add_norm(
             residual, attended, layer_weight(i, "post_layernorm"), layer_weight(i, "pre_feedforward_layernorm")
         )
         hidden = ops.geglu(ops.linear(x, layer_weight(i, "mlp.gate_up")))
-        down = ops.linear(hidden, layer_weight(i, "mlp.proj"))
+        down = ops.reduce(ops.linear(hidden, layer_weight(i, "mlp.proj")))
         residual, x = ops.add_norm(residual, down, layer_weight(i, "post_feedforward_layernorm"), next_norm)
     return ops.logits(ops.sampled_rows(x))

@@ -27,6 +27,9 @@ class Ops(Protocol[T]):
     def linear(self, x: T, weight: str) -> T:
         """[N, out]: x @ W.T with float32 accumulation; FP8 engines quantize x per token first."""
 
+    def reduce(self, x: T) -> T:
+        """[N, H]: sum over the ranks of x, a product by columns of which each rank holds a part; x on one rank."""
+
     def qk_norm_rope_write(self, qkv: T, layer: int) -> T:
         """Split [N, (heads + 2 kv_heads) D]; RMSNorm q and k per head, rotate both by position, round, write
         k and v to the layer's KV pages; returns q as [N, heads, D]."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from wicore_trt.errors import CheckpointError, shown
@@ -19,6 +19,8 @@ GLOBAL = "global"
 LOCAL = "local"
 GROUPS = (GLOBAL, LOCAL)
 MAX_LAYERS = 512
+MAX_RANKS = 64
+"""Most ranks of a model: GPUs that reach each other fast enough."""
 
 # Far beyond every Gemma 3 and small enough that tables of such a size fit into memory.
 _WHOLE: dict[str, tuple[int, int]] = {
@@ -135,6 +137,28 @@ class Gemma3Spec:
         """Bytes of one KV page: K and V of every layer in the group for `page_tokens` tokens."""
         return len(self.layers_of(group)) * 2 * page_tokens * self.kv_size * kv_bytes
 
+    def shard(self, rank: int, ranks: int) -> RankSpec:
+        """Compute what one of `ranks` ranks holds. Raises CheckpointError, naming what does not divide."""
+        if not 1 <= ranks <= MAX_RANKS:
+            raise CheckpointError(f"tp must be at least 1 and at most {MAX_RANKS}, got {ranks}.")
+        if self.num_heads % ranks:
+            raise CheckpointError(f"{self.num_heads} attention heads do not divide by tp {ranks}.")
+        if self.num_kv_heads % ranks and ranks % self.num_kv_heads:
+            raise CheckpointError(f"{self.num_kv_heads} KV heads can be neither split nor repeated over tp {ranks}.")
+        if self.intermediate_size % ranks:
+            raise CheckpointError(f"intermediate_size {self.intermediate_size} does not divide by tp {ranks}.")
+        if self.vocab_size % ranks:
+            raise CheckpointError(
+                f"vocab_size {self.vocab_size} does not divide by tp {ranks}, and the embedding is split by tokens.",
+                fix="Use a tp that divides it.",
+            )
+        kv_heads = _part(self.num_kv_heads, rank, ranks)
+        if self.num_kv_heads < ranks:
+            head = rank // (ranks // self.num_kv_heads)
+            kv_heads = range(head, head + 1)
+        heads, rows = _part(self.num_heads, rank, ranks), _part(self.intermediate_size, rank, ranks)
+        return RankSpec(self, rank, ranks, heads, kv_heads, rows, _part(self.vocab_size, rank, ranks))
+
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "layer_groups": list(self.layer_groups)}
 
@@ -162,6 +186,32 @@ class Gemma3Spec:
         from wicore_trt.model.hf_config import read_hf_config
 
         return read_hf_config(config, place)
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """Part of the model `whole` that rank `rank` of `ranks` holds: ranges of its heads, KV heads (neighbours share one
+    where there are fewer than ranks), rows of gate and up, and token ids of embedding and head."""
+
+    whole: Gemma3Spec
+    rank: int
+    ranks: int
+    heads: range
+    kv_heads: range
+    intermediate: range
+    vocabulary: range
+
+    @property
+    def spec(self) -> Gemma3Spec:
+        """Sizes of this rank's part; the hidden size is the whole model's."""
+        return replace(
+            self.whole, num_heads=len(self.heads), num_kv_heads=len(self.kv_heads),
+            intermediate_size=len(self.intermediate), vocab_size=len(self.vocabulary),
+        )  # fmt: skip
+
+
+def _part(size: int, rank: int, ranks: int) -> range:
+    return range(rank * size // ranks, (rank + 1) * size // ranks)
 
 
 def check_whole(name: str, value: object, low: int, high: int) -> int:

@@ -24,7 +24,7 @@ from wicore_trt.backends.tensorrt.session import PlanSession, RuntimeCache, acti
 from wicore_trt.backends.tensorrt.slot_memory import SlotMemory
 from wicore_trt.backends.tensorrt.slots import Part, Row, SlotTable, decode_slots, part_batch, step_inputs
 from wicore_trt.checkpoint.names import kv_scale_name
-from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError, install
+from wicore_trt.errors import EnvironmentUnfitError, install
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.batch import StepBatch, StepResult
 from wicore_trt.runtime.cuda_device import CudaDevice, Device
@@ -54,8 +54,9 @@ class TensorRTExecutor:
         files that do not fit, ConfigError for too little memory.
         """
         check_environment(engine, trt, device.target)
+        part = engine.local_part()
         self._closed = False
-        self.spec, self._device = engine.manifest.spec, device
+        self.spec, self._device = part.spec, device
         limits = plan_limits(engine)
         self.max_batch_tokens, self.slice_tokens = settings.max_batch_tokens, GPU_SLICE_TOKENS
         plain = f"{engine.manifest.compiled['flavour']}-{trt.__version__}-{device.target}"
@@ -64,7 +65,7 @@ class TensorRTExecutor:
         with device.active():
             plans = load_plans(trt, engine, device.target)
             inputs = plans[DECODE].tensors.values()
-            constants = load_weights(engine.rank_files[0], inputs, self.spec, device)
+            constants = load_weights(engine.rank_files[part.rank], inputs, self.spec, device)
             constants |= rope_tables(self.spec, limits.max_context, device)
             activations = device.empty((activation_bytes(plans),), torch.uint8)
             memory = SlotMemory(self.spec, limits, engine.manifest.base_dtype)
@@ -187,14 +188,8 @@ def _module(engine: EngineDir) -> Any:
 
 
 def check_environment(engine: EngineDir, trt: Any, target: str) -> None:
-    """Raises EnvironmentUnfitError where `engine` has no plans for this GPU or this TensorRT, EngineFormatError for an
-    engine of several ranks."""
+    """Raises EnvironmentUnfitError where `engine` has no plans for this GPU or this TensorRT."""
     manifest = engine.manifest
-    if manifest.tp_size != 1:
-        raise EngineFormatError(
-            f"This engine is split over {manifest.tp_size} ranks, and backend 'tensorrt' runs one.",
-            fix="Build it again with --tp 1.",
-        )
     if any(plan_file(target, phase) not in manifest.files for phase in (PREFILL, DECODE)):
         raise EnvironmentUnfitError(
             f"engine {engine.path} has plans for {', '.join(manifest.targets)}, and this GPU is {target}.",

@@ -15,7 +15,6 @@ product have that one constant scale, which is what FP8 kernels take; the weight
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -37,12 +36,6 @@ DIRECT_ENTRIES = 22_016
 TINY = 1e-30  # stands in for the largest magnitude of a row of zeros
 
 
-def rank_spec(spec: Gemma3Spec, tp_size: int) -> Gemma3Spec:
-    """What one of `tp_size` ranks computes: its heads; vocabulary and hidden size stay whole."""
-    kv_heads = max(1, spec.num_kv_heads // tp_size)
-    return replace(spec, num_heads=spec.num_heads // tp_size, num_kv_heads=kv_heads)
-
-
 def define_network(
     network: Any, trt: Any, request: PlanRequest, plugin_kernels: Mapping[str, CompiledKernel] | None = None
 ) -> list[TensorSpec]:
@@ -53,7 +46,7 @@ def define_network(
     WicoreCacheAttention.
     """
     spec, limits, dtype, tp_size = request.spec, request.limits, request.dtype, request.tp_size
-    local, profile = rank_spec(spec, tp_size), limits.profile(request.phase)
+    local, profile = spec.shard(0, tp_size).spec, limits.profile(request.phase)
     caches = plan_io.cache_tensors(local, limits, dtype)
     tensors = [*plan_io.step_tensors(spec, limits, tp_size), *request.weights, *caches]
     inputs = [tensor.fixed(profile) for tensor in tensors]
@@ -112,9 +105,10 @@ class TensorRTOps:
 
     def linear(self, x: Tensor, weight: str) -> Tensor:
         self._enter(weight)
-        y = self._product(x, weight)
-        split_by_columns = weight.endswith((".attention.dense.weight", ".mlp.proj.weight"))
-        return self._g.all_ranks("sum", y, self._tp) if self._tp > 1 and split_by_columns else y
+        return self._product(x, weight)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        return self._g.all_ranks("sum", x, self._tp) if self._tp > 1 else x
 
     def qk_norm_rope_write(self, qkv: Tensor, layer: int) -> Tensor:
         g, spec = self._g, self._spec

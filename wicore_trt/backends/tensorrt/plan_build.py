@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wicore_trt.backends.tensorrt.api import RTX, TensorRT
-from wicore_trt.backends.tensorrt.ops import define_network, plugin_config, rank_spec
+from wicore_trt.backends.tensorrt.ops import define_network, plugin_config
 from wicore_trt.backends.tensorrt.plan_io import PlanRequest
 from wicore_trt.backends.tensorrt.plan_log import BuildLog, make_logger, make_monitor
 from wicore_trt.engine.options import PLUGIN
@@ -94,7 +94,7 @@ def make_network(trt: Any, builder: Any, request: PlanRequest) -> tuple[Any, lis
 
 def _plugin_kernels(request: PlanRequest) -> dict[str, CompiledKernel]:
     """The attention plugin's kernels, which all layers share."""
-    local = rank_spec(request.spec, request.tp_size)
+    local = request.spec.shard(0, request.tp_size).spec
     config = plugin_config(local, local.layer_groups[0], PAGE, request.dtype)
     return compile_kernels(cache_attention_specs(config), request.target)
 

@@ -133,7 +133,7 @@ def step_tensors(spec: Gemma3Spec, limits: PlanLimits, tp_size: int = 1) -> list
 
 
 def cache_tensors(spec: Gemma3Spec, limits: PlanLimits, dtype: str) -> list[TensorSpec]:
-    """Cache inputs of all layers, K before V. `spec` is the rank's (`rank_spec`)."""
+    """Cache inputs of all layers, K before V. `spec` is the rank's."""
     return [
         TensorSpec(
             cache(part, layer),

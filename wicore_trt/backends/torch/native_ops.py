@@ -144,6 +144,9 @@ class NativeOps:
     def linear(self, x: torch.Tensor, weight: str) -> torch.Tensor:
         return self._linear(x, weight, "product", "tokens")
 
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
     def qk_norm_rope_write(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
         spec = self._spec
         q = self._buffer("q", self._operand, spec.q_size).view(-1, spec.num_heads, spec.head_dim)

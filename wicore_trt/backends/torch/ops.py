@@ -113,6 +113,9 @@ class TorchOps:
         y = y * model.weights[weight_scale_name(weight)]
         return y if scale is None else y * scale
 
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
     def qk_norm_rope_write(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
         spec, model = self._spec, self._model
         group = spec.layer_groups[layer]

@@ -6,7 +6,7 @@ complete, of the shapes that the spec implies, and free of NaN-producing gaps: e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,32 +41,28 @@ class EngineTensors:
 
 
 def load_engine_tensors(engine: EngineDir) -> EngineTensors:
-    """Read the weights of an engine directory. Raises what `load_tensors` raises."""
-    manifest = engine.manifest
+    """Read the weights of an engine directory. Raises what `load_tensors` raises, and EngineFormatError for more than
+    one rank."""
+    manifest, part = engine.manifest, engine.local_part()
     return EngineTensors(
-        manifest.spec,
+        part.spec,
         manifest.base_dtype,
         manifest.kv_dtype,
-        load_tensors(engine.rank_files, manifest.spec),
+        load_tensors(engine.rank_files[part.rank], part.spec),
         manifest.page_tokens,
         manifest.max_context,
     )
 
 
-def load_tensors(rank_files: Sequence[Path], spec: Gemma3Spec) -> dict[str, torch.Tensor]:
-    """Tensors of a tp=1 engine or checkpoint, memory-mapped where they are used as they are.
+def load_tensors(file: Path, spec: Gemma3Spec) -> dict[str, torch.Tensor]:
+    """Tensors of a rank's file, memory-mapped where they are used as they are.
 
-    Raises EngineFormatError for more than one rank, an unreadable file, or tensors that do not fit `spec`.
+    Raises EngineFormatError for an unreadable file, or tensors that do not fit `spec`, the rank's.
     """
-    if len(rank_files) != 1:
-        raise EngineFormatError(
-            f"This engine is split over {len(rank_files)} ranks, and backend 'torch' runs one.",
-            fix="Build it again with --tp 1.",
-        )
     try:
-        tensors = load_file(rank_files[0])
+        tensors = load_file(file)
     except (OSError, SafetensorError) as error:
-        raise EngineFormatError(f"{rank_files[0]} cannot be read: {error}.", fix="Build the engine again.") from error
+        raise EngineFormatError(f"{file} cannot be read: {error}.", fix="Build the engine again.") from error
     return fuse(tensors, spec)
 
 

@@ -47,7 +47,7 @@ from wicore_trt.backends.triton.table import (
     KernelTable,
 )
 from wicore_trt.backends.triton.weights import Constants, engine_shape, load_constants
-from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError
+from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.model.gemma3 import forward
 from wicore_trt.model.spec import GLOBAL, GROUPS
 from wicore_trt.plugins.launch import SHARED_LAUNCHER, Launcher
@@ -446,11 +446,6 @@ def open_executor(engine: EngineDir, settings: ExecutorOptions) -> TritonExecuto
     """An executor of `engine` on this machine's GPU. Raises EnvironmentUnfitError without one or without kernels for
     it, EngineFormatError for files that do not fit, ConfigError for too little memory."""
     manifest = engine.manifest
-    if manifest.tp_size != 1:
-        raise EngineFormatError(
-            f"This engine is split over {manifest.tp_size} ranks, and backend 'triton' runs one.",
-            fix="Build it again with --tp 1.",
-        )
     device = open_device(settings.device)
     shape = engine_shape(engine, settings.page_tokens)
     table = load_table(engine, shape, device.target)

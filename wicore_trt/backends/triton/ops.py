@@ -217,6 +217,9 @@ class TritonOps:
             out.mul_(2.0**x.exponent)
         return Value(out, exponent=exponent)
 
+    def reduce(self, x: Value) -> Value:
+        return x
+
     def qk_norm_rope_write(self, qkv: Value, layer: int) -> Value:
         model, step = self._model, self._step
         group = self._spec.layer_groups[layer]

@@ -47,7 +47,7 @@ def engine_shape(engine: EngineDir, page_tokens: int | None = None) -> EngineSha
     """What the engine's kernels are made for."""
     manifest = engine.manifest
     fp8, tokens = manifest.dtype == "fp8", page_tokens or manifest.page_tokens
-    return EngineShape(manifest.spec, manifest.base_dtype, fp8, manifest.kv_dtype, tokens)
+    return EngineShape(engine.local_part().spec, manifest.base_dtype, fp8, manifest.kv_dtype, tokens)
 
 
 def load_constants(engine: EngineDir, shape: EngineShape, positions: int, device: Any) -> Constants:
@@ -58,7 +58,7 @@ def load_constants(engine: EngineDir, shape: EngineShape, positions: int, device
     if engine.manifest.dummy_weights:
         return finished(shape, dummy_weights(shape, device.torch_device), positions, device)
     listed = weight_tensors(engine.rank_files, shape.spec, shape.kv_dtype)
-    loaded = load_weights(engine.rank_files[0], listed, shape.spec, device)
+    loaded = load_weights(engine.rank_files[engine.local_part().rank], listed, shape.spec, device)
     return finished(shape, loaded, positions, device)
 
 
