@@ -1,8 +1,10 @@
-"""The repository as these tests see it: its root and its files."""
+"""The repository as these tests see it: its root, its files and what they import."""
 
 from __future__ import annotations
 
+import ast
 import subprocess
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +21,34 @@ def tracked() -> tuple[str, ...]:
     return tuple(name for name in done.stdout.splitlines() if (ROOT / name).is_file())
 
 
-def python_sources() -> list[str]:
+@cache
+def python_sources() -> tuple[str, ...]:
     """Python files of the product: neither tests nor generated code."""
-    return [n for n in tracked() if n.endswith(".py") and n.startswith(SOURCES) and not n.startswith(GENERATED)]
+    names = [n for n in tracked() if n.endswith(".py") and n.startswith(SOURCES) and not n.startswith(GENERATED)]
+    assert "wicore_trt/types.py" in names, "a checkout without sources would pass every check"
+    return tuple(names)
+
+
+@cache
+def read(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+@cache
+def parse(path: str) -> ast.Module:
+    return ast.parse(read(path))
+
+
+def module_of(path: str) -> str:
+    name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return name if name.startswith("wicore_trt") else f"wicore_trt.{name}"
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Modules imported anywhere below `tree`; `from a import b` yields a.b, as b may be a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports are not used"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
