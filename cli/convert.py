@@ -49,7 +49,7 @@ def command(
             source, output, dtype=dtype, tp_size=tp, revision=revision, lora=lora, calibration=calibration,
             force=force, progress=report, note=lost.append,
         )  # fmt: skip
-    kind = "fp8" if checkpoint.quant_algo else checkpoint.dtype
+    kind = checkpoint.weights.storage
     total = sum(record.bytes for record in checkpoint.files.values())
     if not any(file.name == "tokenizer.json" for file in checkpoint.tokenizer_files):
         print("warning: the source has no tokenizer.json; an engine will need one.", file=sys.stderr)
@@ -63,7 +63,7 @@ def command(
                 "seconds": round(time.monotonic() - start, 3),
                 "flushed_to_zero": checkpoint.config["wicore"]["flushed_to_zero"],
                 "notes": lost,
-                "quantization": checkpoint.quant_algo,
+                "quantization": checkpoint.weights.algo,
                 "kv_scales": checkpoint.kv_scales,
                 "vision": checkpoint.vision_file is not None,
                 "revision": checkpoint.config["wicore"]["revision"],

@@ -143,7 +143,7 @@ def _checkpoint(path: Path, *, verify: bool, progress: Progress) -> dict[str, An
         "path": str(path),
         "about": {
             "dtype": checkpoint.dtype,
-            "quantization": checkpoint.quant_algo,
+            "quantization": checkpoint.weights.algo,
             "kv_scales": checkpoint.kv_scales,
             "tp_size": checkpoint.tp_size,
         },

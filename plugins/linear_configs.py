@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from wicore_trt.arithmetic import div_ceil
+from wicore_trt.arithmetic import ITEM_BYTES, div_ceil
 from wicore_trt.plugins.linear_layout import LinearConfig, LinearShape
 
 BUCKETS = (1, 8, 16, 32, 64, 128)
@@ -99,7 +99,7 @@ def bucket_of(tokens: int) -> int:
 
 
 def key_of(target: str, shape: LinearShape, tokens: int) -> Key:
-    kind = "w16" if shape.weights != "fp8" else "w8x8" if shape.fp8_input else "w8"
+    kind = f"w{8 * ITEM_BYTES[shape.weights.storage]}{'x8' if shape.fp8_input else ''}"
     return (target, shape.n, shape.k, kind, shape.geglu, bucket_of(tokens))
 
 
@@ -120,8 +120,8 @@ def by_rule(shape: LinearShape, bucket: int) -> LinearConfig:
         return LinearConfig("vector", 2 if shape.geglu else 4, block_k, unroll=2)
     columns = max(16, bucket) if shape.fp8_input else bucket if bucket > 1 else 8
     wide = columns >= 64
-    block_n = 128 if wide and not shape.geglu else 64 if wide or shape.weights != "fp8" or shape.fp8_input else 32
-    block_k = 128 if shape.weights == "fp8" else 64
+    block_n = 128 if wide and not shape.geglu else 64 if wide or not shape.weights.quantized or shape.fp8_input else 32
+    block_k = 128 if shape.weights.quantized else 64
     splits = 1
     parts = div_ceil(shape.k, block_k)
     if not shape.geglu and bucket < BUCKETS[-1]:

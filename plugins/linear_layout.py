@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.plugins.layout import Launch
+from wicore_trt.weight_format import WeightFormat
 
 VECTOR: Final = "vector"
 MATRIX: Final = "matrix"
@@ -23,8 +24,8 @@ FLOAT16_EXPONENT = 15  # results up to 2**15 fit float16 (65504) with a factor o
 class LinearShape:
     """What a linear layer computes. `n` are the columns of its output, `k` those of its input.
 
-    `dtype` ("bfloat16", "float16") is that of the input, or what E4M3 weights are widened to; `weights` is "fp8" or
-    `dtype`; `fp8_input`: the input is E4M3 too, with a float32 scale per row. `out` is "float32" or a 16-bit type.
+    `dtype` ("bfloat16", "float16") is that of the input, or what quantized `weights` are widened to, and else the
+    weights' own; `fp8_input`: the input is E4M3 too, with a float32 scale per row. `out` is "float32" or a 16-bit type.
     `geglu`: the weights are [2 n, k], rows [gate; up]. `largest`: with the output, the largest magnitude of each of its
     rows; not by "vector".
     """
@@ -32,15 +33,15 @@ class LinearShape:
     n: int
     k: int
     dtype: str
-    weights: str
+    weights: WeightFormat
     out: str
     fp8_input: bool = False
     geglu: bool = False
     largest: bool = False
 
     def __post_init__(self) -> None:
-        assert self.dtype in ("bfloat16", "float16") and self.weights in ("fp8", self.dtype)
-        assert self.out in ("float32", "bfloat16", "float16") and (self.weights == "fp8" or not self.fp8_input)
+        assert self.dtype in ("bfloat16", "float16") and (self.weights.quantized or self.weights.storage == self.dtype)
+        assert self.out in ("float32", "bfloat16", "float16") and (self.weights.quantized or not self.fp8_input)
         assert self.n > 0 and self.k > 0 and self.k % 16 == 0, "rows of weights begin at multiples of 16 bytes"
 
     @property
@@ -50,7 +51,7 @@ class LinearShape:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights and their scales, which every launch reads."""
-        return self.weight_rows * (self.k + 4 if self.weights == "fp8" else 2 * self.k)
+        return self.weight_rows * self.weights.row_bytes(self.k)
 
 
 @dataclass(frozen=True)

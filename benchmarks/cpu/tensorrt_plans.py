@@ -22,11 +22,12 @@ from wicore_trt.backends.tensorrt.api import find_tensorrt
 from wicore_trt.backends.tensorrt.build import PLANS, build_plans, plan_file
 from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits, PlanRequest
 from wicore_trt.bench.report import KIND, SCHEMA, machine
-from wicore_trt.checkpoint.format import QUANT_FP8, rank_entries
+from wicore_trt.checkpoint.format import rank_entries
 from wicore_trt.checkpoint.safetensors_io import TensorInfo
 from wicore_trt.kv.sizing import MODELS, builtin_spec
 from wicore_trt.progress import silent
 from wicore_trt.runtime.tensor_specs import weight_inputs
+from wicore_trt.weight_format import PLAIN, QUANTIZED
 
 GIB = 1 << 30
 COLUMNS = (
@@ -38,7 +39,7 @@ COLUMNS = (
 def requests(model: str, dtype: str, target: str, limits: PlanLimits) -> list[PlanRequest]:
     """One request per phase for a published model; "fp8" has FP8 linears and bfloat16 elsewhere."""
     spec, base = builtin_spec(model), "bfloat16" if dtype == "fp8" else dtype
-    entries = rank_entries(spec, base, QUANT_FP8 if dtype == "fp8" else None, 0, 1)
+    entries = rank_entries(spec, base, QUANTIZED.get(dtype, PLAIN[base]), 0, 1)
     found = {name: TensorInfo(shape, tag) for name, tag, shape in entries}
     weights = weight_inputs(found, spec, base)
     return [PlanRequest(spec, limits, weights, base, base, 1, target, phase) for phase in PHASES]

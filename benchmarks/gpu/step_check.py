@@ -30,6 +30,7 @@ from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
 from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.types import SamplingParams
+from wicore_trt.weight_format import FP8, PLAIN
 
 PAGE_TOKENS = 16
 PAGES = 64
@@ -81,7 +82,9 @@ def small_spec() -> Gemma3Spec:
 
 def case_shape(case: StepCase) -> EngineShape:
     """What the kernels of a case are made for."""
-    return EngineShape(small_spec(), case.dtype, case.fp8, case.kv_dtype or case.dtype, PAGE_TOKENS)
+    return EngineShape(
+        small_spec(), case.dtype, FP8 if case.fp8 else PLAIN[case.dtype], case.kv_dtype or case.dtype, PAGE_TOKENS
+    )
 
 
 def check_step(

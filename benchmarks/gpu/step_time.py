@@ -44,6 +44,7 @@ from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
 from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.types import SamplingParams
+from wicore_trt.weight_format import PLAIN, QUANTIZED
 
 PAGE_TOKENS = 32
 EVENT: Any = torch.cuda.Event
@@ -114,10 +115,9 @@ class Measurement:
         if args.layers:
             groups = spec.layer_groups[: args.layers]
             spec = replace(spec, num_layers=args.layers, layer_groups=groups)
-        fp8 = args.dtype == "fp8"
-        dtype = "bfloat16" if fp8 else args.dtype
+        dtype = args.dtype if args.dtype in PLAIN else "bfloat16"
         kv_dtype = dtype if args.kv_dtype == "auto" else args.kv_dtype
-        self.shape = EngineShape(spec, dtype, fp8, kv_dtype, PAGE_TOKENS)
+        self.shape = EngineShape(spec, dtype, QUANTIZED.get(args.dtype, PLAIN[dtype]), kv_dtype, PAGE_TOKENS)
 
     def run(self) -> dict[str, Any]:
         args, device = self.args, open_device("auto")

@@ -32,7 +32,7 @@ def linear_spec(shape: LinearShape, config: LinearConfig, target: str) -> Kernel
     if shape.fp8_input and not native:
         raise ConfigError(f"{target} has no FP8 matrix products.", fix="Keep the activations in 16 bits.")
     e4m3 = "fp8e4nv" if native else "u8"
-    x, fp8 = FLOAT_TYPES[shape.dtype], shape.weights == "fp8"
+    x, fp8 = FLOAT_TYPES[shape.dtype], shape.weights.storage == "fp8"
     types = {
         "x": "*" + (e4m3 if shape.fp8_input else x),
         "w": "*" + (e4m3 if fp8 else x),
@@ -79,7 +79,7 @@ def _quantize_spec(function: Any, k: int, dtype: str, block: int, warps: int, na
 
 
 def _name(shape: LinearShape, config: LinearConfig, native: bool) -> str:
-    kind = FLOAT_TYPES[shape.dtype] + ("_x8" if shape.fp8_input else "") + ("_w8" if shape.weights == "fp8" else "")
+    kind = FLOAT_TYPES[shape.dtype] + ("_x8" if shape.fp8_input else "") + ("_w8" if shape.weights.quantized else "")
     kind += ("_geglu" if shape.geglu else "") + ("_largest" if shape.largest else "")
-    bits = "" if native or shape.weights != "fp8" else "_bits"
+    bits = "" if native or not shape.weights.quantized else "_bits"
     return f"linear_{kind}_{FLOAT_TYPES[shape.out]}{bits}_{shape.n}x{shape.k}_{config.name()}"

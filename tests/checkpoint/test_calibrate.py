@@ -143,7 +143,7 @@ def test_an_existing_checkpoint(dtype: str, tp: int, source: Path, text: Path, t
     calibration = TextCalibration(text, 300)
     found = convert(plain.path, plain.path, calibration=calibration, force=True)
     assert open_checkpoint(found.path, verify=True).tp_size == tp and found.kv_scales
-    assert found.quant_algo == ("FP8" if dtype == "fp8" else None)
+    assert found.weights.algo == ("FP8" if dtype == "fp8" else None)
     scales = [static_scales(file) for file in found.rank_files]
     assert all(s == scales[0] for s in scales)
     for old, file in zip(before, found.rank_files, strict=True):

@@ -71,7 +71,9 @@ def test_values_of_every_dtype_and_tp(dtype: str, tp: int, tmp_path: Path) -> No
     source = write_model(tmp_path / "m", tensors, config, shards=2)
     checkpoint = convert(source, tmp_path / "c", dtype=dtype, tp_size=tp)
     assert checkpoint.tp_size == tp and len(checkpoint.rank_files) == tp
-    assert (checkpoint.dtype, bool(checkpoint.quant_algo)) == (("bfloat16", True) if dtype == "fp8" else (dtype, False))
+    assert (checkpoint.dtype, checkpoint.weights.quantized) == (
+        ("bfloat16", True) if dtype == "fp8" else (dtype, False)
+    )
     ranks = [load_file(f) for f in checkpoint.rank_files]
     names = {n for rank in ranks for n in rank}
     for tensor in unified_tensors(spec):

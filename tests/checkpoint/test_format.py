@@ -17,12 +17,13 @@ from wicore_trt.checkpoint.format import Origin, build_config, open_checkpoint, 
 from wicore_trt.checkpoint.records import FileRecord
 from wicore_trt.errors import CheckpointError
 from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.weight_format import BF16, FP8
 
 SPEC = Gemma3Spec.from_hf_config(TEXT_CONFIG)
 
 
 def test_config_has_tensorrt_llm_fields() -> None:
-    config = build_config(SPEC, "bfloat16", None, 2, {"rank0.safetensors": FileRecord(3, "ab")}, Origin("x", "rev"))
+    config = build_config(SPEC, "bfloat16", BF16, 2, {"rank0.safetensors": FileRecord(3, "ab")}, Origin("x", "rev"))
     assert config["architecture"] == "Gemma3ForCausalLM"
     assert (config["head_size"], config["norm_epsilon"], config["rotary_base"]) == (16, 1e-6, 1e6)
     assert config["rope_local_base_freq"] == 1e4 and config["query_pre_attn_scalar"] == 24
@@ -40,7 +41,7 @@ def test_config_has_tensorrt_llm_fields() -> None:
 def test_config_without_scaling_or_pattern() -> None:
     types = ["full_attention", "sliding_attention", "sliding_attention"]
     spec = Gemma3Spec.from_hf_config(TEXT_CONFIG | {"rope_scaling": None, "layer_types": types})
-    config = build_config(spec, "float16", "FP8_PER_CHANNEL_PER_TOKEN", 1, {}, Origin("x"))
+    config = build_config(spec, "float16", FP8, 1, {}, Origin("x"))
     assert "rotary_scaling" not in config and "sliding_window_pattern" not in config
     assert config["runtime_defaults"]["max_attention_window"] == [512, 32, 32]
     assert config["quantization"]["quant_algo"] == "FP8_PER_CHANNEL_PER_TOKEN"

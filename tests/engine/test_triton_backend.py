@@ -44,6 +44,7 @@ from wicore_trt.errors import ConfigError, EngineFormatError, EnvironmentUnfitEr
 from wicore_trt.kv.sizing import builtin_spec  # noqa: E402
 from wicore_trt.model.spec import Gemma3Spec  # noqa: E402
 from wicore_trt.plugins.aot import TARGETS, CompiledKernel, KernelSpec  # noqa: E402
+from wicore_trt.weight_format import BF16, FP8  # noqa: E402
 
 SIZES = {"hidden_size": 32, "head_dim": 16, "intermediate_size": 48, "num_hidden_layers": 2}
 
@@ -177,7 +178,7 @@ def test_flags_of_engines_without_weights_go_together() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
 def test_every_model_has_kernels_for_every_number_of_rows(target: str, dtype: str) -> None:
     for model in ("gemma3-270m", "gemma3-27b"):
-        shape = EngineShape(builtin_spec(model), "bfloat16", dtype == "fp8", "bfloat16", 32)
+        shape = EngineShape(builtin_spec(model), "bfloat16", FP8 if dtype == "fp8" else BF16, "bfloat16", 32)
         planned = list_kernels(shape, target)
         largest: dict[str, int] = {}
         for p in planned:
@@ -191,7 +192,7 @@ def test_every_model_has_kernels_for_every_number_of_rows(target: str, dtype: st
 
 def test_products_by_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = builtin_spec("gemma3-270m")
-    wide, fp8 = EngineShape(spec, "bfloat16", False, "bfloat16", 32), EngineShape(spec, "bfloat16", True, "fp8", 32)
+    wide, fp8 = EngineShape(spec, "bfloat16", BF16, "bfloat16", 32), EngineShape(spec, "bfloat16", FP8, "fp8", 32)
     assert [wide.product("sm89", "qkv", n) for n in (16, 17)] == [KERNEL, MM16]
     half = replace(wide, dtype="float16")
     assert [half.product("sm89", "qkv", 17), wide.product("sm89", "head", 17)] == [MM, MM], "may overflow; logits"

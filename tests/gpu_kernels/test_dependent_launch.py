@@ -31,10 +31,11 @@ from wicore_trt.plugins.kernels.linear_specs import linear_spec, quantize_parts_
 from wicore_trt.plugins.kernels.step_specs import NormShape, StepConfig  # noqa: E402
 from wicore_trt.plugins.layout import PoolShape  # noqa: E402
 from wicore_trt.plugins.linear_layout import LinearConfig, LinearShape  # noqa: E402
+from wicore_trt.weight_format import BF16, FP8, FP16  # noqa: E402
 
 POOL = PoolShape(2, 16, 2, 64, "fp8")
-WIDE = LinearShape(4096, 512, "bfloat16", "fp8", "bfloat16", geglu=True)
-PLAIN = LinearShape(70, 208, "bfloat16", "bfloat16", "float32")
+WIDE = LinearShape(4096, 512, "bfloat16", FP8, "bfloat16", geglu=True)
+PLAIN = LinearShape(70, 208, "bfloat16", BF16, "float32")
 VECTOR = LinearConfig("vector", 2, 128, unroll=2)
 MATRIX = LinearConfig("matrix", 32, 64, 16, num_stages=3)
 SPLIT = LinearConfig("matrix", 32, 32, 8, splits=3)
@@ -136,7 +137,7 @@ def test_behind_a_kernel_that_fills_the_gpu_a_linear_is_launched_ordinarily(monk
 def test_the_plan_knows_which_linears_lie_behind_such_a_kernel() -> None:
     """o and down, but not where E4M3 rows are quantised in front of them, and not those of one row; and gate and up of
     E4M3 rows."""
-    planned = list_kernels(EngineShape(builtin_spec("gemma3-270m"), "bfloat16", True, "bfloat16", 16), "sm90")
+    planned = list_kernels(EngineShape(builtin_spec("gemma3-270m"), "bfloat16", FP8, "bfloat16", 16), "sm90")
     alone = {(p.role, (p.config or {})["kind"]) for p in planned if p.spec.dependent == ALONE}
     assert alone == {(role, "matrix") for role in ("o", "down", "o.invariant", "down.invariant", "gate_up.x8")}
     assert all(p.spec.name.endswith("_alone") == (p.spec.dependent == ALONE) for p in planned)
@@ -169,7 +170,7 @@ def test_every_kernel_of_a_chain_was_looked_at() -> None:
 @pytest.mark.parametrize("target", ["sm80", "sm89"])
 def test_older_gpus_have_none_of_it(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {mode_of(name, target) for name in IN_CHAINS} == {ORDINARY}
-    shape = LinearShape(64, 64, "float16", "float16", "float16")
+    shape = LinearShape(64, 64, "float16", FP16, "float16")
     for spec in (linear_spec(shape, VECTOR, target), SPECS[4]):
         kernel, ptx = built(in_turn(spec, target), target, monkeypatch)
         assert "griddepcontrol" not in ptx and not kernel.dependent

@@ -18,6 +18,7 @@ from wicore_trt.errors import ConfigError  # noqa: E402
 from wicore_trt.plugins import aot  # noqa: E402
 from wicore_trt.plugins.kernels.linear_specs import linear_spec  # noqa: E402
 from wicore_trt.plugins.linear_layout import LinearConfig, LinearShape  # noqa: E402
+from wicore_trt.weight_format import BF16, FP8, FP16  # noqa: E402
 
 VECTOR = LinearConfig("vector", 4, 128, unroll=2)
 MATRIX = LinearConfig("matrix", 16, 32, 16)
@@ -25,14 +26,14 @@ SPLIT = LinearConfig("matrix", 32, 32, 8, splits=3)
 
 # n and k are no multiples of the blocks: the last program, the last block of k and the last split are partial.
 SHAPES = {
-    "bf16": LinearShape(70, 208, "bfloat16", "bfloat16", "float32"),
-    "fp16": LinearShape(33, 160, "float16", "float16", "float16"),
-    "bf16_w8": LinearShape(70, 208, "bfloat16", "fp8", "bfloat16"),
-    "fp16_w8": LinearShape(64, 256, "float16", "fp8", "float32"),
+    "bf16": LinearShape(70, 208, "bfloat16", BF16, "float32"),
+    "fp16": LinearShape(33, 160, "float16", FP16, "float16"),
+    "bf16_w8": LinearShape(70, 208, "bfloat16", FP8, "bfloat16"),
+    "fp16_w8": LinearShape(64, 256, "float16", FP8, "float32"),
 }
 GEGLU = {
-    "bf16": LinearShape(37, 208, "bfloat16", "bfloat16", "bfloat16", geglu=True),
-    "fp16_w8": LinearShape(48, 128, "float16", "fp8", "float16", geglu=True),
+    "bf16": LinearShape(37, 208, "bfloat16", BF16, "bfloat16", geglu=True),
+    "fp16_w8": LinearShape(48, 128, "float16", FP8, "float16", geglu=True),
 }
 
 
@@ -56,7 +57,7 @@ def test_geglu(name: str, config: LinearConfig, tokens: int) -> None:
 
 @pytest.mark.parametrize("config", [MATRIX, SPLIT])
 def test_fp8_inputs(config: LinearConfig) -> None:
-    shape = LinearShape(40, 208, "bfloat16", "fp8", "float32", fp8_input=True)
+    shape = LinearShape(40, 208, "bfloat16", FP8, "float32", fp8_input=True)
     check_case(draw(shape, 9), config, linear_spec(shape, config, "sm90"), interpreted.launch)
     geglu = replace(shape, geglu=True, out="bfloat16", largest=True)
     check_case(draw(geglu, 9), MATRIX, linear_spec(geglu, MATRIX, "sm90"), interpreted.launch)
@@ -88,10 +89,10 @@ def test_nan_reaches_its_outputs_only(config: LinearConfig, tokens: int) -> None
 
 COMPILED = [
     (SHAPES["bf16_w8"], VECTOR),
-    (LinearShape(5376, 4096, "bfloat16", "fp8", "float32"), LinearConfig("matrix", 32, 128, 16, 2, 4, 4)),
-    (LinearShape(2048, 640, "float16", "float16", "float16", geglu=True), LinearConfig("matrix", 64, 64, 16, 1, 4, 3)),
+    (LinearShape(5376, 4096, "bfloat16", FP8, "float32"), LinearConfig("matrix", 32, 128, 16, 2, 4, 4)),
+    (LinearShape(2048, 640, "float16", FP16, "float16", geglu=True), LinearConfig("matrix", 64, 64, 16, 1, 4, 3)),
     (
-        LinearShape(640, 2048, "bfloat16", "fp8", "float32", fp8_input=True),
+        LinearShape(640, 2048, "bfloat16", FP8, "float32", fp8_input=True),
         LinearConfig("matrix", 64, 128, 32, 1, 4, 3),
     ),
 ]

@@ -16,8 +16,9 @@ from wicore_trt.plugins.linear_layout import (  # noqa: E402
     linear_launch,
     partials_bytes,
 )
+from wicore_trt.weight_format import FP8, FP16, WeightFormat  # noqa: E402
 
-SHAPE = LinearShape(100, 80, "bfloat16", "fp8", "float32")
+SHAPE = LinearShape(100, 80, "bfloat16", FP8, "float32")
 
 
 def test_launch_covers_every_tile() -> None:
@@ -32,14 +33,14 @@ def test_launch_covers_every_tile() -> None:
     with pytest.raises(AssertionError, match="one row"):
         linear_launch(SHAPE, vector, LinearArrays(1, 2, 3), 2)
     with pytest.raises(AssertionError, match="empty"):  # parts of 2, 2, 2 and 0 blocks
-        check_config(LinearShape(16, 192, "float16", "float16", "float32"), LinearConfig("matrix", 16, 32, 8, splits=4))
+        check_config(LinearShape(16, 192, "float16", FP16, "float32"), LinearConfig("matrix", 16, 32, 8, splits=4))
 
 
-@pytest.mark.parametrize("weights", ["fp8", "float16"])
+@pytest.mark.parametrize("weights", [FP8, FP16])
 @pytest.mark.parametrize("geglu", [False, True])
-def test_every_bucket_has_a_configuration(weights: str, geglu: bool) -> None:
+def test_every_bucket_has_a_configuration(weights: WeightFormat, geglu: bool) -> None:
     for n, k in ((8192, 5376), (5376, 4096), (21504, 5376), (5376, 21504), (262208, 5376), (640, 1024), (640, 2048)):
-        for fp8_input in {False, weights == "fp8"}:
+        for fp8_input in {False, weights.quantized}:
             shape = LinearShape(n, k, "float16", weights, "float32", fp8_input, geglu)
             for tokens in (1, 2, 9, 100, 5000):
                 config = linear_config("sm90", shape, tokens)

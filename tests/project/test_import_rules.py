@@ -33,9 +33,12 @@ ROOT_MODULES = (
     "config",
     "collector",
 )
+PLAIN_DATA = ("wicore_trt.arithmetic", "wicore_trt.weight_format")
+"""What every module may import."""
 BACKEND = (*ROOT_MODULES, "model", "checkpoint", "engine", "runtime", "plugins")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "arithmetic": (),
+    "weight_format": (),
     "errors": (),
     "checks": ("errors",),
     "collector": (),
@@ -106,7 +109,7 @@ def violations(path: str, tree: ast.Module) -> list[str]:
     inner = module.removeprefix("wicore_trt").lstrip(".")
     allowed = next((rule for prefix, rule in MAY_IMPORT.items() if below(inner, prefix)), None)
     for name in imports(tree):
-        known = below(name, "wicore_trt.arithmetic") or name in ("wicore_trt", "wicore_trt.__version__")
+        known = name.startswith(PLAIN_DATA) or name in ("wicore_trt", "wicore_trt.__version__")
         if allowed is None or known or not below(name, "wicore_trt"):
             continue
         target = name.removeprefix("wicore_trt.")

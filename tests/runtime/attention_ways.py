@@ -33,6 +33,7 @@ from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.runtime.step_inputs import StepInputs
+from wicore_trt.weight_format import PLAIN
 
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 """Largest relative error of rounding to a type."""
@@ -131,7 +132,7 @@ class Bench:
     def __init__(self, shape: Shape, rng: random.Random, target: str = "sm90") -> None:
         self.shape, self.rng, self.device = shape, rng, CpuDevice(target)
         self.ways: Counter[str] = Counter()
-        engine = EngineShape(shape.spec(), shape.dtype, False, shape.kv_dtype, shape.page_tokens)
+        engine = EngineShape(shape.spec(), shape.dtype, PLAIN[shape.dtype], shape.kv_dtype, shape.page_tokens)
         limits = StepLimits(shape.tokens, ROWS, shape.context)
         with self._sizes():
             specs_of.cache_clear()

@@ -26,6 +26,7 @@ from wicore_trt.plugins.decode_layout import prefill_config, prefill_launch, seg
 from wicore_trt.plugins.kernels import fast_attention_specs as specs  # noqa: E402
 from wicore_trt.plugins.launch import SHARED_LAUNCHER  # noqa: E402
 from wicore_trt.plugins.layout import Slices  # noqa: E402
+from wicore_trt.weight_format import FP8  # noqa: E402
 
 TARGET = "sm{}{}".format(*torch.cuda.get_device_capability())
 
@@ -36,7 +37,7 @@ TARGET = "sm{}{}".format(*torch.cuda.get_device_capability())
 @pytest.mark.parametrize("absent", [False, True])
 def test_divided_attention(kv: str, first: int, length: int, absent: bool) -> None:
     p = AttentionProblem(Point(LARGE, 1, first + length, kv=kv, tokens=length), [first + length], 2, "cuda")
-    shape, config = EngineShape(builtin_spec("gemma3-27b"), "bfloat16", True, kv, 32), prefill_config(TARGET, p.shape)
+    shape, config = EngineShape(builtin_spec("gemma3-27b"), "bfloat16", FP8, kv, 32), prefill_config(TARGET, p.shape)
     scale = shape.spec.query_pre_attn_scalar**-0.5
     if absent:
         p.tables[0, 100] = -1

@@ -27,14 +27,15 @@ from wicore_trt.engine.manifest import Manifest  # noqa: E402
 from wicore_trt.errors import EngineFormatError  # noqa: E402
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD  # noqa: E402
 from wicore_trt.runtime.dtypes import E4M3  # noqa: E402
+from wicore_trt.weight_format import BF16, FP8, FP16  # noqa: E402
 
 
 def engine_at(path: Path, tensors: dict[str, torch.Tensor], shape: EngineShape, *, dummy: bool = False) -> EngineDir:
     if not dummy:
         save_file({n: t.contiguous() for n, t in tensors.items()}, path / "rank0.safetensors")
-    quantization = {"algo": "x", "base_dtype": shape.dtype} if shape.fp8 else None
+    quantization = {"algo": shape.weights.algo, "base_dtype": shape.dtype} if shape.weights.quantized else None
     manifest = Manifest(
-        "m", shape.spec, "triton", ["sm90"], "fp8" if shape.fp8 else shape.dtype, shape.kv_dtype, shape.page_tokens,
+        "m", shape.spec, "triton", ["sm90"], shape.weights.storage, shape.kv_dtype, shape.page_tokens,
         64, quantization, 1, {}, "", "", {}, "s", "", {"dummy_weights": True} if dummy else {},
     )  # fmt: skip
     return EngineDir(path, manifest)
@@ -48,7 +49,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_files_and_memory_give_the_same(fp8: bool, tmp_path: Path) -> None:
     model, device = small_model(1), CpuDevice("sm90")
     tensors = rounded(model, "bfloat16", fp8) | {kv_scale_name(1): torch.tensor([0.5])}
-    shape = EngineShape(model.spec, "bfloat16", fp8, "fp8", 4)
+    shape = EngineShape(model.spec, "bfloat16", FP8 if fp8 else BF16, "fp8", 4)
     engine = engine_at(tmp_path, tensors, shape)
     assert engine_shape(engine) == shape and engine_shape(engine, 8).page_tokens == 8
     loaded = load_constants(engine, shape, 64, device)
@@ -62,7 +63,7 @@ def test_files_and_memory_give_the_same(fp8: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("fp8", [False, True])
 def test_made_up_weights_have_the_shapes_of_real_ones(fp8: bool, tmp_path: Path) -> None:
     model, device = small_model(1, tie_word_embeddings=True), CpuDevice("sm90")
-    shape = EngineShape(model.spec, "bfloat16", fp8, "bfloat16", 4)
+    shape = EngineShape(model.spec, "bfloat16", FP8 if fp8 else BF16, "bfloat16", 4)
     made = load_constants(engine_at(tmp_path, {}, shape, dummy=True), shape, 64, device).weights
     real = finished(shape, fuse(rounded(model, "bfloat16", fp8), model.spec), 64, device).weights
     assert {n: (t.dtype, t.shape) for n, t in made.items()} == {n: (t.dtype, t.shape) for n, t in real.items()}
@@ -72,6 +73,6 @@ def test_made_up_weights_have_the_shapes_of_real_ones(fp8: bool, tmp_path: Path)
 
 def test_weights_of_another_type_are_refused() -> None:
     model, device = small_model(1), CpuDevice("sm90")
-    weights = dummy_weights(EngineShape(model.spec, "bfloat16", False, "bfloat16", 4), device.torch_device)
+    weights = dummy_weights(EngineShape(model.spec, "bfloat16", BF16, "bfloat16", 4), device.torch_device)
     with pytest.raises(EngineFormatError, match="float16"):
-        finished(EngineShape(model.spec, "float16", False, "float16", 4), weights, 64, device)
+        finished(EngineShape(model.spec, "float16", FP16, "float16", 4), weights, 64, device)

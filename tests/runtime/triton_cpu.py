@@ -27,6 +27,7 @@ from wicore_trt.runtime.batch import SequenceSlice
 from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
 from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.types import SamplingParams
+from wicore_trt.weight_format import FP8, PLAIN
 
 POINTED = {
     **{"*fp32": torch.float32, "*fp64": torch.float64, "*fp16": torch.float16, "*bf16": torch.bfloat16},
@@ -150,7 +151,9 @@ def executor_of(
     """An executor of the model's weights in `dtype`, with `kv_scale`s if `tensors` has them. What it runs to prepare,
     large steps whose results nobody takes, is computed if it `prepares`."""
     values = {"kv_pages": {"global": 24, "local": 24}, "max_batch_tokens": 40, "max_sequences": 4, **settings}
-    shape = EngineShape(model.spec, dtype, fp8, kv_dtype or dtype, values.pop("page_tokens", 4))
+    shape = EngineShape(
+        model.spec, dtype, FP8 if fp8 else PLAIN[dtype], kv_dtype or dtype, values.pop("page_tokens", 4)
+    )
     table, specs = specs_of(shape, target)
     device = CpuDevice(target)
     launcher = InterpretingLauncher(device, specs)

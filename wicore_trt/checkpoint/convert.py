@@ -21,8 +21,6 @@ from wicore_trt.checkpoint.cast_report import CastReport, check_cast, check_fini
 from wicore_trt.checkpoint.format import (
     CHECKPOINT,
     FP8_TAG,
-    QUANT_FP8,
-    QUANT_FP8_STATIC,
     VISION,
     Checkpoint,
     Origin,
@@ -44,8 +42,9 @@ from wicore_trt.files import present, printable
 from wicore_trt.model.gemma3 import LM_HEAD
 from wicore_trt.progress import Progress, counted, silent
 from wicore_trt.scratch import replacing
+from wicore_trt.weight_format import PLAIN, QUANTIZED
 
-DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
+DTYPES = ("auto", *PLAIN, *QUANTIZED)
 Note = Callable[[str], None]  # one sentence that the user should know
 
 _BLOCK_ITEMS = 1 << 22  # 16 MiB as float32; about ten such arrays live at once
@@ -94,7 +93,7 @@ def convert(  # noqa: PLR0913 -- the public call is flat
     """Convert `source` (see open_source) into the unified checkpoint directory `output`.
 
     `dtype` auto keeps the source's bfloat16 or float16 and otherwise takes bfloat16; fp8 quantizes the linears
-    (format.QUANT_FP8) and keeps embedding and head in bfloat16; norms are float32 in all of them. `calibration` adds
+    (`weight_format.FP8`) and keeps embedding and head in bfloat16; norms are float32 in all of them. `calibration` adds
     static scales measured in the source's own precision: of activations to fp8, of KV to any dtype; with it the
     source may be a unified checkpoint (see Calibration.of_checkpoint). `force` replaces an existing directory at
     the end. `lora` is the directory of a LoRA adapter that is merged. `for_engine` asks for room on the disk for an
@@ -115,7 +114,7 @@ def convert(  # noqa: PLR0913 -- the public call is flat
     if calibration and present(Path(source) / "rank0.safetensors"):
         _check_same(open_checkpoint(source), dtype, tp_size)
         return calibration.of_checkpoint(source, output, force=force, progress=progress)
-    if calibration and dtype != "fp8" and not calibration.kv_scales:
+    if calibration and dtype not in QUANTIZED and not calibration.kv_scales:
         raise ConfigError(f"Without KV scales a {dtype} checkpoint has nothing to calibrate.", fix="Use --dtype fp8.")
     with replacing(Path(output), CHECKPOINT, force=force, source=source) as scratch:
         progress("read", 0, 1)
@@ -153,16 +152,17 @@ class _Conversion:
         progress: Progress,
     ) -> None:
         self._source, self._directory, self._tp = source, directory, tp_size
-        self._quant = (QUANT_FP8_STATIC if calibration else QUANT_FP8) if dtype == "fp8" else None
         self._dtype = _resolve(dtype, source)
+        weights = QUANTIZED.get(dtype, PLAIN[self._dtype])
+        self._weights = weights.calibrated if calibration else weights
         self._calibration = calibration
         self._kv_scales = calibration is not None and calibration.kv_scales
         self._progress = progress
         self._report = CastReport()
-        self._static = static_scales(source.spec, self._quant, self._kv_scales)
+        self._static = static_scales(source.spec, self._weights, self._kv_scales)
         self._scales: dict[str, np.ndarray] = {}
         self._entries = [
-            rank_entries(source.spec, self._dtype, self._quant, r, tp_size, kv_scales=self._kv_scales)
+            rank_entries(source.spec, self._dtype, self._weights, r, tp_size, kv_scales=self._kv_scales)
             for r in range(tp_size)
         ]
         vision = [(n, i.dtype, i.shape) for n, i in source.vision.items()]
@@ -196,7 +196,7 @@ class _Conversion:
         vision = {k: self._source.config[k] for k in keys if k in self._source.config} if self._vision else {}
         origin = replace(origin, flushed_to_zero=self._report.flushed, vision=vision)
         spec, kv_scales = self._source.spec, self._kv_scales
-        config = build_config(spec, self._dtype, self._quant, self._tp, files, origin, kv_scales=kv_scales)
+        config = build_config(spec, self._dtype, self._weights, self._tp, files, origin, kv_scales=kv_scales)
         write_config(self._directory, config)
         return [*self._source.notes, *notes, *self._report.lines()]
 
@@ -212,7 +212,7 @@ class _Conversion:
 
     def _write_tensor(self, tensor: UnifiedTensor, writers: list[SafetensorsWriter]) -> None:
         shards = [shard_of(tensor, self._source.spec, rank, self._tp) for rank in range(self._tp)]
-        tag = storage_tag(tensor.role, self._dtype, self._quant)
+        tag = storage_tag(tensor.role, self._dtype, self._weights)
         scales: list[list[np.ndarray]] = [[] for _ in shards]
         for part, name in enumerate(tensor.sources):
             rows, *rest = self._source.tensors[name].shape
@@ -270,7 +270,7 @@ class _Conversion:
 
 
 def _resolve(dtype: str, source: Source) -> str:
-    if dtype == "fp8":
+    if dtype in QUANTIZED:
         return "bfloat16"
     if dtype != "auto":
         return dtype
@@ -279,7 +279,7 @@ def _resolve(dtype: str, source: Source) -> str:
 
 
 def _check_same(checkpoint: Checkpoint, dtype: str, tp_size: int) -> None:
-    have = "fp8" if checkpoint.quant_algo else checkpoint.dtype
+    have = checkpoint.weights.storage
     if dtype not in ("auto", have) or tp_size not in (1, checkpoint.tp_size):
         raise ConfigError(
             f"{checkpoint.path} is a checkpoint of {have} for tp {checkpoint.tp_size}; it can be calibrated, not cast.",

@@ -32,15 +32,15 @@ from wicore_trt.errors import CheckpointError, shown
 from wicore_trt.files import LIST_BYTES, TOKENIZER_BYTES, Door, present, quoted
 from wicore_trt.model.spec import GLOBAL, Gemma3Spec
 from wicore_trt.scratch import Product
+from wicore_trt.weight_format import PLAIN, WeightFormat, find_format
 
 FORMAT_VERSION = 2
 CONFIG = "config.json"
 VISION = "vision.safetensors"
-QUANT_FP8 = "FP8_PER_CHANNEL_PER_TOKEN"
-QUANT_FP8_STATIC = "FP8"
 KV_FP8 = "FP8"
 TAGS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 FP8_TAG = "F8_E4M3"
+_STORAGE_TAGS = {**TAGS, "fp8": FP8_TAG}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +58,13 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An opened unified checkpoint. `dtype` is that of embedding, head and linears not quantized."""
+    """An opened unified checkpoint. `dtype` is that of embedding and head, `weights` how the linears are stored."""
 
     path: Path
     config: dict[str, Any]
     spec: Gemma3Spec
     dtype: str
-    quant_algo: str | None
+    weights: WeightFormat
     tp_size: int
     rank_files: list[Path]
     tokenizer_files: list[Path]
@@ -107,18 +107,18 @@ class Checkpoint:
         return self.config["quantization"]["kv_cache_quant_algo"] is not None
 
 
-def storage_tag(role: Role, dtype: str, quant_algo: str | None) -> str:
+def storage_tag(role: Role, dtype: str, weights: WeightFormat) -> str:
     """How a tensor is stored. Norms are float32 always: 1 + w in bfloat16 would move them by up to 0.4 %."""
     if role is Role.NORM:
         return "F32"
-    return FP8_TAG if quant_algo and role is Role.LINEAR else TAGS[dtype]
+    return _STORAGE_TAGS[weights.storage if role is Role.LINEAR else dtype]
 
 
-def static_scales(spec: Gemma3Spec, quant_algo: str | None, kv_scales: bool) -> dict[str, tuple[str, ...]]:
+def static_scales(spec: Gemma3Spec, weights: WeightFormat, kv_scales: bool) -> dict[str, tuple[str, ...]]:
     """Names of the static scales, float32 [1] each, that follow each tensor in a rank file, by the tensor's name."""
 
     def names(tensor: UnifiedTensor) -> Iterator[str]:
-        if quant_algo == QUANT_FP8_STATIC and tensor.role is Role.LINEAR:
+        if weights.static_activations and tensor.role is Role.LINEAR:
             yield tensor.activation_scale_name
         if kv_scales and tensor.split is Split.QKV:
             yield kv_scale_name(int(tensor.name.split(".")[2]))
@@ -127,21 +127,21 @@ def static_scales(spec: Gemma3Spec, quant_algo: str | None, kv_scales: bool) -> 
 
 
 def rank_entries(
-    spec: Gemma3Spec, dtype: str, quant_algo: str | None, rank: int, tp_size: int, *, kv_scales: bool = False
+    spec: Gemma3Spec, dtype: str, weights: WeightFormat, rank: int, tp_size: int, *, kv_scales: bool = False
 ) -> list[tuple[str, str, tuple[int, ...]]]:
     """(name, safetensors tag, shape) of every tensor in rank{rank}.safetensors, in file order."""
     entries: list[tuple[str, str, tuple[int, ...]]] = []
-    static = static_scales(spec, quant_algo, kv_scales)
+    static = static_scales(spec, weights, kv_scales)
     for tensor in unified_tensors(spec):
         shape = shard_of(tensor, spec, rank, tp_size).shape
-        entries.append((tensor.name, storage_tag(tensor.role, dtype, quant_algo), shape))
-        if entries[-1][1] == FP8_TAG:
+        entries.append((tensor.name, storage_tag(tensor.role, dtype, weights), shape))
+        if weights.quantized and tensor.role is Role.LINEAR:
             entries.append((tensor.scale_name, "F32", shape[:1]))
         entries += [(name, "F32", (1,)) for name in static[tensor.name]]
     return entries
 
 
-def model_fields(spec: Gemma3Spec, dtype: str, tp_size: int, quant_algo: str | None, *, kv_fp8: bool) -> dict[str, Any]:
+def model_fields(spec: Gemma3Spec, dtype: str, tp_size: int, weights: WeightFormat, *, kv_fp8: bool) -> dict[str, Any]:
     """The fields of config.json that TensorRT-LLM reads, but for the period of the windows: its versions name it
     differently."""
     config: dict[str, Any] = {
@@ -157,14 +157,14 @@ def model_fields(spec: Gemma3Spec, dtype: str, tp_size: int, quant_algo: str | N
         "attn_bias": False, "mlp_bias": False, "qk_layernorm": True, "inter_layernorms": True,
         "use_parallel_embedding": tp_size > 1, "embedding_sharding_dim": 0,
         "mapping": {"world_size": tp_size, "tp_size": tp_size, "pp_size": 1},
-        "quantization": {"quant_algo": quant_algo, "kv_cache_quant_algo": KV_FP8 if kv_fp8 else None},
+        "quantization": {"quant_algo": weights.algo, "kv_cache_quant_algo": KV_FP8 if kv_fp8 else None},
         "runtime_defaults": {
             "max_attention_window": [
                 spec.max_position_embeddings if group == GLOBAL else spec.sliding_window for group in spec.layer_groups
             ]
         },
     }  # fmt: skip
-    if quant_algo:
+    if weights.quantized:
         config["quantization"]["exclude_modules"] = ["transformer.vocab_embedding", "lm_head"]
     if spec.rope_scaling_factor != 1.0:  # of global layers only
         config["rotary_scaling"] = {"type": "linear", "factor": spec.rope_scaling_factor}
@@ -174,7 +174,7 @@ def model_fields(spec: Gemma3Spec, dtype: str, tp_size: int, quant_algo: str | N
 def build_config(
     spec: Gemma3Spec,
     dtype: str,
-    quant_algo: str | None,
+    weights: WeightFormat,
     tp_size: int,
     files: Mapping[str, FileRecord],
     origin: Origin,
@@ -182,7 +182,7 @@ def build_config(
     kv_scales: bool = False,
 ) -> dict[str, Any]:
     """Contents of config.json."""
-    config = model_fields(spec, dtype, tp_size, quant_algo, kv_fp8=kv_scales)
+    config = model_fields(spec, dtype, tp_size, weights, kv_fp8=kv_scales)
     pattern = window_pattern(spec)
     if pattern:  # both spellings occur among TensorRT-LLM's versions
         config |= {"sliding_window_pattern": pattern, "_sliding_window_pattern": pattern}
@@ -263,21 +263,25 @@ def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
         files = {name: FileRecord.from_dict(record) for name, record in block["files"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path / CONFIG} is damaged: {error!r}.", fix=again) from error
-    if dtype not in TAGS or quant_algo not in (None, QUANT_FP8, QUANT_FP8_STATIC) or kv_algo not in (None, KV_FP8):
+    try:
+        weights, known = find_format(quant_algo, dtype), dtype in PLAIN and kv_algo in (None, KV_FP8)
+    except (KeyError, TypeError):
+        known = False
+    if not known:
         raise CheckpointError(
             f"{path}: dtype {dtype!r} with quantization {quant_algo!r}, KV {kv_algo!r}, is unknown.", fix=again
         )
     spec.shard(0, tp_size)
-    for key, value in model_fields(spec, dtype, tp_size, quant_algo, kv_fp8=kv_algo is not None).items():
+    for key, value in model_fields(spec, dtype, tp_size, weights, kv_fp8=kv_algo is not None).items():
         if config.get(key) != value:
             raise CheckpointError(f"{path / CONFIG}: {key} does not agree with wicore.spec.", fix=again)
     ranks = [path / f"rank{rank}.safetensors" for rank in range(tp_size)]
     _check_files(path, files, [r.name for r in ranks], again)
     for rank, file in enumerate(ranks):
-        entries = rank_entries(spec, dtype, quant_algo, rank, tp_size, kv_scales=kv_algo is not None)
+        entries = rank_entries(spec, dtype, weights, rank, tp_size, kv_scales=kv_algo is not None)
         _check_rank(file, entries, again)
     checkpoint = Checkpoint(
-        path=path, config=config, spec=spec, dtype=dtype, quant_algo=quant_algo, tp_size=tp_size,
+        path=path, config=config, spec=spec, dtype=dtype, weights=weights, tp_size=tp_size,
         rank_files=ranks, tokenizer_files=[path / n for n in TOKENIZER_FILES if n in files],
         vision_file=path / VISION if VISION in files else None, files=files,
     )  # fmt: skip

@@ -67,7 +67,7 @@ class CheckpointTensors(WholeTensors):
     """A unified checkpoint, its ranks put back together."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.spec, self.dtype, self.quantized = checkpoint.spec, checkpoint.dtype, bool(checkpoint.quant_algo)
+        self.spec, self.dtype, self.quantized = checkpoint.spec, checkpoint.dtype, checkpoint.weights.quantized
         self._files = [SafetensorsFile(path) for path in checkpoint.rank_files]
         self._embedding = next(t for t in unified_tensors(self.spec) if t.role is Role.EMBEDDING)
         self._rows = {name: shape[0] for name, shape in hf_shapes(self.spec).items()}

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wicore_trt.checkpoint.format import QUANT_FP8, Checkpoint
+from wicore_trt.checkpoint.format import Checkpoint
 from wicore_trt.checkpoint.hub import is_hub_id
 from wicore_trt.checkpoint.names import kv_scale_name
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
@@ -38,6 +38,7 @@ from wicore_trt.files import present, printable
 from wicore_trt.model.spec import MAX_RANKS
 from wicore_trt.progress import Progress, counted, silent
 from wicore_trt.scratch import replacing
+from wicore_trt.weight_format import PLAIN, QUANTIZED
 
 if TYPE_CHECKING:
     from wicore_trt.checkpoint.convert import Calibration
@@ -191,7 +192,7 @@ def _checkpoint_of(
 
 def _check_fit(checkpoint: Checkpoint, options: BuildOptions) -> None:
     """Options must describe the checkpoint that is there: building does not convert a second time."""
-    have = "fp8" if checkpoint.quant_algo else checkpoint.dtype
+    have = checkpoint.weights.storage
     if options.dtype not in ("auto", have):
         raise ConfigError(
             f"the checkpoint is {have}, not {options.dtype}.", fix=f"Convert the source with --dtype {options.dtype}."
@@ -239,10 +240,10 @@ def _lay_out(
     computed: dict[str, Any] = {
         "spec": checkpoint.spec,
         "weights_hash": weights_hash,
-        "dtype": "fp8" if checkpoint.quant_algo else checkpoint.dtype,
+        "dtype": checkpoint.weights.storage,
         "kv_dtype": kv_dtype,
         "quantization": (
-            {"algo": checkpoint.quant_algo, "base_dtype": checkpoint.dtype} if checkpoint.quant_algo else None
+            {"algo": checkpoint.weights.algo, "base_dtype": checkpoint.dtype} if checkpoint.weights.quantized else None
         ),
         "tp_size": checkpoint.tp_size,
     }
@@ -266,10 +267,10 @@ def _write_dummy_tokenizer(directory: Path) -> None:
 def _dummy_checkpoint(model: DummyModel, dtype: str) -> Checkpoint:
     """A checkpoint of `model` in `dtype` ("auto" is bfloat16; "fp8" has 16-bit parts in bfloat16), without files."""
     config = {"wicore": {"source": f"{model.name} (dummy weights)"}, "quantization": {"kv_cache_quant_algo": None}}
-    fp8 = dtype == "fp8"
+    base = dtype if dtype in PLAIN else "bfloat16"
     return Checkpoint(
-        path=Path(), config=config, spec=model.spec, dtype="bfloat16" if fp8 or dtype == "auto" else dtype,
-        quant_algo=QUANT_FP8 if fp8 else None, tp_size=1, rank_files=[], tokenizer_files=[], vision_file=None,
+        path=Path(), config=config, spec=model.spec, dtype=base,
+        weights=QUANTIZED.get(dtype, PLAIN[base]), tp_size=1, rank_files=[], tokenizer_files=[], vision_file=None,
         files={},
     )  # fmt: skip
 

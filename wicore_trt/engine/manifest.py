@@ -22,6 +22,7 @@ from wicore_trt.checkpoint.digest import DIGEST_BYTES, SEAL, broken_seal, canoni
 from wicore_trt.errors import CheckpointError, EngineFormatError
 from wicore_trt.files import LIST_BYTES, Door, present, quoted
 from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.weight_format import FORMATS, PLAIN, WeightFormat, find_format
 
 MANIFEST_NAME = "engine.json"
 KIND = "wicore-engine"
@@ -119,6 +120,11 @@ class Manifest:
     def base_dtype(self) -> str:
         """Dtype of activations and of unquantized weights."""
         return str(self.quantization["base_dtype"]) if self.quantization else self.dtype
+
+    @property
+    def weights(self) -> WeightFormat:
+        """How linears are stored. Raises KeyError for an unknown algo or dtype."""
+        return find_format(self.quantization["algo"] if self.quantization else None, self.base_dtype)
 
     @property
     def dummy_weights(self) -> bool:
@@ -253,10 +259,13 @@ def _check_version(path: Path, version: object) -> None:
 def _check_agreement(manifest: Manifest) -> None:
     """Raises _InvalidFieldError or CheckpointError for fields that do not agree with one another."""
     quantization, spec = manifest.quantization, manifest.spec
-    if (manifest.dtype == "fp8") != (quantization is not None):
+    if (manifest.dtype not in PLAIN) != (quantization is not None):
         raise _InvalidFieldError("dtype and quantization do not agree.")
-    if quantization is not None and ({*quantization} != {"algo", "base_dtype"} or manifest.base_dtype == "fp8"):
-        raise _InvalidFieldError("quantization is not what an engine has.")
+    if quantization is not None:
+        weights = FORMATS.get(quantization.get("algo"))
+        known = {*quantization} == {"algo", "base_dtype"} and manifest.base_dtype in PLAIN
+        if not known or weights is None or weights.storage != manifest.dtype:
+            raise _InvalidFieldError("quantization is not what an engine has.")
     if manifest.max_context > spec.max_position_embeddings:
         raise _InvalidFieldError(
             f"max_context {manifest.max_context} is beyond the model's {spec.max_position_embeddings}."

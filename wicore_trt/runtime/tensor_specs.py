@@ -17,6 +17,7 @@ from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, TensorInfo
 from wicore_trt.errors import CheckpointError
 from wicore_trt.model.gemma3 import EMBEDDING
 from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.weight_format import PLAIN
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "fp8"}
 
@@ -100,7 +101,7 @@ def _inputs(found: Mapping[str, TensorInfo], name: str, parts: tuple[str, ...], 
     if len(shape) == 1:  # a norm: broadcast over rows, or over slots, heads and tokens
         shape = (1, 1, 1, *shape) if head_norm else (1, *shape)
     tensors = [TensorSpec(name, dtype, shape, "weight", parts)]
-    if dtype == "fp8":
+    if dtype not in PLAIN:
         scales = tuple(weight_scale_name(part) for part in parts)
         tensors.append(TensorSpec(weight_scale_name(name), "float32", (1, rows), "weight", scales))
         static = tuple(activation_scale_name(part) for part in parts)

@@ -41,6 +41,7 @@ from wicore_trt.plugins.launch import SHARED_LAUNCHER
 from wicore_trt.plugins.layout import Launch
 from wicore_trt.plugins.linear_configs import bucket_of, key_of, linear_config
 from wicore_trt.plugins.linear_layout import LinearConfig, LinearShape
+from wicore_trt.weight_format import BF16, FP8, PLAIN
 
 LAYERS = {
     # name: (n, k, geglu, how many of a model)
@@ -87,7 +88,7 @@ class Sweep:
 def linear_shape(layer: str, kind: str, size: tuple[int, int, bool, int]) -> LinearShape:
     """bfloat16 activations; 16-bit results between gate_up and down, float32 elsewhere."""
     n, k, geglu, _ = size
-    weights = "bfloat16" if kind == "w16" else "fp8"
+    weights = BF16 if kind == "w16" else FP8
     out = "bfloat16" if geglu else "float32"
     return LinearShape(n, k, "bfloat16", weights, out, kind == "w8x8", geglu)
 
@@ -97,12 +98,12 @@ def check_variants(pool: ProcessPoolExecutor, target: str) -> list[str]:
     vector, matrix = LinearConfig("vector", 4, 512, unroll=2), LinearConfig("matrix", 64, 128, 16, 1, 4, 3)
     split = LinearConfig("matrix", 32, 64, 8, 3, 4, 4)
     wide = LinearConfig("matrix", 128, 64, 64, 2, 8, 3, 1, False)
-    base = [LinearShape(1000, 1424, d, w, "float32") for d in ("bfloat16", "float16") for w in (d, "fp8")]
+    base = [LinearShape(1000, 1424, d, w, "float32") for d in ("bfloat16", "float16") for w in (PLAIN[d], FP8)]
     cases = [(s, c, t) for s in base for c, t in ((vector, 1), (matrix, 1), (matrix, 21), (split, 7), (wide, 130))]
     for shape in base:
         geglu = replace(shape, geglu=True, out=shape.dtype)
         cases += [(geglu, vector, 1), (geglu, matrix, 17)]
-    fp8 = LinearShape(1000, 1424, "bfloat16", "fp8", "float32", fp8_input=True)
+    fp8 = LinearShape(1000, 1424, "bfloat16", FP8, "float32", fp8_input=True)
     cases += [(fp8, matrix, 33), (fp8, split, 9), (fp8, wide, 100), (replace(fp8, geglu=True), matrix, 16)]
     cases.append((replace(fp8, geglu=True, out="bfloat16", largest=True), matrix, 35))
     return _check(pool, target, cases)
@@ -251,7 +252,7 @@ def measure_linears(options: argparse.Namespace, pool: ProcessPoolExecutor) -> i
     kinds = ("w16",) if options.small else ("w8", "w16", "w8x8")
     shapes = {(k, y): linear_shape(y, k, layers[y]) for k in kinds for y in layers if y != "head" or k == "w16"}
     sizes = {
-        k: sorted(s.weight_rows * s.k for s in shapes.values() if (s.weights == "fp8") == (k == "w8"))
+        k: sorted(s.weight_rows * s.k for s in shapes.values() if s.weights.quantized == (k == "w8"))
         for k in ("w16", "w8")
     }
     weights = Weights("cuda", {k: max(2 * v[-1], 8 * v[-2], 400 << 20) for k, v in sizes.items() if v})

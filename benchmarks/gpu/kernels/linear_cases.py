@@ -55,13 +55,13 @@ def draw(shape: LinearShape, tokens: int, device: str = "cpu") -> LinearInputs:
     x[tokens:] = math.nan
     x_type = torch_type("fp8" if shape.fp8_input else shape.dtype)
     w = torch.randn(shape.weight_rows, shape.k, device=device)
-    if shape.weights == "fp8":
+    if shape.weights.quantized:
         w = (w * 64).clamp(-448, 448)
         w_scale = (torch.rand(shape.weight_rows, device=device) + 0.5) / (64 * math.sqrt(shape.k))
     else:
         w, w_scale = w / math.sqrt(shape.k), None
     x_scale = torch.rand(tokens, device=device) + 0.5 if shape.fp8_input else None
-    return LinearInputs(shape, tokens, x.to(x_type), w.to(torch_type(shape.weights)), x_scale, w_scale)
+    return LinearInputs(shape, tokens, x.to(x_type), w.to(torch_type(shape.weights.storage)), x_scale, w_scale)
 
 
 def reference(case: LinearInputs, alpha: float = 1.0) -> tuple[Any, Any]:

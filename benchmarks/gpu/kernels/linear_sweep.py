@@ -55,7 +55,7 @@ class ConfigTiming:
 
 
 def kind_of(shape: LinearShape) -> str:
-    return "w16" if shape.weights != "fp8" else "w8x8" if shape.fp8_input else "w8"
+    return "w16" if not shape.weights.quantized else "w8x8" if shape.fp8_input else "w8"
 
 
 def candidates(shape: LinearShape, bucket: int, quick: bool) -> list[LinearConfig]:
@@ -94,7 +94,7 @@ def _splits(shape: LinearShape, block_n: int, block_k: int, bucket: int, quick: 
 
 
 def _fits(shape: LinearShape, config: LinearConfig) -> bool:
-    weights = config.block_n * (2 if shape.geglu else 1) * (1 if shape.weights == "fp8" else 2)
+    weights = config.block_n * (2 if shape.geglu else 1) * (1 if shape.weights.quantized else 2)
     stage = config.block_k * (weights + config.columns * (1 if shape.fp8_input else 2))
     if config.kind == MATRIX and stage * config.num_stages > SHARED_LIMIT["sm90"]:
         return False
@@ -133,11 +133,11 @@ class Weights:
         """Matrices [weight_rows, k]: 8, or what the memory has of them, and together more than L2 holds."""
         import torch
 
-        pool = self._pools["w16" if shape.weights != "fp8" else "w8"]
+        pool = self._pools["w16" if not shape.weights.quantized else "w8"]
         size = shape.weight_rows * shape.k
         count = min(len(pool) // size, max(8, div_ceil(COLD_BYTES, size * pool.itemsize)))
         views = [pool[i * size : (i + 1) * size].view(shape.weight_rows, shape.k) for i in range(count)]
-        if shape.weights != "fp8" and shape.dtype == "float16":
+        if not shape.weights.quantized and shape.dtype == "float16":
             views = [v.view(torch.float16) for v in views]  # other numbers, as good for timing
         return views
 
@@ -184,7 +184,7 @@ class LinearProblem:
         x = torch.randn(tokens, shape.k, device=device)
         self.x = (x * 64).to(torch.float8_e4m3fn) if shape.fp8_input else x.to(getattr(torch, shape.dtype))
         self.x_scale = torch.rand(tokens, device=device) / 64 if shape.fp8_input else None
-        fp8 = shape.weights == "fp8"
+        fp8 = shape.weights.quantized
         self.w_scale = (torch.rand(shape.weight_rows, device=device) + 0.5) / 3200 if fp8 else None
         self.want = self._reference(self.matrices[-1])
 

@@ -76,7 +76,7 @@ class TensorRTBackend:
 
     def check(self, checkpoint: Checkpoint, options: BuildOptions) -> None:
         kv_dtype = options.kv_dtype_of(checkpoint, compiled=True)
-        check_dtypes(options.targets, (checkpoint.dtype, kv_dtype, "fp8" if checkpoint.quant_algo else "auto"))
+        check_dtypes(options.targets, (checkpoint.dtype, kv_dtype, checkpoint.weights.storage))
         if options.attention == PLUGIN:
             check_plugin_heads(checkpoint.spec)
 

@@ -25,7 +25,6 @@ from wicore_trt.checkpoint.convert import StaticScales
 from wicore_trt.checkpoint.format import (
     CHECKPOINT,
     KV_FP8,
-    QUANT_FP8_STATIC,
     Checkpoint,
     open_checkpoint,
     rank_entries,
@@ -77,7 +76,7 @@ class TextCalibration:
         checkpoint is not FP8 and no KV scales are asked for.
         """
         checkpoint = open_checkpoint(path)
-        if not checkpoint.quant_algo and not self.kv_scales:
+        if not checkpoint.weights.quantized and not self.kv_scales:
             raise ConfigError(
                 f"{path} is {checkpoint.dtype}: without KV scales there is nothing to calibrate.",
                 fix="Convert its source with --dtype fp8.",
@@ -236,14 +235,14 @@ def _rewrite(checkpoint: Checkpoint, directory: Path, found: StaticScales, kv_sc
     """Fill `directory` with the files of `checkpoint` and the scales, config.json last; a block at a time.
 
     Raises CheckpointError for a tensor that is not as the checkpoint recorded it."""
-    quant_algo = QUANT_FP8_STATIC if checkpoint.quant_algo else None
-    static = {n for names in static_scales(checkpoint.spec, quant_algo, kv_scales).values() for n in names}
+    weights = checkpoint.weights.calibrated
+    static = {n for names in static_scales(checkpoint.spec, weights, kv_scales).values() for n in names}
     files = dict(checkpoint.files)
     moved = counted(progress, "write", sum(checkpoint.files[path.name].bytes for path in checkpoint.rank_files))
     for rank, path in enumerate(checkpoint.rank_files):
         old = SafetensorsFile(path)
         entries = rank_entries(
-            checkpoint.spec, checkpoint.dtype, quant_algo, rank, checkpoint.tp_size, kv_scales=kv_scales
+            checkpoint.spec, checkpoint.dtype, weights, rank, checkpoint.tp_size, kv_scales=kv_scales
         )
         with SafetensorsWriter(directory / path.name, entries) as writer:
             for name, *_ in entries:
@@ -259,7 +258,7 @@ def _rewrite(checkpoint: Checkpoint, directory: Path, found: StaticScales, kv_sc
         link_or_copy(checkpoint.path / name, directory / name)
         if part := files[name].changed(directory / name):
             raise checkpoint.damaged(name, part)
-    quantization = {**checkpoint.config["quantization"], "quant_algo": quant_algo}
+    quantization = {**checkpoint.config["quantization"], "quant_algo": weights.algo}
     quantization["kv_cache_quant_algo"] = KV_FP8 if kv_scales else None
     block = {**checkpoint.config["wicore"], "calibration": found.origin, "files": file_entries(files)}
     write_config(directory, {**checkpoint.config, "quantization": quantization, "wicore": block})

@@ -93,7 +93,7 @@ def shape_of(checkpoint: Checkpoint, options: BuildOptions) -> EngineShape:
     if checkpoint.tp_size != 1:
         raise ConfigError("backend 'triton' runs on one GPU.", fix="Convert the source with --tp 1.")
     check_sizes(checkpoint.spec)
-    return EngineShape(checkpoint.spec, dtype, bool(checkpoint.quant_algo), kv_dtype, options.page_tokens)
+    return EngineShape(checkpoint.spec, dtype, checkpoint.weights, kv_dtype, options.page_tokens)
 
 
 def check_sizes(spec: Gemma3Spec) -> None:

@@ -112,7 +112,7 @@ class StepMemory:
         for role in LINEARS:
             most = limits.rows if role == "head" else limits.tokens
             kinds = {suffix: ANY if suffix else shape.crossover(table.target, role)}
-            if not suffix and shape.fp8 and role != "head":
+            if not suffix and shape.weights.quantized and role != "head":
                 kinds[X8] = shape.crossover8(table.target)
             for kind, crossover in kinds.items():
                 linear, entries = shape.linear(role, rows8=kind == X8), table.entries(role + kind)

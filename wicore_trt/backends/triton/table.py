@@ -31,6 +31,7 @@ from wicore_trt.plugins.aot import CompiledKernel
 from wicore_trt.plugins.decode_layout import DecodeConfig, PrefillConfig
 from wicore_trt.plugins.layout import PoolShape
 from wicore_trt.plugins.linear_layout import LinearConfig, LinearShape
+from wicore_trt.weight_format import PLAIN, WeightFormat
 
 ANY = (1 << 31) - 1
 """The bucket that holds any number of rows."""
@@ -73,18 +74,18 @@ bfloat16 results halve what large steps write and read between kernels. They are
 have, of half a unit in bfloat16's last place once per product, as every other bfloat16 engine rounds; sums stay
 float32. Products of Triton's kernels, so all of a batch-invariant engine, of float16 (results may exceed 65,504) and
 the logits are float32 for any number of rows."""
-FP8_PRODUCTS = 89
-"""The first architecture whose matrix units take E4M3."""
+SCALED_PRODUCTS = {"fp8": 89}
+"""By the storage of weights the first architecture whose matrix units take them with rows quantized alike."""
 
 
 @dataclass(frozen=True)
 class EngineShape:
     """What an engine's kernels are for. `dtype` is that of activations and 16-bit weights, "bfloat16" or "float16";
-    `fp8`: the linears of the layers are E4M3; `kv_dtype` is `dtype` or "fp8"."""
+    `weights`: how the linears of the layers are stored; `kv_dtype` is `dtype` or "fp8"."""
 
     spec: Gemma3Spec
     dtype: str
-    fp8: bool
+    weights: WeightFormat
     kv_dtype: str
     page_tokens: int
 
@@ -104,7 +105,7 @@ class EngineShape:
 
     @cached_property
     def _linears(self) -> dict[tuple[str, bool], LinearShape]:
-        kinds = [(role, rows8) for role in LINEARS for rows8 in (False, self.fp8 and role != "head")]
+        kinds = [(role, rows8) for role in LINEARS for rows8 in (False, self.weights.quantized and role != "head")]
         return {kind: self._linear(*kind) for kind in kinds}
 
     def _linear(self, role: str, rows8: bool) -> LinearShape:
@@ -116,21 +117,21 @@ class EngineShape:
             "down": (spec.hidden_size, spec.intermediate_size),
             "head": (spec.vocab_size, spec.hidden_size),
         }[role]
-        weights = "fp8" if self.fp8 and role != "head" else self.dtype
+        weights = self.weights if role != "head" else PLAIN[self.dtype]
         geglu = role == "gate_up"
         out = self.dtype if geglu else "float32"
         return LinearShape(n, k, self.dtype, weights, out, rows8, geglu, largest=rows8 and geglu)
 
     def scaled_products(self, target: str) -> bool:
-        """Whether large steps multiply E4M3 by E4M3."""
-        return self.fp8 and int(target.removeprefix("sm")) >= FP8_PRODUCTS
+        """Whether large steps quantize activations and multiply them by the weights as they are stored."""
+        first = SCALED_PRODUCTS.get(self.weights.storage)
+        return first is not None and int(target.removeprefix("sm")) >= first
 
     def crossover(self, target: str, role: str) -> int:
-        """Most rows for which a linear runs as a Triton kernel. E4M3 weights where no product takes them: always."""
-        fp8 = self.fp8 and role != "head"
-        if fp8 and not self.scaled_products(target):
-            return ANY
-        return self._limits(target)["fp8" if fp8 else "16-bit"]
+        """Most rows for which a linear runs as a Triton kernel. Quantized weights that no product takes: always."""
+        if role == "head" or not self.weights.quantized:
+            return self._limits(target)["16-bit"]
+        return self._limits(target)[self.weights.storage] if self.scaled_products(target) else ANY
 
     def crossover8(self, target: str) -> int:
         """Most rows for which Triton multiplies E4M3 rows; no more than `crossover`: never."""
@@ -152,7 +153,7 @@ class EngineShape:
         """KERNEL, KERNEL8, MM, MM16 or SCALED_MM for a step of `rows` rows."""
         if rows <= self.crossover(target, role):
             return KERNEL
-        if not self.fp8 or role == "head":
+        if not self.weights.quantized or role == "head":
             wide = self.dtype != "bfloat16" or role == "head" or rows <= self.float32_results(target)
             return MM if wide else MM16
         return KERNEL8 if rows <= self.crossover8(target) else SCALED_MM

@@ -45,9 +45,8 @@ class Constants:
 
 def engine_shape(engine: EngineDir, page_tokens: int | None = None) -> EngineShape:
     """What the engine's kernels are made for."""
-    manifest = engine.manifest
-    fp8, tokens = manifest.dtype == "fp8", page_tokens or manifest.page_tokens
-    return EngineShape(engine.local_part().spec, manifest.base_dtype, fp8, manifest.kv_dtype, tokens)
+    m, tokens = engine.manifest, page_tokens or engine.manifest.page_tokens
+    return EngineShape(engine.local_part().spec, m.base_dtype, m.weights, m.kv_dtype, tokens)
 
 
 def load_constants(engine: EngineDir, shape: EngineShape, positions: int, device: Any) -> Constants:
@@ -80,7 +79,7 @@ def finished(shape: EngineShape, weights: Mapping[str, torch.Tensor], positions:
     spec, dtype = shape.spec, TORCH_DTYPES[shape.dtype]
     known = {n: t.flatten() if t.dtype == torch.float32 else t for n, t in weights.items()}
     for name, (tensor, *_) in run_weights(spec).items():
-        wanted = {Role.NORM: torch.float32, Role.LINEAR: E4M3 if shape.fp8 else dtype}.get(tensor.role, dtype)
+        wanted = {Role.NORM: torch.float32, Role.LINEAR: TORCH_DTYPES[shape.weights.storage]}.get(tensor.role, dtype)
         if known[name].dtype != wanted:
             raise EngineFormatError(
                 f"The engine's {name} is {known[name].dtype}; backend 'triton' needs {wanted}.",
@@ -111,7 +110,7 @@ def dummy_weights(shape: EngineShape, device: torch.device) -> dict[str, torch.T
         if tensor.role is Role.NORM:
             weights[name] = torch.ones(rows, device=device)
             continue
-        fp8 = shape.fp8 and tensor.role is Role.LINEAR
+        fp8 = shape.weights.quantized and tensor.role is Role.LINEAR
         values = torch.empty((rows, *tensor.shape[1:]), dtype=torch.bfloat16 if fp8 else dtype, device=device)
         values.normal_(0, E4M3_SPREAD if fp8 else SMALL, generator=generator)
         weights[name] = values.clamp_(-448, 448).to(E4M3) if fp8 else values

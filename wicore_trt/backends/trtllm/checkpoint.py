@@ -26,7 +26,6 @@ import numpy as np
 from wicore_trt.checkpoint.format import (
     CONFIG,
     FP8_TAG,
-    QUANT_FP8_STATIC,
     TAGS,
     Checkpoint,
     model_fields,
@@ -67,7 +66,7 @@ def export_checkpoint(
             "its output may be nonsense. Convert with --dtype bfloat16 or fp8."
         )
     files = [SafetensorsFile(path) for path in checkpoint.rank_files]
-    scales = _tensor_scales(checkpoint, files) if checkpoint.quant_algo else {}
+    scales = _tensor_scales(checkpoint, files) if checkpoint.weights.quantized else {}
     for rank, file in enumerate(files):
         progress("checkpoint", rank, len(files))
         _write_rank(checkpoint, rank, file, directory / f"rank{rank}.safetensors", scales, kv_fp8=kv_fp8)
@@ -84,8 +83,7 @@ def trtllm_config(checkpoint: Checkpoint, *, kv_fp8: bool = False) -> dict[str, 
             f"TensorRT-LLM makes every n-th layer global, and no n gives this model's: {list(spec.layers_of(GLOBAL))}.",
             fix="Use another backend: wicore build --backend torch",
         )
-    algo = QUANT_FP8_STATIC if checkpoint.quant_algo else None
-    config = model_fields(spec, checkpoint.dtype, checkpoint.tp_size, algo, kv_fp8=kv_fp8)
+    config = model_fields(spec, checkpoint.dtype, checkpoint.tp_size, checkpoint.weights.calibrated, kv_fp8=kv_fp8)
     config.setdefault("rotary_scaling", None)  # TensorRT-LLM gives it to local layers, too; `trtllm_model` takes it off
     return {**config, PATTERN_KEY: pattern}
 
@@ -97,7 +95,7 @@ def _check(checkpoint: Checkpoint, kv_fp8: bool) -> None:
             f"TensorRT-LLM's attention runs in {' or '.join(DTYPES)}, not {checkpoint.dtype}.",
             fix=f"{again} --dtype bfloat16",
         )
-    if checkpoint.quant_algo and checkpoint.quant_algo != QUANT_FP8_STATIC:
+    if checkpoint.weights.quantized and not checkpoint.weights.static_activations:
         raise ConfigError(
             "TensorRT-LLM's FP8 needs static scales of activations, and this checkpoint has none.",
             fix=f"Measure them: {again} --dtype fp8 --calibrate TEXT",
@@ -112,18 +110,18 @@ def _check(checkpoint: Checkpoint, kv_fp8: bool) -> None:
 def _write_rank(
     checkpoint: Checkpoint, rank: int, file: SafetensorsFile, path: Path, scales: dict[str, np.float32], *, kv_fp8: bool
 ) -> None:
-    spec, quant = checkpoint.spec, checkpoint.quant_algo
-    static = static_scales(spec, quant, kv_fp8)
+    spec, weights = checkpoint.spec, checkpoint.weights
+    static = static_scales(spec, weights, kv_fp8)
     norm_tag = TAGS[checkpoint.dtype]
     entries: list[tuple[str, str, tuple[int, ...]]] = []
     for tensor in unified_tensors(spec):
-        tag = norm_tag if tensor.role is Role.NORM else storage_tag(tensor.role, checkpoint.dtype, quant)
+        tag = norm_tag if tensor.role is Role.NORM else storage_tag(tensor.role, checkpoint.dtype, weights)
         entries.append((tensor.name, tag, shard_of(tensor, spec, rank, checkpoint.tp_size).shape))
         one = [tensor.scale_name] if tag == FP8_TAG else []
         entries += [(name, "F32", (1,)) for name in (*one, *static[tensor.name])]
     with SafetensorsWriter(path, entries) as writer:
         for tensor in unified_tensors(spec):
-            fp8 = storage_tag(tensor.role, checkpoint.dtype, quant) == FP8_TAG
+            fp8 = storage_tag(tensor.role, checkpoint.dtype, weights) == FP8_TAG
             for block in _requantized(tensor, file, scales[tensor.name]) if fp8 else _blocks(file, tensor.name):
                 writer.write(tensor.name, from_float32(block, norm_tag) if tensor.role is Role.NORM else block)
             if fp8:
