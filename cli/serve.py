@@ -195,4 +195,4 @@ def serve(loaded: Any, reread: Any) -> int:
     def announce(address: str, url: str | None) -> None:
         print(f"ready on {address}\nHTTP on {url or 'no port'}", flush=True)
 
-    return Supervisor(loaded, max_context=max_context, announce=announce, reread=reread).run()
+    return Supervisor(loaded, max_context=max_context, report_serving=announce, reread=reread).run()

@@ -187,9 +187,6 @@ class ServerSettings:
     tokens_per_minute: Positive | None = None
     """Tokens, prompt and output, that one tenant may take in a minute. A request reserves what it may take at most and
     gives back what it did not use. Default: no limit."""
-    fronts: Annotated[int, Field(ge=1, le=64)] = 1
-    """Processes that clients talk to, all at the same ports; the system spreads connections over them. One serves some
-    thousand streams; more of them tell bursts sooner what cannot be met, on machines with cores to spare."""
     grace_s: Annotated[float, Field(ge=0)] = 30.0
     """Seconds that running requests get to finish after SIGTERM."""
     watchdog_s: Seconds = 300.0
@@ -222,8 +219,6 @@ class ServerSettings:
             raise ValueError("tls_cert and tls_key go together")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError("tls_client_ca needs tls_cert and tls_key")
-        if self.fronts > 1 and any(host.startswith("unix:") for host in (self.host, self.http_host or "")):
-            raise ValueError("several fronts cannot share a Unix socket: set fronts to 1")
 
 
 @settings(config=_STRICT, frozen=True)

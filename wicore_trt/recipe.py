@@ -21,6 +21,8 @@ from wicore_trt.files import Door
 PACKAGE = "wicore_trt.recipes"
 SUFFIX = ".yaml"
 _LISTED = 20  # names at most; only settings are more
+REMOVED = dict.fromkeys(("server.fronts", "WICORE_SERVER__FRONTS"), "Remove it: a server has one front.")
+"""What to do about settings that are no more."""
 
 
 def list_recipes() -> list[str]:
@@ -44,6 +46,8 @@ def resolve_recipe(recipe: str | Path) -> Path:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A sentence with the nearest known names; when nothing is near with all of them, or where all settings are."""
+    if name in REMOVED:
+        return REMOVED[name]
     known = list(known)
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     if near:

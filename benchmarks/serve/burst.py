@@ -1,14 +1,14 @@
 """Requests that come all at once, most of which cannot be met: how soon are they told?
 
     python -m benchmarks.serve.burst [--requests 500] [--over http,chat,grpc,wire] [--step-ms 20] [--sequences 32]
-                                     [--ttft-ms 450] [--fronts 1,4] [--clients N] [--connections 4] [--rounds 1]
+                                     [--ttft-ms 450] [--clients N] [--connections 4] [--rounds 1]
 
 `wicore serve`'s own processes over an engine of fixed step time (`benchmarks.serve.paced`) that runs so many sequences
 at once and promises a first token within `--ttft-ms`. Clients in processes of their own, half of the cores unless
 `--clients` says, open their connections, wait for each other and send everything at once; over gRPC each has so many
 `--connections`, and a front gets the requests of those that the system gives it. `wire` is gRPC by a client of our own
 (`benchmarks.serve.wire`), so that what is seen is the server's time; what ends without a message counts as refused.
-Prints, for each surface and number of fronts, how many were served with their first token in time, how
+Prints, for each surface, how many were served with their first token in time, how
 many later, how many were refused and how long after sending they knew, and that no other end came. The floor is the
 same burst on servers that look at nothing and refuse everything, as many as there are fronts: what this machine, these
 clients and, over gRPC, the library take. CPU is the fronts' alone, or those servers', for each request, and what the
@@ -26,10 +26,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common import say
+from benchmarks.serve.front_cost import cpu_s, front_of
 from benchmarks.serve.paced import OPTIONS, serve
 from benchmarks.serve.step_wait import child, stop
 
@@ -139,16 +139,6 @@ async def refuse_all(ports: list[int]) -> None:
     await server.wait_for_termination()
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def cpu_s(pid: int) -> float:
-    """Processor time that a process took so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 async def clients(how: str, target: str, connections: int, requests: int) -> None:
     """One request first, so that the engine knows its steps; then all at once when a line comes."""
     import grpc
@@ -175,31 +165,20 @@ async def clients(how: str, target: str, connections: int, requests: int) -> Non
     print(json.dumps(await asyncio.gather(*tasks)), flush=True)
 
 
-def started(fronts: int, *, floor: bool) -> tuple[subprocess.Popen[str], str, str, list[int]]:
-    """A server, its addresses over gRPC and HTTP, and the processes that clients talk to."""
+def started(*, floor: bool) -> tuple[subprocess.Popen[str], str, str, int]:
+    """A server, its addresses over gRPC and HTTP, and the process that clients talk to."""
     more: dict[str, Any] = {"module": __spec__.name, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    server = child(*(("--floor",) if floor else ("--serve", "--fronts", str(fronts))), **more)
+    server = child("--floor" if floor else "--serve", **more)
     assert server.stdout is not None
     address, url = server.stdout.readline().split()
-    if not floor:
-        return server, address, url, [pid for middle in children(server.pid) for pid in children(middle)]
-    ports = ",".join(at.rpartition(":")[2] for at in (address, url))
-    others = [child("--floor", "--ports", ports, **more) for _ in range(fronts - 1)]
-    for other in others:
-        assert other.stdout is not None
-        other.stdout.readline()
-    FLOORS.extend(others)
-    return server, address, url, [server.pid, *(other.pid for other in others)]
+    return server, address, url, server.pid if floor else front_of(server.pid)
 
 
-FLOORS: list[subprocess.Popen[str]] = []
-
-
-def measure(how: str, fronts: int, given: argparse.Namespace, *, floor: bool = False) -> bool:
+def measure(how: str, given: argparse.Namespace, *, floor: bool = False) -> bool:
     """One burst; whether every request was served or refused."""
     limits = {"sequences": given.sequences, "target_ttft_s": given.ttft_ms / 1e3}
     os.environ[OPTIONS] = json.dumps({"step_s": given.step_ms / 1e3, **limits})
-    server, address, url, pids = started(fronts, floor=floor)
+    server, address, url, pid = started(floor=floor)
     each = [given.requests // given.clients + (n < given.requests % given.clients) for n in range(given.clients)]
     target = url if how in ("http", "chat") else address
     ask = ("--client", how, "--target", target, "--connections", str(given.connections), "--requests")
@@ -208,23 +187,22 @@ def measure(how: str, fronts: int, given: argparse.Namespace, *, floor: bool = F
     try:
         for other in others:
             assert other.stdout is not None and other.stdout.readline().strip() == "ready"
-        begun = [cpu_s(pid) for pid in pids]
+        begun = cpu_s(pid)
         for other in others:
             assert other.stdin is not None
             other.stdin.write("\n")
             other.stdin.flush()
         found = [tuple(end) for other in others if other.stdout for end in json.loads(other.stdout.readline())]
-        took = [cpu_s(pid) - before for pid, before in zip(pids, begun, strict=True)]
+        took = cpu_s(pid) - begun
     finally:
-        stop(server, [*others, *FLOORS])
-        FLOORS.clear()
+        stop(server, others)
     refused = sorted(seconds for end, seconds in found if end in REFUSED)
     served = [seconds for end, seconds in found if end == "ok"]
     late = sum(seconds > given.ttft_ms / 1e3 for seconds in served)
     rest = Counter(end for end, _ in found if end not in (*REFUSED, "ok"))
     told = [f"{1e3 * refused[int(part * (len(refused) - 1))]:.0f}" for part in (0.5, 0.99, 1)] if refused else []
     soon = sum(seconds <= MUST_S for seconds in refused)
-    name = f"{how}, {fronts} {'floor' if floor else 'front'}{'s' * (fronts > 1)}"
+    name = f"{how}, {'floor' if floor else 'front'}"
     if not floor:
         say(
             f"{name}: {len(served) - late} served in time, {late} late, {len(refused)} refused; "
@@ -233,7 +211,7 @@ def measure(how: str, fronts: int, given: argparse.Namespace, *, floor: bool = F
     say(
         f"{name}: ms from sending to a refusal, p50, p99, longest: {', '.join(told)}; "
         f"{soon} within {1e3 * MUST_S:.0f}; "
-        f"{1e6 * sum(took) / len(found):.0f} us of CPU a request, the busiest {1e3 * max(took):.0f} ms"
+        f"{1e6 * took / len(found):.0f} us of CPU a request"
     )
     return not rest
 
@@ -245,7 +223,6 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--ttft-ms", type=float, default=450.0)
     parser.add_argument("--over", default="http,grpc")
-    parser.add_argument("--fronts", default="1", help="numbers of fronts, with commas")
     parser.add_argument("--clients", type=int, default=max(2, (os.cpu_count() or 2) // 2), help="processes")
     parser.add_argument("--connections", type=int, default=4, help="of each client process over gRPC")
     parser.add_argument("--rounds", type=int, default=1)
@@ -253,14 +230,13 @@ def main() -> None:
     parser.add_argument("--floor", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--client", help=argparse.SUPPRESS)
     parser.add_argument("--target", help=argparse.SUPPRESS)
-    parser.add_argument("--ports", default="0,0", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve:
-        serve(0, fronts=int(given.fronts))
+        serve(0)
     elif given.floor:
         import uvloop
 
-        uvloop.run(refuse_all([int(port) for port in given.ports.split(",")]))
+        uvloop.run(refuse_all([0, 0]))
     elif given.client:
         if given.client == "wire":
             asyncio.run(over_wire(given.target, given.connections, given.requests))
@@ -269,10 +245,9 @@ def main() -> None:
     else:
         say(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {given.clients} client processes")
         results = [
-            measure(how, int(fronts), given, floor=floor)
+            measure(how, given, floor=floor)
             for _ in range(given.rounds)
             for how in given.over.split(",")
-            for fronts in given.fronts.split(",")
             for floor in (True, False)
         ]
         sys.exit(0 if all(results) else 1)

@@ -171,7 +171,7 @@ class PlainTokenizer:
 
 
 def load_engine(settings: Settings | None = None) -> tuple[EngineCore, ModelInfo]:
-    """As `process.engine.load`."""
+    """As `process.engine.load_engine`."""
     given = json.loads(os.environ[OPTIONS])
     executor = (AheadExecutor if given.get("ahead") else PacedExecutor)(given)
     manager = KVCacheManager(
@@ -200,18 +200,17 @@ def load_tokenizer(settings: Settings | None = None) -> PlainTokenizer:
 def serve(
     http_port: int | None,
     tokenizer: str = f"{__name__}:load_tokenizer",
-    fronts: int = 1,
     keys_file: str | None = None,
 ) -> None:
     """Such an engine as `wicore serve` runs one; prints the address of gRPC and the URL of HTTP, where there is one.
-    `tokenizer` loads the fronts', as `process.supervisor.Parts` has it."""
+    `tokenizer` loads the front's, as `process.supervisor.Parts` has it."""
     from wicore_trt.config import LoadedSettings, SchedulerSettings, ServerSettings
     from wicore_trt.process.supervisor import Parts, Supervisor
 
     settings = Settings(
-        server=ServerSettings(port=0, http_port=http_port, fronts=fronts, keys_file=keys_file),
+        server=ServerSettings(port=0, http_port=http_port, keys_file=keys_file),
         scheduler=SchedulerSettings(max_waiting=4096),
     )
     parts = Parts(load_engine=f"{__name__}:load_engine", load_tokenizer=tokenizer)
     announce = lambda *at: print(*filter(None, at), flush=True)  # noqa: E731
-    Supervisor(LoadedSettings(settings, {}), parts=parts, announce=announce).run()
+    Supervisor(LoadedSettings(settings, {}), parts=parts, report_serving=announce).run()

@@ -35,13 +35,21 @@ def serve_in_one_process() -> None:
     from wicore_trt.config import ServerSettings
     from wicore_trt.core.port import LocalEngine
     from wicore_trt.core.text_engine import TextEngine
-    from wicore_trt.serve.lifecycle import run_server
+    from wicore_trt.serve.lifecycle import ServingProcess
+    from wicore_trt.serve.servers import Servers
 
-    async def engine() -> TextEngine:
-        core, info = load_engine()
-        return TextEngine(LocalEngine(core, max_waiting=4096), load_tokenizer(), info)  # type: ignore[arg-type]
+    class Local(ServingProcess):
+        def begin(self, servers: Servers) -> None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.stop)
 
-    run_server(ServerSettings(port=0, http_port=None), engine, lambda address, url: print(address, flush=True))
+        def find_engine(self) -> TextEngine:
+            core, info = load_engine()
+            return TextEngine(LocalEngine(core, max_waiting=4096), load_tokenizer(), info)  # type: ignore[arg-type]
+
+        def report_serving(self, address: str, url: str | None) -> None:
+            print(address, flush=True)
+
+    Local(ServerSettings(port=0, http_port=None)).run()
 
 
 async def read_streams(address: str, streams: int) -> None:

@@ -73,7 +73,7 @@ class Script:
 
 
 def load_engine(settings: Settings):
-    """As `process.engine.load`."""
+    """As `process.engine.load_engine`."""
     from wicore_trt.core.assemble import load_engine
 
     loaded = load_engine(settings, serves=True)
@@ -103,7 +103,8 @@ def serve(engine: str, names: str) -> None:
         server=ServerSettings(port=0, http_port=0),
     )
     parts = Parts(load_engine="scripted:load_engine")
-    Supervisor(LoadedSettings(settings, {}), parts=parts, announce=lambda address, url: print(url, flush=True)).run()
+    report = lambda address, url: print(url, flush=True)  # noqa: E731
+    Supervisor(LoadedSettings(settings, {}), parts=parts, report_serving=report).run()
 
 
 if __name__ == "__main__":

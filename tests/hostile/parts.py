@@ -126,7 +126,7 @@ def main(given: dict) -> int:
             print(address, url, report, flush=True)
 
         loaded = LoadedSettings(settings, {})
-        return Supervisor(loaded, max_context=paced.MAX_CONTEXT, parts=parts, announce=announce).run()
+        return Supervisor(loaded, max_context=paced.MAX_CONTEXT, parts=parts, report_serving=announce).run()
 
 
 if __name__ == "__main__":

@@ -4,18 +4,12 @@ Prints `bound ADDRESS` and `ready on ADDRESS`. Options reach the other processes
 `load_s`, `fail_at` (the step that breaks an engine), `hang_at` (one that does not end), `load_fails`, `backlog` (bytes
 after which the engine cuts off a front), `dies` (the process that ends while it starts, every time), `chat` (the model
 has a chat template or not, and any text has tokens), `host_bytes` of a host tier, and `pids`, a folder where each
-process leaves its number; `fork_s`, `front_s`, `slow_s`, `quick_s` and `together_s` stand for the supervisor's and its
-log's, `minute_s` for the seconds of a minute of the fronts' rates; of `fork_fails` [a, b] the template's forks from
-the a-th to the b-th fail. With `heir` processes that lose their parent become children of this one, as of the first
-process of a container. `recipe` names a file of settings that the server reads, and reads again; `build` one that
-names the engine's build.
+process leaves its number; `front_s`, `slow_s`, `quick_s` and `together_s` stand for the supervisor's and its log's.
+`recipe` names a file of settings that the server reads, and reads again; `build` one that names the engine's build.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import itertools
 import json
 import os
 import sys
@@ -25,12 +19,12 @@ from pathlib import Path
 
 from fakes import FAKE_INFO, FakeTokenizer, make_core
 
-from wicore_trt.access import log, rates
+from wicore_trt.access import log
 from wicore_trt.config import KVSettings, LoadedSettings, LogSettings, ServerSettings, Settings, resolve_settings
 from wicore_trt.errors import EngineFormatError, WicoreError
 from wicore_trt.link import channel
 from wicore_trt.model.spec import GLOBAL, LOCAL
-from wicore_trt.process import place, supervisor
+from wicore_trt.process import child, supervisor
 from wicore_trt.process.supervisor import Parts, Supervisor
 
 MAX_CONTEXT = 4096
@@ -84,18 +78,6 @@ def hang_at(executor, step: int) -> None:
     executor.execute = hanging
 
 
-def fork_fails(first: int, last: int) -> None:
-    """From so many forks on until so many."""
-    fork, calls = os.fork, itertools.count(1)
-
-    def failing() -> int:
-        if first <= next(calls) <= last:
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-        return fork()
-
-    os.fork = failing
-
-
 class AnyTextTokenizer(FakeTokenizer):
     """Every character has a token, several may have one."""
 
@@ -104,11 +86,7 @@ class AnyTextTokenizer(FakeTokenizer):
 
 
 def load_tokenizer(settings: Settings) -> FakeTokenizer:
-    leave_number("template")
-    rates.MINUTE_S = options().get("minute_s", rates.MINUTE_S)
-    os.register_at_fork(after_in_child=lambda: leave_number("front"))
-    if "fork_fails" in options():
-        fork_fails(*options()["fork_fails"])
+    leave_number("front")
     tokenizer = AnyTextTokenizer() if "chat" in options() else FakeTokenizer()
     tokenizer.build = build()
     return tokenizer
@@ -116,14 +94,11 @@ def load_tokenizer(settings: Settings) -> FakeTokenizer:
 
 def main(given: dict) -> int:
     os.environ["WICORE_TEST_OPTIONS"] = json.dumps(given)
-    if given.get("heir"):
-        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     logs = LogSettings(level=given.get("level", "info"), json=given.get("json", False))
     log.configure(json_lines=logs.json, level=logs.level.upper())
     log.TOGETHER_S = given.get("together_s", log.TOGETHER_S)
-    supervisor.FORK_S = given.get("fork_s", supervisor.FORK_S)
     supervisor.FRONT_S = given.get("front_s", supervisor.FRONT_S)
-    place.QUICK_S = given.get("quick_s", place.QUICK_S)
+    child.QUICK_S = given.get("quick_s", child.QUICK_S)
     supervisor.SLOW_S = given.get("slow_s", supervisor.SLOW_S)
     server = ServerSettings(**{"port": 0, "http_port": None, "grace_s": 5.0, **given.get("server", {})})
     parts = Parts(load_engine=f"{HERE}:load_engine", load_tokenizer=f"{HERE}:load_tokenizer")
@@ -139,7 +114,12 @@ def main(given: dict) -> int:
 
     try:
         return Supervisor(
-            read(), max_context=MAX_CONTEXT, parts=parts, bound=tell("bound"), announce=tell("ready on"), reread=read
+            read(),
+            max_context=MAX_CONTEXT,
+            parts=parts,
+            reread=read,
+            report_bound=tell("bound"),
+            report_serving=tell("ready on"),
         ).run()
     except WicoreError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
-import time
 from contextlib import suppress
-from threading import Thread, Timer
 
 import pytest
 from fakes import FAKE_INFO, FakeTokenizer, make_core
@@ -18,7 +15,7 @@ from wicore_trt.link.channel import Channel
 from wicore_trt.link.host import EngineHost
 from wicore_trt.link.messages import Add, Done, Outputs, Welcome, decode_to_engine, encode
 from wicore_trt.link.remote import RemoteEngine
-from wicore_trt.process.child import Control, Fork, error_of
+from wicore_trt.process.child import Control, read_error
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams, TextRequest, TokenOutput, Usage
 
 
@@ -133,18 +130,8 @@ async def test_a_message_that_breaks_its_receiver_ends_the_channel():
     theirs.close()
 
 
-def test_nobody_waits_for_a_fork_that_has_ended_with_its_template():
-    fork, begun = Fork(), time.monotonic()
-    waiter = Thread(target=fork.wait, args=(120,))
-    waiter.start()
-    Timer(0.1, fork.theirs.close).start()
-    fork.bury(60)
-    waiter.join()
-    assert time.monotonic() - begun < 30 and fork.code.result(0) == -signal.SIGKILL
-
-
 def test_an_error_of_any_length_is_told():
-    ours, theirs = Control.pair()
+    ours, theirs = Control.make_pair()
     theirs.send_error(EngineFormatError("\x01" * 1_000_000, fix="\x02" * 1_000_000))
     message, _ = ours.receive()
-    assert isinstance(error_of(message), EngineFormatError)
+    assert isinstance(read_error(message), EngineFormatError)

@@ -19,7 +19,7 @@ from process.test_supervisor import HERE, serving, supervised
 
 from wicore_trt.config import LoadedSettings, ServerSettings, Settings
 from wicore_trt.errors import ConfigError
-from wicore_trt.process.reload import checked
+from wicore_trt.process.reload import check_reload
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 
 ALICE, BOB = "a" * 20, "b" * 20
@@ -67,7 +67,7 @@ async def test_keys_change_while_the_server_runs_and_a_broken_file_keeps_them(tm
             assert await code_of(stub, ALICE) is no
             keys.write_text("no key at all\n")
             server.process.send_signal(signal.SIGHUP)
-            assert "line 1" in await log_line(server, "the settings stay as they are")
+            assert "line 1" in await log_line(server, "settings were not reloaded")
             assert await code_of(stub, BOB) is ok
             keys.write_text(f"tenant:{BOB}\n")
             fronts = server.alive("front")
@@ -85,13 +85,13 @@ async def test_a_recipe_is_read_again_and_says_what_needs_a_restart(tmp_path):
             "server:\n  requests_per_minute: 7\nlog:\n  level: warning\nscheduler:\n  max_waiting: 5\nkv:\n  salt: x\n"
         )
         server.process.send_signal(signal.SIGHUP)
-        line = await log_line(server, "were read again")
+        line = await log_line(server, "reloaded settings")
         assert "server.requests_per_minute" in line and "log.level" in line and "max_waiting" not in line
         line = await log_line(server, "need a restart")
         assert "scheduler.max_waiting" in line and "kv.salt" in line
         recipe.write_text("server:\n  nothing_like_it: 7\n")
         server.process.send_signal(signal.SIGHUP)
-        assert "nothing_like_it" in await log_line(server, "the settings stay as they are")
+        assert "nothing_like_it" in await log_line(server, "settings were not reloaded")
 
 
 @pytest.mark.parametrize("way", ["grpc", "https"])
@@ -125,7 +125,7 @@ async def test_a_new_certificate_is_shown_to_who_comes(tmp_path, way):
         await becomes(lambda: asyncio.to_thread(shown), second)
         cert.write_text("broken")
         server.process.send_signal(signal.SIGHUP)
-        await log_line(server, "the settings stay as they are")
+        await log_line(server, "settings were not reloaded")
         assert await asyncio.to_thread(shown) == second
 
 
@@ -150,7 +150,7 @@ def test_a_terminal_that_closes_ends_the_server(tmp_path):
         lines = [process.stdout.readline() for _ in range(2)]
         assert lines[1].startswith("ready on"), process.stderr.read()
         process.send_signal(signal.SIGHUP)  # from somebody, while the terminal is there
-        assert any("were read again" in line for line in iter(process.stderr.readline, ""))
+        assert any("reloaded settings" in line for line in iter(process.stderr.readline, ""))
         os.close(controller)
         _, log = process.communicate(timeout=60)
         assert process.returncode == 0 and "SIGHUP received" in log
@@ -168,8 +168,8 @@ def test_what_would_open_the_server_is_refused(tmp_path):
 
     running = loaded(keys_file=str(keys))
     with pytest.raises(ConfigError, match="not opened to everybody"):
-        checked(running, loaded)
+        check_reload(running, loaded)
     with pytest.raises(ConfigError, match="TLS cannot be switched"):
-        checked(running, lambda: loaded(tls_cert="x", tls_key="y", keys_file=str(keys)))
-    change = checked(running, lambda: loaded(keys_file=str(keys), host="127.0.0.2"))
+        check_reload(running, lambda: loaded(tls_cert="x", tls_key="y", keys_file=str(keys)))
+    change = check_reload(running, lambda: loaded(keys_file=str(keys), host="127.0.0.2"))
     assert (change.changed, change.restart, change.loaded) == ((), ("server.host",), running)

@@ -24,7 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from serve.serving import expected, failure, request
 
 from wicore_trt.errors import EngineDeadError
-from wicore_trt.process.place import PATIENCE, QUICK_S, Place
+from wicore_trt.process.child import PATIENCE, QUICK_S, ChildSlot
 from wicore_trt.serve.front import FIRST_TO_GO
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
@@ -79,7 +79,7 @@ class Server:
 
     async def all_gone(self) -> None:
         async with asyncio.timeout(30):
-            while any(map(self.alive, ("engine", "template", "front"))):
+            while any(map(self.alive, ("engine", "front"))):
                 await asyncio.sleep(0.02)
 
     async def end(self) -> tuple[int, str]:
@@ -114,13 +114,12 @@ async def answer(stub, prompt: str, count: int) -> str:
     return "".join([r.delta.text or r.finish.delta.text async for r in stub.Generate(request(prompt, count))])
 
 
-@pytest.mark.parametrize("name", ["engine", "template", "front"])
+@pytest.mark.parametrize("name", ["engine", "front"])
 async def test_a_process_that_ends_whenever_it_starts_is_given_up(tmp_path, name):
     async with supervised(tmp_path, dies=name, together_s=0.3) as server:  # what is said last comes behind the log
         code, log = await server.end()
-        what = "template of fronts" if name == "template" else name
         assert code == EngineDeadError.exit_code
-        assert log.splitlines()[-1].startswith(f"error: The {what} ended 4 times before it was ready (")
+        assert log.splitlines()[-1].startswith(f"error: The {name} ended 4 times before it was ready (")
         assert len(list(tmp_path.glob(f"{name}-*"))) == 4
         await server.all_gone()
 
@@ -144,13 +143,13 @@ async def test_an_engine_that_is_killed_again_and_again_is_started_after_longer_
 
 
 def test_pauses_grow_to_a_minute_and_end_with_a_life_that_lasts(monkeypatch):
-    place = Place()
-    assert [place.pause() for _ in range(PATIENCE + 8)] == [0.0] * PATIENCE + [1, 2, 4, 8, 16, 32, 60, 60]
-    place.ready()
-    assert place.pause() == 60  # so soon after it was ready
+    slot = ChildSlot()
+    assert [slot.choose_pause() for _ in range(PATIENCE + 8)] == [0.0] * PATIENCE + [1, 2, 4, 8, 16, 32, 60, 60]
+    slot.mark_ready()
+    assert slot.choose_pause() == 60  # so soon after it was ready
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + QUICK_S + 1)
-    assert place.pause() == 0
+    assert slot.choose_pause() == 0
 
 
 async def test_where_memory_runs_out_the_front_goes_before_the_engine(tmp_path):
@@ -175,7 +174,7 @@ async def test_requests_are_answered_and_sigterm_lets_them_finish(tmp_path):
         assert code == 0 and "Traceback" not in log, log
 
 
-FEW = ("front", "engine", "template", "front", "engine")
+FEW = ("front", "engine", "front", "engine")
 
 
 @pytest.mark.parametrize(
@@ -349,7 +348,7 @@ async def test_what_ends_while_no_file_can_be_opened_is_back_when_one_can(tmp_pa
         os.kill(before[0], signal.SIGKILL)
         async with asyncio.timeout(30):
             if poor == "supervisor":
-                while b"no process can be started" not in await server.process.stderr.readline():
+                while b"cannot start a process" not in await server.process.stderr.readline():
                     pass
             else:
                 while server.alive(killed) in ([], before):
@@ -364,7 +363,7 @@ async def test_what_ends_while_no_file_can_be_opened_is_back_when_one_can(tmp_pa
             assert await answer(stub, "back", 20) == expected("back", 20)[0]
 
 
-@pytest.mark.parametrize("killed", ["engine", "front", "template"])
+@pytest.mark.parametrize("killed", ["engine", "front"])
 async def test_what_ends_while_no_thread_can_be_started_is_back_when_one_can(tmp_path, killed):
     """Where memory is short, or a container has as many tasks as it may."""
     async with supervised(tmp_path) as server:
@@ -373,7 +372,7 @@ async def test_what_ends_while_no_thread_can_be_started_is_back_when_one_can(tmp
         most = resource.prlimit(pid, resource.RLIMIT_AS, (psutil.Process(pid).memory_info().vms, -1))
         os.kill(before[0], signal.SIGKILL)
         async with asyncio.timeout(30):
-            while b"cannot be waited for" not in await server.process.stderr.readline():
+            while b"cannot wait for the end" not in await server.process.stderr.readline():
                 pass
         resource.prlimit(pid, resource.RLIMIT_AS, most)
         async with asyncio.timeout(30):
@@ -391,7 +390,7 @@ async def test_a_signal_ends_the_server_also_where_no_thread_can_be_started(tmp_
         most = resource.prlimit(pid, resource.RLIMIT_AS, (psutil.Process(pid).memory_info().vms, -1))
         server.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(30):
-            while b"cannot be waited for" not in await server.process.stderr.readline():
+            while b"cannot wait for the end" not in await server.process.stderr.readline():
                 pass
         resource.prlimit(pid, resource.RLIMIT_AS, most)
         assert (await server.end())[0] == 0
@@ -458,12 +457,10 @@ async def taken(port):
 async def test_a_front_that_cannot_listen_for_a_while_is_tried_again(tmp_path):
     async with supervised(tmp_path) as server:
         await serving(server)
-        [front], [template] = server.alive("front"), server.alive("template")
+        [front] = server.alive("front")
         port = int(server.address.rpartition(":")[2])
-        os.kill(template, signal.SIGSTOP)
         os.kill(front, signal.SIGKILL)
         with await taken(port):
-            os.kill(template, signal.SIGCONT)
             async with asyncio.timeout(60):
                 while b"is in use" not in await server.process.stderr.readline():
                     assert server.process.returncode is None
@@ -480,17 +477,6 @@ async def test_nothing_is_left_when_the_supervisor_is_killed_at_once(tmp_path):
         server.process.kill()
         _, alive = await asyncio.to_thread(psutil.wait_procs, children, 30)
         assert not alive
-
-
-async def test_the_first_process_of_a_container_buries_its_fronts(tmp_path):
-    async with supervised(tmp_path, heir=True) as server:
-        await serving(server)
-        [front], [template] = server.alive("front"), server.alive("template")
-        os.kill(template, signal.SIGKILL)
-        async with asyncio.timeout(60):
-            while psutil.pid_exists(front):
-                await asyncio.sleep(0.02)
-        await server.until_serving()
 
 
 async def test_a_call_whose_engine_ends_before_it_answers_is_unavailable(tmp_path):
@@ -527,14 +513,14 @@ async def test_a_front_that_stands_still_is_ended_and_the_next_one_serves(tmp_pa
         assert code == 0 and "the front hangs" in log
 
 
-@pytest.mark.parametrize("ends", ["engine", "template"])
+@pytest.mark.parametrize("ends", ["engine", "front"])
 async def test_front_and_engine_are_of_one_build(tmp_path, ends):
     """The engine was built anew while it is served, and one process begins again with what is there now."""
     build = tmp_path / "build"
     build.write_text("first")
     async with supervised(tmp_path, build=str(build)) as server:
         await serving(server)
-        before = {name: server.alive(name) for name in ("engine", "template", "front")}
+        before = {name: server.alive(name) for name in ("engine", "front")}
         build.write_text("second")
         os.kill(before[ends][0], signal.SIGKILL)
         async with asyncio.timeout(30):
@@ -543,6 +529,6 @@ async def test_front_and_engine_are_of_one_build(tmp_path, ends):
         await server.until_serving()
         async with server.stub() as stub:
             assert await answer(stub, "hello", 5) == expected("hello", 5)[0]
-        other = "template" if ends == "engine" else "engine"
+        other = "front" if ends == "engine" else "engine"
         server.process.terminate()
-        assert f"built anew over the one that is served; the {other} is started again" in (await server.end())[1]
+        assert f"rebuilt while it is served; restarting the {other} to use it" in (await server.end())[1]

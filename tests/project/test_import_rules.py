@@ -74,7 +74,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "core": (*ROOT_MODULES, "kv", "schedule", "model", "runtime", "engine", "text", "grammar", "core"),
     "llm": ("errors", "types", "config", "core"),
     "client": ("errors", "types", "serve.gen"),
-    "access": (*ROOT_MODULES, "core.cells", "core.shares", "access"),
+    "access": (*ROOT_MODULES, "core.shares", "access"),
     "link": (*ROOT_MODULES, "kv.events", "kv.pages", "core", "link"),
     "process.checker": (*ROOT_MODULES, "access", "grammar", "process"),
     "process": (*ROOT_MODULES, "access", "core", "link", "process"),

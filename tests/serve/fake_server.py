@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -16,9 +18,11 @@ from serving import make_engine
 from wicore_trt.access import log
 from wicore_trt.config import ServerSettings
 from wicore_trt.core.offload import on_daemon_thread
+from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.errors import EngineFormatError, WicoreError
 from wicore_trt.runtime.batch import StepBatch, StepResult
-from wicore_trt.serve.lifecycle import run_server
+from wicore_trt.serve.lifecycle import ServingProcess
+from wicore_trt.serve.servers import Servers
 
 
 def hold(executor: FakeExecutor, file: Path) -> None:
@@ -32,8 +36,27 @@ def hold(executor: FakeExecutor, file: Path) -> None:
     executor.execute = held
 
 
-def main(options: dict) -> int:
-    def load():
+class LocalProcess(ServingProcess):
+    """Loads the engine in this process; a signal stops it."""
+
+    def __init__(self, options: dict) -> None:
+        super().__init__(ServerSettings(**{"port": 0, "http_port": None, **options.get("server", {})}))
+        self._options = options
+
+    def begin(self, servers: Servers) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.stop)
+        self._loading = asyncio.ensure_future(on_daemon_thread(self._load))
+        self._loading.add_done_callback(lambda _: self.changed.set())
+
+    def find_engine(self) -> TextEngine | None:
+        return self._loading.result() if self._loading.done() else None
+
+    def report_bound(self, address: str, url: str | None) -> None:
+        print(url or address, flush=True)
+
+    def _load(self) -> TextEngine:
+        options = self._options
         time.sleep(options.get("load_s", 0))
         if options.get("load_fails"):
             raise EngineFormatError("engine.json is missing.")
@@ -44,12 +67,11 @@ def main(options: dict) -> int:
             hold(executor, Path(options["hold"]))
         return engine
 
+
+def main(options: dict) -> int:
     log.configure(json_lines=options.get("json", False))
-    settings = ServerSettings(**{"port": 0, "http_port": None, **options.get("server", {})})
     try:
-        return run_server(
-            settings, lambda: on_daemon_thread(load), bound=lambda address, url: print(url or address, flush=True)
-        )
+        return LocalProcess(options).run()
     except WicoreError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

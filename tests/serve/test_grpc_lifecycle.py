@@ -55,19 +55,6 @@ async def test_requests_that_outlast_the_grace_are_cancelled_and_the_exit_code_s
         assert time.monotonic() - started >= 0.3
 
 
-async def test_a_second_signal_ends_the_process_at_once():
-    async with process(step_s=0.05) as server:
-        await server.until_serving()
-        call = server.stub.Generate(request(max_tokens=1000))
-        await call.read()
-        server.process.send_signal(signal.SIGTERM)
-        await server.until_status(NOT_SERVING)
-        assert server.process.returncode is None
-        server.process.send_signal(signal.SIGTERM)
-        exit_code, log = await server.end(timeout_s=15)
-        assert exit_code == 128 + signal.SIGTERM and "second signal" in log
-
-
 async def test_health_is_not_serving_while_loading_and_a_signal_then_ends_it():
     async with process(load_s=60) as server:
         assert await server.status() == NOT_SERVING
@@ -82,15 +69,6 @@ async def test_an_engine_that_cannot_be_loaded_ends_the_process_with_its_code():
     async with process(load_fails=True) as server:
         exit_code, log = await server.end()
         assert exit_code == 4 and "error: engine.json is missing." in log and "Traceback" not in log
-
-
-async def test_an_engine_that_breaks_ends_the_process_so_that_it_is_restarted():
-    async with process(step_s=0.001, fail_at=4) as server:
-        await server.until_serving()
-        code, _, _ = await failure(server.stub.Generate(request(max_tokens=50)))
-        assert code is grpc.StatusCode.UNAVAILABLE
-        exit_code, log = await server.end()
-        assert exit_code == 1 and "error: The engine stopped: RuntimeError: device lost." in log
 
 
 async def test_a_used_port_ends_the_process_with_one_line():

@@ -1,8 +1,7 @@
 """What every way into the server asks before it takes a call: whose key it is, whether there is a place, how fast.
 
 One object for all servers of a process, so that a tenant's limits are the same whatever it speaks. Must not know what a
-call does. Invariants: the limits count all calls of this process
-together, rates those of all fronts.
+call does. Invariant: limits and rates count all calls of this process together.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from wicore_trt.access.counts import CallCounts
-from wicore_trt.access.fronts import Fronts
 from wicore_trt.access.keys import Identity, KeyRing
 from wicore_trt.access.rates import Grant, Rates
 from wicore_trt.arithmetic import div_ceil
@@ -39,17 +37,14 @@ class Admission:
     calls: Gate
     rates: Rates
     counts: CallCounts = field(default_factory=CallCounts)
-    fronts: Fronts = field(default_factory=Fronts)
 
     @classmethod
-    def of(cls, settings: ServerSettings, fronts: Fronts | None = None) -> Admission:
+    def of(cls, settings: ServerSettings) -> Admission:
         """Raises ConfigError for a bad keys file."""
-        fronts = fronts or Fronts()
         return cls(
             KeyRing.load(settings.api_key, settings.keys_file),
             Gate(MAX_CALLS, "calls"),
-            Rates(settings.requests_per_minute, settings.tokens_per_minute, cells=fronts.cells),
-            fronts=fronts,
+            Rates(settings.requests_per_minute, settings.tokens_per_minute),
         )
 
     def change(self, settings: ServerSettings) -> None:

@@ -7,9 +7,7 @@ served count as OTHER.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 OTHER = "other"
 VERBS = frozenset(("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "WEBSOCKET"))
@@ -22,23 +20,6 @@ class CallCounts:
     http: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # by method, path and status
     grpc: Counter[tuple[str, str]] = field(default_factory=Counter)  # by method and code
     refused: Counter[str] = field(default_factory=Counter)  # without a valid key, by "http" and "grpc"
-
-    @classmethod
-    def of(cls, told: Mapping[str, Any]) -> CallCounts:
-        """What `told` told."""
-        made = cls(refused=Counter(told["refused"]))
-        for method, path, status, count in told["http"]:
-            made.http[method, path, status] = count
-        for method, code, count in told["grpc"]:
-            made.grpc[method, code] = count
-        return made
-
-    def told(self) -> dict[str, Any]:
-        """As JSON has it."""
-        rows = {"http": self.http.items(), "grpc": self.grpc.items()}
-        return {way: [(*name, count) for name, count in found] for way, found in rows.items()} | {
-            "refused": self.refused
-        }
 
     def ended_http(self, method: str, path: str, status: int) -> None:
         """`path` is a route's, or OTHER."""

@@ -10,7 +10,6 @@ import math
 import random
 from dataclasses import dataclass
 
-from wicore_trt.core.cells import Cells
 from wicore_trt.errors import UNAVAILABLE_RETRY_S, QueueFullError
 
 MARGIN = 0.75
@@ -90,19 +89,17 @@ class Hints:
     before, by the pace at which places become free: so they do not come back all at once, however long they are
     refused, and the more of them there are the later. Who cannot be given such a time gets one at random."""
 
-    def __init__(self, cells: Cells | None = None) -> None:
-        """`cells` hold what several processes told."""
-        self._cells = cells or Cells()  # when the last one was told to come, by tenant
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}  # when the last one was told to come, by tenant
         self._pace_s = 0.0
 
     def retry_s(self, tenant: str, now: float, least_s: float, pace_s: float | None = None) -> float:
         """Seconds, `least_s` at least, up to LONGEST_S. `pace_s` between two places that become free; None: as it was
         last."""
         self._pace_s, least_s = pace_s or self._pace_s, min(least_s, LONGEST_S)
-        last = self._cells.pair(("retry", tenant), 0.0, 0.0)
-        at = max(now + least_s, last[0] + self._pace_s)
+        at = max(now + least_s, self._last.get(tenant, 0.0) + self._pace_s)
         if (at - now) * (1 + SPREAD) > LATEST_S:
             least_s = max(least_s, LATEST_S / 2)
             return random.uniform(least_s, max(LATEST_S, least_s * (1 + SPREAD)))
-        last[0] = at
+        self._last[tenant] = at
         return (at - now) * random.uniform(1.0, 1 + SPREAD)

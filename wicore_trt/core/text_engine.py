@@ -13,14 +13,13 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
-from wicore_trt.core.cells import Cells
 from wicore_trt.core.limits import Hints
 from wicore_trt.core.line import Line
 from wicore_trt.core.offload import Offload
@@ -250,15 +249,6 @@ class Tally:
     generated: int = 0
     finished: Counter[str] = field(default_factory=Counter)
 
-    @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Tally:
-        """What `told` told."""
-        return cls(told["prompt"], told["cached"], told["generated"], Counter(told["finished"]))
-
-    def told(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
     def add(self, output: TextOutput) -> None:
         self.generated += len(output.token_ids)
         if output.finish_reason is not None:
@@ -279,10 +269,8 @@ class TextEngine:
         tokenizer: Tokenizer,
         info: ModelInfo,
         check_constraint: Callable[[Constraint], None] = check,
-        cells: Cells | None = None,
     ) -> None:
-        """`check_constraint` raises InvalidRequestError for one that cannot be kept; it is called on a thread. `cells`
-        are shared with the other fronts of this engine."""
+        """`check_constraint` raises InvalidRequestError for one that cannot be kept; it is called on a thread."""
         self.tokenizer = tokenizer
         self._check_constraint = check_constraint
         self.info = info
@@ -294,7 +282,7 @@ class TextEngine:
         self._tallies: dict[str, Tally] = {}
         self._offload = Offload(TEXT_THREADS)
         self._serial = itertools.count()
-        self.turns, self._hints = Line(TURNS), Hints(cells)
+        self.turns, self._hints = Line(TURNS), Hints()
         self._idle = asyncio.Event()
         self._idle.set()
         self._started = False
@@ -465,16 +453,15 @@ class TextEngine:
         """Counters and gauges of the whole engine."""
         return await self.engine.stats()
 
-    async def stats_of(self, tenant: str, elsewhere: Sequence[Tally] = ()) -> EngineStats:
-        """The same of one tenant's requests, with those of other fronts; what does not belong to one tenant is left at
-        nothing."""
-        found, tallies = await self.engine.stats(tenant), [self.tally(tenant), *elsewhere]
+    async def stats_of(self, tenant: str) -> EngineStats:
+        """The same of one tenant's requests; what does not belong to one tenant is left at nothing."""
+        found, tally = await self.engine.stats(tenant), self.tally(tenant)
         return replace(
             found,
-            requests_finished=dict(sum((tally.finished for tally in tallies), Counter())),
-            prompt_tokens=sum(tally.prompt for tally in tallies),
-            cached_prompt_tokens=sum(tally.cached for tally in tallies),
-            generated_tokens=sum(tally.generated for tally in tallies),
+            requests_finished=dict(tally.finished),
+            prompt_tokens=tally.prompt,
+            cached_prompt_tokens=tally.cached,
+            generated_tokens=tally.generated,
         )
 
     async def drain(self, timeout_s: float) -> bool:

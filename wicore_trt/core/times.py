@@ -7,8 +7,6 @@ output of each sequence can be one.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from wicore_trt.types import FinishReason, Usage
 
@@ -36,14 +34,6 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    @classmethod
-    def sum(cls, parts: Sequence[Histogram]) -> Histogram:
-        """All observations of some, which have the same bounds."""
-        made = cls(parts[0].bounds)
-        made.counts = [sum(counts) for counts in zip(*(part.counts for part in parts), strict=True)]
-        made.total = sum(part.total for part in parts)
-        return made
-
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
@@ -70,18 +60,6 @@ class Times:
     def histograms(self) -> dict[str, Histogram]:
         """By name."""
         return {name: getattr(self, name) for name in self.__slots__ if name != "now"}
-
-    @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Times:
-        """What `told` told."""
-        made = cls()
-        for name, found in made.histograms.items():
-            found.counts, found.total = list(told[name]["counts"]), told[name]["total"]
-        return made
-
-    def told(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {name: {"counts": found.counts, "total": found.total} for name, found in self.histograms.items()}
 
     def output(self, since: float, last: float) -> float:
         """Tokens came of a sequence that was asked for at `since` and had its last ones at `last` (0: none); returns

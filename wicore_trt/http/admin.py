@@ -33,16 +33,16 @@ MAX_WAIT_S = 3600.0
 class Steered(Protocol):
     """The server as these calls see it."""
 
-    def reload(self) -> Mapping[str, Any]:
+    def reload_settings(self) -> Mapping[str, Any]:
         """Read the settings again: "changed" and "restart", keys, and "error", why nothing was changed, or None."""
 
     async def drain(self, wait_s: float) -> bool:
         """Refuse generations from now on; whether none was left after so many seconds."""
 
-    def config(self) -> list[dict[str, Any]]:
+    def list_settings(self) -> list[dict[str, Any]]:
         """Key, value and source of each setting; secrets are masked."""
 
-    async def metrics(self) -> tuple[str, Mapping[str, tuple[bool, int]]]:
+    async def collect_metrics(self) -> tuple[str, Mapping[str, tuple[bool, int]]]:
         """What the front tells Prometheus, "" when it does not answer, and by process whether it runs and how often it
         was started again."""
 
@@ -81,7 +81,7 @@ class AdminServer:
         self._context.admission.change(settings)
 
     async def _reload(self, request: Request) -> Response:
-        found = self._server.reload()
+        found = self._server.reload_settings()
         if found["error"] is not None:
             raise ConfigError(found["error"])
         return json_reply({"changed": found["changed"], "needs_restart": found["restart"]})
@@ -99,10 +99,10 @@ class AdminServer:
         return json_reply({"state": "draining", "idle": idle})
 
     async def _config(self, request: Request) -> Response:
-        return json_reply({"settings": self._server.config()})
+        return json_reply({"settings": self._server.list_settings()})
 
     async def _metrics(self, request: Request) -> Response:
-        told, processes = await self._server.metrics()
+        told, processes = await self._server.collect_metrics()
         raw, content_type = rendered(supervised(processes))
         return Response(told.encode() + raw, media_type=content_type)
 

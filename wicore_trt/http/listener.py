@@ -19,7 +19,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.utils import get_remote_addr
 
-from wicore_trt.access.fronts import Fronts
 from wicore_trt.access.listening import address_of, check_free, read_tls
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import EnvironmentUnfitError
@@ -39,10 +38,9 @@ class Listener:
 
     def __init__(
         self, app: ASGIApp, settings: ServerSettings, host: str, port: int, *, flag: str, max_frame: int = 1 << 16,
-        door: Door | None = None, fronts: Fronts | None = None,
+        door: Door | None = None,
     ) -> None:  # fmt: skip
         """Raises ConfigError for bad TLS files."""
-        self._fronts = fronts or Fronts()
         self.app = app
         self._host, self._port, self._flag = host, port, flag
         self._tls = read_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
@@ -77,8 +75,7 @@ class Listener:
         Raises EnvironmentUnfitError for an address that cannot be used.
         """
         host, port = self._host, self._port
-        if not self._fronts.listening:
-            check_free(host, port, self._flag)
+        check_free(host, port, self._flag)
         loop = asyncio.get_running_loop()
         comes = self._protocol if self._tls is None else partial(Shaking, self._shake)
         try:
@@ -88,9 +85,7 @@ class Listener:
                     os.unlink(path)
                 self._listener = await loop.create_unix_server(comes, path, backlog=BACKLOG)
             else:
-                self._listener = await loop.create_server(
-                    comes, host, port, backlog=BACKLOG, reuse_port=self._fronts.count > 1
-                )
+                self._listener = await loop.create_server(comes, host, port, backlog=BACKLOG)
                 port = self._listener.sockets[0].getsockname()[1]
         except OSError as error:
             raise EnvironmentUnfitError(f"Cannot listen on {address_of(host, port)}: {error}.") from None

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any
 
 from prometheus_client.core import Metric
 from starlette.datastructures import Headers
@@ -20,13 +18,11 @@ from starlette.types import Receive, Scope, Send
 
 from wicore_trt import __version__
 from wicore_trt.access.calls import Call
-from wicore_trt.access.counts import CallCounts
-from wicore_trt.core.text_engine import Tally
 from wicore_trt.core.times import Times
 from wicore_trt.errors import ForbiddenError, WicoreError
 from wicore_trt.http.context import Context
 from wicore_trt.http.replies import Reply
-from wicore_trt.metrics.exposition import Snapshot, families, families_of, rendered
+from wicore_trt.metrics.exposition import Snapshot, families, rendered
 from wicore_trt.metrics.machine import GpuUse, gpu_use, process_use
 from wicore_trt.types import EngineStats
 
@@ -48,46 +44,8 @@ async def metrics(context: Context, call: Call) -> Reply:
 
 
 async def everything(context: Context) -> Iterable[Metric]:
-    """What this front tells, and the books of the others."""
-    own, told = await asyncio.gather(snapshot(context), context.admission.fronts.ask(None))
-    if context.admission.fronts.count == 1:
-        return families(own)
-    others = {one["front"]: _books(one) for one in told}
-    processes = {name_of(one["front"]): process_use(one["pid"]) for one in told}
-    own = replace(own, processes={**own.processes, **processes})
-    return families_of(own, context.admission.fronts.number, others)
-
-
-def name_of(front: int) -> str:
-    """A front's name among the processes."""
-    return "front" if front == 1 else f"front-{front}"
-
-
-def told(context: Context, tenant: str | None) -> dict[str, Any]:
-    """What another front is told of a tenant, or (None) of everybody, as JSON has it."""
-    engine, fronts = context.attached, context.admission.fronts
-    if tenant is not None:
-        return (engine.tally(tenant) if engine is not None else Tally()).told()
-    return {
-        "front": fronts.number,
-        "pid": os.getpid(),
-        "calls": context.admission.counts.told(),
-        "times": (engine.times if engine is not None else Times()).told(),
-        "finished": engine.finished() if engine is not None else {},
-        "live": engine.live if engine is not None else 0,
-    }
-
-
-def _books(told: Mapping[str, Any]) -> Snapshot:
-    """Those of another front."""
-    return Snapshot(
-        version=__version__,
-        state="",
-        calls=CallCounts.of(told["calls"]),
-        open_requests=told["live"],
-        times=Times.of(told["times"]),
-        finished=told["finished"],
-    )
+    """Collect all metrics."""
+    return families(await snapshot(context))
 
 
 async def snapshot(context: Context) -> Snapshot:
@@ -99,9 +57,7 @@ async def snapshot(context: Context) -> Snapshot:
             async with asyncio.timeout(ANSWER_S):
                 stats = await engine.stats()
     engine_pid = engine.engine.pid if engine is not None else None
-    pids = {name_of(context.admission.fronts.number): os.getpid()} | (
-        {"engine": engine_pid} if engine_pid not in (None, os.getpid()) else {}
-    )
+    pids = {"front": os.getpid()} | ({"engine": engine_pid} if engine_pid not in (None, os.getpid()) else {})
     return Snapshot(
         version=__version__, state=context.state, calls=context.admission.counts,
         open_requests=engine.live if engine is not None else 0,

@@ -14,8 +14,6 @@ from starlette.responses import Response
 
 from wicore_trt import __version__
 from wicore_trt.access.calls import Call
-from wicore_trt.core.text_engine import Tally
-from wicore_trt.core.times import Histogram, Times
 from wicore_trt.errors import InvalidRequestError, UnavailableError
 from wicore_trt.http import convert
 from wicore_trt.http.bodies import ChatBody, DetokenizeBody, InferenceBody, TokenizeBody
@@ -37,7 +35,7 @@ async def ping(context: Context, call: Call) -> Response:
 
 async def load(context: Context, call: Call) -> Response:
     """Open generations of all clients, as load balancers of vLLM ask for it; a tenant hears of its own."""
-    return json_reply({"server_load": await _open(context, call)})
+    return json_reply({"server_load": _open(context, call)})
 
 
 async def tokenizer_info(context: Context, call: Call) -> Response:
@@ -66,32 +64,26 @@ async def status(context: Context, call: Call) -> Response:
             "state": state,
             "version": __version__,
             "uptime_s": round(time.time() - context.began, 3),
-            "requests_open": await _open(context, call),
+            "requests_open": _open(context, call),
             "model": model,
         }
     )
 
 
-async def _open(context: Context, call: Call) -> int:
+def _open(context: Context, call: Call) -> int:
     """Open generations: of the caller, or of everybody for an operator."""
-    tenant, operator = call.who.tenant, call.who.operator
-    elsewhere = await context.admission.fronts.ask(None if operator else tenant)
-    opened = context.open.total() if operator else context.open[tenant]
-    return opened + sum(int(told["http"]) for told in elsewhere)
+    return context.open.total() if call.who.operator else context.open[call.who.tenant]
 
 
 async def stats(context: Context, call: Call) -> Response:
     """Counters since start and gauges of the engine."""
     engine, who = context.engine(), call.who
-    told = await context.admission.fronts.ask(None if who.operator else who.tenant)
-    found = await engine.stats() if who.operator else await engine.stats_of(who.tenant, [Tally.of(one) for one in told])
+    found = await engine.stats() if who.operator else await engine.stats_of(who.tenant)
     answer = asdict(found)
     if who.operator:
-        times = [engine.times, *(Times.of(one["times"]) for one in told)]
-        first, gap = (Histogram.sum([getattr(one, name) for one in times]) for name in ("first", "gap"))
         answer["latency"] = {
             name: {"bounds_s": seen.bounds, "counts": seen.counts, "total_s": seen.total}
-            for name, seen in (("first_token", first), ("inter_token", gap))
+            for name, seen in (("first_token", engine.times.first), ("inter_token", engine.times.gap))
         }
     return json_reply(answer)
 

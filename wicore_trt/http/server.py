@@ -41,7 +41,6 @@ class HttpServer:
         self._listener = Listener(
             self._make_app(), settings, host, settings.http_port or 0,
             flag="--http-port", max_frame=min(limit, MAX_FRAME), door=Door(self.context),
-            fronts=admission.fronts,
         )  # fmt: skip
 
     def _make_app(self) -> ASGIApp:

@@ -53,36 +53,16 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     """All of it."""
     yield from _server(snapshot)
     model = snapshot.model.model_id if snapshot.engine is not None and snapshot.model is not None else None
-    yield from _books(snapshot, model)
+    yield from _calls(snapshot)
+    yield from _latencies(snapshot)
+    if model is not None:
+        yield from _vllm_books(snapshot, model)
     if snapshot.engine is not None:
         yield from _engine(snapshot.engine)
         yield from _tiers(snapshot.engine.kv.tiers)
         if model is not None:
             yield from _vllm(snapshot, snapshot.engine, model)
     yield from _machine(snapshot)
-
-
-def _books(s: Snapshot, model: str | None) -> Iterator[Metric]:
-    """What a front counts; with the name of the model also under the names of vLLM."""
-    yield from _calls(s)
-    yield from _latencies(s)
-    if model is not None:
-        yield from _vllm_books(s, model)
-
-
-def families_of(own: Snapshot, number: int, others: Mapping[int, Snapshot]) -> Iterator[Metric]:
-    """The same of a server with several fronts: what each counts has its number as a label, so that one which ends
-    takes nothing from the others' counts. `own` is that of front `number`."""
-    found = {metric.name: metric for metric in families(own)}
-    model = own.model.model_id if own.engine is not None and own.model is not None else None
-    for front, snapshot in ((number, own), *sorted(others.items())):
-        for metric in _books(snapshot, model):
-            samples = [sample._replace(labels={**sample.labels, "front": str(front)}) for sample in metric.samples]
-            if front == number:
-                found[metric.name].samples = samples
-            else:
-                found[metric.name].samples += samples
-    yield from found.values()
 
 
 def supervised(processes: Mapping[str, tuple[bool, int]]) -> Iterator[Metric]:

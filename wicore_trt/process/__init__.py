@@ -1,1 +1,1 @@
-"""The processes of a server: one supervisor, one engine, fronts."""
+"""The processes of a server: supervisor, engine, front, checker of constraints."""

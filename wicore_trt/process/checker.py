@@ -27,7 +27,7 @@ import msgspec
 from wicore_trt.access.log import Sparingly
 from wicore_trt.errors import InvalidRequestError, UnavailableError
 from wicore_trt.grammar.source import check, refusal
-from wicore_trt.process.child import Child, Control, how_it_ended
+from wicore_trt.process.child import Child, Control, describe_exit
 from wicore_trt.types import Constraint, ConstraintKind
 
 log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class _Asked:
             self._stream.close()
         self._sock.close()
         self._child.control.close()
-        return how_it_ended(self._child.wait(END_S))
+        return describe_exit(self._child.wait(END_S))
 
 
 def _write(stream: BufferedIOBase, data: bytes) -> None:
@@ -138,7 +138,7 @@ def _read(stream: BufferedIOBase) -> bytes:
 
 def main(fd: int) -> int:
     """The life of the process; `fd` is its control socket. Returns the exit code."""
-    received = Control.of_child(fd).receive()
+    received = Control.from_fd(fd).receive()
     if received is None:
         return 0
     with socket.socket(fileno=received[1][0]) as sock, sock.makefile("rwb") as stream:

@@ -14,14 +14,13 @@ import ctypes
 import json
 import logging
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import Any, Self
@@ -40,18 +39,24 @@ DUMP = signal.SIGUSR1
 """Has it write the stacks of its threads."""
 MAX_TEXT = 1 << 13
 """Characters of a text in a message; as JSON each may take six bytes."""
+KILL_S, STOP_S = 1.0, 5.0
+"""Time for a killed process to be gone; time for the engine to end its step, and for a front to close after its grace
+time, when they are told to stop."""
+QUICK_S, PATIENCE, MAX_PAUSE_S = 10.0, 3, 60.0
+"""A process that ended before it was ready or within QUICK_S after, more than PATIENCE times in a row, is started again
+after a pause of 1 s, 2 s, 4 s and so on, at most MAX_PAUSE_S."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _CODE = """
 import json, sys
 _, fd, module, path, parent = sys.argv
 sys.path[:] = json.loads(path)
 from importlib import import_module
-import_module("wicore_trt.process.child").belong_to(int(parent))
+import_module("wicore_trt.process.child").tie_to_parent(int(parent))
 sys.exit(import_module(module).main(int(fd)))
 """
 
 
-def belong_to(parent: int) -> None:
+def tie_to_parent(parent: int) -> None:
     """Have this process killed when the one that made it ends, also if it has ended already. SIGTERM, SIGINT and SIGHUP
     are the supervisor's: some service managers send them to every process of a service, and a child that obeyed would
     end requests that the supervisor lets finish."""
@@ -66,53 +71,56 @@ class Control:
     """One end of the socket pair between supervisor and child."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+        self.sock = sock
 
     @staticmethod
-    def pair() -> tuple[Rein, Control]:
-        """The supervisor's end and the child's."""
+    def make_pair() -> tuple[QueuedControl, Control]:
+        """Make the supervisor's end and the child's."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        return Rein(ours, MAX_WAITING), Control(theirs)
+        return QueuedControl(ours, MAX_WAITING), Control(theirs)
 
     @classmethod
-    def of_child(cls, fd: int) -> Self:
-        """The child's end, by the number that it was started with."""
+    def from_fd(cls, fd: int) -> Self:
+        """Make the child's end of the file descriptor that it was started with."""
         os.set_inheritable(fd, False)
         return cls(socket.socket(fileno=fd))
 
     def fileno(self) -> int:
-        return self._sock.fileno()
+        return self.sock.fileno()
 
     def send(self, kind: str, fds: Sequence[int] = (), **facts: Any) -> None:
-        """Say something; nothing happens when the other side has ended, which `receive` tells."""
+        """Send a message; nothing happens when the other side has ended, which `receive` tells."""
         data = json.dumps({"kind": kind, **facts}).encode()
         assert len(data) <= MAX_MESSAGE, "a control message is too long"
-        self._put(data, fds)
+        self._write(data, fds)
 
-    def _put(self, data: bytes, fds: Sequence[int]) -> None:
+    def _write(self, data: bytes, fds: Sequence[int]) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):
-            socket.send_fds(self._sock, [data], fds)
+            socket.send_fds(self.sock, [data], fds)
 
     def send_error(self, error: WicoreError) -> None:
-        """Say why this process ends."""
+        """Report why this process ends."""
         message, fix = shortened(error.message, MAX_TEXT), error.fix and shortened(error.fix, MAX_TEXT)
         self.send("failed", error=type(error).__name__, message=message, fix=fix)
 
     def receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """The next message and its file descriptors, which are the caller's then. None when the other side ended."""
+        """Receive the next message and its file descriptors, which the caller closes; None at the end."""
         try:
-            data, fds, _, _ = socket.recv_fds(self._sock, MAX_MESSAGE, MAX_FDS)
+            data, fds, _, _ = socket.recv_fds(self.sock, MAX_MESSAGE, MAX_FDS)
         except ConnectionResetError:
             data, fds = b"", []
         return (json.loads(data), fds) if data else None
 
     def close(self) -> None:
-        self._sock.close()
+        self.sock.close()
 
 
-class Rein(Control):
-    """An end on an event loop: the supervisor's, or a front's. While the loop runs `send` does not wait: what the other
-    side does not take is kept until it does. A child that leaves more than `most` messages is let go, which ends it."""
+class QueuedControl(Control):
+    """An end on an event loop: the supervisor's, or a front's.
+
+    While the loop runs `send` never waits: messages are kept until the other side takes them. A child that leaves more
+    than `most` messages is cut off, which ends it.
+    """
 
     def __init__(self, sock: socket.socket, most: int | None = None) -> None:
         super().__init__(sock)
@@ -121,58 +129,58 @@ class Rein(Control):
         self._waiting: deque[tuple[bytes, list[int]]] = deque()
 
     def offer(self, kind: str, **facts: Any) -> bool:
-        """Say something that is soon worth nothing, unless others wait to be taken; whether it was said."""
+        """Send a message that is soon outdated, unless earlier ones wait; return whether it was sent."""
         if not self._waiting:
             self.send(kind, **facts)
         return not self._waiting
 
-    def outlive_loop(self) -> None:
-        """The loop has ended: from now on `send` waits until the other side has taken all."""
-        self._sock.setblocking(True)
+    def leave_loop(self) -> None:
+        """Send what waits now that the loop has ended; from now on `send` waits for the other side."""
+        self.sock.setblocking(True)
         while self._waiting:
-            self._try(*self._waiting[0])
-            self._forget()
+            self._try_write(*self._waiting[0])
+            self._drop_first()
 
-    def _put(self, data: bytes, fds: Sequence[int]) -> None:
-        if self._waiting or not self._try(data, fds):
+    def _write(self, data: bytes, fds: Sequence[int]) -> None:
+        if self._waiting or not self._try_write(data, fds):
             self._waiting.append((data, [os.dup(fd) for fd in fds]))
             if len(self._waiting) == 1:
-                asyncio.get_running_loop().add_writer(self.fileno(), self._go_on)
+                asyncio.get_running_loop().add_writer(self.fileno(), self._write_waiting)
         if self._most is not None and len(self._waiting) > self._most:
-            log.error("process of control socket %d hangs; it is ended", self.fileno())
-            self._sock.shutdown(socket.SHUT_RDWR)  # `receive` then says that the other side ended
-            self._drop()
+            log.error("the process of control socket %d does not read its messages; ending it", self.fileno())
+            self.sock.shutdown(socket.SHUT_RDWR)  # `receive` then says that the other side ended
+            self._drop_waiting()
 
-    def _try(self, data: bytes, fds: Sequence[int]) -> bool:
+    def _try_write(self, data: bytes, fds: Sequence[int]) -> bool:
         try:
-            super()._put(data, fds)
+            super()._write(data, fds)
         except BlockingIOError:
             return False
         return True
 
-    def _go_on(self) -> None:
-        while self._waiting and self._try(*self._waiting[0]):
-            self._forget()
+    def _write_waiting(self) -> None:
+        while self._waiting and self._try_write(*self._waiting[0]):
+            self._drop_first()
         if not self._waiting:
             asyncio.get_running_loop().remove_writer(self.fileno())
 
-    def _forget(self) -> None:
+    def _drop_first(self) -> None:
         for fd in self._waiting.popleft()[1]:
             os.close(fd)
 
-    def _drop(self) -> None:
+    def _drop_waiting(self) -> None:
         if self._waiting:
             asyncio.get_running_loop().remove_writer(self.fileno())
         while self._waiting:
-            self._forget()
+            self._drop_first()
 
     def close(self) -> None:
-        self._drop()
+        self._drop_waiting()
         super().close()
 
 
-def error_of(message: dict[str, Any]) -> WicoreError:
-    """The error that a child said."""
+def read_error(message: dict[str, Any]) -> WicoreError:
+    """Read the error that a child reported."""
     return error_named(message["error"], message["message"], fix=message["fix"])
 
 
@@ -180,7 +188,7 @@ class Child:
     """A running process of `module`, whose `main(fd)` gets the number of its control socket."""
 
     def __init__(self, module: str) -> None:
-        self.control, theirs = Control.pair()
+        self.control, theirs = Control.make_pair()
         fd = theirs.fileno()
         # A session of its own: what a terminal sends to all processes of the foreground reaches the supervisor alone.
         self._process = subprocess.Popen(
@@ -193,79 +201,118 @@ class Child:
         self._process.kill()
 
     def dump(self) -> None:
-        """Have it write the stacks of its threads, if it still does that."""
+        """Have the process write the stacks of its threads to its log, if it still can."""
         self._process.send_signal(DUMP)
 
     def wait(self, timeout_s: float) -> int:
-        """Wait for its end, kill it after so long; returns the exit code, negative for a signal."""
+        """Wait for the end of the process, kill it after `timeout_s`; return the exit code, negative for a signal."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
 
-    bury = wait
 
-
-class Fork:
-    """A process that a template made of itself. `pid` is None until the template has told it."""
-
-    def __init__(self) -> None:
-        self.control, self.theirs = Control.pair()
-        self.pid: int | None = None
-        self.code: Future[int] = Future()
-
-    def kill(self) -> None:
-        if self.pid is not None and not self.code.done():
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self, timeout_s: float) -> int:
-        """As that of a child. The template tells the exit code."""
-        try:
-            code = self.code.result(timeout_s)
-        except TimeoutError:
-            self.kill()
-            return -signal.SIGKILL
-        self._inherit()
-        return code
-
-    def bury(self, timeout_s: float) -> None:
-        """Wait until it is gone, whose template has been killed: the socket's other end is closed then."""
-        ended = select.poll()
-        ended.register(self.control.fileno(), 0)  # for what is always told
-        if ended.poll(1000 * timeout_s):
-            self._inherit()
-        if not self.code.done():  # nobody is left who would tell it, and somebody may wait
-            self.code.set_result(-signal.SIGKILL)
-
-    def _inherit(self) -> None:
-        if self.pid is not None:
-            with suppress(ChildProcessError):  # ours to wait for where its template has ended and we are its heir
-                os.waitpid(self.pid, 0)
-
-
-async def exit_code(process: Child | Fork, timeout_s: float) -> int:
-    """What its `wait` returns, on a thread; where there is no room for one, as soon as there is."""
+async def wait_for_exit(process: Child, timeout_s: float) -> int:
+    """Return what `Child.wait` returns, waiting on a thread; where no thread can be started, as soon as one can."""
     while True:
         try:
             return await asyncio.to_thread(process.wait, timeout_s)
         except RuntimeError as error:
-            log.error("the end of a process cannot be waited for: %s; trying again", error)
+            log.error("cannot wait for the end of a process: %s; trying again", error)
             await asyncio.sleep(BEAT_S)
 
 
-def named(place: str) -> Any:
-    """The object at "module:name"."""
+def import_named(place: str) -> Any:
+    """Import the object at "module:name"."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
 
 
-def how_it_ended(code: int) -> str:
-    """An exit code in words."""
+def describe_exit(code: int) -> str:
+    """Put an exit code into words."""
     if code >= 0:
         return f"exit code {code}"
     try:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"
+
+
+class ChildSlot:
+    """The place of one process of the server: the running process, why it ended, when to start the next one.
+
+    On the supervisor's event loop.
+    """
+
+    def __init__(self) -> None:
+        self.process: Child | None = None
+        self.error: WicoreError | None = None  # why the process ends, as it says
+        self.restarts = -1
+        self.build: str | None = None  # of the engine directory that the process has opened
+        self.loaded = False  # the process has told its build
+        self.ended_unready = False  # the last process ended before it had loaded
+        self.started_at = 0.0
+        self.silent_s = 0.0  # since the last beat
+        self._killed = False  # by this process
+        self._ready_at: float | None = None
+        self._quick_ends = 0
+
+    def start(self, module: str, on_message: Callable[[dict[str, Any]], None], on_exit: Callable[[int], None]) -> Child:
+        """Start a process of `module`; `on_message` gets its messages and `on_exit` its exit code, on the event loop.
+
+        Raises OSError where the system has no room for it.
+        """
+        process = self.process = Child(module)
+        self.error, self.build, self.loaded, self._killed = None, None, False, False
+        self.started_at, self.silent_s, self._ready_at = time.monotonic(), 0.0, None
+        self.restarts += 1
+        loop, number = asyncio.get_running_loop(), process.control.fileno()
+
+        async def reap() -> None:
+            code = await wait_for_exit(process, STOP_S)
+            process.control.close()
+            self.process, self.loaded, self.ended_unready = None, False, not self.loaded
+            on_exit(code)
+
+        def read_message() -> None:
+            received = process.control.receive()
+            if received is None:
+                loop.remove_reader(number)
+                asyncio.ensure_future(reap())
+                return
+            for fd in received[1]:
+                os.close(fd)
+            on_message(received[0])
+
+        loop.add_reader(number, read_message)
+        return process
+
+    def close(self) -> None:
+        """Kill the process and stop reading its messages."""
+        if self.process is not None:
+            asyncio.get_running_loop().remove_reader(self.process.control.fileno())
+            self.process.kill()
+
+    def kill(self) -> None:
+        """Kill the process; `on_exit` is called as after any other end."""
+        if self.process is not None:
+            self._killed = True
+            self.process.kill()
+
+    def explain_exit(self, code: int) -> object:
+        """Say why the process ended with this exit code."""
+        guess = ", probably out of memory" if -code == signal.SIGKILL and not self._killed else ""
+        return self.error or describe_exit(code) + guess
+
+    def mark_ready(self) -> None:
+        """Note that the process does what it is for."""
+        self._ready_at = time.monotonic()
+
+    def choose_pause(self) -> float:
+        """Return the seconds to wait before the next start: 0, unless the process keeps ending (killed for its memory,
+        for example)."""
+        quick = self._ready_at is None or time.monotonic() - self._ready_at < QUICK_S
+        self._quick_ends = self._quick_ends + 1 if quick else 0
+        more = self._quick_ends - PATIENCE
+        return min(MAX_PAUSE_S, 2.0 ** (more - 1)) if more > 0 else 0.0

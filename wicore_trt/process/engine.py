@@ -1,7 +1,7 @@
-"""The process that runs the engine: loads it, serves the fronts it is given, ends when told or when the engine breaks.
+"""The engine process: loads the engine, serves the front it is linked to, ends when told or when the engine breaks.
 
 It must not know clients or text. Invariants: it tells the supervisor why it ends, unless it is killed, and every BEAT_S
-seconds whether it gets on; on DUMP it writes the stacks of its threads to standard error, whatever they do.
+seconds whether it makes progress; on DUMP it writes the stacks of its threads to standard error, whatever they do.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from wicore_trt.config import Settings, settings_from_json
 from wicore_trt.core.loop import Core
 from wicore_trt.errors import WicoreError, missing_package, shortened
 from wicore_trt.link.host import EngineHost
-from wicore_trt.process.child import BEAT_S, DUMP, MAX_TEXT, Control, named
+from wicore_trt.process.child import BEAT_S, DUMP, MAX_TEXT, Control, import_named
 from wicore_trt.types import ModelInfo
 
 log = logging.getLogger(__name__)
 
 
-def load(settings: Settings) -> tuple[Core, ModelInfo]:
-    """The engine that the settings name. Raises what `load_engine` raises."""
-    from wicore_trt.core.assemble import load_engine
+def load_engine(settings: Settings) -> tuple[Core, ModelInfo]:
+    """Load the engine that the settings name. Raises what `core.assemble.load_engine` raises."""
+    from wicore_trt.core import assemble
 
-    loaded = load_engine(settings, serves=True)
+    loaded = assemble.load_engine(settings, serves=True)
     return loaded.core, loaded.info
 
 
 def main(fd: int) -> int:
-    """The life of the process; `fd` is its control socket. Returns the exit code."""
-    control = Control.of_child(fd)
+    """Run the engine process; `fd` is its control socket. Returns the exit code."""
+    control = Control.from_fd(fd)
     first = control.receive()
     if first is None:
         return 0
@@ -42,7 +42,7 @@ def main(fd: int) -> int:
     settings = settings_from_json(start["settings"])
     log_lines.configure(json_lines=settings.log.json, level=settings.log.level.upper())
     try:
-        core, info = named(start["loader"])(settings)
+        core, info = import_named(start["loader"])(settings)
     except WicoreError as error:
         control.send_error(error)
         return error.exit_code
@@ -58,17 +58,19 @@ def main(fd: int) -> int:
     host.start()
     faulthandler.register(DUMP)
     control.send("ready", build=info.build)
-    threading.Thread(target=_listen, args=(control, host), name="wicore-control", daemon=True).start()
-    _beat(control, host)
+    threading.Thread(target=_obey, args=(control, host), name="wicore-control", daemon=True).start()
+    _send_beats(control, host)
     if host.dead is not None:
         control.send("broke", why=shortened(host.dead, MAX_TEXT))
     logging.shutdown()
     os._exit(1 if host.dead is not None else 0)  # threads that hang in a device or a disk are left behind
 
 
-def _beat(control: Control, host: EngineHost) -> None:
-    """Until the engine has ended tell for how long it has had work and ended no step. Beats are counted and no time is
-    taken, so that a machine that stands still for a while counts as one beat."""
+def _send_beats(control: Control, host: EngineHost) -> None:
+    """Report until the engine has ended for how long it has had work and ended no step.
+
+    Beats are counted rather than time, so that a machine that stands still for a while counts as one beat.
+    """
     last, same = host.progress, 0
     while not host.wait(BEAT_S):
         now = host.progress
@@ -76,8 +78,8 @@ def _beat(control: Control, host: EngineHost) -> None:
         control.send("beat", stuck_s=same * BEAT_S)
 
 
-def _listen(control: Control, host: EngineHost) -> None:
-    """Do what the supervisor says until it says stop or ends."""
+def _obey(control: Control, host: EngineHost) -> None:
+    """Obey the supervisor until it says stop or ends."""
     while (received := control.receive()) is not None:
         message, fds = received
         if message["kind"] == "link":

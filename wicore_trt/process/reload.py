@@ -1,6 +1,6 @@
-"""What changes in a running server when its settings are read again, and what waits for the next start.
+"""Settings read again while the server runs: those that change at once, and those that need a restart.
 
-Plain data and the checks of files; it must not know processes. Invariant: settings that `checked` returns can be
+Plain data and the checks of files; it must not know processes. Invariant: settings that `check_reload` returns can be
 applied by every process without failing.
 """
 
@@ -34,15 +34,19 @@ class Change:
     restart: tuple[str, ...]
 
 
-def checked(given: LoadedSettings, read: Callable[[], LoadedSettings]) -> Change:
-    """The change from what runs to what is written now. Raises ConfigError for settings or files that are wrong; then
-    nothing changes."""
+def check_reload(given: LoadedSettings, read: Callable[[], LoadedSettings]) -> Change:
+    """Compute the change from the running settings to those written now.
+
+    Raises ConfigError for settings or files that are wrong; then nothing changes.
+    """
     written = read()
     running, wanted = given.settings, written.settings
     differ = [key for key in KEYS if value_of(wanted, key) != value_of(running, key)]
     changed = tuple(key for key in differ if key in LIVE)
     restart = [key for key in differ if key not in LIVE]
-    server = replace(running.server, **{_leaf(k): value_of(wanted, k) for k in changed if k.startswith("server.")})
+    server = replace(
+        running.server, **{k.rpartition(".")[2]: value_of(wanted, k) for k in changed if k.startswith("server.")}
+    )
     if (server.tls_cert is None) != (running.server.tls_cert is None):
         raise ConfigError("TLS cannot be switched on or off while the server runs.", fix="Start it again.")
     Admission.of(server)
@@ -54,12 +58,8 @@ def checked(given: LoadedSettings, read: Callable[[], LoadedSettings]) -> Change
     return Change(LoadedSettings(replace(running, server=server, log=log), sources), changed, tuple(restart))
 
 
-def _leaf(key: str) -> str:
-    return key.rpartition(".")[2]
-
-
 def has_terminal() -> bool:
-    """Whether this process has a controlling terminal; not any more once that was closed."""
+    """Return whether this process has a controlling terminal that is still open."""
     try:
         os.close(os.open(TERMINAL, os.O_RDWR | os.O_NOCTTY))
     except OSError:

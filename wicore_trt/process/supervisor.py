@@ -1,12 +1,10 @@
-"""Starts the engine's process and the fronts', joins them, and starts again what ends.
+"""Starts the engine process and the front, joins them, and starts again whichever ends.
 
-Fronts are forked from a template that has loaded what every front needs, so that the next one is there at once.
 Operators' calls (`http/admin.py`) are answered here, whatever the others do. It must not know messages, models or
-devices, and imports nothing that could bring it down, but what answers these calls where they are wanted. Invariants:
-while it runs there are one engine and all its fronts, or the next one is being started; no process that hangs holds it
-up; a loaded engine that has work and gets on with nothing for server.watchdog_s is ended, with its stacks in the log;
-a front that says nothing for FRONT_S is ended; engine and fronts are of one build of the engine; when it has ended
-nothing of them is left; a second signal ends everything at once.
+devices, and imports nothing that could bring it down but the listener for those calls. Invariants: an engine and a
+front run or are being started; no hanging process holds the supervisor up; an engine that has work and ends no step for
+server.watchdog_s is ended, with its stacks in the log; a silent front is ended; both have opened the same build of the
+engine directory; no process outlives the supervisor; a second signal ends everything at once.
 """
 
 from __future__ import annotations
@@ -18,33 +16,39 @@ import os
 import signal
 import socket
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from wicore_trt.access.log import set_level
 from wicore_trt.config import LoadedSettings, settings_to_json
-from wicore_trt.core.cells import shared_memory
-from wicore_trt.errors import EngineDeadError, EnvironmentUnfitError, WicoreError
-from wicore_trt.process.child import BEAT_S, Child, Fork, error_of, exit_code, named
-from wicore_trt.process.place import PATIENCE, SLOW_S, STOP_S, FrontPlace, Place
-from wicore_trt.process.reload import checked, has_terminal
+from wicore_trt.errors import EngineDeadError, WicoreError
+from wicore_trt.process.child import (
+    BEAT_S,
+    KILL_S,
+    PATIENCE,
+    STOP_S,
+    Child,
+    ChildSlot,
+    import_named,
+    read_error,
+    wait_for_exit,
+)
+from wicore_trt.process.reload import check_reload, has_terminal
 
 log = logging.getLogger(__name__)
 
-Told = Callable[[str, "str | None"], None]
-"""What is told the address of gRPC and the URL of HTTP, where that is served."""
+Report = Callable[[str, "str | None"], None]
+"""Takes the address of gRPC and the URL of HTTP, None where HTTP is not served."""
 
-FORK_S = 30.0
-"""After which a template that has loaded and not made a front, though it was told to, counts as hung."""
-FRONT_S = 20.0
-"""After which a front that says nothing counts as hung: the next one is there in a tenth of a second."""
+FRONT_S, FRONT_START_S = 20.0, 120.0
+"""A front that says nothing for so long counts as hung; the second number holds until it listens."""
+SLOW_S = 5.0
+"""Time until the next attempt when the system has no room for a process or a socket."""
 DUMP_S = 1.0
-"""For a stuck engine to write its stacks, before it is killed."""
+"""Time for a stuck engine to write its stacks before it is killed."""
 ANSWER_S = 3.0
-"""How long a front may take to tell its metrics and those of the others."""
-MOST_ASKED = 3
-"""Fronts that are asked one after the other, should the first ones hang."""
+"""Time for the front to send its metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +57,14 @@ class Parts:
 
     engine: str = "wicore_trt.process.engine"
     front: str = "wicore_trt.serve.front"
-    load_engine: str = "wicore_trt.process.engine:load"
+    load_engine: str = "wicore_trt.process.engine:load_engine"
     load_tokenizer: str = "wicore_trt.serve.front:load_tokenizer"
     admin: str = "wicore_trt.http.admin:AdminServer"
 
 
 class Supervisor:
-    """One server. `announce` is told the addresses when it serves for the first time, `bound` when the ports are
-    taken. `reread` reads the settings again from where they were written."""
+    """Runs one server. `report_bound` is called when the ports are taken, `report_serving` when requests are taken for
+    the first time. `reread` reads the settings again from where they were written."""
 
     def __init__(
         self,
@@ -68,40 +72,34 @@ class Supervisor:
         *,
         max_context: int | None = None,
         parts: Parts | None = None,
-        announce: Told = lambda address, url: None,
-        bound: Told = lambda address, url: None,
+        report_serving: Report = lambda address, url: None,
+        report_bound: Report = lambda address, url: None,
         reread: Callable[[], LoadedSettings] | None = None,
     ) -> None:
-        settings = loaded.settings
-        self._given, self._reread = loaded, reread or (lambda: loaded)
+        self._loaded, self._reread = loaded, reread or (lambda: loaded)
         self._ports: dict[str, Any] = {}  # where the front listens
-        self._cells = shared_memory()  # of all fronts, now and later
-        self._settings = settings_to_json(settings)
+        self._settings = settings_to_json(loaded.settings)
         self._had_terminal = has_terminal()
-        self._grace_s = settings.server.grace_s
+        self._grace_s = loaded.settings.server.grace_s
         self._max_context = max_context
         self._parts = parts or Parts()
-        self._announce, self._bound = announce, bound
-        self._engine, self._template = Place(), Place()
-        self._fronts = [FrontPlace(number) for number in range(1, settings.server.fronts + 1)]
-        self._was_bound = self._announced = self._stopping = False
-        self._engine_ready = self._template_ready = False
-        self._silent_s = self._stuck_s = (
-            0.0  # how long the engine has told nothing, and gets on with nothing as it told
-        )
-        self._refusing = False
-        self._idle = asyncio.Event()  # all fronts refuse generations and have none
-        self._asked: dict[int, tuple[list[str], asyncio.Future[str]]] = {}  # metrics, by call
+        self._report_serving, self._report_bound = report_serving, report_bound
+        self._engine, self._front = ChildSlot(), ChildSlot()
+        self._slots = {"front": self._front, "engine": self._engine}
+        self._front_bound = self._was_bound = self._served = self._stopping = self._refusing = False
+        self._links = 0  # that the front was given
+        self._stuck_s = 0.0  # for how long the engine has had work and ended no step, as it says
+        self._idle = asyncio.Event()  # the front refuses generations and has none
+        self._metrics: dict[int, tuple[list[str], asyncio.Future[str]]] = {}  # parts of answers, by call
         self._calls = itertools.count()
         self._admin: Any = None
         self._end: asyncio.Future[int] | None = None
 
     def run(self) -> int:
-        """Serve until a signal; returns the exit code: 0 when every request could finish, 1 when some were cancelled,
-        130 for Ctrl-C before it served.
-        The log has been written then, so that what a caller says comes last.
+        """Serve until a signal; return the exit code: 0 when every request could finish, 1 when some were cancelled,
+        130 for Ctrl-C before it served. The log has been written then, so that a caller has the last word.
 
-        Raises what the engine or the front say at their first start.
+        Raises what the engine or the front report at their first start.
         """
         try:
             return asyncio.run(self._run())
@@ -115,346 +113,238 @@ class Supervisor:
             loop.add_signal_handler(number, self._on_signal, number)
         loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         try:
-            await self._start_admin()
-            self._start_template()
+            server = self._loaded.settings.server
+            if server.admin_port is not None:
+                self._admin = import_named(self._parts.admin)(server, self)
+                log.info("operators' calls on %s", await self._admin.start())
+            self._start_front()
             self._start_engine()
             return await self._end
         finally:
             self._stopping = True
-            places = self._places
-            for place in places.values():
-                place.close()
-            for place in reversed(places.values()):  # fronts behind their template
-                place.bury()
+            for slot in self._slots.values():
+                slot.close()
+            for slot in self._slots.values():
+                if slot.process is not None:
+                    slot.process.wait(KILL_S)
             if self._admin is not None:
                 await self._admin.stop()
-
-    async def _start_admin(self) -> None:
-        if self._given.settings.server.admin_port is not None:
-            self._admin = named(self._parts.admin)(self._given.settings.server, self)
-            log.info("operators' calls on %s", await self._admin.start())
-
-    @property
-    def _places(self) -> dict[str, Place]:
-        fronts: dict[str, Place] = {front.name: front for front in self._fronts}
-        return {**fronts, "template": self._template, "engine": self._engine}
 
     # --- processes -----------------------------------------------------------------------------------------------
 
     def _start_engine(self) -> None:
-        self._engine_ready = False
-        self._silent_s = self._stuck_s = 0.0
-        child = Child(self._parts.engine)
-        self._engine.put(child, self._heard_engine, self._engine_ended)
+        self._stuck_s = 0.0
+        child = self._engine.start(self._parts.engine, self._on_engine_message, self._on_engine_exit)
         child.control.send("start", settings=self._settings, loader=self._parts.load_engine)
 
-    def _start_template(self) -> None:
-        self._template_ready = False
-        child = Child(self._parts.front)
-        self._template.put(child, self._heard_template, self._template_ended)
-        child.control.send("start", [self._cells], settings=self._settings, loader=self._parts.load_tokenizer)
-        self._later(0.0, self._start_fronts)
-
-    def _start_fronts(self) -> None:
-        for front in self._fronts:
-            self._start_front(front)
-
-    def _start_front(self, front: FrontPlace) -> None:
-        """Have the template make a front, unless there is none, or the former front has not quite ended. Until the
-        first one listens the others wait: they listen where it does."""
-        template = self._template.process
-        if template is None or front.process is not None or (front is not self._fronts[0] and not self._was_bound):
-            return
-        fork = Fork()
-        front.begin(fork, self._heard_front, self._front_ended)
-        # Where all begin anew, as with their template, none may take another one of them for a stranger.
-        listening = self._was_bound and len(self._fronts) > 1
-        with closing(fork.theirs):  # so that the front has ended where it never began
-            template.control.send(
-                "fork", [fork.theirs.fileno()], settings=self._settings, max_context=self._max_context,
-                front=front.number, listening=listening,
-            )  # fmt: skip
-        self._watch_fork(front)
-        self._watch_front(front, fork)
+    def _start_front(self) -> None:
+        self._links, self._front_bound = 0, False
         self._idle.clear()
+        child = self._front.start(self._parts.front, self._on_front_message, self._on_front_exit)
+        child.control.send(
+            "start", settings=self._settings, loader=self._parts.load_tokenizer, max_context=self._max_context
+        )
         if self._refusing:
-            fork.control.send("refuse")
-        self._join(front)
+            child.control.send("refuse")
+        self._watch_front(child)
 
-    def _watch_fork(self, front: FrontPlace) -> None:
-        if self._template_ready:
-            asyncio.get_running_loop().call_later(FORK_S, self._end_hung_template, front, front.process)
-
-    def _end_hung_template(self, front: FrontPlace, fork: Child | Fork | None) -> None:
-        if isinstance(fork, Fork) and fork is front.process and fork.pid is None and self._template.process is not None:
-            log.error("the template of fronts hangs; it is ended")
-            self._template.kill()
-
-    def _watch_front(self, front: FrontPlace, fork: Fork) -> None:
-        """Look at a front once in BEAT_S seconds, and end it when it says nothing."""
-        if fork is not front.process or self._stopping:
+    def _watch_front(self, front: Child) -> None:
+        """Look at the front every BEAT_S seconds, and end it when it has been silent for too long."""
+        if front is not self._front.process or self._stopping:
             return
-        if front.silent_s >= FRONT_S:
-            log.error("the %s hangs: it has said nothing for %.0f s; it is ended", front.name, front.silent_s)
-            front.kill()
+        if self._front.silent_s >= (FRONT_S if self._front_bound else FRONT_START_S):
+            log.error("the front hangs: no sign of life for %.0f s; ending it", self._front.silent_s)
+            self._front.kill()
             return
-        front.silent_s += BEAT_S if fork.pid is not None else 0.0
-        asyncio.get_running_loop().call_later(BEAT_S, self._watch_front, front, fork)
+        self._front.silent_s += BEAT_S
+        asyncio.get_running_loop().call_later(BEAT_S, self._watch_front, front)
 
-    def _agree(self) -> None:
-        """Join engine and fronts, which are of one build; else end what has opened the older one."""
-        if not self._agreed() and self._engine_ready and self._template_ready:
-            name, older = min(("engine", self._engine), ("template", self._template), key=lambda one: one[1].began)
-            log.error("the engine was built anew over the one that is served; the %s is started again on it", name)
-            older.kill()
-        for front in self._fronts:
-            self._join(front)
-
-    def _agreed(self) -> bool:
-        builds = {self._engine.build, self._template.build}
-        return self._engine_ready and self._template_ready and (len(builds) == 1 or None in builds)
-
-    def _join(self, front: FrontPlace) -> None:
-        """Give engine and front a socket to each other."""
-        engine, process = self._engine.process, front.process
-        if self._agreed() and engine is not None and process is not None:
-            try:
-                one, other = socket.socketpair()
-            except OSError as error:
-                log.error("engine and front cannot be joined: %s; trying again", error)
-                self._later(SLOW_S, lambda: self._join_again(engine, front, process))
-                return
-            front.links += 1
-            with one, other:
-                engine.control.send("link", [one.fileno()])
-                process.control.send("link", [other.fileno()])
-
-    def _join_again(self, engine: Child | Fork, front: FrontPlace, process: Child | Fork) -> None:
-        """Join them, unless one of them has ended and the next one was joined."""
-        if self._engine.process is engine and front.process is process:
-            self._join(front)
-
-    def _heard_engine(self, message: dict[str, Any]) -> None:
-        match message["kind"]:
-            case "ready":
-                self._engine_ready, self._engine.build = True, message["build"]
-                self._engine.ready()
-                self._agree()
-                self._watch_engine(self._engine.process)
-            case "beat":
-                self._silent_s, self._stuck_s = 0.0, message["stuck_s"]
-            case "failed":
-                self._engine.said = error_of(message)
-            case "broke":
-                self._engine.said = EngineDeadError(f"The engine stopped: {message['why']}.")
-
-    def _watch_engine(self, engine: Child | Fork | None) -> None:
-        """Look at a loaded engine once in BEAT_S seconds, and end it when it is stuck or says nothing."""
-        limit_s = self._given.settings.server.watchdog_s
-        if not isinstance(engine, Child) or engine is not self._engine.process or self._stopping or limit_s is None:
+    def _watch_engine(self, engine: Child | None) -> None:
+        """Look at a loaded engine every BEAT_S seconds, and end it when it is stuck or silent."""
+        limit_s = self._loaded.settings.server.watchdog_s
+        if engine is None or engine is not self._engine.process or self._stopping or limit_s is None:
             return
-        loop, stuck_s = asyncio.get_running_loop(), max(self._silent_s, self._stuck_s)
-        self._silent_s += BEAT_S
+        loop, stuck_s = asyncio.get_running_loop(), max(self._engine.silent_s, self._stuck_s)
+        self._engine.silent_s += BEAT_S
         if stuck_s < limit_s:
             loop.call_later(BEAT_S, self._watch_engine, engine)
             return
         why = f"it had work and ended no step for {stuck_s:.0f} s"
         log.error("the engine is stuck: %s; the stacks of its threads follow", why)
-        self._engine.said = EngineDeadError(f"The engine was ended: {why}.")
+        self._engine.error = EngineDeadError(f"The engine was ended: {why}.")
         engine.dump()
         loop.call_later(DUMP_S, engine.kill)
 
-    def _heard_template(self, message: dict[str, Any]) -> None:
+    def _join(self) -> None:
+        """Give engine and front a socket to each other if both have opened the same build; else end the older one."""
+        engine, front = self._engine.process, self._front.process
+        if engine is None or front is None or not (self._engine.loaded and self._front.loaded):
+            return
+        if self._engine.build != self._front.build and None not in (self._engine.build, self._front.build):
+            name, older = min(self._slots.items(), key=lambda item: item[1].started_at)
+            log.error("the engine directory was rebuilt while it is served; restarting the %s to use it", name)
+            older.kill()
+            return
+        try:
+            one, other = socket.socketpair()
+        except OSError as error:
+            log.error("cannot connect engine and front: %s; trying again", error)
+            self._call_later(SLOW_S, lambda: self._join_again(engine, front))
+            return
+        self._links += 1
+        with one, other:
+            engine.control.send("link", [one.fileno()])
+            front.control.send("link", [other.fileno()])
+
+    def _join_again(self, engine: Child, front: Child) -> None:
+        """Join them, unless one of them has ended: the next one was joined when it had loaded."""
+        if self._engine.process is engine and self._front.process is front:
+            self._join()
+
+    def _on_engine_message(self, message: dict[str, Any]) -> None:
         match message["kind"]:
             case "ready":
-                self._template_ready, self._template.build = True, message["build"]
-                self._template.ready()
-                for front in self._fronts:
-                    self._watch_fork(front)
-                self._agree()
-            case "forked":
-                fork = self._fronts[message["front"] - 1].process
-                if isinstance(fork, Fork):
-                    fork.pid = message["pid"]
-            case "unforked":
-                front = self._fronts[message["front"] - 1]
-                if isinstance(front.process, Fork):
-                    front.said = EnvironmentUnfitError(f"No front can be made: {message['why']}.")
-                    front.process.code.set_result(front.said.exit_code)
-            case "exited":
-                for fork in (front.process for front in self._fronts):
-                    if isinstance(fork, Fork) and fork.pid == message["pid"]:
-                        fork.code.set_result(message["code"])
+                self._engine.loaded, self._engine.build = True, message["build"]
+                self._engine.mark_ready()
+                self._join()
+                self._watch_engine(self._engine.process)
+            case "beat":
+                self._engine.silent_s, self._stuck_s = 0.0, message["stuck_s"]
+            case "failed":
+                self._engine.error = read_error(message)
+            case "broke":
+                self._engine.error = EngineDeadError(f"The engine stopped: {message['why']}.")
 
-    def _heard_front(self, front: FrontPlace, message: dict[str, Any]) -> None:
+    def _on_front_message(self, message: dict[str, Any]) -> None:
+        front = self._front
         match message["kind"]:
+            case "loaded":
+                front.loaded, front.build = True, message["build"]
+                self._join()
             case "bound":
-                front.bound = True
-                front.ready()
+                front.mark_ready()
+                self._front_bound = True
                 # The next front listens where this one does, also where the system chose the port.
                 self._ports = message["ports"]
-                self._keep(self._given)
+                self._keep(self._loaded)
                 if not self._was_bound:
                     self._was_bound = True
-                    self._bound(message["address"], message["url"])
-                    self._later(0.0, self._start_fronts)
-            case "serving":
-                front.serving = True
-                if not self._announced and all(other.serving for other in self._fronts):
-                    self._announced = True
-                    self._announce(message["address"], message["url"])
+                    self._report_bound(message["address"], message["url"])
+            case "serving" if not self._served:
+                self._served = True
+                self._report_serving(message["address"], message["url"])
             case "idle":
-                front.idle = True
-                if all(other.idle for other in self._fronts):
-                    self._idle.set()
+                self._idle.set()
             case "beat":
                 front.silent_s = 0.0
-            case "metrics" if message["call"] in self._asked:
-                parts, answer = self._asked[message["call"]]
+            case "metrics" if message["call"] in self._metrics:
+                parts, answer = self._metrics[message["call"]]
                 parts.append(message["text"])
                 if message["last"] and not answer.done():
                     answer.set_result("".join(parts))
-            case "ask" | "told":
-                self._pass_on(front, message)
-            case "unlinked" if message["links"] == front.links:  # else another one is on its way
-                self._join(front)
+            case "unlinked" if message["links"] == self._links:  # else another link is on its way
+                self._join()
             case "failed":
-                front.said = error_of(message)
+                front.error = read_error(message)
 
-    def _pass_on(self, front: FrontPlace, message: dict[str, Any]) -> None:
-        """A question of one front to the others, or an answer. Nothing is kept: who asked waits for a while."""
-        if message["kind"] == "told":
-            asker = self._fronts[message["front"] - 1].process
-            if asker is not None:
-                asker.control.send("told", call=message["call"], told=message["told"])
-            return
-        others = [other.process for other in self._fronts if other is not front and other.bound]
-        asked = [process for process in others if process is not None]
-        for process in asked:
-            process.control.send("asked", front=front.number, call=message["call"], tenant=message["tenant"])
-        if front.process is not None:
-            front.process.control.send("expect", call=message["call"], count=len(asked))
+    def _on_engine_exit(self, code: int) -> None:
+        # An engine that reports why it cannot be loaded will not load the next time.
+        fatal = self._engine.error if self._engine.ended_unready else None
+        self._restart("engine", code, self._start_engine, fatal)
 
-    def _engine_ended(self, code: int) -> None:
-        said, was_ready, self._engine_ready = self._engine.said, self._engine_ready, False
+    def _on_front_exit(self, code: int) -> None:
+        self._restart("front", code, self._start_front, self._front.error if not self._served else None)
+
+    def _restart(self, name: str, code: int, start: Callable[[], None], fatal: WicoreError | None) -> None:
+        """Start a process again that has ended, unless its end is `fatal` or it keeps ending and never served."""
         if self._stopping:
             return
-        if said is not None and not was_ready:
-            self._finish(said)  # it cannot be loaded, and will not next time
+        slot = self._slots[name]
+        pause_s, why = slot.choose_pause(), slot.explain_exit(code)
+        if fatal is None and pause_s and not self._served:
+            fatal = EngineDeadError(f"The {name} ended {PATIENCE + 1} times before it was ready ({why}).")
+        if fatal is not None:
+            self._finish(fatal)
             return
-        self._again("engine", self._engine, code, self._start_engine)
+        log.error("the %s ended (%s); starting it again%s", name, why, f" in {pause_s:.0f} s" if pause_s else "")
+        self._call_later(pause_s, start)
 
-    def _front_ended(self, front: FrontPlace, code: int) -> None:
-        if self._stopping:
-            return
-        said = front.said
-        if said is not None and not self._announced:
-            self._finish(said)
-            return
-        self._again(front.name, front, code, lambda: self._start_front(front))
-
-    def _template_ended(self, code: int) -> None:
-        for front in self._fronts:
-            if isinstance(front.process, Fork) and not front.process.code.done():
-                front.killed = self._template.killed
-                front.process.code.set_result(code)  # fronts end with their template
-        self._template_ready = False
-        if self._stopping:
-            return
-        self._again("template of fronts", self._template, code, self._start_template)
-
-    def _again(self, what: str, place: Place, code: int, start: Callable[[], None]) -> None:
-        """Start it again, unless it keeps ending and never served: it will not next time."""
-        pause, why = place.pause(), place.why(code)
-        if pause and not self._announced:
-            self._finish(EngineDeadError(f"The {what} ended {PATIENCE + 1} times before it was ready ({why})."))
-            return
-        log.error("the %s ended (%s); starting it again%s", what, why, f" in {pause:.0f} s" if pause else "")
-        self._later(pause, start)
-
-    def _later(self, seconds: float, start: Callable[[], None]) -> None:
+    def _call_later(self, seconds: float, start: Callable[[], None]) -> None:
         def begin() -> None:
             try:
                 if not self._stopping:
                     start()
             except (OSError, MemoryError) as error:
-                log.error("no process can be started: %s; trying again", error or type(error).__name__)
-                self._later(SLOW_S, start)
+                log.error("cannot start a process: %s; trying again", error or type(error).__name__)
+                self._call_later(SLOW_S, start)
 
         asyncio.get_running_loop().call_later(seconds, begin)
 
     # --- settings that change ------------------------------------------------------------------------------------
 
     def _on_hangup(self) -> None:
-        """Read the settings again; but a closed terminal ends what was started in it."""
+        """Read the settings again; but when its terminal was closed, end what was started in it."""
         if self._had_terminal and not has_terminal():
             self._on_signal(signal.SIGHUP)
         elif not self._stopping:
-            self.reload()
+            self.reload_settings()
 
     def _keep(self, loaded: LoadedSettings) -> None:
-        self._given, settings = loaded, loaded.settings
+        self._loaded, settings = loaded, loaded.settings
         self._settings = settings_to_json(replace(settings, server=replace(settings.server, **self._ports)))
 
-    def reload(self) -> dict[str, Any]:
-        """Take what the files say now where it can change, and tell the front and the engine."""
-        told: dict[str, Any] = {"changed": (), "restart": (), "error": None}
+    def reload_settings(self) -> dict[str, Any]:
+        """Apply what the settings' files say now where it can change; return "changed" and "restart" (keys of settings)
+        and "error" (why nothing was changed, or None)."""
+        result: dict[str, Any] = {"changed": (), "restart": (), "error": None}
         try:
-            change = checked(self._given, self._reread)
+            change = check_reload(self._loaded, self._reread)
             if self._admin is not None:
                 self._admin.change(change.loaded.settings.server)
         except WicoreError as error:
-            told["error"] = str(error)
-            log.error("the settings stay as they are: %s", error)
-        else:
-            told |= {"changed": change.changed, "restart": change.restart}
-            self._keep(change.loaded)
-            level = change.loaded.settings.log.level
-            log.info(
-                "settings, keys and certificates were read again; changed: %s", ", ".join(change.changed) or "none"
-            )
-            set_level(level)
-            if change.restart:
-                log.warning("these settings need a restart: %s", ", ".join(change.restart))
-            if self._engine.process is not None:
-                self._engine.process.control.send("level", level=level)
-            self._tell_fronts("settings", settings=self._settings)
-        return told
-
-    def _tell_fronts(self, kind: str, **facts: Any) -> None:
-        for front in self._fronts:
-            if front.process is not None:
-                front.process.control.send(kind, **facts)
+            log.error("settings were not reloaded: %s", error)
+            return result | {"error": str(error)}
+        self._keep(change.loaded)
+        level = change.loaded.settings.log.level
+        log.info("reloaded settings, keys and certificates; changed: %s", ", ".join(change.changed) or "none")
+        set_level(level)
+        if change.restart:
+            log.warning("these settings need a restart: %s", ", ".join(change.restart))
+        if self._engine.process is not None:
+            self._engine.process.control.send("level", level=level)
+        if self._front.process is not None:
+            self._front.process.control.send("settings", settings=self._settings)
+        return result | {"changed": change.changed, "restart": change.restart}
 
     # --- operators' calls ----------------------------------------------------------------------------------------
 
     async def drain(self, wait_s: float) -> bool:
-        """Have the fronts refuse generations, and every later one too; whether none is left after so long."""
+        """Have this front, and every later one, refuse generations; return whether none is left after `wait_s`."""
         if not self._refusing:
             self._refusing = True
             log.info("generations are refused from now on")
-            self._tell_fronts("refuse")
+            if self._front.process is not None:
+                self._front.process.control.send("refuse")
         with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), wait_s)
         return self._idle.is_set()
 
-    def config(self) -> list[dict[str, Any]]:
-        """Key, value and source of each setting; secrets are masked."""
-        return [{"key": key, "value": value, "source": source} for key, value, source in self._given.rows()]
+    def list_settings(self) -> list[dict[str, Any]]:
+        """List key, value and source of each setting; secrets are masked."""
+        return [{"key": key, "value": value, "source": source} for key, value, source in self._loaded.rows()]
 
-    async def metrics(self) -> tuple[str, dict[str, tuple[bool, int]]]:
-        """What the fronts tell Prometheus, unless all hang, and of each process whether it runs and how often it was
-        started again."""
+    async def collect_metrics(self) -> tuple[str, dict[str, tuple[bool, int]]]:
+        """Return the front's metrics as Prometheus text ("" while it hangs), and for each process whether it runs and
+        how often it was started again."""
         text = ""
-        for front in self._fronts[:MOST_ASKED]:
-            if front.process is not None and not text:
-                call, answer = next(self._calls), asyncio.get_running_loop().create_future()
-                self._asked[call] = [], answer
-                front.process.control.send("metrics", call=call)
-                with suppress(TimeoutError):
-                    text = await asyncio.wait_for(answer, ANSWER_S)
-                self._asked.pop(call, None)
-        return text, {n: (p.process is not None, max(0, p.restarts)) for n, p in self._places.items()}
+        if self._front.process is not None:
+            call, answer = next(self._calls), asyncio.get_running_loop().create_future()
+            self._metrics[call] = [], answer
+            self._front.process.control.send("metrics", call=call)
+            with suppress(TimeoutError):
+                text = await asyncio.wait_for(answer, ANSWER_S)
+            del self._metrics[call]
+        return text, {name: (slot.process is not None, max(0, slot.restarts)) for name, slot in self._slots.items()}
 
     # --- the end -------------------------------------------------------------------------------------------------
 
@@ -467,30 +357,24 @@ class Supervisor:
         else:
             self._end.set_result(outcome)
 
-    def _kill_all(self) -> None:
-        for place in self._places.values():
-            if place.process is not None:
-                place.process.kill()
-
     def _on_signal(self, number: signal.Signals) -> None:
         if self._stopping:
             log.warning("second signal: exit at once")
-            self._kill_all()
+            for slot in self._slots.values():
+                slot.kill()
             logging.shutdown()
             os._exit(128 + number)
         log.info("%s received", number.name)
         self._stopping = True
-        asyncio.ensure_future(self._drain(128 + number if number == signal.SIGINT and not self._announced else 0))
+        asyncio.ensure_future(self._shut_down(128 + number if number == signal.SIGINT and not self._served else 0))
 
-    async def _drain(self, code: int) -> None:
-        """Let the fronts finish their requests, then end all, with `code` where all could."""
-        fronts, engine = [front.process for front in self._fronts if front.process is not None], self._engine.process
-        codes = [0]
-        if self._announced:
-            self._tell_fronts("drain")
-            end_s = self._grace_s + 2 * STOP_S
-            codes += await asyncio.gather(*(exit_code(front, end_s) for front in fronts))
-        if engine is not None and self._engine_ready:
+    async def _shut_down(self, code: int) -> None:
+        """Let the front finish its requests, then end both; finish with `code` if all requests could finish."""
+        front, engine, front_code = self._front.process, self._engine.process, 0
+        if self._served and front is not None:
+            front.control.send("drain")
+            front_code = await wait_for_exit(front, self._grace_s + 2 * STOP_S)
+        if engine is not None and self._engine.loaded:
             engine.control.send("stop", timeout_s=STOP_S)
-            await exit_code(engine, 2 * STOP_S)
-        self._finish(1 if any(codes) else code)
+            await wait_for_exit(engine, 2 * STOP_S)
+        self._finish(1 if front_code else code)

@@ -1,27 +1,23 @@
-"""From an engine factory to a running server process and back: start order, signals, drain, exit code.
+"""The life of a process that serves clients: start order, engine changes, drain, exit code.
 
-Order: bind the port (a used port fails in milliseconds, not after the engine was loaded), load and start the engine,
-report SERVING; while an engine of another process has ended and the next one has not come, report NOT_SERVING; on
-SIGTERM or SIGINT report NOT_SERVING, refuse new requests, let running ones finish, cancel the rest, close. Must
-not know messages or models. Invariant: the process ends within the grace time plus a few seconds,
-and a second signal ends it at once.
+Order: bind the ports (a used port fails in milliseconds, not after the engine was loaded), wait for the engine, report
+SERVING; while an engine has ended and the next one has not come, report NOT_SERVING; when told to stop report
+NOT_SERVING, refuse new requests, let running ones finish, cancel the rest, close. It must not know messages or models.
+Invariant: once told to stop, the process ends within the grace time plus a few seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 import time
-from collections.abc import Awaitable, Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from wicore_trt.access.fronts import Fronts
 from wicore_trt.access.listening import check_exposure, http_host, is_local
 from wicore_trt.config import ServerSettings
-from wicore_trt.errors import EngineDeadError
 from wicore_trt.serve.servers import Servers
 
 if TYPE_CHECKING:
@@ -29,38 +25,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-Told = Callable[[str, "str | None"], None]
-"""What is told the address of gRPC and the URL of HTTP, where that is served."""
-
-POLL_S = 0.02
 CANCEL_S = 5.0  # for an engine to end its step and for streams to see that they were cancelled
 FLUSH_S = 0.5  # for the last bytes of small calls when the port closes
 
 
-def run_server(
-    settings: ServerSettings,
-    engine_factory: Callable[[], Awaitable[TextEngine]],
-    announce: Told = lambda address, url: None,
-    max_context: int | None = None,
-    bound: Told = lambda address, url: None,
-    watch: Callable[[asyncio.Event, Servers], None] | None = None,
-    fronts: Callable[[], Fronts] = Fronts,
-) -> int:
-    """Serve until a signal; returns the exit code: 0 when every request could finish, 1 when some were cancelled.
-
-    `engine_factory` loads an engine. `announce` is told the addresses when it serves, `bound` when the ports are taken.
-    With `watch` no signal ends the server: it is told, before it listens, the servers and an event that ends them when
-    it is set. `fronts` makes what this one sees of the others. The largest message follows from `max_context`, the
-    engine's, unless the settings say. Raises EnvironmentUnfitError, ConfigError and what the factory raises before
-    serving, EngineDeadError when an engine that does not recover breaks while serving.
-    """
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(_serve(settings, engine_factory, announce, max_context, bound, watch, fronts))
-
-
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop, which makes a streamed message cheaper by a third; asyncio's own where there is no wheel of it."""
+    """Return uvloop's, by which a streamed message costs a third less; None (asyncio's own) where it has no wheel."""
     try:
         import uvloop
     except ImportError:
@@ -68,116 +38,106 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-async def _serve(
-    settings: ServerSettings,
-    engine_factory: Callable[[], Awaitable[TextEngine]],
-    announce: Told,
-    max_context: int | None,
-    bound: Told,
-    watch: Callable[[asyncio.Event, Servers], None] | None,
-    fronts: Callable[[], Fronts],
-) -> int:
-    check_exposure(settings)
-    stop = asyncio.Event()
-    if watch is None:
-        _stop_on_signals(stop)
-    server = Servers(settings, max_context, fronts())
-    if watch is not None:
-        watch(stop, server)
-    try:
-        address, url = await server.start()
-        bound(address, url)
-        log.info("loading the engine for %s and %s", address, url)
-        _warn_of_strangers(settings)
-        started = time.monotonic()
-        engine = await _unless(stop, asyncio.ensure_future(engine_factory()))
-        if engine is None:
-            log.info("stopped while loading")
-            return 0
-        await engine.start()
-        server.attach(engine)
-        await server.set_serving()
-        log.info("serving %s after %.1f s", engine.info.model_id, time.monotonic() - started)
-        announce(address, url)
-        while not stop.is_set() and (death := await _unless(stop, asyncio.ensure_future(_death(engine)))) is not None:
-            if not engine.engine.recovers:
-                await server.set_draining()
-                raise _dead(death)
-            log.error("no requests are taken: %s", death)
-            await server.set_waiting()
-            if await _unless(stop, asyncio.ensure_future(_life(engine))):
-                await server.set_serving()
+class ServingProcess(ABC):
+    """Serves an engine that comes when it is loaded, may end, and come again; subclasses find it and report.
+
+    `changed` is to be set whenever the engine came or ended, and when `stopping` was set.
+    """
+
+    def __init__(self, settings: ServerSettings, max_context: int | None = None) -> None:
+        """`max_context` is the engine's: the largest message follows from it, unless the settings say."""
+        self._settings, self._max_context = settings, max_context
+        self.changed = asyncio.Event()
+        self.stopping = False
+
+    @abstractmethod
+    def begin(self, servers: Servers) -> None:
+        """Begin to look for the engine and for the end; on the event loop, before the servers listen."""
+
+    @abstractmethod
+    def find_engine(self) -> TextEngine | None:
+        """Return the engine when it is loaded. Raises WicoreError where it cannot be."""
+
+    def report_bound(self, address: str, url: str | None) -> None:  # noqa: B027
+        """Report that the ports are taken: the address of gRPC and the URL of HTTP, None where that is not served."""
+
+    def report_serving(self, address: str, url: str | None) -> None:  # noqa: B027
+        """Report that requests are taken."""
+
+    def stop(self) -> None:
+        """Have the server drain and end."""
+        self.stopping = True
+        self.changed.set()
+
+    def run(self) -> int:
+        """Serve until told to stop; return the exit code: 0 when every request could finish, 1 when some were
+        cancelled. Raises EnvironmentUnfitError, ConfigError and what `find_engine` raises before serving."""
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            return runner.run(self._serve())
+
+    async def _serve(self) -> int:
+        check_exposure(self._settings)
+        servers = Servers(self._settings, self._max_context)
+        self.begin(servers)
+        try:
+            address, url = await servers.start()
+            self.report_bound(address, url)
+            log.info("loading the engine for %s and %s", address, url)
+            _warn_of_strangers(self._settings)
+            started = time.monotonic()
+            engine: TextEngine | None = None
+            while engine is None:
+                self.changed.clear()
+                if self.stopping:
+                    log.info("stopped while loading")
+                    return 0
+                engine = self.find_engine()
+                if engine is None:
+                    await self.changed.wait()
+            await engine.start()
+            servers.attach(engine)
+            await servers.set_serving()
+            log.info("serving %s after %.1f s", engine.info.model_id, time.monotonic() - started)
+            self.report_serving(address, url)
+            await self._follow_engine(servers, engine)
+            return await _drain(servers, engine, self._settings.grace_s)
+        finally:
+            await servers.stop(FLUSH_S)
+
+    async def _follow_engine(self, servers: Servers, engine: TextEngine) -> None:
+        """Tell the servers whenever the engine ends or the next one comes, until told to stop."""
+        serving = True
+        while not self.stopping:
+            self.changed.clear()
+            dead = engine.dead
+            if dead is not None and serving:
+                log.error("no requests are taken: %s", dead)
+                await servers.set_waiting()
+            elif dead is None and not serving:
+                await servers.set_serving()
                 log.info("requests are taken again")
-        return await _drain(server, engine, settings.grace_s)
-    finally:
-        await server.stop(FLUSH_S)
+            serving = dead is None
+            await self.changed.wait()
 
 
-async def _drain(server: Servers, engine: TextEngine, grace_s: float) -> int:
-    """Let requests finish within `grace_s` seconds, cancel the rest; returns the exit code."""
-    log.info("draining %d streams for up to %g s", server.streams_open, grace_s)
+async def _drain(servers: Servers, engine: TextEngine, grace_s: float) -> int:
+    """Let requests finish within `grace_s` seconds, cancel the rest; return the exit code."""
+    log.info("draining %d streams for up to %g s", servers.streams_open, grace_s)
     end = time.monotonic() + grace_s
-    await server.set_draining()
+    await servers.set_draining()
     clean = False
     with suppress(TimeoutError):
         clean = await asyncio.wait_for(engine.drain(grace_s), grace_s + CANCEL_S)
         # Streams still open wait for readers that have not taken their output yet.
-        await asyncio.wait_for(server.until_idle(), max(end - time.monotonic(), FLUSH_S))
-    clean = clean and server.idle
-    await server.stop(FLUSH_S)
+        await asyncio.wait_for(servers.until_idle(), max(end - time.monotonic(), FLUSH_S))
+    clean = clean and not servers.streams_open
+    await servers.stop(FLUSH_S)
     await engine.close(CANCEL_S)
-    if engine.dead is not None and not engine.engine.recovers:
-        raise _dead(engine.dead)
     if clean:
         log.info("stopped")
     else:
         log.warning("stopped; requests that had not finished after %g s were cancelled", grace_s)
     return 0 if clean else 1
-
-
-def _stop_on_signals(stop: asyncio.Event) -> None:
-    """The first SIGTERM or SIGINT sets `stop`. A second one ends the process there and then."""
-    loop = asyncio.get_running_loop()
-
-    def on_signal(number: signal.Signals) -> None:
-        if stop.is_set():
-            log.warning("second signal: exit at once")
-            logging.shutdown()
-            os._exit(128 + number)
-        log.info("%s received", number.name)
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number)
-
-
-async def _unless(stop: asyncio.Event, work: asyncio.Future[T]) -> T | None:
-    """The result of `work`, or None when `stop` is set first; `work` is then cancelled."""
-    stopped = asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
-        return work.result() if work.done() else None
-    finally:
-        stopped.cancel()
-        work.cancel()
-
-
-async def _death(engine: TextEngine) -> str:
-    """Wait until the engine breaks; returns why."""
-    while engine.dead is None:
-        await asyncio.sleep(POLL_S)
-    return engine.dead
-
-
-async def _life(engine: TextEngine) -> bool:
-    """Wait until the engine, or the next one, takes requests."""
-    while engine.dead is not None:
-        await asyncio.sleep(POLL_S)
-    return True
-
-
-def _dead(why: str) -> EngineDeadError:
-    return EngineDeadError(f"The engine stopped: {why}.")
 
 
 def _warn_of_strangers(settings: ServerSettings) -> None:

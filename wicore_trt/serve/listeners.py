@@ -23,20 +23,16 @@ log = logging.getLogger(__name__)
 
 LISTENERS = 4
 """Servers on one TCP address. The files of Unix sockets cannot be shared."""
-WATCH_S = 0.02
-"""How often we look whether a server has broken, and how soon its place is taken again."""
+LOOK_S, RETRY_S = 0.5, 0.02
+"""Time between two looks for the file of a Unix socket, and between two attempts to take an address."""
+ACCEPTING = "_server_main_loop"
+"""In the name of the coroutine in which grpc.aio accepts calls."""
 PATIENCE, SLOW_S = 1000, 0.25
 """Each broken server keeps some 40 KB for ever; after so many the next ones come more slowly."""
 STOP_S = 1.0
 """How much longer than its grace gRPC may take to stop. A server that broke waits for the client that broke it."""
 
 _BROKEN: list[grpc.aio.Server] = []
-
-
-def gone(address: str) -> bool:
-    """Whether the file of a Unix socket is not there, so that nobody can connect: gRPC removes it when it closes the
-    port of a server that broke, and may do so after the next one has made it anew."""
-    return address.startswith("unix:") and not os.path.exists(address.removeprefix("unix:"))
 
 
 class Services:
@@ -66,57 +62,64 @@ class Listeners:
         self._make, self._bind = make, bind
         self._servers: list[grpc.aio.Server] = []
         self._watchers: list[asyncio.Task[None]] = []
-        self._stopping = False
-        self._broke = Sparingly(log, logging.WARNING)
+        self._starting = asyncio.Lock()
+        self._warn = Sparingly(log, logging.WARNING)
 
     async def start(self, address: str, count: int, named: Callable[[int], str]) -> str:
-        """Listen at `address`; returns the address `named` by the port that the system chose. Raises RuntimeError."""
+        """Listen at `address`; return the address `named` by the port that the system chose. Raises RuntimeError."""
         self._servers.append(self._make())
         address = named(self._bind(self._servers[0], address))
         for _ in range(count - 1):
             self._servers.append(self._make())
             self._bind(self._servers[-1], address)
-        for place, server in enumerate(self._servers):
-            await server.start()
-            self._watchers.append(asyncio.ensure_future(self._watch(place, address)))
+        for place in range(count):
+            self._watchers.append(asyncio.ensure_future(self._watch(place, address, await self._start_server(place))))
         return address
 
-    async def _watch(self, place: int, address: str) -> None:
-        """Replace the server at this place whenever it has broken."""
-        while not self._stopping:
-            try:
-                # Gives back why the server broke, but only when the time is over: its end may be far away.
-                if not await self._servers[place].wait_for_termination(WATCH_S):
-                    return
-                broken = gone(address)
-            except Exception:
-                broken = True
-            if broken and not self._stopping:
-                await self._replace(place, address)
+    async def _start_server(self, place: int) -> asyncio.Task[None]:
+        """Start the server at this place; return gRPC's task that accepts its calls, which ends when the server breaks.
+        (`wait_for_termination` tells of that only when its time is over.)"""
+        async with self._starting:
+            before = asyncio.all_tasks()
+            await self._servers[place].start()
+            return next(
+                task
+                for task in asyncio.all_tasks() - before
+                if ACCEPTING in str(getattr(task.get_coro(), "__qualname__", ""))
+            )
 
-    async def _replace(self, place: int, address: str) -> None:
-        if not _BROKEN:
-            # When the last server is freed, grpc.aio waits on the event loop's thread until every one has ended,
-            # and one that broke ends when its clients please. With one more reference it never does.
-            grpc.aio.init_grpc_aio()
-        _BROKEN.append(self._servers[place])
-        if len(_BROKEN) > PATIENCE:
-            await asyncio.sleep(SLOW_S)
-        server = self._make()
-        while not self._stopping:
-            try:
-                self._bind(server, address)
-            except RuntimeError:
-                await asyncio.sleep(WATCH_S)
+    async def _watch(self, place: int, address: str, accepting: asyncio.Task[None]) -> None:
+        """Replace the server at this place whenever it has broken."""
+        while True:
+            await asyncio.wait((accepting,), timeout=LOOK_S if address.startswith("unix:") else None)
+            # gRPC removes the file of a Unix socket when it closes the port of a server that broke, and may do so
+            # after the next one has made it anew.
+            removed = address.startswith("unix:") and not os.path.exists(address.removeprefix("unix:"))
+            if not (removed or accepting.done()):
                 continue
+            if not _BROKEN:
+                # When the last server is freed, grpc.aio waits on the event loop's thread until every one has ended,
+                # and one that broke ends when its clients please. With one more reference it never does.
+                grpc.aio.init_grpc_aio()
+            _BROKEN.append(self._servers[place])
+            if len(_BROKEN) > PATIENCE:
+                await asyncio.sleep(SLOW_S)
+            server = self._make()
+            while True:
+                try:
+                    self._bind(server, address)
+                    break
+                except RuntimeError:
+                    await asyncio.sleep(RETRY_S)
             self._servers[place] = server
-            await server.start()
-            self._broke("a call that cannot be decoded broke the listener, or its file is gone; anew", address=address)
-            return
+            accepting = await self._start_server(place)
+            why = "socket file removed" if removed else "undecodable call"
+            self._warn(f"gRPC listener stopped ({why}); restarted", address=address)
 
     async def stop(self, grace_s: float) -> None:
         """Close the port; calls still open after `grace_s` seconds are cancelled."""
-        self._stopping = True
+        for watcher in self._watchers:
+            watcher.cancel()
         stopping = [asyncio.ensure_future(server.stop(grace_s)) for server in self._servers]
         if stopping:
             await asyncio.wait(stopping, timeout=grace_s + STOP_S)

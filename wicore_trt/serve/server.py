@@ -13,7 +13,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from wicore_trt.access.admission import Admission, message_limit
-from wicore_trt.access.fronts import Fronts
 from wicore_trt.access.listening import address_of, check_free
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import EnvironmentUnfitError
@@ -86,7 +85,6 @@ class GrpcServer:
         """`max_context` is that of the engine, where it is known; `admission` is what other servers of this process
         share. Raises ConfigError for bad TLS or keys files."""
         self._settings = settings
-        self._fronts = admission.fronts if admission is not None else Fronts()
         admission = admission or Admission.of(settings)
         self._max_message_bytes = message_limit(max_context, settings.max_message_mb)
         self.service = InferenceService(max_message_bytes=self._max_message_bytes, admission=admission)
@@ -124,8 +122,7 @@ class GrpcServer:
         Raises EnvironmentUnfitError for an address that cannot be used.
         """
         host, port = self._settings.host, self._settings.port
-        if not self._fronts.listening:
-            check_free(host, port)
+        check_free(host, port)
         count = 1 if host.startswith("unix:") else LISTENERS
         try:
             return await self._listeners.start(address_of(host, port), count, lambda bound: address_of(host, bound))

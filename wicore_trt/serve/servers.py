@@ -6,12 +6,11 @@ Must not know what either serves. Invariant: both have the same keys, places and
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from wicore_trt.access.admission import Admission
-from wicore_trt.access.fronts import Fronts
 from wicore_trt.config import ServerSettings
-from wicore_trt.http.metrics import everything, told
+from wicore_trt.http.metrics import everything
 from wicore_trt.http.server import HttpServer
 from wicore_trt.metrics.exposition import rendered
 from wicore_trt.serve.server import GrpcServer
@@ -23,9 +22,9 @@ if TYPE_CHECKING:
 class Servers:
     """Construct it on the event loop that will run them. Without server.http_port there is no HTTP."""
 
-    def __init__(self, settings: ServerSettings, max_context: int | None = None, fronts: Fronts | None = None) -> None:
+    def __init__(self, settings: ServerSettings, max_context: int | None = None) -> None:
         """`max_context` is that of the engine, where it is known. Raises ConfigError for bad TLS or keys files."""
-        admission = self._admission = Admission.of(settings, fronts)
+        admission = self._admission = Admission.of(settings)
         self._grpc = GrpcServer(settings, max_context, admission)
         self._http = HttpServer(settings, max_context, admission)
         self._serves_http = settings.http_port is not None
@@ -51,11 +50,6 @@ class Servers:
         """Generations in progress."""
         return self._grpc.service.streams_open + self._http.context.open.total()
 
-    @property
-    def idle(self) -> bool:
-        """Whether no generation is open."""
-        return not self.streams_open
-
     async def until_idle(self) -> None:
         """Wait until no generation is open."""
         await self._grpc.service.idle.wait()
@@ -74,16 +68,8 @@ class Servers:
         self._http.set_draining()
         await self._grpc.set_draining()
 
-    def told(self, tenant: str | None) -> dict[str, Any]:
-        """What another front is told of a tenant's requests, or (None) of everybody's, as JSON has it: that of
-        `http.metrics` and generations that are open."""
-        http, grpc = self._http.context.open, self._grpc.service.open
-        opened = {"http": http, "grpc": grpc}
-        found = {way: open.total() if tenant is None else open[tenant] for way, open in opened.items()}
-        return told(self._http.context, tenant) | found
-
-    async def metrics(self) -> str:
-        """What Prometheus reads, as text."""
+    async def render_metrics(self) -> str:
+        """Render the metrics as Prometheus text."""
         return rendered(await everything(self._http.context))[0].decode()
 
     async def stop(self, grace_s: float) -> None:

@@ -27,7 +27,6 @@ from wicore_trt.access.calls import Call, checked_id, current_call
 from wicore_trt.access.keys import Identity
 from wicore_trt.core.port import UNKNOWN, Change, Position
 from wicore_trt.core.shares import Gate
-from wicore_trt.core.text_engine import Tally
 from wicore_trt.errors import AuthenticationError, DeadlineError, InvalidRequestError, UnavailableError
 from wicore_trt.serve import convert
 from wicore_trt.serve.errors import DuplicateRequestError
@@ -44,8 +43,7 @@ Finders = defaultdict[int, CallFinder]
 """What finds calls in an output, by its sequence."""
 SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 MAX_SUBSCRIBERS = 32
-"""Streams of KV events, an equal part of them at each front. Each is sent every event, so their number times the
-engine's steps is work."""
+"""Streams of KV events. Each is sent every event, so their number times the engine's steps is work."""
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
@@ -57,7 +55,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._engine: TextEngine | None = None
         self._draining = False
         self.open: Counter[str] = Counter()  # Generate calls by tenant
-        self._subscribers = Gate(max(1, MAX_SUBSCRIBERS // admission.fronts.count), "KV event streams")
+        self._subscribers = Gate(MAX_SUBSCRIBERS, "KV event streams")
         self._started_at = Timestamp()
         self._started_at.GetCurrentTime()
         self.idle = asyncio.Event()
@@ -194,12 +192,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def stats(self, who: Identity) -> tuple[EngineStats, int]:
         """Of everybody for an operator, else of a tenant: counters and gauges, and its open Generate calls."""
         engine = self.ready()
-        told = await self._admission.fronts.ask(None if who.operator else who.tenant)
-        elsewhere = sum(one["grpc"] for one in told)
         if who.operator:
-            return await engine.stats(), self.open.total() + elsewhere
-        stats = await engine.stats_of(who.tenant, [Tally.of(one) for one in told])
-        return stats, self.open[who.tenant] + elsewhere
+            return await engine.stats(), self.open.total()
+        return await engine.stats_of(who.tenant), self.open[who.tenant]
 
     async def SubscribeKVEvents(self, request: kv_pb2.SubscribeKVEventsRequest, context: Reply) -> None:
         after = (request.epoch, request.from_sequence - 1) if request.from_sequence > 0 else UNKNOWN
