@@ -41,13 +41,12 @@ from wicore_trt.kv.policy.by_name import policy_of
 from wicore_trt.kv.prefix.loader import PrefixLoader
 from wicore_trt.kv.prefix.planner import LoadChoice, NextMove
 from wicore_trt.kv.sequence_pages import SequencePages
+from wicore_trt.kv.tiers import down, host, up
 from wicore_trt.kv.tiers import tiers as tiers_module
-from wicore_trt.kv.tiers import transfers as transfers_module
-from wicore_trt.kv.tiers import way_down, way_up
-from wicore_trt.kv.tiers.host import HostTier, slot_geometry
-from wicore_trt.kv.tiers.index import TierCopy, TierIndex
+from wicore_trt.kv.tiers.host import HostTier, Movers, slot_geometry
+from wicore_trt.kv.tiers.index import TierIndex
+from wicore_trt.kv.tiers.moves import TierCopy
 from wicore_trt.kv.tiers.tiers import LowerTiers
-from wicore_trt.kv.tiers.transfers import Transfers
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.batch import SampledToken, StepBatch, StepResult
 from wicore_trt.runtime.executor import KVLayout
@@ -95,15 +94,12 @@ class _Host(HostTier):
     """Without memory."""
 
     def __init__(self, index: TierIndex, slot_bytes: int) -> None:
-        self.index, self.slot_bytes, self._page_bytes = index, slot_bytes, PAGE_BYTES
-
-    def buffers(self, copy: TierCopy) -> list[memoryview]:
-        return []
+        self.index, self.slot_bytes, self.page_bytes = index, slot_bytes, PAGE_BYTES
 
     def payload(self, copy: TierCopy, *, clear: bool = False) -> list[memoryview]:
         return []
 
-    def _cut(self, slots: Iterable[int]) -> list[memoryview]:
+    def cut_slots(self, slots: Iterable[int]) -> list[memoryview]:
         return [memoryview(b"") for _ in slots]
 
 
@@ -136,12 +132,12 @@ class Engine:
 
         self.disk = Disk(world, self.events, seed)
         link = Link(world, self.events)
-        transfers = Transfers(
-            _Host(books(sizes.host), slot_bytes), (books(sizes.disk), cast(Any, self.disk)), link, save_early=True
-        )
-        transfers.movers.checker.shutdown()
-        transfers.movers.mailbox = cast(Any, Mailbox(self.events))
-        self.tiers = LowerTiers(transfers, threshold=settings.host_threshold)
+        movers = Movers(
+            _Host(books(sizes.host), slot_bytes), (books(sizes.disk), cast(Any, self.disk)), link,
+            announce=lambda tier, page: None, mailbox=cast(Any, Mailbox(self.events)),
+        )  # fmt: skip
+        movers.checker.shutdown()
+        self.tiers = LowerTiers(movers, threshold=settings.host_threshold, save_early=True)
         slabs = pages_per_slab(PAGE_BYTES)
         number = int(sizes.device * GIB) // (slabs[GLOBAL] * PAGE_BYTES[GLOBAL])
         layout = KVLayout(PAGE_TOKENS, "bfloat16", {g: number * n for g, n in slabs.items()}, PAGE_BYTES, slabs)
@@ -154,7 +150,7 @@ class Engine:
             tiers=self.tiers,
         )
         self.loader = PrefixLoader(self.manager, self.tiers, PAGE_BYTES, self.events.monotonic)
-        transfers.up.disk_rate = self.loader.disk_read
+        self.tiers.up.disk_rate = self.loader.disk_read
         self.device = Device(world, self.events, link, layout, self.disk)
         self.scheduler = Scheduler(
             self.manager,
@@ -231,7 +227,7 @@ class Engine:
     def running(self) -> Iterator[None]:
         """In here the tiers meet this engine's clock."""
         with ExitStack() as stack:
-            for module in (tiers_module, transfers_module, way_down, way_up):
+            for module in (tiers_module, host, down, up):
                 stack.enter_context(mock.patch.object(module, "time", self.events))
             yield
 
@@ -278,10 +274,10 @@ class Case:
         rng = random.Random(self.seed)
         engine = Engine(self.world, arm=arm, rated=self.rated, knows=self.knows, seed=self.seed)
         asked = []
-        for when, size, host in self.prompts:
+        for when, size, hosted in self.prompts:
             tokens = [rng.randrange(10, 9999) for _ in range(size)]
-            if host >= 0:
-                engine.keep(tokens, host_pages=host)
+            if hosted >= 0:
+                engine.keep(tokens, host_pages=hosted)
             asked.append((when, [*tokens, *(rng.randrange(10, 9999) for _ in range(64))]))
         with engine.running():
             return engine.first_tokens(asked), engine

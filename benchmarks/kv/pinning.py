@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from wicore_trt.kv.disk.files import aligned_buffer
-from wicore_trt.kv.tiers import host
+from wicore_trt.kv.tiers import backing as module
 from wicore_trt.runtime.cuda_lanes import CudaHostMemory, host_address
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -120,7 +120,7 @@ def by_hand(
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     base, left = host_address(slab), iter(range(0, nbytes, piece))
-    madvise(base, nbytes, host.MADV_HUGEPAGE)
+    madvise(base, nbytes, module.MADV_HUGEPAGE)
 
     def work() -> None:
         while True:
@@ -130,7 +130,7 @@ def by_hand(
                 return
             stop, begun = min(begin + piece, nbytes), time.perf_counter()
             for at in range(begin, stop, step):
-                madvise(base + at, min(step, stop - at), host.MADV_POPULATE_WRITE)
+                madvise(base + at, min(step, stop - at), module.MADV_POPULATE_WRITE)
             cleared = time.perf_counter()
             memory.pin(slab[begin:stop])
             with taken.lock:
@@ -159,7 +159,7 @@ def by_the_product(
     slots = nbytes // SLOT_BYTES
     slab, memory, told = aligned_buffer(slots * SLOT_BYTES), CudaHostMemory(device), list[int]()
     begun = time.perf_counter()
-    backing = host.Backing(slab, SLOT_BYTES, memory.pin)
+    backing = module.Backing(slab, SLOT_BYTES, memory.pin)
     ready = time.perf_counter() - begun
     backing.working = lambda: working
     begun = time.perf_counter()
@@ -173,7 +173,7 @@ def by_the_product(
     backing.close()
     memory.unpin_all()
     what = ("with work" if working else "idle") + (" + work" if beside is not nothing else "")
-    row(f"product, engine {what}", str(host.BACKERS), seconds, count, f"ready {ready:.2f} s", felt)
+    row(f"product, engine {what}", str(module.BACKERS), seconds, count, f"ready {ready:.2f} s", felt)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -100,7 +100,7 @@ def copying(engine: Any, count: int) -> Iterator[list[int]]:
                 known = tiers.host.get(*page.name)
                 if known is not None and known.ready and not known.readers:
                     tiers.host.drop(known, "cleared")
-                begun += tiers.store(page, slot) is not None
+                begun += tiers.down.store_page(page, slot) is not None
         copied.append(begun)
 
     manager.beside_step = beside_step

@@ -141,7 +141,7 @@ class EngineModel:
 
     def settle(self) -> None:
         """Until nothing is under way in the tiers."""
-        assert self.hub.tiers.transfers.wait_idle(10)
+        assert self.hub.tiers.lower.wait_idle(10)
         self.poll([])
         assert not self.saving
 
@@ -156,7 +156,7 @@ class EngineModel:
     def check_idle(self) -> None:
         """Nothing is held for requests that ended."""
         self.settle()
-        index = self.hub.tiers.transfers.host.index
+        index = self.hub.tiers.lower.host
         assert not any(copy.readers for copy in index.copies()) and len(self.free) == len(self.pool)
         assert not self.hub.stored and not any(self.hub.matched.values())
         index.check_integrity()

@@ -30,7 +30,8 @@ from wicore_trt.kv.disk import store
 from wicore_trt.kv.disk.files import Files
 from wicore_trt.kv.disk.format import Namespace
 from wicore_trt.kv.disk.store import DiskStore
-from wicore_trt.kv.tiers.index import CopyState, TierIndex
+from wicore_trt.kv.tiers.index import TierIndex
+from wicore_trt.kv.tiers.moves import CopyState
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams
@@ -181,7 +182,7 @@ class Stack:
             executor, scheduler, eos_ids=(EOS,), max_context=shape.max_context, clock=lambda: self.now
         )
         self.executor, self.manager, self.tiers = executor, manager, manager.tiers
-        self.transfers = manager.tiers.transfers
+        self.tiers = manager.tiers
 
     def close(self) -> None:
         for output in self.core.abort_all():
@@ -231,8 +232,8 @@ class Stack:
         return name
 
     def step(self) -> None:
-        while self.loads_first and self.tiers.loading:
-            self.transfers.wait(0.01)
+        while self.loads_first and self.tiers.loads.loads:
+            self.tiers.wait(0.01)
             self.tiers.poll()
         for output in self.core.step():
             self._take(output)
@@ -292,13 +293,13 @@ class Stack:
         flipped, moving = 0, self.moving
         for copy in list(self.tiers.host.copies()):
             if copy.ready and not (moving and copy.readers) and self.rng.random() < share:
-                flip_bit(self.transfers.host.payload(copy), self.rng.randrange(8 * 8 * self.shape.page_tokens))
+                flip_bit(self.tiers.movers.host.payload(copy), self.rng.randrange(8 * 8 * self.shape.page_tokens))
                 flipped += 1
         return flipped
 
     def hurry_disk(self, timeout_s: float) -> None:
         """From now on disk operations time out after so many seconds, also those under way."""
-        hurry(self.transfers.disk[1]._pool, timeout_s)
+        hurry(self.tiers.movers.disk[1]._pool, timeout_s)
 
     def home(self) -> Path:
         """The directory of this engine's pages on disk."""
@@ -321,40 +322,40 @@ class Stack:
     @property
     def moving(self) -> bool:
         """Whether a page is being copied, checked, read or written."""
-        return self.transfers.outstanding > 0 or (self.copier is not None and len(self.copier.pending) > 0)
+        return self.tiers.movers.outstanding > 0 or (self.copier is not None and len(self.copier.pending) > 0)
 
     def under_way(self) -> str:
-        transfers = self.transfers
-        depth = transfers.disk[1].queue_depth if transfers.disk is not None else 0
-        return f"never ended: {transfers.outstanding} transfers, {depth} in the store, {len(self.tiers._loads)} loads"
+        tiers = self.tiers
+        depth = tiers.movers.disk[1].queue_depth if tiers.movers.disk is not None else 0
+        return f"never ended: {tiers.movers.outstanding} moves, {depth} in the store, {len(tiers.loads.loads)} loads"
 
     def settle_transfers(self, timeout_s: float = 30.0) -> None:
         """Wait for all that is under way. Writes that wait for a bad disk to get better are not waited for."""
         end = time.monotonic() + timeout_s
-        while self.moving or self.tiers.loading:
-            self.transfers.wait(0.01)
+        while self.moving or self.tiers.loads.loads:
+            self.tiers.wait(0.01)
             self.tiers.poll()
             assert time.monotonic() < end, self.under_way()
-        if self.transfers.down.no_writes_before > time.monotonic():
-            self.transfers.down.to_save.clear()
-        assert self.transfers.wait_idle(timeout_s), "saves never ended"
+        if self.tiers.down.no_writes_before > time.monotonic():
+            self.tiers.down.to_save.clear()
+        assert self.tiers.wait_idle(timeout_s), "saves never ended"
 
     def check_idle(self) -> None:
         """Nothing is held, under way or left over when no request lives."""
         assert not self.core.has_work
         self.settle_transfers()
-        self.transfers.down._space_at = 0.0  # slots that a full file system refused come back now, not after a while
-        self.transfers.poll()
+        self.tiers.down.no_space_before = 0.0  # slots that a full file system refused come back now, not after a while
+        self.tiers.apply_reports()
         self.core.scheduler.check_integrity()
-        transfers, loader = self.transfers, self.core.scheduler.loader
-        assert not transfers.outstanding and not transfers.up.waiting and not transfers.down.saving_slots
-        assert not transfers.up.reading_bytes, "bytes on their way for ever"
-        assert not loader._begun and not self.tiers._loads and not self.manager._computing
+        tiers, loader = self.tiers, self.core.scheduler.loader
+        assert not tiers.movers.outstanding and not tiers.up.waiting and not tiers.down.saving_slots
+        assert not tiers.up.reading_bytes, "bytes on their way for ever"
+        assert not loader._begun and not self.tiers.loads.loads and not self.manager._computing
         assert all(pool.used == 0 for pool in self.manager.pools.values())
         for index in self.tiers.indexes.values():
             check_idle_index(index)
-        if transfers.disk is not None:
-            assert wait_for(lambda: transfers.disk[1].queue_depth == 0), "operations left in the store"
+        if tiers.movers.disk is not None:
+            assert wait_for(lambda: tiers.movers.disk[1].queue_depth == 0), "operations left in the store"
 
 
 def check_idle_index(index: TierIndex) -> None:

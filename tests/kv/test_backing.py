@@ -16,8 +16,8 @@ from fakes import make_core
 
 from wicore_trt.config import KVSettings
 from wicore_trt.kv.disk.files import aligned_buffer
-from wicore_trt.kv.tiers import host
-from wicore_trt.kv.tiers.host import Backing
+from wicore_trt.kv.tiers import backing as module
+from wicore_trt.kv.tiers.backing import Backing
 
 SLOT = 4096
 
@@ -25,9 +25,9 @@ SLOT = 4096
 def test_pieces_are_locked_once_and_told_of_when_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(20):
         slots, piece, pieces = random.randint(1, 40), random.randint(1, 15), random.randint(1, 3)
-        monkeypatch.setattr(host, "PIECE_BYTES", piece * SLOT + random.choice((0, 17)))
-        monkeypatch.setattr(host, "STEP_BYTES", random.randint(1, 3) * SLOT)
-        monkeypatch.setattr(host, "FIRST_PIECES", pieces)
+        monkeypatch.setattr(module, "PIECE_BYTES", piece * SLOT + random.choice((0, 17)))
+        monkeypatch.setattr(module, "STEP_BYTES", random.randint(1, 3) * SLOT)
+        monkeypatch.setattr(module, "FIRST_PIECES", pieces)
         slab, lock, pinned = aligned_buffer(slots * SLOT), threading.Lock(), []
 
         def pin(memory: memoryview, lock=lock, pinned=pinned) -> bool:
@@ -56,8 +56,8 @@ def test_pieces_are_locked_once_and_told_of_when_they_are(monkeypatch: pytest.Mo
 
 
 def test_memory_that_cannot_be_locked_is_of_use_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "PIECE_BYTES", SLOT)
-    monkeypatch.setattr(host, "FIRST_PIECES", 1)
+    monkeypatch.setattr(module, "PIECE_BYTES", SLOT)
+    monkeypatch.setattr(module, "FIRST_PIECES", 1)
     calls, told = [], []
 
     def pin(memory: memoryview) -> bool:
@@ -81,8 +81,8 @@ def test_memory_that_need_not_be_locked_is_of_use_at_once() -> None:
 
 
 def test_a_tier_that_is_closed_waits_for_no_more_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "PIECE_BYTES", SLOT)
-    monkeypatch.setattr(host, "FIRST_PIECES", 1)
+    monkeypatch.setattr(module, "PIECE_BYTES", SLOT)
+    monkeypatch.setattr(module, "FIRST_PIECES", 1)
     begun, go = [], threading.Event()
 
     def pin(memory: memoryview) -> bool:
@@ -104,9 +104,9 @@ def test_a_tier_that_is_closed_waits_for_no_more_than_a_piece(monkeypatch: pytes
 
 def test_memory_is_taken_in_small_steps_and_by_fewer_beside_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of clearing and pieces of locking, one after the other; all threads clear only while the engine is idle."""
-    monkeypatch.setattr(host.os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(host, "PIECE_BYTES", 8 * SLOT)
-    monkeypatch.setattr(host, "STEP_BYTES", 2 * SLOT)
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(module, "PIECE_BYTES", 8 * SLOT)
+    monkeypatch.setattr(module, "STEP_BYTES", 2 * SLOT)
     lock, inside, most, sizes = threading.Lock(), {"clear": 0, "pin": 0}, {"clear": 0, "pin": 0}, set()
 
     def busy(what: str, count: int) -> None:
@@ -133,14 +133,14 @@ def test_memory_is_taken_in_small_steps_and_by_fewer_beside_work(monkeypatch: py
             thread.join()
         seconds = time.perf_counter() - begun
         assert most["pin"] == 1 and (most["clear"] <= 2) == working, most
-        rests = (400 - host.FIRST_PIECES * 8) // 8 * host.LOCKING_REST * 0.001
+        rests = (400 - module.FIRST_PIECES * 8) // 8 * module.LOCKING_REST * 0.001
         assert not working or seconds > rests, "there was no rest"
     assert sizes == {("clear", 2 * SLOT), ("pin", 8 * SLOT)}
 
 
 def test_who_closes_waits_for_no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "PIECE_BYTES", SLOT)
-    monkeypatch.setattr(host, "LOCKING_REST", 1e9)
+    monkeypatch.setattr(module, "PIECE_BYTES", SLOT)
+    monkeypatch.setattr(module, "LOCKING_REST", 1e9)
     backing = Backing(aligned_buffer(500 * SLOT), SLOT, lambda memory: True)
     backing.working = lambda: True
     backing.start(lambda first, stop: None)
@@ -151,8 +151,8 @@ def test_who_closes_waits_for_no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_conversations_are_right_while_the_tier_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "PIECE_BYTES", 16 * SLOT)
-    monkeypatch.setattr(host, "FIRST_PIECES", 1)
+    monkeypatch.setattr(module, "PIECE_BYTES", 16 * SLOT)
+    monkeypatch.setattr(module, "FIRST_PIECES", 1)
     held = threading.Semaphore(1)
 
     def pin(self: PlainCopier, memory: memoryview) -> bool:
@@ -170,7 +170,7 @@ def test_conversations_are_right_while_the_tier_grows(tmp_path: Path, monkeypatc
     for _ in range(40):
         held.release()
     while index._coming:
-        stack.transfers.wait(0.05)
+        stack.tiers.wait(0.05)
     assert sizes[0] == 16 and stack.wrong == 0
     stack.serve(4)
     stack.check_idle()

@@ -11,7 +11,7 @@ from wicore_trt.config import KVSettings
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.kv import copy_down
 from wicore_trt.kv.tiers.moves import Copied
-from wicore_trt.kv.tiers.transfers import Transfers
+from wicore_trt.kv.tiers.tiers import LowerTiers
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import GenerateRequest, SamplingParams
 
@@ -21,7 +21,7 @@ def core_of(monkeypatch: pytest.MonkeyPatch) -> tuple[EngineCore, list[tuple[str
     sizes, kv = {"page_tokens": 4, "window": 8, "max_context": 512}, KVSettings(host_bytes=4000 * 4096)
     core = make_core(pages={GLOBAL: 400, LOCAL: 400}, max_batch_tokens=128, ahead=5, kv=kv, **sizes)
     device, seen, under_way = core.executor, [], [False]
-    submit, collect, to_host, apply = device.submit, device.collect, device.to_host, Transfers._apply
+    submit, collect, to_host, apply = device.submit, device.collect, device.to_host, LowerTiers._apply
 
     def submitted(batch):
         submit(batch)
@@ -44,7 +44,7 @@ def core_of(monkeypatch: pytest.MonkeyPatch) -> tuple[EngineCore, list[tuple[str
     monkeypatch.setattr(device, "submit", submitted)
     monkeypatch.setattr(device, "collect", collected)
     monkeypatch.setattr(device, "to_host", copied)
-    monkeypatch.setattr(Transfers, "_apply", applied)
+    monkeypatch.setattr(LowerTiers, "_apply", applied)
     return core, seen
 
 
@@ -60,7 +60,7 @@ def test_what_goes_down_is_looked_after_beside_steps(monkeypatch: pytest.MonkeyP
     core.tidy()
     assert {what for what, _ in seen} == {"copy", "books"} and len(seen) > 200
     host = core.scheduler.manager.tiers.host
-    assert core.scheduler.manager.tiers.transfers.wait_idle(5) and host.pages[GLOBAL] == 2 * (239 // 4)
+    assert core.scheduler.manager.tiers.wait_idle(5) and host.pages[GLOBAL] == 2 * (239 // 4)
     core.close()
 
 
@@ -83,7 +83,7 @@ def test_a_short_step_begins_few_copies_and_a_long_one_as_many_as_it_makes(monke
 
 def test_memory_is_taken_slowly_while_there_is_work() -> None:
     core = make_core(pages={GLOBAL: 40, LOCAL: 40}, page_tokens=4, window=8, kv=KVSettings(host_bytes=400 * 4096))
-    backing = core.scheduler.manager.tiers.transfers._backing
+    backing = core.scheduler.manager.tiers.backing
     assert not backing.working()
     core.add(GenerateRequest("a", (5, 6, 7), SamplingParams(max_tokens=2, ignore_eos=True)))
     assert backing.working()
@@ -118,8 +118,8 @@ def test_a_page_that_no_finite_step_has_read_leaves_no_copy_when_it_loses_its_sl
     core = make_core(pages={GLOBAL: 24, LOCAL: 40}, page_tokens=4, window=8, max_batch_tokens=32, kv=kv)
     manager, params = core.scheduler.manager, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
     pool, kept, lost = manager.pools[GLOBAL], set(), []
-    store, evicted = manager.tiers.store, manager._copies.evicted
-    manager.tiers.store = lambda page, slot: (kept.add(page.key), store(page, slot))
+    store, evicted = manager.tiers.down.store_page, manager._copies.evicted
+    manager.tiers.down.store_page = lambda page, slot: (kept.add(page.key), store(page, slot))
     manager._copies.evicted = lambda group, page, slot: (lost.append(page.key), evicted(group, page, slot))
     core.add(GenerateRequest("broken", (7,) * 80, params))
     core.step()

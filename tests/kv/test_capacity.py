@@ -49,7 +49,7 @@ def serve(manager, tokens: list[int], prompt: int) -> None:
         manager.housekeep()
     manager.finished(pages, prompt, hit.tokens)
     manager.free(pages, 0)
-    manager.tiers.transfers.wait_idle(10)
+    manager.tiers.wait_idle(10)
 
 
 @pytest.mark.parametrize("turns", [1, 4])
@@ -75,7 +75,7 @@ def test_a_32k_conversation_of_27b_takes_a_fifth_of_all_layers_or_less(turns):
         plan = loader.choose(pages, context + 1, hit, ComputeRate(per_token_s=1.0, slice_tokens=1))
         assert max(hit.tokens, plan.stop if plan else 0) == context, "a conversation does not continue where it ended"
     print(f"{turns} turns: all layers {every_layer:,} bytes, tier {settings.host_bytes:,}, {index.evictions}")
-    manager.tiers.transfers.close(1)
+    manager.tiers.close(1)
 
 
 def test_the_policies_hear_how_long_an_answer_was(monkeypatch):

@@ -431,13 +431,13 @@ def test_an_end_that_moves_while_the_page_is_written_is_that_of_the_record(tmp_p
     tokens = stack.tokens(40)
     stack.add(tokens, answer=2, cache=CacheHints(ttl_s=1000))
     stack.settle()
-    eventually(lambda: stack.transfers.poll() or stack.transfers.down.saving_slots)
+    eventually(lambda: stack.tiers.apply_reports() or stack.tiers.down.saving_slots)
     stack.add(tokens, answer=2)
     stack.settle()
     files.on = False
     files.go_on.set()
     stack.settle_transfers()
-    store = stack.transfers.disk[1]
+    store = stack.tiers.movers.disk[1]
     ends = {copy.page.index: store.expires(copy.slots) for copy in stack.tiers.disk.copies()}
     assert len(ends) >= 9 and not any(ends[index] for index in range(9))
     stack.close()

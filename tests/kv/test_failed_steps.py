@@ -54,7 +54,7 @@ def serve(core, name: str, prompt: list[int], answer: int = 4, **request: object
         for output in core.step():
             got += output.token_ids
     while core.tidy():
-        core.scheduler.manager.tiers.transfers.wait(0.01)
+        core.scheduler.manager.tiers.wait(0.01)
     if output.finish_reason is not FinishReason.ERROR:
         assert got == greedy(prompt, answer, ignore_eos=True)
     core.scheduler.check_integrity()
@@ -99,7 +99,7 @@ def test_lower_tiers_get_nothing_of_a_prompt_that_no_step_has_vouched_for(hints)
     assert manager.pools[GLOBAL].pages(), "the device shares pages at once"
     core.abort("cut short")
     while core.tidy():
-        manager.tiers.transfers.wait(0.01)
+        manager.tiers.wait(0.01)
     assert not list(manager.tiers.host.copies())
     assert serve(core, "next", list(range(10, 60))).finish_reason is FinishReason.ERROR  # the device had them
     assert serve(core, "last", list(range(10, 60))).finish_reason is FinishReason.LENGTH
@@ -151,7 +151,7 @@ def test_a_preempted_prompt_is_parked_under_no_name_that_others_find():
             got += output.token_ids
     assert got == greedy(prompt, 4, ignore_eos=True) and scheduler.loader.parking.resumed == 1
     while core.tidy():
-        manager.tiers.transfers.wait(0.01)
+        manager.tiers.wait(0.01)
     keys = {copy.page.key for copy in manager.tiers.host.copies()}
     assert set(sequence.pages.keys[:12]) <= keys, "what was vouched for in the end is kept"
 
@@ -213,7 +213,7 @@ def test_a_page_that_is_condemned_while_it_is_written_to_disk_is_not_there_after
     core.executor.poison = {sequence.seq_id}
     assert [o.finish_reason for o in core.step()] == [FinishReason.ERROR]
     gate.opened.set()
-    assert manager.tiers.transfers.wait_idle(10)
+    assert manager.tiers.wait_idle(10)
     assert not any(manager.tiers.where(g, key) for g in (GLOBAL, LOCAL) for key in sequence.pages.keys)
     manager.check_integrity()
     core.close()

@@ -69,7 +69,7 @@ def serve(stack: Stack, count: int) -> None:
         stack.add(stack.tokens(40))
     stack.settle(check=True)
     stack.settle_transfers()
-    stack.transfers.down._space_at = 0.0  # a slot is asked for again at once, not after a while
+    stack.tiers.down.no_space_before = 0.0  # a slot is asked for again at once, not after a while
 
 
 def asked_again(stack: Stack) -> int:

@@ -105,7 +105,7 @@ def test_no_lie_of_the_link_is_believed(tmp_path: Path, monkeypatch: pytest.Monk
     while rounds < 40 or (rounds < 400 and (len(lies.told) <= len(KINDS) or not noticed)):
         stack.serve(3)
         stack.forget_device()
-        noticed, rounds = stack.transfers.host_traffic.failures["corrupt"], rounds + 1
+        noticed, rounds = stack.tiers.movers.host_traffic.failures["corrupt"], rounds + 1
     stack.settle(60.0, check=True)
     assert stack.wrong == 0 and stack.finished, (seed, shape)
     assert set(KINDS) <= set(lies.told) and noticed, (lies.told, noticed, rounds)

@@ -7,8 +7,7 @@ from collections import deque
 import pytest
 
 from wicore_trt.kv.pages.page import Page
-from wicore_trt.kv.tiers.moves import Check, Fetch, Place, Read, Save, Stage, Store
-from wicore_trt.kv.tiers.stored import TierCopy
+from wicore_trt.kv.tiers.moves import ChecksumJob, Fetch, Read, Save, Stage, Store, TierCopy, Upload
 
 PAGE = Page(b"k" * 32, "global", 0, None, b"t")
 COPY = TierCopy(PAGE, (0,))
@@ -17,10 +16,10 @@ MOVES = [
     lambda: Save(COPY, COPY, 0),
     lambda: Read(COPY, COPY, 0),
     lambda: Fetch(PAGE, deque()),
-    lambda: Check([COPY], lambda places, right: None),
-    lambda: Place([COPY], lambda places, right: None),
+    lambda: ChecksumJob([COPY], lambda places, right: None),
+    lambda: Upload([COPY], lambda places, right: None),
 ]
-NAMES = ["store", "save", "read", "fetch", "check", "place"]
+NAMES = ["store", "save", "read", "fetch", "check", "upload"]
 
 
 @pytest.mark.parametrize("make", MOVES, ids=NAMES)

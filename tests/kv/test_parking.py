@@ -153,7 +153,7 @@ def test_bits_flipped_while_parked(tmp_path: Path, which: str, disk: bool) -> No
         stack.settle_transfers()
     copies = victim.pages.parked.copies
     for copy in copies if which == "all" else copies[:1] if which == "first" else copies[-1:]:
-        flip_bit(stack.transfers.host.payload(copy), stack.rng.randrange(8 * 32))
+        flip_bit(stack.tiers.movers.host.payload(copy), stack.rng.randrange(8 * 32))
     stack.forget_device()
     stack.settle(check=True)
     assert stack.wrong == 0 and stack.counts()["host corrupt"] >= 1
@@ -175,10 +175,10 @@ def test_a_parked_sequence_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -
     saved = [copy for copy in victim.pages.parked.copies if stack.tiers.disk.get(*copy.page.name) is not None]
     assert len(saved) >= 5
     for copy in saved:
-        flip_bit(stack.transfers.host.buffers(copy), 5)
+        flip_bit(stack.tiers.movers.host.cut_slots(copy.slots), 5)
     stack.forget_device()
     plan.active = True
-    while not (plan.counts[Fault.READ_HANG] and stack.transfers.up.reading_bytes):
+    while not (plan.counts[Fault.READ_HANG] and stack.tiers.up.reading_bytes):
         stack.step()
     assert victim.pages.parked is not None and not victim.pages.load.finished
     stack.hurry_disk(0.1)
@@ -194,7 +194,7 @@ def test_a_park_that_takes_too_long_leaves_nothing(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("wicore_trt.kv.tiers.tiers.RETAIN_S", 0.0)
     stack = crowded()
     go_on = threading.Event()
-    stack.transfers.movers.checker.submit(go_on.wait, 60)
+    stack.tiers.movers.checker.submit(go_on.wait, 60)
     fill(stack)
     while not stack.counts()["preempted"]:
         stack.step()
@@ -233,7 +233,7 @@ def test_events_tell_nothing_of_pages_that_one_sequence_alone_can_use() -> None:
     log.append_removed = lambda tier, group, key, cause: (
         removed.append((tier, (group, key), cause)), leave(tier, group, key, cause),
     )  # fmt: skip
-    stack.tiers.transfers.movers.stored = log.append_stored
+    stack.tiers.movers.announce = log.append_stored
     fill(stack)
     waits = until_parked(stack).pages.parked
     private = {waits.pages[group][i].name for group, i in waits.private}

@@ -11,7 +11,7 @@ from test_written_pages import ask, forget_device
 
 from wicore_trt.config import KVSettings
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
-from wicore_trt.kv.tiers.way_up import MAX_WRONG
+from wicore_trt.kv.tiers.up import MAX_WRONG
 from wicore_trt.model.spec import GLOBAL, LOCAL
 
 PAGES = 150
@@ -37,9 +37,9 @@ def a_load(core) -> PrefixLoad:
 
 def run(core, load: PrefixLoad) -> None:
     tiers = core.scheduler.manager.tiers
-    tiers.begin(load)
-    while tiers.loading:
-        tiers.transfers.wait(0.05)
+    tiers.loads.begin_load(load)
+    while tiers.loads.loads:
+        tiers.wait(0.05)
         tiers.poll()
 
 
@@ -67,53 +67,53 @@ def test_a_page_that_comes_wrong_fails_alone(core, seed):
     run(core, load)
     assert load.here[GLOBAL] == set(range(load.stop)) - wrong and load.failed and not load.in_flight
     assert load.meeting_page() == max(wrong) + 1
-    assert tiers.transfers.host_traffic.failures["corrupt"] == len(wrong)
+    assert tiers.movers.host_traffic.failures["corrupt"] == len(wrong)
     names = {copy.page.index for copy in tiers.host.copies() if copy.page.group == GLOBAL}
-    assert names == set(range(load.stop)) - wrong and not held(core) and not tiers.transfers.outstanding
+    assert names == set(range(load.stop)) - wrong and not held(core) and not tiers.movers.outstanding
 
 
 def test_bits_that_flipped_in_host_memory_take_their_page_alone(core):
     """The CPU looks before anything goes to the device."""
     tiers, placed, into = core.scheduler.manager.tiers, [], core.executor.to_device
     bad = next(copy for copy in tiers.host.copies() if copy.page.group == GLOBAL and copy.page.index == 70)
-    tiers.transfers.host.buffers(bad)[0][0] ^= 1
+    tiers.movers.host.cut_slots(bad.slots)[0][0] ^= 1
     core.executor.to_device = lambda group, slots, *more: (placed.extend(slots), into(group, slots, *more))
     load = a_load(core)
     run(core, load)
     assert sorted(placed) == [i for i in range(load.stop) if i != 70] and load.meeting_page() == 71
-    assert not held(core) and tiers.transfers.host_traffic.failures["corrupt"] == 1
+    assert not held(core) and tiers.movers.host_traffic.failures["corrupt"] == 1
 
 
 def test_what_was_given_up_while_it_was_checked_goes_to_no_slot(core):
     """The slots may be another's by then."""
     tiers, placed, jobs = core.scheduler.manager.tiers, [], []
     core.executor.to_device = lambda group, slots, *more: placed.extend(slots)
-    checker = tiers.transfers.movers.checker
+    checker = tiers.movers.checker
     submit, checker.submit = checker.submit, lambda *job: jobs.append(job)
     load = a_load(core)
-    tiers.begin(load)
+    tiers.loads.begin_load(load)
     assert jobs and held(core)
     load.cancel()
     for job in jobs:
         submit(*job)
-    while tiers.transfers.outstanding:
-        tiers.transfers.wait(0.05)
+    while tiers.movers.outstanding:
+        tiers.wait(0.05)
     assert not placed and not held(core) and not load.in_flight
 
 
 def test_pages_that_were_computed_while_they_were_checked_are_passed_over(core):
     tiers, placed, jobs, into = core.scheduler.manager.tiers, [], [], core.executor.to_device
     core.executor.to_device = lambda group, slots, *more: (placed.extend(slots), into(group, slots, *more))
-    checker = tiers.transfers.movers.checker
+    checker = tiers.movers.checker
     submit, checker.submit = checker.submit, lambda *job: jobs.append(job)
     load = a_load(core)
-    tiers.begin(load)
+    tiers.loads.begin_load(load)
     load.floor = 100
     checker.submit = submit
     for job in jobs:
         submit(*job)
-    while tiers.loading:
-        tiers.transfers.wait(0.05)
+    while tiers.loads.loads:
+        tiers.wait(0.05)
         tiers.poll()
     assert sorted(placed) == list(range(100, load.stop)) and load.meeting_page() == 100
     assert not load.failed and load.finished and not held(core)

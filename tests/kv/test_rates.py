@@ -228,7 +228,8 @@ def test_who_waits_for_its_load_leaves_the_device_to_others():
     loader._begun[loads[0]].choice = replace(loader._begun[loads[0]].choice, decision="split")
     assert scheduler._compute_rate().share == 0.5
     first = scheduler.running[0]
-    manager.tiers.transfers.host_traffic.read(8 * MB, 100.0)
+    traffic = manager.tiers.movers.host_traffic
+    traffic.read_bytes, traffic.read_seconds = traffic.read_bytes + 8 * MB, traffic.read_seconds + 100.0
     loader.cancel(first.pages)
     assert loader._host_meter.observed == 1, "a link that is too slow for every load would never be known"
     assert scheduler._compute_rate().delay_s > 0.0 == scheduler._compute_rate(first).delay_s
@@ -258,8 +259,8 @@ def test_a_load_that_came_during_a_long_step_was_not_late(comes, tmp_path):
     poll, tiers.poll = tiers.poll, lambda: False
     schedule = scheduler.schedule()
     assert not schedule.slices and loader._begun[scheduler.running[0].pages.load].from_disk
-    while comes and tiers.loading:
-        tiers.transfers.wait(0.01)
+    while comes and tiers.loads.loads:
+        tiers.wait(0.01)
         poll()
     now = 1e6
     loader.step(scheduler.running[0].pages, 0, compute=scheduler.prefill.rate())
@@ -274,17 +275,17 @@ def test_reads_that_fail_at_once_do_not_make_a_disk_fast(tmp_path):
     kv = KVSettings(host_bytes=1 << 20, disk_path=str(tmp_path / "kv"), disk_bytes=1 << 24, disk_free_bytes=0)
     core = make_core(pages={GLOBAL: 100}, kv=kv, files=FaultyFiles(plan))
     core.add(GenerateRequest("a", tuple(range(2, 62)), SamplingParams(max_tokens=1, temperature=0.0)))
-    transfers, inbox, heard = core.scheduler.manager.tiers.transfers, deque(), []
+    tiers, inbox, heard = core.scheduler.manager.tiers, deque(), []
     while core.has_work or core.tidy():
         core.step()
-    transfers.up.disk_rate = lambda *read: heard.append(read)
-    kept = [copy.page for copy in transfers.disk[0].copies()]
-    for copy in list(transfers.host.index.copies()):
-        transfers.host.index.drop(copy, "test")
+    tiers.up.disk_rate = lambda *read: heard.append(read)
+    kept = [copy.page for copy in tiers.movers.disk[0].copies()]
+    for copy in list(tiers.host.copies()):
+        tiers.host.drop(copy, "test")
     for pages, rates, stage in ((kept[:5], {Fault.READ_EIO: 1.0}, Stage.FAILED), (kept[5:], {}, Stage.HERE)):
         plan.rates = rates
-        fetches = [transfers.fetch(page, inbox) for page in pages]
-        assert transfers.wait_idle(30)
+        fetches = [tiers.up.fetch_page(page, inbox) for page in pages]
+        assert tiers.wait_idle(30)
         assert [fetch.stage for fetch in fetches] == [stage] * len(pages) and pages
         assert len(heard) == (stage is Stage.HERE) * len(pages)
     core.close()

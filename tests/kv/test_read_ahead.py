@@ -85,7 +85,7 @@ def test_what_is_computed_instead_is_not_read_any_further(choice):
         until_decoding(engine, 2)
         name = engine.ask([*prefix, 11, 12])
         engine.step()
-        assert engine.tiers.loading
+        assert engine.tiers.loads.loads
         engine.loader.choose = lambda *asked, **more: choice
         engine.core.abort("r0")
         while not any(output.request_id == name and output.token_ids for output in engine.step()):
@@ -93,7 +93,7 @@ def test_what_is_computed_instead_is_not_read_any_further(choice):
         read = engine.disk.read_bytes
         for _ in range(400):
             engine.step()
-        assert not engine.tiers.loading and engine.disk.read_bytes <= read + 64e6 < 0.4e9
+        assert not engine.tiers.loads.loads and engine.disk.read_bytes <= read + 64e6 < 0.4e9
 
 
 def reads_of(engine):
@@ -165,7 +165,7 @@ def test_a_load_that_has_not_asked_yet_expects_to_wait_for_what_others_asked_for
             name = engine.ask([*prefix, 11, 12])
             engine.step()
         load = engine.scheduler.running[1].pages.load
-        assert not load.reading and engine.tiers.transfers.up.reading_bytes > 0.4e9
+        assert not load.reading and engine.tiers.up.reading_bytes > 0.4e9
         expected = engine.events.now + engine.loader._arrival(load, 0.0)(0)
         while not any(output.request_id == name for output in engine.step()):
             pass
@@ -182,9 +182,9 @@ def test_nobody_expects_to_wait_for_a_load_that_was_just_given_up():
             engine.ask([*prefix, 11, 12])
             engine.step()
         first, second = (s.pages.load for s in engine.scheduler.running)
-        assert engine.tiers.unasked_bytes(load=second) > 0.2e9
+        assert engine.tiers.loads.unasked_bytes(load=second) > 0.2e9
         engine.loader.cancel(engine.scheduler.running[0].pages)
-        assert first.cancelled and engine.tiers.unasked_bytes(load=second) == 0
+        assert first.cancelled and engine.tiers.loads.unasked_bytes(load=second) == 0
 
 
 def test_beside_one_that_waits_for_its_load_others_compute_in_whole_steps():

@@ -18,7 +18,7 @@ from wicore_trt.config import KVSettings
 from wicore_trt.core import assemble_kv
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.kv.prefix import parking
-from wicore_trt.kv.tiers import tiers, transfers, way_down, way_up
+from wicore_trt.kv.tiers import down, host, tiers, up
 from wicore_trt.kv.tiers.host import slot_geometry
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.executor import KVLayout
@@ -59,20 +59,18 @@ class Campaign:
         self.device.odds, disk.odds = rng.choice([0.0, 0.02, 0.1]), rng.choice([0.0, 0.02, 0.1])
         clock, reports = self.world.clock, Mailbox(self.world)
         with ExitStack() as changed:
-            changed.enter_context(mock.patch.object(transfers, "SimpleQueue", lambda: reports))
-            changed.enter_context(
-                mock.patch.object(transfers, "ThreadPoolExecutor", lambda *_, **__: Checker(self.world))
-            )
+            changed.enter_context(mock.patch.object(host, "SimpleQueue", lambda: reports))
+            changed.enter_context(mock.patch.object(host, "ThreadPoolExecutor", lambda *_, **__: Checker(self.world)))
             changed.enter_context(mock.patch.multiple(assemble_kv, time=clock, open_store=lambda *_, **__: disk))
             changed.enter_context(mock.patch.object(assemble_kv, "rate_reads", lambda *_: None))
-            changed.enter_context(mock.patch.object(transfers, "Backing", NoBacking))
+            changed.enter_context(mock.patch.object(tiers, "Backing", NoBacking))
             self.manager, self.loader = assemble_kv.make_cache(
                 self.kv, self.layout, self.window, engine="fake", kernels="fake", copier=self.device
             )
         self.loader._clock, self.tiers = clock.monotonic, self.manager.tiers
         self.patches = ExitStack()
         self.patches.enter_context(mock.patch.object(parking, "secrets", SimpleNamespace(token_bytes=rng.randbytes)))
-        for module in (tiers, transfers, way_down, way_up):
+        for module in (tiers, host, down, up):
             self.patches.enter_context(mock.patch.object(module, "time", clock))
         self.scheduler = Scheduler(
             self.manager, max_batch_tokens=self.batch, max_sequences=rng.choice([3, 8]), loader=self.loader,
@@ -132,13 +130,18 @@ class Campaign:
                 break
             self.step()
         assert not self.right, f"lost or stuck: {sorted(self.right)}"
-        moving = self.tiers.transfers
+        tiers = self.tiers
         for _ in range(20_000):
             self.core.tidy()
-            if not (moving.outstanding or self.tiers.loading or any(self.world.lanes.values())):
+            if not (tiers.movers.outstanding or self.tiers.loads.loads or any(self.world.lanes.values())):
                 break
-            moving.wait(0.01)
-        assert not moving.outstanding and not self.tiers._fetching and not moving.up.waiting and not self.loader._begun
+            tiers.wait(0.01)
+        assert (
+            not tiers.movers.outstanding
+            and not self.tiers.loads.fetching
+            and not tiers.up.waiting
+            and not self.loader._begun
+        )
         assert not any(pool.used for pool in self.manager.pools.values()), "a page leaks"
         for index in self.tiers.indexes.values():
             assert not index._lost and all(copy.ready and not copy.readers for copy in index.copies())

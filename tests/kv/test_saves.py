@@ -17,7 +17,7 @@ from fault_injection import flip_bit
 
 from wicore_trt.kv.disk.files import Files, aligned_buffer
 from wicore_trt.kv.disk.store import DiskStore, Outcome
-from wicore_trt.kv.tiers.index import CopyState
+from wicore_trt.kv.tiers.moves import CopyState
 
 SEED = int.from_bytes(os.urandom(4), "little")
 
@@ -49,16 +49,16 @@ def test_a_flipped_page_is_right_after_no_crash(tmp_path: Path, sealed: bool) ->
     stack = Stack(tmp_path / "cache", seed=SEED, host_slots=300, files=files, disk_key_file=key)
     right: dict[tuple[str, bytes], bytes] = {}
     flipped = []
-    save = stack.transfers.down.save
+    save = stack.tiers.down.queue_save
 
     def flip_and_save(copy) -> None:
-        right[copy.page.name] = b"".join(stack.transfers.host.payload(copy))
+        right[copy.page.name] = b"".join(stack.tiers.movers.host.payload(copy))
         if len(right) % 3 == 1:
-            flip_bit(stack.transfers.host.payload(copy), rng.randrange(8 * 32))
+            flip_bit(stack.tiers.movers.host.payload(copy), rng.randrange(8 * 32))
             flipped.append(copy.page.name)
         save(copy)
 
-    stack.transfers.down.save = flip_and_save
+    stack.tiers.down.queue_save = flip_and_save
     stack.add(stack.tokens(40), answer=2)
     stack.settle()
     stack.settle_transfers()
@@ -70,7 +70,7 @@ def test_a_flipped_page_is_right_after_no_crash(tmp_path: Path, sealed: bool) ->
         stack.kv = stack.kv.__class__(**(vars(stack.kv) | {"disk_path": str(tmp_path / "lives" / str(life))}))
         stack.files = None
         stack.open()
-        store: DiskStore = stack.transfers.disk[1]
+        store: DiskStore = stack.tiers.movers.disk[1]
         for copy in stack.tiers.disk.copies():
             parts = [aligned_buffer(SLOT) for _ in copy.slots]
             if wait_for(store.read, copy.page, copy.slots, parts) is Outcome.OK:
@@ -114,7 +114,7 @@ def test_saves_do_not_pile_up_while_disks_hang(tmp_path: Path) -> None:
     files = Hanging()
     stack = Stack(tmp_path, seed=SEED, host_slots=80, files=files, disk_bytes=20 << 20)
     files.on = True
-    store = stack.transfers.disk[1]
+    store = stack.tiers.movers.disk[1]
     end = time.monotonic() + 60
 
     def converse() -> None:
@@ -123,23 +123,23 @@ def test_saves_do_not_pile_up_while_disks_hang(tmp_path: Path) -> None:
         stack.add(stack.tokens(24), answer=1)
         stack.settle()
         while any(copy.state is CopyState.WRITING for copy in stack.tiers.host.copies()):
-            stack.transfers.wait(0.01)
+            stack.tiers.wait(0.01)
             assert time.monotonic() < end
 
     while len(store._pool._running) < 2 or store.queue_depth < 10:  # enough failures for a pause
         converse()
     stack.hurry_disk(0.01)
-    while not store.stalled or stack.transfers.outstanding > 2:
-        stack.transfers.wait(0.01)
+    while not store.stalled or stack.tiers.movers.outstanding > 2:
+        stack.tiers.wait(0.01)
         assert time.monotonic() < end
-    assert stack.transfers.down.no_writes_before > time.monotonic()
-    stack.transfers.down.no_writes_before = math.inf
+    assert stack.tiers.down.no_writes_before > time.monotonic()
+    stack.tiers.down.no_writes_before = math.inf
     most = 0
     for _ in range(400):
         converse()
-        most = max(most, len(stack.transfers.down.to_save))
+        most = max(most, len(stack.tiers.down.to_save))
     assert 20 < most <= 2 * stack.tiers.host.num_slots, most
-    stack.transfers.down.no_writes_before = 0.0
+    stack.tiers.down.no_writes_before = 0.0
     stack.hurry_disk(60.0)
     files.on = False
     files.go_on.set()

@@ -138,7 +138,7 @@ def test_with_its_own_key_a_restart_finds_everything(tmp_path: Path) -> None:
     key.chmod(0o600)
     stack = Stack(tmp_path / "kv", seed=SEED, host_slots=400, disk_key_file=str(key))
     owned = fill(stack, ["", "a"], 3)
-    digests = {bytes(part[:8]) for copy in stack.tiers.host.copies() for part in stack.transfers.host.payload(copy)}
+    digests = {bytes(part[:8]) for copy in stack.tiers.host.copies() for part in stack.tiers.movers.host.payload(copy)}
     stack.restart()
     data = b"".join(file.read_bytes() for file in stack.home().glob("slab-*"))
     assert len(digests) > 20 and not any(digest in data for digest in digests), "plain text on disk"

@@ -6,7 +6,8 @@ import pytest
 from test_tier_index import chain, page_of
 
 from wicore_trt.kv.policy.by_name import make_policy
-from wicore_trt.kv.tiers.index import CopyState, TierIndex
+from wicore_trt.kv.tiers.index import TierIndex
+from wicore_trt.kv.tiers.moves import CopyState
 
 
 def filled(index: TierIndex, keys: list[bytes], group: str = "global") -> None:

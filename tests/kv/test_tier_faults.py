@@ -54,9 +54,9 @@ def flip_rounds(stack: Stack, rounds: int, table: Table, *, requests: int = 6) -
 
 def ask_for(stack: Stack, page: Page) -> bool:
     """Have a page brought to host memory and checked; nobody uses it. False when there is no room just now."""
-    fetch = stack.transfers.fetch(page, deque())
+    fetch = stack.tiers.up.fetch_page(page, deque())
     if fetch is not None:
-        stack.transfers.release(fetch)
+        stack.tiers.up.release_fetch(fetch)
     return fetch is not None
 
 
@@ -75,7 +75,7 @@ def fault_rounds(
     """Traffic from the disk, whose calls go wrong by the plan; `dense`: all its pages are read, too."""
     for _ in range(rounds):
         before, injected, wrong = noticed(stack), plan.counts.copy(), stack.wrong
-        stack.transfers.down.no_writes_before = 0.0  # no pause after a row of failed writes
+        stack.tiers.down.no_writes_before = 0.0  # no pause after a row of failed writes
         stack.serve(requests)
         stack.settle_transfers()
         stack.forget_device()
@@ -122,7 +122,7 @@ def read_disk(stack: Stack) -> None:
     for copy in list(stack.tiers.disk.copies()):
         if copy.ready and stack.tiers.host.get(*copy.page.name) is None:
             while not ask_for(stack, copy.page):
-                stack.transfers.wait(0.01)
+                stack.tiers.wait(0.01)
     stack.settle_transfers()
 
 
@@ -215,7 +215,7 @@ def test_a_disk_that_never_answers(tmp_path: Path, fault: Fault, threads: int) -
         stack.core.close(0.1)
         assert time.monotonic() - begun < 60.0
     else:
-        stack.transfers.disk[1].close(0.0)
+        stack.tiers.movers.disk[1].close(0.0)
     plan.release()
 
 
@@ -277,9 +277,9 @@ def test_a_page_of_another_place_is_refused(tmp_path: Path) -> None:
     stack.settle_transfers()
     copies = [copy for copy in stack.tiers.host.copies() if copy.ready and copy.page.group == GLOBAL]
     for one, two in zip(copies, copies[1:] + copies[:1], strict=True):
-        stack.transfers.host.buffers(two)[0][:] = stack.transfers.host.buffers(one)[0]
+        stack.tiers.movers.host.cut_slots(two.slots)[0][:] = stack.tiers.movers.host.cut_slots(one.slots)[0]
         two.checksum = one.checksum
-    flip_bit(stack.transfers.host.buffers(copies[0]), 0)
+    flip_bit(stack.tiers.movers.host.cut_slots(copies[0].slots), 0)
     stack.forget_device()
     stack.serve(8)
     assert stack.wrong == 0 and stack.counts()["host corrupt"] > 0
@@ -289,12 +289,12 @@ def test_a_page_of_another_place_is_refused(tmp_path: Path) -> None:
 def test_bits_that_flip_before_a_page_is_saved_do_not_reach_the_disk(tmp_path: Path) -> None:
     """Stored and hashed, flipped, saved, forgotten by host and device, read from disk: it stays wrong."""
     stack = Stack(tmp_path, seed=SEED, host_slots=400)
-    stack.transfers.down.no_writes_before = time.monotonic() + 3600  # hold the saves back
+    stack.tiers.down.no_writes_before = time.monotonic() + 3600  # hold the saves back
     stack.serve(8)
     while stack.moving:
-        stack.transfers.wait(0.01)
+        stack.tiers.wait(0.01)
     flipped = stack.flip_host()
-    stack.transfers.down.no_writes_before = 0.0
+    stack.tiers.down.no_writes_before = 0.0
     stack.settle_transfers()
     assert stack.counts()["host corrupt"] == flipped > 20 and not list(stack.tiers.disk.copies())
     stack.forget_device()
@@ -373,7 +373,7 @@ def test_a_copier_that_broke_ends_the_engine_instead_of_a_wait_for_ever(tmp_path
     with pytest.raises(RuntimeError, match="Copies of KV pages failed"):
         stack.step()
     with pytest.raises(RuntimeError, match="Copies of KV pages failed"):
-        stack.transfers.wait(0.01)
+        stack.tiers.wait(0.01)
     stack.executor.broken = None
     stack.settle()
     stack.close()

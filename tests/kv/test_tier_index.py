@@ -20,7 +20,8 @@ from hypothesis.stateful import (
 
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.by_name import make_policy
-from wicore_trt.kv.tiers.index import CopyState, TierCopy, TierIndex
+from wicore_trt.kv.tiers.index import TierIndex
+from wicore_trt.kv.tiers.moves import CopyState, TierCopy
 
 BOTH = {"global": 2, "local": 3}
 LAYOUTS = (BOTH, BOTH, {"global": 1}, {"local": 1})

@@ -13,7 +13,8 @@ from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.by_name import POLICIES, make_policy
 from wicore_trt.kv.policy.cost import CostPolicy
 from wicore_trt.kv.policy.policy import ChainPolicy
-from wicore_trt.kv.tiers.index import TierCopy, TierIndex
+from wicore_trt.kv.tiers.index import TierIndex
+from wicore_trt.kv.tiers.moves import TierCopy
 
 NEED = {"global": 3, "local": 2}
 TENANTS = (b"A" * 16, b"B" * 16, b"C" * 16)

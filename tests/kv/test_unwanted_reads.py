@@ -45,12 +45,12 @@ def kept(tmp_path):
 
 def test_the_store_reads_nothing_that_is_not_wanted(kept):
     tiers, pages = kept
-    index, store = tiers.transfers.disk
+    index, store = tiers.movers.disk
     asked, told = [], deque()
-    parts = [memoryview(bytearray(b"x" * tiers.transfers.host.slot_bytes)) for _ in index.get(*pages[0].name).slots]
+    parts = [memoryview(bytearray(b"x" * tiers.movers.host.slot_bytes)) for _ in index.get(*pages[0].name).slots]
     wanted = lambda: bool(asked.append(1))  # noqa: E731
     assert store.read(pages[0], index.get(*pages[0].name).slots, parts, told.append, wanted=wanted)
-    tiers.transfers.wait_idle(5)
+    tiers.wait_idle(5)
     while not told:
         pass
     assert list(told) == [Outcome.UNWANTED] and asked == [1]
@@ -59,39 +59,39 @@ def test_the_store_reads_nothing_that_is_not_wanted(kept):
 
 def test_a_fetch_of_no_use_fails_and_its_page_stays(kept):
     tiers, pages = kept
-    transfers, inbox = tiers.transfers, deque()
-    fetches = [transfers.fetch(page, inbox, lambda: False) for page in pages]
-    assert transfers.wait_idle(10)
+    inbox = deque()
+    fetches = [tiers.up.fetch_page(page, inbox, lambda: False) for page in pages]
+    assert tiers.wait_idle(10)
     assert [fetch.stage for fetch in fetches] == [Stage.FAILED] * len(pages) and len(inbox) == len(pages)
-    assert not transfers.disk_traffic.failures and not transfers.up.waiting and not transfers.up.reading_bytes
+    assert not tiers.movers.disk_traffic.failures and not tiers.up.waiting and not tiers.up.reading_bytes
     assert tiers.host.used_slots == 0
     assert all(tiers.where(*page.name) == "disk" for page in pages)
 
 
 def test_who_comes_after_a_read_was_left_out_has_it_read(kept):
     tiers, pages = kept
-    transfers, inbox = tiers.transfers, deque()
-    first = transfers.fetch(pages[0], inbox, lambda: False)
-    while transfers.movers.mailbox.empty():
+    inbox = deque()
+    first = tiers.up.fetch_page(pages[0], inbox, lambda: False)
+    while tiers.movers.mailbox.empty():
         pass  # it was left out, which nobody knows yet
-    second = transfers.fetch(pages[0], inbox)
-    assert transfers.wait_idle(10)
+    second = tiers.up.fetch_page(pages[0], inbox)
+    assert tiers.wait_idle(10)
     assert (first.stage, second.stage) == (Stage.FAILED, Stage.HERE)
-    transfers.release(second)
+    tiers.up.release_fetch(second)
 
 
 def test_a_load_that_is_given_up_leaves_the_disk_to_others(kept):
     tiers, pages = kept
     pages = [page for page in pages if page.group == GLOBAL]
-    store, free = tiers.transfers.disk[1], threading.Event()
+    store, free = tiers.movers.disk[1], threading.Event()
     occupy(store, free)
     load, reads = PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, 0) for page in pages]), []
     with mock.patch.object(store, "_read", lambda *args: reads.append(args[0])):
-        tiers.begin(load)
+        tiers.loads.begin_load(load)
         assert load.reading == len(pages)
         load.floor = 1 << 30  # the sequence has computed all of it
         free.set()
-        while tiers.loading or tiers.transfers.busy:
+        while tiers.loads.loads or tiers.busy:
             tiers.poll()
     assert not reads and load.meeting_page() == max(page.index for page in pages) + 1
     assert not load.failed and load.finished and not load.reading
@@ -100,21 +100,21 @@ def test_a_load_that_is_given_up_leaves_the_disk_to_others(kept):
 def test_who_comes_after_a_read_was_left_out_waits_for_room_in_the_queue(kept):
     tiers, pages = kept
     pages = [page for page in pages if page.group == GLOBAL]
-    transfers, store, free = tiers.transfers, tiers.transfers.disk[1], threading.Event()
+    store, free = tiers.movers.disk[1], threading.Event()
     given_up = PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, -1) for page in pages])
     given_up.floor = 1 << 30
     with mock.patch.object(given_up, "next_item", lambda: given_up.todo.popleft() if given_up.todo else None):
-        tiers.begin(given_up)
-    while transfers.movers.mailbox.qsize() < len(pages):
+        tiers.loads.begin_load(given_up)
+    while tiers.movers.mailbox.qsize() < len(pages):
         pass  # all of its reads were left out, which nobody knows yet
     occupy(store, free)
     load = PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, -1) for page in pages])
-    tiers.begin(load)
+    tiers.loads.begin_load(load)
     assert load.in_flight == len(pages)
     with mock.patch.object(store._pool, "_limit", 1):
         tiers.poll()
         free.set()
-        while tiers.loading or tiers.transfers.busy:
+        while tiers.loads.loads or tiers.busy:
             tiers.poll()
     assert load.complete and not load.in_flight and not load.reading
 
@@ -122,16 +122,16 @@ def test_who_comes_after_a_read_was_left_out_waits_for_room_in_the_queue(kept):
 def test_two_loads_that_read_the_same_pages_keep_to_the_bound_one_after_the_other(kept):
     tiers, pages = kept
     pages = [page for page in pages if page.group == GLOBAL]
-    store, free = tiers.transfers.disk[1], threading.Event()
+    store, free = tiers.movers.disk[1], threading.Event()
     occupy(store, free)
     loads = [PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, -1) for page in pages]) for _ in range(2)]
-    with mock.patch.object(tiers, "_in_flight", 2):
+    with mock.patch.object(tiers.loads, "_in_flight", 2):
         for load in loads:
-            tiers.begin(load)
+            tiers.loads.begin_load(load)
         assert [(load.reading, load.in_flight) for load in loads] == [(2, 2), (0, 0)]
         assert [tiers.where(*page.name) for page in pages[:3]] == ["reading", "reading", "disk"]
         free.set()
-        while tiers.loading or tiers.transfers.busy:
+        while tiers.loads.loads or tiers.busy:
             tiers.poll()
             assert all(load.reading <= 2 for load in loads)
     assert all(load.complete and not load.reading for load in loads)
@@ -141,23 +141,23 @@ def test_two_loads_that_read_the_same_pages_keep_to_the_bound_one_after_the_othe
 def test_a_page_that_is_wrong_in_host_memory_waits_for_room_in_the_queue(kept):
     tiers, pages = kept
     pages = [page for page in pages if page.group == GLOBAL]
-    transfers, free = tiers.transfers, threading.Event()
-    tiers.begin(PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, -1) for page in pages]))
-    while tiers.loading:
+    free = threading.Event()
+    tiers.loads.begin_load(PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, -1) for page in pages]))
+    while tiers.loads.loads:
         tiers.poll()
     for page in pages:
-        transfers.host.payload(tiers.host.get(*page.name))[0][0] ^= 1
-    occupy(transfers.disk[1], free)
+        tiers.movers.host.payload(tiers.host.get(*page.name))[0][0] ^= 1
+    occupy(tiers.movers.disk[1], free)
     load = PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, -1) for page in pages])
-    fetch, counts = transfers.fetch, []
-    spied = mock.patch.object(transfers, "fetch", lambda *args: counts.append(args[3]) or fetch(*args))
-    with mock.patch.object(transfers.disk[1]._pool, "_limit", 1), spied:
-        tiers.begin(load)
-        while transfers.host_traffic.failures["corrupt"] < len(pages):
+    fetch, counts = tiers.up.fetch_page, []
+    spied = mock.patch.object(tiers.up, "fetch_page", lambda *args: counts.append(args[3]) or fetch(*args))
+    with mock.patch.object(tiers.movers.disk[1]._pool, "_limit", 1), spied:
+        tiers.loads.begin_load(load)
+        while tiers.movers.host_traffic.failures["corrupt"] < len(pages):
             tiers.poll()
         free.set()
-        while tiers.loading or transfers.busy:
+        while tiers.loads.loads or tiers.busy:
             tiers.poll()
     assert load.complete and not load.in_flight and not load.reading
-    assert not transfers.disk_traffic.failures and transfers.host_traffic.failures == {"corrupt": len(pages)}
+    assert not tiers.movers.disk_traffic.failures and tiers.movers.host_traffic.failures == {"corrupt": len(pages)}
     assert {0, 1} == set(counts), "how often its bytes were wrong is not forgotten"

@@ -74,7 +74,7 @@ def test_pages_that_are_waited_for_do_not_expire():
     prefix = [2 + i * 7 % 90 for i in range(40)]
     core = core_with_a_prefix_in_host(prefix)
     manager, scheduler = core.scheduler.manager, core.scheduler
-    scheduler.loader.tiers.transfers.fetch = Fetch  # nothing arrives
+    scheduler.loader.tiers.up.fetch_page = Fetch  # nothing arrives
     measured(core, 1.0, 1e-6)
     core.add(GenerateRequest("loads", (*prefix, 5), GREEDY))
     core.step()

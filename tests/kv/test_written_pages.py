@@ -18,7 +18,7 @@ from wicore_trt.kv.pool import PagePool
 from wicore_trt.kv.prefix.planner import TierRate
 from wicore_trt.kv.prefix.rates import PrefillMeter, TierMeter
 from wicore_trt.kv.sequence_pages import SequencePages
-from wicore_trt.kv.tiers import tiers as lower_tiers
+from wicore_trt.kv.tiers import up
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
 from wicore_trt.kv.tiers.moves import Fetch
 from wicore_trt.model.spec import GLOBAL, LOCAL
@@ -34,12 +34,12 @@ def run(core, *, steps: int = 5000, loads_first: bool = True) -> dict[str, list[
     got: dict[str, list[int]] = {}
     tiers = core.scheduler.manager.tiers
     for _ in range(steps):
-        while loads_first and tiers.loading:
-            tiers.transfers.wait(0.01)
+        while loads_first and tiers.loads.loads:
+            tiers.wait(0.01)
             tiers.poll()
         if not core.has_work:
             while core.tidy():
-                core.scheduler.manager.tiers.transfers.wait(0.01)
+                core.scheduler.manager.tiers.wait(0.01)
             return got
         for output in core.step():
             assert output.error is None, output.error
@@ -103,7 +103,7 @@ def test_a_split_load_that_ends_early_passes_over_nothing(seed):
 @pytest.mark.parametrize("seed", range(6))
 def test_a_page_that_comes_wrong_spoils_nothing_that_was_computed(seed, monkeypatch):
     """The device says only afterwards that what came into a slot was another page."""
-    monkeypatch.setattr(lower_tiers, "IN_MEMORY", 1)  # pages come one by one, beside steps that end amid a page
+    monkeypatch.setattr(up, "IN_MEMORY", 1)  # pages come one by one, beside steps that end amid a page
     rng = random.Random(seed)
     core = make_core(
         pages={GLOBAL: 256, LOCAL: 256}, page_tokens=4, window=8, max_batch_tokens=5, max_context=512,
@@ -254,7 +254,7 @@ def test_a_load_that_takes_the_last_local_pages_is_given_up_not_begun_again():
     loader, scheduler = core.scheduler.loader, core.scheduler
     scheduler._load_spare = lambda sequence: 0  # begin all the same
     measured(core, 1000.0, 0.1)
-    loader.tiers.transfers.fetch = Fetch  # what is asked for never arrives
+    loader.tiers.up.fetch_page = Fetch  # what is asked for never arrives
     assert ask(core, "again", [*prompt, 5], loads_first=False) == greedy([*prompt, 5], 3, ignore_eos=True)
     assert scheduler.preemptions == 0
 
@@ -346,15 +346,15 @@ def test_nothing_arrives_behind_a_step_under_way_while_a_sequence_loads():
 def test_waiting_applies_all_that_was_reported_and_checks_it_at_once():
     core = make_core(pages={GLOBAL: 400, LOCAL: 400}, page_tokens=4, window=8, kv=KVSettings(host_bytes=4000 * 4096))
     prompt = [2 + i * 7 % 90 for i in range(600)]
-    transfers = core.scheduler.manager.tiers.transfers
-    jobs, submit = [], transfers.movers.checker.submit
-    transfers.movers.checker.submit = lambda run, moves: (jobs.append(len(moves)), submit(run, moves))
+    tiers = core.scheduler.manager.tiers
+    jobs, submit = [], tiers.movers.checker.submit
+    tiers.movers.checker.submit = lambda run, moves: (jobs.append(len(moves)), submit(run, moves))
     ask(core, "fill", prompt)
     jobs.clear()
     pages = [Page(bytes([i]) * 32, GLOBAL, i, None, b"t") for i in range(100)]
-    copies = [transfers.store(page, i, private=True) for i, page in enumerate(pages)]
+    copies = [tiers.down.store_page(page, i, private=True) for i, page in enumerate(pages)]
     assert core.scheduler.manager.tiers.retain(copies) and jobs == [100]
-    transfers.host.index.release(copies)
+    tiers.host.release(copies)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -149,27 +149,27 @@ MUTANTS = (
     ),
     # --- tiers: slots, readers, checks, names
     Mutant(
-        "kv/tiers/tiers.py",
+        "kv/tiers/up.py",
         "item.slot >= 0 and load.wanted(item):",
         "item.slot >= 0 and not load.broken:",
     ),
     Mutant(
-        "kv/tiers/way_up.py",
+        "kv/tiers/up.py",
         "        host.index.release(copies if all(right) else compress(copies, right))\n",
         "",
     ),
     Mutant(
-        "kv/tiers/way_up.py",
-        "            self._tell(move, 0, right)\n",
-        "            self._tell(move, 0, [True, *right[1:]])\n",
+        "kv/tiers/up.py",
+        "            self._tell_verdicts(move, 0, right)\n",
+        "            self._tell_verdicts(move, 0, [True, *right[1:]])\n",
     ),
     Mutant(
-        "kv/tiers/way_up.py",
+        "kv/tiers/up.py",
         "digest is None or (digest, copy.page) == copy.checksum",
         "digest is None or not copy.origin or (digest, copy.page) == copy.checksum",
     ),
     Mutant(
-        "kv/tiers/tiers.py",
+        "kv/tiers/up.py",
         "        if load.wrong[place] > MAX_WRONG:",
         "        if load.wrong[place] < 0:",
         "tests/kv/test_places.py",
@@ -211,17 +211,17 @@ MUTANTS = (
         "tests/runtime/test_stream_page_copier.py",
     ),
     Mutant(
-        "kv/tiers/way_up.py",
+        "kv/tiers/up.py",
         "            self._movers.host.index.acquire([copy])\n            fetch.copy = copy",
         "            fetch.copy = copy",
     ),
     Mutant(
-        "kv/tiers/way_up.py",
+        "kv/tiers/up.py",
         "            index.release([source])\n            movers.disk_traffic.read_bytes",
         "            movers.disk_traffic.read_bytes",
     ),
     Mutant(
-        "kv/tiers/way_down.py",
+        "kv/tiers/down.py",
         'index.abort(target, "timeout", touched=True)',
         'index.abort(target, "timeout")',
     ),

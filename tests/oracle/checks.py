@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from oracle.device import Failure
 from oracle.stack import Stack
-from wicore_trt.kv.tiers.stored import CopyState
+from wicore_trt.kv.tiers.moves import CopyState
 
 SETTLE_S = 4000.0
 """Beyond every timeout and pause of the tiers."""
@@ -28,19 +28,19 @@ def settle(stack: Stack) -> None:
     """Let all that is under way end: an idle engine tidies up."""
     world = stack.world
     begun = world.clock()
-    while stack.core.tidy() or (stack.tiers is not None and stack.tiers.loading):
+    while stack.core.tidy() or (stack.tiers is not None and stack.tiers.loads.loads):
         spent = world.clock() - begun
         require(spent < (SETTLE_S if world.virtual else 60.0), "never idle", under_way(stack))
         if world.virtual:
             world.advance(0.02 if spent < 2 else 5.0)
         else:
-            stack.tiers.transfers.wait(0.01)
-            stack.tiers.transfers.down.no_writes_before = 0.0  # nobody waits for half a minute here
+            stack.tiers.wait(0.01)
+            stack.tiers.down.no_writes_before = 0.0  # nobody waits for half a minute here
 
 
 def under_way(stack: Stack) -> str:
-    transfers = stack.tiers.transfers
-    return f"{transfers.outstanding} transfers, {len(transfers.down.to_save)} to save, loading: {stack.tiers.loading}"
+    tiers = stack.tiers
+    return f"{tiers.movers.outstanding} transfers, {len(tiers.down.to_save)} to save, loading: {tiers.loads.loads}"
 
 
 def check_idle(stack: Stack) -> None:
@@ -54,10 +54,10 @@ def check_idle(stack: Stack) -> None:
     require(stats.requests_running == stats.requests_waiting == 0, "stats", stats)
     if stack.tiers is None:
         return
-    transfers = stack.tiers.transfers
-    require(not stack.loader._begun and not stack.tiers._loads, "leak", "a load of nobody")
-    require(not transfers.outstanding and not transfers.up.waiting, "leak", under_way(stack))
-    require(not transfers.up.reading_bytes and not transfers.down.saving_slots, "leak", "bytes that move for ever")
+    tiers = stack.tiers
+    require(not stack.loader._begun and not stack.tiers.loads.loads, "leak", "a load of nobody")
+    require(not tiers.movers.outstanding and not tiers.up.waiting, "leak", under_way(stack))
+    require(not tiers.up.reading_bytes and not tiers.down.saving_slots, "leak", "bytes that move for ever")
     for name, index in stack.tiers.indexes.items():
         require(not index._lost, "leak", name, "slots that never came back")
         for copy in index.copies():

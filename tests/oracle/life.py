@@ -234,7 +234,7 @@ class Life:
         rng, tiers = random.Random(seed), self.stack.tiers
         for copy in list(tiers.host.copies()) if tiers is not None else ():
             if copy.ready and not copy.readers and rng.random() < share:
-                scramble(tiers.transfers.host.payload(copy), rng)
+                scramble(tiers.movers.host.payload(copy), rng)
                 self.counts["host page flipped"] += 1
 
     def _flip_saving(self, share: float, seed: int) -> None:
@@ -246,7 +246,7 @@ class Life:
             source = tiers.host.get(*copy.page.name)
             saving = not copy.ready and source is not None and source.ready and source.readers == 1
             if saving and rng.random() < share:
-                scramble(tiers.transfers.host.payload(source), rng)
+                scramble(tiers.movers.host.payload(source), rng)
                 self.counts["page flipped while it is saved"] += 1
         if rng.random() < 0.5:
             self.world.advance(self.world.speeds.disk * rng.random())

@@ -246,13 +246,13 @@ class Stack:
             setattr(pool, name, then_poison(getattr(pool, name)))
 
     def _poison_host(self) -> None:
-        host, transfers = self.tiers.host, self.tiers.transfers
+        host = self.tiers.host
         reserve = host.reserve
 
         def reserved(page):
             copy = reserve(page)
             if copy is not None:
-                for part in transfers.host.buffers(copy):
+                for part in self.tiers.movers.host.cut_slots(copy.slots):
                     part[:] = POISON * (len(part) // DIGEST)
             return copy
 
@@ -260,7 +260,7 @@ class Stack:
 
     def _watch_loads(self) -> None:
         loader, tiers, counts = self.loader, self.tiers, self.counts
-        begin, step, jump, cancel, fetch = loader.begin, loader.step, loader.jump, loader.cancel, tiers.begin
+        begin, step, jump, cancel, fetch = loader.begin, loader.step, loader.jump, loader.cancel, tiers.loads.begin_load
 
         def begun(pages, chosen, **more):
             there = pages.published * self.setup.page_tokens
@@ -299,7 +299,13 @@ class Stack:
                 self.loads.append((load, None))
             return fetch(load)
 
-        loader.begin, loader.step, loader.jump, loader.cancel, tiers.begin = begun, stepped, jumped, cancelled, fetched
+        loader.begin, loader.step, loader.jump, loader.cancel, tiers.loads.begin_load = (
+            begun,
+            stepped,
+            jumped,
+            cancelled,
+            fetched,
+        )
 
     def _bound_idle(self, idle: Idle, action: str) -> None:
         """A load may not stall its sequence longer than computing would take under the present load, and some. Where

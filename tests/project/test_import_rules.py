@@ -164,8 +164,7 @@ def test_pure_packages_load_nothing_heavy() -> None:
     light = [name for name in modules if name not in LOAD_NUMPY]
     assert len(light) > 30 and len(light) + len(LOAD_NUMPY) == len(modules)
     assert {
-        f"wicore_trt.kv.{name}"
-        for name in ("manager", "prefix.planner", "policy.policy", "tiers.index", "tiers.transfers")
+        f"wicore_trt.kv.{name}" for name in ("manager", "prefix.planner", "policy.policy", "tiers.index", "tiers.tiers")
     } < {*light}
     assert not loaded(light)
 

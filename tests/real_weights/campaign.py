@@ -39,11 +39,10 @@ from wicore_trt.config import resolve_settings
 from wicore_trt.core import assemble_kv
 from wicore_trt.core.assemble import load_engine
 from wicore_trt.engine.directory import open_engine
-from wicore_trt.kv.tiers import way_up
-from wicore_trt.kv.tiers.host import HostTier
-from wicore_trt.kv.tiers.index import TierCopy, TierIndex
-from wicore_trt.kv.tiers.movers import Movers
-from wicore_trt.kv.tiers.moves import Place, Store
+from wicore_trt.kv.tiers import up
+from wicore_trt.kv.tiers.host import HostTier, Movers
+from wicore_trt.kv.tiers.index import TierIndex
+from wicore_trt.kv.tiers.moves import Store, TierCopy, Upload
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime import page_copier
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams, TokenLogprob
@@ -146,7 +145,7 @@ class Ledger:
 
 
 def coming_page(move: Any, copy: Any) -> tuple[int, int]:
-    """Stands for a page of a `Place`: one may be placed twice at once."""
+    """Stands for a page of a `Upload`: one may be placed twice at once."""
     return id(move), id(copy)
 
 
@@ -225,7 +224,7 @@ class LyingLane:
         found = {}
         for copies in self.batch.copies:
             move = copies.done.args[0] if isinstance(copies.done, partial) else None
-            if not isinstance(move, Place):
+            if not isinstance(move, Upload):
                 continue
             by_slot = {slot: copy for copy in move.copies for slot in copy.slots}
             for address, parts in zip(copies.addresses, copies.parts, strict=True):
@@ -260,11 +259,11 @@ def lies(ledger: Ledger, plan: FaultPlan, *, unchecked: bool) -> Iterator[None]:
     """Everything that an engine opened inside believes in may lie."""
     make_tiers, copier = assemble_kv._make_tiers, page_copier.StreamPageCopier
     put = copier._put
-    placed, corrupt, remove = way_up.WayUp.placed, way_up.WayUp._corrupt, TierIndex._remove
+    placed, corrupt, remove = up.UpTransfers.apply_uploaded, up.UpTransfers._drop_corrupt, TierIndex._remove
 
     def open_tiers(*args: Any) -> Any:
         found = make_tiers(*args[:-1], FaultyFiles(plan))
-        host = found[0].transfers.host
+        host = found[0].movers.host
         ledger.opened(host._slab, host.slot_bytes)
         ours.append(host.index)
         return found
@@ -277,17 +276,17 @@ def lies(ledger: Ledger, plan: FaultPlan, *, unchecked: bool) -> Iterator[None]:
         way.lane.batch = batch
         put(self, way, batch)
 
-    def see_placed(self: Any, move: Place, digests: Sequence[bytes | None], seconds: float) -> None:
-        over = move.over
+    def see_placed(self: Any, move: Upload, digests: Sequence[bytes | None], seconds: float) -> None:
+        over = move.on_verdict
 
         def hear(places: Sequence[int], right: bool) -> None:
             for place in places:
                 ledger.judged(move, place, believed=right)
             over(places, right)
 
-        move.over = hear
+        move.on_verdict = hear
         placed(self, move, [None] * len(digests) if unchecked else digests, seconds)
-        move.over = over
+        move.on_verdict = over
 
     def see_corrupt(self: Any, copy: TierCopy) -> None:
         ledger.left(copy.slots if copy.ready else (), "corrupt")
@@ -304,8 +303,8 @@ def lies(ledger: Ledger, plan: FaultPlan, *, unchecked: bool) -> Iterator[None]:
         mock.patch.object(page_copier, "StreamPageCopier", open_copier),
         mock.patch.object(copier, "_put", see_put),
         mock.patch.object(torch_executor, "make_copier", linked_copier),
-        mock.patch.object(way_up.WayUp, "placed", see_placed),
-        mock.patch.object(way_up.WayUp, "_corrupt", see_corrupt),
+        mock.patch.object(up.UpTransfers, "apply_uploaded", see_placed),
+        mock.patch.object(up.UpTransfers, "_drop_corrupt", see_corrupt),
         mock.patch.object(TierIndex, "_remove", see_removed),
     ):
         if not unchecked:
@@ -391,9 +390,9 @@ def flip_in_host(ledger: Ledger, host: HostTier) -> None:
     rng, found = ledger.rng, list(copies(host.index))
     for copy in rng.sample(found, min(FLIPS, len(found))):
         number = rng.randrange(len(copy.slots))
-        slot, used = copy.slots[number], host.bytes_of(copy.page) - number * host.slot_bytes
+        slot, used = copy.slots[number], host.page_bytes[copy.page.group] - number * host.slot_bytes
         if slot not in ledger.host:
-            part = host.buffers(copy)[number][:used]
+            part = host.cut_slots(copy.slots)[number][:used]
             flip_bit([part], rng.randrange(len(part) * 8))
             ledger.host[slot] = what = f"host bit{IN_USE * (copy.readers > 0)}"
             ledger.did(what)
@@ -455,7 +454,7 @@ def one_run(
     )  # fmt: skip
     tiers = engine.core.scheduler.manager.tiers
     assert tiers is not None
-    host, wrong = tiers.transfers.host, 0
+    host, wrong = tiers.movers.host, 0
 
     def between() -> None:
         if rng.random() < HOST_RATE:
@@ -469,7 +468,7 @@ def one_run(
                 print(f"WRONG: {name}: {answer[0]} for {expected[name][1][0]}", flush=True)
     for tier in engine.core.stats().kv.tiers:
         hits[f"tokens found in {tier.tier}"] += tier.hit_tokens
-    for kind, traffic in (("host", tiers.transfers.host_traffic), ("disk", tiers.transfers.disk_traffic)):
+    for kind, traffic in (("host", tiers.movers.host_traffic), ("disk", tiers.movers.disk_traffic)):
         hits.update({f"{kind}: {cause}": count for cause, count in traffic.failures.items()})
     engine.close()
     return wrong

@@ -62,23 +62,23 @@ def test_no_page_comes_into_memory_of_the_rating_before_its_last_copy_is_over():
     copier.to_host = lambda group, slot, parts, done: asked.append((parts, partial(done, None)))
     copier.to_device = lambda group, slots, pages, done: asked.extend((parts, partial(done, [None])) for parts in pages)
     manager, loader = make_cache(KVSettings(host_bytes=8 << 20), layout, 8, engine="e", kernels="k", copier=copier)
-    transfers, taken = manager.tiers.transfers, []
+    tiers, taken = manager.tiers, []
 
     def take_all() -> None:
-        while (copy := transfers.host.index.reserve(Page(secrets.token_bytes(32), "global", 0, None, b""))) is not None:
-            taken.extend(host_address(part) for part in transfers.host.buffers(copy))
+        while (copy := tiers.host.reserve(Page(secrets.token_bytes(32), "global", 0, None, b""))) is not None:
+            taken.extend(host_address(part) for part in tiers.movers.host.cut_slots(copy.slots))
 
     take_all()
     lent = {host_address(part) for parts, _ in asked for part in parts}
     assert taken and lent and not lent.intersection(taken)
     for _, done in asked[:-1]:
         done(1e-6)
-    transfers.poll()
+    tiers.apply_reports()
     take_all()
     assert not lent.intersection(taken)
     asked[-1][1](1e-6)
-    transfers.poll()
+    tiers.apply_reports()
     take_all()
-    assert lent < set(taken) and len(taken) == transfers.host.index.num_slots
+    assert lent < set(taken) and len(taken) == tiers.host.num_slots
     assert not loader._probed.empty()
-    transfers.host.index.check_integrity()
+    tiers.host.check_integrity()

@@ -14,7 +14,6 @@ from wicore_trt.config import KVSettings
 from wicore_trt.errors import ConfigError
 from wicore_trt.kv.disk.files import Files
 from wicore_trt.kv.disk.format import Namespace
-from wicore_trt.kv.disk.page_store import PageStore
 from wicore_trt.kv.disk.rate import rate_reads
 from wicore_trt.kv.disk.secret import secret_of
 from wicore_trt.kv.disk.store import DiskStore, open_store
@@ -25,10 +24,10 @@ from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.policy.by_name import policy_of
 from wicore_trt.kv.prefix.loader import PrefixLoader
 from wicore_trt.kv.tiers.host import slot_geometry
-from wicore_trt.kv.tiers.index import TierCopy, TierIndex
+from wicore_trt.kv.tiers.index import TierIndex
+from wicore_trt.kv.tiers.moves import TierCopy
 from wicore_trt.kv.tiers.retention import Retention
-from wicore_trt.kv.tiers.tiers import LowerTiers
-from wicore_trt.kv.tiers.transfers import Transfers, open_transfers
+from wicore_trt.kv.tiers.tiers import LowerTiers, open_tiers
 from wicore_trt.memory import check_room
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.executor import KVLayout, PageCopier
@@ -81,8 +80,8 @@ def make_cache(
         # the threads that move pages run a few lines at a time, and would wait 5 ms for each beside a busy engine
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         loader = PrefixLoader(manager, tiers, layout.page_bytes)
-        tiers.transfers.up.disk_rate = loader.disk_read
-        _keep_times(manager.retention, tiers.transfers)
+        tiers.up.disk_rate = loader.disk_read
+        _keep_times(manager.retention, tiers)
         loader.probe()
         if store is not None and settings.disk_path is not None and tiers.disk is not None and not tiers.disk.newest(1):
             spare = min(settings.disk_bytes // 16, store.spare_bytes)
@@ -127,18 +126,19 @@ def _make_tiers(
             on_evict=partial(_left, events, tier, store if tier == "disk" else None),
         )
 
-    transfers = open_transfers(
-        index, num_slots, slot_bytes, namespace.layout, store, copier,
-        save_early=settings.write_policy == "through", stored=events.append_stored,
+    tiers = open_tiers(
+        index("host", num_slots), (index("disk", store.num_slots), store) if store is not None else None,
+        slot_bytes, namespace.layout, copier, threshold=settings.host_threshold,
+        save_early=settings.write_policy == "through", announce=events.append_stored,
     )  # fmt: skip
-    return LowerTiers(transfers, threshold=settings.host_threshold), store
+    return tiers, store
 
 
-def _keep_times(retention: Retention, transfers: Transfers) -> None:
+def _keep_times(retention: Retention, tiers: LowerTiers) -> None:
     """Have times to live written down with the pages on disk, and go on with those of an earlier process."""
-    if transfers.disk is None:
+    if tiers.movers.disk is None:
         return
-    books, store = transfers.disk
+    books, store = tiers.movers.disk
     for key, end in store.ending.items():
         retention.restore(key, min(end - store.now, MAX_TTL_S))
 
@@ -156,11 +156,11 @@ def _keep_times(retention: Retention, transfers: Transfers) -> None:
                 if not known or not end or end < known or known - store.now < (left or 0.0) / 2:
                     store.stamp(copy.page, copy.slots, end)
 
-    transfers.down.expires = expires
+    tiers.down.expires = expires
     retention.stamped = stamped
 
 
-def _left(events: KVEventLog, tier: str, store: PageStore | None, copy: TierCopy, cause: str) -> None:
+def _left(events: KVEventLog, tier: str, store: DiskStore | None, copy: TierCopy, cause: str) -> None:
     if copy.found:  # nobody was told of one that was not
         events.append_removed(tier, copy.page.group, copy.page.key, cause)
     if store is not None:

@@ -89,8 +89,9 @@ class EngineCore(Core):
         self._ahead = executor if isinstance(executor, AheadExecutor) else None
         self._flight: Flight | None = None
         self._landed = 0.0
-        if scheduler.manager.tiers is not None:
-            scheduler.manager.tiers.transfers.yield_to(lambda: self.has_work)
+        tiers = scheduler.manager.tiers
+        if tiers is not None and tiers.backing is not None:
+            tiers.backing.working = lambda: self.has_work
 
     @property
     def has_work(self) -> bool:
@@ -346,7 +347,7 @@ class EngineCore(Core):
         """Nothing to compute: wait a moment for the pages that are being loaded, else somebody is stuck."""
         manager = self.scheduler.manager
         if manager.tiers is not None and self.scheduler.loading:
-            manager.tiers.transfers.wait(0 if self.scheduler.held_back else LOAD_WAIT_S)
+            manager.tiers.wait(0 if self.scheduler.held_back else LOAD_WAIT_S)
             return []
         return self._unstick(schedule)
 

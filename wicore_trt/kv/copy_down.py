@@ -63,7 +63,7 @@ class CopyDown:
         """A cached page is about to lose its slot."""
         last_chance = (group, slot) in self._due or (self._policy == "back" and slot in self._unsaved[group])
         if self._tiers is not None and last_chance and self._pools[group].trusted(slot):
-            self._tiers.store(page, slot)
+            self._tiers.down.store_page(page, slot)
         self.forget(group, slot)
 
     def forget(self, group: str, slot: int) -> None:
@@ -118,7 +118,7 @@ class CopyDown:
         page = self._pools[group].page(slot)
         assert self._tiers is not None and page is not None
         self.forget(group, slot)
-        self._tiers.store(page, slot)
+        self._tiers.down.store_page(page, slot)
 
     def check_integrity(self) -> None:
         """Assert the invariant of this module."""

@@ -181,13 +181,13 @@ class KVCacheManager:
     @property
     def busy(self) -> bool:
         """Whether any page is on its way to a tier or is to go there."""
-        return self.tiers is not None and (self.tiers.transfers.busy or self._copies.due)
+        return self.tiers is not None and (self.tiers.busy or self._copies.due)
 
     def close(self, timeout_s: float) -> None:
         """Let what is on its way to the tiers arrive, for at most `timeout_s` seconds. The end of it."""
         if self.tiers is not None:
             self._copies.begin_due()
-            self.tiers.transfers.close(timeout_s)
+            self.tiers.close(timeout_s)
 
     def housekeep(self) -> None:
         """While no step is to be made: apply finished transfers, copy pages down, drop pages whose time is over."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from wicore_trt.kv.pages.hashing import TenantNames
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.tiers.load import PrefixLoad
-from wicore_trt.kv.tiers.stored import TierCopy
+from wicore_trt.kv.tiers.moves import TierCopy
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import CacheHints
 

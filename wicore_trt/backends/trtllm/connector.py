@@ -29,8 +29,7 @@ from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.kv.disk.format import Namespace
 from wicore_trt.kv.pages.hashing import KeyChain, TenantNames
 from wicore_trt.kv.pages.page import Page
-from wicore_trt.kv.tiers.moves import Fetch
-from wicore_trt.kv.tiers.stored import TierCopy
+from wicore_trt.kv.tiers.moves import Fetch, TierCopy
 
 CONNECTOR = {
     "connector_module": "wicore_trt.backends.trtllm.connector",

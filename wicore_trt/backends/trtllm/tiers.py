@@ -21,10 +21,9 @@ from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.by_name import policy_of
 from wicore_trt.kv.tiers.host import slot_geometry
 from wicore_trt.kv.tiers.index import TierIndex
-from wicore_trt.kv.tiers.moves import Fetch, Stage
-from wicore_trt.kv.tiers.stored import CopyState, TierCopy
-from wicore_trt.kv.tiers.tiers import IN_FLIGHT, LowerTiers
-from wicore_trt.kv.tiers.transfers import Transfers, open_transfers
+from wicore_trt.kv.tiers.moves import CopyState, Fetch, Stage, TierCopy
+from wicore_trt.kv.tiers.tiers import LowerTiers, open_tiers
+from wicore_trt.kv.tiers.up import IN_FLIGHT
 from wicore_trt.runtime.executor import PageCopier
 from wicore_trt.types import TierStats
 
@@ -68,41 +67,43 @@ class BlockTiers:
             quota = settings.tenant_quota
             return TierIndex(slots, slots_per_page, policy, primary=GROUP, quota=quota, on_evict=left)
 
-        early = settings.write_policy == "through"
-        self.transfers = open_transfers(index, num_slots, slot_bytes, namespace.layout, store, copier, save_early=early)
-        self._tiers = LowerTiers(self.transfers, threshold=settings.host_threshold)
+        disk = (index("disk", store.num_slots), store) if store is not None else None
+        self.lower = open_tiers(
+            index("host", num_slots), disk, slot_bytes, namespace.layout, copier,
+            threshold=settings.host_threshold, save_early=settings.write_policy == "through",
+        )  # fmt: skip
 
     def known(self, page: Page) -> bool:
         """Whether some tier has the page, or is getting it."""
-        return self._tiers.where(*page.name) is not None
+        return self.lower.where(*page.name) is not None
 
     def match(self, chain: Sequence[bytes], pages: Sequence[Page], timeout_s: float) -> list[Fetch]:
         """The longest run of `pages` from the first on that were in host memory, or came from disk, within `timeout_s`
         and whose checksums are right. Each is held until `release` or the end of `load`. `chain` has the keys of the
         whole prompt, from which the eviction policy learns."""
-        self._tiers.touch(chain, None)
+        self.lower.touch(chain, None)
         wanted = list(takewhile(self.known, pages))
-        match = _Match(self.transfers, wanted)
+        match = _Match(self.lower, wanted)
         end = time.monotonic() + timeout_s
         while not match.complete and (left := end - time.monotonic()) > 0:
             match.start()
-            if not match.waiting and not self.transfers.outstanding:
+            if not match.waiting and not self.lower.movers.outstanding:
                 break  # the host is full of pages that are held
-            self.transfers.wait(min(left, _WAIT_S))
+            self.lower.wait(min(left, _WAIT_S))
             match.take_in()
         return match.close()
 
     def store(self, page: Page, block: int) -> TierCopy | None:
         """Copy a block to the host, and on to disk; None when there is no room."""
-        return self._tiers.store(page, block)
+        return self.lower.down.store_page(page, block)
 
     def load(self, fetch: Fetch, block: int) -> None:
         """Copy a page that `match` gave out into a block, and release it."""
-        self.transfers.place([fetch.take()], [block])
+        self.lower.up.upload_pages([fetch.take()], [block])
 
     def release(self, fetch: Fetch) -> None:
         """Let go of a page that `match` gave out."""
-        self.transfers.release(fetch)
+        self.lower.up.release_fetch(fetch)
 
     def storing(self, copy: TierCopy) -> bool:
         """Whether its block is still being copied or checked."""
@@ -110,22 +111,22 @@ class BlockTiers:
 
     def poll(self) -> None:
         """Apply what other threads finished. Call it once per step."""
-        self._tiers.poll()
+        self.lower.poll()
 
     def stats(self) -> tuple[TierStats, ...]:
-        return self._tiers.stats()
+        return self.lower.stats()
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Write what is to be saved, then free the disk directory."""
-        self.transfers.close(timeout_s)
+        self.lower.close(timeout_s)
 
 
 class _Match:
     """Pages on their way to one `match`, in no particular order. `waiting` are the pages asked for and not answered, by
     their place. Pages from `_stop` on are of no use, as one before them cannot be had."""
 
-    def __init__(self, transfers: Transfers, pages: Sequence[Page]) -> None:
-        self._transfers = transfers
+    def __init__(self, tiers: LowerTiers, pages: Sequence[Page]) -> None:
+        self._tiers = tiers
         self._pages = pages
         self._inbox: deque[Fetch] = deque()
         self._arrived: dict[int, Fetch] = {}
@@ -141,7 +142,7 @@ class _Match:
     def start(self) -> None:
         """Ask for as many pages as may be under way."""
         while self._started < self._stop and len(self.waiting) < IN_FLIGHT:
-            fetch = self._transfers.fetch(self._pages[self._started], self._inbox)
+            fetch = self._tiers.up.fetch_page(self._pages[self._started], self._inbox)
             if fetch is None:
                 return
             self.waiting[fetch] = self._started
@@ -164,7 +165,7 @@ class _Match:
         while run in self._arrived:
             run += 1
         for fetch in [*self.waiting, *(fetch for place, fetch in self._arrived.items() if place >= run)]:
-            self._transfers.release(fetch)
+            self._tiers.up.release_fetch(fetch)
         return [self._arrived[place] for place in range(run)]
 
 

@@ -114,7 +114,7 @@ class PrefixLoader:
         rates: dict[str, TierRate] = {"host": self._host_meter.rate(queued=self._queued_bytes(), now=now)}
         if self.tiers.disk is not None:
             longest = max(candidate.bytes_from_disk for candidate in candidates)
-            ahead = self.tiers.transfers.up.reading_bytes + self.tiers.unasked_bytes(longest)
+            ahead = self.tiers.up.reading_bytes + self.tiers.loads.unasked_bytes(longest)
             rates["disk"] = self._disk_meter.rate(queued=ahead, now=now)
         hope = self._disk_meter.hope(now) if trials else 1.0
         return decide(total, hit.tokens, candidates, compute, rates, self.drag.factor(now), hope=hope)
@@ -160,7 +160,7 @@ class PrefixLoader:
         if items:
             pages.prefetch = PrefixLoad(0, stop, items)
             pages.prefetch.to_read(items)
-            self.tiers.begin(pages.prefetch)
+            self.tiers.loads.begin_load(pages.prefetch)
 
     def _wanted(self, pages: SequencePages, start_tokens: int, stop: int) -> list[Page]:
         """Pages that a load to `stop` pages needs and the device lacks: the window, then the chain back to front."""
@@ -208,7 +208,7 @@ class PrefixLoader:
         read, now = self._to_read(items), self._clock()
         load.to_read(read)
         self._begun[load] = _Begun(chosen, now, sum(self._page_bytes[item.page.group] for item in read), came_at=now)
-        self.tiers.begin(load)
+        self.tiers.loads.begin_load(load)
         return True
 
     def _items(self, pages: SequencePages, group: str, places: Sequence[int], slots: Sequence[int]) -> list[LoadItem]:
@@ -294,14 +294,14 @@ class PrefixLoader:
 
     def _arrival(self, load: PrefixLoad, least: float) -> Callable[[int], float]:
         """Seconds from now, at `least` so many, until all of a load from a token on is on the device."""
-        now, up, each = self._clock(), self.tiers.transfers.up, self._page_bytes
+        now, up, each = self._clock(), self.tiers.up, self._page_bytes
         windows, unread = len(load.unread(LOCAL)), sorted(load.unread(GLOBAL))
         window_bytes = windows * each.get(LOCAL, 0)
         asked = min(windows, load.reading) * each.get(LOCAL, 0) + max(0, load.reading - windows) * each.get(GLOBAL, 0)
         ahead = max(0, load.asked_up_to - (up.asked_bytes - up.reading_bytes) - asked)
-        before = max(0, up.reading_bytes - asked - ahead) + self.tiers.unasked_bytes(load=load)
+        before = max(0, up.reading_bytes - asked - ahead) + self.tiers.loads.unasked_bytes(load=load)
         disk = self._disk_meter.rate(queued=ahead, now=now)
-        self.tiers.read_ahead(disk.bytes_per_s)
+        self.tiers.loads.set_read_ahead(disk.bytes_per_s)
         link, missing = self._host_meter.rate(now=now), sorted(load.missing(GLOBAL))
 
         def arrival(token: int) -> float:
@@ -432,12 +432,12 @@ class PrefixLoader:
     # --- rates ---------------------------------------------------------------------------------------------------
 
     def disk_read(self, count: int, asked: float, seconds: float, rests: bool) -> None:
-        """A disk read of `count` bytes was over so many seconds after it was asked for; see `WayUp`."""
+        """A disk read of `count` bytes was over so many seconds after it was asked for; see `UpTransfers`."""
         self._disk_meter.read(count, asked, seconds, rests=rests, now=self._clock())
 
     def _measure_host(self) -> None:
         """Copies since a load ended last: one page alone says little, a busy machine may stop it half-way."""
-        traffic = self.tiers.transfers.host_traffic
+        traffic = self.tiers.movers.host_traffic
         count, seconds = traffic.read_bytes - self._host_read[0], traffic.read_seconds - self._host_read[1]
         if count >= MEASURED_BYTES:
             self._host_read = (traffic.read_bytes, traffic.read_seconds)

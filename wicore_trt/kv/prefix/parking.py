@@ -41,7 +41,7 @@ class Parking:
                 else:
                     held[i] = Page(secret + i.to_bytes(8, "little"), group, i, None, pages.names.tag)
                     parked.private.add((group, i))
-                copy = self._tiers.store(held[i], slot, private=(group, i) in parked.private)
+                copy = self._tiers.down.store_page(held[i], slot, private=(group, i) in parked.private)
                 if copy is not None:
                     parked.copies.append(copy)
         pages.parked = parked
@@ -95,6 +95,6 @@ class Parking:
             parked.tokens, manager.pages_for(parked.tokens), items, window_first=first, window=window, here=here
         )
         pages.load.failures = manager.failures
-        self._tiers.begin(pages.load)
+        self._tiers.loads.begin_load(pages.load)
         self.resumed += 1
         return True

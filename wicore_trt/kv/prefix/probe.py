@@ -40,16 +40,16 @@ def probe_tiers(
     """Rate the link by copies into slots that nobody has (`copied(bytes, seconds)` hears of them, on any thread), and
     the disk by bringing some of what it kept to host memory. Both go on beside what follows."""
     group = manager.chain_group
-    size, pool, transfers = page_bytes[group], manager.pools[group], tiers.transfers
+    size, pool, movers = page_bytes[group], manager.pools[group], tiers.movers
     index = tiers.host
     room = int(PROBE_SHARE * index.free_slots) // index.slots_per_page[group]
     count = min(PROBE_BYTES // size, pool.num_pages, room)
     if count * size >= MEASURED_BYTES:
-        copier, (buffers, slots) = transfers.movers.copier, transfers.host.scratch(size, count)
+        copier, (buffers, slots) = movers.copier, movers.host.scratch(size, count)
 
         def over(seconds: float) -> None:
             copied(count * size, seconds)
-            transfers.movers.mailbox.put(Backed(0, slots))  # until now a copy could have been late
+            movers.post(Backed, 0, slots)  # until now a copy could have been late
 
         done = _Sum(count, over)
         for slot in range(count):  # what an unwritten slot holds must stay there, so it goes and comes back
@@ -61,4 +61,4 @@ def probe_tiers(
         # a page on its way is in use, and the time to live of one that is in use starts anew
         for page in pages:
             if left(page.key) is None:
-                tiers.begin(PrefixLoad(0, 0, [LoadItem(page, -1)]))
+                tiers.loads.begin_load(PrefixLoad(0, 0, [LoadItem(page, -1)]))

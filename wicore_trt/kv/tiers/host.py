@@ -1,45 +1,32 @@
-"""The host tier's memory: one slab of slots, and the buffers of a page in it.
+"""The host tier's memory, and what moves and checks pages in it for both directions.
 
-The index decides which slots a page has; this module only cuts memory. It must not know requests or the disk.
-Invariant: no buffer of a page has a byte of a slot that is not the page's.
+The index decides which slots a page has; this module cuts memory. It must not know requests, nor decide what moves.
+Invariants: no buffer of a page has a byte of a slot that is not the page's; whatever happens on another thread comes
+back through the mailbox; seconds of traffic are those of moving alone, so that bytes / seconds is a rate.
 """
 
 from __future__ import annotations
 
-import ctypes
-import logging
-import os
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.kv.pages.page import Page
-from wicore_trt.kv.tiers.index import TierCopy, TierIndex
+from wicore_trt.kv.tiers.backing import piece_slots
+from wicore_trt.kv.tiers.index import TierIndex
+from wicore_trt.kv.tiers.moves import Checksum, Mailbox, Report, TierCopy
+from wicore_trt.runtime.executor import PageCopier
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from wicore_trt.kv.disk.io import Outcome
+    from wicore_trt.kv.disk.store import DiskStore
 
 ALIGNMENT = 4096
-PIECE_BYTES = 32 << 20
-"""Locked at once: what the engine asks of the device meanwhile may wait for as long as that takes, some milliseconds,
-which a step that was started ahead hides."""
-FIRST_PIECES = 8
-"""Locked before anything is served."""
-STEP_BYTES = 4 << 20
-"""Cleared at once: the map of the process's memory is locked meanwhile, and who asks the system for memory waits."""
-BACKERS = 8
-"""Threads while the engine is idle: clearing memory takes a core each."""
-CLEARERS = 3
-"""Of them that clear at once while the engine has work, on machines of so many times four cores; fewer on smaller ones.
-One of them gave 0.6 GB/s on an H100's machine: conversations wrote twice as much, and were lost."""
-LOCKING_REST = 1.0
-"""While the engine has work, the rest after locking, in times of what that took."""
-MADV_HUGEPAGE = 14
-MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
-
-
 MAX_WASTE = 0.04
 MAX_PARTS = 8
 
@@ -61,11 +48,6 @@ def slot_geometry(page_bytes: Mapping[str, int]) -> tuple[int, dict[str, int]]:
     return min(choices, key=lambda choice: choice[0])[1:]
 
 
-def piece_slots(slot_bytes: int) -> int:
-    """Slots that lie in one piece of memory, which is pinned as a whole."""
-    return max(1, PIECE_BYTES // slot_bytes)
-
-
 class HostTier:
     """`slab` is page-aligned memory of at least `index.num_slots` * `slot_bytes` bytes; pinned where a GPU reads it.
     `page_bytes` maps layer groups to the bytes of a page."""
@@ -75,18 +57,19 @@ class HostTier:
         self.index = index
         self.slot_bytes = slot_bytes
         self._slab = slab
-        self._page_bytes = page_bytes
+        self.page_bytes = page_bytes
         self._piece = piece_slots(slot_bytes)
 
-    def buffers(self, copy: TierCopy) -> list[memoryview]:
-        """The whole slots of a copy, in order; the disk reads and writes these."""
-        return self._cut(copy.slots)
+    def cut_slots(self, slots: Iterable[int]) -> list[memoryview]:
+        """Whole slots, in order; the disk reads and writes these."""
+        size = self.slot_bytes
+        return [self._slab[slot * size : (slot + 1) * size] for slot in slots]
 
     def payload(self, copy: TierCopy, *, clear: bool = False) -> list[memoryview]:
         """The page's bytes in its slots; the device reads and writes these. Slots side by side are one part, unless
         they are of two pieces of memory, which were pinned apart. `clear`: what a page leaves of its last slot may hold
         another tenant's bytes, and goes to disk with it."""
-        slots, size, left = copy.slots, self.slot_bytes, self._page_bytes[copy.page.group]
+        slots, size, left = copy.slots, self.slot_bytes, self.page_bytes[copy.page.group]
         if len(slots) == 1 and not clear:
             begin = slots[0] * size
             return [self._slab[begin : begin + left]]
@@ -110,113 +93,54 @@ class HostTier:
         many slots these are. No page gets them before `index.grow` says that they are used no more."""
         each = div_ceil(page_bytes, self.slot_bytes)
         self.index.withhold(0, count * each)
-        found = [self._cut(range(at * each, (at + 1) * each)) for at in range(count)]
+        found = [self.cut_slots(range(at * each, (at + 1) * each)) for at in range(count)]
         for parts in found:
             parts[-1] = parts[-1][: page_bytes - (each - 1) * self.slot_bytes]
         return found, count * each
 
-    def _cut(self, slots: Iterable[int]) -> list[memoryview]:
-        size = self.slot_bytes
-        return [self._slab[slot * size : (slot + 1) * size] for slot in slots]
 
-    def bytes_of(self, page: Page) -> int:
-        return self._page_bytes[page.group]
+@dataclass(slots=True)
+class Traffic:
+    """Bytes and seconds towards the device (`read_*`) and into a tier (`write_*`), and failures by cause."""
+
+    read_bytes: int = 0
+    write_bytes: int = 0
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
+    failures: Counter[str] = field(default_factory=Counter)
 
 
-class Backing:
-    """Has the system put memory behind a slab, in threads, piece by piece, and lock it: the first touch of fresh memory
-    costs four times a copy, and tens of GiB take long. Contents stay.
+@dataclass(slots=True, eq=False)
+class Movers:
+    """What both directions share. `disk` is the index and the store of the disk tier, or None. `announce(tier, page)`
+    hears of each page that a tier gained; `checker` is one thread, so that checks end in the order in which they begin.
+    `outstanding` moves go on with a report of another thread; of these the disk let the time limit of `late` pass."""
 
-    What serves meanwhile must not feel it. Clearing holds the lock of the process's map of memory, so it is done in
-    small steps; locking holds the driver's lock, so one thread does it at a time, and for a small piece. While the
-    engine has work, fewer threads clear, and locking rests in between."""
+    host: HostTier
+    disk: tuple[TierIndex, DiskStore] | None
+    copier: PageCopier
+    announce: Callable[[str, Page], None]
+    mailbox: Mailbox = field(default_factory=lambda: SimpleQueue())
+    checker: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="wicore-kv-checksum")
+    )
+    host_traffic: Traffic = field(default_factory=Traffic)
+    disk_traffic: Traffic = field(default_factory=Traffic)
+    outstanding: int = 0
+    late: int = 0
 
-    def __init__(self, slab: memoryview, slot_bytes: int, pin: Callable[[memoryview], bool]) -> None:
-        """Takes the first pieces at once. `locked`: `pin`, which any thread may call, locked them, so that a slot is of
-        use once `start` has told of it; else memory is of use before it is there, and nothing is told."""
-        self.working: Callable[[], bool] = lambda: False
-        """Whether the engine has work. Any thread asks."""
-        self._slab, self._slot_bytes, self._pin = slab, slot_bytes, pin
-        self._piece = piece_slots(slot_bytes) * slot_bytes
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(slab))
-        self._madvise: Any = ctypes.CDLL(None, use_errno=True).madvise
-        self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        self._advise(0, len(slab), MADV_HUGEPAGE)
-        self._left = iter(range(0, len(slab), self._piece))
-        self._lock, self._locking = threading.Lock(), threading.Lock()
-        self._clearing = threading.Semaphore(max(1, min(CLEARERS, (os.cpu_count() or 1) // 4)))
-        self._closed = threading.Event()
-        self._threads: list[threading.Thread] = []
-        self._tell: Callable[[int, int], None] = lambda first, stop: None
-        first = self._slab[: self._piece]
-        self.locked = pin(first)
-        self.ready = len(slab) // slot_bytes
-        """Slots that are of use now."""
-        if self.locked:
-            next(self._left)
-            self.ready = len(first) // slot_bytes
-            for _ in range(1, FIRST_PIECES):
-                if (begin := next(self._left, None)) is not None:
-                    self._take(begin)
-                    self.ready = self._stop(begin) // slot_bytes
+    def checksum(self, copy: TierCopy) -> Checksum:
+        """Of what a host copy's buffers hold now. Any thread."""
+        return (self.copier.digest(self.host.payload(copy)), copy.page)
 
-    def start(self, tell: Callable[[int, int], None]) -> None:
-        """Go on with the rest; `tell(first, stop)` hears, in a thread, of slots that are locked."""
-        self._tell = tell
-        begun = self.ready * self._slot_bytes if self.locked else 0
-        pieces = div_ceil(len(self._slab) - begun, self._piece)
-        for number in range(min(pieces, BACKERS, os.cpu_count() or 1)):
-            thread = threading.Thread(target=self._work, name=f"wicore-kv-memory-{number}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+    def is_right(self, copy: TierCopy) -> bool:
+        """Whether no bit of a host copy flipped since it was stored. Any thread."""
+        return self.checksum(copy) == copy.checksum
 
-    def close(self) -> None:
-        """Stop after the steps and the piece that are under way."""
-        self._closed.set()
-        self.working = lambda: False  # what it asked holds an engine
-        for thread in self._threads:
-            thread.join()
+    def post(self, report: Callable[..., Report], *found: object) -> None:
+        """Put a report into the mailbox. Any thread."""
+        self.mailbox.put(report(*found))
 
-    def _work(self) -> None:
-        while not self._closed.is_set():
-            with self._lock:
-                begin = next(self._left, None)
-            if begin is None:
-                return
-            if self._take(begin) and self.locked:
-                self._tell(begin // self._slot_bytes, self._stop(begin) // self._slot_bytes)
-
-    def _stop(self, begin: int) -> int:
-        """Where the piece ends that begins here."""
-        return min(begin + self._piece, len(self._slab))
-
-    def _take(self, begin: int) -> bool:
-        """Clear a piece and lock it; false when there was no time for it."""
-        stop = self._stop(begin)
-        for at in range(begin, stop, STEP_BYTES):
-            with self._clearing if self.working() else nullcontext():
-                if self._closed.is_set():
-                    return False
-                self._advise(at, min(STEP_BYTES, stop - at), MADV_POPULATE_WRITE)
-        if not self.locked:
-            return True
-        with self._locking, self._resting():
-            if self._closed.is_set():
-                return False
-            try:
-                self._pin(self._slab[begin:stop])  # what cannot be locked is of use all the same: copies of it are slow
-            except Exception:
-                log.exception("host memory for KV pages was not locked")
-        return True
-
-    @contextmanager
-    def _resting(self) -> Iterator[None]:
-        """Rest after what is done here, if the engine has work."""
-        begun = time.perf_counter()
-        yield
-        if self.working():
-            self._closed.wait(LOCKING_REST * (time.perf_counter() - begun))
-
-    def _advise(self, begin: int, count: int, advice: int) -> None:
-        """A system that cannot do it does nothing."""
-        self._madvise(self._address + begin, count, advice)
+    def post_timed(self, report: Callable[..., Report], move: object, begun: float, outcome: Outcome) -> None:
+        """The same of a disk operation that began at `begun`, by `time.perf_counter`."""
+        self.mailbox.put(report(move, outcome, time.perf_counter() - begun))

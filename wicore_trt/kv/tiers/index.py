@@ -18,9 +18,8 @@ from itertools import islice
 from wicore_trt.collector import collection_paused
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.policy import ChainPolicy, Key, LRUPolicy
-from wicore_trt.kv.tiers.stored import TRANSITIONS, CopyState, TierCopy, TierNode
+from wicore_trt.kv.tiers.moves import CopyState, TierCopy
 
-__all__ = ["TRANSITIONS", "CopyState", "TierCopy", "TierIndex", "TierNode"]
 LOOKAHEAD = 256
 
 
@@ -28,6 +27,23 @@ class Recency(LRUPolicy):
     """One tenant's pages, least recently used or stored first: look-ups of pages that are not here do not reach it."""
 
     _clock_per_page = 1
+
+
+@dataclass(slots=True, eq=False)
+class TierNode:
+    """All copies of one page index of a chain. `busy` counts writers, readers and one for a session's hold (`held`);
+    `spare`: the local copy is to leave before any other page."""
+
+    key: bytes
+    tenant: bytes
+    copies: dict[str, TierCopy] = field(default_factory=dict)
+    busy: int = 0
+    held: bool = False
+    spare: bool = False
+
+    @property
+    def slots(self) -> int:
+        return sum(len(copy.slots) for copy in self.copies.values())
 
 
 @dataclass(slots=True)

@@ -1,10 +1,10 @@
 """A page in motion between device, host memory and disk: the stages it passes, and what other threads report of it.
 
 Down go a `Store` (device to host) and a `Save` (host to disk), up go a `Read` (disk to host), a `Fetch` (to whoever
-asked, in host memory) and, of many pages, a `Check` (in host memory) and a `Place` (host to device). Only the engine
-thread changes them; a thread that moved or checked bytes puts a report into the mailbox and touches nothing else. Plain
-data; it must not know copiers, files or threads. Invariant: a move goes along its `LEGAL` stages only, so none is
-applied twice or after its end.
+asked, in host memory) and, of many pages, a `ChecksumJob` (in host memory) and an `Upload` (host to device). Only the
+engine thread changes them; a thread that moved or checked bytes puts a report into the mailbox and touches nothing
+else. Plain data; it must not know copiers, files or threads. Invariants: a move goes along its `LEGAL` stages only, so
+none is applied twice or after its end; a copy along `TRANSITIONS`, so that nothing freed is written or read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,61 @@ from typing import ClassVar
 
 from wicore_trt.kv.disk.io import Outcome
 from wicore_trt.kv.pages.page import Page
-from wicore_trt.kv.tiers.stored import Checksum, TierCopy
+
+
+class CopyState(enum.Enum):
+    """WRITING is filled now; READY can be read; LOST left the index while its buffers are still touched; FREE is
+    final."""
+
+    __hash__ = object.__hash__
+
+    WRITING = "writing"
+    READY = "ready"
+    LOST = "lost"
+    FREE = "free"
+
+
+TRANSITIONS: dict[CopyState, frozenset[CopyState]] = {
+    CopyState.WRITING: frozenset({CopyState.READY, CopyState.LOST, CopyState.FREE}),
+    CopyState.READY: frozenset({CopyState.LOST, CopyState.FREE}),
+    CopyState.LOST: frozenset({CopyState.FREE}),
+    CopyState.FREE: frozenset(),
+}
+Checksum = tuple[bytes, Page]
+"""The digest of a page's bytes, and the identity that they belong to: equal only where both are."""
+
+
+@dataclass(slots=True, eq=False)
+class TierCopy:
+    """One page in one tier. `readers` count transfers that read its slots; `checksum` is set by the tier that checks
+    it; `saved`: the next tier has had it, or is not to have it; `origin` is the tier it was fetched from and not used
+    since, for the statistics; `private`: one sequence alone can use it; `found`: it was ready once, and not private, so
+    events tell when it leaves."""
+
+    page: Page
+    slots: tuple[int, ...]
+    state: CopyState = CopyState.WRITING
+    readers: int = 0
+    checksum: Checksum | None = None
+    saved: bool = False
+    origin: str = ""
+    private: bool = False
+    found: bool = False
+
+    @property
+    def ready(self) -> bool:
+        return self.state is CopyState.READY
+
+    @property
+    def being_read(self) -> bool:
+        """Whether its bytes are still to come from the tier below."""
+        return self.state is CopyState.WRITING and self.origin != ""
+
+    def move(self, state: CopyState) -> None:
+        """Change state; an illegal transition is a bug of ours."""
+        assert state in TRANSITIONS[self.state], f"{self.state} -> {state}"
+        self.state = state
+        self.found = self.found or (self.ready and not self.private)
 
 
 class Stage(enum.Enum):
@@ -40,7 +94,7 @@ class Stage(enum.Enum):
     """It is in host memory, held for whoever asked, and verified unless the device does that."""
     TAKEN = "taken"
     """Whoever asked holds the host's copy from here on."""
-    PLACING = "placing"
+    UPLOADING = "uploading"
     """Its bytes go from host memory to the device."""
     FAILED = "failed"
     RELEASED = "released"
@@ -140,32 +194,31 @@ class Fetch(Move):
         return copy
 
 
-Over = Callable[[Sequence[int], bool], None]
+OnVerdict = Callable[[Sequence[int], bool], None]
 """Hears, on the engine thread, of each of many copies once, by its place among them: whether its bytes were right. If
 not the host has dropped it, and it is not held any more."""
 
 
 @dataclass(slots=True, eq=False)
-class Check(Move):
-    """Host copies, held, whose bytes a thread hashes. Right ones are held still when `over` hears of them."""
+class ChecksumJob(Move):
+    """Host copies, held, whose bytes a thread hashes. Right ones are held still when `on_verdict` hears of them."""
 
     LEGAL: ClassVar[Table] = {Stage.CHECKING: frozenset({Stage.ENDED}), Stage.ENDED: frozenset()}
     copies: Sequence[TierCopy]
-    over: Over
+    on_verdict: OnVerdict
     stage: Stage = Stage.CHECKING
 
 
 @dataclass(slots=True, eq=False)
-class Place(Move):
+class Upload(Move):
     """Host copies of one layer group, held meanwhile, on their way into device slots. Right ones are on the device when
-    `over` hears of them, some at a time and in order, and not held any more; so far it has heard of the first `told`.
-    """
+    `on_verdict` hears of them, some at a time and in order, and not held any more; so far of the first `told`."""
 
-    LEGAL: ClassVar[Table] = {Stage.PLACING: frozenset({Stage.ENDED}), Stage.ENDED: frozenset()}
+    LEGAL: ClassVar[Table] = {Stage.UPLOADING: frozenset({Stage.ENDED}), Stage.ENDED: frozenset()}
     copies: Sequence[TierCopy]
-    over: Over
+    on_verdict: OnVerdict
     told: int = 0
-    stage: Stage = Stage.PLACING
+    stage: Stage = Stage.UPLOADING
 
 
 # --- reports of other threads; `digest` and `seconds` as `executor.Done` has them ------------------------------------
@@ -192,7 +245,7 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class HaveRead:
+class ReadDone:
     move: Read
     outcome: Outcome
     seconds: float
@@ -202,15 +255,15 @@ class HaveRead:
 class Checked:
     """`right`: for each copy of the move, whether no bit of it flipped."""
 
-    move: Fetch | Check
+    move: Fetch | ChecksumJob
     right: Sequence[bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class Uploaded:
     """The next pages of the move came, one for each digest; `seconds` all of them took."""
 
-    move: Place
+    move: Upload
     digests: Sequence[bytes | None]
     seconds: float
 
@@ -223,5 +276,5 @@ class Backed:
     stop: int
 
 
-Report = Copied | Hashed | Saved | HaveRead | Checked | Placed | Backed
+Report = Copied | Hashed | Saved | ReadDone | Checked | Uploaded | Backed
 Mailbox = SimpleQueue[Report]

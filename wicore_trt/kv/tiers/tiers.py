@@ -1,36 +1,44 @@
 """The host and disk tiers as the cache manager sees them: where a page is, bring it up, take it down.
 
-Holds the two indexes and the transfers between them, pumps the loads of sequences, and copies cold pages down when a
-tier fills up. It must not know sequences' page tables or tokens. Invariant: the number of pages under way for one
-load is bounded, and a load ends, whatever the disk does: each page arrives or fails within the I/O timeout.
+Joins the two indexes, the two directions and the mailbox into which other threads put what happened. What came up may
+be waited for by the next step (`poll_up`); the books of what went down are kept while a step runs (`poll_down`). All
+decisions run on the engine thread. It must not know sequences' page tables or tokens. Invariant: what other threads
+report is applied once, in the order of the mailbox for each direction.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from queue import Empty
+from typing import TYPE_CHECKING, assert_never
 
+from wicore_trt.kv.disk.files import aligned_buffer
 from wicore_trt.kv.pages.page import Page
-from wicore_trt.kv.tiers.index import CopyState, TierCopy, TierIndex
-from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
-from wicore_trt.kv.tiers.movers import Traffic
-from wicore_trt.kv.tiers.moves import Fetch, Stage
-from wicore_trt.kv.tiers.transfers import Transfers
-from wicore_trt.kv.tiers.way_up import MAX_WRONG
-from wicore_trt.model.spec import GLOBAL, LOCAL
+from wicore_trt.kv.tiers.backing import Backing
+from wicore_trt.kv.tiers.down import DownTransfers
+from wicore_trt.kv.tiers.host import HostTier, Movers, Traffic
+from wicore_trt.kv.tiers.index import TierIndex
+from wicore_trt.kv.tiers.moves import (
+    Backed,
+    Checked,
+    Copied,
+    CopyState,
+    Hashed,
+    ReadDone,
+    Report,
+    Saved,
+    TierCopy,
+    Uploaded,
+)
+from wicore_trt.kv.tiers.up import LoadPump, UpTransfers
+from wicore_trt.runtime.executor import PageCopier
 from wicore_trt.types import TierStats
 
-IN_FLIGHT, MOST_IN_FLIGHT, AHEAD_S = 192, 448, 0.3
-"""Pages of one load that are asked of the disk at the same time: enough for its queue during a step (27B: 0.5 GB), few
-enough that others have their turn; more of them where it is known to read more in so many seconds."""
-IN_MEMORY = 1024
-"""The same for pages in host memory. Arrivals are applied between steps, so this bounds what a step's time brings."""
-AT_ONCE = 64
-"""Pages in host memory that are sent to the device with one call, and heard of with one report."""
+if TYPE_CHECKING:
+    from wicore_trt.kv.disk.store import DiskStore
+
 RETAIN_S = 0.1
 """How long the engine waits for the checksums of pages to be parked; they run at memory speed."""
 RELIEVE_S = 0.05
@@ -39,25 +47,49 @@ HYSTERESIS = 0.05
 """Once a threshold is passed, cold pages are copied down until the tier is this share below it."""
 
 
+def open_tiers(
+    index: TierIndex,
+    disk: tuple[TierIndex, DiskStore] | None,
+    slot_bytes: int,
+    page_bytes: Mapping[str, int],
+    copier: PageCopier,
+    *,
+    threshold: float,
+    save_early: bool,
+    announce: Callable[[str, Page], None] = lambda tier, page: None,
+) -> LowerTiers:
+    """Tiers over a fresh slab for the slots of the host's empty `index`, pinned if the copier can, and over what the
+    store of `disk` recovers into its empty index. The host tier grows while its memory is pinned. `announce` as in
+    `Movers`, the rest as in `LowerTiers`."""
+    slab = aligned_buffer(index.num_slots * slot_bytes)
+    backing = Backing(slab, slot_bytes, copier.pin)
+    if backing.ready < index.num_slots:
+        index.withhold(backing.ready, index.num_slots)
+    if disk is not None:
+        disk[0].restore(disk[1].recover())
+    movers = Movers(HostTier(index, slab, slot_bytes, page_bytes), disk, copier, announce)
+    return LowerTiers(movers, threshold=threshold, save_early=save_early, backing=backing)
+
+
 class LowerTiers:
-    """`threshold` is the share of the host's slots that may hold pages which disk lacks."""
+    """`threshold` is the share of the host's slots that may hold pages which disk lacks; `save_early` as in
+    `DownTransfers`. `host` and `disk` are the indexes; None without a disk tier."""
 
-    def __init__(self, transfers: Transfers, *, threshold: float) -> None:
-        self.transfers = transfers
-        self.host: TierIndex = transfers.host.index
-        self.disk: TierIndex | None = transfers.disk[0] if transfers.disk is not None else None
+    def __init__(self, movers: Movers, *, threshold: float, save_early: bool, backing: Backing | None = None) -> None:
+        self.movers = movers
+        self.down = DownTransfers(movers, save_early=save_early)
+        self.up = UpTransfers(movers)
+        self.loads = LoadPump(movers, self.up)
+        self.host: TierIndex = movers.host.index
+        self.disk: TierIndex | None = movers.disk[0] if movers.disk is not None else None
+        self.indexes = {"host": self.host} | ({"disk": self.disk} if self.disk is not None else {})
         self.hit_tokens: Counter[str] = Counter()
+        self.backing = backing
         self._threshold = threshold
-        self._loads: list[PrefixLoad] = []  # by their turns
-        self._fetching: dict[Fetch, tuple[PrefixLoad, LoadItem, bool]] = {}  # and whether the disk is asked for it
-        self._inbox: deque[Fetch] = deque()
         self._relieve_at = 0.0
-        self._in_flight = IN_FLIGHT
-        self._disk_taken = False
-
-    @property
-    def indexes(self) -> dict[str, TierIndex]:
-        return {"host": self.host} | ({"disk": self.disk} if self.disk is not None else {})
+        self._went_down, self._came_up = deque[Report](), deque[Report]()
+        if backing is not None:
+            backing.start(lambda first, stop: movers.post(Backed, first, stop))
 
     def where(self, group: str, key: bytes) -> str | None:
         """The nearest tier that has a page: "host" (or on its way there from the device), "reading" (on its way there
@@ -97,16 +129,12 @@ class LowerTiers:
         copies = (index.get(group, key) for index in self.indexes.values())
         return any(copy is not None and not copy.ready for copy in copies)
 
-    def store(self, page: Page, slot: int, *, private: bool = False) -> TierCopy | None:
-        """Copy a device page to the host; None when there is no room. A `private` one goes no further."""
-        return self.transfers.store(page, slot, private=private)
-
     def retain(self, copies: Sequence[TierCopy]) -> bool:
         """Wait until copies that are being stored are there, and keep all of them from leaving (`host.release` ends
         that). False, and none is kept, when one does not arrive in time."""
         end = time.monotonic() + RETAIN_S
         while any(copy.state is CopyState.WRITING for copy in copies) and time.monotonic() < end:
-            self.transfers.wait(RETAIN_S)
+            self.wait(RETAIN_S)
         if not all(copy.ready for copy in copies):
             return False
         self.host.acquire(copies)
@@ -118,8 +146,9 @@ class LowerTiers:
 
     def spare_windows(self, group: str, keys: Sequence[bytes], needed: set[int]) -> None:
         """Of the chain's local pages, all but those at the `needed` indices may leave first."""
+        spare = [key for i, key in enumerate(keys) if i not in needed]
         for index in self.indexes.values():
-            index.spare(group, [key for i, key in enumerate(keys) if i not in needed])
+            index.spare(group, spare)
 
     def branches(self, keys: Sequence[bytes]) -> set[int]:
         """The places of those keys from which several chains go on in some tier."""
@@ -131,10 +160,11 @@ class LowerTiers:
             index.drop_key(key, cause)
 
     def condemn(self, key: bytes, cause: str) -> None:
-        """Forget a page everywhere below the device, on its way there too; who waits for it does not get it."""
+        """Forget a page everywhere below the device, on its way there too; fetches that wait for it fail."""
         for index in self.indexes.values():
             index.condemn(key, cause)
-        self.transfers.refuse(key)
+        for group in self.host.slots_per_page:
+            self.up.refuse_fetches((group, key))
 
     def drop_private(self, page: Page) -> None:
         """Forget a `private` page in host memory, also one that is still being stored: nobody waits for it."""
@@ -151,188 +181,106 @@ class LowerTiers:
                 if copy.ready:
                     index.drop(copy, "cleared")
 
-    # --- loads ---------------------------------------------------------------------------------------------------
-
-    def begin(self, load: PrefixLoad) -> None:
-        """Start fetching the pages of a load; `poll` goes on with it."""
-        load.turn = (not load.tokens, _size(self.unread_bytes(load)))
-        insort(self._loads, load, key=attrgetter("turn"))
-        self._pump()
-
-    def read_ahead(self, bytes_per_s: float) -> None:
-        """The disk reads so fast: ask it for as much as it needs to have."""
-        page_bytes = self.transfers.host.slot_bytes * min(self.host.slots_per_page.values())
-        self._in_flight = max(IN_FLIGHT, min(MOST_IN_FLIGHT, int(AHEAD_S * bytes_per_s / page_bytes)))
-
     @property
-    def loading(self) -> bool:
-        return bool(self._loads)
+    def busy(self) -> bool:
+        """Whether anything is under way or to be saved."""
+        return bool(self.movers.outstanding or self.down.to_save)
+
+    # --- what other threads reported -----------------------------------------------------------------------------
 
     def poll(self) -> bool:
         """Apply finished transfers, go on with loads, keep the tiers below their thresholds. True if there was news."""
         news = False
-        while self.transfers.poll() or self._inbox:
+        while self.apply_reports() or self.loads.inbox:
             news = True
-            self._take_in()
-        self._pump()
+            self.loads.take_arrivals()
+        self.loads.pump()
         self._relieve()
         return news
 
     def poll_up(self) -> None:
         """`poll` of what the next step may depend on; the rest can wait for `poll_down`."""
-        if self._loads or self._inbox:
+        if self.loads.loads or self.loads.inbox:
             self.poll()
         else:
-            self.transfers.poll_up()
+            self._apply_up()
 
     def poll_down(self) -> None:
         """`poll` of what went down, while a step runs: goes on with no load, so that nothing comes into a page that the
         step writes."""
-        self.transfers.poll_down()
+        self._apply_down()
         self._relieve()
 
-    def unread_bytes(self, load: PrefixLoad) -> int:
-        """What a load lacks and the disk has to read, as far as it is known."""
-        slots = sum(len(load.unread(group)) * count for group, count in self.host.slots_per_page.items())
-        return slots * self.transfers.host.slot_bytes
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until another thread reports something, at most `timeout_s` seconds; then apply what there is."""
+        self.movers.copier.flush()
+        self.down.hash_copied()
+        self._take_reports(0 if self._went_down or self._came_up else timeout_s)
+        for reports in (self._came_up, self._went_down):
+            while reports:
+                self._apply(reports.popleft())
+        self.down.hash_copied()
 
-    def unasked_bytes(self, count: int = 0, load: PrefixLoad | None = None) -> int:
-        """What those loads have not asked the disk for yet that have their turn there before `load`, or before a new
-        one of `count` bytes."""
-        found = 0
-        for other in self._loads:
-            if other is load or (load is None and other.turn > (0, _size(count))):
-                break
-            found += max(0, self.unread_bytes(other) - self._asked_bytes(other)) * (not other.cancelled)
+    def apply_reports(self) -> bool:
+        """Apply what other threads finished; true when there was anything."""
+        found = self._apply_up()
+        return self._apply_down() or found
+
+    def _apply_up(self) -> bool:
+        self._take_reports(0)
+        found = bool(self._came_up)
+        while self._came_up:
+            self._apply(self._came_up.popleft())
+        self.movers.copier.flush()
         return found
 
-    def _asked_bytes(self, load: PrefixLoad) -> int:
-        """What the disk reads for a load now: windows, whose pages may be larger, come before all else."""
-        slots, windows = self.host.slots_per_page, min(load.reading, len(load.unread(LOCAL)))
-        asked = windows * slots.get(LOCAL, 0) + (load.reading - windows) * slots.get(GLOBAL, 0)
-        return asked * self.transfers.host.slot_bytes
+    def _apply_down(self) -> bool:
+        """Apply what went down, and begin writes to disk. Starts nothing that writes a page of the device."""
+        self._take_reports(0)
+        found = bool(self._went_down)
+        while self._went_down:
+            self._apply(self._went_down.popleft())
+        self.down.hash_copied()
+        self.down.begin_saves()
+        self.movers.copier.flush()
+        return found
 
-    def _pump(self) -> None:
-        self._disk_taken = False
-        for load in self._loads:
-            while load.in_flight < IN_MEMORY and not load.cancelled and self._ask(load):
-                self._take_in()
-        self._loads = [load for load in self._loads if not load.finished]
-        self.transfers.movers.copier.flush()
+    def _take_reports(self, timeout_s: float) -> None:
+        """Sort what the mailbox has; wait for it at most `timeout_s` seconds. Raises when no copy will end any more,
+        or it would be waited for for ever."""
+        mailbox, broken = self.movers.mailbox, self.movers.copier.broken
+        if broken is not None:
+            raise RuntimeError("Copies of KV pages failed on the device.") from broken
+        try:
+            report = mailbox.get(timeout=timeout_s) if timeout_s else mailbox.get_nowait()
+            while True:
+                (self._went_down if isinstance(report, Copied | Hashed | Saved) else self._came_up).append(report)
+                report = mailbox.get_nowait()
+        except Empty:
+            pass
 
-    def _ask(self, load: PrefixLoad) -> bool:
-        """Ask for the next pages of a load: for many that are in host memory, or for one. False: not now."""
-        items, copies = load.next_run(min(AT_ONCE, IN_MEMORY - load.in_flight), self.host.ready)
-        if items:
-            load.in_flight += len(items)
-            self.host.acquire(copies)
-            if self.transfers.movers.copier.checks:
-                self._place(load, items, copies)
-            else:
-                self.transfers.check(copies, partial(self._checked, load, items, copies))
-            return True
-        item = load.next_item()
-        if item is None:
-            return False
-        here = self.where(*item.page.name) == "host"
-        if not here and (self._disk_taken or load.reading >= self._in_flight):
-            self._disk_taken = True  # those behind it in the order would only come between
-            load.todo.appendleft(item)
-            return False
-        if self._fetch(load, item, here):
-            load.in_flight += 1
-        elif self.transfers.going_on:
-            load.todo.appendleft(item)
-            return False
-        else:  # nothing will make room
-            load.in_flight += 1
-            load.fail(item)
-            return False
-        return True
-
-    def _fetch(self, load: PrefixLoad, item: LoadItem, here: bool) -> bool:
-        """Bring a page to host memory, where it is or will be when it is `here`, else from disk. False: there is no
-        room just now."""
-        wrong = load.wrong[item.page.group, item.page.index]
-        fetch = self.transfers.fetch(item.page, self._inbox, partial(load.wanted, item), wrong)
-        if fetch is None:
-            return False
-        if not here:
-            load.reading += 1
-            load.asked_up_to = self.transfers.up.asked_bytes
-            load.to_read([item])
-        self._fetching[fetch] = (load, item, not here)
-        return True
-
-    def _checked(
-        self, load: PrefixLoad, items: list[LoadItem], copies: list[TierCopy], places: Sequence[int], right: bool
-    ) -> None:
-        """What became of pages in host memory: see `Check`. Right ones go on, if they are wanted still."""
-        wanted = [place for place in places if load.wanted(items[place])]
-        if right and wanted:
-            self._place(load, [items[place] for place in wanted], [copies[place] for place in wanted])
-        for place in places:
-            if not load.wanted(items[place]):
-                load.pass_over(items[place])
-                self.host.release([copies[place]] * right)
-            elif not right:
-                self._look_elsewhere(load, items[place])
-
-    def _place(self, load: PrefixLoad, items: list[LoadItem], copies: list[TierCopy]) -> None:
-        """Send pages of one layer group in host memory, which are held, to the device."""
-        load.bring(items)
-        self.transfers.place(copies, [item.slot for item in items], partial(self._over, load, items, copies))
-
-    def _over(
-        self, load: PrefixLoad, items: list[LoadItem], copies: list[TierCopy], places: Sequence[int], right: bool
-    ) -> None:
-        """What became of pages that were sent to the device: see `Place`."""
-        came: dict[str, list[LoadItem]] = {}
-        for place in places:
-            copy = copies[place]
-            came.setdefault(copy.origin or "host", []).append(items[place])
-            copy.origin = ""
-        for tier, found in came.items():
-            wanted, others = load.sorted_out(found)
-            for item in others:
-                load.pass_over(item)
-            if right and wanted:
-                load.arrive(wanted, tier)
-            elif not right:
-                for item in wanted:
-                    self._look_elsewhere(load, item)
-
-    def _look_elsewhere(self, load: PrefixLoad, item: LoadItem) -> None:
-        """What came to the device was not the page, and the host has it no more."""
-        place = (item.page.group, item.page.index)
-        load.wrong[place] += 1
-        if load.wrong[place] > MAX_WRONG:
-            load.fail(item)
-        elif not self._fetch(load, item, self.where(*item.page.name) == "host"):
-            load.ask_again(item)
-
-    def _take_in(self) -> None:
-        """Go on with what arrived in host memory."""
-        here: dict[tuple[PrefixLoad, str], list[tuple[LoadItem, TierCopy]]] = {}
-        while self._inbox:
-            fetch = self._inbox.popleft()
-            load, item, read = self._fetching.pop(fetch)
-            load.reading -= read
-            if fetch.stage is Stage.HERE and item.slot >= 0 and load.wanted(item):
-                here.setdefault((load, item.page.group), []).append((item, fetch.take()))
-                continue
-            if fetch.stage is Stage.FAILED and fetch.crowded and load.wanted(item):
-                load.wrong[item.page.group, item.page.index] = fetch.wrong
-                load.ask_again(item)
-            elif fetch.stage is Stage.FAILED and load.wanted(item):
-                load.fail(item)
-            elif item.slot < 0 and fetch.stage is Stage.HERE:
-                load.arrive([item], "host")
-            else:
-                load.pass_over(item)
-            self.transfers.release(fetch)
-        for (load, _), found in here.items():
-            self._place(load, [item for item, _ in found], [copy for _, copy in found])
+    def _apply(self, report: Report) -> None:
+        match report:
+            case Copied():
+                if self.down.apply_copied(report.move, report.digest, report.seconds):
+                    self.up.answer_fetches(report.move.copy)
+            case Hashed():
+                for move, found in zip(report.moves, report.checksums, strict=True):
+                    if self.down.end_store(move, found):
+                        self.up.answer_fetches(move.copy)
+            case Saved():
+                self.down.end_save(report.move, report.outcome, report.seconds)
+            case ReadDone():
+                if self.up.end_read(report.move, report.outcome, report.seconds):
+                    self.up.answer_fetches(report.move.copy)
+            case Checked():
+                self.up.apply_checked(report.move, report.right)
+            case Uploaded():
+                self.up.apply_uploaded(report.move, report.digests, report.seconds)
+            case Backed():
+                self.host.grow(report.first, report.stop)
+            case _:
+                assert_never(report)
 
     def _relieve(self) -> None:
         """Copy cold pages to disk if the host is too full of pages that are not there."""
@@ -342,36 +290,55 @@ class LowerTiers:
         self._relieve_at = time.monotonic() + RELIEVE_S
         surplus = self.host.unsaved_slots - int((self._threshold - HYSTERESIS) * self.host.num_slots)
         for copy in self.host.cold(surplus):
-            self.transfers.save(copy)
+            self.down.queue_save(copy)
 
-    # --- statistics ----------------------------------------------------------------------------------------------
+    # --- statistics and the end ----------------------------------------------------------------------------------
 
     def stats(self) -> tuple[TierStats, ...]:
         """Host and disk."""
-        return tuple(
-            _tier_stats(name, index, self.transfers, self.hit_tokens[name]) for name, index in self.indexes.items()
-        )
+        movers = self.movers
+        stats = [self._tier_stats("host", self.host, movers.host_traffic, movers.outstanding)]
+        if movers.disk is not None:
+            stats.append(self._tier_stats("disk", movers.disk[0], movers.disk_traffic, movers.disk[1].queue_depth))
+        return tuple(stats)
+
+    def _tier_stats(self, name: str, index: TierIndex, traffic: Traffic, queue_depth: int) -> TierStats:
+        size = self.movers.host.slot_bytes
+        return TierStats(
+            tier=name, capacity_bytes=index.num_slots * size, used_bytes=index.used_slots * size,
+            pinned_bytes=index.held_slots * size,
+            pages={group: index.pages[group] for group in index.slots_per_page}, hit_tokens=self.hit_tokens[name],
+            read_bytes=traffic.read_bytes, read_seconds=traffic.read_seconds, write_bytes=traffic.write_bytes,
+            write_seconds=traffic.write_seconds, evictions=dict(index.evictions), failures=dict(traffic.failures),
+            queue_depth=queue_depth,
+        )  # fmt: skip
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Poll until nothing is under way or to be saved; for shutdown and tests. False when time runs out."""
+        end = time.monotonic() + timeout_s
+        while self.busy:
+            self.apply_reports()
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            if self.movers.outstanding:
+                self.wait(min(left, 0.05))
+            elif self.down.to_save:
+                time.sleep(min(left, 0.01))
+        return True
+
+    def close(self, timeout_s: float) -> None:
+        """Let saves end within `timeout_s`, then stop the threads. A hung disk does not hold it up."""
+        end = time.monotonic() + timeout_s
+        try:
+            self.wait_idle(timeout_s)
+        finally:
+            if self.backing is not None:
+                self.backing.close()
+            self.movers.checker.shutdown(wait=True)
+            if self.movers.disk is not None:
+                self.movers.disk[1].close(max(0.0, end - time.monotonic()))
 
     def check_integrity(self) -> None:
         for index in self.indexes.values():
             index.check_integrity()
-
-
-def _size(count: int) -> int:
-    """Loads of sizes between the same powers of four have their turns at the disk as they come, before all larger ones:
-    shared among them it would bring none any sooner."""
-    return count.bit_length() // 2
-
-
-def _tier_stats(name: str, index: TierIndex, transfers: Transfers, hit_tokens: int) -> TierStats:
-    traffic: Traffic = transfers.host_traffic if name == "host" else transfers.disk_traffic
-    size = transfers.host.slot_bytes
-    store = transfers.disk[1] if transfers.disk is not None else None
-    return TierStats(
-        tier=name, capacity_bytes=index.num_slots * size, used_bytes=index.used_slots * size,
-        pinned_bytes=index.held_slots * size,
-        pages={group: index.pages[group] for group in index.slots_per_page}, hit_tokens=hit_tokens,
-        read_bytes=traffic.read_bytes, read_seconds=traffic.read_seconds, write_bytes=traffic.write_bytes,
-        write_seconds=traffic.write_seconds, evictions=dict(index.evictions), failures=dict(traffic.failures),
-        queue_depth=transfers.outstanding if name == "host" or store is None else store.queue_depth,
-    )  # fmt: skip

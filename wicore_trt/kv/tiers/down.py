@@ -14,10 +14,8 @@ from functools import partial
 
 from wicore_trt.kv.disk.io import Outcome
 from wicore_trt.kv.pages.page import Page
-from wicore_trt.kv.tiers.index import CopyState, TierCopy
-from wicore_trt.kv.tiers.movers import Movers
-from wicore_trt.kv.tiers.moves import Copied, Hashed, Save, Saved, Stage, Store
-from wicore_trt.kv.tiers.stored import Checksum
+from wicore_trt.kv.tiers.host import Movers
+from wicore_trt.kv.tiers.moves import Checksum, Copied, CopyState, Hashed, Save, Saved, Stage, Store, TierCopy
 
 SAVING_SHARE = 4
 """Writes to disk hold at most one in so many of the host's slots, or what the device stores would find no room."""
@@ -26,26 +24,26 @@ BAD_WRITES, PAUSE_S = 8, 30.0
 space for are tried again after as long."""
 
 
-class WayDown:
-    """`save_early`: copy host pages to disk as soon as they are stored, not only when the host fills up."""
+class DownTransfers:
+    """`save_early`: copy host pages to disk as soon as they are stored, not only when the host fills up. `expires(key)`
+    says when a page's time is over, in seconds since 1970, 0 for never."""
 
     def __init__(self, movers: Movers, *, save_early: bool) -> None:
-        self.outstanding = self.late = 0
         self.to_save: OrderedDict[TierCopy, None] = OrderedDict()
         self.saving_slots = 0
-        self.no_space: list[int] = []
-        self.no_writes_before = 0.0
+        self.no_writes_before = self.no_space_before = 0.0
         self.expires: Callable[[bytes], int] = lambda key: 0
         self._movers = movers
         self._save_early = save_early
         self._to_hash: list[Store] = []
         self._bad_writes = 0
-        self._space_at = 0.0
+        self._no_space: list[int] = []
 
     # --- device to host ------------------------------------------------------------------------------------------
 
-    def store(self, page: Page, slot: int, *, private: bool) -> TierCopy | None:
-        """See `Transfers.store`."""
+    def store_page(self, page: Page, slot: int, *, private: bool = False) -> TierCopy | None:
+        """Copy a finished device page to the host, unless it is there. None when there is no room for it. A `private`
+        page is not saved to disk nor announced."""
         movers, index = self._movers, self._movers.host.index
         copy = index.get(page.group, page.key)
         if copy is not None:
@@ -58,21 +56,19 @@ class WayDown:
             copy.private = True
             index.mark_saved(copy)
         move = Store(copy)
-        self.outstanding += 1
+        movers.outstanding += 1
         parts = movers.host.payload(copy, clear=True)
         # a page that others may find was trusted, so the step that wrote it has ended; a private one is still written
-        movers.copier.to_host(page.group, slot, parts, partial(self._post_copied, move), settled=not private)
+        movers.copier.to_host(page.group, slot, parts, partial(movers.post, Copied, move), settled=not private)
         return copy
 
-    def _post_copied(self, move: Store, digest: bytes | None, seconds: float) -> None:
-        self._movers.mailbox.put(Copied(move, digest, seconds))
-
-    def copied(self, move: Store, digest: bytes | None, seconds: float) -> bool:
-        """Its bytes are in host memory; true when it is ready."""
-        page = move.copy.page
-        self._movers.host_traffic.wrote(self._movers.host.bytes_of(page), seconds)
+    def apply_copied(self, move: Store, digest: bytes | None, seconds: float) -> bool:
+        """A page's bytes are in host memory; true when its copy is ready."""
+        page, traffic = move.copy.page, self._movers.host_traffic
+        traffic.write_bytes += self._movers.host.page_bytes[page.group]
+        traffic.write_seconds += seconds
         if digest is not None:
-            return self.stored(move, (digest, page))
+            return self.end_store(move, (digest, page))
         move.go(Stage.CHECKING)
         self._to_hash.append(move)
         return False
@@ -84,55 +80,55 @@ class WayDown:
             self._movers.checker.submit(self._hash, moves)
 
     def _hash(self, moves: list[Store]) -> None:
-        self._movers.mailbox.put(Hashed(moves, [self._movers.checksum(move.copy) for move in moves]))
+        self._movers.post(Hashed, moves, [self._movers.checksum(move.copy) for move in moves])
 
-    def stored(self, move: Store, found: Checksum) -> bool:
-        """The end of a store; false when its copy was dropped meanwhile."""
+    def end_store(self, move: Store, found: Checksum) -> bool:
+        """End a store; false when its copy was dropped meanwhile."""
         move.go(Stage.ENDED)
-        self.outstanding -= 1
+        self._movers.outstanding -= 1
         copy, index = move.copy, self._movers.host.index
         copy.checksum = found
         index.commit(copy)
         if not copy.ready:
             return False
         if not copy.saved:
-            self._movers.stored("host", copy.page)
+            self._movers.announce("host", copy.page)
             if self._movers.disk is None:
                 index.mark_saved(copy)
             elif self._save_early:
-                self.save(copy)
+                self.queue_save(copy)
         return True
 
     # --- host to disk --------------------------------------------------------------------------------------------
 
-    def save(self, copy: TierCopy) -> None:
-        """See `Transfers.save`."""
+    def queue_save(self, copy: TierCopy) -> None:
+        """Have a host page written to disk when its turn comes; a page that leaves the host before is not."""
         assert self._movers.disk is not None
         if not copy.saved:
             self.to_save[copy] = None
             if len(self.to_save) > 2 * self._movers.host.index.num_slots:  # while disks hang, most have left
                 self.to_save = OrderedDict.fromkeys(copy for copy in self.to_save if copy.ready)
 
-    def save_some(self) -> None:
+    def begin_saves(self) -> None:
         """Begin writes to disk as long as there is room for them."""
         movers, now = self._movers, time.monotonic()
         if movers.disk is None:
             return
         index = movers.disk[0]
-        if self.no_space and now >= self._space_at:
-            index.give_back(self.no_space)
-            self.no_space = []
+        if self._no_space and now >= self.no_space_before:
+            index.give_back(self._no_space)
+            self._no_space = []
         if now < self.no_writes_before:
             return
         while self.to_save:
             copy = next(iter(self.to_save))
-            if copy.ready and not copy.saved and index.get(*copy.page.name) is None and not self._begin(copy):
+            if copy.ready and not copy.saved and index.get(*copy.page.name) is None and not self._begin_save(copy):
                 return
             del self.to_save[copy]
             if copy.ready:
                 movers.host.index.mark_saved(copy)
 
-    def _begin(self, copy: TierCopy) -> bool:
+    def _begin_save(self, copy: TierCopy) -> bool:
         """Begin to write a host copy, if the disk tier has room; false when it must wait for its turn."""
         movers = self._movers
         assert movers.disk is not None
@@ -144,57 +140,51 @@ class WayDown:
             movers.disk_traffic.failures["no room"] += 1
             return True
         move = Save(copy, target, self.expires(copy.page.key))
-        done, right = partial(self._post_saved, move, time.perf_counter()), partial(movers.is_right, copy)
-        parts = movers.host.buffers(copy)
+        done = partial(movers.post_timed, Saved, move, time.perf_counter())
+        right, parts = partial(movers.is_right, copy), movers.host.cut_slots(copy.slots)
         if not store.write(copy.page, target.slots, parts, done, right=right, expires=move.expires):
             index.abort(target, "queue full")
             return False
         movers.host.index.acquire([copy])
-        self.outstanding += 1
+        movers.outstanding += 1
         self.saving_slots += len(copy.slots)
         return True
 
-    def _post_saved(self, move: Save, begun: float, outcome: Outcome) -> None:
-        self._movers.mailbox.put(Saved(move, outcome, time.perf_counter() - begun))
-
-    def saved(self, move: Save, outcome: Outcome, seconds: float) -> None:
-        """What became of a write to disk."""
+    def end_save(self, move: Save, outcome: Outcome, seconds: float) -> None:
+        """Note what became of a write to disk; RETURNED follows a TIMEOUT."""
         movers, copy, target = self._movers, move.copy, move.target
         assert movers.disk is not None
         index, store = movers.disk
         if outcome is Outcome.TIMEOUT:
             move.go(Stage.LATE)
-            self.late += 1
+            movers.late += 1
             movers.disk_traffic.failures["write timeout"] += 1
             index.abort(target, "timeout", touched=True)
-            self._write_failed()
-            return  # RETURNED will follow
+            self._count_bad_write()
+            return
         move.go(Stage.ENDED)
-        self.outstanding -= 1
+        movers.outstanding -= 1
         self.saving_slots -= len(copy.slots)
         movers.host.index.release([copy])
-        if outcome is Outcome.RETURNED:
-            self.late -= 1
-            store.erase(target.slots)
-            index.reclaim(target)
-        elif outcome is Outcome.OK and target.state is CopyState.LOST:
-            store.erase(target.slots)  # it was dropped meanwhile, and the store has just acknowledged it
+        if outcome is Outcome.RETURNED or (outcome is Outcome.OK and target.state is CopyState.LOST):
+            movers.late -= outcome is Outcome.RETURNED
+            store.erase(target.slots)  # also what was dropped meanwhile and acknowledged just now
             index.reclaim(target)
         elif outcome is Outcome.OK:
             self._bad_writes = 0
-            movers.disk_traffic.write_bytes += movers.host.bytes_of(copy.page)
+            movers.disk_traffic.write_bytes += movers.host.page_bytes[copy.page.group]
             movers.disk_traffic.write_seconds += seconds
             index.commit(target)
             if target.ready and (now := self.expires(copy.page.key)) != move.expires:
                 store.stamp(copy.page, target.slots, now)
-            movers.stored("disk", copy.page)
+            movers.announce("disk", copy.page)
         elif outcome is Outcome.NO_SPACE:
             # The file system is full below our limit. Neither these slots can be had for now nor any that do not exist
             # yet; the others hold pages that can go.
             movers.disk_traffic.failures["no space"] += 1
             index.abort(target, "no space")
-            self.no_space += index.set_aside(store.existing_slots, target.slots)
-            self._space_at = time.monotonic() + PAUSE_S
+            self._no_space += index.set_aside(store.existing_slots, target.slots)
+            self.no_space_before = time.monotonic() + PAUSE_S
         elif outcome is Outcome.CORRUPT:
             movers.host_traffic.failures["corrupt"] += 1
             index.abort(target, "corrupt")
@@ -203,9 +193,9 @@ class WayDown:
         else:
             movers.disk_traffic.failures["write error"] += 1
             index.abort(target, "failed")
-            self._write_failed()
+            self._count_bad_write()
 
-    def _write_failed(self) -> None:
+    def _count_bad_write(self) -> None:
         self._bad_writes += 1
         if self._bad_writes >= BAD_WRITES:
             self._bad_writes = 0

@@ -1,0 +1,460 @@
+"""The way up: pages of the disk to host memory, and of host memory to the device, for the loads of sequences.
+
+Pages in host memory go to the device many at a time; one whose bytes are wrong fails alone. Runs on the engine thread
+but for what it hands to the movers. It must not know page tables or tokens. Invariants: an upload is reported as right
+only after its bytes matched its identity; each fetch and each load ends. Where the device computes digests, they are
+those on the device; elsewhere of bytes in host memory before they go.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import compress
+from operator import attrgetter
+
+from wicore_trt.kv.disk.io import Outcome
+from wicore_trt.kv.pages.page import Page
+from wicore_trt.kv.tiers.host import Movers
+from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
+from wicore_trt.kv.tiers.moves import (
+    Checked,
+    ChecksumJob,
+    CopyState,
+    Fetch,
+    OnVerdict,
+    Read,
+    ReadDone,
+    Stage,
+    TierCopy,
+    Upload,
+    Uploaded,
+)
+from wicore_trt.model.spec import GLOBAL, LOCAL
+
+MAX_WRONG = 2
+"""A page whose bytes were wrong so often is given up: it may be the way to the device that changes them."""
+IN_FLIGHT, MOST_IN_FLIGHT, AHEAD_S = 192, 448, 0.3
+"""Pages of one load that are asked of the disk at the same time: enough for its queue during a step (27B: 0.5 GB), few
+enough that others have their turn; more of them where it is known to read more in so many seconds."""
+IN_MEMORY = 1024
+"""The same for pages in host memory. Arrivals are applied between steps, so this bounds what a step's time brings."""
+AT_ONCE = 64
+"""Pages in host memory that are sent to the device with one call, and heard of with one report."""
+
+
+class UpTransfers:
+    """Of `asked_bytes`, all that the disk was ever asked for, `reading_bytes` are not here yet. `disk_rate(bytes,
+    asked, seconds, rests)` hears how long after it was asked, by `time.perf_counter`, a read was over, and whether the
+    disk has none to do now."""
+
+    def __init__(self, movers: Movers) -> None:
+        self.asked_bytes = self.reading_bytes = 0
+        self.disk_rate: Callable[[int, float, float, bool], None] = lambda count, asked, seconds, rests: None
+        self.waiting: dict[tuple[str, bytes], list[Fetch]] = {}
+        self._movers = movers
+
+    def fetch_page(
+        self, page: Page, inbox: deque[Fetch], wanted: Callable[[], bool] = lambda: True, wrong: int = 0
+    ) -> Fetch | None:
+        """Bring a page to the host; it is put into `inbox` when it is HERE or FAILED, maybe at once.
+        None when the disk's queue or the host is full just now. `wanted` and `wrong` as in `Fetch`."""
+        fetch = Fetch(page, inbox, wanted=wanted, wrong=wrong)
+        return fetch if self._begin_fetch(fetch) else None
+
+    def _begin_fetch(self, fetch: Fetch) -> bool:
+        """Bring a page to host memory and check it; false when the disk's queue or the host is full just now."""
+        index = self._movers.host.index
+        copy = index.get(*fetch.page.name)
+        if copy is None:
+            return self._read(fetch)
+        if copy.ready:
+            fetch.copy = copy
+            index.acquire([copy])
+            if self._movers.copier.checks:
+                self._end_fetch(fetch)
+                return True
+            fetch.go(Stage.CHECKING)
+            self._submit_check(fetch, [copy])
+        else:
+            self.waiting.setdefault(fetch.page.name, []).append(fetch)
+        return True
+
+    def _fetch_again(self, fetch: Fetch) -> None:
+        """Begin a fetch that was under way; where there is no room it has to be asked for again."""
+        if not self._begin_fetch(fetch):
+            fetch.crowded = True
+            self._fail_fetch(fetch)
+
+    def _submit_check(self, move: Fetch | ChecksumJob, copies: Sequence[TierCopy]) -> None:
+        self._movers.outstanding += len(copies)
+        self._movers.checker.submit(self._check, move, copies)
+
+    def _check(self, move: Fetch | ChecksumJob, copies: Sequence[TierCopy]) -> None:
+        self._movers.post(Checked, move, [self._movers.is_right(copy) for copy in copies])
+
+    def check_copies(self, copies: Sequence[TierCopy], on_verdict: OnVerdict) -> None:
+        """Compare what host copies, which are held, have in their buffers; `on_verdict` as in `ChecksumJob`. For copies
+        that no fetch brought, where the device does not do it."""
+        self._submit_check(ChecksumJob(copies, on_verdict), copies)
+
+    def apply_checked(self, move: Fetch | ChecksumJob, right: Sequence[bool]) -> None:
+        """Go on with copies whose bytes match their identity, and look for the others elsewhere."""
+        self._movers.outstanding -= len(right)
+        if isinstance(move, ChecksumJob):
+            move.go(Stage.ENDED)
+            self._tell_verdicts(move, 0, right)
+            return
+        if right[0]:
+            self._end_fetch(move)
+            return
+        assert move.copy is not None
+        self._drop_corrupt(move.copy)
+        move.copy = None
+        move.go(Stage.WAITING)
+        move.wrong += 1
+        if move.wrong > MAX_WRONG:
+            self._fail_fetch(move)
+        else:
+            self._fetch_again(move)
+
+    def _drop_corrupt(self, copy: TierCopy) -> None:
+        """Forget a held page whose bytes in host memory are not its own any more, or came otherwise to the device."""
+        index = self._movers.host.index
+        self._movers.host_traffic.failures["corrupt"] += 1
+        if copy.ready:
+            index.drop(copy, "corrupt")
+        index.release([copy])
+
+    def _end_fetch(self, fetch: Fetch) -> None:
+        fetch.go(Stage.HERE)
+        if fetch.unwanted:
+            self.release_fetch(fetch)
+        else:
+            fetch.inbox.append(fetch)
+
+    def _fail_fetch(self, fetch: Fetch) -> None:
+        fetch.go(Stage.FAILED)
+        fetch.inbox.append(fetch)
+
+    def answer_fetches(self, copy: TierCopy) -> None:
+        """Give a page that was just stored or read to the fetches that wait for it; it needs no second check."""
+        for fetch in self.waiting.pop(copy.page.name, ()):
+            self._movers.host.index.acquire([copy])
+            fetch.copy = copy
+            self._end_fetch(fetch)
+
+    def refuse_fetches(self, name: tuple[str, bytes]) -> None:
+        """End the fetches that wait for a page which cannot be had."""
+        for fetch in self.waiting.pop(name, ()):
+            self._fail_fetch(fetch)
+
+    def release_fetch(self, fetch: Fetch) -> None:
+        """Let go of the host copy of a fetched page that nobody wants any more, now or when it gets here."""
+        if fetch.stage in (Stage.WAITING, Stage.CHECKING):
+            fetch.unwanted = True
+        elif fetch.stage is Stage.HERE:
+            self._movers.host.index.release([fetch.held])
+            fetch.go(Stage.RELEASED)
+
+    # --- to the device -------------------------------------------------------------------------------------------
+
+    def upload_pages(
+        self, copies: Sequence[TierCopy], slots: Sequence[int], on_verdict: OnVerdict = lambda places, right: None
+    ) -> None:
+        """Copy pages that are in host memory, of one layer group, held and checked unless the device does that, into
+        device slots, soon; `on_verdict` as in `Upload`."""
+        move, movers = Upload(copies, on_verdict), self._movers
+        movers.outstanding += len(copies)
+        pages = list(map(movers.host.payload, copies))
+        movers.copier.to_device(copies[0].page.group, slots, pages, partial(movers.post, Uploaded, move))
+
+    def apply_uploaded(self, move: Upload, digests: Sequence[bytes | None], seconds: float) -> None:
+        """Note the next pages of a move, which later steps see where they are right ones."""
+        first, count, host, traffic = move.told, len(digests), self._movers.host, self._movers.host_traffic
+        copies = move.copies[first : first + count]
+        move.told += count
+        if move.told == len(move.copies):
+            move.go(Stage.ENDED)
+        self._movers.outstanding -= count
+        traffic.read_bytes += count * host.page_bytes[copies[0].page.group]
+        traffic.read_seconds += seconds
+        right = [
+            digest is None or (digest, copy.page) == copy.checksum for digest, copy in zip(digests, copies, strict=True)
+        ]
+        host.index.release(copies if all(right) else compress(copies, right))
+        self._tell_verdicts(move, first, right)
+
+    def _tell_verdicts(self, move: ChecksumJob | Upload, first: int, right: Sequence[bool]) -> None:
+        """Drop copies that are not right, and say of all of them, from the `first` on, what they are."""
+        places = range(first, first + len(right))
+        if not all(right):
+            wrong = [place for place, good in zip(places, right, strict=True) if not good]
+            for place in wrong:
+                self._drop_corrupt(move.copies[place])
+            move.on_verdict(wrong, False)
+        move.on_verdict(places if all(right) else list(compress(places, right)), True)
+
+    # --- from disk -----------------------------------------------------------------------------------------------
+
+    def _read(self, fetch: Fetch) -> bool:
+        """Have a page read to host memory; false when the disk's queue or the host is full just now."""
+        movers, page, name = self._movers, fetch.page, fetch.page.name
+        source = movers.disk[0].get(*name) if movers.disk is not None else None
+        if movers.disk is None or source is None or not source.ready or movers.disk[1].stalled:
+            self._fail_fetch(fetch)
+            return True
+        index, store = movers.disk
+        copy = movers.host.index.reserve(page)
+        if copy is None:
+            return False
+        index.acquire([source])
+        copy.origin = "disk"
+        move = Read(copy, source, time.perf_counter())
+        done, seen = partial(movers.post_timed, ReadDone, move, move.asked), partial(self._take_checksum, copy)
+        self.waiting.setdefault(name, []).append(fetch)  # first, because the disk's thread may ask at once
+        parts, wanted = movers.host.cut_slots(copy.slots), partial(self._is_wanted, name)
+        if not store.read(page, source.slots, parts, done, seen=seen, wanted=wanted):
+            index.release([source])
+            movers.host.index.abort(copy, "queue full")
+            self.waiting[name].remove(fetch)
+            if not self.waiting[name]:
+                del self.waiting[name]
+            return False
+        movers.outstanding += 1
+        self.asked_bytes += movers.host.page_bytes[page.group]
+        self.reading_bytes += movers.host.page_bytes[page.group]
+        return True
+
+    def _is_wanted(self, name: tuple[str, bytes]) -> bool:
+        """Whether anybody waits for a page that is to be read. Asked on the disk's thread: fetches that come later, or
+        after it was asked, get what `end_read` makes of it."""
+        return any(fetch.wanted() and not fetch.unwanted for fetch in tuple(self.waiting.get(name, ())))
+
+    def _take_checksum(self, copy: TierCopy) -> None:
+        copy.checksum = self._movers.checksum(copy)  # on the disk's thread, which has the time
+
+    def end_read(self, move: Read, outcome: Outcome, seconds: float) -> bool:
+        """Note what became of a read; true when the page is here. RETURNED follows a TIMEOUT."""
+        movers, copy, source = self._movers, move.copy, move.source
+        assert movers.disk is not None
+        index, host = movers.disk[0], movers.host.index
+        late, returned = outcome is Outcome.TIMEOUT, outcome is Outcome.RETURNED
+        move.go(Stage.LATE if late else Stage.ENDED)
+        movers.outstanding -= not late
+        movers.late += late - returned
+        if returned:
+            index.release([source])
+            host.reclaim(copy)
+            return False
+        count = movers.host.page_bytes[copy.page.group]
+        self.reading_bytes -= count
+        if late or outcome is Outcome.OK:  # one that failed may have ended at once
+            self.disk_rate(count, move.asked, seconds, not self.reading_bytes)
+        if outcome is Outcome.OK:
+            index.release([source])
+            movers.disk_traffic.read_bytes += count
+            movers.disk_traffic.read_seconds += seconds
+            host.mark_saved(copy)
+            host.commit(copy)
+            if copy.ready:
+                movers.announce("host", copy.page)
+            return copy.ready
+        waited_for = copy.state is CopyState.WRITING
+        if outcome is Outcome.UNWANTED:
+            index.release([source])
+            host.abort(copy, "unwanted")
+            for fetch in self.waiting.pop(copy.page.name, ()) if waited_for else ():
+                if fetch.unwanted or not fetch.wanted():
+                    self._fail_fetch(fetch)
+                else:  # it came since, and the page is read after all
+                    self._fetch_again(fetch)
+            return False
+        cause = outcome.name.lower()
+        movers.disk_traffic.failures["read timeout" if late else cause] += 1
+        host.abort(copy, cause, touched=late)
+        if not late:
+            if source.ready:
+                index.drop(source, cause)
+            index.release([source])
+        if waited_for:
+            self.refuse_fetches(copy.page.name)
+        return False
+
+
+class LoadPump:
+    """The loads of sequences under way: asks `up` for their pages, and sends them on to the device. Invariant: the
+    pages of one load under way are bounded, and each arrives or fails within the I/O timeout, so that a load ends."""
+
+    def __init__(self, movers: Movers, up: UpTransfers) -> None:
+        self.inbox: deque[Fetch] = deque()
+        self.fetching: dict[Fetch, tuple[PrefixLoad, LoadItem, bool]] = {}  # and whether the disk is asked for it
+        self.loads: list[PrefixLoad] = []  # by their turns
+        self._movers = movers
+        self._host = movers.host.index
+        self._up = up
+        self._in_flight = IN_FLIGHT
+        self._disk_taken = False
+
+    def begin_load(self, load: PrefixLoad) -> None:
+        """Start fetching the pages of a load; `pump` goes on with it."""
+        load.turn = (not load.tokens, _size_class(self.unread_bytes(load)))
+        insort(self.loads, load, key=attrgetter("turn"))
+        self.pump()
+
+    def set_read_ahead(self, bytes_per_s: float) -> None:
+        """Ask a disk that reads so fast for as much as it needs to have."""
+        page_bytes = self._movers.host.slot_bytes * min(self._host.slots_per_page.values())
+        self._in_flight = max(IN_FLIGHT, min(MOST_IN_FLIGHT, int(AHEAD_S * bytes_per_s / page_bytes)))
+
+    def unread_bytes(self, load: PrefixLoad) -> int:
+        """What a load lacks and the disk has to read, as far as it is known."""
+        slots = sum(len(load.unread(group)) * count for group, count in self._host.slots_per_page.items())
+        return slots * self._movers.host.slot_bytes
+
+    def unasked_bytes(self, count: int = 0, load: PrefixLoad | None = None) -> int:
+        """What those loads have not asked the disk for yet that have their turn there before `load`, or before a new
+        one of `count` bytes."""
+        slots, found = self._host.slots_per_page, 0
+        for other in self.loads:
+            if other is load or (load is None and other.turn > (0, _size_class(count))):
+                break
+            windows = min(other.reading, len(other.unread(LOCAL)))  # their pages, maybe larger, come before all else
+            asked = windows * slots.get(LOCAL, 0) + (other.reading - windows) * slots.get(GLOBAL, 0)
+            unasked = self.unread_bytes(other) - asked * self._movers.host.slot_bytes
+            found += max(0, unasked) * (not other.cancelled)
+        return found
+
+    def pump(self) -> None:
+        """Ask for more pages of each load."""
+        self._disk_taken = False
+        for load in self.loads:
+            while load.in_flight < IN_MEMORY and not load.cancelled and self._ask(load):
+                self.take_arrivals()
+        self.loads = [load for load in self.loads if not load.finished]
+        self._movers.copier.flush()
+
+    def _ask(self, load: PrefixLoad) -> bool:
+        """Ask for the next pages of a load: for many that are in host memory, or for one. False: not now."""
+        items, copies = load.next_run(min(AT_ONCE, IN_MEMORY - load.in_flight), self._host.ready)
+        if items:
+            load.in_flight += len(items)
+            self._host.acquire(copies)
+            if self._movers.copier.checks:
+                self._upload(load, items, copies)
+            else:
+                self._up.check_copies(copies, partial(self._end_check, load, items, copies))
+            return True
+        item = load.next_item()
+        if item is None:
+            return False
+        if not self._in_host(item.page) and (self._disk_taken or load.reading >= self._in_flight):
+            self._disk_taken = True  # those behind it in the order would only come between
+            load.todo.appendleft(item)
+            return False
+        if self._fetch(load, item):
+            load.in_flight += 1
+            return True
+        if self._movers.outstanding > self._movers.late:  # some move will end soon, and make room
+            load.todo.appendleft(item)
+        else:
+            load.in_flight += 1
+            load.fail(item)
+        return False
+
+    def _in_host(self, page: Page) -> bool:
+        """Whether a page is in host memory, or on its way there from the device."""
+        copy = self._host.get(*page.name)
+        return copy is not None and not copy.being_read
+
+    def _fetch(self, load: PrefixLoad, item: LoadItem) -> bool:
+        """Bring a page to host memory, if it is not there. False: there is no room just now."""
+        here, wrong = self._in_host(item.page), load.wrong[item.page.group, item.page.index]
+        fetch = self._up.fetch_page(item.page, self.inbox, partial(load.wanted, item), wrong)
+        if fetch is None:
+            return False
+        if not here:
+            load.reading += 1
+            load.asked_up_to = self._up.asked_bytes
+            load.to_read([item])
+        self.fetching[fetch] = (load, item, not here)
+        return True
+
+    def _end_check(
+        self, load: PrefixLoad, items: list[LoadItem], copies: list[TierCopy], places: Sequence[int], right: bool
+    ) -> None:
+        """Go on with pages in host memory that were checked; the arguments as in `ChecksumJob`."""
+        wanted = [place for place in places if load.wanted(items[place])]
+        if right and wanted:
+            self._upload(load, [items[place] for place in wanted], [copies[place] for place in wanted])
+        for place in places:
+            if not load.wanted(items[place]):
+                load.pass_over(items[place])
+                self._host.release([copies[place]] * right)
+            elif not right:
+                self._look_elsewhere(load, items[place])
+
+    def _upload(self, load: PrefixLoad, items: list[LoadItem], copies: list[TierCopy]) -> None:
+        """Send pages of one layer group in host memory, which are held, to the device."""
+        load.bring(items)
+        self._up.upload_pages(copies, [item.slot for item in items], partial(self._end_upload, load, items, copies))
+
+    def _end_upload(
+        self, load: PrefixLoad, items: list[LoadItem], copies: list[TierCopy], places: Sequence[int], right: bool
+    ) -> None:
+        """Note pages that were sent to the device; the arguments as in `Upload`."""
+        came: dict[str, list[LoadItem]] = {}
+        for place in places:
+            copy = copies[place]
+            came.setdefault(copy.origin or "host", []).append(items[place])
+            copy.origin = ""
+        for tier, found in came.items():
+            wanted, others = load.sorted_out(found)
+            for item in others:
+                load.pass_over(item)
+            if right and wanted:
+                load.arrive(wanted, tier)
+            elif not right:
+                for item in wanted:
+                    self._look_elsewhere(load, item)
+
+    def _look_elsewhere(self, load: PrefixLoad, item: LoadItem) -> None:
+        """Fetch a page again whose bytes were wrong, and that the host has no more."""
+        place = (item.page.group, item.page.index)
+        load.wrong[place] += 1
+        if load.wrong[place] > MAX_WRONG:
+            load.fail(item)
+        elif not self._fetch(load, item):
+            load.ask_again(item)
+
+    def take_arrivals(self) -> None:
+        """Go on with what arrived in host memory."""
+        here: dict[tuple[PrefixLoad, str], list[tuple[LoadItem, TierCopy]]] = {}
+        while self.inbox:
+            fetch = self.inbox.popleft()
+            load, item, read = self.fetching.pop(fetch)
+            load.reading -= read
+            if fetch.stage is Stage.HERE and item.slot >= 0 and load.wanted(item):
+                here.setdefault((load, item.page.group), []).append((item, fetch.take()))
+                continue
+            if fetch.stage is Stage.FAILED and fetch.crowded and load.wanted(item):
+                load.wrong[item.page.group, item.page.index] = fetch.wrong
+                load.ask_again(item)
+            elif fetch.stage is Stage.FAILED and load.wanted(item):
+                load.fail(item)
+            elif item.slot < 0 and fetch.stage is Stage.HERE:
+                load.arrive([item], "host")
+            else:
+                load.pass_over(item)
+            self._up.release_fetch(fetch)
+        for (load, _), found in here.items():
+            self._upload(load, [item for item, _ in found], [copy for _, copy in found])
+
+
+def _size_class(count: int) -> int:
+    """Loads of sizes between the same powers of four have their turns at the disk as they come, before all larger ones:
+    shared among them it would bring none any sooner."""
+    return count.bit_length() // 2
