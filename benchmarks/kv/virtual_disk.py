@@ -120,7 +120,7 @@ class _Operation:
 
 
 class Disk:
-    """A `PageStore` that moves nothing. Operations under way share the rate; a slow one holds its thread besides."""
+    """A `DiskStore` that moves nothing. Operations under way share the rate; a slow one holds its thread besides."""
 
     existing_slots, stalled, now = 1 << 40, False, 0.0
 

@@ -271,7 +271,7 @@ class Device:
 
 
 class Disk:
-    """A `PageStore` in `kept`, which outlives it. `odds`: of an operation that fails, is late, or finds no place."""
+    """A `DiskStore` in `kept`, which outlives it. `odds`: of an operation that fails, is late, or finds no place."""
 
     secret, spare_bytes, stalled = b"s" * 32, 0, False
 
