@@ -23,7 +23,6 @@ wrong, and `fix`, when given, says what to do about it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.util import find_spec
 from reprlib import Repr
 from typing import Any
@@ -101,26 +100,13 @@ class ModelNotFoundError(NotFoundError):
     field = "model"
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """Whom the queue leaves no room until the engine looks at it again: requests of `tenant` whose `priority` is no
-    smaller (sooner) and whose prompts have at most `tokens` tokens. A place becomes free every `pace_s` seconds, 0
-    where that is not known. `look` numbers the engine's looks."""
-
-    tenant: str
-    priority: int
-    tokens: float
-    pace_s: float
-    look: int
-
-
 class QueueFullError(WicoreError):
     """The waiting queue is at its limit; the client may retry after `retry_after_s` seconds."""
 
     grpc_code = "RESOURCE_EXHAUSTED"
 
-    bar: Bar | None = None
-    """Whom it concerns beside this request, where it is the queue's fault."""
+    pace_s: float | None = None
+    """Seconds between two places of the queue that become free, 0 where not known; None where the queue is not full."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0, fix: str | None = None) -> None:
         super().__init__(message, fix=fix)

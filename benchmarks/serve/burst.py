@@ -33,7 +33,7 @@ from benchmarks.serve.front_cost import cpu_s, front_of
 from benchmarks.serve.paced import OPTIONS, serve
 from benchmarks.serve.step_wait import child, stop
 
-MUST_S = 0.05
+MUST_S = 0.5
 TOKENS = 64
 PROMPT = "p" * 600
 REFUSED = {"429", "RESOURCE_EXHAUSTED"}

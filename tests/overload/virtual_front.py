@@ -11,8 +11,7 @@ import json
 import selectors
 import time
 from collections import Counter
-from contextlib import ExitStack, suppress
-from contextvars import ContextVar
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -28,30 +27,25 @@ from wicore_trt.access.rates import Rates
 from wicore_trt.core.loop import EngineLoop
 from wicore_trt.core.request_core import RequestCore
 from wicore_trt.core.shares import Gate
-from wicore_trt.core.text_engine import TURNS, TextEngine
-from wicore_trt.errors import QueueFullError, WicoreError
+from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.http.app import make_app
 from wicore_trt.http.context import Context
-from wicore_trt.http.door import Door
-from wicore_trt.http.protocol import _giving_back
 from wicore_trt.http.routes import routes
 from wicore_trt.link import host as host_end
 from wicore_trt.link import remote as remote_end
 from wicore_trt.link.host import EngineHost
 from wicore_trt.link.messages import Welcome
-from wicore_trt.link.remote import BAR_S, RemoteEngine
+from wicore_trt.link.remote import RemoteEngine
 from wicore_trt.serve.guard import guarded
 from wicore_trt.serve.reply import Reply
 from wicore_trt.serve.service import InferenceService
-from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams, TokenOutput, Usage
+from wicore_trt.types import FinishReason, GenerateRequest, TokenOutput, Usage
 
 CONTEXT = 4096
 MOST_RETRY_S = 3600.0 * 1.25
 KEYS = {name: Identity(tenant=name) for name in ("alice", "bob", "carol")}
 SOCKET_ENDS = {"queue_full": 429, "request_cancelled": 499, "engine_dead": 503, "unavailable": 503, "deadline": 504}
 SOCKET_ENDS["invalid_request_error"] = 400
-TRUE: ContextVar[SimpleNamespace | None] = ContextVar("true", default=None)
-"""What the request is that this code runs for."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -71,19 +65,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self.now
-
-
-class Cycle:
-    """What the door sees of a connection."""
-
-    default_headers = ()
-    keep_alive, disconnected, waiting_for_100_continue = True, False, False
-
-    def __init__(self, scope: dict, body: bytes, on_response) -> None:
-        self.scope, self.body, self.on_response = scope, body, on_response
-        self.flow = SimpleNamespace(write_paused=False)
-        self.transport = SimpleNamespace(written=[])
-        self.transport.write = self.transport.written.append
 
 
 class Wire:
@@ -176,20 +157,6 @@ class PacedCore(RequestCore):
         return replace(super().outlook(), token_s=self.token_s, share=self.share)
 
 
-class WatchedEngine(RemoteEngine):
-    """Holds each refusal of the front alone against what the engine would say."""
-
-    def __init__(self, site: Site) -> None:
-        super().__init__()
-        self._site = site
-
-    def barred(self, tenant, priority, tokens):
-        error = super().barred(tenant, priority, tokens)
-        if error is not None and self.dead is None:
-            self._site.check_refusal(error, tenant, priority, tokens)
-        return error
-
-
 @dataclass
 class End:
     """How a request ended: an HTTP status, in whatever words; the text; after which time to retry."""
@@ -212,7 +179,7 @@ class Site:
         self._make = lambda: PacedCore(PacedExecutor(places), eos_ids=(1,), max_context=CONTEXT, clock=self.loop.time)
         self._limits, self._max_waiting, self.step_s = limits, max_waiting, step_s
         self.token_s, self.share = rng.choice((0.0, 1e-4, 1e-3)), rng.uniform(0.3, 1.0)
-        self.remote, self._thread = WatchedEngine(self), asyncio.Semaphore(2)
+        self.remote, self._thread = RemoteEngine(), asyncio.Semaphore(2)
         info = replace(FAKE_INFO, max_context_tokens=CONTEXT, bos_token_id=2)
         self.engine = TextEngine(self.remote, WebTokenizer(), info, lambda constraint: None)
         monkeypatch.setattr(self.engine._offload, "run", self._work)
@@ -221,15 +188,13 @@ class Site:
         self.context = Context(self.admission, 1 << 20, 1000.0)
         self.service = InferenceService(max_message_bytes=1 << 20, admission=self.admission)
         self.app = make_app(self.context, routes(self.context), ())
-        self.door = Door(self.context)
         self.ends: Counter[int] = Counter()
         self.by_way: dict[str, Counter[int]] = {}
         self._steps: asyncio.Task | None = None
 
-    async def _work(self, tenant, function, check=lambda: None):
+    async def _work(self, tenant, function):
         """A thread that tokenizes."""
         async with self._thread:
-            check()
             await asyncio.sleep(self.rng.choice((0.0, 0.001, 0.02)))
         return function()
 
@@ -246,26 +211,6 @@ class Site:
         host = self.host = EngineHost(self.core, FAKE_INFO, max_waiting=self._max_waiting)
         host.loop.close()
         host.loop = self.loop
-        self.looked = {0: self.loop.time()}
-        noted = host.engine._looked
-
-        def look() -> None:
-            self.looked[host.engine.looks] = self.loop.time()
-            noted()
-
-        host.engine._looked, add = look, host.add
-
-        def add_amid(prefix, message):
-            """The engine's thread may look at its queue before the link's thread has told of a refusal."""
-            try:
-                add(prefix, message)
-            except QueueFullError:
-                if self.rng.random() < 0.2:
-                    with host.engine._wake:
-                        host.engine._look()
-                raise
-
-        host.add = add_amid
         ours, theirs = Wire.pair(self.delay)
         self.remote.connect(ours)
         link = host._links["1/"] = host_end._Link(host, "1/", theirs)
@@ -300,31 +245,6 @@ class Site:
         self._steps.cancel()
         self.link.channel.close()
 
-    def check_refusal(self, error: QueueFullError, tenant: str, priority: int, tokens: int) -> None:
-        """A front refuses by itself only what the engine would refuse, by what it said a second ago at most."""
-        true, now = TRUE.get(), self.loop.time()
-        assert true is not None and true.tenant == tenant and true.priority == priority
-        assert tokens >= min(true.tokens, CONTEXT), f"{true.tokens} tokens were taken for at most {tokens}"
-        told = [until - BAR_S for refused, until in self.remote._bars.values() if refused.bar == error.bar]
-        assert min(now - at for at in told) <= BAR_S
-        if self.delay() is None:
-            engine = self.host.engine
-            assert error.bar.look == engine.looks
-            if abs(priority) > 2:
-                return
-            params = SamplingParams(max_tokens=1, n=true.n)
-            deadline = None if true.timeout is None else now + true.timeout
-            probe = GenerateRequest("1/probe", (2,) * true.tokens, params, deadline, priority, tenant)
-            try:
-                engine.add(probe)
-            except WicoreError:
-                self.paths["the engine would refuse, too"] += 1
-                return
-            raise AssertionError(f"the engine takes what the front refuses: {true} {error.bar}")
-        over = self.looked.get(error.bar.look + 1)
-        late = over is not None and now > over + 2 * self.slowest + 1e-6
-        assert not late or self.paths["clock jumped"], "a bar outlived the next look"  # a jump delays messages
-
     # --- clients ------------------------------------------------------------------------------------------------------
 
     def noted(self, end: End, way: str) -> End:
@@ -357,10 +277,7 @@ class Site:
 
         timer = self.loop.call_later(leave_s, gone.set) if leave_s is not None else None
         left_at = None if leave_s is None else self.loop.time() + leave_s
-        if slow_s:
-            await self.app(scope, receive, send)
-        else:
-            await self._by_the_door(scope, raw, receive, send, gone)
+        await self.app(scope, receive, send)
         if timer is not None:
             timer.cancel()
         if not messages or messages[-1].get("more_body"):
@@ -375,37 +292,6 @@ class Site:
         if messages[0]["status"] == 429:
             assert int(head[b"retry-after"]) >= 1
         return self.noted(End(messages[0]["status"], body.decode(), int(retry) / 1e3 if retry else None), "http")
-
-    async def _by_the_door(self, scope: dict, raw: bytes, receive, send, gone: asyncio.Event) -> None:
-        """A request that came whole."""
-        over = self.loop.create_future()
-        cycle = Cycle(scope, raw, lambda: over.done() or over.set_result(None))
-
-        def start(place) -> None:
-            if place is not None:
-                scope["state"]["place"] = place
-            task = asyncio.ensure_future(_giving_back(place or ExitStack(), self.app, scope, receive, send))
-            task.add_done_callback(lambda task: over.done() or over.set_result(task.result()))
-
-        async def leave() -> None:
-            await gone.wait()
-            cycle.disconnected = True
-            self.door.left(cycle)
-
-        leaving = asyncio.ensure_future(leave())
-        self.door.begin(cycle, start)
-        if not over.done() and self.door._waiting:
-            self.paths["waited at the door"] += 1
-        await over
-        leaving.cancel()
-        if cycle.transport.written:
-            self.paths["refused at the door"] += 1
-            head, _, body = b"".join(cycle.transport.written).partition(b"\r\n\r\n")
-            status, *fields = head.split(b"\r\n")
-            headers = [tuple(field.split(b": ", 1)) for field in fields]
-            assert int(dict(headers)[b"content-length"]) == len(body)
-            await send({"type": "http.response.start", "status": int(status.split()[1]), "headers": headers})
-            await send({"type": "http.response.body", "body": body})
 
     async def websocket(self, tenant: str, frame: dict, *, leave_s: float | None = None, cancel=False) -> End:
         scope = {"type": "websocket", "path": "/v1/stream", "raw_path": b"/v1/stream", "query_string": b"",
@@ -496,8 +382,6 @@ class Site:
 
     def check_idle(self) -> None:
         """Nothing is held when nobody asks."""
-        turns = self.engine.turns
-        assert turns.free == TURNS and not turns, "a turn is lost"
         assert not self.context.open and self.context.idle.is_set() and self.service.idle.is_set()
         assert not self.service.streams_open and not self.admission.calls.taken and not self.context.room.taken
         assert not self.engine._streams and not self.engine._keys

@@ -30,20 +30,15 @@ async def left_by(ask) -> float:
         gc.enable()
 
 
-@pytest.mark.parametrize("how", ["barred", "refused", "wrong", "without a key", "served", "statistics"])
+@pytest.mark.parametrize("how", ["refused", "wrong", "without a key", "served", "statistics"])
 async def test_a_call_leaves_no_circles(how, monkeypatch):
     async with serving(make_engine(), api_key="k" * 20 if how == "without a key" else None) as running:
         port = running.engine.engine
 
         async def refuse(made):
-            raise full()
+            raise QueueFullError("Come later.", retry_after_s=1.0)
 
-        def full(*_) -> QueueFullError:
-            return QueueFullError("Come later.", retry_after_s=1.0)
-
-        if how == "barred":
-            monkeypatch.setattr(port, "barred", full)
-        elif how == "refused":
+        if how == "refused":
             monkeypatch.setattr(port, "add", refuse)
 
         async def ask() -> None:

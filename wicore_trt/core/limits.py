@@ -46,15 +46,6 @@ class Limits:
             least = min(least, max(MARGIN * self.target_ttft_s - prompt_s, prompt_s))
         return max(0.0, least)
 
-    def barred_tokens(self, wait_s: float, token_s: float) -> float:
-        """Up to how many tokens a prompt may have, whatever its request's deadline, and yet not wait for `wait_s`; a
-        token takes `token_s`."""
-        if self.max_queue_s is not None and wait_s > self.max_queue_s:
-            return math.inf
-        if self.target_ttft_s is None or wait_s <= MARGIN * self.target_ttft_s:
-            return 0.0
-        return wait_s / token_s - 1 if token_s else math.inf  # of who may wait just so long, rounding decides
-
 
 class Alarms(dict[str, float]):
     """Stamps by name. Asking costs nothing until one may have come."""

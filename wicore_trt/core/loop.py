@@ -23,11 +23,11 @@ from typing import Any
 
 from wicore_trt.core.limits import HOLD_RATE, Alarms, Limits, too_long
 from wicore_trt.core.shares import fits
-from wicore_trt.errors import Bar, EngineDeadError, InvalidRequestError, QueueFullError, UnavailableError, WicoreError
+from wicore_trt.errors import EngineDeadError, InvalidRequestError, QueueFullError, UnavailableError, WicoreError
 from wicore_trt.kv.events import EventFeed, KVEventLog
 from wicore_trt.schedule.outlook import Newcomers, Outlook
 from wicore_trt.schedule.queue import AGEING_S
-from wicore_trt.types import MAX_PRIORITY, EngineStats, FinishReason, GenerateRequest, TokenOutput, Usage
+from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, TokenOutput, Usage
 
 log = logging.getLogger(__name__)
 
@@ -219,16 +219,14 @@ class Core(ABC):
 
 
 class EngineLoop:
-    """Owns a Core and the thread that steps it. `sink` is called on that thread, once per step, and `looked` each time
-    the queue was looked at, from when on no bar of an earlier look holds (`errors.Bar`).
+    """Owns a Core and the thread that steps it. `sink` is called on that thread, once per step.
 
     `max_waiting` bounds the sequences that wait for their first step. A named tenant may have as many waiting as there
     is room left: one that floods gets half of the queue, and the next one finds room.
     """
 
-    def __init__(self, core: Core, sink: Sink, *, max_waiting: int, looked: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, core: Core, sink: Sink, *, max_waiting: int) -> None:
         self._core = core
-        self._looked, self.looks = looked, 0
         self._sink = sink
         self._max_waiting = max_waiting
         self._wake, self._ended = threading.Condition(), threading.Event()
@@ -294,8 +292,7 @@ class EngineLoop:
             # One text for both: that the others have filled the queue is none of a tenant's business.
             if total + n > self._max_waiting or (tenant and not fits(self._max_waiting, total - own, own, n)):
                 full = QueueFullError("There is no room in the queue for this request now.")
-                if n == 1:  # else a smaller one may find room
-                    full.bar = Bar(tenant, -MAX_PRIORITY, math.inf, self._outlook.turnover_s, self.looks)
+                full.pace_s = self._outlook.turnover_s
                 raise full
             self._check_wait(request)
             if request.params.constraint is not None:
@@ -321,9 +318,7 @@ class EngineLoop:
         wait = outlook.wait_s(tenant, now + request.priority * AGEING_S, 0.0, more, tokens * outlook.token_s)
         if wait > limit:
             refusal = too_long(wait, limit)
-            most = limits.barred_tokens(wait, outlook.token_s / outlook.share)
-            if most:
-                refusal.bar = Bar(tenant, request.priority, most, outlook.turnover_s, self.looks)
+            refusal.pace_s = outlook.turnover_s
             raise refusal
 
     def _queued(self) -> Counter[str]:
@@ -460,8 +455,6 @@ class EngineLoop:
         self._stats, self._stats_time = self._core.told(), time.monotonic()
         self._outlook = self._core.outlook()
         self._taken.clear()
-        self.looks += 1
-        self._looked()
 
     def _emit(self, outputs: list[TokenOutput]) -> None:
         with self._wake:

@@ -50,9 +50,8 @@ class Offload:
         self._free = asyncio.Semaphore(workers)
         self._tenants: dict[str, asyncio.Semaphore] = {}
 
-    async def run(self, tenant: str, function: Callable[[], T], check: Callable[[], None] = lambda: None) -> T:
-        """The result of `function`, or what `check` raises when its turn has come. When the caller is cancelled it
-        still runs to its end, if it has begun."""
+    async def run(self, tenant: str, function: Callable[[], T]) -> T:
+        """The result of `function`. When the caller is cancelled it still runs to its end, if it has begun."""
         wanted = True
         own = self._tenants.setdefault(tenant, asyncio.Semaphore(1 if tenant else self._workers))
 
@@ -60,7 +59,6 @@ class Offload:
             async with own, self._free:
                 if not wanted:
                     raise asyncio.CancelledError
-                check()
                 return await on_daemon_thread(function)
 
         task = asyncio.ensure_future(work())

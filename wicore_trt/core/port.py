@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 
 from wicore_trt.core.loop import Core, EngineLoop
-from wicore_trt.errors import QueueFullError
 from wicore_trt.kv.events import Event, EventFeed, Snapshot
 from wicore_trt.types import EngineStats, GenerateRequest, TokenOutput
 
@@ -49,16 +48,6 @@ class EnginePort(ABC):
 
         Raises InvalidRequestError, QueueFullError, UnavailableError or EngineDeadError; there is then no output.
         """
-
-    @property
-    def bars(self) -> bool:
-        """Whether `barred` knows of anything now."""
-        return False
-
-    def barred(self, tenant: str, priority: int, tokens: int) -> QueueFullError | None:
-        """What `add` would raise now for such a request with at most so many prompt tokens, where it is known without
-        asking the engine."""
-        return None
 
     @abstractmethod
     def abort(self, request_id: str, index: int | None = None) -> None:

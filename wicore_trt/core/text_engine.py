@@ -13,15 +13,12 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from wicore_trt.core.limits import Hints
-from wicore_trt.core.line import Line
 from wicore_trt.core.offload import Offload
 from wicore_trt.core.port import EnginePort
 from wicore_trt.core.text_output import SequenceText
@@ -58,23 +55,6 @@ TEXT_THREADS = 2
 """Threads that tokenize. They are beside the engine's, and one text may take seconds."""
 INLINE_CHARS = 2048
 """Texts of no more characters are tokenized on the event loop, in about a millisecond."""
-
-TOKENS_PER_BYTE, WORDS = 2, 1024
-"""A prompt has at most one token for each byte of the message that it came in; as many again, and so many more, are for
-what a chat template begins, parts and ends its turns with."""
-TURNS = 4
-"""Requests that are made and asked for at the same time, each for a millisecond; what takes long is none of it."""
-
-
-class Turn(NamedTuple):
-    """One of these. `check` raises QueueFullError for a request that the engine is known to refuse."""
-
-    end: ExitStack
-    check: Callable[[], None]
-
-
-_TURN: ContextVar[Turn | None] = ContextVar("wicore_turn", default=None)
-"""The turn that the request has, or had, for which code runs."""
 
 
 def encode_request(tokenizer: Tokenizer, request: TextRequest, info: ModelInfo) -> tuple[int, ...]:
@@ -282,7 +262,7 @@ class TextEngine:
         self._tallies: dict[str, Tally] = {}
         self._offload = Offload(TEXT_THREADS)
         self._serial = itertools.count()
-        self.turns, self._hints = Line(TURNS), Hints()
+        self._hints = Hints()
         self._idle = asyncio.Event()
         self._idle.set()
         self._started = False
@@ -302,13 +282,8 @@ class TextEngine:
         self._started = True
 
     async def work(self, tenant: str, function: Callable[[], T]) -> T:
-        """Run a function that takes time in proportion to what a client sent, on a thread; tenants come in turn. Raises
-        QueueFullError where the engine is known to refuse the generation that it is for, when a thread is free."""
-        turn = _TURN.get()
-        if turn is None:
-            return await self._offload.run(tenant, function)
-        turn.end.close()
-        return await self._offload.run(tenant, function, turn.check)
+        """Run a function that takes time in proportion to what a client sent, on a thread; tenants come in turn."""
+        return await self._offload.run(tenant, function)
 
     async def encode(self, request: TextRequest) -> TextRequest:
         """The request with a long text as token ids, and its constraint checked, on a thread. Raises
@@ -325,58 +300,9 @@ class TextEngine:
             left = max(left - (time.monotonic() - started), 1e-3)  # the engine ends it
         return replace(request, prompt=None, messages=None, prompt_token_ids=token_ids, timeout_s=left)
 
-    def turn(
-        self, tenant: str, priority: int, size: int | None, place: ExitStack | None = None
-    ) -> AbstractAsyncContextManager[None]:
-        """A turn at making a request out of a message and asking the engine, which is over as soon as that has
-        answered. The prompt comes from `size` bytes of the message, None where it may be any longer. `place` is one of
-        `turns` that it has already, and gives back. Raises QueueFullError, here or when it is entered and before
-        anything is made of the message, for a request that the engine is known to refuse now; never for one that it
-        would take.
-
-        Of requests that come all at once the first hear what holds for the others, which wait for that here.
-        """
-        check = self.check(tenant, priority, size)
-        check()
-        return self._turn(check, place)
-
-    def check(self, tenant: str, priority: int, size: int | None) -> Callable[[], None]:
-        """What raises QueueFullError as `turn` does."""
-        tokens = self.info.max_context_tokens
-        if size is not None:
-            tokens = min(TOKENS_PER_BYTE * size + WORDS, tokens)
-        return partial(self._check_barred, tenant, priority, tokens)
-
-    def place(self) -> ExitStack:
-        """What gives a place of `turns` back that was taken."""
-        end = ExitStack()
-        end.callback(self.turns.release)
-        return end
-
-    @asynccontextmanager
-    async def _turn(self, check: Callable[[], None], place: ExitStack | None) -> AsyncIterator[None]:
-        if place is None:
-            await self.turns.acquire()
-            place = self.place()
-        _TURN.set(Turn(place, check))
-        try:
-            check()
-            yield
-        finally:
-            place.close()
-
-    def _check_barred(self, tenant: str, priority: int, tokens: int) -> None:
-        error = self.engine.barred(tenant, priority, tokens)
-        try:
-            if error is not None and self.ready:
-                raise self.hinted(error, tenant)
-        finally:
-            del error  # whose traceback has this frame
-
     def hinted(self, error: QueueFullError, tenant: str) -> QueueFullError:
         """The same refusal with a time to retry of its own."""
-        pace_s = error.bar.pace_s if error.bar is not None else None
-        error.retry_after_s = self._hints.retry_s(tenant, time.monotonic(), error.retry_after_s, pace_s)
+        error.retry_after_s = self._hints.retry_s(tenant, time.monotonic(), error.retry_after_s, error.pace_s)
         return error
 
     async def submit(self, request: TextRequest) -> TextStream:
@@ -391,7 +317,6 @@ class TextEngine:
         if name in self._keys:
             raise InvalidRequestError(f"Request id {shown(request.request_id)} is in use.", field="request_id")
         token_ids = encode_request(self.tokenizer, request, self.info)
-        self._check_barred(request.tenant, request.priority, len(token_ids))
         deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s
         stream = TextStream(self, f"{self.engine.prefix}{next(self._serial)}", request, self.tokenizer, since)
         stream.prompt_token_ids = token_ids
@@ -410,9 +335,6 @@ class TextEngine:
             if isinstance(error, QueueFullError):
                 self.hinted(error, request.tenant)
             raise
-        finally:
-            if (turn := _TURN.get()) is not None:
-                turn.end.close()
         self.tally(request.tenant).prompt += len(token_ids) * request.params.n
         return stream
 

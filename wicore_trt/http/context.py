@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -77,20 +77,6 @@ class Context:
         if self.draining:
             raise UnavailableError("The server is shutting down.", fix="Send the request to another server.")
         return self.engine()
-
-    def taking(self) -> TextEngine | None:
-        """The engine, where it is there and takes generations."""
-        return None if self.draining else self._engine
-
-    def turn(
-        self, tenant: str, priority: object, size: int | None, place: ExitStack | None = None
-    ) -> AbstractAsyncContextManager[None]:
-        """A turn at the engine (`TextEngine.turn`) for a generation, by the bytes of its prompt and what its body says
-        of its priority; what is no priority, and an engine that is not there, are left to others to find."""
-        engine = self.taking()
-        if engine is None or not (priority is None or type(priority) is int):
-            return nullcontext()
-        return engine.turn(tenant, priority or 0, size, place)
 
     def check_host(self, host: str | None) -> None:
         """Raises ForbiddenError for a name that a stranger's page may have made up, where no key keeps it out."""

@@ -145,12 +145,6 @@ async def read_body(receive: Receive, headers: Headers, limit: int, hold: Hold) 
         raise HttpError(408, f"The body did not come within {READ_S:g} s.") from None
 
 
-def prompt_bytes(raw: bytes) -> int | None:
-    """Bytes that the prompt of a body may come from; None where functions or calls are among them, which are written
-    anew: 1e15 has 18 characters, and a function's name is in the result of each of its calls."""
-    return None if b"tool" in raw or b"function" in raw else len(raw)
-
-
 def decoded(raw: bytes, most_items: int) -> dict[str, Any]:
     """The JSON object of a body. Raises InvalidRequestError for anything else."""
     if sum(map(raw.count, (b",", b"[", b"{"))) > most_items:

@@ -22,7 +22,7 @@ from uvicorn.protocols.utils import get_remote_addr
 from wicore_trt.access.listening import address_of, check_free, read_tls
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.http.protocol import Door, GuardedHttp, GuardedWebSocket, Visitors
+from wicore_trt.http.protocol import GuardedHttp, GuardedWebSocket, Visitors
 
 KEEP_ALIVE_S = 75
 """Seconds for which a connection without requests stays open."""
@@ -38,7 +38,6 @@ class Listener:
 
     def __init__(
         self, app: ASGIApp, settings: ServerSettings, host: str, port: int, *, flag: str, max_frame: int = 1 << 16,
-        door: Door | None = None,
     ) -> None:  # fmt: skip
         """Raises ConfigError for bad TLS files."""
         self.app = app
@@ -52,7 +51,7 @@ class Listener:
             ws_per_message_deflate=False,
         )  # fmt: skip
         self._config.load()
-        self._state = Visitors(settings.http_connections_per_address, door)
+        self._state = Visitors(settings.http_connections_per_address)
         self._listener: asyncio.Server | None = None
         self._clock: asyncio.TimerHandle | None = None
         self._shaking: set[asyncio.Future[None]] = set()

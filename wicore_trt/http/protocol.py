@@ -12,9 +12,7 @@ import asyncio
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.config import Config
@@ -49,20 +47,11 @@ MESSAGE_BYTES = 512
 """Cost of a WebSocket message that waits, beside its bytes."""
 
 
-class Door(Protocol):
-    """What requests that have come whole pass on their way to the application (`http/door.py`)."""
-
-    def begin(self, cycle: RequestResponseCycle, start: Callable[[ExitStack | None], None]) -> None: ...
-
-    def left(self, cycle: RequestResponseCycle) -> None: ...
-
-
 class Visitors(ServerState):
     """The state that all connections of a server share, and how many each address has."""
 
-    def __init__(self, most_of_one: int, door: Door | None = None) -> None:
+    def __init__(self, most_of_one: int) -> None:
         super().__init__()
-        self.door = door
         self.shaking = 0  # connections that shake hands
         self._most, self._open = most_of_one, Counter[str]()
 
@@ -103,8 +92,6 @@ class GuardedHttp(HttpToolsProtocol):
         self._stalled: asyncio.TimerHandle | None = None
         self._in_head, self._head = True, 0
         self._running: RequestResponseCycle | None = None
-        self._reads = False  # bytes are being parsed
-        self._read: tuple[RequestResponseCycle, Any] | None = None  # a request whose head was among them
         self._drops, self._dropped = False, 0  # whether nothing that comes is parsed any more, and bytes of that
         self._stays: bytes | None = None  # the first line of a request that offers a protocol which is not spoken here
         self._refusal = HttpError(400, "The request is not valid HTTP.")
@@ -134,8 +121,6 @@ class GuardedHttp(HttpToolsProtocol):
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
-            if self.server_state.door is not None:
-                self.server_state.door.left(self._running)
 
     def _give_up(self) -> None:
         """The head of the next request has not come. That is no fault while the client waits for an answer."""
@@ -147,24 +132,6 @@ class GuardedHttp(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        if self._reads:
-            self._read = cycle, app  # until all that came of it is parsed
-        else:
-            self._begin(cycle, app)
-
-    def _begin(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """Start the application, unless the door answers a request that is here as a whole."""
-
-        door = self.server_state.door
-        if door is None or cycle.more_body or self.transport.is_closing():
-            self._start(cycle, app, None)
-        else:
-            door.begin(cycle, partial(self._start, cycle, app))
-
-    def _start(self, cycle: RequestResponseCycle, app: Any, place: ExitStack | None) -> None:
-        if place is not None:
-            cycle.scope["state"]["place"] = place
-            app = partial(_giving_back, place, app)
         super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
@@ -178,12 +145,7 @@ class GuardedHttp(HttpToolsProtocol):
                 self.cut()
             return
         self._unset_keepalive_if_required()
-        self._reads = True
         self._parse(data)
-        self._reads = False
-        if self._read is not None:
-            read, self._read = self._read, None
-            self._begin(*read)
         if self._in_head and self._head > MAX_HEAD and not self.transport.is_closing():
             self._too_long()
             self.send_400_response("")
@@ -310,12 +272,6 @@ def _refused(error: HttpError) -> bytes:
         b"connection: close",
     )
     return STATUS_LINE[error.status] + b"\r\n".join(fields) + b"\r\n\r\n" + body
-
-
-async def _giving_back(place: ExitStack, app: Any, *asgi: Any) -> None:
-    """The application of a request that has a place, which it may have given back long before."""
-    with place:
-        await app(*asgi)
 
 
 class GuardedWebSocket(WebSocketsSansIOProtocol):

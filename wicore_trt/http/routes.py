@@ -6,7 +6,6 @@ Must not know what a route does. Invariant: a handler gets a body only when all 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -15,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from wicore_trt.access.calls import Call
 from wicore_trt.http.context import Context
-from wicore_trt.http.intake import decoded, prompt_bytes, read_body, validated
+from wicore_trt.http.intake import decoded, read_body, validated
 from wicore_trt.http.metrics import metrics
 from wicore_trt.http.openapi import document
 from wicore_trt.http.page import page_routes
@@ -39,28 +38,13 @@ class Endpoint:
             if operation.body is not None:
                 raw = await read_body(receive, Headers(scope=scope), context.max_body_bytes, hold)
                 scope["state"]["read"] = True
-                value, size = decoded(raw, context.most_items()), prompt_bytes(raw)
-                turn: AbstractAsyncContextManager[None] = nullcontext()
-                if operation.generates:
-                    place = scope["state"].pop("place", None)
-                    turn = context.turn(call.who.tenant, value.get("priority"), size, place)
-                arguments = {"value": value, "turn": turn}
+                value = decoded(raw, context.most_items())
+                arguments = {"body": validated(operation.body, operation.fields, value)}
                 del raw, value
-            work = (operation.handle if operation.body is None else self._handle)(context, call, **arguments)
+            work = operation.handle(context, call, **arguments)
             del arguments
             reply = await unless_gone(receive, work)
         await reply(scope, receive, send)
-
-    async def _handle(
-        self, context: Context, call: Call, value: dict[str, Any], turn: AbstractAsyncContextManager[None]
-    ) -> Reply:
-        """Answer a body when its turn has come."""
-        operation = self._operation
-        assert operation.body is not None
-        async with turn:
-            body = validated(operation.body, operation.fields, value)
-            del value
-            return await operation.handle(context, call, body=body)
 
 
 async def openapi(context: Context, call: Call) -> Reply:

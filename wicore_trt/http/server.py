@@ -15,7 +15,6 @@ from wicore_trt.access.listening import http_host, is_local
 from wicore_trt.config import ServerSettings
 from wicore_trt.http.app import make_app
 from wicore_trt.http.context import Context
-from wicore_trt.http.door import Door
 from wicore_trt.http.listener import Listener
 from wicore_trt.http.routes import routes
 from wicore_trt.http.socket import MAX_FRAME
@@ -40,7 +39,7 @@ class HttpServer:
         self.context.origins = settings.cors_origins
         self._listener = Listener(
             self._make_app(), settings, host, settings.http_port or 0,
-            flag="--http-port", max_frame=min(limit, MAX_FRAME), door=Door(self.context),
+            flag="--http-port", max_frame=min(limit, MAX_FRAME),
         )  # fmt: skip
 
     def _make_app(self) -> ASGIApp:

@@ -33,7 +33,7 @@ from wicore_trt.http.bodies import ChatBody, CompletionBody, fields_of
 from wicore_trt.http.context import Context
 from wicore_trt.http.errors import CLIENT_GONE, HttpError, error_object, status_of
 from wicore_trt.http.generation import Generation
-from wicore_trt.http.intake import decoded, prompt_bytes, validated
+from wicore_trt.http.intake import decoded, validated
 from wicore_trt.http.shapes import ChatShape, encode
 from wicore_trt.http.tools import Calls, tools_of
 from wicore_trt.text.tools import Tools
@@ -131,7 +131,7 @@ class Connection:
                     raise NotFoundError("No generation has this id.")
                 self._open[frame_id].cancel()
             elif kind == "generate":
-                self._begin(frame_id, frame, raw)
+                self._begin(frame_id, frame, len(raw))
                 await asyncio.sleep(0)  # let it begin: a task that is cancelled before says nothing
             else:
                 raise InvalidRequestError("type is generate or cancel.", field="type")
@@ -143,14 +143,14 @@ class Connection:
             raise InvalidRequestError(f"id is a text of 1 to {MAX_ID} characters.", field="id")
         return value
 
-    def _begin(self, frame_id: str, frame: dict[str, Any], raw: bytes) -> None:
+    def _begin(self, frame_id: str, frame: dict[str, Any], size: int) -> None:
         if frame_id in self._open:
             raise InvalidRequestError("A generation with this id is open.", field="id")
         if len(self._open) >= MAX_OPEN:
             raise InvalidRequestError(f"A connection has at most {MAX_OPEN} generations.", field="id")
-        self._open[frame_id] = asyncio.ensure_future(self._generate(frame_id, frame, len(raw), prompt_bytes(raw)))
+        self._open[frame_id] = asyncio.ensure_future(self._generate(frame_id, frame, size))
 
-    async def _generate(self, frame_id: str, frame: dict[str, Any], size: int, prompt: int | None) -> None:
+    async def _generate(self, frame_id: str, frame: dict[str, Any], size: int) -> None:
         call = Call.begin(f"STREAM {PATH}", self._call.who, {REQUEST_ID_HEADER: self._call.call_id}.get)
         call.parent = self._call.parent
         CURRENT.set(call)  # of this task
@@ -161,9 +161,8 @@ class Connection:
             tenant = call.who.tenant
             with context.admission.calls.place(tenant), context.room.hold(tenant) as hold:
                 hold.grow(size)
-                async with context.turn(tenant, frame.get("priority"), prompt):
-                    kind: type[ChatBody | CompletionBody] = CompletionBody if "prompt" in frame else ChatBody
-                    await self._relay(frame_id, validated(kind, fields_of(kind), frame), call)
+                kind: type[ChatBody | CompletionBody] = CompletionBody if "prompt" in frame else ChatBody
+                await self._relay(frame_id, validated(kind, fields_of(kind), frame), call)
             status = 200
         except asyncio.CancelledError:
             await self._fail(frame_id, RequestCancelledError("The request was cancelled."))

@@ -28,7 +28,6 @@ from wicore_trt.link.messages import (
     Done,
     Down,
     Follow,
-    Looked,
     More,
     Outputs,
     Refused,
@@ -54,7 +53,7 @@ class EngineHost:
         self.core = core
         self.loop = asyncio.new_event_loop()  # the link thread's
         self._info = info
-        self.engine = EngineLoop(core, self._emit, max_waiting=max_waiting, looked=self._looked)
+        self.engine = EngineLoop(core, self._emit, max_waiting=max_waiting)
         core.began = self._emit
         self._links: dict[str, _Link] = {}
         self._names = Names()
@@ -118,13 +117,6 @@ class EngineHost:
             if served is not None:
                 served.send(Outputs(batch))
 
-    def _looked(self) -> None:
-        """On the engine's thread."""
-        for link in list(self._links.values()):
-            if link.barred:
-                link.barred = False
-                link.send(Looked())
-
     def left(self, prefix: str) -> None:
         """A front has gone; on the link thread."""
         self._links.pop(prefix, None)
@@ -162,7 +154,6 @@ class _Link:
         self._host, self._prefix = host, prefix
         self.channel = Channel(sock, host.loop, self._received, self._closed)
         self._followers: dict[int, tuple[asyncio.Task[None], asyncio.Event]] = {}
-        self.barred = False  # it was told of a bar since it was told of a look
 
     def send(self, message: object) -> None:
         self.channel.post(encode(message))
@@ -192,11 +183,7 @@ class _Link:
         try:
             self._host.add(self._prefix, message)
         except WicoreError as error:
-            refused = Refused.of(message.call, error)
-            self.barred = self.barred or refused.bar is not None
-            self.send(refused)
-            if refused.bar is not None and refused.bar.look != self._host.engine.looks:
-                self.send(Looked())  # it did so before the front knew of the bar
+            self.send(Refused.of(message.call, error))
         except Exception:
             log.exception("a request could not be taken")
             broken = WicoreError("The engine could not take the request; its log says why.")

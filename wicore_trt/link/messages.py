@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import Struct
 
-from wicore_trt.errors import Bar, InvalidRequestError, QueueFullError, WicoreError, error_named
+from wicore_trt.errors import InvalidRequestError, QueueFullError, WicoreError, error_named
 from wicore_trt.kv.events import Cleared, Event, Removed, Snapshot, Stored
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.types import (
@@ -142,19 +142,19 @@ class Refused(Struct, tag=3, array_like=True):
     fix: str | None = None
     field: str | None = None
     retry_after_s: float | None = None
-    bar: Bar | None = None
+    pace_s: float | None = None
 
     @classmethod
     def of(cls, call: int, error: WicoreError) -> Refused:
         field = error.field if isinstance(error, InvalidRequestError) else None
         full = error if isinstance(error, QueueFullError) else None
-        retry, bar = (full.retry_after_s, full.bar) if full is not None else (None, None)
-        return cls(call, type(error).__name__, error.message, error.fix, field, retry, bar)
+        retry_s, pace_s = (full.retry_after_s, full.pace_s) if full is not None else (None, None)
+        return cls(call, type(error).__name__, error.message, error.fix, field, retry_s, pace_s)
 
     def error(self) -> WicoreError:
         made = error_named(self.kind, self.message, fix=self.fix, field=self.field, retry_after_s=self.retry_after_s)
         if isinstance(made, QueueFullError):
-            made.bar = self.bar
+            made.pace_s = self.pace_s
         return made
 
 
@@ -205,11 +205,7 @@ class Down(Struct, tag=5, array_like=True):
     why: str
 
 
-class Looked(Struct, tag=6, array_like=True):
-    """The engine has looked at its queue: no bar of an earlier look holds any more."""
-
-
-FromEngine = Welcome | Outputs | Done | Refused | Changes | Down | Looked
+FromEngine = Welcome | Outputs | Done | Refused | Changes | Down
 
 
 def change_parts(call: int, epoch: int, found: Snapshot | list[Event]) -> Iterator[Changes]:

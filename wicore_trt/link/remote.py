@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
-import time
 from collections.abc import AsyncGenerator, Callable
 
 from wicore_trt.core.port import Change, EnginePort, Position, Sink
-from wicore_trt.errors import EngineDeadError, QueueFullError, UnavailableError, WicoreError
+from wicore_trt.errors import EngineDeadError, UnavailableError, WicoreError
 from wicore_trt.link.channel import Channel
 from wicore_trt.link.messages import (
     Abort,
@@ -25,7 +24,6 @@ from wicore_trt.link.messages import (
     Done,
     Down,
     Follow,
-    Looked,
     More,
     Outputs,
     Refused,
@@ -35,12 +33,10 @@ from wicore_trt.link.messages import (
     encode,
     whole_change,
 )
-from wicore_trt.types import MAX_PRIORITY, EngineStats, FinishReason, GenerateRequest, ModelInfo, TokenOutput
+from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, ModelInfo, TokenOutput
 
 STARTING = "it is being started"
 ENDED = "its process ended"
-BAR_S = 1.0
-"""For how long a bar is believed at most, should the engine not look at its queue."""
 
 
 class RemoteEngine(EnginePort):
@@ -58,7 +54,6 @@ class RemoteEngine(EnginePort):
         self._calls = itertools.count()
         self._pending: dict[int, tuple[asyncio.Future[Done], str]] = {}  # with the request that is being added
         self._followers: dict[int, asyncio.Queue[Changes | WicoreError]] = {}
-        self._bars: dict[tuple[str, int], tuple[Refused, float]] = {}  # by tenant and priority, each with its end
         self._live: dict[str, int] = {}  # sequences that have not ended, by request
 
     @property
@@ -88,21 +83,6 @@ class RemoteEngine(EnginePort):
         except BaseException:
             self._live.pop(request.request_id, None)
             raise
-
-    @property
-    def bars(self) -> bool:
-        return bool(self._bars)
-
-    def barred(self, tenant: str, priority: int, tokens: int) -> QueueFullError | None:
-        if not self._bars:
-            return None
-        for sooner in range(-MAX_PRIORITY, min(priority, MAX_PRIORITY) + 1):
-            told, until = self._bars.get((tenant, sooner), (None, 0.0))
-            if told is not None and told.bar is not None and tokens <= told.bar.tokens and time.monotonic() < until:
-                error = told.error()
-                assert isinstance(error, QueueFullError)
-                return error
-        return None
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         if self._channel is not None and request_id.startswith(self.prefix):
@@ -168,18 +148,12 @@ class RemoteEngine(EnginePort):
                 if found is not None and not found[0].done():
                     found[0].set_result(message)
             case Refused():
-                if message.bar is not None:
-                    name = message.bar.tenant, message.bar.priority
-                    self._bars[name] = message, time.monotonic() + BAR_S
                 self._refused(message.call, message.error())
-            case Looked():
-                self._bars.clear()
             case Changes():
                 if message.call in self._followers:
                     self._followers[message.call].put_nowait(message)
             case Down():
                 self._down = message.why
-                self._bars.clear()
                 self._changed()
             case Welcome():
                 self.info, self.prefix, self.pid, self._down = message.info, message.prefix, message.pid, None
@@ -204,7 +178,6 @@ class RemoteEngine(EnginePort):
     def _lost(self) -> None:
         """The channel has ended, and with it all that its engine had of us."""
         self._channel, self.pid, self._down = None, None, self._down or ENDED
-        self._bars.clear()
         error = EngineDeadError(f"The engine stopped: {self._down}.")
         for call in (*self._pending, *self._followers):
             self._refused(call, error)

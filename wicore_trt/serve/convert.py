@@ -140,13 +140,6 @@ def duration(seconds: float) -> Duration:
     return Duration(seconds=int(whole), nanos=int(fraction * 1e9))
 
 
-def prompt_bytes(request: pb2.GenerateRequest) -> int | None:
-    """Bytes that the prompt may come from; None where there are functions or calls, which are written anew: a control
-    character becomes six."""
-    called = any(turn.tool_calls or turn.HasField("tool_call_id") for turn in request.chat.messages)
-    return None if called or request.HasField("tools") else request.ByteSize()
-
-
 def chat_messages(chat: pb2.Chat, most: int) -> tuple[dict[str, object], ...]:
     """The turns as the chat template takes them. Raises InvalidRequestError when there is none, or more than `most`."""
     if not chat.messages:

@@ -87,7 +87,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: pb2.GenerateRequest, context: Reply) -> None:
         call = current_call()
-        async with self.generating(call, convert.prompt_bytes(request), request.priority) as (engine, meter):
+        async with self.generating(call) as (engine, meter):
             own_s = convert.positive_seconds(request.timeout, "timeout") if request.HasField("timeout") else None
             timeout_s = min((limit for limit in (own_s, time_left(context)) if limit is not None), default=None)
             made, finders = self._request(engine, request, call, timeout_s)
@@ -102,20 +102,17 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             raise DeadlineError("The call's deadline passed before the request finished.")
 
     @asynccontextmanager
-    async def generating(
-        self, call: Call, size: int | None, priority: int = 0
-    ) -> AsyncIterator[tuple[TextEngine, Meter]]:
-        """The engine, and what counts a generation against its tenant's rates; `size` is as in `TextEngine.turn`.
-        Raises UnavailableError where none is taken, and QueueFullError for one that the engine would refuse now."""
+    async def generating(self, call: Call) -> AsyncIterator[tuple[TextEngine, Meter]]:
+        """The engine, and what counts a generation against its tenant's rates. Raises UnavailableError where none is
+        taken."""
         engine = self.ready()
         if self._draining:
             raise UnavailableError("The server is shutting down.", fix="Send the request to another server.")
         self.open[call.who.tenant] += 1
         self.idle.clear()
         try:
-            async with engine.turn(call.who.tenant, priority, size):
-                with self._admission.metered(call.who) as meter:
-                    yield engine, meter
+            with self._admission.metered(call.who) as meter:
+                yield engine, meter
         finally:
             self.open[call.who.tenant] -= 1
             if not self.open.total():

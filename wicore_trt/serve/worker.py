@@ -102,7 +102,7 @@ class WorkerService:
 
     async def Generate(self, request: pb2.GenerateRequest, context: Reply) -> None:
         call = current_call()
-        async with self._service.generating(call, request.ByteSize()) as (engine, meter):
+        async with self._service.generating(call) as (engine, meter):
             made = _text_request(engine, request, call.who.tenant, time_left(context))
             answers = _Answers(made, request.stream, frozenset(engine.info.eos_token_ids))
             reasons = await relay(engine, made, meter, call, context, answers)
