@@ -42,7 +42,7 @@ class OneByOne:
 
 def overlapping(executor: TritonExecutor) -> int:
     """How many of the engine's kernels may be launched before the one in front has ended."""
-    return len({entry.kernel.name for entry in executor.model.table.all() if entry.kernel.dependent})
+    return len({entry.kernel.name for entry in executor.model.table.all_entries() if entry.kernel.dependent})
 
 
 def captured(executor: TritonExecutor, size: StepSizes, launcher: Launcher | None = None) -> Callable[[], None]:

@@ -82,7 +82,7 @@ def role_times(
 
     one_by_one = OneByOne(model.launcher)
     counting = _Filter(one_by_one)
-    names = {entry.kernel.name: entry.role for entry in reversed(model.table.all())}
+    names = {entry.kernel.name: str(entry.role) for entry in reversed(model.table.all_entries())}
     with device.active(), torch.inference_mode():
         with _products(run=False) as products:
             step(counting)()

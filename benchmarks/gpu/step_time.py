@@ -167,7 +167,8 @@ class Measurement:
         args, shape = self.args, self.shape
         begun = time.monotonic()
         table = self.table(device.target)
-        say(f"{len(table.kernel_names)} kernels for {device.target} in {time.monotonic() - begun:.1f} s")
+        names = {entry.kernel.name for entry in table.all_entries()}
+        say(f"{len(names)} kernels for {device.target} in {time.monotonic() - begun:.1f} s")
         longest = max(args.context + 1, args.prefill) + PAGE_TOKENS
         each = div_ceil(longest, PAGE_TOKENS)
         window = min(each, div_ceil(shape.spec.sliding_window, PAGE_TOKENS) + 1)

@@ -17,6 +17,7 @@ import pytest
 from tiny_source import write_tiny_source
 
 from wicore_trt.backends.triton.index import INDEX, read_table, write_kernels
+from wicore_trt.backends.triton.table import KernelRole
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.digest import SEAL, seal_of
 from wicore_trt.checkpoint.format import CONFIG, open_checkpoint, write_config
@@ -147,7 +148,7 @@ def fuzz_kernels(directory: Path, count: int) -> None:
         name: CompiledKernel(name, "f", "sm90", (("x", "i32"),), frozenset("x"), {"N": 1}, 4, 2, 0, "3", name.encode())
         for name in ("one", "two")
     }
-    rows = [("add_norm", 1 << 20, "one", None), ("embed", 1 << 20, "two", None)]
+    rows = [(KernelRole("add_norm"), 1 << 20, "one", None), (KernelRole("embed_norm"), 1 << 20, "two", None)]
     write_kernels(directory, {"sm90": (rows, kernels)})
     files = {p.relative_to(directory).as_posix(): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
     for seed in inputs(count):

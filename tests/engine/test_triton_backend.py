@@ -32,6 +32,8 @@ from wicore_trt.backends.triton.table import (  # noqa: E402
     MM16,
     SCALED_MM,
     EngineShape,
+    parse_role,
+    step_role,
 )
 from wicore_trt.backends.triton.weights import engine_shape  # noqa: E402
 from wicore_trt.cli.build import _dummy  # noqa: E402
@@ -82,13 +84,13 @@ def test_kernels_of_every_target_are_read_back(source: Path, dtype: str, kv_dtyp
     for target in ("sm80", "sm90"):
         table = load_table(engine, shape, target)
         planned = list_kernels(shape, target)
-        assert {(e.role, e.bucket, e.kernel.name) for e in table.all()} == {
+        assert {(e.role, e.bucket, e.kernel.name) for e in table.all_entries()} == {
             (p.role, p.bucket, p.spec.name) for p in planned
         }
-        assert {e.kernel.cubin for e in table.all()} == {f"{target} {p.spec.name}".encode() for p in planned}
-        assert all(e.config is not None for e in table.all() if e.role.split(".")[0] in (*LINEARS, "decode"))
+        assert {e.kernel.cubin for e in table.all_entries()} == {f"{target} {p.spec.name}".encode() for p in planned}
+        assert all(e.config is not None for e in table.all_entries() if e.role.operation in (*LINEARS, "decode"))
         files = {n for n in engine.manifest.files if n.startswith(f"{KERNELS}/{target}/")}
-        assert len(files) == 2 * len(table.kernel_names)
+        assert len(files) == 2 * len({e.kernel.name for e in table.all_entries()})
     steps = [(done, total) for phase, done, total in seen if phase == "kernels"]
     assert steps[-1][0] == steps[-1][1] and [d for d, _ in steps] == sorted(d for d, _ in steps)
     assert read_table(engine.read, engine.path, "sm120") is None
@@ -182,12 +184,22 @@ def test_every_model_has_kernels_for_every_number_of_rows(target: str, dtype: st
         planned = list_kernels(shape, target)
         largest: dict[str, int] = {}
         for p in planned:
-            largest[p.role] = max(largest.get(p.role, 0), p.bucket)
+            largest[str(p.role)] = max(largest.get(str(p.role), 0), p.bucket)
         for role in LINEARS:
             assert largest[role] >= min(shape.crossover(target, role), 128) and largest[f"{role}.invariant"] == ANY
         others = {r: b for r, b in largest.items() if r.split(".")[0] not in LINEARS}
         assert {*others.values()} == {ANY}
         assert ("add_norm.fp8" in others) == (dtype == "fp8" and target != "sm80")
+
+
+def test_roles_keep_the_spelling_of_engines_built_before() -> None:
+    shapes = [EngineShape(builtin_spec("gemma3-27b"), "bfloat16", weights, "bfloat16", 32) for weights in (BF16, FP8)]
+    listed = {str(p.role): p.role for shape in shapes for p in list_kernels(shape, "sm90")}
+    assert all(parse_role(text) == role for text, role in listed.items())
+    assert {*listed} >= {"qkv", "qkv.x8", "head.invariant", "add_norm", "add_norm.x8", "add_norm.r16", "final_norm.fp8"}
+    assert {*listed} >= {"embed_norm.fp8", "scan", "scan.sampled", "wide", "prefill.segments", "prefill.splits"}
+    assert step_role("embed_norm", KERNEL8) == listed["embed_norm.fp8"]
+    assert step_role("qk_rope", KERNEL8) == listed["qk_rope"]
 
 
 def test_products_by_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +216,7 @@ def test_products_by_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CROSSOVER, "sm90", {"float32 results": 100})
     assert [wide.product("sm90", "qkv", n) for n in (16, 17, 100, 101)] == [KERNEL, MM, MM, MM16]
     monkeypatch.setitem(CROSSOVER, "sm90", {"float32 results": ANY})
-    assert wide.product("sm90", "qkv", ANY) == MM and not any(".r16" in p.role for p in list_kernels(wide, "sm90"))
+    assert wide.product("sm90", "qkv", ANY) == MM and not any(".r16" in str(p.role) for p in list_kernels(wide, "sm90"))
     assert fp8.product("sm80", "down", 4096) == KERNEL
 
 
@@ -225,4 +237,4 @@ def test_all_kernels_compile(model: str, dtype: str, kv_dtype: str, target: str,
         dummy=DummyModel(model, builtin_spec(model)),
     )
     table = read_table(engine.read, engine.path, target)
-    assert table is not None and len(table.kernel_names) > 25
+    assert table is not None and len({e.kernel.name for e in table.all_entries()}) > 25

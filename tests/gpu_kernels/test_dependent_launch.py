@@ -138,10 +138,10 @@ def test_the_plan_knows_which_linears_lie_behind_such_a_kernel() -> None:
     """o and down, but not where E4M3 rows are quantised in front of them, and not those of one row; and gate and up of
     E4M3 rows."""
     planned = list_kernels(EngineShape(builtin_spec("gemma3-270m"), "bfloat16", FP8, "bfloat16", 16), "sm90")
-    alone = {(p.role, (p.config or {})["kind"]) for p in planned if p.spec.dependent == ALONE}
+    alone = {(str(p.role), (p.config or {})["kind"]) for p in planned if p.spec.dependent == ALONE}
     assert alone == {(role, "matrix") for role in ("o", "down", "o.invariant", "down.invariant", "gate_up.x8")}
     assert all(p.spec.name.endswith("_alone") == (p.spec.dependent == ALONE) for p in planned)
-    assert {p.spec.dependent for p in planned if p.role in ("qkv", "gate_up", "o.x8", "down.x8")} == {IN_TURN}
+    assert {p.spec.dependent for p in planned if str(p.role) in ("qkv", "gate_up", "o.x8", "down.x8")} == {IN_TURN}
 
 
 def sass_waits_first(cubin: bytes, folder: Path, loads: int) -> None:

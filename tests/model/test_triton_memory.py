@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch")
 
 from wicore_trt.backends.triton.memory import wide_floats
-from wicore_trt.backends.triton.table import CROSSOVER, KERNEL, KERNEL8, MM16, SCALED_MM, EngineShape
+from wicore_trt.backends.triton.table import CROSSOVER, EngineShape
 from wicore_trt.kv.sizing import builtin_spec
 from wicore_trt.weight_format import FP8, PLAIN
 
@@ -25,5 +25,5 @@ def test_results_of_every_step_find_room(dtype: str, fp8: bool, each: int, monke
         have = wide_floats(shape, "sm90", tokens, invariant=False)
         for rows in range(1, tokens + 1):
             product = shape.product("sm90", "qkv", rows)
-            columns = 8192 if product in (KERNEL, KERNEL8) else 43008
-            assert have >= rows * columns / (2 if product in (MM16, SCALED_MM) else 1)
+            columns = 8192 if product.kernels else 43008
+            assert have >= rows * columns / (2 if product.results == "bfloat16" else 1)

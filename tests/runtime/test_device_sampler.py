@@ -17,7 +17,7 @@ from runtime.triton_cpu import executor_of, small_model, specs_of  # noqa: E402
 
 from wicore_trt.backends.triton import kernel_list as triton_plan  # noqa: E402
 from wicore_trt.backends.triton.sampler import DeviceSampler, on_device  # noqa: E402
-from wicore_trt.backends.triton.table import KernelTable  # noqa: E402
+from wicore_trt.backends.triton.table import DRAW_WIDE, DRAWING, KernelTable  # noqa: E402
 from wicore_trt.model.spec import GROUPS  # noqa: E402
 from wicore_trt.runtime.batch import UNREAD, SequenceSlice, StepBatch  # noqa: E402
 from wicore_trt.runtime.sampler import Sampler  # noqa: E402
@@ -113,7 +113,7 @@ def test_filters_that_leave_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None
     logits = executor.memory.logits
     logits.copy_(torch.randn(logits.shape) * 0.1)
     want = [t.token_id for t in Sampler().sample(logits[:4], rows).tokens]
-    wide, launched = executor.model.table.entries("wide")[0].kernel.name, executor.model.launcher.launched
+    wide, launched = executor.model.table.entries(DRAW_WIDE)[0].kernel.name, executor.model.launcher.launched
     executor._device_sampler.enqueue(4, {r: s for r, s in enumerate(rows) if not s.params.greedy})  # type: ignore
     assert tokens(executor, 4) == want and launched.count(wide) == 1
     executor._device_sampler.enqueue(1, {0: asking(0, DRAWN[0])})
@@ -124,8 +124,8 @@ def test_engines_without_these_kernels_draw_on_the_host(executor: Any, monkeypat
     batch = [asking(r, p) for r, p in enumerate([*[SamplingParams(temperature=9.0)] * 3, GREEDY])]
     want = executor.execute(StepBatch(batch))
     model = executor.model
-    for role in ("draw", "wide"):
-        old = KernelTable(model.table.target, [e for e in model.table.all() if e.role != role])
+    for role in (DRAWING["draw"], DRAW_WIDE):
+        old = KernelTable(model.table.target, [e for e in model.table.all_entries() if e.role != role])
         sampler = DeviceSampler(replace(model, table=old), executor.device)
         assert not sampler.available
     monkeypatch.setattr(executor, "_device_sampler", sampler)

@@ -270,9 +270,9 @@ def test_memory_is_checked_and_closing_frees_it(monkeypatch: pytest.MonkeyPatch)
     shape = executor.model.shape
     made_up = triton_executor.Loading(shape, executor.model.table, 64, lambda positions: None, dummy=True)  # type: ignore
     assert triton_executor._name(made_up, ExecutorOptions()).endswith("-dummy-weights")
-    entry = executor.model.table.all()[0]
+    entry = executor.model.table.all_entries()[0]
     cured = replace(entry, kernel=replace(entry.kernel, cubin=entry.kernel.cubin + b"\0"))
-    table = triton_table.KernelTable(executor.model.table.target, [cured, *executor.model.table.all()[1:]])
+    table = triton_table.KernelTable(executor.model.table.target, [cured, *executor.model.table.all_entries()[1:]])
     assert triton_executor._name(replace(made_up, table=table), ExecutorOptions()) != triton_executor._name(
         made_up, ExecutorOptions()
     )

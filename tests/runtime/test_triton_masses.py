@@ -163,7 +163,7 @@ def test_an_engine_that_was_built_without_the_kernels_measures_nothing(monkeypat
 
     def without(*args: Any) -> tuple[KernelTable, dict[str, Any]]:
         table, specs = made(*args)
-        return KernelTable(table.target, [e for e in table.all() if e.role != PAGE_MASSES]), specs
+        return KernelTable(table.target, [e for e in table.all_entries() if e.role != PAGE_MASSES]), specs
 
     monkeypatch.setattr(triton_cpu, "specs_of", without)
     result = executor_of(small_model(1)).execute(StepBatch([piece(1, [5], 0, [2])], measure_attention=True))

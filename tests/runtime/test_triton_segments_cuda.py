@@ -19,7 +19,16 @@ from benchmarks.gpu.kernels.attention import LARGE  # noqa: E402
 from benchmarks.gpu.kernels.attention_problem import AttentionProblem, Point, pointer  # noqa: E402
 from wicore_trt.backends.triton.memory import StepLimits  # noqa: E402
 from wicore_trt.backends.triton.segments import LongSlice, segment_attention  # noqa: E402
-from wicore_trt.backends.triton.table import ADD_SEGMENT, ANY, GATHER, PREFILL_SEGMENTS, EngineShape, Entry, KernelTable  # noqa: E402  # noqa: E402
+from wicore_trt.backends.triton.table import (  # noqa: E402  # noqa: E402
+    ADD_SEGMENT,
+    ANY,
+    GATHER,
+    PREFILL,
+    PREFILL_SEGMENTS,
+    EngineShape,
+    KernelEntry,
+    KernelTable,
+)
 from wicore_trt.kv.sizing import builtin_spec  # noqa: E402
 from wicore_trt.plugins.aot import compile_kernel  # noqa: E402
 from wicore_trt.plugins.decode_layout import prefill_config, prefill_launch, segmented  # noqa: E402
@@ -42,12 +51,12 @@ def test_divided_attention(kv: str, first: int, length: int, absent: bool) -> No
     if absent:
         p.tables[0, 100] = -1
     made = {
-        "whole": specs.prefill_spec(p.shape, "bfloat16", 32, TARGET, config),
+        PREFILL: specs.prefill_spec(p.shape, "bfloat16", 32, TARGET, config),
         PREFILL_SEGMENTS: specs.prefill_spec(p.shape, "bfloat16", 32, TARGET, config, segmented=True),
         GATHER: specs.gather_spec(p.shape, "bfloat16", TARGET),
         ADD_SEGMENT: specs.add_segment_spec(p.shape, "bfloat16", 32),
     }
-    table = KernelTable(TARGET, [Entry(role, ANY, compile_kernel(spec, TARGET)) for role, spec in made.items()])
+    table = KernelTable(TARGET, [KernelEntry(role, ANY, compile_kernel(spec, TARGET)) for role, spec in made.items()])
     ordered = torch.cuda.current_stream()
     stream = ordered.cuda_stream
 
@@ -57,7 +66,7 @@ def test_divided_attention(kv: str, first: int, length: int, absent: bool) -> No
     attention = segment_attention(shape, table, StepLimits(8192, 8, 131072), empty)
     assert attention is not None
     slices, q = Slices(pointer(p.cu), pointer(p.first), length), empty((length + 2048, 32, 128), torch.bfloat16)
-    kernels = [table.find(role, 1).kernel for role in ("whole", PREFILL_SEGMENTS)]
+    kernels = [table.find(role, 1).kernel for role in (PREFILL, PREFILL_SEGMENTS)]
     q[:length] = p.q
     q = q.view(len(q), -1)
     SHARED_LAUNCHER.launch(

@@ -17,7 +17,7 @@ from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.backends.torch.weights import fuse
 from wicore_trt.backends.triton.executor import Loading, TritonExecutor
 from wicore_trt.backends.triton.kernel_list import list_kernels
-from wicore_trt.backends.triton.table import EngineShape, Entry, KernelTable, config_of
+from wicore_trt.backends.triton.table import EngineShape, KernelEntry, KernelTable, parse_config
 from wicore_trt.backends.triton.weights import placed_constants
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec
 from wicore_trt.plugins.decode_layout import DecodeConfig
@@ -115,7 +115,9 @@ def specs_of(shape: EngineShape, target: str) -> tuple[KernelTable, dict[str, Ke
     planned = list_kernels(shape, target)
     specs = {p.spec.name: p.spec for p in planned}
     kernels = {name: interpreted.uncompiled(spec) for name, spec in specs.items()}
-    entries = [Entry(p.role, p.bucket, kernels[p.spec.name], _used(config_of(p.role, p.config))) for p in planned]
+    entries = [
+        KernelEntry(p.role, p.bucket, kernels[p.spec.name], _used(parse_config(p.role, p.config))) for p in planned
+    ]
     return KernelTable(target, entries), specs
 
 

@@ -19,7 +19,7 @@ from multiprocessing import active_children, get_context, parent_process
 from wicore_trt.backends.triton import table as triton_table
 from wicore_trt.backends.triton.index import Row
 from wicore_trt.backends.triton.kernel_list import list_kernels
-from wicore_trt.backends.triton.table import EngineShape, Entry, KernelTable, config_of
+from wicore_trt.backends.triton.table import EngineShape, KernelEntry, KernelTable, parse_config
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec, compile_kernel
 
@@ -62,7 +62,7 @@ def compile_listed(
 def compiled_table(shape: EngineShape, target: str, workers: int | None = None) -> KernelTable:
     """All kernels of an engine, compiled now."""
     rows, kernels = compile_listed(shape, target, workers)
-    return KernelTable(target, [Entry(r, b, kernels[name], config_of(r, config)) for r, b, name, config in rows])
+    return KernelTable(target, [KernelEntry(r, b, kernels[name], parse_config(r, c)) for r, b, name, c in rows])
 
 
 @contextmanager

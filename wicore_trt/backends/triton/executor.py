@@ -461,7 +461,7 @@ def open_executor(engine: EngineDir, settings: ExecutorOptions) -> TritonExecuto
 
 def _name(loading: Loading, settings: ExecutorOptions) -> str:
     parts = list[bytes | str]()
-    for entry in loading.table.all():
+    for entry in loading.table.all_entries():
         launch = json.dumps(entry.kernel.metadata(), sort_keys=True)
         parts += [f"{entry.role} {entry.bucket} {entry.config} {launch}", entry.kernel.cubin]
     name = kernels_name(f"triton-{loading.table.target}", SOURCES, *parts)

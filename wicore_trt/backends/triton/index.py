@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wicore_trt.backends.triton.table import EngineShape, Entry, KernelTable, config_of
+from wicore_trt.backends.triton.table import EngineShape, KernelEntry, KernelRole, KernelTable, parse_config, parse_role
 from wicore_trt.engine.manifest import rebuild_engine
 from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError
 from wicore_trt.files import Door
@@ -27,7 +27,7 @@ INDEX = f"{KERNELS}/kernels.json"
 FORMAT = 2
 log = logging.getLogger(__name__)
 
-Row = tuple[str, int, str, dict[str, Any] | None]
+Row = tuple[KernelRole, int, str, dict[str, Any] | None]
 """Role, bucket, name of the kernel, configuration."""
 
 
@@ -40,7 +40,7 @@ def write_kernels(directory: Path, tables: Mapping[str, tuple[Sequence[Row], Map
         for name in sorted({row[2] for row in rows}):
             folder.mkdir(exist_ok=True)  # an empty one would be none of the engine's
             save_kernel(kernels[name], folder)
-        targets[target] = [dict(zip(("role", "bucket", "kernel", "config"), row, strict=True)) for row in rows]
+        targets[target] = [{"role": str(r), "bucket": b, "kernel": name, "config": c} for r, b, name, c in rows]
     index = {"format": FORMAT, "targets": targets}
     (directory / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -59,10 +59,11 @@ def read_table(read: Callable[[str], bytes], directory: Path, target: str) -> Ke
             return None
         folder = f"{KERNELS}/{target}"
         kernels = {name: load_kernel(read, f"{folder}/{name}") for name in {str(row["kernel"]) for row in rows}}
-        entries = [
-            Entry(row["role"], row["bucket"], kernels[row["kernel"]], config_of(row["role"], row["config"]))
-            for row in rows
-        ]
+        entries = []
+        for row in rows:
+            role = parse_role(row["role"])
+            entry = KernelEntry(role, row["bucket"], kernels[row["kernel"]], parse_config(role, row["config"]))
+            entries.append(entry)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise EngineFormatError(
             f"{directory / INDEX} cannot be read: {error!r}.", fix="Build the engine again."

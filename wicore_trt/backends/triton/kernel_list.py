@@ -9,26 +9,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from wicore_trt.backends.triton.table import (
     ADD_SEGMENT,
     ADD_SPLITS,
     ANY,
+    COMBINE,
+    DECODE,
     DECODE_BUCKETS,
-    FP8,
+    DRAW_WIDE,
+    DRAWING,
     GATHER,
     INVARIANT,
+    KERNEL8,
     LINEARS,
+    MM,
+    MM16,
+    NARROW,
     PAGE_DIGEST,
     PAGE_LOGSUMS,
     PAGE_MASSES,
+    PREFILL,
     PREFILL_SEGMENTS,
     PREFILL_SPLITS,
-    R16,
-    SAMPLED,
-    X8,
+    QUANTIZE,
+    QUANTIZE_ACT,
+    SCALED_MM,
     EngineShape,
+    KernelRole,
+    Product,
+    step_role,
 )
 from wicore_trt.model.spec import GROUPS
 from wicore_trt.plugins.aot import KernelSpec
@@ -65,6 +77,7 @@ from wicore_trt.plugins.kernels.step_specs import (
     wide_spec,
 )
 from wicore_trt.plugins.linear_configs import BUCKETS, bucket_of, linear_config
+from wicore_trt.plugins.linear_layout import LinearConfig
 
 INVARIANT_LINEAR_BUCKET = 64
 """The bucket whose configuration serves any number of rows where results must not depend on it: a compromise, since
@@ -74,10 +87,10 @@ _ROWS = (*DECODE_BUCKETS, ANY)
 
 @dataclass(frozen=True)
 class ListedKernel:
-    """A kernel to compile: `backends.triton.table.Entry` with a specification in place of the kernel, and its
+    """A kernel to compile: `backends.triton.table.KernelEntry` with a specification in place of the kernel, and its
     configuration as plain data."""
 
-    role: str
+    role: KernelRole
     bucket: int
     spec: KernelSpec
     config: dict[str, Any] | None = None
@@ -93,9 +106,9 @@ def list_kernels(shape: EngineShape, target: str) -> list[ListedKernel]:
 
 def _in_turn(listed: ListedKernel, target: str) -> KernelSpec:
     """A kernel as part of a step, where kernels wait for each other instead of the GPU for them."""
-    spec, function = listed.spec, listed.spec.function.__name__
-    crowds = function == "linear_matrix" and listed.role.removesuffix(INVARIANT) in ("o", "down", "gate_up" + X8)
-    mode = mode_of(function, target, crowds=crowds)
+    spec, function, role = listed.spec, listed.spec.function.__name__, listed.role
+    behind = ("gate_up",) if role.rows == NARROW else ("o", "down")
+    mode = mode_of(function, target, crowds=function == "linear_matrix" and role.operation in behind)
     return replace(spec, dependent=mode, name=spec.name + ("_alone" if mode == ALONE else ""))
 
 
@@ -106,13 +119,13 @@ def _sampling(shape: EngineShape, target: str) -> list[ListedKernel]:
     for sampled in (False, True):
         specs = {rows: sample_specs(vocab, target, sampled=sampled, softcap=softcap, rows=rows) for rows in _ROWS}
         for name in specs[ANY]:
-            role = name + SAMPLED if sampled and name in ("scan", "choose") else name
+            role = DRAWING[name] if sampled else KernelRole(name)
             listed += _merged(role, {rows: found[name] for rows, found in specs.items()}.__getitem__)
-    return [*listed, ListedKernel("wide", ANY, wide_spec(vocab, softcap))]
+    return [*listed, ListedKernel(DRAW_WIDE, ANY, wide_spec(vocab, softcap))]
 
 
 def _merged(
-    role: str, spec_for: Callable[[int], KernelSpec], config_for: Callable[[int], DecodeConfig] | None = None
+    role: KernelRole, spec_for: Callable[[int], KernelSpec], config_for: Callable[[int], DecodeConfig] | None = None
 ) -> list[ListedKernel]:
     """A kernel per bucket of rows; neighbours that are the same become one."""
     listed: list[ListedKernel] = []
@@ -132,56 +145,59 @@ def _norms(shape: EngineShape, target: str) -> list[ListedKernel]:
     def warps(rows: int) -> int:
         return norm_config(target, rows, hidden).num_warps
 
-    def roles(suffix: str, x_dtype: str, fp8: bool) -> list[ListedKernel]:
+    def roles(product: Product) -> list[ListedKernel]:
+        fp8, x_dtype, wide = product.rows == NARROW, product.results, spec.intermediate_size
         operands, plain = NormShape(hidden, shape.dtype, fp8, fp8 and native), NormShape(hidden, shape.dtype)
-        wide = spec.intermediate_size
-
         geglu = geglu_rows_spec(wide, shape.dtype, x_dtype, native=native) if fp8 else None
+        role = partial(KernelRole, rows=product.rows, results=product.results)
         return [
-            *_merged("embed_norm" + suffix, lambda rows: embed_norm_spec(operands, warps(rows))),
-            *_merged("add_norm" + suffix, lambda rows: add_norm_spec(operands, warps(rows), x_dtype=x_dtype)),
+            *_merged(role("embed_norm"), lambda rows: embed_norm_spec(operands, warps(rows))),
+            *_merged(role("add_norm"), lambda rows: add_norm_spec(operands, warps(rows), x_dtype=x_dtype)),
+            *_merged(role("final_norm"), lambda rows: add_norm_spec(plain, warps(rows), x_dtype=x_dtype, gather=True)),
             *_merged(
-                "final_norm" + suffix, lambda rows: add_norm_spec(plain, warps(rows), x_dtype=x_dtype, gather=True)
-            ),
-            *_merged(
-                "qk_rope" + suffix,
+                role("qk_rope"),
                 lambda rows: qk_rope_spec(pool, spec.num_heads, x_dtype, shape.dtype, config("qk_rope", target, rows)),
             ),
-            ListedKernel("geglu" + suffix, ANY, geglu or geglu_spec(wide, shape.dtype, x_dtype)),
+            ListedKernel(role("geglu"), ANY, geglu or geglu_spec(wide, shape.dtype, x_dtype)),
         ]
 
-    listed = roles("", "float32", False)
+    listed = roles(MM)
     if shape.narrow_results(target):
-        listed += roles(R16, "bfloat16", False)
+        listed += roles(MM16)
     if shape.scaled_products(target):
-        listed += roles(FP8, "bfloat16", True)
-        listed.append(ListedKernel("quantize", ANY, quantize_rows_spec(spec.q_size, shape.dtype, native=native)))
+        listed += roles(SCALED_MM)
+        listed.append(ListedKernel(QUANTIZE, ANY, quantize_rows_spec(spec.q_size, shape.dtype, native=native)))
     if shape.crossover8(target):
         narrow = NormShape(hidden, shape.dtype, True, native)
         parts = quantize_parts_spec(spec.intermediate_size, shape.dtype, native=native)
-        listed.append(ListedKernel("quantize_act", ANY, parts))
-        listed += _merged("add_norm" + X8, lambda rows: add_norm_spec(narrow, warps(rows), x_dtype="float32"))
+        listed.append(ListedKernel(QUANTIZE_ACT, ANY, parts))
+        listed += _merged(
+            step_role("add_norm", KERNEL8), lambda rows: add_norm_spec(narrow, warps(rows), x_dtype="float32")
+        )
     return listed
 
 
 def _linears(shape: EngineShape, target: str) -> list[ListedKernel]:
     listed = []
-    for role in LINEARS:
-        linear, most = shape.linear(role), shape.crossover(target, role)
+
+    def add(role: KernelRole, bucket: int, chosen: LinearConfig) -> None:
+        spec = linear_spec(shape.linear(role.operation, role.rows), chosen, target)
+        listed.append(ListedKernel(role, bucket, spec, asdict(chosen)))
+
+    for operation in LINEARS:
+        linear, most = shape.linear(operation), shape.crossover(target, operation)
         for bucket in BUCKETS:
-            chosen = linear_config(target, linear, bucket)
-            listed.append(ListedKernel(role, bucket, linear_spec(linear, chosen, target), asdict(chosen)))
+            add(KernelRole(operation), bucket, linear_config(target, linear, bucket))
             if bucket >= most:
                 break
         # Whole sums, and weights that stay in L2: large steps have several programs for each.
         chosen = replace(linear_config(target, linear, INVARIANT_LINEAR_BUCKET), splits=1, evict_first=False)
-        listed.append(ListedKernel(role + INVARIANT, ANY, linear_spec(linear, chosen, target), asdict(chosen)))
-    for role in (*LINEARS[:-1],) if shape.crossover8(target) else ():
-        linear = shape.linear(role, rows8=True)
+        add(KernelRole(operation, variant=INVARIANT), ANY, chosen)
+    for operation in LINEARS[:-1] if shape.crossover8(target) else ():
+        linear = shape.linear(operation, NARROW)
         for bucket in BUCKETS:
-            if shape.crossover(target, role) < bucket <= bucket_of(shape.crossover8(target)):
-                chosen = linear_config(target, linear, bucket)
-                listed.append(ListedKernel(role + X8, bucket, linear_spec(linear, chosen, target), asdict(chosen)))
+            if shape.crossover(target, operation) < bucket <= bucket_of(shape.crossover8(target)):
+                add(KernelRole(operation, NARROW), bucket, linear_config(target, linear, bucket))
     return listed
 
 
@@ -192,8 +208,8 @@ def _attention(shape: EngineShape, target: str) -> list[ListedKernel]:
         return decode_config(target, pool, heads, min(rows, DECODE_BUCKETS[-1]))
 
     prefill = prefill_config(target, pool)
-    listed = _merged("decode", lambda rows: decode_spec(pool, dtype, heads, target, chosen_for(rows)), chosen_for)
-    listed.append(ListedKernel("prefill", ANY, prefill_spec(pool, dtype, heads, target, prefill), asdict(prefill)))
+    listed = _merged(DECODE, lambda rows: decode_spec(pool, dtype, heads, target, chosen_for(rows)), chosen_for)
+    listed.append(ListedKernel(PREFILL, ANY, prefill_spec(pool, dtype, heads, target, prefill), asdict(prefill)))
     if (target, pool.head_dim) in MEASURED_SEGMENTS:
         segmented = prefill_spec(pool, dtype, heads, target, prefill, segmented=True)
         listed.append(ListedKernel(PREFILL_SEGMENTS, ANY, segmented, asdict(prefill)))
@@ -205,5 +221,5 @@ def _attention(shape: EngineShape, target: str) -> list[ListedKernel]:
     listed.append(ListedKernel(PAGE_LOGSUMS, ANY, logsums_spec(pool, dtype, heads, target)))
     listed.append(ListedKernel(PAGE_MASSES, ANY, masses_spec(pool, heads)))
     if not all(chosen_for(rows).fused for rows in DECODE_BUCKETS):
-        listed += _merged("combine", lambda rows: combine_spec(pool, dtype, chosen_for(rows)), chosen_for)
+        listed += _merged(COMBINE, lambda rows: combine_spec(pool, dtype, chosen_for(rows)), chosen_for)
     return listed

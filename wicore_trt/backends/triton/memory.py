@@ -15,17 +15,17 @@ import torch
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.triton.table import (
     ANY,
+    CHOOSE,
     INVARIANT,
     KEPT_TOKENS,
     KERNEL,
-    KERNEL8,
     LINEARS,
-    MM16,
+    NARROW,
     PREFILL_SPLITS,
-    SCALED_MM,
     SPLIT_TOKENS,
-    X8,
+    WIDE,
     EngineShape,
+    KernelRole,
     KernelTable,
 )
 from wicore_trt.model.spec import GLOBAL, GROUPS
@@ -95,7 +95,7 @@ class StepMemory:
         self.masses = empty((limits.rows * each,), torch.float32)
         heads = spec.num_heads * each
         self.logsums = empty((max(heads, min(limits.rows * heads, LOGSUMS)),), torch.float32)
-        self._scratch(shape, table, empty, suffix=INVARIANT if invariant else "")
+        self._scratch(shape, table, empty, variant=INVARIANT if invariant else "")
 
     def wide(self, dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
         """[rows, columns] of `dtype` at the start of `wide`."""
@@ -106,16 +106,17 @@ class StepMemory:
         """uint8 [rows, columns] for E4M3 operands."""
         return self.bytes8[: rows * columns].view(rows, columns)
 
-    def _scratch(self, shape: EngineShape, table: KernelTable, empty: Allocator, suffix: str) -> None:
+    def _scratch(self, shape: EngineShape, table: KernelTable, empty: Allocator, variant: str) -> None:
         """Working memory of the kernels themselves. Counters are zero before and after every launch."""
         limits, partials, counters = self.limits, 0, 0
         for role in LINEARS:
             most = limits.rows if role == "head" else limits.tokens
-            kinds = {suffix: ANY if suffix else shape.crossover(table.target, role)}
-            if not suffix and shape.weights.quantized and role != "head":
-                kinds[X8] = shape.crossover8(table.target)
+            kinds = {WIDE: ANY if variant else shape.crossover(table.target, role)}
+            if not variant and shape.weights.quantized and role != "head":
+                kinds[NARROW] = shape.crossover8(table.target)
             for kind, crossover in kinds.items():
-                linear, entries = shape.linear(role, rows8=kind == X8), table.entries(role + kind)
+                entries = table.entries(KernelRole(role, kind, variant=variant))
+                linear = shape.linear(role, kind)
                 for entry in entries:
                     rows = min(most, crossover, ANY if entry is entries[-1] else entry.bucket)
                     if entry.bucket == 1:
@@ -126,18 +127,18 @@ class StepMemory:
         self.counters = empty((max(counters, 4),), torch.int32).zero_()
         pool, heads = shape.pool(GROUPS[0]), shape.spec.num_heads
         sizes = [0, 0, 0]
-        for entry in table.entries("decode" + suffix):
+        for entry in table.entries(KernelRole("decode", variant=variant)):
             needed = workspace_elements(entry.config, pool, heads, min(entry.bucket, limits.rows))
             sizes = [max(pair) for pair in zip(sizes, needed, strict=True)]
         self.split_partials = empty((max(sizes[0], 4),), torch.float32)
         self.split_stats = empty((max(sizes[1], 4),), torch.float32)
         self.split_tokens, splits = 0, 0
-        for entry in () if suffix else table.entries(PREFILL_SPLITS):
+        for entry in () if variant else table.entries(PREFILL_SPLITS):
             self.split_tokens, splits = min(SPLIT_TOKENS, limits.tokens), entry.config.splits
         self.split_sums = empty((splits * self.split_tokens, shape.spec.q_size), torch.float32)
         self.split_lse = empty((splits * self.split_tokens, heads), torch.float32)
         self.split_arrived = empty((max(sizes[2], 4),), torch.int32).zero_()
-        least = min(int(e.kernel.constants["CHUNK"]) for e in table.entries("choose"))
+        least = min(int(e.kernel.constants["CHUNK"]) for e in table.entries(CHOOSE))
         chunks = div_ceil(shape.spec.vocab_size, least)
         self.chunk_max = empty((limits.rows * chunks,), torch.float32)
         self.chunk_token = empty((limits.rows * chunks,), torch.int32)
@@ -152,8 +153,8 @@ def wide_floats(shape: EngineShape, target: str, tokens: int, *, invariant: bool
     limits = (shape.crossover(target, "qkv"), shape.crossover8(target), shape.float32_results(target), ANY)
     for rows in {min(tokens, limit) for limit in limits}:  # the most rows of each kind of product
         product = KERNEL if invariant else shape.product(target, "qkv", rows)
-        halves = 1 if product in (MM16, SCALED_MM) else 2
-        most = max(most, rows * (narrow if product in (KERNEL, KERNEL8) else gate_up) * halves)
+        halves = 1 if product.results == "bfloat16" else 2
+        most = max(most, rows * (narrow if product.kernels else gate_up) * halves)
     return div_ceil(most, 2)
 
 

@@ -35,22 +35,29 @@ from wicore_trt.backends.triton.segments import LongSlice, SegmentAttention
 from wicore_trt.backends.triton.table import (
     ADD_SPLITS,
     ANY,
-    FP8,
+    CHOOSE,
+    COMBINE,
+    DECODE,
     INVARIANT,
     KERNEL,
-    KERNEL8,
     LINEAR_ROLES,
-    MM16,
+    NARROW,
     PAGE_LOGSUMS,
     PAGE_MASSES,
+    PREFILL,
     PREFILL_SEGMENTS,
     PREFILL_SPLITS,
-    R16,
-    SCALED_MM,
-    X8,
+    QUANTIZE,
+    QUANTIZE_ACT,
+    SCAN,
+    WIDE,
     EngineShape,
-    Entry,
+    KernelEntry,
+    KernelRole,
     KernelTable,
+    Product,
+    linear_role,
+    step_role,
 )
 from wicore_trt.checkpoint.names import kv_scale_name, weight_scale_name
 from wicore_trt.model.gemma3 import EMBEDDING, FINAL_NORM, LM_HEAD, layer_weight
@@ -146,17 +153,17 @@ class TritonModel:
         """Rounded to the embedding's type, as transformers does."""
         return float(torch.tensor(self.shape.spec.embedding_scale).to(self.weights[EMBEDDING].dtype))
 
-    def find(self, role: str, rows: int) -> Entry:
+    def find(self, role: KernelRole, rows: int) -> KernelEntry:
         """The kernel of a role for a step of `rows` rows."""
         if not self.invariant:
             return self.table.find(role, rows)
-        own = self.table.entries(role + INVARIANT)
+        own = self.table.entries(linear_role(role.operation, variant=INVARIANT))
         return own[0] if own else self.table.find(role, ANY)
 
-    def product(self, role: str, rows: int) -> str:
+    def product(self, role: str, rows: int) -> Product:
         return KERNEL if self.invariant else self.shape.product(self.table.target, role, rows)
 
-    def launch(self, entry: Entry, call: Launch) -> None:
+    def launch(self, entry: KernelEntry, call: Launch) -> None:
         self.launcher.launch(entry.kernel, call, self.stream)
 
 
@@ -192,21 +199,21 @@ class TritonOps:
             step.tokens,
             spec.rms_norm_eps,
         )
-        model.launch(model.find(self._role("embed_norm"), step.tokens), call)
+        model.launch(model.find(step_role("embed_norm", self._product), step.tokens), call)
         return out
 
     def linear(self, x: Value, weight: str) -> Value:
         role = _linear_role(weight)
         shape = self._model.shape.linear(role)
         exponent = self._model.exponents.get(weight, 0)
-        if self._product in (KERNEL, KERNEL8):
-            if self._product == KERNEL8 and x.scales is None:
+        if self._product.kernels:
+            if self._product.rows == NARROW and x.scales is None:
                 x = self._quantized(x, role)
             columns = self._memory.act[: self._n] if role == "gate_up" else self._wide(shape.n)
             self._kernel_linear(role, x, weight, columns, 2.0 ** (x.exponent - exponent))
             return Value(columns, exponent=exponent)
         out = self._wide(shape.weight_rows)
-        if self._product == SCALED_MM:
+        if self._product.rows == NARROW:
             operand = x if x.scales is not None else self._quantized(x, role)
             assert operand.scales is not None
             scale = self._model.weights[weight_scale_name(weight)]
@@ -223,7 +230,7 @@ class TritonOps:
     def qk_norm_rope_write(self, qkv: Value, layer: int) -> Value:
         model, step = self._model, self._step
         group = self._spec.layer_groups[layer]
-        entry = model.find(self._role("qk_rope"), step.tokens)
+        entry = model.find(step_role("qk_rope", self._product), step.tokens)
         q, (cos, sin) = self._queries(layer), model.rope[group]
         q_norm, k_norm = (model.weights[layer_weight(layer, f"attention.{part}_layernorm")].data_ptr() for part in "qk")
         call = qk_rope_launch(
@@ -262,7 +269,7 @@ class TritonOps:
                 self._split(*rows, layer, slices, tables)
             else:
                 self._prefill(*rows, layer, slices, tables)
-        if layer + 1 == spec.num_layers and step.sampled is not None and self._product not in (KERNEL, KERNEL8):
+        if layer + 1 == spec.num_layers and step.sampled is not None and not self._product.kernels:
             return Value(self._narrowed(out, step.sampled))
         return Value(out)
 
@@ -298,19 +305,19 @@ class TritonOps:
             self._spec.rms_norm_eps,
             gathered=self._gather if last else 0,
         )
-        model.launch(model.find(self._role("final_norm" if last else "add_norm"), self._n), call)
+        model.launch(model.find(step_role("final_norm" if last else "add_norm", self._product), self._n), call)
         return residual, out
 
     def geglu(self, gate_up: Value) -> Value:
         """Done already where a kernel multiplies."""
-        if self._product in (KERNEL, KERNEL8):
+        if self._product.kernels:
             return gate_up
         model, n = self._model, self._n
-        if self._product == SCALED_MM:
+        if self._product.rows == NARROW:
             out = self._eight(self._spec.intermediate_size)
         else:
             out = Value(self._memory.act[:n], exponent=gate_up.exponent)
-        entry = model.find(self._role("geglu"), n)
+        entry = model.find(step_role("geglu", self._product), n)
         to = _norm_out(out)
         alpha = 2.0**-gate_up.exponent
         model.launch(entry, geglu_launch(entry.kernel.constants, gate_up.rows.data_ptr(), to.out, to.scales, n, alpha))
@@ -338,7 +345,7 @@ class TritonOps:
             memory.chunk_max.data_ptr(),
             memory.chunk_token.data_ptr(),
         )
-        entries = {role: self._model.find(role, rows) for role in ("scan", "choose")}
+        entries = {role.operation: self._model.find(role, rows) for role in (SCAN, CHOOSE)}
         vocab = self._spec.vocab_size
         read = Logits(logits.rows.data_ptr(), rows, vocab)
         calls = sample_launches(entries["choose"].kernel.constants, read, arrays)
@@ -365,7 +372,7 @@ class TritonOps:
         model, spec = self._model, self._spec
         scale = spec.query_pre_attn_scalar**-0.5
         window = spec.sliding_window if spec.layer_groups[layer] == LOCAL else 0
-        entry, rows = model.find("prefill", self._step.tokens), (q.data_ptr(), out.data_ptr())
+        entry, rows = model.find(PREFILL, self._step.tokens), (q.data_ptr(), out.data_ptr())
         call = prefill_launch(entry.kernel.constants, rows, self._pool(layer), tables, slices, scale, window)
         model.launch(entry, call)
 
@@ -395,7 +402,7 @@ class TritonOps:
 
     def _decode(self, q: torch.Tensor, out: torch.Tensor, layer: int, scale: float, window: int) -> None:
         model, step, memory = self._model, self._step, self._memory
-        entry = model.find("decode", step.singles)
+        entry = model.find(DECODE, step.singles)
         heads = self._spec.num_heads
         rows = DecodeRows(q.data_ptr(), out.data_ptr(), step.kv_lengths, heads, scale, window)
         work = Workspace(
@@ -404,12 +411,13 @@ class TritonOps:
         pool, tables = self._pool(layer), self._tables(self._spec.layer_groups[layer], 0, step.singles)
         model.launch(entry, decode_launch(entry.config, rows, pool, tables, work))
         if entry.config.splits > 1 and not entry.config.fused:
-            combine = model.find("combine", step.singles)
+            combine = model.find(COMBINE, step.singles)
             model.launch(combine, combine_launch(entry.config, rows, pool, step.singles, work))
 
     def _kernel_linear(self, role: str, x: Value, weight: str, out: torch.Tensor, alpha: float) -> None:
-        model, memory, rows, rows8 = self._model, self._memory, len(x.rows), x.scales is not None
-        entry, shape = model.find(role + X8 if rows8 else role, rows), model.shape.linear(role, rows8=rows8)
+        model, memory, rows = self._model, self._memory, len(x.rows)
+        kind = WIDE if x.scales is None else NARROW
+        entry, shape = model.find(linear_role(role, kind), rows), model.shape.linear(role, kind)
         scale = model.weights.get(weight_scale_name(weight))
         arrays = LinearArrays(
             x.rows.data_ptr(), model.weights[weight].data_ptr(), out.data_ptr(),
@@ -423,22 +431,15 @@ class TritonOps:
         """The operand of `role`, o or down, as E4M3. That of o clears the largest values of rows, which gate_up then
         finds and that of down takes."""
         model, out = self._model, self._eight(x.rows.shape[1])._replace(exponent=x.exponent)
-        entry = model.find("quantize_act" if role == "down" else "quantize", self._n)
+        entry = model.find(QUANTIZE_ACT if role == "down" else QUANTIZE, self._n)
         to, largest = _norm_out(out), self._memory.largest.data_ptr()
         call = quantize_launch(entry.kernel.constants, x.rows.data_ptr(), to.out, to.scales, largest, self._n)
         model.launch(entry, call)
         return out
 
-    def _role(self, name: str) -> str:
-        """The variant of a role that takes and gives what the step's products do."""
-        if self._product in (SCALED_MM, MM16):
-            return name + (FP8 if self._product == SCALED_MM else R16)
-        variants = {"embed_norm": "embed_norm" + FP8, "add_norm": "add_norm" + X8}
-        return variants.get(name, name) if self._product == KERNEL8 else name
-
     def _normed(self) -> Value:
         """Where the operands of the next product go."""
-        if self._product in (SCALED_MM, KERNEL8):
+        if self._product.rows == NARROW:
             return self._eight(self._spec.hidden_size)
         return Value(self._memory.x[: self._n])
 
@@ -446,7 +447,7 @@ class TritonOps:
         return Value(self._view(torch.uint8, columns), self._memory.scales[: self._n])
 
     def _wide(self, columns: int) -> torch.Tensor:
-        return self._view(torch.bfloat16 if self._product in (SCALED_MM, MM16) else torch.float32, columns)
+        return self._view(torch.bfloat16 if self._product.results == "bfloat16" else torch.float32, columns)
 
     def _view(self, dtype: torch.dtype, columns: int) -> torch.Tensor:
         """Part of the step's memory. Layers share views: making one costs as much as a launch."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from wicore_trt.backends.triton.ops import TritonModel
-from wicore_trt.backends.triton.table import SAMPLED
+from wicore_trt.backends.triton.table import DRAW_WIDE, DRAWING
 from wicore_trt.plugins.step_layout import Logits, SampleArrays, sample_launches, sample_scratch, wide_launch
 from wicore_trt.runtime.batch import UNREAD, SequenceSlice
 from wicore_trt.runtime.cuda_device import Device
@@ -24,10 +24,8 @@ from wicore_trt.types import SamplingParams
 WORDS = {"temperatures": 2, "top_p": 2, "min_p": 2, "seeds": 2, "top_k": 1, "indices": 1}
 """A row's parameters in the order in which they lie in the block, and their int32s."""
 TYPES = {"seeds": np.int64, "top_k": np.int32, "indices": np.int32}
-LAUNCHES = {"scan": "scan" + SAMPLED, "choose": "choose" + SAMPLED, "collect": "collect", "draw": "draw"}
-"""Roles of the kernels by their names in `sample_launches`."""
-WIDE, WIDE_ROWS = "wide", 8
-"""The role of `kernels.sample_wide`, and how many rows it decides at the same time."""
+WIDE_ROWS = 8
+"""How many rows `kernels.sample_wide` decides at the same time."""
 
 
 def on_device(piece: SequenceSlice) -> bool:
@@ -53,16 +51,16 @@ class DeviceSampler:
     def __init__(self, model: TritonModel, device: Device) -> None:
         """An engine that was built without these kernels gets a sampler that is not `available`."""
         self._model, self._rows, self._vocab = model, model.memory.limits.rows, model.shape.spec.vocab_size
-        self.available = all(model.table.entries(role) for role in (*LAUNCHES.values(), WIDE))
+        self.available = all(model.table.entries(role) for role in (*DRAWING.values(), DRAW_WIDE))
         if not self.available:
             return
         words = self._rows * sum(WORDS.values())
         self._staging = [device.staging((words,)) for _ in range(2)]
         """In turn: a step may be put on the stream while the device still reads what the one before it sent."""
         self._block = device.empty((words,), torch.int32)
-        chunk = min(int(e.kernel.constants["CHUNK"]) for e in model.table.entries(LAUNCHES["choose"]))
-        group = int(model.table.entries(LAUNCHES["choose"])[0].kernel.constants["GROUP"])
-        capacity = int(model.table.entries("draw")[0].kernel.constants["CAPACITY"])
+        chunk = min(int(e.kernel.constants["CHUNK"]) for e in model.table.entries(DRAWING["choose"]))
+        group = int(model.table.entries(DRAWING["choose"])[0].kernel.constants["GROUP"])
+        capacity = int(model.table.entries(DRAWING["draw"])[0].kernel.constants["CAPACITY"])
         sizes = sample_scratch(self._vocab, chunk, group, capacity)
         self._scratch = {
             name: device.empty((self._rows * size,), getattr(torch, kind)) for name, (kind, size) in sizes.items()
@@ -83,13 +81,13 @@ class DeviceSampler:
             **{name: self._block.data_ptr() + 4 * at for name, at in self._offsets().items()},
             **{name: tensor.data_ptr() for name, tensor in self._scratch.items()},
         )
-        entries = {name: model.find(role, rows) for name, role in LAUNCHES.items()}
+        entries = {name: model.find(role, rows) for name, role in DRAWING.items()}
         logits = Logits(memory.logits.data_ptr(), rows, self._vocab)
         for name, call in sample_launches(entries["choose"].kernel.constants, logits, arrays).items():
             model.launch(entries[name], call)
         if any(_filtered(piece) for piece in drawn.values()):
             programs = len(self._weights) // self._vocab
-            model.launch(model.find(WIDE, rows), wide_launch(logits, arrays, self._weights.data_ptr(), programs))
+            model.launch(model.find(DRAW_WIDE, rows), wide_launch(logits, arrays, self._weights.data_ptr(), programs))
 
     def _fill(self, rows: int, drawn: Mapping[int, SequenceSlice]) -> None:
         pieces = drawn.values()

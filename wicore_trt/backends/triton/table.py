@@ -3,19 +3,6 @@
 Plain data: it loads neither Triton nor torch, so that an engine's kernels can be listed, loaded and launched without
 them. It must not know how kernels are compiled or stored. Invariant: the kernel of a role depends on the bucket of the
 number of rows alone.
-
-Roles: "embed_norm", "add_norm", "final_norm", "qk_rope"; linears "qkv", "o", "gate_up", "down", "head"; "geglu",
-"quantize"; "decode", "combine", "prefill"; "scan", "choose", and where rows are drawn "scan.sampled",
-"choose.sampled", "collect", "draw", "wide". With FP8 products there are "embed_norm.fp8",
-"add_norm.fp8", "final_norm.fp8", "qk_rope.fp8" and "geglu.fp8" too, which take or give what those products do; for
-Triton's own products of E4M3 rows "add_norm.x8", "quantize_act" and linears ".x8"; and ".r16" of those that take the
-bfloat16 results of cuBLAS.
-Linears have one more each, ".invariant", for any number of rows. "page_digest" runs beside steps, on KV pages that
-leave the device or came to it; engines built before it have none, and the CPU checks their pages. "page_logsums" and
-"page_masses" measure attention; engines built before them do not. "prefill.segments", "gather" and "add_segment" leave
-keys that all rows of a long slice see to a product of cuDNN (`backends.triton.segments`); "prefill.splits" and
-"add_splits" share the keys of few tokens between programs. Engines built before these, and for targets that they were
-not measured on, have none.
 """
 
 from __future__ import annotations
@@ -23,8 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, NamedTuple
 
 from wicore_trt.model.spec import GROUPS, Gemma3Spec
 from wicore_trt.plugins.aot import CompiledKernel
@@ -52,16 +39,87 @@ each of them, rounded up too. A larger step takes a GPU longer than the host tha
 alone run in graphs of up to 1,536, because beside threads that read a disk the host takes more than twice as long."""
 LINEARS = ("qkv", "o", "gate_up", "down", "head")
 LINEAR_ROLES = {"attention.qkv": "qkv", "attention.dense": "o", "mlp.gate_up": "gate_up", "mlp.proj": "down"}
-INVARIANT, SAMPLED = ".invariant", ".sampled"
-FP8, X8, R16 = ".fp8", ".x8", ".r16"
-PAGE_DIGEST = "page_digest"
-PAGE_LOGSUMS, PAGE_MASSES = "page_logsums", "page_masses"
-SEGMENT_ROLES = PREFILL_SEGMENTS, GATHER, ADD_SEGMENT = "prefill.segments", "gather", "add_segment"
-PREFILL_SPLITS, ADD_SPLITS = "prefill.splits", "add_splits"
+WIDE, NARROW = "16-bit", "fp8"
+"""How rows of activations are stored for a product: in the engine's dtype, or as E4M3 with a scale each."""
 
-KERNEL, KERNEL8, MM, MM16, SCALED_MM = "kernel", "kernel8", "mm", "mm16", "scaled_mm"
-"""How a step multiplies by a layer's weights: Triton kernels of 16-bit rows or of E4M3 rows, torch.mm (cuBLAS) with
-float32 or with bfloat16 results, or torch._scaled_mm of E4M3 rows, whose results are bfloat16."""
+
+class Product(NamedTuple):
+    """How a step multiplies by a layer's weights: the storage of the `rows` that it takes, the dtype of its `results`,
+    and whether Triton's `kernels` do it or cuBLAS (torch.mm, torch._scaled_mm)."""
+
+    rows: str
+    results: str
+    kernels: bool
+
+
+KERNEL, KERNEL8 = Product(WIDE, "float32", True), Product(NARROW, "float32", True)
+MM, MM16 = Product(WIDE, "float32", False), Product(WIDE, "bfloat16", False)
+SCALED_MM = Product(NARROW, "bfloat16", False)
+
+
+class KernelRole(NamedTuple):
+    """What a kernel does in a step. `operation`: "embed_norm", "add_norm", "final_norm", "qk_rope", one of LINEARS,
+    "geglu", "quantize", "decode", "prefill" and so on. `rows` and `results` are those of the products around it (a
+    linear: of itself). `variant`: INVARIANT for any number of rows, SAMPLED for rows that are drawn, SEGMENTED and
+    SPLIT for prefill that leaves keys to cuDNN or shares them between programs.
+
+    Engines hold those that their target, weights and time of building gave them; `str(role)` is the spelling on disk.
+    """
+
+    operation: str
+    rows: str = WIDE
+    results: str = "float32"
+    variant: str = ""
+
+    def __str__(self) -> str:
+        return self.operation + (f".{self.variant}" if self.variant else _SUFFIXES[self.rows, self.results])
+
+
+_SUFFIXES = {
+    (WIDE, "float32"): "", (WIDE, "bfloat16"): ".r16", (NARROW, "float32"): ".x8", (NARROW, "bfloat16"): ".fp8"
+}  # fmt: skip
+INVARIANT, SAMPLED, SEGMENTED, SPLIT = "invariant", "sampled", "segments", "splits"
+PAGE_DIGEST, PAGE_LOGSUMS, PAGE_MASSES = map(KernelRole, ("page_digest", "page_logsums", "page_masses"))
+QUANTIZE, QUANTIZE_ACT = KernelRole("quantize"), KernelRole("quantize_act")
+DECODE, COMBINE, PREFILL = map(KernelRole, ("decode", "combine", "prefill"))
+PREFILL_SEGMENTS, GATHER = KernelRole("prefill", variant=SEGMENTED), KernelRole("gather")
+ADD_SEGMENT, ADD_SPLITS = KernelRole("add_segment"), KernelRole("add_splits")
+SEGMENT_ROLES, PREFILL_SPLITS = (PREFILL_SEGMENTS, GATHER, ADD_SEGMENT), KernelRole("prefill", variant=SPLIT)
+SCAN, CHOOSE = KernelRole("scan"), KernelRole("choose")
+DRAWING = {
+    **{operation: KernelRole(operation, variant=SAMPLED) for operation in ("scan", "choose")},
+    **{operation: KernelRole(operation) for operation in ("collect", "draw")},
+}
+"""Roles of the kernels that draw tokens, by their names in `sample_launches`; greedy steps take SCAN and CHOOSE."""
+DRAW_WIDE = KernelRole("wide")
+
+
+def parse_role(text: str) -> KernelRole:
+    """The role that is spelled so on disk."""
+    operation, dot, suffix = text.partition(".")
+    for (rows, results), known in _SUFFIXES.items():
+        if dot + suffix == known:
+            return KernelRole(operation, rows, results)
+    return KernelRole(operation, variant=suffix)
+
+
+@cache
+def step_role(operation: str, product: Product) -> KernelRole:
+    """The role of an operation between a step's products. One kernel serves all products that it treats alike: an
+    embedding takes no results, and behind float32 results the last norm and the rope give no narrow rows."""
+    rows, results = product.rows, product.results
+    if operation == "embed_norm" and rows == NARROW:
+        results = "bfloat16"
+    elif operation in ("final_norm", "qk_rope") and results == "float32":
+        rows = WIDE
+    return KernelRole(operation, rows, results)
+
+
+@cache
+def linear_role(operation: str, rows: str = WIDE, variant: str = "") -> KernelRole:
+    """`KernelRole`, of which a step makes hundreds."""
+    return KernelRole(operation, rows, variant=variant)
+
 
 DEFAULT_CROSSOVER = {"16-bit": 16, "fp8": 64, "fp8 rows": 0, "float32 results": 0}
 CROSSOVER: dict[str, dict[str, int]] = {"sm90": {"16-bit": 64, "fp8": 8, "fp8 rows": 128, "float32 results": 0}}
@@ -98,17 +156,18 @@ class EngineShape:
         sizes = (self.page_tokens, spec.num_kv_heads, spec.head_dim, self.kv_dtype)
         return {group: PoolShape(count, *sizes) for group, count in layers.items()}
 
-    def linear(self, role: str, *, rows8: bool = False) -> LinearShape:
+    def linear(self, role: str, rows: str = WIDE) -> LinearShape:
         """Shape of one of LINEARS as the kernels compute it: GeGLU within gate_up, all others with float32 results.
-        `rows8`: of E4M3 rows; gate_up then finds the largest values of its rows, which are quantised next."""
-        return self._linears[role, rows8]
+        With NARROW `rows` gate_up finds the largest values of its rows, which are quantised next."""
+        return self._linears[role, rows]
 
     @cached_property
-    def _linears(self) -> dict[tuple[str, bool], LinearShape]:
-        kinds = [(role, rows8) for role in LINEARS for rows8 in (False, self.weights.quantized and role != "head")]
+    def _linears(self) -> dict[tuple[str, str], LinearShape]:
+        narrow = LINEARS[:-1] if self.weights.quantized else ()
+        kinds = [*((role, WIDE) for role in LINEARS), *((role, NARROW) for role in narrow)]
         return {kind: self._linear(*kind) for kind in kinds}
 
-    def _linear(self, role: str, rows8: bool) -> LinearShape:
+    def _linear(self, role: str, rows: str) -> LinearShape:
         spec = self.spec
         n, k = {
             "qkv": (spec.q_size + 2 * spec.kv_size, spec.hidden_size),
@@ -120,7 +179,8 @@ class EngineShape:
         weights = self.weights if role != "head" else PLAIN[self.dtype]
         geglu = role == "gate_up"
         out = self.dtype if geglu else "float32"
-        return LinearShape(n, k, self.dtype, weights, out, rows8, geglu, largest=rows8 and geglu)
+        narrow = rows == NARROW
+        return LinearShape(n, k, self.dtype, weights, out, narrow, geglu, largest=narrow and geglu)
 
     def scaled_products(self, target: str) -> bool:
         """Whether large steps quantize activations and multiply them by the weights as they are stored."""
@@ -149,8 +209,8 @@ class EngineShape:
     def _limits(target: str) -> dict[str, int]:
         return DEFAULT_CROSSOVER | CROSSOVER.get(target, {})
 
-    def product(self, target: str, role: str, rows: int) -> str:
-        """KERNEL, KERNEL8, MM, MM16 or SCALED_MM for a step of `rows` rows."""
+    def product(self, target: str, role: str, rows: int) -> Product:
+        """How a step of `rows` rows multiplies by the weights of a linear."""
         if rows <= self.crossover(target, role):
             return KERNEL
         if not self.weights.quantized or role == "head":
@@ -160,47 +220,46 @@ class EngineShape:
 
 
 @dataclass(frozen=True)
-class Entry:
+class KernelEntry:
     """The kernel of a role for up to `bucket` rows. `config` is the LinearConfig, DecodeConfig or PrefillConfig that it
     was made from, None for roles whose launch follows from the kernel's constants."""
 
-    role: str
+    role: KernelRole
     bucket: int
     kernel: CompiledKernel
     config: Any = None
 
 
-def config_of(role: str, data: dict[str, Any] | None) -> Any:
+_CONFIGS: dict[str, Any] = {
+    "decode": DecodeConfig, "combine": DecodeConfig, "prefill": PrefillConfig, **dict.fromkeys(LINEARS, LinearConfig)
+}  # fmt: skip
+
+
+def parse_config(role: KernelRole, data: dict[str, Any] | None) -> Any:
     """The configuration of a role from plain data. Raises TypeError for other fields."""
-    kinds = {"decode": DecodeConfig, "combine": DecodeConfig, "prefill": PrefillConfig}
-    kind = kinds.get(role.split(".")[0]) or (LinearConfig if role.split(".")[0] in LINEARS else None)
+    kind = _CONFIGS.get(role.operation)
     return kind(**data) if kind and data is not None else None
 
 
 class KernelTable:
     """All kernels of an engine for one target."""
 
-    def __init__(self, target: str, entries: Iterable[Entry]) -> None:
+    def __init__(self, target: str, entries: Iterable[KernelEntry]) -> None:
         self.target = target
-        self._roles: dict[str, list[Entry]] = {}
-        for entry in sorted(entries, key=lambda e: (e.role, e.bucket)):
+        self._roles: dict[KernelRole, list[KernelEntry]] = {}
+        for entry in sorted(entries, key=lambda e: (str(e.role), e.bucket)):
             self._roles.setdefault(entry.role, []).append(entry)
         self._buckets = {role: [entry.bucket for entry in found] for role, found in self._roles.items()}
 
-    def find(self, role: str, rows: int) -> Entry:
+    def find(self, role: KernelRole, rows: int) -> KernelEntry:
         """The entry of the smallest bucket that holds `rows`, else the largest bucket's."""
         entries = self._roles[role]
         at = bisect_left(self._buckets[role], rows)
         return entries[min(at, len(entries) - 1)]
 
-    def entries(self, role: str) -> list[Entry]:
+    def entries(self, role: KernelRole) -> list[KernelEntry]:
         """Entries of a role by bucket, ascending; none for a role that the engine does not need."""
         return list(self._roles.get(role, ()))
 
-    def all(self) -> list[Entry]:
+    def all_entries(self) -> list[KernelEntry]:
         return [entry for entries in self._roles.values() for entry in entries]
-
-    @property
-    def kernel_names(self) -> list[str]:
-        """Names of all kernels, sorted, each once."""
-        return sorted({entry.kernel.name for entry in self.all()})
