@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from wicore_trt.access.listening import check_exposure, check_host
+from wicore_trt.access.calls import check_host
+from wicore_trt.access.listening import check_exposure
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import ConfigError, ForbiddenError
 

@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from wicore_trt.access.admission import Meter
+from wicore_trt.access.admission import Meter, Rates
 from wicore_trt.access.keys import Identity, KeyRing
-from wicore_trt.access.rates import Rates
 from wicore_trt.errors import QueueFullError, RateLimitError
 from wicore_trt.types import SamplingParams, TextOutput, TextRequest, Usage
 
@@ -147,9 +146,9 @@ def test_a_meter_settles_what_was_used():
     meter = Meter(rates, A)
     meter.reserve([text_request(max_tokens=100, n=2)])
     assert left() == 1000 - 240
-    meter.begin(41)
-    meter.count(output(7))
-    meter.count(output(3, Usage(41, 10)))
+    meter.used += 41
+    meter.used += 7
+    meter.used += 3
     meter.settle()
     assert left() == 1000 - 41 - 10
     refused_later = Meter(rates, A)
@@ -159,7 +158,7 @@ def test_a_meter_settles_what_was_used():
     left_early = Meter(rates, A)
     left_early.reserve([text_request()])
     assert left() == 1000 - 51 - 40 - 256
-    left_early.begin(44)
+    left_early.used += 44
     left_early.settle()
     assert left() == 1000 - 51 - 44, "its prompt was computed, whatever was guessed"
 

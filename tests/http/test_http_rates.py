@@ -8,8 +8,7 @@ import grpc
 from grpc_status import rpc_status
 from web import GREEDY, error_of, executor_of, make_engine, serving
 
-from wicore_trt.access.admission import Admission
-from wicore_trt.access.rates import Rates
+from wicore_trt.access.admission import Admission, Rates
 from wicore_trt.config import ServerSettings
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc

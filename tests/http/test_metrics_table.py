@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fakes import FAKE_INFO
 
-from wicore_trt.access.counts import CallCounts
+from wicore_trt.access.admission import CallCounts
 from wicore_trt.metrics.exposition import Snapshot, families, supervised
 from wicore_trt.metrics.machine import GpuUse, ProcessUse
 from wicore_trt.types import EngineStats, KVStats, PoolStats, TierStats

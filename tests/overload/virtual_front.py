@@ -20,10 +20,9 @@ from fakes import FAKE_INFO, next_token
 from serve.serving import request as grpc_request
 from web import VOCAB, WebTokenizer
 
-from wicore_trt.access.admission import Admission
+from wicore_trt.access.admission import Admission, Rates
 from wicore_trt.access.calls import Call
 from wicore_trt.access.keys import Identity, KeyRing
-from wicore_trt.access.rates import Rates
 from wicore_trt.core.loop import EngineLoop
 from wicore_trt.core.request_core import RequestCore
 from wicore_trt.core.shares import Gate

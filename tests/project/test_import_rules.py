@@ -82,7 +82,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "serve.servers": (*ROOT_MODULES, "core", "access", "serve", "http", "metrics"),  # starts both
     "serve.worker": (*ROOT_MODULES, "core", "kv.events", "kv.pages", "access", "serve", "text", "engine", "model.spec"),
     "serve": (*ROOT_MODULES, "core", "kv.events", "kv.pages", "access", "serve", "text"),
-    "metrics": (*ROOT_MODULES, "core.times", "access.counts", "metrics"),
+    "metrics": (*ROOT_MODULES, "core.times", "access.admission", "metrics"),
     "http": (*ROOT_MODULES, "core", "access", "http", "metrics", "text", "grammar"),
 }
 

@@ -1,23 +1,25 @@
-"""What every way into the server asks before it takes a call: whose key it is, whether there is a place, how fast.
+"""Limits for every way into the server: keys, open calls, rates of requests and tokens, counts of ended calls.
 
-One object for all servers of a process, so that a tenant's limits are the same whatever it speaks. Must not know what a
-call does. Invariant: limits and rates count all calls of this process together.
+One Admission for all servers of a process, so that a tenant's limits are the same whatever it speaks. It must not know
+what a call does. A token bucket holds a minute's worth and fills evenly; a request reserves what it may use at most and
+settles the difference when it ends. Invariants: over any span a tenant starts at most one bucket more than its rate
+gives; what was reserved is settled once; names that strangers write (methods, paths) add no row to the counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from wicore_trt.access.counts import CallCounts
 from wicore_trt.access.keys import Identity, KeyRing
-from wicore_trt.access.rates import Grant, Rates
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.config import ServerSettings
 from wicore_trt.core.shares import Gate
-from wicore_trt.errors import AuthenticationError
-from wicore_trt.types import TextOutput, TextRequest
+from wicore_trt.errors import AuthenticationError, RateLimitError
+from wicore_trt.types import TextRequest
 
 MAX_CALLS = 4096
 """Calls that are open at the same time; more are refused."""
@@ -27,6 +29,153 @@ OPEN_OUTPUT = 256
 """Tokens that a sequence without max_tokens reserves; what it takes beyond is a debt of its tenant."""
 BYTES_PER_TOKEN, LEAST_MESSAGE_BYTES = 128, 4 << 20
 """No token of Gemma's is longer than 93 bytes of UTF-8, so that every prompt that fits the context fits a message."""
+OTHER = "other"
+VERBS = frozenset(("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "WEBSOCKET"))
+
+
+@dataclass(slots=True)
+class CallCounts:
+    """Ended calls of one process."""
+
+    http: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # by method, path and status
+    grpc: Counter[tuple[str, str]] = field(default_factory=Counter)  # by method and code
+    refused: Counter[str] = field(default_factory=Counter)  # without a valid key, by "http" and "grpc"
+
+    def ended_http(self, method: str, path: str, status: int) -> None:
+        """`path` is a route's, or OTHER."""
+        self.http[method if method in VERBS else OTHER, path, str(status)] += 1
+
+    def ended_grpc(self, method: str, code: str) -> None:
+        """`method` is one that is served."""
+        self.grpc[method, code] += 1
+
+
+MINUTE_S = 60.0
+
+
+class Bucket:
+    """`per_minute` units, full at first. It can be in debt, and then nothing is granted until that is paid."""
+
+    def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
+        self.capacity = per_minute
+        self._per_s = per_minute / MINUTE_S
+        self._clock = clock
+        self._level, self._stamp = float(per_minute), clock()
+
+    @property
+    def level(self) -> float:
+        """What is there now."""
+        now = self._clock()
+        self._level = min(float(self.capacity), self._level + (now - self._stamp) * self._per_s)
+        self._stamp = now
+        return self._level
+
+    def wait_s(self, units: float) -> float:
+        """Seconds until `units` are there, 0 when they are."""
+        return max(0.0, units - self.level) / self._per_s
+
+    def change(self, per_minute: int) -> None:
+        """Hold and fill `per_minute` units from now on; a debt stays."""
+        level = self.level
+        self.capacity, self._per_s = per_minute, per_minute / MINUTE_S
+        self._level = min(level, float(per_minute))
+
+    def add(self, units: float) -> None:
+        """Put units in, or take them out."""
+        self._level = min(float(self.capacity), self.level + units)
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """One limit of a tenant as it stands. `reset_s` is the time until the bucket is full again."""
+
+    limit: int
+    remaining: int
+    reset_s: float
+
+
+@dataclass(slots=True)
+class Grant:
+    """Tokens that requests reserved in a bucket, None where they have no limit."""
+
+    bucket: Bucket | None = None
+    reserved: int = 0
+
+    def settle(self, used: int) -> None:
+        """Give back what was not used, or take what was used more. Only the first call counts."""
+        if self.bucket is not None:
+            self.bucket.add(self.reserved - used)
+            self.bucket = None
+
+
+class Rates:
+    """A bucket for each tenant, and for each key that has a rate of its own; None is no limit."""
+
+    def __init__(
+        self,
+        requests_per_minute: int | None = None,
+        tokens_per_minute: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limits = {"requests": requests_per_minute, "tokens": tokens_per_minute}
+        self._clock = clock
+        self._buckets: dict[tuple[str | bytes, str], Bucket] = {}
+
+    def take(self, who: Identity, tokens: int, requests: int = 1) -> Grant:
+        """Count `requests` and reserve `tokens`. What is more than a bucket holds counts as a full one.
+
+        Raises RateLimitError, and takes nothing, when one of the two is not there.
+        """
+        taken: list[tuple[Bucket, int]] = []
+        grant = Grant()
+        for kind, units in (("requests", requests), ("tokens", tokens)):
+            bucket = self._find_bucket(who, kind)
+            if bucket is None:
+                continue
+            units = min(units, bucket.capacity)
+            wait_s = bucket.wait_s(units)
+            if wait_s > 0:
+                raise RateLimitError(f"You may send {bucket.capacity} {kind} a minute.", retry_after_s=wait_s)
+            taken.append((bucket, units))
+            if kind == "tokens":
+                grant = Grant(bucket, units)
+        for bucket, units in taken:
+            bucket.add(-units)
+        return grant
+
+    def change(
+        self, requests_per_minute: int | None, tokens_per_minute: int | None, own: Mapping[bytes, Identity]
+    ) -> None:
+        """Apply other limits from now on, with the `own` ones of keys, by their names. What was taken counts, and for
+        the time that has passed buckets fill at their former pace."""
+        self._limits = {"requests": requests_per_minute, "tokens": tokens_per_minute}
+        for (name, kind), bucket in self._buckets.items():
+            limit = self._limits[kind] if isinstance(name, str) else getattr(own.get(name), f"{kind}_per_minute", None)
+            if limit is not None:
+                bucket.change(limit)
+
+    def allowances(self, who: Identity) -> dict[str, Allowance]:
+        """What is left of each limit, by "requests" and "tokens"."""
+        found = {}
+        for kind in self._limits:
+            bucket = self._find_bucket(who, kind)
+            if bucket is not None:
+                left = max(0, int(bucket.level))
+                found[kind] = Allowance(bucket.capacity, left, bucket.wait_s(bucket.capacity))
+        return found
+
+    def _find_bucket(self, who: Identity, kind: str) -> Bucket | None:
+        own: int | None = getattr(who, f"{kind}_per_minute")
+        limit, name = (own, (who.key, kind)) if own is not None else (self._limits[kind], (who.tenant, kind))
+        if limit is None:
+            self._buckets.pop(name, None)
+            return None
+        bucket = self._buckets.get(name)
+        if bucket is None:
+            bucket = self._buckets[name] = Bucket(limit, self._clock)
+        elif bucket.capacity != limit:  # it was changed
+            bucket.change(limit)
+        return bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,31 +218,26 @@ class Admission:
             meter.settle()
 
 
+@dataclass(slots=True)
 class Meter:
-    """What the generation requests of one call reserve and take."""
+    """Counts what the generation requests of one call reserve and use."""
 
-    def __init__(self, rates: Rates, who: Identity) -> None:
-        self._rates, self._who = rates, who
-        self._grant: Grant | None = None
-        self._used = 0
+    rates: Rates
+    who: Identity
+    used: int = 0  # tokens: of prompts once the engine has taken them, and of outputs
+    grant: Grant | None = None
 
     def reserve(self, requests: Sequence[TextRequest]) -> None:
-        """Raises RateLimitError."""
-        tokens = sum(prompt_guess(request) + output_guess(request) for request in requests)
-        self._grant = self._rates.take(self._who, tokens, len(requests))
-
-    def begin(self, prompt_tokens: int) -> None:
-        """The engine has taken the requests, so that their prompts cost what they have, however they end."""
-        self._used += prompt_tokens
-
-    def count(self, output: TextOutput) -> None:
-        """Count an output."""
-        self._used += len(output.token_ids)
+        """Reserve what the requests may use at most. Raises RateLimitError."""
+        tokens = 0
+        for request in requests:
+            tokens += estimate_tokens(request)
+        self.grant = self.rates.take(self.who, tokens, len(requests))
 
     def settle(self) -> None:
-        """The call has ended."""
-        if self._grant is not None:
-            self._grant.settle(self._used)
+        """Settle what was reserved: the call has ended."""
+        if self.grant is not None:
+            self.grant.settle(self.used)
 
 
 def message_limit(max_context: int | None, megabytes: int | None = None) -> int:
@@ -101,15 +245,13 @@ def message_limit(max_context: int | None, megabytes: int | None = None) -> int:
     return megabytes << 20 if megabytes is not None else max(LEAST_MESSAGE_BYTES, BYTES_PER_TOKEN * (max_context or 0))
 
 
-def prompt_guess(request: TextRequest) -> int:
-    """Tokens of a prompt before it is tokenized; what is wrong is settled when the request has ended."""
+def estimate_tokens(request: TextRequest) -> int:
+    """Estimate the tokens of a prompt that is not tokenized yet, and of what a request may put out: OPEN_OUTPUT for
+    each sequence without a limit of its own. The difference is settled when the request has ended."""
     if request.prompt_token_ids is not None:
-        return len(request.prompt_token_ids)
-    text = request.prompt if request.prompt is not None else "".join(str(m) for m in request.messages or ())
-    return div_ceil(len(text), CHARS_PER_TOKEN)
-
-
-def output_guess(request: TextRequest) -> int:
-    """Tokens that a request may put out; OPEN_OUTPUT for each sequence that has no limit of its own."""
+        prompt = len(request.prompt_token_ids)
+    else:
+        text = request.prompt if request.prompt is not None else "".join(map(str, request.messages or ()))
+        prompt = div_ceil(len(text), CHARS_PER_TOKEN)
     limit = request.params.max_tokens
-    return request.params.n * (OPEN_OUTPUT if limit is None else limit)
+    return prompt + request.params.n * (OPEN_OUTPUT if limit is None else limit)

@@ -7,23 +7,28 @@ are answers.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 
-from wicore_trt.access import tracing
 from wicore_trt.access.keys import Identity
-from wicore_trt.errors import InvalidRequestError, NotFoundError, WicoreError, shortened
+from wicore_trt.errors import ForbiddenError, InvalidRequestError, NotFoundError, WicoreError, shortened, shown
 from wicore_trt.types import SamplingParams, TextRequest
 
 access_log = logging.getLogger("wicore_trt.access")
 
 REQUEST_ID_HEADER = "x-request-id"
 VALID_ID = re.compile(r"[!-~]{1,128}")
+PARENTS = ("traceparent", "tracestate")
+"""Headers, and metadata of gRPC, that name a caller's span."""
+span_sender: Callable[[Call], None] | None = None
+"""Sends the span of an ended call, where the server sends traces (`access/tracing.py`)."""
 
 
 def new_id() -> str:
@@ -59,8 +64,8 @@ class Call:
         offered_id = header(REQUEST_ID_HEADER) or ""
         from_client = VALID_ID.fullmatch(offered_id) is not None
         made = cls(offered_id if from_client else new_id(), method, from_client, who)
-        if tracing.on():
-            made.parent = {name: text for name in tracing.PARENTS if (text := header(name))}
+        if span_sender is not None:
+            made.parent = {name: text for name in PARENTS if (text := header(name))}
         return made
 
     def asks(self, model: str, request: TextRequest) -> TextRequest:
@@ -106,11 +111,37 @@ def checked_id(request_id: str) -> str:
     return request_id
 
 
+def check_host(host: str | None, allowed: Sequence[str]) -> None:
+    """Raise ForbiddenError for a Host header with a name that is neither this machine's own nor `allowed`. A page whose
+    name was made to lead here (DNS rebinding) sends its own; one that sends no Host header is no page."""
+    name = (host or "localhost").rpartition("]")[0].removeprefix("[") or (host or "localhost").partition(":")[0]
+    name = name.lower()
+    if name == "localhost" or name.endswith(".localhost") or name in allowed or "*" in allowed:
+        return
+    with suppress(ValueError):
+        ipaddress.ip_address(name)
+        return
+    raise ForbiddenError(
+        f"This server has no keys and does not answer to the name {shown(name)}.", fix="Set server.allowed_hosts."
+    )
+
+
+def network_of(host: str) -> str | None:
+    """What one client can choose its addresses from: an IPv4 address, the /64 of an IPv6 address. None for neither."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv6Address):
+        return str(address.ipv4_mapped or ipaddress.IPv6Network((address, 64), strict=False))
+    return str(address)
+
+
 def write_access_line(call: Call, code: str, *, generates: bool) -> None:
     """The line of a finished call, and its span if it `generates`; `code` is how it ended. The small ones are DEBUG."""
     call.code = code
-    if generates:
-        tracing.record(call)
+    if generates and span_sender is not None:
+        span_sender(call)
     facts = {"id": call.call_id, **call.facts, "total_ms": round((time.monotonic() - call.started) * 1000, 1)}
     level = logging.INFO if generates else logging.DEBUG
     access_log.log(level, "%s %s", call.method, code, extra={"facts": {"method": call.method, "code": code} | facts})

@@ -12,13 +12,11 @@ import os
 import socket
 import ssl
 import stat
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from wicore_trt.config import ServerSettings
-from wicore_trt.errors import ConfigError, EnvironmentUnfitError, ForbiddenError, shown
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.files import Door
 
 CURVES = ("secp256r1", "secp384r1", "secp521r1")
@@ -108,32 +106,6 @@ def is_local(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def check_host(host: str | None, allowed: Sequence[str]) -> None:
-    """Raise ForbiddenError for a Host header with a name that is neither this machine's own nor `allowed`. A page whose
-    name was made to lead here (DNS rebinding) sends its own; one that sends no Host header is no page."""
-    name = (host or "localhost").rpartition("]")[0].removeprefix("[") or (host or "localhost").partition(":")[0]
-    name = name.lower()
-    if name == "localhost" or name.endswith(".localhost") or name in allowed or "*" in allowed:
-        return
-    with suppress(ValueError):
-        ipaddress.ip_address(name)
-        return
-    raise ForbiddenError(
-        f"This server has no keys and does not answer to the name {shown(name)}.", fix="Set server.allowed_hosts."
-    )
-
-
-def network_of(host: str) -> str | None:
-    """What one client can choose its addresses from: an IPv4 address, the /64 of an IPv6 address. None for neither."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return None
-    if isinstance(address, ipaddress.IPv6Address):
-        return str(address.ipv4_mapped or ipaddress.IPv6Network((address, 64), strict=False))
-    return str(address)
 
 
 def check_exposure(settings: ServerSettings) -> None:

@@ -28,8 +28,8 @@ CLOSE_S = 1.0
 """How long the last lines may hold up the end of the process."""
 QUIET_S = 10.0
 """What strangers can cause as often as they like is logged once in so many seconds."""
-MAX_VALUE = 512
-"""Characters of a value in a line; what a client wrote may be as long as a message."""
+MAX_VALUE, MAX_MESSAGE = 512, 1024
+"""Characters of a value in a line, and of its text; what a client wrote may be as long as a message."""
 TOGETHER_S = 0.02
 """Lines that come so soon after one are written with it: to wake the thread that writes costs as much as a line."""
 MOST_AT_ONCE = 64
@@ -44,16 +44,14 @@ KB took 0.8 s of the event loop for it. What handlers raise is told by those who
 
 def _facts(record: logging.LogRecord) -> dict[str, object]:
     call, facts = CURRENT.get(), getattr(record, "facts", None) or {}
-    if call is not None:
-        facts = {"id": call.call_id} | facts
-    return {key: shortened(value, MAX_VALUE) if isinstance(value, str) else value for key, value in facts.items()}
+    found: dict[str, object] = {"id": call.call_id} if call is not None else {}
+    for key, value in facts.items():
+        found[key] = shortened(value, MAX_VALUE) if isinstance(value, str) else value
+    return found
 
 
 class _Bounded(logging.Formatter):
-    """Messages and tracebacks of bounded length."""
-
-    def message(self, record: logging.LogRecord) -> str:
-        return shortened(record.getMessage(), 2 * MAX_VALUE)
+    """Formats tracebacks of bounded length."""
 
     def formatException(self, ei: Any) -> str:
         return shortened(super().formatException(ei), MAX_TRACEBACK)
@@ -63,7 +61,8 @@ class LineFormatter(_Bounded):
     """`2026-01-31 12:00:00 INFO message key=value ...`; values with spaces or quotes are quoted as in JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        head = f"{self.formatTime(record, '%Y-%m-%d %H:%M:%S')} {record.levelname} {self.message(record)}"
+        message = shortened(record.getMessage(), MAX_MESSAGE)
+        head = f"{self.formatTime(record, '%Y-%m-%d %H:%M:%S')} {record.levelname} {message}"
         parts = [head if head.isprintable() else head.encode("unicode_escape").decode()]
         for key, value in _facts(record).items():
             if key in ("method", "code"):  # already in the message
@@ -84,7 +83,7 @@ class JsonFormatter(_Bounded):
             "time": f"{stamp}.{int(record.msecs):03d}Z",
             "level": record.levelname,
             "logger": record.name,
-            "message": self.message(record),
+            "message": shortened(record.getMessage(), MAX_MESSAGE),
             **_facts(record),
         }
         if record.exc_info:
@@ -138,9 +137,12 @@ class DroppingHandler(logging.Handler):
                 time.sleep(TOGETHER_S)
             self._came.clear()
             closed = self._closed
-            while lines := [self._lines.popleft() for _ in range(min(len(self._lines), MOST_AT_ONCE))]:
+            while self._lines:
+                lines: list[str] = []
+                while self._lines and len(lines) < MOST_AT_ONCE:
+                    lines.append(self._lines.popleft())
                 with suppress(OSError, ValueError):  # nobody is there to read it
-                    self._write("".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
+                    self._write(("\n".join(lines) + "\n").encode(errors="backslashreplace"))
 
 
 class Seldom(logging.Filter):

@@ -13,15 +13,13 @@ import os
 import threading
 import time
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from wicore_trt.access.calls import Call
+from wicore_trt.access import calls
+from wicore_trt.access.calls import Call
 
 log = logging.getLogger(__name__)
 
-PARENTS = ("traceparent", "tracestate")
-"""Headers, and metadata of gRPC, that name a caller's span."""
 CLOSE_S = 2.0
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -42,19 +40,9 @@ def configure() -> None:
         return
     try:
         _spans = _Spans(next((env[name] for name in _PROTOCOLS if env.get(name)), "http/protobuf"))
+        calls.span_sender = _spans.send
     except ImportError as error:
         log.warning("no traces are sent: %s is not installed (extra otel)", error.name)
-
-
-def on() -> bool:
-    """Whether spans are sent."""
-    return _spans is not None
-
-
-def record(call: Call) -> None:
-    """Send the span of a call that ends now."""
-    if _spans is not None:
-        _spans.record(call)
 
 
 def close() -> None:
@@ -84,7 +72,7 @@ class _Spans:
         self._tracer = self.provider.get_tracer("wicore_trt")
         self._trace, self._propagator = trace, TraceContextTextMapPropagator()
 
-    def record(self, call: Call) -> None:
+    def send(self, call: Call) -> None:
         ended, facts = time.time_ns(), call.facts
         began = ended - round((time.monotonic() - call.started) * 1e9)
         model, operation = call.model, "chat" if call.chat else "text_completion"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from wicore_trt.access.admission import Admission
-from wicore_trt.access.listening import check_host
+from wicore_trt.access.calls import check_host
 from wicore_trt.errors import UnavailableError
 from wicore_trt.http.intake import MANY_ITEMS, Room
 from wicore_trt.metrics.machine import GpuUse

@@ -91,7 +91,7 @@ class Generation:
             self._streams.append(stream)
             self.totals.prompt += stream.prompt_tokens
             self.totals.prompts += [stream.prompt_token_ids] * self._n
-        self._meter.begin(self.totals.prompt)
+        self._meter.used += self.totals.prompt
 
     async def admitted(self) -> bool:
         """Wait until the engine has begun with one of the requests; false where one has failed before."""
@@ -122,7 +122,7 @@ class Generation:
         try:
             async for number, output in self._merged():
                 totals.output += len(output.token_ids)
-                meter.count(output)
+                meter.used += len(output.token_ids)
                 if first and output.token_ids:
                     first = False
                     call.facts["ttft_ms"] = round((monotonic() - call.started) * 1000, 1)

@@ -22,8 +22,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from uvicorn.server import ServerState
 from websockets.frames import Frame
 
-from wicore_trt.access.calls import REQUEST_ID_HEADER
-from wicore_trt.access.listening import network_of
+from wicore_trt.access.calls import REQUEST_ID_HEADER, network_of
 from wicore_trt.errors import WicoreError
 from wicore_trt.http.errors import HttpError, error_bytes
 from wicore_trt.http.intake import READ_S, Hold

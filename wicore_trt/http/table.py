@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from pydantic import BaseModel
 
-from wicore_trt.access.counts import OTHER
+from wicore_trt.access.admission import OTHER
 from wicore_trt.http import anthropic, bodies, native, openai
 from wicore_trt.http.fields import Place
 from wicore_trt.http.replies import Reply

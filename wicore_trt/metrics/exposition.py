@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from wicore_trt.access.counts import CallCounts
+from wicore_trt.access.admission import CallCounts
 from wicore_trt.core.times import STEP_TOKENS, Histogram, Times
 from wicore_trt.metrics.machine import GpuUse, ProcessUse
 from wicore_trt.types import EngineStats, ModelInfo, TierStats

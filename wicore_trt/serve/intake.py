@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from wicore_trt.access.listening import network_of
+from wicore_trt.access.calls import network_of
 from wicore_trt.errors import DeadlineError, InvalidRequestError
 
 READ_S, LOOKS = 20.0, 20

@@ -239,13 +239,13 @@ async def relay(
     meter.reserve([request])
     request = call.asks(engine.info.model_id, request)
     async with aclosing(await engine.submit(await engine.encode(request))) as stream:
-        meter.begin(stream.prompt_tokens)
+        meter.used += stream.prompt_tokens
         call.facts |= {"prompt": stream.prompt_tokens, "cached": 0}
         await reply.begin()
         async for output in stream:
             elapsed = monotonic() - call.started
             tokens += len(output.token_ids)
-            meter.count(output)
+            meter.used += len(output.token_ids)
             if output.token_ids and output.index not in first_token_s:
                 first_token_s[output.index] = elapsed
                 call.facts.setdefault("ttft_ms", round(elapsed * 1000, 1))
