@@ -115,7 +115,7 @@ async def test_what_is_not_served_is_refused_by_name():
 def test_batches_of_a_large_snapshot_are_made_one_by_one(monkeypatch):
     made = []
     monkeypatch.setattr("wicore_trt.serve.worker._stored", lambda *run: made.append(run) or common_pb2.KvBlocksStored())
-    pages = tuple(Page(i.to_bytes(32, "big"), "global", 0, None, b"t") for i in range(5000))
+    pages = tuple(Page(i.to_bytes(32, "big"), "global", 0, None, b"t", bytes(4)) for i in range(5000))
     batches = _batched(Snapshot(9, 1, {("device", "global"): pages}))
     told = _snapshot(batches, 100)
     first = next(told)
