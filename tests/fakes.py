@@ -22,8 +22,7 @@ from wicore_trt.config import KVSettings
 from wicore_trt.core.assemble_kv import make_cache
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.kv.disk.files import Files
-from wicore_trt.kv.manager import KVCacheManager
-from wicore_trt.kv.options import CacheOptions
+from wicore_trt.kv.manager import CacheOptions, KVCacheManager
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.policy.by_name import make_policy
 from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec

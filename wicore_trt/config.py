@@ -92,13 +92,6 @@ class KVSettings:
     """Keep the pages of finished requests and reuse them for prompts that begin alike."""
     policy: Literal["cost", "lru", "a2cr"] = "cost"
     """Which pages leave a full tier first; `wicore kv simulate` compares the policies on a trace."""
-    a2cr_attention: Annotated[float, Field(ge=0)] = 1.0
-    """Policy a2cr: exponent of a page's attention in its score."""
-    a2cr_frequency: Annotated[float, Field(ge=0)] = 1.0
-    """Policy a2cr: exponent of how often a page was used in its score."""
-    a2cr_decay: Annotated[float, Field(gt=0)] | None = None
-    """Policy a2cr: by what power of e a score decays while as many pages as the tier holds are used. Default: the rate
-    that finds most in a replay of the tier's own traffic."""
     write_policy: Literal["through", "selective", "back"] = "through"
     """When pages are copied to the next tier: when made, when used a second time, or when the tier fills up."""
     host_bytes: ByteSizeOrNone = 0
@@ -115,10 +108,6 @@ class KVSettings:
     """A disk read, or a write since it was begun, counts as failed after so long, and its page is computed again."""
     disk_key_file: str | None = None
     """File with a 32-byte key: pages on disk are then encrypted (AES-256-GCM), with a key of its own per tenant."""
-    device_threshold: Share = 0.85
-    """Share of the device's pages in use or not yet copied above which cold pages are copied to the host."""
-    host_threshold: Share = 0.9
-    """The same for the host tier, whose pages are copied to disk."""
     salt: Annotated[str, Field(min_length=1)] | None = None
     """Secret that keys the names of all pages and the tags of tenants: give some 32 random characters. Servers with one
     salt name pages alike, others never match. Default: a random one, kept in disk_path where there is a disk tier."""

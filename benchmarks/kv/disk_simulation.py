@@ -34,10 +34,9 @@ from benchmarks.kv.virtual_disk import (
 from wicore_trt.arithmetic import pages_per_slab
 from wicore_trt.config import KVSettings
 from wicore_trt.core.engine import EngineCore
-from wicore_trt.kv.manager import KVCacheManager
-from wicore_trt.kv.options import CacheOptions
+from wicore_trt.kv.manager import CacheOptions, KVCacheManager
 from wicore_trt.kv.pages.hashing import KeyChain
-from wicore_trt.kv.policy.by_name import policy_of
+from wicore_trt.kv.policy.by_name import make_policy
 from wicore_trt.kv.prefix.loader import PrefixLoader
 from wicore_trt.kv.prefix.planner import LoadChoice, NextMove
 from wicore_trt.kv.sequence_pages import SequencePages
@@ -127,7 +126,7 @@ class Engine:
 
         def books(gib: float) -> TierIndex:
             slots = int(gib * GIB) // slot_bytes
-            policy = policy_of(settings, slots // per_page[GLOBAL], PAGE_TOKENS)
+            policy = make_policy(settings.policy, slots // per_page[GLOBAL], page_tokens=PAGE_TOKENS)
             return TierIndex(slots, per_page, policy, primary=GLOBAL)
 
         self.disk = Disk(world, self.events, seed)
@@ -137,7 +136,7 @@ class Engine:
             announce=lambda tier, page: None, mailbox=cast(Any, Mailbox(self.events)),
         )  # fmt: skip
         movers.checker.shutdown()
-        self.tiers = LowerTiers(movers, threshold=settings.host_threshold, save_early=True)
+        self.tiers = LowerTiers(movers, save_early=True)
         slabs = pages_per_slab(PAGE_BYTES)
         number = int(sizes.device * GIB) // (slabs[GLOBAL] * PAGE_BYTES[GLOBAL])
         layout = KVLayout(PAGE_TOKENS, "bfloat16", {g: number * n for g, n in slabs.items()}, PAGE_BYTES, slabs)
@@ -146,7 +145,7 @@ class Engine:
             WINDOW,
             KeyChain("sim", PAGE_TOKENS, secret=b"s" * 32),
             options=CacheOptions(slab_pages=slabs, checkpoint_tokens=CHECKPOINT),
-            policy=policy_of(settings, layout.num_pages[GLOBAL], PAGE_TOKENS),
+            policy=make_policy(settings.policy, layout.num_pages[GLOBAL], page_tokens=PAGE_TOKENS),
             tiers=self.tiers,
         )
         self.loader = PrefixLoader(self.manager, self.tiers, PAGE_BYTES, self.events.monotonic)

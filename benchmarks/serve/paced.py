@@ -21,8 +21,7 @@ from typing import Any
 from wicore_trt.config import Settings
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.core.limits import Limits
-from wicore_trt.kv.manager import KVCacheManager
-from wicore_trt.kv.options import CacheOptions
+from wicore_trt.kv.manager import CacheOptions, KVCacheManager
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.model.spec import GLOBAL, Gemma3Spec
 from wicore_trt.runtime.batch import SampledToken, StepBatch, StepResult

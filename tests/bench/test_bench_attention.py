@@ -14,7 +14,7 @@ from benchmarks.kv.attention_trace import PageNames, TouchedChain, _mean_masses,
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.core import engine as core_engine
 from wicore_trt.engine.build import build_engine
-from wicore_trt.kv.policy.a2cr import A2CRPolicy, A2CRWeights
+from wicore_trt.kv.policy.a2cr import A2CRPolicy
 from wicore_trt.runtime.batch import StepBatch, StepResult
 
 
@@ -45,7 +45,7 @@ def test_attention_reaches_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         attention_trace,
         "make_policy",
-        lambda _, capacity, **__: A2CRPolicy(capacity, A2CRWeights(decay=capacity * 1e-3)),
+        lambda _, capacity, **__: A2CRPolicy(capacity, capacity * 1e-3),
     )
     for kept in (0, 1):
         masses = [[0.1], [9.0]] if kept else [[9.0], [0.1]]

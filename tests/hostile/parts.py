@@ -32,8 +32,7 @@ from wicore_trt.core.shares import Gate  # noqa: E402
 from wicore_trt.errors import InvalidRequestError  # noqa: E402
 from wicore_trt.grammar.matcher import Grammars  # noqa: E402
 from wicore_trt.http.intake import Room  # noqa: E402
-from wicore_trt.kv.manager import KVCacheManager  # noqa: E402
-from wicore_trt.kv.options import CacheOptions  # noqa: E402
+from wicore_trt.kv.manager import CacheOptions, KVCacheManager  # noqa: E402
 from wicore_trt.kv.pages.hashing import KeyChain  # noqa: E402
 from wicore_trt.process.supervisor import Parts, Supervisor  # noqa: E402
 from wicore_trt.runtime.batch import SampledToken, StepBatch, StepResult  # noqa: E402

@@ -77,7 +77,7 @@ def test_a_short_step_begins_few_copies_and_a_long_one_as_many_as_it_makes(monke
     assert 3 in counts and max(counts) <= 3 + 100 // copy_down.TOKENS_A_COPY
     while core.tidy():
         pass
-    assert len(core.scheduler.manager._copies._due) == 0
+    assert len(core.scheduler.manager._copies.due) == 0
     core.close()
 
 
@@ -112,15 +112,16 @@ def test_what_breaks_beside_a_step_lets_it_land_first(monkeypatch: pytest.Monkey
     core.close()
 
 
-def test_a_page_that_no_finite_step_has_read_leaves_no_copy_when_it_loses_its_slot() -> None:
+def test_a_page_that_no_finite_step_has_read_leaves_no_copy_when_it_loses_its_slot(monkeypatch) -> None:
     """With policy `back` an eviction is the last chance: NaN of a broken step must not have it."""
-    kv = KVSettings(host_bytes=400 * 4096, write_policy="back", device_threshold=1.0)
+    monkeypatch.setattr(copy_down, "DEVICE_THRESHOLD", 1.0)
+    kv = KVSettings(host_bytes=400 * 4096, write_policy="back")
     core = make_core(pages={GLOBAL: 24, LOCAL: 40}, page_tokens=4, window=8, max_batch_tokens=32, kv=kv)
     manager, params = core.scheduler.manager, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
     pool, kept, lost = manager.pools[GLOBAL], set(), []
-    store, evicted = manager.tiers.down.store_page, manager._copies.evicted
+    store, evict = manager.tiers.down.store_page, manager._copies.evict
     manager.tiers.down.store_page = lambda page, slot: (kept.add(page.key), store(page, slot))
-    manager._copies.evicted = lambda group, page, slot: (lost.append(page.key), evicted(group, page, slot))
+    manager._copies.evict = lambda group, page, slot: (lost.append(page.key), evict(group, page, slot))
     core.add(GenerateRequest("broken", (7,) * 80, params))
     core.step()
     core.abort("broken")

@@ -44,11 +44,11 @@ def serve(manager, tokens: list[int], prompt: int) -> None:
     while computed < len(tokens):
         step = min(2048, prompt - computed) if computed < prompt else 1
         assert manager.reserve(pages, computed + step, total=prompt + 1)
-        manager.commit(pages, tokens, computed, computed + step, 0, finite=computed + step >= prompt)
+        manager.commit(pages, tokens, computed, computed + step, finite=computed + step >= prompt)
         computed += step
         manager.housekeep()
     manager.finished(pages, prompt, hit.tokens)
-    manager.free(pages, 0)
+    manager.free(pages)
     manager.tiers.wait_idle(10)
 
 

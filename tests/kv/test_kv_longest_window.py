@@ -27,7 +27,7 @@ def test_the_hit_is_the_longest_prefix_whose_window_is_there(seed):
     for group, pool in manager.pools.items():
         for i in there[group]:
             (slot,) = pool.allocate(1)
-            pool.wrote(slot, 0, size)
+            pool.write(slot, 0, size)
             pool.publish([slot], [sequence.page(group, i)])
 
     def usable(n: int) -> bool:

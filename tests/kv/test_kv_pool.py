@@ -50,7 +50,7 @@ class PoolMachine(RuleBasedStateMachine):
         page = make_page(b"%d" % (self.counter // 2 if reuse else self.counter), b"%d" % (self.counter // 3))
         named = self.pool.page(slot)
         if named is None:
-            self.pool.wrote(slot, 0, 4)
+            self.pool.write(slot, 0, 4)
         done = bool(self.pool.publish([slot], [page]))
         assert self.pool.find((named or page).key) is not None
         assert done == (self.pool.page(slot) is page)
@@ -90,7 +90,7 @@ def test_the_least_recently_released_page_goes_first_and_chains_lose_their_tail_
     pool = PagePool(4, 4)
     a, b, c, d = pool.allocate(4)
     for slot, key in ((a, b"a"), (b, b"b"), (c, b"c"), (d, b"d")):
-        pool.wrote(slot, 0, 4)
+        pool.write(slot, 0, 4)
         pool.publish([slot], [make_page(key)])
     pool.release([b, a])  # a chain a -> b, tail first
     pool.release([d, c])
@@ -102,8 +102,8 @@ def test_the_least_recently_released_page_goes_first_and_chains_lose_their_tail_
 def test_a_second_page_with_the_same_key_is_not_indexed_and_becomes_free():
     pool = PagePool(2, 4)
     first, second = pool.allocate(2)
-    pool.wrote(first, 0, 4)
-    pool.wrote(second, 0, 4)
+    pool.write(first, 0, 4)
+    pool.write(second, 0, 4)
     assert pool.publish([first], [make_page(b"k")])
     assert not pool.publish([second], [make_page(b"k")])
     pool.release([second])

@@ -6,20 +6,16 @@ import math
 import random
 
 import pytest
-from copiers import PlainCopier
 
-from wicore_trt.config import KVSettings
-from wicore_trt.core.assemble_kv import make_cache
-from wicore_trt.kv.policy.a2cr import RATES, A2CRPolicy, A2CRWeights, log_score
-from wicore_trt.runtime.executor import KVLayout
+from wicore_trt.kv.policy.a2cr import RATES, A2CRPolicy, log_score
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_victims_follow_the_formula_at_any_later_time(seed: int) -> None:
     """Independent pages with random attention, frequency and age, against the score computed from scratch."""
     rng = random.Random(seed)
-    rate, weights = 10 ** rng.uniform(-3, -1), (rng.uniform(0.2, 2), rng.uniform(0.2, 2))
-    policy = A2CRPolicy(1000, A2CRWeights(*weights, decay=1000 * rate))
+    rate = 10 ** rng.uniform(-3, -1)
+    policy = A2CRPolicy(1000, 1000 * rate)
     attention: dict[int, float] = {}
     frequency: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -36,14 +32,13 @@ def test_victims_follow_the_formula_at_any_later_time(seed: int) -> None:
         now = clock + later
 
         def score(page: int, now: int = now) -> float:
-            worth = math.log(attention[page]) * weights[0] + math.log(frequency[page]) * weights[1]
-            return worth - rate * (now - last[page])
+            return math.log(attention[page]) + math.log(frequency[page]) - rate * (now - last[page])
 
         assert policy.victims(len(last)) == sorted(last, key=score)
 
 
 def test_attention_orders_otherwise_equal_pages() -> None:
-    policy = A2CRPolicy(10, A2CRWeights(decay=1e-2))
+    policy = A2CRPolicy(10, 1e-2)
     for page, mass in (("low", 0.2), ("high", 3.0), ("unseen", None)):
         policy.touch([page], None if mass is None else [mass])
         policy.add([page])
@@ -51,8 +46,8 @@ def test_attention_orders_otherwise_equal_pages() -> None:
 
 
 def test_an_unmeasured_page_is_neutral_and_zero_is_finite() -> None:
-    assert log_score(1.0, 4, 0, 0.1, (3.0, 1.0)) == pytest.approx(math.log(4))
-    assert math.isfinite(log_score(0.0, 1, 0, 0.1, (1.0, 1.0)))
+    assert log_score(1.0, 4, 0, 0.1) == pytest.approx(math.log(4))
+    assert math.isfinite(log_score(0.0, 1, 0, 0.1))
 
 
 def replay(policy: A2CRPolicy, capacity: int, pages: list[int]) -> int:
@@ -78,16 +73,6 @@ def test_the_rate_adapts_to_the_traffic(kind: str) -> None:
         pages = [i // 10 - int(rng.expovariate(1 / 40)) for i in range(20_000)]
     policy = A2CRPolicy(capacity)
     hits = replay(policy, capacity, pages)
-    fixed = {rate: replay(A2CRPolicy(capacity, A2CRWeights(decay=rate)), capacity, pages) for rate in RATES}
+    fixed = {rate: replay(A2CRPolicy(capacity, rate), capacity, pages) for rate in RATES}
     assert hits >= 0.97 * max(fixed.values())
     assert min(fixed.values()) < 0.97 * max(fixed.values()), "the workload does not tell the rates apart"
-
-
-def test_the_settings_reach_every_tiers_policy() -> None:
-    settings = KVSettings(policy="a2cr", host_bytes=1 << 20, a2cr_attention=0.0, a2cr_frequency=2.0, a2cr_decay=3.0)
-    layout = KVLayout(4, "float32", {"global": 30, "local": 30}, {"global": 4096, "local": 4096})
-    manager, loader = make_cache(settings, layout, 8, engine="e", kernels="k", copier=PlainCopier())  # type: ignore
-    assert loader is not None and manager._policy is not None
-    for policy in (manager._policy, loader.tiers.host.policy):
-        assert isinstance(policy, A2CRPolicy)
-        assert policy._weights == (0.0, 2.0) and policy.rate == pytest.approx(3.0 / policy.capacity)

@@ -43,7 +43,7 @@ class Campaign:
         slot_bytes, each = slot_geometry(sizes)
         self.kv = KVSettings(
             host_bytes=slot_bytes * whole * sum(each.values()) * rng.choice([1, 4]), disk_path="/none", salt="x" * 32,
-            write_policy=rng.choice(["through", "back", "selective"]), host_threshold=rng.choice([0.3, 0.9]),
+            write_policy=rng.choice(["through", "back", "selective"]),
         )  # fmt: skip
         self.disk_slots = whole * sum(each.values()) * rng.choice([1, 6])
         self.known, self.kept, self.seen = [[7] * (self.longest // 2)], {}, Counter[str]()

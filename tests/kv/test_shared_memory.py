@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from wicore_trt.core.engine import EngineCore
-from wicore_trt.kv.manager import KVCacheManager
-from wicore_trt.kv.options import CacheOptions
+from wicore_trt.kv.manager import CacheOptions, KVCacheManager
+from wicore_trt.kv.memory import SharedMemory
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.sequence_pages import SequencePages
-from wicore_trt.kv.shared_memory import SharedMemory
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import CacheHints, FinishReason, GenerateRequest, SamplingParams
 
@@ -48,9 +47,9 @@ class MemoryMachine(RuleBasedStateMachine):
         before = self.manager.memory.room
         if not self.manager.reserve(pages, len(tokens), spare=len(self.live)):
             assert self.manager.memory.room == before, "what was refused changed something"
-            self.manager.free(pages, 0)
+            self.manager.free(pages)
             return
-        self.manager.commit(pages, tokens, hit.tokens, len(tokens), 0, finite=True)
+        self.manager.commit(pages, tokens, hit.tokens, len(tokens), finite=True)
         self.live.append((pages, tokens, self.count))
 
     @precondition(lambda self: self.live)
@@ -59,7 +58,7 @@ class MemoryMachine(RuleBasedStateMachine):
         pages, tokens, _ = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
         if ended:
             self.manager.finished(pages, len(tokens), 0)
-        self.manager.free(pages, 0)
+        self.manager.free(pages)
 
     @rule(chain=st.integers(0, 36), local=st.integers(0, 15))
     def ask_for_both(self, chain, local):

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
+from wicore_trt.kv.memory import SharedMemory
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.policy import LRUPolicy
 from wicore_trt.kv.pool import PagePool
-from wicore_trt.kv.shared_memory import SharedMemory
 from wicore_trt.kv.slabs import Slabs
 from wicore_trt.model.spec import GLOBAL, LOCAL
 

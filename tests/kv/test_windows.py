@@ -7,7 +7,7 @@ import random
 from fakes import make_core
 
 from wicore_trt.arithmetic import div_ceil, first_visible_page
-from wicore_trt.kv.windows import Windows
+from wicore_trt.kv.sequence_pages import Windows
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import GenerateRequest, SamplingParams
 
@@ -55,14 +55,16 @@ def test_pages_that_slide_out_in_the_step_that_wrote_them_are_not_told_of() -> N
 def test_a_page_that_slides_out_unwritten_is_noticed() -> None:
     sizes = {"page_tokens": 4, "window": 8, "max_batch_tokens": 200, "max_context": 512, "checkpoint_tokens": 64}
     core = make_core(pages={GLOBAL: 100, LOCAL: 100}, **sizes)
-    manager = core.scheduler.manager
-    wrote = manager.memory.wrote
+    pool, slots = core.scheduler.manager.pools[LOCAL], []
+    write = pool.write
 
-    def forgetful(tables, begin, end) -> None:
-        wrote(tables, begin, end)
-        manager.pools[LOCAL].written[tables[LOCAL][3]] = 1
+    def forgetful(slot, begin, end) -> None:
+        write(slot, begin, end)
+        slots.append(slot)
+        if len(slots) == 4:
+            pool.written[slot] = 1
 
-    manager.memory.wrote = forgetful
+    pool.write = forgetful
     core.add(GenerateRequest("a", tuple(range(5, 85)), SamplingParams(max_tokens=1, ignore_eos=True)))
     (output,) = core.step()
     assert output.error == "Page 3 was to be published with 1 tokens written."

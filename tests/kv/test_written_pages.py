@@ -10,8 +10,7 @@ from fakes import greedy, make_core
 
 from wicore_trt.config import KVSettings
 from wicore_trt.errors import UnwrittenPageError
-from wicore_trt.kv.manager import KVCacheManager
-from wicore_trt.kv.options import CacheOptions
+from wicore_trt.kv.manager import CacheOptions, KVCacheManager
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.pool import PagePool
@@ -179,14 +178,14 @@ def test_a_slot_takes_tokens_in_order_and_is_published_when_it_is_full():
     pool = PagePool(2, 4)
     (slot,) = pool.allocate(1)
     with pytest.raises(UnwrittenPageError, match=r"Tokens \[1, 2\) were written into a page that has 0 tokens"):
-        pool.wrote(slot, 1, 2)
-    pool.wrote(slot, 0, 3)
+        pool.write(slot, 1, 2)
+    pool.write(slot, 0, 3)
     with pytest.raises(UnwrittenPageError, match="with 3 tokens written"):
         pool.publish([slot], [make_page(b"a")])
-    pool.wrote(slot, 2, 4)
+    pool.write(slot, 2, 4)
     assert pool.publish([slot], [make_page(b"a")])
     with pytest.raises(UnwrittenPageError, match="published"):
-        pool.wrote(slot, 3, 4)
+        pool.write(slot, 3, 4)
     pool.release([slot])
     (again, _) = pool.allocate(2)
     assert not pool.full(again), "a new holder has written nothing"
@@ -355,54 +354,6 @@ def test_waiting_applies_all_that_was_reported_and_checks_it_at_once():
     copies = [tiers.down.store_page(page, i, private=True) for i, page in enumerate(pages)]
     assert core.scheduler.manager.tiers.retain(copies) and jobs == [100]
     tiers.host.release(copies)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_token_is_committed_the_short_way_as_it_is_the_long_way(seed):
-    """Two managers see the same life, with failed steps and gaps; one of them never takes the short way."""
-    rng = random.Random(seed)
-    window, cached, short = rng.choice([5, 8, 30]), rng.random() < 0.8, 0
-    managers = [
-        KVCacheManager(
-            {GLOBAL: 40, LOCAL: 40}, window, KeyChain("e", 4, secret=bytes(32)), options=CacheOptions(cached)
-        )
-        for _ in range(2)
-    ]
-    every = [[SequencePages(m.names("", "")) for _ in range(3)] for m in managers]
-    lives = [[rng.randrange(5, 90) for _ in range(100)] for _ in range(3)]
-    ends = [0, 0, 0]
-    for _ in range(60):
-        which = rng.randrange(3)
-        begin, count, finite = ends[which], rng.choice([1, 1, 1, 1, 1, rng.randint(1, 9)]), rng.random() < 0.95
-        gap, condemned = rng.random() < 0.02, not finite and rng.random() < 0.5
-        end = ends[which] = begin + count
-        if end > 90:
-            break
-        raised = []
-        for number, (manager, three) in enumerate(zip(managers, every, strict=True)):
-            pages = three[which]
-            assert manager.reserve(pages, end + gap)
-            try:
-                if number == 0 and count == 1 and finite and manager.commit_token(pages, begin + gap):
-                    short += 1
-                else:
-                    manager.commit(pages, lives[which], begin + gap, end + gap, which, finite=finite)
-            except UnwrittenPageError:
-                raised.append(number)
-            if condemned:
-                manager.condemn(pages)
-        assert raised in ([], [0, 1])
-        if raised:
-            break
-        for pages, plain in zip(*every, strict=True):
-            for name in ("tables", "keys", "published", "trusted", "first_local", "left", "failures"):
-                assert getattr(pages, name) == getattr(plain, name), name
-        for group in (GLOBAL, LOCAL):
-            pool, plain_pool = (manager.pools[group] for manager in managers)
-            assert pool.written == plain_pool.written and pool.pages() == plain_pool.pages()
-            assert pool.doubtful() == plain_pool.doubtful()
-        managers[0].check_integrity()
-    assert short or not cached
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -40,6 +40,7 @@ class Setup:
     host_slots: int
     disk_slots: int
     kv: dict[str, Any]
+    thresholds: tuple[float, float]
     encrypted: bool
     checkpoint_tokens: int
     speeds: Speeds
@@ -111,8 +112,6 @@ def draw_setup(seed: int) -> Setup:
             "policy": some(rng, (0.5, "cost"), (0.25, "lru"), (0.25, "a2cr")),
             "write_policy": some(rng, (0.6, "through"), (0.2, "selective"), (0.2, "back")),
             "prefix_cache": rng.random() < 0.96,
-            "device_threshold": rng.choice((0.2, 0.5, 0.85)),
-            "host_threshold": rng.choice((0.2, 0.5, 0.9)),
             "tenant_quota": some(rng, (0.7, 1.0), (0.3, rng.uniform(0.2, 0.9))),
             "pin_share": rng.choice((0.1, 0.5, 1.0)),
             "pin_s": power(rng, -1, 3),
@@ -120,6 +119,7 @@ def draw_setup(seed: int) -> Setup:
             "disk_timeout_s": some(rng, (0.7, 60.0), (0.3, power(rng, -2, 1))),
             "salt": some(rng, (0.5, None), (0.5, "operator")),
         },
+        thresholds=(rng.choice((0.2, 0.5, 0.85)), rng.choice((0.2, 0.5, 0.9))),
         encrypted=rng.random() < 0.15,
         checkpoint_tokens=rng.choice((8, 32, 4096)),
         speeds=draw_speeds(rng, token, page_tokens),

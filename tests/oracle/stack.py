@@ -30,11 +30,10 @@ from wicore_trt.core.engine import EngineCore
 from wicore_trt.kv.disk.files import Files
 from wicore_trt.kv.disk.space import Space
 from wicore_trt.kv.disk.store import DiskStore
-from wicore_trt.kv.manager import KVCacheManager
-from wicore_trt.kv.options import CacheOptions
+from wicore_trt.kv.manager import CacheOptions, KVCacheManager
+from wicore_trt.kv.memory import SharedMemory
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.prefix.planner import TierRate
-from wicore_trt.kv.shared_memory import SharedMemory
 from wicore_trt.kv.tiers.host import slot_geometry
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.schedule.scheduler import Scheduler
@@ -115,6 +114,8 @@ def constants(setup: Setup) -> Iterator[None]:
             ("MIN_TOKENS", min(32, max(2, setup.max_batch_tokens // 2))),
             ("MEASURED_BYTES", 6 * page_bytes),
             ("QUEUE_LIMIT", setup.queue_limit),
+            ("DEVICE_THRESHOLD", setup.thresholds[0]),
+            ("HOST_THRESHOLD", setup.thresholds[1]),
             ("DiskStore", partial(DiskStore, slab_bytes=SLAB_SLOTS * 8192)),
             ("CacheOptions", partial(CacheOptions, checkpoint_tokens=setup.checkpoint_tokens)),
         ):

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from wicore_trt.errors import ConfigError
-from wicore_trt.kv.manager import KVCacheManager
-from wicore_trt.kv.options import CacheOptions
+from wicore_trt.kv.manager import CacheOptions, KVCacheManager
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.sizing import MODELS, builtin_spec
 from wicore_trt.model.spec import Gemma3Spec

@@ -17,7 +17,7 @@ from wicore_trt.core.assemble_kv import make_cache
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.engine.build import build_engine
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
-from wicore_trt.kv.shared_memory import SharedMemory
+from wicore_trt.kv.memory import SharedMemory
 from wicore_trt.model.spec import GROUPS
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.options import ExecutorOptions

@@ -17,11 +17,10 @@ from wicore_trt.kv.disk.format import Namespace
 from wicore_trt.kv.disk.rate import rate_reads
 from wicore_trt.kv.disk.secret import secret_of
 from wicore_trt.kv.disk.store import DiskStore, open_store
-from wicore_trt.kv.events import KVEventLog
-from wicore_trt.kv.manager import KVCacheManager
-from wicore_trt.kv.options import MAX_EVENT_LOG_PAGES, CacheOptions
+from wicore_trt.kv.events import MAX_EVENT_LOG_PAGES, KVEventLog
+from wicore_trt.kv.manager import CacheOptions, KVCacheManager
 from wicore_trt.kv.pages.hashing import KeyChain
-from wicore_trt.kv.policy.by_name import policy_of
+from wicore_trt.kv.policy.by_name import make_policy
 from wicore_trt.kv.prefix.loader import PrefixLoader
 from wicore_trt.kv.tiers.host import slot_geometry
 from wicore_trt.kv.tiers.index import TierIndex
@@ -63,13 +62,12 @@ def make_cache(
     secret = secret_of(settings.salt) if settings.salt else store.secret if store is not None else None
     policy = None
     if GLOBAL in layout.num_pages:
-        policy = policy_of(settings, layout.num_pages[GLOBAL], layout.page_tokens)
+        policy = make_policy(settings.policy, layout.num_pages[GLOBAL], page_tokens=layout.page_tokens)
     manager = KVCacheManager(
         layout.num_pages, window, KeyChain(f"{engine}/{kernels}", layout.page_tokens, secret=secret),
         options=CacheOptions(
             prefix_cache=settings.prefix_cache,
             write_policy=settings.write_policy,
-            threshold=settings.device_threshold,
             measure_attention=settings.policy == "a2cr",
             slab_pages=layout.slab_pages,
         ),
@@ -119,7 +117,7 @@ def _make_tiers(
         return TierIndex(
             slots,
             slots_per_page,
-            policy_of(settings, max(1, slots // slots_per_page[chain_group]), layout.page_tokens),
+            make_policy(settings.policy, max(1, slots // slots_per_page[chain_group]), page_tokens=layout.page_tokens),
             primary=chain_group,
             quota=settings.tenant_quota,
             pin_share=settings.pin_share,
@@ -128,7 +126,7 @@ def _make_tiers(
 
     tiers = open_tiers(
         index("host", num_slots), (index("disk", store.num_slots), store) if store is not None else None,
-        slot_bytes, namespace.layout, copier, threshold=settings.host_threshold,
+        slot_bytes, namespace.layout, copier,
         save_early=settings.write_policy == "through", announce=events.append_stored,
     )  # fmt: skip
     return tiers, store

@@ -29,7 +29,6 @@ from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.runtime.batch import UNREAD, SampledToken, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.executor import AheadExecutor, Executor
 from wicore_trt.schedule.outlook import Outlook
-from wicore_trt.schedule.progress import computed, decoded
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.schedule.sequence import Sequence, SequenceState, StepSchedule
 from wicore_trt.schedule.step_time import StepLoad, load_of
@@ -292,16 +291,18 @@ class EngineCore(Core):
         for (sequence, count), token in zip(slices, tokens, strict=True):
             if sequence.finish_reason is not None:
                 continue
-            if token is None or count > 1 or not decoded(manager, sequence):
-                if sequence.seq_id in failed:
-                    outputs.append(self._finish(sequence, FinishReason.ERROR, error=failed[sequence.seq_id]))
-                    continue
-                try:
-                    computed(manager, sequence, count, finite=token is not None)
-                except UnwrittenPageError as unwritten:
-                    log.exception("a sequence read pages that nobody wrote")
-                    outputs.append(self._finish(sequence, FinishReason.ERROR, error=str(unwritten)))
-                    continue
+            if sequence.seq_id in failed:
+                outputs.append(self._finish(sequence, FinishReason.ERROR, error=failed[sequence.seq_id]))
+                continue
+            try:
+                begin = sequence.computed
+                sequence.computed = end = begin + count
+                sequence.ran += 1
+                manager.commit(sequence.pages, sequence.tokens, begin, end, finite=token is not None)
+            except UnwrittenPageError as unwritten:
+                log.exception("a sequence read pages that nobody wrote")
+                outputs.append(self._finish(sequence, FinishReason.ERROR, error=str(unwritten)))
+                continue
             if sequence.scoring:
                 found = result.prompt_logprobs.get(sequence.seq_id, [])
                 outputs.append(self._scored(sequence, sequence.computed - count, found))

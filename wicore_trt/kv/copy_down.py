@@ -1,11 +1,9 @@
 """When pages of the device are copied to the host: the write policies.
 
-"through": when a page is finished. "selective": when a second request uses it. "back": when more than `threshold` of a
-pool's pages are in use or exist on the device alone, the coldest first, and at the latest when the page is evicted.
-Whatever the policy, only trusted pages are copied: those that a step with finite logits has read, so that what a
-broken step wrote stays on the device. A page that is to be copied is due until `relieve`, which the engine calls while
-a step runs: between steps the device has nothing to do. It must not know tokens or windows. Invariant: a slot in
-`_unsaved` holds a published page that no lower tier was given, and a slot in `_due` a published page that is trusted.
+"through": when a page is finished. "selective": when a second request uses it. "back": when more than DEVICE_THRESHOLD
+of a pool's pages are in use or exist on the device alone, the coldest first, and at the latest when one is evicted.
+It must not know tokens or windows. Invariant: a slot in `_unsaved` holds a published page that no lower tier was given;
+a slot in `due` holds a published page that is trusted: a step with finite logits has read it.
 """
 
 from __future__ import annotations
@@ -20,6 +18,8 @@ from wicore_trt.kv.tiers.tiers import HYSTERESIS, LowerTiers
 
 WritePolicy = Literal["through", "selective", "back"]
 
+DEVICE_THRESHOLD = 0.85
+"""Share of a pool's pages from which on the policy "back" copies."""
 COPIES_AT_ONCE = 64
 """Copies begun beside a step that is short."""
 TOKENS_A_COPY = 16
@@ -28,102 +28,80 @@ thread. Two for the tokens of a page, so that what is due does not grow."""
 
 
 class CopyDown:
-    """Copies from `pools` to `tiers`; without tiers it does nothing."""
+    """Copies from `pools` to `tiers`; without tiers it does nothing.
 
-    def __init__(
-        self, pools: Mapping[str, PagePool], tiers: LowerTiers | None, policy: WritePolicy, threshold: float
-    ) -> None:
+    `due` are the pages, by group and slot, whose copies have not begun. They begin beside a step: between steps the
+    device has nothing to do.
+    """
+
+    def __init__(self, pools: Mapping[str, PagePool], tiers: LowerTiers | None, policy: WritePolicy) -> None:
+        self.due: dict[tuple[str, int], None] = {}
         self._pools = pools
         self._tiers = tiers
         self._policy = policy
-        self._threshold = threshold
         self._unsaved: dict[str, set[int]] = {group: set() for group in pools}
-        self._due: dict[tuple[str, int], None] = {}
 
-    def published(self, group: str, slots: Iterable[int]) -> None:
-        """Pages became findable that no lower tier has."""
+    def add_unsaved(self, group: str, slots: Iterable[int]) -> None:
+        """Note published pages that no lower tier has."""
         if self._tiers is not None:
             self._unsaved[group].update(slots)
 
-    def saved(self, group: str, slot: int) -> bool:
+    def is_saved(self, group: str, slot: int) -> bool:
         """Whether a lower tier was given this page."""
         return slot not in self._unsaved[group]
 
-    def finished(self, group: str, slot: int) -> None:
-        """A trusted page that later requests may want."""
-        if self._policy == "through":
-            self._copy_soon(group, slot)
+    def request_copy(self, group: str, slot: int, policy: WritePolicy) -> None:
+        """Copy a page soon if it is trusted and this is the write policy."""
+        if policy == self._policy and self._tiers is not None:
+            pool = self._pools[group]
+            if pool.page(slot) is not None and pool.trusted(slot):
+                self.due[group, slot] = None
 
-    def used_again(self, group: str, slot: int) -> None:
-        """A second request uses this trusted page."""
-        if self._policy == "selective":
-            self._copy_soon(group, slot)
-
-    def evicted(self, group: str, page: Page, slot: int) -> None:
-        """A cached page is about to lose its slot."""
-        last_chance = (group, slot) in self._due or (self._policy == "back" and slot in self._unsaved[group])
+    def evict(self, group: str, page: Page, slot: int) -> None:
+        """Copy a cached page that is about to lose its slot, if it is due or the policy left it to this moment."""
+        last_chance = (group, slot) in self.due or (self._policy == "back" and slot in self._unsaved[group])
         if self._tiers is not None and last_chance and self._pools[group].trusted(slot):
             self._tiers.down.store_page(page, slot)
-        self.forget(group, slot)
+        self.forget_slot(group, slot)
 
-    def forget(self, group: str, slot: int) -> None:
-        """A slot holds no published page any more."""
+    def forget_slot(self, group: str, slot: int) -> None:
+        """Note that a slot holds no published page any more, or that its copy begins."""
         self._unsaved[group].discard(slot)
-        self._due.pop((group, slot), None)
+        self.due.pop((group, slot), None)
 
-    def cleared(self, group: str) -> None:
-        """All cached pages of a pool went."""
+    def forget_cleared(self, group: str) -> None:
+        """Forget the slots of a pool whose cached pages were cleared."""
         pool = self._pools[group]
-        gone = [slot for slot in self._unsaved[group] if pool.page(slot) is None]
-        gone += [slot for name, slot in self._due if name == group and pool.page(slot) is None]
-        for slot in gone:
-            self.forget(group, slot)
+        slots = [*self._unsaved[group], *(slot for name, slot in self.due if name == group)]
+        for slot in slots:
+            if pool.page(slot) is None:
+                self.forget_slot(group, slot)
 
-    def relieve(self, tokens: int = 0) -> None:
-        """Beside a step of so many tokens: begin copies that are due, and be below the threshold again if the policy is
+    def begin_copies(self, tokens: int = 0, *, all_due: bool = False) -> None:
+        """Begin copies that are due, beside a step of so many tokens; get below the threshold if the policy is
         "back"."""
         if self._tiers is None:
             return
-        self.begin_due(COPIES_AT_ONCE + tokens // TOKENS_A_COPY)
-        if self._policy == "back":
-            for group, pool in self._pools.items():
-                self._relieve(group, pool)
-
-    @property
-    def due(self) -> bool:
-        """Whether copies are due that have not begun."""
-        return bool(self._due)
-
-    def begin_due(self, count: int | None = None) -> None:
-        """Begin copies that are due, `count` at most."""
-        for group, slot in list(islice(self._due, count)):
+        for group, slot in list(islice(self.due, None if all_due else COPIES_AT_ONCE + tokens // TOKENS_A_COPY)):
             self._copy(group, slot)
-
-    def _relieve(self, group: str, pool: PagePool) -> None:
-        unsaved = self._unsaved[group]
-        surplus = pool.used + len(unsaved) - self._threshold * pool.num_pages
-        if surplus <= 0 or not unsaved:
-            return
-        for slot in pool.coldest(min(pool.cached, int(surplus + HYSTERESIS * pool.num_pages) + 1)):
-            if slot in unsaved and pool.trusted(slot):
-                self._copy(group, slot)
-
-    def _copy_soon(self, group: str, slot: int) -> None:
-        pool = self._pools[group]
-        if self._tiers is not None and pool.page(slot) is not None and pool.trusted(slot):
-            self._due[group, slot] = None
+        for group, pool in self._pools.items() if self._policy == "back" and not all_due else ():
+            unsaved = self._unsaved[group]
+            surplus = pool.used + len(unsaved) - DEVICE_THRESHOLD * pool.num_pages
+            count = min(pool.cached, int(surplus + HYSTERESIS * pool.num_pages) + 1)
+            for slot in pool.coldest(count) if surplus > 0 and unsaved else ():
+                if slot in unsaved and pool.trusted(slot):
+                    self._copy(group, slot)
 
     def _copy(self, group: str, slot: int) -> None:
-        """Copy a trusted page to the host."""
         page = self._pools[group].page(slot)
         assert self._tiers is not None and page is not None
-        self.forget(group, slot)
+        self.forget_slot(group, slot)
         self._tiers.down.store_page(page, slot)
 
     def check_integrity(self) -> None:
         """Assert the invariant of this module."""
         for group, slots in self._unsaved.items():
             assert all(self._pools[group].page(slot) is not None for slot in slots), "an unsaved slot has no page"
-        for group, slot in self._due:
+        for group, slot in self.due:
             pool = self._pools[group]
             assert pool.page(slot) is not None and pool.trusted(slot), "a page is due that must not go"

@@ -20,6 +20,8 @@ from typing import Any
 
 from wicore_trt.kv.pages.page import Page
 
+MAX_EVENT_LOG_PAGES = 1 << 18
+"""Pages that the events which the log of all keeps may name together."""
 MAX_EVENT_PAGES = 1024
 """Pages that one event names at most, so that an event fits into one message of any transport."""
 TENANT_SHARE = 16

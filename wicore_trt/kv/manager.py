@@ -13,28 +13,38 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
 
 from wicore_trt.arithmetic import div_ceil, first_visible_page
-from wicore_trt.kv.copy_down import CopyDown
-from wicore_trt.kv.events import Entry, KVEventLog
-from wicore_trt.kv.expected import Expected
-from wicore_trt.kv.memory import Memory
-from wicore_trt.kv.options import MAX_EVENT_LOG_PAGES, CacheOptions
+from wicore_trt.kv.copy_down import CopyDown, WritePolicy
+from wicore_trt.kv.events import MAX_EVENT_LOG_PAGES, Entry, KVEventLog
+from wicore_trt.kv.memory import Memory, SharedMemory
 from wicore_trt.kv.pages.hashing import KeyChain, TenantNames
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.a2cr import AttentionSignals
 from wicore_trt.kv.policy.policy import ChainPolicy, LRUPolicy
 from wicore_trt.kv.pool import PagePool
-from wicore_trt.kv.sequence_pages import PrefixHit, SequencePages
-from wicore_trt.kv.shared_memory import SharedMemory
+from wicore_trt.kv.sequence_pages import PrefixHit, SequencePages, Windows
 from wicore_trt.kv.slabs import Slabs
 from wicore_trt.kv.tiers.retention import Retention
 from wicore_trt.kv.tiers.tiers import LowerTiers
-from wicore_trt.kv.windows import Windows
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import CachePriority
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """`prefix_cache`: keep and find pages of other requests. `checkpoint_tokens`: how often a long prompt keeps a local
+    window on the device. `write_policy`: see `copy_down`. `measure_attention`: keep measured attention mass for the
+    policy. `slab_pages`: see `KVLayout`."""
+
+    prefix_cache: bool = True
+    checkpoint_tokens: int = 4096
+    write_policy: WritePolicy = "through"
+    measure_attention: bool = False
+    slab_pages: Mapping[str, int] | None = None
 
 
 class KVCacheManager:
@@ -82,7 +92,7 @@ class KVCacheManager:
         self.retention = retention if retention is not None else Retention(600.0, time.monotonic)
         self.attention = AttentionSignals() if options.measure_attention else None
         self._policy = policy
-        self._copies = CopyDown(self.pools, tiers, options.write_policy, options.threshold)
+        self._copies = CopyDown(self.pools, tiers, options.write_policy)
         self.window = window
         self.page_tokens = chain.page_tokens
         self._chain = chain
@@ -93,8 +103,8 @@ class KVCacheManager:
         self._prefix_cache = options.prefix_cache
         checkpoint = max(1, options.checkpoint_tokens // chain.page_tokens)
         self._windows = Windows(first_of_window, checkpoint)
-        self._computing: dict[bytes, int] = {}
-        self.expected = Expected()
+        self._computing: dict[bytes, SequencePages] = {}
+        self._expected: dict[bytes, int] = {}  # pages that sequences wait for, and how many wait
         self.failures = 0
         """Failed steps so far. What a sequence shares with others or loads may have been condemned by one."""
 
@@ -181,19 +191,19 @@ class KVCacheManager:
     @property
     def busy(self) -> bool:
         """Whether any page is on its way to a tier or is to go there."""
-        return self.tiers is not None and (self.tiers.busy or self._copies.due)
+        return self.tiers is not None and (self.tiers.busy or bool(self._copies.due))
 
     def close(self, timeout_s: float) -> None:
         """Let what is on its way to the tiers arrive, for at most `timeout_s` seconds. The end of it."""
         if self.tiers is not None:
-            self._copies.begin_due()
+            self._copies.begin_copies(all_due=True)
             self.tiers.close(timeout_s)
 
     def housekeep(self) -> None:
         """While no step is to be made: apply finished transfers, copy pages down, drop pages whose time is over."""
         if self.tiers is not None:
             self.tiers.poll()
-            self._copies.relieve()
+            self._copies.begin_copies()
         self._drop_expired()
 
     def before_step(self) -> None:
@@ -206,7 +216,7 @@ class KVCacheManager:
         """The rest of it, while a step of so many tokens runs."""
         if self.tiers is not None:
             self.tiers.poll_down()
-            self._copies.relieve(tokens)
+            self._copies.begin_copies(tokens)
 
     def _drop_expired(self) -> None:
         for key in self.retention.due(self.retention.now(), self._in_use):
@@ -215,15 +225,27 @@ class KVCacheManager:
     def _in_use(self, key: bytes) -> bool:
         """Whether a page cannot be dropped now: a sequence holds it or waits for it, or it is on its way to a tier."""
         return (
-            key in self.expected
+            key in self._expected
             or any(pool.in_use(key) for pool in self.pools.values())
             or (self.tiers is not None and any(self.tiers.writing(group, key) for group in self.pools))
         )
 
-    def announce(self, pages: SequencePages, owner: int) -> None:
-        """Say that `owner` is computing the unpublished prompt pages, so that equal requests wait for them."""
+    def announce(self, pages: SequencePages) -> None:
+        """Say that a sequence is computing its unpublished prompt pages, so that equal requests wait for them."""
         for key in pages.keys[pages.published :]:
-            self._computing.setdefault(key, owner)
+            self._computing.setdefault(key, pages)
+
+    def expect(self, keys: Iterable[bytes]) -> None:
+        """Say that a sequence waits for these pages: their time to live does not end before `expect_no_more`."""
+        for key in keys:
+            self._expected[key] = self._expected.get(key, 0) + 1
+
+    def expect_no_more(self, keys: Iterable[bytes]) -> None:
+        """Undo one `expect` of the same keys."""
+        for key in keys:
+            count = self._expected.pop(key, 0) - 1
+            if count:
+                self._expected[key] = count
 
     def reserve(self, pages: SequencePages, tokens: int, *, total: int = 0, spare: int = 0) -> bool:
         """Extend the tables to hold positions below `tokens`, the global one below `total` if that is more. False, and
@@ -252,45 +274,33 @@ class KVCacheManager:
                     pages.extend(group, islice(left, count))
         return found is not None
 
-    def commit(
-        self, pages: SequencePages, tokens: Sequence[int], begin: int, end: int, owner: int, *, finite: bool
-    ) -> None:
+    def commit(self, pages: SequencePages, tokens: Sequence[int], begin: int, end: int, *, finite: bool) -> None:
         """Record that a step wrote positions [begin, end): publish full pages, let local pages slide out. `finite`: it
         had logits, and they were finite, which vouches for all pages that it read. Raises UnwrittenPageError when
         positions before `begin` were never written."""
-        self.memory.wrote(pages.tables, begin, end)
-        full = end // self.page_tokens
+        size, tables, full = self.page_tokens, pages.tables, end // self.page_tokens
+        index, start, left = begin // size, begin % size, end - begin
+        while left > 0:
+            stop = start + left if start + left < size else size
+            for group, pool in self.pools.items():
+                if (slot := tables[group][index]) >= 0:
+                    pool.write(slot, start, stop)
+            index, start, left = index + 1, 0, left - stop + start
         if finite:
             pages.failures = self.failures
         # since another's step failed, what this one computes may come from a page that was condemned then
-        if self._prefix_cache and full > pages.published and pages.failures == self.failures:
+        if full > pages.published and self._prefix_cache and pages.failures == self.failures:
             pages.name(tokens)
             self._publish_computed(pages, full)
             self.retention.made(pages.keys[pages.published : full], pages.hints)
-            self.done_computing(pages.keys[pages.published : full], owner)
+            self.stop_computing(pages, pages.keys[pages.published : full])
             pages.published = full
         if pages.load is not None:
             pages.load.floor = self.pages_for(end)
-        if finite:
+        if finite and (pages.trusted != pages.published or pages.left):
             self._trust(pages)
-        # what a request that starts at the last full page looks at stays, not only what the next token does
-        self.slide(pages, full * self.page_tokens)
-
-    def commit_token(self, pages: SequencePages, position: int) -> bool:
-        """`commit` of one position by a step with finite logits, where nearly nothing is to be done: the token fills no
-        page, and what came before it is published and trusted. False where `commit` is to be called."""
-        size = self.page_tokens
-        index, place = position // size, position % size
-        if not index == pages.published == pages.trusted or place + 1 == size or pages.left or pages.load is not None:
-            return False
-        tables = pages.tables
-        for group, written in self.memory.written:
-            slot = tables[group][index]
-            if slot < 0 or written[slot] != place:
-                return False
-            written[slot] = place + 1
-        pages.failures = self.failures
-        return True
+        if full > begin // size:  # what a request that starts at the last full page looks at stays too
+            self.slide(pages, full * size)
 
     def _publish_computed(self, pages: SequencePages, full: int) -> None:
         """Make the first `full` pages findable but for local ones that slide out now, before anybody could find them.
@@ -310,13 +320,11 @@ class KVCacheManager:
         table, pool = pages.tables[group], self.pools[group]
         found = pool.publish([table[i] for i in places], pages.identities(group, places))
         if not saved and pages.hints.priority is not CachePriority.LOW:
-            self._copies.published(group, found)
+            self._copies.add_unsaved(group, found)
         self.events.append_stored("device", *found.values())
 
     def _trust(self, pages: SequencePages) -> None:
         """A step with finite logits has read the sequence's pages: they may be copied down."""
-        if pages.trusted == pages.published and not pages.left:
-            return
         low = pages.hints.priority is CachePriority.LOW
         for group, pool in self.pools.items():
             table = pages.tables[group]
@@ -325,21 +333,21 @@ class KVCacheManager:
                 if slot < 0 or not pool.trust(slot) or low:
                     continue
                 if i < pages.attached:
-                    self._copies.used_again(group, slot)
-                elif group == self.chain_group and not self._copies.saved(group, slot):
-                    self._copies.finished(group, slot)
+                    self._copies.request_copy(group, slot, "selective")
+                elif group == self.chain_group and not self._copies.is_saved(group, slot):
+                    self._copies.request_copy(group, slot, "through")
         durable = self._windows.before(pages.resume_points) if pages.left else ()
         for i, slot in pages.left.items():
             page = self.pools[LOCAL].page(slot)
             if page is not None and page.key == pages.keys[i]:
                 self.pools[LOCAL].trust(slot)
                 if not low and i in durable:
-                    self._copies.finished(LOCAL, slot)
+                    self._copies.request_copy(LOCAL, slot, "through")
         pages.left.clear()
         pages.trusted = pages.published
 
     def _evicted(self, group: str, page: Page, slot: int) -> None:
-        self._copies.evicted(group, page, slot)
+        self._copies.evict(group, page, slot)
         self.events.append_removed("device", group, page.key, "capacity")
 
     def slide(self, pages: SequencePages, position: int) -> bool:
@@ -367,7 +375,7 @@ class KVCacheManager:
                 if not pool.trusted(slot):
                     pages.left[i] = slot
                 elif i in durable and pages.hints.priority is not CachePriority.LOW:
-                    self._copies.finished(LOCAL, slot)
+                    self._copies.request_copy(LOCAL, slot, "through")
             # fewer requests start in the middle of a prompt than at its end, whose windows those would crowd out
             self._release(LOCAL, [slot], keep=True, spare=i not in durable)
         pages.put(LOCAL, dict.fromkeys(gone, -1))
@@ -396,12 +404,12 @@ class KVCacheManager:
         else:
             for slot, page in zip(slots, before, strict=True):
                 if page is not None and pool.page(slot) is None:
-                    self._copies.forget(group, slot)
+                    self._copies.forget_slot(group, slot)
                     self.events.append_removed("device", group, page.key, "released")
 
-    def free(self, pages: SequencePages, owner: int) -> None:
+    def free(self, pages: SequencePages) -> None:
         """Release everything the sequence holds; published pages stay cached. The tables become empty."""
-        self.done_computing(pages.keys[pages.published :], owner)
+        self.stop_computing(pages, pages.keys[pages.published :])
         for group in self.pools:
             self._release(group, [slot for slot in reversed(pages.tables[group]) if slot >= 0], keep=True)
         pages.clear()
@@ -418,7 +426,7 @@ class KVCacheManager:
             for key in {*pages.keys[: pages.published], *pool.doubtful()}:
                 slot = pool.condemn(key)
                 if slot is not None:
-                    self._copies.forget(group, slot)
+                    self._copies.forget_slot(group, slot)
                     self.events.append_removed("device", group, key, "failed")
         if self.tiers is not None:
             for key in pages.keys[: pages.published]:
@@ -443,7 +451,7 @@ class KVCacheManager:
         if self.tiers is None or pages.hints.priority is CachePriority.LOW:
             return
         for i in range(pages.first_local, min(pages.published, len(pages.tables[LOCAL]))):
-            self._copies.finished(LOCAL, pages.tables[LOCAL][i])
+            self._copies.request_copy(LOCAL, pages.tables[LOCAL][i], "through")
         if self.chain_group == GLOBAL:
             ends |= {i + 1 for i in self.tiers.branches(keys)}
             self.tiers.spare_windows(LOCAL, keys, self._windows.before(ends))
@@ -452,7 +460,7 @@ class KVCacheManager:
         """Forget all cached pages; those in use stay."""
         for group, pool in self.pools.items():
             pool.clear()
-            self._copies.cleared(group)
+            self._copies.forget_cleared(group)
         self.events.append_cleared("device")
         for pool in self.pools.values():
             self.events.append_stored("device", *pool.pages())
@@ -465,7 +473,7 @@ class KVCacheManager:
             slot = pool.find(key)
             pool.drop(key)
             if slot is not None and pool.find(key) is None:
-                self._copies.forget(group, slot)
+                self._copies.forget_slot(group, slot)
                 self.events.append_removed("device", group, key, cause)
         if self.tiers is not None:
             self.tiers.drop(key, cause)
@@ -478,16 +486,17 @@ class KVCacheManager:
             for name, index in self.tiers.indexes.items():
                 yield from ((name, copy.page) for copy in index.copies() if copy.ready and copy.found)
 
-    def done_computing(self, keys: Iterable[bytes], owner: int) -> None:
+    def stop_computing(self, pages: SequencePages, keys: Iterable[bytes]) -> None:
+        """Undo `announce` for some keys of a sequence."""
         computing = self._computing
         for key in keys:
-            if computing.get(key) == owner:
+            if computing.get(key) is pages:
                 del computing[key]
 
     def check_integrity(self) -> None:
         """Assert the invariants of pools and tiers."""
         self.memory.check_integrity()
         self._copies.check_integrity()
-        self.expected.check_integrity()
+        assert all(count > 0 for count in self._expected.values()), "pages are waited for less than not at all"
         if self.tiers is not None:
             self.tiers.check_integrity()

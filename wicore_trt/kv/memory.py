@@ -1,15 +1,18 @@
-"""The device memory of the pools of all layer groups: who gets slots when several groups need some at once.
+"""The device memory of the pools of all layer groups: who gets slots, and which cached pages leave for them.
 
-`Memory` is pools each in memory of its own; `shared_memory.SharedMemory` is one memory for both. It must not know
-sequences or tiers. Invariant: `allocate` gives all groups what they ask for or changes nothing.
+`Memory` is pools that share nothing; `SharedMemory` is one memory for both groups. They must not know sequences or
+tiers. Invariant: `allocate` gives all groups what they ask for or changes nothing, and whatever is not used can be had.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 
+from wicore_trt.arithmetic import least_slabs
+from wicore_trt.kv.policy.policy import ChainPolicy
 from wicore_trt.kv.pool import PagePool
+from wicore_trt.kv.slabs import Slabs
 from wicore_trt.model.spec import GLOBAL, LOCAL
 
 
@@ -17,9 +20,7 @@ class Memory:
     """Pools that share nothing."""
 
     def __init__(self, pools: Mapping[str, PagePool]) -> None:
-        self._pools, self._page_tokens = pools, next(iter(pools.values())).page_tokens
-        self.written = [(group, pool.written) for group, pool in pools.items()]
-        """How many tokens of the page in a slot are written, by group and slot."""
+        self._pools = pools
 
     @property
     def room(self) -> list[int]:
@@ -42,15 +43,6 @@ class Memory:
             return None
         return {group: self._pools[group].allocate(count) or [] for group, count in need.items()}
 
-    def wrote(self, tables: Mapping[str, array[int]], begin: int, end: int) -> None:
-        """Positions [begin, end) are written in all pages of the tables that hold them. Raises UnwrittenPageError."""
-        size = self._page_tokens
-        for i in range(begin // size, (end - 1) // size + 1):
-            start, stop = max(begin - i * size, 0), min(end - i * size, size)
-            for group, pool in self._pools.items():
-                if (slot := tables[group][i]) >= 0:
-                    pool.wrote(slot, start, stop)
-
     def start_afresh(self) -> bool:
         """Have all cached pages leave, when a sequence that has the memory alone gets no slots because the pages that
         it found lie in too many slabs. False: it would change nothing."""
@@ -72,3 +64,177 @@ class Memory:
         """Assert the invariants."""
         for pool in self._pools.values():
             pool.check_integrity()
+
+
+class SharedMemory(Memory):
+    """`pools` of both groups over `slabs`. `first_of_window(n)` is the first local page that a request looks at which
+    starts behind `n` pages.
+
+    The policy of the global group orders conversations. Pages leave from the end of one, and both pages of an index
+    together, since either is worthless without the other. When that breaks the last window in which a request could
+    start, the global pages down to the next window serve nobody: they leave before any other conversation is touched.
+    Spare local pages leave before all of them: windows at checkpoints and of earlier turns.
+    """
+
+    def __init__(
+        self, slabs: Slabs, pools: Mapping[str, PagePool], policy: ChainPolicy, first_of_window: Callable[[int], int]
+    ) -> None:
+        super().__init__(pools)
+        self.slabs = slabs
+        self._policy = policy
+        self._first_of_window = first_of_window
+        self._dead: dict[bytes, None] = {}
+        for group, pool in pools.items():
+            pool.make_room = lambda count, group=group: self._make_room(group, count, 0)  # type: ignore[misc]
+
+    @property
+    def room(self) -> list[int]:
+        room = self.slabs.room
+        return [room.slabs, *room.beside]
+
+    def holds(self, whole: int, local: int, window: int) -> bool:
+        pages = self.slabs.pages
+        return least_slabs((whole, pages[GLOBAL]), (local, pages[LOCAL]), window) <= self.slabs.count
+
+    def fits(self, need: Mapping[str, int]) -> bool:
+        return self.slabs.fits(need)
+
+    def allocate(self, need: Mapping[str, int]) -> dict[str, list[int]] | None:
+        if not self.slabs.fits(need):
+            return None
+        slots: dict[str, list[int]] = {}
+        for group, count in need.items():
+            leave = sum(self.slabs.needed(name, n) for name, n in need.items() if name not in slots and name != group)
+            self._make_room(group, count, leave)
+            found = self._pools[group].allocate(count)
+            assert found is not None
+            slots[group] = found
+        return slots
+
+    def revive(self, keys: list[bytes]) -> None:
+        if self._dead:
+            for key in keys:
+                self._dead.pop(key, None)
+
+    def released(self, group: str, slots: Iterable[int]) -> None:
+        if group == LOCAL:
+            local, found = self._pools[LOCAL], self._pools[GLOBAL].find
+            for slot in slots:
+                page = local.page(slot)
+                if page is not None and found(page.key) is None:
+                    local.make_spare(page.key)  # without its global page it is found by nobody
+
+    def ended(self, keys: list[bytes], needed: set[int]) -> None:
+        after = 0  # pages that are before a branch and in reach of it
+        for i in range(len(keys) - 1, -1, -1):
+            if self._policy.children(keys[i]) > 1:
+                after = i + 1 - self._first_of_window(i + 1)
+            if i not in needed and after <= 0:
+                self._pools[LOCAL].make_spare(keys[i])
+            after -= 1
+
+    def start_afresh(self) -> bool:
+        count = 0
+        while self._evict_next():
+            count += 1
+        return count > 0
+
+    def _make_room(self, group: str, count: int, leave: int) -> None:
+        """Have pages leave until there are `count` free slots of a group, in slabs of which at least `leave` others
+        stay without a used page."""
+        if self.slabs.free(group) < count:
+            self._policy.filled()
+        while self.slabs.free(group) < count:
+            if not self._evict_next():
+                raise AssertionError("slots were promised that are not there")
+        room = self.slabs.unused - leave
+        if room < count and self.slabs.would_pin(group, count) > room:
+            self._close_up(group, count)
+
+    def _close_up(self, group: str, count: int) -> None:
+        """Memory is short: have `count` slots lie in as few more slabs as possible, at whatever price. What it looks at
+        are `count` pages, and those of slabs without a used page, which are fewer than `count`: never all pages."""
+        pool, slabs = self._pools[group], self.slabs
+        beside = (slot for slot in pool.oldest() if slabs.in_use(group, slot))
+        for slot in list(islice(beside, max(0, count - slabs.free_beside(group)))):
+            pool.evict(slot)
+        if slabs.free_beside(group) >= count:
+            return
+        for name in (group, *(other for other in self._pools if other != group)):
+            for slot in slabs.idle_slots(name):
+                if name != group and slabs.free(group) >= count:
+                    return
+                self._pools[name].evict(slot)
+
+    def _evict_next(self) -> bool:
+        """Have the page leave that is worth least; False when nothing is cached."""
+        chain, local = self._pools[GLOBAL], self._pools[LOCAL]
+        spare = local.first_spare()
+        if spare is not None:
+            local.evict(spare)
+            return True
+        while self._dead:
+            key = next(iter(self._dead))
+            del self._dead[key]
+            slot = chain.find(key)
+            if slot is not None and chain.is_cached(slot) and not self._policy.children(key):
+                self._evict_place(key, slot)
+                return True
+        victims = self._policy.victims(1)
+        if victims:
+            slot = chain.find(victims[0])  # type: ignore[arg-type]
+            assert slot is not None
+            parent = self._evict_place(victims[0], slot)  # type: ignore[arg-type]
+            if parent is not None:
+                self._bury(parent)
+            return True
+        # windows of running sequences, and global pages whose children are in use
+        for pool in (local, chain):
+            first = pool.first_cached()
+            if first is not None:
+                pool.evict(first)
+                return True
+        return False
+
+    def _evict_place(self, key: bytes, slot: int) -> bytes | None:
+        """Both pages of a place in a chain leave; returns the name of the place before."""
+        chain, local = self._pools[GLOBAL], self._pools[LOCAL]
+        page = chain.page(slot)
+        assert page is not None
+        chain.evict(slot)
+        beside = local.find(key)
+        if beside is not None and local.is_cached(beside):
+            local.evict(beside)
+        return page.parent
+
+    def _bury(self, key: bytes | None) -> None:
+        """A chain ends at this place now: what lies behind its last window is dead."""
+        chain, children = self._pools[GLOBAL], 0
+        while key is not None:
+            slot = chain.find(key)
+            if slot is None or not chain.is_cached(slot) or self._policy.children(key) != children:
+                return
+            page = chain.page(slot)
+            assert page is not None
+            if self._starts_here(key, page.index + 1):
+                return
+            self._dead[key] = None
+            key, children = page.parent, 1
+
+    def _starts_here(self, key: bytes | None, count: int) -> bool:
+        """Whether all local pages are there that a request looks at which starts behind this place, the `count`-th."""
+        chain, local = self._pools[GLOBAL], self._pools[LOCAL]
+        if key is None or local.find(key) is None:
+            return False  # nearly always
+        for _ in range(self._first_of_window(count), count):
+            slot = chain.find(key) if key is not None and local.find(key) is not None else None
+            if slot is None:
+                return False
+            page = chain.page(slot)
+            assert page is not None
+            key = page.parent
+        return True
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        self.slabs.check_integrity({group: pool.states() for group, pool in self._pools.items()})

@@ -114,8 +114,8 @@ class PagePool:
         """Whether a slot holds a page that nobody uses."""
         return slot in self._cached or slot in self._spare
 
-    def wrote(self, slot: int, begin: int, end: int) -> None:
-        """The holder of a slot wrote tokens [begin, end) of its page: by a step of its own or by a verified load.
+    def write(self, slot: int, begin: int, end: int) -> None:
+        """Note that the holder of a slot wrote tokens [begin, end) of its page by a step.
 
         Raises UnwrittenPageError, and changes nothing, when tokens before `begin` were never written or the page is
         published, so that others may read it.

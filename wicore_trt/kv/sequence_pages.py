@@ -7,9 +7,10 @@ sequence's tokens, a table never has a slot before a page that slid out, and tab
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.kv.pages.hashing import TenantNames
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.tiers.load import PrefixLoad
@@ -120,3 +121,36 @@ class PrefixHit:
     tokens: int
     reachable: int
     in_flight: bool
+
+
+class Windows:
+    """Local pages of a chain that a later request can want: the window before each point where it may start.
+
+    A point is a number of pages. `first_visible(n)` is the first page that a request looks at which starts behind `n`
+    pages; a long prompt keeps a window every `checkpoint` pages.
+    """
+
+    def __init__(self, first_visible: Callable[[int], int], checkpoint: int) -> None:
+        self._first_visible, self._checkpoint = first_visible, checkpoint
+
+    def before(self, points: Iterable[int], start: int = 0, stop: int = 1 << 62) -> set[int]:
+        """Pages of [start, stop) in the windows before these points."""
+        found: set[int] = set()
+        for n in points:
+            found.update(range(max(start, self._first_visible(n)), min(n, stop)))
+        return found
+
+    def at_checkpoints(self, start: int, stop: int) -> set[int]:
+        """Pages of [start, stop) in the window before their next checkpoint."""
+        size = self._checkpoint
+        found: set[int] = set()
+        for end in range(div_ceil(start + 1, size) * size, stop + size, size):
+            found.update(range(max(self._first_visible(end), end - size, start), min(end, stop)))
+        return found
+
+    def passing(self, start: int, count: int, points: Iterable[int]) -> set[int]:
+        """Pages from `start` on that nobody wants once there are `count` pages."""
+        stop = self._first_visible(count)
+        if stop <= start:
+            return set()
+        return set(range(start, stop)) - self.before(points, start, stop) - self.at_checkpoints(start, stop)

@@ -152,7 +152,7 @@ class Scheduler:
         """Give back every slot of a sequence."""
         if self.loader is not None:
             self.loader.cancel(sequence.pages)
-        self.manager.free(sequence.pages, sequence.seq_id)
+        self.manager.free(sequence.pages)
         self._too_few = []
 
     def schedule(self) -> StepSchedule:
@@ -321,7 +321,7 @@ class Scheduler:
         if step.action == "compute":
             return min(sequence.remaining, step.max_tokens)
         if step.action == "jump":
-            sequence.computed = self.loader.jump(sequence.pages, sequence.seq_id, computed)
+            sequence.computed = self.loader.jump(sequence.pages, computed)
             if parked and sequence.pages.parked is not None:
                 return self._start_over(sequence)  # what was parked does not fit together
             if not parked and sequence.computed > computed:
@@ -457,10 +457,10 @@ class Scheduler:
         count = self._bounded(sequence, total - hit.tokens, budget) if load is None else 0
         # Room for one more page of each running sequence, or the newcomer would be preempted at once.
         if not self.manager.reserve(pages, hit.tokens + count, total=total + 1, spare=len(self.running)):
-            self.manager.free(pages, sequence.seq_id)
+            self.manager.free(pages)
             sequence.computed = 0
             return None
-        self.manager.announce(pages, sequence.seq_id)
+        self.manager.announce(pages)
         if sequence.cached is None:
             sequence.cached = hit.tokens
             self.manager.touch(pages, hit.tokens)

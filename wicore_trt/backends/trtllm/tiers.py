@@ -18,7 +18,7 @@ from wicore_trt.kv.disk.format import Namespace
 from wicore_trt.kv.disk.secret import secret_of
 from wicore_trt.kv.disk.store import DiskStore, open_store
 from wicore_trt.kv.pages.page import Page
-from wicore_trt.kv.policy.by_name import policy_of
+from wicore_trt.kv.policy.by_name import make_policy
 from wicore_trt.kv.tiers.host import slot_geometry
 from wicore_trt.kv.tiers.index import TierIndex
 from wicore_trt.kv.tiers.moves import CopyState, Fetch, Stage, TierCopy
@@ -62,7 +62,7 @@ class BlockTiers:
             self.secret = self.secret or store.secret
 
         def index(tier: str, slots: int) -> TierIndex:
-            policy = policy_of(settings, max(1, slots), namespace.page_tokens)
+            policy = make_policy(settings.policy, max(1, slots), page_tokens=namespace.page_tokens)
             left = partial(_left, store if tier == "disk" else None)
             quota = settings.tenant_quota
             return TierIndex(slots, slots_per_page, policy, primary=GROUP, quota=quota, on_evict=left)
@@ -70,7 +70,7 @@ class BlockTiers:
         disk = (index("disk", store.num_slots), store) if store is not None else None
         self.lower = open_tiers(
             index("host", num_slots), disk, slot_bytes, namespace.layout, copier,
-            threshold=settings.host_threshold, save_early=settings.write_policy == "through",
+            save_early=settings.write_policy == "through",
         )  # fmt: skip
 
     def known(self, page: Page) -> bool:

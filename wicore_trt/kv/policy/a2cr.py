@@ -18,11 +18,12 @@ import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from zlib import crc32
 
 from wicore_trt.kv.policy.policy import NEUTRAL_SIGNAL, ChainPolicy, Key, Node, ghost_limit
 
+ATTENTION = FREQUENCY = 1.0
+"""The exponents a and b of the score."""
 RATES = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 64.0)
 """Candidate decay rates, in decades of e per cache-full of touched pages."""
 _SHADOW_PAGES = 1024
@@ -30,43 +31,29 @@ _BETTER = 1.01
 _MIN_SIGNAL = 1e-3
 
 
-def log_score(attention: float, frequency: int, last: int, rate: float, weights: tuple[float, float]) -> float:
+def log_score(attention: float, frequency: int, last: int, rate: float) -> float:
     """Logarithm of the score, without the term that all pages share. Floors a measured attention of zero at 0.001."""
-    worth = weights[1] * math.log(frequency)
+    worth = FREQUENCY * math.log(frequency)
     if attention != NEUTRAL_SIGNAL:
-        worth += weights[0] * math.log(max(attention, _MIN_SIGNAL))
+        worth += ATTENTION * math.log(max(attention, _MIN_SIGNAL))
     return worth + rate * last
 
 
-@dataclass(frozen=True, slots=True)
-class A2CRWeights:
-    """`attention` and `frequency` are the exponents a and b. `decay`, in powers of e per cache-full of touched pages,
-    turns adaptation off."""
-
-    attention: float = 1.0
-    frequency: float = 1.0
-    decay: float | None = None
-
-
-DEFAULT_WEIGHTS = A2CRWeights()
-
-
 class A2CRPolicy(ChainPolicy):
-    """A page's attention is the running mean (half new, half old) of the measured signals."""
+    """A page's attention is the running mean (half new, half old) of the measured signals. `decay`, in powers of e per
+    cache-full of touched pages, turns adaptation off."""
 
-    def __init__(self, capacity: int, weights: A2CRWeights = DEFAULT_WEIGHTS) -> None:
+    def __init__(self, capacity: int, decay: float | None = None) -> None:
         super().__init__(capacity, ghosts=ghost_limit(capacity))
-        self._weights = (weights.attention, weights.frequency)
         self._stride = max(1, capacity // _SHADOW_PAGES)
         size = max(1, capacity // self._stride)
-        fixed = weights.decay
-        self._shadows = [_Shadow(size, r / max(capacity, 1)) for r in RATES] if fixed is None else []
-        self.rate = self._shadows[-1].rate if fixed is None else fixed / max(capacity, 1)
+        self._shadows = [_Shadow(size, r / max(capacity, 1)) for r in RATES] if decay is None else []
+        self.rate = self._shadows[-1].rate if decay is None else decay / max(capacity, 1)
         self._memory = 8 * max(capacity, 1)
         self._review_at = self.capacity
 
     def _score(self, node: Node) -> float:
-        return log_score(node.attention, node.uses + 1, node.last, self.rate, self._weights)
+        return log_score(node.attention, node.uses + 1, node.last, self.rate)
 
     def _observe(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
         for node in path[:seen]:
@@ -84,7 +71,7 @@ class A2CRPolicy(ChainPolicy):
         for node in reversed(path):
             if crc32(_key_bytes(node.key)) % self._stride == 0:
                 for shadow in self._shadows:
-                    shadow.touch(node, self._clock, self._weights)
+                    shadow.touch(node, self._clock)
 
     def _review(self) -> None:
         self._review_at = self._clock + max(64, self.capacity // 4)
@@ -112,11 +99,11 @@ class _Shadow:
         self._held: dict[Key, tuple[float, int]] = {}
         self._heap: list[tuple[tuple[float, int], Key]] = []
 
-    def touch(self, node: Node, now: int, weights: tuple[float, float]) -> None:
+    def touch(self, node: Node, now: int) -> None:
         if node.key in self._held:
             self.hits += 1
         # The depth breaks ties and makes entries of one page at one time equal, so keys are never compared.
-        entry = (log_score(node.attention, node.uses + 1, now, self.rate, weights), -node.depth)
+        entry = (log_score(node.attention, node.uses + 1, now, self.rate), -node.depth)
         self._held[node.key] = entry
         heapq.heappush(self._heap, (entry, node.key))
         while len(self._held) > self._size:

@@ -204,7 +204,7 @@ class PrefixLoader:
             found=found, here=self._on_device(items, window, stop, found),
         )  # fmt: skip
         load.expected, load.failures = pages.keys[:stop], manager.failures
-        manager.expected.add(load.expected)
+        manager.expect(load.expected)
         read, now = self._to_read(items), self._clock()
         load.to_read(read)
         self._begun[load] = _Begun(chosen, now, sum(self._page_bytes[item.page.group] for item in read), came_at=now)
@@ -345,7 +345,7 @@ class PrefixLoader:
         begun = self._begun.get(pages.load) if pages.load is not None else None
         return begun is not None and begun.choice.decision == "split"
 
-    def jump(self, pages: SequencePages, owner: int, computed: int) -> int:
+    def jump(self, pages: SequencePages, computed: int) -> int:
         """Everything has arrived: put the window and what was found into the tables, make the pages findable; returns
         the tokens that are now computed. A load that would pass over an unwritten page is given up instead, and
         `computed` stays."""
@@ -362,7 +362,7 @@ class PrefixLoader:
         private = parked.private if parked is not None else ()
         if pages.failures == manager.failures:
             self._publish(pages, full, private)
-            manager.done_computing(pages.keys[pages.published : full], owner)
+            manager.stop_computing(pages, pages.keys[pages.published : full])
             pages.published = max(pages.published, full)
         if parked is not None:
             self.parking.let_go(pages)
@@ -423,7 +423,7 @@ class PrefixLoader:
         assert load is not None
         load.cancel()
         self._measure_host()  # also when a slow link let none of its pages come in time
-        self._manager.expected.take(load.expected)
+        self._manager.expect_no_more(load.expected)
         self._begun.pop(load, None)
         pages.load = None
         for known in pages.known.values():

@@ -50,7 +50,7 @@ class Parking:
             self.let_go(pages)
             return False
         parked.expected = pages.keys[: computed // size]
-        manager.expected.add(parked.expected)
+        manager.expect(parked.expected)
         self.parked += 1
         return True
 
@@ -59,7 +59,7 @@ class Parking:
         parked = pages.parked
         if parked is None:
             return
-        self._manager.expected.take(parked.expected)
+        self._manager.expect_no_more(parked.expected)
         self._tiers.host.release(parked.copies)
         for group, i in parked.private:
             self._tiers.drop_private(parked.pages[group][i])

@@ -43,6 +43,8 @@ RETAIN_S = 0.1
 """How long the engine waits for the checksums of pages to be parked; they run at memory speed."""
 RELIEVE_S = 0.05
 """How often the coldest pages of a full host are looked at; nothing is lost before they leave."""
+HOST_THRESHOLD = 0.9
+"""Share of the host's slots that may hold pages which disk lacks."""
 HYSTERESIS = 0.05
 """Once a threshold is passed, cold pages are copied down until the tier is this share below it."""
 
@@ -54,7 +56,6 @@ def open_tiers(
     page_bytes: Mapping[str, int],
     copier: PageCopier,
     *,
-    threshold: float,
     save_early: bool,
     announce: Callable[[str, Page], None] = lambda tier, page: None,
 ) -> LowerTiers:
@@ -68,14 +69,13 @@ def open_tiers(
     if disk is not None:
         disk[0].restore(disk[1].recover())
     movers = Movers(HostTier(index, slab, slot_bytes, page_bytes), disk, copier, announce)
-    return LowerTiers(movers, threshold=threshold, save_early=save_early, backing=backing)
+    return LowerTiers(movers, save_early=save_early, backing=backing)
 
 
 class LowerTiers:
-    """`threshold` is the share of the host's slots that may hold pages which disk lacks; `save_early` as in
-    `DownTransfers`. `host` and `disk` are the indexes; None without a disk tier."""
+    """`save_early` as in `DownTransfers`. `host` and `disk` are the indexes; None without a disk tier."""
 
-    def __init__(self, movers: Movers, *, threshold: float, save_early: bool, backing: Backing | None = None) -> None:
+    def __init__(self, movers: Movers, *, save_early: bool, backing: Backing | None = None) -> None:
         self.movers = movers
         self.down = DownTransfers(movers, save_early=save_early)
         self.up = UpTransfers(movers)
@@ -85,7 +85,6 @@ class LowerTiers:
         self.indexes = {"host": self.host} | ({"disk": self.disk} if self.disk is not None else {})
         self.hit_tokens: Counter[str] = Counter()
         self.backing = backing
-        self._threshold = threshold
         self._relieve_at = 0.0
         self._went_down, self._came_up = deque[Report](), deque[Report]()
         if backing is not None:
@@ -284,11 +283,11 @@ class LowerTiers:
 
     def _relieve(self) -> None:
         """Copy cold pages to disk if the host is too full of pages that are not there."""
-        full = self.host.unsaved_slots > self._threshold * self.host.num_slots
+        full = self.host.unsaved_slots > HOST_THRESHOLD * self.host.num_slots
         if self.disk is None or not full or time.monotonic() < self._relieve_at:
             return
         self._relieve_at = time.monotonic() + RELIEVE_S
-        surplus = self.host.unsaved_slots - int((self._threshold - HYSTERESIS) * self.host.num_slots)
+        surplus = self.host.unsaved_slots - int((HOST_THRESHOLD - HYSTERESIS) * self.host.num_slots)
         for copy in self.host.cold(surplus):
             self.down.queue_save(copy)
 
