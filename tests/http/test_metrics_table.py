@@ -1,19 +1,24 @@
-"""docs/metrics.md names every metric with its labels. `python tests/http/test_metrics_table.py` writes its table."""
+"""docs/metrics.md names every metric with its labels.
+
+`PYTHONPATH=tests python tests/http/test_metrics_table.py` writes its table.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 from fakes import FAKE_INFO
 
 from wicore_trt.access.admission import CallCounts
+from wicore_trt.core.times import STEP_TOKENS, Histogram
 from wicore_trt.metrics.exposition import Snapshot, families, supervised
 from wicore_trt.metrics.machine import GpuUse, ProcessUse
 from wicore_trt.types import EngineStats, KVStats, PoolStats, TierStats
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
-HEAD = "| name | kind | labels | meaning |\n|---|---|---|---|\n"
+HEAD = "| name | kind | labels | also named | meaning |\n|---|---|---|---|---|\n"
 
 
 def full() -> Snapshot:
@@ -24,6 +29,7 @@ def full() -> Snapshot:
     tier = TierStats("device", 1, 1, 1, {"local": 1}, 1, evictions={"capacity": 1}, failures={"checksum": 1})
     pools = (PoolStats("local", 1, 1, 1, 1),)
     engine = EngineStats(1.0, 0, 0, {}, 0, 0, 0, pools=pools, kv=KVStats((tier,), {"load": 1}))
+    engine = replace(engine, step_tokens=(0,) * (len(Histogram(STEP_TOKENS).counts) + 1))
     info = replace(FAKE_INFO, model_id="m", page_tokens=4)
     front = {"front": ProcessUse(1.0, 1, 1)}
     return Snapshot(
@@ -32,17 +38,24 @@ def full() -> Snapshot:
 
 
 def table() -> str:
-    rows = []
+    """Rows of the page; a family that repeats another under a second name stands in that one's row."""
+    rows: dict[str, list[str]] = {}
     for family in (*families(full()), *supervised({"front": (True, 0)})):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         assert family.samples, name
-        labels = ", ".join(sorted({label for sample in family.samples for label in sample.labels} - {"le"}))
-        rows.append(f"| `{name}` | {family.type} | {labels} | {family.documentation} |\n")
-    return HEAD + "".join(rows)
+        labels = ", ".join(
+            sorted({label for sample in family.samples for label in sample.labels} - {"le", "model_name"})
+        )
+        if alias := re.match(r"As (wicore_\w+)", family.documentation):
+            row = next(row for first, row in rows.items() if first.removesuffix("_total") == alias[1])
+            row[3] = ", ".join(filter(None, [row[3], f"`{name}`"]))
+        else:
+            rows[name] = [f"`{name}`", family.type, labels, "", family.documentation]
+    return HEAD + "".join(f"| {' | '.join(row)} |\n" for row in rows.values())
 
 
 def test_the_page_has_every_metric():
-    assert PAGE.read_text().endswith(table()), "run: python tests/http/test_metrics_table.py"
+    assert PAGE.read_text().endswith(table()), "run: PYTHONPATH=tests python tests/http/test_metrics_table.py"
 
 
 if __name__ == "__main__":
