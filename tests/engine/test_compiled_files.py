@@ -87,7 +87,7 @@ def test_a_kernel_that_was_not_built_is_refused(source: Path) -> None:  # noqa: 
     with pytest.raises(EngineFormatError, match=r"holds kernels/x\.cubin"):
         open_engine(built.path)
     again = load_table(open_engine(built.path, verify=False), engine_shape(built), TARGET)
-    assert [e.kernel for e in again.all()] == [e.kernel for e in whole.all()]
+    assert [e.kernel for e in again.all_entries()] == [e.kernel for e in whole.all_entries()]
 
 
 class Runtime:
