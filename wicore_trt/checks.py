@@ -6,10 +6,11 @@ is None or an InvalidRequestError that names the field in one short line.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Integral
 
 from wicore_trt.errors import InvalidRequestError, shown
+from wicore_trt.request_fields import RequestField
 
 MAX_TOKEN_ID = (1 << 31) - 1
 _INFINITE = (float("inf"), float("-inf"))
@@ -44,6 +45,44 @@ def check_text(name: str, value: object, longest: int) -> None:
         value.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequestError(f"{name} is not valid Unicode: {error.reason}.", field=name) from None
+
+
+def check_field(row: RequestField, value: object) -> None:
+    """Raise unless `value` is of the kind and within the limits of its row."""
+    name, low, high = row.name, row.low, row.high
+    if value is None and row.optional:
+        return
+    match row.kind:
+        case "integer":
+            check_integer(name, value, int(low), int(high))
+        case "number":
+            check_finite(name, value, low, high, open_low=row.open_low)
+        case "flag":
+            check_flag(name, value)
+        case "text":
+            check_text(name, value, int(high))
+        case "texts":
+            if (
+                not isinstance(value, (tuple, list))
+                or len(value) > row.most
+                or any(not isinstance(text, str) or not low <= len(text) <= high for text in value)
+            ):
+                limits = f"at most {row.most} non-empty strings of up to {high} characters"
+                raise InvalidRequestError(f"{name} takes {limits}.", field=name)
+            for text in value:
+                check_text(name, text, int(high))
+        case "tokens":
+            if not isinstance(value, (tuple, list)) or len(value) > row.most:
+                raise InvalidRequestError(f"{name} takes at most {row.most} tokens.", field=name)
+            for token in value:
+                check_integer(name, token, 0, MAX_TOKEN_ID)
+        case "biases":
+            if not isinstance(value, Mapping) or len(value) > row.most:
+                limits = f"maps token ids to numbers, at most {row.most} of them"
+                raise InvalidRequestError(f"{name} {limits}.", field=name)
+            for token, bias in value.items():
+                check_integer(name, token, 0, MAX_TOKEN_ID)
+                check_finite(name, bias, low, high)
 
 
 def as_token_ids(name: str, ids: object) -> tuple[int, ...]:

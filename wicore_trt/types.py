@@ -15,24 +15,13 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from wicore_trt.checks import MAX_TOKEN_ID, as_token_ids, check_finite, check_flag, check_integer, check_text
+from wicore_trt.checks import as_token_ids, check_field, check_finite, check_flag, check_integer, check_text
 from wicore_trt.errors import InvalidRequestError, ModelNotFoundError, shown
+from wicore_trt.request_fields import FIELDS, MAX_CACHE_SALT, MAX_TIMEOUT_S, MAX_TOKENS, SAMPLING
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_LENGTH = 256
-MAX_LOGPROBS = 20
-MAX_N = 32
-MAX_LOGIT_BIAS = 1024
-MAX_STOP_TOKEN_IDS = 1024
 MIN_TEMPERATURE = 1e-6
 """Least temperature that is not greedy: below it, logits divided by it leave the range of float32."""
-MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
-MAX_PRIORITY = 2
-"""Priorities are in [-MAX_PRIORITY, MAX_PRIORITY]: what waits for its turn is overtaken for a bounded time alone."""
-MAX_CACHE_SALT = 256
-MAX_SESSION = 256
 MAX_REQUEST_ID = 128
-MAX_TIMEOUT_S = 1e12
 CONTENT_DIGEST_BYTES = 32
 MAX_CONSTRAINT = 1 << 17
 """Characters of a constraint's text."""
@@ -118,69 +107,25 @@ class SamplingParams:
     constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None:
-            check_integer("max_tokens", self.max_tokens, int(self.prompt_logprobs is None), 1 << 31)
-        check_integer("min_tokens", self.min_tokens, 0, 1 << 31)
+        if self.max_tokens is not None and self.prompt_logprobs is None:
+            check_integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        for row in SAMPLING:
+            check_field(row, getattr(self, row.name))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError("min_tokens must not exceed max_tokens.", field="min_tokens")
-        check_finite("temperature", self.temperature, 0.0, 100.0)
         if 0.0 < self.temperature < MIN_TEMPERATURE:
             raise InvalidRequestError(
                 f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, got {shown(self.temperature)}.",
                 field="temperature",
             )
-        check_integer("top_k", self.top_k, 0, 1 << 31)
-        check_finite("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        check_finite("min_p", self.min_p, 0.0, 1.0)
-        check_finite("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
-        check_finite("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        check_finite("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.seed is not None:
-            check_integer("seed", self.seed, -(1 << 63), (1 << 64) - 1)
-        check_integer("n", self.n, 1, MAX_N)
-        for name in ("logprobs", "prompt_logprobs"):
-            if (count := getattr(self, name)) is not None:
-                check_integer(name, count, 0, MAX_LOGPROBS)
-        check_flag("ignore_eos", self.ignore_eos)
-        check_flag("include_stop", self.include_stop)
-        check_flag("skip_special_tokens", self.skip_special_tokens)
         if self.constraint is not None and not isinstance(self.constraint, Constraint):
             raise InvalidRequestError(
                 f"constraint must be a Constraint, got {type(self.constraint).__name__}.", field="constraint"
             )
-        self._check_collections()
-
-    def _check_collections(self) -> None:
-        if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise InvalidRequestError(
-                f"logit_bias maps token ids to numbers, at most {MAX_LOGIT_BIAS} of them.", field="logit_bias"
-            )
-        # A copy: what the caller does with its own afterwards must not reach a step that runs.
+        # Copies: what the caller does with its own afterwards must not reach a step that runs.
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-        for token, bias in self.logit_bias.items():
-            check_integer("logit_bias", token, 0, MAX_TOKEN_ID)
-            check_finite("logit_bias", bias, -100.0, 100.0)
-        stops = self.stop
-        if (
-            not isinstance(stops, (tuple, list))
-            or len(stops) > MAX_STOP_STRINGS
-            or any(not isinstance(stop, str) or not 0 < len(stop) <= MAX_STOP_LENGTH for stop in stops)
-        ):
-            raise InvalidRequestError(
-                f"stop takes at most {MAX_STOP_STRINGS} non-empty strings of up to {MAX_STOP_LENGTH} characters.",
-                field="stop",
-            )
-        for stop in stops:
-            check_text("stop", stop, MAX_STOP_LENGTH)
-        tokens = self.stop_token_ids
-        if not isinstance(tokens, (tuple, list)) or len(tokens) > MAX_STOP_TOKEN_IDS:
-            raise InvalidRequestError(
-                f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} tokens.", field="stop_token_ids"
-            )
-        for token in tokens:
-            check_integer("stop_token_ids", token, 0, MAX_TOKEN_ID)
-        object.__setattr__(self, "stop", tuple(stops))
-        object.__setattr__(self, "stop_token_ids", tuple(tokens))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
     @property
     def greedy(self) -> bool:
@@ -213,9 +158,6 @@ class CachePriority(enum.Enum):
     HIGH = "high"
 
 
-MAX_TTL_S = 30 * 86_400.0
-
-
 @dataclass(frozen=True, slots=True)
 class CacheHints:
     """What a client says about the future of its pages.
@@ -230,11 +172,10 @@ class CacheHints:
     ttl_s: float | None = None
 
     def __post_init__(self) -> None:
-        check_text("session", self.session, MAX_SESSION)
+        check_field(FIELDS["session"], self.session)
         if not isinstance(self.priority, CachePriority):
             raise InvalidRequestError(f"{shown(self.priority)} is no CachePriority.", field="cache.priority")
-        if self.ttl_s is not None:
-            check_finite("ttl_s", self.ttl_s, 0.0, MAX_TTL_S, open_low=True)
+        check_field(FIELDS["ttl_s"], self.ttl_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,12 +396,11 @@ class TextRequest:
         _check_request(self)
         if self.prompt is not None and not isinstance(self.prompt, str):
             raise InvalidRequestError(f"prompt must be text, got {type(self.prompt).__name__}.", field="prompt")
-        if self.timeout_s is not None:
-            check_finite("timeout_s", self.timeout_s, 0.0, MAX_TIMEOUT_S, open_low=True)
+        check_field(FIELDS["timeout_s"], self.timeout_s)
         check_flag("add_bos", self.add_bos)
         check_flag("add_generation_prompt", self.add_generation_prompt)
-        if self.truncate_prompt_tokens not in (None, -1):
-            check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 1 << 31)
+        if self.truncate_prompt_tokens != -1:
+            check_field(FIELDS["truncate_prompt_tokens"], self.truncate_prompt_tokens)
         if self.content and (self.prompt_token_ids is None or self.truncate_prompt_tokens is not None):
             raise InvalidRequestError("content needs prompt_token_ids, none of them truncated.", field="content")
 
@@ -472,9 +412,9 @@ def _check_request(request: GenerateRequest | TextRequest) -> None:
         raise InvalidRequestError(
             f"params must be SamplingParams, got {type(request.params).__name__}.", field="params"
         )
-    check_integer("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    check_field(FIELDS["priority"], request.priority)
     check_text("tenant", request.tenant, MAX_CACHE_SALT)
-    check_text("cache_salt", request.cache_salt, MAX_CACHE_SALT)
+    check_field(FIELDS["cache_salt"], request.cache_salt)
     if not isinstance(request.cache, CacheHints):
         raise InvalidRequestError(f"cache must be CacheHints, got {type(request.cache).__name__}.", field="cache")
 

@@ -33,11 +33,12 @@ ROOT_MODULES = (
     "config",
     "collector",
 )
-PLAIN_DATA = ("wicore_trt.arithmetic", "wicore_trt.weight_format")
+PLAIN_DATA = ("wicore_trt.arithmetic", "wicore_trt.request_fields", "wicore_trt.weight_format")
 """What every module may import."""
 BACKEND = (*ROOT_MODULES, "model", "checkpoint", "engine", "runtime", "plugins")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "arithmetic": (),
+    "request_fields": (),
     "weight_format": (),
     "errors": (),
     "checks": ("errors",),

@@ -13,10 +13,11 @@ from schedule.reference import Job, Reference
 from schedule.simulated import H200, SMALL, Simulated, ask, make_simulated
 
 from wicore_trt.core.limits import Limits
+from wicore_trt.request_fields import MAX_PRIORITY
 from wicore_trt.schedule import scheduler as scheduling
 from wicore_trt.schedule.queue import AGEING_S
 from wicore_trt.schedule.step_time import StepLoad
-from wicore_trt.types import MAX_PRIORITY, FinishReason
+from wicore_trt.types import FinishReason
 
 QUICK, ALL = 150, 20_000
 PAGE = 8

@@ -9,9 +9,10 @@ from collections import Counter
 import pytest
 from fakes import make_core
 
+from wicore_trt.request_fields import MAX_PRIORITY
 from wicore_trt.schedule.queue import AGEING_S, WaitingQueue, order_key
 from wicore_trt.schedule.sequence import Sequence
-from wicore_trt.types import MAX_PRIORITY, GenerateRequest, SamplingParams
+from wicore_trt.types import GenerateRequest, SamplingParams
 
 
 def sequence(number: int, tenant: str = "", priority: int = 0, arrival: float | None = None) -> Sequence:

@@ -29,8 +29,8 @@ from wicore_trt.kv.tiers.retention import Retention
 from wicore_trt.kv.tiers.tiers import LowerTiers, open_tiers
 from wicore_trt.memory import check_room
 from wicore_trt.model.spec import GLOBAL, LOCAL
+from wicore_trt.request_fields import MAX_TTL_S
 from wicore_trt.runtime.executor import KVLayout, PageCopier
-from wicore_trt.types import MAX_TTL_S
 
 SWITCH_S = 1e-4
 """After so long a thread of this process lets another one run that waits for the interpreter."""

@@ -13,8 +13,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 
 from wicore_trt.http.fields import Place
 from wicore_trt.http.schemas import FLAG, OBJECT, TEXT, either, list_of, object_of, one_of
+from wicore_trt.request_fields import FIELDS, MAX_LOGPROBS, RequestField
 from wicore_trt.text.tools import MAX_TOOLS
-from wicore_trt.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_PRIORITY, MAX_STOP_STRINGS
 
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 MAX_MESSAGES = 8192
@@ -53,10 +53,19 @@ STRUCTURED_OUTPUTS = {
 }  # fmt: skip
 
 
+def _range(name: str) -> Any:
+    """Bound a field as its row says."""
+    row = FIELDS[name]
+    return Field(gt=row.low, le=row.high) if row.open_low else Field(ge=row.low, le=row.high)
+
+
+_BIASES: RequestField = FIELDS["logit_bias"]
+
+
 def _few(value: object) -> object:
     """Objects are looked at to their end before their size is."""
-    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
-        raise ValueError(f"at most {MAX_LOGIT_BIAS} items are taken")
+    if isinstance(value, dict) and len(value) > _BIASES.most:
+        raise ValueError(f"at most {_BIASES.most} items are taken")
     return value
 
 
@@ -91,7 +100,7 @@ class Cache(BaseModel):
     """Seconds that the pages are kept at most after their last use."""
 
 
-Stops = Annotated[Texts, Field(max_length=MAX_STOP_STRINGS)]
+Stops = Annotated[Texts, Field(max_length=FIELDS["stop"].most)]
 
 
 class Knobs(Body):
@@ -99,25 +108,25 @@ class Knobs(Body):
 
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     """No end before so many tokens."""
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    temperature: Annotated[float, _range("temperature")] | None = None
     """0 is greedy; default 1."""
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, _range("top_p")] | None = None
     """Share of the probability that is sampled from."""
     top_k: Annotated[int, Field(ge=-1)] | None = None
     """Number of tokens that are sampled from; 0 and -1 are all."""
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_p: Annotated[float, _range("min_p")] | None = None
     """Least probability, as a share of the most probable token's."""
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    repetition_penalty: Annotated[float, _range("repetition_penalty")] | None = None
     """Above 1: against tokens of prompt and output."""
-    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    repeat_penalty: Annotated[float, _range("repetition_penalty")] | None = None
     """The same, as llama.cpp and Ollama name it."""
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, _range("presence_penalty")] | None = None
     """Against tokens that the output has."""
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, _range("frequency_penalty")] | None = None
     """The same, for each time that it has them."""
-    seed: Annotated[int, Field(ge=-(1 << 63), le=(1 << 64) - 1)] | None = None
+    seed: Annotated[int, _range("seed")] | None = None
     """Equal seeds give equal tokens."""
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_few), Field(max_length=MAX_LOGIT_BIAS)] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_few), Field(max_length=_BIASES.most)] | None = None
     """Added to the logits of token ids, -100 to 100."""
     stop_token_ids: Ids | None = None
     """Tokens that end a sequence."""
@@ -133,7 +142,7 @@ class Knobs(Body):
     """Leave special tokens out of the text; default true."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     """Take the last so many tokens of the prompt alone; -1: as many as fit."""
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    priority: Annotated[int, _range("priority")] | None = None
     """Of one tenant's requests lower ones run first."""
     cache_salt: str | None = None
     """Requests share cached work only under equal salts."""
@@ -154,7 +163,7 @@ class Sampling(Knobs):
 class Generation(Sampling):
     """What chat and completions have in common."""
 
-    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    n: Annotated[int, _range("n")] | None = None
     """Sequences for one prompt."""
     stream: bool | None = None
     """Send server-sent events."""

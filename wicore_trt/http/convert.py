@@ -13,6 +13,7 @@ from typing import Any
 from wicore_trt.errors import InvalidRequestError, shown
 from wicore_trt.http.bodies import Cache, ChatBody, CompletionBody, Generation, InferenceBody, Sampling
 from wicore_trt.http.structured import constraint_of
+from wicore_trt.request_fields import SAMPLING
 from wicore_trt.text.tools import Tools
 from wicore_trt.types import CacheHints, CachePriority, Constraint, SamplingParams, TextRequest, prompt_list
 
@@ -21,11 +22,8 @@ COMPLETION_TOKENS = 16
 MAX_PROMPTS = 1024
 IMAGES = ("image_url", "image", "input_image")
 TEXTS = ("text", "input_text", "output_text")
-_SAME = (
-    *("min_tokens", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("seed", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
-)
-"""Fields that the plain type has under the same name."""
+_OWN_WAY = frozenset(("max_tokens", "logprobs", "prompt_logprobs", "top_k", "stop", "logit_bias"))
+"""Fields of the plain type that a body has in another form."""
 
 
 def sampling(
@@ -36,19 +34,16 @@ def sampling(
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """A `constraint` comes in place of the body's. Raises InvalidRequestError for values out of range."""
-    given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    plain = [row for row in SAMPLING if row.name not in _OWN_WAY]
+    given = {row.name: value for row in plain if (value := getattr(body, row.http, None)) is not None}
     if (penalty := body.repeat_penalty) is not None and given.setdefault("repetition_penalty", penalty) != penalty:
         raise InvalidRequestError("It is another repetition_penalty.", field="repeat_penalty", fix="Leave one out.")
     if body.top_k is not None:
         given["top_k"] = max(0, body.top_k)
     if body.stop is not None:
         given["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
-    if body.include_stop_str_in_output is not None:
-        given["include_stop"] = body.include_stop_str_in_output
     if body.logit_bias:
         given["logit_bias"] = {_token(key): bias for key, bias in body.logit_bias.items()}
-    if isinstance(body, Generation) and body.n is not None:
-        given["n"] = body.n
     found = constraint_of(body) if constraint is None else None
     given["constraint"] = constraint if found is None else found[1]
     return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **given)

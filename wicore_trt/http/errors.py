@@ -25,6 +25,7 @@ from wicore_trt.errors import (
     WicoreError,
     shortened,
 )
+from wicore_trt.request_fields import FIELDS
 
 MAX_MESSAGE_CHARS = 512
 CLIENT_GONE = 499
@@ -58,14 +59,10 @@ CODES: dict[type, str] = {
 }  # fmt: skip
 """Names of errors in OpenAI's API."""
 PARAMS: dict[str | None, str | None] = {
-    "body": None,  # all of it
-    "include_stop": "include_stop_str_in_output",
-    "prompt_token_ids": "prompt",
-    "timeout_s": "timeout",
-    "session": "cache.session",
-    "ttl_s": "cache.ttl_s",
+    **{row.name: row.http for row in FIELDS.values() if row.http},
+    **{"body": None, "prompt_token_ids": "prompt"},  # None: all of it
 }
-"""Names of the plain types' fields that requests give another name."""
+"""Fields of the plain types, by the names that requests give them."""
 
 
 class HttpError(WicoreError):

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from wicore_trt.request_fields import MAX_PRIORITY
 from wicore_trt.schedule.queue import Entry
-from wicore_trt.types import MAX_PRIORITY, GenerateRequest
+from wicore_trt.types import GenerateRequest
 
 
 class Newcomers:

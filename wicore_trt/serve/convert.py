@@ -18,14 +18,12 @@ from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import InvalidRequestError
 from wicore_trt.kv.events import Event, Removed, Snapshot, Stored
 from wicore_trt.kv.pages.page import Page
+from wicore_trt.request_fields import COLLECTIONS
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import kv_pb2
 from wicore_trt.text.calls import CallFinder, Function, gathered
 from wicore_trt.text.tools import AUTO, MAX_TOOLS, NONE, REQUIRED, Tools, make_function, make_tools
 from wicore_trt.types import (
-    MAX_LOGIT_BIAS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
     CacheHints,
     CachePriority,
     Constraint,
@@ -69,12 +67,8 @@ def check_count(items: Sized, most: int, field: str) -> None:
 
 def sampling_params(message: pb2.SamplingParams) -> SamplingParams:
     """Raises InvalidRequestError for values out of range."""
-    for field, most in (
-        ("logit_bias", MAX_LOGIT_BIAS),
-        ("stop", MAX_STOP_STRINGS),
-        ("stop_token_ids", MAX_STOP_TOKEN_IDS),
-    ):
-        check_count(getattr(message, field), most, field)
+    for row in COLLECTIONS:
+        check_count(getattr(message, row.name), row.most, row.name)
     given = {name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)}
     if message.HasField("constraint"):
         given["constraint"] = constraint(message.constraint)

@@ -35,14 +35,12 @@ from wicore_trt.errors import DeadlineError, InvalidRequestError, NotFoundError
 from wicore_trt.kv.events import Cleared, Event, Removed, Snapshot, Stored
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL
+from wicore_trt.request_fields import COLLECTIONS
 from wicore_trt.serve import convert
 from wicore_trt.serve.reply import Reply
 from wicore_trt.serve.service import relay, time_left
 from wicore_trt.text.tokenizer import FILES
 from wicore_trt.types import (
-    MAX_LOGIT_BIAS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
     Constraint,
     ConstraintKind,
     EngineStats,
@@ -243,9 +241,8 @@ def _text_request(
 
 def sampling_params(message: pb2.SamplingParams) -> SamplingParams:
     """Raises InvalidRequestError for what is out of range or not served."""
-    limits = {"logit_bias": MAX_LOGIT_BIAS, "stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_STOP_TOKEN_IDS}
-    for field, most in limits.items():
-        convert.check_count(getattr(message, field), most, field)
+    for row in COLLECTIONS:
+        convert.check_count(getattr(message, row.name), row.most, row.name)
     if message.HasField("truncate_prompt_tokens"):
         raise InvalidRequestError("Prompts are not cut here.", field="truncate_prompt_tokens")
     given: dict[str, Any] = {name: getattr(message, name) for name in _PLAIN}

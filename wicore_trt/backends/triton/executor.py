@@ -51,6 +51,7 @@ from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.model.gemma3 import forward
 from wicore_trt.model.spec import GLOBAL, GROUPS
 from wicore_trt.plugins.launch import SHARED_LAUNCHER, Launcher
+from wicore_trt.request_fields import MAX_LOGPROBS
 from wicore_trt.runtime.batch import UNREAD, SampledToken, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.cuda_device import CudaDevice, Device
 from wicore_trt.runtime.executor import PageCopier
@@ -60,7 +61,7 @@ from wicore_trt.runtime.page_copier import make_copier
 from wicore_trt.runtime.pools import check_pool_room, layout_of, new_pools, sized_layout, spare_bytes
 from wicore_trt.runtime.sampler import NOT_FINITE, Sampler
 from wicore_trt.runtime.step_inputs import StepInputs
-from wicore_trt.types import MAX_LOGPROBS, SamplingParams
+from wicore_trt.types import SamplingParams
 
 if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir
