@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from textwrap import wrap
 from typing import Any
 
 from benchmarks.gpu.cases import (
@@ -174,6 +175,7 @@ def _reason(document: Mapping[str, Any], stage: str, name: str, batch: int | Non
     return next((entries[item] for item in items if item in entries), NOT_MEASURED)
 
 
+NOTE_COLUMNS = 108
 COLUMNS = (
     "figure", "ours", "graph alone", "bound", "bound / ours", "must", "aim", "vLLM", "vLLM / ours",
 )  # fmt: skip
@@ -240,14 +242,25 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
         found.append(f"Fewer than three runs: {', '.join(few)}.")
     if moved := [f"{r['config']} batch {r['batch']}" for r in document["ours"] if r["preemptions"]]:
         found.append(f"Sequences lost their pages in {', '.join(moved)}: these figures are of no use.")
-    for reading in document["clocks"]:
-        values = ", ".join(f"{k} {v}" for k, v in reading.items() if k not in ("when", "at_s"))
-        found.append(f"Clocks {reading['when']} ({reading['at_s']:.0f} s): {values}.")
+    if document["clocks"]:
+        found.append(f"Clocks, each reading is in the JSON file: {_clock_ranges(document['clocks'])}.")
     for entry in document["absent"]:
         kind = "failed" if entry["failed"] else "skipped"
         item = "" if entry["item"] == "*" else f" {entry['item']}"
         found.append(f"Absent: {entry['stage']}{item} {kind}: {entry['reason']}.")
-    return [f"- {note}" for note in found]
+    return [
+        "\n".join(wrap(f"- {note}", NOTE_COLUMNS, subsequent_indent="  ", break_on_hyphens=False)) for note in found
+    ]
+
+
+def _clock_ranges(readings: Sequence[Mapping[str, Any]]) -> str:
+    """Least and largest value of each field over all readings."""
+    parts = []
+    for field in dict.fromkeys(key for reading in readings for key in reading if key not in ("when", "at_s")):
+        values = sorted({str(r[field]) for r in readings if field in r}, key=lambda v: (len(v.split(".")[0]), v))
+        ends = values[0] if len(values) == 1 else f"{values[0].split()[0]} to {values[-1]}"
+        parts.append(f"{field} {ends}")
+    return ", ".join(parts)
 
 
 def _ms(value: float | None) -> str:
