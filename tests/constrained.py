@@ -56,8 +56,8 @@ def sampling(executor: FakeExecutor, execute: Callable[[StepBatch], StepResult])
         pieces = [p for p in batch.slices if p.sample and p.seq_id not in result.failed]
         if not pieces:
             return result
-        found = sampler.sample(torch.stack([logits_of(p.history) for p in pieces]), pieces)
-        executor.sampled = {token.seq_id: token.token_id for token in found.tokens}
+        found = sampler.sample(torch.stack([logits_of(executor.history(p)) for p in pieces]), pieces)
+        executor.sampled = {one.seq_id: one.token_ids[-1] for one in found.sampled}
         return found
 
     return run

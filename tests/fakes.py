@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import pairwise
@@ -26,7 +27,7 @@ from wicore_trt.kv.manager import CacheOptions, KVCacheManager
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.policy.by_name import make_policy
 from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec
-from wicore_trt.runtime.batch import UNREAD, SampledToken, StepBatch, StepResult
+from wicore_trt.runtime.batch import UNREAD, SampledTokens, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.types import ModelInfo, TokenLogprob
@@ -71,7 +72,8 @@ def greedy(prompt: list[int], max_tokens: int, *, ignore_eos: bool = False) -> l
 
 class FakeExecutor(PlainCopier):
     """See the module's docstring. It is its own page copier. `fail_at` makes the step of that number raise;
-    `step_s` slows steps down; `poison` lists seq_ids whose logits are not finite."""
+    `step_s` slows steps down; `poison` lists seq_ids whose logits are not finite. `tokens_of` gives all tokens of a
+    sequence, which no slice has."""
 
     def __init__(
         self, num_pages: dict[str, int], page_tokens: int, window: int, max_batch_tokens: int, score_rows: int = 0
@@ -90,6 +92,11 @@ class FakeExecutor(PlainCopier):
         self.fail_at: int | None = None
         self.step_s = 0.0
         self.poison: set[int] = set()
+        self.tokens_of: Callable[[int], list[int]]
+
+    def watch(self, scheduler: Scheduler) -> None:
+        """Know the tokens of its sequences."""
+        self.tokens_of = lambda seq_id: next(s.tokens for s in scheduler.running if s.seq_id == seq_id)
 
     def share(self, slab_pages: dict[str, int] | None) -> None:
         """Writing a slot wipes those of the other group that lie in the same memory."""
@@ -119,11 +126,11 @@ class FakeExecutor(PlainCopier):
             if piece.targets:
                 result.prompt_logprobs[piece.seq_id] = self._scores(piece)
             if token is not None:
-                result.tokens.append(SampledToken(piece.seq_id, token))
+                result.sampled.append(SampledTokens(piece.seq_id, (token,)))
         return result
 
     def _run(self, piece) -> int | None:
-        size, end = self.layout.page_tokens, piece.start + len(piece.token_ids)
+        size = self.layout.page_tokens
         for group, memory in self.memory.items():
             table = piece.pages[group]
             writable = [slot for slot in table if slot >= 0]
@@ -139,9 +146,15 @@ class FakeExecutor(PlainCopier):
                     assert table[page] >= 0, f"{group} page {page} slid out while position {position} needs it"
         if not piece.sample:
             return None
-        assert len(piece.history) == end, "sampling before the last token was computed"
-        self._check(piece, end)
-        return next_token(piece.history)
+        history = self.history(piece)
+        self._check(piece, history)
+        return next_token(history)
+
+    def history(self, piece) -> list[int]:
+        """All tokens up to the end of a slice that samples."""
+        known = piece.known if isinstance(piece, Taken) else self.tokens_of(piece.seq_id)
+        assert len(known) <= piece.start + len(piece.token_ids), "sampling before the last token was computed"
+        return [*known[: piece.start], *piece.token_ids]
 
     def _scores(self, piece) -> list[TokenLogprob]:
         """From what is in the pages, as logits are."""
@@ -151,10 +164,10 @@ class FakeExecutor(PlainCopier):
             for at, token in enumerate(piece.targets, piece.start)
         ]
 
-    def _check(self, piece, end: int) -> None:
+    def _check(self, piece, history: list[int]) -> None:
         """Every position that the last query sees must hold this sequence's own prefix."""
-        size, digest, truth = self.layout.page_tokens, b"", []
-        for token in piece.history:
+        size, digest, truth, end = self.layout.page_tokens, b"", [], len(history)
+        for token in history:
             digest = chain(digest, token)
             truth.append(digest)
         for group, memory in self.memory.items():
@@ -182,6 +195,12 @@ class FakeExecutor(PlainCopier):
         self.memory.clear()
 
 
+class Taken(SequenceSlice, kw_only=True):
+    """A slice as it was when its step was submitted, with the tokens that its sequence had."""
+
+    known: list[int]
+
+
 class AheadFakeExecutor(FakeExecutor):
     """Runs a step at some random time between `submit` and `collect`, and copies of pages wait for the steps before
     them, as on a device with queues. `leads` says no at random."""
@@ -204,11 +223,12 @@ class AheadFakeExecutor(FakeExecutor):
         """The batch as it is now, whatever becomes of its sequences."""
         self.led += any(UNREAD in piece.token_ids for piece in batch.slices)
         pieces = [
-            structs.replace(
-                s, token_ids=[*s.token_ids], history=[*s.history], pages={g: [*t] for g, t in s.pages.items()}
+            Taken(
+                **structs.asdict(s) | {"token_ids": [*s.token_ids], "pages": {g: [*t] for g, t in s.pages.items()}},
+                known=[*self.tokens_of(s.seq_id)],
             )
             for s in batch.slices
-        ]  # fmt: skip
+        ]
         return StepBatch(pieces, batch.measure_attention)
 
     def flush(self) -> None:
@@ -224,9 +244,8 @@ class AheadFakeExecutor(FakeExecutor):
         for piece in batch.slices:
             if piece.token_ids == [UNREAD]:
                 piece.token_ids = [self.sampled.get(piece.seq_id, 0)]  # nothing where the logits were not finite
-                piece.history.extend(piece.token_ids)
         result = super().execute(batch)
-        self.sampled = {token.seq_id: token.token_id for token in result.tokens}
+        self.sampled = {found.seq_id: found.token_ids[-1] for found in result.sampled}
         return result
 
     def collect(self) -> StepResult:
@@ -322,6 +341,7 @@ def make_core(
         slice_tokens=executor.slice_tokens,
         score_rows=score_rows,
     )
+    executor.watch(scheduler)
     return EngineCore(executor, scheduler, eos_ids=(EOS,), max_context=max_context, clock=clock)
 
 

@@ -15,7 +15,7 @@ from wicore_trt.core.port import LocalEngine
 from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.http.server import HttpServer
 from wicore_trt.model.spec import GLOBAL, LOCAL
-from wicore_trt.runtime.batch import SampledToken, StepBatch, StepResult
+from wicore_trt.runtime.batch import SampledTokens, StepBatch, StepResult
 from wicore_trt.text.chat import shaped_turns
 from wicore_trt.text.turns import has_calls, render
 from wicore_trt.types import TokenLogprob
@@ -48,13 +48,12 @@ def with_logprobs(execute):
     def reporting(batch: StepBatch) -> StepResult:
         result = execute(batch)
         counts = {piece.seq_id: piece.params.logprobs for piece in batch.slices if piece.params is not None}
-        for i, sampled in enumerate(result.tokens):
+        for i, sampled in enumerate(result.sampled):
             if (count := counts[sampled.seq_id]) is None:
                 continue
-            top = tuple(((sampled.token_id + k) % VOCAB, -0.5 - k) for k in range(count))
-            result.tokens[i] = SampledToken(
-                sampled.seq_id, sampled.token_id, TokenLogprob(sampled.token_id, -0.5, top)
-            )  # fmt: skip
+            [token] = sampled.token_ids
+            top = tuple(((token + k) % VOCAB, -0.5 - k) for k in range(count))
+            result.sampled[i] = SampledTokens(sampled.seq_id, (token,), (TokenLogprob(token, -0.5, top),))
         return result
 
     return reporting

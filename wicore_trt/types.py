@@ -132,6 +132,11 @@ class SamplingParams:
         """True when the most probable token is always taken."""
         return self.temperature == 0.0
 
+    @property
+    def penalized(self) -> bool:
+        """Whether logits depend on which tokens the sequence has already."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
 
 class Usage(Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """Token counts of one request. `cached_tokens` of the prompt came from the KV cache."""

@@ -35,7 +35,7 @@ def triton_step(executor: TritonExecutor) -> Step:
         result = executor.execute(StepBatch(slices))
         if result.failed:
             raise WicoreError(f"sequences failed: {result.failed}.")
-        return [t.token_id for t in result.tokens], executor.memory.logits[executor.rows_of(slices)].float()
+        return [t.token_ids[0] for t in result.sampled], executor.memory.logits[executor.rows_of(slices)].float()
 
     return step
 
@@ -147,6 +147,4 @@ class Run:
     @staticmethod
     def _slice(piece: Piece, tokens: list[int], pages: dict[str, list[int]]) -> SequenceSlice:
         part = tokens[piece.start : piece.start + piece.count]
-        return SequenceSlice(
-            piece.sequence, part, piece.start, pages, sample=True, params=GREEDY, history=tokens, prompt_len=1
-        )
+        return SequenceSlice(piece.sequence, part, piece.start, pages, sample=True, params=GREEDY, prompt_len=1)

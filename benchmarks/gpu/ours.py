@@ -174,7 +174,7 @@ def decode_batch(executor: Executor, count: int, keys: int) -> StepBatch:
         gone = {GLOBAL: 0, LOCAL: max(0, keys - window) // size}
         pages = {g: [-1] * gone[g] + [next(slots) for _ in range(whole - gone[g])] for g, slots in free.items()}
         params = SamplingParams(temperature=0.0)
-        slices.append(SequenceSlice(-1 - i, [i], keys - 1, pages, sample=True, params=params, history=[i]))
+        slices.append(SequenceSlice(-1 - i, [i], keys - 1, pages, sample=True, params=params))
     return StepBatch(slices)
 
 

@@ -199,7 +199,7 @@ class _Comparison:
     def _slice(self, seq: int, token_ids: list[int], start: int, pages: list[int]) -> SequenceSlice:
         low = first_visible_page(start, self._mine.spec.sliding_window, PAGE_TOKENS)
         mapping: Mapping[str, list[int]] = {GLOBAL: pages, LOCAL: [-1] * low + pages[low:]}
-        return SequenceSlice(seq, token_ids, start, mapping, sample=True, params=GREEDY, history=token_ids)
+        return SequenceSlice(seq, token_ids, start, mapping, sample=True, params=GREEDY)
 
     def _step(self, where: str, slices: list[SequenceSlice], *, measure: bool = False) -> None:
         ends = torch.tensor([len(s.token_ids) for s in slices]).cumsum(0) - 1
@@ -211,7 +211,7 @@ class _Comparison:
         name = f"{self._case.name}, {where}"
         if not error <= self._case.tolerance:
             self._problems.append(f"{name}: relative error {error:.3g} of logits, above {self._case.tolerance}")
-        tokens = [t.token_id for t in result.tokens]
+        tokens = [t.token_ids[0] for t in result.sampled]
         if result.failed or tokens != actual.argmax(1).tolist():
             self._problems.append(
                 f"{name}: tokens {tokens}, failed {result.failed}, largest {actual.argmax(1).tolist()}"

@@ -221,7 +221,7 @@ class Measurement:
                 gone = low if group == LOCAL else 0
                 pages[group] = [-1] * gone + [free.pop() for _ in range(whole - gone)]
             token_ids = [rng.randrange(self.shape.spec.vocab_size) for _ in range(tokens)]
-            slices.append(SequenceSlice(i, token_ids, start, pages, sample=True, params=GREEDY, history=token_ids))
+            slices.append(SequenceSlice(i, token_ids, start, pages, sample=True, params=GREEDY))
         return StepBatch(slices)
 
     def decode(self, executor: TritonExecutor, count: int, weight_bytes: int, copies: float) -> dict[str, Any]:

@@ -82,7 +82,6 @@ def _decode_step(executor: TorchExecutor, batch: int, context: int, measured: bo
                 pages={g: range(i * count, (i + 1) * count) for g in executor.layout.num_pages},
                 sample=True,
                 params=GREEDY,
-                history=[5],
                 prompt_len=1,
             )
             for i in range(batch)

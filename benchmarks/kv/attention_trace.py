@@ -110,6 +110,8 @@ class MeasuringExecutor:
         self.release, self.close = inner.release, inner.close
         self._steps = 0
         self.found: dict[tuple[int, ...], _Measured] = {}
+        self.tokens_of: Callable[[int], list[int]] = lambda seq_id: []
+        """All tokens of a sequence."""
 
     def execute(self, batch: StepBatch) -> StepResult:
         self._steps += 1
@@ -120,8 +122,8 @@ class MeasuringExecutor:
         return result
 
     def _keep(self, s: SequenceSlice, masses: list[float]) -> None:
-        prompt = tuple(s.history[: s.prompt_len])
-        measured = self.found.setdefault(prompt, _Measured(s.history))
+        tokens = self.tokens_of(s.seq_id)
+        measured = self.found.setdefault(tuple(tokens[: s.prompt_len]), _Measured(tokens))
         measured.steps.append((self._steps, masses))
 
 
@@ -159,6 +161,7 @@ def record(
     executor = core.executor
     assert isinstance(executor, MeasuringExecutor)
     names = PageNames(executor.layout.page_tokens)
+    executor.tokens_of = lambda seq_id: next(s.tokens for s in core.scheduler.running if s.seq_id == seq_id)
     params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
     trace: list[TouchedChain] = []
     while len(trace) < requests:

@@ -20,7 +20,7 @@ from wicore_trt.core.assemble_kv import make_cache
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.kv.sizing import MODELS, Geometry, builtin_spec
 from wicore_trt.model.spec import GLOBAL, LOCAL
-from wicore_trt.runtime.batch import SampledToken, StepBatch, StepResult
+from wicore_trt.runtime.batch import SampledTokens, StepBatch, StepResult
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.runtime.pool_sizes import pages_per_sequence, pool_sizes, shared_pages
 from wicore_trt.schedule.scheduler import Scheduler
@@ -42,7 +42,7 @@ class Blank:
         self.layout, self.max_batch_tokens, self.copier = layout, max_batch_tokens, self
 
     def execute(self, batch: StepBatch) -> StepResult:
-        return StepResult([SampledToken(s.seq_id, 7) for s in batch.slices if s.sample])
+        return StepResult([SampledTokens(s.seq_id, (7,)) for s in batch.slices if s.sample])
 
     def release(self, seq_id: int) -> None:
         pass

@@ -47,7 +47,7 @@ from wicore_trt.kv.tiers.index import TierIndex
 from wicore_trt.kv.tiers.moves import TierCopy
 from wicore_trt.kv.tiers.tiers import LowerTiers
 from wicore_trt.model.spec import GLOBAL, LOCAL
-from wicore_trt.runtime.batch import SampledToken, StepBatch, StepResult
+from wicore_trt.runtime.batch import SampledTokens, StepBatch, StepResult
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.schedule.step_time import StepTime, load_of
@@ -80,7 +80,7 @@ class Device:
             seconds = max(self._world.drag * seconds, self._world.launch_s * launched)
         self._events.until(begun + seconds)
         self.steps.append((begun, self._events.now, slices))
-        return StepResult([SampledToken(s.seq_id, 7) for s in batch.slices if s.sample])
+        return StepResult([SampledTokens(s.seq_id, (7,)) for s in batch.slices if s.sample])
 
     def release(self, seq_id: int) -> None:
         pass

@@ -24,7 +24,7 @@ from wicore_trt.core.limits import Limits
 from wicore_trt.kv.manager import CacheOptions, KVCacheManager
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.model.spec import GLOBAL, Gemma3Spec
-from wicore_trt.runtime.batch import SampledToken, StepBatch, StepResult
+from wicore_trt.runtime.batch import SampledTokens, StepBatch, StepResult
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.schedule.step_time import StepTime
@@ -108,7 +108,7 @@ class PacedExecutor:
     def _result(batch: StepBatch) -> StepResult:
         sampled = (piece for piece in batch.slices if piece.sample)
         return StepResult(
-            [SampledToken(piece.seq_id, token_after(piece.start + len(piece.token_ids))) for piece in sampled]
+            [SampledTokens(piece.seq_id, (token_after(piece.start + len(piece.token_ids)),)) for piece in sampled]
         )
 
     def release(self, seq_id: int) -> None:

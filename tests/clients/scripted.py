@@ -57,11 +57,11 @@ class Script:
         self._rules = json.loads(Path(os.environ[SCRIPT]).read_text())
         self._answers: dict[int, list[int]] = {}
 
-    def next(self, seq_id: int, history: Sequence[int], prompt_len: int) -> int:
+    def next(self, seq_id: int, tokens: Sequence[int], prompt_len: int) -> int:
         answer = self._answers.get(seq_id)
-        if answer is None or len(history) == prompt_len:
-            answer = self._answers[seq_id] = self._answer(list(history[:prompt_len]))
-        at = len(history) - prompt_len
+        if answer is None or len(tokens) == prompt_len:
+            answer = self._answers[seq_id] = self._answer(list(tokens[:prompt_len]))
+        at = len(tokens) - prompt_len
         return answer[at] if at < len(answer) else END
 
     def _answer(self, prompt: list[int]) -> list[int]:
@@ -83,7 +83,8 @@ def load_engine(settings: Settings):
     def forced(logits, slices):
         assert not any(piece.targets for piece in slices)
         for row, piece in enumerate(piece for piece in slices if piece.sample):
-            logits[row, script.next(piece.seq_id, piece.history, piece.prompt_len)] = 1e6
+            tokens = next(s.tokens for s in loaded.core.scheduler.running if s.seq_id == piece.seq_id)
+            logits[row, script.next(piece.seq_id, tokens, piece.prompt_len)] = 1e6
         return step(logits, slices)
 
     sampler.step = forced

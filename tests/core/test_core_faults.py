@@ -150,7 +150,7 @@ def test_pages_of_a_sequence_with_bad_logits_are_not_found_again():
 
     def poisoned(batch) -> StepResult:
         result = execute(batch)
-        failed = {token.seq_id: "logits are not finite" for token in result.tokens}
+        failed = {found.seq_id: "logits are not finite" for found in result.sampled}
         return StepResult([], failed)
 
     core.executor.execute = poisoned

@@ -31,12 +31,10 @@ def choose(
     rows, vocab = logits.shape
     stored = torch.cat([logits, torch.full((1, vocab), math.nan)])
     capped = (torch.tanh(logits.double() / softcap) * softcap).float() if softcap else logits
-    histories = [[1] * random.randrange(3, 30) for _ in params]
+    starts = [random.randrange(2, 29) for _ in params]
     seeds = [random.getrandbits(64) for _ in params]
-    slices = [
-        SequenceSlice(r, [1], 0, {}, True, p, histories[r], prompt_len=3, seed=seeds[r]) for r, p in enumerate(params)
-    ]
-    want = [t.token_id for t in Sampler().sample(capped, slices).tokens]
+    slices = [SequenceSlice(r, [1], starts[r], {}, True, p, 3, seeds[r]) for r, p in enumerate(params)]
+    want = [t.token_ids[0] for t in Sampler().sample(capped, slices).sampled]
     status = torch.tensor([2 if r in left else 0 for r in range(rows)] + [2], dtype=torch.int32)
     doubles = {
         name: run.put(torch.tensor([float(getattr(p, field)) for p in params], dtype=torch.float64))
@@ -48,7 +46,7 @@ def choose(
         "status": run.put(status),
         "peaks": run.put(capped.amax(1)),
         "top_k": run.ints([p.top_k for p in params]),
-        "indices": run.ints([len(h) - 3 for h in histories]),
+        "indices": run.ints([start - 2 for start in starts]),
         "seeds": run.put(torch.tensor([s - (1 << 64) if s >> 63 else s for s in seeds])),
     }
     weights = run.put(torch.full((2, vocab), math.nan, dtype=torch.float64))

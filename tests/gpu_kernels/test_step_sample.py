@@ -31,9 +31,8 @@ def slices(params: list[SamplingParams]) -> list[SequenceSlice]:
     found = []
     for row, one in enumerate(params):
         seed = random.choice([0, 1, 2**63, 2**64 - 1, random.getrandbits(64)])
-        history = [1] * (3 + random.randrange(41))
-        last = len(history) - 1
-        found.append(SequenceSlice(row, [1], last, {}, True, one, history, prompt_len=3, seed=seed))
+        last = 2 + random.randrange(41)
+        found.append(SequenceSlice(row, [1], last, {}, True, one, 3, seed))
     return found
 
 
@@ -71,7 +70,7 @@ class Device:
         arrays["top_k"] = run.ints([p.top_k for p in params])
         seeds = [s.seed - 2**64 if s.seed >= 2**63 else s.seed for s in self.rows]
         arrays["seeds"] = run.put(torch.tensor(seeds, dtype=torch.int64))
-        arrays["indices"] = run.ints([len(s.history) - s.prompt_len for s in self.rows])
+        arrays["indices"] = run.ints([s.start + 1 - s.prompt_len for s in self.rows])
         if not sampled:  # null pointers, which must not be touched
             arrays = {n: a for n, a in arrays.items() if n in ("tokens", "status", "chunk_max", "chunk_token")}
         there = Logits(run.put(stored), r, vocab)
@@ -88,7 +87,7 @@ class Device:
         if self.softcap:
             logits = (torch.tanh(logits.double() / self.softcap) * self.softcap).float()
         want = Sampler().sample(logits, self.rows)
-        tokens = {t.seq_id: t.token_id for t in want.tokens}
+        tokens = {t.seq_id: t.token_ids[0] for t in want.sampled}
         for row in range(len(self.rows)):
             state = sample.NOT_FINITE if row in want.failed else sample.DONE
             assert (self.status[row], self.tokens[row]) == (state, tokens.get(row, -1)), self.rows[row].params

@@ -183,8 +183,8 @@ def test_a_broken_matcher_ends_its_sequence_alone(where: str, monkeypatch: pytes
     matcher = core._matchers[core._sequences["bad"][0].seq_id]
 
     def fail(_=()) -> bytes:
-        matcher.broken = True
-        raise MatcherError("too many states")
+        matcher.broken = "too many states"
+        raise MatcherError(matcher.broken)
 
     outputs = core.step()
     monkeypatch.setattr(matcher, where, fail)

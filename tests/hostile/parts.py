@@ -35,7 +35,7 @@ from wicore_trt.http.intake import Room  # noqa: E402
 from wicore_trt.kv.manager import CacheOptions, KVCacheManager  # noqa: E402
 from wicore_trt.kv.pages.hashing import KeyChain  # noqa: E402
 from wicore_trt.process.supervisor import Parts, Supervisor  # noqa: E402
-from wicore_trt.runtime.batch import SampledToken, StepBatch, StepResult  # noqa: E402
+from wicore_trt.runtime.batch import SampledTokens, StepBatch, StepResult  # noqa: E402
 from wicore_trt.schedule.scheduler import Scheduler  # noqa: E402
 
 SEQUENCES = 256
@@ -59,15 +59,15 @@ class Executor(paced.PacedExecutor):
         result = super().execute(batch)
         by_id = {piece.seq_id: piece for piece in batch.slices}
         kept = []
-        for token in result.tokens:
-            piece = by_id[token.seq_id]
-            if piece.allowed is not None:
-                try:
-                    token = SampledToken(token.seq_id, self._choose(piece.allowed(), len(piece.history)))
-                except Exception as error:
-                    result.failed[token.seq_id] = str(error)
-                    continue
-            kept.append(token)
+        for found in result.sampled:
+            piece = by_id[found.seq_id]
+            if isinstance(piece.mask, str):
+                result.failed[found.seq_id] = piece.mask
+                continue
+            if piece.mask is not None:
+                token = self._choose(piece.mask, piece.start + len(piece.token_ids))
+                found = SampledTokens(found.seq_id, (token,))
+            kept.append(found)
         return StepResult(kept, result.failed)
 
     @staticmethod

@@ -178,6 +178,7 @@ class Stack:
         )
         scheduler.prefill.observe([(0, 64)], 64.0)  # the planner is to load whatever it can
         scheduler.prefill.observe = lambda *args: None
+        executor.watch(scheduler)
         self.core = EngineCore(
             executor, scheduler, eos_ids=(EOS,), max_context=shape.max_context, clock=lambda: self.now
         )

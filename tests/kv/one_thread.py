@@ -19,7 +19,7 @@ from fakes import EOS, VOCAB, chain, tiny_spec
 
 from wicore_trt.kv.disk.io import Outcome
 from wicore_trt.model.spec import GLOBAL, LOCAL
-from wicore_trt.runtime.batch import SampledToken, StepResult
+from wicore_trt.runtime.batch import SampledTokens, StepResult
 from wicore_trt.runtime.executor import KVLayout
 
 __all__ = ["EOS", "Checker", "Device", "Disk", "Mailbox", "World", "answer", "page_bytes"]
@@ -241,7 +241,7 @@ class Device:
             if piece.seq_id in self.poison:
                 result.failed[piece.seq_id] = "logits are not finite"
             elif piece.sample:
-                result.tokens.append(SampledToken(piece.seq_id, following(digest)))
+                result.sampled.append(SampledTokens(piece.seq_id, (following(digest),)))
         self.world.now += self._rng.choice([1e-4, 1e-3]) * batch.num_tokens
         self.world.pump()
         return result

@@ -338,12 +338,12 @@ MUTANTS = (
     ),
     Mutant(
         "kv/sequence_pages.py",
-        "        self.tables[group].extend(slots)\n        self.stamp = object()\n",
+        "        self.tables[group].extend(slots)\n        self.stamp = next(STAMPS)\n",
         "        self.tables[group].extend(slots)\n",
     ),
     Mutant(
         "kv/sequence_pages.py",
-        "            table[i] = slot\n        self.stamp = object()\n",
+        "            table[i] = slot\n        self.stamp = next(STAMPS)\n",
         "            table[i] = slot\n",
         "tests/runtime/test_held_tables.py",
     ),

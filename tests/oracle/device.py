@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from oracle.model import DIGEST, NAN, POISON, VOCAB, Model, permitted
 from wicore_trt.model.spec import GLOBAL, LOCAL
-from wicore_trt.runtime.batch import UNREAD, SampledToken, SequenceSlice, StepBatch, StepResult
+from wicore_trt.runtime.batch import UNREAD, SampledTokens, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.executor import CameIn, Done, KVLayout
 
 
@@ -58,6 +58,7 @@ class Device:
         self.copier: object = None
         self.bad = Bad()
         self._tables: dict[object, dict[str, Sequence[int]]] = {}
+        self._histories: dict[int, list[int]] = {}  # of penalized sequences
         self.steps = self.tokens = 0
         self.busy_s = self.busy_until = 0.0
         self.pages: dict[str, list[memoryview]] = {}
@@ -94,7 +95,7 @@ class Device:
         return self.run(StepBatch([replace(s, pages=self._held(s)) for s in batch.slices], batch.measure_attention))
 
     def release(self, seq_id: int) -> None:
-        pass
+        self._histories.pop(seq_id, None)
 
     def close(self) -> None:
         self.copier.close()
@@ -126,7 +127,7 @@ class Device:
             if batch.measure_attention and GLOBAL in self.pages:
                 count = -(-(piece.start + len(piece.token_ids)) // self.size)
                 result.attention[piece.seq_id] = [((piece.seq_id + i) % 7 + 0.5) / 3.5 for i in range(count)]
-        result.tokens.sort(key=lambda token: token.seq_id)
+        result.sampled.sort(key=lambda found: found.seq_id)
         return result
 
     def _run(self, piece: SequenceSlice, result: StepResult) -> None:
@@ -155,8 +156,6 @@ class Device:
             self.bad.read.setdefault(piece.seq_id, set()).update(spoilt)
         if not piece.sample:
             return
-        if len(piece.history) != end:
-            raise Failure("history", f"sampling at {end} with a history of {len(piece.history)}")
         if self.bad.logits and not spoilt:
             self.bad.logits -= 1
             self.bad.unlucky.add(piece.seq_id)
@@ -165,8 +164,20 @@ class Device:
             result.failed[piece.seq_id] = "logits are not finite"
             return
         visible = bytes(local[(max(0, end - window) - first) * unit :])
-        token = model.sample(seen, visible, piece.params, piece.seed, piece.history, piece.prompt_len)
-        result.tokens.append(SampledToken(piece.seq_id, permitted(token, piece.stop_ids, piece.suppress_eos)))
+        history = self._count(piece) if piece.params.penalized else ()
+        prompt = piece.prompt_len
+        token = model.sample(seen, visible, piece.params, piece.seed, history, prompt, end - prompt)
+        result.sampled.append(SampledTokens(piece.seq_id, (permitted(token, piece.stop_ids, piece.suppress_eos),)))
+
+    def _count(self, piece: SequenceSlice) -> list[int]:
+        """All tokens up to the end of a slice, from what slices told."""
+        if piece.start == len(piece.earlier_ids):
+            self._histories[piece.seq_id] = [*piece.earlier_ids]
+        known = self._histories.get(piece.seq_id, [])
+        if len(known) != piece.start:
+            raise Failure("history", f"sampling behind {piece.start} with a history of {len(known)}")
+        known += piece.token_ids
+        return known
 
     def _read(self, piece: SequenceSlice, group: str, start: int, end: int) -> bytes:
         """Entries of positions [start, end) as the page table has them."""
@@ -224,7 +235,7 @@ class AheadDevice(Device):
         self._ends.append(begin + seconds)
         self.busy_until = begin + seconds
         self.led += any(UNREAD in piece.token_ids for piece in batch.slices)
-        pieces = [replace(s, token_ids=[*s.token_ids], history=[*s.history], pages=self._held(s)) for s in batch.slices]
+        pieces = [replace(s, token_ids=[*s.token_ids], pages=self._held(s)) for s in batch.slices]
         self._todo.append(StepBatch(pieces, batch.measure_attention))
         if self.world.rng.random() < 0.3:
             self.flush()
@@ -241,9 +252,8 @@ class AheadDevice(Device):
             for piece in work.slices:
                 if piece.token_ids == [UNREAD]:
                     piece.token_ids = [self._sampled.get(piece.seq_id, 0)]  # nothing where the logits were not finite
-                    piece.history.extend(piece.token_ids)
             result = self.run(work)
-            self._sampled = {token.seq_id: token.token_id for token in result.tokens}
+            self._sampled = {found.seq_id: found.token_ids[-1] for found in result.sampled}
             self._results.append(result)
 
     def collect(self) -> StepResult:

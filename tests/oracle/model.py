@@ -56,11 +56,13 @@ class Model:
         seed: int,
         history: Sequence[int],
         prompt: int,
+        count: int,
     ) -> int:
-        """The token after `history`, of which `prompt` tokens are the prompt."""
+        """The token after `count` tokens of output. Of penalized sequences `history` has all tokens, `prompt` of them
+        of the prompt."""
         output = history[prompt:]
         kept = (params.temperature, params.top_k, params.top_p, params.min_p, sorted(params.logit_bias.items()))
-        parts = [repr(kept), str(len(output)), "" if params.temperature == 0 else str(seed)]
+        parts = [repr(kept), str(count), "" if params.temperature == 0 else str(seed)]
         if params.repetition_penalty != 1:
             parts.append(repr(sorted(set(history))))
         if params.presence_penalty or params.frequency_penalty:
@@ -100,7 +102,7 @@ def answer(model: Model, prompt: Sequence[int], params: SamplingParams, seed: in
             window += entry.get(LOCAL, b"")
         position = len(tokens)
         visible = bytes(window[max(0, len(tokens) - model.window) * size :]) if size else b""
-        token = model.sample(seen, visible, params, seed, tokens, len(prompt))
+        token = model.sample(seen, visible, params, seed, tokens, len(prompt), len(tokens) - len(prompt))
         tokens.append(permitted(token, stops, len(tokens) - len(prompt) < params.min_tokens))
         made = tuple(tokens[len(prompt) :])
         if tokens[-1] in stops and len(made) >= params.min_tokens:

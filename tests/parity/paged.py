@@ -10,7 +10,7 @@ import torch
 
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.model.spec import GROUPS, LOCAL
-from wicore_trt.runtime.batch import SampledToken, SequenceSlice, StepBatch, StepResult
+from wicore_trt.runtime.batch import SampledTokens, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.sampler import Sampler
 from wicore_trt.types import SamplingParams
 
@@ -27,7 +27,7 @@ class RecordingSampler(Sampler):
     def sample(self, logits: torch.Tensor, slices: Sequence[SequenceSlice]) -> StepResult:
         self.logits = logits.float().cpu().clone()
         tokens = logits.argmax(1).tolist()
-        return StepResult([SampledToken(s.seq_id, t) for s, t in zip(slices, tokens, strict=True)])
+        return StepResult([SampledTokens(s.seq_id, (t,)) for s, t in zip(slices, tokens, strict=True)])
 
 
 @dataclass
@@ -58,7 +58,7 @@ class PagedDriver:
         """Compute the given next tokens of each sequence in one step: logits [len(work), vocab] after each."""
         slices = [self._slice(sequence, token_ids) for sequence, token_ids in work]
         result = self.executor.execute(StepBatch(slices))
-        assert [t.seq_id for t in result.tokens] == [s.seq_id for s, _ in work]
+        assert [t.seq_id for t in result.sampled] == [s.seq_id for s, _ in work]
         for sequence, token_ids in work:
             sequence.token_ids += token_ids
             self._slide(sequence)

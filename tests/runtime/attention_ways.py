@@ -27,6 +27,7 @@ from wicore_trt.backends.triton.ops import StepArrays, TritonModel, TritonOps, V
 from wicore_trt.backends.triton.segments import segment_attention
 from wicore_trt.backends.triton.table import EngineShape
 from wicore_trt.checkpoint.names import kv_scale_name
+from wicore_trt.kv.sequence_pages import STAMPS
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL, Gemma3Spec
 from wicore_trt.plugins.decode_layout import MEASURED_PREFILL, MEASURED_SEGMENTS, SPLIT_PREFILL, PrefillConfig, Segments
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
@@ -106,7 +107,7 @@ class Piece:
     tokens: int
     reserved: int = 0
     pages: dict[str, list[int]] = field(default_factory=dict, repr=False)
-    stamp: object = field(default_factory=object, repr=False)
+    stamp: int = field(default_factory=STAMPS.__next__, repr=False)
 
     @property
     def end(self) -> int:

@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="pip install -e .[triton]")
 
-from runtime.attention_ways import LAYERS, LOCAL, ROWS, Bench, Made, Piece, Shape, worst  # noqa: E402
+from runtime.attention_ways import LAYERS, LOCAL, ROWS, STAMPS, Bench, Made, Piece, Shape, worst  # noqa: E402
 
 
 def a_step(rng: random.Random, shape: Shape) -> list[Piece]:
@@ -110,7 +110,7 @@ class Step:
                 at // shape.page_tokens * shape.page_tokens,
                 (at // shape.page_tokens + 1) * shape.page_tokens - 1,
             )
-            table[at // shape.page_tokens], piece.stamp = -1, object()
+            table[at // shape.page_tokens], piece.stamp = -1, next(STAMPS)
         else:
             index = [i for i, g in enumerate(LAYERS) if g == group].index(self.layer)
             head, column = rng.randrange(shape.kv_heads), rng.randrange(shape.head_dim)

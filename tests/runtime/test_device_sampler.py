@@ -47,8 +47,8 @@ def executor() -> Any:
 
 
 def asking(seq_id: int, params: SamplingParams, **more: Any) -> SequenceSlice:
-    """The last token of three, as if the ones before were not there; the pages are the sequence's own."""
-    values = {"history": [5, 6, 7], "prompt_len": 3, "seed": random.getrandbits(64), **more}
+    """A first token that ends a prompt; the pages are the sequence's own."""
+    values = {"prompt_len": 1, "seed": random.getrandbits(64), **more}
     return SequenceSlice(seq_id, [7 + seq_id], 0, dict.fromkeys(GROUPS, [seq_id]), True, params, **values)
 
 
@@ -58,17 +58,17 @@ def tokens(executor: Any, rows: int) -> list[int]:
 
 
 def test_draws_are_the_samplers(executor: Any) -> None:
-    """Greedy rows lie between; a row's token is the same alone; a history without its last token counts it."""
-    rows = [asking(r, p, history=[1] * random.randrange(3, 30)) for r, p in enumerate([GREEDY, *DRAWN])]
+    """Greedy rows lie between; a row's token is the same alone, and where nobody has read the one before."""
+    rows = [asking(r, p, prompt_len=1 - random.randrange(27)) for r, p in enumerate([GREEDY, *DRAWN])]
     random.shuffle(rows)
     logits = executor.memory.logits
     logits.copy_(torch.randn(logits.shape))
-    want = [t.token_id for t in Sampler().sample(logits[:6], rows).tokens]
+    want = [t.token_ids[0] for t in Sampler().sample(logits[:6], rows).sampled]
     drawn = {r: s for r, s in enumerate(rows) if not s.params.greedy}  # type: ignore[union-attr]
     executor.memory.results.fill_(-7)
     executor._device_sampler.enqueue(6, drawn)
     assert tokens(executor, 6) == want
-    unread = {r: structs.replace(s, token_ids=[UNREAD], history=s.history[:-1]) for r, s in drawn.items()}
+    unread = {r: structs.replace(s, token_ids=[UNREAD]) for r, s in drawn.items()}
     executor._device_sampler.enqueue(6, unread)
     assert tokens(executor, 6) == want
     row, piece = random.choice(list(drawn.items()))
@@ -94,12 +94,12 @@ def test_rows_of_a_step_go_where_they_can_be_chosen(executor: Any) -> None:
     random.shuffle(batch)
     result = executor.execute(StepBatch(batch))
     want = Sampler().sample(executor.memory.logits[:6], batch)
-    assert [t.seq_id for t in result.tokens] == [s.seq_id for s in batch]
-    assert [t.token_id for t in result.tokens] == [t.token_id for t in want.tokens]
-    assert [t.logprob is None for t in result.tokens] == [t.logprob is None for t in want.tokens]
-    bad = structs.replace(batch[2], token_ids=[5], start=3, pages=dict.fromkeys(GROUPS, [20, 21]))
+    assert [t.seq_id for t in result.sampled] == [s.seq_id for s in batch]
+    assert [t.token_ids for t in result.sampled] == [t.token_ids for t in want.sampled]
+    assert [len(t.logprobs) for t in result.sampled] == [len(t.logprobs) for t in want.sampled]
+    bad = structs.replace(batch[2], token_ids=[5], start=3, pages=dict.fromkeys(GROUPS, [20, 21]), earlier_ids=[5] * 3)
     result = executor.execute(StepBatch([batch[0], bad, batch[1]]))
-    assert set(result.failed) == {bad.seq_id} and len(result.tokens) == 2
+    assert set(result.failed) == {bad.seq_id} and len(result.sampled) == 2
 
 
 def test_filters_that_leave_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_filters_that_leave_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None
     rows = [asking(r, p) for r, p in enumerate([SamplingParams(top_p=0.9), *random.sample(DRAWN, 2), GREEDY])]
     logits = executor.memory.logits
     logits.copy_(torch.randn(logits.shape) * 0.1)
-    want = [t.token_id for t in Sampler().sample(logits[:4], rows).tokens]
+    want = [t.token_ids[0] for t in Sampler().sample(logits[:4], rows).sampled]
     wide, launched = executor.model.table.entries(DRAW_WIDE)[0].kernel.name, executor.model.launcher.launched
     executor._device_sampler.enqueue(4, {r: s for r, s in enumerate(rows) if not s.params.greedy})  # type: ignore
     assert tokens(executor, 4) == want and launched.count(wide) == 1
@@ -129,4 +129,4 @@ def test_engines_without_these_kernels_draw_on_the_host(executor: Any, monkeypat
         sampler = DeviceSampler(replace(model, table=old), executor.device)
         assert not sampler.available
     monkeypatch.setattr(executor, "_device_sampler", sampler)
-    assert executor.execute(StepBatch(batch)).tokens == want.tokens
+    assert executor.execute(StepBatch(batch)).sampled == want.sampled

@@ -27,14 +27,14 @@ def piece(
     history = [*prompt, *output]
     return SequenceSlice(
         seq_id=seq_id, token_ids=history[-1:], start=len(history) - 1, pages={}, sample=True, params=params,
-        history=history, prompt_len=len(prompt), seed=seed, suppress_eos=suppress_eos, stop_ids=stop_ids,
+        earlier_ids=history[:-1], prompt_len=len(prompt), seed=seed, suppress_eos=suppress_eos, stop_ids=stop_ids,
     )  # fmt: skip
 
 
 def one(logits: np.ndarray | list[float], slice_: SequenceSlice) -> int:
     result = Sampler().sample(torch.tensor(np.asarray(logits, np.float32))[None], [slice_])
     assert not result.failed
-    return result.tokens[0].token_id
+    return result.sampled[0].token_ids[0]
 
 
 def random_logits(seed: int, vocab: int, rows: int | None = None, scale: float = 3.0) -> np.ndarray:
@@ -104,8 +104,8 @@ def test_draws_follow_the_distribution(params: SamplingParams) -> None:
     rows = torch.tensor(logits).expand(100, 12).contiguous()
     for start in range(0, draws, 100):
         pieces = [piece(params, seq_id=i, seed=start + i) for i in range(100)]
-        for token in sampler.sample(rows, pieces).tokens:
-            counts[token.token_id] += 1
+        for found in sampler.sample(rows, pieces).sampled:
+            counts[found.token_ids[0]] += 1
     possible = expected > 0
     assert not counts[~possible].any()
     statistic = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
@@ -176,11 +176,11 @@ def test_a_row_does_not_depend_on_the_batch(vocab: int) -> None:
         for i in range(rows)
     ]  # fmt: skip
     together = Sampler().sample(logits, pieces)
-    alone = [Sampler().sample(logits[i : i + 1].clone(), pieces[i : i + 1]).tokens[0] for i in range(rows)]
-    assert together.tokens == alone
+    alone = [Sampler().sample(logits[i : i + 1].clone(), pieces[i : i + 1]).sampled[0] for i in range(rows)]
+    assert together.sampled == alone
     order = rng.permutation(rows)
     shuffled = Sampler().sample(logits[order], [pieces[i] for i in order])
-    assert shuffled.tokens == [together.tokens[i] for i in order]
+    assert shuffled.sampled == [together.sampled[i] for i in order]
 
 
 def test_greedy_takes_the_lowest_index_of_ties() -> None:
@@ -230,16 +230,17 @@ def test_rounding_past_the_end_takes_the_last_possible_token(target: float) -> N
 
 
 def oracle_edit(logits: np.ndarray, s: SequenceSlice) -> np.ndarray:
+    history = [*s.earlier_ids, *s.token_ids]
     p, edited = s.params, logits.astype(np.float64)
     assert p is not None
     for token, bias in p.logit_bias.items():
         edited[token] += bias
-    for token in set(s.history):
+    for token in set(history):
         edited[token] = (
             edited[token] / p.repetition_penalty if edited[token] > 0 else edited[token] * p.repetition_penalty
         )
-    for token in set(s.history[s.prompt_len :]):
-        count = s.history[s.prompt_len :].count(token)
+    for token in set(history[s.prompt_len :]):
+        count = history[s.prompt_len :].count(token)
         edited[token] -= p.presence_penalty + p.frequency_penalty * count
     if s.suppress_eos:
         edited[list(s.stop_ids)] = -np.inf
@@ -271,7 +272,7 @@ def test_penalties(p: SamplingParams, data: int, prompt: tuple[int, ...], output
     for length in range(len(output) + 1):  # one sampler over a growing history, as an engine does it
         s = piece(p, prompt=prompt, output=output[:length], suppress_eos=eos, stop_ids=(1, 3))
         expected = oracle_edit(logits, s)
-        token = sampler.sample(torch.from_numpy(logits)[None], [s]).tokens[0].token_id
+        token = sampler.sample(torch.from_numpy(logits)[None], [s]).sampled[0].token_ids[0]
         assert expected[token] >= expected.max() - 1e-5
         assert not (eos and token in (1, 3))
     assert np.array_equal(kept, logits)
@@ -282,7 +283,7 @@ def test_counts_follow_the_history() -> None:
     logits, sampler = torch.tensor([[3.0, 2.5, 0.0, -9.0]]), Sampler()
 
     def token(prompt: tuple[int, ...], output: tuple[int, ...]) -> int:
-        return sampler.sample(logits, [piece(params, prompt=prompt, output=output)]).tokens[0].token_id
+        return sampler.sample(logits, [piece(params, prompt=prompt, output=output)]).sampled[0].token_ids[0]
 
     assert [token((0,), ()), token((0,), (0,)), token((0,), (0, 1)), token((0,), (0, 1, 1, 1))] == [0, 1, 0, 0]
     assert token((0,), (0,)) == 1  # the history shrank
@@ -322,19 +323,20 @@ def test_logprobs_are_raw(vocab: int) -> None:
         SamplingParams(temperature=0.3, repetition_penalty=2.0, logprobs=1),
     ):
         s = piece(p, prompt=tuple(order[:3].tolist()))
-        got = Sampler().sample(torch.tensor(logits)[None], [s]).tokens[0]
-        assert got.logprob is not None and got.logprob.token_id == got.token_id
-        assert got.logprob.logprob == pytest.approx(raw[got.token_id], abs=1e-9)
-        assert [i for i, _ in got.logprob.top] == order[: p.logprobs].tolist()
-        assert [v for _, v in got.logprob.top] == pytest.approx(raw[order[: p.logprobs]].tolist(), abs=1e-9)
-    assert Sampler().sample(torch.tensor(logits)[None], [piece(GREEDY)]).tokens[0].logprob is None
+        got = Sampler().sample(torch.tensor(logits)[None], [s]).sampled[0]
+        [logprob] = got.logprobs
+        assert (logprob.token_id,) == got.token_ids
+        assert logprob.logprob == pytest.approx(raw[logprob.token_id], abs=1e-9)
+        assert [i for i, _ in logprob.top] == order[: p.logprobs].tolist()
+        assert [v for _, v in logprob.top] == pytest.approx(raw[order[: p.logprobs]].tolist(), abs=1e-9)
+    assert Sampler().sample(torch.tensor(logits)[None], [piece(GREEDY)]).sampled[0].logprobs == ()
 
 
 def test_logprobs_of_a_small_or_masked_vocabulary() -> None:
     logits = torch.tensor([[0.0, -torch.inf, 1.0, 0.0]])
-    [token] = Sampler().sample(logits, [piece(SamplingParams(temperature=0.0, logprobs=20))]).tokens
-    assert token.logprob is not None and [i for i, _ in token.logprob.top] == [2, 0, 3]
-    assert sum(math.exp(v) for _, v in token.logprob.top) == pytest.approx(1)
+    [found] = Sampler().sample(logits, [piece(SamplingParams(temperature=0.0, logprobs=20))]).sampled
+    assert [i for i, _ in found.logprobs[0].top] == [2, 0, 3]
+    assert sum(math.exp(v) for _, v in found.logprobs[0].top) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("params", [GREEDY, *MIXED], ids=str)
@@ -348,14 +350,14 @@ def test_rows_that_are_not_finite_fail_alone(params: SamplingParams) -> None:
     fine: StepResult = Sampler().sample(torch.tensor(good), pieces)
     result = Sampler().sample(torch.tensor(bad), pieces)
     assert result.failed == dict.fromkeys((11, 13, 14), "logits are not finite")
-    assert result.tokens == [fine.tokens[i] for i in (0, 2, 5)]
+    assert result.sampled == [fine.sampled[i] for i in (0, 2, 5)]
 
 
 def test_stop_tokens_that_leave_nothing_to_choose_are_chosen_from_all_the_same() -> None:
     logits = torch.tensor([[1.0, 2.0]])
     for params in (SamplingParams(temperature=0.0), SamplingParams(top_k=1), SamplingParams(temperature=0.01)):
         result = Sampler().sample(logits, [piece(params, suppress_eos=True, stop_ids=(0, 1))])
-        assert not result.failed and [token.token_id for token in result.tokens] == [1]
+        assert not result.failed and [found.token_ids for found in result.sampled] == [(1,)]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -380,7 +382,7 @@ def test_no_parameters_of_a_client_make_a_finite_row_fail(seed: int) -> None:
         history = tuple(rng.choices(range(vocab), k=80))
         one_piece = piece(params, prompt=history[:40], output=history[40:], suppress_eos=True, stop_ids=tuple(range(9)))
         result = Sampler().sample(torch.tensor([row]), [one_piece])
-        assert not result.failed and 0 <= result.tokens[0].token_id < vocab, (params, row)
+        assert not result.failed and 0 <= result.sampled[0].token_ids[0] < vocab, (params, row)
 
 
 def test_no_rows() -> None:
@@ -397,7 +399,9 @@ def test_preemption_and_resume_continue_the_same_draws() -> None:
             if step == released_at:
                 sampler.release(5)
             s = piece(params, seq_id=5, seed=99, output=tuple(output))
-            output.append(sampler.sample(logits[step : step + 1], [s]).tokens[0].token_id)
+            if step not in (0, released_at):
+                s.earlier_ids = ()
+            output.append(sampler.sample(logits[step : step + 1], [s]).sampled[0].token_ids[0])
         return output
 
     assert run(None) == run(13) and len(set(run(None))) > 5

@@ -160,15 +160,13 @@ def test_a_sequence_that_reads_unwritten_pages_fails_alone_and_leaves_nothing_be
 
     def piece(seq_id: int, start: int, first_page: int) -> SequenceSlice:
         pages = list(range(first_page, first_page + 4))
-        return SequenceSlice(
-            seq_id, [5, 6], start, {GLOBAL: pages, LOCAL: pages}, True, GREEDY, history=[0] * start + [5, 6]
-        )
+        return SequenceSlice(seq_id, [5, 6], start, {GLOBAL: pages, LOCAL: pages}, True, GREEDY)
 
     result = executor.execute(StepBatch([piece(1, 9, 0), piece(2, 0, 10)]))
-    assert set(result.failed) == {1} and [t.seq_id for t in result.tokens] == [2]
+    assert set(result.failed) == {1} and [t.seq_id for t in result.sampled] == [2]
     executor.release(1)
     after = executor.execute(StepBatch([piece(3, 0, 20)]))
-    assert after.tokens[0].token_id == result.tokens[0].token_id and not after.failed
+    assert after.sampled[0].token_ids == result.sampled[0].token_ids and not after.failed
 
 
 def test_a_released_sequence_is_read_from_its_pages_again(tmp_path: Path) -> None:
@@ -190,13 +188,13 @@ def test_results_are_in_the_order_of_the_sampling_slices(tmp_path: Path) -> None
     executor = executor_of(fake_engine(tmp_path / "e", model.spec, model.tensors), max_batch_tokens=64)
     prompts = {7: [5, 6, 7, 8], 3: [9], 5: [11, 12, 13], 9: [4]}
     slices = [
-        SequenceSlice(i, ids, 0, {g: [4 * n, 4 * n + 1] for g in PAGES}, i != 3, GREEDY, history=ids)
+        SequenceSlice(i, ids, 0, {g: [4 * n, 4 * n + 1] for g in PAGES}, i != 3, GREEDY)
         for n, (i, ids) in enumerate(prompts.items())
     ]
     result = executor.execute(StepBatch(slices))
     expected = [(i, int(model.hf_logits(prompts[i])[-1].argmax())) for i in (7, 5, 9)]
-    assert [(t.seq_id, t.token_id) for t in result.tokens] == expected
-    assert executor.execute(StepBatch([])).tokens == []
+    assert [(t.seq_id, t.token_ids[0]) for t in result.sampled] == expected
+    assert executor.execute(StepBatch([])).sampled == []
 
 
 def test_full_tensorrt_replays_one_graph_per_number_of_slots(tmp_path: Path) -> None:

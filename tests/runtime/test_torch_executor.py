@@ -34,9 +34,7 @@ def executor_of(model: TinyModel, **settings: object) -> TorchExecutor:
 
 def piece(seq_id: int, token_ids: list[int], first_page: int, *, start: int = 0, sample: bool = True) -> SequenceSlice:
     pages = list(range(first_page, first_page + 5))
-    return SequenceSlice(
-        seq_id, token_ids, start, dict.fromkeys(GROUPS, pages), sample, GREEDY, history=[0] * start + token_ids
-    )
+    return SequenceSlice(seq_id, token_ids, start, dict.fromkeys(GROUPS, pages), sample, GREEDY)
 
 
 def test_samples_in_the_order_of_the_slices_that_ask() -> None:
@@ -47,8 +45,8 @@ def test_samples_in_the_order_of_the_slices_that_ask() -> None:
         StepBatch([piece(7, prompts[7], 0), piece(3, prompts[3], 5, sample=False), piece(5, prompts[5], 10)])
     )
     expected = [(i, int(model.hf_logits(prompts[i])[-1].argmax())) for i in (7, 5)]
-    assert [(t.seq_id, t.token_id) for t in result.tokens] == expected
-    assert executor.execute(StepBatch([piece(3, [1], 5, start=2, sample=False)])).tokens == []
+    assert [(t.seq_id, t.token_ids[0]) for t in result.sampled] == expected
+    assert executor.execute(StepBatch([piece(3, [1], 5, start=2, sample=False)])).sampled == []
     executor.release(7)
     executor.release(1234)
 
@@ -58,7 +56,7 @@ def test_a_sequence_that_reads_unwritten_slots_fails_alone() -> None:
     executor = executor_of(tiny_model(21))
     result = executor.execute(StepBatch([piece(1, [5, 6], 0, start=9), piece(2, [5, 6], 10)]))
     assert set(result.failed) == {1} and "finite" in result.failed[1]
-    assert [t.seq_id for t in result.tokens] == [2]
+    assert [t.seq_id for t in result.sampled] == [2]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "fp8"])

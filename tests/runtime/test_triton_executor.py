@@ -183,13 +183,13 @@ def test_padded_decode_steps_choose_the_same_tokens(monkeypatch: pytest.MonkeyPa
     mine, plain = executor_of(model, graphs=True, prepares=True, **limits), executor_of(model, **limits)
     assert all(p.isnan().all() for p in mine.pools.values()), "preparing wrote to a page"
     prompts = [greedy(i, [5 + i, 6, 7], 0, [3 * i, 3 * i + 1]) for i in range(2)]
-    assert all(e.execute(StepBatch(prompts)).tokens for e in (mine, plain))
+    assert all(e.execute(StepBatch(prompts)).sampled for e in (mine, plain))
     decode = [greedy(1, [9], 3, [3, 4]), greedy(0, [8], 3, [0, 1]), greedy(7, [8], 5, [20, 21])]
     result, other = (e.execute(StepBatch(decode)) for e in (mine, plain))
-    assert [t.seq_id for t in result.tokens] == [1, 0] and result.tokens == other.tokens
+    assert [t.seq_id for t in result.sampled] == [1, 0] and result.sampled == other.sampled
     assert set(result.failed) == set(other.failed) == {7}
     tokens = mine.memory.logits[:2].argmax(1).tolist()
-    assert [t.token_id for t in result.tokens] == tokens
+    assert [t.token_ids[0] for t in result.sampled] == tokens
     for group, pool in mine.pools.items():
         written = {0, 3, 21}  # positions 0 to 3 of both, position 5 of the third
         kept = [p for p in range(len(pool)) if p not in written]
@@ -209,12 +209,12 @@ def test_results_come_in_the_order_of_the_batch() -> None:
         greedy(3, [8], 0, [3]),
     ]
     result = executor.execute(StepBatch(batch))
-    assert [t.seq_id for t in result.tokens] == [4, 2, 3]
-    assert result.tokens == oracle.execute(StepBatch(batch)).tokens
-    assert executor.execute(StepBatch([greedy(9, [4], 2, [2], sample=False)])).tokens == []
+    assert [t.seq_id for t in result.sampled] == [4, 2, 3]
+    assert result.sampled == oracle.execute(StepBatch(batch)).sampled
+    assert executor.execute(StepBatch([greedy(9, [4], 2, [2], sample=False)])).sampled == []
     batch[3].params = bias
-    tokens = executor.execute(StepBatch(batch)).tokens
-    assert tokens[:2] == result.tokens[:2] and tokens[2].token_id == 11
+    tokens = executor.execute(StepBatch(batch)).sampled
+    assert tokens[:2] == result.sampled[:2] and tokens[2].token_ids == (11,)
     assert isinstance(executor._sampler, Sampler)
     executor.release(4)
 
@@ -256,9 +256,9 @@ def test_pools_take_what_the_largest_steps_leave(monkeypatch: pytest.MonkeyPatch
     slots = {group: apart[0] for group, apart in mine.layout.apart().items()}
     piece = greedy(1, [5], 0, [])
     piece.pages = {group: [slot] for group, slot in slots.items()}
-    tokens = mine.execute(StepBatch([piece])).tokens
+    tokens = mine.execute(StepBatch([piece])).sampled
     piece.pages = dict.fromkeys(GROUPS, [4])
-    assert tokens == plain.execute(StepBatch([piece])).tokens
+    assert tokens == plain.execute(StepBatch([piece])).sampled
     assert torch.equal(mine.pools["local"][slots["local"], :, :, 0], plain.pools["local"][4, :, :, 0])
 
 

@@ -94,8 +94,8 @@ def test_draws_are_the_samplers(executor: TritonExecutor, length: int) -> None:
     batch = [piece(r, [random.randrange(vocab) for _ in range(length)], 0, PARAMS[r]) for r in order]
     result = executor.execute(StepBatch(batch))
     want = Sampler().sample(executor.memory.logits[:ROWS].clone(), batch)
-    assert [t.seq_id for t in result.tokens] == order
-    assert [t.token_id for t in result.tokens] == [t.token_id for t in want.tokens]
+    assert [t.seq_id for t in result.sampled] == order
+    assert [t.token_ids for t in result.sampled] == [t.token_ids for t in want.sampled]
 
 
 def opened(pages: int, tokens: int, rows: int) -> TritonExecutor:
@@ -129,7 +129,7 @@ def test_steps_in_graphs_of_all_sizes_are_those_that_are_launched() -> None:
             for i, length in enumerate([1] * singles + lengths):
                 pages = {group: [free.pop() for _ in range(-(-length // size))] for group, free in slots.items()}
                 tokens = [rng.randrange(vocab) for _ in range(length)]
-                slices.append(SequenceSlice(i, tokens, 0, pages, sample=True, params=PARAMS[0], history=tokens))
+                slices.append(SequenceSlice(i, tokens, 0, pages, sample=True, params=PARAMS[0]))
             problems += graph_problems(executor, slices, CASE.tolerance)
     finally:
         executor.close()
@@ -162,4 +162,4 @@ def test_pages_move_between_steps(executor: TritonExecutor) -> None:
         executor.execute(StepBatch([piece(slot // 8, [9] * 16, 16 * slot, greedy)]))  # overwrites where they were
     following.pages = dict.fromkeys(GROUPS, list(range(free, free + 8)))
     got = executor.execute(StepBatch([following]))
-    assert got.tokens == want.tokens
+    assert got.sampled == want.sampled

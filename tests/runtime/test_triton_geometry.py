@@ -219,7 +219,7 @@ class Life:
         sample = tokens == [UNREAD] or start + len(tokens) == len(sequence.tokens)
         pages = sequence.pages
         return SequenceSlice(
-            sequence.seq_id, tokens, start, pages.tables, sample, sequence.params, sequence.tokens, 1, stamp=pages.stamp
+            sequence.seq_id, tokens, start, pages.tables, sample, sequence.params, 1, stamp=pages.stamp
         )
 
     def follow(self, batch: StepBatch) -> StepBatch | None:
@@ -252,7 +252,7 @@ class Life:
 
     def take(self, batch: StepBatch, wanted: Any, result: StepResult) -> None:
         """Compare and go on with what a step gave."""
-        found = {token.seq_id: token.token_id for token in result.tokens}
+        found = {found.seq_id: found.token_ids[0] for found in result.sampled}
         assert not result.failed and found == wanted[0], (found, wanted[0])
         assert result.attention == wanted[1], (result.attention, wanted[1])
         by_id = {s.seq_id: s for s in self.running}

@@ -34,8 +34,7 @@ def one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def piece(seq_id: int, token_ids: list[int], start: int, pages: list[int]) -> SequenceSlice:
-    history = [0] * start + token_ids
-    return SequenceSlice(seq_id, token_ids, start, dict.fromkeys(GROUPS, pages), True, GREEDY, history=history)
+    return SequenceSlice(seq_id, token_ids, start, dict.fromkeys(GROUPS, pages), True, GREEDY)
 
 
 def steps_of(rng: random.Random) -> Iterator[list[SequenceSlice]]:
@@ -77,7 +76,7 @@ def test_a_measured_step_runs_in_its_graph_and_changes_no_bit(kv_dtype: str) -> 
             executor.memory.logits.fill_(torch.nan)
         mine, theirs = (e.execute(StepBatch(batch, measure_attention=True)) for e in (measured, oracle))
         other = plain.execute(StepBatch(batch))
-        assert mine.tokens == other.tokens and mine.failed == other.failed and not other.attention
+        assert mine.sampled == other.sampled and mine.failed == other.failed and not other.attention
         assert torch.equal(measured.memory.logits.view(torch.int32), plain.memory.logits.view(torch.int32))
         for group, pool in measured.pools.items():
             assert torch.equal(pool.view(torch.uint8), plain.pools[group].view(torch.uint8))
@@ -96,7 +95,7 @@ def test_two_measured_steps_under_way_keep_their_masses_apart() -> None:
     model = small_model(random.randrange(1000), num_hidden_layers=4)
     ahead, after = (executor_of(model, graphs=True, max_sequences=2, max_batch_tokens=6) for _ in range(2))
     prompt = [piece(i, [7 + i, 3, 9], 0, [3 * i, 3 * i + 1, 3 * i + 2]) for i in range(2)]
-    assert all(e.execute(StepBatch(prompt)).tokens for e in (ahead, after))
+    assert all(e.execute(StepBatch(prompt)).sampled for e in (ahead, after))
     results: list[list[StepResult]] = [[], []]
     first = [piece(i, [5 + i], 3, [3 * i, 3 * i + 1, 3 * i + 2]) for i in range(2)]
     batch = StepBatch(first, measure_attention=True)
@@ -105,7 +104,7 @@ def test_two_measured_steps_under_way_keep_their_masses_apart() -> None:
     for start in range(4, 8):
         result = after.execute(batch)
         results[1].append(result)
-        tokens = [t.token_id for t in result.tokens]
+        tokens = [t.token_ids[0] for t in result.sampled]
         batch, unread = (
             StepBatch(
                 [piece(i, [token], start, [3 * i, 3 * i + 1, 3 * i + 2]) for i, token in enumerate(given)],
@@ -167,4 +166,4 @@ def test_an_engine_that_was_built_without_the_kernels_measures_nothing(monkeypat
 
     monkeypatch.setattr(triton_cpu, "specs_of", without)
     result = executor_of(small_model(1)).execute(StepBatch([piece(1, [5], 0, [2])], measure_attention=True))
-    assert result.tokens and result.attention == {}
+    assert result.sampled and result.attention == {}

@@ -135,7 +135,7 @@ def test_padding_changes_no_bit(kv_dtype: str, kept: int, monkeypatch: pytest.Mo
             for piece, sample in zip(slices, sampled, strict=True):
                 piece.sample = sample
             found = driver.executor.execute(StepBatch(slices, measure_attention=measure))
-            results.append(found.tokens)
+            results.append(found.sampled)
             masses.append(found.attention)
             logits.append(driver.sampler.logits if any(sampled) else torch.zeros(0))
             for n, new in zip(chosen, tokens, strict=True):
@@ -184,7 +184,7 @@ def test_steps_without_a_graph_and_steps_that_follow_unread() -> None:
     slices = [prompt(0, 3), prompt(1, 1), prompt(2, 2), prompt(3, 1)]
     follow = [
         SequenceSlice(
-            s.seq_id, [UNREAD], len(s.token_ids), s.pages, True, s.params, history=s.history, prompt_len=s.prompt_len,
+            s.seq_id, [UNREAD], len(s.token_ids), s.pages, True, s.params, prompt_len=s.prompt_len,
             seed=s.seed,
         )
         for s in slices
@@ -195,7 +195,7 @@ def test_steps_without_a_graph_and_steps_that_follow_unread() -> None:
         executor.submit(StepBatch(slices))
         assert executor.leads(StepBatch(follow))
         executor.submit(StepBatch(follow))
-        found.append([executor.collect().tokens, executor.collect().tokens])
+        found.append([executor.collect().sampled, executor.collect().sampled])
     assert found[0] == found[1] and len(found[0][1]) == 4
     assert +ran == {"9, 4": 1, "decode": 1}
     alone = [
@@ -204,5 +204,5 @@ def test_steps_without_a_graph_and_steps_that_follow_unread() -> None:
         StepBatch([prompt(4, 25)]),
     ]
     for count, batch in enumerate(alone, 1):
-        assert mine.execute(batch).tokens == plain.execute(batch).tokens
+        assert mine.execute(batch).sampled == plain.execute(batch).sampled
         assert ran["kernels"] == count

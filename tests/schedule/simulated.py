@@ -10,7 +10,7 @@ from wicore_trt.core.engine import EngineCore
 from wicore_trt.kv.manager import CacheOptions, KVCacheManager
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.model.spec import GLOBAL
-from wicore_trt.runtime.batch import SampledToken, StepBatch, StepResult
+from wicore_trt.runtime.batch import SampledTokens, StepBatch, StepResult
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.schedule.step_time import StepLoad, StepTime, load_of
@@ -69,7 +69,7 @@ class Simulated:
         seconds += max(0.0, launch_s - self._before)
         self._before = seconds
         self.now += seconds * self.rng.lognormvariate(0, self.noise)
-        return StepResult([SampledToken(s.seq_id, 7) for s in batch.slices if s.sample])
+        return StepResult([SampledTokens(s.seq_id, (7,)) for s in batch.slices if s.sample])
 
     def release(self, seq_id: int) -> None:
         pass

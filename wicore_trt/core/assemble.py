@@ -182,7 +182,7 @@ def warm_up(executor: Executor) -> None:
     piece = SequenceSlice(
         seq_id=-1, token_ids=[0], start=0,
         pages={group: [slots[0]] for group, slots in executor.layout.apart().items()}, sample=True,
-        params=SamplingParams(temperature=0.0), history=[0], prompt_len=1,
+        params=SamplingParams(temperature=0.0), prompt_len=1,
     )  # fmt: skip
     executor.execute(StepBatch([piece]))
     executor.release(piece.seq_id)

@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 from wicore_trt.core.engine_stats import engine_stats
 from wicore_trt.core.loop import Core
@@ -26,7 +25,7 @@ from wicore_trt.grammar.matcher import Grammars, Matcher, MatcherError
 from wicore_trt.kv.events import EventFeed, KVEventLog
 from wicore_trt.kv.pages.hashing import mark_content
 from wicore_trt.kv.sequence_pages import SequencePages
-from wicore_trt.runtime.batch import UNREAD, SampledToken, SequenceSlice, StepBatch, StepResult
+from wicore_trt.runtime.batch import UNREAD, SampledTokens, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.executor import AheadExecutor, Executor
 from wicore_trt.schedule.outlook import Outlook
 from wicore_trt.schedule.scheduler import Scheduler
@@ -82,6 +81,7 @@ class EngineCore(Core):
         super().__init__(eos_ids, max_context, clock)
         self._grammars = grammars
         self._matchers: dict[int, Matcher] = {}  # of constrained sequences that live, by seq_id
+        self._uncounted: set[int] = set()  # penalized sequences whose tokens the executor does not know
         self.executor = executor
         self.scheduler = scheduler
         self._step_seconds, self._step_tokens = 0.0, Histogram(STEP_TOKENS)
@@ -156,6 +156,8 @@ class EngineCore(Core):
                     self.scheduler.finish(sequence)
             raise
         self._matchers |= {sequence.seq_id: made for sequence, made in zip(sequences, matchers, strict=False)}
+        if params.penalized:
+            self._uncounted |= {sequence.seq_id for sequence in sequences}
         self._enter(request, sequences, start_by)
 
     def _new_matchers(self, params: SamplingParams) -> list[Matcher]:
@@ -172,7 +174,7 @@ class EngineCore(Core):
             schedule = self.scheduler.schedule()
             outputs += self._shed()
             for sequence in schedule.preempted:
-                self.executor.release(sequence.seq_id)
+                self._forget_counts(sequence)
             if not schedule.slices:
                 self.scheduler.manager.beside_step(0)
                 return outputs + self._idle(schedule)
@@ -212,9 +214,9 @@ class EngineCore(Core):
         log.exception("a step failed; its sequences run again, each alone")
         flight.again, flight.result = True, StepResult([])
         flight.schedule.slices = [(s, count) for s, count in flight.schedule.slices if s.finish_reason is None]
+        for sequence, _ in flight.schedule.slices:
+            self._forget_counts(sequence)
         flight.batch = self._batch(flight.schedule, ahead=False)
-        for piece in flight.batch.slices:
-            self.executor.release(piece.seq_id)
         raised = 0
         for number, piece in enumerate(flight.batch.slices, 1):
             self.alone += 1
@@ -226,7 +228,7 @@ class EngineCore(Core):
                 if raised == number == min(2, len(flight.batch.slices)):
                     raise failure from None
                 continue
-            flight.result.tokens.extend(found.tokens)
+            flight.result.sampled.extend(found.sampled)
             flight.result.failed.update(found.failed)
             flight.result.prompt_logprobs.update(found.prompt_logprobs)
 
@@ -282,43 +284,39 @@ class EngineCore(Core):
     def _taken(self, flight: Flight, result: StepResult) -> list[TokenOutput]:
         """Take what a step brings to those sequences that did not end while it ran."""
         failed, attention, plain = result.failed, result.attention, 0
-        manager, matchers, slices = self.scheduler.manager, self._matchers, flight.schedule.slices
-        tokens: list[SampledToken | None] = [*result.tokens]
-        if failed or [t.seq_id for t in result.tokens] != [s.seq_id for s, _ in slices]:  # else each has one
-            token_of = {t.seq_id: t for t in result.tokens if t.seq_id not in failed}
-            tokens = [token_of.get(s.seq_id) for s, _ in slices]
+        manager, matchers = self.scheduler.manager, self._matchers
+        sampled = {found.seq_id: found for found in result.sampled}
         outputs: list[TokenOutput] = []
-        for (sequence, count), token in zip(slices, tokens, strict=True):
+        for sequence, count in flight.schedule.slices:
             if sequence.finish_reason is not None:
                 continue
-            if sequence.seq_id in failed:
-                outputs.append(self._finish(sequence, FinishReason.ERROR, error=failed[sequence.seq_id]))
+            seq_id, known, begin = sequence.seq_id, sequence.tokens, sequence.computed
+            if failed and seq_id in failed:
+                outputs.append(self._finish(sequence, FinishReason.ERROR, error=failed[seq_id]))
                 continue
+            found = sampled.get(seq_id)
+            sequence.computed, sequence.ran = begin + count, sequence.ran + 1
             try:
-                begin = sequence.computed
-                sequence.computed = end = begin + count
-                sequence.ran += 1
-                manager.commit(sequence.pages, sequence.tokens, begin, end, finite=token is not None)
+                manager.commit(sequence.pages, known, begin, begin + count, finite=found is not None)
             except UnwrittenPageError as unwritten:
                 log.exception("a sequence read pages that nobody wrote")
                 outputs.append(self._finish(sequence, FinishReason.ERROR, error=str(unwritten)))
                 continue
             if sequence.scoring:
-                found = result.prompt_logprobs.get(sequence.seq_id, [])
-                outputs.append(self._scored(sequence, sequence.computed - count, found))
-            if token is not None:
-                new, known, prompt_len = token.token_id, sequence.tokens, sequence.prompt_len
-                length = len(known) + 1
-                ends = length >= sequence.longest or new in sequence.stop_ids
-                if ends or length <= prompt_len + 1 or token.logprob is not None or matchers:
-                    outputs.append(self._append(sequence, token))
+                outputs.append(self._scored(sequence, begin, result.prompt_logprobs.get(seq_id, [])))
+            if found is not None:
+                new, prompt_len = found.token_ids, sequence.prompt_len
+                length = len(known) + len(new)
+                ends = length >= sequence.longest or not sequence.stop_set.isdisjoint(new)
+                if ends or len(known) == prompt_len or found.logprobs or matchers:
+                    outputs.append(self._append(sequence, found))
                 else:  # nearly always; `_append` does all the rest
-                    known.append(new)
-                    plain += 1
+                    known += new
+                    plain += len(new)
                     usage = Usage(prompt_len, length - prompt_len, sequence.cached or 0)
-                    outputs.append(TokenOutput(sequence.request_id, sequence.index, (new,), (), None, None, usage))
-            if attention and manager.attention is not None and sequence.seq_id in attention:
-                manager.attention.measured(sequence.pages.keys, attention[sequence.seq_id])
+                    outputs.append(TokenOutput(sequence.request_id, sequence.index, new, (), None, None, usage))
+            if attention and manager.attention is not None and seq_id in attention:
+                manager.attention.measured(sequence.pages.keys, attention[seq_id])
         self._counts["generated"] += plain
         return outputs
 
@@ -366,7 +364,7 @@ class EngineCore(Core):
 
     def _batch(self, schedule: StepSchedule, *, ahead: bool) -> StepBatch:
         """`ahead`: the token to compute is the one after all that are known."""
-        slices, matchers, unread = [], self._matchers, [UNREAD]
+        slices, matchers, uncounted, unread = [], self._matchers, self._uncounted, [UNREAD]
         for sequence, count in schedule.slices:
             tokens, params, pages = sequence.tokens, sequence.params, sequence.pages
             if sequence.begun is None:
@@ -376,13 +374,16 @@ class EngineCore(Core):
             ids = unread if ahead else tokens[start : start + count]
             sample, suppress_eos = ahead or start + count == length, length - prompt_len + ahead < params.min_tokens
             piece = SequenceSlice(
-                sequence.seq_id, ids, start, pages.tables, sample, params, tokens, prompt_len, sequence.seed,
-                suppress_eos, sequence.stop_ids, None, (), pages.stamp,
+                sequence.seq_id, ids, start, pages.tables, sample, params, prompt_len, sequence.seed, suppress_eos,
+                sequence.stop_ids, None, (), pages.stamp,
             )  # fmt: skip
             if sequence.scoring:
                 piece.targets = tokens[start + 1 : min(start + count + 1, prompt_len)]
             if matchers and sample and sequence.seq_id in matchers:
                 self._constrain(piece)
+            if uncounted and sample and sequence.seq_id in uncounted:
+                piece.earlier_ids = tokens[:start]
+                uncounted.remove(sequence.seq_id)
             slices.append(piece)
         return StepBatch(slices, measure_attention=self._measures)
 
@@ -390,7 +391,11 @@ class EngineCore(Core):
         """Let a slice sample what its matcher allows."""
         assert piece.params is not None
         held = piece.stop_ids if piece.suppress_eos else self.eos_ids if piece.params.ignore_eos else ()
-        piece.allowed, piece.suppress_eos = partial(self._matchers[piece.seq_id].allowed, held), False
+        try:
+            piece.mask = self._matchers[piece.seq_id].allowed(held)
+        except Exception as error:  # of this sequence alone
+            piece.mask = str(error)
+        piece.suppress_eos = False
 
     def _scored(self, sequence: Sequence, start: int, found: list[TokenLogprob]) -> TokenOutput:
         """Put out what a slice from `start` on found of the prompt, but for what was put out before a preemption."""
@@ -401,29 +406,30 @@ class EngineCore(Core):
         sequence.scoring = sequence.scored < sequence.prompt_len
         return self._output(sequence, (), (), prompt_logprobs=tuple(new))
 
-    def _append(self, sequence: Sequence, token: SampledToken) -> TokenOutput:
-        """Add a sampled token and end the sequence if that token, or its number, ends it, or if it asked for none."""
+    def _append(self, sequence: Sequence, found: SampledTokens) -> TokenOutput:
+        """Add sampled tokens, up to one that ends the sequence. None are added where none are wanted."""
         if sequence.params.max_tokens == 0:
             return self._finish(sequence, FinishReason.LENGTH)
-        found, tokens = token.token_id, sequence.tokens
-        tokens.append(found)
-        self._counts["generated"] += 1
-        logprobs = () if token.logprob is None else (token.logprob,)
-        matcher = self._matchers.get(sequence.seq_id) if self._matchers else None
-        if found in sequence.stop_ids:
-            only = matcher is not None and found in self.eos_ids  # nothing else may follow
-            if only or sequence.output_len >= sequence.params.min_tokens:
-                sequence.stop_reason = found if found in sequence.params.stop_token_ids else None
-                return self._finish(sequence, FinishReason.STOP, last=(found,), logprobs=logprobs)
-        if len(tokens) >= sequence.longest:
-            return self._finish(sequence, FinishReason.LENGTH, last=(found,), logprobs=logprobs)
-        if matcher is not None:
-            try:
-                matcher.take(found)
-            except MatcherError as error:
-                tokens.pop()  # it is not put out, so it does not count
-                return self._finish(sequence, FinishReason.ERROR, error=str(error))
-        return self._output(sequence, (found,), logprobs)
+        tokens, ids, logprobs = sequence.tokens, found.token_ids, found.logprobs
+        matcher = self._matchers.get(sequence.seq_id)
+        for count, token in enumerate(ids, 1):
+            tokens.append(token)
+            self._counts["generated"] += 1
+            last, theirs = ids[:count], logprobs[:count]
+            if token in sequence.stop_set:
+                only = matcher is not None and token in self.eos_ids  # nothing else may follow
+                if only or sequence.output_len >= sequence.params.min_tokens:
+                    sequence.stop_reason = token if token in sequence.params.stop_token_ids else None
+                    return self._finish(sequence, FinishReason.STOP, last=last, logprobs=theirs)
+            if len(tokens) >= sequence.longest:
+                return self._finish(sequence, FinishReason.LENGTH, last=last, logprobs=theirs)
+            if matcher is not None:
+                try:
+                    matcher.take(token)
+                except MatcherError as error:
+                    tokens.pop()  # it is not put out, so it does not count
+                    return self._finish(sequence, FinishReason.ERROR, last=last[:-1], error=str(error))
+        return self._output(sequence, ids, logprobs)
 
     def _finish(
         self,
@@ -438,7 +444,7 @@ class EngineCore(Core):
         """End a live sequence; `last` and `logprobs` are the tokens it gained in this step."""
         sequence.finish_reason = reason
         matcher = self._matchers.pop(sequence.seq_id, None)
-        fault = matcher is not None and matcher.broken
+        fault = matcher is not None and error is not None and error == matcher.broken
         if reason is FinishReason.ERROR and not fault and retry_s is None:
             facts = {"id": sequence.request.log_id, "index": sequence.index}
             log.error("a sequence failed: %s", error, extra={"facts": facts})
@@ -451,13 +457,20 @@ class EngineCore(Core):
             self._release(sequence)
         self._strike(sequence, reason)
         self._counts["cached"] += sequence.cached or 0
-        field = "constraint" if error is not None and fault else None
+        field = "constraint" if fault else None
         return self._output(sequence, last, logprobs, error, field=field, retry_s=retry_s)
 
     def _release(self, sequence: Sequence) -> None:
         """Give back what an ended sequence holds."""
         self.scheduler.finish(sequence)
         self.executor.release(sequence.seq_id)
+        self._uncounted.discard(sequence.seq_id)
+
+    def _forget_counts(self, sequence: Sequence) -> None:
+        """Let the executor forget a sequence that goes on; its next sample needs all of its tokens."""
+        self.executor.release(sequence.seq_id)
+        if sequence.params.penalized:
+            self._uncounted.add(sequence.seq_id)
 
     def _output(
         self,

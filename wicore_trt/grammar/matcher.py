@@ -29,12 +29,12 @@ class MatcherError(Exception):
 
 
 class Matcher:
-    """Where one sequence is in its grammar. `broken`: it raised a MatcherError."""
+    """Where one sequence is in its grammar. `broken`: the text of the MatcherError that it raised."""
 
     def __init__(self, inner: Any, size: int, ends: Sequence[int]) -> None:
         """`ends` are the tokens that end an output, of which llguidance knows the first alone."""
         self._inner, self._size, self._ends = inner, size, ends
-        self.broken = False
+        self.broken: str | None = None
 
     def allowed(self, held: Collection[int] = ()) -> bytes:
         """The tokens that may follow, a bit for each, lowest first. `held` are left out unless nothing else may follow.
@@ -51,8 +51,8 @@ class Matcher:
                 left[token >> 3] &= ~(1 << (token & 7))
             mask = left if any(left) else mask
         if not any(mask):
-            self.broken = True
-            raise MatcherError("The constraint leaves no token to go on with.")
+            self.broken = "The constraint leaves no token to go on with."
+            raise MatcherError(self.broken)
         return bytes(mask)
 
     def take(self, token: int) -> None:
@@ -61,9 +61,9 @@ class Matcher:
             raise self._error()
 
     def _error(self) -> MatcherError:
-        self.broken = True
         reason = shortened(" ".join(str(self._inner.get_error()).split()), _REASON)
-        return MatcherError(f"The constraint cannot be kept any further: {reason}")
+        self.broken = f"The constraint cannot be kept any further: {reason}"
+        return MatcherError(self.broken)
 
 
 def _has(mask: bytes | bytearray, token: int) -> bool:

@@ -6,6 +6,7 @@ sequence's tokens, a table never has a slot before a page that slid out, and tab
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from wicore_trt.kv.tiers.load import PrefixLoad
 from wicore_trt.kv.tiers.moves import TierCopy
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import CacheHints
+
+STAMPS = itertools.count(1)
 
 
 @dataclass(slots=True)
@@ -52,7 +55,7 @@ class SequencePages:
     `failures` is the manager's count of failed steps when what this sequence holds was last known to be good. `load`
     brings the prefix up from lower tiers; `prefetch` brings what it will need from disk to host memory while it waits;
     `parked` is where the pages of a preempted sequence wait. `stamp` stands for
-    what the tables hold: each change brings another object, so that who keeps it beside a copy of the tables knows by
+    what the tables hold: each change brings another number, so that who keeps it beside a copy of the tables knows by
     it alone whether the copy is good. Tables are changed by the methods here and nowhere else.
     """
 
@@ -63,7 +66,7 @@ class SequencePages:
     known: dict[str, dict[int, Page]] = field(default_factory=lambda: {GLOBAL: {}, LOCAL: {}})
     blocks: list[bytes] = field(default_factory=list)
     tables: dict[str, array[int]] = field(default_factory=empty_tables)
-    stamp: object = field(default_factory=object)
+    stamp: int = field(default_factory=STAMPS.__next__)
     published: int = 0
     trusted: int = 0
     attached: int = 0
@@ -78,23 +81,23 @@ class SequencePages:
     def extend(self, group: str, slots: Iterable[int]) -> None:
         """Put `slots` at the end of a table."""
         self.tables[group].extend(slots)
-        self.stamp = object()
+        self.stamp = next(STAMPS)
 
     def put(self, group: str, slots: Mapping[int, int]) -> None:
         """Put `slots` into a table, by page index, in place of those it has there."""
         table = self.tables[group]
         for i, slot in slots.items():
             table[i] = slot
-        self.stamp = object()
+        self.stamp = next(STAMPS)
 
     def cut(self, group: str, length: int) -> None:
         """Take from a table what is behind its first `length` pages."""
         del self.tables[group][length:]
-        self.stamp = object()
+        self.stamp = next(STAMPS)
 
     def clear(self) -> None:
         """Empty tables in place of these."""
-        self.tables, self.stamp = empty_tables(), object()
+        self.tables, self.stamp = empty_tables(), next(STAMPS)
 
     def name(self, tokens: Sequence[int]) -> None:
         """Give all full pages of `tokens` their names."""

@@ -6,7 +6,7 @@ counts for penalties), created at the first slice of a `seq_id` and dropped by `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -14,25 +14,26 @@ import msgspec
 from wicore_trt.types import SamplingParams, TokenLogprob
 
 UNREAD = -1
-"""As a token id: what the step before sampled for this sequence, which nobody has read yet."""
+"""As a token id: a token that the step before samples for this sequence, and that nobody has read yet."""
 
 
 class SequenceSlice(msgspec.Struct):
-    """Consecutive tokens of one sequence to compute in this step.
+    """Consecutive tokens of one sequence to compute in this step. Plain data, so that it can cross to another process.
 
     `start` is the position of `token_ids[0]`; positions before it are already in the KV pages. `pages[group][j]`
     is the pool slot that holds positions [j * page_tokens, (j + 1) * page_tokens) of that layer group; -1 marks a
-    local page that slid out of the window. Pages up to the slice's last position are present.
-    When `sample` is set, the token after the slice's last one is sampled with `params`. `history` is then every
-    token of the sequence so far (prompt + output, the slice included) and `prompt_len` says where output begins.
+    local page that slid out of the window. Pages up to the slice's last position are present. Page tables of equal
+    `stamp` are equal; None is no such promise.
+    When `sample` is set, the token after the slice's last one is sampled with `params`; the output begins at position
+    `prompt_len`. With the first such slice of a sequence since its last `Executor.release`, `earlier_ids` has all
+    tokens before `start` where `params` penalize tokens: the executor counts them by `seq_id` from then on.
     `suppress_eos`: min_tokens is not reached, so eos and stop ids must not be chosen (`stop_ids` lists them).
-    `allowed`, where there is a constraint, makes the mask of the tokens that may be sampled, a bit for each, lowest
-    first. It takes a moment, so it is called when the logits are there. What it raises fails this sequence alone. With
-    it `suppress_eos` is unset.
+    `mask`, where there is a constraint, has a bit for each token that may be sampled, lowest first; a text is why none
+    could be made, and fails this sequence alone. With it `suppress_eos` is unset.
     `targets` are tokens of the prompt that follow the slice's first tokens: their log-probabilities are reported, with
     `params.prompt_logprobs` alternatives each.
-    For an executor that runs ahead `token_ids` may be [UNREAD]; `history` then ends before that token.
-    A step makes one for each sequence, so it is what is made fastest.
+    For an executor that runs ahead `token_ids` may be [UNREAD].
+    A step makes one slice for each sequence, so this class is the fastest to make.
     """
 
     seq_id: int
@@ -41,14 +42,14 @@ class SequenceSlice(msgspec.Struct):
     pages: Mapping[str, Sequence[int]]
     sample: bool = False
     params: SamplingParams | None = None
-    history: list[int] = []
     prompt_len: int = 0
     seed: int = 0
     suppress_eos: bool = False
     stop_ids: tuple[int, ...] = ()
-    allowed: Callable[[], bytes] | None = None
+    mask: bytes | str | None = None
     targets: Sequence[int] = ()
-    stamp: object = None
+    stamp: int | None = None
+    earlier_ids: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -66,18 +67,18 @@ class StepBatch:
         self.num_tokens = sum([len(s.token_ids) for s in self.slices])
 
 
-class SampledToken(msgspec.Struct, frozen=True, gc=False):
-    """The token sampled for `seq_id`."""
+class SampledTokens(msgspec.Struct, frozen=True, gc=False):
+    """Tokens sampled for `seq_id`, in order; `logprobs` has an entry for each of them where `params` ask for it."""
 
     seq_id: int
-    token_id: int
-    logprob: TokenLogprob | None = None
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Sampled tokens in the order of the batch's sampling slices. A sequence whose logits are not finite, or whose
-    constraint leaves none of them, is reported in `failed` with the reason and has no sampled token.
+    """Sampled tokens by sequence, in the order of the batch's sampling slices. A sequence whose logits are not finite,
+    or whose constraint leaves none of them, is reported in `failed` with the reason and has no sampled tokens.
     `prompt_logprobs` has an entry for each target of a slice that has any and did not fail.
 
     `attention`, on steps that measure it, has for each seq_id and each of its global pages, first page first, the
@@ -85,7 +86,7 @@ class StepResult:
     the mean over pages (1.0 is an average page). The layer changes from one measured step to the next. Sequences are
     absent where nothing could be measured, and all of them on executors that cannot measure."""
 
-    tokens: list[SampledToken]
+    sampled: list[SampledTokens]
     failed: dict[int, str] = field(default_factory=dict)
     attention: dict[int, list[float]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)

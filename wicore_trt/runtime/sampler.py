@@ -1,7 +1,7 @@
 """Logits to tokens: bias, penalties, temperature, filters, seeded draws and log-probabilities.
 
 Knows rows of logits and their slices; it must not know the model, pages or requests. Invariant: a row's token is a
-function of that row's logits, parameters, history and seed alone, so neither the other rows of the batch nor a
+function of that row's logits, parameters, earlier tokens and seed alone, so neither the other rows of the batch nor a
 preemption in between changes it. Every reduction that rounds therefore runs over fixed-size blocks of one row, and
 candidates have one order: higher logit first, lower token id first among equals.
 """
@@ -17,7 +17,7 @@ import torch
 from numpy.random import Philox
 
 from wicore_trt.arithmetic import div_ceil
-from wicore_trt.runtime.batch import SampledToken, SequenceSlice, StepResult
+from wicore_trt.runtime.batch import SampledTokens, SequenceSlice, StepResult
 from wicore_trt.types import SamplingParams, TokenLogprob
 
 NOT_FINITE = "logits are not finite"
@@ -48,7 +48,7 @@ class Sampler:
         if edited is not logits:
             best, peaks = _argmax(edited)
             for row in np.flatnonzero(finite & ~np.isfinite(peaks)).tolist():  # nothing is left to choose from
-                if slices[row].allowed is not None:
+                if slices[row].mask is not None:
                     failed.setdefault(row, NONE_ALLOWED)
                     continue
                 edited[row] = logits[row]
@@ -61,15 +61,15 @@ class Sampler:
             rows = drawn[start : start + _ROWS_AT_ONCE]
             tokens = _draw(_rows(edited, rows), peaks[rows], [slices[r] for r in rows])
             chosen.update(zip(rows, tokens, strict=True))
-        logprobs: dict[int, TokenLogprob] = {}
+        logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
         reported = [r for r in alive if _params(slices[r]).logprobs is not None]
         for start in range(0, len(reported), _ROWS_AT_ONCE):
             rows = reported[start : start + _ROWS_AT_ONCE]
             tops = [_params(slices[r]).logprobs or 0 for r in rows]
             values = _logprobs(_rows(logits, rows), raw_peaks[rows], [chosen[r] for r in rows], tops)
-            logprobs.update(zip(rows, values, strict=True))
+            logprobs.update((row, (value,)) for row, value in zip(rows, values, strict=True))
         return StepResult(
-            tokens=[SampledToken(slices[r].seq_id, chosen[r], logprobs.get(r)) for r in alive],
+            [SampledTokens(slices[r].seq_id, (chosen[r],), logprobs.get(r, ())) for r in alive],
             failed={slices[row].seq_id: why for row, why in sorted(failed.items())},
         )
 
@@ -108,28 +108,34 @@ class Sampler:
         edited = logits
         for row, piece in enumerate(slices):
             params = _params(piece)
-            penalized, masked = _penalized(params), piece.allowed is not None and finite[row]
-            if not (penalized or params.logit_bias or piece.suppress_eos or masked):
+            penalized, mask = params.penalized, piece.mask if finite[row] else None
+            if not (penalized or params.logit_bias or piece.suppress_eos or mask is not None):
                 continue
             if edited is logits:
                 edited = logits.clone()
             if params.logit_bias:
                 _add_bias(edited[row], params)
             if penalized:
-                counts = self._counts.setdefault(piece.seq_id, _TokenCounts())
-                counts.update(piece.history, piece.prompt_len)
-                _penalize(edited[row], counts, params)
+                _penalize(edited[row], self._count(piece), params)
             if piece.suppress_eos:
                 vocab = logits.shape[1]
                 stops = [token for token in piece.stop_ids if token < vocab]
                 edited[row, torch.tensor(stops, dtype=torch.int64, device=logits.device)] = -torch.inf
-            if masked:
-                assert piece.allowed is not None
-                try:
-                    _mask(edited[row], piece.allowed())
-                except Exception as error:
-                    failed[row] = str(error)
+            if isinstance(mask, str):
+                failed[row] = mask
+            elif mask is not None:
+                _mask(edited[row], mask)
         return edited
+
+    def _count(self, piece: SequenceSlice) -> _TokenCounts:
+        """Count a slice's tokens, and at the sequence's first slice those before it."""
+        if piece.start == len(piece.earlier_ids):
+            self._counts[piece.seq_id] = _TokenCounts()
+        counts = self._counts[piece.seq_id]
+        counts.add(piece.earlier_ids, piece.prompt_len)
+        assert counts.length == piece.start, "tokens of a penalized sequence were never told"
+        counts.add(piece.token_ids, piece.prompt_len)
+        return counts
 
 
 def _score(logits: torch.Tensor, piece: SequenceSlice) -> list[TokenLogprob] | None:
@@ -147,30 +153,21 @@ def _score(logits: torch.Tensor, piece: SequenceSlice) -> list[TokenLogprob] | N
 
 
 class _TokenCounts:
-    """How often each token of a history was output, in `outputs`, 0 if only the prompt holds it; `ids` names it."""
+    """Counts of a sequence's first `length` tokens: `outputs[i]` of `ids[i]`, 0 if only the prompt has it."""
 
     def __init__(self) -> None:
-        self.ids, self.outputs = array("q"), array("f")
+        self.ids, self.outputs, self.length = array("q"), array("f"), 0
         self._slots: dict[int, int] = {}
-        self._length = self._prompt_len = 0
-        self._last: int | None = None
 
-    def update(self, history: Sequence[int], prompt_len: int) -> None:
-        """Follow a history that was appended to; one that shrank or differs is counted anew."""
-        continues = (
-            prompt_len == self._prompt_len
-            and len(history) >= self._length
-            and (not self._length or history[self._length - 1] == self._last)
-        )
-        if not continues:
-            _TokenCounts.__init__(self)
-        for position in range(self._length, len(history)):
-            slot = self._slots.setdefault(history[position], len(self.ids))
+    def add(self, token_ids: Sequence[int], prompt_len: int) -> None:
+        """Count the next tokens of the sequence."""
+        for position, token in enumerate(token_ids, self.length):
+            slot = self._slots.setdefault(token, len(self.ids))
             if slot == len(self.ids):
-                self.ids.append(history[position])
+                self.ids.append(token)
                 self.outputs.append(0)
             self.outputs[slot] += position >= prompt_len
-        self._length, self._prompt_len, self._last = len(history), prompt_len, history[-1] if history else None
+        self.length += len(token_ids)
 
 
 def uniform(seed: int, position: int) -> float:
@@ -182,10 +179,6 @@ def uniform(seed: int, position: int) -> float:
 def _params(piece: SequenceSlice) -> SamplingParams:
     assert piece.params is not None, "a slice that samples or scores has parameters"
     return piece.params
-
-
-def _penalized(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
 def _filtered(params: SamplingParams, vocab: int) -> bool:
@@ -273,7 +266,7 @@ def _draw(logits: torch.Tensor, peaks: np.ndarray, slices: Sequence[SequenceSlic
     """Tokens of rows with temperature > 0, by inverting the cumulative distribution of what the filters leave."""
     vocab = logits.shape[1]
     params = [_params(piece) for piece in slices]
-    numbers = [uniform(piece.seed, len(piece.history) - piece.prompt_len) for piece in slices]
+    numbers = [uniform(piece.seed, piece.start + len(piece.token_ids) - piece.prompt_len) for piece in slices]
     tokens = [-1] * len(slices)
 
     masses: dict[int, np.ndarray] = {}  # per row: the weight of each block of its whole distribution

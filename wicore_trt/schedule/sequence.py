@@ -68,11 +68,12 @@ class Sequence:
     params: SamplingParams = field(init=False)
     prompt_len: int = field(init=False)
     scoring: bool = field(init=False)
+    stop_set: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.request_id, self.tenant = self.request.request_id, self.request.tenant
         self.params, self.prompt_len = self.request.params, len(self.request.prompt_token_ids)
-        self.scoring = self.params.prompt_logprobs is not None
+        self.scoring, self.stop_set = self.params.prompt_logprobs is not None, frozenset(self.stop_ids)
 
     @property
     def output_len(self) -> int:

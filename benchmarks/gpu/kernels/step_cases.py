@@ -298,13 +298,13 @@ class SampleProblem:
         params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         rows = []
         for row in range(self.rows):
-            history = [1] * (int(self.arrays["indices"][row]) + 1)
+            start = int(self.arrays["indices"][row])
             seed = int(self.arrays["seeds"][row]) & (2**64 - 1)
-            rows.append(SequenceSlice(row, [1], 0, {}, True, params, history, prompt_len=1, seed=seed))
+            rows.append(SequenceSlice(row, [1], start, {}, True, params, 1, seed))
         want = Sampler().sample(self.logits.cpu(), rows)
         tokens = [-1] * self.rows
-        for token in want.tokens:
-            tokens[token.seq_id] = token.token_id
+        for found in want.sampled:
+            tokens[found.seq_id] = found.token_ids[0]
         got, status = self.arrays["tokens"].tolist(), self.arrays["status"].tolist()
         expected = [sample.NOT_FINITE if row in want.failed else sample.DONE for row in range(self.rows)]
         assert (got, status) == (tokens, expected), f"tokens {got}, status {status}; host {tokens}"

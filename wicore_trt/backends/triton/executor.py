@@ -52,7 +52,7 @@ from wicore_trt.model.gemma3 import forward
 from wicore_trt.model.spec import GLOBAL, GROUPS
 from wicore_trt.plugins.launch import SHARED_LAUNCHER, Launcher
 from wicore_trt.request_fields import MAX_LOGPROBS
-from wicore_trt.runtime.batch import UNREAD, SampledToken, SequenceSlice, StepBatch, StepResult
+from wicore_trt.runtime.batch import UNREAD, SampledTokens, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.cuda_device import CudaDevice, Device
 from wicore_trt.runtime.executor import PageCopier
 from wicore_trt.runtime.kernels_name import kernels_name
@@ -357,9 +357,9 @@ class TritonExecutor:
         ways = self._asked[1]
         if not self._device_sampler.available:
             ways = [HOST if way is DRAWN else way for way in ways]
-        special = [s for s in slices if s.suppress_eos or s.allowed is not None]
+        special = [s for s in slices if s.suppress_eos or s.mask is not None]
         if special:
-            ways = [HOST if s.suppress_eos or s.allowed else way for s, way in zip(slices, ways, strict=True)]
+            ways = [HOST if s.suppress_eos or s.mask is not None else way for s, way in zip(slices, ways, strict=True)]
         return ways
 
     def run(self, arrays: StepArrays, measured: int | None = None) -> None:
@@ -377,15 +377,15 @@ class TritonExecutor:
         if rows != [*range(len(tokens))]:
             tokens, status = [tokens[row] for row in rows], [status[row] for row in rows]
         if not left and not any(status):
-            return StepResult([SampledToken(s.seq_id, token) for s, token in zip(slices, tokens, strict=True)])
+            return StepResult([SampledTokens(s.seq_id, (token,)) for s, token in zip(slices, tokens, strict=True)])
         hosts = self._on_host([slices[n] for n in left], [rows[n] for n in left]) if left else StepResult([])
-        found, failed = {token.seq_id: token for token in hosts.tokens}, dict(hosts.failed)
+        found, failed = {one.seq_id: one for one in hosts.sampled}, dict(hosts.failed)
         here = {*left}
         for n, piece in enumerate(slices):
             if n not in here and status[n]:
                 failed[piece.seq_id] = NOT_FINITE
             elif n not in here:
-                found[piece.seq_id] = SampledToken(piece.seq_id, tokens[n])
+                found[piece.seq_id] = SampledTokens(piece.seq_id, (tokens[n],))
         return StepResult([found[s.seq_id] for s in slices if s.seq_id in found], failed)
 
     def _on_host(self, slices: Sequence[SequenceSlice], rows: Sequence[int]) -> StepResult:

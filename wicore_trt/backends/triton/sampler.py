@@ -17,7 +17,7 @@ import torch
 from wicore_trt.backends.triton.ops import TritonModel
 from wicore_trt.backends.triton.table import DRAW_WIDE, DRAWING
 from wicore_trt.plugins.step_layout import Logits, SampleArrays, sample_launches, sample_scratch, wide_launch
-from wicore_trt.runtime.batch import UNREAD, SequenceSlice
+from wicore_trt.runtime.batch import SequenceSlice
 from wicore_trt.runtime.cuda_device import Device
 from wicore_trt.types import SamplingParams
 
@@ -31,13 +31,12 @@ WIDE_ROWS = 8
 def on_device(piece: SequenceSlice) -> bool:
     """Whether a slice asks for nothing but what the kernels do, drawing included."""
     assert piece.params is not None, "a slice that samples has parameters"
-    return plain(piece.params) and not piece.suppress_eos and piece.allowed is None
+    return plain(piece.params) and not piece.suppress_eos and piece.mask is None
 
 
 def plain(p: SamplingParams) -> bool:
     """Whether the kernels know all of these parameters."""
-    edited = p.logit_bias or p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty
-    return p.logprobs is None and not edited
+    return p.logprobs is None and not p.logit_bias and not p.penalized
 
 
 def _filtered(piece: SequenceSlice) -> bool:
@@ -98,8 +97,7 @@ class DeviceSampler:
             "min_p": [p.min_p for p in params],
             "seeds": [(s.seed + (1 << 63)) % (1 << 64) - (1 << 63) for s in pieces],
             "top_k": [min(p.top_k, self._vocab) for p in params],
-            # a token that nobody has read is not in the history yet
-            "indices": [len(s.history) - s.prompt_len + (s.token_ids[-1] == UNREAD) for s in pieces],
+            "indices": [s.start + len(s.token_ids) - s.prompt_len for s in pieces],
         }
         block, where = self._staging[0].numpy(), [*drawn]
         for name, at in self._offsets().items():

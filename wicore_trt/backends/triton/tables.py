@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from operator import is_not, le
+from operator import le, ne
 
 import numpy as np
 import torch
@@ -72,7 +72,7 @@ class HeldTables:
         """What is to be written so that the first rows are those of `owners`, None is nobody. The pools have
         `num_pages`."""
         wanted = [NOBODY if piece is None else piece.stamp or object() for piece in owners]
-        changed = [*compress(range(len(wanted)), map(is_not, wanted, self._stamps))]
+        changed = [*compress(range(len(wanted)), map(ne, wanted, self._stamps))]
         if not changed:
             return NO_CHANGES
         width = 0
