@@ -156,6 +156,7 @@ class Device:
             self.bad.read.setdefault(piece.seq_id, set()).update(spoilt)
         if not piece.sample:
             return
+        history = self._count(piece) if piece.params.penalized else ()
         if self.bad.logits and not spoilt:
             self.bad.logits -= 1
             self.bad.unlucky.add(piece.seq_id)
@@ -164,7 +165,6 @@ class Device:
             result.failed[piece.seq_id] = "logits are not finite"
             return
         visible = bytes(local[(max(0, end - window) - first) * unit :])
-        history = self._count(piece) if piece.params.penalized else ()
         prompt = piece.prompt_len
         token = model.sample(seen, visible, piece.params, piece.seed, history, prompt, end - prompt)
         result.sampled.append(SampledTokens(piece.seq_id, (permitted(token, piece.stop_ids, piece.suppress_eos),)))

@@ -171,7 +171,7 @@ def test_float16_scales_what_would_overflow() -> None:
 
 
 def greedy(seq_id: int, token_ids: list[int], start: int, pages: list[int], **more: Any) -> SequenceSlice:
-    given = {"sample": True, "params": GREEDY, "history": [0] * start + token_ids, **more}
+    given = {"sample": True, "params": GREEDY, **more}
     return SequenceSlice(seq_id, token_ids, start, dict.fromkeys(GROUPS, pages), **given)
 
 

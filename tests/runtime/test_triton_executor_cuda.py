@@ -69,7 +69,7 @@ def executor() -> Iterator[TritonExecutor]:
 
 def piece(seq_id: int, tokens: list[int], start: int, params: SamplingParams, **more: Any) -> SequenceSlice:
     pages = dict.fromkeys(GROUPS, list(range(8 * seq_id, 8 * seq_id + 8)))
-    values = {"history": [1] * (start + len(tokens)), "prompt_len": 0, "seed": random.getrandbits(64), **more}
+    values = {"earlier_ids": [1] * start, "prompt_len": 0, "seed": random.getrandbits(64), **more}
     return SequenceSlice(seq_id, tokens, start, pages, True, params, **values)
 
 

@@ -178,7 +178,7 @@ def test_steps_without_a_graph_and_steps_that_follow_unread() -> None:
     def prompt(seq_id: int, count: int, **more: Any) -> SequenceSlice:
         tokens = [rng.randrange(48) for _ in range(count)]
         pages = {group: list(range(9 * seq_id, 9 * seq_id + 9)) for group in mine.pools}
-        given = {"params": GREEDY if seq_id % 2 else drawn, "seed": seq_id, "history": tokens, "prompt_len": count}
+        given = {"params": GREEDY if seq_id % 2 else drawn, "seed": seq_id, "prompt_len": count}
         return SequenceSlice(seq_id, tokens, 0, pages, True, **given | more)
 
     slices = [prompt(0, 3), prompt(1, 1), prompt(2, 2), prompt(3, 1)]
