@@ -25,7 +25,7 @@ from wicore_trt.kv.pages.hashing import KeyChain, mark_content
 from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.link.messages import Add, decode_to_engine, encode
 from wicore_trt.model.spec import GLOBAL, LOCAL
-from wicore_trt.runtime.batch import StepBatch, StepResult
+from wicore_trt.runtime.batch import SequenceSlice, StepBatch, StepResult
 from wicore_trt.serve.worker import _runs
 from wicore_trt.types import ContentSpan, GenerateRequest, SamplingParams, TextRequest
 
@@ -118,9 +118,11 @@ class ContentExecutor(FakeExecutor):
         pieces = []
         for piece in batch.slices:
             content = self.content_of(piece.seq_id)
-            tokens, history = seen_tokens(piece.token_ids, content, piece.start), seen_tokens(piece.history, content)
-            pieces.append(structs.replace(piece, token_ids=tokens, history=history))
+            pieces.append(structs.replace(piece, token_ids=seen_tokens(piece.token_ids, content, piece.start)))
         return super().execute(StepBatch(pieces, batch.measure_attention))
+
+    def history(self, piece: SequenceSlice) -> list[int]:
+        return seen_tokens(super().history(piece), self.content_of(piece.seq_id))
 
 
 class ContentStack(Stack):
