@@ -307,7 +307,7 @@ def fill(pool: torch.Tensor) -> None:
 def kv_bytes(shape: EngineShape, count: int, keys: int) -> int:
     """Of keys and values that `count` decode rows over `keys` keys read."""
     spec: Gemma3Spec = shape.spec
-    row = 2 * spec.kv_size * (1 if shape.kv_dtype == "fp8" else 2)
+    row = 2 * spec.layer_group(GLOBAL).kv_size * (1 if shape.kv_dtype == "fp8" else 2)
     seen = {GLOBAL: keys, LOCAL: min(keys, spec.sliding_window)}
     return count * row * sum(seen[group] for group in spec.layer_groups)
 

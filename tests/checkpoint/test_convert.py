@@ -24,7 +24,7 @@ from wicore_trt.checkpoint.format import open_checkpoint
 from wicore_trt.checkpoint.names import Role, Split, UnifiedTensor, unified_tensors
 from wicore_trt.checkpoint.quantize import quantize_e4m3_per_channel
 from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitError
-from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.model.spec import LOCAL, Gemma3Spec
 
 SPEC = Gemma3Spec.from_hf_config(TEXT_CONFIG)
 UNTIED = TEXT_CONFIG | {"tie_word_embeddings": False}
@@ -55,9 +55,10 @@ def _reassemble(
         return torch.cat(parts, dim=1)
     if tensor.split is Split.ROWS:
         return torch.cat(parts)
-    tp, q = len(ranks), spec.q_size // len(ranks)
+    tp, group = len(ranks), spec.layer_group(LOCAL)
+    q = group.q_size // tp
     repeat = max(1, tp // spec.num_kv_heads)
-    kv = spec.kv_size // min(tp, spec.num_kv_heads)
+    kv = group.kv_size // min(tp, spec.num_kv_heads)
     split = [p.split([q, kv, kv]) for p in parts]
     return torch.cat([torch.cat([s[0] for s in split]), *(torch.cat([s[i] for s in split[::repeat]]) for i in (1, 2))])
 

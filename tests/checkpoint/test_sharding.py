@@ -43,7 +43,8 @@ def test_ranks_make_up_the_whole(data: st.DataObject) -> None:
     spec.shard(0, tp)
     for tensor in unified_tensors(spec):
         whole = np.arange(np.prod(tensor.shape)).reshape(tensor.shape)
-        sizes = [spec.q_size, spec.kv_size, spec.kv_size] if tensor.split is Split.QKV else [tensor.shape[0]]
+        group = spec.layer_group(LOCAL)
+        sizes = [group.q_size, group.kv_size, group.kv_size] if tensor.split is Split.QKV else [tensor.shape[0]]
         sources = np.split(whole, np.cumsum(sizes)[:-1])
         parts = []
         for rank in range(tp):

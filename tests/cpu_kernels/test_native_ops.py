@@ -149,7 +149,7 @@ def test_packed_weights_take_the_memory_of_the_weights(lib: NativeLibrary, rng: 
 def test_rope_table_does_not_depend_on_its_length() -> None:
     spec = tiny_spec()
     for group in ("global", "local"):
-        long, short = rope_table(spec, group, 700), rope_table(spec, group, 33)
+        long, short = (rope_table(spec.layer_group(group), length) for length in (700, 33))
         assert all(torch.equal(a[:33], b) for a, b in zip(long, short, strict=True))
 
 

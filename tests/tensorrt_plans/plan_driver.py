@@ -35,7 +35,8 @@ def shard(spec: Gemma3Spec, tensors: Mapping[str, torch.Tensor], rank: int, tp_s
         if unified.name not in tensors:
             continue
         cut = shard_of(unified, spec, rank, tp_size)
-        stacked = (0, spec.q_size, spec.q_size + spec.kv_size)  # rows are those of each stacked source
+        group = spec.layer_group(LOCAL)
+        stacked = (0, group.q_size, group.q_size + group.kv_size)  # rows are those of each stacked source
         pick = [torch.arange(*rows) + first for rows, first in zip(cut.rows, stacked, strict=False)]
         columns = slice(*(cut.columns or (None, None)))
         whole = tensors[unified.name]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from wicore_trt.arithmetic import ITEM_BYTES
-from wicore_trt.model.spec import LOCAL, Gemma3Spec
+from wicore_trt.model.spec import Gemma3Spec, LayerGroup
 
 READ_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}
 GEMM_SIZE = {"cpu": 2048, "cuda": 8192}
@@ -51,8 +51,8 @@ class ModelCost:
     def linear_parameters(self) -> int:
         """Elements of all linear layers, the head apart."""
         s = self.spec
-        attention = s.hidden_size * (s.q_size + 2 * s.kv_size) + s.q_size * s.hidden_size
-        return s.num_layers * (attention + 3 * s.hidden_size * s.intermediate_size)
+        attention = sum(s.hidden_size * (group.qkv_size + group.q_size) for group in s.attention_by_layer)
+        return attention + s.num_layers * 3 * s.hidden_size * s.intermediate_size
 
     @property
     def head_parameters(self) -> int:
@@ -65,7 +65,8 @@ class ModelCost:
 
     def kv_read_bytes(self, context: int) -> int:
         """Bytes of keys and values that a token with `context` visible tokens, itself included, reads."""
-        return 2 * self.spec.kv_size * self.kv_bytes * self._visible(context)
+        groups = map(self.spec.layer_group, self.spec.groups)
+        return sum(2 * group.kv_size * self.kv_bytes * _visible(group, context) for group in groups)
 
     def decode_bytes(self, batch: int, input_tokens: int, output_tokens: int) -> float:
         """Mean bytes of the decode steps that follow the first token; every sequence has the same lengths."""
@@ -76,22 +77,23 @@ class ModelCost:
     def decode_flops(self, batch: int, input_tokens: int, output_tokens: int) -> float:
         """Mean FLOPs of those steps."""
         steps = range(input_tokens + 1, input_tokens + output_tokens)
-        attention = sum(4 * self.spec.q_size * self._visible(context) for context in steps) / len(steps)
+        groups = [self.spec.layer_group(name) for name in self.spec.groups]
+        attention = sum(4 * g.q_size * _visible(g, context) for context in steps for g in groups) / len(steps)
         return batch * (2 * (self.linear_parameters + self.head_parameters) + attention)
 
     def prefill_flops(self, input_tokens: int) -> float:
         """FLOPs from a prompt to the logits of its last token: causal attention, windows counted."""
         spec = self.spec
         attention = 0
-        for group in spec.layer_groups:
-            seen = min(input_tokens, spec.sliding_window) if group == LOCAL else input_tokens
-            attention += seen * (seen + 1) // 2 + (input_tokens - seen) * seen
-        return 2 * self.linear_parameters * input_tokens + 4 * spec.q_size * attention + 2 * self.head_parameters
+        for group in spec.attention_by_layer:
+            seen = min(input_tokens, group.window or input_tokens)
+            attention += 4 * group.q_size * (seen * (seen + 1) // 2 + (input_tokens - seen) * seen)
+        return 2 * self.linear_parameters * input_tokens + attention + 2 * self.head_parameters
 
-    def _visible(self, context: int) -> int:
-        """Keys that one token attends to, summed over layers."""
-        local = len(self.spec.layers_of(LOCAL))
-        return (self.spec.num_layers - local) * context + local * min(context, self.spec.sliding_window)
+
+def _visible(group: LayerGroup, context: int) -> int:
+    """Keys that one token attends to, summed over the layers of `group`."""
+    return len(group.layers) * min(context, group.window or context)
 
 
 def prefill_bound_s(cost: ModelCost, rates: MachineRates, batch: int, input_tokens: int) -> float:

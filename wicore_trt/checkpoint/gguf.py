@@ -110,8 +110,9 @@ class GgufSource(Source):
 
     def _place(self, name: str, tensor: GgufTensor) -> None:
         """Enter a tensor of the file; what converters fuse (--fuse-qkv) as its three parts."""
-        layer, heads = _FUSED.fullmatch(name), (self.spec.q_size, self.spec.kv_size, self.spec.kv_size)
-        parts = {_hf_name(name): tensor.shape[0]}
+        layer, parts = _FUSED.fullmatch(name), {_hf_name(name): tensor.shape[0]}
+        group = self.spec.layer_group(GLOBAL)
+        heads = (group.q_size, group.kv_size, group.kv_size)
         if layer and tensor.shape[0] == sum(heads):
             parts = {_hf_name(f"blk.{layer[1]}.attn_{n}.weight"): rows for n, rows in zip("qkv", heads, strict=True)}
         first = 0

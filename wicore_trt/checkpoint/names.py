@@ -130,18 +130,18 @@ def kv_scale_name(layer: int) -> str:
 def hf_shapes(spec: Gemma3Spec) -> dict[str, tuple[int, ...]]:
     """Every text tensor that a Hugging Face checkpoint of `spec` must hold, with its shape [out, in] or [size]."""
     hidden, mlp = spec.hidden_size, spec.intermediate_size
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (hidden,), "self_attn.q_proj": (spec.q_size, hidden),
-        "self_attn.k_proj": (spec.kv_size, hidden), "self_attn.v_proj": (spec.kv_size, hidden),
-        "self_attn.q_norm": (spec.head_dim,), "self_attn.k_norm": (spec.head_dim,),
-        "self_attn.o_proj": (hidden, spec.q_size), "post_attention_layernorm": (hidden,),
-        "pre_feedforward_layernorm": (hidden,), "mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden),
-        "mlp.down_proj": (hidden, mlp), "post_feedforward_layernorm": (hidden,),
-    }  # fmt: skip
     shapes: dict[str, tuple[int, ...]] = {HF_EMBEDDING: (spec.vocab_size, hidden), HF_FINAL_NORM: (hidden,)}
     if not spec.tie_word_embeddings:
         shapes[HF_LM_HEAD] = (spec.vocab_size, hidden)
-    for i in range(spec.num_layers):
+    for i, group in enumerate(spec.attention_by_layer):
+        layer: dict[str, tuple[int, ...]] = {
+            "input_layernorm": (hidden,), "self_attn.q_proj": (group.q_size, hidden),
+            "self_attn.k_proj": (group.kv_size, hidden), "self_attn.v_proj": (group.kv_size, hidden),
+            "self_attn.q_norm": (group.head_dim,), "self_attn.k_norm": (group.head_dim,),
+            "self_attn.o_proj": (hidden, group.q_size), "post_attention_layernorm": (hidden,),
+            "pre_feedforward_layernorm": (hidden,), "mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden),
+            "mlp.down_proj": (hidden, mlp), "post_feedforward_layernorm": (hidden,),
+        }  # fmt: skip
         shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
     return shapes
 

@@ -57,6 +57,37 @@ class SpecError(CheckpointError):
 
 
 @dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Attention of all layers of one group, whose KV pages belong together.
+
+    A token sees the last `window` tokens with itself, all if 0. Positions are divided by `rope_factor` and rotate by
+    frequencies of base `rope_theta`; scores are scaled by `softmax_scale`. Sizes may differ between groups.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int
+    rope_theta: float
+    rope_factor: float
+    softmax_scale: float
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        return self.q_size + 2 * self.kv_size
+
+
+@dataclass(frozen=True, slots=True)
 class Gemma3Spec:
     """Sizes of one Gemma 3 decoder.
 
@@ -116,17 +147,26 @@ class Gemma3Spec:
         """Those of GROUPS that have layers."""
         return tuple(group for group in GROUPS if group in self.layer_groups)
 
-    def rope_of(self, group: str) -> tuple[float, float]:
-        """Base of the rotary frequencies, and the factor that positions are divided by."""
-        return (self.rope_local_theta, 1.0) if group == LOCAL else (self.rope_theta, self.rope_scaling_factor)
+    def layer_group(self, name: str) -> LayerGroup:
+        """Describe the attention of the layers of one of GROUPS."""
+        local = name == LOCAL
+        return LayerGroup(
+            name,
+            self.layers_of(name),
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.sliding_window if local else 0,
+            self.rope_local_theta if local else self.rope_theta,
+            1.0 if local else self.rope_scaling_factor,
+            self.query_pre_attn_scalar**-0.5,
+        )
 
     @property
-    def q_size(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
+    def attention_by_layer(self) -> list[LayerGroup]:
+        """Group of each layer."""
+        groups = {name: self.layer_group(name) for name in self.groups}
+        return [groups[name] for name in self.layer_groups]
 
     @property
     def embedding_scale(self) -> float:
@@ -135,7 +175,8 @@ class Gemma3Spec:
 
     def page_bytes(self, group: str, page_tokens: int, kv_bytes: int) -> int:
         """Bytes of one KV page: K and V of every layer in the group for `page_tokens` tokens."""
-        return len(self.layers_of(group)) * 2 * page_tokens * self.kv_size * kv_bytes
+        shape = self.layer_group(group)
+        return len(shape.layers) * 2 * page_tokens * shape.kv_size * kv_bytes
 
     def shard(self, rank: int, ranks: int) -> RankSpec:
         """Compute what one of `ranks` ranks holds. Raises CheckpointError, naming what does not divide."""

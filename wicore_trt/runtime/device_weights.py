@@ -53,11 +53,11 @@ def load_weights(path: Path, inputs: Iterable[TensorSpec], spec: Gemma3Spec, dev
 def rope_tables(spec: Gemma3Spec, positions: int, device: Device) -> dict[str, torch.Tensor]:
     """Rope tables float32 [positions, head_dim / 2] of each layer group by `rope_name`: cos and sin of
     position / factor * theta ** (-2 i / head_dim), in float64, rounded. The factor stretches global layers only."""
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float64) / spec.head_dim
     tables = {}
     for group in spec.groups:
-        theta, factor = spec.rope_of(group)
-        angles = torch.arange(positions, dtype=torch.float64)[:, None] / factor * theta**-exponents
+        shape = spec.layer_group(group)
+        frequencies = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim)
+        angles = torch.arange(positions, dtype=torch.float64)[:, None] / shape.rope_factor * frequencies
         for part, values in (("cos", angles.cos()), ("sin", angles.sin())):
             table = tables[rope_name(group, part)] = device.empty(tuple(values.shape), torch.float32)
             table.copy_(values)

@@ -28,8 +28,8 @@ def pages_per_sequence(spec: Gemma3Spec, group: str, page_tokens: int, tokens: i
 
     A window that is not aligned to pages touches one page more than it fills.
     """
-    pages = div_ceil(tokens, page_tokens)
-    return min(pages, div_ceil(spec.sliding_window, page_tokens) + 1) if group == LOCAL else pages
+    pages, window = div_ceil(tokens, page_tokens), spec.layer_group(group).window
+    return min(pages, div_ceil(window, page_tokens) + 1) if window else pages
 
 
 def shared_pages(
@@ -53,8 +53,9 @@ def shared_pages(
     slab_pages = pages_per_slab(page_bytes)
     count = budget_bytes // (slab_pages[GLOBAL] * page_bytes[GLOBAL])
     whole = div_ceil(max_context, page_tokens)
-    window = div_ceil(spec.sliding_window, page_tokens) + 1
-    local = min(div_ceil(spec.sliding_window + max_batch_tokens, page_tokens) + 1, whole)
+    tokens = spec.layer_group(LOCAL).window
+    window = div_ceil(tokens, page_tokens) + 1
+    local = min(div_ceil(tokens + max_batch_tokens, page_tokens) + 1, whole)
     local += min(window, whole) * loads
     if count < least_slabs((whole, slab_pages[GLOBAL]), (local, slab_pages[LOCAL]), window):
         return None

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
 
 import torch
 
 from wicore_trt.arithmetic import ITEM_BYTES
 from wicore_trt.errors import ConfigError
-from wicore_trt.model.spec import GROUPS, Gemma3Spec
+from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.runtime.options import DEFAULT_KV_BYTES, ExecutorOptions
@@ -54,10 +55,8 @@ def layout_of(
 
 def sized_layout(spec: Gemma3Spec, kv_dtype: str, page_tokens: int, pages: Callable[[str], int]) -> KVLayout:
     """Pools of `pages(group)` pages."""
-    groups = [g for g in GROUPS if spec.layers_of(g)]
-    itemsize = ITEM_BYTES[kv_dtype]
-    page_bytes = {g: spec.page_bytes(g, page_tokens, itemsize) for g in groups}
-    return KVLayout(page_tokens, kv_dtype, {g: pages(g) for g in groups}, page_bytes)
+    page_bytes = {g: spec.page_bytes(g, page_tokens, ITEM_BYTES[kv_dtype]) for g in spec.groups}
+    return KVLayout(page_tokens, kv_dtype, {g: pages(g) for g in spec.groups}, page_bytes)
 
 
 def new_pools(
@@ -67,14 +66,15 @@ def new_pools(
     a slot before it is written ends in a failed sequence and not in text. With `layout.slab_pages` they are views of
     the same memory. `empty(shape, dtype)` gives memory."""
     dtype = TORCH_DTYPES[layout.kv_dtype]
+    groups = {name: spec.layer_group(name) for name in layout.num_pages}
     shapes = {
-        group: (count, len(spec.layers_of(group)), 2, layout.page_tokens, spec.num_kv_heads, spec.head_dim)
-        for group, count in layout.num_pages.items()
+        name: (layout.num_pages[name], len(g.layers), 2, layout.page_tokens, g.num_kv_heads, g.head_dim)
+        for name, g in groups.items()
     }
     if layout.slab_pages is None:
         return {group: _of_nan(empty(shape, dtype)) for group, shape in shapes.items()}
     memory = _of_nan(empty((layout.memory_bytes // dtype.itemsize,), dtype))
-    return {group: memory.view(shape) for group, shape in shapes.items()}
+    return {group: memory[: prod(shape)].view(shape) for group, shape in shapes.items()}
 
 
 def _of_nan(memory: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from wicore_trt.backends.tensorrt.graph import Graph, Tensor
 from wicore_trt.backends.tensorrt.plan_io import PlanRequest
 from wicore_trt.checkpoint.names import activation_scale_name, weight_scale_name
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, forward, layer_weight
-from wicore_trt.model.spec import LOCAL, Gemma3Spec
+from wicore_trt.model.spec import LOCAL, Gemma3Spec, LayerGroup
 from wicore_trt.plugins.aot import CompiledKernel
 from wicore_trt.plugins.tensorrt.cache_attention import PAGE, CacheAttentionConfig
 from wicore_trt.plugins.tensorrt.network import add_cache_attention
@@ -71,6 +71,7 @@ class TensorRTOps:
         self, graph: Graph, spec: Gemma3Spec, inputs: Mapping[str, Tensor], dtype: str, kv_dtype: str, tp_size: int
     ) -> None:
         self._g, self._spec, self._in = graph, spec, inputs
+        self._groups = spec.attention_by_layer
         self._dtype, self._kv_dtype, self._tp = dtype, kv_dtype, tp_size
         self.updated: dict[str, Tensor] = {}
         graph.scope = "step"
@@ -111,20 +112,20 @@ class TensorRTOps:
         return self._g.all_ranks("sum", x, self._tp) if self._tp > 1 else x
 
     def qk_norm_rope_write(self, qkv: Tensor, layer: int) -> Tensor:
-        g, spec = self._g, self._spec
+        g, group = self._g, self._groups[layer]
         self._enter(layer_weight(layer, "attention.rope"))
-        heads = spec.num_heads + 2 * spec.num_kv_heads
-        shape = g.dims(self._batch, self._chunk, heads, spec.head_dim)
+        heads = group.num_heads + 2 * group.num_kv_heads
+        shape = g.dims(self._batch, self._chunk, heads, group.head_dim)
         split = g.reshape(qkv, shape, then=(0, 2, 1, 3))  # [B, heads, T, D]
-        normed = spec.num_heads + spec.num_kv_heads
+        normed = group.num_heads + group.num_kv_heads
         unit = self._unit_rms(self._heads(split, 0, normed))
-        q, k = self._heads(unit, 0, spec.num_heads), self._heads(unit, spec.num_heads, spec.num_kv_heads)
-        v = self._heads(split, normed, spec.num_kv_heads)
+        q, k = self._heads(unit, 0, group.num_heads), self._heads(unit, group.num_heads, group.num_kv_heads)
+        v = self._heads(split, normed, group.num_kv_heads)
         q = self._rotated(g.binary("PROD", q, self._in[layer_weight(layer, "attention.q_layernorm")]), layer)
         k = self._rotated(g.binary("PROD", k, self._in[layer_weight(layer, "attention.k_layernorm")]), layer)
         self._write(layer, self._entry(k, layer), self._entry(v, layer))
         # TensorRT's attention does not scale, so the queries are.
-        return g.cast(g.binary("PROD", q, float(spec.query_pre_attn_scalar**-0.5)), self._dtype)
+        return g.cast(g.binary("PROD", q, group.softmax_scale), self._dtype)
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Put entries [B, kv_heads, T, D] into the layer's caches."""
@@ -134,19 +135,18 @@ class TensorRTOps:
             self.updated[name] = self._g.update_cache(self._in[name], values, first)
 
     def attention(self, q: Tensor, layer: int) -> Tensor:
-        g, spec = self._g, self._spec
+        g, group = self._g, self._groups[layer]
         self._enter(layer_weight(layer, "attention.core"))
-        group = spec.layer_groups[layer]
         k, v = (self.updated[plan_io.cache(part, layer)] for part in ("k", "v"))
-        mask, lengths = self._mask if group == LOCAL else None, self._in[plan_io.kv_lengths(group)]
+        mask, lengths = self._mask if group.window else None, self._in[plan_io.kv_lengths(group.name)]
         if self._in[plan_io.TOKEN_IDS].shape[1] == 1 and k.shape[2] > DIRECT_ENTRIES:
             # Up to here TensorRT-RTX 1.7 has a decode kernel that reads the cache where it is. Beyond, it copies keys
             # and values once per query head, or once if the query heads of a KV head are its rows.
-            rows = g.dims(self._batch, spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim)
+            rows = g.dims(self._batch, group.num_kv_heads, group.num_heads // group.num_kv_heads, group.head_dim)
             attended = g.attention(g.reshape(q, rows), k, v, lengths, mask, causal=False)
-            return g.cast(g.reshape(attended, [-1, spec.q_size]), "float32")
+            return g.cast(g.reshape(attended, [-1, group.q_size]), "float32")
         attended = g.attention(q, k, v, lengths, mask, causal=mask is None)
-        return g.cast(g.transpose(attended, (0, 2, 1, 3), (-1, spec.q_size)), "float32")
+        return g.cast(g.transpose(attended, (0, 2, 1, 3), (-1, group.q_size)), "float32")
 
     def add_norm(self, residual: Tensor, x: Tensor, post_weight: str, next_weight: str) -> tuple[Tensor, Tensor]:
         self._enter(post_weight)
@@ -210,13 +210,13 @@ class TensorRTOps:
         return g.binary("PROD", y, self._in[weight_scale_name(weight)]) if quantized else y
 
     def _heads(self, x: Tensor, first: int, count: int) -> Tensor:
-        size = self._g.dims(self._batch, count, self._chunk, self._spec.head_dim)
+        size = self._g.dims(self._batch, count, self._chunk, x.shape[3])
         return self._g.slice(x, (0, first, 0, 0), size)
 
     def _rotated(self, x: Tensor, layer: int) -> Tensor:
-        group = self._spec.layer_groups[layer]
-        cos, sin = (self._in[rope_name(group, part)] for part in ("cos", "sin"))
-        return self._g.rotate(x, cos, sin, self._in[plan_io.POSITIONS], self._spec.head_dim)
+        group = self._groups[layer]
+        cos, sin = (self._in[rope_name(group.name, part)] for part in ("cos", "sin"))
+        return self._g.rotate(x, cos, sin, self._in[plan_io.POSITIONS], group.head_dim)
 
     def _entry(self, x: Tensor, layer: int) -> Tensor:
         """Keys or values as the cache holds them. An FP8 page then holds exactly what the cache does."""
@@ -238,13 +238,13 @@ class TensorRTOps:
 
     def _window_mask(self) -> Tensor:
         """bool [B, 1, T, entries]: entry j is within the window that ends at the token's own entry."""
-        g, spec = self._g, self._spec
+        g, group = self._g, self._spec.layer_group(LOCAL)
         g.scope = "window"
         own = g.reshape(self._entries(LOCAL), g.dims(self._batch, 1, self._chunk, 1))
-        entries = self._in[plan_io.cache("k", spec.layers_of(LOCAL)[0])].shape[2]
+        entries = self._in[plan_io.cache("k", group.layers[0])].shape[2]
         j = g.constant(np.arange(entries).reshape(1, 1, 1, -1), np.int32)
         not_after = g.binary("LESS", j, g.binary("SUM", own, 1))
-        inside = g.binary("GREATER", j, g.binary("SUB", own, spec.sliding_window))
+        inside = g.binary("GREATER", j, g.binary("SUB", own, group.window))
         return g.binary("AND", not_after, inside)
 
 
@@ -263,42 +263,42 @@ class PluginOps(TensorRTOps):
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """The plugin writes them when it attends."""
-        order, shape = (0, 2, 1, 3), (-1, self._spec.num_kv_heads, self._spec.head_dim)
+        group = self._groups[layer]
+        order, shape = (0, 2, 1, 3), (-1, group.num_kv_heads, group.head_dim)
         self._rows_of[layer] = self._g.transpose(k, order, shape), self._g.transpose(v, order, shape)
 
     def attention(self, q: Tensor, layer: int) -> Tensor:
-        g, spec = self._g, self._spec
-        group = spec.layer_groups[layer]
-        step = self._step.get(group) or self._step.setdefault(group, self._step_tensors(group))
+        g, group = self._g, self._groups[layer]
+        step = self._step.get(group.name) or self._step.setdefault(group.name, self._step_tensors(group))
         self._enter(layer_weight(layer, "attention.core"))
         names = [plan_io.cache(part, layer) for part in ("k", "v")]
         caches = [self._in[name] for name in names]
-        config = plugin_config(spec, group, caches[0].shape[2], self._dtype)
-        rows = g.transpose(q, (0, 2, 1, 3), (-1, spec.num_heads, spec.head_dim))
+        config = plugin_config(group, caches[0].shape[2], self._dtype)
+        rows = g.transpose(q, (0, 2, 1, 3), (-1, group.num_heads, group.head_dim))
         inputs = [rows, *self._rows_of.pop(layer), *caches, *step]
         added = add_cache_attention(g.trt, g.network, config, self._kernels, inputs)
         attended, *after = g.plugin(added, 3)
         self.updated |= dict(zip(names, after, strict=True))
-        return g.cast(g.reshape(attended, (-1, spec.q_size)), "float32")
+        return g.cast(g.reshape(attended, (-1, group.q_size)), "float32")
 
-    def _step_tensors(self, group: str) -> tuple[Tensor, ...]:
+    def _step_tensors(self, group: LayerGroup) -> tuple[Tensor, ...]:
         """What the plugin is told of a step, the same for all layers of a group: page table, entries, slots,
         cu_seqlens and first entries, as `CacheAttention` has them."""
-        g, spec = self._g, self._spec
-        g.scope = f"step.{group}"
-        entries = self._in[plan_io.cache("k", spec.layers_of(group)[0])].shape[2]
+        g = self._g
+        g.scope = f"step.{group.name}"
+        entries = self._in[plan_io.cache("k", group.layers[0])].shape[2]
         count = g.constant(np.arange(self._counted + 1), np.int32)
         slot = g.reshape(g.slice(count, (0,), self._batch), (-1, 1))
-        own = self._entries(group)
+        own = self._entries(group.name)
         places = g.constant(np.arange(entries // PAGE).reshape(1, -1), np.int32)
-        table = g.binary("SUM", g.binary("PROD", slot, spec.num_kv_heads * entries // PAGE), places)
+        table = g.binary("SUM", g.binary("PROD", slot, group.num_kv_heads * entries // PAGE), places)
         slots = g.reshape(g.binary("SUM", g.binary("PROD", own, 0), slot), (-1,))
         bounds = g.slice(count, (0,), g.binary("SUM", self._batch, g.constant([1], np.int64)))
         cu_seqlens = g.binary("PROD", bounds, g.cast(self._chunk, "int32"))
-        return table, g.reshape(own, (-1,)), slots, cu_seqlens, self._in[plan_io.write_indices(group)]
+        return table, g.reshape(own, (-1,)), slots, cu_seqlens, self._in[plan_io.write_indices(group.name)]
 
 
-def plugin_config(spec: Gemma3Spec, group: str, entries: int, dtype: str) -> CacheAttentionConfig:
-    """The plugin of one layer of `group`; `spec` is the rank's. The queries are scaled before they come."""
-    window = spec.sliding_window if group == LOCAL else 0
-    return CacheAttentionConfig(entries, spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype, window, 1.0)
+def plugin_config(group: LayerGroup, entries: int, dtype: str) -> CacheAttentionConfig:
+    """The plugin of one layer of `group`, the rank's. The queries are scaled before they come."""
+    sizes = (group.num_heads, group.num_kv_heads, group.head_dim)
+    return CacheAttentionConfig(entries, *sizes, dtype, group.window, 1.0)

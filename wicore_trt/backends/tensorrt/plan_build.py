@@ -17,6 +17,7 @@ from wicore_trt.backends.tensorrt.plan_io import PlanRequest
 from wicore_trt.backends.tensorrt.plan_log import BuildLog, make_logger, make_monitor
 from wicore_trt.engine.options import PLUGIN
 from wicore_trt.errors import EnvironmentUnfitError
+from wicore_trt.model.spec import GLOBAL
 from wicore_trt.plugins.aot import CompiledKernel, compile_kernels
 from wicore_trt.plugins.tensorrt.cache_attention import PAGE, cache_attention_specs
 from wicore_trt.plugins.tensorrt.network import allow_aliasing, check_plugins, register
@@ -95,7 +96,7 @@ def make_network(trt: Any, builder: Any, request: PlanRequest) -> tuple[Any, lis
 def _plugin_kernels(request: PlanRequest) -> dict[str, CompiledKernel]:
     """The attention plugin's kernels, which all layers share."""
     local = request.spec.shard(0, request.tp_size).spec
-    config = plugin_config(local, local.layer_groups[0], PAGE, request.dtype)
+    config = plugin_config(local.layer_group(GLOBAL), PAGE, request.dtype)
     return compile_kernels(cache_attention_specs(config), request.target)
 
 

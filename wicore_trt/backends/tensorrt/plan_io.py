@@ -125,7 +125,7 @@ def step_tensors(spec: Gemma3Spec, limits: PlanLimits, tp_size: int = 1) -> list
     for group in spec.groups:
         tensors.append(TensorSpec(write_indices(group), "int32", (BATCH,), "step"))
         tensors.append(TensorSpec(kv_lengths(group), "int32", (BATCH,), "step"))
-        shape = (limits.max_context, spec.head_dim // 2)
+        shape = (limits.max_context, spec.layer_group(group).head_dim // 2)
         tensors += [TensorSpec(rope_name(group, part), "float32", shape, "table") for part in ("cos", "sin")]
     if tp_size > 1:
         tensors.append(TensorSpec(FIRST_TOKEN, "int32", (1,), "rank"))
@@ -138,10 +138,10 @@ def cache_tensors(spec: Gemma3Spec, limits: PlanLimits, dtype: str) -> list[Tens
         TensorSpec(
             cache(part, layer),
             dtype,
-            (BATCH, spec.num_kv_heads, limits.entries(spec, spec.layer_groups[layer]), spec.head_dim),
+            (BATCH, group.num_kv_heads, limits.entries(spec, group.name), group.head_dim),
             "cache",
         )
-        for layer in range(spec.num_layers)
+        for layer, group in enumerate(spec.attention_by_layer)
         for part in ("k", "v")
     ]
 

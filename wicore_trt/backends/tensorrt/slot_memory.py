@@ -15,7 +15,7 @@ from wicore_trt.backends.tensorrt import plan_io
 from wicore_trt.backends.tensorrt.plan_io import PlanLimits
 from wicore_trt.backends.tensorrt.slots import GroupSlots
 from wicore_trt.errors import ConfigError
-from wicore_trt.model.spec import LOCAL, Gemma3Spec
+from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.cuda_device import Device
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
 from wicore_trt.runtime.executor import KVLayout
@@ -29,13 +29,13 @@ class SlotMemory:
     def __init__(self, spec: Gemma3Spec, limits: PlanLimits, dtype: str) -> None:
         self._spec, self._dtype = spec, TORCH_DTYPES[dtype]
         self.groups = {
-            group: GroupSlots(limits.entries(spec, group) - 1, spec.sliding_window if group == LOCAL else None)
+            group: GroupSlots(limits.entries(spec, group) - 1, spec.layer_group(group).window or None)
             for group in spec.groups
         }
 
     def _shape(self, group: str, slots: int) -> tuple[int, ...]:
-        spec, entries = self._spec, self.groups[group].usable + 1
-        return (len(spec.layers_of(group)), 2, slots, spec.num_kv_heads, entries, spec.head_dim)
+        shape, entries = self._spec.layer_group(group), self.groups[group].usable + 1
+        return (len(shape.layers), 2, slots, shape.num_kv_heads, entries, shape.head_dim)
 
     @property
     def slot_bytes(self) -> int:

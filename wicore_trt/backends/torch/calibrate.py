@@ -153,8 +153,10 @@ class _StreamedModel(TorchModel):
 
     def __init__(self, whole: WholeTensors, used_ids: list[int]) -> None:
         spec, device = whole.spec, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        shape = (STEP_PIECES, 1, 2, PIECE, spec.num_kv_heads, spec.head_dim)
-        pools = {g: torch.zeros(shape, device=device) for g in spec.groups}
+        groups = [spec.layer_group(name) for name in spec.groups]
+        pools = {
+            g.name: torch.zeros((STEP_PIECES, 1, 2, PIECE, g.num_kv_heads, g.head_dim), device=device) for g in groups
+        }
         rows = [_tensor(*whole.embedding_row(i)) for i in used_ids]
         super().__init__(spec, whole.dtype, {EMBEDDING: torch.cat(rows)}, pools, device)
         self.index_in_group = dict.fromkeys(range(spec.num_layers), 0)

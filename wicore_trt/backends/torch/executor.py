@@ -107,9 +107,9 @@ class TorchExecutor:
             result = self._sampler.step(logits, batch.slices)
             if probe is None:
                 return result
-            pool = self.pools[GLOBAL][:, self.spec.layers_of(GLOBAL).index(probe.layer)]
-            scale = self.spec.query_pre_attn_scalar**-0.5
-            return replace(result, attention=probe.masses(pool, inputs, batch, scale))
+            group = self.spec.layer_group(GLOBAL)
+            pool = self.pools[GLOBAL][:, group.layers.index(probe.layer)]
+            return replace(result, attention=probe.masses(pool, inputs, batch, group.softmax_scale))
 
     def logits(self, batch: StepBatch, rows: torch.Tensor) -> torch.Tensor:
         """Run one step like execute(), but return the logits [R, vocab] float32 of `rows` (int64[R], ascending) of the

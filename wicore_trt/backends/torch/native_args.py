@@ -225,12 +225,11 @@ def qk_norm_rope_write(
     return args
 
 
-def attention(
-    q: torch.Tensor, kv: KV, window: int | None, scale: float, dtype: torch.dtype, out: torch.Tensor
-) -> Attention:
-    """out operand [rows, heads * D]: causal attention of q operand [rows, heads, D] over the last `window` keys."""
+def attention(q: torch.Tensor, kv: KV, window: int, scale: float, dtype: torch.dtype, out: torch.Tensor) -> Attention:
+    """out operand [rows, heads * D]: causal attention of q operand [rows, heads, D] over the last `window` keys,
+    all if 0."""
     rows, width = out.shape
-    args = Attention(rows, DTYPE_CODES[dtype], window or 0, scale)
+    args = Attention(rows, DTYPE_CODES[dtype], window, scale)
     args.q = address(q, operand_dtype(dtype), rows, kv.heads, kv.head_dim)
     assert width == kv.heads * kv.head_dim
     args.out, args.kv = address(out, operand_dtype(dtype)), ctypes.pointer(kv)

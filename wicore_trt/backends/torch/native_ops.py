@@ -21,7 +21,7 @@ from wicore_trt.backends.torch.native import NativeLibrary
 from wicore_trt.backends.torch.native_args import PackedWeight, operand_dtype
 from wicore_trt.checkpoint.names import activation_scale_name, kv_scale_name, weight_scale_name
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
-from wicore_trt.model.spec import LOCAL, Gemma3Spec
+from wicore_trt.model.spec import Gemma3Spec, LayerGroup
 from wicore_trt.runtime.attention_mass import AttentionProbe
 from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
 from wicore_trt.runtime.executor import KVLayout
@@ -34,8 +34,9 @@ A = TypeVar("A", bound=native_args.Args)
 def unsupported(spec: Gemma3Spec, kv_dtype: str, tensor_names: Collection[str]) -> str | None:
     """Why the native kernels cannot run an engine, or None if they can."""
     multiple, most = native_args.HEAD_DIM_MULTIPLE, native_args.MAX_HEAD_DIM
-    if spec.head_dim % multiple or spec.head_dim > most:
-        return f"head_dim {spec.head_dim} is not a multiple of {multiple} up to {most}"
+    sizes = [spec.layer_group(group).head_dim for group in spec.groups]
+    if wrong := [size for size in sizes if size % multiple or size > most]:
+        return f"head_dim {wrong[0]} is not a multiple of {multiple} up to {most}"
     if TORCH_DTYPES[kv_dtype] not in native_args.DTYPE_CODES:
         return f"KV in {kv_dtype}"
     static = {kv_scale_name(i) for i in range(spec.num_layers)}
@@ -99,10 +100,15 @@ class NativeOps:
         embedding = weights.packed[EMBEDDING]
         self._embedding_scale = torch.tensor(spec.embedding_scale).to(embedding.dtype).item()
         self._geometry = {g: native_args.StepGeometry() for g in pools}
+        self._groups = spec.attention_by_layer
         self._kv = [
-            native_args.layer_kv(pools[g], spec.layers_of(g).index(i), spec.num_heads, self._geometry[g])
-            for i, g in enumerate(spec.layer_groups)
+            native_args.layer_kv(pools[g.name], g.layers.index(i), g.num_heads, self._geometry[g.name])
+            for i, g in enumerate(self._groups)
         ]
+        q_size, qkv_size = (max(getattr(g, size) for g in self._groups) for size in ("q_size", "qkv_size"))
+        operand = max(q_size, spec.intermediate_size, spec.hidden_size)
+        self._widest = {"q": q_size, "operand": operand, "quantized": operand,
+                        "product": max(qkv_size, 2 * spec.intermediate_size, spec.hidden_size)}  # fmt: skip
         self._rope: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._rope_length = 0
         self._capacity = {"tokens": 0, "samples": 0}
@@ -122,7 +128,7 @@ class NativeOps:
         grown = {kind: _grow(self._capacity[kind], n) for kind, n in needed.items()}
         if longer:
             self._rope_length = (last // ROPE_BLOCK + 1) * ROPE_BLOCK
-            self._rope = {g: rope_table(self._spec, g, self._rope_length) for g in self._geometry}
+            self._rope = {g: rope_table(self._spec.layer_group(g), self._rope_length) for g in self._geometry}
         if longer or grown != self._capacity:
             self._capacity = grown
             self._args, self._buffers = {}, {}  # they point to each other; rebuilt as the step asks for them
@@ -148,25 +154,23 @@ class NativeOps:
         return x
 
     def qk_norm_rope_write(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
-        spec = self._spec
-        q = self._buffer("q", self._operand, spec.q_size).view(-1, spec.num_heads, spec.head_dim)
+        group = self._groups[layer]
+        q = self._buffer("q", self._operand, group.q_size).view(-1, group.num_heads, group.head_dim)
         weights = tuple(self._weights.norms[layer_weight(layer, f"attention.{n}_layernorm")] for n in "qk")
-        rope = self._rope[spec.layer_groups[layer]]
+        rope = self._rope[group.name]
         args = self._once(
             f"rope {layer}",
             lambda: native_args.qk_norm_rope_write(
-                qkv, (weights[0], weights[1]), rope, spec.rms_norm_eps, self._dtype, q, self._kv[layer]
+                qkv, (weights[0], weights[1]), rope, self._spec.rms_norm_eps, self._dtype, q, self._kv[layer]
             ),
         )
         return self._record(args, q)
 
     def attention(self, q: torch.Tensor, layer: int) -> torch.Tensor:
-        spec = self._spec
-        out = self._buffer("operand", self._operand, spec.q_size)
-        window = spec.sliding_window if spec.layer_groups[layer] == LOCAL else None
-        scale = spec.query_pre_attn_scalar**-0.5
+        group = self._groups[layer]
+        out, shape = self._buffer("operand", self._operand, group.q_size), (group.window, group.softmax_scale)
         args = self._once(
-            f"attention {layer}", lambda: native_args.attention(q, self._kv[layer], window, scale, self._dtype, out)
+            f"attention {layer}", lambda: native_args.attention(q, self._kv[layer], *shape, self._dtype, out)
         )
         if self._probe is not None and self._probe.layer == layer:
             self._keep_queries(self._probe, q)
@@ -242,28 +246,19 @@ class NativeOps:
         if key not in self._buffers:
             rows = self._capacity[count]
             if kind not in self._buffers:
-                self._buffers[kind] = torch.empty(rows * self._width(kind, width), dtype=dtype)
+                self._buffers[kind] = torch.empty(rows * self._widest.get(kind, width), dtype=dtype)
             self._buffers[key] = self._buffers[kind][: rows * width].view(rows, width)
         return self._buffers[key]
 
-    def _width(self, kind: str, width: int) -> int:
-        spec = self._spec
-        widest = {
-            "product": max(spec.q_size + 2 * spec.kv_size, 2 * spec.intermediate_size, spec.hidden_size),
-            "operand": max(spec.q_size, spec.intermediate_size, spec.hidden_size),
-        }
-        return widest.get("operand" if kind == "quantized" else kind, width)
 
-
-def rope_table(spec: Gemma3Spec, group: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_table(group: LayerGroup, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin float32 [length, head_dim / 2] of one layer group, by position.
 
     Angles are float32 products as in transformers; their cosine is taken in float64 and rounded, so that a table's
     values do not depend on its length.
     """
-    theta, factor = spec.rope_of(group)
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
-    frequencies = 1.0 / theta**exponents / factor
+    exponents = torch.arange(0, group.head_dim, 2, dtype=torch.float32) / group.head_dim
+    frequencies = 1.0 / group.rope_theta**exponents / group.rope_factor
     angles = (torch.arange(length, dtype=torch.float32)[:, None] * frequencies).double()
     return angles.cos().float(), angles.sin().float()
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from wicore_trt.arithmetic import div_ceil, first_visible
 from wicore_trt.checkpoint.names import activation_scale_name, kv_scale_name, weight_scale_name
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
-from wicore_trt.model.spec import LOCAL, Gemma3Spec
+from wicore_trt.model.spec import Gemma3Spec, LayerGroup
 from wicore_trt.runtime.attention_mass import AttentionProbe
 from wicore_trt.runtime.dtypes import E4M3, E4M3_MAX, TORCH_DTYPES
 from wicore_trt.runtime.step_inputs import StepInputs
@@ -55,6 +55,7 @@ class TorchModel:
         self.fp8 = {name for name, tensor in tensors.items() if tensor.dtype == E4M3}
         # As transformers does, the factor is rounded to the embedding's dtype; the product stays float32.
         self.embedding_scale = torch.tensor(spec.embedding_scale).to(tensors[EMBEDDING].dtype).item()
+        self.groups = spec.attention_by_layer
         self.index_in_group = {i: n for g in pools for n, i in enumerate(spec.layers_of(g))}
         on_gpu = device.type == "cuda"
         moved: dict[int, torch.Tensor] = {}  # a tied head stays one tensor
@@ -92,7 +93,7 @@ class TorchOps:
         assert all(int(s.min()) >= 0 for s in slots.values()), "a token of the step has no page"
         self._slots = {g: s.to(device) for g, s in slots.items()}
         self._offset = (positions % model.page_tokens).long()
-        self._rope = {g: _rope_table(spec, g, positions) for g in inputs.page_tables}
+        self._rope = {g: _rope_table(spec.layer_group(g), positions) for g in inputs.page_tables}
 
     def embed(self) -> torch.Tensor:
         rows = self._model.weights[EMBEDDING][self._token_ids]
@@ -117,30 +118,30 @@ class TorchOps:
         return x
 
     def qk_norm_rope_write(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
-        spec, model = self._spec, self._model
-        group = spec.layer_groups[layer]
-        q, k, v = torch.split(qkv, [spec.q_size, spec.kv_size, spec.kv_size], dim=1)
-        q, k, v = (t.view(len(t), -1, spec.head_dim) for t in (q, k, v))
-        q = _rotate(self._rms_norm(q, layer_weight(layer, "attention.q_layernorm")), *self._rope[group])
-        k = _rotate(self._rms_norm(k, layer_weight(layer, "attention.k_layernorm")), *self._rope[group])
-        pool = model.pools[group][:, model.index_in_group[layer]]
+        model = self._model
+        group = model.groups[layer]
+        q, k, v = torch.split(qkv, [group.q_size, group.kv_size, group.kv_size], dim=1)
+        q, k, v = (t.view(len(t), -1, group.head_dim) for t in (q, k, v))
+        q = _rotate(self._rms_norm(q, layer_weight(layer, "attention.q_layernorm")), *self._rope[group.name])
+        k = _rotate(self._rms_norm(k, layer_weight(layer, "attention.k_layernorm")), *self._rope[group.name])
+        pool = model.pools[group.name][:, model.index_in_group[layer]]
         kv = torch.stack((k, v), dim=1)  # [N, 2, kv_heads, D]
         if pool.dtype == E4M3:
             kv = (kv / self._kv_scale(layer)).clamp(-E4M3_MAX, E4M3_MAX)
             pool, stored = pool.view(torch.uint8), kv.to(E4M3).view(torch.uint8)  # E4M3 has no index_put
         else:
             stored = kv.to(pool.dtype)
-        pool[self._slots[group], :, self._offset] = stored
+        pool[self._slots[group.name], :, self._offset] = stored
         return q.to(model.dtype).float()
 
     def attention(self, q: torch.Tensor, layer: int) -> torch.Tensor:
-        group = self._spec.layer_groups[layer]
-        pool = self._model.pools[group][:, self._model.index_in_group[layer]]
+        group = self._model.groups[layer]
+        pool = self._model.pools[group.name][:, self._model.index_in_group[layer]]
         scale = self._kv_scale(layer) if pool.dtype == E4M3 else None
         if self._probe is not None and self._probe.layer == layer:
             self._probe.queries, self._probe.key_scale = q[self._probe.rows.to(q.device)], scale or 1.0
         out = torch.empty_like(q)
-        for (first, last), start, table in zip(self._rows, self._starts, self._tables[group], strict=True):
+        for (first, last), start, table in zip(self._rows, self._starts, self._tables[group.name], strict=True):
             for row in range(first, last, QUERY_BLOCK):
                 block = slice(row, min(row + QUERY_BLOCK, last))
                 k, v, low = self._gather(pool, table, start + row - first, start + block.stop - first, group)
@@ -175,11 +176,11 @@ class TorchOps:
         return self._model.scalars.get(kv_scale_name(layer), 1.0)
 
     def _gather(
-        self, pool: torch.Tensor, table: torch.Tensor, first: int, end: int, group: str
+        self, pool: torch.Tensor, table: torch.Tensor, first: int, end: int, group: LayerGroup
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """K and V [kv_heads, keys, D] float32 of positions [low, end), and low: all that a query at `first` sees."""
         size = self._model.page_tokens
-        low = first_visible(first, self._spec.sliding_window) if group == LOCAL else 0
+        low = first_visible(first, group.window) if group.window else 0
         skipped = low // size
         pages = table[skipped : div_ceil(end, size)].long()
         assert int(pages.min()) >= 0, "a page inside the window is absent"
@@ -188,30 +189,29 @@ class TorchOps:
         return k, v, low
 
     def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, low: int, group: str
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, low: int, group: LayerGroup
     ) -> torch.Tensor:
         """[n, heads, D] for queries at positions first, first + 1, ...; keys begin at position low."""
         n, kv_heads, keys = q.shape[0], k.shape[0], k.shape[1]
         # query head h reads KV head h // (heads / kv_heads)
         grouped = q.view(n, kv_heads, -1, q.shape[2]).permute(1, 2, 0, 3)  # [kv_heads, repeat, n, D]
         scores = (grouped.flatten(1, 2) @ k.transpose(1, 2)).view(kv_heads, -1, n, keys)
-        scores = scores * self._spec.query_pre_attn_scalar**-0.5
+        scores = scores * group.softmax_scale
         behind = torch.arange(first, first + n, device=q.device)[:, None] - torch.arange(
             low, low + keys, device=q.device
         )
         hidden = behind < 0
-        if group == LOCAL:
-            hidden |= behind >= self._spec.sliding_window
+        if group.window:
+            hidden |= behind >= group.window
         weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
         attended: torch.Tensor = weights.flatten(1, 2) @ v
         return attended.view(kv_heads, -1, n, q.shape[2]).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _rope_table(spec: Gemma3Spec, group: str, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _rope_table(group: LayerGroup, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin [N, 1, D / 2] float32; the linear factor stretches global layers only."""
-    theta, factor = spec.rope_of(group)
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
-    frequencies = (1.0 / theta**exponents / factor).to(positions.device)
+    exponents = torch.arange(0, group.head_dim, 2, dtype=torch.float32) / group.head_dim
+    frequencies = (1.0 / group.rope_theta**exponents / group.rope_factor).to(positions.device)
     angles = positions.float()[:, None, None] * frequencies
     return angles.cos(), angles.sin()
 

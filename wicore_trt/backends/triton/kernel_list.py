@@ -166,7 +166,8 @@ def _norms(shape: EngineShape, target: str) -> list[ListedKernel]:
         listed += roles(MM16)
     if shape.scaled_products(target):
         listed += roles(SCALED_MM)
-        listed.append(ListedKernel(QUANTIZE, ANY, quantize_rows_spec(spec.q_size, shape.dtype, native=native)))
+        quantize = quantize_rows_spec(shape.linear("o").k, shape.dtype, native=native)
+        listed.append(ListedKernel(QUANTIZE, ANY, quantize))
     if shape.crossover8(target):
         narrow = NormShape(hidden, shape.dtype, True, native)
         parts = quantize_parts_spec(spec.intermediate_size, shape.dtype, native=native)

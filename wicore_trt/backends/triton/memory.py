@@ -72,14 +72,15 @@ class StepMemory:
     ) -> None:
         """`spare_queries`: rows of `q` behind those of the largest step, for products that take so many at once."""
         spec, dtype, tokens = shape.spec, TORCH_DTYPES[shape.dtype], limits.tokens
+        q_size = shape.linear("o").k
         self.limits = limits
         self.residual = empty((tokens, spec.hidden_size), torch.float32)
         self.x = empty((tokens, spec.hidden_size), dtype)
-        self.q = empty((tokens + spare_queries, spec.q_size), dtype)
-        self.attended = empty((tokens, spec.q_size), dtype)
+        self.q = empty((tokens + spare_queries, q_size), dtype)
+        self.attended = empty((tokens, q_size), dtype)
         self.act = empty((tokens, spec.intermediate_size), dtype)
         self._wide = empty((wide_floats(shape, table.target, tokens, invariant=invariant),), torch.float32)
-        widest = max(spec.q_size, spec.hidden_size, spec.intermediate_size)
+        widest = max(q_size, spec.hidden_size, spec.intermediate_size)
         scaled = shape.scaled_products(table.target)
         self.bytes8 = empty((tokens * widest if scaled else 0,), torch.uint8)
         self.scales = empty((tokens if scaled else 0,), torch.float32)
@@ -91,7 +92,7 @@ class StepMemory:
         self.counting = empty((tokens + 1,), torch.int32).copy_(torch.arange(tokens + 1, dtype=torch.int32))
         layers = len(spec.layers_of(GLOBAL))
         each = div_ceil(limits.positions, shape.page_tokens) if layers else 0
-        self.queries = empty((layers, max(limits.rows, min(tokens, KEPT_TOKENS)), spec.q_size), dtype)
+        self.queries = empty((layers, max(limits.rows, min(tokens, KEPT_TOKENS)), q_size), dtype)
         self.masses = empty((limits.rows * each,), torch.float32)
         heads = spec.num_heads * each
         self.logsums = empty((max(heads, min(limits.rows * heads, LOGSUMS)),), torch.float32)
@@ -135,7 +136,7 @@ class StepMemory:
         self.split_tokens, splits = 0, 0
         for entry in () if variant else table.entries(PREFILL_SPLITS):
             self.split_tokens, splits = min(SPLIT_TOKENS, limits.tokens), entry.config.splits
-        self.split_sums = empty((splits * self.split_tokens, shape.spec.q_size), torch.float32)
+        self.split_sums = empty((splits * self.split_tokens, shape.linear("o").k), torch.float32)
         self.split_lse = empty((splits * self.split_tokens, heads), torch.float32)
         self.split_arrived = empty((max(sizes[2], 4),), torch.int32).zero_()
         least = min(int(e.kernel.constants["CHUNK"]) for e in table.entries(CHOOSE))
@@ -149,7 +150,7 @@ def wide_floats(shape: EngineShape, target: str, tokens: int, *, invariant: bool
     of attention whose keys are divided, which are float32 whatever products give."""
     most = 0  # in units of 16 bits
     narrow = max(shape.linear(role).n for role in ("qkv", "o", "down"))
-    gate_up = max(narrow, 2 * shape.spec.intermediate_size, 2 * shape.spec.q_size)
+    gate_up = max(narrow, 2 * shape.spec.intermediate_size, 2 * shape.linear("o").k)
     limits = (shape.crossover(target, "qkv"), shape.crossover8(target), shape.float32_results(target), ANY)
     for rows in {min(tokens, limit) for limit in limits}:  # the most rows of each kind of product
         product = KERNEL if invariant else shape.product(target, "qkv", rows)

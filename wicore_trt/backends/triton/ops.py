@@ -61,7 +61,7 @@ from wicore_trt.backends.triton.table import (
 )
 from wicore_trt.checkpoint.names import kv_scale_name, weight_scale_name
 from wicore_trt.model.gemma3 import EMBEDDING, FINAL_NORM, LM_HEAD, layer_weight
-from wicore_trt.model.spec import GLOBAL, LOCAL
+from wicore_trt.model.spec import GLOBAL, LOCAL, LayerGroup
 from wicore_trt.plugins.decode_layout import (
     DecodeRows,
     LastQueries,
@@ -153,6 +153,11 @@ class TritonModel:
         """Rounded to the embedding's type, as transformers does."""
         return float(torch.tensor(self.shape.spec.embedding_scale).to(self.weights[EMBEDDING].dtype))
 
+    @cached_property
+    def groups(self) -> list[LayerGroup]:
+        """Group of each layer."""
+        return self.shape.spec.attention_by_layer
+
     def find(self, role: KernelRole, rows: int) -> KernelEntry:
         """The kernel of a role for a step of `rows` rows."""
         if not self.invariant:
@@ -173,7 +178,7 @@ class TritonOps:
 
     def __init__(self, model: TritonModel, step: StepArrays, measured: int | None = None) -> None:
         self._model, self._step, self._measured, self._spec = model, step, measured, model.shape.spec
-        self._memory, self._n = model.memory, step.tokens
+        self._memory, self._n, self._groups = model.memory, step.tokens, model.groups
         self._product = model.product("qkv", step.tokens)
         self._residual, self._gather = model.memory.residual, step.sample_rows
         self._index = {i: n for g in model.pools for n, i in enumerate(self._spec.layers_of(g))}
@@ -250,7 +255,6 @@ class TritonOps:
         """Sequences with one token by the decode kernel, the others by the prefill kernel; all by that if invariant."""
         step, spec = self._step, self._spec
         group = spec.layer_groups[layer]
-        scale, window = spec.query_pre_attn_scalar**-0.5, spec.sliding_window if group == LOCAL else 0
         out = self._memory.attended[: step.tokens]
         if layer == self._measured:
             self.page_masses(layer, step.singles + step.chunks, step.tables[group][1])
@@ -258,7 +262,7 @@ class TritonOps:
             slices = Slices(self._memory.counting.data_ptr(), step.positions, step.singles)
             self._prefill(q.rows, out, layer, slices, self._tables(group, 0, step.singles))
         elif step.singles:
-            self._decode(q.rows, out, layer, scale, window)
+            self._decode(q.rows, out, layer)
         if step.chunks:
             slices = Slices(step.cu_seqlens, step.first_positions, step.tokens - step.singles)
             tables = self._tables(group, step.singles, step.chunks)
@@ -281,7 +285,7 @@ class TritonOps:
         of so many tokens, as of graphs, else until the next layer."""
         model, step, memory = self._model, self._step, self._memory
         entries = [model.find(role, sequences) for role in (PAGE_LOGSUMS, PAGE_MASSES)]
-        heads, scale = self._spec.num_heads, self._spec.query_pre_attn_scalar**-0.5
+        heads, scale = self._groups[layer].num_heads, self._groups[layer].softmax_scale
         q = self._queries(layer).data_ptr()
         rows = LastQueries(q, step.positions, step.cu_seqlens, sequences, step.singles, heads, scale)
         tables, to = self._tables(GLOBAL, 0, sequences), (memory.logsums.data_ptr(), memory.masses.data_ptr())
@@ -369,16 +373,15 @@ class TritonOps:
         return memory.q[:rows]
 
     def _prefill(self, q: torch.Tensor, out: torch.Tensor, layer: int, slices: Slices, tables: Tables) -> None:
-        model, spec = self._model, self._spec
-        scale = spec.query_pre_attn_scalar**-0.5
-        window = spec.sliding_window if spec.layer_groups[layer] == LOCAL else 0
+        model, group = self._model, self._groups[layer]
         entry, rows = model.find(PREFILL, self._step.tokens), (q.data_ptr(), out.data_ptr())
-        call = prefill_launch(entry.kernel.constants, rows, self._pool(layer), tables, slices, scale, window)
+        scores = group.softmax_scale, group.window
+        call = prefill_launch(entry.kernel.constants, rows, self._pool(layer), tables, slices, *scores)
         model.launch(entry, call)
 
     def _split(self, q: torch.Tensor, out: torch.Tensor, layer: int, slices: Slices, tables: Tables) -> None:
         """`_prefill` of a global layer for few tokens, whose keys programs share."""
-        model, memory, scale = self._model, self._memory, self._spec.query_pre_attn_scalar**-0.5
+        model, memory, scale = self._model, self._memory, self._groups[layer].softmax_scale
         prefill, adding = (model.find(role, self._step.tokens) for role in (PREFILL_SPLITS, ADD_SPLITS))
         sums, rows = (memory.split_sums.data_ptr(), memory.split_lse.data_ptr()), memory.split_tokens
         to, pool = (q.data_ptr(), sums[0]), self._pool(layer)
@@ -395,20 +398,20 @@ class TritonOps:
         q, pool = self._memory.q[step.singles :], self._pool(layer)
         sums = self._memory.wide(torch.float32, *out.shape)  # nobody needs the queries' product any more
         entry, rows = model.find(PREFILL_SEGMENTS, step.tokens), (q.data_ptr(), sums.data_ptr())
-        constants, scale = entry.kernel.constants, self._spec.query_pre_attn_scalar**-0.5
+        constants, scale = entry.kernel.constants, self._groups[layer].softmax_scale
         call = prefill_launch(constants, rows, pool, tables, slices, scale, 0)
         model.launch(entry, segmented(call, constants, segments.segments, segments.lse.data_ptr()))
         segments.add((model.launcher, model.stream), q, sums, out, pool, tables, step.slices)
 
-    def _decode(self, q: torch.Tensor, out: torch.Tensor, layer: int, scale: float, window: int) -> None:
-        model, step, memory = self._model, self._step, self._memory
+    def _decode(self, q: torch.Tensor, out: torch.Tensor, layer: int) -> None:
+        model, step, memory, group = self._model, self._step, self._memory, self._groups[layer]
         entry = model.find(DECODE, step.singles)
-        heads = self._spec.num_heads
-        rows = DecodeRows(q.data_ptr(), out.data_ptr(), step.kv_lengths, heads, scale, window)
+        sizes = (group.num_heads, group.softmax_scale, group.window)
+        rows = DecodeRows(q.data_ptr(), out.data_ptr(), step.kv_lengths, *sizes)
         work = Workspace(
             memory.split_partials.data_ptr(), memory.split_stats.data_ptr(), memory.split_arrived.data_ptr()
         )
-        pool, tables = self._pool(layer), self._tables(self._spec.layer_groups[layer], 0, step.singles)
+        pool, tables = self._pool(layer), self._tables(group.name, 0, step.singles)
         model.launch(entry, decode_launch(entry.config, rows, pool, tables, work))
         if entry.config.splits > 1 and not entry.config.fused:
             combine = model.find(COMBINE, step.singles)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
-from wicore_trt.model.spec import GROUPS, Gemma3Spec
+from wicore_trt.model.spec import GLOBAL, GROUPS, Gemma3Spec
 from wicore_trt.plugins.aot import CompiledKernel
 from wicore_trt.plugins.decode_layout import DecodeConfig, PrefillConfig
 from wicore_trt.plugins.layout import PoolShape
@@ -152,9 +152,10 @@ class EngineShape:
 
     @cached_property
     def _pools(self) -> dict[str, PoolShape]:
-        spec, layers = self.spec, {group: max(1, len(self.spec.layers_of(group))) for group in GROUPS}
-        sizes = (self.page_tokens, spec.num_kv_heads, spec.head_dim, self.kv_dtype)
-        return {group: PoolShape(count, *sizes) for group, count in layers.items()}
+        return {
+            g.name: PoolShape(max(1, len(g.layers)), self.page_tokens, g.num_kv_heads, g.head_dim, self.kv_dtype)
+            for g in map(self.spec.layer_group, GROUPS)
+        }
 
     def linear(self, role: str, rows: str = WIDE) -> LinearShape:
         """Shape of one of LINEARS as the kernels compute it: GeGLU within gate_up, all others with float32 results.
@@ -168,10 +169,10 @@ class EngineShape:
         return {kind: self._linear(*kind) for kind in kinds}
 
     def _linear(self, role: str, rows: str) -> LinearShape:
-        spec = self.spec
+        spec, group = self.spec, self.spec.layer_group(GLOBAL)  # kernels of one shape serve both groups
         n, k = {
-            "qkv": (spec.q_size + 2 * spec.kv_size, spec.hidden_size),
-            "o": (spec.hidden_size, spec.q_size),
+            "qkv": (group.qkv_size, spec.hidden_size),
+            "o": (spec.hidden_size, group.q_size),
             "gate_up": (spec.intermediate_size, spec.hidden_size),
             "down": (spec.hidden_size, spec.intermediate_size),
             "head": (spec.vocab_size, spec.hidden_size),
