@@ -42,10 +42,10 @@ def verify(
     Exit code 0: all is well; 1: something was damaged; 3: the key is wrong; 4: a server holds the directory.
     """
     from wicore_trt.cli._ui import human_bytes, print_json, print_table, progress
-    from wicore_trt.kv.disk.cipher import AesGcmPageCipher, load_key_file
+    from wicore_trt.kv.disk.cipher import PageCipher, load_key_file
     from wicore_trt.kv.disk.scrub import verify as scrub
 
-    cipher = AesGcmPageCipher(load_key_file(key_file)) if key_file is not None else None
+    cipher = PageCipher(load_key_file(key_file)) if key_file is not None else None
     with progress(quiet=json) as report_progress:
         report = scrub(path, cipher=cipher, dry_run=dry_run, progress=report_progress)
     if json:
@@ -118,7 +118,7 @@ def _tag_of(path: Path, recipe: str | None, who: str, salt: str) -> bytes:
     """A tenant's tag. It takes the server's secret: that of its setting kv.salt, or the one in its disk directory."""
     from wicore_trt.config import load_settings
     from wicore_trt.errors import ConfigError, EnvironmentUnfitError
-    from wicore_trt.kv.disk.secret import read_secret, secret_of
+    from wicore_trt.kv.disk.claim import read_secret, secret_of
     from wicore_trt.kv.disk.tools import owned_files
     from wicore_trt.kv.pages.hashing import tenant_tag
 

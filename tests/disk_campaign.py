@@ -12,8 +12,9 @@ from disk_damage import Damage, Vandal
 from fault_injection import FaultPlan, FaultyFiles
 
 from wicore_trt.errors import EnvironmentUnfitError
+from wicore_trt.kv.disk.cipher import PageCipher
 from wicore_trt.kv.disk.files import Files, aligned_buffer
-from wicore_trt.kv.disk.format import Namespace, PageCipher
+from wicore_trt.kv.disk.format import Namespace
 from wicore_trt.kv.disk.io import Outcome
 from wicore_trt.kv.disk.store import DiskStore
 from wicore_trt.kv.pages.hashing import tenant_tag

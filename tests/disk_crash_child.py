@@ -16,7 +16,7 @@ from pathlib import Path
 
 from disk_store_helpers import buffers, content, make_page, open_store
 
-from wicore_trt.kv.disk.cipher import AesGcmPageCipher
+from wicore_trt.kv.disk.cipher import PageCipher
 from wicore_trt.kv.disk.store import Outcome
 
 LIMIT = 1 << 20
@@ -27,7 +27,7 @@ def settings(cipher: bool) -> dict:
     return {
         "limit_bytes": LIMIT,
         "threads": 3,
-        "cipher": AesGcmPageCipher(b"k" * 32) if cipher else None,
+        "cipher": PageCipher(b"k" * 32) if cipher else None,
         "slab_bytes": 16 * 8192,
     }
 

@@ -13,10 +13,10 @@ from disk_damage import Damage, Vandal
 from fault_injection import FaultPlan
 
 from wicore_trt.cli.main import run
-from wicore_trt.kv.disk.cipher import AesGcmPageCipher
+from wicore_trt.kv.disk.cipher import PageCipher
+from wicore_trt.kv.disk.claim import secret_of
 from wicore_trt.kv.disk.files import aligned_buffer
 from wicore_trt.kv.disk.io import Outcome
-from wicore_trt.kv.disk.secret import secret_of
 from wicore_trt.kv.pages.hashing import tenant_tag
 
 NAME = namespace().digest.hex()
@@ -76,7 +76,7 @@ def test_verify(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_verify_with_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    campaign = Campaign(tmp_path / "cache", FaultPlan(), seed=1, cipher=AesGcmPageCipher(b"k" * 32))
+    campaign = Campaign(tmp_path / "cache", FaultPlan(), seed=1, cipher=PageCipher(b"k" * 32))
     campaign.run(1)
     campaign.store.close()
     key = tmp_path / "my key"

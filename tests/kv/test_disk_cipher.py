@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from wicore_trt.errors import ConfigError
-from wicore_trt.kv.disk.cipher import NONCE_BYTES, AesGcmPageCipher, _TenantKey, load_key_file
+from wicore_trt.kv.disk.cipher import NONCE_BYTES, PageCipher, _TenantKey, load_key_file
 from wicore_trt.kv.pages.page import Page
 
 PAGE = Page(b"k" * 32, "global", 7, b"p" * 32, tag_of("a"))
 
 
-def seal(cipher: AesGcmPageCipher, data: bytes, header: bytes = b"h") -> tuple[bytes, bytes]:
+def seal(cipher: PageCipher, data: bytes, header: bytes = b"h") -> tuple[bytes, bytes]:
     return cipher.seal(PAGE, 1, 3, 99, header, memoryview(data))
 
 
@@ -58,7 +58,7 @@ def test_accumulated_vectors_of_key_derivation_and_gcm() -> None:
 
 @given(st.binary(max_size=200), st.binary(max_size=40), st.booleans())
 def test_what_was_sealed_opens(data: bytes, header: bytes, in_place: bool) -> None:
-    cipher = AesGcmPageCipher(os.urandom(32))
+    cipher = PageCipher(os.urandom(32))
     sealed, text = seal(cipher, data, header)
     assert len(sealed) == cipher.overhead_bytes and len(text) == len(data)
     source = bytearray(text)
@@ -69,7 +69,7 @@ def test_what_was_sealed_opens(data: bytes, header: bytes, in_place: bool) -> No
 
 @given(st.data())
 def test_one_changed_bit_anywhere_does_not_open(data: st.DataObject) -> None:
-    cipher = AesGcmPageCipher(os.urandom(32))
+    cipher = PageCipher(os.urandom(32))
     sealed, text = seal(cipher, data.draw(st.binary(min_size=1, max_size=100)), b"head")
     both = bytearray(sealed + text + b"head")
     bit = data.draw(st.integers(0, len(both) * 8 - 1))
@@ -98,18 +98,18 @@ def test_one_changed_bit_anywhere_does_not_open(data: st.DataObject) -> None:
 )
 def test_a_part_is_bound_to_what_it_was_sealed_with(change: dict[str, object]) -> None:
     master = os.urandom(32)
-    sealed, text = seal(AesGcmPageCipher(master), bytes(64))
+    sealed, text = seal(PageCipher(master), bytes(64))
     where = {"part": 1, "parts": 3, "write_id": 99, "header": b"h", "master": master}
     page = replace(PAGE, **{k: v for k, v in change.items() if k not in where})
     where |= {k: v for k, v in change.items() if k in where}
-    cipher = AesGcmPageCipher(where.pop("master"))
+    cipher = PageCipher(where.pop("master"))
     with pytest.raises(ValueError):
         cipher.open(page, **where, sealed=sealed, ciphertext=memoryview(text), out=memoryview(bytearray(64)))
 
 
 def test_lengths_are_part_of_what_is_bound() -> None:
     """Moving a byte from one field to the next must not open: "global"+"p.." and "globalp"+"..."."""
-    cipher = AesGcmPageCipher(os.urandom(32))
+    cipher = PageCipher(os.urandom(32))
     sealed, text = seal(cipher, bytes(16), b"h")
     moved = replace(PAGE, group="globalp", parent=b"p" * 31)
     with pytest.raises(ValueError):
@@ -119,12 +119,12 @@ def test_lengths_are_part_of_what_is_bound() -> None:
 def test_the_same_page_never_looks_the_same() -> None:
     """Rewrites and restarts with the same write id get fresh nonces, so equal pages cannot be seen on disk."""
     master = os.urandom(32)
-    seen = [seal(AesGcmPageCipher(master), bytes(32)) for _ in range(2000)]
+    seen = [seal(PageCipher(master), bytes(32)) for _ in range(2000)]
     assert len({sealed[:NONCE_BYTES] for sealed, _ in seen}) == len({text for _, text in seen}) == 2000
 
 
 def test_lengths_that_do_not_fit_do_not_open() -> None:
-    cipher = AesGcmPageCipher(os.urandom(32))
+    cipher = PageCipher(os.urandom(32))
     sealed, text = seal(cipher, bytes(64))
     for bad, size in ((sealed[:-1], 64), (b"", 64), (sealed, 63), (sealed, 65)):
         with pytest.raises(ValueError):
@@ -132,7 +132,7 @@ def test_lengths_that_do_not_fit_do_not_open() -> None:
 
 
 def test_threads_share_a_cipher() -> None:
-    cipher, wrong = AesGcmPageCipher(os.urandom(32)), []
+    cipher, wrong = PageCipher(os.urandom(32)), []
 
     def work(seed: int) -> None:
         page = replace(PAGE, tenant=tag_of(str(seed % 3)))
@@ -152,7 +152,7 @@ def test_threads_share_a_cipher() -> None:
 
 
 def test_many_tenants_are_kept_in_bounds() -> None:
-    cipher = AesGcmPageCipher(os.urandom(32))
+    cipher = PageCipher(os.urandom(32))
     first = cipher.seal(PAGE, 0, 1, 0, b"", memoryview(b"x" * 20))
     for i in range(1500):
         cipher.seal(replace(PAGE, tenant=tag_of(str(i))), 0, 1, 0, b"", memoryview(b""))
@@ -192,4 +192,4 @@ def test_a_missing_key_file_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="directory"):
         load_key_file(tmp_path)
     with pytest.raises(ConfigError, match="32"):
-        AesGcmPageCipher(b"short")
+        PageCipher(b"short")

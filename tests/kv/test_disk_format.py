@@ -10,12 +10,12 @@ import pytest
 from disk_store_helpers import SLOT, SPACE, content, make_page
 from msgspec import structs
 
-from wicore_trt.kv.disk.cipher import AesGcmPageCipher
-from wicore_trt.kv.disk.format import BLOCK_BYTES, CorruptSlotError, Namespace, PageCipher, SlotFormat
+from wicore_trt.kv.disk.cipher import PageCipher
+from wicore_trt.kv.disk.format import BLOCK_BYTES, CorruptSlotError, Namespace, SlotFormat
 from wicore_trt.kv.disk.index import record_type
 
 PAGE = make_page(4)
-CIPHERS = [None, AesGcmPageCipher(b"k" * 32)]
+CIPHERS = [None, PageCipher(b"k" * 32)]
 
 
 def sealed(cipher: PageCipher | None, space: Namespace = SPACE) -> tuple[bytearray, bytearray]:
@@ -96,7 +96,7 @@ def test_cipher_and_plain_do_not_read_each_other() -> None:
             opened(other, block, stored)
     block, stored = sealed(CIPHERS[1])
     with pytest.raises(CorruptSlotError):
-        opened(AesGcmPageCipher(b"j" * 32), block, stored)
+        opened(PageCipher(b"j" * 32), block, stored)
 
 
 @pytest.mark.parametrize("cipher", CIPHERS)

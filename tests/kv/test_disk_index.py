@@ -13,7 +13,7 @@ from disk_store_helpers import RECORD_BYTES, SPACE, make_page
 from msgspec import structs
 
 from benchmarks.kv.disk_index import MODELS, measure_index
-from wicore_trt.kv.disk.cipher import AesGcmPageCipher
+from wicore_trt.kv.disk.cipher import PageCipher
 from wicore_trt.kv.disk.files import Files, write_buffers
 from wicore_trt.kv.disk.format import SlotFormat
 from wicore_trt.kv.disk.index import SlotIndex, adjacent
@@ -81,7 +81,7 @@ def test_records_in_any_disorder(tmp_path: Path, round_: int) -> None:
 
 
 def test_records_for_another_slot_cipher_or_with_absurd_write_ids_are_damage(tmp_path: Path) -> None:
-    other = SlotFormat(SPACE, AesGcmPageCipher(b"k" * 32))
+    other = SlotFormat(SPACE, PageCipher(b"k" * 32))
     page, data = make_page(1), bytearray(8 * RECORD_BYTES)
     bad = [PLAIN.record(page, 0, 1, 5, 9), other.record(page, 0, 1, 1, 9)]
     bad += [PLAIN.record(page, 0, 1, 2, 1 << 63), PLAIN.record(page, 0, 1, 3, 0), PLAIN.record(page, 1, 1, 4, 9)]
@@ -175,8 +175,8 @@ def test_growing_keeps_and_cutting_drops(tmp_path: Path) -> None:
     assert (tmp_path / "index").stat().st_size == 5 * RECORD_BYTES
 
 
-@pytest.mark.parametrize("cipher", [None, AesGcmPageCipher(b"k" * 32)])
-def test_pages_come_back_with_their_tokens(tmp_path: Path, cipher: AesGcmPageCipher | None) -> None:
+@pytest.mark.parametrize("cipher", [None, PageCipher(b"k" * 32)])
+def test_pages_come_back_with_their_tokens(tmp_path: Path, cipher: PageCipher | None) -> None:
     """Also a page of several parts, one whose end was written anew, and those whose tokens nobody knew. What is
     encrypted has its tokens nowhere in the file, and another key gets none of them."""
     slot_format = SlotFormat(SPACE, cipher)
@@ -193,7 +193,7 @@ def test_pages_come_back_with_their_tokens(tmp_path: Path, cipher: AesGcmPageCip
     stored = (tmp_path / "index").read_bytes()
     assert [page.tokens in stored for page in made[1:4]] == [cipher is None] * 3
     if cipher is not None:
-        other = SlotIndex(tmp_path / "index", SPACE, SlotFormat(SPACE, AesGcmPageCipher(b"x" * 32)), Files())
+        other = SlotIndex(tmp_path / "index", SPACE, SlotFormat(SPACE, PageCipher(b"x" * 32)), Files())
         found = list(other.load())
         assert [page for page, _ in found] == made and not any(page.tokens for page, _ in found)
         other.close()

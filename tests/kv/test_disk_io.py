@@ -11,7 +11,7 @@ import pytest
 from disk_store_helpers import hurry
 
 from wicore_trt.kv.disk import io as disk_io
-from wicore_trt.kv.disk.io import IoPool, Operation, Outcome
+from wicore_trt.kv.disk.io import DiskOperation, IoPool, Outcome
 
 
 def make(threads: int = 1, queue_limit: int = 4, timeout_s: float = 30.0, chore: Callable = lambda: None) -> IoPool:
@@ -26,7 +26,7 @@ class Hang:
         self.started, self.go, self.told = threading.Event(), threading.Event(), threading.Condition()
         self.seen: list[Outcome] = []
 
-    def run(self, op: Operation) -> Outcome:
+    def run(self, op: DiskOperation) -> Outcome:
         self.started.set()
         assert self.go.wait(30)
         return Outcome.OK
@@ -99,7 +99,7 @@ def test_who_waits_behind_urgent_ones_is_not_late_while_they_are_done() -> None:
     """Twelve reads of 0.1 s one after the other, and a write that takes 0.2 s, with a limit of 0.5 s."""
     pool, write, last = make(queue_limit=64, timeout_s=0.5), Hang(), Hang()
 
-    def read(op: Operation) -> Outcome:
+    def read(op: DiskOperation) -> Outcome:
         time.sleep(0.1)
         return Outcome.OK
 
@@ -170,7 +170,7 @@ def test_close_does_not_wait_for_a_hang() -> None:
 def test_an_exception_is_a_failure_and_the_thread_lives_on() -> None:
     pool, after = make(), Hang()
 
-    def broken(op: Operation) -> Outcome:
+    def broken(op: DiskOperation) -> Outcome:
         raise KeyError("bug")
 
     def bad_callback(outcome: Outcome) -> None:

@@ -13,15 +13,15 @@ from fakes import make_core
 
 from wicore_trt.config import KVSettings
 from wicore_trt.core import assemble_kv
-from wicore_trt.kv.disk import rate
+from wicore_trt.kv.disk import io as rate
 from wicore_trt.model.spec import GLOBAL
 
 
 def test_a_disk_is_rated_and_nothing_is_left(tmp_path: Path) -> None:
     told: list[tuple[int, float]] = []
-    for limit, pieces in ((5 * rate.PIECE_BYTES + 1, 5), (1 << 40, rate.PIECES)):
+    for limit, pieces in ((5 * rate.RATE_PIECE_BYTES + 1, 5), (1 << 40, rate.RATE_PIECES)):
         rate.rate_reads(str(tmp_path), limit, 3, lambda count, seconds: told.append((count, seconds))).join()
-        assert told[-1][0] == pieces * rate.PIECE_BYTES and told[-1][1] > 0
+        assert told[-1][0] == pieces * rate.RATE_PIECE_BYTES and told[-1][1] > 0
     assert not list(tmp_path.iterdir())
 
 
@@ -30,7 +30,7 @@ def test_a_disk_that_cannot_be_rated_is_not(why: str, tmp_path: Path, monkeypatc
     path = tmp_path / "none" if why == "no directory" else tmp_path
     if why == "a short read":
         monkeypatch.setattr(os, "preadv", lambda *call: 7)
-    limit = rate.PIECE_BYTES - 1 if why == "no room" else 1 << 30
+    limit = rate.RATE_PIECE_BYTES - 1 if why == "no room" else 1 << 30
     rate.rate_reads(str(path), limit, 2, lambda *_: pytest.fail("it was rated")).join()
 
 
@@ -38,7 +38,7 @@ def test_a_disk_that_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
     """Whoever uses the package as a library ends without `os._exit`."""
     code = """if True:
         import os, sys, threading
-        from wicore_trt.kv.disk import rate
+        from wicore_trt.kv.disk import io as rate
         begun = threading.Event()
         os.pwritev = lambda *call: begun.set() or threading.Event().wait()
         rate.rate_reads(sys.argv[1], 1 << 30, 2, print)
@@ -64,5 +64,5 @@ def test_the_planner_hears_of_it(tmp_path: Path) -> None:
     while loader._probed.empty() and time.monotonic() < end:
         time.sleep(0.01)
     meter, count, seconds = loader._probed.get_nowait()
-    assert meter is loader._disk_meter and count == rate.PIECES * rate.PIECE_BYTES and seconds > 0
+    assert meter is loader._disk_meter and count == rate.RATE_PIECES * rate.RATE_PIECE_BYTES and seconds > 0
     core.close()

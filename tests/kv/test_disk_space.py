@@ -14,8 +14,7 @@ import pytest
 from disk_store_helpers import SLOT, SPACE, buffers, content, get, make_page, open_store, put, wait_for
 
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
-from wicore_trt.kv.disk.claim import tree_bytes
-from wicore_trt.kv.disk.files import Files
+from wicore_trt.kv.disk.files import Files, tree_bytes
 from wicore_trt.kv.disk.space import Space
 from wicore_trt.kv.disk.store import DiskStore, Outcome
 

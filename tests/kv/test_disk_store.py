@@ -16,14 +16,14 @@ import pytest
 from disk_store_helpers import SLOT, SPACE, buffers, content, get, hurry, make_page, open_store, put, wait_for
 from msgspec import structs
 
-from wicore_trt.kv.disk.cipher import AesGcmPageCipher
+from wicore_trt.kv.disk.cipher import PageCipher
 from wicore_trt.kv.disk.files import Files, aligned_buffer
 from wicore_trt.kv.disk.format import record_bytes
 from wicore_trt.kv.disk.store import DiskStore, Outcome
 from wicore_trt.kv.pages.page import Page
 
 RECORD = record_bytes(SPACE.page_tokens)
-CIPHER = AesGcmPageCipher(b"k" * 32)
+CIPHER = PageCipher(b"k" * 32)
 PARTS = [content(1, 0), content(1, 1)]
 
 
@@ -108,7 +108,7 @@ def test_another_key_reads_nothing(tmp_path: Path) -> None:
     store, page = open_store(tmp_path, cipher=CIPHER), make_page(1)
     put(store, page, [3], PARTS[:1])
     store.close()
-    store = open_store(tmp_path, cipher=AesGcmPageCipher(b"j" * 32))
+    store = open_store(tmp_path, cipher=PageCipher(b"j" * 32))
     assert [slots for _, slots in store.recover()] == [(3,)]
     assert get(store, page, [3])[0] is Outcome.CORRUPT
     store.close()

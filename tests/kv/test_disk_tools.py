@@ -13,7 +13,7 @@ from disk_damage import Damage, Vandal
 from msgspec.structs import replace
 
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError, NotFoundError
-from wicore_trt.kv.disk.cipher import TAG_FAULT, AesGcmPageCipher
+from wicore_trt.kv.disk.cipher import TAG_FAULT, PageCipher
 from wicore_trt.kv.disk.files import aligned_buffer
 from wicore_trt.kv.disk.format import BLOCK_BYTES, record_bytes
 from wicore_trt.kv.disk.io import Outcome
@@ -80,8 +80,8 @@ def change(path: Path, slot: int, at: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-@pytest.mark.parametrize("cipher", [None, AesGcmPageCipher(KEY)])
-def test_inspect_tells_what_was_written(tmp_path: Path, cipher: AesGcmPageCipher | None) -> None:
+@pytest.mark.parametrize("cipher", [None, PageCipher(KEY)])
+def test_inspect_tells_what_was_written(tmp_path: Path, cipher: PageCipher | None) -> None:
     places = fill(tmp_path, cipher=cipher)
     report = inspect(tmp_path)
     (found,) = report.namespaces
@@ -154,9 +154,9 @@ def test_directories_that_are_no_cache_are_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sealed", [False, True])
 def test_verify_finds_all_well(tmp_path: Path, sealed: bool) -> None:
-    cipher = AesGcmPageCipher(KEY) if sealed else None
+    cipher = PageCipher(KEY) if sealed else None
     fill(tmp_path, cipher=cipher)
-    report = verify(tmp_path, cipher=AesGcmPageCipher(KEY))
+    report = verify(tmp_path, cipher=PageCipher(KEY))
     assert (report.pages, report.good, report.unopened, report.erased_records) == (len(PAGES), len(PAGES), 0, 0)
     assert not report.faults and report.bytes == inspect(tmp_path).namespaces[0].used_slots * STRIDE
     assert verify(tmp_path).unopened == (len(PAGES) if sealed else 0)
@@ -168,7 +168,7 @@ def test_verify_finds_all_well(tmp_path: Path, sealed: bool) -> None:
     ("at", "cause"), [(100, "header checksum"), (BLOCK_BYTES + 1000, "payload checksum")], ids=["header", "payload"]
 )
 def test_verify_takes_out_what_is_damaged_and_nothing_else(tmp_path: Path, at: int, cause: str, sealed: bool) -> None:
-    cipher = AesGcmPageCipher(KEY) if sealed else None
+    cipher = PageCipher(KEY) if sealed else None
     places = fill(tmp_path, cipher=cipher)
     bad = random.sample(PAGES, 3)
     for page in bad:
@@ -227,23 +227,23 @@ def test_a_page_half_recorded_is_a_leftover(tmp_path: Path) -> None:
 
 
 def test_verify_with_the_wrong_key_clears_nothing(tmp_path: Path) -> None:
-    cipher = AesGcmPageCipher(KEY)
+    cipher = PageCipher(KEY)
     fill(tmp_path, cipher=cipher)
     with pytest.raises(ConfigError, match="Nothing was cleared"):
-        verify(tmp_path, cipher=AesGcmPageCipher(b"x" * 32))
+        verify(tmp_path, cipher=PageCipher(b"x" * 32))
     assert kept(tmp_path, cipher=cipher) == set(PAGES)
 
 
 def test_verify_finds_pages_under_an_older_key(tmp_path: Path) -> None:
-    fill(tmp_path, cipher=AesGcmPageCipher(b"x" * 32))
-    store = open_store(tmp_path, cipher=AesGcmPageCipher(KEY))
+    fill(tmp_path, cipher=PageCipher(b"x" * 32))
+    store = open_store(tmp_path, cipher=PageCipher(KEY))
     old = list(store.recover())
     new = replace(make_page(50), tenant=tag_of("a"))
     put(store, [new], first=60)
     store.close()
-    report = verify(tmp_path, cipher=AesGcmPageCipher(KEY))
+    report = verify(tmp_path, cipher=PageCipher(KEY))
     assert report.faults == {TAG_FAULT: len(old)} and report.good == 1
-    assert kept(tmp_path, cipher=AesGcmPageCipher(KEY)) == {new}
+    assert kept(tmp_path, cipher=PageCipher(KEY)) == {new}
 
 
 def test_purge_everything(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_purge_one_namespace(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sealed", [False, True])
 def test_purge_one_tenant_leaves_no_byte_of_it(tmp_path: Path, sealed: bool) -> None:
-    cipher = AesGcmPageCipher(KEY) if sealed else None
+    cipher = PageCipher(KEY) if sealed else None
     store = open_store(tmp_path, cipher=cipher)
     places = put(store, PAGES)
     mine = {page for page in PAGES if page.tenant == tag_of("b")}
@@ -297,7 +297,7 @@ def test_purge_deletes_damaged_namespaces(tmp_path: Path) -> None:
 
 def test_another_tenant_gets_nothing_from_the_store(tmp_path: Path) -> None:
     """Probes at the slots themselves, with the thief's tag on the owner's page and with the thief's own page names."""
-    store = open_store(tmp_path, cipher=AesGcmPageCipher(KEY), queue_limit=4096)
+    store = open_store(tmp_path, cipher=PageCipher(KEY), queue_limit=4096)
     places = put(store, PAGES)
     tags, probes, hits = [tag_of(f"thief {i}") for i in range(40)], 0, 0
     for page, slots in places.items():

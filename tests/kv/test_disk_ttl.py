@@ -17,7 +17,7 @@ from disk_store_helpers import buffers, content, get, hurry, make_page, open_sto
 from fakes import chain
 
 from wicore_trt.core.loop import EngineLoop
-from wicore_trt.kv.disk.cipher import AesGcmPageCipher
+from wicore_trt.kv.disk.cipher import PageCipher
 from wicore_trt.kv.disk.files import Files
 from wicore_trt.kv.disk.scrub import verify
 from wicore_trt.kv.disk.store import DiskStore, Outcome
@@ -54,7 +54,7 @@ def gone(path: Path, number: int, parts: int = 1) -> bool:
 
 @pytest.mark.parametrize("sealed", [False, True])
 def test_no_byte_of_it_is_left_when_it_leaves(tmp_path: Path, sealed: bool) -> None:
-    cipher = AesGcmPageCipher(b"k" * 32) if sealed else None
+    cipher = PageCipher(b"k" * 32) if sealed else None
     store = open_store(tmp_path, cipher=cipher)
     put_until(store, 1, [2, 7], FAR)
     put(store, make_page(2), [3], [content(2, 0)])

@@ -17,7 +17,7 @@ from disk_damage import Damage, Vandal
 from fault_injection import Fault, FaultPlan, FaultyFiles, flip_host_bits
 
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.kv.disk.cipher import AesGcmPageCipher
+from wicore_trt.kv.disk.cipher import PageCipher
 from wicore_trt.kv.disk.files import aligned_buffer
 from wicore_trt.kv.disk.io import Outcome
 
@@ -105,7 +105,7 @@ def test_no_fault_in_any_file_gives_a_wrong_read(tmp_path: Path, fault: Fault) -
 
 @pytest.mark.parametrize("kind", list(Damage), ids=lambda kind: kind.name.lower())
 def test_no_damage_between_runs_gives_a_wrong_read(tmp_path: Path, kind: Damage) -> None:
-    cipher = AesGcmPageCipher(os.urandom(32)) if random.random() < 0.3 else None
+    cipher = PageCipher(os.urandom(32)) if random.random() < 0.3 else None
     other = other_rank(tmp_path / "other") if kind.name.startswith("FOREIGN") else None
     campaign = Campaign(tmp_path / "own", FaultPlan(), seed=SEED, cipher=cipher, other=other)
     campaign.run(2)
@@ -134,7 +134,7 @@ def random_rates(rng: random.Random) -> dict[Fault, float]:
 def mixed_campaign(tmp_path: Path, faults: int, seed: int) -> Campaign:
     """Everything at once, over restarts, until so many faults were injected."""
     rng = random.Random(seed)
-    cipher = AesGcmPageCipher(rng.randbytes(32)) if seed % 4 == 0 else None
+    cipher = PageCipher(rng.randbytes(32)) if seed % 4 == 0 else None
     plan = FaultPlan(seed=seed, hang_s=0.0005)
     campaign = Campaign(tmp_path / "own", plan, seed=seed, cipher=cipher, other=other_rank(tmp_path / "other"))
     while campaign.faults < faults:

@@ -17,7 +17,7 @@ from fakes import make_core
 
 from wicore_trt.config import KVSettings
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.kv.disk.secret import SECRET, secret_of
+from wicore_trt.kv.disk.claim import SECRET, secret_of
 from wicore_trt.types import GenerateRequest, SamplingParams
 
 SEED = int.from_bytes(os.urandom(4), "little")

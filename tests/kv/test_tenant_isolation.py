@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 
-from wicore_trt.kv.disk.cipher import AesGcmPageCipher
+from wicore_trt.kv.disk.cipher import PageCipher
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.pages.page import Page
 
@@ -65,7 +65,7 @@ def test_names_of_one_tenant_are_never_names_of_another() -> None:
 def test_parts_sealed_for_one_tenant_open_for_no_other() -> None:
     """Even one who knows the page's name and all its numbers, and holds the master key's process."""
     rng = random.Random(os.urandom(8))
-    cipher, tags = AesGcmPageCipher(os.urandom(32)), [KeyChain("engine", 4).names("", salt).tag for salt in SALTS]
+    cipher, tags = PageCipher(os.urandom(32)), [KeyChain("engine", 4).names("", salt).tag for salt in SALTS]
     opened = 0
     for i in range(1000):
         owner, data = rng.choice(tags), rng.randbytes(64)

@@ -22,7 +22,7 @@ from queue import Empty
 from types import ModuleType
 from unittest import mock
 
-from wicore_trt.kv.disk.io import Operation, Outcome
+from wicore_trt.kv.disk.io import DiskOperation, Outcome
 
 PACKAGES = ("wicore_trt.kv.", "wicore_trt.schedule.", "wicore_trt.core.")
 NEVER = math.inf
@@ -272,9 +272,9 @@ class VirtualIoPool:
     ) -> None:
         self._world, self._idle, self._threads = world, threads, threads
         self._limit, self._timeout_s, self._chore, self._end = queue_limit, timeout_s, chore, end
-        self._queues: dict[bool, deque[Operation]] = {True: deque(), False: deque()}
-        self._live: dict[Operation, None] = {}
-        self._running: dict[Operation, None] = {}
+        self._queues: dict[bool, deque[DiskOperation]] = {True: deque(), False: deque()}
+        self._live: dict[DiskOperation, None] = {}
+        self._running: dict[DiskOperation, None] = {}
         self._nudged = self._chore_runs = self._closing = self._ended = False
 
     @property
@@ -289,7 +289,7 @@ class VirtualIoPool:
         queue = self._queues[urgent]
         if self._closing or len(queue) >= self._limit or self.stalled:
             return False
-        op = Operation(run, done, self._world.now + self._timeout_s)
+        op = DiskOperation(run, done, self._world.now + self._timeout_s)
         self._live[op] = None
         queue.append(op)
         self._world.later(self._timeout_s, lambda: self._expire(op))
@@ -318,17 +318,17 @@ class VirtualIoPool:
             self._begin((self._queues[True] or self._queues[False]).popleft())
         if self._idle and self._nudged and not self._chore_runs and not self._closing:
             self._nudged, self._chore_runs = False, True
-            self._begin(Operation(self._tidy, lambda outcome: None, NEVER))
+            self._begin(DiskOperation(self._tidy, lambda outcome: None, NEVER))
         if self._closing and self._idle == self._threads and not self._ended:
             self._ended = True
             self._end()
 
-    def _tidy(self, op: Operation) -> Outcome:
+    def _tidy(self, op: DiskOperation) -> Outcome:
         self._chore_runs = False
         self._chore()
         return Outcome.OK
 
-    def _begin(self, op: Operation) -> None:
+    def _begin(self, op: DiskOperation) -> None:
         world = self._world
         self._idle -= 1
         self._running[op] = None
@@ -357,7 +357,7 @@ class VirtualIoPool:
             world.later(world.rng.choice((0.0, 0.5, 1.0)) * span, work)
             world.later(span, finish)
 
-    def _expire(self, op: Operation) -> None:
+    def _expire(self, op: DiskOperation) -> None:
         if op not in self._live:
             return
         op.expire()

@@ -12,10 +12,10 @@ from functools import partial
 
 from wicore_trt.config import KVSettings
 from wicore_trt.errors import ConfigError
+from wicore_trt.kv.disk.claim import secret_of
 from wicore_trt.kv.disk.files import Files
 from wicore_trt.kv.disk.format import Namespace
-from wicore_trt.kv.disk.rate import rate_reads
-from wicore_trt.kv.disk.secret import secret_of
+from wicore_trt.kv.disk.io import rate_reads
 from wicore_trt.kv.disk.store import DiskStore, open_store
 from wicore_trt.kv.events import MAX_EVENT_LOG_PAGES, KVEventLog
 from wicore_trt.kv.manager import CacheOptions, KVCacheManager

@@ -14,8 +14,8 @@ from itertools import takewhile
 
 from wicore_trt.config import KVSettings
 from wicore_trt.errors import ConfigError
+from wicore_trt.kv.disk.claim import secret_of
 from wicore_trt.kv.disk.format import Namespace
-from wicore_trt.kv.disk.secret import secret_of
 from wicore_trt.kv.disk.store import DiskStore, open_store
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.by_name import make_policy

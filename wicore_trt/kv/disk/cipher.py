@@ -39,7 +39,7 @@ _TENANTS = 1024  # derived keys kept; deriving one takes some 10 us
 _BLOCK = 16  # AES; the library wants this much room behind the output of update_into
 
 
-class AesGcmPageCipher:
+class PageCipher:
     """Seals and opens the parts of pages; safe to use from many threads.
 
     `master_key`: 32 bytes. ConfigError for another length.

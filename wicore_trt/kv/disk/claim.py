@@ -1,24 +1,38 @@
-"""Who may use a directory of the disk tier: this user alone, and one process at a time. And what lies in it.
+"""Whose a directory of the disk tier is: this user's alone, one process's at a time, and with the operator's secret.
 
-It must not know namespaces, slabs or limits. Invariant: at most one living process holds a directory's lock, and a
-process that died holds none.
+The secret keys the names of pages and the tags of tenants. It must not know namespaces, slabs or limits. Invariants: at
+most one living process holds a directory's lock, and one that died holds none; nobody has the secret without either the
+operator's setting or this user's rights, and a server started again with the same setting or directory has the same.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import secrets
 import stat
+from hashlib import blake2b
 from pathlib import Path
 
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.kv.disk.files import Files, NotOursError, check_directory, check_file, read_buffers, write_buffers
-from wicore_trt.kv.disk.secret import SECRET
+from wicore_trt.kv.disk.files import (
+    Files,
+    NotOursError,
+    check_directory,
+    check_file,
+    read_buffers,
+    read_file,
+    write_buffers,
+    write_file,
+)
 
-LOCK = "LOCK"
+LOCK, SECRET = "LOCK", "secret"
+SECRET_BYTES = 32
 NAMESPACE = re.compile(r"[0-9a-f]{32}")
 OURS = re.compile(r"namespace\.json(\.new)?|index|slab-\d{5}")
 """Names of namespace directories, and of the files in them."""
+_log = logging.getLogger(__name__)
 
 
 def claim_directory(files: Files, path: Path) -> None:
@@ -63,7 +77,12 @@ def lock_directory(files: Files, path: Path) -> int:
         write_buffers(files, fd, [b"%d\n" % os.getpid()], 0)
         return fd
     except BlockingIOError as error:
-        holder = _holder(files, fd)
+        try:
+            buffer = memoryview(bytearray(min(files.fstat(fd).st_size, 32)))
+            read_buffers(files, fd, [buffer], 0)
+            holder = bytes(buffer).decode(errors="replace").strip() or "?"
+        except (OSError, EOFError):  # as while the holder writes it
+            holder = "?"
         files.close(fd)
         raise EnvironmentUnfitError(
             f"{path} is in use by process {holder}.",
@@ -74,28 +93,32 @@ def lock_directory(files: Files, path: Path) -> int:
         raise
 
 
-def _holder(files: Files, fd: int) -> str:
-    """The process id that the holder of the lock wrote; "?" when it cannot be read, as while the holder writes it."""
+def secret_of(salt: str) -> bytes:
+    """The secret of a server whose setting kv.salt is `salt`."""
+    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=SECRET_BYTES, person=b"wicore-kv-owner").digest()
+
+
+def kept_secret(files: Files, path: Path) -> bytes:
+    """The secret in the directory of a disk tier, drawn at random when there is none. The caller holds its lock.
+
+    OSError when the file system refuses, or the file is not this user's alone.
+    """
+    found = read_secret(files, path)
+    if found is None:
+        found = secrets.token_bytes(SECRET_BYTES)
+        write_file(files, path / SECRET, found)
+    return found
+
+
+def read_secret(files: Files, path: Path) -> bytes | None:
+    """The secret in a directory; None when there is none. OSError as `kept_secret`."""
     try:
-        buffer = memoryview(bytearray(min(files.fstat(fd).st_size, 32)))
-        read_buffers(files, fd, [buffer], 0)
-    except (OSError, EOFError):
-        return "?"
-    return bytes(buffer).decode(errors="replace").strip() or "?"
-
-
-def disk_bytes(found: os.stat_result) -> int:
-    """What a file counts for: its length or the space it takes, whichever is more."""
-    return max(found.st_size, found.st_blocks * 512)
-
-
-def tree_bytes(files: Files, path: Path) -> int:
-    """Bytes of everything under a path, directories included. Links are not followed; what cannot be seen is zero."""
-    try:
-        found = files.lstat(path)
-        total = disk_bytes(found)
-        if stat.S_ISDIR(found.st_mode):
-            total += sum(tree_bytes(files, path / name) for name in files.listdir(path))
-    except (FileNotFoundError, PermissionError):
-        return 0
-    return total
+        found = read_file(files, path / SECRET, SECRET_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except EOFError:
+        found = b""
+    if len(found) == SECRET_BYTES:
+        return found
+    _log.warning("%s holds no secret; pages that were named with the old one will not be found", path / SECRET)
+    return None

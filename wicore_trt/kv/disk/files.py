@@ -207,3 +207,43 @@ def _move(
             moved -= len(left.pop(0))
         if moved:
             left[0] = left[0][moved:]
+
+
+def read_file(files: Files, path: Path, limit: int) -> bytes:
+    """What a file of ours holds, cut at `limit` bytes. OSError when it cannot be opened or read, or is not ours;
+    EOFError when it became shorter meanwhile."""
+    fd = files.open(path, os.O_RDONLY)
+    try:
+        buffer = memoryview(bytearray(min(files.fstat(fd).st_size, limit)))
+        read_buffers(files, fd, [buffer], 0)
+        return bytes(buffer)
+    finally:
+        files.close(fd)
+
+
+def write_file(files: Files, path: Path, data: bytes) -> None:
+    """Put `data` into a file of ours, or leave it as it is, whenever the process dies. OSError when that fails."""
+    new = path.with_name(f"{path.name}.new")
+    fd = files.create(new)
+    try:
+        write_buffers(files, fd, [data], 0)
+    finally:
+        files.close(fd)
+    files.replace(new, path)
+
+
+def disk_bytes(found: os.stat_result) -> int:
+    """What a file counts for: its length or the space it takes, whichever is more."""
+    return max(found.st_size, found.st_blocks * 512)
+
+
+def tree_bytes(files: Files, path: Path) -> int:
+    """Bytes of everything under a path, directories included. Links are not followed; what cannot be seen is zero."""
+    try:
+        found = files.lstat(path)
+        total = disk_bytes(found)
+        if stat.S_ISDIR(found.st_mode):
+            total += sum(tree_bytes(files, path / name) for name in files.listdir(path))
+    except (FileNotFoundError, PermissionError):
+        return 0
+    return total

@@ -14,11 +14,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from wicore_trt.kv.pages.page import TENANT_BYTES, Page
+
+if TYPE_CHECKING:
+    from wicore_trt.kv.disk.cipher import PageCipher
 
 FORMAT_VERSION = 3
 BLOCK_BYTES = 4096
@@ -58,35 +61,6 @@ def record_bytes(page_tokens: int) -> int:
 def record_fields(page_tokens: int) -> list[tuple[str, str]]:
     """numpy fields of an index record, in the order of the bytes."""
     return [*_RECORD_FIELDS, ("tokens", f"V{SEALED_BYTES + 4 * page_tokens}"), ("check", f"V{CHECK_BYTES}")]
-
-
-class PageCipher(Protocol):
-    """Authenticated encryption of one part of a page; called from many threads at once."""
-
-    @property
-    def overhead_bytes(self) -> int:
-        """Length of what `seal` returns first, at most SEALED_BYTES."""
-        ...
-
-    def seal(
-        self, page: Page, part: int, parts: int, write_id: int, header: bytes, payload: memoryview
-    ) -> tuple[bytes, bytes]:
-        """(nonce and tag, ciphertext as long as `payload`). `header` is authenticated, not encrypted."""
-        ...
-
-    def open(
-        self,
-        page: Page,
-        part: int,
-        parts: int,
-        write_id: int,
-        header: bytes,
-        sealed: bytes,
-        ciphertext: memoryview,
-        out: memoryview,
-    ) -> None:
-        """Plaintext into `out`, which may be the memory of `ciphertext`. ValueError when anything was changed."""
-        ...
 
 
 class CorruptSlotError(Exception):

@@ -7,14 +7,20 @@ with TIMEOUT and, when no thread touches its buffers any more, with RETURNED.
 from __future__ import annotations
 
 import enum
+import errno
 import logging
 import math
+import os
+import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from wicore_trt.kv.disk.files import aligned_buffer
 
 CHORE_WAIT_S = 1.0
+RATE_PIECE_BYTES, RATE_PIECES = 4 << 20, 16
 _log = logging.getLogger(__name__)
 
 
@@ -35,12 +41,12 @@ class Outcome(enum.Enum):
     """Follows TIMEOUT: nobody touches the buffers any more."""
 
 
-class Operation:
+class DiskOperation:
     """One submitted operation. `run` may look at `timed_out` to leave out what nobody waits for any more."""
 
     def __init__(
         self,
-        run: Callable[[Operation], Outcome],
+        run: Callable[[DiskOperation], Outcome],
         done: Callable[[Outcome], None],
         deadline: float,
         *,
@@ -94,11 +100,11 @@ class IoPool:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._watch = threading.Condition(self._lock)
-        self._urgent: deque[Operation] = deque()
-        self._normal: deque[Operation] = deque()
-        self._live: dict[Operation, None] = {}  # until their buffers are back
-        self._waiting: dict[Operation, None] = {}  # those that may still time out, in the order of deadlines
-        self._running: set[Operation] = set()
+        self._urgent: deque[DiskOperation] = deque()
+        self._normal: deque[DiskOperation] = deque()
+        self._live: dict[DiskOperation, None] = {}  # until their buffers are back
+        self._waiting: dict[DiskOperation, None] = {}  # those that may still time out, in the order of deadlines
+        self._running: set[DiskOperation] = set()
         self._nudged = False
         self._nudged_at = 0.0
         self._done_at = -math.inf
@@ -122,7 +128,7 @@ class IoPool:
             return self._is_stalled()
 
     def submit(
-        self, run: Callable[[Operation], Outcome], done: Callable[[Outcome], None], *, urgent: bool = False
+        self, run: Callable[[DiskOperation], Outcome], done: Callable[[Outcome], None], *, urgent: bool = False
     ) -> bool:
         """False, and nothing was done, when the queue is full, all threads hang, or the pool is closed."""
         with self._lock:
@@ -167,21 +173,21 @@ class IoPool:
         return len(self._running) == self._threads and all(op.timed_out for op in self._running)
 
     def _start_clock(
-        self, run: Callable[[Operation], Outcome], done: Callable[[Outcome], None], *, urgent: bool
-    ) -> Operation:
-        op = Operation(run, done, time.monotonic() + self._timeout_s, urgent=urgent)
+        self, run: Callable[[DiskOperation], Outcome], done: Callable[[Outcome], None], *, urgent: bool
+    ) -> DiskOperation:
+        op = DiskOperation(run, done, time.monotonic() + self._timeout_s, urgent=urgent)
         if not self._waiting:
             self._watch.notify()
         self._waiting[op] = None
         return op
 
-    def _wait_longer(self, op: Operation) -> None:
+    def _wait_longer(self, op: DiskOperation) -> None:
         """Its time begins now."""
         op.deadline = time.monotonic() + self._timeout_s
         self._waiting.pop(op, None)
         self._waiting[op] = None
 
-    def _run_chore(self, op: Operation) -> Outcome:
+    def _run_chore(self, op: DiskOperation) -> Outcome:
         try:
             self._chore()
         finally:
@@ -189,11 +195,11 @@ class IoPool:
                 self._chore_runs = False
         return Outcome.OK
 
-    def _drop(self, op: Operation) -> None:
+    def _drop(self, op: DiskOperation) -> None:
         self._live.pop(op, None)
         self._waiting.pop(op, None)
 
-    def _take(self) -> Operation | None:
+    def _take(self) -> DiskOperation | None:
         """The next operation, with the chore as the last of them, or None when this thread is to leave."""
         with self._lock:
             while True:
@@ -244,7 +250,7 @@ class IoPool:
             if queued:
                 op.finish(Outcome.RETURNED)
 
-    def _next_expired(self) -> tuple[Operation, bool] | None:
+    def _next_expired(self) -> tuple[DiskOperation, bool] | None:
         """Wait for the next operation that is late, and whether it never started; None when all is over."""
         with self._lock:
             while True:
@@ -267,3 +273,62 @@ class IoPool:
                     self._drop(op)
                     (self._urgent if op in self._urgent else self._normal).remove(op)
                 return op, queued
+
+
+def rate_reads(directory: str, limit: int, threads: int, rated: Callable[[int, float], None]) -> threading.Thread:
+    """Rate a disk whose directory has no pages yet, in a thread, by a file without a name that is written and read:
+    `rated(bytes, seconds)` hears how long `threads` readers took for RATE_PIECES pieces, or as many as fit `limit`
+    bytes. It is not called when there is no room for one, or where the system refuses."""
+    count = min(RATE_PIECES, limit // RATE_PIECE_BYTES)
+
+    def rate() -> None:
+        try:
+            if count:
+                rated(count * RATE_PIECE_BYTES, _time_reads(directory, count, threads))
+        except OSError as error:
+            _log.debug("the disk of %s was not rated: %s", directory, error)
+
+    thread = threading.Thread(target=rate, name="wicore-kv-disk-rate", daemon=True)
+    thread.start()
+    return thread
+
+
+def _time_reads(directory: str, count: int, threads: int) -> float:
+    flags = os.O_TMPFILE | os.O_RDWR
+    try:
+        fd = os.open(directory, flags | os.O_DIRECT, 0o600)  # past the page cache where the file system can
+    except OSError:
+        fd = os.open(directory, flags, 0o600)
+    try:
+        memory = aligned_buffer(threads * RATE_PIECE_BYTES)
+        buffers = [memory[at : at + RATE_PIECE_BYTES] for at in range(0, len(memory), RATE_PIECE_BYTES)]
+        buffers[0][:] = secrets.token_bytes(RATE_PIECE_BYTES)
+        _move_pieces(count, buffers, lambda buffer, at: os.pwritev(fd, [buffers[0]], at))
+        os.fdatasync(fd)
+        begun = time.perf_counter()
+        _move_pieces(count, buffers, lambda buffer, at: os.preadv(fd, [buffer], at))
+        return time.perf_counter() - begun
+    finally:
+        os.close(fd)
+
+
+def _move_pieces(count: int, buffers: Sequence[memoryview], move: Callable[[memoryview, int], int]) -> None:
+    """Call `move(buffer, offset)` for all pieces, in a daemon thread for each buffer: a disk that hangs holds up no end
+    of the process."""
+    offsets, failed = iter(range(0, count * RATE_PIECE_BYTES, RATE_PIECE_BYTES)), list[OSError]()
+
+    def work(buffer: memoryview) -> None:
+        try:
+            for at in offsets:
+                if move(buffer, at) != RATE_PIECE_BYTES:
+                    raise OSError(errno.EIO, "a short transfer")
+        except OSError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(buffer,), daemon=True) for buffer in buffers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]

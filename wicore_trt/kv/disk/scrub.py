@@ -7,27 +7,26 @@ that a stop in between leaves no record of erased bytes; files that are not the 
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError, NotFoundError
-from wicore_trt.kv.disk.cipher import TAG_FAULT
-from wicore_trt.kv.disk.claim import lock_directory
+from wicore_trt.kv.disk.cipher import TAG_FAULT, PageCipher
+from wicore_trt.kv.disk.claim import SECRET, lock_directory
 from wicore_trt.kv.disk.files import Files, aligned_buffer, read_buffers, write_buffers
-from wicore_trt.kv.disk.format import BLOCK_BYTES, CHECK_BYTES, CorruptSlotError, PageCipher, SlotFormat, record_check
-from wicore_trt.kv.disk.secret import SECRET
+from wicore_trt.kv.disk.format import BLOCK_BYTES, CHECK_BYTES, CorruptSlotError, SlotFormat, record_check
+from wicore_trt.kv.disk.space import delete_namespace
 from wicore_trt.kv.disk.tools import StoredNamespace, namespace_homes, owned_files
 from wicore_trt.kv.pages.page import Page
 
 Progress = Callable[[str, int, int], None]
 """progress(phase, done, total)"""
 
-_FILE = re.compile(r"slab-\d{5}|index|namespace\.json(\.new)?")
 _IDENTITY_BYTES = 512  # of a header block; the rest of it is zero but for a checksum
 
 
@@ -59,27 +58,13 @@ class PurgeReport:
     namespaces: list[str] = field(default_factory=list)
 
 
-class _TagUnread:
+class _TagUnread(PageCipher):
     """Stands for a cipher whose key is not at hand: what it should open stays as it is."""
 
-    overhead_bytes = 0
+    def __init__(self) -> None:
+        pass
 
-    def seal(
-        self, page: Page, part: int, parts: int, write_id: int, header: bytes, payload: memoryview
-    ) -> tuple[bytes, bytes]:
-        raise AssertionError("nothing is written without the key")
-
-    def open(
-        self,
-        page: Page,
-        part: int,
-        parts: int,
-        write_id: int,
-        header: bytes,
-        sealed: bytes,
-        ciphertext: memoryview,
-        out: memoryview,
-    ) -> None:
+    def open(self, *args: Any, **kwargs: Any) -> None:
         pass
 
 
@@ -165,7 +150,11 @@ def verify(
 
 
 def _scrub(
-    stored: StoredNamespace, slots: _Slots, cipher: PageCipher | None, report: VerifyReport, progress: Progress | None
+    stored: StoredNamespace,
+    slots: _Slots,
+    cipher: PageCipher | None,
+    report: VerifyReport,
+    progress: Progress | None,
 ) -> list[int]:
     """Check one namespace; returns the slots whose records should go."""
     bad: list[int] = []
@@ -229,7 +218,7 @@ def purge(path: Path, *, namespace: str | None = None, tenant: bytes | None = No
             if tenant is None:
                 report.slots += stored.allocated_slots if stored is not None else 0
                 report.namespaces.append(home.name)
-                _delete(home, files)
+                delete_namespace(files, home)
             elif stored is not None:
                 _purge_tenant(stored, tenant, report, files)
         if namespace is None and tenant is None:
@@ -258,15 +247,6 @@ def _purge_tenant(stored: StoredNamespace, tenant: bytes, report: PurgeReport, f
     if held:
         report.slots += len(held)
         report.namespaces.append(stored.home.name)
-
-
-def _delete(home: Path, files: Files) -> None:
-    """Delete a namespace's files; the one by which a server knows it goes last, so that a stop leaves no orphans."""
-    names = [name for name in files.listdir(home) if _FILE.fullmatch(name)]
-    for name in sorted(names, key=lambda name: (name == "namespace.json", name)):
-        files.unlink(home / name)
-    if not files.listdir(home):
-        files.rmdir(home)
 
 
 @contextmanager

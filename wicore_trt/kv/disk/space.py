@@ -18,7 +18,7 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,20 @@ from wicore_trt.kv.disk.claim import (
     OURS,
     check_contents,
     claim_directory,
-    disk_bytes,
+    kept_secret,
     lock_directory,
     root_directory,
-    tree_bytes,
 )
-from wicore_trt.kv.disk.files import Files, read_buffers, write_buffers
+from wicore_trt.kv.disk.files import (
+    Files,
+    aligned_buffer,
+    disk_bytes,
+    read_file,
+    tree_bytes,
+    write_buffers,
+    write_file,
+)
 from wicore_trt.kv.disk.format import BLOCK_BYTES, FORMAT_VERSION, Namespace, record_bytes
-from wicore_trt.kv.disk.secret import kept_secret
 
 SLAB_BYTES = 1 << 30
 MAX_SLABS = 512
@@ -238,11 +244,7 @@ class DiskSpace:
         """Delete the oldest other namespace; False without any."""
         for home in self._stale():
             _log.info("disk tier: deleting %s, which another model or setting left", home)
-            _empty(self._files, home)
-            try:
-                self._files.rmdir(home)
-            except OSError as error:  # somebody's file is in it; the rest is gone
-                _log.warning("disk tier: %s", error)
+            delete_namespace(self._files, home)
             return True
         return False
 
@@ -255,15 +257,9 @@ class DiskSpace:
             space = Space(slot_bytes, old, namespace.page_tokens)
             if space.slots_within(self._limit) <= MAX_SLABS * old:
                 return space
-        _empty(self._files, self._home)
+        empty_namespace(self._files, self._home)
         text = json.dumps({**facts, "slab_slots": slab_slots}, indent=1, sort_keys=True) + "\n"
-        new = self._home / f"{_JSON}.new"
-        fd = self._files.create(new)
-        try:
-            write_buffers(self._files, fd, [text.encode()], 0)
-        finally:
-            self._files.close(fd)
-        self._files.replace(new, self._home / _JSON)
+        write_file(self._files, self._home / _JSON, text.encode())
         return Space(slot_bytes, slab_slots, namespace.page_tokens)
 
     def _trim(self) -> int:
@@ -306,24 +302,85 @@ def _own_files(files: Files, home: Path) -> list[tuple[Path, os.stat_result]]:
     return [(home / name, files.lstat(home / name)) for name in sorted(names) if OURS.fullmatch(name)]
 
 
-def _empty(files: Files, home: Path) -> None:
-    """Delete the disk tier's files in a namespace directory; the one that makes it a namespace goes last."""
+def empty_namespace(files: Files, home: Path) -> None:
+    """Delete the disk tier's files in a namespace directory; the one that makes it a namespace goes last, so that a
+    stop leaves no orphans."""
     for path, _ in sorted(_own_files(files, home), key=lambda found: found[0].name == _JSON):
         files.unlink(path)
+
+
+def delete_namespace(files: Files, home: Path) -> None:
+    """Delete a namespace's files, and its directory unless somebody's file is in it."""
+    empty_namespace(files, home)
+    if files.listdir(home):
+        _log.warning("disk tier: %s stays, because other files are in it", home)
+    else:
+        files.rmdir(home)
 
 
 def _read_json(files: Files, path: Path) -> dict[str, Any]:
     """The object in a small file; empty when there is none, or something else."""
     try:
-        fd = files.open(path, os.O_RDONLY)
-    except FileNotFoundError:
+        found = json.loads(read_file(files, path, _FIXED_BYTES))
+    except (FileNotFoundError, ValueError, EOFError):
         return {}
-    try:
-        buffer = memoryview(bytearray(min(files.fstat(fd).st_size, _FIXED_BYTES)))
-        read_buffers(files, fd, [buffer], 0)
-        found = json.loads(bytes(buffer))
-    except (ValueError, EOFError):
-        return {}
-    finally:
-        files.close(fd)
     return found if isinstance(found, dict) else {}
+
+
+class Wiper:
+    """Overwrites slots of `slot_bytes` payload, and their header blocks, with zeros. `wiped(slot)` hears of each, in
+    the thread that runs."""
+
+    def __init__(self, files: Files, space: DiskSpace, slot_bytes: int, wiped: Callable[[int], None]) -> None:
+        self._files = files
+        self._space = space
+        self._wiped = wiped
+        self._slot_bytes = slot_bytes
+        self._changed = threading.Condition()
+        self._pending: set[int] = set()
+        self._slot = -1  # that is overwritten just now
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._pending)
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._pending or slot == self._slot
+
+    def add(self, slots: Iterable[int]) -> None:
+        """These slots hold nothing that anybody may read any more."""
+        with self._changed:
+            self._pending.update(slots)
+
+    def take(self, slots: Iterable[int]) -> list[int]:
+        """New bytes are about to be written over the whole of these slots. Waits while one of them is being
+        overwritten; returns those that were pending."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._slot not in slots)
+            found = [slot for slot in slots if slot in self._pending]
+            self._pending.difference_update(found)
+            return found
+
+    def run(self, limit_bytes: float) -> None:
+        """Overwrite pending slots, some `limit_bytes` of them, from one thread at a time. OSError when that fails; the
+        slot is then tried again."""
+        done, zeros = 0, [aligned_buffer(BLOCK_BYTES), aligned_buffer(self._slot_bytes)] if self._pending else []
+        while done < limit_bytes:
+            with self._changed:
+                if not self._pending:
+                    return
+                slot = self._slot = self._pending.pop()
+            failed = True
+            try:
+                if slot < self._space.allocated:
+                    fd, offset = self._space.locate(slot)
+                    write_buffers(self._files, fd, zeros, offset)
+                self._wiped(slot)
+                failed = False
+            finally:
+                with self._changed:
+                    self._slot = -1
+                    if failed:
+                        self._pending.add(slot)
+                    self._changed.notify_all()
+            done += self._space.stride

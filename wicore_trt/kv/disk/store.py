@@ -20,21 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
-from wicore_trt.kv.disk.cipher import AesGcmPageCipher, load_key_file
+from wicore_trt.kv.disk.cipher import PageCipher, load_key_file
 from wicore_trt.kv.disk.files import Files, NotOursError, aligned_buffer, read_buffers, write_buffers
 from wicore_trt.kv.disk.format import (
     BLOCK_BYTES,
     GROUP_BYTES,
-    SEALED_BYTES,
     CorruptSlotError,
     Namespace,
-    PageCipher,
     SlotFormat,
 )
 from wicore_trt.kv.disk.index import SlotIndex, adjacent
-from wicore_trt.kv.disk.io import IoPool, Operation, Outcome
-from wicore_trt.kv.disk.space import SLAB_BYTES, DiskSpace
-from wicore_trt.kv.disk.wipe import Wiper
+from wicore_trt.kv.disk.io import DiskOperation, IoPool, Outcome
+from wicore_trt.kv.disk.space import SLAB_BYTES, DiskSpace, Wiper
 from wicore_trt.kv.pages.page import Page
 
 WIPE_BYTES = 8 << 20
@@ -84,7 +81,7 @@ class DiskStore:
         files: Files | None = None,
         slab_bytes: int = SLAB_BYTES,
     ) -> None:
-        _check_numbers(namespace, slot_bytes, threads, queue_limit, timeout_s, cipher)
+        _check_numbers(namespace, slot_bytes, threads, queue_limit, timeout_s)
         self._files = files or Files()
         self._format = SlotFormat(namespace, cipher)
         try:
@@ -125,7 +122,7 @@ class DiskStore:
 
     @property
     def secret(self) -> bytes:
-        """The operator's secret as this directory keeps it: `secret.kept_secret`."""
+        """The operator's secret as this directory keeps it: `claim.kept_secret`."""
         return self._space.secret
 
     @property
@@ -226,7 +223,7 @@ class DiskStore:
         `wanted` is asked, in that thread, before anything is read: UNWANTED where it says no."""
         held, buffers = self._checked(slots, parts)
 
-        def run(op: Operation) -> Outcome:
+        def run(op: DiskOperation) -> Outcome:
             return self._read(page, held, buffers, seen) if wanted() else Outcome.UNWANTED
 
         return self._pool.submit(run, done, urgent=True)
@@ -265,7 +262,7 @@ class DiskStore:
 
     # --- in the I/O threads --------------------------------------------------------------------------------------
 
-    def _write(self, op: Operation, write: _Write) -> Outcome:
+    def _write(self, op: DiskOperation, write: _Write) -> Outcome:
         slots = write.slots
         taken = self._wiper.take(slots)
         expires = write.expires or (EXPIRED if taken else 0)  # what lies there must go too, should this write fail
@@ -407,7 +404,7 @@ def open_store(  # noqa: PLR0913
     return DiskStore(
         Path(path), namespace=namespace, slot_bytes=slot_bytes, limit_bytes=limit_bytes, free_bytes=free_bytes,
         threads=threads, queue_limit=QUEUE_LIMIT, timeout_s=timeout_s,
-        cipher=AesGcmPageCipher(load_key_file(key_file)) if key_file is not None else None, files=files,
+        cipher=PageCipher(load_key_file(key_file)) if key_file is not None else None, files=files,
     )  # fmt: skip
 
 
@@ -417,7 +414,11 @@ def _cut(count: int, nbytes: int) -> list[memoryview]:
 
 
 def _check_numbers(
-    namespace: Namespace, slot_bytes: int, threads: int, queue_limit: int, timeout_s: float, cipher: PageCipher | None
+    namespace: Namespace,
+    slot_bytes: int,
+    threads: int,
+    queue_limit: int,
+    timeout_s: float,
 ) -> None:
     if slot_bytes <= 0 or slot_bytes % BLOCK_BYTES:
         raise ConfigError(f"Slots of {slot_bytes} bytes.", fix=f"Give a multiple of {BLOCK_BYTES}.")
@@ -425,5 +426,3 @@ def _check_numbers(
         raise ConfigError("The disk tier needs at least one thread, a queue and a timeout above zero.")
     if not namespace.groups or any(len(group.encode()) > GROUP_BYTES for group in namespace.groups):
         raise ConfigError(f"Layer groups need names of at most {GROUP_BYTES} bytes.")
-    if cipher is not None and cipher.overhead_bytes > SEALED_BYTES:
-        raise ConfigError(f"A cipher may add at most {SEALED_BYTES} bytes to a slot.")

@@ -18,8 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wicore_trt.errors import NotFoundError
-from wicore_trt.kv.disk.claim import LOCK, NAMESPACE, tree_bytes
-from wicore_trt.kv.disk.files import Files, aligned_buffer, check_file, read_buffers, write_buffers
+from wicore_trt.kv.disk.claim import LOCK, NAMESPACE
+from wicore_trt.kv.disk.files import (
+    Files,
+    aligned_buffer,
+    check_file,
+    read_buffers,
+    read_file,
+    tree_bytes,
+    write_buffers,
+)
 from wicore_trt.kv.disk.format import BLOCK_BYTES, FLAG_SEALED, FORMAT_VERSION, Namespace
 from wicore_trt.kv.disk.index import FoundPages, record_type
 
@@ -77,7 +85,7 @@ class StoredNamespace:
 
     def __init__(self, home: Path, files: Files) -> None:
         self.home, self._files = home, files
-        facts = json.loads(_small_file(files, home / "namespace.json"))
+        facts = json.loads(read_file(files, home / "namespace.json", _JSON_BYTES))
         try:
             if facts["format"] != FORMAT_VERSION:
                 raise ValueError(f"format {facts['format']}, not {FORMAT_VERSION}")
@@ -197,17 +205,6 @@ def owned_files(path: Path) -> Files:
     if os.geteuid() == 0:
         files.owner = os.stat(path).st_uid
     return files
-
-
-def _small_file(files: Files, path: Path) -> bytes:
-    """What a file of ours holds, cut at _JSON_BYTES. OSError when it cannot be read, or is not ours."""
-    fd = files.open(path, os.O_RDONLY)
-    try:
-        buffer = memoryview(bytearray(min(files.fstat(fd).st_size, _JSON_BYTES)))
-        read_buffers(files, fd, [buffer], 0)
-        return bytes(buffer)
-    finally:
-        files.close(fd)
 
 
 def _holder(path: Path) -> int | None:
