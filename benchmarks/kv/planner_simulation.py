@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from wicore_trt.kv.prefix.planner import DISK, HOST, Candidate, ComputeRate, LoadChoice, TierRate, advance, choose
+from wicore_trt.kv.prefix.planner import DISK, HOST, Candidate, LoadChoice, advance, choose
+from wicore_trt.kv.prefix.rates import ComputeRate, TierRate
 
 PAGE_TOKENS = 32
 SUFFIX_TOKENS = 512

@@ -10,7 +10,7 @@ from copiers import PlainCopier
 from wicore_trt.config import KVSettings
 from wicore_trt.core.assemble_kv import make_cache
 from wicore_trt.kv.policy.cost import CostPolicy
-from wicore_trt.kv.prefix.planner import ComputeRate
+from wicore_trt.kv.prefix.rates import ComputeRate
 from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.executor import KVLayout

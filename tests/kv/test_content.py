@@ -138,7 +138,7 @@ class ContentStack(Stack):
         """Tokens that a request would find, on the device or below it."""
         pages = SequencePages(self.manager.names("", ""), marks=mark_content(content, self.shape.page_tokens))
         hit, scheduler = self.manager.lookup(pages, tokens), self.core.scheduler
-        plan = scheduler.loader.choose(pages, len(tokens), hit, scheduler._compute_rate())
+        plan = scheduler.loader.choose(pages, len(tokens), hit, scheduler.newcomer_rate())
         return max(hit.tokens, plan.stop if plan is not None else 0)
 
 

@@ -67,7 +67,7 @@ class Replica:
         self.log, self.position, self.snapshots = log, -1, 0
         self.held: set[tuple[str, str, bytes]] = set()
 
-    def load(self, snapshot: events.Snapshot) -> None:
+    def load(self, snapshot: events.EventSnapshot) -> None:
         assert snapshot.epoch == self.log.epoch and snapshot.sequence > self.position
         self.held = {(tier, group, p.key) for (tier, group), pages in snapshot.pages.items() for p in pages}
         assert all(p.group == group for (_, group), pages in snapshot.pages.items() for p in pages)

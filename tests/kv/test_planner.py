@@ -10,19 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.kv.planner_simulation import Noise, grid, run_cell, run_stalls
-from wicore_trt.kv.prefix.planner import (
-    BAND,
-    CAUTION,
-    MARGIN,
-    Candidate,
-    ComputeRate,
-    LoadChoice,
-    TierRate,
-    advance,
-    aim,
-    choose,
-    decide,
-)
+from wicore_trt.kv.prefix.planner import BAND, CAUTION, MARGIN, Candidate, LoadChoice, advance, aim, choose, decide
+from wicore_trt.kv.prefix.rates import ComputeRate, TierRate
 
 PAGE = 32
 LINEAR = ComputeRate(1e-3, slice_tokens=64)

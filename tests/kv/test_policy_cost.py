@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from wicore_trt.kv.policy.cost import CostPolicy
-from wicore_trt.kv.policy.guard import LRUGuard
+from wicore_trt.kv.policy.cost import CostPolicy, LRUGuard
 from wicore_trt.kv.policy.policy import Key, Node
 from wicore_trt.kv.policy.reuse import Group, PageClass, ReuseModel
 from wicore_trt.kv.study.simulate import simulate

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wicore_trt.config import KVSettings
-from wicore_trt.kv.prefix.planner import Candidate, TierRate, choose
+from wicore_trt.kv.prefix.planner import Candidate, choose
 from wicore_trt.kv.prefix.rates import (
     DISK_PRIOR,
     DOUBLING_S,
@@ -25,6 +25,7 @@ from wicore_trt.kv.prefix.rates import (
     PREFILL_PRIOR,
     PrefillMeter,
     TierMeter,
+    TierRate,
 )
 from wicore_trt.kv.tiers.moves import Stage
 from wicore_trt.model.spec import GLOBAL
@@ -224,15 +225,15 @@ def test_who_waits_for_its_load_leaves_the_device_to_others():
     core.step()
     loads = [sequence.pages.load for sequence in scheduler.running]
     assert [loader._begun[load].choice.decision for load in loads] == ["load"] * 3
-    assert scheduler._compute_rate().share == 1.0
+    assert scheduler.newcomer_rate().share == 1.0
     loader._begun[loads[0]].choice = replace(loader._begun[loads[0]].choice, decision="split")
-    assert scheduler._compute_rate().share == 0.5
+    assert scheduler.newcomer_rate().share == 0.5
     first = scheduler.running[0]
     traffic = manager.tiers.movers.host_traffic
     traffic.read_bytes, traffic.read_seconds = traffic.read_bytes + 8 * MB, traffic.read_seconds + 100.0
     loader.cancel(first.pages)
     assert loader._host_meter.observed == 1, "a link that is too slow for every load would never be known"
-    assert scheduler._compute_rate().delay_s > 0.0 == scheduler._compute_rate(first).delay_s
+    assert scheduler.newcomer_rate().delay_s > 0.0 == scheduler.newcomer_rate(first).delay_s
     core.abort_all()
     core.close()
 

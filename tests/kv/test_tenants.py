@@ -29,7 +29,7 @@ def usable(stack: Stack, tokens: list[int], salt: str) -> int:
     pages = SequencePages(stack.manager.names("", salt))
     hit = stack.manager.lookup(pages, [*tokens, 2])
     scheduler = stack.core.scheduler
-    plan = scheduler.loader.choose(pages, len(tokens) + 1, hit, scheduler._compute_rate())
+    plan = scheduler.loader.choose(pages, len(tokens) + 1, hit, scheduler.newcomer_rate())
     return max(hit.tokens, plan.stop if plan is not None else 0)
 
 

@@ -14,8 +14,7 @@ from wicore_trt.kv.manager import CacheOptions, KVCacheManager
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.pool import PagePool
-from wicore_trt.kv.prefix.planner import TierRate
-from wicore_trt.kv.prefix.rates import PrefillMeter, TierMeter
+from wicore_trt.kv.prefix.rates import PrefillMeter, TierMeter, TierRate
 from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.kv.tiers import up
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
@@ -188,7 +187,7 @@ def test_a_slot_takes_tokens_in_order_and_is_published_when_it_is_full():
         pool.write(slot, 3, 4)
     pool.release([slot])
     (again, _) = pool.allocate(2)
-    assert not pool.full(again), "a new holder has written nothing"
+    assert pool.written[again] == 0, "a new holder has written nothing"
 
 
 def make_page(key: bytes, index: int = 0):
@@ -306,7 +305,7 @@ def test_a_newcomers_share_of_the_device_is_what_a_step_leaves(decoding):
     scheduler = core.scheduler
     assert len(scheduler.running) == decoding and all(s.remaining == 1 for s in scheduler.running)
     scheduler.prefill = PrefillMeter()
-    rate = scheduler._compute_rate()
+    rate = scheduler.newcomer_rate()
     steps = 320 / (scheduler.max_batch_tokens - decoding)
     alone = rate.alone(0, 320)
     assert rate.seconds(0, 320) == pytest.approx(alone * steps * scheduler.max_batch_tokens / 320)

@@ -33,7 +33,7 @@ from wicore_trt.kv.disk.store import DiskStore
 from wicore_trt.kv.manager import CacheOptions, KVCacheManager
 from wicore_trt.kv.memory import SharedMemory
 from wicore_trt.kv.pages.hashing import KeyChain
-from wicore_trt.kv.prefix.planner import TierRate
+from wicore_trt.kv.prefix.rates import TierRate
 from wicore_trt.kv.tiers.host import slot_geometry
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.schedule.scheduler import Scheduler

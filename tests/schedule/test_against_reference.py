@@ -39,7 +39,7 @@ class Scenario:
             page_tokens=PAGE, pages=1200,
         )  # fmt: skip
         self.scheduler = self.core.scheduler
-        self.reference = Reference(self.scheduler.step_time, budget, places, self.scheduler._least)
+        self.reference = Reference(self.scheduler.step_time, budget, places, self.scheduler.least_tokens)
         self.tenants = rng.choice([("",), ("",), ("a", "b"), ("a", "a", "a", "b", "c")])
         limit = rng.choice([None, None, device.step_s(StepLoad(4, 400)) * rng.randint(2, 40)])
         self.core._check_wait = lambda request, now, cost: now + (float("inf") if limit is None else limit)
@@ -107,7 +107,7 @@ class Scenario:
             assert not job.late(now), "a step for what is late"
             if seq_id not in self.first:
                 self.first[seq_id] = len(self.began) - 1, now
-        if prompts > self.scheduler._least:
+        if prompts > self.scheduler.least_tokens:
             assert time.step_s(load) <= limit, "prompts take more than their time"
 
     def bounds(self) -> None:
@@ -178,6 +178,6 @@ def test_tenants_with_prompts_are_given_tokens_in_turn():
 
 def test_the_reference_would_notice(monkeypatch):
     """A scheduler that serves prompts in another order is found out within a few scenarios."""
-    monkeypatch.setattr(scheduling.Scheduler, "_turn", lambda self, sequence: (0, (-sequence.arrival, 0)))
+    monkeypatch.setattr(scheduling.Scheduler, "_prompt_order", lambda self, sequence: (0, (-sequence.arrival, 0)))
     with pytest.raises(AssertionError):
         play(range(30), monkeypatch)

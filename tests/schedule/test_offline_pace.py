@@ -11,8 +11,7 @@ from schedule.simulated import Device, Simulated, ask, make_simulated
 
 from wicore_trt.core.assemble import LoadedEngine
 from wicore_trt.llm import LLM
-from wicore_trt.schedule.budget import Budget
-from wicore_trt.schedule.step_time import StepLoad, StepTime
+from wicore_trt.schedule.step_time import Budget, StepLoad, StepTime
 from wicore_trt.types import SamplingParams
 
 H100 = Device(1.75e-2, 5e-5, 1.3e-7, 7.3e-5, 3e-10)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from wicore_trt.schedule.outlook import Outlook
+from wicore_trt.schedule.queue import Outlook
 
 
 def test_places_that_were_taken_at_once_become_free_at_once():

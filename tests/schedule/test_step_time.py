@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 from schedule.simulated import CPU, H200, SMALL, p99
 
-from wicore_trt.schedule.budget import Budget
-from wicore_trt.schedule.step_time import FLUENT_S, STRETCH, StepLoad, StepTime, load_of
+from wicore_trt.schedule.step_time import FLUENT_S, STRETCH, Budget, StepLoad, StepTime, load_of
 
 DEVICES = {
     f"{name}, corner {corner:g}": replace(device, corner=corner)
@@ -125,7 +124,7 @@ def test_a_budget_gives_what_fits_and_the_least_in_any_case(seed):
         assert given + count <= least or count == 0 or step_s(start, count) <= limit
         more = min(want, tokens - given) > count
         assert not more or step_s(start, count + 1) > limit, "a token more would have fitted"
-        assert budget.open or step_s(0, 1) > limit or given >= tokens
+        assert budget.fits(0, 1) or step_s(0, 1) > limit or given >= tokens
         budget.take(start, count, prompt=True, ends=False)
         load, given = load.plus(start, count), given + count
 
@@ -153,7 +152,7 @@ def test_a_step_fills_a_graph_unless_it_has_time_for_far_more(rows, target_s, mo
         budget = Budget(most)
         budget.pace(time, StepLoad(rows, 100 * rows), 8, (60, 80, 96))
         budget.take(0, tokens, prompt=True, ends=False)
-        assert not budget.open, "no token more without the padding of the next size"
+        assert not budget.fits(0, 1), "no token more without the padding of the next size"
 
 
 def test_beside_a_load_from_disk_a_step_is_short_and_leaves_no_short_rest():
@@ -161,7 +160,7 @@ def test_beside_a_load_from_disk_a_step_is_short_and_leaves_no_short_rest():
     budget.shorten(1024, 256)
     assert budget.fits(0, 5000) == 1024 and budget.fits(0, 1280) == 1280 and budget.fits(0, 1281) == 1024
     budget.take(0, 1280, prompt=True, ends=False)
-    assert budget.tokens == 0 and not budget.open
+    assert budget.tokens == 0 and not budget.fits(0, 1)
     full = Budget(1024)
     full.shorten(2048, 256)
     assert full.fits(0, 1200) == 1024, "more than there were"

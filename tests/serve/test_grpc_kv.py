@@ -16,7 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 from serving import expected, failure, make_engine, request, serving, until
 
 from wicore_trt.core.text_engine import TextEngine
-from wicore_trt.kv.events import Cleared, KVEventLog, Removed, Snapshot, Stored
+from wicore_trt.kv.events import Cleared, EventSnapshot, KVEventLog, Removed, Stored
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.serve import convert
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
@@ -324,7 +324,7 @@ def test_a_snapshot_of_any_size_comes_in_bounded_parts(count):
     for i in range(count):
         name = rng.choice(("device", "disk")), rng.choice(("global", "local"))
         pages[name] = (*pages.get(name, ()), page(i, name[1]))
-    messages = list(convert.kv_snapshot(Snapshot(9, 2**64 - 1, pages)))
+    messages = list(convert.kv_snapshot(EventSnapshot(9, 2**64 - 1, pages)))
     assert 1 <= len(messages) <= 4 + count // 1024 and all(m.ByteSize() < 128_000 for m in messages)
     assert [m.snapshot.first for m in messages] == [True] + [False] * (len(messages) - 1)
     assert [m.snapshot.last for m in messages] == [False] * (len(messages) - 1) + [True]

@@ -19,7 +19,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 from test_grpc_kv import Publisher, with_events
 
-from wicore_trt.kv.events import KVEventLog, Snapshot
+from wicore_trt.kv.events import EventSnapshot, KVEventLog
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.serve.worker import _Answers, _batched, _snapshot
 from wicore_trt.types import FinishReason, SamplingParams, TextOutput, TextRequest, TokenLogprob, Usage
@@ -116,7 +116,7 @@ def test_batches_of_a_large_snapshot_are_made_one_by_one(monkeypatch):
     made = []
     monkeypatch.setattr("wicore_trt.serve.worker._stored", lambda *run: made.append(run) or common_pb2.KvBlocksStored())
     pages = tuple(Page(i.to_bytes(32, "big"), "global", 0, None, b"t", bytes(4)) for i in range(5000))
-    batches = _batched(Snapshot(9, 1, {("device", "global"): pages}))
+    batches = _batched(EventSnapshot(9, 1, {("device", "global"): pages}))
     told = _snapshot(batches, 100)
     first = next(told)
     assert first.events[0].HasField("cleared") and len(made) == 1024

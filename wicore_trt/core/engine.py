@@ -27,7 +27,7 @@ from wicore_trt.kv.pages.hashing import mark_content
 from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.runtime.batch import UNREAD, SampledTokens, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.executor import AheadExecutor, Executor
-from wicore_trt.schedule.outlook import Outlook
+from wicore_trt.schedule.queue import Outlook
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.schedule.sequence import Sequence, SequenceState, StepSchedule
 from wicore_trt.schedule.step_time import StepLoad, load_of

@@ -25,8 +25,7 @@ from wicore_trt.core.limits import HOLD_RATE, Alarms, Limits, too_long
 from wicore_trt.core.shares import fits
 from wicore_trt.errors import EngineDeadError, InvalidRequestError, QueueFullError, UnavailableError, WicoreError
 from wicore_trt.kv.events import EventFeed, KVEventLog
-from wicore_trt.schedule.outlook import Newcomers, Outlook
-from wicore_trt.schedule.queue import AGEING_S
+from wicore_trt.schedule.queue import AGEING_S, Newcomers, Outlook
 from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, TokenOutput, Usage
 
 log = logging.getLogger(__name__)

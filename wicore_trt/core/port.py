@@ -13,14 +13,14 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 
 from wicore_trt.core.loop import Core, EngineLoop
-from wicore_trt.kv.events import Event, EventFeed, Snapshot
+from wicore_trt.kv.events import Event, EventFeed, EventSnapshot
 from wicore_trt.types import EngineStats, GenerateRequest, TokenOutput
 
 Sink = Callable[[list[TokenOutput]], None]
 Position = tuple[int, int]
 """The epoch of a feed of KV events and the number of the last event that its reader has."""
 UNKNOWN: Position = (0, -1)
-Change = tuple[int, Snapshot | list[Event]]
+Change = tuple[int, EventSnapshot | list[Event]]
 """The epoch of a feed, and a snapshot of its pages or events that follow each other."""
 
 

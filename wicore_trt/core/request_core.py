@@ -21,8 +21,7 @@ from wicore_trt.core.request_checks import check_tokens, sequence_seed, stop_ids
 from wicore_trt.errors import EnvironmentUnfitError, InvalidRequestError, WicoreError
 from wicore_trt.kv.events import EventFeed, KVEventLog
 from wicore_trt.runtime.executor import RequestExecutor
-from wicore_trt.schedule.outlook import Outlook, turnover
-from wicore_trt.schedule.queue import WaitingQueue
+from wicore_trt.schedule.queue import Outlook, WaitingQueue
 from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, TokenOutput, Usage
 
 log = logging.getLogger(__name__)
@@ -115,8 +114,8 @@ class RequestCore(Core):
     def outlook(self) -> Outlook:
         places = self.executor.max_sequences
         return Outlook(
-            queued=self._waiting.waiting(), free=places - self._running, turnover_s=turnover(self._hold_s, places),
-            begun=tuple(self._begun.values()), hold_s=self._hold_s, now=self._clock(),
+            queued=self._waiting.waiting(), free=places - self._running, begun=tuple(self._begun.values()),
+            turnover_s=self._hold_s / places if places else 0.0, hold_s=self._hold_s, now=self._clock(),
         )  # fmt: skip
 
     def _waits(self, sequence: RequestSequence) -> bool:

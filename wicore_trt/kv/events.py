@@ -63,7 +63,7 @@ Entry = tuple[str, Page]
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class EventSnapshot:
     """All pages, by (tier, layer group), after event `sequence` of the feed that drew `epoch`."""
 
     sequence: int
@@ -101,20 +101,16 @@ class EventFeed:
         self._changed = threading.Condition()
         self._events: deque[Event] = deque()
         self._kept_pages = 0
-        self._sequence = 0
+        self.sequence = 0
+        """Number of the newest event; 0 before the first."""
         self._pages = dict(pages or {})
         self._listeners: list[Callable[[], None]] = []
-
-    @property
-    def sequence(self) -> int:
-        """Number of the newest event; 0 before the first."""
-        return self._sequence
 
     def since(self, sequence: int) -> list[Event] | None:
         """Events after number `sequence`, oldest first. None when some of them were dropped, or `sequence` is beyond
         the newest (it is of another epoch): take a snapshot."""
         with self._changed:
-            if not self._reaches(sequence):
+            if not self.sequence - len(self._events) <= sequence <= self.sequence:
                 return None
             found = []
             for event in reversed(self._events):
@@ -127,13 +123,13 @@ class EventFeed:
     def wait(self, sequence: int, timeout: float) -> bool:
         """Sleep until there is an event after number `sequence`; false after `timeout` seconds without one."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._sequence > sequence, timeout)
+            return self._changed.wait_for(lambda: self.sequence > sequence, timeout)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> EventSnapshot:
         """All pages now; `since(snapshot.sequence)` goes on from there without a gap. Some 20 ms per million pages."""
         with self._changed:
             pages = {name: tuple(found.values()) for name, found in self._pages.items() if found}
-            return Snapshot(self._sequence, self.epoch, pages)
+            return EventSnapshot(self.sequence, self.epoch, pages)
 
     def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Have `listener` called on the engine thread after each new event; it must return at once and not raise.
@@ -151,35 +147,30 @@ class EventFeed:
         """Whether there is a page in a tier."""
         return any(pages for (name, _), pages in self._pages.items() if name == tier)
 
-    def _reaches(self, sequence: int) -> bool:
-        """Whether all events after `sequence` are kept."""
-        return self._sequence - len(self._events) <= sequence <= self._sequence
-
     def append(self, batches: list[_Batch]) -> None:
         """Number and show a step's changes, and tell the listeners. The engine thread's alone."""
-        events = [batch.event(number) for number, batch in enumerate(batches, self._sequence + 1)]
         with self._changed:
-            self._events.extend(events)
-            self._sequence += len(events)
-            self._kept_pages += sum(map(_size, events))
+            for batch in batches:
+                self.sequence += 1
+                event = batch.event(self.sequence)
+                self._events.append(event)
+                self._kept_pages += _size(event)
+                if isinstance(event, Stored):
+                    held = self._pages.setdefault((event.tier, event.group), {})
+                    for page in event.pages:
+                        held[page.key] = page
+                elif isinstance(event, Removed):
+                    held = self._pages.get((event.tier, event.group), {})
+                    for key in event.keys:
+                        held.pop(key, None)
+                else:
+                    self._pages = {name: pages for name, pages in self._pages.items() if name[0] != event.tier}
             while self._kept_pages > self._limit:
                 self._kept_pages -= _size(self._events.popleft())
-            for event in events:
-                self._apply(event)
             listeners = list(self._listeners)
             self._changed.notify_all()
         for listener in listeners:
             listener()
-
-    def _apply(self, event: Event) -> None:
-        if isinstance(event, Stored):
-            self._pages.setdefault((event.tier, event.group), {}).update((page.key, page) for page in event.pages)
-        elif isinstance(event, Removed):
-            pages = self._pages.get((event.tier, event.group), {})
-            for key in event.keys:
-                pages.pop(key, None)
-        else:
-            self._pages = {name: pages for name, pages in self._pages.items() if name[0] != event.tier}
 
 
 class KVEventLog(EventFeed):
@@ -237,18 +228,20 @@ class KVEventLog(EventFeed):
 
     def publish(self) -> None:
         """End of a step: number and show what was appended. O(appended pages); nothing at all when there are none."""
-        if self.snapshot_source is not None:
-            self._begin(self.snapshot_source)
+        source, self.snapshot_source = self.snapshot_source, None
+        if source is not None:  # events of the pages that are there already, those appended until now among them
+            self._pending.clear()
+            self._open.clear()
+            for tier, page in source():
+                self.append_stored(tier, page)
         if self._pending:
-            self._show()
-
-    def _begin(self, source: Callable[[], Iterable[Entry]]) -> None:
-        """Make events of the pages that are there already, those appended until now among them."""
-        self.snapshot_source = None
-        self._pending.clear()
-        self._open.clear()
-        for tier, page in source():
-            self.append_stored(tier, page)
+            pending, self._pending = self._pending, []
+            self._open.clear()
+            with self._showing:
+                shares = self._shares(pending) if self._tenants else {}
+                self.append(pending)
+                for tenant, batches in shares.items():
+                    self._tenants[tenant].append(batches)
 
     def _batch(self, tier: str, group: str, cause: str | None) -> list[Any]:
         # Sets of other tiers and groups are independent, so batches keep the order within their own set only. That
@@ -258,15 +251,6 @@ class KVEventLog(EventFeed):
             batch = self._open[tier, group] = _Batch(tier, group, cause, [])
             self._pending.append(batch)
         return batch.items
-
-    def _show(self) -> None:
-        pending, self._pending = self._pending, []
-        self._open.clear()
-        with self._showing:
-            shares = self._shares(pending) if self._tenants else {}
-            self.append(pending)
-            for tenant, batches in shares.items():
-                self._tenants[tenant].append(batches)
 
     def _shares(self, pending: list[_Batch]) -> dict[bytes, list[_Batch]]:
         """What a step's changes are to each tenant that has a feed and pages among them.

@@ -134,13 +134,9 @@ class PagePool:
             if page_of[slot] is None and written[slot] < tokens:
                 written[slot] = tokens
 
-    def full(self, slot: int) -> bool:
-        """Whether all tokens of the slot's page are written."""
-        return self.written[slot] == self.page_tokens
-
     def check_full(self, slot: int, index: int) -> None:
         """Raise UnwrittenPageError unless all tokens of the slot's page, the index-th of its chain, are written."""
-        if not self.full(slot):
+        if self.written[slot] != self.page_tokens:
             raise UnwrittenPageError(f"Page {index} was to be published with {self.written[slot]} tokens written.")
 
     def trust(self, slot: int) -> bool:
@@ -181,19 +177,19 @@ class PagePool:
                 continue
             self._slot_of[page.key] = slot
             self._page_of[slot] = found[slot] = page
-        if self.policy is not None:
-            self._enter(self.policy, list(found.values()))
+        if self.policy is not None:  # hears of them run by run of a chain
+            keys, parent, last = list[bytes](), None, None
+            for page in found.values():
+                if keys and page.parent != last:
+                    self.policy.add(keys, parent)
+                    self.policy.pin(keys)
+                    keys = []
+                if not keys:
+                    parent = page.parent
+                keys.append(last := page.key)
+            self.policy.add(keys, parent)
+            self.policy.pin(keys)
         return found
-
-    @staticmethod
-    def _enter(policy: ChainPolicy, pages: Sequence[Page]) -> None:
-        """Tell the policy of pages that came in and are used, run by run of a chain."""
-        begun, keys, last = 0, [page.key for page in pages], len(pages) - 1
-        for i, key in enumerate(keys):
-            if i == last or pages[i + 1].parent != key:
-                policy.add(keys[begun : i + 1], pages[begun].parent)
-                begun = i + 1
-        policy.pin(keys)
 
     def release(self, slots: Iterable[int], *, keep: bool = True, spare: bool = False) -> None:
         """Drop one reference of each slot, in order. A slot nobody uses becomes cached if it was published and
@@ -310,7 +306,7 @@ class PagePool:
         pages = {slot for slot, page in enumerate(self._page_of) if page is not None}
         assert pages <= used | cached, "a free slot has a page"
         assert all(self._page_of[slot] is not None for slot in cached), "a cached slot has no page"
-        assert all(self.full(slot) for slot in self._slot_of.values()), "a findable page is not written"
+        assert all(self.written[slot] == self.page_tokens for slot in self._slot_of.values()), "a page is not written"
         named = {page.key: slot for slot, page in enumerate(self._page_of) if page is not None}
         assert named == self._slot_of, "the index is wrong"
         assert len(named) == sum(page is not None for page in self._page_of), "a key is indexed twice"

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from wicore_trt.errors import InvalidRequestError, QueueFullError, WicoreError, error_named
-from wicore_trt.kv.events import Cleared, Event, Removed, Snapshot, Stored
+from wicore_trt.kv.events import Cleared, Event, EventSnapshot, Removed, Stored
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.types import (
     CacheHints,
@@ -208,7 +208,7 @@ class Down(Struct, tag=5, array_like=True):
 FromEngine = Welcome | Outputs | Done | Refused | Changes | Down
 
 
-def change_parts(call: int, epoch: int, found: Snapshot | list[Event]) -> Iterator[Changes]:
+def change_parts(call: int, epoch: int, found: EventSnapshot | list[Event]) -> Iterator[Changes]:
     """The messages that tell a change."""
     if isinstance(found, list):
         yield Changes(call, epoch, found[-1].sequence, False, True, [KVChange.of(event) for event in found])
@@ -220,7 +220,7 @@ def change_parts(call: int, epoch: int, found: Snapshot | list[Event]) -> Iterat
     yield Changes(call, epoch, found.sequence, True, True, [])
 
 
-def whole_change(parts: list[Changes]) -> tuple[int, Snapshot | list[Event]]:
+def whole_change(parts: list[Changes]) -> tuple[int, EventSnapshot | list[Event]]:
     """The change that these messages tell, the last one included."""
     end = parts[-1]
     if not end.snapshot:
@@ -229,7 +229,7 @@ def whole_change(parts: list[Changes]) -> tuple[int, Snapshot | list[Event]]:
     for item in (item for part in parts for item in part.items):
         assert item.group is not None
         pages.setdefault((item.tier, item.group), []).extend(item.pages)
-    return end.epoch, Snapshot(end.sequence, end.epoch, {name: tuple(found) for name, found in pages.items()})
+    return end.epoch, EventSnapshot(end.sequence, end.epoch, {name: tuple(found) for name, found in pages.items()})
 
 
 encode = msgspec.msgpack.Encoder().encode

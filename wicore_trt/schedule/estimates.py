@@ -11,13 +11,11 @@ from dataclasses import replace
 
 from wicore_trt.kv.manager import KVCacheManager
 from wicore_trt.kv.prefix.loader import PrefixLoader
-from wicore_trt.kv.prefix.planner import ComputeRate
-from wicore_trt.kv.prefix.rates import PrefillMeter
-from wicore_trt.schedule.budget import Budget
+from wicore_trt.kv.prefix.rates import ComputeRate, PrefillMeter
 from wicore_trt.schedule.sequence import Sequence
-from wicore_trt.schedule.step_time import StepLoad, StepTime
+from wicore_trt.schedule.step_time import Budget, StepLoad, StepTime
 
-# Part of a slice that prompts have in a step however little time the sequences that decode leave them.
+# Prompts have one part in so many of a slice in a step, however little time the sequences that decode leave them.
 LEAST = 8
 # Seconds to a first token that are worth a second of the device to each sequence that decodes, and to all of them: a
 # prompt may come later by as much if what it needs is loaded and they get on meanwhile. Of a server of conversations
@@ -27,11 +25,6 @@ OTHERS = (0.3, 2.0)
 LOOK_UP_S = 0.02
 # After so many steps, those of so many slices tell whether loads from disk slow prefill down.
 LEARNT, DRAGGED = 4, 4
-
-
-def least(slice_tokens: int) -> int:
-    """What prompts have in any step, of slices of so many tokens."""
-    return max(1, slice_tokens // LEAST)
 
 
 def learn(
@@ -126,6 +119,6 @@ def _share(
     if time is None or not decoding:
         return 1.0
     load, budget = StepLoad(len(decoding), sum(s.computed for s in decoding)), Budget(left)
-    budget.pace(time, load, least(slice_tokens))
+    budget.pace(time, load, max(1, slice_tokens // LEAST))
     tokens = budget.fits(0, left)
     return min(1.0, prefill.rate().alone(0, tokens) / time.step_s(load.plus(0, tokens)))

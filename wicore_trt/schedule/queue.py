@@ -1,4 +1,4 @@
-"""Waiting sequences in the order they should be admitted: tenants by places, each one's by priority with ageing.
+"""Waiting sequences in the order they should be admitted, and how long a newcomer would wait among them.
 
 Of the tenants that wait, one that holds the fewest places is next, and of several that which was given the fewest
 since it began to wait. So a tenant with a thousand sequences, also with many that lost their pages, delays another one
@@ -13,10 +13,12 @@ until `push`, `put_back` or `ended`.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+from wicore_trt.request_fields import MAX_PRIORITY
 from wicore_trt.types import GenerateRequest
 
 AGEING_S = 5.0
@@ -41,13 +43,13 @@ def order_key(sequence: Queued) -> tuple[float, int]:
 
 
 @dataclass(slots=True)
-class Entry(Generic[S]):
+class QueueEntry(Generic[S]):
     """A place in a heap. Its sequence is None when that was taken out from the middle."""
 
     key: tuple[float, int]
     sequence: S | None
 
-    def __lt__(self, other: Entry[S]) -> bool:
+    def __lt__(self, other: QueueEntry[S]) -> bool:
         return self.key < other.key
 
 
@@ -60,7 +62,7 @@ class _TenantQueue(Generic[S]):
     turns: int = 0
     held: int = 0
     count: int = 0
-    heap: list[Entry[S]] = field(default_factory=list)
+    heap: list[QueueEntry[S]] = field(default_factory=list)
 
     def tidy(self) -> None:
         """Drop entries whose sequence was taken out, so that a thousand removals cost no thousand heaps."""
@@ -75,7 +77,7 @@ class WaitingQueue(Generic[S]):
     """Taking is linear in the number of tenants that wait."""
 
     def __init__(self) -> None:
-        self._members: dict[int, Entry[S]] = {}
+        self._members: dict[int, QueueEntry[S]] = {}
         self._tenants: dict[str, _TenantQueue[S]] = {}
         self._now = 0  # most turns with which a place was given that was given up since
 
@@ -93,7 +95,7 @@ class WaitingQueue(Generic[S]):
         """Members by tenant, of those that have any."""
         return {name: tenant.count for name, tenant in self._tenants.items() if tenant.count}
 
-    def waiting(self) -> dict[str, list[Entry[S]]]:
+    def waiting(self) -> dict[str, list[QueueEntry[S]]]:
         """What waits now, by tenant and in no particular order, for any thread to read later."""
         return {name: tenant.heap.copy() for name, tenant in self._tenants.items() if tenant.count}
 
@@ -124,7 +126,7 @@ class WaitingQueue(Generic[S]):
         sequence.turn = None
 
     def _add(self, sequence: S, tenant: _TenantQueue[S]) -> None:
-        entry = self._members[sequence.seq_id] = Entry(order_key(sequence), sequence)
+        entry = self._members[sequence.seq_id] = QueueEntry(order_key(sequence), sequence)
         heapq.heappush(tenant.heap, entry)
         tenant.count += 1
 
@@ -156,5 +158,90 @@ class WaitingQueue(Generic[S]):
         return sequence
 
     def _next(self) -> _TenantQueue[S] | None:
-        waiting = [tenant for tenant in self._tenants.values() if tenant.heap]
-        return min(waiting, key=lambda tenant: (tenant.held, tenant.turns, tenant.heap[0].key), default=None)
+        best = None
+        for tenant in self._tenants.values():
+            if tenant.heap:
+                rank = (tenant.held, tenant.turns, tenant.heap[0].key)
+                if best is None or rank < best[0]:
+                    best = rank, tenant
+        return best[1] if best is not None else None
+
+
+class Newcomers:
+    """What has come since the outlook was made: sequences and tokens of prompts, by tenant and priority."""
+
+    def __init__(self) -> None:
+        self._sequences, self._tokens = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+
+    def add(self, request: GenerateRequest) -> None:
+        name = request.tenant, request.priority
+        self._sequences[name] += request.params.n
+        self._tokens[name] += len(request.prompt_token_ids)
+
+    def before(self, request: GenerateRequest) -> tuple[int, int]:
+        """Sequences of its tenant that came before a request and have a priority no less urgent, and their tokens."""
+        sequences = tokens = 0
+        for priority in range(-MAX_PRIORITY, request.priority + 1):
+            name = request.tenant, priority
+            sequences, tokens = sequences + self._sequences[name], tokens + self._tokens[name]
+        return sequences, tokens
+
+    def counts(self) -> Counter[str]:
+        """Sequences by tenant."""
+        found = Counter[str]()
+        for (tenant, _), count in self._sequences.items():
+            found[tenant] += count
+        return found
+
+    def clear(self) -> None:
+        self._sequences.clear()
+        self._tokens.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """The queue as it is between two steps. `prompts` that run: (tenant, place in the order, seconds left). `queued`:
+    who waits, by tenant. `share` of the time is the prompts', and a token of a prompt takes `token_s` of it. `free`:
+    places; of those taken one becomes free every `turnover_s`, 0 where that is not known. They were taken at `begun`,
+    the first one first, and `hold_s` is for how long as a rule, by a clock that said `now`."""
+
+    prompts: Sequence[tuple[str, float, float]] = ()
+    queued: Mapping[str, list[QueueEntry[Any]]] = field(default_factory=dict)
+    share: float = 1.0
+    token_s: float = 0.0
+    free: int = 1
+    turnover_s: float = 0.0
+    begun: Sequence[float] = ()
+    hold_s: float = 0.0
+    now: float = 0.0
+
+    def wait_s(self, tenant: str, key: float, cost_s: float, more: int = 0, more_s: float = 0.0) -> float:
+        """Until the first step of a newcomer with this place in the order and these seconds of its own, behind `more`
+        others that take `more_s`. Other tenants have one turn for each of the tenant's own."""
+        ahead, seconds = more, more_s
+        for name, place, left in self.prompts:
+            seconds += min(left, cost_s) if name != tenant else left if place <= key else 0.0
+        for entry in self.queued.get(tenant, ()):
+            waits = entry.sequence
+            if waits is not None and entry.key[0] <= key:
+                ahead, seconds = ahead + 1, seconds + waits.cost_s
+        turns = ahead + 1
+        for name, others in self.queued.items():
+            if name != tenant:
+                costs = [s.cost_s for entry in others if (s := entry.sequence) is not None]
+                count = min(len(costs), turns)
+                ahead, seconds = ahead + count, seconds + sum(costs) * count / max(1, len(costs))
+        return max(seconds / self.share, self.place_s(ahead + 1 - self.free))
+
+    def place_s(self, count: int) -> float:
+        """Until so many more places are free: no sooner than evenly, and not before who holds them has had its time,
+        as places that were taken all at once become free all at once."""
+        if count <= 0 or not self.turnover_s:
+            return 0.0
+        evenly, taken = count * self.turnover_s, len(self.begun)
+        places = taken + max(0, self.free)  # the free ones are taken now, by those before
+        if not places:
+            return evenly
+        rounds, place = divmod(count - 1, places)
+        since = self.begun[place] if place < taken else self.now
+        return max(evenly, since + (1 + rounds) * self.hold_s - self.now)

@@ -17,18 +17,13 @@ from operator import le
 
 from wicore_trt.kv.manager import KVCacheManager
 from wicore_trt.kv.prefix.loader import PrefixLoader
-from wicore_trt.kv.prefix.planner import ComputeRate
-from wicore_trt.kv.prefix.rates import PrefillMeter
+from wicore_trt.kv.prefix.rates import ComputeRate, PrefillMeter
 from wicore_trt.kv.sequence_pages import PrefixHit
 from wicore_trt.model.spec import LOCAL
-from wicore_trt.schedule.ahead import ReadAhead
-from wicore_trt.schedule.budget import Budget
-from wicore_trt.schedule.estimates import learn, least, lower_cost, prompt_cost, raise_cost, rate_behind, rate_beside
-from wicore_trt.schedule.outlook import Outlook, turnover
-from wicore_trt.schedule.queue import WaitingQueue, order_key
+from wicore_trt.schedule.estimates import LEAST, learn, lower_cost, prompt_cost, raise_cost, rate_behind, rate_beside
+from wicore_trt.schedule.queue import Outlook, WaitingQueue, order_key
 from wicore_trt.schedule.sequence import Sequence, SequenceState, StepSchedule
-from wicore_trt.schedule.step_time import StepLoad, StepTime
-from wicore_trt.schedule.turns import Turns
+from wicore_trt.schedule.step_time import Budget, StepLoad, StepTime
 from wicore_trt.types import FinishReason
 
 # How many waiting sequences may be passed over in one step because another one computes their prefix.
@@ -45,6 +40,9 @@ PAGES_AT_ONCE = 512
 # the step has begun, whatever is expected of it. The fewest hide that launching a step takes longer beside the threads
 # that read: 1,024 tokens of 27B took an H200 67 ms then, and 50 without.
 DISK_SLICES, DISK_SHARE = (6, 10), 0.15
+# Of a long queue only so many of the first are prefetched, or their pages would drive each other out of host memory; a
+# sequence behind them is prefetched when it comes first.
+PREFETCHED = 4
 
 
 class Scheduler:
@@ -76,6 +74,8 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
         self.slice_tokens = slice_tokens
+        self.least_tokens = max(1, slice_tokens // LEAST)
+        """Tokens that prompts have in a step however little time the sequences that decode leave them."""
         self.score_rows = score_rows
         self.graph_sizes = graph_sizes or {}
         self.held_back = False
@@ -86,8 +86,11 @@ class Scheduler:
         self.preemptions = 0
         # What the pools could give when the head of the queue did not fit; empty when it may fit now.
         self._too_few: list[int] = []
-        self._read_ahead = ReadAhead(manager, loader, self._compute_rate)
-        self._turns = Turns()
+        self._newcomers: list[Sequence] = []  # not known yet to wait
+        # Tokens given to prompts by tenant, above those of the tenant that was given fewest. Of two tenants whose
+        # prompts wait, one is given no more than a step's tokens before the other has its turn; a tenant that had no
+        # prompts meanwhile begins as the one that was given fewest.
+        self._given: dict[str, int] = {}
 
     @property
     def has_work(self) -> bool:
@@ -100,12 +103,30 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence. If it has to wait, what it will need from disk is fetched meanwhile."""
-        self._read_ahead.came(sequence, len(self.waiting))
-        blocked = self.loader is not None and bool(self.running) and self._blocked()
+        if self.loader is not None and len(self.waiting) < PREFETCHED:
+            self._newcomers.append(sequence)
+        blocked = self.loader is not None and bool(self.running) and self._is_blocked()
         self.waiting.push(sequence)
         self._too_few = []
         if blocked:  # else the next step tells whether it waits
-            self._read_ahead.prefetch()
+            self._prefetch_waiting(None)
+
+    def _prefetch_waiting(self, first: Sequence | None) -> None:
+        """Read from disk what the newcomers that wait will need, and the `first` of the queue.
+
+        Each is asked for once, and only when it is known to wait: one that enters in the step after it came asks for
+        its own pages, and reads that were asked for just before would be ahead of those.
+        """
+        waiting, self._newcomers = self._newcomers, []
+        if first is not None:
+            waiting.append(first)
+        for sequence in waiting:
+            known = sequence.prefetched or sequence.scoring or sequence.pages.parked is not None
+            if sequence.state is SequenceState.WAITING and not known:
+                assert self.loader is not None
+                sequence.prefetched = True
+                hit = self.manager.lookup(sequence.pages, sequence.tokens)
+                self.loader.prefetch(sequence.pages, len(sequence.tokens), hit, self.newcomer_rate())
 
     def estimate(self, sequence: Sequence) -> float:
         """Seconds that the prompt of a newcomer will take, cached parts aside; 0 without `step_time`."""
@@ -121,17 +142,18 @@ class Scheduler:
 
     def outlook(self, begun: tuple[float, ...] = (), hold_s: float = 0.0, now: float = 0.0) -> Outlook:
         """What a newcomer finds before it at `now`, if places were taken at `begun` and are held for `hold_s`."""
-        blocked, queued, time = bool(self.running) and self._blocked(), self.waiting.waiting(), self.step_time
+        blocked, queued, time = bool(self.running) and self._is_blocked(), self.waiting.waiting(), self.step_time
         free = 0 if blocked else self.max_sequences - len(self.running)
-        places = turnover(hold_s, len(self.running) + max(0, free)), begun, hold_s, now
+        places = len(self.running) + max(0, free)
+        known = hold_s / places if places else 0.0, begun, hold_s, now
         if time is None:
-            return Outlook((), queued, 1.0, 0.0, free, *places)
+            return Outlook((), queued, 1.0, 0.0, free, *known)
         prompts = [
             (s.request.tenant, order_key(s)[0], time.prompt_s(s.computed, s.remaining))
             for s in self.running
             if len(s.tokens) - s.computed > 1 and s.pages.load is None
         ]
-        return Outlook(prompts, queued, time.share, time.prompt_s(0, 1), free, *places)
+        return Outlook(prompts, queued, time.share, time.prompt_s(0, 1), free, *known)
 
     def finish(self, sequence: Sequence) -> None:
         """End a waiting or running sequence and release its pages."""
@@ -164,21 +186,16 @@ class Scheduler:
         if len(decoding) > budget.tokens:
             decoding.sort(key=order_key)
         for s in decoding:
-            plain = s.pages.load is None and not s.scoring and s.state is SequenceState.RUNNING and budget.tokens
-            if plain and self.manager.reserve(s.pages, s.computed + 1):  # nearly always; `_serve` does all the rest
-                schedule.slices.append((s, 1))
-                budget.tokens -= 1
-            else:
-                self._serve(s, schedule, budget)
+            self._serve(s, schedule, budget)
         if self.step_time is not None:
             decode = StepLoad(len(schedule.slices), sum(s.computed for s, _ in schedule.slices))
             sizes = next((found for rows, found in self.graph_sizes.items() if rows >= decode.rows), ())
-            budget.pace(self.step_time, decode, self._least, sizes)
-        self._beside_disk(budget)
+            budget.pace(self.step_time, decode, self.least_tokens, sizes)
+        self._shorten_beside_disk(budget)
         self._schedule_prompts(schedule, budget)
         return schedule
 
-    def _beside_disk(self, budget: Budget) -> bool:
+    def _shorten_beside_disk(self, budget: Budget) -> bool:
         """Keep a step short in which pages come from disk; whether any do."""
         if self.loader is None or not self.loader.reads:
             return False
@@ -187,20 +204,18 @@ class Scheduler:
         budget.shorten(max(fewest, min(most, tokens)), self.slice_tokens)
         return True
 
-    @property
-    def _least(self) -> int:
-        return least(self.slice_tokens)
-
     def _schedule_prompts(self, schedule: StepSchedule, budget: Budget) -> None:
         """Give the rest of the step to prompts that run and that wait. Nobody is admitted while pages are short."""
         short = bool(schedule.preempted)
-        if not short and self._blocked() and (victim := self._in_the_way()) is not None:
+        if not short and self._is_blocked() and (victim := self._find_in_the_way()) is not None:
             victim.gave_way += 1
             budget.tokens += self._preempt(victim, schedule)
         passed_over: list[Sequence] = []
         prompts = [s for s in self.running if s.remaining > 1]
-        self._turns.begin({s.request.tenant for s in prompts} | self.waiting.counts().keys())
-        for sequence in sorted(prompts, key=self._turn):
+        tenants, given = {s.request.tenant for s in prompts} | self.waiting.counts().keys(), self._given
+        fewest = min((given[name] for name in tenants if name in given), default=0)
+        self._given = {name: given.get(name, fewest) - fewest for name in tenants}
+        for sequence in sorted(prompts, key=self._prompt_order):
             if not short:
                 self._admit(schedule, budget, passed_over, before=sequence)
             lost = len(schedule.preempted)
@@ -210,10 +225,11 @@ class Scheduler:
             self._admit(schedule, budget, passed_over)
         self.waiting.put_back(passed_over)
         if self.loader is not None:
-            self._read_ahead.prefetch(self.waiting.first() if not short else None)
+            self._prefetch_waiting(self.waiting.first() if not short else None)
 
-    def _turn(self, sequence: Sequence) -> tuple[int, tuple[float, int]]:
-        return self._turns.of(sequence.request.tenant), order_key(sequence)
+    def _prompt_order(self, sequence: Sequence) -> tuple[int, tuple[float, int]]:
+        """Sort key of prompts: tenants by the tokens that they were given, then the order of the queue."""
+        return self._given.get(sequence.request.tenant, 0), order_key(sequence)
 
     def follow(self, schedule: StepSchedule) -> StepSchedule | None:
         """Make up the step after `schedule` while that one still runs: a token more for each sequence that needs one
@@ -229,7 +245,7 @@ class Scheduler:
         if len(decoding) < live or not 0 < len(following) <= self.max_batch_tokens:
             return None
         everybody = len(following) == len(self.running)
-        if len(self.waiting) and not (everybody and self._blocked() and self._in_the_way() is None):
+        if len(self.waiting) and not (everybody and self._is_blocked() and self._find_in_the_way() is None):
             return None
         size = self.manager.page_tokens  # the next token of those whose last page is full has no page yet
         short = [(s.pages, len(s.tokens) + 1) for s in following if not len(s.tokens) % size]
@@ -237,19 +253,19 @@ class Scheduler:
             return None
         return StepSchedule([(s, 1) for s in following])
 
-    def _full(self) -> bool:
+    def _is_full(self) -> bool:
         """Whether another sequence would be more than there are places, or than the target of a step allows."""
         time, running = self.step_time, len(self.running)
         if running >= self.max_sequences or time is None or time.target_s is None or not running:
             return running >= self.max_sequences
         keys = sum(len(s.tokens) for s in self.running)
-        return time.step_s(StepLoad(running + 1, keys, self._least)) > time.target_s
+        return time.step_s(StepLoad(running + 1, keys, self.least_tokens)) > time.target_s
 
-    def _blocked(self) -> bool:
+    def _is_blocked(self) -> bool:
         """Whether the head of the queue cannot be admitted unless somebody leaves."""
-        return self._full() or (bool(self._too_few) and all(map(le, self.manager.memory.room, self._too_few)))
+        return self._is_full() or (bool(self._too_few) and all(map(le, self.manager.memory.room, self._too_few)))
 
-    def _in_the_way(self) -> Sequence | None:
+    def _find_in_the_way(self) -> Sequence | None:
         """The sequence that should give its place or pages to the head of the queue, which cannot be admitted: the
         newest one of the tenant that has most places, if that tenant still has as many as the head's when both have
         changed. Each such change makes the numbers of places more equal, so none of them is undone by another."""
@@ -272,8 +288,8 @@ class Scheduler:
         """Give a running sequence its tokens and their pages."""
         if sequence.state is not SequenceState.RUNNING:
             return  # preempted for one that was served before
-        wanted = self._wanted(sequence)
-        count = self._bounded(sequence, wanted, budget)
+        wanted = self._advance_load(sequence)
+        count = self._limit_tokens(sequence, wanted, budget)
         if wanted < sequence.remaining and self.loader is not None and self.loader.reads:  # it may go on elsewhere soon
             before = int(self.loader.comes_s(sequence.pages) / self.prefill.rate().per_token_s)
             budget.tokens = min(budget.tokens, max(count, before, self.slice_tokens))
@@ -292,24 +308,24 @@ class Scheduler:
                 if not self.running:  # it had all there is; what it would find again lies where it lay
                     self.manager.memory.start_afresh()
                 return
-        self._give(sequence, count, schedule, budget)
+        self._add_slice(sequence, count, schedule, budget)
 
-    def _give(self, sequence: Sequence, count: int, schedule: StepSchedule, budget: Budget) -> None:
+    def _add_slice(self, sequence: Sequence, count: int, schedule: StepSchedule, budget: Budget) -> None:
         """Put tokens of a sequence, whose pages are reserved, into the step."""
         prompt = sequence.remaining > 1
         schedule.slices.append((sequence, count))
         budget.take(sequence.computed, count, prompt=prompt, ends=count == sequence.remaining)
         self._rows_left -= count * sequence.scoring
         if prompt:
-            self._turns.gave(sequence.request.tenant, count)
+            self._given[sequence.request.tenant] = self._given.get(sequence.request.tenant, 0) + count
 
-    def _bounded(self, sequence: Sequence, count: int, budget: Budget) -> int:
+    def _limit_tokens(self, sequence: Sequence, count: int, budget: Budget) -> int:
         """As many of `count` tokens as this step may compute for a sequence."""
         if sequence.scoring:
             count = min(count, self._rows_left)
         return budget.fits(sequence.computed, count) if sequence.remaining > 1 else min(count, budget.tokens)
 
-    def _wanted(self, sequence: Sequence) -> int:
+    def _advance_load(self, sequence: Sequence) -> int:
         """Tokens that a running sequence should compute now, budget aside."""
         if sequence.pages.load is None:
             return sequence.remaining
@@ -328,7 +344,11 @@ class Scheduler:
                 lower_cost(sequence, self.step_time, computed)
                 if not sequence.requeued:  # later it finds what it has computed itself
                     sequence.cached = (sequence.cached or 0) + sequence.computed - computed
-                self._load_more(sequence)
+                # a later resume point may be worth a load of its own
+                here, rate = PrefixHit(sequence.computed, 0, in_flight=False), self.newcomer_rate(sequence)
+                chosen = self.loader.choose(sequence.pages, len(sequence.tokens), here, rate, trials=True)
+                if chosen is not None and chosen.stop:
+                    self.loader.begin(sequence.pages, chosen, spare=self._spare_for_load(sequence))
         elif step.action == "drop":
             if parked:
                 return self._start_over(sequence)
@@ -348,15 +368,7 @@ class Scheduler:
         self.loader.cancel(sequence.pages)
         self._too_few = []
 
-    def _load_more(self, sequence: Sequence) -> None:
-        """After a jump: a later resume point may be worth a load of its own."""
-        assert self.loader is not None
-        here, rate = PrefixHit(sequence.computed, 0, in_flight=False), self._compute_rate(sequence)
-        chosen = self.loader.choose(sequence.pages, len(sequence.tokens), here, rate, trials=True)
-        if chosen is not None and chosen.stop:
-            self.loader.begin(sequence.pages, chosen, spare=self._load_spare(sequence))
-
-    def _load_spare(self, sequence: Sequence) -> int:
+    def _spare_for_load(self, sequence: Sequence) -> int:
         """Local pages to leave when a load takes its window: those of the chunk that the sequence may compute
         meanwhile, and a page more for each that runs, or one of them would be preempted at once."""
         chunk = min(sequence.remaining, self.max_batch_tokens)
@@ -393,19 +405,20 @@ class Scheduler:
         """
         if self.running and self._too_few and all(map(le, self.manager.memory.room, self._too_few)):
             return  # looking up a long prompt again at every step would cost more than the step's other decisions
-        while budget.open and self._load_pages > 0 and len(passed_over) < MAX_PASSED_OVER and not self._full():
+        while budget.fits(0, 1) and self._load_pages > 0 and len(passed_over) < MAX_PASSED_OVER and not self._is_full():
             if before is not None and not self._comes_before(before, budget):
                 break
             sequence = self.waiting.pop()
             if sequence is None:
                 break
-            hit = None
-            if sequence.pages.parked is None:
-                hit = self._lookup(sequence)
-                if hit.in_flight:
-                    passed_over.append(sequence)
-                    continue
-            count = self._enter(sequence, hit, budget)
+            hit = self._lookup(sequence) if sequence.pages.parked is None else None
+            if hit is not None and hit.in_flight:
+                passed_over.append(sequence)
+                continue
+            count = self._give_pages(sequence, hit, budget)
+            if count is None and not self.running and self.manager.memory.start_afresh():
+                hit = self._lookup(sequence) if hit is not None else None
+                count = self._give_pages(sequence, hit, budget)
             if count is None:
                 if not passed_over:  # then it is the head that does not fit
                     self._too_few = self.manager.memory.room
@@ -414,11 +427,11 @@ class Scheduler:
             sequence.move(SequenceState.RUNNING)
             self.running.append(sequence)
             if count:
-                self._give(sequence, count, schedule, budget)
+                self._add_slice(sequence, count, schedule, budget)
             if sequence.pages.load is not None:
                 self._load_pages -= sum(map(sequence.pages.load.lacking, self.manager.pools))
                 self.held_back = self._load_pages <= 0 and len(self.waiting) > 0
-                if hit is not None and self._beside_disk(budget):
+                if hit is not None and self._shorten_beside_disk(budget):
                     self._serve(sequence, schedule, budget)
                     if schedule.preempted:
                         break
@@ -426,37 +439,36 @@ class Scheduler:
     def _comes_before(self, prompt: Sequence, budget: Budget) -> bool:
         """Whether the head of the queue has its turn before a prompt that runs, and pages for both of them."""
         head = self.waiting.first()
-        if head is None or self._turn(head) > self._turn(prompt):
+        if head is None or self._prompt_order(head) > self._prompt_order(prompt):
             return False
         need = self.manager.pages_for(len(head.tokens) + 1) + self.manager.pages_for(budget.tokens) + 1
         return self.manager.memory.fits(dict.fromkeys(self.manager.pools, need + len(self.running)))
 
-    def _enter(self, sequence: Sequence, hit: PrefixHit | None, budget: Budget) -> int | None:
-        """Give a waiting sequence pages, by what it finds, or of a parked one (`hit` is None) those it had; returns the
-        tokens to compute in this step, or None and no change when there is no room."""
-        count = self._start(sequence, hit, budget) if hit is not None else 0 if self._resume(sequence) else None
-        if count is not None or self.running or not self.manager.memory.start_afresh():
-            return count
-        return self._enter(sequence, hit and self._lookup(sequence), budget)
-
     def _lookup(self, sequence: Sequence) -> PrefixHit:
-        """What a waiting sequence may take from the cache."""
+        """Find what a waiting sequence may take from the cache."""
         hit = self.manager.lookup(sequence.pages, sequence.tokens)
         return PrefixHit(0, 0, in_flight=False) if sequence.scoring else hit
 
-    def _start(self, sequence: Sequence, hit: PrefixHit, budget: Budget) -> int | None:
-        """Give a waiting sequence its cached prefix and pages; returns the tokens to compute in this step, or None and
-        no change when there is no room."""
-        pages, total = sequence.pages, len(sequence.tokens)
+    def _give_pages(self, sequence: Sequence, hit: PrefixHit | None, budget: Budget) -> int | None:
+        """Give a waiting sequence its cached prefix and pages, or a parked one (`hit` is None) those it had.
+
+        Returns the tokens to compute in this step, or None and no change when there is no room for it and one more page
+        of each running sequence: without those the newcomer would be preempted at once.
+        """
+        pages, total, running = sequence.pages, len(sequence.tokens), len(self.running)
+        if hit is None:
+            assert self.loader is not None and pages.parked is not None
+            need = {group: len(parked) + running for group, parked in pages.parked.pages.items()}
+            room = not running or self.manager.memory.fits(need)
+            return 0 if room and self.loader.parking.resume(pages) else None
         chosen = None
         if self.loader is not None and not sequence.scoring:
-            chosen = self.loader.choose(pages, total, hit, self._compute_rate(), trials=True)
+            chosen = self.loader.choose(pages, total, hit, self.newcomer_rate(), trials=True)
         load = chosen if chosen is not None and chosen.stop else None
         self.manager.attach(pages, hit, total)
         sequence.computed = hit.tokens
-        count = self._bounded(sequence, total - hit.tokens, budget) if load is None else 0
-        # Room for one more page of each running sequence, or the newcomer would be preempted at once.
-        if not self.manager.reserve(pages, hit.tokens + count, total=total + 1, spare=len(self.running)):
+        count = self._limit_tokens(sequence, total - hit.tokens, budget) if load is None else 0
+        if not self.manager.reserve(pages, hit.tokens + count, total=total + 1, spare=running):
             self.manager.free(pages)
             sequence.computed = 0
             return None
@@ -466,20 +478,12 @@ class Scheduler:
             self.manager.touch(pages, hit.tokens)
         if self.loader is not None:
             if chosen is not None:
-                begun = load is not None and self.loader.begin(pages, load, spare=self._load_spare(sequence))
+                begun = load is not None and self.loader.begin(pages, load, spare=self._spare_for_load(sequence))
                 self.loader.decisions[chosen.decision if begun else "compute"] += 1
             self.loader.waits_no_more(pages)
         return count
 
-    def _resume(self, sequence: Sequence) -> bool:
-        """Start to bring a parked sequence back, if there is room for it and one more page of each running one."""
-        assert self.loader is not None and sequence.pages.parked is not None
-        need = {group: len(parked) + len(self.running) for group, parked in sequence.pages.parked.pages.items()}
-        if self.running and not self.manager.memory.fits(need):
-            return False
-        return self.loader.parking.resume(sequence.pages)
-
-    def _compute_rate(self, chooser: Sequence | None = None) -> ComputeRate:
+    def newcomer_rate(self, chooser: Sequence | None = None) -> ComputeRate:
         """What the prefill of a newcomer, or of the running `chooser`, gets."""
         slice_tokens = min(self.slice_tokens, self.max_batch_tokens)
         meters = self.prefill, self.step_time, self.loader

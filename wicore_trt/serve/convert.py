@@ -16,7 +16,7 @@ from msgspec import structs
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import InvalidRequestError
-from wicore_trt.kv.events import Event, Removed, Snapshot, Stored
+from wicore_trt.kv.events import Event, EventSnapshot, Removed, Stored
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.request_fields import COLLECTIONS
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
@@ -284,7 +284,7 @@ def _tier_stats(tier: TierStats) -> kv_pb2.TierStats:
     return kv_pb2.TierStats(**given, read_time=read_time, write_time=write_time)
 
 
-def kv_snapshot(snapshot: Snapshot) -> Iterator[kv_pb2.SubscribeKVEventsResponse]:
+def kv_snapshot(snapshot: EventSnapshot) -> Iterator[kv_pb2.SubscribeKVEventsResponse]:
     """A snapshot as messages: at least one, the first and the last marked."""
     size = MAX_PAGES_PER_MESSAGE
     slices = [(*name, i) for name, pages in snapshot.pages.items() for i in range(0, len(pages), size)]

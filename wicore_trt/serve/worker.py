@@ -32,7 +32,7 @@ from wicore_trt.access.calls import checked_id, current_call
 from wicore_trt.core.port import UNKNOWN, Position
 from wicore_trt.engine.directory import open_engine
 from wicore_trt.errors import DeadlineError, InvalidRequestError, NotFoundError
-from wicore_trt.kv.events import Cleared, Event, Removed, Snapshot, Stored
+from wicore_trt.kv.events import Cleared, Event, EventSnapshot, Removed, Stored
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL
 from wicore_trt.request_fields import COLLECTIONS
@@ -163,7 +163,7 @@ class WorkerService:
         while True:
             async with self._service.kv_events(call, after) as feed:
                 async for epoch, found in feed:
-                    if isinstance(found, Snapshot):
+                    if isinstance(found, EventSnapshot):
                         number = self._numbers.number(epoch, found.sequence)
                         batches = await engine.work(call.who.tenant, partial(_batched, found))
                         for batch in _snapshot(batches, number):
@@ -365,7 +365,7 @@ class _Numbers:
         return UNKNOWN
 
 
-def _batched(found: Snapshot) -> list[list[tuple[str, str, list[Page]]]]:
+def _batched(found: EventSnapshot) -> list[list[tuple[str, str, list[Page]]]]:
     """The runs of pages in each batch of a snapshot. Parents come before their children, also those in other tiers."""
     runs = [(run[0].index, name, run) for name, pages in found.pages.items() for run in _runs(pages)]
     runs.sort(key=lambda entry: entry[0])

@@ -20,19 +20,9 @@ from queue import SimpleQueue
 from wicore_trt.kv.manager import KVCacheManager
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.prefix.parking import Parking
-from wicore_trt.kv.prefix.planner import (
-    SLOWER,
-    Candidate,
-    ComputeRate,
-    LoadChoice,
-    NextMove,
-    TierRate,
-    advance,
-    aim,
-    decide,
-)
+from wicore_trt.kv.prefix.planner import SLOWER, Candidate, LoadChoice, NextMove, advance, aim, decide
 from wicore_trt.kv.prefix.probe import MEASURED_BYTES, probe_tiers
-from wicore_trt.kv.prefix.rates import DISK_PRIOR, HOST_PRIOR, Drag, TierMeter
+from wicore_trt.kv.prefix.rates import DISK_PRIOR, HOST_PRIOR, ComputeRate, Drag, TierMeter, TierRate
 from wicore_trt.kv.sequence_pages import PrefixHit, SequencePages
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
 from wicore_trt.kv.tiers.tiers import LowerTiers

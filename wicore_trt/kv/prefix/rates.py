@@ -12,9 +12,59 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from operator import mul
 
-from wicore_trt.kv.prefix.planner import ComputeRate, TierRate
+
+@dataclass(frozen=True, slots=True)
+class TierRate:
+    """What a tier gives now. `latency_s` is per batch of operations, `queued_bytes` is work ahead of ours there.
+
+    The rate of HOST is that of the link from host to device, which the pages from disk pass as well.
+    """
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+    queued_bytes: int = 0
+
+    def seconds(self, count: int, *, queued: bool = False) -> float:
+        """Until `count` more bytes have arrived, and what is `queued` where that counts; nothing takes no time."""
+        return self.latency_s + (self.queued_bytes + count) / self.bytes_per_s if count or queued else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeRate:
+    """Prefill time of one sequence: `per_token_s` (c0) for each token, `per_key_s` (c1) more per key it attends to.
+
+    `share` in (0, 1] is the part of the step budget that the sequence gets under the present load, `delay_s` the time
+    until its first step (it waits in the queue; loads go on meanwhile). `slice_tokens`: with fewer tokens of this
+    sequence a step gets no shorter, because of the weights to read or because other sequences fill it. `others`: so
+    many seconds to its first token are worth a second of the device, for which other sequences' tokens would wait.
+    """
+
+    per_token_s: float
+    per_key_s: float = 0.0
+    share: float = 1.0
+    delay_s: float = 0.0
+    slice_tokens: int = 256
+    others: float = 0.0
+
+    def alone(self, begin: int, end: int) -> float:
+        """Seconds to compute tokens [begin, end) with the whole device: c0 (b - a) + c1 (b^2 - a^2) / 2."""
+        return (end - begin) * (self.per_token_s + self.per_key_s * (begin + end) / 2)
+
+    def seconds(self, begin: int, end: int) -> float:
+        """The same with this sequence's share of the device."""
+        return self.alone(begin, end) / self.share
+
+    def spared(self, begin: int, end: int) -> float:
+        """What it is worth to others, in seconds of this sequence, that tokens [begin, end) are not computed."""
+        return self.others * self.alone(begin, end)
+
+    def slowed(self, factor: float) -> ComputeRate:
+        """The same where computing takes `factor` times as long."""
+        return replace(self, per_token_s=factor * self.per_token_s, per_key_s=factor * self.per_key_s)
+
 
 CLIP = 4.0
 """Largest factor by which one observation counts as slower or faster than expected."""
