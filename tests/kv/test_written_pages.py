@@ -250,7 +250,7 @@ def test_a_load_that_takes_the_last_local_pages_is_given_up_not_begun_again():
     ask(core, "fill", prompt)
     forget_device(core)
     loader, scheduler = core.scheduler.loader, core.scheduler
-    scheduler._load_spare = lambda sequence: 0  # begin all the same
+    scheduler._spare_for_load = lambda sequence: 0  # begin all the same
     measured(core, 1000.0, 0.1)
     loader.tiers.up.fetch_page = Fetch  # what is asked for never arrives
     assert ask(core, "again", [*prompt, 5], loads_first=False) == greedy([*prompt, 5], 3, ignore_eos=True)
