@@ -35,8 +35,7 @@ def serve_in_one_process() -> None:
     from wicore_trt.config import ServerSettings
     from wicore_trt.core.port import LocalEngine
     from wicore_trt.core.text_engine import TextEngine
-    from wicore_trt.serve.lifecycle import ServingProcess
-    from wicore_trt.serve.servers import Servers
+    from wicore_trt.serve.lifecycle import Servers, ServingProcess
 
     class Local(ServingProcess):
         def begin(self, servers: Servers) -> None:

@@ -27,7 +27,7 @@ from wicore_trt.errors import QueueFullError, RateLimitError
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.serve.errors import status_of
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
-from wicore_trt.serve.servers import Servers
+from wicore_trt.serve.lifecycle import Servers
 from wicore_trt.types import GenerateRequest, SamplingParams
 
 CONTEXT = 1024

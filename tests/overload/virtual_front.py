@@ -35,8 +35,7 @@ from wicore_trt.link import remote as remote_end
 from wicore_trt.link.host import EngineHost
 from wicore_trt.link.messages import Welcome
 from wicore_trt.link.remote import RemoteEngine
-from wicore_trt.serve.guard import guarded
-from wicore_trt.serve.reply import Reply
+from wicore_trt.serve.guard import CallReply, guarded
 from wicore_trt.serve.service import InferenceService
 from wicore_trt.types import FinishReason, GenerateRequest, TokenOutput, Usage
 
@@ -351,7 +350,7 @@ class Site:
 
         async def answer():
             with self.admission.calls.place(who.tenant):
-                await self.service.Generate(message, Reply(Context(), call.call_id))
+                await self.service.Generate(message, CallReply(Context(), call.call_id))
 
         task = asyncio.ensure_future(guarded(call, answer, Context()))
         if leave_s is not None:

@@ -80,7 +80,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "process.checker": (*ROOT_MODULES, "access", "grammar", "process"),
     "process": (*ROOT_MODULES, "access", "core", "link", "process"),
     "serve.front": (*ROOT_MODULES, "access", "core", "engine", "link", "process", "text", "serve"),
-    "serve.servers": (*ROOT_MODULES, "core", "access", "serve", "http", "metrics"),  # starts both
+    "serve.lifecycle": (*ROOT_MODULES, "core", "access", "serve", "http", "metrics"),  # starts both
     "serve.worker": (*ROOT_MODULES, "core", "kv.events", "kv.pages", "access", "serve", "text", "engine", "model.spec"),
     "serve": (*ROOT_MODULES, "core", "kv.events", "kv.pages", "access", "serve", "text"),
     "metrics": (*ROOT_MODULES, "core.times", "access.admission", "metrics"),

@@ -21,8 +21,7 @@ from wicore_trt.core.offload import on_daemon_thread
 from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.errors import EngineFormatError, WicoreError
 from wicore_trt.runtime.batch import StepBatch, StepResult
-from wicore_trt.serve.lifecycle import ServingProcess
-from wicore_trt.serve.servers import Servers
+from wicore_trt.serve.lifecycle import Servers, ServingProcess
 
 
 def hold(executor: FakeExecutor, file: Path) -> None:

@@ -16,10 +16,9 @@ from serving import SERVICE, expected, failure, make_engine, request, serving
 
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
-from wicore_trt.serve.credentials import Certificates
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
-from wicore_trt.serve.server import GrpcServer
+from wicore_trt.serve.server import Certificates, GrpcServer
 
 Status = health_pb2.HealthCheckResponse
 INFO = pb2.GetServerInfoRequest()

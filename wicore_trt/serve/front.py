@@ -24,8 +24,7 @@ from wicore_trt.errors import WicoreError
 from wicore_trt.link.remote import RemoteEngine
 from wicore_trt.process.checker import Checker
 from wicore_trt.process.child import BEAT_S, Control, QueuedControl, import_named
-from wicore_trt.serve.lifecycle import ServingProcess
-from wicore_trt.serve.servers import Servers
+from wicore_trt.serve.lifecycle import Servers, ServingProcess
 
 if TYPE_CHECKING:
     from wicore_trt.text.tokenizer import Tokenizer

@@ -18,16 +18,16 @@ from functools import partial
 from typing import TypeAlias
 
 import grpc
+from google.protobuf.message import Message
 
 from wicore_trt.access.admission import Admission
-from wicore_trt.access.calls import CURRENT, Call, new_id, offered_key, write_access_line
+from wicore_trt.access.calls import CURRENT, REQUEST_ID_HEADER, Call, new_id, offered_key, write_access_line
 from wicore_trt.access.keys import Identity
 from wicore_trt.access.log import Sparingly
 from wicore_trt.core.shares import Gate
 from wicore_trt.errors import AuthenticationError, InvalidRequestError, WicoreError
 from wicore_trt.serve.errors import abort
 from wicore_trt.serve.intake import BriefRequests, Requests, host_of, parse, prompt_ones
-from wicore_trt.serve.reply import Reply
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,35 @@ def too_long(metadata: Sequence[tuple[str, str | bytes]]) -> bool:
     if len(metadata) > MAX_METADATA_BYTES // ENTRY_BYTES:
         return True
     return sum(len(name) + len(value) + ENTRY_BYTES for name, value in metadata) > MAX_METADATA_BYTES
+
+
+class CallReply:
+    """The answer to one call: messages, before which the call's id is told.
+
+    The id is not told before there is something to tell: its metadata cost the system a write of their own, and a
+    refused call has the id in the metadata of its status.
+    """
+
+    def __init__(self, context: grpc.aio.ServicerContext, call_id: str) -> None:
+        self._context, self._call_id = context, call_id
+        self._begun = False
+
+    def time_remaining(self) -> float | None:
+        """Seconds to the call's deadline, None without one."""
+        left: float | None = self._context.time_remaining()
+        return left
+
+    async def begin(self) -> None:
+        """The call was taken, though its first message takes a while; the client hears of it."""
+        if not self._begun:
+            self._begun = True
+            await self._context.send_initial_metadata(((REQUEST_ID_HEADER, self._call_id),))
+
+    async def write(self, message: Message) -> None:
+        """Send a message."""
+        if not self._begun:
+            await self.begin()
+        await self._context.write(message)
 
 
 class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -94,7 +123,7 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
 
         async def run(_: object, context: grpc.aio.ServicerContext) -> None:
             call = Call.begin(method, who, header)
-            reply = Reply(context, call.call_id)
+            reply = CallReply(context, call.call_id)
             try:
                 await guarded(call, lambda: self._answer(call, handler, context, reply), context)
             finally:
@@ -103,7 +132,7 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
         return grpc.stream_stream_rpc_method_handler(run, response_serializer=handler.response_serializer)
 
     async def _answer(
-        self, call: Call, handler: grpc.RpcMethodHandler, context: grpc.aio.ServicerContext, reply: Reply
+        self, call: Call, handler: grpc.RpcMethodHandler, context: grpc.aio.ServicerContext, reply: CallReply
     ) -> None:
         """One call of our service: take a place, read, parse, handle."""
         with self._calls.place(call.who.tenant):

@@ -6,6 +6,7 @@ first moment of listening until `set_serving`, and for ever after `set_draining`
 
 from __future__ import annotations
 
+import asyncio
 import resource
 
 import grpc
@@ -13,13 +14,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from wicore_trt.access.admission import Admission, message_limit
-from wicore_trt.access.listening import address_of, check_free
+from wicore_trt.access.listening import address_of, check_free, read_tls
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.serve.credentials import Certificates
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
 from wicore_trt.serve.guard import MAX_METADATA_BYTES, Guard
-from wicore_trt.serve.health import Health
 from wicore_trt.serve.listeners import LISTENERS, Listeners, Services
 from wicore_trt.serve.service import SERVICE_NAME, InferenceService
 from wicore_trt.serve.worker import WORKER_SERVICE, WorkerService, handlers
@@ -74,6 +73,89 @@ def channel_options(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
         ("grpc.max_allowed_incoming_connections", connection_limit()),
         *KEEPALIVE_OPTIONS,
     )
+
+
+Status = health_pb2.HealthCheckResponse
+
+
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """Statuses by service name, NOT_SERVING at first."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._statuses = dict.fromkeys(names, Status.NOT_SERVING)
+        self._changed = asyncio.Event()
+        self._retired = False
+
+    def set(self, status: int) -> None:
+        """Change the status of every service."""
+        if self._retired:
+            return
+        self._statuses = dict.fromkeys(self._statuses, status)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def retire(self) -> None:
+        """NOT_SERVING from now on, whatever is set."""
+        self.set(Status.NOT_SERVING)
+        self._retired = True
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> health_pb2.HealthCheckResponse:
+        if request.service not in self._statuses:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "No such service.")
+        return Status(status=self._statuses[request.service])
+
+    async def List(
+        self, request: health_pb2.HealthListRequest, context: grpc.aio.ServicerContext
+    ) -> health_pb2.HealthListResponse:
+        statuses = {name: Status(status=status) for name, status in self._statuses.items()}
+        return health_pb2.HealthListResponse(statuses=statuses)
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
+        last = None
+        while True:
+            changed = self._changed
+            status = self._statuses.get(request.service, Status.SERVICE_UNKNOWN)
+            if status != last:
+                await context.write(Status(status=status))
+            last = status
+            await changed.wait()
+
+
+class Certificates:
+    """What servers show of themselves, and may change while they listen."""
+
+    def __init__(self, cert: str | None, key: str | None, client_ca: str | None) -> None:
+        """PEM files; with `client_ca` clients must show a certificate.
+
+        Raises ConfigError for a missing, unreadable, malformed or mismatched file.
+        """
+        self._clients = client_ca is not None
+        self._newest = _configuration(cert, key, client_ca)
+
+    def change(self, cert: str | None, key: str | None, client_ca: str | None) -> None:
+        """Show others to who comes from now on. Raises ConfigError as the constructor does, and changes nothing."""
+        self._newest = _configuration(cert, key, client_ca)
+
+    def credentials(self) -> grpc.ServerCredentials | None:
+        """Credentials for a server, None without files."""
+        if self._newest is None:
+            return None
+        return grpc.dynamic_ssl_server_credentials(self._newest, self._fetch, self._clients)
+
+    def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
+        """gRPC asks before each handshake, and takes over what differs from what it has."""
+        return self._newest
+
+
+def _configuration(
+    cert: str | None, key: str | None, client_ca: str | None
+) -> grpc.ServerCertificateConfiguration | None:
+    files = read_tls(cert, key, client_ca)
+    if files is None:
+        return None
+    return grpc.ssl_server_certificate_configuration([(files.secret, files.chain)], root_certificates=files.roots)
 
 
 class GrpcServer:

@@ -32,7 +32,7 @@ from wicore_trt.serve import convert
 from wicore_trt.serve.errors import DuplicateRequestError
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc, kv_pb2
-from wicore_trt.serve.reply import Reply
+from wicore_trt.serve.guard import CallReply
 from wicore_trt.text.calls import CallFinder
 from wicore_trt.types import EngineStats, FinishReason, TextOutput, TextRequest
 
@@ -85,7 +85,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             raise UnavailableError("The engine is still loading.", fix="Wait until the health check says SERVING.")
         return self._engine
 
-    async def Generate(self, request: pb2.GenerateRequest, context: Reply) -> None:
+    async def Generate(self, request: pb2.GenerateRequest, context: CallReply) -> None:
         call = current_call()
         async with self.generating(call) as (engine, meter):
             own_s = convert.positive_seconds(request.timeout, "timeout") if request.HasField("timeout") else None
@@ -135,11 +135,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             made = _text_request(engine, request, request_id, call.who.tenant, timeout_s)
         return made, defaultdict(CallFinder) if made.functions else None
 
-    async def Abort(self, request: pb2.AbortRequest, context: Reply) -> pb2.AbortResponse:
+    async def Abort(self, request: pb2.AbortRequest, context: CallReply) -> pb2.AbortResponse:
         request_id = checked_id(request.request_id)
         return pb2.AbortResponse(aborted=await self.ready().abort(request_id, current_call().who.tenant))
 
-    async def Tokenize(self, request: pb2.TokenizeRequest, context: Reply) -> pb2.TokenizeResponse:
+    async def Tokenize(self, request: pb2.TokenizeRequest, context: CallReply) -> pb2.TokenizeResponse:
         engine = self.ready()
         limit = engine.info.max_context_tokens
         kind = request.WhichOneof("input")
@@ -159,7 +159,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             raise
         return pb2.TokenizeResponse(token_ids=token_ids)
 
-    async def Detokenize(self, request: pb2.DetokenizeRequest, context: Reply) -> pb2.DetokenizeResponse:
+    async def Detokenize(self, request: pb2.DetokenizeRequest, context: CallReply) -> pb2.DetokenizeResponse:
         engine = self.ready()
         convert.check_count(request.token_ids, engine.info.max_context_tokens, "token_ids")
         token_ids = list(request.token_ids)
@@ -171,10 +171,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         decode = partial(engine.tokenizer.decode, token_ids, skip_special=skip)
         return pb2.DetokenizeResponse(text=await engine.work(current_call().who.tenant, decode))
 
-    async def GetModelInfo(self, request: pb2.GetModelInfoRequest, context: Reply) -> pb2.GetModelInfoResponse:
+    async def GetModelInfo(self, request: pb2.GetModelInfoRequest, context: CallReply) -> pb2.GetModelInfoResponse:
         return convert.model_info_response(self.ready().info)
 
-    async def GetServerInfo(self, request: pb2.GetServerInfoRequest, context: Reply) -> pb2.GetServerInfoResponse:
+    async def GetServerInfo(self, request: pb2.GetServerInfoRequest, context: CallReply) -> pb2.GetServerInfoResponse:
         if self._draining:
             state = pb2.SERVER_STATE_DRAINING
         else:
@@ -183,7 +183,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             version=__version__, state=state, started_at=self._started_at, max_message_bytes=self._max_message_bytes
         )
 
-    async def GetStats(self, request: pb2.GetStatsRequest, context: Reply) -> pb2.GetStatsResponse:
+    async def GetStats(self, request: pb2.GetStatsRequest, context: CallReply) -> pb2.GetStatsResponse:
         return convert.stats(*await self.stats(current_call().who))
 
     async def stats(self, who: Identity) -> tuple[EngineStats, int]:
@@ -193,7 +193,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             return await engine.stats(), self.open.total()
         return await engine.stats_of(who.tenant), self.open[who.tenant]
 
-    async def SubscribeKVEvents(self, request: kv_pb2.SubscribeKVEventsRequest, context: Reply) -> None:
+    async def SubscribeKVEvents(self, request: kv_pb2.SubscribeKVEventsRequest, context: CallReply) -> None:
         after = (request.epoch, request.from_sequence - 1) if request.from_sequence > 0 else UNKNOWN
         async with self.kv_events(current_call(), after) as feed:
             async for epoch, found in feed:
@@ -225,7 +225,7 @@ async def relay(
     request: TextRequest,
     meter: Meter,
     call: Call,
-    reply: Reply,
+    reply: CallReply,
     messages: Callable[[TextOutput, float | None, float], Iterable[Message]],
 ) -> set[FinishReason]:
     """Run a request and write its outputs as `messages` makes them, from an output and the seconds to its sequence's
@@ -262,7 +262,7 @@ async def relay(
     return reasons
 
 
-def time_left(context: Reply) -> float | None:
+def time_left(context: CallReply) -> float | None:
     """Seconds to the call's deadline, more than 0; None without one."""
     left = context.time_remaining()
     return None if left is None else max(left, 1e-3)

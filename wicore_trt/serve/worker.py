@@ -37,7 +37,7 @@ from wicore_trt.kv.pages.page import Page
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL
 from wicore_trt.request_fields import COLLECTIONS
 from wicore_trt.serve import convert
-from wicore_trt.serve.reply import Reply
+from wicore_trt.serve.guard import CallReply
 from wicore_trt.serve.service import relay, time_left
 from wicore_trt.text.tokenizer import FILES
 from wicore_trt.types import (
@@ -98,7 +98,7 @@ class WorkerService:
         self._bundle: tuple[bytes, str] | None = None
         self._bundling = asyncio.Lock()
 
-    async def Generate(self, request: pb2.GenerateRequest, context: Reply) -> None:
+    async def Generate(self, request: pb2.GenerateRequest, context: CallReply) -> None:
         call = current_call()
         async with self._service.generating(call) as (engine, meter):
             made = _text_request(engine, request, call.who.tenant, time_left(context))
@@ -107,18 +107,18 @@ class WorkerService:
         if FinishReason.DEADLINE in reasons:
             raise DeadlineError("The call's deadline passed before the request finished.")
 
-    async def Abort(self, request: pb2.AbortRequest, context: Reply) -> pb2.AbortResponse:
+    async def Abort(self, request: pb2.AbortRequest, context: CallReply) -> pb2.AbortResponse:
         engine, tenant = self._service.ready(), current_call().who.tenant
         convert.check_count(request.request_ids, 1024, "request_ids")
         for request_id in request.request_ids:
             await engine.abort(checked_id(request_id), tenant)
         return pb2.AbortResponse()
 
-    async def HealthCheck(self, request: pb2.HealthCheckRequest, context: Reply) -> pb2.HealthCheckResponse:
+    async def HealthCheck(self, request: pb2.HealthCheckRequest, context: CallReply) -> pb2.HealthCheckResponse:
         serving = self._service.serving
         return pb2.HealthCheckResponse(healthy=serving, message="serving" if serving else "no requests are taken")
 
-    async def GetModelInfo(self, request: pb2.GetModelInfoRequest, context: Reply) -> pb2.GetModelInfoResponse:
+    async def GetModelInfo(self, request: pb2.GetModelInfoRequest, context: CallReply) -> pb2.GetModelInfoResponse:
         engine = self._service.ready()
         info = engine.info
         return pb2.GetModelInfoResponse(
@@ -129,7 +129,7 @@ class WorkerService:
             bos_token_id=info.bos_token_id or 0, max_req_input_len=info.max_context_tokens,
         )  # fmt: skip
 
-    async def GetServerInfo(self, request: pb2.GetServerInfoRequest, context: Reply) -> pb2.GetServerInfoResponse:
+    async def GetServerInfo(self, request: pb2.GetServerInfoRequest, context: CallReply) -> pb2.GetServerInfoResponse:
         engine = self._service.ready()
         stats, streams = await self._service.stats(current_call().who)
         return pb2.GetServerInfoResponse(
@@ -138,13 +138,13 @@ class WorkerService:
             model_dtype=engine.info.dtype, constrained_decoding_start="first_token",
         )  # fmt: skip
 
-    async def GetLoads(self, request: pb2.GetLoadsRequest, context: Reply) -> pb2.GetLoadsResponse:
+    async def GetLoads(self, request: pb2.GetLoadsRequest, context: CallReply) -> pb2.GetLoadsResponse:
         engine = self._service.ready()
         load = _load(await _stats(engine), engine.info.page_tokens)
         timestamp = datetime.now(UTC).isoformat()
         return pb2.GetLoadsResponse(timestamp=timestamp, version=__version__, dp_rank_count=1, loads=[load])
 
-    async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest, context: Reply) -> None:
+    async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest, context: CallReply) -> None:
         engine = self._service.ready()
         async with self._bundling:
             if self._bundle is None:
@@ -155,7 +155,7 @@ class WorkerService:
             data = bundle[start : start + CHUNK_BYTES]
             await context.write(common_pb2.GetTokenizerChunk(data=data, sha256=digest if last else ""))
 
-    async def SubscribeKvEvents(self, request: common_pb2.SubscribeKvEventsRequest, context: Reply) -> None:
+    async def SubscribeKvEvents(self, request: common_pb2.SubscribeKvEventsRequest, context: CallReply) -> None:
         """An operator's router is told of all pages, any other of its tenant's own. That a tier was cleared is told as
         a new snapshot: the protocol knows no such event for one tier."""
         engine, call = self._service.ready(), current_call()
