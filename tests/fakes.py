@@ -17,6 +17,7 @@ from itertools import pairwise
 from math import lcm
 
 from copiers import PlainCopier
+from fake_tokenizer import EOS, VOCAB, FakeTokenizer
 from msgspec import structs
 
 from wicore_trt.config import KVSettings
@@ -32,8 +33,7 @@ from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.types import ModelInfo, TokenLogprob
 
-VOCAB = 97
-EOS = 1
+__all__ = ["EOS", "VOCAB", "FakeTokenizer"]
 
 
 def tiny_spec(window: int, groups: tuple[str, ...] = (LOCAL, GLOBAL)) -> Gemma3Spec:
@@ -343,46 +343,6 @@ def make_core(
     )
     executor.watch(scheduler)
     return EngineCore(executor, scheduler, eos_ids=(EOS,), max_context=max_context, clock=clock)
-
-
-class FakeTokenizer:
-    """Token t is the character chr(32 + t); EOS is special and has no text."""
-
-    build = ""
-    home = None
-    bos_id = None
-    eos_ids = (EOS,)
-    vocab_size = VOCAB
-    has_chat = False
-    turn_end = None
-    chat_fault = chat_note = None
-    takes_tools = False
-    byte_ids = frozenset()
-    longest_token = 1
-
-    def byte_run(self):
-        return None
-
-    def encode(self, text: str, *, add_bos: bool = True, max_tokens: int | None = None) -> list[int]:
-        return [ord(c) - 32 for c in text]
-
-    def decode(self, ids, *, skip_special: bool = True) -> str:
-        return "".join(chr(32 + t) for t in ids if not (skip_special and t == EOS))
-
-    def token_text(self, token: int) -> str | None:
-        return None
-
-    def named(self, text: str) -> dict[int, str]:
-        return {EOS: "<eos>"} if "<eos>" in text else {}
-
-    def told(self) -> dict[str, object]:
-        return {"eos_token": "<eos>"}
-
-    def token_bytes(self, token: int) -> bytes:
-        return b"<eos>" if token == EOS else chr(32 + token).encode()
-
-    def apply_chat(self, messages, *, functions=(), add_generation_prompt=True, **_: object) -> list[int]:
-        return self.encode("".join(str(m["content"]) for m in messages))
 
 
 FAKE_INFO = ModelInfo(

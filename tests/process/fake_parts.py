@@ -4,8 +4,8 @@ Prints `bound ADDRESS` and `ready on ADDRESS`. Options reach the other processes
 `load_s`, `fail_at` (the step that breaks an engine), `hang_at` (one that does not end), `load_fails`, `backlog` (bytes
 after which the engine cuts off a front), `dies` (the process that ends while it starts, every time), `chat` (the model
 has a chat template or not, and any text has tokens), `host_bytes` of a host tier, and `pids`, a folder where each
-process leaves its number; `front_s`, `slow_s`, `quick_s` and `together_s` stand for the supervisor's and its log's.
-`recipe` names a file of settings that the server reads, and reads again; `build` one that names the engine's build.
+process leaves its number; `front_s`, `slow_s`, `quick_s`, `patience` and `together_s` stand for the
+supervisor's and its log's. `recipe` names a file of settings that the server reads, and reads again; `build` one that names the engine's build.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from fakes import FAKE_INFO, FakeTokenizer, make_core
+from fake_tokenizer import FakeTokenizer
 
 from wicore_trt.access import log
 from wicore_trt.config import KVSettings, LoadedSettings, LogSettings, ServerSettings, Settings, resolve_settings
 from wicore_trt.errors import EngineFormatError, WicoreError
-from wicore_trt.link import channel
-from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.process import child, supervisor
 from wicore_trt.process.supervisor import Parts, Supervisor
 
@@ -43,6 +41,11 @@ def leave_number(name: str) -> None:
 
 
 def load_engine(settings: Settings):
+    from fakes import FAKE_INFO, make_core
+
+    from wicore_trt.link import channel
+    from wicore_trt.model.spec import GLOBAL, LOCAL
+
     leave_number("engine")
     given = options()
     channel.MAX_BACKLOG = given.get("backlog", channel.MAX_BACKLOG)
@@ -99,6 +102,7 @@ def main(given: dict) -> int:
     log.TOGETHER_S = given.get("together_s", log.TOGETHER_S)
     supervisor.FRONT_S = given.get("front_s", supervisor.FRONT_S)
     child.QUICK_S = given.get("quick_s", child.QUICK_S)
+    child.PATIENCE = supervisor.PATIENCE = given.get("patience", child.PATIENCE)
     supervisor.SLOW_S = given.get("slow_s", supervisor.SLOW_S)
     server = ServerSettings(**{"port": 0, "http_port": None, "grace_s": 5.0, **given.get("server", {})})
     parts = Parts(load_engine=f"{HERE}:load_engine", load_tokenizer=f"{HERE}:load_tokenizer")

@@ -69,14 +69,3 @@ async def test_an_engine_that_cannot_be_loaded_ends_the_process_with_its_code():
     async with process(load_fails=True) as server:
         exit_code, log = await server.end()
         assert exit_code == 4 and "error: engine.json is missing." in log and "Traceback" not in log
-
-
-async def test_a_used_port_ends_the_process_with_one_line():
-    async with process() as first:
-        await first.until_serving()
-        port = int(first.address.rpartition(":")[2])
-        async with process(server={"port": port}) as second:
-            exit_code, log = await second.end()
-            assert exit_code == 4 and log.count("\n") == 1
-            assert log.startswith(f"error: Port {port} on 127.0.0.1 is in use.")
-        assert await first.status() == SERVING

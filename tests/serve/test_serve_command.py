@@ -109,8 +109,10 @@ def engine(tmp_path_factory):
     return build_engine(write_tiny_source(place / "source"), place / "engine").path
 
 
-@pytest.mark.parametrize(("flag", "setting"), [("--kv-bytes", "kv.device_bytes"), ("--kv-host-bytes", "kv.host_bytes")])
-@pytest.mark.parametrize("command", ["serve", "generate"])
+@pytest.mark.parametrize(
+    ("command", "flag", "setting"),
+    [("serve", "--kv-host-bytes", "kv.host_bytes"), ("generate", "--kv-bytes", "kv.device_bytes")],
+)
 def test_memory_that_is_not_there_is_an_error_with_figures(command, flag, setting, engine):
     options = ["--grpc-port", "0", "--http-port", "0", flag, "9TiB"] if command == "serve" else ["a"]
     environment = {} if command == "serve" else {f"WICORE_{setting.upper().replace('.', '__')}": "9TiB"}

@@ -1,1 +1,1 @@
-"""Who may call, how much, and what is written about it; for every way into the server."""
+"""Keys, limits, access log and traces, for every way into the server."""

@@ -64,7 +64,7 @@ class Bucket:
 
     @property
     def level(self) -> float:
-        """What is there now."""
+        """Units that are there now."""
         now = self._clock()
         self._level = min(float(self.capacity), self._level + (now - self._stamp) * self._per_s)
         self._stamp = now
@@ -87,7 +87,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """One limit of a tenant as it stands. `reset_s` is the time until the bucket is full again."""
+    """State of one limit of a tenant. `reset_s` is the time until the bucket is full again."""
 
     limit: int
     remaining: int
@@ -155,7 +155,7 @@ class Rates:
                 bucket.change(limit)
 
     def allowances(self, who: Identity) -> dict[str, Allowance]:
-        """What is left of each limit, by "requests" and "tokens"."""
+        """List the state of each limit, by "requests" and "tokens"."""
         found = {}
         for kind in self._limits:
             bucket = self._find_bucket(who, kind)
@@ -202,7 +202,8 @@ class Admission:
         self.rates.change(settings.requests_per_minute, settings.tokens_per_minute, self.keys.named)
 
     def still(self, who: Identity) -> Identity:
-        """What the key of an open connection stands for by now. Raises AuthenticationError where it was taken back."""
+        """Look up again what the key of an open connection stands for. Raises AuthenticationError if it was
+        taken back."""
         found = self.keys.now(who)
         if found is None:
             raise AuthenticationError("The API key of this connection is not valid any more.", fix="Use another one.")

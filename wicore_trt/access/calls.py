@@ -1,4 +1,4 @@
-"""One call of a client as the server keeps books of it: its id, its key, its access line.
+"""Books of a client's call: its id, its key, its access line.
 
 Knows nothing of gRPC or HTTP: both read the same headers under the same rules. Invariants: an id stands in logs and
 headers as it is; a finished call writes one access line; what a client wrote into prompts is in no line, and neither
@@ -38,7 +38,7 @@ def new_id() -> str:
 
 @dataclass(slots=True)
 class Call:
-    """One call in progress. Handlers put what the access line should tell into `facts`.
+    """A call in progress. Handlers put what the access line should tell into `facts`.
 
     `who` calls. `from_client` says that the client chose `call_id`, so that another call may have the same.
     """
@@ -69,12 +69,12 @@ class Call:
         return made
 
     def asks(self, model: str, request: TextRequest) -> TextRequest:
-        """What the call wants of a model; the request as it goes on, by whose id other processes log."""
+        """Note what the call wants of a model; return the request with the id under which other processes log."""
         self.model, self.chat, self.params = model, request.messages is not None, request.params
         return replace(request, log_id=self.call_id)
 
     def begun(self, queued_s: float, prefill_s: float) -> None:
-        """Its first tokens came, after waiting and computing for so long."""
+        """Note how long the first tokens waited and were computed, seconds."""
         self.facts.setdefault("queue_ms", round(queued_s * 1000, 1))
         self.facts.setdefault("prefill_ms", round(prefill_s * 1000, 1))
 
@@ -127,7 +127,8 @@ def check_host(host: str | None, allowed: Sequence[str]) -> None:
 
 
 def network_of(host: str) -> str | None:
-    """What one client can choose its addresses from: an IPv4 address, the /64 of an IPv6 address. None for neither."""
+    """Find the network that one client can choose its addresses from: an IPv4 address, the /64 of an IPv6
+    address. None for neither."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -1,4 +1,4 @@
-"""Who may call: API keys, and the tenant that each stands for.
+"""API keys, and the tenant that each stands for.
 
 Knows keys and the file that holds them; it must not know calls. Invariants: no key is in an error, a log line or a
 repr; how long a look-up takes tells nothing of the keys, because it compares digests under a random key of this
@@ -30,9 +30,9 @@ ROLE = re.compile(r"(?P<operator>operator)|requests=(?P<requests>[1-9]\d{0,11})|
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who calls. An operator sees the counts and KV events of everybody, a tenant those of its own requests. Rates are
-    the key's own, in place of the tenant's; `key` names it, in every process and also later, and is not the key.
-    """
+    """The caller that a key stands for. An operator sees the counts and KV events of everybody, a tenant those
+    of its own requests. Rates are the key's own, in place of the tenant's; `key` names it, in every process and
+    also later, and is not the key."""
 
     tenant: str = ""
     operator: bool = False
@@ -74,11 +74,11 @@ class KeyRing:
         self._identities, self.named, self.needed = other._identities, other.named, other.needed
 
     def find(self, key: str) -> Identity | None:
-        """Whose key it is, None for nobody's."""
+        """Find the identity of a key, None for an unknown one."""
         return self._identities.get(_digest(key)) if self.needed else EVERYBODY
 
     def now(self, who: Identity) -> Identity | None:
-        """What the key stands for by now that stood for `who`, None where it is nobody's any more."""
+        """Find the identity that the key of `who` stands for now, None where it was taken back."""
         return self.named.get(who.key) if self.needed else EVERYBODY
 
 

@@ -92,14 +92,14 @@ def read_tls(cert: str | None, key: str | None, client_ca: str | None) -> TlsFil
 
 
 def http_host(settings: ServerSettings) -> str:
-    """Where HTTP listens."""
+    """Find the address on which HTTP listens."""
     if settings.http_host is not None:
         return settings.http_host
     return f"{settings.host}.http" if settings.host.startswith("unix:") else settings.host
 
 
 def is_local(host: str) -> bool:
-    """Whether this machine alone reaches an address. Names count as others', but localhost."""
+    """Say whether this machine alone reaches an address. Names count as others', but localhost."""
     if host.startswith("unix:") or host == "localhost":
         return True
     try:

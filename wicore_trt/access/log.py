@@ -75,7 +75,7 @@ class LineFormatter(_Bounded):
 
 
 class JsonFormatter(_Bounded):
-    """One JSON object per line: time (RFC 3339, UTC), level, logger, message, facts, traceback."""
+    """Formats one JSON object per line: time (RFC 3339, UTC), level, logger, message, facts, traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))

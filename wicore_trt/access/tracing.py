@@ -97,7 +97,7 @@ class _Spans:
 
 
 def _attributes(call: Call) -> dict[str, Any]:
-    """What is known of a call; what is not is left out."""
+    """Collect the attributes of a call's span; unknown ones are left out."""
     facts = call.facts
     found: dict[str, Any] = {"gen_ai.provider.name": "wicore-trt", "gen_ai.request.model": call.model}
     found |= {"gen_ai.response.model": call.model, "wicore.method": call.method, "wicore.status": call.code}

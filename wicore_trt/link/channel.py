@@ -131,7 +131,7 @@ class Channel:
             try:
                 self._received(bytes(self._in[start + _HEAD : stop]))
             except Exception:  # a bug of ours; whoever waits for what it said is told that the channel has ended
-                log.exception("a message could not be taken")
+                log.exception("a message between front and engine could not be handled; closing the link")
                 self.close()
             if not self._open:
                 return

@@ -1,1 +1,1 @@
-"""What a server tells of itself to Prometheus."""
+"""Metrics of a server, for Prometheus."""

@@ -1,4 +1,4 @@
-"""What a server tells of itself, as Prometheus reads it.
+"""Metrics of a server, as Prometheus reads them.
 
 A snapshot of plain data goes in, families of samples come out. Names are stable: `wicore_` is ours, `vllm:` are the
 names that routers and dashboards look for, given where they mean the same. It must not know how the data was come by.
@@ -50,7 +50,7 @@ def rendered(found: Iterable[Metric], accept: str = "") -> tuple[bytes, str]:
 
 
 def families(snapshot: Snapshot) -> Iterator[Metric]:
-    """All of it."""
+    """Make all families of a snapshot."""
     yield from _server(snapshot)
     model = snapshot.model.model_id if snapshot.engine is not None and snapshot.model is not None else None
     yield from _calls(snapshot)
@@ -66,7 +66,7 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
 
 
 def supervised(processes: Mapping[str, tuple[bool, int]]) -> Iterator[Metric]:
-    """What the supervisor tells of the others: whether each runs, and how often it was started again."""
+    """Describe the processes of a supervisor: whether each runs, and how often it was started again."""
     about = "1 while a process runs; on the port of the operator's calls alone."
     rows = [(name, int(up)) for name, (up, _) in processes.items()]
     yield _by(GaugeMetricFamily, "wicore_process_up", about, ["process"], rows)
@@ -223,7 +223,7 @@ def _tiers(tiers: Sequence[TierStats]) -> Iterator[Metric]:
 
 
 def _vllm(s: Snapshot, e: EngineStats, name: str) -> Iterator[Metric]:
-    """The same under the names of vLLM, whose label `model_name` each has."""
+    """Make the families that vLLM names, whose label `model_name` each has."""
     label = {"model_name": name}
 
     def one(kind: type[Metric], metric: str, about: str, value: float) -> Metric:

@@ -1,4 +1,4 @@
-"""What the system says of this server's processes and of the GPUs.
+"""Figures of the system about this server's processes and the GPUs.
 
 Reads /proc, and NVML where nvidia-ml-py is installed. It must not know engines. Invariant: what cannot be read is left
 out, and never raises.
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ProcessUse:
-    """One process."""
+    """Resources of a process."""
 
     cpu_seconds: float
     resident_bytes: int
@@ -28,7 +28,7 @@ class ProcessUse:
 
 @dataclass(frozen=True, slots=True)
 class GpuUse:
-    """One GPU. `utilization` is in [0, 1]; what a GPU does not tell is None."""
+    """State of a GPU. `utilization` is in [0, 1]; figures that a GPU does not give are None."""
 
     index: int
     name: str
@@ -41,7 +41,7 @@ class GpuUse:
 
 
 def process_use(pid: int) -> ProcessUse | None:
-    """What a process took so far, None when it is gone."""
+    """Read what a process has used so far, None when it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -47,7 +47,8 @@ _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Con
 
 
 class Checker:
-    """For any thread. The process is started when the first constraint comes, and again when it has ended."""
+    """Checks constraints, on any thread. The process is started when the first constraint comes, and again when
+    it has ended."""
 
     def __init__(self) -> None:
         self._asked: queue.SimpleQueue[tuple[bytes, Future[str]]] = queue.SimpleQueue()
@@ -91,7 +92,7 @@ class Checker:
             try:
                 answer.set_result(asked.ask(raw))
             except (OSError, EOFError):
-                self._ended("a constraint ended the process that checked it", how=asked.end())
+                self._ended("a constraint ended the checker process; it is restarted for the next one", how=asked.end())
                 asked = None
                 answer.set_result(str(refusal("it takes too much time, memory or depth")))
             except Exception as error:

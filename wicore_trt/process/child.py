@@ -68,7 +68,7 @@ def tie_to_parent(parent: int) -> None:
 
 
 class Control:
-    """One end of the socket pair between supervisor and child."""
+    """An end of the socket pair between supervisor and child."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock

@@ -53,7 +53,7 @@ ANSWER_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the processes run, as "module" or "module:name"; tests put their own in place."""
+    """Modules and functions that the processes run, as "module" or "module:name"; tests put their own in place."""
 
     engine: str = "wicore_trt.process.engine"
     front: str = "wicore_trt.serve.front"

@@ -1,7 +1,8 @@
 """Messages of the wire contract to plain types and back.
 
 Pure functions; must not know engines or calls. Invariants: an unset optional field takes the default of the plain
-type (no default is repeated here); errors name the field by its path in the request message.
+type (no default is repeated here); errors name the field by its path in the request message; sampling fields follow
+from `request_fields`.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterable, Iterator, Sized
+from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 from msgspec import structs
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import InvalidRequestError
 from wicore_trt.kv.events import Event, EventSnapshot, Removed, Stored
 from wicore_trt.kv.pages.page import Page
-from wicore_trt.request_fields import COLLECTIONS
+from wicore_trt.request_fields import FIELDS, SAMPLING
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import kv_pb2
 from wicore_trt.text.calls import CallFinder, Function, gathered
@@ -43,10 +46,6 @@ MAX_TOKENS_PER_MESSAGE = 512
 # Some 100 KiB, and about 3 ms of the event loop's time.
 MAX_PAGES_PER_MESSAGE = 1024
 
-_OPTIONAL_SAMPLING = tuple(
-    field.name for field in pb2.SamplingParams.DESCRIPTOR.fields if field.containing_oneof is not None
-)
-_SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _CHOICES = {
     pb2.TOOL_CHOICE_UNSPECIFIED: AUTO,
     pb2.TOOL_CHOICE_AUTO: AUTO,
@@ -65,51 +64,57 @@ def check_count(items: Sized, most: int, field: str) -> None:
         raise InvalidRequestError(f"{field} has {len(items)} items; at most {most} are taken.", field=field)
 
 
+def read_sampling(message: Message, *, router: bool = False) -> dict[str, Any]:
+    """Read the fields of SamplingParams that a message sets, by the table `request_fields`.
+
+    With `router` they have the names, and the ways of leaving one out, of the routers' protocol. Raises
+    InvalidRequestError for too many items.
+    """
+    found: dict[str, Any] = {}
+    for row in SAMPLING:
+        name, unset = (row.router, row.unset) if router else (row.name, "absent")
+        value = getattr(message, name)
+        if row.most:
+            check_count(value, row.most, name)
+            found[row.name] = dict(value) if row.kind == "biases" else tuple(value)
+        elif unset == "never" or (unset == "zero" and value) or (unset == "absent" and message.HasField(name)):
+            found[row.name] = value
+    return found
+
+
 def sampling_params(message: pb2.SamplingParams) -> SamplingParams:
     """Raises InvalidRequestError for values out of range."""
-    for row in COLLECTIONS:
-        check_count(getattr(message, row.name), row.most, row.name)
-    given = {name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)}
+    given = read_sampling(message)
     if message.HasField("constraint"):
-        given["constraint"] = constraint(message.constraint)
-    return SamplingParams(
-        **given,
-        logit_bias=dict(message.logit_bias),
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-    )
+        name = message.constraint.WhichOneof("kind")
+        if name is None or (name == "json_object" and not message.constraint.json_object):
+            raise InvalidRequestError("A constraint has exactly one kind.", field="constraint")
+        given["constraint"] = make_constraint(name, message.constraint, message.constraint.choice.texts)
+    return SamplingParams(**given)
 
 
-def constraint(message: pb2.Constraint) -> Constraint:
-    """Raises InvalidRequestError for one that is empty or too long."""
-    name = message.WhichOneof("kind")
-    if name is None or (name == "json_object" and not message.json_object):
-        raise InvalidRequestError("A constraint has exactly one kind.", field="constraint")
-    kind = ConstraintKind(name)
-    match kind:
+def make_constraint(name: str, message: Message, choices: Iterable[str]) -> Constraint:
+    """Make the constraint that a message's field `name` is; `choices` are its texts where that is a choice.
+
+    Raises InvalidRequestError for one that is empty or too long.
+    """
+    match kind := ConstraintKind(name):
         case ConstraintKind.JSON_OBJECT:
             return Constraint(kind)
         case ConstraintKind.CHOICE:
-            return Constraint(kind, json.dumps([*message.choice.texts], ensure_ascii=False))
+            return Constraint(kind, json.dumps([*choices], ensure_ascii=False))
     return Constraint(kind, getattr(message, name))
 
 
-_PATHS = {
-    "timeout_s": "timeout",
-    "ttl_s": "cache.ttl",
-    "session": "cache.session",
-    "tools": "tools.functions",
-    "tool_choice": "tools.choice",
-}
+_PATHS = {"constraint": "sampling.constraint", "tools": "tools.functions", "tool_choice": "tools.choice"}
 
 
 def field_path(name: str, prompt_kind: str | None) -> str:
-    """Path in GenerateRequest of a field of TextRequest or SamplingParams; other names are returned as they are."""
-    if name in _SAMPLING_FIELDS:
-        return f"sampling.{name}"
+    """Find the path in GenerateRequest of a field of TextRequest or SamplingParams; other names stay as they are."""
     if name in ("prompt", "prompt_token_ids", "messages"):
         return prompt_kind or "prompt"
-    return _PATHS.get(name, name)
+    row = FIELDS.get(name)
+    return row.grpc if row is not None and row.grpc else _PATHS.get(name, name)
 
 
 def positive_seconds(message: Duration, field: str) -> float:
@@ -153,7 +158,8 @@ def _turn(message: pb2.ChatMessage) -> dict[str, object]:
 
 
 def tools(message: pb2.Tools, constraint: Constraint | None) -> Tools | None:
-    """None where no function may be called; `constraint` is what an answer is held to. Raises InvalidRequestError."""
+    """Read the tools; None where no function may be called. `constraint` is what an answer is held to. Raises
+    InvalidRequestError."""
     check_count(message.functions, MAX_TOOLS, "tools.functions")
     functions = [_function(f"tools.functions[{i}]", function) for i, function in enumerate(message.functions)]
     named = message.function if message.HasField("function") else None

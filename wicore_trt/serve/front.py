@@ -78,7 +78,7 @@ def main(fd: int) -> int:
         queue.send_error(error)
         code = error.exit_code
     except BaseException:
-        log.exception("the front broke")
+        log.exception("the front failed unexpectedly")
         code = 1
     tracing.close()
     logging.shutdown()

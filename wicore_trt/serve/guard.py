@@ -1,4 +1,4 @@
-"""What every call passes through: its key, its place among the open calls, reading, parsing, statuses, the access line.
+"""The gate of every gRPC call: its key, its place among the open calls, reading, parsing, statuses, the access line.
 
 Must not know what a call does. Invariants: nothing of a call is read before its key is known to be good; a stream that
 sends nothing ends; a call of our service ends with OK, with a status made from a WicoreError, or by the client; no text
@@ -52,7 +52,7 @@ def metadata_value(details: grpc.HandlerCallDetails, key: str) -> str | None:
 
 
 def too_long(metadata: Sequence[tuple[str, str | bytes]]) -> bool:
-    """Whether metadata are more than is looked through."""
+    """Say whether metadata are more than is looked through."""
     if len(metadata) > MAX_METADATA_BYTES // ENTRY_BYTES:
         return True
     return sum(len(name) + len(value) + ENTRY_BYTES for name, value in metadata) > MAX_METADATA_BYTES
@@ -105,7 +105,7 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._refused = Sparingly(log, logging.WARNING)
 
     def service(self, details: grpc.HandlerCallDetails) -> Handler:
-        """What runs a call; None for a method that is not served."""
+        """Find the handler of a call; None for a method that is not served."""
         if too_long(details.invocation_metadata or ()):
             return grpc.stream_stream_rpc_method_handler(self._shorten)
         health = details.method.startswith(HEALTH_PREFIX)
@@ -134,7 +134,7 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
     async def _answer(
         self, call: Call, handler: grpc.RpcMethodHandler, context: grpc.aio.ServicerContext, reply: CallReply
     ) -> None:
-        """One call of our service: take a place, read, parse, handle."""
+        """Take a place, read, parse and handle one call of our service."""
         with self._calls.place(call.who.tenant):
             request = parse(handler, await self._requests.read(context))
             if handler.response_streaming:
@@ -204,7 +204,7 @@ async def told(run: Run, requests: AsyncIterator[bytes], context: grpc.aio.Servi
 
 
 def unexpected(call_id: str) -> WicoreError:
-    """What a client is told of an exception that nobody expected."""
+    """Make the error that a client is told of an unexpected exception."""
     return WicoreError(f"Internal error; the server's log has it as {call_id}.")
 
 

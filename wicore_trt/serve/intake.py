@@ -1,4 +1,4 @@
-"""How the request of a call comes in: read, bounded, parsed.
+"""Requests of gRPC calls: read, bounded, parsed.
 
 Must not know what a call does or who may make it. Invariants: a request that does not come ends its call; bytes that
 are no message of the call are INVALID_ARGUMENT; of requests that need no key at most READS are in memory at a time.
@@ -159,7 +159,8 @@ class BriefRequests:
 
 
 def host_of(peer: str) -> str:
-    """Who is behind `context.peer()`, without the port: an IPv4 address, the /64 of an IPv6 address, else the kind."""
+    """Find the host behind `context.peer()`, without the port: an IPv4 address, the /64 of an IPv6 address,
+    else the kind."""
     kind, _, rest = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return kind or "unknown"

@@ -36,7 +36,7 @@ _BROKEN: list[grpc.aio.Server] = []
 
 
 class Services:
-    """What services are added to in place of a server, so that their methods are not registered one by one.
+    """Collects the handlers of services in place of a server, so that their methods are not registered one by one.
 
     grpc.aio waits for a call of each registered method. When its loop breaks it cancels these waits and frees the
     memory that gRPC's core writes the calls into; the core then writes. A server of generic handlers has one wait,
@@ -47,11 +47,11 @@ class Services:
         self.handlers: list[grpc.GenericRpcHandler] = []
 
     def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
-        """Those of a service."""
+        """Add the handlers of a service."""
         self.handlers.extend(handlers)
 
     def add_registered_method_handlers(self, service: str, handlers: object) -> None:
-        """Left out."""
+        """Leave them out."""
 
 
 class Listeners:

@@ -124,7 +124,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 
 class Certificates:
-    """What servers show of themselves, and may change while they listen."""
+    """TLS files as gRPC takes them. Each handshake uses the newest certificate that was good."""
 
     def __init__(self, cert: str | None, key: str | None, client_ca: str | None) -> None:
         """PEM files; with `client_ca` clients must show a certificate.
@@ -159,7 +159,7 @@ def _configuration(
 
 
 class GrpcServer:
-    """One listening server. Construct it on the event loop that will run it."""
+    """Listens for gRPC calls. Construct it on the event loop that will run it."""
 
     def __init__(
         self, settings: ServerSettings, max_context: int | None = None, admission: Admission | None = None

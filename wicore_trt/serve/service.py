@@ -71,7 +71,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     @property
     def serving(self) -> bool:
-        """Whether requests are taken."""
+        """Say whether requests are taken."""
         return self._engine is not None and self._engine.ready and not self._draining
 
     @property
@@ -187,7 +187,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return convert.stats(*await self.stats(current_call().who))
 
     async def stats(self, who: Identity) -> tuple[EngineStats, int]:
-        """Of everybody for an operator, else of a tenant: counters and gauges, and its open Generate calls."""
+        """Collect counters, gauges and the number of open Generate calls: of all for an operator, else of the
+        tenant."""
         engine = self.ready()
         if who.operator:
             return await engine.stats(), self.open.total()
@@ -203,20 +204,20 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     @asynccontextmanager
     async def kv_events(self, call: Call, after: Position) -> AsyncIterator[AsyncGenerator[Change, None]]:
-        """What the KV cache gains and loses: of all pages for an operator, else of the tenant's own. Raises
+        """Follow what the KV cache gains and loses: all pages for an operator, else the tenant's own. Raises
         AuthenticationError when its key is taken back."""
         who = call.who
         with self._subscribers.place(who.tenant):
             async with aclosing(self.ready().engine.kv_events(None if who.operator else who.tenant, after)) as feed:
 
-                async def known() -> AsyncGenerator[Change, None]:
+                async def check_changes() -> AsyncGenerator[Change, None]:
                     async for change in feed:
                         now = self._admission.still(who)
                         if (now.tenant, now.operator) != (who.tenant, who.operator):
                             raise AuthenticationError("The API key stands for somebody else by now.", fix="Call again.")
                         yield change
 
-                async with aclosing(known()) as told:
+                async with aclosing(check_changes()) as told:
                     yield told
 
 

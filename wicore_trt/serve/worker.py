@@ -4,8 +4,8 @@ Prompts come as token ids, and the router makes text of the tokens. It translate
 routers choose. Invariants: a field that would change the answer and is not served is refused; what a router is told of
 pages, with all events after it, is what the caches hold; calls it does not have are UNIMPLEMENTED.
 
-The numbers of KV batches say of which feed they are, so that a router that comes back after a restart of the worker is
-not taken for one that has its pages.
+The numbers of KV batches name their feed. So a router that comes back after a restart of the worker is not taken for
+one that has its pages.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
-import json
 import time
 import uuid
 import zipfile
@@ -35,14 +34,11 @@ from wicore_trt.errors import DeadlineError, InvalidRequestError, NotFoundError
 from wicore_trt.kv.events import Cleared, Event, EventSnapshot, Removed, Stored
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL
-from wicore_trt.request_fields import COLLECTIONS
 from wicore_trt.serve import convert
 from wicore_trt.serve.guard import CallReply
 from wicore_trt.serve.service import relay, time_left
 from wicore_trt.text.tokenizer import FILES
 from wicore_trt.types import (
-    Constraint,
-    ConstraintKind,
     EngineStats,
     FinishReason,
     SamplingParams,
@@ -68,10 +64,6 @@ TIERS = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
 KINDS = {GLOBAL: "full_attention", LOCAL: "sliding_window"}
 _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ERROR: "error"}
 _UNSERVED = ("kv_transfer_params", "mm_inputs", "kv_transfer_params_json", "media_refs")
-_PLAIN = ("min_p", "top_k", "frequency_penalty", "presence_penalty", "min_tokens", "ignore_eos")
-_OPTIONAL = ("temperature", "max_tokens", "seed", "logprobs", "prompt_logprobs")
-_NOT_ZERO = ("top_p", "repetition_penalty", "n")
-"""Of these the protocol has 0 for what is not set, by a sender that leaves it out."""
 
 
 def handlers(service: WorkerService) -> grpc.GenericRpcHandler:
@@ -183,8 +175,8 @@ async def _stats(engine: TextEngine) -> EngineStats:
 
 def _load(stats: EngineStats, page_tokens: int) -> pb2.SchedulerLoad:
     """Pages that nobody uses, with what they have cached, count as free: they are taken before anybody waits. Tokens
-    are those of full attention. No throughput is told: what a server made so far says what it was asked, not what it
-    can do, and routers that divide a queue by it send little to one that has just started."""
+    are those of full attention. No throughput is told: it says what a server was asked, not what
+    it can do, and routers that divide a queue by it send little to one that has just started."""
     running, waiting = stats.requests_running, stats.requests_waiting
     whole = next((pool for pool in stats.pools if pool.group == GLOBAL), None)
     return pb2.SchedulerLoad(
@@ -241,35 +233,15 @@ def _text_request(
 
 def sampling_params(message: pb2.SamplingParams) -> SamplingParams:
     """Raises InvalidRequestError for what is out of range or not served."""
-    for row in COLLECTIONS:
-        convert.check_count(getattr(message, row.name), row.most, row.name)
+    given = convert.read_sampling(message, router=True)
     if message.HasField("truncate_prompt_tokens"):
         raise InvalidRequestError("Prompts are not cut here.", field="truncate_prompt_tokens")
-    given: dict[str, Any] = {name: getattr(message, name) for name in _PLAIN}
-    given |= {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
-    given |= {name: value for name in _NOT_ZERO if (value := getattr(message, name))}
-    return SamplingParams(
-        **given,
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        include_stop=message.include_stop_str_in_output,
-        logit_bias=dict(message.logit_bias),
-        constraint=_constraint(message),
-    )
-
-
-def _constraint(message: pb2.SamplingParams) -> Constraint | None:
-    match message.WhichOneof("constraint"):
-        case None:
-            return None
-        case "structural_tag":
-            raise InvalidRequestError("Structural tags are not served here.", field="structural_tag")
-        case "json_object":
-            return Constraint(ConstraintKind.JSON_OBJECT) if message.json_object else None
-        case "choice":
-            return Constraint(ConstraintKind.CHOICE, json.dumps([*message.choice.choices], ensure_ascii=False))
-        case name:
-            return Constraint(ConstraintKind(name), getattr(message, name))
+    name = message.WhichOneof("constraint")
+    if name == "structural_tag":
+        raise InvalidRequestError("Structural tags are not served here.", field="structural_tag")
+    if name is not None and (name != "json_object" or message.json_object):
+        given["constraint"] = convert.make_constraint(name, message, message.choice.choices)
+    return SamplingParams(**given)
 
 
 class _Answers:
@@ -351,14 +323,14 @@ class _Numbers:
         self._bases: dict[int, int] = {}  # by epoch
 
     def number(self, epoch: int, sequence: int) -> int:
-        """That of the batch with event `sequence`. Those below it are free for the parts of a snapshot."""
+        """Compute the number of the batch with event `sequence`. The parts of a snapshot take numbers below it."""
         if epoch not in self._bases:
             newest = max(self._bases.values(), default=0)
             self._bases[epoch] = max(int(time.time()) << EPOCH_SHIFT, newest + (1 << EPOCH_SHIFT))
         return self._bases[epoch] + FIRST_NUMBER + sequence
 
     def position(self, number: int) -> Position:
-        """Where a subscriber is that has all batches up to this number."""
+        """Find the position of a subscriber that has all batches up to this number."""
         for epoch, base in self._bases.items():
             if base + FIRST_NUMBER <= number < base + (1 << EPOCH_SHIFT):
                 return epoch, number - base - FIRST_NUMBER

@@ -243,7 +243,7 @@ class DiskSpace:
     def _delete_stale(self) -> bool:
         """Delete the oldest other namespace; False without any."""
         for home in self._stale():
-            _log.info("disk tier: deleting %s, which another model or setting left", home)
+            _log.info("disk tier: deleting %s, left by another model or other settings", home)
             delete_namespace(self._files, home)
             return True
         return False
