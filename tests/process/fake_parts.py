@@ -1,11 +1,12 @@
 """A supervised server over the fake engine: python fake_parts.py '{"step_s": 0.01, "server": {...}}'.
 
 Prints `bound ADDRESS` and `ready on ADDRESS`. Options reach the other processes by WICORE_TEST_OPTIONS: `step_s`,
-`load_s`, `fail_at` (the step that breaks an engine), `hang_at` (one that does not end), `load_fails`, `backlog` (bytes
-after which the engine cuts off a front), `dies` (the process that ends while it starts, every time), `chat` (the model
-has a chat template or not, and any text has tokens), `host_bytes` of a host tier, and `pids`, a folder where each
-process leaves its number; `front_s`, `slow_s`, `quick_s`, `patience` and `together_s` stand for the
-supervisor's and its log's. `recipe` names a file of settings that the server reads, and reads again; `build` one that names the engine's build.
+`load_s`, `fail_at` (the step that breaks an engine), `hang_at` (one that does not end), `load_fails`, `backlog`
+(bytes after which the engine cuts off a front), `dies` (the process that ends while it starts, every time), `chat`
+(the model has a chat template or not, and any text has tokens), `host_bytes` of a host tier, and `pids`, a folder
+where each process leaves its number; `front_s`, `slow_s`, `quick_s`, `patience` and `together_s` stand for the
+supervisor's and its log's. `recipe` names a file of settings that the server reads, and reads again; `build` one that
+names the engine's build.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ to be the current one gives it nothing else.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures.thread  # noqa: F401 - asyncio would load it while no file can be opened
 import ctypes
 import json
 import logging

@@ -86,11 +86,16 @@ def sampling_params(message: pb2.SamplingParams) -> SamplingParams:
     """Raises InvalidRequestError for values out of range."""
     given = read_sampling(message)
     if message.HasField("constraint"):
-        name = message.constraint.WhichOneof("kind")
-        if name is None or (name == "json_object" and not message.constraint.json_object):
-            raise InvalidRequestError("A constraint has exactly one kind.", field="constraint")
-        given["constraint"] = make_constraint(name, message.constraint, message.constraint.choice.texts)
+        given["constraint"] = constraint(message.constraint)
     return SamplingParams(**given)
+
+
+def constraint(message: pb2.Constraint) -> Constraint:
+    """Raises InvalidRequestError for one that is empty or too long."""
+    name = message.WhichOneof("kind")
+    if name is None or (name == "json_object" and not message.json_object):
+        raise InvalidRequestError("A constraint has exactly one kind.", field="constraint")
+    return make_constraint(name, message, message.choice.texts)
 
 
 def make_constraint(name: str, message: Message, choices: Iterable[str]) -> Constraint:
