@@ -102,10 +102,6 @@ class KVSettings:
     """Bytes that the files under disk_path never pass."""
     disk_free_bytes: ByteSizeOrNone = 1 << 30
     """Free space that the disk tier leaves on its file system."""
-    disk_threads: Positive = 4
-    """Threads that read and write pages on disk."""
-    disk_timeout_s: Annotated[float, Field(gt=0)] = 10.0
-    """A disk read, or a write since it was begun, counts as failed after so long, and its page is computed again."""
     disk_key_file: str | None = None
     """File with a 32-byte key: pages on disk are then encrypted (AES-256-GCM), with a key of its own per tenant."""
     salt: Annotated[str, Field(min_length=1)] | None = None

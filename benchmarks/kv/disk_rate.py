@@ -20,7 +20,7 @@ from pathlib import Path
 from wicore_trt.kv.disk.files import aligned_buffer
 from wicore_trt.kv.disk.format import Namespace
 from wicore_trt.kv.disk.io import Outcome
-from wicore_trt.kv.disk.store import DiskStore, open_store
+from wicore_trt.kv.disk.store import QUEUE_LIMIT, DiskStore
 from wicore_trt.kv.pages.page import Page
 
 BUFFERS = 64
@@ -95,9 +95,9 @@ def main() -> None:
             path.unlink()
             namespace = Namespace("bench", "none", 32, {"global": size}, "bfloat16")
             limit = 2 * args.pages * size
-            store = open_store(
-                f"{folder}/kv", namespace, size, limit_bytes=limit, free_bytes=0, threads=args.threads, timeout_s=60.0,
-                key_file=None,
+            store = DiskStore(
+                Path(folder) / "kv", namespace=namespace, slot_bytes=size, limit_bytes=limit, free_bytes=0,
+                threads=args.threads, queue_limit=QUEUE_LIMIT, timeout_s=60.0,
             )  # fmt: skip
             wrote, read = (tier(store, slots, args.pages, write=write) for write in (True, False))
             store.close()

@@ -104,7 +104,7 @@ class Experiment:
             found |= {"kv.host_bytes": self.sizes.host, "kv.write_policy": self.write_policy}
         if arm == DISK:
             # one thread: more of them take turns on the cores that compute
-            found |= {"kv.disk_path": str(disk), "kv.disk_bytes": self.sizes.disk, "kv.disk_threads": 1}
+            found |= {"kv.disk_path": str(disk), "kv.disk_bytes": self.sizes.disk}
         return found
 
 

@@ -59,7 +59,7 @@ class Engine:
             {
                 "engine": str(engine), "executor.threads": 1, "kv.device_bytes": "28MB", "kv.salt": "s",
                 "scheduler.max_context": 1000, "scheduler.max_batch_tokens": 64, "kv.host_bytes": "60MB",
-                "kv.disk_path": str(path), "kv.disk_bytes": "1GB", "kv.disk_free_bytes": 0, "kv.disk_threads": 2,
+                "kv.disk_path": str(path), "kv.disk_bytes": "1GB", "kv.disk_free_bytes": 0,
             },
         )  # fmt: skip
         self.executor = None

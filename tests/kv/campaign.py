@@ -135,14 +135,16 @@ class Stack:
 
     def __init__(
         self, path: Path | None, *, seed: int, shape: Shape | None = None, files: Files | None = None,
-        late: bool = False, host_slots: int = 120, **settings: object,
+        late: bool = False, host_slots: int = 120, disk_threads: int = 2, disk_timeout_s: float = 60.0,
+        **settings: object,
     ) -> None:  # fmt: skip
         self.rng = random.Random(seed)
         self.shape = shape or Shape()
         self.files = files
         self.late = late
+        self.disk = {"DISK_THREADS": disk_threads, "DISK_TIMEOUT_S": disk_timeout_s}
         self.loads_first = False
-        disk = {"disk_path": str(path), "disk_bytes": 3 << 20, "disk_threads": 2, "disk_timeout_s": 60.0}
+        disk = {"disk_path": str(path), "disk_bytes": 3 << 20}
         self.kv = KVSettings(
             host_bytes=host_slots * SLOT, disk_free_bytes=0, **((disk if path is not None else {}) | settings)
         )
@@ -167,7 +169,7 @@ class Stack:
         clock = SimpleNamespace(monotonic=lambda: self.now, time=time.time)
         with (
             mock.patch.multiple(assemble_kv, Namespace=ranked, time=clock),
-            mock.patch.object(store, "DiskStore", slabs),
+            mock.patch.multiple(store, DiskStore=slabs, **self.disk),
         ):
             manager, loader = assemble_kv.make_cache(
                 self.kv, executor.layout, shape.window, engine=shape.engine, kernels=shape.kernels,

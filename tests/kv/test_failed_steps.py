@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import shutil
 import threading
+from unittest import mock
 
 import pytest
 from fakes import greedy, make_core
 
 from wicore_trt.config import KVSettings
+from wicore_trt.kv.disk import store
 from wicore_trt.kv.disk.files import Files
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch, StepResult
@@ -199,9 +201,10 @@ class Gate(Files):
 
 def test_a_page_that_is_condemned_while_it_is_written_to_disk_is_not_there_after_a_restart(tmp_path):
     gate = Gate()
-    tier = {"disk_path": str(tmp_path / "kv"), "disk_bytes": 40 << 20, "disk_free_bytes": 0, "disk_threads": 1}
+    tier = {"disk_path": str(tmp_path / "kv"), "disk_bytes": 40 << 20, "disk_free_bytes": 0}
     kv = KVSettings(host_bytes=2000 * 4096, salt="s", **tier)
-    core = make_core(kv=kv, files=gate)
+    with mock.patch.object(store, "DISK_THREADS", 1):
+        core = make_core(kv=kv, files=gate)
     manager, prompt = core.scheduler.manager, list(range(10, 50))
     gate.opened.clear()
     core.add(GenerateRequest("r", tuple(prompt), SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)))

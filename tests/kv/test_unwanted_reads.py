@@ -10,13 +10,14 @@ import pytest
 from fakes import make_core
 
 from wicore_trt.config import KVSettings
+from wicore_trt.kv.disk import store
 from wicore_trt.kv.disk.io import Outcome
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
 from wicore_trt.kv.tiers.moves import Stage
 from wicore_trt.model.spec import GLOBAL
 from wicore_trt.types import GenerateRequest, SamplingParams
 
-THREADS = KVSettings().disk_threads
+THREADS = store.DISK_THREADS
 
 
 def occupy(store, free):

@@ -70,11 +70,12 @@ def disk_setup(seed: int) -> Setup:
         if setup.disk_slots >= 40 and setup.kv["prefix_cache"]:
             break
         at += 1
-    kv = setup.kv | {"disk_timeout_s": 60.0, "write_policy": "through", "tenant_quota": 1.0}
+    kv = setup.kv | {"write_policy": "through", "tenant_quota": 1.0}
     speeds = replace(setup.speeds, token=1e-3, disk=1e-6, link=1e-6)  # computing is what costs
     return replace(
         setup,
         kv=kv,
+        disk_timeout_s=60.0,
         faults={},
         late=False,
         queue_limit=256,

@@ -302,8 +302,8 @@ def plan_of(seed: int, *, real: bool = False) -> tuple[Setup, list[Happening]]:
     setup = draw_setup(seed)
     happenings = Planner(setup).happenings()
     if real:
-        kv = setup.kv | {"disk_timeout_s": 0.05 if setup.kv["disk_timeout_s"] < 60 else 20.0}
-        setup = replace(setup, kv=kv)
+        timeout_s = 0.05 if setup.disk_timeout_s < 60 else 20.0
+        setup = replace(setup, disk_timeout_s=timeout_s)
         happenings = [h for h in happenings if h.kind not in ("crash", "flip saving", "break copier", "hang")]
     return setup, happenings
 

@@ -40,6 +40,8 @@ class Setup:
     host_slots: int
     disk_slots: int
     kv: dict[str, Any]
+    disk_threads: int
+    disk_timeout_s: float
     thresholds: tuple[float, float]
     encrypted: bool
     checkpoint_tokens: int
@@ -115,10 +117,10 @@ def draw_setup(seed: int) -> Setup:
             "tenant_quota": some(rng, (0.7, 1.0), (0.3, rng.uniform(0.2, 0.9))),
             "pin_share": rng.choice((0.1, 0.5, 1.0)),
             "pin_s": power(rng, -1, 3),
-            "disk_threads": rng.choice((1, 2, 4)),
-            "disk_timeout_s": some(rng, (0.7, 60.0), (0.3, power(rng, -2, 1))),
             "salt": some(rng, (0.5, None), (0.5, "operator")),
         },
+        disk_threads=rng.choice((1, 2, 4)),
+        disk_timeout_s=some(rng, (0.7, 60.0), (0.3, power(rng, -2, 1))),
         thresholds=(rng.choice((0.2, 0.5, 0.85)), rng.choice((0.2, 0.5, 0.9))),
         encrypted=rng.random() < 0.15,
         checkpoint_tokens=rng.choice((8, 32, 4096)),

@@ -114,6 +114,8 @@ def constants(setup: Setup) -> Iterator[None]:
             ("MIN_TOKENS", min(32, max(2, setup.max_batch_tokens // 2))),
             ("MEASURED_BYTES", 6 * page_bytes),
             ("QUEUE_LIMIT", setup.queue_limit),
+            ("DISK_THREADS", setup.disk_threads),
+            ("DISK_TIMEOUT_S", setup.disk_timeout_s),
             ("DEVICE_THRESHOLD", setup.thresholds[0]),
             ("HOST_THRESHOLD", setup.thresholds[1]),
             ("DiskStore", partial(DiskStore, slab_bytes=SLAB_SLOTS * 8192)),

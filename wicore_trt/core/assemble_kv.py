@@ -16,7 +16,7 @@ from wicore_trt.kv.disk.claim import secret_of
 from wicore_trt.kv.disk.files import Files
 from wicore_trt.kv.disk.format import Namespace
 from wicore_trt.kv.disk.io import rate_reads
-from wicore_trt.kv.disk.store import DiskStore, open_store
+from wicore_trt.kv.disk.store import DISK_THREADS, DiskStore, open_store
 from wicore_trt.kv.events import MAX_EVENT_LOG_PAGES, KVEventLog
 from wicore_trt.kv.manager import CacheOptions, KVCacheManager
 from wicore_trt.kv.pages.hashing import KeyChain
@@ -83,7 +83,7 @@ def make_cache(
         loader.probe()
         if store is not None and settings.disk_path is not None and tiers.disk is not None and not tiers.disk.newest(1):
             spare = min(settings.disk_bytes // 16, store.spare_bytes)
-            rate_reads(settings.disk_path, spare, settings.disk_threads, loader.disk_probed)
+            rate_reads(settings.disk_path, spare, DISK_THREADS, loader.disk_probed)
     return manager, loader
 
 
@@ -109,8 +109,7 @@ def _make_tiers(
     if settings.disk_path is not None:
         store = open_store(
             settings.disk_path, namespace, slot_bytes, limit_bytes=settings.disk_bytes,
-            free_bytes=settings.disk_free_bytes, threads=settings.disk_threads,
-            timeout_s=settings.disk_timeout_s, key_file=settings.disk_key_file, files=files,
+            free_bytes=settings.disk_free_bytes, key_file=settings.disk_key_file, files=files,
         )  # fmt: skip
 
     def index(tier: str, slots: int) -> TierIndex:

@@ -55,8 +55,6 @@ class BlockTiers:
                 slot_bytes,
                 limit_bytes=settings.disk_bytes,
                 free_bytes=settings.disk_free_bytes,
-                threads=settings.disk_threads,
-                timeout_s=settings.disk_timeout_s,
                 key_file=settings.disk_key_file,
             )
             self.secret = self.secret or store.secret

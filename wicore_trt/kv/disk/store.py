@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import os
 import threading
 import time
 from array import array
@@ -38,6 +39,10 @@ WIPE_BYTES = 8 << 20
 """How much is overwritten at a time, so that reads and writes get their turn."""
 QUEUE_LIMIT = 512
 """Reads, and writes, that wait at a tier's store."""
+DISK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 4))
+"""Four feed any disk; where cores are few they compute."""
+DISK_TIMEOUT_S = 10.0
+"""A read, or a write since it was begun, counts as failed after so long, and its page is computed again."""
 EXPIRED = 1
 """An end long ago, in seconds since 1970: of bytes that are to be overwritten."""
 _MAX_PARTS = 65535
@@ -385,15 +390,13 @@ class DiskStore:
             _log.warning("disk tier: %s failed: %s (more of the same are not logged)", what, error)
 
 
-def open_store(  # noqa: PLR0913
+def open_store(
     path: str,
     namespace: Namespace,
     slot_bytes: int,
     *,
     limit_bytes: int,
     free_bytes: int,
-    threads: int,
-    timeout_s: float,
     key_file: str | None,
     files: Files | None = None,
 ) -> DiskStore:
@@ -403,7 +406,7 @@ def open_store(  # noqa: PLR0913
     """
     return DiskStore(
         Path(path), namespace=namespace, slot_bytes=slot_bytes, limit_bytes=limit_bytes, free_bytes=free_bytes,
-        threads=threads, queue_limit=QUEUE_LIMIT, timeout_s=timeout_s,
+        threads=DISK_THREADS, queue_limit=QUEUE_LIMIT, timeout_s=DISK_TIMEOUT_S,
         cipher=PageCipher(load_key_file(key_file)) if key_file is not None else None, files=files,
     )  # fmt: skip
 
