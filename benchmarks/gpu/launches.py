@@ -23,6 +23,7 @@ from benchmarks.common import say
 from wicore_trt.backends.triton import ops, products
 from wicore_trt.backends.triton.index import load_table
 from wicore_trt.backends.triton.memory import StepLimits, StepMemory
+from wicore_trt.backends.triton.rows import make_plan
 from wicore_trt.backends.triton.weights import engine_shape
 from wicore_trt.checkpoint.names import Role, run_weights, weight_scale_name
 from wicore_trt.engine.directory import open_engine
@@ -87,7 +88,9 @@ def measure(model: ops.TritonModel, driver: NoDriver, tokens: int, singles: int)
     """A step of `singles` sequences that decode and a prompt of `tokens`."""
     tables = dict.fromkeys(model.pools, (16, POSITIONS // model.shape.page_tokens))
     sampled = torch.zeros(singles + 1, dtype=torch.int32)
-    step = ops.StepArrays(singles + tokens, singles + 1, singles, 1, *(16,) * 7, tables=tables, sampled=sampled)
+    step = ops.StepArrays(
+        make_plan(singles + tokens, singles, 1, singles + 1), *(16,) * 7, tables=tables, sampled=sampled
+    )
     products.float_mm = products.scaled_mm = torch.index_select = lambda *_, **__: None  # type: ignore[assignment]
     taken = []
     for _ in range(REPEATS):

@@ -17,7 +17,8 @@ import torch
 from msgspec import structs
 
 from wicore_trt.backends.triton.executor import TritonExecutor
-from wicore_trt.backends.triton.inputs import StepSizes, Unread
+from wicore_trt.backends.triton.inputs import Unread, array_offsets
+from wicore_trt.backends.triton.rows import RowPlan
 from wicore_trt.runtime.batch import UNREAD, StepBatch
 
 Seconds = Callable[[Callable[[], None]], float]
@@ -25,13 +26,13 @@ Seconds = Callable[[Callable[[], None]], float]
 
 
 def between(
-    executor: TritonExecutor, batch: StepBatch, size: StepSizes, rounds: int, seconds: Seconds
+    executor: TritonExecutor, batch: StepBatch, size: RowPlan, rounds: int, seconds: Seconds
 ) -> dict[str, float]:
     """Milliseconds a step by what is in it. `batch` decodes, and was executed last; `size` is that of its graph."""
     device, memory, block = executor.device, executor.memory, executor.block
     graph, host = executor.graphs[size.tokens], device.staging(tuple(memory.results.shape))
-    offsets, end = size.offsets(tuple(executor.layout.num_pages))
-    unread = Unread(memory.results[0], [*range(size.singles)])
+    offsets, end = array_offsets(size, tuple(executor.layout.num_pages))
+    unread = Unread(memory.results[0], [*range(size.decode.rows)])
     parts: dict[str, Callable[[], object]] = {
         "graph": graph,
         "upload": lambda: block._send(end),  # noqa: SLF001 -- the parts of a step are nobody else's

@@ -16,7 +16,7 @@ import torch
 from msgspec import structs
 
 from wicore_trt.backends.triton.executor import TritonExecutor
-from wicore_trt.backends.triton.inputs import StepSizes, decode_size
+from wicore_trt.backends.triton.rows import RowPlan, decode_plan, plan_rows
 from wicore_trt.plugins.aot import CompiledKernel
 from wicore_trt.plugins.launch import Launcher
 from wicore_trt.plugins.layout import Launch
@@ -45,7 +45,7 @@ def overlapping(executor: TritonExecutor) -> int:
     return len({entry.kernel.name for entry in executor.model.table.all_entries() if entry.kernel.dependent})
 
 
-def captured(executor: TritonExecutor, size: StepSizes, launcher: Launcher | None = None) -> Callable[[], None]:
+def captured(executor: TritonExecutor, size: RowPlan, launcher: Launcher | None = None) -> Callable[[], None]:
     """The graph of padded steps of `size` as `launcher` makes it; None: one kernel after the other. All kernels were
     launched before, and the graph's geometry is on the device."""
     model = replace(executor.model, launcher=launcher or OneByOne(executor.model.launcher))
@@ -68,13 +68,13 @@ def replay_problems(executor: TritonExecutor, slices: list[SequenceSlice], count
     Those of one token come first in `slices`. Positions rise from theirs to the end of their pages and begin anew, so a
     step reads what steps of the same pass wrote; the KV of those positions is overwritten.
     """
-    tokens, singles = sum(len(s.token_ids) for s in slices), [len(s.token_ids) for s in slices].count(1)
-    graphs = {decode_size(rows): graph for rows, graph in executor.graphs.items()} | executor.prompt_graphs
-    size, graph = next(each for each in graphs.items() if each[0].holds(tokens, singles, len(slices) - singles))
+    plan = plan_rows([len(s.token_ids) for s in slices])
+    graphs = {decode_plan(rows): graph for rows, graph in executor.graphs.items()} | executor.prompt_graphs
+    size, graph = next(each for each in graphs.items() if each[0].holds(plan))
     steps = _steps(executor, slices, count)
     plain = captured(executor, size)
-    overlapped = _pass(executor, steps, singles, size, graph)
-    ordered = _pass(executor, steps, singles, size, plain)
+    overlapped = _pass(executor, steps, plan, size, graph)
+    ordered = _pass(executor, steps, plan, size, plain)
     wrong = [n for n in range(count) if not torch.equal(overlapped[n], ordered[n])]
     problems = []
     if wrong:
@@ -124,8 +124,8 @@ def _steps(executor: TritonExecutor, slices: list[SequenceSlice], count: int) ->
 def _pass(
     executor: TritonExecutor,
     steps: list[list[SequenceSlice]],
-    singles: int,
-    size: StepSizes,
+    plan: RowPlan,
+    size: RowPlan,
     graph: Callable[[], None],
 ) -> list[torch.Tensor]:
     """Per step int64 [3, sequences]: token, status and a sum over the logits' bits, which one wrong logit changes
@@ -137,9 +137,10 @@ def _pass(
             if number % 2:  # every other step finds NaN where it must not read, the others what the last one left
                 for name in ACTIVATIONS:
                     getattr(memory, name).view(torch.uint8).fill_(0xFF)
-            executor.block.upload_padded(slices, size, executor.layout.num_pages)
+            executor.block.upload_padded(slices, plan, size, executor.layout.num_pages)
             graph()
-            rows = [*range(singles), *range(size.singles, size.singles + len(slices) - singles)]
+            begin, first = size.decode.sequences, plan.decode.sequences
+            rows = [*range(first), *range(begin, begin + plan.prefill.sequences)]
             bits = memory.logits[rows].view(torch.int32).long()
             found.append(torch.cat([memory.results[:, rows].long(), (bits * factors).sum(1)[None]]))
             executor.device.synchronize()

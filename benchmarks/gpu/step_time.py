@@ -35,7 +35,7 @@ from wicore_trt.arithmetic import div_ceil, first_visible_page
 from wicore_trt.backends.triton import products as triton_products
 from wicore_trt.backends.triton import table as triton_table
 from wicore_trt.backends.triton.executor import Loading, TritonExecutor, open_device
-from wicore_trt.backends.triton.inputs import decode_size
+from wicore_trt.backends.triton.rows import decode_plan, plan_rows
 from wicore_trt.backends.triton.table import DECODE_BUCKETS, EngineShape, KernelTable
 from wicore_trt.backends.triton.weights import dummy_weights, finished
 from wicore_trt.kv.sizing import MODELS, builtin_spec
@@ -244,22 +244,22 @@ class Measurement:
             f"B={count}: {graph:.3f} ms in the graph, {row['ordered_ms']:.3f} ms without overlapping launches, "
             f"{row['wall_ms']:.3f} ms wall, bound {row['bound_ms']:.3f} ms"
         )
-        parts = between(executor, batch, decode_size(bucket), args.repeats, lambda work: elapsed_s(executor, work))
+        parts = between(executor, batch, decode_plan(bucket), args.repeats, lambda work: elapsed_s(executor, work))
         say(f"  B={count} ms a step, one after the other: {', '.join(f'{k} {v:.3f}' for k, v in parts.items())}")
         row["between_ms"] = parts
         if result.failed:
             say(f"B={count}: {len(result.failed)} sequences have logits that are not finite")
         if not args.no_roles:
-            row["roles"] = role_times(executor, executor.block.padded(decode_size(bucket)), args.repeats, say)
+            row["roles"] = role_times(executor, executor.block.padded(decode_plan(bucket)), args.repeats, say)
         return row
 
     def overlap(self, executor: TritonExecutor, batch: StepBatch, bucket: int) -> dict[str, Any]:
         """Times of the decode graph with other launches, and whether its results are theirs."""
         args, found = self.args, dict[str, Any]()
-        found["ordered_ms"] = events(executor, gpu_step_overlap.captured(executor, decode_size(bucket)), args.repeats)
+        found["ordered_ms"] = events(executor, gpu_step_overlap.captured(executor, decode_plan(bucket)), args.repeats)
         for pattern in args.ordered.split(",") if args.ordered else ():
             launcher = gpu_step_overlap.OneByOne(executor.model.launcher, pattern)
-            times = events(executor, gpu_step_overlap.captured(executor, decode_size(bucket), launcher), args.repeats)
+            times = events(executor, gpu_step_overlap.captured(executor, decode_plan(bucket), launcher), args.repeats)
             found[f"ordered_ms {pattern}"] = times
             say(f"  B={bucket} {times:.3f} ms with {pattern} one by one")
         found["problems"] = []
@@ -279,7 +279,7 @@ class Measurement:
             wall.append(time.monotonic() - begun)
         device = executor.device
         with device.active(), torch.inference_mode():
-            arrays = executor.block.upload(executor.inputs(batch.slices), int(self.args.prefill == 1))
+            arrays = executor.block.upload(executor.inputs(batch.slices), plan_rows([self.args.prefill]))
             graph = device.capture(lambda: executor.run(arrays))
         captured = events(executor, graph, 7)
         spec = self.shape.spec

@@ -21,9 +21,10 @@ from runtime.triton_cpu import CpuDevice, InterpretingLauncher, specs_of
 
 from wicore_trt.backends.triton import memory as triton_memory
 from wicore_trt.backends.triton import products
-from wicore_trt.backends.triton.inputs import StepBlock, StepSizes, decode_size
+from wicore_trt.backends.triton.inputs import StepBlock
 from wicore_trt.backends.triton.memory import StepLimits, StepMemory
 from wicore_trt.backends.triton.ops import StepArrays, TritonModel, TritonOps, Value
+from wicore_trt.backends.triton.rows import RowPlan, decode_plan, make_plan
 from wicore_trt.backends.triton.segments import segment_attention
 from wicore_trt.backends.triton.table import EngineShape
 from wicore_trt.checkpoint.names import kv_scale_name
@@ -234,17 +235,18 @@ class Bench:
         for block in (self.block._block, *self.block._hosts):
             block.fill_(1 << 20)
 
-    def padding(self, pieces: Sequence[Piece]) -> StepSizes:
-        """Sizes of a graph that could hold the step."""
+    def padding(self, pieces: Sequence[Piece]) -> RowPlan:
+        """The plan of a graph that could hold the step."""
         rng, singles = self.rng, [p.tokens for p in pieces].count(1)
         chunks, count = len(pieces) - singles, sum(p.tokens for p in pieces)
         room = ROWS - singles - chunks
         if not chunks:
-            return decode_size(singles + rng.randint(0, min(3, room)))
+            return decode_plan(singles + rng.randint(0, min(3, room)))
         alone = rng.randint(0, min(2, room))
         several = rng.randint(0, min(2, room - alone))
         more = rng.randint(0, min(20, self.shape.tokens - count - alone))
-        return StepSizes(count + alone + more, singles + alone + chunks + several, singles + alone, chunks + several, 0)
+        first, others = singles + alone, chunks + several
+        return make_plan(count + alone + more, first, others, first + others)
 
     def step(
         self, pieces: Sequence[Piece], layer: int, *, padded: bool, queries: Sequence[torch.Tensor], poison: bool = True
@@ -253,16 +255,15 @@ class Bench:
         slices = [SequenceSlice(p.seq_id, [7] * p.tokens, p.start, p.pages, sample=True, stamp=p.stamp) for p in pieces]
         if poison:
             self._poison()
-        order = self.block.order(slices)
-        ordered = [slices[i] for i in order]
-        singles = [len(s.token_ids) for s in ordered].count(1)
+        ordered, plan = self.block.arrange_slices(slices)
+        order = [next(i for i, s in enumerate(slices) if s is piece) for piece in ordered]
         if padded:
             size = self.padding(pieces)
-            self.block.upload_padded(ordered, size, self.layout.num_pages)
-            arrays, begin = self.block.padded(size), size.singles
+            self.block.upload_padded(ordered, plan, size, self.layout.num_pages)
+            arrays, begin = self.block.padded(size), size.decode.rows
         else:
             inputs = StepInputs.from_batch(StepBatch(ordered), self.layout, GROUPS)
-            arrays, begin = self.block.upload(inputs, singles), singles
+            arrays, begin = self.block.upload(inputs, plan), plan.decode.rows
         rows: dict[int, slice] = {}
         at = begin
         for number, i in enumerate(order):

@@ -24,8 +24,9 @@ from oracle.device import AheadDevice, Device, Failure  # noqa: E402
 from oracle.life import live  # noqa: E402
 from runtime.triton_cpu import CpuDevice  # noqa: E402
 
-from wicore_trt.backends.triton.inputs import StepBlock, StepSizes, Unread, decode_size  # noqa: E402
+from wicore_trt.backends.triton.inputs import StepBlock, Unread, array_offsets, array_sizes  # noqa: E402
 from wicore_trt.backends.triton.memory import StepLimits  # noqa: E402
+from wicore_trt.backends.triton.rows import RowPlan, decode_plan, make_plan  # noqa: E402
 from wicore_trt.backends.triton.tables import Changes, HeldTables  # noqa: E402
 from wicore_trt.kv.pages.hashing import TenantNames  # noqa: E402
 from wicore_trt.kv.sequence_pages import SequencePages  # noqa: E402
@@ -55,14 +56,13 @@ class Mirror:
 
     def step(self, batch: StepBatch) -> None:
         """Put a step into the block; it may fail the first time."""
-        slices = [batch.slices[i] for i in self.block.order(batch.slices)]
-        singles = [len(s.token_ids) for s in slices].count(1)
-        chunks, count = len(slices) - singles, sum(len(s.token_ids) for s in slices)
-        size = decode_size(singles + self.rng.randrange(4))
+        slices, plan = self.block.arrange_slices(batch.slices)
+        singles, chunks, count = plan.decode.sequences, plan.prefill.sequences, plan.tokens
+        size = decode_plan(singles + self.rng.randrange(4))
         if chunks:
             alone, more = singles + self.rng.randrange(3), self.rng.randrange(3)
             several = chunks + self.rng.randrange(3)
-            size = StepSizes(alone + count - singles + more, alone + several, alone, several, 0)
+            size = make_plan(alone + count - singles + more, alone, several, alone + several)
         unread, tokens = None, torch.tensor([self.rng.randrange(1000) for _ in range(ROWS)], dtype=torch.int32)
         if slices[0].token_ids == [UNREAD]:
             unread = Unread(tokens, [self.rng.randrange(ROWS) for _ in slices])
@@ -71,32 +71,32 @@ class Mirror:
         if self.rng.random() < 0.02:
             take, self.block._take = self.block._take, lambda *_: 1 // 0  # type: ignore[assignment, method-assign]
             with pytest.raises(ZeroDivisionError):
-                self.block.upload_padded(slices, size, self.layout.num_pages, unread)
+                self.block.upload_padded(slices, plan, size, self.layout.num_pages, unread)
             self.block._take = take  # type: ignore[method-assign]
             self._fail()
         try:
-            self.block.upload_padded(slices, size, self.layout.num_pages, unread)
+            self.block.upload_padded(slices, plan, size, self.layout.num_pages, unread)
         except AssertionError as error:
             self.wrong.append(f"refused: {error}")
             return
         self.counts["rows"] += len(slices)
         self.wrong += [*self._wrong_tables(slices, size), *self._wrong_arrays(slices, size, unread)]
 
-    def _wrong_tables(self, slices: list[SequenceSlice], size: StepSizes) -> Iterator[str]:
+    def _wrong_tables(self, slices: list[SequenceSlice], size: RowPlan) -> Iterator[str]:
         singles = [len(s.token_ids) for s in slices].count(1)
-        rows = [*slices[:singles], *[None] * (size.singles - singles), *slices[singles:]]
-        rows += [None] * (size.singles + size.chunks - len(rows))
+        rows = [*slices[:singles], *[None] * (size.decode.sequences - singles), *slices[singles:]]
+        rows += [None] * (size.decode.sequences + size.prefill.sequences - len(rows))
         for group, table in zip(self.groups, self.block._held.on_device.tolist(), strict=True):
             for number, (piece, found) in enumerate(zip(rows, table, strict=False)):
                 wanted = [] if piece is None else list(piece.pages[group])
                 if found != wanted + [-1] * (len(found) - len(wanted)):
                     yield f"{group} table of row {number}: {found} in place of {wanted}"
 
-    def _wrong_arrays(self, slices: list[SequenceSlice], size: StepSizes, unread: Unread | None) -> Iterator[str]:
+    def _wrong_arrays(self, slices: list[SequenceSlice], size: RowPlan, unread: Unread | None) -> Iterator[str]:
         inputs = StepInputs.from_batch(StepBatch(slices), self.layout, self.groups)
         tokens = inputs.token_ids.tolist() if unread is None else unread.tokens[unread.rows].tolist()
         positions, starts = inputs.positions.tolist(), inputs.cu_seqlens.tolist()
-        singles, begin = [len(s.token_ids) for s in slices].count(1), size.singles
+        singles, begin = [len(s.token_ids) for s in slices].count(1), size.decode.sequences
         gap, several = begin - singles, len(slices) - singles
         ends = [start - singles for start in starts[singles:]]
         owners = [begin + i for i in range(several) for _ in range(ends[i + 1] - ends[i])]
@@ -109,7 +109,7 @@ class Mirror:
             "cu_seqlens": (ends, ends[-1]),
             "first_positions": ([positions[start] for start in starts[singles:-1]], 0),
         }
-        offsets, sizes = size.offsets(self.groups)[0], size.sizes(self.groups)
+        offsets, sizes = array_offsets(size, self.groups)[0], array_sizes(size, self.groups)
         for name, (values, rest) in wanted.items():
             found = self.block._block[offsets[name] :][: sizes[name]].tolist()
             if found != values + [rest] * (len(found) - len(values)):

@@ -120,8 +120,8 @@ def test_steps_in_graphs_of_all_sizes_are_those_that_are_launched() -> None:
     vocab, problems, size = executor.spec.vocab_size, [], executor.layout.page_tokens
     try:
         for graph in executor.prompt_graphs:
-            singles = rng.randint(max(0, graph.singles // 2), graph.singles)
-            most = graph.tokens - graph.singles - rng.randint(0, 20)
+            singles = rng.randint(max(0, graph.decode.sequences // 2), graph.decode.sequences)
+            most = graph.prefill.rows - rng.randint(0, 20)
             lengths = [rng.randint(2, max(2, most // 2))] if rng.random() < 0.3 else []
             lengths.append(max(2, most - sum(lengths)))
             slots = {group: rng.sample(range(n), n) for group, n in executor.layout.num_pages.items()}

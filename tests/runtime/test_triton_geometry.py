@@ -27,7 +27,7 @@ from runtime.late_cpu import LateDevice  # noqa: E402
 from runtime.triton_cpu import executor_of, small_model, specs_of  # noqa: E402
 
 from wicore_trt.backends.triton import executor as triton_executor  # noqa: E402
-from wicore_trt.backends.triton import inputs as triton_inputs  # noqa: E402
+from wicore_trt.backends.triton import rows as triton_rows  # noqa: E402
 from wicore_trt.backends.triton.executor import TritonExecutor  # noqa: E402
 from wicore_trt.backends.triton.ops import StepArrays, TritonOps  # noqa: E402
 from wicore_trt.kv.pages.hashing import TenantNames  # noqa: E402
@@ -65,17 +65,15 @@ class Reader:
 
     def run(self, executor: TritonExecutor, arrays: StepArrays, measured: int | None = None) -> None:
         self.memory, found = executor.memory, self.rows(arrays)
-        self.ways["graph" if arrays.rows < arrays.tokens and not arrays.slices else "other"] += 1
+        self.ways["graph" if arrays.plan.sampled < arrays.plan.tokens and not arrays.slices else "other"] += 1
         if arrays.slices:
             self._check_slices(arrays)
         if measured is not None:
-            TritonOps(executor.model, arrays).page_masses(
-                measured, arrays.singles + arrays.chunks, arrays.tables[GLOBAL][1]
-            )
+            TritonOps(executor.model, arrays).page_masses(measured, arrays.plan.sequences, arrays.tables[GLOBAL][1])
         results, logits = executor.memory.results, executor.memory.logits
         results.fill_(-9)
         logits.fill_(0)
-        for row, at in enumerate(ints(arrays.sample_rows, arrays.rows)):
+        for row, at in enumerate(ints(arrays.sample_rows, arrays.plan.sampled)):
             token = found.get(at)
             if token is not None:
                 self.fail()
@@ -84,16 +82,17 @@ class Reader:
 
     def rows(self, arrays: StepArrays) -> dict[int, int]:
         """The token of each row that ends a sequence's part of the step; rows of nobody have none."""
+        decoding, others = arrays.plan.decode.rows, arrays.plan.prefill.sequences
         tokens, positions, owners = (
-            ints(a, arrays.tokens) for a in (arrays.token_ids, arrays.positions, arrays.sequences)
+            ints(a, arrays.plan.tokens) for a in (arrays.token_ids, arrays.positions, arrays.sequences)
         )
-        lengths, bounds = ints(arrays.kv_lengths, arrays.singles), ints(arrays.cu_seqlens, arrays.chunks + 1)
-        firsts, found = ints(arrays.first_positions, arrays.chunks), {}
-        parts = [(n, n + 1) for n in range(arrays.singles)]
-        parts += [(arrays.singles + a, arrays.singles + b) for a, b in zip(bounds, bounds[1:], strict=False)]
+        lengths, bounds = ints(arrays.kv_lengths, decoding), ints(arrays.cu_seqlens, others + 1)
+        firsts, found = ints(arrays.first_positions, others), {}
+        parts = [(n, n + 1) for n in range(decoding)]
+        parts += [(decoding + a, decoding + b) for a, b in zip(bounds, bounds[1:], strict=False)]
         for owner, (begin, end) in enumerate(parts):
             tables = [ints(at + 4 * owner * length, length) for at, length in arrays.tables.values()]
-            if owner < arrays.singles:
+            if owner < decoding:
                 assert lengths[owner] == positions[owner] + 1
                 if positions[owner] < 0:
                     assert owners[owner] == owner and set(tables[0] + tables[1]) == {-1}, "a row of nobody has pages"
@@ -102,16 +101,17 @@ class Reader:
                 assert set(tables[0] + tables[1]) == {-1}, "a chunk of nobody has pages"
                 continue
             else:
-                assert positions[begin] == firsts[owner - arrays.singles]
+                assert positions[begin] == firsts[owner - decoding]
             assert owners[begin:end] == [owner] * (end - begin)
             count = positions[end - 1] // PAGE + 1
             found[end - 1] = token_of(tokens[begin:end], positions[begin:end], [table[:count] for table in tables])
-        behind = arrays.singles + (bounds[-1] if arrays.chunks else 0)
+        behind = decoding + (bounds[-1] if others else 0)
         assert set(positions[behind:]) | set(owners[behind:]) <= {-1}, "rows behind the step's are somebody's"
         return found
 
     def _check_slices(self, arrays: StepArrays) -> None:
-        bounds, firsts = ints(arrays.cu_seqlens, arrays.chunks + 1), ints(arrays.first_positions, arrays.chunks)
+        count = arrays.plan.prefill.sequences
+        bounds, firsts = ints(arrays.cu_seqlens, count + 1), ints(arrays.first_positions, count)
         wanted = [(a, b - a, first, n) for n, (a, b, first) in enumerate(zip(bounds, bounds[1:], firsts, strict=False))]
         assert [tuple(piece) for piece in arrays.slices] == wanted
 
@@ -340,7 +340,15 @@ class Faults:
 
 
 PLACES = (
-    *("block.order", "block._put", "block._send", "block._take", "block._read", "copies.begin_step", "device.record"),
+    *(
+        "block.arrange_slices",
+        "block._put",
+        "block._send",
+        "block._take",
+        "block._read",
+        "copies.begin_step",
+        "device.record",
+    ),
     *("executor._ways", "executor._fetch", "executor.rows_of", "sampler.enqueue", "segments.ready"),
 )
 
@@ -352,8 +360,8 @@ def life_of(
     reader = Reader()
     monkeypatch.setattr(triton_cpu, "CpuDevice", partial(LateDevice, rng=rng))
     monkeypatch.setattr(triton_executor, "DECODE_BUCKETS", (2, 4, 8))
-    monkeypatch.setattr(triton_inputs, "PROMPT_BUCKETS", dict.fromkeys((0, 4), (9, 24)))
-    monkeypatch.setattr(triton_inputs, "PROMPT_CHUNKS", 2)
+    monkeypatch.setattr(triton_rows, "PROMPT_BUCKETS", dict.fromkeys((0, 4), (9, 24)))
+    monkeypatch.setattr(triton_rows, "PROMPT_CHUNKS", 2)
     monkeypatch.setitem(MEASURED_SEGMENTS, ("sm90", 16), Segments(32, 32, 32, 2))
     specs_of.cache_clear()
     monkeypatch.setattr(TritonExecutor, "run", reader.run_of())

@@ -18,10 +18,10 @@ from parity.paged import GREEDY, PagedSequence, relative_error  # noqa: E402
 from runtime.triton_cpu import Driver, executor_of, oracle_of, small_model  # noqa: E402
 
 from wicore_trt.backends.triton import executor as triton_executor  # noqa: E402
-from wicore_trt.backends.triton import inputs as triton_inputs  # noqa: E402
 from wicore_trt.backends.triton import memory as triton_memory  # noqa: E402
+from wicore_trt.backends.triton import rows as triton_rows  # noqa: E402
 from wicore_trt.backends.triton.executor import TritonExecutor  # noqa: E402
-from wicore_trt.backends.triton.table import PROMPT_BUCKETS  # noqa: E402
+from wicore_trt.backends.triton.rows import PROMPT_BUCKETS, make_plan, plan_rows  # noqa: E402
 from wicore_trt.plugins.decode_layout import Segments  # noqa: E402
 from wicore_trt.runtime.batch import UNREAD, SequenceSlice, StepBatch  # noqa: E402
 from wicore_trt.types import SamplingParams  # noqa: E402
@@ -34,8 +34,8 @@ MEASURED = ("queries", "masses")
 @pytest.fixture(autouse=True)
 def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_executor, "DECODE_BUCKETS", (2, 4, 8))
-    monkeypatch.setattr(triton_inputs, "PROMPT_BUCKETS", dict.fromkeys((0, 4), (9, 24)))
-    monkeypatch.setattr(triton_inputs, "PROMPT_CHUNKS", 2)
+    monkeypatch.setattr(triton_rows, "PROMPT_BUCKETS", dict.fromkeys((0, 4), (9, 24)))
+    monkeypatch.setattr(triton_rows, "PROMPT_CHUNKS", 2)
 
 
 def counted(executor: TritonExecutor) -> Counter[str]:
@@ -52,7 +52,7 @@ def counted(executor: TritonExecutor) -> Counter[str]:
         return run
 
     for size, graph in [*executor.prompt_graphs.items()]:
-        executor.prompt_graphs[size] = seen(f"{size.tokens}, {size.singles}", graph)
+        executor.prompt_graphs[size] = seen(f"{size.tokens}, {size.decode.sequences}", graph)
     for rows, graph in [*executor.graphs.items()]:
         executor.graphs[rows] = seen("decode", graph)
     executor.run = seen("kernels", executor.run)  # type: ignore[method-assign]
@@ -70,7 +70,7 @@ def poison(executor: TritonExecutor) -> None:
 def test_the_sizes_told_are_those_that_graphs_hold(buckets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All tokens of a prompt that fill a graph, beside as many sequences that decode as are told, and not one more."""
     monkeypatch.setattr(triton_executor, "DECODE_BUCKETS", (2, 4, 64))
-    monkeypatch.setattr(triton_inputs, "PROMPT_BUCKETS", buckets)
+    monkeypatch.setattr(triton_rows, "PROMPT_BUCKETS", buckets)
     given = {**SETTINGS, "max_batch_tokens": 700, "max_sequences": 40}
     executor = executor_of(small_model(1), graphs=True, **given)
     sizes, told = [*executor.prompt_graphs], executor.graph_sizes
@@ -78,8 +78,8 @@ def test_the_sizes_told_are_those_that_graphs_hold(buckets: Any, monkeypatch: py
     for rows, found in told.items():
         assert list(found) == sorted(set(found))
         for tokens in found:
-            assert any(size.holds(tokens + rows, rows, 1) for size in sizes)
-            larger = [size for size in sizes if size.holds(tokens + 1 + rows, rows, 1)]
+            assert any(size.holds(make_plan(tokens + rows, rows, 1, rows + 1)) for size in sizes)
+            larger = [size for size in sizes if size.holds(make_plan(tokens + 1 + rows, rows, 1, rows + 1))]
             assert bool(larger) == (tokens != found[-1])
     assert max(size.tokens for size in sizes) <= 700
 
@@ -93,9 +93,9 @@ def test_a_graph_of_more_tokens_than_have_queries_takes_no_step_that_needs_them(
     segments: Any = SimpleNamespace(segments=Segments(32, 16, 16, 2))
 
     def runs(tokens: int, start: int, measured: int | None) -> bool:
-        pages = dict.fromkeys(executor.pools, list(range(20)))
-        found = executor._graph([SequenceSlice(1, [1] * tokens, start, pages, params=GREEDY)], 0, measured)
-        assert found is None or found[0].holds(tokens, 0, 1)
+        pages, plan = dict.fromkeys(executor.pools, list(range(20))), plan_rows([tokens])
+        found = executor._graph([SequenceSlice(1, [1] * tokens, start, pages, params=GREEDY)], plan, measured)
+        assert found is None or found[0].holds(plan)
         return found is not None
 
     assert runs(9, 0, None) and runs(9, 0, 1) and runs(20, 40, None)

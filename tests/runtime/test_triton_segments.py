@@ -14,9 +14,9 @@ pytest.importorskip("triton", reason="pip install -e .[triton]")
 from parity.paged import relative_error  # noqa: E402
 from runtime.triton_cpu import Driver, executor_of, oracle_of, small_model, specs_of  # noqa: E402
 
-from wicore_trt.backends.triton import inputs as triton_inputs  # noqa: E402
 from wicore_trt.backends.triton import memory as triton_memory  # noqa: E402
 from wicore_trt.backends.triton import products  # noqa: E402
+from wicore_trt.backends.triton import rows as triton_rows  # noqa: E402
 from wicore_trt.backends.triton import segments as triton_segments  # noqa: E402
 from wicore_trt.plugins.decode_layout import MEASURED_SEGMENTS, SPLIT_PREFILL, PrefillConfig, Segments  # noqa: E402
 
@@ -140,7 +140,7 @@ def test_a_library_that_gives_other_sums_is_not_used(monkeypatch: pytest.MonkeyP
 def test_few_tokens_behind_many_share_their_keys(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In graphs and without; each row of what the attention gives is that of the kernel alone."""
     monkeypatch.setitem(SPLIT_PREFILL, ("sm90", 16), PrefillConfig(16, 16, splits=3, least=32))
-    monkeypatch.setattr(triton_inputs, "PROMPT_BUCKETS", dict.fromkeys((0, 4), (24,)))
+    monkeypatch.setattr(triton_rows, "PROMPT_BUCKETS", dict.fromkeys((0, 4), (24,)))
     monkeypatch.setattr(triton_memory, "KEPT_TOKENS", 300)
     model, rng = small_model(random.randrange(1000)), random.Random()
     given = {**SETTINGS, "kv_dtype": kv_dtype, "graphs": True}

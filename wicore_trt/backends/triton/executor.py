@@ -33,16 +33,16 @@ from msgspec import structs
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.triton.index import load_table
-from wicore_trt.backends.triton.inputs import StepBlock, StepSizes, Unread, decode_size, prompt_sizes, prompts_held
+from wicore_trt.backends.triton.inputs import StepBlock, Unread
 from wicore_trt.backends.triton.memory import StepLimits, StepMemory
 from wicore_trt.backends.triton.ops import StepArrays, TritonModel, TritonOps, Value
+from wicore_trt.backends.triton.rows import PROMPT_CHUNKS, RowPlan, decode_plan, plan_rows, prompt_plans, prompt_room
 from wicore_trt.backends.triton.sampler import FILTERED, DeviceSampler, plain
 from wicore_trt.backends.triton.segments import segment_attention
 from wicore_trt.backends.triton.table import (
     DECODE_BUCKETS,
     PAGE_DIGEST,
     PAGE_MASSES,
-    PROMPT_CHUNKS,
     EngineShape,
     KernelTable,
 )
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 SOURCES = ("backends/triton", "plugins", "plugins/kernels")
-Graph = tuple[StepSizes, Callable[[], None]]
+Graph = tuple[RowPlan, Callable[[], None]]
 GREEDY, DRAWN, HOST = "greedy", "drawn", "host"
 """Who chooses a token: the graph, the kernels that draw, or the host."""
 MOST = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
@@ -139,8 +139,8 @@ class TritonExecutor:
         self.kernels = _name(loading, settings)
         largest = next((b for b in DECODE_BUCKETS if b >= settings.max_sequences), DECODE_BUCKETS[-1])
         self._buckets = [b for b in DECODE_BUCKETS if b <= largest] if graphs else []
-        self._prompt_sizes = prompt_sizes(settings.max_batch_tokens, largest) if graphs else []
-        self.graph_sizes = prompts_held(self._prompt_sizes)
+        self._prompt_plans = prompt_plans(settings.max_batch_tokens, largest) if graphs else []
+        self.graph_sizes = prompt_room(self._prompt_plans)
         positions = min(settings.max_context or loading.max_context, loading.max_context)
         tokens, rows = max(settings.max_batch_tokens, *self._buckets, 1), max(settings.max_sequences, *self._buckets, 1)
         limits, invariant = StepLimits(tokens, rows + PROMPT_CHUNKS, positions), settings.batch_invariant
@@ -149,7 +149,7 @@ class TritonExecutor:
         self.layout = sized_layout(*cache, lambda group: 1) if measured else layout_of(*cache, positions, settings)
         self.pools: dict[str, torch.Tensor] = {}
         self.graphs: dict[int, Callable[[], None]] = {}
-        self.prompt_graphs: dict[StepSizes, Callable[[], None]] = {}
+        self.prompt_graphs: dict[RowPlan, Callable[[], None]] = {}
         """Those of the fewest tokens first."""
         with device.active(), _must_fit():
             constants = loading.constants(positions)
@@ -234,12 +234,12 @@ class TritonExecutor:
 
     def _begin(self, batch: StepBatch) -> None:
         """Put all of a step on the stream."""
-        slices = [batch.slices[i] for i in self.block.order(batch.slices)]
+        slices, plan = self.block.arrange_slices(batch.slices)
         ways = self._ways(slices)
         layer = next(self._measured_layers, None) if batch.measure_attention else None
         with self.device.active(), torch.inference_mode():
             self._page_copies.begin_step(batch)
-            rows, places = self._enqueue(slices, ways, layer)
+            rows, places = self._enqueue(slices, plan, ways, layer)
             self._rows = [s.seq_id for s in slices], rows
             results, found, masses = self._hosts[1]  # not those of the last step, which may be under way
             results.copy_(self.memory.results, non_blocking=True)
@@ -289,23 +289,21 @@ class TritonExecutor:
         del self.model, self.memory, self.block, self.copier, self._page_copies
 
     def _enqueue(
-        self, slices: list[SequenceSlice], ways: list[str], measured: int | None
+        self, slices: list[SequenceSlice], plan: RowPlan, ways: list[str], measured: int | None
     ) -> tuple[list[int], list[int]]:
-        """Put a step on the stream, and attention at layer `measured`; singles come first. Per slice the row of its
-        logits, if it samples, and that of its masses."""
-        tokens, unread = [s.token_ids for s in slices], None
-        singles = waiting = tokens.count([UNREAD])
-        if waiting:
+        """Put a step on the stream, whose slices lie as in `plan`, and attention at layer `measured`. Per slice the row
+        of its logits, if it samples, and that of its masses."""
+        unread = None
+        if waiting := [s.token_ids for s in slices].count([UNREAD]):
             assert waiting == len(slices), "tokens are read, or they are not"
             unread = Unread(self._tokens, self.rows_of(slices))
-        else:
-            singles = [*map(len, tokens)].count(1)
-        padded = self._graph(slices, singles, measured)
+        padded = self._graph(slices, plan, measured)
         if padded is not None:
-            (size, graph), chunks = padded, len(slices) - singles
-            count = size.singles + chunks if chunks else singles
-            rows = places = [*range(singles), *range(size.singles, size.singles + chunks)]
-            self.block.upload_padded(slices, size, self.layout.num_pages, unread)
+            (size, graph), first, others = padded, plan.decode.sequences, plan.prefill.sequences
+            begin = size.decode.sequences
+            count = begin + others if others else first
+            rows = places = [*range(first), *range(begin, begin + others)]
+            self.block.upload_padded(slices, plan, size, self.layout.num_pages, unread)
             graph()
             if measured is not None:
                 TritonOps(self.model, self.block.padded(size)).page_masses(measured, count, max(self._pages(slices)))
@@ -314,7 +312,7 @@ class TritonExecutor:
             for piece in slices:
                 rows.append(count if piece.sample else -1)
                 count += piece.sample
-            self.run(self.block.upload(self.inputs(slices), singles, unread), measured)
+            self.run(self.block.upload(self.inputs(slices), plan, unread), measured)
         if DRAWN in ways:
             of_row = zip(rows, slices, ways, strict=True)
             drawn = {row: piece for row, piece, way in of_row if piece.sample and way is DRAWN}
@@ -322,19 +320,18 @@ class TritonExecutor:
                 self._device_sampler.enqueue(count, drawn)
         return rows, places
 
-    def _graph(self, slices: list[SequenceSlice], singles: int, measured: int | None) -> Graph | None:
-        """What runs a step, and the size that it is to be padded to; None where there is no graph for it: of many
+    def _graph(self, slices: list[SequenceSlice], plan: RowPlan, measured: int | None) -> Graph | None:
+        """What runs a step, and the plan that it is to be padded to; None where there is no graph for it: of many
         tokens neither the queries are kept nor are there segments in one."""
-        chunks = len(slices) - singles
-        if not chunks:
-            return next(((decode_size(rows), graph) for rows, graph in self.graphs.items() if rows >= singles), None)
+        first, large = plan.decode.sequences, self.model.segments
+        if not plan.prefill.sequences:
+            return next(((decode_plan(n), graph) for n, graph in self.graphs.items() if n >= first), None)
         if any(s.targets for s in slices):
             return None
-        tokens, large = StepBatch(slices).num_tokens, self.model.segments
-        found = next((found for found in self.prompt_graphs.items() if found[0].holds(tokens, singles, chunks)), None)
+        found = next((found for found in self.prompt_graphs.items() if found[0].holds(plan)), None)
         if found is None or found[0].tokens <= self.memory.queries.shape[1]:
             return found
-        long = large and any(large.segments.dense_rows(s.start, len(s.token_ids)) for s in slices[singles:])
+        long = large and any(large.segments.dense_rows(s.start, len(s.token_ids)) for s in slices[first:])
         return None if long or measured is not None else found
 
     def _fetch(self, slices: list[SequenceSlice], places: list[int], host: torch.Tensor) -> Measured:
@@ -366,7 +363,7 @@ class TritonExecutor:
         """Put all kernels of a step on the stream, greedy tokens included, and attention at layer `measured`."""
         ops = TritonOps(self.model, arrays, measured)
         logits: Value = forward(ops, self.spec)
-        if arrays.rows:
+        if arrays.plan.sampled:
             ops.greedy(logits)
 
     def _chosen(self, step: SubmittedStep) -> StepResult:
@@ -408,21 +405,21 @@ class TritonExecutor:
                 tokens = longest - count + 1
                 lengths = [1] * (count - 1) + [tokens]
                 slices = [self._nobody(i, length) for i, length in enumerate(lengths)]
-                self._enqueue(slices, self._ways(slices), next(iter(self._measurable), None))
+                self._enqueue(slices, plan_rows(lengths), self._ways(slices), next(iter(self._measurable), None))
                 self.device.synchronize()
             for rows in self._buckets:
-                self.graphs[rows] = self._captured(decode_size(rows))
+                self.graphs[rows] = self._captured(decode_plan(rows))
             if not sizing:  # small beside what is left free
                 begun, free = time.perf_counter(), self.device.unclaimed_bytes()
-                self.prompt_graphs = {size: self._captured(size) for size in self._prompt_sizes}
+                self.prompt_graphs = {plan: self._captured(plan) for plan in self._prompt_plans}
                 taken = time.perf_counter() - begun, (free - self.device.unclaimed_bytes()) >> 20
                 log.info("%d graphs of steps with prompts in %.1f s and %d MiB", len(self.prompt_graphs), *taken)
             self.device.synchronize()
 
-    def _captured(self, size: StepSizes) -> Callable[[], None]:
-        """The graph of padded steps of this size."""
-        arrays, singles = self.block.padded(size), int(size.singles > 0)
-        self.block.upload_padded([self._nobody(0, 2 - singles)], size, self.layout.num_pages)
+    def _captured(self, plan: RowPlan) -> Callable[[], None]:
+        """The graph of steps that are padded to this plan."""
+        arrays, tokens = self.block.padded(plan), 1 if plan.decode.sequences else 2
+        self.block.upload_padded([self._nobody(0, tokens)], plan_rows([tokens]), plan, self.layout.num_pages)
         self.run(arrays)
         self.device.synchronize()
         return self.device.capture(lambda: self.run(arrays))

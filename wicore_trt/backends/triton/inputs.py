@@ -1,7 +1,7 @@
 """A step's geometry on the device: one upload of one block of int32 from pinned memory.
 
-Knows batches and page tables; neither weights nor kernels. Invariants: rows of sequences with one token come first; a
-block of a padded step lies at addresses that its sizes fix, so a CUDA graph may read it; what pads it are rows of
+Knows batches and page tables; neither weights nor kernels. Invariants: rows lie as `rows.RowPlan` says; a
+block of a padded step lies at addresses that its plan fixes, so a CUDA graph may read it; what pads it are rows of
 nobody, token -1, position -1, length 0, pages -1, and chunks of no tokens.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from operator import lt
 from typing import Any
 
@@ -20,8 +19,8 @@ import torch
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.triton.memory import StepLimits
 from wicore_trt.backends.triton.ops import StepArrays
+from wicore_trt.backends.triton.rows import DECODE_ROWS, RowGroup, RowPlan, plan_rows
 from wicore_trt.backends.triton.segments import LongSlice
-from wicore_trt.backends.triton.table import PROMPT_BUCKETS, PROMPT_CHUNKS
 from wicore_trt.backends.triton.tables import Changes, HeldTables
 from wicore_trt.runtime.batch import SequenceSlice
 from wicore_trt.runtime.cuda_device import Device
@@ -35,40 +34,26 @@ CHANGED = 64
 """So many tensors that stand for changes of tables are kept."""
 
 
-@dataclass(frozen=True)
-class StepSizes:
-    """Sizes of a step: `tokens`, sampled `rows`, sequences with one token (`singles`) and with several (`chunks`), and
-    the `pages` of its tables."""
+def array_sizes(plan: RowPlan, groups: Sequence[str], pages: int = 0) -> dict[str, int]:
+    """int32s of each array of a step, in the order of the block: tables of `pages` for each sequence come last."""
+    return {
+        **dict.fromkeys(("token_ids", "positions", "sequences"), plan.tokens),
+        "sample_rows": plan.sampled,
+        "kv_lengths": plan.decode.sequences,
+        "sources": plan.decode.rows,
+        "cu_seqlens": plan.prefill.sequences + 1,
+        "first_positions": plan.prefill.sequences,
+        **dict.fromkeys(groups, plan.sequences * pages),
+    }
 
-    tokens: int
-    rows: int
-    singles: int
-    chunks: int
-    pages: int
 
-    def sizes(self, groups: Sequence[str]) -> dict[str, int]:
-        """int32s of each array, in the order of the block. Tables come last."""
-        return {
-            **dict.fromkeys(("token_ids", "positions", "sequences"), self.tokens),
-            "sample_rows": self.rows,
-            "kv_lengths": self.singles,
-            "sources": self.singles,
-            "cu_seqlens": self.chunks + 1,
-            "first_positions": self.chunks,
-            **dict.fromkeys(groups, (self.singles + self.chunks) * self.pages),
-        }
-
-    def holds(self, tokens: int, singles: int, chunks: int) -> bool:
-        """Whether a step of `tokens` tokens, of `singles` and `chunks` sequences, can be padded to this one."""
-        return tokens - singles <= self.tokens - self.singles and singles <= self.singles and chunks <= self.chunks
-
-    def offsets(self, groups: Sequence[str]) -> tuple[dict[str, int], int]:
-        """Where each array begins in the block, in int32s, and where the block ends."""
-        found, at = {}, 0
-        for name, size in self.sizes(groups).items():
-            found[name] = at
-            at += div_ceil(size, ALIGNMENT) * ALIGNMENT
-        return found, at
+def array_offsets(plan: RowPlan, groups: Sequence[str], pages: int = 0) -> tuple[dict[str, int], int]:
+    """Where each array begins in the block, in int32s, and where the block ends."""
+    found, at = {}, 0
+    for name, size in array_sizes(plan, groups, pages).items():
+        found[name] = at
+        at += div_ceil(size, ALIGNMENT) * ALIGNMENT
+    return found, at
 
 
 @dataclass(frozen=True)
@@ -82,38 +67,13 @@ class Unread:
 
 @dataclass(frozen=True)
 class Padding:
-    """Of padded steps of one size: a `blank` block, all of whose rows are of nobody, the arrays in each of the host's
+    """Of padded steps of one plan: a `blank` block, all of whose rows are of nobody, the arrays in each of the host's
     two blocks, and where they begin and end."""
 
     blank: np.ndarray
     arrays: Sequence[Mapping[str, np.ndarray]]
     offsets: Mapping[str, int]
     end: int
-
-
-@cache
-def decode_size(rows: int) -> StepSizes:
-    """A padded step of sequences with one token each."""
-    return StepSizes(rows, rows, rows, 0, 0)
-
-
-def prompt_sizes(tokens: int, rows: int) -> list[StepSizes]:
-    """Padded steps with prompts, those of the fewest tokens first: of so many tokens at most, of which so many
-    sequences at most decode one each."""
-    found = [
-        StepSizes(count, singles + PROMPT_CHUNKS, singles, PROMPT_CHUNKS, 0)
-        for singles, counts in PROMPT_BUCKETS.items()
-        for count in counts
-        if count <= tokens and singles <= rows
-    ]
-    return sorted(found, key=lambda size: (size.tokens, size.singles))
-
-
-def prompts_held(sizes: Sequence[StepSizes]) -> dict[int, tuple[int, ...]]:
-    """Tokens of prompts that padded steps have room for, by how many sequences decode beside them
-    (`Executor.graph_sizes`)."""
-    rows = sorted({size.singles for size in sizes})
-    return {n: tuple(sorted({size.tokens - size.singles for size in sizes if size.singles >= n})) for n in rows}
 
 
 class StepBlock:
@@ -127,72 +87,71 @@ class StepBlock:
         self._groups, self._page_tokens = tuple(groups), page_tokens
         pages = div_ceil(limits.positions, page_tokens)
         tokens = max(limits.tokens, padded)
-        # Whatever divides the sequences into singles and chunks, this holds it.
-        largest = StepSizes(tokens, max(limits.rows, padded), tokens, tokens, 0)
+        # However the rows are divided, this holds them.
+        largest = RowPlan(tokens, max(limits.rows, padded), RowGroup(tokens, tokens), RowGroup(tokens, 0))
         tables = max(limits.rows, padded) * (len(groups) * pages + 2) + len(groups) * ALIGNMENT + ALIGNMENT
-        self._hosts = [device.staging((largest.offsets(groups)[1] + tables,)) for _ in range(2)]
+        self._hosts = [device.staging((array_offsets(largest, groups)[1] + tables,)) for _ in range(2)]
         self._turn, self._host = 0, [host.numpy() for host in self._hosts]
         self._block = device.empty(tuple(self._hosts[0].shape), torch.int32)
         self._held = HeldTables(self._groups, padded, pages, page_tokens, device)
-        self._paddings: dict[StepSizes, Padding] = {}
+        self._paddings: dict[RowPlan, Padding] = {}
         self._sent: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}
         self._reads: tuple[tuple[int, int, int], Sequence[torch.Tensor]] | None = None
         self._changed: dict[tuple[int, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
-    def upload(self, inputs: StepInputs, singles: int, unread: Unread | None = None) -> StepArrays:
-        """A step as it is; its first `singles` slices have one token. Nothing waits."""
-        lengths = inputs.cu_seqlens.diff().numpy()
-        pages = next(iter(inputs.page_tables.values())).shape[1]
-        shape = StepSizes(len(inputs.token_ids), len(inputs.sample_rows), singles, len(lengths) - singles, pages)
-        offsets, end = shape.offsets(self._groups)
+    def upload(self, inputs: StepInputs, plan: RowPlan, unread: Unread | None = None) -> StepArrays:
+        """A step as it is; its slices lie as in `plan`. Nothing waits."""
+        lengths, starts = inputs.cu_seqlens.diff().numpy(), inputs.cu_seqlens.numpy()
+        pages, first = next(iter(inputs.page_tables.values())).shape[1], plan.decode.sequences
+        plan = plan._replace(sampled=len(inputs.sample_rows))
+        offsets, end = array_offsets(plan, self._groups, pages)
         assert end <= len(self._block), "the step is larger than the executor's limits"
-        arrays = self._views(self._next_host(), shape, offsets)
-        starts = inputs.cu_seqlens.numpy()
+        arrays = self._views(self._next_host(), array_sizes(plan, self._groups, pages), offsets)
         arrays["token_ids"][:] = inputs.token_ids.numpy()
         arrays["positions"][:] = inputs.positions.numpy()
         arrays["sequences"][:] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
         arrays["sample_rows"][:] = inputs.sample_rows.numpy()
-        arrays["kv_lengths"][:] = inputs.positions.numpy()[:singles] + 1
-        arrays["cu_seqlens"][:] = starts[singles:] - starts[singles]
-        arrays["first_positions"][:] = inputs.positions.numpy()[starts[singles:-1]]
+        arrays["kv_lengths"][:] = inputs.positions.numpy()[:first] + 1
+        arrays["cu_seqlens"][:] = starts[first:] - starts[first]
+        arrays["first_positions"][:] = inputs.positions.numpy()[starts[first:-1]]
         for group in self._groups:
             arrays[group][:] = inputs.page_tables[group].numpy().ravel()
         arrays["sources"][:] = 0 if unread is None else unread.rows
         self._send(end)
         self._read(unread, offsets)
         base = self._block.data_ptr()
-        step = self._arrays(shape, offsets, {g: (base + 4 * offsets[g], shape.pages) for g in self._groups})
-        rows = starts[singles:-1] - starts[singles]
-        places = zip(rows, lengths[singles:], arrays["first_positions"], range(shape.chunks), strict=True)
+        step = self._arrays(plan, offsets, {g: (base + 4 * offsets[g], pages) for g in self._groups})
+        rows, tables = starts[first:-1] - starts[first], range(plan.prefill.sequences)
+        places = zip(rows, lengths[first:], arrays["first_positions"], tables, strict=True)
         return replace(step, slices=tuple(LongSlice(*map(int, place)) for place in places))
 
     def upload_padded(
         self,
         slices: Sequence[SequenceSlice],
-        size: StepSizes,
+        plan: RowPlan,
+        size: RowPlan,
         num_pages: Mapping[str, int],
         unread: Unread | None = None,
     ) -> None:
-        """A step whose first slices have one token, padded for the graph of `padded(size)`: behind those, and behind
-        the tokens of the others. Rows of logits are those of the singles, then of the chunks; a chunk's are its last
-        token's. The pools have `num_pages`."""
+        """A step of slices that lie as in `plan`, padded for the graph of `padded(size)`: behind the rows of each
+        group. Rows of logits are those of the sequences that decode, then the last one of each other sequence. The
+        pools have `num_pages`."""
         host, padding = self._next_host(), self._padding(size)
-        arrays, begin = padding.arrays[self._turn], size.singles
-        singles = [len(s.token_ids) for s in slices].count(1) if size.chunks else len(slices)
-        alone, chunks, positions = slices[:singles], slices[singles:], arrays["positions"]
+        arrays, begin, first = padding.arrays[self._turn], size.decode.sequences, plan.decode.sequences
+        decoding, others, positions = slices[:first], slices[first:], arrays["positions"]
         host[: padding.end] = padding.blank
         if unread is None:
-            arrays["token_ids"][:singles] = [s.token_ids[0] for s in alone]
+            arrays["token_ids"][:first] = [s.token_ids[0] for s in decoding]
         else:
-            arrays["sources"][:singles] = array("i", unread.rows)
-        starts = [s.start for s in alone]
-        positions[:singles], arrays["kv_lengths"][:singles] = array("i", starts), array("i", [n + 1 for n in starts])
-        owners: list[SequenceSlice | None] = [*alone, *[None] * (begin - singles)]
-        lasts = starts + [-1] * (begin - singles)
-        if size.chunks:
-            self._fill_chunks(arrays, chunks, size)
-            owners += [*chunks, *[None] * (size.chunks - len(chunks))]
-            lasts += [s.start + len(s.token_ids) - 1 for s in chunks]
+            arrays["sources"][:first] = array("i", unread.rows)
+        starts = [s.start for s in decoding]
+        positions[:first], arrays["kv_lengths"][:first] = array("i", starts), array("i", [n + 1 for n in starts])
+        owners: list[SequenceSlice | None] = [*decoding, *[None] * (begin - first)]
+        lasts = starts + [-1] * (begin - first)
+        if size.prefill.sequences:
+            self._fill_prefill(arrays, others, begin)
+            owners += [*others, *[None] * (size.prefill.sequences - len(others))]
+            lasts += [s.start + len(s.token_ids) - 1 for s in others]
         changes = self._held.changes(owners, num_pages)
         assert all(map(lt, lasts, self._held.tokens)), "a page is missing"
         tables, last = self._put(host, changes, padding.end)
@@ -200,9 +159,9 @@ class StepBlock:
         self._read(unread, padding.offsets)
         self._take(changes, padding.end, tables)
 
-    def _fill_chunks(self, arrays: Mapping[str, np.ndarray], chunks: Sequence[SequenceSlice], size: StepSizes) -> None:
-        """What a padded step has of sequences with several tokens."""
-        begin, count, bounds = size.singles, len(chunks), np.cumsum([0, *(len(s.token_ids) for s in chunks)])
+    def _fill_prefill(self, arrays: Mapping[str, np.ndarray], chunks: Sequence[SequenceSlice], begin: int) -> None:
+        """Write the prefill rows of a padded step, the first of which is row `begin`."""
+        count, bounds = len(chunks), np.cumsum([0, *(len(s.token_ids) for s in chunks)])
         lengths, end, starts = np.diff(bounds), begin + bounds[-1], np.array([s.start for s in chunks], np.int32)
         if count:
             arrays["token_ids"][begin:end] = [token for s in chunks for token in s.token_ids]
@@ -242,40 +201,44 @@ class StepBlock:
         """A step did not get on the stream as a whole: the device may lack tables that it was to be sent."""
         self._held.forget()
 
-    def order(self, slices: Sequence[SequenceSlice]) -> list[int]:
-        """Indices of `slices` with those of one token first, each in the row where its tables are, if it can be."""
+    def arrange_slices(self, slices: Sequence[SequenceSlice]) -> tuple[list[SequenceSlice], RowPlan]:
+        """The slices as their rows lie, and the plan. Of those that decode each keeps the row where its page table is,
+        if it can."""
         counts = [len(s.token_ids) for s in slices]
-        if counts.count(1) == len(counts):
-            return self._held.places([s.seq_id for s in slices])
-        alone = [i for i, count in enumerate(counts) if count == 1]
-        places = self._held.places([slices[i].seq_id for i in alone])
-        return [*(alone[i] for i in places), *(i for i, count in enumerate(counts) if count > 1)]
+        plan = plan_rows(counts)
+        if not plan.prefill.sequences:
+            return [slices[i] for i in self._held.places([s.seq_id for s in slices])], plan
+        decoding = [s for s, count in zip(slices, counts, strict=True) if count <= DECODE_ROWS]
+        places = self._held.places([s.seq_id for s in decoding])
+        others = [s for s, count in zip(slices, counts, strict=True) if count > DECODE_ROWS]
+        return [*(decoding[i] for i in places), *others], plan
 
-    def padded(self, size: StepSizes) -> StepArrays:
+    def padded(self, size: RowPlan) -> StepArrays:
         """Where `upload_padded` puts a step of this size."""
         held = zip(self._groups, self._held.on_device, strict=True)
         tables = {group: (table.data_ptr(), self._held.pages) for group, table in held}
-        return self._arrays(size, size.offsets(self._groups)[0], tables)
+        return self._arrays(size, array_offsets(size, self._groups)[0], tables)
 
     def _next_host(self) -> np.ndarray:
         """The host's block whose turn it is."""
         self._turn ^= 1
         return self._host[self._turn]
 
-    def _views(self, host: np.ndarray, shape: StepSizes, offsets: Mapping[str, int]) -> dict[str, np.ndarray]:
+    @staticmethod
+    def _views(host: np.ndarray, sizes: Mapping[str, int], offsets: Mapping[str, int]) -> dict[str, np.ndarray]:
         """The arrays of a step in a block."""
-        return {n: host[offsets[n] : offsets[n] + size] for n, size in shape.sizes(self._groups).items()}
+        return {name: host[offsets[name] : offsets[name] + size] for name, size in sizes.items()}
 
-    def _padding(self, size: StepSizes) -> Padding:
+    def _padding(self, size: RowPlan) -> Padding:
         found = self._paddings.get(size)
         if found is None:
-            offsets, end = size.offsets(self._groups)
+            offsets, end = array_offsets(size, self._groups)
             assert end <= len(self._block), "the step is larger than the executor's limits"
-            blank, begin = np.zeros(end, np.int32), size.singles
-            arrays = self._views(blank, size, offsets)
+            blank, begin, sizes = np.zeros(end, np.int32), size.decode.sequences, array_sizes(size, self._groups)
+            arrays = self._views(blank, sizes, offsets)
             arrays["token_ids"][:] = arrays["positions"][:] = arrays["sequences"][:] = -1
             arrays["sequences"][:begin] = arrays["sample_rows"][:begin] = np.arange(begin)
-            views = [self._views(host, size, offsets) for host in self._host]
+            views = [self._views(host, sizes, offsets) for host in self._host]
             found = self._paddings[size] = Padding(blank, views, offsets, end)
         return found
 
@@ -286,14 +249,11 @@ class StepBlock:
             parts = self._sent[end] = self._block[:end], [host[:end] for host in self._hosts]
         parts[0].copy_(parts[1][self._turn], non_blocking=True)
 
-    def _arrays(
-        self, shape: StepSizes, offsets: Mapping[str, int], tables: Mapping[str, tuple[int, int]]
-    ) -> StepArrays:
+    def _arrays(self, plan: RowPlan, offsets: Mapping[str, int], tables: Mapping[str, tuple[int, int]]) -> StepArrays:
         base, others = self._block.data_ptr(), {*tables, "sources"}
         at: dict[str, Any] = {name: base + 4 * offset for name, offset in offsets.items() if name not in others}
-        sampled = self._block[offsets["sample_rows"] :][: shape.rows] if shape.rows < shape.tokens else None
-        sizes = (shape.tokens, shape.rows, shape.singles, shape.chunks)
-        return StepArrays(*sizes, **at, tables=tables, sampled=sampled)
+        sampled = self._block[offsets["sample_rows"] :][: plan.sampled] if plan.sampled < plan.tokens else None
+        return StepArrays(plan, **at, tables=tables, sampled=sampled)
 
     def _read(self, unread: Unread | None, offsets: Mapping[str, int]) -> None:
         """Put the tokens that the step before sampled where this one takes its token ids from."""

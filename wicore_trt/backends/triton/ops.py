@@ -31,6 +31,7 @@ import torch
 
 from wicore_trt.backends.triton import products as triton_products
 from wicore_trt.backends.triton.memory import StepMemory
+from wicore_trt.backends.triton.rows import RowPlan
 from wicore_trt.backends.triton.segments import LongSlice, SegmentAttention
 from wicore_trt.backends.triton.table import (
     ADD_SPLITS,
@@ -103,18 +104,15 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class StepArrays:
-    """A step's geometry on the device: addresses of int32 arrays. The first `singles` rows are sequences of one token,
-    then come the tokens of `chunks` sequences of several.
+    """A step's geometry on the device: addresses of int32 arrays, whose rows lie as in `plan`.
 
-    `token_ids`, `positions`, `sequences` (row of the page tables) [tokens]; `sample_rows` [rows]; `kv_lengths`
-    [singles]; `cu_seqlens` [chunks + 1] counted from row `singles`, `first_positions` [chunks]. `tables[group]` are
-    address and length of page tables [singles + chunks, length]. -1, and a length of 0, mark rows of nobody.
+    `token_ids`, `positions`, `sequences` (row of the page tables) [tokens]; `sample_rows` [sampled]; `kv_lengths`
+    [decode sequences]; `cu_seqlens` [prefill sequences + 1] counted from the first prefill row, `first_positions`
+    [prefill sequences]. `tables[group]` are address and length of page tables [sequences, length]. -1, and a length of
+    0, mark rows of nobody.
     """
 
-    tokens: int
-    rows: int
-    singles: int
-    chunks: int
+    plan: RowPlan
     token_ids: int
     positions: int
     sequences: int
@@ -126,7 +124,7 @@ class StepArrays:
     sampled: torch.Tensor | None = None
     """`sample_rows`, where not every row is sampled."""
     slices: tuple[LongSlice, ...] = ()
-    """Those of the chunks, where the step is not for a graph."""
+    """Those of the prefill rows, where the step is not for a graph."""
 
 
 @dataclass(frozen=True)
@@ -178,13 +176,13 @@ class TritonOps:
 
     def __init__(self, model: TritonModel, step: StepArrays, measured: int | None = None) -> None:
         self._model, self._step, self._measured, self._spec = model, step, measured, model.shape.spec
-        self._memory, self._n, self._groups = model.memory, step.tokens, model.groups
-        self._product = model.product("qkv", step.tokens)
+        self._memory, self._plan, self._n = model.memory, step.plan, step.plan.tokens
+        self._groups, self._product = model.groups, model.product("qkv", self._n)
         self._residual, self._gather = model.memory.residual, step.sample_rows
         self._index = {i: n for g in model.pools for n, i in enumerate(self._spec.layers_of(g))}
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         # Of larger steps than graphs take; those keep their queries elsewhere.
-        large = model.segments is not None and step.tokens > model.memory.queries.shape[1]
+        large = model.segments is not None and self._n > model.memory.queries.shape[1]
         self._segments = model.segments if large and model.segments and model.segments.of(step.slices) else None
 
     def embed(self) -> Value:
@@ -201,10 +199,10 @@ class TritonOps:
             model.weights[weight].data_ptr(),
             residual.rows.data_ptr(),
             _norm_out(out),
-            step.tokens,
+            self._n,
             spec.rms_norm_eps,
         )
-        model.launch(model.find(step_role("embed_norm", self._product), step.tokens), call)
+        model.launch(model.find(step_role("embed_norm", self._product), self._n), call)
         return out
 
     def linear(self, x: Value, weight: str) -> Value:
@@ -235,7 +233,7 @@ class TritonOps:
     def qk_norm_rope_write(self, qkv: Value, layer: int) -> Value:
         model, step = self._model, self._step
         group = self._spec.layer_groups[layer]
-        entry = model.find(step_role("qk_rope", self._product), step.tokens)
+        entry = model.find(step_role("qk_rope", self._product), self._n)
         q, (cos, sin) = self._queries(layer), model.rope[group]
         q_norm, k_norm = (model.weights[layer_weight(layer, f"attention.{part}_layernorm")].data_ptr() for part in "qk")
         call = qk_rope_launch(
@@ -245,31 +243,31 @@ class TritonOps:
             QkNorms(q_norm, k_norm, self._spec.rms_norm_eps),
             RopeTable(cos.data_ptr(), sin.data_ptr(), cos.shape[0]),
             self._pool(layer),
-            self._tables(group, 0, step.singles + step.chunks),
-            StepTokens(step.positions, step.sequences, step.tokens),
+            self._tables(group, 0, self._plan.sequences),
+            StepTokens(step.positions, step.sequences, self._n),
         )
         model.launch(entry, call)
         return Value(q)
 
     def attention(self, q: Value, layer: int) -> Value:
-        """Sequences with one token by the decode kernel, the others by the prefill kernel; all by that if invariant."""
-        step, spec = self._step, self._spec
+        """The decode rows by the decode kernel, the others by the prefill kernel; all by that if invariant."""
+        step, spec, decode, prefill = self._step, self._spec, self._plan.decode, self._plan.prefill
         group = spec.layer_groups[layer]
-        out = self._memory.attended[: step.tokens]
+        out = self._memory.attended[: self._n]
         if layer == self._measured:
-            self.page_masses(layer, step.singles + step.chunks, step.tables[group][1])
-        if step.singles and self._model.invariant:
-            slices = Slices(self._memory.counting.data_ptr(), step.positions, step.singles)
-            self._prefill(q.rows, out, layer, slices, self._tables(group, 0, step.singles))
-        elif step.singles:
+            self.page_masses(layer, self._plan.sequences, step.tables[group][1])
+        if decode.sequences and self._model.invariant:
+            slices = Slices(self._memory.counting.data_ptr(), step.positions, decode.rows)
+            self._prefill(q.rows, out, layer, slices, self._tables(group, 0, decode.sequences))
+        elif decode.sequences:
             self._decode(q.rows, out, layer)
-        if step.chunks:
-            slices = Slices(step.cu_seqlens, step.first_positions, step.tokens - step.singles)
-            tables = self._tables(group, step.singles, step.chunks)
-            rows = q.rows[step.singles :], out[step.singles :]
+        if prefill.sequences:
+            slices = Slices(step.cu_seqlens, step.first_positions, prefill.rows)
+            tables = self._tables(group, decode.sequences, prefill.sequences)
+            rows = q.rows[decode.rows :], out[decode.rows :]
             if group == GLOBAL and self._segments is not None:
                 self._segmented(self._segments, rows[1], layer, slices, tables)
-            elif group == GLOBAL and step.tokens <= self._memory.split_tokens:
+            elif group == GLOBAL and self._n <= self._memory.split_tokens:
                 self._split(*rows, layer, slices, tables)
             else:
                 self._prefill(*rows, layer, slices, tables)
@@ -287,7 +285,7 @@ class TritonOps:
         entries = [model.find(role, sequences) for role in (PAGE_LOGSUMS, PAGE_MASSES)]
         heads, scale = self._groups[layer].num_heads, self._groups[layer].softmax_scale
         q = self._queries(layer).data_ptr()
-        rows = LastQueries(q, step.positions, step.cu_seqlens, sequences, step.singles, heads, scale)
+        rows = LastQueries(q, step.positions, step.cu_seqlens, sequences, self._plan.decode.rows, heads, scale)
         tables, to = self._tables(GLOBAL, 0, sequences), (memory.logsums.data_ptr(), memory.masses.data_ptr())
         constants, room = entries[0].kernel.constants, len(memory.logsums)
         for calls in page_masses_launches(constants, rows, self._pool(layer), tables, pages, (*to, room)):
@@ -298,7 +296,7 @@ class TritonOps:
         """Behind the last layer only the sampled rows go on, if they are not alone already. The residual is the one
         that the step goes on with, of fewer rows than the caller's behind `_narrowed`."""
         model, last = self._model, next_weight == FINAL_NORM
-        rows = self._step.rows if last else self._n
+        rows = self._plan.sampled if last else self._n
         out = Value(self._memory.head_in[:rows]) if last else self._normed()
         call = add_norm_launch(
             self._residual.data_ptr(),
@@ -333,7 +331,7 @@ class TritonOps:
 
     def logits(self, x: Value) -> Value:
         """Not soft-capped: whoever chooses tokens caps what it reads."""
-        rows, out = self._step.rows, self._memory.logits[: self._step.rows]
+        rows, out = self._plan.sampled, self._memory.logits[: self._plan.sampled]
         if rows and self._model.product("head", rows) == KERNEL:
             self._kernel_linear("head", x, LM_HEAD, out, 1.0)
         elif rows:
@@ -342,7 +340,7 @@ class TritonOps:
 
     def greedy(self, logits: Value) -> None:
         """Tokens and status of each row (`kernels.sample`) into the memory's results."""
-        memory, rows = self._memory, self._step.rows
+        memory, rows = self._memory, self._plan.sampled
         arrays = SampleArrays(
             memory.results[0].data_ptr(),
             memory.results[1].data_ptr(),
@@ -358,14 +356,14 @@ class TritonOps:
 
     def _queries(self, layer: int) -> torch.Tensor:
         """Where a layer's queries go."""
-        step, memory = self._step, self._memory
-        if step.tokens > memory.queries.shape[1] or self._spec.layer_groups[layer] == LOCAL:
-            return memory.q[: step.tokens]
-        return memory.queries[self._index[layer], : step.tokens]
+        memory, tokens = self._memory, self._plan.tokens
+        if tokens > memory.queries.shape[1] or self._spec.layer_groups[layer] == LOCAL:
+            return memory.q[:tokens]
+        return memory.queries[self._index[layer], :tokens]
 
     def _narrowed(self, attended: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
         """Go on with the sampled rows alone: what is left of the last layer is a step of that many rows."""
-        memory, tokens, rows = self._memory, self._n, self._step.rows
+        memory, tokens, rows = self._memory, self._n, self._plan.sampled
         torch.index_select(self._residual[:tokens], 0, sampled, out=memory.sampled_residual[:rows])
         torch.index_select(attended, 0, sampled, out=memory.q[:rows])
         self._residual, self._gather, self._n = memory.sampled_residual, memory.counting.data_ptr(), rows
@@ -374,7 +372,7 @@ class TritonOps:
 
     def _prefill(self, q: torch.Tensor, out: torch.Tensor, layer: int, slices: Slices, tables: Tables) -> None:
         model, group = self._model, self._groups[layer]
-        entry, rows = model.find(PREFILL, self._step.tokens), (q.data_ptr(), out.data_ptr())
+        entry, rows = model.find(PREFILL, self._n), (q.data_ptr(), out.data_ptr())
         scores = group.softmax_scale, group.window
         call = prefill_launch(entry.kernel.constants, rows, self._pool(layer), tables, slices, *scores)
         model.launch(entry, call)
@@ -382,7 +380,7 @@ class TritonOps:
     def _split(self, q: torch.Tensor, out: torch.Tensor, layer: int, slices: Slices, tables: Tables) -> None:
         """`_prefill` of a global layer for few tokens, whose keys programs share."""
         model, memory, scale = self._model, self._memory, self._groups[layer].softmax_scale
-        prefill, adding = (model.find(role, self._step.tokens) for role in (PREFILL_SPLITS, ADD_SPLITS))
+        prefill, adding = (model.find(role, self._n) for role in (PREFILL_SPLITS, ADD_SPLITS))
         sums, rows = (memory.split_sums.data_ptr(), memory.split_lse.data_ptr()), memory.split_tokens
         to, pool = (q.data_ptr(), sums[0]), self._pool(layer)
         constants = prefill.kernel.constants
@@ -395,27 +393,27 @@ class TritonOps:
     ) -> None:
         """`_prefill` of a global layer, where keys of long slices go another way."""
         model, step = self._model, self._step
-        q, pool = self._memory.q[step.singles :], self._pool(layer)
+        q, pool = self._memory.q[self._plan.decode.rows :], self._pool(layer)
         sums = self._memory.wide(torch.float32, *out.shape)  # nobody needs the queries' product any more
-        entry, rows = model.find(PREFILL_SEGMENTS, step.tokens), (q.data_ptr(), sums.data_ptr())
+        entry, rows = model.find(PREFILL_SEGMENTS, self._n), (q.data_ptr(), sums.data_ptr())
         constants, scale = entry.kernel.constants, self._groups[layer].softmax_scale
         call = prefill_launch(constants, rows, pool, tables, slices, scale, 0)
         model.launch(entry, segmented(call, constants, segments.segments, segments.lse.data_ptr()))
         segments.add((model.launcher, model.stream), q, sums, out, pool, tables, step.slices)
 
     def _decode(self, q: torch.Tensor, out: torch.Tensor, layer: int) -> None:
-        model, step, memory, group = self._model, self._step, self._memory, self._groups[layer]
-        entry = model.find(DECODE, step.singles)
+        model, memory, group, sequences = self._model, self._memory, self._groups[layer], self._plan.decode.sequences
+        entry = model.find(DECODE, sequences)
         sizes = (group.num_heads, group.softmax_scale, group.window)
-        rows = DecodeRows(q.data_ptr(), out.data_ptr(), step.kv_lengths, *sizes)
+        rows = DecodeRows(q.data_ptr(), out.data_ptr(), self._step.kv_lengths, *sizes)
         work = Workspace(
             memory.split_partials.data_ptr(), memory.split_stats.data_ptr(), memory.split_arrived.data_ptr()
         )
-        pool, tables = self._pool(layer), self._tables(group.name, 0, step.singles)
+        pool, tables = self._pool(layer), self._tables(group.name, 0, sequences)
         model.launch(entry, decode_launch(entry.config, rows, pool, tables, work))
         if entry.config.splits > 1 and not entry.config.fused:
-            combine = model.find(COMBINE, step.singles)
-            model.launch(combine, combine_launch(entry.config, rows, pool, step.singles, work))
+            combine = model.find(COMBINE, sequences)
+            model.launch(combine, combine_launch(entry.config, rows, pool, sequences, work))
 
     def _kernel_linear(self, role: str, x: Value, weight: str, out: torch.Tensor, alpha: float) -> None:
         model, memory, rows = self._model, self._memory, len(x.rows)

@@ -24,19 +24,8 @@ ANY = (1 << 31) - 1
 """The bucket that holds any number of rows."""
 DECODE_BUCKETS = (1, 2, 4, 6, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Rows of a decode step, rounded up to these."""
-SPLIT_TOKENS, KEPT_TOKENS, PROMPT_CHUNKS = 384, 768, 4
-"""The most tokens of a step whose prompts' keys are split, and of one whose queries are kept until it is over; the most
-prompts in a graph."""
-_FEW = (32, *range(64, SPLIT_TOKENS + 1, 64))
-_MORE = (*_FEW, *range(SPLIT_TOKENS + 64, KEPT_TOKENS + 1, 64))
-PROMPT_BUCKETS = {
-    0: (*_FEW, *range(KEPT_TOKENS + 64, 1537, 64)),
-    4: _FEW,
-    **{singles: tuple(tokens for tokens in _MORE if tokens >= 2 * singles) for singles in (16, 32, 64, 128)},
-}
-"""Tokens of a step with prompts in a graph, rounded up to one of these, by the number of sequences that decode a token
-each of them, rounded up too. A larger step takes a GPU longer than the host that launches it kernel by kernel; prompts
-alone run in graphs of up to 1,536, because beside threads that read a disk the host takes more than twice as long."""
+SPLIT_TOKENS, KEPT_TOKENS = 384, 768
+"""The most tokens of a step whose prompts' keys are split, and of one whose queries are kept until it is over."""
 LINEARS = ("qkv", "o", "gate_up", "down", "head")
 LINEAR_ROLES = {"attention.qkv": "qkv", "attention.dense": "o", "mlp.gate_up": "gate_up", "mlp.proj": "down"}
 WIDE, NARROW = "16-bit", "fp8"

@@ -1,0 +1,96 @@
+"""The rows of a step: in which order they lie, and which kernel computes the attention of each group of them.
+
+Plain data, no torch; it must not know pages or memory. Invariant: what a step launches, and where its arrays lie,
+follow from its `RowPlan` alone, so a CUDA graph belongs to a plan, and any step that the plan holds may be padded to
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+from wicore_trt.backends.triton.table import KEPT_TOKENS, SPLIT_TOKENS
+
+DECODE_ROWS = 1
+"""Rows of each sequence that the decode kernel computes; sequences with more of them go to the prefill kernel."""
+PROMPT_CHUNKS = 4
+"""The most prompts in a graph."""
+_FEW = (32, *range(64, SPLIT_TOKENS + 1, 64))
+_MORE = (*_FEW, *range(SPLIT_TOKENS + 64, KEPT_TOKENS + 1, 64))
+PROMPT_BUCKETS = {
+    0: (*_FEW, *range(KEPT_TOKENS + 64, 1537, 64)),
+    4: _FEW,
+    **{decoding: tuple(tokens for tokens in _MORE if tokens >= 2 * decoding) for decoding in (16, 32, 64, 128)},
+}
+"""Tokens of a step with prompts in a graph, rounded up to one of these, by the number of sequences that decode beside
+them, rounded up too. A larger step takes a GPU longer than the host that launches it kernel by kernel; prompts alone
+run in graphs of up to 1,536, because beside threads that read a disk the host takes more than twice as long."""
+
+
+class RowGroup(NamedTuple):
+    """Consecutive rows of a step: those of so many sequences, one sequence after the other."""
+
+    sequences: int
+    rows: int
+
+
+class RowPlan(NamedTuple):
+    """The `tokens` rows of a step, of which so many are `sampled`. First come the rows of sequences that `decode`,
+    DECODE_ROWS of each, whose attention is the decode kernel's; then those of `prefill`, any number of each, the
+    prefill kernel's. (A batch-invariant engine computes both by the prefill kernel.)"""
+
+    tokens: int
+    sampled: int
+    decode: RowGroup
+    prefill: RowGroup
+
+    @property
+    def sequences(self) -> int:
+        return self.decode.sequences + self.prefill.sequences
+
+    def holds(self, step: RowPlan) -> bool:
+        """Whether a step can be padded to this plan."""
+        return (
+            step.prefill.rows <= self.prefill.rows
+            and step.prefill.sequences <= self.prefill.sequences
+            and step.decode.sequences <= self.decode.sequences
+        )
+
+
+def make_plan(tokens: int, decoding: int, prefilling: int, sampled: int) -> RowPlan:
+    """A plan by its numbers of rows, of sequences in each group and of sampled rows."""
+    rows = decoding * DECODE_ROWS
+    return RowPlan(tokens, sampled, RowGroup(decoding, rows), RowGroup(prefilling, tokens - rows))
+
+
+def plan_rows(counts: Sequence[int]) -> RowPlan:
+    """The plan of a step by the rows of its sequences, in any order; one row of each is sampled."""
+    decoding = counts.count(DECODE_ROWS)
+    return make_plan(sum(counts), decoding, len(counts) - decoding, len(counts))
+
+
+@cache
+def decode_plan(sequences: int) -> RowPlan:
+    """A padded step in which all sequences decode."""
+    return make_plan(sequences * DECODE_ROWS, sequences, 0, sequences)
+
+
+def prompt_plans(tokens: int, sequences: int) -> list[RowPlan]:
+    """Padded steps with prompts, those of the fewest tokens first: of at most `tokens`, in which at most `sequences`
+    decode."""
+    found = [
+        make_plan(count, decoding, PROMPT_CHUNKS, decoding + PROMPT_CHUNKS)
+        for decoding, counts in PROMPT_BUCKETS.items()
+        for count in counts
+        if count <= tokens and decoding <= sequences
+    ]
+    return sorted(found, key=lambda plan: (plan.tokens, plan.decode.sequences))
+
+
+def prompt_room(plans: Sequence[RowPlan]) -> dict[int, tuple[int, ...]]:
+    """Tokens of prompts that padded steps have room for, by how many sequences decode beside them
+    (`Executor.graph_sizes`)."""
+    decoding = sorted({plan.decode.sequences for plan in plans})
+    return {n: tuple(sorted({p.prefill.rows for p in plans if p.decode.sequences >= n})) for n in decoding}
