@@ -68,7 +68,7 @@ def test_each_source_compiles_without_a_warning(compiler: str, built: dict[str, 
         assert done.returncode == 0, f"{compiler} {name}: {done.stderr[:2000]}"
 
 
-@pytest.mark.parametrize("library", ["libstdc++", "libc++"])
+@pytest.mark.parametrize("library", ["libstdc++", pytest.param("libc++", marks=pytest.mark.long)])
 def test_each_header_compiles_alone(library: str) -> None:
     """libc++ brings in far fewer headers by accident."""
     need("clang++")
@@ -94,6 +94,7 @@ def lacking(report: str) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_each_file_includes_what_it_uses(built: dict[str, list[str]]) -> None:
     need("include-what-you-use")
     for name, options in built.items():

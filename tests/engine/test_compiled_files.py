@@ -13,9 +13,9 @@ import pytest
 
 pytest.importorskip("triton")
 
+from backend_tensorrt.tensorrt_engines import fake_engine
+from backend_tensorrt.tensorrt_fakes import FakeDevice, fake_tensorrt
 from parity.tiny import tiny_model
-from runtime.tensorrt_engines import fake_engine
-from runtime.tensorrt_fakes import FakeDevice, fake_tensorrt
 from test_triton_backend import build, source  # noqa: F401 -- `source` is a fixture
 
 from wicore_trt.backends.tensorrt import plan as tensorrt_plan

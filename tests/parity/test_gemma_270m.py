@@ -85,6 +85,7 @@ def prefill(driver: PagedDriver, sequences: list[PagedSequence], prompts: list[l
     return last
 
 
+@pytest.mark.parametrize("kernels", [pytest.param("torch", marks=pytest.mark.long), "native"], indirect=True)
 def test_logits_of_a_long_prompt(gemma: Gemma270M, kernels: str) -> None:
     """550 tokens in uneven chunks, then three tokens one by one, each compared."""
     driver, prompt = gemma.driver(kernels), gemma.prompt(0, 550)

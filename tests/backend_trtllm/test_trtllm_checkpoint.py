@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from integrations.trtllm_build_stand_in import BadCheckpointError, check_checkpoint
-from integrations.trtllm_checkpoints import CONFIG, checkpoint
+from backend_trtllm.trtllm_build_stand_in import BadCheckpointError, check_checkpoint
+from backend_trtllm.trtllm_checkpoints import CONFIG, checkpoint
 from safetensors.torch import load_file
 
 from wicore_trt.backends.trtllm import checkpoint as trtllm_checkpoint

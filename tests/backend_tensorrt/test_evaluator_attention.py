@@ -12,6 +12,8 @@ Tensor = torch.Tensor
 SOFTMAX, KINDS = trt.AttentionNormalizationOp.SOFTMAX, trt.CausalMaskKind
 NAN = float("nan")
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def net() -> SmallNetwork:

@@ -1,6 +1,6 @@
 """A machine with what stands in for TensorRT-LLM, and an engine that was built there.
 
-    python tests/integrations/trtllm_machine.py DIRECTORY ARGUMENT...
+    python tests/backend_trtllm/trtllm_machine.py DIRECTORY ARGUMENT...
 
 runs `wicore ARGUMENT...` on such a machine, whose files are in DIRECTORY. `script` and `pace_s` of the stand-in come
 from the environment variable STAND_IN, as JSON.
@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from integrations import trtllm_stand_in
-from integrations.trtllm_checkpoints import source
+from backend_trtllm import trtllm_stand_in
+from backend_trtllm.trtllm_checkpoints import source
 
 from wicore_trt.config import Settings
 from wicore_trt.core.loop import Core
@@ -63,5 +63,5 @@ if __name__ == "__main__":
     from wicore_trt.cli.main import run
 
     become(Path(sys.argv[1]))
-    supervisor.Parts = partial(supervisor.Parts, load_engine="integrations.trtllm_machine:load")
+    supervisor.Parts = partial(supervisor.Parts, load_engine="backend_trtllm.trtllm_machine:load")
     raise SystemExit(run(sys.argv[2:]))

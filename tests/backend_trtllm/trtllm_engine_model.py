@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from integrations.trtllm_stand_in import RequestData, SchedulerOutput
+from backend_trtllm.trtllm_stand_in import RequestData, SchedulerOutput
 
 SIZE, LAYERS, WIDTH = 4, 3, 5
 POISON = -1

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from integrations import trtllm_stand_in
-from integrations.trtllm_engine_model import EngineModel, arguments, model_directory
+from backend_trtllm import trtllm_stand_in
+from backend_trtllm.trtllm_engine_model import EngineModel, arguments, model_directory
 
 from wicore_trt.backends.trtllm import connector
 

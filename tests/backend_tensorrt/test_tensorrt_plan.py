@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from backend_tensorrt.tensorrt_engines import LIMITS, executor_of, fake_engine
+from backend_tensorrt.tensorrt_fakes import FakeDevice, fake_tensorrt
 from parity.tiny import tiny_model
-from runtime.tensorrt_engines import LIMITS, executor_of, fake_engine
-from runtime.tensorrt_fakes import FakeDevice, fake_tensorrt
 from tiny_source import write_tiny_tokenizer
 
 from wicore_trt.backends.tensorrt import plan

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations import trtllm_machine
+from backend_trtllm import trtllm_machine
 
 from wicore_trt.backends.trtllm.executor import TrtllmExecutor
 from wicore_trt.engine.directory import open_engine

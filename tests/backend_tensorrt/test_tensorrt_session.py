@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from backend_tensorrt.tensorrt_engines import executor_of, fake_engine
+from backend_tensorrt.tensorrt_fakes import TORCH, FakeDevice, Misuse, fake_tensorrt
 from parity.paged import PagedDriver
 from parity.tiny import tiny_model
-from runtime.tensorrt_engines import executor_of, fake_engine
-from runtime.tensorrt_fakes import TORCH, FakeDevice, Misuse, fake_tensorrt
 
 from wicore_trt.backends.tensorrt import plan_io
 from wicore_trt.backends.tensorrt.plan import LoadedPlan, load_plans

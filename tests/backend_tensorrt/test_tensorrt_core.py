@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from backend_tensorrt.tensorrt_engines import executor_of, fake_engine
 from parity.tiny import TinyModel, tiny_model
-from runtime.tensorrt_engines import executor_of, fake_engine
 
 from wicore_trt.backends.tensorrt.plan_io import PlanLimits
 from wicore_trt.config import KVSettings
@@ -55,8 +55,10 @@ def run(core: EngineCore, prompts: list[list[int]]) -> list[list[int]]:
     return [*answers.values()]
 
 
-@pytest.mark.parametrize("host_bytes", [0, 1 << 22])
-@pytest.mark.parametrize("window", [6, 17])
+@pytest.mark.parametrize(
+    ("window", "host_bytes"),
+    [(6, 1 << 22), *(pytest.param(*case, marks=pytest.mark.long) for case in ((6, 0), (17, 0), (17, 1 << 22)))],
+)
 def test_conversations_through_the_scheduler_are_right(window: int, host_bytes: int, tmp_path: Path) -> None:
     rng = random.Random(f"{window}/{host_bytes}")
     model = tiny_model(window, sliding_window=window, num_hidden_layers=3, sliding_window_pattern=3, vocab_size=97)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from backend_tensorrt.tensorrt_engines import executor_of, fake_engine
+from backend_tensorrt.tensorrt_fakes import FakeDevice, fake_tensorrt
 from network_evaluator import Evaluator
 from parity.paged import PagedDriver, relative_error
 from parity.tiny import cast, tiny_model
-from runtime.tensorrt_engines import executor_of, fake_engine
-from runtime.tensorrt_fakes import FakeDevice, fake_tensorrt
 
 from wicore_trt.backends.tensorrt import plan_io
 from wicore_trt.backends.tensorrt.plan_build import make_network
@@ -49,7 +49,10 @@ class RealNetworks:
             memory[name].view(torch.uint8).copy_(value.contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype", "bound"), [("float32", "float32", 2e-5), ("bfloat16", "fp8", 0.1)])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "bound"),
+    [pytest.param("float32", "float32", 2e-5, marks=pytest.mark.long), ("bfloat16", "fp8", 0.1)],
+)
 def test_built_networks_and_runtime_agree_with_the_torch_executor(
     dtype: str, kv_dtype: str, bound: float, tmp_path: Path
 ) -> None:

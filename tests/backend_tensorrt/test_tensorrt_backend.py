@@ -73,6 +73,7 @@ def build(source: Path, output: Path, target: str = "sm89", **options: Any) -> d
     return dict(json.loads((output / INDEX).read_text()))
 
 
+@pytest.mark.long
 def test_several_targets_in_one_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One set of weights, a plan for each target and phase; `inspect` shows layers, precisions, memory and I/O."""
     source, output = write_tiny_source(tmp_path / "source"), tmp_path / "engine"
@@ -107,7 +108,10 @@ def test_several_targets_in_one_go(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "plans/sm89.decode.plan" in out and "KV of one slot" in out and "[B, 1]" in out
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "fp8"])
+@pytest.mark.parametrize(
+    "dtype",
+    [*(pytest.param(dtype, marks=pytest.mark.long) for dtype in ("float32", "float16")), "bfloat16", "fp8"],
+)
 def test_every_dtype(dtype: str, built: Built, make_source: MakeSource, tmp_path: Path) -> None:
     """Weights are inputs of exactly the file's tensors, and no plan transposes one in every step."""
     index, engine = built.index, built.engine

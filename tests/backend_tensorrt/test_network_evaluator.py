@@ -13,6 +13,8 @@ from small_network import FLOATS, SmallNetwork, trt
 
 Tensor = torch.Tensor
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def net() -> SmallNetwork:

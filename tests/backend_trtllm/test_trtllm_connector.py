@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from backend_trtllm import trtllm_stand_in
+from backend_trtllm.trtllm_engine_model import LAYERS, SIZE, WIDTH, EngineModel, arguments, model_directory
 from copiers import PlainCopier
-from integrations import trtllm_stand_in
-from integrations.trtllm_engine_model import LAYERS, SIZE, WIDTH, EngineModel, arguments, model_directory
 
 from wicore_trt.backends.trtllm import connector
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
@@ -134,8 +134,8 @@ def test_a_process_that_ends_keeps_its_pages(make: Make, tmp_path: Path) -> None
     tokens = prompt(22)
     code = f"""
 from pathlib import Path
-from integrations import trtllm_stand_in
-from integrations.trtllm_engine_model import EngineModel, arguments
+from backend_trtllm import trtllm_stand_in
+from backend_trtllm.trtllm_engine_model import EngineModel, arguments
 trtllm_stand_in.install()
 from wicore_trt.backends.trtllm import connector as trtllm_connector
 EngineModel(trtllm_connector, arguments(Path({str(tmp_path / "model")!r}))).serve({tokens})

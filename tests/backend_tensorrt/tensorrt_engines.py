@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from runtime.tensorrt_fakes import VERSION, FakeDevice, fake_tensorrt
+from backend_tensorrt.tensorrt_fakes import VERSION, FakeDevice, fake_tensorrt
 from safetensors.torch import save_file
 
 from wicore_trt.backends.tensorrt import plan_io

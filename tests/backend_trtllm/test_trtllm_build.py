@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from integrations import trtllm_stand_in
-from integrations.trtllm_checkpoints import checkpoint, source
+from backend_trtllm import trtllm_stand_in
+from backend_trtllm.trtllm_checkpoints import checkpoint, source
 
 from wicore_trt.backends.trtllm import installed as trtllm_installed
 from wicore_trt.backends.trtllm.build import TensorRTLLMBackend, build_arguments

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from runtime.tensorrt_fake_network import run_network
+from backend_tensorrt.tensorrt_fake_network import run_network
 
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.tensor_specs import TensorSpec

@@ -14,8 +14,8 @@ from typing import Any
 
 import grpc
 import pytest
+from backend_trtllm.trtllm_stand_in import Executor, next_token
 from grpc_health.v1 import health_pb2
-from integrations.trtllm_stand_in import Executor, next_token
 from serve.serving import Process, Running, failure, rest_of, serving, stats_now, until
 
 from wicore_trt.cli.main import run
@@ -260,6 +260,7 @@ async def test_the_command_serves_and_drains(trtllm_built: Path) -> None:
     assert code == 1 and "draining 2 streams" in log and "Traceback" not in log
 
 
+@pytest.mark.long
 async def test_the_command_starts_the_engine_again_when_the_library_breaks(trtllm_built: Path) -> None:
     async with wicore_serve(trtllm_built, script={ENDLESS: [[300], "break"]}) as server:
         code, words, _ = await failure(server.stub.Generate(ask(first=ENDLESS)))

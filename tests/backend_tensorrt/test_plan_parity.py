@@ -57,7 +57,7 @@ def compare(model: TinyModel, driver: PlanDriver, seed: int) -> tuple[float, flo
 
 
 @pytest.mark.parametrize("dtype", list(BOUNDS))
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 4))])
 def test_networks_reproduce_transformers(seed: int, dtype: str, tmp_path: Path) -> None:
     """Sliding windows, both groups, several slots, idle slots, chunks of any size, caches carried through."""
     model = tiny_model(seed)
@@ -74,7 +74,7 @@ def test_decode_with_a_long_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert compare(model, driver, 6)[0] < BOUNDS["float32"]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 4))])
 def test_fp8_follows_its_definition(seed: int, tmp_path: Path) -> None:
     """transformers with the definition of an FP8 product in place of its linears; float32 between the products, because
     with 16 bits there E4M3 values flip to their neighbours and nothing sharp can be said."""
@@ -91,7 +91,7 @@ def test_float16_survives_values_beyond_its_range(where: str, tmp_path: Path) ->
     assert compare(model, driver, 3)[0] < BOUNDS["float16"]
 
 
-@pytest.mark.parametrize("tp_size", [2, 4])
+@pytest.mark.parametrize("tp_size", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_ranks_together_are_the_whole(tp_size: int, tmp_path: Path) -> None:
     """Heads, MLP and vocabulary split over ranks; with 4 ranks and 2 KV heads, pairs of ranks share one."""
     model = tiny_model(

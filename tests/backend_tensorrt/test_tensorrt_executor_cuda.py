@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from backend_tensorrt.tensorrt_engines import fake_engine
+from backend_tensorrt.tensorrt_fakes import fake_tensorrt
 from parity.paged import PagedDriver, relative_error
 from parity.tiny import TinyModel, cast, tiny_model
-from runtime.tensorrt_engines import fake_engine
-from runtime.tensorrt_fakes import fake_tensorrt
 from tiny_source import write_tiny_tokenizer
 
 from wicore_trt.backends.tensorrt.api import find_tensorrt

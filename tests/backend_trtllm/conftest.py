@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from integrations import trtllm_machine
-from integrations.trtllm_stand_in import Executor
+from backend_trtllm import trtllm_machine
+from backend_trtllm.trtllm_stand_in import Executor
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from integrations import trtllm_stand_in
-from integrations.trtllm_stand_in import Executor
-from integrations.trtllm_stand_in import FinishReason as Theirs
+from backend_trtllm import trtllm_stand_in
+from backend_trtllm.trtllm_stand_in import Executor
+from backend_trtllm.trtllm_stand_in import FinishReason as Theirs
 
 from wicore_trt.backends.trtllm.executor import TrtllmExecutor
 from wicore_trt.engine.directory import EngineDir, open_engine

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from backend_tensorrt.tensorrt_fakes import FakeDevice
 from parity.tiny import cast, tiny_model
-from runtime.tensorrt_fakes import FakeDevice
 from safetensors.torch import save_file
 
 from wicore_trt.backends.tensorrt.plan_io import PlanLimits, step_tensors

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from backend_tensorrt.tensorrt_engines import LIMITS, executor_of, fake_engine
+from backend_tensorrt.tensorrt_fakes import FakeDevice, fake_tensorrt
 from parity.paged import GREEDY, PagedDriver, PagedSequence, relative_error
 from parity.tiny import TinyModel, cast, tiny_model
-from runtime.tensorrt_engines import LIMITS, executor_of, fake_engine
-from runtime.tensorrt_fakes import FakeDevice, fake_tensorrt
 
 from wicore_trt.backends.tensorrt.plan_io import PlanLimits
 from wicore_trt.backends.torch.executor import TorchExecutor
@@ -116,7 +116,10 @@ def random_run(twins: Twins, rng: random.Random, steps: int) -> tuple[list[float
     return errors, differed
 
 
-@pytest.mark.parametrize(("window", "layers"), [(5, 3), (16, 3), (33, 3), (9, 2)])
+@pytest.mark.parametrize(
+    ("window", "layers"),
+    [(5, 3), (9, 2), *(pytest.param(window, 3, marks=pytest.mark.long) for window in (16, 33))],
+)
 def test_random_schedules_give_the_tokens_of_the_torch_executor(window: int, layers: int, tmp_path: Path) -> None:
     """Chunks, decode, more sequences than slots, preemption, pages that move, prefix hits, releases. Of three layers
     the last is global; two are both local."""

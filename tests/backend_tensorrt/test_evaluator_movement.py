@@ -10,6 +10,8 @@ import pytest
 import torch
 from small_network import SmallNetwork, trt
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def net() -> SmallNetwork:
