@@ -56,7 +56,7 @@ def load(settings: Settings) -> tuple[Core, ModelInfo]:
     """The engine, in a process of a server on such a machine."""
     assert settings.engine is not None
     become(Path(settings.engine).parent)
-    return engine.load(settings)
+    return engine.load_engine(settings)
 
 
 if __name__ == "__main__":
