@@ -1,4 +1,4 @@
-"""Documents name only files, modules, commands and make targets that exist."""
+"""Documents name only files, modules, commands, settings and make targets that exist."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ SYMBOL = re.compile(r"`(wicore_trt(?:\.\w+)+)")
 COMMAND = re.compile(r"(?:^|[`$ ])wicore ([a-z]+)", re.M)
 TARGETS = re.compile(r"`make ([a-z -]+)`|^    make ([a-z -]+)", re.M)
 VARIABLE = re.compile(r"WICORE_[A-Z_]+")
+SETTING = re.compile(rf"`((?:{'|'.join({key.partition('.')[0] for key in KEYS if '.' in key})})\.[a-z][a-z_]*)(?=[`:])")
 
 
 def resolves(name: str) -> bool:
@@ -54,6 +55,7 @@ def unknown_names(text: str) -> list[str]:
         "WICORE_",
     }
     found += [v for v in VARIABLE.findall(text) if v not in variables]
+    found += [name for name in SETTING.findall(text) if name not in KEYS and not resolves(f"wicore_trt.{name}")]
     return found
 
 
@@ -74,6 +76,7 @@ def test_documents_name_what_exists(path: str) -> None:
         ),
         ("$ wicore build a b && wicore destroy c", ["wicore destroy"]),
         ("run `make setup` or `make coffee`", ["make coffee"]),
+        ("`kv.device_bytes`, `kv.*`, `kv.write_policy: selective` and `server.fronts`", ["server.fronts"]),
         ("WICORE_KV__DEVICE_BYTES=1 WICORE_KV__DEVICE_BITES=1", ["WICORE_KV__DEVICE_BITES"]),
     ],
 )
