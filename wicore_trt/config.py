@@ -165,8 +165,6 @@ class ServerSettings:
     """Port of the operator's calls: /reload, /drain, /config, /metrics, /health; 0 takes a free one. Default: none."""
     admin_host: str = "127.0.0.1"
     """Address to listen on for the operator's calls."""
-    sse_keep_alive_s: Annotated[float, Field(gt=0)] = 15.0
-    """Seconds without output after which an HTTP stream gets a comment, so that nobody on the way takes it for dead."""
     requests_per_minute: Positive | None = None
     """Generation requests that one tenant may send in a minute, over HTTP and gRPC together. Default: no limit."""
     tokens_per_minute: Positive | None = None
@@ -193,9 +191,6 @@ class ServerSettings:
     """Listen where other machines reach the server also without keys or TLS, such as behind a proxy that has both."""
     reflection: bool = True
     """Serve gRPC reflection, so that grpcurl lists the methods."""
-    http_connections_per_address: Positive = 3072
-    """HTTP connections, WebSockets among them, that one address, or one /64 of IPv6, may have open; more are closed as
-    they come. There is room for 4,096 in all. Clients behind one proxy have its address."""
     max_message_mb: Positive | None = None
     """Largest request message in MiB, unpacked. Default: 4 MiB, or 128 bytes for each token of the context."""
 

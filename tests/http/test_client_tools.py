@@ -13,7 +13,7 @@ from constrained_web import PAINT, make_constrained_engine
 from web import error_of
 
 from wicore_trt.http.bodies import ResponsesBody
-from wicore_trt.http.responses import chat_of
+from wicore_trt.http.responses import make_chat
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 make_one = partial(make_constrained_engine, 4096)
@@ -91,7 +91,7 @@ async def test_a_tool_of_free_text_is_called_with_a_text(client):
 
 
 async def test_the_model_is_told_the_grammar_of_free_text():
-    [told], _ = (lambda chat, forms: (chat.tools, forms))(*chat_of(ResponsesBody(input="x", tools=[CUSTOM])))
+    [told], _ = (lambda chat, forms: (chat.tools, forms))(*make_chat(ResponsesBody(input="x", tools=[CUSTOM])))
     assert told["function"]["description"] == "Patch files.\n\n`input` follows this grammar (lark):\nstart: /[a-z]+/"
 
 
@@ -136,7 +136,7 @@ async def test_calls_and_results_of_these_tools_come_back_as_history():
         {"type": "shell_call_output", "call_id": "d", "output": [{"stdout": "out", "stderr": ""}]},
         {"type": "web_search_call", "id": "ws_1", "status": "completed"},
     ]
-    chat, _ = chat_of(ResponsesBody(input=items))
+    chat, _ = make_chat(ResponsesBody(input=items))
     calls = [call["function"] for turn in chat.messages for call in turn.get("tool_calls", ())]
     assert [call["name"] for call in calls] == ["patch", "house.paint", "local_shell", "shell"]
     assert calls[0]["arguments"] == {"input": 'x"y'} and calls[2]["arguments"]["command"] == ["ls"]

@@ -18,7 +18,7 @@ from test_observability_examples import told
 
 from wicore_trt.cli import serve
 from wicore_trt.config import ServerSettings
-from wicore_trt.http.table import served_path
+from wicore_trt.http.routes import name_path
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "deploy"
@@ -106,7 +106,7 @@ def test_probes_ports_and_grace_fit_the_server():
     assert (ports["grpc"], ports["http"]) == (given["--grpc-port"], given["--http-port"])
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert (
-            served_path(pod[name]["httpGet"]["path"]) == pod[name]["httpGet"]["path"]
+            name_path(pod[name]["httpGet"]["path"]) == pod[name]["httpGet"]["path"]
             and pod[name]["httpGet"]["port"] in ports
         )
     assert pod["readinessProbe"]["httpGet"]["path"] == "/ready" and pod["livenessProbe"]["httpGet"]["path"] == "/health"
@@ -158,7 +158,7 @@ def test_the_image_has_what_its_commands_need():
     assert f"{user} /var/cache/wicore" in content[: content.index("USER")] and "/engines" in yaml.safe_load(volumes)
     [exposed] = re.findall(r"^EXPOSE (\d+) (\d+)$", content, re.MULTILINE)
     assert exposed == (str(ServerSettings().port), str(ServerSettings().http_port))
-    assert re.findall(r"http://127\.0\.0\.1:(\d+)(/\w+)", content) == [(exposed[1], served_path("/ready"))]
+    assert re.findall(r"http://127\.0\.0\.1:(\d+)(/\w+)", content) == [(exposed[1], name_path("/ready"))]
 
 
 def test_compose_names_what_it_has():
@@ -187,7 +187,7 @@ def test_nginx_passes_what_the_server_serves():
     served = {flags_of(line)[flag] for line in commands(text("README.md"), "wicore serve") if "--grpc-port" in line
               for flag in ("--grpc-port", "--http-port")}  # fmt: skip
     assert set(re.findall(r"server 127\.0\.0\.1:(\d+)", content)) == served
-    assert {served_path(path) for path in re.findall(r"location = (\S+)", content)} == {"/v1/stream", "/metrics"}
+    assert {name_path(path) for path in re.findall(r"location = (\S+)", content)} == {"/v1/stream", "/metrics"}
 
 
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")

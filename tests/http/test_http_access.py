@@ -18,10 +18,10 @@ from websockets.exceptions import InvalidStatus
 from wicore_trt.access.listening import http_host
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
-from wicore_trt.http.page import assets
-from wicore_trt.http.routes import routes
+from wicore_trt.http import protocol
+from wicore_trt.http.page import load_assets
+from wicore_trt.http.routes import OPEN, ROUTES, make_routes
 from wicore_trt.http.server import HttpServer
-from wicore_trt.http.table import OPEN, OPERATIONS
 
 KEY = "the-operators-own-key"
 ALICE, BOB = "alice-key-0123456789", "bob-key-0123456789ab"
@@ -41,15 +41,15 @@ def bearer(key: str) -> dict[str, str]:
 
 async def test_every_route_but_two_and_the_page_needs_a_key():
     async with serving(api_key=KEY) as running:
-        listed = {route.path: route for route in routes(running.server.context)}
-        assert set(listed) >= {o.path for o in OPERATIONS} and {"/health", "/ready", "/ping"} == OPEN
+        listed = {route.path: route for route in make_routes(running.server.context)}
+        assert set(listed) >= {o.path for o in ROUTES} and {"/health", "/ready", "/ping"} == OPEN
         for path, route in [*listed.items(), ("/nowhere", None)]:
             url = path.replace("{name:path}", "fake")
             if route is not None and not isinstance(route, Route):
                 continue  # WebSockets have a test of their own
             for method in sorted((route.methods if route else None) or {"GET", "POST"}):
                 found = await running.client.request(method, url, json={} if method == "POST" else None)
-                if path in OPEN or path in assets():
+                if path in OPEN or path in load_assets():
                     assert found.status_code == 200, path
                 else:
                     assert found.status_code == 401 and found.headers["www-authenticate"] == "Bearer", path
@@ -223,7 +223,7 @@ async def test_tls_and_certificates_of_clients(pem):
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_who_does_not_shake_hands_counts_as_a_connection(pem, loop):
+def test_who_does_not_shake_hands_counts_as_a_connection(pem, loop, monkeypatch):
     """Of one address, so that others find room; and holds up no end of the server."""
 
     async def silent() -> bool:
@@ -246,7 +246,8 @@ def test_who_does_not_shake_hands_counts_as_a_connection(pem, loop):
         return b" 200 " in found
 
     async def play() -> None:
-        files = {"tls_cert": pem["cert"], "tls_key": pem["key"], "http_connections_per_address": 4}
+        files = {"tls_cert": pem["cert"], "tls_key": pem["key"]}
+        monkeypatch.setattr(protocol, "MAX_OF_ADDRESS", 4)
         async with serving(**files) as running:
             address[:] = running.url.removeprefix("https://").split(":")
             assert [await shakes("127.0.0.1") for _ in range(3)] == [True] * 3

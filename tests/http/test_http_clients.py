@@ -14,7 +14,7 @@ from web import GREEDY, error_of, executor_of, expected, make_engine, serving, u
 from wicore_trt.access import admission
 from wicore_trt.core.limits import Limits
 from wicore_trt.errors import WicoreError
-from wicore_trt.http import intake, protocol
+from wicore_trt.http import intake, protocol, replies
 from wicore_trt.http.protocol import MAX_HEAD, MAX_HEADERS
 
 
@@ -47,7 +47,7 @@ def rests(running) -> bool:
     return (
         not context.open
         and not taken
-        and not context.room.taken
+        and not context.body_budget.taken
         and stats.requests_running == stats.requests_waiting == 0
     )
 
@@ -146,8 +146,9 @@ async def test_a_reader_that_takes_nothing_is_cut_off(monkeypatch):
             await until(lambda: rests(running))
 
 
-async def test_comments_keep_a_silent_stream_alive():
-    async with serving(make_engine(step_s=0.3), sse_keep_alive_s=0.05) as running:
+async def test_comments_keep_a_silent_stream_alive(monkeypatch):
+    monkeypatch.setattr(replies, "KEEP_ALIVE_S", 0.05)
+    async with serving(make_engine(step_s=0.3)) as running:
         found = await running.completion(prompt="x" * 40, max_tokens=2, stream=True)
         assert found.status_code == 200 and found.text.startswith(": keep-alive\n\n")
         assert found.text.count("data: {") == 2 and found.text.endswith("data: [DONE]\n\n")
@@ -214,7 +215,7 @@ async def test_bodies_that_do_not_come(monkeypatch):
 
 
 async def test_all_bodies_together_are_bounded():
-    room, block = intake.Room(16), intake.BLOCK
+    room, block = intake.BodyBudget(16), intake.BLOCK
     with room.hold("b") as other:
         with room.hold("a") as hold:
             hold.grow(8 * block - 1)
@@ -233,11 +234,11 @@ async def test_a_body_has_its_room_until_it_is_answered():
     async with serving(make_engine(step_s=0.01)) as running:
         call = asyncio.ensure_future(running.completion(max_tokens=50))
         await until(lambda: running.server.context.open)
-        assert running.server.context.room.taken == 1
+        assert running.server.context.body_budget.taken == 1
         await call
         await until(lambda: rests(running))
-        monkey = intake.Room(1)
-        running.server.context.room = monkey
+        monkey = intake.BodyBudget(1)
+        running.server.context.body_budget = monkey
         found = await running.completion(prompt="x" * intake.BLOCK)
         assert found.status_code == 429 and found.headers["retry-after"]
 
@@ -303,8 +304,9 @@ async def test_connections_have_an_end(monkeypatch):
         assert (await running.client.get("/health")).status_code == 200
 
 
-async def test_one_address_leaves_connections_to_others():
-    async with serving(http_connections_per_address=4) as running:
+async def test_one_address_leaves_connections_to_others(monkeypatch):
+    monkeypatch.setattr(protocol, "MAX_OF_ADDRESS", 4)
+    async with serving() as running:
         host, port = running.address
 
         async def connected(source: str):

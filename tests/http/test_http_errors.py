@@ -24,8 +24,8 @@ from wicore_trt.errors import (
     UnavailableError,
     WicoreError,
 )  # fmt: skip
-from wicore_trt.http import fields
-from wicore_trt.http.bodies import EVERY_FIELD, ChatBody, CompletionBody, fields_of
+from wicore_trt.http import intake
+from wicore_trt.http.bodies import EVERY_FIELD, ChatBody, CompletionBody, read_fields
 from wicore_trt.http.errors import STATUSES, error_headers, error_object, status_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -37,14 +37,14 @@ def refused() -> list[tuple[str, object]]:
     """Every refused field with values that ask for something."""
     return [
         (name, value)
-        for name, neutral in fields.REFUSED.items()
+        for name, neutral in intake.REFUSED.items()
         for value in SAMPLES[1:]
-        if not any(fields.alike(value, n) for n in neutral)
+        if not any(intake.are_alike(value, n) for n in neutral)
     ]
 
 
 async def test_every_refused_field_is_named(running):
-    assert len(fields.REFUSED) > 40 and not fields.REFUSED.keys() & EVERY_FIELD
+    assert len(intake.REFUSED) > 40 and not intake.REFUSED.keys() & EVERY_FIELD
     seen = set()
     for name, value in refused():
         if name in seen:
@@ -54,14 +54,14 @@ async def test_every_refused_field_is_named(running):
             found = await ask(**{name: value})
             assert found.status_code == 400, (name, value, found.text)
             assert error_of(found)["param"] == name
-    assert seen == set(fields.REFUSED)
+    assert seen == set(intake.REFUSED)
 
 
 async def test_values_that_ask_for_nothing_are_taken(running):
-    body = {name: neutral[0] for name, neutral in fields.REFUSED.items() if neutral}
+    body = {name: neutral[0] for name, neutral in intake.REFUSED.items() if neutral}
     assert len(body) > 20
     assert (await running.chat(**body)).status_code == 200
-    assert (await running.completion(**dict.fromkeys(fields.REFUSED))).status_code == 200
+    assert (await running.completion(**dict.fromkeys(intake.REFUSED))).status_code == 200
 
 
 async def test_other_servers_fields_that_change_answers_are_named(running):
@@ -73,9 +73,9 @@ async def test_other_servers_fields_that_change_answers_are_named(running):
 
 
 async def test_harmless_fields_and_unknown_ones_are_taken(running):
-    body = dict.fromkeys(fields.HARMLESS, "x") | {"my_own_field": {"a": [1]}, "x-trace": 5}
-    assert {"metadata"} == fields.HARMLESS & EVERY_FIELD, "which one route gives back"
-    assert not fields.HARMLESS & fields.REFUSED.keys()
+    body = dict.fromkeys(intake.HARMLESS, "x") | {"my_own_field": {"a": [1]}, "x-trace": 5}
+    assert {"metadata"} == intake.HARMLESS & EVERY_FIELD, "which one route gives back"
+    assert not intake.HARMLESS & intake.REFUSED.keys()
     for ask in (running.chat, running.completion):
         assert (await ask(**body)).status_code == 200
 
@@ -96,7 +96,7 @@ async def test_misspelled_fields_are_named(running, given, meant):
     assert f"Did you mean {meant}?" in error_of(found)["message"]
 
 
-async def test_fields_of_other_routes_are_refused(running):
+async def test_read_fields_other_routes_are_refused(running):
     found = await running.chat(echo=True)
     assert found.status_code == 400 and error_of(found)["param"] == "echo"
     assert (await running.chat(echo=False)).status_code == 200
@@ -311,5 +311,5 @@ async def test_when_to_come_back():
 async def test_the_seam_for_new_fields_is_the_models():
     """A field that a model gets is served: nothing else has to be changed but the list of refused ones."""
     for model in (ChatBody, CompletionBody):
-        found = fields_of(model)
+        found = read_fields(model)
         assert found.served.keys() == set(model.model_fields) and not found.served.keys() & found.elsewhere

@@ -11,8 +11,8 @@ import pytest
 from constrained_web import PAINT, make_constrained_engine
 from web import GREEDY, error_of
 
-from wicore_trt.http import bodies, fields
-from wicore_trt.http.table import OPERATIONS
+from wicore_trt.http import bodies, intake
+from wicore_trt.http.routes import ROUTES
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 make_one = make_constrained_engine
@@ -99,7 +99,7 @@ ALSO = {"/v1/responses/input_tokens": WHOLE["/v1/responses"]}
 """Routes that take the bodies of another, of which they look at a part."""
 
 
-def places(body: object, table: fields.Place, above: str = ""):
+def places(body: object, table: intake.FieldPath, above: str = ""):
     """(path, path without numbers, the object, its place in the table) of all objects that the table knows."""
     yield above, "".join(c for c in above if c not in "[]0123456789"), body, table
     for name, value in body.items():
@@ -113,7 +113,7 @@ def places(body: object, table: fields.Place, above: str = ""):
 
 
 def cases():
-    for operation in OPERATIONS:
+    for operation in ROUTES:
         for number, body in enumerate(WHOLE.get(operation.path, ())):
             yield pytest.param(operation, body, id=f"{operation.path}-{number}")
 
@@ -181,22 +181,22 @@ async def test_what_is_known_of_each_place_holds(running, operation, body):
 
 
 async def test_every_place_of_the_table_is_in_a_body_above():
-    for operation in OPERATIONS:
+    for operation in ROUTES:
         if operation.fields is None or operation.path == "/detokenize":
             continue
-        known = {path for path, _ in operation.fields.paths()}
+        known = {path for path, _ in operation.fields.list_paths()}
         told = {
             pattern
             for body in ALSO.get(operation.path, WHOLE[operation.path])
             for _, pattern, _, _ in places(body, operation.fields)
         }
         assert told == known, operation.path
-    inside = {path for operation in OPERATIONS if operation.fields for path, _ in operation.fields.paths()}
-    assert set(fields.REFUSED_INSIDE) <= inside
+    inside = {path for operation in ROUTES if operation.fields for path, _ in operation.fields.list_paths()}
+    assert set(intake.REFUSED_INSIDE) <= inside
 
 
 async def test_unknown_names_without_number_are_refused():
     turns = [{"role": "user", "content": "x", f"unknown{i}": 1} for i in range(200)]
-    with pytest.raises(fields.InvalidRequestError, match="unknown fields"):
-        bodies.fields_of(bodies.ChatBody).check({"messages": turns})
-    bodies.fields_of(bodies.ChatBody).check({"messages": [{**turn, "timestamp": 1} for turn in turns[:100]]})
+    with pytest.raises(intake.InvalidRequestError, match="unknown fields"):
+        bodies.read_fields(bodies.ChatBody).check_body({"messages": turns})
+    bodies.read_fields(bodies.ChatBody).check_body({"messages": [{**turn, "timestamp": 1} for turn in turns[:100]]})

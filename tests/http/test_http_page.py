@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from web import serving
 
-from wicore_trt.http.page import MEDIA, VENDOR, assets
+from wicore_trt.http.page import MEDIA, VENDOR, load_assets
 
 FOLDER = Path(__file__).parents[2] / "wicore_trt" / "http" / "static"
 KEY = "the-operators-own-key"
@@ -17,7 +17,7 @@ KEY = "the-operators-own-key"
 
 async def test_every_file_is_answered_without_a_key_as_what_it_is():
     async with serving(api_key=KEY) as running:
-        for path in assets():
+        for path in load_assets():
             found = await running.client.get(path)
             file = FOLDER / (path.removeprefix("/page/") if path != "/" else "index.html")
             assert found.status_code == 200 and found.content == file.read_bytes(), path
@@ -29,7 +29,7 @@ async def test_every_file_is_answered_without_a_key_as_what_it_is():
             assert lasting == (VENDOR in path) and (lasting or found.headers["cache-control"] == "no-cache")
             head = await running.client.head(path)
             assert (head.status_code, head.content, head.headers["etag"]) == (200, b"", found.headers["etag"])
-        assert len(assets()) == len([p for p in FOLDER.rglob("*") if p.is_file()]) >= 12
+        assert len(load_assets()) == len([p for p in FOLDER.rglob("*") if p.is_file()]) >= 12
 
 
 async def test_what_a_browser_has_is_not_sent_again():
@@ -40,7 +40,7 @@ async def test_what_a_browser_has_is_not_sent_again():
             assert (found.status_code, found.content, found.headers["etag"]) == (304, b"", tag), known
         found = await running.client.get("/", headers={"if-none-match": '"another"'})
         assert found.status_code == 200 and found.content
-        assert len({asset.etag for asset in assets().values()}) == len(assets())
+        assert len({asset.etag for asset in load_assets().values()}) == len(load_assets())
 
 
 PATHS = (
@@ -70,11 +70,11 @@ def test_the_page_names_no_other_host_and_has_nothing_inline():
     index = (FOLDER / "index.html").read_text()
     assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\son\w+=|\sstyle=", index)
     for name in re.findall(r'(?:src|href)="([^"]+)"', index):
-        assert name in assets(), name
+        assert name in load_assets(), name
     for file in FOLDER.glob("*.js"):
         text = file.read_text()
         assert not re.search(r"https?://|innerHTML|dangerouslySetInnerHTML|eval\(|document\.write", text), file
-        assert text.startswith("// ") and set(re.findall(r'from "([^"]+)"', text)) <= set(assets())
+        assert text.startswith("// ") and set(re.findall(r'from "([^"]+)"', text)) <= set(load_assets())
 
 
 def test_what_is_vendored_has_its_licence():

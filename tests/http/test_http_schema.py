@@ -7,13 +7,13 @@ import sys
 
 from web import make_engine, serving
 
-from wicore_trt.http.table import OPERATIONS
+from wicore_trt.http.routes import ROUTES
 
 
 async def test_the_document_names_every_route_and_field():
     async with serving() as running:
         found = (await running.client.get("/openapi.json")).json()
-    assert found["openapi"] == "3.1.0" and set(found["paths"]) == {o.path.replace(":path", "") for o in OPERATIONS}
+    assert found["openapi"] == "3.1.0" and set(found["paths"]) == {o.path.replace(":path", "") for o in ROUTES}
     chat = found["components"]["schemas"]["ChatBody"]
     assert chat["required"] == ["messages"] and chat["properties"]["temperature"]["description"]
     answers = found["paths"]["/v1/chat/completions"]["post"]["responses"]
@@ -36,4 +36,4 @@ async def test_generated_requests_find_no_fault_of_ours(tmp_path):
         )  # fmt: skip
         printed, _ = await runner.communicate()
     assert runner.returncode == 0, printed.decode()[-8000:]
-    assert f"Tested: {len(OPERATIONS)}" in printed.decode()
+    assert f"Tested: {len(ROUTES)}" in printed.decode()

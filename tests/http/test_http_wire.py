@@ -14,7 +14,7 @@ from web import GREEDY, TOKENIZER, make_engine, serving, until
 from websockets.streams import StreamReader
 
 from wicore_trt.http import protocol
-from wicore_trt.http.intake import BLOCK, Room
+from wicore_trt.http.intake import BLOCK, BodyBudget
 
 KEY = "a-key-of-an-operator"
 SHAKE = (
@@ -49,7 +49,7 @@ def buffered() -> int:
 
 async def test_a_message_that_has_not_come_whole_counts_as_a_body_does():
     async with serving() as running:
-        running.server.context.room = room = Room(40)
+        running.server.context.body_budget = room = BodyBudget(40)
         async with shaken(running) as (_, first), shaken(running) as (refused, second):
             first.write(begun(3 << 20) + bytes(30 * BLOCK))
             await until(lambda: room.taken >= 30)
@@ -95,7 +95,7 @@ async def test_a_message_that_does_not_end_ends_its_connection(monkeypatch):
 async def test_messages_that_wait_count():
     """A reader that stops holds up the answers to its messages, and these."""
     async with serving() as running:
-        room = running.server.context.room
+        room = running.server.context.body_budget
         async with shaken(running) as (_, writer):
             for _ in range(200):
                 writer.write((bytes([0x81, 0x81, 0, 0, 0, 0]) + b"{") * 2000)

@@ -29,7 +29,7 @@ from wicore_trt.core.shares import Gate
 from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.http.app import make_app
 from wicore_trt.http.context import Context
-from wicore_trt.http.routes import routes
+from wicore_trt.http.routes import make_routes
 from wicore_trt.link import host as host_end
 from wicore_trt.link import remote as remote_end
 from wicore_trt.link.host import EngineHost
@@ -183,9 +183,9 @@ class Site:
         monkeypatch.setattr(self.engine._offload, "run", self._work)
         keys = KeyRing(KEYS)
         self.admission = Admission(keys, Gate(4096, "calls"), Rates())
-        self.context = Context(self.admission, 1 << 20, 1000.0)
+        self.context = Context(self.admission, 1 << 20)
         self.service = InferenceService(max_message_bytes=1 << 20, admission=self.admission)
-        self.app = make_app(self.context, routes(self.context), ())
+        self.app = make_app(self.context, make_routes(self.context), ())
         self.ends: Counter[int] = Counter()
         self.by_way: dict[str, Counter[int]] = {}
         self._steps: asyncio.Task | None = None
@@ -381,7 +381,7 @@ class Site:
     def check_idle(self) -> None:
         """Nothing is held when nobody asks."""
         assert not self.context.open and self.context.idle.is_set() and self.service.idle.is_set()
-        assert not self.service.streams_open and not self.admission.calls.taken and not self.context.room.taken
+        assert not self.service.streams_open and not self.admission.calls.taken and not self.context.body_budget.taken
         assert not self.engine._streams and not self.engine._keys
         assert not self.remote._pending and not self.remote._live
 

@@ -10,7 +10,7 @@ import tokenizers
 from synthetic_tokenizer import backend, write
 
 from wicore_trt.core.text_engine import ending_turns
-from wicore_trt.text.calls import CallFinder, Function, calls_constraint, gathered
+from wicore_trt.text.calls import CallFinder, Function, calls_constraint, gather_parts
 from wicore_trt.text.detokenizer import IncrementalDetokenizer
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import SamplingParams, TextRequest
@@ -69,7 +69,7 @@ def test_calls_are_read_from_the_tokens_of_an_answer(tokenizer: Tokenizer, size:
     for at in range(0, len(ids), size):
         found += finder.push(detokenizer.push(ids[at : at + size]))
     found += finder.push(detokenizer.flush()) + finder.end()
-    text, calls = gathered(found)
+    text, calls = gather_parts(found)
     assert (text, finder.whole, [call.name for call in calls]) == ("", True, ["weather", "now"])
     want = {"city": "Paris, {x}", "days": [1, 2.5], "deep": {"a": True}, "no": None}
     assert [json.loads(call.arguments) for call in calls] == [want, {}]

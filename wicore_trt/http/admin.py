@@ -19,12 +19,11 @@ from wicore_trt.access.calls import Call
 from wicore_trt.access.listening import is_local
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import ConfigError, ForbiddenError, InvalidRequestError
-from wicore_trt.http.app import Front
+from wicore_trt.http.app import HttpApp
 from wicore_trt.http.context import Context
-from wicore_trt.http.listener import Listener
-from wicore_trt.http.replies import json_reply
+from wicore_trt.http.replies import json_reply, run_unless_gone
+from wicore_trt.http.server import Listener
 from wicore_trt.http.socket import check_origin
-from wicore_trt.http.waiting import unless_gone
 from wicore_trt.metrics.exposition import rendered, supervised
 
 MAX_WAIT_S = 3600.0
@@ -54,7 +53,7 @@ class AdminServer:
         """Raises ConfigError for bad TLS or keys files."""
         self._server = server
         local = is_local(settings.admin_host) and not settings.admin_host.startswith("unix:")
-        self._context = Context(Admission.of(settings), 0, 1.0, local, settings.allowed_hosts)
+        self._context = Context(Admission.of(settings), 0, local, settings.allowed_hosts)
         table = {
             "/reload": ("POST", self._reload),
             "/drain": ("POST", self._drain),
@@ -62,7 +61,7 @@ class AdminServer:
             "/metrics": ("GET", self._metrics),
         }
         routes = [Route(path, _operators(answer), methods=[method]) for path, (method, answer) in table.items()]
-        app = Front(self._context, [*routes, Route("/health", _health)])
+        app = HttpApp(self._context, [*routes, Route("/health", _health)])
         port = settings.admin_port or 0
         self._listener = Listener(app, settings, settings.admin_host, port, flag="--admin-port")
 
@@ -95,7 +94,7 @@ class AdminServer:
             wait_s = -1.0
         if not 0 <= wait_s <= MAX_WAIT_S:
             raise InvalidRequestError(f"wait is a number of seconds, at most {MAX_WAIT_S:g}.", field="wait")
-        idle = await unless_gone(request.receive, self._server.drain(wait_s))
+        idle = await run_unless_gone(request.receive, self._server.drain(wait_s))
         return json_reply({"state": "draining", "idle": idle})
 
     async def _config(self, request: Request) -> Response:

@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from wicore_trt.access.calls import CURRENT, Call, offered_key, write_access_line
+from wicore_trt.access.calls import CURRENT, REQUEST_ID_HEADER, Call, offered_key, write_access_line
 from wicore_trt.access.keys import EVERYBODY, Identity
 from wicore_trt.access.log import Sparingly
 from wicore_trt.errors import AuthenticationError, RateLimitError, WicoreError
@@ -27,22 +27,21 @@ from wicore_trt.http.errors import (
     CLIENT_GONE,
     ClientGoneError,
     HttpError,
+    anthropic_error_bytes,
     error_bytes,
     error_headers,
-    error_maker,
-    id_headers,
     status_of,
 )
-from wicore_trt.http.page import assets
+from wicore_trt.http.page import load_assets
 from wicore_trt.http.replies import json_reply, rate_headers
-from wicore_trt.http.table import OPEN, OPERATIONS, served_path
+from wicore_trt.http.routes import OPEN, ROUTES, name_path
 
 log = logging.getLogger(__name__)
 
-LOUD = frozenset(operation.path for operation in OPERATIONS if operation.generates)
+LOUD = frozenset(route.path for route in ROUTES if route.generates)
 """Paths whose access lines are INFO."""
-ANTHROPIC = frozenset(operation.path for operation in OPERATIONS if operation.anthropic)
-KEYLESS = OPEN | assets().keys()
+ANTHROPIC = frozenset(route.path for route in ROUTES if route.anthropic)
+KEYLESS = OPEN | load_assets().keys()
 """Paths that need no key: the probes', and the page's own files."""
 LEFT_OUT = {"tools_left_out": "x-wicore-tools-left-out", "schema_left_out": "x-wicore-schema-left-out"}
 """Headers of answers to requests with tools that others run, and with a schema that is not kept whole, by the fact."""
@@ -53,7 +52,7 @@ EXPOSED = (
 )
 
 
-class Front:
+class HttpApp:
     """An ASGI application around the routes."""
 
     def __init__(self, context: Context, routes: Sequence[BaseRoute]) -> None:
@@ -94,7 +93,7 @@ class Front:
             raise
         finally:
             write_access_line(call, str(answer.status), generates=path in LOUD)
-            self._context.admission.counts.ended_http(method, served_path(path), answer.status)
+            self._context.admission.counts.ended_http(method, name_path(path), answer.status)
 
     async def _answer(self, call: Call, who: Identity | None, path: str, asgi: tuple[Scope, Receive, Answer]) -> None:
         self._context.check_host(Headers(scope=asgi[0]).get("host"))
@@ -111,10 +110,10 @@ class Answer:
     """`send` of one request, which adds the headers that every answer has. Errors after it has begun break it off."""
 
     def __init__(self, call: Call, scope: Scope, send: Send) -> None:
-        self._scope, self._send = scope, send
-        self._facts = call.facts
-        self._ids = id_headers(call.call_id, anthropic=call.anthropic)
-        self._error_bytes = error_maker(call.call_id, anthropic=call.anthropic)
+        self._call, self._scope, self._send = call, scope, send
+        self._ids = [(REQUEST_ID_HEADER.encode(), call.call_id.encode())]
+        if call.anthropic:
+            self._ids.append((b"request-id", call.call_id.encode()))
         self._begun = False
         self.status = 0
 
@@ -123,11 +122,10 @@ class Answer:
         if kind == "http.response.start" or kind == "websocket.accept":
             self._begun = True
             self.status = message.get("status", 101)
-            facts = self._facts
-            told = [
-                (head.encode(), str(facts[key])[:MAX_TOLD].encode()) for key, head in LEFT_OUT.items() if key in facts
-            ]
-            message["headers"] = [*message.get("headers", ()), *self._ids, *told]
+            message["headers"] = headers = [*message.get("headers", ()), *self._ids]
+            for key, head in LEFT_OUT.items():
+                if key in self._call.facts:
+                    headers.append((head.encode(), str(self._call.facts[key])[:MAX_TOLD].encode()))
         await self._send(message)
 
     async def fail(self, error: WicoreError, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
@@ -141,7 +139,9 @@ class Answer:
         if self._scope["type"] == "websocket":
             await self._deny(error, found)
             return
-        await json_reply(self._error_bytes(error), status_of(error), found)(self._scope, _nothing, self)
+        call = self._call
+        body = anthropic_error_bytes(error, call.call_id) if call.anthropic else error_bytes(error)
+        await json_reply(body, status_of(error), found)(self._scope, _receive_nothing, self)
 
     def _has_body(self) -> bool:
         headers = Headers(scope=self._scope)
@@ -155,15 +155,15 @@ class Answer:
         await self._send({"type": "websocket.http.response.body", "body": error_bytes(error), "more_body": False})
 
 
-async def _nothing() -> Message:
+async def _receive_nothing() -> Message:
     return {"type": "http.disconnect"}
 
 
 def make_app(context: Context, routes: Sequence[BaseRoute], origins: Sequence[str]) -> ASGIApp:
     """The application. Web pages of `origins` may call it."""
-    front = Front(context, routes)
+    app = HttpApp(context, routes)
     if not origins:
-        return front
+        return app
     return CORSMiddleware(
-        front, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=EXPOSED
+        app, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=EXPOSED
     )

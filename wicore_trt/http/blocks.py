@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from wicore_trt.http.generation import Totals
-from wicore_trt.http.shapes import Shape, encode
-from wicore_trt.text.calls import CallFinder, Piece
+from wicore_trt.http.shapes import ResponseShape, encode
+from wicore_trt.text.calls import CallFinder, TextPart
 from wicore_trt.types import Completion, FinishReason, TextOutput
 
 Change = Literal["open", "delta", "close"]
@@ -47,7 +47,7 @@ class Block:
         return True
 
 
-class BlockShape(Shape):
+class BlockShape(ResponseShape):
     """`calls`: functions may be called. `last` is the answer's last output."""
 
     def __init__(self, *, calls: bool) -> None:
@@ -103,9 +103,9 @@ class BlockShape(Shape):
                 yield self._begin(None)
             yield from self._close()
 
-    def _pieces(self, text: str, *, ended: bool) -> list[Piece]:
+    def _pieces(self, text: str, *, ended: bool) -> list[TextPart]:
         if self._finder is None:
-            return [Piece(text=text)] if text else []
+            return [TextPart(text=text)] if text else []
         return self._finder.push(text) + (self._finder.end() if ended else [])
 
     def _begin(self, name: str | None) -> tuple[Change, Block, str]:

@@ -11,10 +11,34 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from wicore_trt.http.fields import Place
-from wicore_trt.http.schemas import FLAG, OBJECT, TEXT, either, list_of, object_of, one_of
+from wicore_trt.http.intake import FieldPath
 from wicore_trt.request_fields import FIELDS, MAX_LOGPROBS, RequestField
 from wicore_trt.text.tools import MAX_TOOLS
+
+TEXT, NUMBER, FLAG, OBJECT = ({"type": kind} for kind in ("string", "integer", "boolean", "object"))
+TEXTS: dict[str, Any] = {"type": "array", "items": TEXT}
+
+
+def object_of(required: str = "", /, **properties: Any) -> dict[str, Any]:
+    """An object with these properties, of which the names in `required` must be there."""
+    needed = {"required": required.split()} if required else {}
+    return {"type": "object", "properties": properties, **needed}
+
+
+def one_of(names: str) -> dict[str, Any]:
+    """A value that is one of several words."""
+    return {"enum": names.split()}
+
+
+def either(*schemas: dict[str, Any]) -> dict[str, Any]:
+    """A value that satisfies one of the schemas."""
+    return {"anyOf": list(schemas)}
+
+
+def list_of(items: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A list of such values."""
+    return {"type": "array", "items": items, **more}
+
 
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 MAX_MESSAGES = 8192
@@ -62,7 +86,7 @@ def _range(name: str) -> Any:
 _BIASES: RequestField = FIELDS["logit_bias"]
 
 
-def _few(value: object) -> object:
+def _check_count(value: object) -> object:
     """Objects are looked at to their end before their size is."""
     if isinstance(value, dict) and len(value) > _BIASES.most:
         raise ValueError(f"at most {_BIASES.most} items are taken")
@@ -126,7 +150,7 @@ class Knobs(Body):
     """The same, for each time that it has them."""
     seed: Annotated[int, _range("seed")] | None = None
     """Equal seeds give equal tokens."""
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_few), Field(max_length=_BIASES.most)] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_check_count), Field(max_length=_BIASES.most)] | None = None
     """Added to the logits of token ids, -100 to 100."""
     stop_token_ids: Ids | None = None
     """Tokens that end a sequence."""
@@ -160,7 +184,7 @@ class Sampling(Knobs):
     """Strings that end a sequence."""
 
 
-class Generation(Sampling):
+class GenerationFields(Sampling):
     """What chat and completions have in common."""
 
     n: Annotated[int, _range("n")] | None = None
@@ -194,7 +218,7 @@ class Generation(Sampling):
     """The ids of the tokens of prompt and text too, in vLLM's shape."""
 
 
-class ChatBody(Generation):
+class ChatBody(GenerationFields):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     """The conversation; a system or developer message may come first."""
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -218,7 +242,7 @@ class ChatBody(Generation):
     """Other variables of the model's chat template."""
 
 
-class CompletionBody(Generation):
+class CompletionBody(GenerationFields):
     prompt: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
     """A text or token ids, or a list of one of them."""
     max_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -358,6 +382,6 @@ EVERY_FIELD = frozenset(name for model in GENERATIONS for name in model.model_fi
 
 
 @cache
-def fields_of(model: type[BaseModel]) -> Place:
+def read_fields(model: type[BaseModel]) -> FieldPath:
     """The fields of a body, those inside of fields too, as its schema names them."""
-    return Place.of(model.model_json_schema(), EVERY_FIELD if model in GENERATIONS else ())
+    return FieldPath.read_schema(model.model_json_schema(), EVERY_FIELD if model in GENERATIONS else ())

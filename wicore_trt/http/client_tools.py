@@ -16,7 +16,7 @@ from hashlib import sha256
 from typing import Any
 
 from wicore_trt.errors import InvalidRequestError, shown
-from wicore_trt.http.schemas import FLAG, NUMBER, TEXT, TEXTS, list_of, object_of, one_of
+from wicore_trt.http.bodies import FLAG, NUMBER, TEXT, TEXTS, list_of, object_of, one_of
 
 
 @dataclass(frozen=True, slots=True)

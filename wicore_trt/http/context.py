@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from wicore_trt.access.admission import Admission
 from wicore_trt.access.calls import check_host
 from wicore_trt.errors import UnavailableError
-from wicore_trt.http.intake import MANY_ITEMS, Room
+from wicore_trt.http.intake import MANY_ITEMS, BodyBudget
 from wicore_trt.metrics.machine import GpuUse
 
 if TYPE_CHECKING:
@@ -30,13 +30,12 @@ class Context:
 
     admission: Admission
     max_body_bytes: int
-    keep_alive_s: float
     local: bool = False
     """Whether this machine alone reaches the address by its own name."""
     allowed_hosts: Sequence[str] = ()
     origins: Sequence[str] = ()
     """Web pages of these may call."""
-    room: Room = field(default_factory=Room)
+    body_budget: BodyBudget = field(default_factory=BodyBudget)
     draining: bool = False
     open: Counter[str] = field(default_factory=Counter)  # generations by tenant
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -66,29 +65,25 @@ class Context:
         """The engine, when it is there."""
         return self._engine
 
-    def engine(self) -> TextEngine:
+    def require_engine(self) -> TextEngine:
         """The engine. Raises UnavailableError while it is loading."""
         if self._engine is None:
             raise UnavailableError("The engine is still loading.", fix="Wait until /ready answers 200.")
         return self._engine
 
-    def serving(self) -> TextEngine:
+    def require_serving(self) -> TextEngine:
         """The engine, for a new generation. Raises UnavailableError when the server starts or ends."""
         if self.draining:
             raise UnavailableError("The server is shutting down.", fix="Send the request to another server.")
-        return self.engine()
+        return self.require_engine()
 
     def check_host(self, host: str | None) -> None:
         """Raises ForbiddenError for a name that a stranger's page may have made up, where no key keeps it out."""
         if self.local and not self.admission.keys.needed:
             check_host(host, self.allowed_hosts)
 
-    def check_model(self, name: str | None) -> str:
-        """The name that the answer shows. Raises ModelNotFoundError for another model than the served one."""
-        return self.engine().info.shown_as(name)
-
     @contextmanager
-    def generation(self, tenant: str) -> Iterator[None]:
+    def count_generation(self, tenant: str) -> Iterator[None]:
         """Count a generation as open."""
         self.open[tenant] += 1
         self.idle.clear()
@@ -101,7 +96,7 @@ class Context:
             if not self.open:
                 self.idle.set()
 
-    def most_items(self) -> int:
+    def count_items(self) -> int:
         """Objects, lists and items that a body may have: a prompt of token ids has one for each."""
         context = self._engine.info.max_context_tokens if self._engine is not None else 0
         return MANY_ITEMS + 2 * context

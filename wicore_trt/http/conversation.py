@@ -20,76 +20,76 @@ MEDIA = frozenset((*IMAGES, "input_file", "file", "input_audio", "document", "se
 
 
 @dataclass(slots=True)
-class Turn:
+class ChatMessage:
     """What one side said, and what it called."""
 
     role: str
     texts: list[str] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)
 
-    def message(self) -> dict[str, Any]:
+    def to_message(self) -> dict[str, Any]:
         return {"role": self.role, "content": "\n\n".join(filter(None, self.texts)), **self.more}
 
 
-class Conversation:
+class ChatBuilder:
     """Turns that are being made. A message costs its own length, however many there are."""
 
     def __init__(self) -> None:
-        self._turns: list[Turn] = []
+        self._turns: list[ChatMessage] = []
         self._called: set[str] = set()
 
     @property
     def last_role(self) -> str | None:
         return self._turns[-1].role if self._turns else None
 
-    def messages(self) -> list[dict[str, Any]]:
+    def list_messages(self) -> list[dict[str, Any]]:
         """As a chat has them."""
-        return [turn.message() for turn in self._turns]
+        return [turn.to_message() for turn in self._turns]
 
-    def say(self, role: str, text: str) -> None:
+    def add_text(self, role: str, text: str) -> None:
         """A turn, or more of it."""
         if self.last_role != role or self._turns[-1].more:
-            self._turns.append(Turn(role))
+            self._turns.append(ChatMessage(role))
         self._turns[-1].texts.append(text)
 
-    def call(self, call_id: str, name: str, arguments: str | Mapping[str, Any]) -> None:
+    def add_call(self, call_id: str, name: str, arguments: str | Mapping[str, Any]) -> None:
         """A function that the model called."""
         self._called.add(call_id)
         if self.last_role != "assistant":
-            self._turns.append(Turn("assistant"))
+            self._turns.append(ChatMessage("assistant"))
         function = {"name": name, "arguments": arguments}
         calls = self._turns[-1].more.setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
 
-    def result(self, call_id: str, text: str, where: str) -> None:
+    def add_result(self, call_id: str, text: str, where: str) -> None:
         """What a function returned. Raises InvalidRequestError for one that was not called."""
         if call_id not in self._called:
             raise InvalidRequestError(f"{where}: no call before it has the id {shown(call_id)}.", field=where)
-        self._turns.append(Turn("tool", [text], {"tool_call_id": call_id}))
+        self._turns.append(ChatMessage("tool", [text], {"tool_call_id": call_id}))
 
 
-def text_of(content: object, where: str) -> str:
+def read_text(content: object, where: str) -> str:
     """A text, or the texts of parts. Raises InvalidRequestError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidRequestError(f"{where} must be a text or a list of parts, got {shown(content)}.", field=where)
-    return "\n\n".join(part_text(part, f"{where}[{i}]") for i, part in enumerate(content))
+    return "\n\n".join(read_part_text(part, f"{where}[{i}]") for i, part in enumerate(content))
 
 
-def part_text(part: object, where: str) -> str:
+def read_part_text(part: object, where: str) -> str:
     """The text of a part. Raises InvalidRequestError for what is no text."""
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind in MEDIA:
         raise InvalidRequestError(f"{where}: {kind} is not supported yet.", field=where)
     if kind == "refusal":
-        return member(part, "refusal", where)
+        return read_member(part, "refusal", where)
     if not isinstance(kind, str) or kind not in TEXTS:
         raise InvalidRequestError(f"{where} must be a text, got {shown(kind)}.", field=where)
-    return member(part, "text", where)
+    return read_member(part, "text", where)
 
 
-def member(item: object, name: str, where: str) -> str:
+def read_member(item: object, name: str, where: str) -> str:
     """A text of an object. Raises InvalidRequestError where it has none of that name."""
     value = item.get(name) if isinstance(item, dict) else None
     if not isinstance(value, str):
@@ -97,14 +97,14 @@ def member(item: object, name: str, where: str) -> str:
     return value
 
 
-def chat_body(body: Body, conversation: Conversation, **fields: Any) -> ChatBody:
+def make_chat_body(body: Body, conversation: ChatBuilder, **fields: Any) -> ChatBody:
     """The chat that a body of another API asks for; `fields` are ChatBody's, of checked types."""
     knobs = {name: getattr(body, name, None) for name in Knobs.model_fields}
-    return ChatBody.model_construct(messages=conversation.messages(), **knobs, **fields)
+    return ChatBody.model_construct(messages=conversation.list_messages(), **knobs, **fields)
 
 
 @contextmanager
-def naming(names: Mapping[str, str]) -> Iterator[None]:
+def rename_fields(names: Mapping[str, str]) -> Iterator[None]:
     """Name the fields of a chat as the client wrote them."""
     try:
         yield

@@ -1,21 +1,125 @@
-"""Bodies to plain requests.
+"""Makes plain requests of bodies: sampling, constraints, tools, prompts and messages.
 
 Pure functions; must not know engines or calls. Invariants: a field that was not given takes the default of the plain
-type, or of the API where that has another; errors name the field as the client wrote it.
+type, or of the API where that has another; a body has at most one constraint; errors name the field that asked.
 """
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from wicore_trt.errors import InvalidRequestError, shown
-from wicore_trt.http.bodies import Cache, ChatBody, CompletionBody, Generation, InferenceBody, Sampling
-from wicore_trt.http.structured import constraint_of
+from wicore_trt.grammar.source import without_words
+from wicore_trt.http.bodies import Cache, ChatBody, CompletionBody, GenerationFields, InferenceBody, Knobs, Sampling
 from wicore_trt.request_fields import SAMPLING
-from wicore_trt.text.tools import Tools
-from wicore_trt.types import CacheHints, CachePriority, Constraint, SamplingParams, TextRequest, prompt_list
+from wicore_trt.text.calls import Function
+from wicore_trt.text.tools import AUTO, NONE, REQUIRED, Tools, make_function, make_tools
+from wicore_trt.types import (
+    CacheHints,
+    CachePriority,
+    Constraint,
+    ConstraintKind,
+    SamplingParams,
+    TextRequest,
+    prompt_list,
+)
+
+GUIDED = {
+    "guided_json": ConstraintKind.JSON_SCHEMA,
+    "guided_regex": ConstraintKind.REGEX,
+    "guided_choice": ConstraintKind.CHOICE,
+    "guided_grammar": ConstraintKind.GRAMMAR,
+}
+STRUCTURED = {kind.removeprefix("guided_"): found for kind, found in GUIDED.items()}
+"""Names inside of structured_outputs, beside json_object."""
+NAMES = GUIDED | {
+    "json_schema": ConstraintKind.JSON_SCHEMA,
+    "regex": ConstraintKind.REGEX,
+    **dict.fromkeys(("ebnf", "grammar"), ConstraintKind.GRAMMAR),
+    "allowed_token_ids": ConstraintKind.TOKENS,
+}
+"""Fields that are a constraint: vLLM's, SGLang's and llama.cpp's."""
+
+
+def read_constraint(body: Knobs) -> tuple[str, Constraint] | None:
+    """The field that asks for a constraint, and that. Raises InvalidRequestError."""
+    found: list[tuple[str, Constraint]] = []
+    if body.bad_words:
+        found.append(
+            ("bad_words", _make_constraint("bad_words", ConstraintKind.GRAMMAR, without_words(body.bad_words)))
+        )
+    if isinstance(body, GenerationFields) and body.response_format is not None:
+        found += [("response_format", made) for made in _read_response_format(body.response_format)]
+    if isinstance(body, GenerationFields) and body.structured_outputs is not None:
+        found += [("structured_outputs", made) for made in _read_structured(body.structured_outputs)]
+    for name, kind in NAMES.items():
+        if (value := getattr(body, name, None)) is not None:
+            found.append((name, _make_constraint(name, kind, value)))
+    if len(found) > 1:
+        raise InvalidRequestError(f"{found[0][0]} and {found[-1][0]} exclude each other.", field=found[-1][0])
+    return found[0] if found else None
+
+
+def name_field(error: InvalidRequestError, body: Knobs) -> InvalidRequestError:
+    """An error under the name of the field that asked for what is wrong: tools, where they may be called."""
+    if error.field == "prompt_logprobs" and getattr(body, "prompt_logprobs", None) is None:
+        return InvalidRequestError(error.message, field="echo", fix="Leave echo or logprobs out.")
+    if error.field != "constraint":
+        return error
+    found = read_constraint(body)
+    tools = getattr(body, "tools", None) and getattr(body, "tool_choice", None) != "none"
+    return InvalidRequestError(error.message, field="tools" if found is None or tools else found[0], fix=error.fix)
+
+
+def _read_response_format(given: dict[str, Any]) -> list[Constraint]:
+    kind = given.get("type")
+    match kind:
+        case "text":
+            return []
+        case "json_object" if isinstance(given.get("schema"), (dict, bool)):  # as llama.cpp takes it
+            return [_make_constraint("response_format", ConstraintKind.JSON_SCHEMA, given["schema"])]
+        case "json_object":
+            return [Constraint(ConstraintKind.JSON_OBJECT)]
+        case "json_schema":
+            inside = given.get("json_schema")
+            if not isinstance(inside, dict) or not isinstance(inside.get("schema"), (dict, bool)):
+                raise InvalidRequestError(
+                    "response_format.json_schema.schema must be a JSON schema.", field="response_format"
+                )
+            return [_make_constraint("response_format", ConstraintKind.JSON_SCHEMA, inside["schema"])]
+    raise InvalidRequestError(
+        f"response_format.type is text, json_object or json_schema, got {shown(kind)}.", field="response_format"
+    )
+
+
+def _read_structured(given: dict[str, Any]) -> list[Constraint]:
+    names = ("json_object", *STRUCTURED)  # of the others the table of fields knows that they ask for nothing
+    asked = {name: given[name] for name in names if given.get(name) not in (None, False)}
+    if len(asked) != 1:
+        raise InvalidRequestError("structured_outputs takes exactly one constraint.", field="structured_outputs")
+    [(name, value)] = asked.items()
+    if name == "json_object" and value is True:
+        return [Constraint(ConstraintKind.JSON_OBJECT)]
+    return [_make_constraint("structured_outputs", STRUCTURED[name], value)]
+
+
+def _make_constraint(field: str, kind: ConstraintKind, value: object) -> Constraint:
+    """A schema may come as JSON or as its text."""
+    as_json = kind in (ConstraintKind.CHOICE, ConstraintKind.TOKENS) or (
+        kind is ConstraintKind.JSON_SCHEMA and not isinstance(value, str)
+    )
+    if not as_json and not isinstance(value, str):
+        raise InvalidRequestError(f"{field}: a {kind.value} is a text, got {shown(value)}.", field=field)
+    try:
+        return Constraint(kind, msgspec.json.encode(value).decode() if as_json else str(value))
+    except InvalidRequestError as error:
+        raise InvalidRequestError(error.message, field=field) from None
+
 
 COMPLETION_TOKENS = 16
 """What /v1/completions gives unless max_tokens says otherwise, as in OpenAI's API."""
@@ -26,7 +130,7 @@ _OWN_WAY = frozenset(("max_tokens", "logprobs", "prompt_logprobs", "top_k", "sto
 """Fields of the plain type that a body has in another form."""
 
 
-def sampling(
+def make_sampling(
     body: Sampling,
     logprobs: int | None,
     max_tokens: int | None,
@@ -34,8 +138,14 @@ def sampling(
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """A `constraint` comes in place of the body's. Raises InvalidRequestError for values out of range."""
-    plain = [row for row in SAMPLING if row.name not in _OWN_WAY]
-    given = {row.name: value for row in plain if (value := getattr(body, row.http, None)) is not None}
+    if isinstance(body, GenerationFields) and body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequestError(
+            "prompt_logprobs are not streamed.", field="prompt_logprobs", fix="Use /v1/completions, echo and logprobs."
+        )
+    given: dict[str, Any] = {}
+    for row in SAMPLING:
+        if row.name not in _OWN_WAY and (value := getattr(body, row.http, None)) is not None:
+            given[row.name] = value
     if (penalty := body.repeat_penalty) is not None and given.setdefault("repetition_penalty", penalty) != penalty:
         raise InvalidRequestError("It is another repetition_penalty.", field="repeat_penalty", fix="Leave one out.")
     if body.top_k is not None:
@@ -43,19 +153,19 @@ def sampling(
     if body.stop is not None:
         given["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
     if body.logit_bias:
-        given["logit_bias"] = {_token(key): bias for key, bias in body.logit_bias.items()}
-    found = constraint_of(body) if constraint is None else None
+        given["logit_bias"] = {_read_token_id(key): bias for key, bias in body.logit_bias.items()}
+    found = read_constraint(body) if constraint is None else None
     given["constraint"] = constraint if found is None else found[1]
     return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **given)
 
 
-def _token(key: str) -> int:
+def _read_token_id(key: str) -> int:
     if not (key.isascii() and key.isdigit() and len(key) <= 10):
         raise InvalidRequestError(f"logit_bias has {shown(key)}, which is no token id.", field="logit_bias")
     return int(key)
 
 
-def cache_hints(cache: Cache | None) -> CacheHints:
+def read_cache_hints(cache: Cache | None) -> CacheHints:
     """Raises InvalidRequestError."""
     if cache is None:
         return CacheHints()
@@ -66,19 +176,19 @@ def cache_hints(cache: Cache | None) -> CacheHints:
     return CacheHints(cache.session or "", priority, cache.ttl_s)
 
 
-def _common(body: Sampling, tenant: str) -> dict[str, Any]:
+def _read_common(body: Sampling, tenant: str) -> dict[str, Any]:
     return {
         "request_id": uuid.uuid4().hex,
         "tenant": tenant,
         "timeout_s": body.timeout,
         "priority": body.priority or 0,
         "cache_salt": body.cache_salt or "",
-        "cache": cache_hints(body.cache),
+        "cache": read_cache_hints(body.cache),
         "truncate_prompt_tokens": body.truncate_prompt_tokens,
     }
 
 
-def chat_request(body: ChatBody, tenant: str, tools: Tools | None = None) -> TextRequest:
+def make_chat_request(body: ChatBody, tenant: str, tools: Tools | None = None) -> TextRequest:
     """Raises InvalidRequestError."""
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true.", field="top_logprobs")
@@ -87,29 +197,29 @@ def chat_request(body: ChatBody, tenant: str, tools: Tools | None = None) -> Tex
     told = tools.functions if tools is not None else ()
     try:
         constraint = tools.constraint if tools is not None else None
-        params = sampling(body, logprobs, max_tokens, constraint, _prompt_logprobs(body))
+        params = make_sampling(body, logprobs, max_tokens, constraint, body.prompt_logprobs)
     except InvalidRequestError as error:
         raise InvalidRequestError(error.message, field="tools") if error.field == "constraint" else error from None
     return TextRequest(
         params=params,
-        messages=messages(body.messages),
+        messages=read_messages(body.messages),
         functions=tuple(function.declared() for function in told),
         chat_template_kwargs=body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt is not False,
-        **_common(body, tenant),
+        **_read_common(body, tenant),
     )
 
 
-def completion_requests(body: CompletionBody, tenant: str) -> list[TextRequest]:
+def make_completion_requests(body: CompletionBody, tenant: str) -> list[TextRequest]:
     """One for each prompt. Raises InvalidRequestError."""
-    prompts = _prompts(body.prompt)
+    prompts = _list_prompts(body.prompt)
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if body.max_tokens is None and body.min_tokens is not None:
         max_tokens = max(max_tokens, body.min_tokens)
     if body.echo and body.truncate_prompt_tokens is not None:
         raise InvalidRequestError("echo shows whole prompts.", field="truncate_prompt_tokens", fix="Leave one out.")
-    wanted = [count for count in (_prompt_logprobs(body), body.logprobs if body.echo else None) if count is not None]
-    params = sampling(body, body.logprobs, max_tokens, prompt_logprobs=max(wanted, default=None))
+    wanted = [count for count in (body.prompt_logprobs, body.logprobs if body.echo else None) if count is not None]
+    params = make_sampling(body, body.logprobs, max_tokens, prompt_logprobs=max(wanted, default=None))
     add_bos = body.add_special_tokens is not False
     return [
         TextRequest(
@@ -117,27 +227,19 @@ def completion_requests(body: CompletionBody, tenant: str) -> list[TextRequest]:
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=None if isinstance(prompt, str) else tuple(prompt),
             add_bos=add_bos,
-            **_common(body, tenant),
+            **_read_common(body, tenant),
         )
         for prompt in prompts
     ]
 
 
-def _prompt_logprobs(body: Generation) -> int | None:
-    if body.prompt_logprobs is not None and body.stream:
-        raise InvalidRequestError(
-            "prompt_logprobs are not streamed.", field="prompt_logprobs", fix="Use /v1/completions, echo and logprobs."
-        )
-    return body.prompt_logprobs
-
-
-def inference_request(body: InferenceBody, tenant: str) -> TextRequest:
+def make_inference_request(body: InferenceBody, tenant: str) -> TextRequest:
     """Raises InvalidRequestError."""
-    params = sampling(body, None, body.max_tokens)
-    return TextRequest(params=params, prompt=body.prompt, **_common(body, tenant))
+    params = make_sampling(body, None, body.max_tokens)
+    return TextRequest(params=params, prompt=body.prompt, **_read_common(body, tenant))
 
 
-def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[Any]:
+def _list_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[Any]:
     """The prompts of a completion request. Raises InvalidRequestError for none or too many."""
     found = prompt_list(prompt)
     if not found:
@@ -147,20 +249,20 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[
     return found
 
 
-def messages(given: Sequence[Mapping[str, Any]]) -> tuple[dict[str, object], ...]:
+def read_messages(given: Sequence[Mapping[str, Any]]) -> tuple[dict[str, object], ...]:
     """The turns as the chat template takes them, which checks the rest. Raises InvalidRequestError for images."""
     told = []
     for i, message in enumerate(given):
         turn, content = dict(message), message.get("content")
         if isinstance(content, list):
-            turn["content"] = [_part(part, f"messages[{i}].content[{j}]") for j, part in enumerate(content)]
+            turn["content"] = [_read_part(part, f"messages[{i}].content[{j}]") for j, part in enumerate(content)]
             if not content and message.get("role") == "tool":  # a function that returned nothing
                 turn["content"] = ""
         told.append(turn)
     return tuple(told)
 
 
-def _part(part: Any, where: str) -> Any:
+def _read_part(part: Any, where: str) -> Any:
     """A part as templates know it."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in IMAGES:
@@ -168,3 +270,67 @@ def _part(part: Any, where: str) -> Any:
     if kind in TEXTS:
         return {**part, "type": "text"}
     return {"type": "text", "text": part.get("refusal")} if kind == "refusal" else part
+
+
+DESCRIBED = frozenset(("function", "parameters", "input_schema", "format", "tools"))
+"""Keys of tools that say how they are called."""
+_KIND = re.compile(r"(?!function$)[a-zA-Z0-9_.-]{1,64}")
+
+
+def read_tools(body: ChatBody, facts: dict[str, Any]) -> Tools | None:
+    """None where no function may be called. Tools that a server of its own would run, as a search of the web, are left
+    out, and `facts` of the call say which. Raises InvalidRequestError, also where one of these must be called."""
+    functions, left_out = [], dict[str, str]()
+    if body.tools is None and body.tool_choice is None:
+        return None
+    for i, tool in enumerate(body.tools or ()):
+        if (kind := _find_hosted_kind(tool)) is not None:
+            left_out[str(tool.get("name") or tool.get("server_label") or kind)] = kind
+        else:
+            functions.append(_read_function(f"tools[{i}]", tool))
+    if left_out:
+        facts["tools_left_out"] = ", ".join(dict.fromkeys(left_out.values()))
+    choice, named = _read_choice(body.tool_choice, left_out)
+    if choice == REQUIRED and left_out and not functions:
+        raise _cannot_run(next(iter(left_out.values())))
+    several = body.parallel_tool_calls is not False
+    return make_tools(functions, choice, named, several=several, beside=read_constraint(body))
+
+
+def _find_hosted_kind(tool: dict[str, Any]) -> str | None:
+    """The type of a tool that brings nothing to call it by: whoever knows the type runs it."""
+    kind = tool.get("type")
+    plain = isinstance(kind, str) and kind != "custom" and _KIND.fullmatch(kind) is not None
+    return kind if plain and not DESCRIBED & tool.keys() else None
+
+
+def _cannot_run(kind: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"tool_choice asks for {kind}, which this server cannot run.", field="tool_choice", fix="Leave it out."
+    )
+
+
+def _read_choice(given: object, left_out: dict[str, str]) -> tuple[str, str | None]:
+    """none, auto or required, and the name of a function that must be called."""
+    if given is None:
+        return AUTO, None
+    if isinstance(given, str) and given in (NONE, AUTO, REQUIRED):
+        return given, None
+    function = given.get("function") if isinstance(given, dict) and given.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    for asked in (name, given.get("type") if isinstance(given, dict) else None):
+        if isinstance(asked, str) and (asked in left_out or asked in left_out.values()):
+            raise _cannot_run(left_out.get(asked, asked))
+    if not isinstance(name, str):
+        raise InvalidRequestError(
+            f"tool_choice is none, auto, required or a function, got {shown(given)}.", field="tool_choice"
+        )
+    return REQUIRED, name
+
+
+def _read_function(where: str, tool: dict[str, Any]) -> Function:
+    function = tool.get("function")
+    if tool.get("type", "function") != "function" or not isinstance(function, dict):
+        raise InvalidRequestError(f"{where} must be of type function.", field=where)
+    name, description, parameters = (function.get(key) for key in ("name", "description", "parameters"))
+    return make_function(where, name, description, parameters, function.get("strict") is True)

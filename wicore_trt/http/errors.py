@@ -8,13 +8,10 @@ bounded length and no traceback.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
-from wicore_trt.access.calls import REQUEST_ID_HEADER
 from wicore_trt.errors import (
     UNAVAILABLE_RETRY_S,
     AuthenticationError,
@@ -123,19 +120,6 @@ def anthropic_error_bytes(error: WicoreError, request_id: str | None = None) -> 
 def error_bytes(error: WicoreError) -> bytes:
     """The body of an error as it is sent."""
     return msgspec.json.encode(error_object(error))
-
-
-def error_maker(call_id: str, *, anthropic: bool) -> Callable[[WicoreError], bytes]:
-    """What makes bodies of errors of a call, of Anthropic's shape or ours."""
-    return partial(anthropic_error_bytes, request_id=call_id) if anthropic else error_bytes
-
-
-def id_headers(call_id: str, *, anthropic: bool) -> list[tuple[bytes, bytes]]:
-    """Headers that name a call in every answer."""
-    found = [(REQUEST_ID_HEADER.encode(), call_id.encode())]
-    if anthropic:
-        found.append((b"request-id", call_id.encode()))
-    return found
 
 
 def error_headers(error: WicoreError) -> list[tuple[bytes, bytes]]:

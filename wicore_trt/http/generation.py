@@ -50,50 +50,43 @@ class Totals:
         }
 
 
-class Generation:
+class GenerationCall:
     """Requests on the engine and what comes of them. Sequence `i` of request `r` has index r * n + i."""
 
-    def __init__(self, context: Context, call: Call) -> None:
-        self._context, self._call = context, call
-        self._exit = AsyncExitStack()
-        self._streams: list[TextStream] = []
-        self._n = 1
-        self._meter: Meter
-        self.totals = Totals()
+    def __init__(
+        self, call: Call, streams: Sequence[TextStream], n: int, meter: Meter, totals: Totals, resources: AsyncExitStack
+    ) -> None:
+        self._call, self._streams, self._n, self._meter = call, streams, n, meter
+        self._resources, self.totals = resources, totals
+        self.sequences = len(streams) * n
 
     @classmethod
-    async def start(cls, context: Context, call: Call, requests: Sequence[TextRequest]) -> Generation:
+    async def start(cls, context: Context, call: Call, requests: Sequence[TextRequest]) -> GenerationCall:
         """Submit the requests, all or none; `totals` then has the prompts' tokens.
 
         Raises what `TextEngine.submit` raises, and RateLimitError.
         """
-        made = cls(context, call)
-        try:
-            await made._submit(requests)
-        except BaseException:
-            await made.aclose()
-            raise
-        return made
+        engine, n, totals = context.require_serving(), requests[0].params.n, Totals()
+        streams: list[TextStream] = []
+        async with AsyncExitStack() as resources:
+            resources.enter_context(context.count_generation(call.who.tenant))
+            meter = resources.enter_context(context.admission.metered(call.who))
+            meter.reserve(requests)
+            for request in requests:
+                request = call.asks(engine.info.model_id, request)
+                if (asked := request.params.constraint) is not None and UNENFORCED.search(asked.text):
+                    call.facts["schema_left_out"] = "uniqueItems"
+                request = await engine.encode(request)
+                stream = await engine.submit(request)
+                resources.push_async_callback(stream.aclose)
+                streams.append(stream)
+                totals.prompt += stream.prompt_tokens
+                totals.prompts += [stream.prompt_token_ids] * n
+            meter.used += totals.prompt
+            return cls(call, streams, n, meter, totals, resources.pop_all())
+        raise AssertionError("unreachable")
 
-    async def _submit(self, requests: Sequence[TextRequest]) -> None:
-        engine, tenant = self._context.serving(), self._call.who.tenant
-        self._exit.enter_context(self._context.generation(tenant))
-        self._meter = self._exit.enter_context(self._context.admission.metered(self._call.who))
-        self._meter.reserve(requests)
-        self._n = requests[0].params.n
-        for request in requests:
-            request = self._call.asks(engine.info.model_id, request)
-            if (asked := request.params.constraint) is not None and UNENFORCED.search(asked.text):
-                self._call.facts["schema_left_out"] = "uniqueItems"
-            request = await engine.encode(request)
-            stream = await engine.submit(request)
-            self._exit.push_async_callback(stream.aclose)
-            self._streams.append(stream)
-            self.totals.prompt += stream.prompt_tokens
-            self.totals.prompts += [stream.prompt_token_ids] * self._n
-        self._meter.used += self.totals.prompt
-
-    async def admitted(self) -> bool:
+    async def wait_admitted(self) -> bool:
         """Wait until the engine has begun with one of the requests; false where one has failed before."""
         if len(self._streams) == 1:
             await self._streams[0].begun.wait()
@@ -106,19 +99,14 @@ class Generation:
                 wait.cancel()
         return all(stream.admitted for stream in self._streams if stream.begun.is_set())
 
-    @property
-    def sequences(self) -> int:
-        """How many there are."""
-        return len(self._streams) * self._n
-
     async def aclose(self) -> None:
         """Abort what still runs and settle the account."""
-        await self._exit.aclose()
+        await self._resources.aclose()
 
     async def outputs(self) -> AsyncIterator[tuple[int, TextOutput]]:
         """(index, output) as they come. Raises what broke the requests."""
         call, totals, meter, first = self._call, self.totals, self._meter, True
-        reasons: set[FinishReason] = set()
+        reasons: set[str] = set()
         try:
             async for number, output in self._merged():
                 totals.output += len(output.token_ids)
@@ -129,25 +117,18 @@ class Generation:
                     if (parts := self._streams[number].parts) is not None:
                         call.begun(*parts)
                 if output.finish_reason is not None:
-                    reasons.add(output.finish_reason)
-                    self._finish(output)
+                    reasons.add(output.finish_reason.value)
+                    if output.finish_reason in _CUT:
+                        raise _CUT[output.finish_reason]
+                    if output.usage is not None and output.index == 0:
+                        totals.cached += output.usage.cached_tokens
                 yield number * self._n + output.index, output
         except WicoreError as error:
             call.failed(error)
             raise
         finally:
             call.facts |= {"tokens": totals.output, "prompt": totals.prompt, "cached": totals.cached}
-            call.facts["finish"] = ",".join(sorted(reason.value for reason in reasons))
-
-    def _finish(self, output: TextOutput) -> None:
-        """Count what a sequence that ends had from the cache. Raises when it was cut off."""
-        if output.finish_reason in _CUT:
-            raise _CUT[output.finish_reason]
-        usage = output.usage
-        if usage is None:
-            return
-        if output.index == 0:
-            self.totals.cached += usage.cached_tokens
+            call.facts["finish"] = ",".join(sorted(reasons))
 
     async def completions(self) -> list[Completion]:
         """All sequences when they have ended, by index."""

@@ -1,17 +1,20 @@
-"""How the body of a request comes in: bounded, in time, parsed, checked.
+"""Reads the body of a request: bounded, in time, parsed, checked field by field.
 
-Must not know what a request does. Invariants: nothing is kept beyond the limit, and nothing is unpacked; a body that
-does not come ends its request; all bodies that are here together, and a tenant's among them, are bounded; whatever
-bytes come, the answer is a model or a WicoreError.
+At each place of a body a field that its JSON schema names is served. One that would change the answer is refused by its
+path, and so is a likely misspelling; any other is accepted, for real clients send many. Must not know what a request
+does. Invariants: nothing is kept beyond the limit, and nothing is unpacked; all bodies that are here together, and a
+tenant's among them, are bounded; whatever bytes come, the answer is a model or a WicoreError.
 """
 
 from __future__ import annotations
 
 import asyncio
+import difflib
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -24,7 +27,172 @@ from wicore_trt.arithmetic import div_ceil
 from wicore_trt.core.shares import fits
 from wicore_trt.errors import InvalidRequestError, QueueFullError, shown
 from wicore_trt.http.errors import ClientGoneError, HttpError
-from wicore_trt.http.fields import Place
+from wicore_trt.text.chat import REFUSED_KEYS
+
+HARMLESS = frozenset(
+    (
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_retention", "reasoning_effort", "reasoning", "verbosity"),
+        *("truncation", "max_tool_calls", "prompt_cache_options", "background_options", "access_programs"),
+        *("thinking", "context_management", "inference_geo", "speed", "diagnostics", "user_profile_id"),
+        *("workspace_id", "cache_control", "betas"),
+        *("include_reasoning", "request_id", "session_id", "stream_interval", "cache_prompt", "models", "provider"),
+        *("timings_per_token", "separate_reasoning", "stream_reasoning", "stream_tokens", "keep_alive"),
+        "output_schema",  # of a tool: what its result is
+    )
+)
+"""Accepted and ignored wherever they stand: they say nothing about the tokens of the answer, or would only have let a
+prompt be shortened that is refused without them."""
+
+Neutral = Mapping[str, tuple[object, ...]]
+
+REFUSED: Neutral = {
+    # What a server with a memory of its own would do.
+    **dict.fromkeys(("previous_response_id", "conversation", "moderation", "container"), ()),
+    "background": (False,), "mcp_servers": ([],),
+    # Older names of tools, and other constraints.
+    "functions": ([],), "function_call": ("none", "auto"),
+    **dict.fromkeys(("structural_tag", "guided_decoding_backend", "guided_whitespace_pattern"), ()),
+    # Other media and other ways to an answer.
+    **dict.fromkeys(("audio", "prediction", "web_search_options", "logprob_token_ids"), ()),
+    "modalities": (["text"],), "suffix": ("",), "best_of": (1,), "use_beam_search": (False,),
+    "length_penalty": (1, 1.0), "early_stopping": (False,), "return_tokens_as_token_ids": (False,),
+    # Other prompts.
+    **dict.fromkeys(("chat_template", "prompt_embeds"), ()),
+    "documents": ([],), "continue_final_message": (False,), "mm_processor_kwargs": ({},),
+    # Other sampling.
+    **dict.fromkeys(("thinking_token_budget", "repetition_detection", "samplers", "custom_logit_processor"), ()),
+    **dict.fromkeys(("top_a", "dry_multiplier", "xtc_probability", "dynatemp_range"), (0, 0.0)),
+    **dict.fromkeys(("typical_p", "tfs_z"), (1, 1.0)),
+    "spaces_between_special_tokens": (True,), "logits_processors": ([],), "mirostat": (0,),
+    # Names of llama.cpp, SGLang and Transformers.
+    "n_predict": (-1,), "t_max_predict_ms": (-1,), "n_probs": (0,), "no_repeat_ngram_size": (0,),
+    **dict.fromkeys(("n_cmpl", "num_beams", "num_return_sequences"), (1,)), "typ_p": (1, 1.0), "top_n_sigma": (-1, 0),
+    **dict.fromkeys(("input_ids", "input_embeds"), ()), "stop_regex": ([], ""), "negative_prompt": ("",),
+    **dict.fromkeys(("return_logprob", "return_hidden_states"), (False,)), "guidance_scale": (1, 1.0), "lora": ([],),
+    # Other machines.
+    **dict.fromkeys(("vllm_xargs", "kv_transfer_params", "session_params"), ({},)), "lora_path": (),
+}  # fmt: skip
+"""Refused with 400, but for null and for these values, which ask for nothing."""
+REFUSED_INSIDE: Mapping[str, Neutral] = {
+    "messages": dict.fromkeys(REFUSED_KEYS, (False, [], {}, "")),
+    "tools": {"parameters": (), "function": ()},  # where another shape of tools is served
+    "tools.function": {"input_schema": ()},
+    "structured_outputs": {
+        **dict.fromkeys(("disable_any_whitespace", "disable_additional_properties"), (False,)),
+        "disable_fallback": (False, True),
+    },
+}
+"""Fields refused at places inside, by their paths without numbers."""
+
+MAX_FIELDS = 128
+"""Fields of one body. Looking for misspellings takes time for each."""
+LONGEST = 40
+"""Characters of a name that may be a misspelling."""
+MISSPELLED = 0.8
+"""How much alike two names are that are meant to be the same, by difflib's ratio."""
+
+
+def are_alike(first: object, second: object) -> bool:
+    """Equal, and both of them flags or neither: in Python 1 is True."""
+    return first == second and isinstance(first, bool) == isinstance(second, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class FieldPath:
+    """An object of a request, or each of a list. `served` leads to what is inside, None where that is not looked at;
+    `closed`: nothing else is accepted; `elsewhere` are served by other routes, so that who sends them here expects
+    something."""
+
+    served: Mapping[str, FieldPath | None]
+    refused: Neutral
+    closed: bool = False
+    elsewhere: frozenset[str] = frozenset()
+
+    @classmethod
+    def read_schema(cls, schema: Mapping[str, Any], every: Iterable[str] = ()) -> FieldPath:
+        """The whole of a request that has this JSON schema, among routes that together serve `every`."""
+        place = _read_path(schema, schema.get("$defs", {}), "")
+        assert place is not None
+        return cls(place.served, REFUSED, place.closed, frozenset(every) - place.served.keys() - HARMLESS)
+
+    def check_body(self, body: Mapping[str, Any]) -> None:
+        """Raise InvalidRequestError for the first field that changes the answer, or is meant to be another."""
+        if len(body) > MAX_FIELDS:
+            raise InvalidRequestError(f"The body has {len(body)} fields; at most {MAX_FIELDS} are taken.", field="body")
+        self.check_object(body, "", set())
+
+    def list_paths(self, above: str = "") -> Iterator[tuple[str, FieldPath]]:
+        """This place and all inside, with their paths."""
+        yield above, self
+        for name, inside in self.served.items():
+            if inside is not None:
+                yield from inside.list_paths(f"{above}.{name}" if above else name)
+
+    def check_object(self, found: Mapping[str, Any], above: str, strange: set[tuple[int, str]]) -> None:
+        """Check an object at this place, whose path is `above`. `strange` are the names that were compared with
+        served ones, by place."""
+        for name, value in found.items():
+            if value is None:
+                continue
+            if name not in self.served:
+                self._check_unserved(name, value, f"{above}.{name}" if above else name, strange)
+            elif (inside := self.served[name]) is not None:
+                path = f"{above}.{name}" if above else name
+                if isinstance(value, dict):
+                    inside.check_object(value, path, strange)
+                elif isinstance(value, list):
+                    for i, item in enumerate(value):
+                        if isinstance(item, dict):
+                            inside.check_object(item, f"{path}[{i}]", strange)
+
+    def _check_unserved(self, name: str, value: object, path: str, strange: set[tuple[int, str]]) -> None:
+        if name in self.refused:
+            if not any(are_alike(value, neutral) for neutral in self.refused[name]):
+                raise InvalidRequestError(f"{path} is not supported.", field=path, fix="Leave it out.")
+        elif self.closed:
+            if value is not False:
+                raise InvalidRequestError(f"{shown(path)} is no known field.", field=path, fix="Leave it out.")
+        elif name in self.elsewhere:
+            if value is not False:
+                raise InvalidRequestError(f"{name} is no field of this route.", field=name, fix="Leave it out.")
+        elif name not in HARMLESS and (id(self), name) not in strange:
+            strange.add((id(self), name))
+            if len(strange) > MAX_FIELDS:
+                raise InvalidRequestError(f"More than {MAX_FIELDS} unknown fields.", field=path)
+            if near := self._find_similar(name):
+                raise InvalidRequestError(f"{shown(path)} is no known field.", field=path, fix=f"Did you mean {near}?")
+
+    def _find_similar(self, name: str) -> str | None:
+        """The served field that a name is meant to be, also in the way of JavaScript (`topP`)."""
+        if len(name) > LONGEST:
+            return None
+        name = "".join(f"_{c.lower()}" if c.isupper() else c for c in name)
+        return next(iter(difflib.get_close_matches(name, self.served, n=1, cutoff=MISSPELLED)), None)
+
+
+def _read_path(schema: Mapping[str, Any], definitions: Mapping[str, Any], path: str) -> FieldPath | None:
+    """Read from a schema the place of objects that a value is, or is a list of; None where it names no fields."""
+    objects = list(_list_objects(schema, definitions))
+    names = {name for one in objects for name in one["properties"]}
+    served = {}
+    for name in sorted(names):
+        inside = {"anyOf": [one["properties"][name] for one in objects if name in one["properties"]]}
+        served[name] = _read_path(inside, definitions, f"{path}.{name}".lstrip("."))
+    closed = all(one.get("additionalProperties") is False for one in objects)
+    refused = {name: neutral for name, neutral in REFUSED_INSIDE.get(path, {}).items() if name not in served}
+    return FieldPath(served, refused, closed) if names else None
+
+
+def _list_objects(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The schemas with fields of their own."""
+    if "$ref" in schema:
+        yield from _list_objects(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    for inner in (*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else ())):
+        yield from _list_objects(inner, definitions)
+    if "properties" in schema:
+        yield schema
+
 
 READ_S = 20.0
 """A body that has not come by then is given up."""
@@ -51,7 +219,7 @@ end of the body: so whatever comes is read once."""
 Model = TypeVar("Model", bound=BaseModel)
 
 
-class Room:
+class BodyBudget:
     """Memory for bodies that are read, wait for a thread or are being answered, shared among tenants."""
 
     def __init__(self, places: int = ROOM // BLOCK) -> None:
@@ -88,43 +256,37 @@ class Room:
 class Hold:
     """What one body has."""
 
-    def __init__(self, room: Room, tenant: str) -> None:
-        self._room, self._tenant = room, tenant
+    def __init__(self, budget: BodyBudget, tenant: str) -> None:
+        self._budget, self._tenant = budget, tenant
         self.blocks = 0
 
     def grow(self, size: int) -> None:
         """Have room for so many bytes. Raises QueueFullError."""
         more = div_ceil(size, BLOCK) - self.blocks
         if more > 0:
-            self._room.take(self._tenant, more)
+            self._budget.take(self._tenant, more)
             self.blocks += more
 
     def fit(self, size: int) -> None:
         """Have room for so many bytes and no more. Raises QueueFullError."""
         self.grow(size)
-        self._room.give(self._tenant, self.blocks - div_ceil(size, BLOCK))
+        self._budget.give(self._tenant, self.blocks - div_ceil(size, BLOCK))
         self.blocks = div_ceil(size, BLOCK)
 
 
-def check_kind(headers: Mapping[str, str]) -> None:
-    """Raise HttpError for a body that is not plain JSON.
+async def read_body(receive: Receive, headers: Headers, limit: int, hold: Hold) -> bytes:
+    """Read a body, as it comes. Raises HttpError (too long, too slow, no plain JSON), QueueFullError, ClientGoneError.
 
-    This is also what keeps web pages of strangers from posting here: a browser sends JSON only after asking.
+    That JSON is asked for also keeps web pages of strangers from posting here: a browser sends it only after asking.
     """
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise HttpError(415, "The body must be JSON.", fix="Send the header content-type: application/json.")
     if headers.get("content-encoding", "identity").lower() != "identity":
         raise HttpError(415, "Compressed bodies are not taken.", fix="Send the body as it is.")
-
-
-async def read_body(receive: Receive, headers: Headers, limit: int, hold: Hold) -> bytes:
-    """The body. Raises HttpError (too long, too slow, no JSON), QueueFullError, ClientGoneError."""
-    check_kind(headers)
-    too_long = HttpError(413, f"The body has more than {limit} bytes.", fix="Shorten it, or set server.max_message_mb.")
     announced = headers.get("content-length", "0")
     if not announced.isdecimal() or len(announced) > 18 or int(announced) > limit:
-        raise too_long
+        raise _too_long(limit)
     parts: list[bytes] = []
     size = 0
     try:
@@ -136,7 +298,7 @@ async def read_body(receive: Receive, headers: Headers, limit: int, hold: Hold) 
                 part: bytes = message.get("body", b"")
                 size += len(part)
                 if size > limit:
-                    raise too_long
+                    raise _too_long(limit)
                 hold.grow(size)
                 parts.append(part)
                 if not message.get("more_body", False):
@@ -145,44 +307,48 @@ async def read_body(receive: Receive, headers: Headers, limit: int, hold: Hold) 
         raise HttpError(408, f"The body did not come within {READ_S:g} s.") from None
 
 
-def decoded(raw: bytes, most_items: int) -> dict[str, Any]:
+def _too_long(limit: int) -> HttpError:
+    return HttpError(413, f"The body has more than {limit} bytes.", fix="Shorten it, or set server.max_message_mb.")
+
+
+def decode_json(raw: bytes, most_items: int) -> dict[str, Any]:
     """The JSON object of a body. Raises InvalidRequestError for anything else."""
     if sum(map(raw.count, (b",", b"[", b"{"))) > most_items:
         items = sum(1 for _ in islice(_ITEMS.finditer(raw), most_items + 1))
         if items > most_items:
-            raise _bad(f"it has more than {most_items} items")
+            raise _unreadable(f"it has more than {most_items} items")
     if len(raw) - len(raw.translate(None, b"0123456789")) > DIGITS * most_items:
-        raise _bad(f"it has more than {DIGITS * most_items} digits")
+        raise _unreadable(f"it has more than {DIGITS * most_items} digits")
     try:
         value = msgspec.json.decode(raw)
     except RecursionError:
-        raise _bad("it is nested too deeply") from None
+        raise _unreadable("it is nested too deeply") from None
     except UnicodeDecodeError:
-        raise _bad("it is not UTF-8") from None
+        raise _unreadable("it is not UTF-8") from None
     except ValueError as error:
-        raise _bad(str(error)) from None
+        raise _unreadable(str(error)) from None
     if not isinstance(value, dict):
-        raise _bad("it is no JSON object")
+        raise _unreadable("it is no JSON object")
     return value
 
 
-def validated(model: type[Model], fields: Place | None, value: Mapping[str, Any]) -> Model:
+def parse_body(model: type[Model], fields: FieldPath | None, value: Mapping[str, Any]) -> Model:
     """The body as a model. Raises InvalidRequestError with the name of the first field that is wrong."""
     if fields is not None:
-        fields.check(value)
+        fields.check_body(value)
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise _fault(error) from None
+        raise _first_fault(error) from None
     except RecursionError:
-        raise _bad("it is nested too deeply") from None
+        raise _unreadable("it is nested too deeply") from None
 
 
-def _bad(why: str) -> InvalidRequestError:
+def _unreadable(why: str) -> InvalidRequestError:
     return InvalidRequestError(f"The body cannot be read: {why}.", field="body")
 
 
-def _fault(error: ValidationError) -> InvalidRequestError:
+def _first_fault(error: ValidationError) -> InvalidRequestError:
     """The first fault, by its path."""
     first = error.errors(include_url=False, include_context=False)[0]
     whole = str(first["loc"][0]) if first["loc"] else "body"

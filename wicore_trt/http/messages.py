@@ -10,13 +10,25 @@ import json
 import uuid
 from typing import Any
 
+from wicore_trt.access.calls import Call
 from wicore_trt.errors import InvalidRequestError, WicoreError, shown
 from wicore_trt.http.blocks import Block, BlockShape, Change, cut, named_event
 from wicore_trt.http.bodies import ChatBody, MessagesBody, PromptBody
 from wicore_trt.http.client_tools import message_tools
-from wicore_trt.http.conversation import Conversation, chat_body, member, part_text, text_of
+from wicore_trt.http.context import Context
+from wicore_trt.http.conversation import (
+    ChatBuilder,
+    make_chat_body,
+    read_member,
+    read_part_text,
+    read_text,
+    rename_fields,
+)
+from wicore_trt.http.convert import make_chat_request, read_tools
 from wicore_trt.http.errors import anthropic_error_bytes
 from wicore_trt.http.generation import Totals
+from wicore_trt.http.openai import answer_requests, encode_prompt
+from wicore_trt.http.replies import HttpReply, json_reply
 
 CHAT_NAMES = {
     **dict.fromkeys(("messages", "prompt", "prompt_token_ids"), "messages"),
@@ -27,12 +39,12 @@ CHAT_NAMES = {
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def chat_of(body: PromptBody) -> ChatBody:
+def make_chat(body: PromptBody) -> ChatBody:
     """The same request as a chat; of a prompt alone what its tokens are made of. Raises InvalidRequestError."""
     choice = body.tool_choice
     asked: dict[str, Any] = {
         "tools": message_tools(body.tools),
-        "tool_choice": None if choice is None else _tool_choice(choice),
+        "tool_choice": None if choice is None else _read_tool_choice(choice),
         "parallel_tool_calls": choice is None or choice.get("disable_parallel_tool_use") is not True,
     }
     if isinstance(body, MessagesBody):
@@ -40,15 +52,15 @@ def chat_of(body: PromptBody) -> ChatBody:
             "max_tokens": body.max_tokens,
             "stop": body.stop_sequences,
             "stream": body.stream,
-            "response_format": _response_format(body),
+            "response_format": _read_response_format(body),
         }
-    return chat_body(body, _conversation(body), **asked)
+    return make_chat_body(body, _build_chat(body), **asked)
 
 
-def _conversation(body: PromptBody) -> Conversation:
-    found = Conversation()
+def _build_chat(body: PromptBody) -> ChatBuilder:
+    found = ChatBuilder()
     if body.system:
-        found.say("system", text_of(body.system, "system"))
+        found.add_text("system", read_text(body.system, "system"))
     for i, message in enumerate(body.messages):
         where, role, content = f"messages[{i}]", message.get("role"), message.get("content")
         if role not in ("user", "assistant", "system"):
@@ -56,33 +68,33 @@ def _conversation(body: PromptBody) -> Conversation:
                 f"{where}.role must be user, assistant or system, got {shown(role)}.", field=where
             )
         if not isinstance(content, list):
-            found.say(role, text_of(content, f"{where}.content"))
+            found.add_text(role, read_text(content, f"{where}.content"))
             continue
         for j, block in enumerate(content):
-            _take(found, role, block, f"{where}.content[{j}]")
+            _add_block(found, role, block, f"{where}.content[{j}]")
     if found.last_role == "assistant":
         raise InvalidRequestError("The last message must be the user's.", field="messages")
     return found
 
 
-def _take(found: Conversation, role: str, block: Any, where: str) -> None:
+def _add_block(found: ChatBuilder, role: str, block: Any, where: str) -> None:
     match role, block.get("type") if isinstance(block, dict) else None:
         case "user", "tool_result":
-            text = text_of(block.get("content") or "", f"{where}.content")
+            text = read_text(block.get("content") or "", f"{where}.content")
             text = f"Error: {text}" if block.get("is_error") is True else text
-            found.result(member(block, "tool_use_id", where), text, where)
+            found.add_result(read_member(block, "tool_use_id", where), text, where)
         case "assistant", "tool_use":
             given = block.get("input")
             if not isinstance(given, dict):
                 raise InvalidRequestError(f"{where}.input must be an object, got {shown(given)}.", field=where)
-            found.call(member(block, "id", where), member(block, "name", where), given)
+            found.add_call(read_member(block, "id", where), read_member(block, "name", where), given)
         case "assistant", "thinking" | "redacted_thinking":
             pass  # of another model: what it thought is no part of the conversation
         case _:
-            found.say(role, part_text(block, where))
+            found.add_text(role, read_part_text(block, where))
 
 
-def _tool_choice(given: dict[str, Any]) -> Any:
+def _read_tool_choice(given: dict[str, Any]) -> Any:
     kind = given.get("type")
     if kind == "tool":
         return {"type": "function", "function": {"name": given.get("name")}}
@@ -93,7 +105,7 @@ def _tool_choice(given: dict[str, Any]) -> Any:
     return CHOICES[kind]
 
 
-def _response_format(body: MessagesBody) -> dict[str, Any] | None:
+def _read_response_format(body: MessagesBody) -> dict[str, Any] | None:
     formats = {"output_config.format": (body.output_config or {}).get("format"), "output_format": body.output_format}
     asked = [(field, given) for field, given in formats.items() if given is not None]
     if not asked:
@@ -119,10 +131,15 @@ class MessagesShape(BlockShape):
         # A call without all of its arguments is none: stop_reason says that the answer was cut off.
         whole = (block for block in self.blocks if block.whole)
         content = [self._block(block, block.name and json.loads(block.text)) for block in whole]
-        return {**self._head, "content": content, **self._end(), "usage": _usage(totals)}
+        return {**self._head, "content": content, **self._end(), "usage": _count_usage(totals)}
 
     def opening(self, index: int, totals: Totals) -> bytes:
-        begun: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(totals)}
+        begun: dict[str, Any] = {
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _count_usage(totals),
+        }
         return named_event("message_start", message={**self._head, **begun}) + named_event("ping")
 
     def event(self, change: Change, block: Block, new: str) -> bytes:
@@ -135,7 +152,7 @@ class MessagesShape(BlockShape):
         return named_event("content_block_delta", index=block.number, delta=delta)
 
     def closing(self, totals: Totals) -> bytes:
-        return named_event("message_delta", delta=self._end(), usage=_usage(totals)) + named_event("message_stop")
+        return named_event("message_delta", delta=self._end(), usage=_count_usage(totals)) + named_event("message_stop")
 
     def broken(self, error: WicoreError) -> bytes:
         return b"event: error\ndata: " + anthropic_error_bytes(error) + b"\n\n"
@@ -154,10 +171,28 @@ class MessagesShape(BlockShape):
         return {"type": "tool_use", "id": f"toolu_{block.id[:24]}", "name": block.name, "input": given}
 
 
-def _usage(totals: Totals) -> dict[str, Any]:
+def _count_usage(totals: Totals) -> dict[str, Any]:
     return {
         "input_tokens": totals.prompt - totals.cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": totals.cached,
         "output_tokens": totals.output,
     }
+
+
+async def serve_messages(context: Context, call: Call, body: MessagesBody) -> HttpReply:
+    """Answer a conversation."""
+    model = context.require_serving().info.shown_as(body.model)
+    chat = make_chat(body)
+    with rename_fields(CHAT_NAMES):
+        tools = read_tools(chat, call.facts)
+        request = make_chat_request(chat, call.who.tenant, tools)
+        return await answer_requests(context, call, chat, [request], MessagesShape(model, calls=tools is not None))
+
+
+async def serve_count_tokens(context: Context, call: Call, body: PromptBody) -> HttpReply:
+    """Count the tokens of a conversation."""
+    context.require_engine().info.shown_as(body.model)
+    with rename_fields(CHAT_NAMES):
+        tokens = await encode_prompt(context, call, make_chat(body))
+    return json_reply({"input_tokens": len(tokens)})

@@ -21,7 +21,7 @@ from wicore_trt.access.calls import Call
 from wicore_trt.core.times import Times
 from wicore_trt.errors import ForbiddenError, WicoreError
 from wicore_trt.http.context import Context
-from wicore_trt.http.replies import Reply
+from wicore_trt.http.replies import HttpReply
 from wicore_trt.metrics.exposition import Snapshot, families, rendered
 from wicore_trt.metrics.machine import GpuUse, gpu_use, process_use
 from wicore_trt.types import EngineStats
@@ -30,7 +30,7 @@ ANSWER_S = 2.0
 """How long the engine may take to tell its statistics; a scrape has some ten seconds."""
 
 
-async def metrics(context: Context, call: Call) -> Reply:
+async def serve_metrics(context: Context, call: Call) -> HttpReply:
     """Everything, for an operator."""
     if not call.who.operator:
         raise ForbiddenError("The metrics tell of every tenant.", fix="Use an operator's key.")

@@ -15,69 +15,69 @@ from starlette.responses import Response
 from wicore_trt import __version__
 from wicore_trt.access.calls import Call
 from wicore_trt.errors import InvalidRequestError, UnavailableError
-from wicore_trt.http import convert
 from wicore_trt.http.bodies import ChatBody, DetokenizeBody, InferenceBody, TokenizeBody
 from wicore_trt.http.context import Context
-from wicore_trt.http.generation import Generation, check_count
-from wicore_trt.http.openai import prompt_of
-from wicore_trt.http.replies import Reply, json_reply, rate_headers
+from wicore_trt.http.convert import make_inference_request
+from wicore_trt.http.generation import GenerationCall, check_count
+from wicore_trt.http.openai import encode_prompt
+from wicore_trt.http.replies import HttpReply, json_reply, rate_headers
 
 
-async def health(context: Context, call: Call) -> Response:
+async def serve_health(context: Context, call: Call) -> Response:
     """The process lives; says nothing of the engine."""
     return json_reply({"status": "ok"})
 
 
-async def ping(context: Context, call: Call) -> Response:
+async def serve_ping(context: Context, call: Call) -> Response:
     """Health, as SageMaker asks for it."""
     return json_reply({})
 
 
-async def load(context: Context, call: Call) -> Response:
+async def serve_load(context: Context, call: Call) -> Response:
     """Open generations of all clients, as load balancers of vLLM ask for it; a tenant hears of its own."""
-    return json_reply({"server_load": _open(context, call)})
+    return json_reply({"server_load": _count_open(context, call)})
 
 
-async def tokenizer_info(context: Context, call: Call) -> Response:
+async def serve_tokenizer_info(context: Context, call: Call) -> Response:
     """The tokenizer, as its files say."""
-    return json_reply(context.engine().tokenizer.told())
+    return json_reply(context.require_engine().tokenizer.told())
 
 
-async def ready(context: Context, call: Call) -> Response:
+async def serve_ready(context: Context, call: Call) -> Response:
     """Requests are taken now."""
     if context.state != "serving":
         raise UnavailableError(f"The server is {context.state}.")
     return json_reply({"status": "ready"})
 
 
-async def version(context: Context, call: Call) -> Response:
+async def serve_version(context: Context, call: Call) -> Response:
     """The product's version."""
     return json_reply({"version": __version__})
 
 
-async def status(context: Context, call: Call) -> Response:
+async def serve_status(context: Context, call: Call) -> Response:
     """State, model and open requests; an operator hears of everybody's."""
     state = context.state
-    model = None if state == "starting" else asdict(context.engine().info)
+    model = None if state == "starting" else asdict(context.require_engine().info)
     return json_reply(
         {
             "state": state,
             "version": __version__,
             "uptime_s": round(time.time() - context.began, 3),
-            "requests_open": _open(context, call),
+            "requests_open": _count_open(context, call),
             "model": model,
         }
     )
 
 
-def _open(context: Context, call: Call) -> int:
+def _count_open(context: Context, call: Call) -> int:
     """Open generations: of the caller, or of everybody for an operator."""
     return context.open.total() if call.who.operator else context.open[call.who.tenant]
 
 
-async def stats(context: Context, call: Call) -> Response:
+async def serve_stats(context: Context, call: Call) -> Response:
     """Counters since start and gauges of the engine."""
-    engine, who = context.engine(), call.who
+    engine, who = context.require_engine(), call.who
     found = await engine.stats() if who.operator else await engine.stats_of(who.tenant)
     answer = asdict(found)
     if who.operator:
@@ -88,10 +88,10 @@ async def stats(context: Context, call: Call) -> Response:
     return json_reply(answer)
 
 
-async def tokenize(context: Context, call: Call, body: TokenizeBody) -> Reply:
+async def serve_tokenize(context: Context, call: Call, body: TokenizeBody) -> HttpReply:
     """Token ids of a text or a conversation."""
-    engine = context.engine()
-    context.check_model(body.model)
+    engine = context.require_engine()
+    engine.info.shown_as(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("Give exactly one of prompt and messages.", field="prompt")
     limit = engine.info.max_context_tokens
@@ -100,8 +100,8 @@ async def tokenize(context: Context, call: Call, body: TokenizeBody) -> Reply:
         make = partial(engine.tokenizer.encode, body.prompt, add_bos=add_bos, max_tokens=limit)
         tokens: Sequence[int] = await engine.work(call.who.tenant, make)
     else:
-        asked = body.model_dump(include={*body.model_fields} & {*ChatBody.model_fields})
-        tokens = await prompt_of(context, call, ChatBody.model_construct(**asked))
+        asked = body.model_dump(include={*TokenizeBody.model_fields} & {*ChatBody.model_fields})
+        tokens = await encode_prompt(context, call, ChatBody.model_construct(**asked))
     answer: dict[str, object] = {"count": len(tokens), "max_model_len": limit, "tokens": tokens}
     if body.return_token_strs:
         text_of = engine.tokenizer.token_bytes
@@ -111,10 +111,10 @@ async def tokenize(context: Context, call: Call, body: TokenizeBody) -> Reply:
     return json_reply(answer)
 
 
-async def detokenize(context: Context, call: Call, body: DetokenizeBody) -> Reply:
+async def serve_detokenize(context: Context, call: Call, body: DetokenizeBody) -> HttpReply:
     """The text of token ids."""
-    engine = context.engine()
-    context.check_model(body.model)
+    engine = context.require_engine()
+    engine.info.shown_as(body.model)
     check_count(body.tokens, engine.info.max_context_tokens, "tokens")
     worst = max(body.tokens, default=0)
     if worst >= engine.info.vocab_size:
@@ -126,12 +126,11 @@ async def detokenize(context: Context, call: Call, body: DetokenizeBody) -> Repl
     return json_reply({"prompt": await engine.work(call.who.tenant, decode)})
 
 
-async def inference(context: Context, call: Call, body: InferenceBody) -> Reply:
+async def serve_inference(context: Context, call: Call, body: InferenceBody) -> HttpReply:
     """Continue one prompt, in one answer."""
-    context.serving()
-    context.check_model(body.model)
-    request = convert.inference_request(body, call.who.tenant)
-    generation = await Generation.start(context, call, [request])
+    context.require_serving().info.shown_as(body.model)
+    request = make_inference_request(body, call.who.tenant)
+    generation = await GenerationCall.start(context, call, [request])
     try:
         [done] = await generation.completions()
     finally:

@@ -1,4 +1,4 @@
-"""The routes of OpenAI's API: chat, responses, completions, models.
+"""The routes of OpenAI's API: chat, completions, models.
 
 Translates between bodies and generations and owns nothing else. Invariant: a generation that was started is closed, by
 the response that streams it or here.
@@ -7,7 +7,7 @@ the response that streams it or here.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -17,38 +17,34 @@ from starlette.responses import Response
 from wicore_trt.access.calls import Call
 from wicore_trt.core.text_engine import prompt_ids
 from wicore_trt.errors import InvalidRequestError, WicoreError
-from wicore_trt.http import convert, structured
-from wicore_trt.http.bodies import ChatBody, CompletionBody, ResponsesBody, StreamOptions
-from wicore_trt.http.bodies import Generation as GenerationBody
+from wicore_trt.http.bodies import ChatBody, CompletionBody, GenerationFields, StreamOptions
 from wicore_trt.http.context import Context
-from wicore_trt.http.conversation import naming
-from wicore_trt.http.generation import Generation
-from wicore_trt.http.replies import Reply, json_reply, rate_headers
-from wicore_trt.http.responses import CHAT_NAMES, ResponsesShape, chat_of
-from wicore_trt.http.shapes import ChatShape, CompletionShape, Shape
-from wicore_trt.http.sse import EventStream
-from wicore_trt.http.tools import ToolShape, tools_of
+from wicore_trt.http.convert import make_chat_request, make_completion_requests, name_field, read_tools
+from wicore_trt.http.generation import GenerationCall
+from wicore_trt.http.replies import EventStream, HttpReply, json_reply, rate_headers
+from wicore_trt.http.shapes import ChatShape, CompletionShape, ResponseShape, ToolShape
+from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import TextRequest
 
 log = logging.getLogger(__name__)
 
 
-async def models(context: Context, call: Call) -> Response:
+async def serve_models(context: Context, call: Call) -> Response:
     """The served model under each of its names, the one that is shown first."""
-    found = [_model(context, call, name) for name in context.engine().info.names]
+    found = [_describe_model(context, call, name) for name in context.require_engine().info.names]
     if call.anthropic:
         ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]}
         return json_reply({"data": found, "has_more": False, **ends})
     return json_reply({"object": "list", "data": found})
 
 
-async def model(context: Context, call: Call, name: str) -> Response:
+async def serve_model(context: Context, call: Call, name: str) -> Response:
     """The served model."""
-    return json_reply(_model(context, call, context.check_model(name)))
+    return json_reply(_describe_model(context, call, context.require_engine().info.shown_as(name)))
 
 
-def _model(context: Context, call: Call, name: str) -> dict[str, object]:
-    info, tokenizer = context.engine().info, context.engine().tokenizer
+def _describe_model(context: Context, call: Call, name: str) -> dict[str, object]:
+    info, tokenizer = context.require_engine().info, context.require_engine().tokenizer
     chats = ["chat"] if tokenizer.chat_fault is None else []
     if call.anthropic:
         began = datetime.fromtimestamp(int(context.began), UTC).isoformat()
@@ -65,113 +61,85 @@ def _model(context: Context, call: Call, name: str) -> dict[str, object]:
     }
 
 
-async def chat(context: Context, call: Call, body: ChatBody) -> Reply:
+async def serve_chat(context: Context, call: Call, body: ChatBody) -> HttpReply:
     """Answer a conversation."""
-    engine = context.serving()
-    model = context.check_model(body.model)
-
-    def shape(calls: bool) -> Shape:
-        return (ToolShape if calls else ChatShape)(model, engine.tokenizer, **_wishes(body))
-
-    return await converse(context, call, body, shape)
+    engine = context.require_serving()
+    model, tools = engine.info.shown_as(body.model), read_tools(body, call.facts)
+    request = make_chat_request(body, call.who.tenant, tools)
+    shape = (ToolShape if tools is not None else ChatShape)(model, engine.tokenizer, **_read_wishes(body))
+    return await answer_requests(context, call, body, [request], shape)
 
 
-async def responses(context: Context, call: Call, body: ResponsesBody) -> Reply:
-    """Answer a conversation, as OpenAI's newer API asks."""
-    engine = context.serving()
-    model = context.check_model(body.model)
-    asked, forms = chat_of(body)
-    with naming(CHAT_NAMES):
-        return await converse(
-            context, call, asked, lambda calls: ResponsesShape(body, model, engine.tokenizer, calls=calls, forms=forms)
-        )
-
-
-async def converse(context: Context, call: Call, body: ChatBody, shape: Callable[[bool], Shape]) -> Reply:
-    """Answer a conversation in the shape of answers that have calls, or have none."""
-    tools = tools_of(body, call.facts)
-    request = convert.chat_request(body, call.who.tenant, tools)
-    return await _answer(context, call, body, [request], shape(tools is not None))
-
-
-async def input_tokens(context: Context, call: Call, body: ResponsesBody) -> Reply:
-    """Count the tokens of a response's input."""
-    context.check_model(body.model)
-    with naming(CHAT_NAMES):
-        tokens = await prompt_of(context, call, chat_of(body)[0])
-    return json_reply({"object": "response.input_tokens", "input_tokens": len(tokens)})
-
-
-async def prompt_of(context: Context, call: Call, body: ChatBody) -> tuple[int, ...]:
+async def encode_prompt(context: Context, call: Call, body: ChatBody) -> tuple[int, ...]:
     """The token ids that a conversation begins a generation with, however many."""
-    engine, tenant = context.engine(), call.who.tenant
-    request = convert.chat_request(body, tenant, tools_of(body, call.facts))
+    engine, tenant = context.require_engine(), call.who.tenant
+    request = make_chat_request(body, tenant, read_tools(body, call.facts))
     return await engine.work(tenant, partial(prompt_ids, engine.tokenizer, request))
 
 
-async def completions(context: Context, call: Call, body: CompletionBody) -> Reply:
+async def serve_completions(context: Context, call: Call, body: CompletionBody) -> HttpReply:
     """Continue prompts."""
-    engine = context.serving()
-    model = context.check_model(body.model)
-    requests = convert.completion_requests(body, call.who.tenant)
+    engine = context.require_serving()
+    model, requests = engine.info.shown_as(body.model), make_completion_requests(body, call.who.tenant)
     prompts: Sequence[str] = ()
     if body.echo:
-        prompts = await engine.work(call.who.tenant, lambda: _echoes(context, requests))
-    shape = CompletionShape(model, engine.tokenizer, prompts=prompts, top=body.logprobs, **_wishes(body))
-    return await _answer(context, call, body, requests, shape)
+        prompts = await engine.work(call.who.tenant, lambda: _decode_prompts(engine.tokenizer, requests))
+    shape = CompletionShape(model, engine.tokenizer, prompts=prompts, top=body.logprobs, **_read_wishes(body))
+    return await answer_requests(context, call, body, requests, shape)
 
 
-def _echoes(context: Context, requests: Sequence[TextRequest]) -> list[str]:
+def _decode_prompts(tokenizer: Tokenizer, requests: Sequence[TextRequest]) -> list[str]:
     """The text of each sequence's prompt."""
-    decode = context.engine().tokenizer.decode
-    texts = [r.prompt if r.prompt is not None else decode(r.prompt_token_ids or ()) for r in requests]
+    texts = [r.prompt if r.prompt is not None else tokenizer.decode(r.prompt_token_ids or ()) for r in requests]
     return [text for text, request in zip(texts, requests, strict=True) for _ in range(request.params.n)]
 
 
-def _wishes(body: GenerationBody) -> dict[str, Any]:
+def _read_wishes(body: GenerationFields) -> dict[str, Any]:
     options = body.stream_options or StreamOptions()
     told = {"usage": bool(options.include_usage), "continuous": bool(options.continuous_usage_stats)}
     return {**told, "token_ids": bool(body.return_token_ids), "prompt_top": body.prompt_logprobs}
 
 
-async def _answer(
-    context: Context, call: Call, body: GenerationBody, requests: Sequence[TextRequest], shape: Shape
-) -> Reply:
+async def answer_requests(
+    context: Context, call: Call, body: GenerationFields, requests: Sequence[TextRequest], shape: ResponseShape
+) -> HttpReply:
+    """Run the requests of a body and answer in a shape: with a stream, or when all of them have ended."""
     try:
-        generation = await Generation.start(context, call, requests)
+        generation = await GenerationCall.start(context, call, requests)
     except InvalidRequestError as error:
-        raise structured.named(error, body) from None
+        raise name_field(error, body) from None
     headers = rate_headers(context, call)
     if body.stream:
 
-        def failed(raised: Exception) -> WicoreError:
+        def report_failure(raised: Exception) -> WicoreError:
             log.error("call %s (%s) failed unexpectedly", call.call_id, call.method, exc_info=raised)
             return WicoreError(f"Internal error; the server's log has it as {call.call_id}.")
 
         return EventStream(
-            events(generation, shape), generation.aclose, failed, context.keep_alive_s, headers,
+            stream_events(generation, shape), generation.aclose, report_failure, headers,
             done=shape.done, broken=shape.broken,
         )  # fmt: skip
     try:
         raw = shape.answer(await generation.completions(), generation.totals)
     except InvalidRequestError as error:  # a constraint that could not be kept to the end
-        raise structured.named(error, body) from None
+        raise name_field(error, body) from None
     finally:
         await generation.aclose()
     return json_reply(raw, headers=rate_headers(context, call))
 
 
-async def events(generation: Generation, shape: Shape) -> AsyncIterator[bytes]:
-    """The chunks of a generation."""
+async def stream_events(generation: GenerationCall, shape: ResponseShape) -> AsyncIterator[bytes]:
+    """The events of a generation, as ready bytes."""
     opened: set[int] = set()
     totals = generation.totals
-    if await generation.admitted():  # from here on a failure is an event
+    if await generation.wait_admitted():  # from here on a failure is an event
         opened.update(range(generation.sequences))
-        yield b"".join(shape.opening(index, totals) for index in sorted(opened))
+        yield b"".join([shape.opening(index, totals) for index in range(generation.sequences)])
     async for index, output in generation.outputs():
-        opening = b"" if index in opened else shape.opening(index, totals)
-        opened.add(index)
-        chunk = opening + shape.chunk(index, output, totals)
+        chunk = shape.chunk(index, output, totals)
+        if index not in opened:
+            opened.add(index)
+            chunk = shape.opening(index, totals) + chunk
         if chunk:
             yield chunk
     last = shape.closing(totals)

@@ -65,7 +65,7 @@ class Asset:
 
 
 @cache
-def assets() -> Mapping[str, Asset]:
+def load_assets() -> Mapping[str, Asset]:
     """Every file by its path on the server."""
     found: dict[str, Asset] = {}
 
@@ -81,6 +81,6 @@ def assets() -> Mapping[str, Asset]:
     return found
 
 
-def page_routes() -> list[Route]:
+def make_page_routes() -> list[Route]:
     """A route for each file."""
-    return [Route(path, asset, methods=["GET"]) for path, asset in assets().items()]
+    return [Route(path, asset, methods=["GET"]) for path, asset in load_assets().items()]

@@ -38,6 +38,8 @@ LINGER_S, LINGER_BYTES = 10.0, 32 << 20
 """For how long, and how much of it, what a refused client goes on sending is read and dropped. A socket that is closed
 with unread bytes resets the connection, and the refusal is lost."""
 MAX_CONNECTIONS = 4096
+MAX_OF_ADDRESS = 3072
+"""Connections of one address: three quarters, as a proxy in front is one."""
 MAX_PIPELINED = 16
 """Requests that a client sends on one connection before it has the answers; no library does that."""
 MAX_FRAGMENTS = 1024
@@ -49,16 +51,18 @@ MESSAGE_BYTES = 512
 class Visitors(ServerState):
     """The state that all connections of a server share, and how many each address has."""
 
-    def __init__(self, most_of_one: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.shaking = 0  # connections that shake hands
-        self._most, self._open = most_of_one, Counter[str]()
+        self._open = Counter[str]()
 
     def came(self, client: tuple[str, int] | None) -> bool:
         """Whether there is room for one more connection of this client; `left` is called for it in any case."""
         host = self._host(client)
         self._open[host] += 1
-        return len(self.connections) + self.shaking <= MAX_CONNECTIONS and (not host or self._open[host] <= self._most)
+        return len(self.connections) + self.shaking <= MAX_CONNECTIONS and (
+            not host or self._open[host] <= MAX_OF_ADDRESS
+        )
 
     def left(self, client: tuple[str, int] | None) -> None:
         host = self._host(client)

@@ -1,18 +1,30 @@
-"""Answers that are ready, and the headers that go with them. Must not know routes."""
+"""Sends answers: JSON, or server-sent events until the last one or until the client leaves.
+
+Must not know routes, nor what events say. Invariants: nothing is sent before the first event or comment, so that what
+fails before has a status of its own; a stream that breaks later ends with an event `error` and without `done`; the
+source is closed, however the response ends; a client that leaves ends it within one event.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from typing import Protocol, TypeVar
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from wicore_trt.access.calls import Call
+from wicore_trt.errors import WicoreError
 from wicore_trt.http.context import Context
+from wicore_trt.http.errors import ClientGoneError
+
+T = TypeVar("T")
 
 
-class Reply(Protocol):
+class HttpReply(Protocol):
     """An ASGI response."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
@@ -26,7 +38,7 @@ def json_reply(body: object, status: int = 200, headers: list[tuple[bytes, bytes
     return reply
 
 
-def span(seconds: float) -> bytes:
+def format_span(seconds: float) -> bytes:
     """A span of time as x-ratelimit-reset-* has it: 6m12.5s, 1s, 20ms."""
     if seconds < 1:
         return b"%dms" % round(seconds * 1000)
@@ -42,6 +54,113 @@ def rate_headers(context: Context, call: Call) -> list[tuple[bytes, bytes]]:
         found += [
             (b"x-ratelimit-limit-" + name, b"%d" % allowance.limit),
             (b"x-ratelimit-remaining-" + name, b"%d" % allowance.remaining),
-            (b"x-ratelimit-reset-" + name, span(allowance.reset_s)),
+            (b"x-ratelimit-reset-" + name, format_span(allowance.reset_s)),
         ]
     return found
+
+
+KEEP_ALIVE = b": keep-alive\n\n"
+KEEP_ALIVE_S = 15.0
+"""Seconds without an event after which a comment is sent, so that proxies keep the connection."""
+HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class EventStream:
+    """An ASGI response. `close` is awaited at the end; `failed` turns what is no WicoreError into one; `done` and
+    `broken` are the last bytes of a stream."""
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        close: Callable[[], Awaitable[None]],
+        failed: Callable[[Exception], WicoreError],
+        headers: list[tuple[bytes, bytes]],
+        *,
+        done: bytes,
+        broken: Callable[[WicoreError], bytes],
+    ) -> None:
+        self._events, self._close, self._failed = events, close, failed
+        self._done, self._broken = done, broken
+        self._headers = [*HEADERS, *headers]
+        self._started = False
+        self._sent = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises what broke the stream before anything was sent, and ClientGoneError."""
+        pump = asyncio.ensure_future(self._pump(send))
+        watch = asyncio.ensure_future(self._watch(receive, send))
+        try:
+            await asyncio.wait((pump, watch), return_when=asyncio.FIRST_COMPLETED)
+            if not pump.done():
+                raise ClientGoneError
+            pump.result()
+        finally:
+            for task in (pump, watch):
+                task.cancel()
+            with suppress(asyncio.CancelledError):
+                await asyncio.gather(pump, watch, return_exceptions=True)
+            await self._close()
+
+    async def _start(self, send: Send) -> None:
+        self._started = True
+        await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+
+    async def _pump(self, send: Send) -> None:
+        try:
+            async for event in self._events:
+                if not self._started:
+                    await self._start(send)
+                self._sent += 1
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            if not self._started:
+                await self._start(send)
+            last = self._done
+        except Exception as raised:
+            error = raised if isinstance(raised, WicoreError) else self._failed(raised)
+            if not self._started:
+                raise error from raised
+            last = self._broken(error)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _watch(self, receive: Receive, send: Send) -> None:
+        """Ends when the client has left; meanwhile sends comments while nothing else is sent."""
+        while True:
+            sent = self._sent
+            try:
+                async with asyncio.timeout(KEEP_ALIVE_S):
+                    await wait_until_gone(receive)
+                    return
+            except TimeoutError:
+                if sent == self._sent:
+                    if not self._started:
+                        await self._start(send)
+                    await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+
+
+async def wait_until_gone(receive: Receive) -> None:
+    """Wait until the client has left."""
+    message: Message = {"type": ""}
+    while message["type"] != "http.disconnect":
+        message = await receive()
+
+
+async def run_unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`. Cancels it and raises ClientGoneError when the client leaves before."""
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(wait_until_gone(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError
+    finally:
+        watch.cancel()
+        if not task.done():
+            task.cancel()
+        await asyncio.wait((task, watch))
+        if not task.cancelled():
+            task.exception()  # seen, whatever it is
+        del task, watch  # an error in them has this frame in its traceback

@@ -11,13 +11,18 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from wicore_trt.access.calls import Call
 from wicore_trt.errors import InvalidRequestError, WicoreError, shown
 from wicore_trt.http.blocks import Block, BlockShape, Change, cut, named_event
 from wicore_trt.http.bodies import ChatBody, ResponsesBody
 from wicore_trt.http.client_tools import FORMS, Form, joined, response_tools
-from wicore_trt.http.conversation import Conversation, chat_body, member, text_of
+from wicore_trt.http.context import Context
+from wicore_trt.http.conversation import ChatBuilder, make_chat_body, read_member, read_text, rename_fields
+from wicore_trt.http.convert import make_chat_request, read_tools
 from wicore_trt.http.errors import message_of
 from wicore_trt.http.generation import Totals
+from wicore_trt.http.openai import answer_requests, encode_prompt
+from wicore_trt.http.replies import HttpReply, json_reply
 from wicore_trt.http.shapes import encode, token_entry
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import Completion, TextOutput
@@ -32,27 +37,27 @@ LOGPROBS = "message.output_text.logprobs"
 ROLES = ("system", "developer", "user", "assistant")
 
 
-def chat_of(body: ResponsesBody) -> tuple[ChatBody, dict[str, Form]]:
+def make_chat(body: ResponsesBody) -> tuple[ChatBody, dict[str, Form]]:
     """Make a chat of a request, and the forms of its calls by name. Raises InvalidRequestError."""
     tools, forms = response_tools(body.tools)
     logprobs = LOGPROBS in (body.include or ())
     if body.top_logprobs and not logprobs:
         raise InvalidRequestError(f"top_logprobs needs {LOGPROBS} in include.", field="top_logprobs")
-    asked = chat_body(
-        body, _conversation(body), max_tokens=body.max_output_tokens, stream=body.stream, tools=tools,
-        tool_choice=_tool_choice(body.tool_choice, forms), parallel_tool_calls=body.parallel_tool_calls,
-        chat_template_kwargs=body.chat_template_kwargs, response_format=_response_format(body.text),
+    asked = make_chat_body(
+        body, _build_chat(body), max_tokens=body.max_output_tokens, stream=body.stream, tools=tools,
+        tool_choice=_read_tool_choice(body.tool_choice, forms), parallel_tool_calls=body.parallel_tool_calls,
+        chat_template_kwargs=body.chat_template_kwargs, response_format=_read_response_format(body.text),
         logprobs=logprobs, top_logprobs=body.top_logprobs if logprobs else None,
     )  # fmt: skip
     return asked, forms
 
 
-def _conversation(body: ResponsesBody) -> Conversation:
-    found = Conversation()
+def _build_chat(body: ResponsesBody) -> ChatBuilder:
+    found = ChatBuilder()
     if body.instructions:
-        found.say("system", body.instructions)
+        found.add_text("system", body.instructions)
     if isinstance(body.input, str):
-        found.say("user", body.input)
+        found.add_text("user", body.input)
         return found
     for i, item in enumerate(body.input):
         where = f"input[{i}]"
@@ -63,37 +68,39 @@ def _conversation(body: ResponsesBody) -> Conversation:
                     raise InvalidRequestError(
                         f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}.", field=where
                     )
-                found.say("system" if role == "developer" else role, text_of(item.get("content"), f"{where}.content"))
+                found.add_text(
+                    "system" if role == "developer" else role, read_text(item.get("content"), f"{where}.content")
+                )
             case "function_call":
-                arguments = member(item, "arguments", where)
-                name = joined(item.get("namespace"), member(item, "name", where))
-                found.call(member(item, "call_id", where), name, arguments)
+                arguments = read_member(item, "arguments", where)
+                name = joined(item.get("namespace"), read_member(item, "name", where))
+                found.add_call(read_member(item, "call_id", where), name, arguments)
             case "custom_tool_call":
-                name = joined(item.get("namespace"), member(item, "name", where))
-                found.call(member(item, "call_id", where), name, {"input": member(item, "input", where)})
+                name = joined(item.get("namespace"), read_member(item, "name", where))
+                found.add_call(read_member(item, "call_id", where), name, {"input": read_member(item, "input", where)})
             case "function_call_output" | "custom_tool_call_output":
-                text = text_of(item.get("output"), f"{where}.output")
-                found.result(member(item, "call_id", where), text, where)
+                text = read_text(item.get("output"), f"{where}.output")
+                found.add_result(read_member(item, "call_id", where), text, where)
             case "reasoning" | "web_search_call":
                 pass  # of another model: what it thought, and where it looked, is no part of the conversation
             case str(kind) if kind in FORMS:
                 name, form = FORMS[kind]
-                found.call(_call_id(item, where), name, item.get(form.key) or {})
+                found.add_call(_read_call_id(item, where), name, item.get(form.key) or {})
             case str(kind) if kind.removesuffix("_output") in FORMS:
                 output = item.get("output")
                 text = output if isinstance(output, str) else encode(output).decode()
-                found.result(_call_id(item, where), text, where)
+                found.add_result(_read_call_id(item, where), text, where)
             case kind:
                 raise InvalidRequestError(f"{where}: {shown(kind)} is not supported.", field=where)
     return found
 
 
-def _call_id(item: dict[str, Any], where: str) -> str:
+def _read_call_id(item: dict[str, Any], where: str) -> str:
     """The id of a call or of its result, which those of Codex's first shell tell as their own."""
-    return member(item, "call_id" if item.get("call_id") is not None else "id", where)
+    return read_member(item, "call_id" if item.get("call_id") is not None else "id", where)
 
 
-def _tool_choice(given: object, forms: Mapping[str, Form]) -> Any:
+def _read_tool_choice(given: object, forms: Mapping[str, Form]) -> Any:
     if not isinstance(given, dict):
         return given
     kind, name = given.get("type"), given.get("name")
@@ -103,7 +110,7 @@ def _tool_choice(given: object, forms: Mapping[str, Form]) -> Any:
     return {"type": "function", "function": {"name": kind}} if isinstance(kind, str) and kind in forms else given
 
 
-def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
+def _read_response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
     given = (text or {}).get("format")
     if given is None:
         return None
@@ -230,7 +237,7 @@ class ResponsesShape(BlockShape):
             "error": None,
             "incomplete_details": reason,
             "output": done,
-            "usage": None if totals is None else _usage(totals),
+            "usage": None if totals is None else _count_usage(totals),
         }
 
     def _status(self, block: Block) -> str:
@@ -252,7 +259,7 @@ class ResponsesShape(BlockShape):
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _usage(totals: Totals) -> dict[str, Any]:
+def _count_usage(totals: Totals) -> dict[str, Any]:
     return {
         "input_tokens": totals.prompt,
         "input_tokens_details": {"cached_tokens": totals.cached, "cache_write_tokens": 0},
@@ -260,3 +267,23 @@ def _usage(totals: Totals) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": totals.prompt + totals.output,
     }
+
+
+async def serve_responses(context: Context, call: Call, body: ResponsesBody) -> HttpReply:
+    """Answer a conversation, as OpenAI's newer API asks."""
+    engine = context.require_serving()
+    model = engine.info.shown_as(body.model)
+    chat, forms = make_chat(body)
+    with rename_fields(CHAT_NAMES):
+        tools = read_tools(chat, call.facts)
+        request = make_chat_request(chat, call.who.tenant, tools)
+        shape = ResponsesShape(body, model, engine.tokenizer, calls=tools is not None, forms=forms)
+        return await answer_requests(context, call, chat, [request], shape)
+
+
+async def serve_input_tokens(context: Context, call: Call, body: ResponsesBody) -> HttpReply:
+    """Count the tokens of a response's input."""
+    context.require_engine().info.shown_as(body.model)
+    with rename_fields(CHAT_NAMES):
+        tokens = await encode_prompt(context, call, make_chat(body)[0])
+    return json_reply({"object": "response.input_tokens", "input_tokens": len(tokens)})

@@ -1,62 +1,205 @@
-"""The table of routes as Starlette takes it: reading, parsing, handling, answering.
+"""The table of routes: path, method, body, handler; and what is made of it, Starlette's routes and /openapi.json.
 
-Must not know what a route does. Invariant: a handler gets a body only when all of it has come and is valid.
+Must not know what a route does. Invariants: every route needs a key, but those that are named OPEN; a handler gets a
+body only when all of it has come and is valid.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette import routing
 from starlette.datastructures import Headers
-from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
+from wicore_trt import __version__
+from wicore_trt.access.admission import OTHER
 from wicore_trt.access.calls import Call
+from wicore_trt.http import bodies, messages, native, openai, responses
+from wicore_trt.http.bodies import OBJECT, TEXT, object_of
 from wicore_trt.http.context import Context
-from wicore_trt.http.intake import decoded, read_body, validated
-from wicore_trt.http.metrics import metrics
-from wicore_trt.http.openapi import document
-from wicore_trt.http.page import page_routes
-from wicore_trt.http.replies import Reply, json_reply
+from wicore_trt.http.intake import FieldPath, decode_json, parse_body, read_body
+from wicore_trt.http.metrics import serve_metrics
+from wicore_trt.http.page import make_page_routes
+from wicore_trt.http.replies import HttpReply, json_reply, run_unless_gone
 from wicore_trt.http.socket import PATH, StreamSocket
-from wicore_trt.http.table import OPERATIONS, Operation
-from wicore_trt.http.waiting import unless_gone
+
+OPEN = frozenset(("/health", "/ready", "/ping"))
+"""Paths that need no key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One route. `handle` is called with the context, the call, and the body or the path's parameters."""
+
+    path: str
+    handle: Callable[..., Awaitable[HttpReply]]
+    body: type[BaseModel] | None = None
+    generates: bool = False
+    anthropic: bool = False
+    """Its errors are of Anthropic's shape."""
+    fields: FieldPath | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.body is not None:
+            object.__setattr__(self, "fields", bodies.read_fields(self.body))
+
+    @property
+    def method(self) -> str:
+        return "GET" if self.body is None else "POST"
+
+    @property
+    def streams(self) -> bool:
+        """Whether it can answer with events."""
+        return self.body is not None and "stream" in self.body.model_fields
+
+    @property
+    def statuses(self) -> tuple[int, ...]:
+        """How it can fail, beside the want of a key."""
+        if self.generates:
+            return (400, 404, 408, 413, 415, 429, 500, 503, 504)
+        if self.body is not None:
+            return (400, 404, 408, 413, 415, 429, 503)
+        return (404, 503) if "{" in self.path else (503,)
+
+
+ROUTES = (
+    Route("/v1/models", openai.serve_models),
+    Route("/v1/models/{name:path}", openai.serve_model),
+    Route("/v1/chat/completions", openai.serve_chat, bodies.ChatBody, generates=True),
+    Route("/v1/responses", responses.serve_responses, bodies.ResponsesBody, generates=True),
+    Route("/v1/responses/input_tokens", responses.serve_input_tokens, bodies.ResponsesBody),
+    Route("/v1/completions", openai.serve_completions, bodies.CompletionBody, generates=True),
+    Route("/v1/messages", messages.serve_messages, bodies.MessagesBody, generates=True, anthropic=True),
+    Route("/v1/messages/count_tokens", messages.serve_count_tokens, bodies.PromptBody, anthropic=True),
+    Route("/v1/inference", native.serve_inference, bodies.InferenceBody, generates=True),
+    Route("/v1/stats", native.serve_stats),
+    Route("/tokenize", native.serve_tokenize, bodies.TokenizeBody),
+    Route("/detokenize", native.serve_detokenize, bodies.DetokenizeBody),
+    Route("/tokenizer_info", native.serve_tokenizer_info),
+    Route("/load", native.serve_load),
+    Route("/ping", native.serve_ping),
+    Route("/status", native.serve_status),
+    Route("/version", native.serve_version),
+    Route("/health", native.serve_health),
+    Route("/ready", native.serve_ready),
+)
+
+_PATHS = frozenset((*(route.path for route in ROUTES), "/openapi.json", "/metrics", "/v1/stream"))
+_MODEL = "/v1/models/"
+
+
+def name_path(path: str) -> str:
+    """Name a path by a bounded set: one of the table, else OTHER."""
+    if path.startswith(_MODEL):
+        return f"{_MODEL}{{name}}"
+    return path if path in _PATHS else OTHER
+
+
+JSON = "application/json"
+_NULLABLE = {"type": ["string", "null"]}
+ERROR = object_of(
+    "error", error=object_of("message type param code", message=TEXT, type=TEXT, param=_NULLABLE, code=_NULLABLE)
+)
+ANTHROPIC_ERROR = object_of(
+    "type error", type={"const": "error"}, request_id=_NULLABLE,
+    error=object_of("type message param", type=TEXT, message=TEXT, param=_NULLABLE),
+)  # fmt: skip
+MEANINGS = {
+    400: "A field is wrong; `param` names it.",
+    401: "No valid API key.",
+    404: "No such model.",
+    408: "The body did not come in time.",
+    413: "The body is too long.",
+    415: "The body is no plain JSON.",
+    429: "Too many requests or tokens; `retry-after` says when to come back.",
+    500: "The engine or the server failed.",
+    503: "The server starts or ends.",
+    504: "The request's `timeout` passed.",
+}
+
+
+def make_document() -> dict[str, Any]:
+    """Make the OpenAPI document of this version."""
+    models = sorted({route.body for route in ROUTES if route.body is not None}, key=lambda model: model.__name__)
+    _, found = models_json_schema([(m, "validation") for m in models], ref_template="#/components/schemas/{model}")
+    paths: dict[str, Any] = {}
+    for route in ROUTES:
+        path = route.path.replace(":path", "")
+        paths.setdefault(path, {})[route.method.lower()] = _describe_route(route)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "WiCore-TRT", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": {**found.get("$defs", {}), "Error": ERROR, "AnthropicError": ANTHROPIC_ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}, {}],
+    }
+
+
+def _describe_route(route: Route) -> dict[str, Any]:
+    statuses = [200, *([] if route.path in OPEN else [401]), *route.statuses]
+    entry: dict[str, Any] = {
+        "operationId": route.handle.__name__.removeprefix("serve_"),
+        "summary": (route.handle.__doc__ or "").partition("\n")[0],
+        "responses": {str(status): _describe_response(route, status) for status in statuses},
+    }
+    if route.path in OPEN:
+        entry["security"] = []
+    if "{name" in route.path:
+        entry["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if route.body is not None:
+        schema = {"$ref": f"#/components/schemas/{route.body.__name__}"}
+        entry["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
+    return entry
+
+
+def _describe_response(route: Route, status: int) -> dict[str, Any]:
+    if status != 200:
+        name = "AnthropicError" if route.anthropic else "Error"
+        content = {JSON: {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+        return {"description": MEANINGS[status], "content": content}
+    found: dict[str, Any] = {JSON: {"schema": OBJECT}}
+    if route.streams:
+        found["text/event-stream"] = {"schema": {}}  # tools disagree whether it is of the stream or of an event
+    return {"description": "Done.", "content": found}
 
 
 class Endpoint:
-    """An operation as an ASGI application."""
+    """A route as an ASGI application."""
 
-    def __init__(self, context: Context, operation: Operation) -> None:
-        self._context, self._operation = context, operation
+    def __init__(self, context: Context, route: Route) -> None:
+        self._context, self._route = context, route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call: Call = scope["state"]["call"]
-        context, operation = self._context, self._operation
+        context, route = self._context, self._route
         arguments: dict[str, Any] = scope.get("path_params", {})
-        with context.room.hold(call.who.tenant) as hold:
-            if operation.body is not None:
+        with context.body_budget.hold(call.who.tenant) as hold:
+            if route.body is not None:
                 raw = await read_body(receive, Headers(scope=scope), context.max_body_bytes, hold)
                 scope["state"]["read"] = True
-                value = decoded(raw, context.most_items())
-                arguments = {"body": validated(operation.body, operation.fields, value)}
-                del raw, value
-            work = operation.handle(context, call, **arguments)
+                arguments = {"body": parse_body(route.body, route.fields, decode_json(raw, context.count_items()))}
+                del raw
+            work = route.handle(context, call, **arguments)
             del arguments
-            reply = await unless_gone(receive, work)
+            reply = await run_unless_gone(receive, work)
         await reply(scope, receive, send)
 
 
-async def openapi(context: Context, call: Call) -> Reply:
+async def serve_openapi(context: Context, call: Call) -> HttpReply:
     """This document."""
-    return json_reply(document())
+    return json_reply(make_document())
 
 
-OPENAPI, METRICS = Operation("/openapi.json", openapi), Operation("/metrics", metrics)
-
-
-def routes(context: Context, origins: Sequence[str] = ()) -> list[BaseRoute]:
-    """The table as Starlette takes it, and the WebSocket."""
-    served = (*OPERATIONS, OPENAPI, METRICS)
-    found: list[BaseRoute] = [Route(o.path, Endpoint(context, o), methods=[o.method]) for o in served]
-    return [*found, *page_routes(), WebSocketRoute(PATH, StreamSocket(context, origins))]
+def make_routes(context: Context, origins: Sequence[str] = ()) -> list[routing.BaseRoute]:
+    """Make Starlette's routes of the table, the page and the WebSocket."""
+    served = (*ROUTES, Route("/openapi.json", serve_openapi), Route("/metrics", serve_metrics))
+    found = [routing.Route(r.path, Endpoint(context, r), methods=[r.method]) for r in served]
+    return [*found, *make_page_routes(), routing.WebSocketRoute(PATH, StreamSocket(context, origins))]

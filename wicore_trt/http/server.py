@@ -1,26 +1,193 @@
-"""The HTTP server that clients talk to: its routes on its address, origins, drain.
+"""The HTTP server that clients talk to: its address, TLS and connections, its routes, origins, drain.
 
-Must not know what the engine is or when it is ready; the lifecycle tells it. Invariant: generations are refused from
-`set_draining` on.
+Must not know what the engine is or when it is ready; the lifecycle tells it. Invariants: generations are refused from
+`set_draining` on; after `stop` no connection and no task of this server is left; a TLS handshake counts as a connection
+of its address, as each costs some 50 KB for as long as it likes to take.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from email.utils import formatdate
+from functools import partial
 from typing import TYPE_CHECKING
 
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.protocols.utils import get_remote_addr
 
 from wicore_trt.access.admission import Admission, message_limit
-from wicore_trt.access.listening import http_host, is_local
+from wicore_trt.access.listening import address_of, check_free, http_host, is_local, read_tls
 from wicore_trt.config import ServerSettings
+from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.http.app import make_app
 from wicore_trt.http.context import Context
-from wicore_trt.http.listener import Listener
-from wicore_trt.http.routes import routes
+from wicore_trt.http.protocol import GuardedHttp, GuardedWebSocket, Visitors
+from wicore_trt.http.routes import make_routes
 from wicore_trt.http.socket import MAX_FRAME
 
 if TYPE_CHECKING:
     from wicore_trt.core.text_engine import TextEngine
+
+KEEP_ALIVE_S = 75
+"""Seconds for which a connection without requests stays open."""
+BACKLOG = 2048
+POLL_S = 0.02
+CANCEL_S = 1.0
+HANDSHAKE_S = 10.0
+
+
+class Listener:
+    """One address. Construct it on the event loop that will run it; `app` may be put in another's place at any time.
+    `flag` is the option that chooses the port, as errors name it."""
+
+    def __init__(
+        self, app: ASGIApp, settings: ServerSettings, host: str, port: int, *, flag: str, max_frame: int = 1 << 16,
+    ) -> None:  # fmt: skip
+        """Raises ConfigError for bad TLS files."""
+        self.app = app
+        self._host, self._port, self._flag = host, port, flag
+        self._tls = read_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+        self._config = Config(
+            self._answer,
+            interface="asgi3",  # which uvicorn does not see of a method
+            http=GuardedHttp, ws=GuardedWebSocket, lifespan="off", log_config=None, access_log=False,
+            proxy_headers=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_S, ws_max_size=max_frame,
+            ws_per_message_deflate=False,
+        )  # fmt: skip
+        self._config.load()
+        self._state = Visitors()
+        self._listener: asyncio.Server | None = None
+        self._clock: asyncio.TimerHandle | None = None
+        self._shaking: set[asyncio.Future[None]] = set()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
+
+    def change(self, settings: ServerSettings) -> None:
+        """Another certificate for who comes from now on. Raises ConfigError, and changes nothing, for files that do not
+        fit."""
+        if self._tls is not None:
+            self._tls = read_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+
+    def _protocol(self) -> asyncio.Protocol:
+        return GuardedHttp(self._config, self._state, {}, asyncio.get_running_loop())
+
+    async def start(self) -> str:
+        """Listen and return the URL, with the port chosen by the system when it was 0.
+
+        Raises EnvironmentUnfitError for an address that cannot be used.
+        """
+        host, port = self._host, self._port
+        check_free(host, port, self._flag)
+        loop = asyncio.get_running_loop()
+        comes = self._protocol if self._tls is None else partial(Shaking, self._shake)
+        try:
+            if host.startswith("unix:"):
+                path = host.removeprefix("unix:")
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+                self._listener = await loop.create_unix_server(comes, path, backlog=BACKLOG)
+            else:
+                self._listener = await loop.create_server(comes, host, port, backlog=BACKLOG)
+                port = self._listener.sockets[0].getsockname()[1]
+        except OSError as error:
+            raise EnvironmentUnfitError(f"Cannot listen on {address_of(host, port)}: {error}.") from None
+        self._tick()
+        scheme = "http" if self._tls is None else "https"
+        return host if host.startswith("unix:") else f"{scheme}://{address_of(host, port)}"
+
+    def _shake(self, transport: asyncio.Transport) -> None:
+        """Somebody has come who has to shake hands first, and counts from now on."""
+        client = get_remote_addr(transport)
+        self._state.shaking += 1
+        if self._state.came(client):
+            shaking = asyncio.ensure_future(self._shaken(taken(transport)))
+            self._shaking.add(shaking)
+            shaking.add_done_callback(lambda _: self._shook(client, shaking))
+        else:
+            transport.abort()
+            self._shook(client)
+
+    async def _shaken(self, sock: socket.socket) -> None:
+        assert self._tls is not None
+        with suppress(OSError, TimeoutError):  # those of TLS, too
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._protocol, sock, ssl=self._tls.context, ssl_handshake_timeout=HANDSHAKE_S
+            )
+
+    def _shook(self, client: tuple[str, int] | None, shaking: asyncio.Future[None] | None = None) -> None:
+        self._state.shaking -= 1
+        self._state.left(client)
+        if shaking is not None:
+            self._shaking.discard(shaking)
+
+    def _tick(self) -> None:
+        """Keep the header `date`."""
+        self._state.default_headers = [(b"date", formatdate(time.time(), usegmt=True).encode())]
+        self._clock = asyncio.get_running_loop().call_later(1.0, self._tick)
+
+    async def stop(self, grace_s: float, idle: Callable[[], Awaitable[object]] | None = None) -> None:
+        """Close the port; what is still open after `grace_s` seconds is cancelled. Connections stay until `idle` says
+        that nothing is left which would begin an answer."""
+        if self._clock is not None:
+            self._clock.cancel()
+        if self._listener is not None:
+            self._listener.close()
+        end = time.monotonic() + grace_s
+        if idle is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(idle(), max(grace_s, POLL_S))
+        for shaking in self._shaking:
+            shaking.cancel()
+        for connection in list(self._state.connections):
+            connection.shutdown()  # ends those that are idle, and WebSockets
+        left_s = max(0.0, end - time.monotonic())
+        if not await _until(lambda: not self._state.connections and not self._state.tasks, left_s):
+            # Requests end as they do when their clients leave, and say nothing in the log but their access lines.
+            for connection in list(self._state.connections):
+                assert isinstance(connection, (GuardedHttp, GuardedWebSocket))
+                connection.cut()
+            if not await _until(lambda: not self._state.connections and not self._state.tasks, CANCEL_S):
+                for task in list(self._state.tasks):
+                    task.cancel()
+                await _until(lambda: not self._state.tasks, CANCEL_S)
+        if self._listener is not None and self._host.startswith("unix:"):
+            with suppress(FileNotFoundError):
+                os.unlink(self._host.removeprefix("unix:"))
+
+
+class Shaking(asyncio.Protocol):
+    """A connection from which nothing is read here. `comes` is told of it."""
+
+    def __init__(self, comes: Callable[[asyncio.Transport], None]) -> None:
+        self._comes = comes
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._comes(transport)
+
+
+def taken(transport: asyncio.Transport) -> socket.socket:
+    """The socket of a transport that has read nothing of it, which is closed then."""
+    own = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+    own.setblocking(False)
+    transport.abort()
+    return own
+
+
+async def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Whether it came to hold in time."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() >= end:
+            return False
+        await asyncio.sleep(POLL_S)
+    return True
 
 
 class HttpServer:
@@ -35,7 +202,7 @@ class HttpServer:
         host = http_host(settings)
         local = is_local(host) and not host.startswith("unix:")
         admission = admission or Admission.of(settings)
-        self.context = Context(admission, limit, settings.sse_keep_alive_s, local, settings.allowed_hosts)
+        self.context = Context(admission, limit, local, settings.allowed_hosts)
         self.context.origins = settings.cors_origins
         self._listener = Listener(
             self._make_app(), settings, host, settings.http_port or 0,
@@ -44,7 +211,7 @@ class HttpServer:
 
     def _make_app(self) -> ASGIApp:
         origins = self.context.origins
-        return make_app(self.context, routes(self.context, origins), origins)
+        return make_app(self.context, make_routes(self.context, origins), origins)
 
     def change(self, settings: ServerSettings) -> None:
         """Other origins and another certificate for who comes from now on. Raises ConfigError, and changes nothing, for

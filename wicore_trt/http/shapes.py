@@ -19,13 +19,14 @@ import msgspec
 from wicore_trt.errors import WicoreError
 from wicore_trt.http.errors import error_bytes
 from wicore_trt.http.generation import Totals
+from wicore_trt.text.calls import CallFinder, TextPart, gather_parts
 from wicore_trt.text.tokenizer import Tokenizer
-from wicore_trt.types import Completion, TextOutput, TokenLogprob
+from wicore_trt.types import Completion, FinishReason, TextOutput, TokenLogprob
 
 encode = msgspec.json.Encoder().encode
 
 
-class Shape(ABC):
+class ResponseShape(ABC):
     """One answer, whole or as the events of a stream."""
 
     done = b""
@@ -52,7 +53,7 @@ class Shape(ABC):
         return b"event: error\ndata: " + error_bytes(error) + b"\n\n"
 
 
-class ChoiceShape(Shape):
+class ChoiceShape(ResponseShape):
     """An answer with choices: its head, and how a choice looks."""
 
     done = b"data: [DONE]\n\n"
@@ -251,3 +252,69 @@ class Echo:
             self._at += len(token)
             self._characters += sum(byte & 0xC0 != 0x80 for byte in token)
         return begin
+
+
+class AnswerCalls:
+    """Text and calls of an answer's sequences."""
+
+    def __init__(self) -> None:
+        self._finders: dict[int, CallFinder] = {}
+
+    def read(self, index: int, output: TextOutput) -> tuple[dict[str, Any], str | None]:
+        """What an output adds to a message, and how the message ends with it."""
+        finder, reason = self._finders.setdefault(index, CallFinder()), output.finish_reason
+        delta = _make_delta(finder.push(output.text) + (finder.end() if reason is not None else []))
+        return delta, None if reason is None else _name_reason(reason, finder)
+
+
+class ToolShape(ChatShape):
+    """A conversation's answer that may have calls."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._calls = AnswerCalls()
+
+    def chunk(self, index: int, output: TextOutput, totals: Totals) -> bytes:
+        delta, reason = self._calls.read(index, output)
+        if not (delta or reason or output.logprobs or self._continuous or self._token_ids):
+            return b""
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._logprobs(index, output) if output.logprobs else None,
+            "finish_reason": reason,
+            **({} if reason is None else {"stop_reason": output.stop_reason}),
+            **({"token_ids": output.token_ids} if self._token_ids else {}),
+        }
+        raw = self._open.removesuffix(b'{"index":') + encode(choice) + b"]"
+        return raw + (self._counts(totals) if self._continuous else self._tail)
+
+    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        finder = CallFinder()
+        delta = _make_delta(finder.push(completion.text) + finder.end())
+        calls = [{k: v for k, v in call.items() if k != "index"} for call in delta.get("tool_calls", ())]
+        message = {"role": "assistant", "content": delta.get("content"), "refusal": None}
+        return {
+            **super()._choice(index, completion),
+            "message": message | ({"tool_calls": calls} if calls else {"content": delta.get("content", "")}),
+            "finish_reason": _name_reason(completion.finish_reason, finder),
+        }
+
+
+def _name_reason(reason: FinishReason, finder: CallFinder) -> str:
+    return "tool_calls" if finder.whole and reason is FinishReason.STOP else reason.value
+
+
+def _make_delta(pieces: list[TextPart]) -> dict[str, Any]:
+    """What pieces add to a message: text, or calls, the parts of each put together."""
+    text, calls = gather_parts(pieces)
+    delta: dict[str, Any] = {"content": text} if text else {}
+    return delta | ({"tool_calls": [_describe_call(call) for call in calls]} if calls else {})
+
+
+def _describe_call(call: TextPart) -> dict[str, Any]:
+    """What a piece adds to a call."""
+    if call.name is None:
+        return {"index": call.call, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.call, "id": call.id, "type": "function", "function": function}

@@ -28,14 +28,13 @@ from wicore_trt.access.calls import CURRENT, REQUEST_ID_HEADER, Call, write_acce
 from wicore_trt.core.shares import Gate
 from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.errors import InvalidRequestError, NotFoundError, RequestCancelledError, WicoreError
-from wicore_trt.http import convert, structured
-from wicore_trt.http.bodies import ChatBody, CompletionBody, fields_of
+from wicore_trt.http.bodies import ChatBody, CompletionBody, read_fields
 from wicore_trt.http.context import Context
+from wicore_trt.http.convert import make_chat_request, make_completion_requests, name_field, read_tools
 from wicore_trt.http.errors import CLIENT_GONE, HttpError, error_object, status_of
-from wicore_trt.http.generation import Generation
-from wicore_trt.http.intake import decoded, validated
-from wicore_trt.http.shapes import ChatShape, encode
-from wicore_trt.http.tools import Calls, tools_of
+from wicore_trt.http.generation import GenerationCall
+from wicore_trt.http.intake import decode_json, parse_body
+from wicore_trt.http.shapes import AnswerCalls, ChatShape, encode
 from wicore_trt.text.tools import Tools
 from wicore_trt.types import TextOutput, TextRequest
 
@@ -55,7 +54,7 @@ class FrameShape(ChatShape):
 
     def __init__(self, frame_id: str, engine: TextEngine, *, calls: bool) -> None:
         super().__init__(engine.info.model_id, engine.tokenizer)
-        self._calls = Calls() if calls else None
+        self._calls = AnswerCalls() if calls else None
         self._delta = b'{"type":"delta","id":' + encode(frame_id) + b',"index":'
 
     def frame(self, index: int, output: TextOutput) -> bytes:
@@ -98,7 +97,7 @@ class StreamSocket:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call: Call = scope["state"]["call"]
         check_origin(Headers(scope=scope), self._origins)
-        with self._sockets.place(call.who.tenant), self._context.room.hold(call.who.tenant) as hold:
+        with self._sockets.place(call.who.tenant), self._context.body_budget.hold(call.who.tenant) as hold:
             scope["state"]["hold"] = hold  # what has come of a message counts before it is whole
             await receive()  # websocket.connect
             await send({"type": "websocket.accept"})
@@ -123,7 +122,7 @@ class Connection:
         """Do what a frame says. Faults go to the client."""
         frame_id: str | None = None
         try:
-            frame = decoded(raw, self._context.most_items())
+            frame = decode_json(raw, self._context.count_items())
             frame_id = self._id(frame.pop("id", None))
             kind = frame.pop("type", None)
             if kind == "cancel":
@@ -159,10 +158,10 @@ class Connection:
         try:
             call.who = context.admission.still(call.who)
             tenant = call.who.tenant
-            with context.admission.calls.place(tenant), context.room.hold(tenant) as hold:
+            with context.admission.calls.place(tenant), context.body_budget.hold(tenant) as hold:
                 hold.grow(size)
                 kind: type[ChatBody | CompletionBody] = CompletionBody if "prompt" in frame else ChatBody
-                await self._relay(frame_id, validated(kind, fields_of(kind), frame), call)
+                await self._relay(frame_id, parse_body(kind, read_fields(kind), frame), call)
             status = 200
         except asyncio.CancelledError:
             await self._fail(frame_id, RequestCancelledError("The request was cancelled."))
@@ -181,14 +180,14 @@ class Connection:
             write_access_line(call, str(status), generates=True)
 
     async def _relay(self, frame_id: str, body: ChatBody | CompletionBody, call: Call) -> None:
-        engine = self._context.serving()
-        self._context.check_model(body.model)
-        tools = tools_of(body, call.facts) if isinstance(body, ChatBody) else None
+        engine = self._context.require_serving()
+        engine.info.shown_as(body.model)
+        tools = read_tools(body, call.facts) if isinstance(body, ChatBody) else None
         shape = FrameShape(frame_id, engine, calls=tools is not None)
         try:
-            generation = await Generation.start(self._context, call, self._requests(body, tools, call.who.tenant))
+            generation = await GenerationCall.start(self._context, call, self._requests(body, tools, call.who.tenant))
         except InvalidRequestError as error:
-            raise structured.named(error, body) from None
+            raise name_field(error, body) from None
         try:
             async for index, output in generation.outputs():
                 frame = shape.frame(index, output)
@@ -203,8 +202,8 @@ class Connection:
             if (value := getattr(body, field, None)) is not None and value is not False:
                 raise InvalidRequestError(f"{field} is not supported here.", field=field, fix="Use HTTP.")
         if isinstance(body, ChatBody):
-            return [convert.chat_request(body, tenant, tools)]
-        return convert.completion_requests(body, tenant)
+            return [make_chat_request(body, tenant, tools)]
+        return make_completion_requests(body, tenant)
 
     async def _fail(self, frame_id: str | None, error: WicoreError) -> None:
         await self._say({"type": "error", "id": frame_id, **error_object(error)})

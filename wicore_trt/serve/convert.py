@@ -24,7 +24,7 @@ from wicore_trt.kv.pages.page import Page
 from wicore_trt.request_fields import FIELDS, SAMPLING
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import kv_pb2
-from wicore_trt.text.calls import CallFinder, Function, gathered
+from wicore_trt.text.calls import CallFinder, Function, gather_parts
 from wicore_trt.text.tools import AUTO, MAX_TOOLS, NONE, REQUIRED, Tools, make_function, make_tools
 from wicore_trt.types import (
     CacheHints,
@@ -188,7 +188,7 @@ def _fill(delta: pb2.Delta, output: TextOutput, finder: CallFinder | None) -> No
         delta.text = output.text
     else:
         pieces = finder.push(output.text) + (finder.end() if output.finish_reason is not None else [])
-        delta.text, calls = gathered(pieces)
+        delta.text, calls = gather_parts(pieces)
         for call in calls:
             delta.tool_calls.add(index=call.call, id=call.id, name=call.name, arguments=call.arguments)
     if len(output.token_ids) == 1:  # nearly always, and for one `extend` costs twice as much

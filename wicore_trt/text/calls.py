@@ -116,7 +116,7 @@ def _moved(schema: Any, to: str) -> Any:
 
 
 @dataclass(slots=True)
-class Piece:
+class TextPart:
     """What a stretch of an output brings: text, or more of a call. `id` and `name` come with the first piece of a call,
     whose number `call` is."""
 
@@ -127,12 +127,12 @@ class Piece:
     arguments: str = ""
 
 
-def gathered(pieces: Sequence[Piece]) -> tuple[str, list[Piece]]:
+def gather_parts(pieces: Sequence[TextPart]) -> tuple[str, list[TextPart]]:
     """The text of some pieces, and of each call one piece."""
-    calls: dict[int, Piece] = {}
+    calls: dict[int, TextPart] = {}
     for piece in pieces:
         if piece.call is not None:
-            call = calls.setdefault(piece.call, Piece(call=piece.call, id=piece.id, name=piece.name))
+            call = calls.setdefault(piece.call, TextPart(call=piece.call, id=piece.id, name=piece.name))
             call.arguments += piece.arguments
     return "".join(piece.text for piece in pieces), [*calls.values()]
 
@@ -151,19 +151,19 @@ class CallFinder:
         """Whether there are calls, and the last one has all of its arguments."""
         return self.calls > 0 and self._state in (self._next, self._native)
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str) -> list[TextPart]:
         """The pieces that a text adds."""
-        found: list[Piece] = []
+        found: list[TextPart] = []
         while text:
             text = self._state(text, found)
         return found
 
-    def end(self) -> list[Piece]:
+    def end(self) -> list[TextPart]:
         """Return the rest when the output has ended: no call that was cut off before its arguments."""
         held, self._held = self._held, ""
-        return [Piece(text=held)] if held and not (self.calls or "{" in held or "[" in held) else []
+        return [TextPart(text=held)] if held and not (self.calls or "{" in held or "[" in held) else []
 
-    def _opening(self, text: str, found: list[Piece]) -> str:
+    def _opening(self, text: str, found: list[TextPart]) -> str:
         held, self._held = self._held + text, ""
         begun = held.lstrip()
         if begun.startswith(_NATIVE):
@@ -181,14 +181,14 @@ class CallFinder:
             self._held = held
         else:
             self._state = self._text
-            found.append(Piece(text=held))
+            found.append(TextPart(text=held))
         return ""
 
-    def _text(self, text: str, found: list[Piece]) -> str:
-        found.append(Piece(text=text))
+    def _text(self, text: str, found: list[TextPart]) -> str:
+        found.append(TextPart(text=text))
         return ""
 
-    def _native(self, text: str, found: list[Piece]) -> str:
+    def _native(self, text: str, found: list[TextPart]) -> str:
         """FunctionGemma's calls, each as soon as it is whole."""
         call, end, self._held = (self._held + text).partition(_NATIVE_END)
         if not end:
@@ -197,12 +197,14 @@ class CallFinder:
         read = _NATIVE_CALL.search(call + end)
         if read is not None:
             arguments = json.dumps(_native_value(read[2], 0)[0], ensure_ascii=False)
-            found.append(Piece(call=self.calls, id=f"call_{uuid.uuid4().hex[:24]}", name=read[1], arguments=arguments))
+            found.append(
+                TextPart(call=self.calls, id=f"call_{uuid.uuid4().hex[:24]}", name=read[1], arguments=arguments)
+            )
             self.calls += 1
         rest, self._held = self._held, ""
         return rest
 
-    def _next(self, text: str, found: list[Piece]) -> str:
+    def _next(self, text: str, found: list[TextPart]) -> str:
         """Between two calls, or behind the last one."""
         held = self._held + text
         at = held.find("{")
@@ -211,16 +213,16 @@ class CallFinder:
         self._held = held[at:] if at >= 0 else ""
         return ""
 
-    def _begin(self, held: str, at: int, found: list[Piece]) -> str:
+    def _begin(self, held: str, at: int, found: list[TextPart]) -> str:
         """The head of a call; what follows it is returned."""
         head = _HEAD.match(held, at)
         assert head is not None
-        found.append(Piece(call=self.calls, id=f"call_{uuid.uuid4().hex[:24]}", name=head[1]))
+        found.append(TextPart(call=self.calls, id=f"call_{uuid.uuid4().hex[:24]}", name=head[1]))
         self.calls += 1
         self._state, self._held, self._depth = self._arguments, "", 0
         return held[head.end() :]
 
-    def _arguments(self, text: str, found: list[Piece]) -> str:
+    def _arguments(self, text: str, found: list[TextPart]) -> str:
         for at, character in enumerate(text):
             if self._escaped:
                 self._escaped = False
@@ -233,10 +235,10 @@ class CallFinder:
             elif character in "}]":
                 self._depth -= 1
                 if not self._depth:
-                    found.append(Piece(call=self.calls - 1, arguments=text[: at + 1]))
+                    found.append(TextPart(call=self.calls - 1, arguments=text[: at + 1]))
                     self._state = self._next
                     return text[at + 1 :]
-        found.append(Piece(call=self.calls - 1, arguments=text))
+        found.append(TextPart(call=self.calls - 1, arguments=text))
         return ""
 
 
