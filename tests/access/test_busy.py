@@ -1,4 +1,7 @@
-"""What the queue has no room for is refused soon, with a time to retry, and nothing else is, whatever clients speak."""
+"""What the queue has no room for is refused soon, with a time to retry, and nothing else is, whatever clients speak.
+
+Invariants: I16.
+"""
 
 from __future__ import annotations
 

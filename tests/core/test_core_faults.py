@@ -1,4 +1,7 @@
-"""EngineCore and EngineLoop when ids come back, deadlines lapse, executors break and requests race with their ends."""
+"""EngineCore and EngineLoop when ids come back, deadlines lapse, executors break and requests race with their ends.
+
+Invariants: I15.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A step that raises runs again, each sequence alone: the request at fault ends, the others get their right tokens."""
+"""A step that raises runs again, each sequence alone: the request at fault ends, the others get their right tokens.
+
+Invariants: I17.
+"""
 
 from __future__ import annotations
 

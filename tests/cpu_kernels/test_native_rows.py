@@ -1,4 +1,7 @@
-"""Native operators on rows (norms, gated GELU, row gather): against float64, and the same bits whatever the batch."""
+"""Native operators on rows (norms, gated GELU, row gather): against float64, and the same bits whatever the batch.
+
+Invariants: I21.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""An engine is what its manifest says: no field of engine.json and no file beside it can change what is loaded."""
+"""An engine is what its manifest says: no field of engine.json and no file beside it can change what is loaded.
+
+Invariants: I22.
+"""
 
 from __future__ import annotations
 

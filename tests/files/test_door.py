@@ -1,4 +1,4 @@
-"""The door for files from outside: regular files inside of a directory, bounded, or an error in one line."""
+"""The door for files from outside: regular files inside of a directory, bounded, or an error in one line (I23)."""
 
 from __future__ import annotations
 

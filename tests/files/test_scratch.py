@@ -1,4 +1,4 @@
-"""Replacing safely: only our own kind is replaced, only our own scratch removed, and a kill loses nothing."""
+"""Replacing safely: only our own kind is replaced, only our own scratch removed, and a kill loses nothing (I22)."""
 
 from __future__ import annotations
 

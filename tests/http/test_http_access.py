@@ -1,4 +1,7 @@
-"""Who may call and from where: keys on every route, tenants, web pages, TLS, Unix sockets, states of the server."""
+"""Who may call and from where: keys on every route, tenants, web pages, TLS, Unix sockets, states of the server.
+
+Invariants: I19.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kill -9 at random moments: nothing wrong is ever read, and what was acknowledged is found again."""
+"""kill -9 at random moments: nothing wrong is ever read, and what was acknowledged is found again (I10)."""
 
 from __future__ import annotations
 

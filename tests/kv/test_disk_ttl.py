@@ -1,4 +1,7 @@
-"""Pages with a time to live on disk: they end on time, whatever becomes of the server, and leave no byte behind."""
+"""Pages with a time to live on disk: they end on time, whatever becomes of the server, and leave no byte behind.
+
+Invariants: I11.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""After a step whose logits are not finite no tier keeps a page that it read; none gets what no step vouches for."""
+"""After a step whose logits are not finite no tier keeps a page that it read; none gets what no step vouches for.
+
+Invariants: I3, I4.
+"""
 
 from __future__ import annotations
 

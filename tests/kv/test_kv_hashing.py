@@ -1,4 +1,4 @@
-"""Page keys: deterministic across processes, different as soon as one input differs."""
+"""Page keys: deterministic across processes, different as soon as one input differs (I1)."""
 
 from __future__ import annotations
 

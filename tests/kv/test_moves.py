@@ -1,4 +1,4 @@
-"""Stages of pages in motion: each table is closed, each stage can be reached, and nothing happens twice."""
+"""Stages of pages in motion: each table is closed, each stage can be reached, and nothing happens twice (I6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compute-or-load planner: exact small cases, optimality over all (k, n), and the rule that runs a plan."""
+"""The compute-or-load planner: exact small cases, optimality over all (k, n), and the rule that runs a plan (I18)."""
 
 from __future__ import annotations
 

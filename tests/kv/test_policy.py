@@ -1,4 +1,4 @@
-"""Every policy: books, victims and chains under random use."""
+"""Every policy: books, victims and chains under random use (I9)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One memory for both layer groups: atomic allocation, what leaves first, and what a round of conversations finds."""
+"""One memory for both layer groups: atomic allocation, what leaves first, and what a round of conversations finds.
+
+Invariants: I8.
+"""
 
 from __future__ import annotations
 

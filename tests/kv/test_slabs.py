@@ -1,4 +1,4 @@
-"""Slabs against a slow reference, and room for several groups at once."""
+"""Slabs against a slow reference, and room for several groups at once (I8)."""
 
 from __future__ import annotations
 

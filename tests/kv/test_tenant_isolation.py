@@ -1,4 +1,4 @@
-"""No tenant ever meets another tenant's pages: 100,000 probes of names, slots and sealed parts."""
+"""No tenant ever meets another tenant's pages: 100,000 probes of names, slots and sealed parts (I19)."""
 
 from __future__ import annotations
 

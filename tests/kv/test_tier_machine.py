@@ -1,4 +1,7 @@
-"""Any order of requests, aborts, lost pages, flipped bits and restarts: right tokens, nothing stuck, nothing leaked."""
+"""Any order of requests, aborts, lost pages, flipped bits and restarts: right tokens, nothing stuck, nothing leaked.
+
+Invariants: I6, I12.
+"""
 
 from __future__ import annotations
 

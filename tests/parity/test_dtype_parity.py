@@ -1,4 +1,4 @@
-"""Reduced precision against transformers in float32, and float16 where the residual stream leaves its range."""
+"""Reduced precision against transformers in float32, and float16 where the residual stream leaves its range (I20)."""
 
 from __future__ import annotations
 

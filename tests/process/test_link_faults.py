@@ -1,4 +1,4 @@
-"""What goes wrong on the link between engine and front, and between supervisor and child, one fault at a time."""
+"""What goes wrong on the link between engine and front, and between supervisor and child, one fault at a time (I13)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Supervisor, engine and front as real processes over the fake engine, some of them killed."""
+"""Supervisor, engine and front as real processes over the fake engine, some of them killed (I24)."""
 
 from __future__ import annotations
 

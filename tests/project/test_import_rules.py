@@ -199,7 +199,7 @@ def changes_of_tables(tree: ast.AST) -> Iterator[int]:
 
 
 def test_page_tables_have_one_writer():
-    """Whose methods replace the stamp, by which executors know that a table changed."""
+    """Whose methods replace the stamp, by which executors know that a table changed (I7)."""
     rooms, writer = ("wicore_trt/kv/", "wicore_trt/schedule/", "wicore_trt/core/"), "wicore_trt/kv/sequence_pages.py"
     trees = {path: parse(path) for path in python_sources() if path.startswith(rooms)}
     assert {path for path, tree in trees.items() if list(changes_of_tables(tree))} == {writer}

@@ -1,4 +1,4 @@
-"""No file that is read can run code: nothing in the product loads pickles, in any disguise."""
+"""No file that is read can run code: nothing in the product loads pickles, in any disguise (I23)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampler against oracles: filters, penalties, distribution, batch invariance, log-probabilities, faults."""
+"""The sampler against oracles: filters, penalties, distribution, batch invariance, log-probabilities, faults (I14)."""
 
 from __future__ import annotations
 

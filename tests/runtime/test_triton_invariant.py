@@ -1,4 +1,7 @@
-"""Batch-invariant mode of the triton backend: a sequence's logits are the same bits in any company and any chunks."""
+"""Batch-invariant mode of the triton backend: a sequence's logits are the same bits in any company and any chunks.
+
+Invariants: I21.
+"""
 
 from __future__ import annotations
 

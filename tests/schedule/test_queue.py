@@ -1,4 +1,4 @@
-"""The waiting queue: tenants in turn, priorities within a tenant, nobody overtaken for long."""
+"""The waiting queue: tenants in turn, priorities within a tenant, nobody overtaken for long (I18)."""
 
 from __future__ import annotations
 

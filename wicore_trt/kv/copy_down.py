@@ -104,4 +104,4 @@ class CopyDown:
             assert all(self._pools[group].page(slot) is not None for slot in slots), "an unsaved slot has no page"
         for group, slot in self.due:
             pool = self._pools[group]
-            assert pool.page(slot) is not None and pool.trusted(slot), "a page is due that must not go"
+            assert pool.page(slot) is not None and pool.trusted(slot), "a page is due that must not go (I3)"

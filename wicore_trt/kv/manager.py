@@ -166,7 +166,7 @@ class KVCacheManager:
         for group, pool in self.pools.items():
             start = first if group == LOCAL else 0
             slots = [slot for key in pages.keys[start:count] if (slot := pool.find(key)) is not None]
-            assert len(slots) == max(0, count - start), "a hit was attached after its pages left"
+            assert len(slots) == max(0, count - start), "a hit was attached after its pages left (I2)"
             pool.acquire(slots)
             pages.extend(group, [-1] * start + slots)
         pages.first_local = first

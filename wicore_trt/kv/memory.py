@@ -146,7 +146,7 @@ class SharedMemory(Memory):
             self._policy.filled()
         while self.slabs.free(group) < count:
             if not self._evict_next():
-                raise AssertionError("slots were promised that are not there")
+                raise AssertionError("slots were promised that are not there (I8)")
         room = self.slabs.unused - leave
         if room < count and self.slabs.would_pin(group, count) > room:
             self._close_up(group, count)

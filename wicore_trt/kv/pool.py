@@ -168,7 +168,7 @@ class PagePool:
         unless all tokens of each are written."""
         references, written, full = self._references, self.written, self.page_tokens
         for slot, page in zip(slots, pages, strict=True):
-            assert references[slot] > 0, "only a used page can be published"
+            assert references[slot] > 0, "only a used page can be published (I2)"
             if written[slot] != full:
                 self.check_full(slot, page.index)
         found: dict[int, Page] = {}
@@ -306,7 +306,7 @@ class PagePool:
         pages = {slot for slot, page in enumerate(self._page_of) if page is not None}
         assert pages <= used | cached, "a free slot has a page"
         assert all(self._page_of[slot] is not None for slot in cached), "a cached slot has no page"
-        assert all(self.written[slot] == self.page_tokens for slot in self._slot_of.values()), "a page is not written"
+        assert all(self.written[slot] == self.page_tokens for slot in self._slot_of.values()), "an unwritten page (I2)"
         named = {page.key: slot for slot, page in enumerate(self._page_of) if page is not None}
         assert named == self._slot_of, "the index is wrong"
         assert len(named) == sum(page is not None for page in self._page_of), "a key is indexed twice"

@@ -220,8 +220,8 @@ class Slabs:
             used, cached = states[group]
             mine = [slab for slab, owner in enumerate(self._owner) if owner == group]
             free = [slot for slab in mine for slot in self._free[slab]]
-            assert len(free) == len(set(free)) == self._loose[group], "a slot is free twice"
-            assert not (set(free) & used or set(free) & cached or used & cached), "a slot is in two states"
+            assert len(free) == len(set(free)) == self._loose[group], "a slot is free twice (I8)"
+            assert not (set(free) & used or set(free) & cached or used & cached), "a slot is in two states (I8)"
             assert set(free) | used | cached == {slot for s in mine for slot in range(s * size, s * size + size)}, (
                 "a slot is lost, or in a slab of others"
             )

@@ -289,7 +289,7 @@ class ChainPolicy(ABC):
                 children[node.parent] = children.get(node.parent, 0) + 1
         assert all(node.children == children.get(node, 0) for node in residents), "children are miscounted"
         live = {entry[3] for entry in self._heap if entry[2] == entry[3].version}
-        assert all(n in live for n in residents if not n.children and not n.pins), "a page can never leave"
+        assert all(n in live for n in residents if not n.children and not n.pins), "a page can never leave (I9)"
 
 
 class LRUPolicy(ChainPolicy):

@@ -150,7 +150,7 @@ class TierIndex:
     def reserve(self, page: Page) -> TierCopy | None:
         """Slots for a page that is not in the index, evicting what the policy gives up first; None when what is left
         is in use, held or of other tenants and this one is at its quota."""
-        assert self.get(page.group, page.key) is None, "a page was reserved twice"
+        assert self.get(page.group, page.key) is None, "a page was reserved twice (I6)"
         need = self.slots_per_page[page.group]
         if not self._make_room(need, page):
             return None
@@ -234,7 +234,7 @@ class TierIndex:
     def acquire(self, copies: Iterable[TierCopy]) -> None:
         nodes, begun, ready = self._nodes, list[TierNode](), CopyState.READY
         for copy in copies:
-            assert copy.state is ready, "only a written copy can be read"
+            assert copy.state is ready, "only a written copy can be read (I6)"
             copy.readers += 1
             node = nodes[copy.page.key]
             if not node.busy:
@@ -246,7 +246,7 @@ class TierIndex:
         """End of `acquire`. The slots of a copy that was dropped meanwhile are free after its last reader."""
         nodes, ended, lost = self._nodes, list[TierNode](), CopyState.LOST
         for copy in copies:
-            assert copy.readers > 0, "a copy was released twice"
+            assert copy.readers > 0, "a copy was released twice (I6)"
             copy.readers -= 1
             if copy.state is not lost:
                 node = nodes[copy.page.key]

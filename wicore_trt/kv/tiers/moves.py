@@ -70,7 +70,7 @@ class TierCopy:
 
     def move(self, state: CopyState) -> None:
         """Change state; an illegal transition is a bug of ours."""
-        assert state in TRANSITIONS[self.state], f"{self.state} -> {state}"
+        assert state in TRANSITIONS[self.state], f"{self.state} -> {state} (I6)"
         self.state = state
         self.found = self.found or (self.ready and not self.private)
 
@@ -116,7 +116,7 @@ class Move:
     stage: Stage
 
     def go(self, stage: Stage) -> None:
-        assert stage in self.LEGAL[self.stage], f"{type(self).__name__}: {self.stage} -> {stage}"
+        assert stage in self.LEGAL[self.stage], f"{type(self).__name__}: {self.stage} -> {stage} (I6)"
         self.stage = stage
 
 
