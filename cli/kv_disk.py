@@ -20,9 +20,9 @@ def inspect(path: DirectoryArgument, json: JsonOption = False) -> None:
     from dataclasses import asdict
 
     from wicore_trt.cli._ui import print_json
-    from wicore_trt.kv.disk.tools import inspect as look
+    from wicore_trt.kv.disk.tools import inspect_directory
 
-    report = look(path)
+    report = inspect_directory(path)
     if json:
         print_json(asdict(report))
     else:
@@ -43,11 +43,11 @@ def verify(
     """
     from wicore_trt.cli._ui import human_bytes, print_json, print_table, progress
     from wicore_trt.kv.disk.cipher import PageCipher, load_key_file
-    from wicore_trt.kv.disk.scrub import verify as scrub
+    from wicore_trt.kv.disk.tools import verify_directory
 
     cipher = PageCipher(load_key_file(key_file)) if key_file is not None else None
     with progress(quiet=json) as report_progress:
-        report = scrub(path, cipher=cipher, dry_run=dry_run, progress=report_progress)
+        report = verify_directory(path, cipher=cipher, dry_run=dry_run, progress=report_progress)
     if json:
         print_json({"path": str(path), "dry_run": dry_run, **vars(report)})
     else:
@@ -84,8 +84,7 @@ def purge(
 
     from wicore_trt.cli._ui import human_bytes, print_json
     from wicore_trt.errors import ConfigError
-    from wicore_trt.kv.disk.scrub import purge as clear
-    from wicore_trt.kv.disk.tools import namespace_homes
+    from wicore_trt.kv.disk.tools import namespace_homes, purge_directory
 
     if sum(given is not None for given in (salt, tenant_name, tenant)) > 1:
         raise ConfigError("--salt, --tenant-name and --tenant each name a tenant.", fix="Give one of them.")
@@ -104,7 +103,7 @@ def purge(
         if not wanted:
             print("Nothing was deleted.")
             raise typer.Exit(1)
-    report = clear(path, namespace=namespace, tenant=tag)
+    report = purge_directory(path, namespace=namespace, tenant=tag)
     if json:
         print_json({"path": str(path), **asdict(report)})
         return

@@ -362,11 +362,12 @@ class Stack:
 
 
 def check_idle_index(index: TierIndex) -> None:
-    assert not index._lost, "slots that never came back"
+    state = index.inspect()
+    assert not state.lost_copies, "slots that never came back"
     for copy in index.copies():
         assert copy.state is CopyState.READY and not copy.readers, "a copy is held for ever"
         assert copy.page.parent is not None or copy.page.index == 0, "a private page was left"
-    assert all(node.busy == node.held for node in index._nodes.values())
+    assert not state.users, "a page is in use for ever"
 
 
 def wait_for(condition, timeout_s: float = 30.0) -> bool:

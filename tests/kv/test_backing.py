@@ -165,11 +165,11 @@ def test_conversations_are_right_while_the_tier_grows(tmp_path: Path, monkeypatc
     for _ in range(30):
         stack.serve(2)
         index.check_integrity()
-        sizes.append(index.num_slots - index._coming)
+        sizes.append(index.num_slots - index.inspect().withheld_slots)
         held.release()
     for _ in range(40):
         held.release()
-    while index._coming:
+    while index.inspect().withheld_slots:
         stack.tiers.wait(0.05)
     assert sizes[0] == 16 and stack.wrong == 0
     stack.serve(4)

@@ -17,8 +17,7 @@ from disk_store_helpers import SPACE, content, make_page, open_store, put
 
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.kv.disk.files import Files
-from wicore_trt.kv.disk.scrub import purge, verify
-from wicore_trt.kv.disk.tools import inspect
+from wicore_trt.kv.disk.tools import inspect_directory, purge_directory, verify_directory
 
 LEFT = replace(SPACE, rank=7)
 HOME, OTHER = SPACE.digest.hex(), LEFT.digest.hex()
@@ -117,8 +116,8 @@ def test_what_is_not_ours_is_refused_and_left_alone(
     before = os.lstat(cache / place)
     with pytest.raises(EnvironmentUnfitError, match=f"{cache / place}: it is "):
         open_store(cache)
-    inspect(cache)
-    for look in (verify, lambda path: verify(path, dry_run=True)):
+    inspect_directory(cache)
+    for look in (verify_directory, lambda path: verify_directory(path, dry_run=True)):
         try:
             look(cache)
         except EnvironmentUnfitError:
@@ -127,7 +126,7 @@ def test_what_is_not_ours_is_refused_and_left_alone(
     same = ("st_mode", "st_ino", "st_size", "st_uid", "st_nlink")
     assert [getattr(before, name) for name in same] == [getattr(after, name) for name in same]
     try:
-        purge(cache)
+        purge_directory(cache)
     except EnvironmentUnfitError:
         assert place == "LOCK"
     assert aside.read_bytes() == PRECIOUS and not (tmp_path / "made elsewhere").exists()

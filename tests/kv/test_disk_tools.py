@@ -17,9 +17,8 @@ from wicore_trt.kv.disk.cipher import TAG_FAULT, PageCipher
 from wicore_trt.kv.disk.files import aligned_buffer
 from wicore_trt.kv.disk.format import BLOCK_BYTES, record_bytes
 from wicore_trt.kv.disk.io import Outcome
-from wicore_trt.kv.disk.scrub import purge, verify
 from wicore_trt.kv.disk.store import DiskStore
-from wicore_trt.kv.disk.tools import inspect
+from wicore_trt.kv.disk.tools import inspect_directory, purge_directory, verify_directory
 from wicore_trt.kv.pages.page import Page
 
 KEY = b"k" * 32
@@ -83,7 +82,7 @@ def change(path: Path, slot: int, at: int) -> None:
 @pytest.mark.parametrize("cipher", [None, PageCipher(KEY)])
 def test_inspect_tells_what_was_written(tmp_path: Path, cipher: PageCipher | None) -> None:
     places = fill(tmp_path, cipher=cipher)
-    report = inspect(tmp_path)
+    report = inspect_directory(tmp_path)
     (found,) = report.namespaces
     slots = sum(len(place) for place in places.values())
     assert (found.pages, found.used_slots, found.problem) == (len(PAGES), slots, None)
@@ -105,10 +104,10 @@ def test_inspect_tells_what_was_written(tmp_path: Path, cipher: PageCipher | Non
 def test_inspect_works_while_a_server_runs_and_does_not_disturb_it(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     places = put(store, PAGES[:4])
-    report = inspect(tmp_path)
+    report = inspect_directory(tmp_path)
     assert report.used_by == os.getpid() and report.namespaces[0].pages == 4
     assert {get(store, page, slots) for page, slots in places.items()} == {Outcome.OK}
-    for tool in (verify, purge):
+    for tool in (verify_directory, purge_directory):
         with pytest.raises(EnvironmentUnfitError, match="Stop the server first"):
             tool(tmp_path)
     store.close()
@@ -117,7 +116,7 @@ def test_inspect_works_while_a_server_runs_and_does_not_disturb_it(tmp_path: Pat
 
 def test_inspect_of_a_cache_that_nothing_was_written_to(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    (found,) = inspect(tmp_path).namespaces
+    (found,) = inspect_directory(tmp_path).namespaces
     assert (found.problem, found.pages) == (None, 0)
     store.close()
 
@@ -134,18 +133,18 @@ def test_inspect_shows_namespaces_that_cannot_be_used(tmp_path: Path) -> None:
     }
     for problem, text in bad.items():
         facts.write_text(json.dumps(text))
-        assert problem in str(inspect(tmp_path).namespaces[0].problem)
-        assert verify(tmp_path, dry_run=True).faults.total() == 1
+        assert problem in str(inspect_directory(tmp_path).namespaces[0].problem)
+        assert verify_directory(tmp_path, dry_run=True).faults.total() == 1
     for text in (b"", b"[]", b"{", b"\xff" * 9, b"null"):
         facts.write_bytes(text)
-        assert inspect(tmp_path).namespaces[0].problem
+        assert inspect_directory(tmp_path).namespaces[0].problem
     facts.unlink()
-    assert inspect(tmp_path).namespaces[0].problem
+    assert inspect_directory(tmp_path).namespaces[0].problem
 
 
 def test_directories_that_are_no_cache_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    for tool in (inspect, verify, purge):
+    for tool in (inspect_directory, verify_directory, purge_directory):
         for path in (tmp_path, tmp_path / "none", tmp_path / "file"):
             with pytest.raises(NotFoundError, match=r"kv\.disk_path"):
                 tool(path)
@@ -156,10 +155,10 @@ def test_directories_that_are_no_cache_are_left_alone(tmp_path: Path) -> None:
 def test_verify_finds_all_well(tmp_path: Path, sealed: bool) -> None:
     cipher = PageCipher(KEY) if sealed else None
     fill(tmp_path, cipher=cipher)
-    report = verify(tmp_path, cipher=PageCipher(KEY))
+    report = verify_directory(tmp_path, cipher=PageCipher(KEY))
     assert (report.pages, report.good, report.unopened, report.erased_records) == (len(PAGES), len(PAGES), 0, 0)
-    assert not report.faults and report.bytes == inspect(tmp_path).namespaces[0].used_slots * STRIDE
-    assert verify(tmp_path).unopened == (len(PAGES) if sealed else 0)
+    assert not report.faults and report.bytes == inspect_directory(tmp_path).namespaces[0].used_slots * STRIDE
+    assert verify_directory(tmp_path).unopened == (len(PAGES) if sealed else 0)
     assert kept(tmp_path, cipher=cipher) == set(PAGES)
 
 
@@ -174,13 +173,13 @@ def test_verify_takes_out_what_is_damaged_and_nothing_else(tmp_path: Path, at: i
     for page in bad:
         change(tmp_path, places[page][-1], at)
     index = (home(tmp_path) / "index").read_bytes()
-    dry = verify(tmp_path, cipher=cipher, dry_run=True)
+    dry = verify_directory(tmp_path, cipher=cipher, dry_run=True)
     assert dry.faults == {cause: 3} and dry.erased_records == 0
     assert (home(tmp_path) / "index").read_bytes() == index
-    report = verify(tmp_path)  # without the key the checksums still find it
+    report = verify_directory(tmp_path)  # without the key the checksums still find it
     assert report.faults == {cause: 3} and report.good == len(PAGES) - 3
     assert report.erased_records == sum(len(places[page]) for page in bad)
-    assert not verify(tmp_path, cipher=cipher).faults
+    assert not verify_directory(tmp_path, cipher=cipher).faults
     assert kept(tmp_path, cipher=cipher) == set(PAGES) - set(bad)
 
 
@@ -190,7 +189,7 @@ def test_verify_tells_other_damage_apart(tmp_path: Path) -> None:
     whole = {path: path.read_bytes() for path in home(tmp_path).iterdir()}
 
     def faults() -> dict[str, int]:
-        report = verify(tmp_path, dry_run=True)
+        report = verify_directory(tmp_path, dry_run=True)
         for path, data in whole.items():
             path.write_bytes(data)
         return dict(report.faults)
@@ -221,7 +220,7 @@ def test_a_page_half_recorded_is_a_leftover(tmp_path: Path) -> None:
     with (home(tmp_path) / "index").open("r+b") as file:
         file.seek(places[page][0] * RECORD_BYTES)
         file.write(bytes(RECORD_BYTES))
-    report = verify(tmp_path)
+    report = verify_directory(tmp_path)
     assert (report.leftovers, report.erased_records, report.good) == (2, 2, len(PAGES) - 1) and not report.faults
     assert kept(tmp_path) == set(PAGES) - {page}
 
@@ -230,7 +229,7 @@ def test_verify_with_the_wrong_key_clears_nothing(tmp_path: Path) -> None:
     cipher = PageCipher(KEY)
     fill(tmp_path, cipher=cipher)
     with pytest.raises(ConfigError, match="Nothing was cleared"):
-        verify(tmp_path, cipher=PageCipher(b"x" * 32))
+        verify_directory(tmp_path, cipher=PageCipher(b"x" * 32))
     assert kept(tmp_path, cipher=cipher) == set(PAGES)
 
 
@@ -241,7 +240,7 @@ def test_verify_finds_pages_under_an_older_key(tmp_path: Path) -> None:
     new = replace(make_page(50), tenant=tag_of("a"))
     put(store, [new], first=60)
     store.close()
-    report = verify(tmp_path, cipher=PageCipher(KEY))
+    report = verify_directory(tmp_path, cipher=PageCipher(KEY))
     assert report.faults == {TAG_FAULT: len(old)} and report.good == 1
     assert kept(tmp_path, cipher=PageCipher(KEY)) == {new}
 
@@ -250,11 +249,11 @@ def test_purge_everything(tmp_path: Path) -> None:
     fill(tmp_path)
     foreign = home(tmp_path) / "notes.txt"
     foreign.write_text("mine")
-    report = purge(tmp_path)
+    report = purge_directory(tmp_path)
     assert report.pages == len(PAGES) and report.namespaces == [home(tmp_path).name] and report.bytes > 0
     assert {path.name for path in tmp_path.rglob("*")} == {"LOCK", home(tmp_path).name, "notes.txt"}
     assert kept(tmp_path) == set()
-    assert purge(tmp_path).pages == 0
+    assert purge_directory(tmp_path).pages == 0
 
 
 def test_purge_one_namespace(tmp_path: Path) -> None:
@@ -263,8 +262,8 @@ def test_purge_one_namespace(tmp_path: Path) -> None:
     name = home(tmp_path, 1).name
     for wrong in ("", "zz", name + "0"):
         with pytest.raises(NotFoundError, match="inspect"):
-            purge(tmp_path, namespace=wrong)
-    assert purge(tmp_path, namespace=name[:6]).namespaces == [name]
+            purge_directory(tmp_path, namespace=wrong)
+    assert purge_directory(tmp_path, namespace=name[:6]).namespaces == [name]
     assert not home(tmp_path, 1).exists() and kept(tmp_path, limit_bytes=4 << 20) == set(PAGES)
 
 
@@ -277,22 +276,22 @@ def test_purge_one_tenant_leaves_no_byte_of_it(tmp_path: Path, sealed: bool) -> 
     gone = sorted(mine, key=lambda page: page.index)[0]
     store.erase(places[gone])  # evicted: no record any more, but the bytes are there
     store.close()
-    report = purge(tmp_path, tenant=tag_of("b"))
+    report = purge_directory(tmp_path, tenant=tag_of("b"))
     assert report.pages == len(mine) - 1 and report.slots == sum(len(places[page]) for page in mine)
     everything = b"".join(path.read_bytes() for path in home(tmp_path).iterdir())
     assert tag_of("b") not in everything and tag_of("a") in everything
     for page in mine:
         assert page.key not in everything and content(page, 1, 0)[:64] not in everything
     assert kept(tmp_path, cipher=cipher) == set(PAGES) - mine
-    assert purge(tmp_path, tenant=tag_of("b")).slots == 0
-    assert not verify(tmp_path, cipher=cipher).faults
+    assert purge_directory(tmp_path, tenant=tag_of("b")).slots == 0
+    assert not verify_directory(tmp_path, cipher=cipher).faults
 
 
 def test_purge_deletes_damaged_namespaces(tmp_path: Path) -> None:
     fill(tmp_path)
     (home(tmp_path) / "namespace.json").write_text("{")
-    assert purge(tmp_path, tenant=tag_of("a")).slots == 0
-    assert purge(tmp_path).namespaces == [home(tmp_path).name] and not home(tmp_path).exists()
+    assert purge_directory(tmp_path, tenant=tag_of("a")).slots == 0
+    assert purge_directory(tmp_path).namespaces == [home(tmp_path).name] and not home(tmp_path).exists()
 
 
 def test_another_tenant_gets_nothing_from_the_store(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from fakes import chain
 from wicore_trt.core.loop import EngineLoop
 from wicore_trt.kv.disk.cipher import PageCipher
 from wicore_trt.kv.disk.files import Files
-from wicore_trt.kv.disk.scrub import verify
 from wicore_trt.kv.disk.store import DiskStore, Outcome
+from wicore_trt.kv.disk.tools import verify_directory
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.types import CacheHints, GenerateRequest, SamplingParams
 
@@ -301,11 +301,11 @@ def test_verify_overwrites_what_is_over(tmp_path: Path) -> None:
     put_until(store, 2, [1], FAR)
     put_until(store, 3, [2], 0)
     store.close()
-    assert verify(tmp_path, dry_run=True).leftovers == 2 and not gone(tmp_path, 1, 2)
-    report = verify(tmp_path)
+    assert verify_directory(tmp_path, dry_run=True).leftovers == 2 and not gone(tmp_path, 1, 2)
+    report = verify_directory(tmp_path)
     assert (report.pages, report.good, report.leftovers, report.faults) == (2, 2, 2, {})
     assert gone(tmp_path, 1, 2) and not gone(tmp_path, 2) and not gone(tmp_path, 3)
-    assert verify(tmp_path).erased_records == 0
+    assert verify_directory(tmp_path).erased_records == 0
 
 
 # --- through requests --------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def store(index: TierIndex, keys: list[bytes], tenant: bytes = TENANTS[0]) -> No
 
 
 def held(index: TierIndex) -> set[bytes]:
-    return {node.key for node in index._nodes.values() if node.held}
+    return index.inspect().pinned
 
 
 class Sessions(RuleBasedStateMachine):
@@ -160,7 +160,7 @@ def test_a_session_holds_the_head_of_its_chain_up_to_the_share() -> None:
     keys = chain(b"a", [0] * 7)
     store(index, keys)
     retention.finished(keys, CacheHints(session="s"), TENANTS[0], [index])
-    assert held(index) == set(keys[:5]) and index.held_slots == 5
+    assert held(index) == set(keys[:5]) and index.pinned_slots == 5
 
 
 def test_clients_cannot_fill_memory() -> None:
@@ -173,7 +173,7 @@ def test_clients_cannot_fill_memory() -> None:
         due = retention.due(now)
         assert due == (chain(b"a%d" % (i - 10), [0] * 10) if i >= 10 else [])
         retention.check_integrity()
-        assert len(retention._held) <= 10 and len(retention._ends) <= 100
+        assert len(retention._pinned) <= 10 and len(retention._ends) <= 100
     for _ in range(1000):
         retention.finished([b"k"], CacheHints(ttl_s=9e5), TENANTS[0], [])
         retention.used([b"k"], CacheHints(), TENANTS[0])

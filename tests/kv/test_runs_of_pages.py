@@ -144,7 +144,7 @@ class Campaign:
         )
         assert not any(pool.used for pool in self.manager.pools.values()), "a page leaks"
         for index in self.tiers.indexes.values():
-            assert not index._lost and all(copy.ready and not copy.readers for copy in index.copies())
+            assert not index.inspect().lost_copies and all(copy.ready and not copy.readers for copy in index.copies())
         self.check()
 
     def check(self) -> None:

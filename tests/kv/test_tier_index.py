@@ -85,8 +85,8 @@ class Tier(RuleBasedStateMachine):
     def idle(self, key: bytes) -> bool:
         return key not in self.held and not any(c in self.model.writing or c.readers for c in self.here(key))
 
-    def look_at_holds(self) -> None:
-        self.held = {node.key for node in self.index._nodes.values() if node.held}
+    def look_at_pins(self) -> None:
+        self.held = self.index.inspect().pinned
 
     def chained(self) -> list[bytes]:
         return [key for group, key in self.model.copies if group == self.primary]
@@ -143,7 +143,7 @@ class Tier(RuleBasedStateMachine):
     # --- writing -------------------------------------------------------------------------------------------------
 
     def reserve_page(self, page: Page) -> TierCopy | None:
-        self.look_at_holds()
+        self.look_at_pins()
         copy = self.index.reserve(page)
         self.made_room(page)
         if copy is None:
@@ -282,31 +282,24 @@ class Tier(RuleBasedStateMachine):
                 self.model.spare.add(key)
 
     @rule(tenant=TENANT, path=PATHS)
-    def keep(self, tenant: bytes, path: list[int]) -> None:
-        key = chain(tenant, path)[-1]
-        self.index.keep(key)
-        if (self.primary, key) in self.model.copies:
-            self.model.spare.discard(key)
-
-    @rule(tenant=TENANT, path=PATHS)
     def hold(self, tenant: bytes, path: list[int]) -> None:
         keys = chain(tenant, path)
-        self.index.hold(keys)
+        self.index.pin_keys(keys)
         self.model.sessions.append(keys)
+        state = self.index.inspect()
         for key in keys:
-            node = self.index._nodes.get(key)
-            if node is not None and not node.held:
-                assert self.index.held_slots + node.slots > self.pin, "there was room to hold the page"
+            if key in state.slots and key not in state.pinned:
+                assert self.index.pinned_slots + state.slots[key] > self.pin, "there was room to pin the page"
                 break
 
     @precondition(lambda self: self.model.sessions)
     @rule(pick=PICK)
     def unhold(self, pick: int) -> None:
-        self.index.unhold(self.model.sessions.pop(pick % len(self.model.sessions)))
+        self.index.unpin_keys(self.model.sessions.pop(pick % len(self.model.sessions)))
 
     @rule(slots=st.integers(0, 20))
     def cold(self, slots: int) -> None:
-        self.look_at_holds()
+        self.look_at_pins()
         everything = self.index.cold(1 << 30)
         some = self.index.cold(slots)
         assert some == everything[: len(some)]
@@ -343,8 +336,8 @@ class Tier(RuleBasedStateMachine):
         assert all(self.used(tenant) <= self.quota for tenant in TENANTS)
         assert index.evictions == model.evictions
         wanted = {key for keys in model.sessions for key in keys}
-        self.look_at_holds()
-        assert self.held <= wanted and index.held_slots <= self.pin
+        self.look_at_pins()
+        assert self.held <= wanted and index.pinned_slots <= self.pin
         assert self.pin < self.slots or self.held == wanted & {key for _, key in model.copies}
 
     def teardown(self) -> None:
@@ -352,7 +345,7 @@ class Tier(RuleBasedStateMachine):
         if not hasattr(self, "index"):
             return
         for keys in self.model.sessions:
-            self.index.unhold(keys)
+            self.index.unpin_keys(keys)
         for copy in [*self.model.copies.values(), *self.model.lost]:
             if copy.state is CopyState.WRITING:
                 self.index.abort(copy, "end")
@@ -363,7 +356,9 @@ class Tier(RuleBasedStateMachine):
             if copy.ready:
                 self.index.drop(copy, "end")
         self.index.check_integrity()
-        assert self.index.used_slots == self.index.held_slots == self.index.unsaved_slots == len(self.index.policy) == 0
+        assert (
+            self.index.used_slots == self.index.pinned_slots == self.index.unsaved_slots == len(self.index.policy) == 0
+        )
 
 
 TestTier = Tier.TestCase

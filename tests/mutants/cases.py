@@ -104,7 +104,7 @@ MUTANTS = (
     ),
     Mutant(
         "kv/tiers/load.py",
-        "return not self.broken and not self._missing[LOCAL]",
+        "return not self.broken and not self.missing[LOCAL]",
         "return not self.broken",
     ),
     Mutant(

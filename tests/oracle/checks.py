@@ -59,12 +59,12 @@ def check_idle(stack: Stack) -> None:
     require(not tiers.movers.outstanding and not tiers.up.waiting, "leak", under_way(stack))
     require(not tiers.up.reading_bytes and not tiers.down.saving_slots, "leak", "bytes that move for ever")
     for name, index in stack.tiers.indexes.items():
-        require(not index._lost, "leak", name, "slots that never came back")
+        state = index.inspect()
+        require(not state.lost_copies, "leak", name, "slots that never came back")
         for copy in index.copies():
             require(copy.state is CopyState.READY and not copy.readers, "leak", name, "a copy is held", copy)
             require(copy.page.parent is not None or copy.page.index == 0, "leak", name, "a private page was left")
-        for node in index._nodes.values():
-            require(node.busy == node.held, "leak", name, "a node is held")
+        require(not state.users, "leak", name, "a page is in use")
 
 
 def require(holds: bool, kind: str, *what: object) -> None:

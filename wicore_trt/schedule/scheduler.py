@@ -429,7 +429,7 @@ class Scheduler:
             if count:
                 self._add_slice(sequence, count, schedule, budget)
             if sequence.pages.load is not None:
-                self._load_pages -= sum(map(sequence.pages.load.lacking, self.manager.pools))
+                self._load_pages -= sum(map(len, sequence.pages.load.missing.values()))
                 self.held_back = self._load_pages <= 0 and len(self.waiting) > 0
                 if hit is not None and self._shorten_beside_disk(budget):
                     self._serve(sequence, schedule, budget)

@@ -44,6 +44,15 @@ def record_type(namespace: Namespace) -> np.dtype[np.void]:
     return np.dtype(record_fields(namespace.page_tokens))
 
 
+def read_records(files: Files, fd: int, record: np.dtype[np.void], file_bytes: int) -> NDArray[np.void]:
+    """Read the whole records among the first `file_bytes` of an index. OSError and EOFError as `read_buffers`."""
+    nbytes = file_bytes // record.itemsize * record.itemsize
+    buffer = aligned_buffer(max(nbytes, 1))[:nbytes]
+    for at in range(0, nbytes, _READ_BYTES):
+        read_buffers(files, fd, [buffer[at : at + _READ_BYTES]], at)
+    return np.frombuffer(buffer, dtype=record)
+
+
 class FoundPages:
     """Pages in an index: `page(i)` lies in `slots(i)`, written as `write_ids[i]`; ascending by write id. `stale` are
     the other slots with records: parts of incomplete pages, pages written again elsewhere, those whose time is over at
@@ -151,11 +160,8 @@ class SlotIndex:
 
     def load(self, now: float = 0.0) -> FoundPages:
         """Read all records, and take those of pages whose time is over at `now` for stale. OSError when that fails."""
-        nbytes = self.num_records * self._record_bytes
-        buffer = aligned_buffer(max(nbytes, 1))[:nbytes]
-        for at in range(0, nbytes, _READ_BYTES):
-            read_buffers(self._files, self._fd, [buffer[at : at + _READ_BYTES]], at)
-        records = np.frombuffer(buffer, dtype=record_type(self._namespace))
+        size = self.num_records * self._record_bytes
+        records = read_records(self._files, self._fd, record_type(self._namespace), size)
         return FoundPages(records, self._namespace, self._format.flags, now, self._format)
 
     def put(self, page: Page, slots: Sequence[int], write_id: int, expires: int = 0) -> None:

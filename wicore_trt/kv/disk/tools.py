@@ -1,7 +1,8 @@
-"""What lies in the directory of a disk tier, read without a server and without its lock.
+"""The directory of a disk tier without a server: what lies in it, checking it, clearing it.
 
-Checking and clearing are in disk_scrub.py. It must not know how a store schedules its I/O or why it evicts. Invariant:
-`inspect` changes nothing, also while a server holds the directory.
+`inspect_directory` only reads, also while a server holds the directory; `verify_directory` and `purge_directory` hold
+its lock. It must not know how a store schedules its I/O or why it evicts. Invariant: a page goes by its index record
+first, so that a stop in between leaves no record of erased bytes; other files than the disk tier's are never touched.
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ import json
 import os
 import re
 import stat
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from wicore_trt.errors import NotFoundError
-from wicore_trt.kv.disk.claim import LOCK, NAMESPACE
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError, NotFoundError
+from wicore_trt.kv.disk.cipher import TAG_FAULT, PageCipher
+from wicore_trt.kv.disk.claim import LOCK, NAMESPACE, SECRET, lock_directory
 from wicore_trt.kv.disk.files import (
     Files,
     aligned_buffer,
@@ -28,11 +33,26 @@ from wicore_trt.kv.disk.files import (
     tree_bytes,
     write_buffers,
 )
-from wicore_trt.kv.disk.format import BLOCK_BYTES, FLAG_SEALED, FORMAT_VERSION, Namespace
-from wicore_trt.kv.disk.index import FoundPages, record_type
+from wicore_trt.kv.disk.format import (
+    BLOCK_BYTES,
+    CHECK_BYTES,
+    FLAG_SEALED,
+    FORMAT_VERSION,
+    CorruptSlotError,
+    Namespace,
+    SlotFormat,
+    record_check,
+)
+from wicore_trt.kv.disk.index import FoundPages, read_records, record_type
+from wicore_trt.kv.disk.space import delete_namespace
+from wicore_trt.kv.pages.page import Page
 
 _SLAB = re.compile(r"slab-\d{5}")
 _JSON_BYTES = 1 << 16  # of a namespace.json, at most
+Progress = Callable[[str, int, int], None]
+"""progress(phase, done, total)"""
+
+_IDENTITY_BYTES = 512  # of a header block; the rest of it is zero but for a checksum
 
 
 @dataclass
@@ -80,8 +100,37 @@ class DirectoryReport:
     namespaces: list[NamespaceReport]
 
 
+@dataclass
+class VerifyReport:
+    """Result of `verify_directory`. `faults` counts by cause: pages, index records and namespaces that are damaged.
+
+    `leftovers`: index records of pages that were being written when a server died, or whose time to live is over;
+    harmless, and cleared like the rest.
+    `unopened`: encrypted pages whose checksum is right, but whose tag was not checked for want of the key.
+    """
+
+    pages: int = 0
+    good: int = 0
+    bytes: int = 0
+    unopened: int = 0
+    leftovers: int = 0
+    erased_records: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class PurgeReport:
+    """`pages` and their `bytes` that could be found by a server, and all `slots` that were overwritten or deleted."""
+
+    pages: int = 0
+    slots: int = 0
+    bytes: int = 0
+    namespaces: list[str] = field(default_factory=list)
+
+
 class StoredNamespace:
-    """One namespace directory, opened for reading. ValueError when its namespace.json is not that of its name."""
+    """Namespace directory, opened; its slots past the page cache where that is possible. ValueError when its
+    namespace.json is not that of its name."""
 
     def __init__(self, home: Path, files: Files) -> None:
         self.home, self._files = home, files
@@ -104,42 +153,55 @@ class StoredNamespace:
             found = files.lstat(path)
             check_file(path, found, files.owner)
             self.allocated_slots += min(found.st_size // self.stride, self.slab_slots)
-        self.records = self._load()
+        self.records = np.zeros(0, dtype=record_type(self.namespace))
+        with suppress(FileNotFoundError):
+            fd = files.open(home / "index", os.O_RDONLY)
+            try:
+                self.records = read_records(files, fd, self.records.dtype, files.fstat(fd).st_size)
+            finally:
+                files.close(fd)
+        self._open: dict[Path, int] = {}
+        self._block, self._payload = aligned_buffer(BLOCK_BYTES), aligned_buffer(self.slot_bytes)
 
     def found(self, *, sealed: bool, now: float = 0.0) -> FoundPages:
         """The complete pages in the index: those written with encryption, or those without; with `now` (seconds since
         1970) none whose time is over."""
         return FoundPages(self.records, self.namespace, FLAG_SEALED if sealed else 0, now)
 
-    def passing(self, slots: list[int]) -> list[int]:
-        """Those of the slots whose record says when the page's time is over, and that exist."""
-        return [slot for slot in slots if slot < self.allocated_slots and self.records["expires"][slot]]
-
-    def records_of(self, tenant: bytes) -> list[int]:
-        """Slots whose index record names the tenant, also those that are not part of a complete page."""
-        return [int(slot) for slot in np.flatnonzero(self.records["tenant"] == np.void(tenant))]
-
-    def _load(self) -> NDArray[np.void]:
-        record = record_type(self.namespace)
+    def find_fault(self, page: Page, slots: tuple[int, ...], write_id: int, slot_format: SlotFormat) -> str | None:
+        """Why a server would not get this page; None when it would."""
         try:
-            fd = self._files.open(self.home / "index", os.O_RDONLY)
+            for part, slot in enumerate(slots):
+                fd, offset = self._locate(slot)
+                read_buffers(self._files, fd, [self._block, self._payload], offset)
+                slot_format.open(self._block, page, part, len(slots), slot, write_id, self._payload)
+        except CorruptSlotError as error:
+            return str(error)
         except FileNotFoundError:
-            return np.zeros(0, dtype=record)
-        try:
-            nbytes = self._files.fstat(fd).st_size // record.itemsize * record.itemsize
-            buffer = aligned_buffer(max(nbytes, 1))[:nbytes]
-            if nbytes:  # a server that has not written yet has an index without records
-                read_buffers(self._files, fd, [buffer], 0)
-        finally:
-            self._files.close(fd)
-        return np.frombuffer(buffer, dtype=record)
+            return "slab missing"
+        except EOFError:
+            return "slab too short"
+        except OSError as error:
+            return f"read error: {error.strerror}"
+        return None
 
-    def place(self, slot: int) -> tuple[Path, int]:
-        """(slab, offset of the header block) of a slot."""
-        slab, place = divmod(slot, self.slab_slots)
-        return self.home / f"slab-{slab:05d}", place * self.stride
+    def find_slots(self, tenant: bytes) -> set[int]:
+        """Slots whose header names the tenant, also those of pages that were evicted."""
+        found = set()
+        for slot in range(self.allocated_slots):
+            fd, offset = self._locate(slot)
+            read_buffers(self._files, fd, [self._block], offset)
+            if tenant in bytes(self._block[:_IDENTITY_BYTES]):
+                found.add(slot)
+        return found
 
-    def erase(self, slots: list[int]) -> None:
+    def overwrite_slot(self, slot: int) -> None:
+        """Write zeros over a slot and its header block."""
+        fd, offset = self._locate(slot)
+        self._block[:], self._payload[:] = bytes(BLOCK_BYTES), bytes(len(self._payload))
+        write_buffers(self._files, fd, [self._block, self._payload], offset)
+
+    def erase_records(self, slots: list[int]) -> None:
         """Clear the index records of these slots. OSError when that fails."""
         size = self.records.dtype.itemsize
         fd = self._files.open(self.home / "index", os.O_RDWR)
@@ -149,8 +211,31 @@ class StoredNamespace:
         finally:
             self._files.close(fd)
 
+    def _locate(self, slot: int) -> tuple[int, int]:
+        """(file descriptor, offset of the header block) of a slot."""
+        slab, place = divmod(slot, self.slab_slots)
+        path = self.home / f"slab-{slab:05d}"
+        if path not in self._open:
+            self._open[path] = self._files.open_slab(path)
+        return self._open[path], place * self.stride
 
-def inspect(path: Path) -> DirectoryReport:
+    def close(self) -> None:
+        """Close the slabs."""
+        for fd in self._open.values():
+            self._files.close(fd)
+
+
+class _TagUnread(PageCipher):
+    """Stands for a cipher whose key is not at hand: what it should open stays as it is."""
+
+    def __init__(self) -> None:
+        pass
+
+    def open(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def inspect_directory(path: Path) -> DirectoryReport:
     """What lies in a disk tier's directory. Only reads; also while a server holds it.
 
     NotFoundError when there is no disk tier.
@@ -220,3 +305,146 @@ def _holder(path: Path) -> int | None:
         if len(fields) > 5 and fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == str(inode):
             return max(0, int(fields[4]))
     return None
+
+
+def verify_directory(
+    path: Path, *, cipher: PageCipher | None = None, dry_run: bool = False, progress: Progress | None = None
+) -> VerifyReport:
+    """Read every indexed page of every namespace, check header, identity, checksum and, with `cipher`, the encryption
+    tag, and clear the index records of what is damaged; `dry_run` only reports. Pages whose time to live is over, and
+    what else has an end and is of no use, are overwritten with zeros.
+
+    EnvironmentUnfitError when a server holds the directory, NotFoundError when there is no disk tier, ConfigError when
+    `cipher` opens none of a namespace's pages (nothing of that namespace is then cleared).
+    """
+    report = VerifyReport()
+    with _locked(path) as files:
+        for home in namespace_homes(path):
+            try:
+                stored = StoredNamespace(home, files)
+            except (ValueError, OSError, EOFError) as error:
+                report.faults[f"namespace {home.name[:8]}: {error}"] += 1
+                continue
+            try:
+                bad = _check_namespace(stored, cipher, report, progress)
+                if bad and not dry_run:
+                    for slot in bad:
+                        if slot < stored.allocated_slots and stored.records["expires"][slot]:
+                            stored.overwrite_slot(slot)
+                    stored.erase_records(bad)
+                    report.erased_records += len(bad)
+            finally:
+                stored.close()
+    return report
+
+
+def _check_namespace(
+    stored: StoredNamespace, cipher: PageCipher | None, report: VerifyReport, progress: Progress | None
+) -> list[int]:
+    """Check one namespace; returns the slots whose records should go."""
+    bad: list[int] = []
+    stale: set[int] | None = None
+    for sealed in (False, True):
+        found = stored.found(sealed=sealed, now=time.time())
+        stale = set(found.stale) if stale is None else stale & set(found.stale)
+        slot_format = SlotFormat(stored.namespace, (cipher or _TagUnread()) if sealed else None)
+        good, wrong_tags, total = 0, 0, len(found.write_ids)
+        for done, ((page, places), write_id) in enumerate(zip(found, found.write_ids.tolist(), strict=True)):
+            if progress is not None and done % 64 == 0:
+                progress(f"Checking {stored.home.name[:8]}", done, total)
+            fault = stored.find_fault(page, places, write_id, slot_format)
+            report.pages += 1
+            report.bytes += len(places) * stored.stride
+            if fault is None:
+                good += 1
+            else:
+                report.faults[fault] += 1
+                wrong_tags += fault == TAG_FAULT
+                bad += places
+        report.good += good
+        report.unopened += good if sealed and cipher is None else 0
+        if wrong_tags and not good:
+            fix = "Give the key file that the server used. Nothing was cleared."
+            raise ConfigError(f"The key opens no page of namespace {stored.home.name[:8]}.", fix=fix)
+        if progress is not None and total:
+            progress(f"Checking {stored.home.name[:8]}", total, total)
+    for slot in sorted(stale or ()):
+        raw = stored.records[slot].tobytes()
+        whole = record_check(raw[:-CHECK_BYTES]) == raw[-CHECK_BYTES:]
+        report.leftovers += whole
+        report.faults["index record"] += not whole
+        bad.append(slot)
+    report.faults += Counter()  # causes that were not met go
+    return bad
+
+
+def purge_directory(path: Path, *, namespace: str | None = None, tenant: bytes | None = None) -> PurgeReport:
+    """Remove all pages and the secret that named them; or the pages of one namespace (its name, or how it begins); or
+    those of one tenant (its tag), whose slots are then overwritten with zeros, also those of pages evicted before.
+
+    EnvironmentUnfitError when a server holds the directory; NotFoundError when there is no disk tier or no such
+    namespace; OSError when the file system refuses.
+    """
+    report = PurgeReport()
+    with _locked(path) as files:
+        homes = namespace_homes(path)
+        if namespace is not None:
+            homes = [home for home in homes if namespace and home.name.startswith(namespace)]
+            if len(homes) != 1:
+                what = "is the beginning of several" if homes else "is not in this directory"
+                raise NotFoundError(f"Namespace {namespace!r} {what}.", fix="See: wicore kv inspect PATH")
+        for home in homes:
+            try:
+                stored: StoredNamespace | None = StoredNamespace(home, files)
+            except (ValueError, OSError, EOFError):
+                stored = None  # damaged: it can be deleted, but holds no pages that a server would find
+            slot_bytes = stored.slot_bytes if stored is not None else 0
+            for found in (stored.found(sealed=False), stored.found(sealed=True)) if stored is not None else ():
+                for page, slots in found:
+                    if tenant is None or page.tenant == tenant:
+                        report.pages += 1
+                        report.bytes += len(slots) * slot_bytes
+            if tenant is None:
+                report.slots += stored.allocated_slots if stored is not None else 0
+                report.namespaces.append(home.name)
+                delete_namespace(files, home)
+            elif stored is not None:
+                _purge_tenant(stored, tenant, report)
+        if namespace is None and tenant is None:
+            with suppress(FileNotFoundError):  # nothing has a name of it any more
+                files.unlink(path / SECRET)
+    return report
+
+
+def _purge_tenant(stored: StoredNamespace, tenant: bytes, report: PurgeReport) -> None:
+    try:
+        slots = stored.find_slots(tenant)
+        named = np.flatnonzero(stored.records["tenant"] == np.void(tenant)).tolist()  # also of incomplete pages
+        stored.erase_records(sorted({*named, *(slot for slot in slots if slot < len(stored.records))}))
+        for slot in sorted(slots):
+            stored.overwrite_slot(slot)
+    finally:
+        stored.close()
+    if slots:
+        report.slots += len(slots)
+        report.namespaces.append(stored.home.name)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[Files]:
+    """The directory's lock, so that no server works on it meanwhile."""
+    namespace_homes(path)  # or lock_directory would make a lock file in any directory
+    files = owned_files(path)
+    try:
+        fd = lock_directory(files, path)
+    except EnvironmentUnfitError as error:
+        raise EnvironmentUnfitError(
+            error.message, fix="Stop the server first; `wicore kv inspect` works meanwhile."
+        ) from error
+    except OSError as error:
+        fix = "Run this as the user of the server, and remove what is not the server's."
+        raise EnvironmentUnfitError(f"{path} cannot be locked: {error.strerror}.", fix=fix) from error
+    try:
+        yield files
+    finally:
+        files.close(fd)

@@ -113,7 +113,7 @@ class PrefixLoader:
         """What loads under way still want of host memory; pages that come from disk pass the link one by one."""
         wanted = 0
         for load, begun in self._begun.items():
-            lacking = sum(load.lacking(group) * count for group, count in self._page_bytes.items())
+            lacking = sum(len(load.missing[group]) * count for group, count in self._page_bytes.items())
             wanted += max(0, lacking - begun.from_disk)
         return wanted
 
@@ -264,7 +264,7 @@ class PrefixLoader:
         load.floor = manager.pages_for(computed)
         ready_from = load.meeting_page() * size if load.window_here else begun.choice.stop + 1
         if begun.from_disk and computed < begun.choice.stop:
-            lacking = sum(map(load.lacking, manager.pools))
+            lacking = sum(map(len, load.missing.values()))
             if lacking != begun.lacking:
                 begun.lacking, begun.came_at = lacking, now
             drag = self.drag.factor(now)
@@ -285,14 +285,14 @@ class PrefixLoader:
     def _arrival(self, load: PrefixLoad, least: float) -> Callable[[int], float]:
         """Seconds from now, at `least` so many, until all of a load from a token on is on the device."""
         now, up, each = self._clock(), self.tiers.up, self._page_bytes
-        windows, unread = len(load.unread(LOCAL)), sorted(load.unread(GLOBAL))
+        windows, unread = len(load.unread[LOCAL]), sorted(load.unread[GLOBAL])
         window_bytes = windows * each.get(LOCAL, 0)
         asked = min(windows, load.reading) * each.get(LOCAL, 0) + max(0, load.reading - windows) * each.get(GLOBAL, 0)
         ahead = max(0, load.asked_up_to - (up.asked_bytes - up.reading_bytes) - asked)
         before = max(0, up.reading_bytes - asked - ahead) + self.tiers.loads.unasked_bytes(load=load)
         disk = self._disk_meter.rate(queued=ahead, now=now)
         self.tiers.loads.set_read_ahead(disk.bytes_per_s)
-        link, missing = self._host_meter.rate(now=now), sorted(load.missing(GLOBAL))
+        link, missing = self._host_meter.rate(now=now), sorted(load.missing[GLOBAL])
 
         def arrival(token: int) -> float:
             page = token // self._manager.page_tokens

@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from wicore_trt.collector import collection_paused
 from wicore_trt.kv.pages.page import Page
@@ -31,14 +32,14 @@ class Recency(LRUPolicy):
 
 @dataclass(slots=True, eq=False)
 class TierNode:
-    """All copies of one page index of a chain. `busy` counts writers, readers and one for a session's hold (`held`);
+    """All copies of one page index of a chain. `busy` counts writers, readers and one for a session's pin (`pinned`);
     `spare`: the local copy is to leave before any other page."""
 
     key: bytes
     tenant: bytes
     copies: dict[str, TierCopy] = field(default_factory=dict)
     busy: int = 0
-    held: bool = False
+    pinned: bool = False
     spare: bool = False
 
     @property
@@ -56,9 +57,19 @@ class _Tenant:
     order: Recency | None = None
 
 
+class IndexState(NamedTuple):
+    """The books of a tier as plain data. `users`: writers and readers of the copies of a key, where there are any."""
+
+    slots: dict[bytes, int]
+    users: dict[bytes, int]
+    pinned: set[bytes]
+    lost_copies: int
+    withheld_slots: int
+
+
 class TierIndex:
     """`num_slots` slots; a page of group g takes `slots_per_page[g]` of them. `primary` is the group that carries the
-    chains. `quota` bounds one tenant's share of the slots, `pin_share` what sessions may hold. `on_evict` is told of
+    chains. `quota` bounds one tenant's share of the slots, `pin_share` what sessions may pin. `on_evict` is told of
     every copy that left the index, with its cause, when its slots are free again."""
 
     def __init__(
@@ -87,8 +98,8 @@ class TierIndex:
         self._spare: OrderedDict[bytes, None] = OrderedDict()  # keys of spare nodes that nobody uses, oldest first
         self._lost: set[TierCopy] = set()
         self._tenants: dict[bytes, _Tenant] = {}
-        self._holds: Counter[bytes] = Counter()  # by key, whether its page is here or not
-        self.held_slots = 0
+        self._pins: Counter[bytes] = Counter()  # by key, whether its page is here or not
+        self.pinned_slots = 0
         self.unsaved_slots = 0
 
     @property
@@ -149,7 +160,7 @@ class TierIndex:
 
     def reserve(self, page: Page) -> TierCopy | None:
         """Slots for a page that is not in the index, evicting what the policy gives up first; None when what is left
-        is in use, held or of other tenants and this one is at its quota."""
+        is in use, pinned or of other tenants and this one is at its quota."""
         assert self.get(page.group, page.key) is None, "a page was reserved twice (I6)"
         need = self.slots_per_page[page.group]
         if not self._make_room(need, page):
@@ -159,7 +170,7 @@ class TierIndex:
         node = self._nodes.get(page.key)
         if node is None:
             node = self._nodes[page.key] = TierNode(page.key, page.tenant)
-        self._let_go(node)
+        self._unpin(node)
         node.copies[page.group] = copy
         self._tenant(page.tenant).slots += need
         self.unsaved_slots += need
@@ -171,8 +182,8 @@ class TierIndex:
         self._busy(node, 1)
         self._set_spare(node, self.primary not in node.copies)
         above = self._nodes.get(page.parent) if page.parent is not None else None
-        if page.key in self._holds and (above is None or above.held):
-            self._try_hold(node)
+        if page.key in self._pins and (above is None or above.pinned):
+            self._try_pin(node)
         return copy
 
     def commit(self, copy: TierCopy) -> None:
@@ -204,7 +215,7 @@ class TierIndex:
     def restore(self, found: Iterable[tuple[Page, tuple[int, ...]]]) -> None:
         """Take over pages that a store recovered, oldest first, no slot twice; for an index that is empty. They are
         READY and saved. A page whose slots do not fit this index is left out; what passes a tenant's quota leaves."""
-        assert not self._nodes and not self._lost and not self._holds
+        assert not self._nodes and not self._lost and not self._pins
         used = bytearray(self.num_slots)
         chains: list[tuple[bytes, bytes | None, int]] = []
         for page, slots in found:
@@ -273,19 +284,15 @@ class TierIndex:
         assert copy.ready
         self._remove(copy, cause, lost=copy.readers > 0)
 
-    def drop_key(self, key: bytes, cause: str) -> None:
-        """Drop all READY copies of a page."""
+    def drop_key(self, key: bytes, cause: str, *, written: bool = False) -> None:
+        """Drop all READY copies of a page; with `written` also those that are being written, whose buffers may change
+        until `reclaim`."""
         node = self._nodes.get(key)
         for copy in list(node.copies.values()) if node is not None else ():
             if copy.ready:
                 self.drop(copy, cause)
-
-    def condemn(self, key: bytes, cause: str) -> None:
-        """Drop all copies of a page, also those that are being written, whose buffers may change until `reclaim`."""
-        self.drop_key(key, cause)
-        node = self._nodes.get(key)
-        for copy in list(node.copies.values()) if node is not None else ():
-            self._remove(copy, cause, lost=True)
+            elif written:
+                self._remove(copy, cause, lost=True)
 
     def spare(self, group: str, keys: Iterable[bytes]) -> None:
         """No request is expected to need these local copies: they leave before any other page."""
@@ -294,31 +301,25 @@ class TierIndex:
             if node is not None and group in node.copies:
                 self._set_spare(node, True)
 
-    def keep(self, key: bytes) -> None:
-        """Undo `spare`: a request resumed here."""
-        node = self._nodes.get(key)
-        if node is not None and self.primary in node.copies:
-            self._set_spare(node, False)
-
-    def hold(self, keys: Iterable[bytes]) -> None:
+    def pin_keys(self, keys: Iterable[bytes]) -> None:
         """A session's chain, first page first: its pages, here now or stored later, do not leave for space until
-        `unhold` with the same keys. Holds count. Pages that would pass `pin_share` are not held."""
+        `unpin_keys` with the same keys. Pins count. Pages that would pass `pin_share` are not pinned."""
         room = True
         for key in keys:
-            self._holds[key] += 1
+            self._pins[key] += 1
             node = self._nodes.get(key)
-            if node is not None and not node.held and room:
-                room = self._try_hold(node)
+            if node is not None and not node.pinned and room:
+                room = self._try_pin(node)
 
-    def unhold(self, keys: Iterable[bytes]) -> None:
+    def unpin_keys(self, keys: Iterable[bytes]) -> None:
         for key in keys:
-            assert self._holds[key] > 0, "a hold was taken back twice"
-            self._holds[key] -= 1
-            if not self._holds[key]:
-                del self._holds[key]
+            assert self._pins[key] > 0, "a pin was taken back twice"
+            self._pins[key] -= 1
+            if not self._pins[key]:
+                del self._pins[key]
                 node = self._nodes.get(key)
                 if node is not None:
-                    self._let_go(node)
+                    self._unpin(node)
 
     def cold(self, slots: int) -> list[TierCopy]:
         """Copies that the next tier should get, in the order in which they would leave, for about `slots` slots and
@@ -346,19 +347,19 @@ class TierIndex:
 
     # --- inside --------------------------------------------------------------------------------------------------
 
-    def _try_hold(self, node: TierNode) -> bool:
+    def _try_pin(self, node: TierNode) -> bool:
         slots = node.slots
-        if self.held_slots + slots > self._pin_slots:
+        if self.pinned_slots + slots > self._pin_slots:
             return False
-        node.held = True
-        self.held_slots += slots
+        node.pinned = True
+        self.pinned_slots += slots
         self._busy(node, 1)
         return True
 
-    def _let_go(self, node: TierNode) -> None:
-        if node.held:
-            node.held = False
-            self.held_slots -= node.slots
+    def _unpin(self, node: TierNode) -> None:
+        if node.pinned:
+            node.pinned = False
+            self.pinned_slots -= node.slots
             self._busy(node, -1)
 
     def _tenant(self, tag: bytes) -> _Tenant:
@@ -458,8 +459,8 @@ class TierIndex:
         tenant.slots -= count
         if not copy.saved:
             self.unsaved_slots -= count
-        if node.held:
-            self.held_slots -= count
+        if node.pinned:
+            self.pinned_slots -= count
         # the copy's own writer or readers no longer count for the node
         self._busy(node, -copy.readers - (copy.state is CopyState.WRITING))
         self._set_spare(node, bool(node.copies) and self.primary not in node.copies)
@@ -474,6 +475,17 @@ class TierIndex:
             self._free.extend(copy.slots)
         self._on_evict(copy, cause)
 
+    def inspect(self) -> IndexState:
+        """Give the books, for tests that look for leaks. O(pages)."""
+        nodes = self._nodes.values()
+        return IndexState(
+            slots={node.key: node.slots for node in nodes},
+            users={node.key: node.busy - node.pinned for node in nodes if node.busy > node.pinned},
+            pinned={node.key for node in nodes if node.pinned},
+            lost_copies=len(self._lost),
+            withheld_slots=self._coming,
+        )
+
     def check_integrity(self) -> None:
         """Assert the invariant of this module and the counters."""
         copies = list(self.copies())
@@ -484,7 +496,7 @@ class TierIndex:
         for key, node in self._nodes.items():
             assert node.copies and node.key == key, "an empty node"
             working = sum(c.readers + (c.state is CopyState.WRITING) for c in node.copies.values())
-            assert node.busy == working + node.held, "a node's users are miscounted"
+            assert node.busy == working + node.pinned, "a node's users are miscounted"
             for policy in self._policies(node.tenant):
                 assert (key in policy) == (self.primary in node.copies), "policy and index disagree"
             assert self.primary in node.copies or node.spare, "a copy can never leave"
@@ -493,10 +505,7 @@ class TierIndex:
             assert idle == (key in self._spare) == (key in self._tenants[node.tenant].spare), "a spare copy is stuck"
         assert len(self.policy) == sum(self.primary in n.copies for n in self._nodes.values())
         assert sum(len(tenant.spare) for tenant in self._tenants.values()) == len(self._spare)
-        self._check_counters(copies)
         self.policy.check_integrity()
-
-    def _check_counters(self, copies: list[TierCopy]) -> None:
         ready, tenants = Counter(c.page.group for c in copies if c.ready), Counter[bytes]()
         for copy in copies:
             tenants[copy.page.tenant] += len(copy.slots)
@@ -504,9 +513,9 @@ class TierIndex:
         assert {tag: tenant.slots for tag, tenant in self._tenants.items()} == tenants, "tenants are miscounted"
         assert all(count <= self._quota_slots for count in tenants.values()), "a tenant passed its quota"
         assert self.unsaved_slots == sum(len(c.slots) for c in copies if not c.saved)
-        held = [node for node in self._nodes.values() if node.held]
-        assert self.held_slots == sum(node.slots for node in held) <= self._pin_slots, "held slots are miscounted"
-        assert all(node.key in self._holds for node in held), "a hold without a holder"
+        pinned = [node for node in self._nodes.values() if node.pinned]
+        assert self.pinned_slots == sum(node.slots for node in pinned) <= self._pin_slots, "pinned slots are miscounted"
+        assert all(node.key in self._pins for node in pinned), "a pin without a session"
         for tenant in self._tenants.values():
             if tenant.order is not None:
                 tenant.order.check_integrity()

@@ -10,7 +10,7 @@ of those that were asked for have arrived.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from wicore_trt.kv.pages.page import Page
@@ -72,10 +72,12 @@ class PrefixLoad:
         self.cancelled = False
         self.broken = False
         pages = [item.page for item in self.todo]
-        self._missing = {group: {page.index for page in pages if page.group == group} for group in self.here}
-        assert len(pages) == sum(map(len, self._missing.values())), "a page is asked for twice"
-        self._unread: dict[str, set[int]] = {group: set() for group in self.here}
-        self._order = sorted(self._missing[GLOBAL])
+        self.missing = {group: {page.index for page in pages if page.group == group} for group in self.here}
+        """By group, the indices of pages that are still to arrive."""
+        assert len(pages) == sum(map(len, self.missing.values())), "a page is asked for twice"
+        self.unread: dict[str, set[int]] = {group: set() for group in self.here}
+        """Of these, those that the disk is to read, or reads, as far as it is known."""
+        self._order = sorted(self.missing[GLOBAL])
         """Missing global pages, and some before the last of them that are not missing any more."""
         self._failed_from = 0
         self._passed = 0
@@ -86,38 +88,26 @@ class PrefixLoad:
         """Nothing more will arrive."""
         return self.cancelled or (not self.in_flight and not self.todo)
 
-    def lacking(self, group: str) -> int:
-        """Pages of a layer group that are still to arrive."""
-        return len(self._missing[group])
-
     def meeting_page(self) -> int:
         """The sequence must compute the pages before this one; from here to `stop` all global pages are here."""
-        order, missing = self._order, self._missing[GLOBAL]
+        order, missing = self._order, self.missing[GLOBAL]
         while order and order[-1] not in missing:
             order.pop()
         return max(self.first, self._failed_from, self._passed, order[-1] + 1 if order else 0)
 
-    def missing(self, group: str) -> Collection[int]:
-        """Indices of pages of a layer group that are still to arrive."""
-        return self._missing[group]
-
-    def unread(self, group: str) -> Collection[int]:
-        """Indices of missing pages of a layer group that the disk is to read, or reads, as far as it is known."""
-        return self._unread[group]
-
     def to_read(self, items: Iterable[LoadItem]) -> None:
         """These pages are not in host memory."""
         for item in items:
-            self._unread[item.page.group].add(item.page.index)
+            self.unread[item.page.group].add(item.page.index)
 
     def bring(self, items: Sequence[LoadItem]) -> None:
         """These pages of one layer group are in host memory, and go on to the device."""
-        self._unread[items[0].page.group].difference_update([item.page.index for item in items])
+        self.unread[items[0].page.group].difference_update([item.page.index for item in items])
 
     @property
     def window_here(self) -> bool:
         """Whether all local pages of the window have arrived."""
-        return not self.broken and not self._missing[LOCAL]
+        return not self.broken and not self.missing[LOCAL]
 
     @property
     def failed(self) -> bool:
@@ -127,7 +117,7 @@ class PrefixLoad:
     @property
     def complete(self) -> bool:
         """Whether every page has arrived."""
-        return not self.failed and not any(self._missing.values())
+        return not self.failed and not any(self.missing.values())
 
     def wanted(self, item: LoadItem) -> bool:
         """Whether the page is still of use: the sequence lives and has computed none of it meanwhile."""
@@ -175,8 +165,8 @@ class PrefixLoad:
         """These pages of one layer group are in their device slots (a prefetch: in host memory), and were in `tier`."""
         group, indices = items[0].page.group, [item.page.index for item in items]
         self.in_flight -= len(items)
-        self._missing[group].difference_update(indices)
-        self._unread[group].difference_update(indices)
+        self.missing[group].difference_update(indices)
+        self.unread[group].difference_update(indices)
         self.here[group].update(indices)
         self.arrived[tier] += len(items) * (group == GLOBAL)
 
@@ -206,8 +196,8 @@ class PrefixLoad:
         self.todo.appendleft(item)
 
     def _not_missing(self, page: Page) -> None:
-        self._missing[page.group].remove(page.index)
-        self._unread[page.group].discard(page.index)
+        self.missing[page.group].remove(page.index)
+        self.unread[page.group].discard(page.index)
 
     def cancel(self) -> None:
         """The sequence does not want it any more; what is in flight will be dropped on arrival."""

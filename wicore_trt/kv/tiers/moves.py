@@ -182,14 +182,14 @@ class Fetch(Move):
     crowded: bool = False
 
     @property
-    def held(self) -> TierCopy:
+    def pinned_copy(self) -> TierCopy:
         """The host's copy of a page that is here."""
         assert self.copy is not None and self.stage is Stage.HERE
         return self.copy
 
     def take(self) -> TierCopy:
         """The same, which the caller holds from now on."""
-        copy = self.held
+        copy = self.pinned_copy
         self.go(Stage.TAKEN)
         return copy
 

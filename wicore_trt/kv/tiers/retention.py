@@ -1,10 +1,10 @@
 """What clients said about the future of their pages: sessions to keep, and times after which pages go.
 
-Plain data with the clock passed in; it must not know where pages are or what a request is. A session's hold is on
-keys, so that a page that reaches a tier later is held too (`TierIndex.hold`). A time to live binds what its request
-made; pages that others use without one have none.
-Invariant (`check_integrity`): a session holds in its tiers exactly the chain of its latest request; after `due`, at
-most `max_keys` keys have a time to live and sessions hold at most `max_keys`: the soonest end makes room.
+Plain data with the clock passed in; it must not know where pages are or what a request is. A session's pin is on
+keys, so that a page that reaches a tier later is pinned too (`TierIndex.pin_keys`). A time to live binds what its
+request made; pages that others use without one have none.
+Invariant (`check_integrity`): a session pins in its tiers exactly the chain of its latest request; after `due`, at
+most `max_keys` keys have a time to live and sessions pin at most `max_keys`: the soonest end makes room.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ KEPT_AT_ONCE = 64
 
 
 class Retention:
-    """`pin_s` is how long a silent session is held when its request does not say; `clock` gives seconds and never goes
-    back. `stamped(key, left)` hears of each key whose time is over in `left` seconds from now on, or never (None): the
-    disk tier writes it down. A restart forgets sessions; `restore` brings times to live back."""
+    """`pin_s` is how long a silent session is pinned when its request does not say; `clock` gives seconds and never
+    goes back. `stamped(key, left)` hears of each key whose time is over in `left` seconds from now on, or never (None):
+    the disk tier writes it down. A restart forgets sessions; `restore` brings times to live back."""
 
     def __init__(self, pin_s: float, clock: Callable[[], float], *, max_keys: int = _MAX_KEYS) -> None:
         self._pin_s = pin_s
@@ -34,8 +34,8 @@ class Retention:
         self._max_keys = max_keys
         self._ends: _Deadlines[bytes] = _Deadlines()
         self._session_ends: _Deadlines[SessionName] = _Deadlines()
-        self._held: dict[SessionName, tuple[Sequence[bytes], Sequence[TierIndex]]] = {}
-        self._held_keys = 0
+        self._pinned: dict[SessionName, tuple[Sequence[bytes], Sequence[TierIndex]]] = {}
+        self._pinned_keys = 0
         self.stamped: Callable[[bytes, float | None], None] = lambda key, left: None
 
     def now(self) -> float:
@@ -54,8 +54,8 @@ class Retention:
                 else:
                     self._extend(key, now, hints.ttl_s)
         name = (scope, hints.session)
-        if name in self._held:
-            self._session_ends.extend(name, now, self._hold_s(hints))
+        if name in self._pinned:
+            self._session_ends.extend(name, now, self._pin_s_of(hints))
 
     def finished(
         self, keys: Sequence[bytes], hints: CacheHints, scope: bytes, tiers: Sequence[TierIndex], *, found: int = 0
@@ -68,9 +68,9 @@ class Retention:
             for key in keys[found:]:
                 self._extend(key, now, hints.ttl_s)
         if hints.session:
-            self._replace((scope, hints.session), keys, tiers, self._hold_s(hints))
+            self._replace((scope, hints.session), keys, tiers, self._pin_s_of(hints))
         elif hints.priority is CachePriority.HIGH and keys:
-            self._replace((scope, keys[-1]), keys, tiers, self._hold_s(hints))
+            self._replace((scope, keys[-1]), keys, tiers, self._pin_s_of(hints))
 
     def made(self, keys: Iterable[bytes], hints: CacheHints) -> None:
         """A running request made these pages: their time begins before any tier has them, so that none keeps them
@@ -99,7 +99,7 @@ class Retention:
         tier. The time of a key that is `in_use` by a running request starts anew. O(1) when nothing is due."""
         if not self._ends and not self._session_ends:
             return []
-        while (name := self._session_ends.first(now, force=self._held_keys > self._max_keys)) is not None:
+        while (name := self._session_ends.first(now, force=self._pinned_keys > self._max_keys)) is not None:
             self._release(name)
         found: list[bytes] = []
         kept = 0
@@ -121,7 +121,7 @@ class Retention:
         if self._ends.extend(key, now, span):
             self.stamped(key, span)
 
-    def _hold_s(self, hints: CacheHints) -> float:
+    def _pin_s_of(self, hints: CacheHints) -> float:
         return self._pin_s if hints.ttl_s is None else hints.ttl_s
 
     def _replace(self, name: SessionName, keys: Sequence[bytes], tiers: Sequence[TierIndex], span: float) -> None:
@@ -129,22 +129,22 @@ class Retention:
         if not keys:
             return
         for tier in tiers:
-            tier.hold(keys)
-        self._held[name] = (tuple(keys), tuple(tiers))
-        self._held_keys += len(keys)
+            tier.pin_keys(keys)
+        self._pinned[name] = (tuple(keys), tuple(tiers))
+        self._pinned_keys += len(keys)
         self._session_ends.extend(name, self._clock(), span)
 
     def _release(self, name: SessionName) -> None:
-        keys, tiers = self._held.pop(name, ((), ()))
+        keys, tiers = self._pinned.pop(name, ((), ()))
         for tier in tiers:
-            tier.unhold(keys)
-        self._held_keys -= len(keys)
+            tier.unpin_keys(keys)
+        self._pinned_keys -= len(keys)
         self._session_ends.discard(name)
 
     def check_integrity(self) -> None:
         """Assert the invariant of this module, without the limits."""
-        assert self._held_keys == sum(len(keys) for keys, _ in self._held.values()), "held keys are miscounted"
-        assert set(self._held) == set(self._session_ends), "a session has no end, or an end no session"
+        assert self._pinned_keys == sum(len(keys) for keys, _ in self._pinned.values()), "pinned keys are miscounted"
+        assert set(self._pinned) == set(self._session_ends), "a session has no end, or an end no session"
         self._ends.check_integrity()
         self._session_ends.check_integrity()
 

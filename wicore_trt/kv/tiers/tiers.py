@@ -161,7 +161,7 @@ class LowerTiers:
     def condemn(self, key: bytes, cause: str) -> None:
         """Forget a page everywhere below the device, on its way there too; fetches that wait for it fail."""
         for index in self.indexes.values():
-            index.condemn(key, cause)
+            index.drop_key(key, cause, written=True)
         for group in self.host.slots_per_page:
             self.up.refuse_fetches((group, key))
 
@@ -305,7 +305,7 @@ class LowerTiers:
         size = self.movers.host.slot_bytes
         return TierStats(
             tier=name, capacity_bytes=index.num_slots * size, used_bytes=index.used_slots * size,
-            pinned_bytes=index.held_slots * size,
+            pinned_bytes=index.pinned_slots * size,
             pages={group: index.pages[group] for group in index.slots_per_page}, hit_tokens=self.hit_tokens[name],
             read_bytes=traffic.read_bytes, read_seconds=traffic.read_seconds, write_bytes=traffic.write_bytes,
             write_seconds=traffic.write_seconds, evictions=dict(index.evictions), failures=dict(traffic.failures),

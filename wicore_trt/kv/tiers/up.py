@@ -157,7 +157,7 @@ class UpTransfers:
         if fetch.stage in (Stage.WAITING, Stage.CHECKING):
             fetch.unwanted = True
         elif fetch.stage is Stage.HERE:
-            self._movers.host.index.release([fetch.held])
+            self._movers.host.index.release([fetch.pinned_copy])
             fetch.go(Stage.RELEASED)
 
     # --- to the device -------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ class LoadPump:
 
     def unread_bytes(self, load: PrefixLoad) -> int:
         """What a load lacks and the disk has to read, as far as it is known."""
-        slots = sum(len(load.unread(group)) * count for group, count in self._host.slots_per_page.items())
+        slots = sum(len(load.unread[group]) * count for group, count in self._host.slots_per_page.items())
         return slots * self._movers.host.slot_bytes
 
     def unasked_bytes(self, count: int = 0, load: PrefixLoad | None = None) -> int:
@@ -322,7 +322,7 @@ class LoadPump:
         for other in self.loads:
             if other is load or (load is None and other.turn > (0, _size_class(count))):
                 break
-            windows = min(other.reading, len(other.unread(LOCAL)))  # their pages, maybe larger, come before all else
+            windows = min(other.reading, len(other.unread[LOCAL]))  # their pages, maybe larger, come before all else
             asked = windows * slots.get(LOCAL, 0) + (other.reading - windows) * slots.get(GLOBAL, 0)
             unasked = self.unread_bytes(other) - asked * self._movers.host.slot_bytes
             found += max(0, unasked) * (not other.cancelled)
