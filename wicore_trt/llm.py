@@ -126,7 +126,7 @@ class LLM:
         parts: dict[tuple[str, int], list[TextOutput]] = {}
         for output in self._run(requests, awaited=False):
             parts.setdefault((output.request_id, output.index), []).append(output)
-        return [[Completion.of(parts[r.request_id, i]) for i in range(r.params.n)] for r in requests]
+        return [[Completion.of(parts[r.request_key, i]) for i in range(r.params.n)] for r in requests]
 
     def _tokenize(self, request: TextRequest) -> GenerateRequest:
         with self._using():
@@ -150,7 +150,7 @@ class LLM:
         """Step the engine until `requests` end, at the pace of a reader where their tokens are `awaited`; what other
         open streams gain meanwhile waits in their inboxes."""
         texts = {
-            (r.request_id, i): SequenceText(r.request_id, self.tokenizer, r.params)
+            (r.request_key, i): SequenceText(r.request_key, self.tokenizer, r.params)
             for r in requests
             for i in range(r.params.n)
         }
@@ -158,7 +158,7 @@ class LLM:
         inbox: deque[TokenOutput] = deque()
         try:
             with self._using():
-                self._inboxes.update((r.request_id, inbox) for r in requests)
+                self._inboxes.update((r.request_key, inbox) for r in requests)
                 for request in requests:
                     self._core.add(request)
             while open_texts:
@@ -171,7 +171,7 @@ class LLM:
                 output = inbox.popleft()
                 if output.finish_reason is FinishReason.ERROR:
                     raise WicoreError(output.error or "The step failed.")
-                key = (output.request_id, output.index)
+                key = (output.request_key, output.index)
                 text = texts[key].push(output)
                 if text is None:
                     continue
@@ -184,12 +184,12 @@ class LLM:
         finally:
             with self._lock:
                 for request in requests:
-                    self._inboxes.pop(request.request_id, None)
+                    self._inboxes.pop(request.request_key, None)
                     if not self._closed:
-                        self._core.abort(request.request_id)
+                        self._core.abort(request.request_key)
                 if not self._closed:
                     self._core.settle()
 
     def _distribute(self, outputs: list[TokenOutput]) -> None:
         for output in outputs:
-            self._inboxes[output.request_id].append(output)
+            self._inboxes[output.request_key].append(output)

@@ -223,7 +223,7 @@ class GenerateRequest:
     among the token ids become plain ones.
     """
 
-    request_id: str
+    request_key: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     deadline: float | None = None
@@ -232,10 +232,10 @@ class GenerateRequest:
     cache_salt: str = ""
     cache: CacheHints = CacheHints()
     log_id: str = ""
-    name: str = ""
     content: tuple[ContentSpan, ...] = ()
 
     def __post_init__(self) -> None:
+        check_text("request_key", self.request_key, MAX_REQUEST_ID)
         _check_request(self)
         object.__setattr__(self, "prompt_token_ids", as_token_ids("prompt_token_ids", self.prompt_token_ids))
         if self.content:
@@ -256,7 +256,7 @@ class TokenOutput(Struct, frozen=True, array_like=True, omit_defaults=True, gc=F
     It may cross to another process, so it is a msgspec.Struct.
     """
 
-    request_id: str
+    request_key: str
     index: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -398,6 +398,7 @@ class TextRequest:
     content: tuple[ContentSpan, ...] = ()
 
     def __post_init__(self) -> None:
+        check_text("request_id", self.request_id, MAX_REQUEST_ID)
         _check_request(self)
         if self.prompt is not None and not isinstance(self.prompt, str):
             raise InvalidRequestError(f"prompt must be text, got {type(self.prompt).__name__}.", field="prompt")
@@ -412,7 +413,6 @@ class TextRequest:
 
 def _check_request(request: GenerateRequest | TextRequest) -> None:
     """The fields that both kinds of requests have."""
-    check_text("request_id", request.request_id, MAX_REQUEST_ID)
     if not isinstance(request.params, SamplingParams):
         raise InvalidRequestError(
             f"params must be SamplingParams, got {type(request.params).__name__}.", field="params"

@@ -97,11 +97,11 @@ class BatchRunner:
             ends.append((time.perf_counter(), len(made)))
             outputs += made
         seconds = time.perf_counter() - begun
-        counts = dict.fromkeys((r.request_id for r in requests), 0)
+        counts = dict.fromkeys((r.request_key for r in requests), 0)
         for output in outputs:
             if output.finish_reason not in (None, FinishReason.LENGTH):
-                raise RuntimeError(f"{output.request_id} ended with {output.finish_reason}: {output.error}")
-            counts[output.request_id] += len(output.token_ids)
+                raise RuntimeError(f"{output.request_key} ended with {output.finish_reason}: {output.error}")
+            counts[output.request_key] += len(output.token_ids)
         if wrong := {name: count for name, count in counts.items() if count != tokens}:
             raise RuntimeError(f"{tokens} tokens were asked for, and these came: {wrong}")
         return Run(seconds, [b - a for (a, before), (b, now) in pairwise(ends) if before == now == batch])

@@ -115,7 +115,7 @@ class Engine:
         for output in self.core.step():
             if output.error:
                 raise RuntimeError(str(output.error))
-            yield output.request_id, list(output.token_ids), output.finish_reason is not None
+            yield output.request_key, list(output.token_ids), output.finish_reason is not None
 
     def first_token_s(self, tokens: Sequence[int]) -> tuple[float, int]:
         """Seconds until the first token of a prompt that runs alone, and how many of its tokens were found."""

@@ -180,7 +180,7 @@ class _Live:
         if output.finish_reason is None:
             return None
         if output.finish_reason is not FinishReason.LENGTH or len(self.token_ids) != wanted:
-            raise WicoreError(f"Request {output.request_id} ended wrongly: {output}.")
+            raise WicoreError(f"Request {output.request_key} ended wrongly: {output}.")
         assert output.usage is not None
         usage, arrivals = output.usage, tuple(self.arrivals)
         record = RequestRecord(
@@ -222,9 +222,9 @@ def replay(
         elif now - progress > STALL_S:
             raise WicoreError(f"No token for {STALL_S:.0f} s; waiting: {', '.join(live)}.")
         for output in outputs:
-            done = live[output.request_id].gain(output, output_tokens, now)
+            done = live[output.request_key].gain(output, output_tokens, now)
             if done is not None:
-                del live[output.request_id]
+                del live[output.request_key]
                 prompts.answer(done.turn, done.token_ids)
                 served.append(done)
     return served

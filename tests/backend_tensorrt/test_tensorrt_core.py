@@ -48,9 +48,9 @@ def run(core: EngineCore, prompts: list[list[int]]) -> list[list[int]]:
     while left:
         for output in core.step():
             assert output.error is None
-            answers[output.request_id] += output.token_ids
+            answers[output.request_key] += output.token_ids
             if output.finish_reason is not None:
-                left.discard(output.request_id)
+                left.discard(output.request_key)
         core.scheduler.check_integrity()
     return [*answers.values()]
 

@@ -55,7 +55,7 @@ def gather(executor: TrtllmExecutor, ends: int, timeout_s: float = 60.0) -> dict
     while sum(outputs[-1].finish_reason is not None for outputs in found.values()) < ends:
         assert time.monotonic() < end, found
         for output in executor.poll(WAIT_S):
-            outputs = found.setdefault((output.request_id, output.index), [])
+            outputs = found.setdefault((output.request_key, output.index), [])
             assert not outputs or outputs[-1].finish_reason is None
             outputs.append(output)
     return found

@@ -148,7 +148,7 @@ class Core:
         assert not awaited
 
     def add(self, request) -> None:
-        self.waiting.append(request.request_id)
+        self.waiting.append(request.request_key)
 
     @property
     def has_work(self) -> bool:

@@ -145,8 +145,8 @@ def test_every_request_is_served_in_order_with_its_own_tokens(shape, seed):
 
     def add(request):
         live = [name for name, _ in added if core.is_live(name)]
-        assert len(live) < shape.in_flight and request.request_id.split("/")[0] not in {n.split("/")[0] for n in live}
-        added.append((request.request_id, request.prompt_token_ids))
+        assert len(live) < shape.in_flight and request.request_key.split("/")[0] not in {n.split("/")[0] for n in live}
+        added.append((request.request_key, request.prompt_token_ids))
         inner(request)
 
     core.add = add

@@ -39,7 +39,7 @@ def run_to_the_end(core: EngineCore, *requests: GenerateRequest) -> dict[str, To
     loop.start()
     loop._thread.join(60)
     assert not loop._thread.is_alive() and loop.dead and not loop.live
-    return {o.request_id: o for o in outputs if o.finish_reason is not None}
+    return {o.request_key: o for o in outputs if o.finish_reason is not None}
 
 
 def test_a_deadline_ends_with_its_request():
@@ -143,7 +143,7 @@ def test_what_comes_while_the_inbox_is_taken_is_taken_once(before):
         assert loop.stats().requests_waiting == loop._queued().total() <= len(names) + 1
         if not loop.live:
             break
-    ends = [(o.request_id, o.finish_reason) for o in outputs if o.finish_reason is not None]
+    ends = [(o.request_key, o.finish_reason) for o in outputs if o.finish_reason is not None]
     assert sorted(ends) == sorted((name, FinishReason.LENGTH) for name in ["runs", *names, "late"])
 
 

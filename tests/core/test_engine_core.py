@@ -32,7 +32,7 @@ def run(core, *, limit: int = 5000, on_step=None) -> dict[tuple[str, int], list[
         if on_step is not None:
             on_step(step)
         for output in core.step():
-            key = (output.request_id, output.index)
+            key = (output.request_key, output.index)
             assert key not in ended, "output after the end"
             tokens.setdefault(key, []).extend(output.token_ids)
             assert output.usage.completion_tokens == len(tokens[key])
@@ -218,10 +218,10 @@ def test_deadline_cancel_and_bad_logits_end_with_their_reasons():
         core.add(request(name, [2, 3, 4, ord(name[0])], forever, deadline=5.0 if name == "late" else None))
     core.step()
     core.executor.poison = {2}
-    reasons = {o.request_id: o.finish_reason for o in core.step() if o.finish_reason}
-    reasons |= {o.request_id: o.finish_reason for o in core.abort("gone")}
+    reasons = {o.request_key: o.finish_reason for o in core.step() if o.finish_reason}
+    reasons |= {o.request_key: o.finish_reason for o in core.abort("gone")}
     now[0] = 6.0
-    reasons |= {o.request_id: o.finish_reason for o in core.step() if o.finish_reason}
+    reasons |= {o.request_key: o.finish_reason for o in core.step() if o.finish_reason}
     assert reasons == {"bad": FinishReason.ERROR, "gone": FinishReason.CANCELLED, "late": FinishReason.DEADLINE}
     assert not core.has_work and core.abort("gone") == []
 
@@ -241,7 +241,7 @@ def test_the_first_tokens_tell_how_long_they_were_computed_for():
     core.add(request("chunks", list(range(2, 14)), params))
     core.add(request("waits", [20, 21], params))
     outputs = [o for _ in range(100) if core.has_work for o in core.step()]
-    told = {(o.request_id, o.prefill_s) for o in outputs if o.prefill_s is not None}
+    told = {(o.request_key, o.prefill_s) for o in outputs if o.prefill_s is not None}
     assert told == {("chunks", 3.0), ("waits", 1.0)} and len(outputs) == 10
     assert all((o.prefill_s is not None) == (o.usage.completion_tokens == 1) for o in outputs)
 
@@ -270,5 +270,5 @@ def test_a_request_that_has_begun_is_refused_no_more(ahead):
     for _ in range(50):
         now[0] += 0.1
         ended += [output for output in core.step() if output.finish_reason is not None]
-    assert [(o.request_id, o.index) for o in ended] == [("two", 0), ("other", 0), ("two", 1)]
+    assert [(o.request_key, o.index) for o in ended] == [("two", 0), ("other", 0), ("two", 1)]
     assert {o.finish_reason for o in ended} == {FinishReason.LENGTH} and not core.has_work

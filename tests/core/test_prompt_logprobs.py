@@ -24,7 +24,7 @@ def run(core, arrivals: dict[int, list[GenerateRequest]]) -> dict[str, list]:
         if not core.has_work and not arrivals:
             return found
         for output in core.step():
-            found.setdefault(output.request_id, []).append(output)
+            found.setdefault(output.request_key, []).append(output)
         core.scheduler.check_integrity()
     raise AssertionError("the engine did not come to rest")
 

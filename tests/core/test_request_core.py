@@ -38,12 +38,12 @@ class FakeEngine:
 
     def submit(self, request: GenerateRequest, index: int, seed: int, stop_ids: tuple[int, ...]) -> None:
         assert not self.closed and len(self.running) < self.max_sequences and 0 <= seed < 1 << 64
-        assert (request.request_id, index) not in self.running
+        assert (request.request_key, index) not in self.running
         assert (EOS in stop_ids) is not request.params.ignore_eos
         if request.prompt_token_ids[0] in self.refuse:
             raise WicoreError("not taken")
-        self.submitted.append(request.request_id)
-        self.running[request.request_id, index] = [request, 0]
+        self.submitted.append(request.request_key)
+        self.running[request.request_key, index] = [request, 0]
 
     def poll(self, timeout_s: float) -> list[TokenOutput]:
         assert not self.closed and timeout_s < 0.1
@@ -91,7 +91,7 @@ def drained(core: RequestCore, steps: int = 1000) -> list[TokenOutput]:
 
 
 def ends(outputs: list[TokenOutput]) -> list[tuple[str, int, FinishReason]]:
-    return [(o.request_id, o.index, o.finish_reason) for o in outputs if o.finish_reason is not None]
+    return [(o.request_key, o.index, o.finish_reason) for o in outputs if o.finish_reason is not None]
 
 
 def test_sequences_run_and_end_and_others_wait() -> None:
@@ -115,7 +115,7 @@ def test_the_first_tokens_tell_how_long_the_engine_had_the_sequence() -> None:
     told = []
     while core.has_work:
         now[0] += 1.0
-        told += [(o.request_id, o.prefill_s) for o in core.step()]
+        told += [(o.request_key, o.prefill_s) for o in core.step()]
     assert told == [("a", 0.0), *[("a", None)] * 3, ("b", 0.0), *[("b", None)] * 3]
 
 
@@ -163,7 +163,7 @@ def test_a_request_that_the_engine_does_not_take_fails_alone() -> None:
     assert sorted(ends(outputs)) == [
         ("bad", 0, FinishReason.ERROR), ("bad", 1, FinishReason.ERROR), ("good", 0, FinishReason.LENGTH)
     ]  # fmt: skip
-    assert {o.error for o in outputs if o.request_id == "bad"} == {"not taken"}
+    assert {o.error for o in outputs if o.request_key == "bad"} == {"not taken"}
 
 
 def test_tenants_take_turns_and_priorities_order_a_tenant_s_own() -> None:
@@ -203,9 +203,9 @@ def test_every_sequence_ends_once(seed: int) -> None:
     found += drained(core)
     ended: set[tuple[str, int]] = set()
     for output in found:
-        assert (output.request_id, output.index) not in ended, "an output after the end"
+        assert (output.request_key, output.index) not in ended, "an output after the end"
         if output.finish_reason is not None:
-            ended.add((output.request_id, output.index))
+            ended.add((output.request_key, output.index))
     assert ended == {*wanted} and not core.executor.running
     assert sum(core.stats().requests_finished.values()) == len(wanted)
 

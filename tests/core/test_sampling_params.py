@@ -81,7 +81,8 @@ BAD_IDS = ((3.0, 4.0), (True, False), ("a",), "abc", 5, (-1,), (2**31,), (10**40
 
 
 def failing_field(kind, **given) -> str:
-    made = {"request_id": "r", "params": SamplingParams()} | given
+    name = "request_key" if kind is GenerateRequest else "request_id"
+    made = {name: "r", "params": SamplingParams()} | given
     with pytest.raises(InvalidRequestError) as error:
         kind(**made)
     assert len(str(error.value)) < 300
@@ -91,6 +92,7 @@ def failing_field(kind, **given) -> str:
 @pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in BAD_REQUEST.items() for v in values])
 def test_bad_fields_of_both_kinds_of_requests_are_named(field, value):
     assert failing_field(TextRequest, **{"prompt": "a", field: value}) == field
+    field = field.replace("request_id", "request_key")
     assert failing_field(GenerateRequest, **{"prompt_token_ids": (1,), field: value}) == field
 
 

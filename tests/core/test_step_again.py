@@ -58,8 +58,8 @@ def test_the_request_at_fault_ends_alone(kwargs, where):
         if step == 5:
             broken = break_on(core, {2}, where)
         for output in core.step():
-            tokens.setdefault(output.request_id, []).extend(output.token_ids)
-            last[output.request_id] = output if output.finish_reason is not None else None
+            tokens.setdefault(output.request_key, []).extend(output.token_ids)
+            last[output.request_key] = output if output.finish_reason is not None else None
         core.scheduler.check_integrity()
     assert broken == [4, 1], "with the others, and alone"
     assert last["c"].finish_reason is FinishReason.ERROR and "a kernel failed" in last["c"].error
@@ -90,9 +90,9 @@ def test_faults_in_random_traffic_cost_those_alone_who_have_them(seed):
             name = left.pop(0)
             core.add(request(name, prompts[name], 10))
         for output in core.step():
-            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            tokens.setdefault(output.request_key, []).extend(output.token_ids)
             if output.finish_reason is not None:
-                ended[output.request_id] = output.finish_reason
+                ended[output.request_key] = output.finish_reason
         core.scheduler.check_integrity()
     for name, prompt in prompts.items():
         assert (ended[name] is FinishReason.ERROR) == (int(name) in bad)
@@ -166,9 +166,9 @@ def finish(core, tokens: dict[str, list[int]]) -> dict[str, FinishReason]:
     ended = {}
     while core.has_work:
         for output in core.step():
-            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            tokens.setdefault(output.request_key, []).extend(output.token_ids)
             if output.finish_reason is not None:
-                ended[output.request_id] = output.finish_reason
+                ended[output.request_key] = output.finish_reason
         core.scheduler.check_integrity()
     assert all(pool.used == 0 for pool in core.scheduler.manager.pools.values())
     return ended
@@ -272,10 +272,10 @@ def random_traffic(core, rng: random.Random) -> None:
             aborted.add(name) if core.is_live(name) else None
             outputs += core.abort(name)
         for output in outputs:
-            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            tokens.setdefault(output.request_key, []).extend(output.token_ids)
             if output.finish_reason is not None:
-                assert output.request_id not in ended
-                ended[output.request_id] = output.finish_reason
+                assert output.request_key not in ended
+                ended[output.request_key] = output.finish_reason
         core.scheduler.check_integrity()
     assert ended.keys() == prompts.keys()
     for name, prompt in prompts.items():

@@ -23,7 +23,7 @@ def run(core: EngineCore, requests: list[GenerateRequest]) -> dict[tuple[str, in
     while core.has_work:
         for output in core.step():
             assert output.finish_reason is not FinishReason.ERROR, output.error
-            name = output.request_id, output.index
+            name = output.request_key, output.index
             found[name] = found.get(name, ()) + output.token_ids
     return found
 

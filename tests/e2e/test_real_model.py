@@ -50,7 +50,7 @@ def run_together(llm: LLM, requests: dict[str, tuple[int, ...]], arrivals: dict[
             if at == step:
                 llm._core.add(GenerateRequest(name, requests[name], params))
         for output in llm._core.step() if llm._core.has_work else []:
-            tokens[output.request_id] += output.token_ids
+            tokens[output.request_key] += output.token_ids
         step += 1
     return tokens
 

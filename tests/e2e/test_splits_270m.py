@@ -117,7 +117,7 @@ class Engine:
         while self.core.has_work:
             for output in self.core.step():
                 assert output.error is None, output.error
-                got[output.request_id] += output.token_ids
+                got[output.request_key] += output.token_ids
         return got
 
 

@@ -38,7 +38,7 @@ def finish(core, requests: list[GenerateRequest]) -> dict[tuple[str, int], tuple
     last = {}
     while core.has_work:
         for output in core.step():
-            key = (output.request_id, output.index)
+            key = (output.request_key, output.index)
             tokens.setdefault(key, []).extend(output.token_ids)
             if output.finish_reason is not None:
                 assert key not in last
@@ -190,8 +190,8 @@ def test_a_broken_matcher_ends_its_sequence_alone(where: str, monkeypatch: pytes
     monkeypatch.setattr(matcher, where, fail)
     while core.has_work:
         outputs += core.step()
-    last = {output.request_id: output for output in outputs}
-    tokens = {name: sum(len(o.token_ids) for o in outputs if o.request_id == name) for name in last}
+    last = {output.request_key: output for output in outputs}
+    tokens = {name: sum(len(o.token_ids) for o in outputs if o.request_key == name) for name in last}
     assert {name: output.usage.completion_tokens for name, output in last.items()} == tokens
     assert last["bad"].finish_reason is FinishReason.ERROR and last["bad"].error == "too many states"
     assert last["good"].finish_reason is FinishReason.LENGTH and not condemned

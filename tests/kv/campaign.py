@@ -246,7 +246,7 @@ class Stack:
             self._take(output)
 
     def _take(self, output) -> None:
-        place = output.request_id, output.index
+        place = output.request_key, output.index
         got = self.got[place]
         got += output.token_ids
         if output.finish_reason is None:

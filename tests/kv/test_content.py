@@ -258,7 +258,7 @@ def test_no_step_sees_another_content(make_stack, late: bool) -> None:
 
 def test_the_link_carries_content() -> None:
     request = GenerateRequest("1/0", (7,) * 24, SamplingParams(), content=[*A, span(21, 24, "c")])
-    sent = decode_to_engine(encode(Add.of(1, request))).request()
+    sent = decode_to_engine(encode(Add(1, request))).request
     assert sent == request and sent.content == (*A, span(21, 24, "c"))
 
 

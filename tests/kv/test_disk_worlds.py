@@ -128,7 +128,7 @@ def test_what_computing_takes_beside_those_that_decode_is_what_loads_are_compare
             for _ in range(20):
                 engine.step()
             asked, name = engine.events.now, engine.ask([*prefix, *tokens(64)])
-            while not any(output.request_id == name for output in engine.step()):
+            while not any(output.request_key == name for output in engine.step()):
                 pass
             assert engine.events.now - asked <= limit
 

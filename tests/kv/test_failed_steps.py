@@ -171,12 +171,12 @@ def test_those_who_share_a_condemned_page_go_on_and_nobody_finds_it_again():
     for _ in range(5):
         got += [t for output in core.step() for t in output.token_ids]
     core.add(GenerateRequest("fails", (*shared, 51), long))
-    got += [t for output in core.step() if output.request_id == "goes on" for t in output.token_ids]
-    failing = next(s for s in core.scheduler.running if s.request.request_id == "fails")
+    got += [t for output in core.step() if output.request_key == "goes on" for t in output.token_ids]
+    failing = next(s for s in core.scheduler.running if s.request.request_key == "fails")
     core.executor.poison = {failing.seq_id}
     while core.has_work:
         for output in core.step():
-            if output.request_id == "goes on":
+            if output.request_key == "goes on":
                 got += output.token_ids
             if output.error is not None:
                 found = manager.lookup(failing.pages, [*shared, 52])

@@ -267,7 +267,7 @@ def test_an_engine_tells_of_every_page_of_all_its_tiers(tmp_path, write_policy):
                 core.add(GenerateRequest(f"{turn}/{i}", tuple(prompts[i]), params))
                 while core.has_work and (i % 2 or i == 0):
                     for output in core.step():
-                        prompts[int(output.request_id.split("/")[1])] += output.token_ids
+                        prompts[int(output.request_key.split("/")[1])] += output.token_ids
                     log.publish()
                     replica.apply(log.since(replica.position))
                     assert replica.held == {(tier, p.group, p.key) for tier, p in manager.snapshot()}

@@ -125,7 +125,7 @@ def test_abort_and_deadline_while_parked(tmp_path: Path) -> None:
         stack = crowded(tmp_path / how)
         fill(stack)
         victim = until_parked(stack)
-        name = victim.request.request_id
+        name = victim.request.request_key
         if how == "abort":
             stack.abort(name)
         elif how == "deadline":

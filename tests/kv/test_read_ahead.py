@@ -71,7 +71,7 @@ def test_who_waits_for_a_place_finds_its_prefix_in_host_memory_and_one_that_leav
         assert read > 1.0e9 and waiting.state is SequenceState.WAITING
         engine.core.abort("r0")
         begun = engine.events.now
-        while not any(output.request_id == name and output.token_ids for output in engine.step()):
+        while not any(output.request_key == name and output.token_ids for output in engine.step()):
             pass
         assert engine.events.now - begun < 0.15 and engine.disk.read_bytes == read
         assert waiting.pages.prefetch is None
@@ -88,7 +88,7 @@ def test_what_is_computed_instead_is_not_read_any_further(choice):
         assert engine.tiers.loads.loads
         engine.loader.choose = lambda *asked, **more: choice
         engine.core.abort("r0")
-        while not any(output.request_id == name and output.token_ids for output in engine.step()):
+        while not any(output.request_key == name and output.token_ids for output in engine.step()):
             pass
         read = engine.disk.read_bytes
         for _ in range(400):
@@ -125,7 +125,7 @@ def test_loads_have_the_disk_one_after_the_other_and_a_small_one_first(small):
         while len(done) < len(prefixes):
             for output in engine.step():
                 if output.token_ids:
-                    done.setdefault(output.request_id, engine.events.now)
+                    done.setdefault(output.request_key, engine.events.now)
     order = sorted(done, key=done.__getitem__)
     assert order == ([names[3]] if small else []) + names[:3]
     times = [done[name] for name in names[:3]]
@@ -147,7 +147,7 @@ def test_a_disk_that_hangs_costs_no_more_than_what_others_gain(arrived):
             if arm == "compute":
                 engine._decide("compute")
             name, asked = engine.ask([*prefix, 11, 12]), engine.events.now
-            while not any(output.request_id == name for output in engine.step()):
+            while not any(output.request_key == name for output in engine.step()):
                 pass
             times.append(engine.events.now - asked)
     assert times[1] <= 3.0 * times[0] + 0.1, "and a step"
@@ -167,7 +167,7 @@ def test_a_load_that_has_not_asked_yet_expects_to_wait_for_what_others_asked_for
         load = engine.scheduler.running[1].pages.load
         assert not load.reading and engine.tiers.up.reading_bytes > 0.4e9
         expected = engine.events.now + engine.loader._arrival(load, 0.0)(0)
-        while not any(output.request_id == name for output in engine.step()):
+        while not any(output.request_key == name for output in engine.step()):
             pass
     assert expected == pytest.approx(engine.events.now, abs=0.15)
 

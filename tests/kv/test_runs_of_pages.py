@@ -97,13 +97,13 @@ class Campaign:
 
     def take(self, outputs: list) -> None:
         for output in outputs:
-            got, right = self.got[output.request_id], self.right[output.request_id]
+            got, right = self.got[output.request_key], self.right[output.request_key]
             got += output.token_ids
             assert got == right[: len(got)], "a wrong token"
             if (reason := output.finish_reason) is not None:
                 assert reason is not FinishReason.LENGTH or got == right
                 assert reason is not FinishReason.ERROR or "finite" in output.error, output.error
-                del self.got[output.request_id], self.right[output.request_id]
+                del self.got[output.request_key], self.right[output.request_key]
 
     def step(self) -> None:
         running = [s.seq_id for s in self.scheduler.running]

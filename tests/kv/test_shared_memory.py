@@ -230,6 +230,6 @@ def run(core: EngineCore, got: dict[str, list[int]]) -> None:
         assert steps < 5_000, "no progress"
         for output in core.step():
             assert output.finish_reason is not FinishReason.ERROR, output.error
-            got[output.request_id] += output.token_ids
+            got[output.request_key] += output.token_ids
         if steps % 16 == 0:
             core.scheduler.check_integrity()

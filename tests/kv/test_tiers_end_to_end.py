@@ -32,7 +32,7 @@ def prefer_loads(core) -> None:
 
 def run(core, requests: list[GenerateRequest], *, check=True) -> dict[str, list[int]]:
     """Step until all requests ended; tokens by request id."""
-    tokens: dict[str, list[int]] = {r.request_id: [] for r in requests}
+    tokens: dict[str, list[int]] = {r.request_key: [] for r in requests}
     left = set(tokens)
     for request in requests:
         core.validate(request)
@@ -40,9 +40,9 @@ def run(core, requests: list[GenerateRequest], *, check=True) -> dict[str, list[
     while left:
         for output in core.step():
             assert output.error is None
-            tokens[output.request_id] += output.token_ids
+            tokens[output.request_key] += output.token_ids
             if output.finish_reason is not None:
-                left.discard(output.request_id)
+                left.discard(output.request_key)
         if check:
             core.scheduler.check_integrity()
     return tokens

@@ -42,13 +42,13 @@ def test_a_load_that_found_pages_which_are_condemned_meanwhile_is_given_up():
     measured(core, 1.0, 1e-6)  # loading is
     core.add(GenerateRequest("loads", (*prefix, 5), GREEDY))
     (loads,) = scheduler.waiting
-    ends = {o.request_id: o.finish_reason for o in core.step()}
+    ends = {o.request_key: o.finish_reason for o in core.step()}
     assert loads.pages.load is not None and loads.pages.load.found, "it found nothing of the other's"
     got = []
     while core.has_work:
         for output in core.step():
-            ends[output.request_id] = output.finish_reason
-            got += output.token_ids if output.request_id == "loads" else ()
+            ends[output.request_key] = output.finish_reason
+            got += output.token_ids if output.request_key == "loads" else ()
         scheduler.check_integrity()
     assert ends == {"spoilt": FinishReason.ERROR, "loads": FinishReason.LENGTH}
     assert got == greedy([*prefix, 5], 3, ignore_eos=True)

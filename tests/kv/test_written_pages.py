@@ -41,7 +41,7 @@ def run(core, *, steps: int = 5000, loads_first: bool = True) -> dict[str, list[
             return got
         for output in core.step():
             assert output.error is None, output.error
-            got.setdefault(output.request_id, []).extend(output.token_ids)
+            got.setdefault(output.request_key, []).extend(output.token_ids)
     raise AssertionError("stuck")
 
 
@@ -202,14 +202,14 @@ def test_a_step_over_unwritten_tokens_ends_its_sequence_alone():
     core.add(GenerateRequest("broken", tuple(range(10, 30)), GREEDY))
     core.add(GenerateRequest("fine", tuple(range(30, 50)), GREEDY))
     core.step()
-    broken = next(s for s in core.scheduler.running if s.request.request_id == "broken")
+    broken = next(s for s in core.scheduler.running if s.request.request_key == "broken")
     (slot,) = core.scheduler.manager.pools[GLOBAL].allocate(1)
     broken.pages.tables[GLOBAL][broken.computed // 4] = slot  # a page that nobody wrote
     ends = {}
     while core.has_work:
         for output in core.step():
             if output.finish_reason is not None:
-                ends[output.request_id] = output.finish_reason
+                ends[output.request_key] = output.finish_reason
     assert ends == {"broken": FinishReason.ERROR, "fine": FinishReason.LENGTH}
 
 

@@ -50,7 +50,7 @@ class Ledger:
         """By number of a spoilt entry: how many requests had come when one first failed of it."""
 
     def add(self, live: Live, index: int) -> None:
-        self.live[live.request.request_id, index] = live
+        self.live[live.request.request_key, index] = live
 
     def forget(self) -> None:
         """The engine was killed: nobody hears of the live ones any more."""
@@ -62,7 +62,7 @@ class Ledger:
         require(not self.live, "lost", f"{len(self.live)} sequences never ended: {sorted(self.live)}")
 
     def take(self, output: TokenOutput, now: float, bad: Bad) -> None:
-        place, usage = (output.request_id, output.index), output.usage
+        place, usage = (output.request_key, output.index), output.usage
         require(place in self.live, "unknown output", output)
         live = self.live[place]
         live.got += output.token_ids
@@ -112,7 +112,7 @@ class Ledger:
         mine, live.cached = live.realm, cached
         if cached > self._shared(live, lambda realm: realm == mine):
             salted = self._shared(live, lambda realm: realm[::2] == mine[::2])
-            text = f"{cached} tokens of {live.request.request_id} were cached"
+            text = f"{cached} tokens of {live.request.request_key} were cached"
             raise Failure("foreign tenant" if cached <= salted else "foreign cache", text)
 
     def _shared(self, mine: Live, of: Callable[[Realm], bool]) -> int:

@@ -135,7 +135,7 @@ class Life:
     def _take(self, outputs: Sequence[TokenOutput]) -> None:
         for output in outputs:
             lone, self.lone = self.lone, None
-            if lone is not None and lone.place == (output.request_id, output.index):
+            if lone is not None and lone.place == (output.request_key, output.index):
                 lone.answered(self.stack)
             self.ledger.take(output, self.world.clock(), self.stack.device.bad)
 

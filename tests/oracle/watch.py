@@ -32,7 +32,7 @@ class Progress:
     def stepped(self, stack: Stack) -> None:
         ledger, now = self._ledger, stack.world.clock()
         for sequence in [*stack.scheduler.running, *stack.scheduler.waiting]:
-            live = ledger.live.get((sequence.request.request_id, sequence.index))
+            live = ledger.live.get((sequence.request.request_key, sequence.index))
             if live is not None:
                 live.furthest = max(live.furthest, sequence.computed)
         mark = (ledger.requests - len(ledger.live), sum(live.furthest for live in ledger.live.values()))

@@ -124,8 +124,8 @@ class PacedExecutor:
     def check(self, request, stop_ids) -> None: ...
 
     def submit(self, request, index, seed, stop_ids) -> None:
-        self._open[request.request_id, index] = list(request.prompt_token_ids)
-        self._requests[request.request_id] = request
+        self._open[request.request_key, index] = list(request.prompt_token_ids)
+        self._requests[request.request_key] = request
 
     def poll(self, timeout_s: float) -> list[TokenOutput]:
         if self.broken:

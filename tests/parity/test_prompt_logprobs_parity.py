@@ -41,7 +41,7 @@ def test_prompts_are_scored_as_transformers_does(seed: int, kernels: str) -> Non
     while core.has_work:
         for output in core.step():
             assert output.finish_reason in (None, FinishReason.LENGTH, FinishReason.STOP), output.error
-            found[output.request_id] += output.prompt_logprobs
+            found[output.request_key] += output.prompt_logprobs
     core.close()
     for name, prompt in prompts.items():
         expected = torch.log_softmax(model.hf_logits(prompt), dim=-1)

@@ -348,11 +348,11 @@ class Engine:
             if not live:
                 return
             for output in self.core.step():
-                what, tokens, probabilities = live[output.request_id]
+                what, tokens, probabilities = live[output.request_key]
                 tokens += output.token_ids
                 probabilities += output.logprobs
                 if output.finish_reason is not None:
-                    del live[output.request_id]
+                    del live[output.request_key]
                     if output.finish_reason is not FinishReason.LENGTH:
                         tokens.append(-1)
                         print(f"ERROR: {output}", flush=True)

@@ -136,7 +136,7 @@ def test_tokens_are_right_where_slabs_change_hands() -> None:
             while core.has_work and i % 3 == 2:
                 for output in core.step():
                     assert output.error is None
-                    found[output.request_id] += output.token_ids
+                    found[output.request_key] += output.token_ids
         scheduler.check_integrity()
         changes = cache.memory.slabs.changes
         core.close()

@@ -45,7 +45,7 @@ def core_of(executor: TritonExecutor, eos: int) -> EngineCore:
 
 def answers(core: EngineCore, requests: list[GenerateRequest]) -> dict[str, list[int]]:
     """Tokens by request; a request arrives every other step."""
-    tokens: dict[str, list[int]] = {r.request_id: [] for r in requests}
+    tokens: dict[str, list[int]] = {r.request_key: [] for r in requests}
     left = list(requests)
     while left or core.has_work:
         if left:
@@ -53,7 +53,7 @@ def answers(core: EngineCore, requests: list[GenerateRequest]) -> dict[str, list
         for _ in range(2):
             for output in core.step():
                 assert output.error is None, output.error
-                tokens[output.request_id] += output.token_ids
+                tokens[output.request_key] += output.token_ids
     assert all(pool.used == 0 for pool in core.scheduler.manager.pools.values())
     return tokens
 

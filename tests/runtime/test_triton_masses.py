@@ -142,12 +142,12 @@ def test_the_engine_runs_ahead_of_measured_steps(monkeypatch: pytest.MonkeyPatch
             submit(batch)
 
         executor.submit = submitted  # type: ignore[method-assign]
-        tokens: dict[str, list[int]] = {r.request_id: [] for r in requests}
+        tokens: dict[str, list[int]] = {r.request_key: [] for r in requests}
         for request in requests:
             core.add(request)
         while core.has_work:
             for output in core.step():
-                tokens[output.request_id] += output.token_ids
+                tokens[output.request_key] += output.token_ids
         found.append(tokens)
         assert sum(unread for _, unread in led) > 4, "nothing ran ahead"
         assert sum(m for m, _ in led) == (len(range(0, len(led), interval)) if interval else 0)

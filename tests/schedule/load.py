@@ -41,7 +41,7 @@ class Run:
     refused: dict[str, float] = field(default_factory=dict)
 
     def add(self, request: GenerateRequest, at: float | None = None) -> None:
-        name = request.request_id
+        name = request.request_key
         try:
             self.core.add(request)
         except QueueFullError as error:

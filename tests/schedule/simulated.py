@@ -128,7 +128,7 @@ class Seen:
 
 def note(seen: dict[str, Seen], outputs: list[TokenOutput], now: float) -> None:
     for output in outputs:
-        one = seen[output.request_id]
+        one = seen[output.request_key]
         one.tokens += [now] * len(output.token_ids)
         one.last = output if output.finish_reason is not None else one.last
 

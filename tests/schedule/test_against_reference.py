@@ -86,7 +86,7 @@ class Scenario:
             self.reference.computed(expected)
             for output in outputs:
                 if output.finish_reason is not None:
-                    self.ended[int(output.request_id[1:])] = output
+                    self.ended[int(output.request_key[1:])] = output
             self.scheduler.check_integrity()
         assert self.ended.keys() == self.jobs.keys() and not self.reference.jobs
         self.bounds()

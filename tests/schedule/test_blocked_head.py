@@ -34,4 +34,4 @@ def test_a_head_that_does_not_fit_costs_nothing_until_pages_are_freed():
     assert asked == [76, 3, 76], "a newcomer that goes first is admitted, and the head is asked again"
     for _ in range(7):
         core.step()
-    assert [s.request.request_id for s in core.scheduler.running] == ["waits"]
+    assert [s.request.request_key for s in core.scheduler.running] == ["waits"]

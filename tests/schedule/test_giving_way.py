@@ -38,10 +38,10 @@ def run(engine, steps: int, found: dict[str, list[int]], ended: dict[str, int], 
         if not engine.has_work:
             return number
         for output in engine.step():
-            found.setdefault(output.request_id, []).extend(output.token_ids)
+            found.setdefault(output.request_key, []).extend(output.token_ids)
             if output.finish_reason is not None:
                 assert output.error is None
-                ended[output.request_id] = number
+                ended[output.request_key] = number
         engine.scheduler.check_integrity()
     return begin + steps
 

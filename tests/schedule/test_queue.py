@@ -151,7 +151,7 @@ def test_the_worst_priority_waits_a_bounded_time_behind_the_best():
         now[0] += 0.1
         while len(core.scheduler.waiting) < 3:
             attack()
-        if any(output.request_id == "normal" for output in core.step()):
+        if any(output.request_key == "normal" for output in core.step()):
             assert now[0] < 2 * MAX_PRIORITY * AGEING_S + 5
             return
     raise AssertionError("it never came")

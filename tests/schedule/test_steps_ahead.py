@@ -28,7 +28,7 @@ def run(core) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {}
     while core.has_work:
         for output in core.step():
-            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            tokens.setdefault(output.request_key, []).extend(output.token_ids)
         core.scheduler.check_integrity()
     assert all(pool.used == 0 for pool in core.scheduler.manager.pools.values())
     return tokens
@@ -89,7 +89,7 @@ def test_bad_logits_end_a_sequence_alone_while_the_next_step_runs():
     executor.poison.add(0)
     ends = {}
     while core.has_work:
-        ends |= {o.request_id: o for o in core.step() if o.finish_reason is not None}
+        ends |= {o.request_key: o for o in core.step() if o.finish_reason is not None}
     assert ends["bad"].finish_reason is FinishReason.ERROR and ends["good"].finish_reason is FinishReason.LENGTH
     assert core.scheduler.manager.pools[GLOBAL].used == 0
 
@@ -174,7 +174,7 @@ def test_a_head_that_waits_for_a_prefix_is_admitted_though_the_next_one_does_not
     core.add(request("big", [7] * 80, 4, ignore_eos=True))
     for _ in range(8):
         core.step()
-    assert sorted(s.request.request_id for s in core.scheduler.running) == ["long", "pair", "pair"]
+    assert sorted(s.request.request_key for s in core.scheduler.running) == ["long", "pair", "pair"]
     run(core)
 
 
@@ -209,7 +209,7 @@ def test_a_prompt_under_way_gets_on_though_the_others_could_run_ahead():
         core.step()
     core.add(request("long", [9] * 100, 5, ignore_eos=True))
     before = len(executor.steps)
-    while not any(output.request_id == "long" for output in core.step()):
+    while not any(output.request_key == "long" for output in core.step()):
         pass
     assert len(executor.steps) - before <= 100 // 14 + 3, "a part of the prompt in every step but the one under way"
     run(core)

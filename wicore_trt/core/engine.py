@@ -127,7 +127,7 @@ class EngineCore(Core):
             self.scheduler.step_time.awaited = awaited
 
     def add(self, request: GenerateRequest) -> None:
-        assert request.request_id not in self._sequences
+        assert request.request_key not in self._sequences
         arrival = self._clock()
         params = request.params
         stop_ids = stop_ids_of(params, self.eos_ids)
@@ -314,7 +314,7 @@ class EngineCore(Core):
                     known += new
                     plain += len(new)
                     usage = Usage(prompt_len, length - prompt_len, sequence.cached or 0)
-                    outputs.append(TokenOutput(sequence.request_id, sequence.index, new, (), None, None, usage))
+                    outputs.append(TokenOutput(sequence.request_key, sequence.index, new, (), None, None, usage))
             if attention and manager.attention is not None and seq_id in attention:
                 manager.attention.measured(sequence.pages.keys, attention[seq_id])
         self._counts["generated"] += plain
@@ -486,7 +486,7 @@ class EngineCore(Core):
         if 0 < length == len(token_ids) and sequence.begun is not None:
             prefill_s = self._clock() - sequence.begun
         return TokenOutput(
-            sequence.request.request_id, sequence.index, token_ids, logprobs, sequence.finish_reason,
+            sequence.request.request_key, sequence.index, token_ids, logprobs, sequence.finish_reason,
             sequence.stop_reason, Usage(prompt_len, length, sequence.cached or 0), error, prompt_logprobs, prefill_s,
             field, retry_s,
         )  # fmt: skip

@@ -89,15 +89,15 @@ class Core(ABC):
         """Queue a validated request with an id that is not live. Where that raises nothing of the request is left."""
 
     def abort(
-        self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED
+        self, request_key: str, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED
     ) -> list[TokenOutput]:
         """End the live sequences of a request (or one of them); returns their last outputs. Unknown ids: none."""
-        live = [s for s in self._sequences.get(request_id, {}).values() if index is None or s.index == index]
+        live = [s for s in self._sequences.get(request_key, {}).values() if index is None or s.index == index]
         return [self._finish(sequence, reason) for sequence in live]
 
     def abort_all(self) -> list[TokenOutput]:
         """End every live sequence, for shutdown."""
-        return [output for request_id in list(self._sequences) for output in self.abort(request_id)]
+        return [output for request_key in list(self._sequences) for output in self.abort(request_key)]
 
     @abstractmethod
     def step(self) -> list[TokenOutput]:
@@ -115,9 +115,9 @@ class Core(ABC):
         """Seconds until `tidy` has something to do again although no request comes; None for never."""
         return None
 
-    def is_live(self, request_id: str) -> bool:
+    def is_live(self, request_key: str) -> bool:
         """Whether any sequence of the request still runs or waits."""
-        return request_id in self._sequences
+        return request_key in self._sequences
 
     @abstractmethod
     def load(self) -> tuple[Counter[str], Counter[str]]:
@@ -168,7 +168,7 @@ class Core(ABC):
 
     def _enter(self, request: GenerateRequest, sequences: Iterable[Any], start_by: float) -> None:
         """Take the sequences of a request into the books."""
-        name, deadline = request.request_id, request.deadline
+        name, deadline = request.request_key, request.deadline
         self._sequences[name] = {sequence.index: sequence for sequence in sequences}
         self._counts["prompt"] += len(request.prompt_token_ids) * request.params.n
         if deadline is None and self.limits.timeout_s is not None:
@@ -180,7 +180,7 @@ class Core(ABC):
 
     def _strike(self, sequence: Any, reason: FinishReason) -> None:
         """Take an ended sequence out of the books."""
-        name = sequence.request.request_id
+        name = sequence.request.request_key
         del self._sequences[name][sequence.index]
         if not self._sequences[name]:
             del self._sequences[name]
@@ -194,15 +194,15 @@ class Core(ABC):
 
     def _begin(self, sequence: Any) -> None:
         """A sequence has its first step, and with it its request, of which others may wait for however long."""
-        self._start_by.pop(sequence.request.request_id, None)
+        self._start_by.pop(sequence.request.request_key, None)
         sequence.begun = self._begun[id(sequence)] = self._clock()
         if sequence.index == 0:
-            self.began([TokenOutput(sequence.request.request_id, 0, ())])
+            self.began([TokenOutput(sequence.request.request_key, 0, ())])
 
     def _expire(self) -> list[TokenOutput]:
         """End what is late."""
         late = self._deadlines.due(self._clock())
-        return [output for request_id in late for output in self.abort(request_id, reason=FinishReason.DEADLINE)]
+        return [output for request_key in late for output in self.abort(request_key, reason=FinishReason.DEADLINE)]
 
     def _shed(self) -> list[TokenOutput]:
         """End the requests that have waited as long as they may, and still do now that places were given."""
@@ -285,7 +285,7 @@ class EngineLoop:
                 raise EngineDeadError(f"The engine stopped: {self._dead}")
             if not self._open:
                 raise UnavailableError("The engine is shutting down.")
-            assert request.request_id not in self._live
+            assert request.request_key not in self._live
             queued = self._queued()
             total, own = queued.total(), queued[tenant]
             # One text for both: that the others have filled the queue is none of a tenant's business.
@@ -300,7 +300,7 @@ class EngineLoop:
                 self._inbox.append(request)
                 self._newcomers.add(request)
                 self._wake.notify()
-            self._live.add(request.request_id)
+            self._live.add(request.request_key)
 
     def _check_wait(self, request: GenerateRequest) -> None:
         """Raise QueueFullError for a request that would wait too long as of the last step, so that it need not wait for
@@ -333,7 +333,7 @@ class EngineLoop:
             preparer = _DeepThread(target=self._prepare, name="wicore-prepare", daemon=True)
             preparer.start()
             self._preparer = preparer
-        self._preparing[request.request_id] = (request, [])
+        self._preparing[request.request_key] = (request, [])
         self._to_prepare.put(request)
 
     def _prepare(self) -> None:
@@ -345,21 +345,21 @@ class EngineLoop:
             except Exception as error:
                 item = _refused(request, error)
             with self._wake:
-                found = self._preparing.pop(request.request_id, None)
+                found = self._preparing.pop(request.request_key, None)
                 if found is not None:  # the loop has not ended
                     self._inbox += [item, *found[1]]
                     self._newcomers.add(request)
                     self._wake.notify()
 
-    def abort(self, request_id: str, index: int | None = None) -> bool:
+    def abort(self, request_key: str, index: int | None = None) -> bool:
         """Ask for the end of a request, or of one of its sequences; false when it is not live."""
         with self._wake:
-            if request_id not in self._live:
+            if request_key not in self._live:
                 return False
-            if request_id in self._preparing:
-                self._preparing[request_id][1].append((request_id, index))
+            if request_key in self._preparing:
+                self._preparing[request_key][1].append((request_key, index))
                 return True
-            self._inbox.append((request_id, index))
+            self._inbox.append((request_key, index))
             self._wake.notify()
             return True
 
@@ -458,8 +458,8 @@ class EngineLoop:
     def _emit(self, outputs: list[TokenOutput]) -> None:
         with self._wake:
             for output in [output for output in outputs if output.finish_reason is not None]:
-                if not self._core.is_live(output.request_id):
-                    self._live.discard(output.request_id)
+                if not self._core.is_live(output.request_key):
+                    self._live.discard(output.request_key)
             self._look()
         if outputs:
             self._sink(outputs)
@@ -487,5 +487,5 @@ def _refused(request: GenerateRequest, error: Exception) -> TokenOutput:
         log.exception("a request could not be queued", extra=facts)
         why, field = str(error) if isinstance(error, WicoreError) else "The request could not be queued.", None
     return TokenOutput(
-        request.request_id, 0, (), finish_reason=FinishReason.ERROR, error=why, field=field, retry_s=retry_s
+        request.request_key, 0, (), finish_reason=FinishReason.ERROR, error=why, field=field, retry_s=retry_s
     )

@@ -50,13 +50,8 @@ class EnginePort(ABC):
         """
 
     @abstractmethod
-    def abort(self, request_id: str, index: int | None = None) -> None:
+    def abort(self, request_key: str, index: int | None = None) -> None:
         """Ask for the end of a request, or of one of its sequences; nothing when it is not live."""
-
-    async def abort_named(self, tenant: str, name: str) -> bool:
-        """Ask for the end of a tenant's request that another front has, by its `GenerateRequest.name`; whether it is
-        live."""
-        return False
 
     @abstractmethod
     async def stats(self, tenant: str | None = None) -> EngineStats:
@@ -94,8 +89,8 @@ class LocalEngine(EnginePort):
     async def add(self, request: GenerateRequest) -> None:
         self._loop.add(request)
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
-        self._loop.abort(request_id, index)
+    def abort(self, request_key: str, index: int | None = None) -> None:
+        self._loop.abort(request_key, index)
 
     async def stats(self, tenant: str | None = None) -> EngineStats:
         return self._loop.stats(tenant)

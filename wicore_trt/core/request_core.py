@@ -79,7 +79,7 @@ class RequestCore(Core):
         self.executor.check(request, stop_ids_of(request.params, self.eos_ids))
 
     def add(self, request: GenerateRequest) -> None:
-        assert request.request_id not in self._sequences
+        assert request.request_key not in self._sequences
         arrival, sequences = self._clock(), []
         for index in range(request.params.n):
             seed = sequence_seed(request.params.seed, index)
@@ -95,7 +95,7 @@ class RequestCore(Core):
         outputs = self._expire() + self._hand_on() + self._shed()
         if self._running:
             for output in self.executor.poll(WAIT_S):
-                sequence = self._sequences.get(output.request_id, {}).get(output.index)
+                sequence = self._sequences.get(output.request_key, {}).get(output.index)
                 if sequence is None:
                     continue  # it was ended here
                 if output.token_ids and not sequence.produced:
@@ -158,11 +158,11 @@ class RequestCore(Core):
     ) -> TokenOutput:
         request = sequence.request
         if sequence.turn is not None:
-            self.executor.cancel(request.request_id, sequence.index)
+            self.executor.cancel(request.request_key, sequence.index)
         self._forget(sequence, reason)
         usage = Usage(len(request.prompt_token_ids), sequence.produced)
         return TokenOutput(
-            request.request_id, sequence.index, (), finish_reason=reason, usage=usage, error=error, retry_s=retry_s
+            request.request_key, sequence.index, (), finish_reason=reason, usage=usage, error=error, retry_s=retry_s
         )
 
     def _forget(self, sequence: RequestSequence, reason: FinishReason) -> None:

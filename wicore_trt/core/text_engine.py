@@ -111,14 +111,14 @@ def ending_turns(tokenizer: Tokenizer, request: TextRequest) -> TextRequest:
 class TextStream:
     """Async iterator over one request's outputs. What a reader has not taken yet is merged per sequence.
 
-    `key` names the request on the engine. It is never used twice, unlike the client's `request_id`, which is free again
-    while the engine's last outputs for it are still on their way.
+    `request_key` names the request on the engine. It is never used twice. The client's `request_id` is free again while
+    the engine's last outputs for it are still on their way.
     """
 
     def __init__(
-        self, engine: TextEngine, key: str, request: TextRequest, tokenizer: Tokenizer, since: float = 0.0
+        self, engine: TextEngine, request_key: str, request: TextRequest, tokenizer: Tokenizer, since: float = 0.0
     ) -> None:
-        self.key = key
+        self.request_key = request_key
         self.request_id = request.request_id
         self.tenant = request.tenant
         self._engine = engine
@@ -185,7 +185,7 @@ class TextStream:
                 times.longest.observe(self._longest)
         self._pending.setdefault(index, []).append(text)
         if self._texts[index].finished and output.finish_reason is None:
-            self._engine.abort_engine(self.key, index)
+            self._engine.engine.abort(self.request_key, index)
         self._changed.set()
 
     def _begun(self, prefill_s: float) -> None:
@@ -198,7 +198,7 @@ class TextStream:
     def fail(self, error: WicoreError) -> None:
         """End the stream with `error`; nobody is left to compute for."""
         self._error = error
-        self._engine.abort_engine(self.key)
+        self._engine.engine.abort(self.request_key)
         self._changed.set()
         self.begun.set()
 
@@ -320,13 +320,13 @@ class TextEngine:
         deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s
         stream = TextStream(self, f"{self.engine.prefix}{next(self._serial)}", request, self.tokenizer, since)
         stream.prompt_token_ids = token_ids
-        self._streams[stream.key] = stream
-        self._keys[name] = stream.key
+        self._streams[stream.request_key] = stream
+        self._keys[name] = stream.request_key
         self._idle.clear()
         made = GenerateRequest(
-            request_id=stream.key, prompt_token_ids=token_ids, params=request.params, deadline=deadline,
+            request_key=stream.request_key, prompt_token_ids=token_ids, params=request.params, deadline=deadline,
             priority=request.priority, tenant=request.tenant, cache_salt=request.cache_salt,
-            cache=request.cache, log_id=request.log_id, name=request.request_id, content=request.content,
+            cache=request.cache, log_id=request.log_id, content=request.content,
         )  # fmt: skip
         try:
             await self.engine.add(made)
@@ -342,24 +342,19 @@ class TextEngine:
         """The counts of one tenant."""
         return self._tallies.setdefault(tenant, Tally())
 
-    async def abort(self, request_id: str, tenant: str = "") -> bool:
+    def abort(self, request_id: str, tenant: str = "") -> bool:
         """End a tenant's request with FinishReason.CANCELLED; false when it is not live."""
         key = self._keys.get((tenant, request_id))
-        if key is None:
-            return await self.engine.abort_named(tenant, request_id)
-        self.engine.abort(key)
-        return True
-
-    def abort_engine(self, key: str, index: int | None = None) -> None:
-        """Tell the engine of a request, or of one of its sequences, that ended here."""
-        self.engine.abort(key, index)
+        if key is not None:
+            self.engine.abort(key)
+        return key is not None
 
     def forget(self, stream: TextStream, *, refused: bool = False) -> None:
         """Drop a stream that its reader closed, or that was refused; aborts it if it still runs."""
-        if stream.key in self._streams:
+        if stream.request_key in self._streams:
             if not refused:
                 self.tally(stream.tenant).finished[FinishReason.CANCELLED.value] += stream.unfinished()
-            self.engine.abort(stream.key)
+            self.engine.abort(stream.request_key)
             self._remove(stream)
 
     @property
@@ -406,7 +401,7 @@ class TextEngine:
     def _deliver(self, outputs: list[TokenOutput]) -> None:
         self.times.now = time.monotonic()
         for output in outputs:
-            stream = self._streams.get(output.request_id)
+            stream = self._streams.get(output.request_key)
             if stream is None:
                 continue
             try:
@@ -418,6 +413,6 @@ class TextEngine:
                 self._remove(stream)
 
     def _remove(self, stream: TextStream) -> None:
-        del self._streams[stream.key], self._keys[stream.tenant, stream.request_id]
+        del self._streams[stream.request_key], self._keys[stream.tenant, stream.request_id]
         if not self._streams:
             self._idle.set()

@@ -22,7 +22,6 @@ from wicore_trt.errors import InvalidRequestError, WicoreError
 from wicore_trt.link.channel import Channel
 from wicore_trt.link.messages import (
     Abort,
-    AbortNamed,
     Add,
     AskStats,
     Done,
@@ -37,7 +36,6 @@ from wicore_trt.link.messages import (
     decode_to_engine,
     encode,
 )
-from wicore_trt.link.names import Names
 from wicore_trt.types import ModelInfo, TokenOutput
 
 log = logging.getLogger(__name__)
@@ -56,14 +54,8 @@ class EngineHost:
         self.engine = EngineLoop(core, self._emit, max_waiting=max_waiting)
         core.began = self._emit
         self._links: dict[str, _Link] = {}
-        self._names = Names()
         self._numbers = itertools.count(1)
         self._thread = threading.Thread(target=self._run, name="wicore-link", daemon=True)
-
-    @property
-    def dead(self) -> str | None:
-        """Why the engine broke, if it did."""
-        return self.engine.dead
 
     def start(self) -> None:
         self._thread.start()
@@ -83,15 +75,6 @@ class EngineHost:
         self.loop.call_soon_threadsafe(begin)
         done.result()
 
-    @property
-    def progress(self) -> int | None:
-        """Another number after each step; None while there is nothing to do."""
-        return self.engine.progress
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether the engine has ended, at the latest after so long."""
-        return self.engine.wait(timeout_s)
-
     def stop(self, timeout_s: float) -> None:
         """Cancel what is live, tell the fronts, end the engine; a step that hangs is left behind."""
         self.engine.stop(timeout_s)
@@ -107,11 +90,9 @@ class EngineHost:
         if self.engine.dead is not None:
             for link in list(self._links.values()):
                 link.send(Down(self.engine.dead))
-        for output in [output for output in outputs if output.finish_reason is not None]:
-            self._names.ended(output)
         batches: dict[str, list[TokenOutput]] = {}
         for output in outputs:
-            batches.setdefault(output.request_id.partition("/")[0], []).append(output)
+            batches.setdefault(output.request_key.partition("/")[0], []).append(output)
         for number, batch in batches.items():
             served = self._links.get(f"{number}/")  # the link thread takes one out at any time
             if served is not None:
@@ -120,31 +101,9 @@ class EngineHost:
     def left(self, prefix: str) -> None:
         """A front has gone; on the link thread."""
         self._links.pop(prefix, None)
-        self._names.leave(prefix)
-        for request_id in self.engine.live_ids():
-            if request_id.startswith(prefix):
-                self.engine.abort(request_id)
-
-    def add(self, prefix: str, message: Add) -> None:
-        """Raises WicoreError when the engine does not take it."""
-        if not message.request_id.startswith(prefix):
-            raise InvalidRequestError("The request is of another link.", field="request_id")
-        self._names.take(message)
-        try:
-            self.engine.add(message.request())
-        except BaseException:
-            self._names.drop(message.request_id)
-            raise
-
-    def abort(self, request_id: str, index: int | None) -> None:
-        """The end of a request, or of one of its sequences; its name is free at once."""
-        self._names.drop(request_id, index)
-        self.engine.abort(request_id, index)
-
-    def abort_named(self, tenant: str, name: str) -> bool:
-        """The end of a tenant's request, whichever front has it; whether it is live."""
-        request_id = self._names.find(tenant, name)
-        return request_id is not None and self.engine.abort(request_id)
+        for request_key in self.engine.live_ids():
+            if request_key.startswith(prefix):
+                self.engine.abort(request_key)
 
 
 class _Link:
@@ -164,9 +123,7 @@ class _Link:
             case Add():
                 self._add(message)
             case Abort():
-                self._host.abort(message.request_id, message.index)
-            case AbortNamed():
-                self.send(Done(message.call, live=self._host.abort_named(message.tenant, message.name)))
+                self._host.engine.abort(message.request_key, message.index)
             case AskStats():
                 self.send(Done(message.call, self._host.engine.stats(message.tenant)))
             case Follow():
@@ -181,7 +138,9 @@ class _Link:
 
     def _add(self, message: Add) -> None:
         try:
-            self._host.add(self._prefix, message)
+            if not message.request.request_key.startswith(self._prefix):
+                raise InvalidRequestError("The request is of another link.", field="request_id")
+            self._host.engine.add(message.request)
         except WicoreError as error:
             self.send(Refused.of(message.call, error))
         except Exception:

@@ -6,7 +6,6 @@ that was decoded holds values of the types that it names; requests are checked a
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
 
 import msgspec
@@ -16,12 +15,9 @@ from wicore_trt.errors import InvalidRequestError, QueueFullError, WicoreError, 
 from wicore_trt.kv.events import Cleared, Event, EventSnapshot, Removed, Stored
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.types import (
-    CacheHints,
-    ContentSpan,
     EngineStats,
     GenerateRequest,
     ModelInfo,
-    SamplingParams,
     TokenOutput,
 )
 
@@ -32,43 +28,16 @@ PAGES = 1024
 
 
 class Add(Struct, tag=0, array_like=True):
-    """A request. `token_ids` are unsigned 32-bit numbers. Answered by Done or Refused."""
+    """A request for the engine. Answered by Done or Refused."""
 
     call: int
-    request_id: str
-    token_ids: bytes
-    params: SamplingParams
-    deadline: float | None
-    priority: int
-    tenant: str
-    cache_salt: str
-    cache: CacheHints
-    log_id: str
-    name: str
-    content: tuple[ContentSpan, ...] = ()
-
-    @classmethod
-    def of(cls, call: int, made: GenerateRequest) -> Add:
-        ids = array("I", made.prompt_token_ids).tobytes()
-        return cls(
-            call, made.request_id, ids, made.params, made.deadline, made.priority, made.tenant, made.cache_salt,
-            made.cache, made.log_id, made.name, made.content,
-        )  # fmt: skip
-
-    def request(self) -> GenerateRequest:
-        """Raises InvalidRequestError."""
-        ids = array("I")
-        ids.frombytes(self.token_ids)
-        return GenerateRequest(
-            self.request_id, tuple(ids), self.params, self.deadline, self.priority, self.tenant, self.cache_salt,
-            self.cache, self.log_id, self.name, self.content,
-        )  # fmt: skip
+    request: GenerateRequest
 
 
 class Abort(Struct, tag=1, array_like=True):
     """The end of a request, or of one of its sequences. Not answered."""
 
-    request_id: str
+    request_key: str
     index: int | None
 
 
@@ -98,15 +67,7 @@ class Unfollow(Struct, tag=5, array_like=True):
     call: int
 
 
-class AbortNamed(Struct, tag=6, array_like=True):
-    """The end of a tenant's request, whichever front has it. Answered by Done."""
-
-    call: int
-    tenant: str
-    name: str
-
-
-ToEngine = AbortNamed | Add | Abort | AskStats | Follow | More | Unfollow
+ToEngine = Add | Abort | AskStats | Follow | More | Unfollow
 
 # --- from the engine -------------------------------------------------------------------------------------------------
 
@@ -126,11 +87,8 @@ class Outputs(Struct, tag=1, array_like=True):
 
 
 class Done(Struct, tag=2, array_like=True):
-    """`live`: there is such a request."""
-
     call: int
     stats: EngineStats | None = None
-    live: bool = False
 
 
 class Refused(Struct, tag=3, array_like=True):

@@ -17,7 +17,6 @@ from wicore_trt.errors import EngineDeadError, UnavailableError, WicoreError
 from wicore_trt.link.channel import Channel
 from wicore_trt.link.messages import (
     Abort,
-    AbortNamed,
     Add,
     AskStats,
     Changes,
@@ -77,19 +76,16 @@ class RemoteEngine(EnginePort):
         channel.open()
 
     async def add(self, request: GenerateRequest) -> None:
-        self._live[request.request_id] = request.params.n
+        self._live[request.request_key] = request.params.n
         try:
-            await self._ask(lambda call: Add.of(call, request), request.request_id)
+            await self._ask(lambda call: Add(call, request), request.request_key)
         except BaseException:
-            self._live.pop(request.request_id, None)
+            self._live.pop(request.request_key, None)
             raise
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
-        if self._channel is not None and request_id.startswith(self.prefix):
-            self._channel.post(encode(Abort(request_id, index)))
-
-    async def abort_named(self, tenant: str, name: str) -> bool:
-        return self._down is None and (await self._ask(lambda call: AbortNamed(call, tenant, name))).live
+    def abort(self, request_key: str, index: int | None = None) -> None:
+        if self._channel is not None and request_key.startswith(self.prefix):
+            self._channel.post(encode(Abort(request_key, index)))
 
     async def stats(self, tenant: str | None = None) -> EngineStats:
         found = (await self._ask(lambda call: AskStats(call, tenant))).stats
@@ -124,10 +120,10 @@ class RemoteEngine(EnginePort):
             raise UnavailableError(f"The engine takes no requests now: {self._down}.", fix="Try again soon.")
         return self._channel
 
-    async def _ask(self, make: Callable[[int], object], request_id: str = "") -> Done:
+    async def _ask(self, make: Callable[[int], object], request_key: str = "") -> Done:
         channel, call = self._up(), next(self._calls)
         reply: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
-        self._pending[call] = reply, request_id
+        self._pending[call] = reply, request_key
         try:
             channel.post(encode(make(call)))
             return await reply
@@ -168,12 +164,12 @@ class RemoteEngine(EnginePort):
             self._followers[call].put_nowait(error)
 
     def _ended(self, output: TokenOutput) -> None:
-        left = self._live.get(output.request_id, 0) - 1
+        left = self._live.get(output.request_key, 0) - 1
         whole = output.finish_reason is FinishReason.ERROR and output.usage is None  # it is of no one sequence
         if left > 0 and not whole:
-            self._live[output.request_id] = left
+            self._live[output.request_key] = left
         else:
-            self._live.pop(output.request_id, None)
+            self._live.pop(output.request_key, None)
 
     def _lost(self) -> None:
         """The channel has ended, and with it all that its engine had of us."""

@@ -60,10 +60,10 @@ def main(fd: int) -> int:
     control.send("ready", build=info.build)
     threading.Thread(target=_obey, args=(control, host), name="wicore-control", daemon=True).start()
     _send_beats(control, host)
-    if host.dead is not None:
-        control.send("broke", why=shortened(host.dead, MAX_TEXT))
+    if host.engine.dead is not None:
+        control.send("broke", why=shortened(host.engine.dead, MAX_TEXT))
     logging.shutdown()
-    os._exit(1 if host.dead is not None else 0)  # threads that hang in a device or a disk are left behind
+    os._exit(1 if host.engine.dead is not None else 0)  # threads that hang in a device or a disk are left behind
 
 
 def _send_beats(control: Control, host: EngineHost) -> None:
@@ -71,9 +71,9 @@ def _send_beats(control: Control, host: EngineHost) -> None:
 
     Beats are counted rather than time, so that a machine that stands still for a while counts as one beat.
     """
-    last, same = host.progress, 0
-    while not host.wait(BEAT_S):
-        now = host.progress
+    last, same = host.engine.progress, 0
+    while not host.engine.wait(BEAT_S):
+        now = host.engine.progress
         last, same = now, same + 1 if now is not None and now == last else 0
         control.send("beat", stuck_s=same * BEAT_S)
 

@@ -181,7 +181,7 @@ class RequestExecutor(Protocol):
         finish reason. Raises when the engine is broken."""
         ...
 
-    def cancel(self, request_id: str, index: int) -> None:
+    def cancel(self, request_key: str, index: int) -> None:
         """End a sequence that was submitted; nothing of it is reported any more. Unknown ones are ignored."""
         ...
 

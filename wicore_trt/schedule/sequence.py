@@ -63,7 +63,7 @@ class Sequence:
     cost_s: float = 0.0
     longest: int = 1 << 62
     # Of the request, kept here because each step asks for them several times.
-    request_id: str = field(init=False)
+    request_key: str = field(init=False)
     tenant: str = field(init=False)
     params: SamplingParams = field(init=False)
     prompt_len: int = field(init=False)
@@ -71,7 +71,7 @@ class Sequence:
     stop_set: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.request_id, self.tenant = self.request.request_id, self.request.tenant
+        self.request_key, self.tenant = self.request.request_key, self.request.tenant
         self.params, self.prompt_len = self.request.params, len(self.request.prompt_token_ids)
         self.scoring, self.stop_set = self.params.prompt_logprobs is not None, frozenset(self.stop_ids)
 

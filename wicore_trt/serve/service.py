@@ -137,7 +137,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Abort(self, request: pb2.AbortRequest, context: CallReply) -> pb2.AbortResponse:
         request_id = checked_id(request.request_id)
-        return pb2.AbortResponse(aborted=await self.ready().abort(request_id, current_call().who.tenant))
+        return pb2.AbortResponse(aborted=self.ready().abort(request_id, current_call().who.tenant))
 
     async def Tokenize(self, request: pb2.TokenizeRequest, context: CallReply) -> pb2.TokenizeResponse:
         engine = self.ready()

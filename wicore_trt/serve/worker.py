@@ -103,7 +103,7 @@ class WorkerService:
         engine, tenant = self._service.ready(), current_call().who.tenant
         convert.check_count(request.request_ids, 1024, "request_ids")
         for request_id in request.request_ids:
-            await engine.abort(checked_id(request_id), tenant)
+            engine.abort(checked_id(request_id), tenant)
         return pb2.AbortResponse()
 
     async def HealthCheck(self, request: pb2.HealthCheckRequest, context: CallReply) -> pb2.HealthCheckResponse:

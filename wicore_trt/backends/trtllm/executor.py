@@ -86,25 +86,25 @@ class TrtllmExecutor:
         except RuntimeError as error:
             raise WicoreError(f"TensorRT-LLM refuses the request: {_line(error)}.") from error
         self._sequences[number] = SequenceOutput(request, index, frozenset(stop_ids), stop_ids[0] if stop_ids else None)
-        self._ids[request.request_id, index] = number
+        self._ids[request.request_key, index] = number
 
     def poll(self, timeout_s: float) -> list[TokenOutput]:
         """Raises RuntimeError with the library's words when it is broken."""
         outputs: list[TokenOutput] = []
         for response in self._executor.await_responses(timeout=timedelta(seconds=timeout_s)):
-            sequence = self._sequences.get(response.request_id)
+            sequence = self._sequences.get(response.request_key)
             if sequence is None:
                 continue
             failed = response.has_error()
             outputs += [sequence.fail(_line(response.error_msg))] if failed else sequence.take(response.result)
             if sequence.finished:
-                self._forget(response.request_id, sequence)
+                self._forget(response.request_key, sequence)
                 if not failed and not response.result.is_final:
-                    self._executor.cancel_request(response.request_id)  # it goes on behind a stop token
+                    self._executor.cancel_request(response.request_key)  # it goes on behind a stop token
         return outputs
 
-    def cancel(self, request_id: str, index: int) -> None:
-        number = self._ids.get((request_id, index))
+    def cancel(self, request_key: str, index: int) -> None:
+        number = self._ids.get((request_key, index))
         if number is not None:
             self._forget(number, self._sequences[number])
             self._executor.cancel_request(number)
@@ -114,7 +114,7 @@ class TrtllmExecutor:
         self._executor.shutdown()
 
     def _forget(self, number: int, sequence: SequenceOutput) -> None:
-        del self._sequences[number], self._ids[sequence.request.request_id, sequence.index]
+        del self._sequences[number], self._ids[sequence.request.request_key, sequence.index]
 
 
 def _check_settings(settings: ExecutorOptions) -> None:

@@ -127,7 +127,7 @@ class SequenceOutput:
         # cached_tokens stays 0: its count of reused blocks is over all pools, and says nothing about tokens
         usage = Usage(len(self.request.prompt_token_ids), self.produced)
         return TokenOutput(
-            self.request.request_id,
+            self.request.request_key,
             self.index,
             tokens,
             finish_reason=reason,
