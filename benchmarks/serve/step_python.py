@@ -40,7 +40,7 @@ from benchmarks.kv.engine_thread import SLOT_BYTES, Device
 from wicore_trt.backends.triton.executor import TritonExecutor
 from wicore_trt.backends.triton.inputs import StepBlock
 from wicore_trt.backends.triton.memory import StepLimits
-from wicore_trt.backends.triton.sampler import WORDS, DeviceSampler
+from wicore_trt.backends.triton.sampler import WORDS, DeviceSampler, StepSampler
 from wicore_trt.collector import collect_rarely
 from wicore_trt.config import KVSettings
 from wicore_trt.core.assemble_kv import make_cache
@@ -50,7 +50,6 @@ from wicore_trt.link.host import EngineHost
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.runtime.pool_sizes import shared_pages
-from wicore_trt.runtime.sampler import Sampler
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.schedule.step_time import StepTime
 from wicore_trt.types import GenerateRequest, ModelInfo, SamplingParams
@@ -97,10 +96,10 @@ class HostSide(TritonExecutor):
         results, logits = self.staging((2, rows)) + 7, torch.randn(rows, VOCAB)
         results[1], self._tokens = 0, results[0]
         self.memory = SimpleNamespace(results=results, logits=logits)  # type: ignore[assignment]
-        self.model = SimpleNamespace(segments=None)  # type: ignore[assignment]
-        self._sampler, self._device_sampler = Sampler(), Drawing(rows)
+        self.model = SimpleNamespace(segments=None, memory=self.memory)  # type: ignore[assignment]
+        self.sampler = StepSampler(self.model, self, Drawing(rows))  # type: ignore[arg-type]
         self._measured_layers = cycle([0])
-        self._steps, self._rows, self._asked = deque(), ([], []), ([], [])
+        self._steps, self._rows = deque(), ([], [])
         self._page_copies = Copies(layout, WINDOW, BATCH_TOKENS)
         self.copier = self._page_copies
         self._step_s, self._end = step_s, 0.0

@@ -16,7 +16,9 @@ pytest.importorskip("triton", reason="pip install -e .[triton]")
 from runtime.triton_cpu import executor_of, small_model, specs_of  # noqa: E402
 
 from wicore_trt.backends.triton import kernel_list as triton_plan  # noqa: E402
-from wicore_trt.backends.triton.sampler import DeviceSampler, on_device  # noqa: E402
+from wicore_trt.backends.triton.sampler import DRAWN as DRAWN_WAY  # noqa: E402
+from wicore_trt.backends.triton.sampler import HOST as HOST_WAY  # noqa: E402
+from wicore_trt.backends.triton.sampler import DeviceSampler  # noqa: E402
 from wicore_trt.backends.triton.table import DRAW_WIDE, DRAWING, KernelTable  # noqa: E402
 from wicore_trt.model.spec import GROUPS  # noqa: E402
 from wicore_trt.runtime.batch import UNREAD, SequenceSlice, StepBatch  # noqa: E402
@@ -66,20 +68,20 @@ def test_draws_are_the_samplers(executor: Any) -> None:
     want = [t.token_ids[0] for t in Sampler().sample(logits[:6], rows).sampled]
     drawn = {r: s for r, s in enumerate(rows) if not s.params.greedy}  # type: ignore[union-attr]
     executor.memory.results.fill_(-7)
-    executor._device_sampler.enqueue(6, drawn)
+    executor.sampler.drawing.enqueue(6, drawn)
     assert tokens(executor, 6) == want
     unread = {r: structs.replace(s, token_ids=[UNREAD]) for r, s in drawn.items()}
-    executor._device_sampler.enqueue(6, unread)
+    executor.sampler.drawing.enqueue(6, unread)
     assert tokens(executor, 6) == want
     row, piece = random.choice(list(drawn.items()))
     logits[0] = logits[row].clone()
-    executor._device_sampler.enqueue(1, {0: piece})
+    executor.sampler.drawing.enqueue(1, {0: piece})
     assert tokens(executor, 1) == [want[row]]
 
 
 def test_parameters_of_two_steps_lie_apart(executor: Any) -> None:
     """The device may still read the first step's when the second's are written."""
-    sampler = executor._device_sampler
+    sampler = executor.sampler.drawing
     sampler.enqueue(1, {0: asking(0, DRAWN[0])})
     first, before = sampler._staging[0], sampler._staging[0].clone()
     sampler.enqueue(1, {0: asking(0, DRAWN[2])})
@@ -88,8 +90,9 @@ def test_parameters_of_two_steps_lie_apart(executor: Any) -> None:
 
 def test_rows_of_a_step_go_where_they_can_be_chosen(executor: Any) -> None:
     """Device and host rows in one step, in the order of the batch, one without finite logits."""
-    assert all(on_device(asking(0, p)) for p in (GREEDY, *DRAWN)) and not any(on_device(asking(0, p)) for p in HOST)
-    assert not on_device(asking(0, GREEDY, suppress_eos=True))
+    ways = executor.sampler.choose_ways([asking(0, p) for p in (*DRAWN, *HOST)])
+    assert ways == [DRAWN_WAY] * len(DRAWN) + [HOST_WAY] * len(HOST)
+    assert executor.sampler.choose_ways([asking(0, GREEDY, suppress_eos=True)]) == [HOST_WAY]
     batch = [asking(r, p) for r, p in enumerate([*random.sample(DRAWN, 3), *random.sample(HOST, 2), GREEDY])]
     random.shuffle(batch)
     result = executor.execute(StepBatch(batch))
@@ -114,9 +117,9 @@ def test_filters_that_leave_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None
     logits.copy_(torch.randn(logits.shape) * 0.1)
     want = [t.token_ids[0] for t in Sampler().sample(logits[:4], rows).sampled]
     wide, launched = executor.model.table.entries(DRAW_WIDE)[0].kernel.name, executor.model.launcher.launched
-    executor._device_sampler.enqueue(4, {r: s for r, s in enumerate(rows) if not s.params.greedy})  # type: ignore
+    executor.sampler.drawing.enqueue(4, {r: s for r, s in enumerate(rows) if not s.params.greedy})  # type: ignore
     assert tokens(executor, 4) == want and launched.count(wide) == 1
-    executor._device_sampler.enqueue(1, {0: asking(0, DRAWN[0])})
+    executor.sampler.drawing.enqueue(1, {0: asking(0, DRAWN[0])})
     assert launched.count(wide) == 1, "rows without filters need no such kernel"
 
 
@@ -128,5 +131,5 @@ def test_engines_without_these_kernels_draw_on_the_host(executor: Any, monkeypat
         old = KernelTable(model.table.target, [e for e in model.table.all_entries() if e.role != role])
         sampler = DeviceSampler(replace(model, table=old), executor.device)
         assert not sampler.available
-    monkeypatch.setattr(executor, "_device_sampler", sampler)
+    monkeypatch.setattr(executor.sampler, "drawing", sampler)
     assert executor.execute(StepBatch(batch)).sampled == want.sampled

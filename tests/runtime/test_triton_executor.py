@@ -215,7 +215,7 @@ def test_results_come_in_the_order_of_the_batch() -> None:
     batch[3].params = bias
     tokens = executor.execute(StepBatch(batch)).sampled
     assert tokens[:2] == result.sampled[:2] and tokens[2].token_ids == (11,)
-    assert isinstance(executor._sampler, Sampler)
+    assert isinstance(executor.sampler.host, Sampler)
     executor.release(4)
 
 
@@ -269,13 +269,13 @@ def test_memory_is_checked_and_closing_frees_it(monkeypatch: pytest.MonkeyPatch)
     assert executor_of(small_model(11), batch_invariant=True).kernels.endswith("-invariant")
     shape = executor.model.shape
     made_up = triton_executor.Loading(shape, executor.model.table, 64, lambda positions: None, dummy=True)  # type: ignore
-    assert triton_executor._name(made_up, ExecutorOptions()).endswith("-dummy-weights")
+    assert triton_executor._name_kernels(made_up, ExecutorOptions()).endswith("-dummy-weights")
     entry = executor.model.table.all_entries()[0]
     cured = replace(entry, kernel=replace(entry.kernel, cubin=entry.kernel.cubin + b"\0"))
     table = triton_table.KernelTable(executor.model.table.target, [cured, *executor.model.table.all_entries()[1:]])
-    assert triton_executor._name(replace(made_up, table=table), ExecutorOptions()) != triton_executor._name(
-        made_up, ExecutorOptions()
-    )
+    assert triton_executor._name_kernels(
+        replace(made_up, table=table), ExecutorOptions()
+    ) != triton_executor._name_kernels(made_up, ExecutorOptions())
     executor.close()
     executor.close()
     with pytest.raises(AssertionError, match="close"):

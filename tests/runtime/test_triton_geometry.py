@@ -308,7 +308,12 @@ class Faults:
     def __init__(self, rng: random.Random, executor: TritonExecutor, reader: Reader) -> None:
         self.rng, self.left, self.raised = rng, -1, Counter[str]()
         owners = {"block": executor.block, "copies": executor._page_copies, "device": executor.device}
-        owners |= {"executor": executor, "sampler": executor._device_sampler, "segments": executor.model.segments}
+        owners |= {
+            "executor": executor,
+            "chooser": executor.sampler,
+            "sampler": executor.sampler.drawing,
+            "segments": executor.model.segments,
+        }
         for place in PLACES:
             owner, name = place.split(".")
             if owners[owner] is not None:
@@ -349,7 +354,7 @@ PLACES = (
         "copies.begin_step",
         "device.record",
     ),
-    *("executor._ways", "executor._fetch", "executor.rows_of", "sampler.enqueue", "segments.ready"),
+    *("chooser.choose_ways", "executor._fetch", "executor.rows_of", "sampler.enqueue", "segments.ready"),
 )
 
 
@@ -385,7 +390,7 @@ def life_of(
         for row in rows:
             executor.memory.results[0, row] ^= 1
 
-    sampler: Any = executor._device_sampler
+    sampler: Any = executor.sampler.drawing
     sampler.enqueue = lambda rows, pieces: device.put(partial(drawn, [*pieces]))
     faults = Faults(rng, executor, reader)
     if late:

@@ -201,6 +201,11 @@ def oracle_of(
 class Driver(PagedDriver):
     """`PagedDriver` whose sampler sees the logits."""
 
+    def __init__(self, executor: Any, seed: int = 0) -> None:
+        super().__init__(executor, seed)
+        if isinstance(executor, TritonExecutor):
+            executor.sampler.host = self.sampler
+
     def _slice(self, sequence: PagedSequence, token_ids: list[int]) -> SequenceSlice:
         piece = super()._slice(sequence, token_ids)
         piece.params = LOGITS_TOO

@@ -37,7 +37,7 @@ from wicore_trt.backends.triton.inputs import StepBlock, Unread
 from wicore_trt.backends.triton.memory import StepLimits, StepMemory
 from wicore_trt.backends.triton.ops import StepArrays, TritonModel, TritonOps, Value
 from wicore_trt.backends.triton.rows import PROMPT_CHUNKS, RowPlan, decode_plan, plan_rows, prompt_plans, prompt_room
-from wicore_trt.backends.triton.sampler import FILTERED, DeviceSampler, plain
+from wicore_trt.backends.triton.sampler import DRAWN, FILTERED, HOST, StepSampler
 from wicore_trt.backends.triton.segments import segment_attention
 from wicore_trt.backends.triton.table import (
     DECODE_BUCKETS,
@@ -52,14 +52,13 @@ from wicore_trt.model.gemma3 import forward
 from wicore_trt.model.spec import GLOBAL, GROUPS
 from wicore_trt.plugins.launch import SHARED_LAUNCHER, Launcher
 from wicore_trt.request_fields import MAX_LOGPROBS
-from wicore_trt.runtime.batch import UNREAD, SampledTokens, SequenceSlice, StepBatch, StepResult
+from wicore_trt.runtime.batch import UNREAD, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.cuda_device import CudaDevice, Device
 from wicore_trt.runtime.executor import PageCopier
 from wicore_trt.runtime.kernels_name import kernels_name
 from wicore_trt.runtime.options import GPU_SLICE_TOKENS, ExecutorOptions
 from wicore_trt.runtime.page_copier import make_copier
 from wicore_trt.runtime.pools import check_pool_room, layout_of, new_pools, sized_layout, spare_bytes
-from wicore_trt.runtime.sampler import NOT_FINITE, Sampler
 from wicore_trt.runtime.step_inputs import StepInputs
 from wicore_trt.types import SamplingParams
 
@@ -69,8 +68,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 SOURCES = ("backends/triton", "plugins", "plugins/kernels")
 Graph = tuple[RowPlan, Callable[[], None]]
-GREEDY, DRAWN, HOST = "greedy", "drawn", "host"
-"""Who chooses a token: the graph, the kernels that draw, or the host."""
 MOST = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
 """Parameters that take the host's sampler the most memory."""
 
@@ -134,85 +131,85 @@ class TritonExecutor:
         self.spec, self.device, self._closed = loading.shape.spec, device, False
         self.max_batch_tokens = settings.max_batch_tokens
         self.max_sequences: int | None = settings.max_sequences
-        self.score_rows = 0
-        self.slice_tokens = GPU_SLICE_TOKENS
-        self.kernels = _name(loading, settings)
-        largest = next((b for b in DECODE_BUCKETS if b >= settings.max_sequences), DECODE_BUCKETS[-1])
-        self._buckets = [b for b in DECODE_BUCKETS if b <= largest] if graphs else []
-        self._prompt_plans = prompt_plans(settings.max_batch_tokens, largest) if graphs else []
-        self.graph_sizes = prompt_room(self._prompt_plans)
-        positions = min(settings.max_context or loading.max_context, loading.max_context)
-        tokens, rows = max(settings.max_batch_tokens, *self._buckets, 1), max(settings.max_sequences, *self._buckets, 1)
-        limits, invariant = StepLimits(tokens, rows + PROMPT_CHUNKS, positions), settings.batch_invariant
-        measured = settings.kv_pages is None and settings.kv_bytes is None
-        cache = (self.spec, loading.shape.kv_dtype, loading.shape.page_tokens)
-        self.layout = sized_layout(*cache, lambda group: 1) if measured else layout_of(*cache, positions, settings)
+        self.score_rows, self.slice_tokens = 0, GPU_SLICE_TOKENS
+        self.kernels = _name_kernels(loading, settings)
         self.pools: dict[str, torch.Tensor] = {}
         self.graphs: dict[int, Callable[[], None]] = {}
         self.prompt_graphs: dict[RowPlan, Callable[[], None]] = {}
         """Those of the fewest tokens first."""
+        limits = self._choose_graphs(loading, settings, graphs)
+        cache = (self.spec, loading.shape.kv_dtype, loading.shape.page_tokens)
+        sizing = settings.kv_pages is None and settings.kv_bytes is None
+        one_page = sized_layout(*cache, lambda group: 1)
+        self.layout = one_page if sizing else layout_of(*cache, limits.positions, settings)
         with device.active(), _must_fit():
-            constants = loading.constants(positions)
-            shape, table = loading.shape, loading.table
-            segments = None if invariant else segment_attention(shape, table, limits, device.empty)
-            spare = segments.segments.rows if segments else 0
-            self.memory = StepMemory(shape, table, limits, device.empty, invariant=invariant, spare_queries=spare)
+            self.model = self._load_model(loading, limits, launcher, invariant=settings.batch_invariant)
+            self.memory = self.model.memory
             groups, padded = tuple(self.layout.num_pages), limits.rows if graphs else 0
             self.block = StepBlock(limits, groups, self.layout.page_tokens, padded, device)
             # Of each step under way: results, as they come and as they are read, and masses.
             hosts = [(device.staging((2, limits.rows)), device.staging(self.memory.masses.shape)) for _ in range(2)]
             self._hosts = [(results, results.numpy(), masses) for results, masses in hosts]
             self._tokens = self.memory.results[0]
-            self.model = TritonModel(
-                loading.shape, loading.table, constants.weights, constants.rope, self.pools, self.memory,
-                launcher, device.stream, constants.exponents, invariant, segments,
-            )  # fmt: skip
-            self._device_sampler = DeviceSampler(self.model, device)
-        self._sampler = Sampler()
+            self.sampler = StepSampler(self.model, device)
         self._measurable = self.spec.layers_of(GLOBAL) if loading.table.entries(PAGE_MASSES) else ()
         self._measured_layers = cycle(self._measurable)
         self._steps: deque[SubmittedStep] = deque()
         self._rows: tuple[list[int], list[int]] = ([], [])
         """Of the last step: seq_ids, and the row of the logits of each."""
-        self._asked: tuple[list[SamplingParams | None], list[str]] = ([], [])
-        """Of the last step: parameters, and who chooses by them."""
-        if measured:
-            self.layout = layout_of(*cache, positions, settings, self._room(settings.kv_fraction))
+        if sizing:
+            self.layout = layout_of(*cache, limits.positions, settings, self._measure_room(settings.kv_fraction))
         check_pool_room(self.layout, device.free_bytes())
-        self._allocate()
-        digests = loading.table.entries(PAGE_DIGEST)
-        self._page_copies = make_copier(
-            self.pools,
-            self.layout.page_tokens,
-            device.stream,
-            overlapping=self.layout.overlapping,
-            digest_kernel=digests[0].kernel if digests else None,
-        )
+        self._allocate_pools()
+        digests, copied = loading.table.entries(PAGE_DIGEST), (self.pools, self.layout.page_tokens, device.stream)
+        digest = digests[0].kernel if digests else None
+        self._page_copies = make_copier(*copied, overlapping=self.layout.overlapping, digest_kernel=digest)
         self.copier: PageCopier = self._page_copies
         if graphs:
-            self._prepare()
+            self._prepare_steps()
         log.info("engine on %s, %s, KV pages %s", device.torch_device, self.kernels, self.layout.num_pages)
 
-    def _allocate(self) -> None:
-        """The pools of the layout. The model reads their addresses anew in each step, graphs do not."""
+    def _choose_graphs(self, loading: Loading, settings: ExecutorOptions, graphs: bool) -> StepLimits:
+        """Plans of the graphs to be recorded, and the limits of a step, which all of them fit."""
+        largest = next((b for b in DECODE_BUCKETS if b >= settings.max_sequences), DECODE_BUCKETS[-1])
+        self._buckets = [b for b in DECODE_BUCKETS if b <= largest] if graphs else []
+        self._prompt_plans = prompt_plans(settings.max_batch_tokens, largest) if graphs else []
+        self.graph_sizes = prompt_room(self._prompt_plans)
+        positions = min(settings.max_context or loading.max_context, loading.max_context)
+        tokens, rows = max(settings.max_batch_tokens, *self._buckets, 1), max(settings.max_sequences, *self._buckets, 1)
+        return StepLimits(tokens, rows + PROMPT_CHUNKS, positions)
+
+    def _load_model(self, loading: Loading, limits: StepLimits, launcher: Launcher, *, invariant: bool) -> TritonModel:
+        """Weights, tables and the memory of a step on the device; pages come last, into `pools`."""
+        constants, shape, table = loading.constants(limits.positions), loading.shape, loading.table
+        segments = None if invariant else segment_attention(shape, table, limits, self.device.empty)
+        spare = segments.segments.rows if segments else 0
+        memory = StepMemory(shape, table, limits, self.device.empty, invariant=invariant, spare_queries=spare)
+        return TritonModel(
+            shape, table, constants.weights, constants.rope, self.pools, memory,
+            launcher, self.device.stream, constants.exponents, invariant, segments,
+        )  # fmt: skip
+
+    def _allocate_pools(self) -> None:
+        """Make the pools of the layout. The model reads their addresses anew in each step, graphs do not."""
         with self.device.active(), _must_fit():
             self.pools.update(new_pools(self.spec, self.layout, self.device.empty))
 
-    def _room(self, fraction: float) -> int:
+    def _measure_room(self, fraction: float) -> int:
         """Bytes for pages beside everything else, which is prepared once for pools of a page to find out."""
         self.device.free_bytes()  # what loading kept goes back
-        self._allocate()
+        self._allocate_pools()
         with _must_fit():
-            self._prepare(sizing=True)
-            slices = [structs.replace(self._nobody(i, 1), params=MOST) for i in range(self.max_sequences or 1)]
+            self._prepare_steps(sizing=True)
+            slices = [structs.replace(self._dummy_slice(i, 1), params=MOST) for i in range(self.max_sequences or 1)]
             with self.device.active(), torch.inference_mode():
                 self.memory.logits.zero_()[:, 0] = 1e3
-                self._on_host(slices, list(reversed(range(len(slices)))))
+                self.sampler.sample_on_host(slices, list(reversed(range(len(slices)))))
         room = spare_bytes(self.device.unclaimed_bytes(), self.device.total_bytes(), fraction)
         self.graphs.clear()
         self.pools.clear()
         for piece in slices:
-            self._sampler.release(piece.seq_id)
+            self.sampler.release(piece.seq_id)
         return room
 
     def execute(self, batch: StepBatch) -> StepResult:
@@ -235,7 +232,7 @@ class TritonExecutor:
     def _begin(self, batch: StepBatch) -> None:
         """Put all of a step on the stream."""
         slices, plan = self.block.arrange_slices(batch.slices)
-        ways = self._ways(slices)
+        ways = self.sampler.choose_ways(slices)
         layer = next(self._measured_layers, None) if batch.measure_attention else None
         with self.device.active(), torch.inference_mode():
             self._page_copies.begin_step(batch)
@@ -259,7 +256,8 @@ class TritonExecutor:
         """Wait for the oldest step under way. This is where the host waits for the device."""
         step = self._steps.popleft()
         step.wait()
-        result = self._chosen(step)
+        assert not (step.left and self._steps), "a step was started whose tokens the host has yet to choose"
+        result = self.sampler.take_tokens(step.slices, step.rows, step.left, step.results)
         return result if step.measured is None else replace(result, attention=step.measured.finite())
 
     def leads(self, batch: StepBatch) -> bool:
@@ -274,7 +272,7 @@ class TritonExecutor:
         return [*map(dict(zip(seq_ids, rows, strict=True)).__getitem__, wanted)]
 
     def release(self, seq_id: int) -> None:
-        self._sampler.release(seq_id)
+        self.sampler.release(seq_id)
 
     def close(self) -> None:
         """Drop everything on the device; calling it twice is harmless."""
@@ -286,7 +284,7 @@ class TritonExecutor:
         self.graphs.clear()
         self.prompt_graphs.clear()
         self.pools = {}
-        del self.model, self.memory, self.block, self.copier, self._page_copies
+        del self.model, self.memory, self.block, self.sampler, self.copier, self._page_copies
 
     def _enqueue(
         self, slices: list[SequenceSlice], plan: RowPlan, ways: list[str], measured: int | None
@@ -314,10 +312,7 @@ class TritonExecutor:
                 count += piece.sample
             self.run(self.block.upload(self.inputs(slices), plan, unread), measured)
         if DRAWN in ways:
-            of_row = zip(rows, slices, ways, strict=True)
-            drawn = {row: piece for row, piece, way in of_row if piece.sample and way is DRAWN}
-            if drawn:
-                self._device_sampler.enqueue(count, drawn)
+            self.sampler.draw_tokens(count, zip(rows, slices, ways, strict=True))
         return rows, places
 
     def _graph(self, slices: list[SequenceSlice], plan: RowPlan, measured: int | None) -> Graph | None:
@@ -346,19 +341,6 @@ class TritonExecutor:
         """Pages that each slice looks at."""
         return [div_ceil(s.start + len(s.token_ids), self.layout.page_tokens) for s in slices]
 
-    def _ways(self, slices: list[SequenceSlice]) -> list[str]:
-        """Who chooses the token of each slice, if it samples."""
-        params = [s.params for s in slices]
-        if params != self._asked[0]:  # else it is as in the last step, since parameters do not change
-            self._asked = params, [_way(p) for p in params]
-        ways = self._asked[1]
-        if not self._device_sampler.available:
-            ways = [HOST if way is DRAWN else way for way in ways]
-        special = [s for s in slices if s.suppress_eos or s.mask is not None]
-        if special:
-            ways = [HOST if s.suppress_eos or s.mask is not None else way for s, way in zip(slices, ways, strict=True)]
-        return ways
-
     def run(self, arrays: StepArrays, measured: int | None = None) -> None:
         """Put all kernels of a step on the stream, greedy tokens included, and attention at layer `measured`."""
         ops = TritonOps(self.model, arrays, measured)
@@ -366,35 +348,7 @@ class TritonExecutor:
         if arrays.plan.sampled:
             ops.greedy(logits)
 
-    def _chosen(self, step: SubmittedStep) -> StepResult:
-        """The tokens of a step that is over."""
-        slices, rows, left = step.slices, step.rows, step.left
-        assert not (left and self._steps), "a step was started whose tokens the host has yet to choose"
-        tokens, status = step.results.tolist()
-        if rows != [*range(len(tokens))]:
-            tokens, status = [tokens[row] for row in rows], [status[row] for row in rows]
-        if not left and not any(status):
-            return StepResult([SampledTokens(s.seq_id, (token,)) for s, token in zip(slices, tokens, strict=True)])
-        hosts = self._on_host([slices[n] for n in left], [rows[n] for n in left]) if left else StepResult([])
-        found, failed = {one.seq_id: one for one in hosts.sampled}, dict(hosts.failed)
-        here = {*left}
-        for n, piece in enumerate(slices):
-            if n not in here and status[n]:
-                failed[piece.seq_id] = NOT_FINITE
-            elif n not in here:
-                found[piece.seq_id] = SampledTokens(piece.seq_id, (tokens[n],))
-        return StepResult([found[s.seq_id] for s in slices if s.seq_id in found], failed)
-
-    def _on_host(self, slices: Sequence[SequenceSlice], rows: Sequence[int]) -> StepResult:
-        """Sample what the device did not."""
-        logits, cap = self.memory.logits, self.spec.final_logit_softcapping
-        with self.device.active(), torch.inference_mode():
-            logits = logits[: len(rows)] if list(rows) == list(range(len(rows))) else logits[list(rows)]
-            if cap is not None:  # it must not hide an infinite logit
-                logits = torch.where(logits.isposinf(), torch.nan, torch.tanh(logits / cap) * cap)
-            return self._sampler.sample(logits, slices)
-
-    def _prepare(self, *, sizing: bool = False) -> None:
+    def _prepare_steps(self, *, sizing: bool = False) -> None:
         """Run the largest steps once, so that every library has its workspace and every kernel is loaded, and record
         the graphs. All rows are of nobody and all pages absent, so no page is written."""
         with self.device.active(), torch.inference_mode():
@@ -404,22 +358,24 @@ class TritonExecutor:
             for count in sorted({1, min(longest, self.max_sequences or 1)}):
                 tokens = longest - count + 1
                 lengths = [1] * (count - 1) + [tokens]
-                slices = [self._nobody(i, length) for i, length in enumerate(lengths)]
-                self._enqueue(slices, plan_rows(lengths), self._ways(slices), next(iter(self._measurable), None))
+                slices = [self._dummy_slice(i, length) for i, length in enumerate(lengths)]
+                self._enqueue(
+                    slices, plan_rows(lengths), self.sampler.choose_ways(slices), next(iter(self._measurable), None)
+                )
                 self.device.synchronize()
             for rows in self._buckets:
-                self.graphs[rows] = self._captured(decode_plan(rows))
+                self.graphs[rows] = self._record_graph(decode_plan(rows))
             if not sizing:  # small beside what is left free
                 begun, free = time.perf_counter(), self.device.unclaimed_bytes()
-                self.prompt_graphs = {plan: self._captured(plan) for plan in self._prompt_plans}
+                self.prompt_graphs = {plan: self._record_graph(plan) for plan in self._prompt_plans}
                 taken = time.perf_counter() - begun, (free - self.device.unclaimed_bytes()) >> 20
                 log.info("%d graphs of steps with prompts in %.1f s and %d MiB", len(self.prompt_graphs), *taken)
             self.device.synchronize()
 
-    def _captured(self, plan: RowPlan) -> Callable[[], None]:
-        """The graph of steps that are padded to this plan."""
+    def _record_graph(self, plan: RowPlan) -> Callable[[], None]:
+        """Record the graph of steps that are padded to this plan."""
         arrays, tokens = self.block.padded(plan), 1 if plan.decode.sequences else 2
-        self.block.upload_padded([self._nobody(0, tokens)], plan_rows([tokens]), plan, self.layout.num_pages)
+        self.block.upload_padded([self._dummy_slice(0, tokens)], plan_rows([tokens]), plan, self.layout.num_pages)
         self.run(arrays)
         self.device.synchronize()
         return self.device.capture(lambda: self.run(arrays))
@@ -428,16 +384,10 @@ class TritonExecutor:
         """The geometry of a step of these slices."""
         return StepInputs.from_batch(StepBatch(slices), self.layout, tuple(self.layout.num_pages))
 
-    def _nobody(self, seq_id: int, tokens: int) -> SequenceSlice:
+    def _dummy_slice(self, seq_id: int, tokens: int) -> SequenceSlice:
+        """Tokens of nobody, whose pages are absent."""
         pages = [-1] * div_ceil(tokens, self.layout.page_tokens)
         return SequenceSlice(seq_id, [0] * tokens, 0, dict.fromkeys(GROUPS, pages), sample=True, params=FILTERED)
-
-
-def _way(params: SamplingParams | None) -> str:
-    """Who chooses by these parameters."""
-    if params is None:
-        return GREEDY  # nobody does
-    return HOST if not plain(params) else GREEDY if params.greedy else DRAWN
 
 
 def open_executor(engine: EngineDir, settings: ExecutorOptions) -> TritonExecutor:
@@ -457,7 +407,7 @@ def open_executor(engine: EngineDir, settings: ExecutorOptions) -> TritonExecuto
     return TritonExecutor(loading, settings, device)
 
 
-def _name(loading: Loading, settings: ExecutorOptions) -> str:
+def _name_kernels(loading: Loading, settings: ExecutorOptions) -> str:
     parts = list[bytes | str]()
     for entry in loading.table.all_entries():
         launch = json.dumps(entry.kernel.metadata(), sort_keys=True)

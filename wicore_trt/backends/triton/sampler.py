@@ -1,15 +1,14 @@
-"""Draws tokens on the device: temperature, top-k, top-p and min-p, by the kernels of `plugins.kernels.sample`, and by
-`sample_wide` where filters leave very many tokens.
+"""Chooses tokens: on the device, with temperature, top-k, top-p and min-p, and on the host for all other parameters.
 
-Tokens are those of `sampler.Sampler`: the same random number of seed and index, the same order of candidates, sums in
-float64; only where that number lies within rounding of a border may they differ. It must not know requests, pages or
-when anyone reads the tokens. Invariants: a row's token depends on that row's logits, parameters, seed and index alone;
-nothing is allocated after construction and nothing here waits for the device.
+Tokens drawn by kernels are those of `runtime.sampler.Sampler`: the same random number of seed and index, the same order
+of candidates, sums in float64; only where that number lies within rounding of a border may they differ. This module
+must not know requests, pages or when anyone reads the tokens. Invariants: a row's token depends on that row's logits,
+parameters, seed and index alone; drawing allocates nothing after construction and does not wait for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,8 +16,9 @@ import torch
 from wicore_trt.backends.triton.ops import TritonModel
 from wicore_trt.backends.triton.table import DRAW_WIDE, DRAWING
 from wicore_trt.plugins.step_layout import Logits, SampleArrays, sample_launches, sample_scratch, wide_launch
-from wicore_trt.runtime.batch import SequenceSlice
+from wicore_trt.runtime.batch import SampledTokens, SequenceSlice, StepResult
 from wicore_trt.runtime.cuda_device import Device
+from wicore_trt.runtime.sampler import NOT_FINITE, Sampler
 from wicore_trt.types import SamplingParams
 
 WORDS = {"temperatures": 2, "top_p": 2, "min_p": 2, "seeds": 2, "top_k": 1, "indices": 1}
@@ -28,15 +28,17 @@ WIDE_ROWS = 8
 """How many rows `kernels.sample_wide` decides at the same time."""
 
 
-def on_device(piece: SequenceSlice) -> bool:
-    """Whether a slice asks for nothing but what the kernels do, drawing included."""
-    assert piece.params is not None, "a slice that samples has parameters"
-    return plain(piece.params) and not piece.suppress_eos and piece.mask is None
+GREEDY, DRAWN, HOST = "greedy", "drawn", "host"
+"""Who chooses a token: the graph, the kernels that draw, or the host."""
 
 
-def plain(p: SamplingParams) -> bool:
-    """Whether the kernels know all of these parameters."""
-    return p.logprobs is None and not p.logit_bias and not p.penalized
+def choose_way(params: SamplingParams | None) -> str:
+    """GREEDY, DRAWN or HOST by parameters; GREEDY where a slice has none, whose token nobody takes."""
+    if params is None:
+        return GREEDY
+    if params.logprobs is not None or params.logit_bias or params.penalized:
+        return HOST
+    return GREEDY if params.greedy else DRAWN
 
 
 def _filtered(piece: SequenceSlice) -> bool:
@@ -113,6 +115,67 @@ class DeviceSampler:
             found[name] = at
             at += words * self._rows
         return found
+
+
+class StepSampler:
+    """Chooses the tokens of steps of `model`: the kernels of the graph and `drawing` on the device, and a `Sampler` on
+    the host for what they do not know, on logits that stay on the device."""
+
+    def __init__(self, model: TritonModel, device: Device, drawing: DeviceSampler | None = None) -> None:
+        self._model, self._device, self.host = model, device, Sampler()
+        self.drawing = drawing or DeviceSampler(model, device)
+        self._last: tuple[list[SamplingParams | None], list[str]] = ([], [])
+        """Of the last step: parameters, and who chooses by them."""
+
+    def choose_ways(self, slices: Sequence[SequenceSlice]) -> list[str]:
+        """Who chooses the token of each slice, if it samples."""
+        params = [s.params for s in slices]
+        if params != self._last[0]:  # else it is as in the last step, since parameters do not change
+            self._last = params, [choose_way(p) for p in params]
+        ways = self._last[1]
+        if not self.drawing.available:
+            ways = [HOST if way is DRAWN else way for way in ways]
+        if any(s.suppress_eos or s.mask is not None for s in slices):
+            ways = [HOST if s.suppress_eos or s.mask is not None else way for s, way in zip(slices, ways, strict=True)]
+        return ways
+
+    def draw_tokens(self, count: int, sampled: Iterable[tuple[int, SequenceSlice, str]]) -> None:
+        """Draw for the slices of DRAWN ways, given with the rows of their logits, of which there are `count`."""
+        drawn = {row: piece for row, piece, way in sampled if piece.sample and way is DRAWN}
+        if drawn:
+            self.drawing.enqueue(count, drawn)
+
+    def take_tokens(
+        self, slices: Sequence[SequenceSlice], rows: list[int], left: list[int], results: np.ndarray
+    ) -> StepResult:
+        """The tokens of a step that is over: `results` int32 [2, rows] of the device (token, status), and those that
+        the host chooses, for the slices at the indices `left`."""
+        tokens, status = results.tolist()
+        if rows != [*range(len(tokens))]:
+            tokens, status = [tokens[row] for row in rows], [status[row] for row in rows]
+        if not left and not any(status):
+            return StepResult([SampledTokens(s.seq_id, (token,)) for s, token in zip(slices, tokens, strict=True)])
+        hosts = self.sample_on_host([slices[n] for n in left], [rows[n] for n in left]) if left else StepResult([])
+        found, failed = {one.seq_id: one for one in hosts.sampled}, dict(hosts.failed)
+        here = {*left}
+        for n, piece in enumerate(slices):
+            if n not in here and status[n]:
+                failed[piece.seq_id] = NOT_FINITE
+            elif n not in here:
+                found[piece.seq_id] = SampledTokens(piece.seq_id, (tokens[n],))
+        return StepResult([found[s.seq_id] for s in slices if s.seq_id in found], failed)
+
+    def sample_on_host(self, slices: Sequence[SequenceSlice], rows: list[int]) -> StepResult:
+        """Sample what the device did not, from these rows of the logits."""
+        logits, cap = self._model.memory.logits, self._model.shape.spec.final_logit_softcapping
+        with self._device.active(), torch.inference_mode():
+            logits = logits[: len(rows)] if rows == list(range(len(rows))) else logits[rows]
+            if cap is not None:  # it must not hide an infinite logit
+                logits = torch.where(logits.isposinf(), torch.nan, torch.tanh(logits / cap) * cap)
+            return self.host.sample(logits, slices)
+
+    def release(self, seq_id: int) -> None:
+        self.host.release(seq_id)
 
 
 FILTERED = SamplingParams(temperature=1.0, top_k=2, top_p=0.9)
