@@ -106,7 +106,8 @@ def _engine(path: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:
 def _ends(engine: EngineDir) -> dict[str, str]:
     """Ends of an answer with the places that name them, and a note on chats."""
     from wicore_trt.errors import EngineFormatError
-    from wicore_trt.text.tokenizer import FILES, Tokenizer
+    from wicore_trt.text.model_files import FILES
+    from wicore_trt.text.tokenizer import Tokenizer
 
     try:
         tokenizer = Tokenizer.from_files(engine.read_present(FILES), engine.path)

@@ -37,7 +37,8 @@ from wicore_trt.bench.report import Roof, make_report, time_figure
 from wicore_trt.checkpoint.demo import fetch
 from wicore_trt.engine.directory import EngineDir
 from wicore_trt.llm import LLM
-from wicore_trt.text.tokenizer import FILES, Tokenizer
+from wicore_trt.text.model_files import FILES
+from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import SamplingParams
 
 SPEEDUP_GOALS = {1: 1.5, 8: 1.2}

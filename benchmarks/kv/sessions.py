@@ -65,7 +65,8 @@ from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import open_engine
 from wicore_trt.errors import WicoreError
 from wicore_trt.runtime.executor import Executor
-from wicore_trt.text.tokenizer import FILES, Tokenizer
+from wicore_trt.text.model_files import FILES
+from wicore_trt.text.tokenizer import Tokenizer
 
 FULL = TrafficShape(40, 3, system_prompts=2, system_tokens=128, turn_tokens=128, output_tokens=16, in_flight=3)
 QUICK = TrafficShape(20, 2, system_prompts=2, system_tokens=32, turn_tokens=32, output_tokens=4, in_flight=2)

@@ -22,7 +22,8 @@ from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import EngineDir, open_engine
 from wicore_trt.engine.manifest import MANIFEST_NAME, read_manifest
 from wicore_trt.errors import CheckpointError, ConfigError, EngineFormatError
-from wicore_trt.text.tokenizer import FILES, Tokenizer
+from wicore_trt.text.model_files import FILES
+from wicore_trt.text.tokenizer import Tokenizer
 
 MakeSource = Callable[..., Path]
 FIELDS: dict[str, Any] = {

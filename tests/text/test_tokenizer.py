@@ -17,7 +17,8 @@ from synthetic_tokenizer import BOS, END_OF_TURN, EOS, TURN, synthetic, write
 
 from wicore_trt.errors import EngineFormatError, InvalidRequestError
 from wicore_trt.text.detokenizer import IncrementalDetokenizer
-from wicore_trt.text.tokenizer import Tokenizer, longest_token
+from wicore_trt.text.tokenizer import Tokenizer
+from wicore_trt.text.tokenizer_file import longest_token
 
 BASE = {"tokenizer_config": {"bos_token": "<bos>", "eos_token": "<eos>"}}
 

@@ -25,7 +25,8 @@ from wicore_trt.engine.directory import EngineDir, open_engine
 from wicore_trt.errors import ConfigError
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.options import ExecutorOptions
-from wicore_trt.text.tokenizer import FILES, Tokenizer, check_rows
+from wicore_trt.text.model_files import FILES
+from wicore_trt.text.tokenizer import Tokenizer, check_rows
 
 ROWS = 128  # logits held at once: 128 rows of a 262,144-token vocabulary are 134 MB
 

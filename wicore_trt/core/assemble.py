@@ -27,7 +27,8 @@ from wicore_trt.runtime.executor import Executor, RequestExecutor
 from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.schedule.step_time import StepTime
-from wicore_trt.text.tokenizer import FILES, Tokenizer
+from wicore_trt.text.model_files import FILES
+from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import ModelInfo, SamplingParams
 
 log = logging.getLogger(__name__)

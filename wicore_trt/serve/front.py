@@ -43,7 +43,8 @@ front grow, and the next one is there in seconds, whereas an engine takes minute
 def load_tokenizer(settings: Settings) -> Tokenizer:
     """Load the tokenizer of the engine that the settings name. Raises EngineFormatError."""
     from wicore_trt.engine.directory import open_engine
-    from wicore_trt.text.tokenizer import FILES, Tokenizer
+    from wicore_trt.text.model_files import FILES
+    from wicore_trt.text.tokenizer import Tokenizer
 
     assert settings.engine is not None
     engine = open_engine(Path(settings.engine), verify=False)

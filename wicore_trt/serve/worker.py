@@ -37,7 +37,7 @@ from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL
 from wicore_trt.serve import convert
 from wicore_trt.serve.guard import CallReply
 from wicore_trt.serve.service import relay, time_left
-from wicore_trt.text.tokenizer import FILES
+from wicore_trt.text.model_files import FILES
 from wicore_trt.types import (
     EngineStats,
     FinishReason,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,13 @@ import tokenizers
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import ConfigError, ContextLengthError, EngineFormatError, InvalidRequestError, shown
-from wicore_trt.files import CONFIG_ENDS, LIST_BYTES, TOKENIZER_BYTES, Door, present
+from wicore_trt.files import LIST_BYTES, TOKENIZER_BYTES, Door, present
 from wicore_trt.text.chat import ANSWER, CALL_TOKENS, PROBE, SAID, ChatTemplate, checked_variables
-from wicore_trt.text.tokenizer_file import read_tokenizer
+from wicore_trt.text.model_files import FILES, REBUILD, TOKENIZER, ModelFiles
+from wicore_trt.text.tokenizer_file import find_byte_ids, longest_token, read_tokenizer
 from wicore_trt.text.turns import has_calls, plain_messages, render, tool_messages
 from wicore_trt.text.untrusted import ControlTokens
 
-TOKENIZER = "tokenizer.json"
-FILES = (
-    TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json",
-    "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
-"""The files that say how a model's text becomes token ids, where a conversation's turns begin and what ends them."""
 _TAG = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_@]{2,40}\]")
 _JOINING = re.compile(
     r"Sequence\(decoders=\["
@@ -40,7 +35,6 @@ _JOINING = re.compile(
     r"ByteFallback\(\), Fuse\(\)\]\)"
 )
 """Decoders that join texts of tokens and change nothing but each token by itself, and runs of bytes; Gemma's is one."""
-_REBUILD = "Build the engine again from a source that has its tokenizer files."
 
 
 class Tokenizer:
@@ -80,7 +74,7 @@ class Tokenizer:
         vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=False)  # a copy of all, so taken once
         self.model_size: int = max(vocabulary.values(), default=-1) + 1
         self.vocab_size: int = max(self.model_size - 1, *backend.get_added_tokens_decoder(), -1) + 1
-        self.byte_ids = frozenset(_byte_ids(backend))
+        self.byte_ids = frozenset(find_byte_ids(backend))
         self.longest_token = longest_token(backend, vocabulary)
         joining = _JOINING.fullmatch(str(backend.decoder))
         self._joins = joining is not None
@@ -91,7 +85,7 @@ class Tokenizer:
     @classmethod
     def from_dir(cls, path: Path) -> Tokenizer:
         """`from_files` of the files that a directory holds. Raises EngineFormatError for what cannot be read, too."""
-        door = Door(path, EngineFormatError, _REBUILD)
+        door = Door(path, EngineFormatError, REBUILD)
         limits = {name: TOKENIZER_BYTES if name == TOKENIZER else LIST_BYTES for name in FILES}
         files = {
             n: door.read(path / n, limit=size) for n, size in limits.items() if n == TOKENIZER or present(path / n)
@@ -110,14 +104,14 @@ class Tokenizer:
         Raises EngineFormatError for missing, broken or contradicting files.
         """
         if TOKENIZER not in files:
-            raise EngineFormatError(f"{where / TOKENIZER} is missing.", fix=_REBUILD)
-        backend = read_tokenizer(files[TOKENIZER], where / TOKENIZER, _REBUILD)
-        read = _Files(files, where, backend)
-        chat = read.chat_template()
+            raise EngineFormatError(f"{where / TOKENIZER} is missing.", fix=REBUILD)
+        backend = read_tokenizer(files[TOKENIZER], where / TOKENIZER, REBUILD)
+        read = ModelFiles(files, where, backend)
+        chat = read.read_chat_template()
         made = cls(
             backend,
-            bos_id=read.bos_id(),
-            eos_ids=read.ends(every=chat is not None),
+            bos_id=read.read_bos(),
+            eos_ids=read.read_ends(every=chat is not None),
             adds_bos=read.tokenizer_config.get("add_bos_token") is not False,
             chat=chat,
             home=where,
@@ -383,137 +377,3 @@ def check_rows(token_ids: Sequence[int], vocab_size: int, text: object) -> None:
         raise ConfigError(
             f"{text} has the token id {max(token_ids)}, for which the model has no row.", fix="Take that token out."
         )
-
-
-def longest_token(backend: tokenizers.Tokenizer, vocabulary: Iterable[str]) -> int | None:
-    """Characters of text that one token stands for at most, None where the parts of the tokenizer do not say.
-    `vocabulary` has the texts of the tokens that are not added ones.
-
-    Exact for what Gemma has. The normalizer, if any, replaces a string by one that is no shorter, and the
-    pre-tokenizer, if any, splits and drops nothing, so no character is lost on the way. BPE cuts that text into pieces
-    of the vocabulary, or into bytes where it has none, at least one for a character, so that nothing becomes one
-    unknown token. Added tokens stand for their own text alone.
-    """
-    model, added = backend.model, backend.get_added_tokens_decoder().values()
-    if type(model).__name__ != "BPE" or not model.byte_fallback or len(set(_byte_ids(backend))) < 256:
-        return None
-    if any(token.lstrip or token.rstrip for token in added):
-        return None
-    replace = re.fullmatch(r'Replace\(pattern=String\("([^"\\]*)"\), content="([^"\\]*)"\)', str(backend.normalizer))
-    if backend.normalizer is not None and (replace is None or len(replace[2]) < len(replace[1])):
-        return None
-    if backend.pre_tokenizer is not None and not re.fullmatch(
-        r"Split\(.*behavior=(MergedWithPrevious|MergedWithNext|Isolated|Contiguous).*\)", str(backend.pre_tokenizer)
-    ):
-        return None
-    return max(map(len, chain(vocabulary, (token.content for token in added))))
-
-
-def _byte_ids(backend: tokenizers.Tokenizer) -> Iterable[int]:
-    if "ByteFallback" not in str(backend.decoder):
-        return ()
-    pieces = (f"<0x{byte:02X}>" for byte in range(256))
-    return [i for i in map(backend.token_to_id, pieces) if i is not None]
-
-
-class _Files:
-    """The small files beside tokenizer.json, and what they say together."""
-
-    def __init__(self, files: Mapping[str, bytes], path: Path, backend: tokenizers.Tokenizer) -> None:
-        self._files, self._path = files, path
-        self._door = Door(path, EngineFormatError, _REBUILD)
-        self._backend = backend
-        self.tokenizer_config = self._json("tokenizer_config.json")
-        self._names = self._json("special_tokens_map.json") | self.tokenizer_config
-        generation, config = self._json("generation_config.json"), self._json("config.json")
-        inner = config.get("text_config")
-        self._configs = {
-            "generation_config.json": generation,
-            "config.json": {"eos_token_id": generation.get(CONFIG_ENDS)} | config,
-            "config.json: text_config": inner if isinstance(inner, dict) else {},
-        }
-
-    def _json(self, name: str) -> dict[str, Any]:
-        """A JSON object, {} when there is no such file."""
-        if name not in self._files:
-            return {}
-        value = self._door.parse(self._files[name], self._path / name)
-        if not isinstance(value, dict):
-            raise EngineFormatError(f"{self._path / name} must hold a JSON object.", fix=_REBUILD)
-        return value
-
-    def bos_id(self) -> int | None:
-        name = self._token("bos_token")
-        if name is not None:
-            return self._named("bos_token", name)
-        ids = [i for place, config in self._configs.items() for i in self._ids(config, "bos_token_id", place)]
-        return ids[0] if ids else None
-
-    def ends(self, *, every: bool) -> dict[int, list[str]]:
-        """Ids that end a generation with the places that name them: of all places, or of the first that names some."""
-        found: dict[int, list[str]] = {}
-        for place, config in self._configs.items():
-            for end in self._ids(config, "eos_token_id", place):
-                found.setdefault(end, []).append(place)
-            if found and not every:
-                return found
-        for place in ("tokenizer_config.json", "special_tokens_map.json"):
-            name = _content(self._json(place).get("eos_token"))
-            if name is not None and (not found or self._backend.token_to_id(name) is not None):
-                found.setdefault(self._named("eos_token", name), []).append(place)
-            if found and not every:
-                return found
-        return found
-
-    def chat_template(self) -> ChatTemplate | None:
-        source, origin = self._template()
-        if source is None:
-            return None
-        extra = self._names.get("extra_special_tokens")  # a list, or an object of names that the template may use
-        given = {**self._names, **(extra if isinstance(extra, Mapping) else {})}
-        texts = {name: _content(token) for name, token in given.items() if name.endswith("_token")}
-        roles = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "")
-        return ChatTemplate(source, roles | {name: text for name, text in texts.items() if text}, origin)
-
-    def _template(self) -> tuple[str | None, Path]:
-        jinja = "chat_template.jinja"
-        if jinja in self._files:
-            return self._door.decode(self._files[jinja], self._path / jinja), self._path / jinja
-        for name in ("chat_template.json", "tokenizer_config.json"):
-            value, path = self._json(name).get("chat_template"), self._path / name
-            if isinstance(value, list):  # several named templates
-                named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
-                value = named.get("default")
-                if named and value is None:
-                    raise EngineFormatError(
-                        f"chat_template in {path} has {shown(next(iter(named)))} and none of the name default.",
-                        fix="Name the one that chats default.",
-                    )
-            if value is not None:
-                if not isinstance(value, str):
-                    raise EngineFormatError(f"chat_template in {path} must be a string.", fix=_REBUILD)
-                return value, path
-        return None, self._path
-
-    def _token(self, role: str) -> str | None:
-        return _content(self._names.get(role))
-
-    def _named(self, role: str, name: str) -> int:
-        index = self._backend.token_to_id(name)
-        if index is None:
-            raise EngineFormatError(f"{role} {shown(name)} in {self._path} is not in tokenizer.json.", fix=_REBUILD)
-        return int(index)
-
-    def _ids(self, config: Mapping[str, Any], key: str, place: str) -> tuple[int, ...]:
-        value = config.get(key)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-            where = self._path / place
-            raise EngineFormatError(f"{key} in {where} must be token ids, got {shown(value)}.", fix=_REBUILD)
-        return tuple(dict.fromkeys(ids))
-
-
-def _content(token: object) -> str | None:
-    """A token's text, written plainly or as {"content": ...}."""
-    value = token.get("content") if isinstance(token, Mapping) else token
-    return value if isinstance(value, str) else None

@@ -8,7 +8,9 @@ is used; text grows to at most MAX_GROWTH times its length and a few characters;
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -208,3 +210,34 @@ def _contradiction(file: _File) -> str | None:
 def _double(values: Iterable[Any]) -> Any | None:
     seen: set[Any] = set()
     return next((value for value in values if value in seen or seen.add(value)), None)  # type: ignore[func-returns-value]
+
+
+def longest_token(backend: tokenizers.Tokenizer, vocabulary: Iterable[str]) -> int | None:
+    """Characters of text that one token stands for at most, None where the parts of the tokenizer do not say.
+    `vocabulary` has the texts of the tokens that are not added ones.
+
+    Exact for what Gemma has. The normalizer, if any, replaces a string by one that is no shorter, and the
+    pre-tokenizer, if any, splits and drops nothing, so no character is lost on the way. BPE cuts that text into pieces
+    of the vocabulary, or into bytes where it has none, at least one for a character, so that nothing becomes one
+    unknown token. Added tokens stand for their own text alone.
+    """
+    model, added = backend.model, backend.get_added_tokens_decoder().values()
+    if type(model).__name__ != "BPE" or not model.byte_fallback or len(set(find_byte_ids(backend))) < 256:
+        return None
+    if any(token.lstrip or token.rstrip for token in added):
+        return None
+    replace = re.fullmatch(r'Replace\(pattern=String\("([^"\\]*)"\), content="([^"\\]*)"\)', str(backend.normalizer))
+    if backend.normalizer is not None and (replace is None or len(replace[2]) < len(replace[1])):
+        return None
+    if backend.pre_tokenizer is not None and not re.fullmatch(
+        r"Split\(.*behavior=(MergedWithPrevious|MergedWithNext|Isolated|Contiguous).*\)", str(backend.pre_tokenizer)
+    ):
+        return None
+    return max(map(len, chain(vocabulary, (token.content for token in added))))
+
+
+def find_byte_ids(backend: tokenizers.Tokenizer) -> Iterable[int]:
+    if "ByteFallback" not in str(backend.decoder):
+        return ()
+    pieces = (f"<0x{byte:02X}>" for byte in range(256))
+    return [i for i in map(backend.token_to_id, pieces) if i is not None]

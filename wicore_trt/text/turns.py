@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from wicore_trt.errors import InvalidRequestError
-from wicore_trt.text.chat import ROLES, checked_messages, content_text, shaped_turns
+from wicore_trt.text.chat import ROLES, checked_messages, content_text
 
 _PREAMBLE = (
     "You can call functions. To call one, answer with one line of JSON and nothing else, without Markdown: "
@@ -21,8 +21,6 @@ _PREAMBLE = (
     "The results follow in <tool_response>. Call a function only when you need it; otherwise answer in plain text.\n\n"
     "These are the functions, with JSON schemas of their parameters:\n"
 )
-_GEMMA = frozenset(("text", "answers"))
-"""Forms that Gemma 3's turns take, in the words of ChatTemplate."""
 
 
 def has_calls(messages: object) -> bool:
@@ -36,9 +34,12 @@ def render(
     messages: Sequence[Mapping[str, object]], functions: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
 ) -> str:
     """The text of a conversation, without BOS. Raises as `plain_messages` does."""
-    turns = shaped_turns(plain_messages(messages, functions), _GEMMA)
-    parted = ((turn["role"].replace("assistant", "model"), turn["content"]) for turn in turns)
-    text = "".join(f"<start_of_turn>{role}\n{content}<end_of_turn>\n" for role, content in parted)
+    turns = [(str(message["role"]), message["content"]) for message in plain_messages(messages, functions)]
+    if turns[0][0] == "system":  # Gemma 3 has no such turn: the user's first one begins with it
+        turns[:2] = [("user", f"{turns[0][1]}\n\n{turns[1][1]}")]
+    text = ""
+    for role, content in turns:
+        text += f"<start_of_turn>{role.replace('assistant', 'model')}\n{content}<end_of_turn>\n"
     return text + "<start_of_turn>model\n" if add_generation_prompt else text
 
 
