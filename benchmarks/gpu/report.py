@@ -201,6 +201,14 @@ def markdown(document: Mapping[str, Any]) -> str:
     return "\n".join([*found, "", *_notes(document)])
 
 
+def drop_empty_columns(table: str) -> str:
+    """Leave out the columns of a page's table that hold no figure; `table` begins with its head and ends at a blank."""
+    rows, blank, notes = table.partition("\n\n")
+    cells = [row.strip("| ").split(" | ") for row in rows.splitlines()]
+    kept = [i for i in range(len(cells[0])) if any(row[i] not in ("-", NOT_MEASURED) for row in cells[2:])]
+    return "\n".join(cells_of([row[i] for i in kept]) for row in cells) + blank + notes
+
+
 def _verdict(line: Line) -> str:
     if line.ours is None or line.must is None or line.aim is None:
         return ""

@@ -34,7 +34,16 @@ from benchmarks.gpu import cases
 from benchmarks.gpu.cases import CONFIGS, EXPECTED, PEER_ORDER, EngineConfig, Rates
 from benchmarks.gpu.five import five_rows
 from benchmarks.gpu.machine import clocks, describe, gpu_versions, measure_gpu_rates, rates_json
-from benchmarks.gpu.report import Document, decode_ms, load_document, markdown, new_document, save, svg
+from benchmarks.gpu.report import (
+    Document,
+    decode_ms,
+    drop_empty_columns,
+    load_document,
+    markdown,
+    new_document,
+    save,
+    svg,
+)
 from wicore_trt.bench.report import machine
 
 STAGES = ("bounds", "check", "ours", "startup", "vllm")
@@ -273,7 +282,7 @@ class GpuRun:
 def render(document: Document, path: Path) -> str:
     """Write table and plot beside `path`; returns the table."""
     table = markdown(document)
-    path.with_suffix(".md").write_text(table + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(drop_empty_columns(table) + "\n", encoding="utf-8")
     path.with_suffix(".svg").write_text(svg(document), encoding="utf-8")
     return table
 

@@ -18,7 +18,8 @@ from wicore_trt.metrics.machine import GpuUse, ProcessUse
 from wicore_trt.types import EngineStats, KVStats, PoolStats, TierStats
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
-HEAD = "| name | kind | labels | also named | meaning |\n|---|---|---|---|---|\n"
+HEAD = "| name{labels} | also named | meaning |\n|---|---|---|\n"
+KINDS = {"counter": "Counters", "gauge": "Gauges", "histogram": "Histograms"}
 
 
 def full() -> Snapshot:
@@ -37,26 +38,28 @@ def full() -> Snapshot:
     )
 
 
-def table() -> str:
-    """Rows of the page; a family that repeats another under a second name stands in that one's row."""
+def tables() -> str:
+    """Tables of the page, one a kind; a family that repeats another under a second name stands in that one's row."""
     rows: dict[str, list[str]] = {}
+    kinds: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for family in (*families(full()), *supervised({"front": (True, 0)})):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         assert family.samples, name
-        labels = ", ".join(
-            sorted({label for sample in family.samples for label in sample.labels} - {"le", "model_name"})
-        )
+        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le", "model_name"})
         if alias := re.match(r"As (wicore_\w+)", family.documentation):
             row = next(row for first, row in rows.items() if first.removesuffix("_total") == alias[1])
-            row[3] = ", ".join(filter(None, [row[3], f"`{name}`"]))
+            row[1] = ", ".join(filter(None, [row[1], f"`{name}`"]))
         else:
-            rows[name] = [f"`{name}`", family.type, labels, "", family.documentation]
-    return HEAD + "".join(f"| {' | '.join(row)} |\n" for row in rows.values())
+            rows[name] = [f"`{name}{{{','.join(labels)}}}`" if labels else f"`{name}`", "", family.documentation]
+            kinds[family.type].append(name)
+    parts = (f"## {KINDS[kind]}\n\n{HEAD}" + "".join(f"| {' | '.join(rows[name])} |\n" for name in names)
+             for kind, names in kinds.items())  # fmt: skip
+    return "\n".join(parts)
 
 
 def test_the_page_has_every_metric():
-    assert PAGE.read_text().endswith(table()), "run: PYTHONPATH=tests python tests/http/test_metrics_table.py"
+    assert PAGE.read_text().endswith(tables()), "run: PYTHONPATH=tests python tests/http/test_metrics_table.py"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(PAGE.read_text().partition(HEAD)[0] + table())
+    PAGE.write_text(PAGE.read_text().partition("## ")[0] + tables())
