@@ -35,7 +35,6 @@ from wicore_trt.types import (
     EngineStats,
     FinishReason,
     GenerateRequest,
-    SamplingParams,
     TokenLogprob,
     TokenOutput,
     Usage,
@@ -128,12 +127,15 @@ class EngineCore(Core):
 
     def add(self, request: GenerateRequest) -> None:
         assert request.request_key not in self._sequences
-        arrival = self._clock()
+        arrival = self.clock()
         params = request.params
         stop_ids = stop_ids_of(params, self.eos_ids)
         names = self.scheduler.manager.names(request.tenant, request.cache_salt)
         marks = mark_content(request.content, self.scheduler.manager.page_tokens)
-        sequences, matchers = [], self._new_matchers(params)
+        sequences, matchers = list[Sequence](), list[Matcher]()
+        if params.constraint is not None:
+            assert self._grammars is not None, "a constraint was let in"
+            matchers = [self._grammars.matcher(params.constraint) for _ in range(params.n)]
         most = self.max_context if params.max_tokens is None else params.max_tokens
         for index in range(params.n):
             sequence = Sequence(
@@ -159,13 +161,6 @@ class EngineCore(Core):
         if params.penalized:
             self._uncounted |= {sequence.seq_id for sequence in sequences}
         self._enter(request, sequences, start_by)
-
-    def _new_matchers(self, params: SamplingParams) -> list[Matcher]:
-        """One for each sequence of a constrained request, else none."""
-        if params.constraint is None:
-            return []
-        assert self._grammars is not None, "a constraint was let in"
-        return [self._grammars.matcher(params.constraint) for _ in range(params.n)]
 
     def step(self) -> list[TokenOutput]:
         """Bring one step to its end; where the executor can, the next one has then been started."""
@@ -193,7 +188,7 @@ class EngineCore(Core):
 
     def _start(self, schedule: StepSchedule, *, ahead: bool = False) -> Flight:
         batch, result = self._batch(schedule, ahead=ahead), None
-        flight = Flight(schedule, batch, self._clock(), result)
+        flight = Flight(schedule, batch, self.clock(), result)
         try:
             if self._ahead is None:
                 flight.result = self.executor.execute(batch)
@@ -268,7 +263,7 @@ class EngineCore(Core):
                 self._run_again(flight, failure)
         result = flight.result
         assert result is not None
-        now = self._clock()
+        now = self.clock()
         seconds, self._landed = now - max(flight.started, self._landed), now
         self._step_seconds += seconds
         if not flight.again:
@@ -321,7 +316,7 @@ class EngineCore(Core):
         return outputs
 
     def outlook(self) -> Outlook:
-        return self.scheduler.outlook(tuple(self._begun.values()), self._hold_s, self._clock())
+        return self.scheduler.outlook(tuple(self._begun.values()), self._hold_s, self.clock())
 
     def _waits(self, sequence: Sequence) -> bool:
         return sequence.state is SequenceState.WAITING and sequence.cached is None
@@ -348,19 +343,11 @@ class EngineCore(Core):
         if manager.tiers is not None and self.scheduler.loading:
             manager.tiers.wait(0 if self.scheduler.held_back else LOAD_WAIT_S)
             return []
-        return self._unstick(schedule)
-
-    def _unstick(self, schedule: StepSchedule) -> list[TokenOutput]:
-        """Nothing can run: if someone waits while the pools are empty, it never will, so it ends with an error."""
         sequence = self.scheduler.waiting.first()
         if schedule.preempted or self.scheduler.running or sequence is None:
             return []
+        # it waits while the pools are empty, so it will never run
         return [self._finish(sequence, FinishReason.ERROR, error="The KV pool is too small for this request.")]
-
-    @property
-    def _measures(self) -> bool:
-        """Whether the next step measures attention."""
-        return self.scheduler.manager.attention is not None and self._counts["steps"] % ATTENTION_STEPS == 0
 
     def _batch(self, schedule: StepSchedule, *, ahead: bool) -> StepBatch:
         """`ahead`: the token to compute is the one after all that are known."""
@@ -385,7 +372,8 @@ class EngineCore(Core):
                 piece.earlier_ids = tokens[:start]
                 uncounted.remove(sequence.seq_id)
             slices.append(piece)
-        return StepBatch(slices, measure_attention=self._measures)
+        wanted = self.scheduler.manager.attention is not None and self._counts["steps"] % ATTENTION_STEPS == 0
+        return StepBatch(slices, measure_attention=wanted)
 
     def _constrain(self, piece: SequenceSlice) -> None:
         """Let a slice sample what its matcher allows."""
@@ -484,7 +472,7 @@ class EngineCore(Core):
     ) -> TokenOutput:
         prompt_len, length, prefill_s = sequence.prompt_len, sequence.output_len, None
         if 0 < length == len(token_ids) and sequence.begun is not None:
-            prefill_s = self._clock() - sequence.begun
+            prefill_s = self.clock() - sequence.begun
         return TokenOutput(
             sequence.request.request_key, sequence.index, token_ids, logprobs, sequence.finish_reason,
             sequence.stop_reason, Usage(prompt_len, length, sequence.cached or 0), error, prompt_logprobs, prefill_s,
@@ -503,11 +491,8 @@ class EngineCore(Core):
             finally:
                 self.executor.close()
 
-    def stats(self) -> EngineStats:
-        return self.told()()
-
-    def told(self) -> Callable[[], EngineStats]:
-        scheduler, times = self.scheduler, (self._clock() - self._started, self._step_seconds)
+    def defer_stats(self) -> Callable[[], EngineStats]:
+        scheduler, times = self.scheduler, (self.clock() - self._started, self._step_seconds)
         running = len([s for s in scheduler.running if s.finish_reason is None])
         found = (self._counts, self._finished, times, running, self._step_tokens)
         return engine_stats(scheduler, self.executor.layout, *found)

@@ -47,7 +47,7 @@ class Core(ABC):
 
     def __init__(self, eos_ids: tuple[int, ...], max_context: int, clock: Callable[[], float]) -> None:
         self.eos_ids, self.max_context = eos_ids, max_context
-        self._clock, self._started = clock, clock()
+        self.clock, self._started = clock, clock()
         self._sequences: dict[str, dict[int, Any]] = {}  # live ones, by request and index
         self.limits = Limits()
         self._deadlines, self._start_by = Alarms(), Alarms()  # by request
@@ -127,14 +127,13 @@ class Core(ABC):
     def outlook(self) -> Outlook:
         """What a newcomer finds before it, for any thread to read."""
 
-    @abstractmethod
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
+        return self.defer_stats()()
 
-    def told(self) -> Callable[[], EngineStats]:
-        """The same, put together when somebody asks, on any thread."""
-        stats = self.stats()
-        return lambda: stats
+    @abstractmethod
+    def defer_stats(self) -> Callable[[], EngineStats]:
+        """Read counters and gauges now; any thread may put them together later."""
 
     @abstractmethod
     def close(self) -> None:
@@ -149,10 +148,6 @@ class Core(ABC):
     @abstractmethod
     def _waits(self, sequence: Any) -> bool:
         """Whether a sequence has not had a place yet."""
-
-    def now(self) -> float:
-        """The engine's clock."""
-        return self._clock()
 
     def _check_wait(self, request: GenerateRequest, now: float, cost_s: float) -> float:
         """By when a request must have begun whose prompt takes `cost_s`. Raises QueueFullError where that is not to be
@@ -172,7 +167,7 @@ class Core(ABC):
         self._sequences[name] = {sequence.index: sequence for sequence in sequences}
         self._counts["prompt"] += len(request.prompt_token_ids) * request.params.n
         if deadline is None and self.limits.timeout_s is not None:
-            deadline = self._clock() + self.limits.timeout_s
+            deadline = self.clock() + self.limits.timeout_s
         if deadline is not None:
             self._deadlines[name] = deadline
         if start_by < math.inf:
@@ -189,29 +184,29 @@ class Core(ABC):
         self._finished[reason.value] += 1
         if sequence.begun:
             self._begun.pop(id(sequence), None)
-            held = self._clock() - sequence.begun
+            held = self.clock() - sequence.begun
             self._hold_s += (held - self._hold_s) * (HOLD_RATE if self._hold_s else 1.0)
 
     def _begin(self, sequence: Any) -> None:
         """A sequence has its first step, and with it its request, of which others may wait for however long."""
         self._start_by.pop(sequence.request.request_key, None)
-        sequence.begun = self._begun[id(sequence)] = self._clock()
+        sequence.begun = self._begun[id(sequence)] = self.clock()
         if sequence.index == 0:
             self.began([TokenOutput(sequence.request.request_key, 0, ())])
 
     def _expire(self) -> list[TokenOutput]:
         """End what is late."""
-        late = self._deadlines.due(self._clock())
+        late = self._deadlines.due(self.clock())
         return [output for request_key in late for output in self.abort(request_key, reason=FinishReason.DEADLINE)]
 
     def _shed(self) -> list[TokenOutput]:
         """End the requests that have waited as long as they may, and still do now that places were given."""
         outputs = []
-        for name in self._start_by.due(self._clock()):
+        for name in self._start_by.due(self.clock()):
             del self._start_by[name]
             live = list(self._sequences[name].values())
             if all(self._waits(sequence) for sequence in live):
-                refusal = too_long(self.outlook().wait_s(live[0].request.tenant, self._clock(), 0.0), 0.0)
+                refusal = too_long(self.outlook().wait_s(live[0].request.tenant, self.clock(), 0.0), 0.0)
                 why, retry_s = str(refusal), refusal.retry_after_s
                 outputs += [self._finish(s, FinishReason.ERROR, error=why, retry_s=retry_s) for s in live]
         return outputs
@@ -239,7 +234,7 @@ class EngineLoop:
         self._open = True
         self._dead: str | None = None
         self._turns, self._rests = 0, True
-        self._stats, self._stats_time = core.told(), time.monotonic()
+        self._stats, self._stats_time = core.defer_stats(), time.monotonic()
         self._outlook = core.outlook()
         self._thread = _DeepThread(target=self._run, name="wicore-engine", daemon=True)
 
@@ -306,7 +301,7 @@ class EngineLoop:
         """Raise QueueFullError for a request that would wait too long as of the last step, so that it need not wait for
         the next one to be told. What it finds in the cache is not known here: it counts as one that takes no time, and
         may wait as one that takes all. With the lock held."""
-        limits, now = self._core.limits, self._core.now()
+        limits, now = self._core.limits, self._core.clock()
         if not limits.bound_waits:
             return
         outlook, tenant = self._outlook, request.tenant
@@ -428,10 +423,13 @@ class EngineLoop:
             if inbox:  # else there are no newcomers
                 self._waiting += self._newcomers.counts()
                 self._newcomers, self._taken = self._taken, self._newcomers
-        outputs = []
+        outputs: list[TokenOutput] = []
         for item in inbox:
             if isinstance(item, GenerateRequest):
-                outputs += self._add(item)
+                try:
+                    self._core.add(item)
+                except Exception as error:  # the engine goes on without it
+                    outputs.append(_refused(item, error))
             elif isinstance(item, TokenOutput):
                 outputs.append(item)
             else:
@@ -440,18 +438,10 @@ class EngineLoop:
             self._emit(outputs)
         return keep_on
 
-    def _add(self, request: GenerateRequest) -> list[TokenOutput]:
-        """Give a request to the engine, which goes on without it when it cannot take it."""
-        try:
-            self._core.add(request)
-        except Exception as error:
-            return [_refused(request, error)]
-        return []
-
     def _look(self) -> None:
         """Note the engine's present state for other threads; with the lock held."""
         self._running, self._waiting = self._core.load()
-        self._stats, self._stats_time = self._core.told(), time.monotonic()
+        self._stats, self._stats_time = self._core.defer_stats(), time.monotonic()
         self._outlook = self._core.outlook()
         self._taken.clear()
 

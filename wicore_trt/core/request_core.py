@@ -80,7 +80,7 @@ class RequestCore(Core):
 
     def add(self, request: GenerateRequest) -> None:
         assert request.request_key not in self._sequences
-        arrival, sequences = self._clock(), []
+        arrival, sequences = self.clock(), []
         for index in range(request.params.n):
             seed = sequence_seed(request.params.seed, index)
             sequences.append(RequestSequence(self._next_id, request, index, seed, arrival))
@@ -99,7 +99,7 @@ class RequestCore(Core):
                 if sequence is None:
                     continue  # it was ended here
                 if output.token_ids and not sequence.produced:
-                    output = structs.replace(output, prefill_s=self._clock() - sequence.begun)
+                    output = structs.replace(output, prefill_s=self.clock() - sequence.begun)
                 sequence.produced += len(output.token_ids)
                 self._counts["generated"] += len(output.token_ids)
                 if output.finish_reason is not None:
@@ -115,16 +115,16 @@ class RequestCore(Core):
         places = self.executor.max_sequences
         return Outlook(
             queued=self._waiting.waiting(), free=places - self._running, begun=tuple(self._begun.values()),
-            turnover_s=self._hold_s / places if places else 0.0, hold_s=self._hold_s, now=self._clock(),
+            turnover_s=self._hold_s / places if places else 0.0, hold_s=self._hold_s, now=self.clock(),
         )  # fmt: skip
 
     def _waits(self, sequence: RequestSequence) -> bool:
         return sequence.turn is None
 
-    def stats(self) -> EngineStats:
+    def defer_stats(self) -> Callable[[], EngineStats]:
         """The engine does not tell its steps and pools."""
-        return EngineStats(
-            uptime_s=self._clock() - self._started,
+        stats = EngineStats(
+            uptime_s=self.clock() - self._started,
             requests_running=self._running,
             requests_waiting=len(self._waiting),
             requests_finished=dict(self._finished),
@@ -132,6 +132,7 @@ class RequestCore(Core):
             cached_prompt_tokens=0,
             generated_tokens=self._counts["generated"],
         )
+        return lambda: stats
 
     def close(self) -> None:
         self.executor.close()

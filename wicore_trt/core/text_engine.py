@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
 
 from wicore_trt.core.limits import Hints
 from wicore_trt.core.offload import Offload
@@ -48,8 +47,6 @@ from wicore_trt.types import (
 )
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 TEXT_THREADS = 2
 """Threads that tokenize. They are beside the engine's, and one text may take seconds."""
@@ -260,7 +257,8 @@ class TextEngine:
         self._streams: dict[str, TextStream] = {}  # by key
         self._keys: dict[tuple[str, str], str] = {}  # (tenant, request id) -> key
         self._tallies: dict[str, Tally] = {}
-        self._offload = Offload(TEXT_THREADS)
+        self.work = Offload(TEXT_THREADS).run
+        """Runs a function that takes time in proportion to what a client sent, on a thread; tenants come in turn."""
         self._serial = itertools.count()
         self._hints = Hints()
         self._idle = asyncio.Event()
@@ -280,10 +278,6 @@ class TextEngine:
         """Take requests from now on."""
         await self.engine.start(self._deliver)
         self._started = True
-
-    async def work(self, tenant: str, function: Callable[[], T]) -> T:
-        """Run a function that takes time in proportion to what a client sent, on a thread; tenants come in turn."""
-        return await self._offload.run(tenant, function)
 
     async def encode(self, request: TextRequest) -> TextRequest:
         """The request with a long text as token ids, and its constraint checked, on a thread. Raises
