@@ -177,13 +177,13 @@ def serve(loaded: Any, reread: Any) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is a file
     from wicore_trt.access import log
 
-    log.configure(json_lines=settings.log.json, level=settings.log.level.upper())
+    log.configure_logging(json_lines=settings.log.json, level=settings.log.level.upper())
     from wicore_trt.access.admission import Admission
     from wicore_trt.access.listening import check_server
     from wicore_trt.process.supervisor import Supervisor
 
     # What is wrong with keys, certificates or addresses is said before any process starts.
-    Admission.of(settings.server)
+    Admission.from_settings(settings.server)
     check_server(settings.server)
     max_context = None
     if settings.engine is not None:

@@ -38,8 +38,8 @@ def serve_in_one_process() -> None:
     from wicore_trt.serve.lifecycle import Servers, ServingProcess
 
     class Local(ServingProcess):
-        def begin(self, servers: Servers) -> None:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.stop)
+        def begin_watching(self, servers: Servers) -> None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.stop_serving)
 
         def find_engine(self) -> TextEngine:
             core, info = load_engine()

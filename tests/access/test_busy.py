@@ -28,7 +28,7 @@ from wicore_trt.core.loop import EngineLoop
 from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.errors import QueueFullError, RateLimitError
 from wicore_trt.model.spec import GLOBAL, LOCAL
-from wicore_trt.serve.errors import status_of
+from wicore_trt.serve.errors import make_status
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
 from wicore_trt.serve.lifecycle import Servers
 from wicore_trt.types import GenerateRequest, SamplingParams
@@ -113,9 +113,9 @@ async def crowded(limits: Limits | None = None, key: str = "", **settings):
     linked = LinkedEngine(core, max_waiting=100)
     engine = TextEngine(linked, FakeTokenizer(), replace(FAKE_INFO, max_context_tokens=CONTEXT, bos_token_id=2))
     servers = Servers(ServerSettings(port=0, http_port=0, **settings), CONTEXT)
-    address, url = await servers.start()
+    address, url = await servers.start_listening()
     await engine.start()
-    servers.attach(engine)
+    servers.attach_engine(engine)
     await servers.set_serving()
     found = Crowded(engine, url, address, go)
     add = linked.host.add
@@ -135,7 +135,7 @@ async def crowded(limits: Limits | None = None, key: str = "", **settings):
         for task in found.tasks:
             task.cancel()
         await asyncio.gather(*found.tasks, return_exceptions=True)
-        await servers.stop(0)
+        await servers.stop_listening(0)
         await engine.close()
 
 
@@ -240,7 +240,7 @@ def test_a_request_waits_for_those_before_it_alone():
 
 
 def test_no_time_to_retry_is_none():
-    told = status_of(RateLimitError("", retry_after_s=1e-6), "").details
+    told = make_status(RateLimitError("", retry_after_s=1e-6), "").details
     info = error_details_pb2.RetryInfo()
     assert any(detail.Unpack(info) for detail in told) and info.retry_delay.ToMilliseconds() == 1
 

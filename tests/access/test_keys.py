@@ -26,12 +26,12 @@ def written(path, text: str, mode: int = 0o600) -> str:
 
 def test_keys_stand_for_tenants_and_operators(tmp_path):
     text = f"# keys\n\nalice:{ALICE}\n  alice:{ALICE}-new  \nbob:{BOB}\nops:{OPS}:operator\n"
-    ring = KeyRing.load("the single key", written(tmp_path / "keys", text))
-    assert ring.find(ALICE) == ring.find(f"{ALICE}-new") == Identity("alice")
-    assert ring.find(BOB) == Identity("bob") and ring.find(OPS) == Identity("ops", operator=True)
-    assert ring.find("the single key") == EVERYBODY == Identity("", operator=True)
+    ring = KeyRing.from_files("the single key", written(tmp_path / "keys", text))
+    assert ring.find_identity(ALICE) == ring.find_identity(f"{ALICE}-new") == Identity("alice")
+    assert ring.find_identity(BOB) == Identity("bob") and ring.find_identity(OPS) == Identity("ops", operator=True)
+    assert ring.find_identity("the single key") == EVERYBODY == Identity("", operator=True)
     for wrong in ("", ALICE[:-1], ALICE.upper(), f" {ALICE}", "alice", "\udcff", "x" * 10_000):
-        assert ring.find(wrong) is None
+        assert ring.find_identity(wrong) is None
     assert not any(key in repr(vars(ring)) for key in (ALICE, BOB, OPS, "the single key"))
 
 
@@ -39,19 +39,21 @@ def test_an_identity_knows_what_its_key_stands_for_later(tmp_path):
     """By a name that another process, which reads the same key, gives it too."""
     alice, bob = "a" * 16, "b" * 16
     keys = KeyRing({alice: Identity("alice"), bob: Identity("bob")})
-    one, other = keys.find(alice), keys.find(bob)
-    assert keys.now(one) == one and one.key != other.key and alice.encode() not in one.key
-    keys.replace(KeyRing({alice: Identity("carol", operator=True)}))
-    assert keys.now(one) == keys.find(alice) == Identity("carol", operator=True) and keys.now(other) is None
-    ask = f"from wicore_trt.access.keys import *; print(KeyRing({{{alice!r}: EVERYBODY}}).find({alice!r}).key.hex())"
+    one, other = keys.find_identity(alice), keys.find_identity(bob)
+    assert keys.refresh_identity(one) == one and one.key != other.key and alice.encode() not in one.key
+    keys.replace_keys(KeyRing({alice: Identity("carol", operator=True)}))
+    assert keys.refresh_identity(one) == keys.find_identity(alice) == Identity("carol", operator=True)
+    assert keys.refresh_identity(other) is None
+    ask = "from wicore_trt.access.keys import *; "
+    ask += f"print(KeyRing({{{alice!r}: EVERYBODY}}).find_identity({alice!r}).key.hex())"
     told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout
     assert told.strip() == one.key.hex()
-    assert KeyRing({}).now(EVERYBODY) == EVERYBODY and keys.now(EVERYBODY) is None
+    assert KeyRing({}).refresh_identity(EVERYBODY) == EVERYBODY and keys.refresh_identity(EVERYBODY) is None
 
 
 def test_without_keys_everybody_is_the_one_trusted_user():
-    ring = KeyRing.load(None, None)
-    assert not ring.needed and ring.find("") == ring.find("anything") == EVERYBODY
+    ring = KeyRing.from_files(None, None)
+    assert not ring.needed and ring.find_identity("") == ring.find_identity("anything") == EVERYBODY
 
 
 @pytest.mark.parametrize(
@@ -75,21 +77,21 @@ def test_without_keys_everybody_is_the_one_trusted_user():
 )
 def test_a_wrong_file_is_refused_by_line_and_no_key_is_shown(tmp_path, text, said):
     with pytest.raises(ConfigError, match=said) as error:
-        KeyRing.load(None, written(tmp_path / "keys", text))
+        KeyRing.from_files(None, written(tmp_path / "keys", text))
     assert "secret" not in str(error.value) and "short" not in str(error.value)
 
 
 def test_a_file_that_others_may_read_or_nobody_can_is_refused(tmp_path):
     path = written(tmp_path / "my keys", f"alice:{ALICE}", 0o640)
     with pytest.raises(ConfigError, match="chmod 600 '.*my keys'$"):
-        KeyRing.load(None, path)
+        KeyRing.from_files(None, path)
     with pytest.raises(ConfigError, match="cannot read"):
-        KeyRing.load(None, str(tmp_path / "missing"))
+        KeyRing.from_files(None, str(tmp_path / "missing"))
     (tmp_path / "binary").write_bytes(os.urandom(64) + b"\xff")
     with pytest.raises(ConfigError, match="not UTF-8"):
-        KeyRing.load(None, str(tmp_path / "binary"))
+        KeyRing.from_files(None, str(tmp_path / "binary"))
     with pytest.raises(ConfigError, match=r"also in server\.keys_file"):
-        KeyRing.load(ALICE, written(tmp_path / "keys", f"alice:{ALICE}"))
+        KeyRing.from_files(ALICE, written(tmp_path / "keys", f"alice:{ALICE}"))
 
 
 def test_the_single_key_is_not_printed(monkeypatch):
@@ -147,9 +149,9 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
         pipe.flush()
         for path in (str(tmp_path / "fifo"), f"/dev/fd/{reader}"):
             with pytest.raises(ConfigError, match="a named pipe, not a regular file") as error:
-                KeyRing.load(None, path)
+                KeyRing.from_files(None, path)
             assert "again on reload" in str(error.value)
     with pytest.raises(ConfigError, match="a directory"):
-        KeyRing.load(None, str(tmp_path))
+        KeyRing.from_files(None, str(tmp_path))
     with pytest.raises(ConfigError, match="not a regular file"):
         load_key_file(tmp_path / "fifo")

@@ -65,7 +65,7 @@ def test_lines_that_nobody_read_are_counted():
 CORE_COMPLAINS = """
 import asyncio
 from wicore_trt.access import log
-log.configure()
+log.configure_logging()
 import grpc
 async def main():
     try:

@@ -24,7 +24,7 @@ class Clock:
 
 def refused(rates: Rates, who: Identity, tokens: int = 0, requests: int = 1) -> float:
     with pytest.raises(RateLimitError) as caught:
-        rates.take(who, tokens, requests)
+        rates.reserve_units(who, tokens, requests)
     return caught.value.retry_after_s
 
 
@@ -32,28 +32,28 @@ def test_requests_of_a_minute():
     clock = Clock()
     rates = Rates(requests_per_minute=60, clock=clock)
     for _ in range(60):
-        rates.take(A, 10**9)
+        rates.reserve_units(A, 10**9)
     assert refused(rates, A) == pytest.approx(1.0) and issubclass(RateLimitError, QueueFullError)
-    rates.take(B, 0)
+    rates.reserve_units(B, 0)
     clock.now += 0.999
     assert refused(rates, A) == pytest.approx(0.001)
     clock.now += 0.001
-    rates.take(A, 0)
-    assert rates.allowances(A)["requests"].remaining == 0 and rates.allowances(B)["requests"].remaining == 60
+    rates.reserve_units(A, 0)
+    assert rates.list_allowances(A)["requests"].remaining == 0 and rates.list_allowances(B)["requests"].remaining == 60
     clock.now += 10**6
-    assert rates.allowances(A)["requests"].remaining == 60, "a bucket holds a minute's worth"
+    assert rates.list_allowances(A)["requests"].remaining == 60, "a bucket holds a minute's worth"
 
 
 def test_tokens_are_given_back_and_taken_later():
     clock = Clock()
     rates = Rates(tokens_per_minute=600, clock=clock)
-    grant = rates.take(A, 500)
+    grant = rates.reserve_units(A, 500)
     assert refused(rates, A, 200) == pytest.approx(10.0)
-    grant.settle(100)
-    grant.settle(100)
-    assert rates.allowances(A)["tokens"].remaining == 500
-    rates.take(A, 500).settle(1100)
-    allowance = rates.allowances(A)["tokens"]
+    grant.settle_tokens(100)
+    grant.settle_tokens(100)
+    assert rates.list_allowances(A)["tokens"].remaining == 500
+    rates.reserve_units(A, 500).settle_tokens(1100)
+    allowance = rates.list_allowances(A)["tokens"]
     assert allowance.remaining == 0 and allowance.reset_s == pytest.approx(120.0), "600 of debt, then 600"
     assert refused(rates, A, 1) == pytest.approx(60.1)
 
@@ -61,26 +61,26 @@ def test_tokens_are_given_back_and_taken_later():
 def test_what_is_larger_than_the_bucket_takes_all_of_it():
     clock = Clock()
     rates = Rates(requests_per_minute=3, tokens_per_minute=100, clock=clock)
-    rates.take(A, 10_000, 50).settle(100)
+    rates.reserve_units(A, 10_000, 50).settle_tokens(100)
     assert refused(rates, A, 1) == pytest.approx(20.0)
     clock.now += 60
-    rates.take(A, 10_000, 50)
+    rates.reserve_units(A, 10_000, 50)
 
 
 def test_a_refusal_takes_nothing():
     rates = Rates(requests_per_minute=10, tokens_per_minute=100, clock=Clock())
-    rates.take(A, 90)
+    rates.reserve_units(A, 90)
     for _ in range(20):
         refused(rates, A, 50)
-    assert rates.allowances(A)["requests"].remaining == 9
-    rates.take(A, 10)
+    assert rates.list_allowances(A)["requests"].remaining == 9
+    rates.reserve_units(A, 10)
 
 
 def test_no_limits_are_none():
     rates = Rates()
     for _ in range(1000):
-        rates.take(A, 10**9).settle(10**9)
-    assert not rates.allowances(A)
+        rates.reserve_units(A, 10**9).settle_tokens(10**9)
+    assert not rates.list_allowances(A)
 
 
 def test_no_span_gives_more_than_the_rate_and_one_bucket():
@@ -91,11 +91,11 @@ def test_no_span_gives_more_than_the_rate_and_one_bucket():
         clock.now += rng.expovariate(5)
         if open_grants and rng.random() < 0.5:
             grant, reserved, used = open_grants.pop(rng.randrange(len(open_grants)))
-            grant.settle(used)
+            grant.settle_tokens(used)
             continue
         reserved = rng.randrange(1, 200)
         try:
-            grant = rates.take(A, reserved)
+            grant = rates.reserve_units(A, reserved)
         except RateLimitError:
             continue
         used = rng.randrange(0, reserved + 1)
@@ -115,15 +115,15 @@ def test_changed_limits_hold_at_once_for_buckets_that_are_there():
     clock = Clock()
     rates = Rates(60, clock=clock)
     for who in (A, own[0]):
-        rates.take(who, 0)
-    rates.change(6000, None, {b"k": own[1]})
+        rates.reserve_units(who, 0)
+    rates.change_limits(6000, None, {b"k": own[1]})
     clock.now += 60
     for who in (A, own[1]):
-        assert rates.allowances(who)["requests"].remaining == 6000
+        assert rates.list_allowances(who)["requests"].remaining == 6000
     few = Identity("c", requests_per_minute=6, key=b"k")
     for who in (A, own[1]):
-        rates.take(who, 0, 6000)
-    rates.change(6, None, {b"k": few})
+        rates.reserve_units(who, 0, 6000)
+    rates.change_limits(6, None, {b"k": few})
     clock.now += 1
     for who in (A, few):
         assert refused(rates, who) == pytest.approx(9.0), "it adds nothing"
@@ -141,25 +141,25 @@ def test_a_meter_settles_what_was_used():
     rates = Rates(tokens_per_minute=1000, clock=Clock())
 
     def left() -> int:
-        return rates.allowances(A)["tokens"].remaining
+        return rates.list_allowances(A)["tokens"].remaining
 
     meter = Meter(rates, A)
-    meter.reserve([text_request(max_tokens=100, n=2)])
+    meter.reserve_tokens([text_request(max_tokens=100, n=2)])
     assert left() == 1000 - 240
     meter.used += 41
     meter.used += 7
     meter.used += 3
-    meter.settle()
+    meter.settle_tokens()
     assert left() == 1000 - 41 - 10
     refused_later = Meter(rates, A)
-    refused_later.reserve([text_request(max_tokens=100)])
-    refused_later.settle()
+    refused_later.reserve_tokens([text_request(max_tokens=100)])
+    refused_later.settle_tokens()
     assert left() == 1000 - 51, "the engine refused it"
     left_early = Meter(rates, A)
-    left_early.reserve([text_request()])
+    left_early.reserve_tokens([text_request()])
     assert left() == 1000 - 51 - 40 - 256
     left_early.used += 44
-    left_early.settle()
+    left_early.settle_tokens()
     assert left() == 1000 - 51 - 44, "its prompt was computed, whatever was guessed"
 
 
@@ -167,15 +167,15 @@ def test_a_key_has_its_own_rates_in_place_of_its_tenants(tmp_path):
     file, keys = tmp_path / "keys", [c * 16 for c in "xyz"]
     file.touch(0o600)
     file.write_text(f"a:{keys[0]}\na:{keys[1]}:requests=2\na:{keys[2]}:tokens=50:requests=100:operator\n")
-    plain, few, tokens = (KeyRing.load(None, str(file)).find(key) for key in keys)
+    plain, few, tokens = (KeyRing.from_files(None, str(file)).find_identity(key) for key in keys)
     rates = Rates(requests_per_minute=3, clock=Clock())
     for who, count in ((few, 2), (plain, 3), (tokens, 5)):
         for _ in range(count):
-            rates.take(who, 10)
+            rates.reserve_units(who, 10)
     assert refused(rates, few) == pytest.approx(30.0) and refused(rates, plain) == pytest.approx(20.0)
     assert refused(rates, tokens, 1) == pytest.approx(60 / 50) and tokens.operator
     file.write_text(f"a:{keys[1]}:requests=4\na:{keys[2]}\n")
-    few, tokens = (KeyRing.load(None, str(file)).find(key) for key in keys[1:])
-    assert rates.allowances(few)["requests"].limit == 4
+    few, tokens = (KeyRing.from_files(None, str(file)).find_identity(key) for key in keys[1:])
+    assert rates.list_allowances(few)["requests"].limit == 4
     assert refused(rates, few) == pytest.approx(15.0), "what was taken before the change counts"
     assert refused(rates, tokens) == pytest.approx(20.0), "it counts with its tenant now"

@@ -97,7 +97,7 @@ def serve(engine: str, names: str) -> None:
     from wicore_trt.config import LoadedSettings, ModelSettings, ServerSettings
     from wicore_trt.process.supervisor import Parts, Supervisor
 
-    log.configure(json_lines=False, level="INFO")
+    log.configure_logging(json_lines=False, level="INFO")
     settings = Settings(
         engine=engine,
         model=ModelSettings(name=tuple(names.split(","))),

@@ -112,7 +112,7 @@ def main(given: dict) -> int:
     os.environ[paced.OPTIONS] = json.dumps({"step_s": given.get("step_s", 0.02)})
     with tempfile.TemporaryDirectory() as folder:
         report = os.environ[REPORT] = f"{folder}/held"
-        log.configure(json_lines=False)
+        log.configure_logging(json_lines=False)
         settings = Settings(
             server=ServerSettings(
                 **{"allowed_hosts": ("x",), "port": 0, "http_port": 0, "grace_s": 2.0, **given.get("server", {})}

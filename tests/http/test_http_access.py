@@ -18,7 +18,7 @@ from web import GREEDY, error_of, executor_of, make_engine, serving, until
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from wicore_trt.access.listening import http_host
+from wicore_trt.access.listening import find_http_host
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.http import protocol
@@ -273,7 +273,7 @@ def test_who_does_not_shake_hands_counts_as_a_connection(pem, loop, monkeypatch)
 
 async def test_a_unix_socket(tmp_path):
     host = f"unix:{tmp_path}/s"
-    assert http_host(ServerSettings(host=host)) == f"{host}.http"
+    assert find_http_host(ServerSettings(host=host)) == f"{host}.http"
     async with serving(host=host) as running:
         assert running.url == f"{host}.http"
         transport = httpx.AsyncHTTPTransport(uds=f"{tmp_path}/s.http")

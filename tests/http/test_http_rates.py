@@ -52,14 +52,14 @@ async def test_tokens_that_were_not_used_come_back():
 
 async def test_both_ways_into_the_server_count_together():
     settings = ServerSettings(port=0, http_port=0)
-    admission = Admission.of(settings)
+    admission = Admission.from_settings(settings)
     object.__setattr__(admission, "rates", Rates(requests_per_minute=2))
     engine = make_engine()
     grpc_server = GrpcServer(settings, admission=admission)
     async with serving(engine) as running:
         running.server.context.admission = admission
-        address = await grpc_server.start()
-        grpc_server.service.attach(engine)
+        address = await grpc_server.start_listening()
+        grpc_server.service.attach_engine(engine)
         assert (await running.completion()).status_code == 200
         async with grpc.aio.insecure_channel(address) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
@@ -70,7 +70,7 @@ async def test_both_ways_into_the_server_count_together():
             status = await rpc_status.aio.from_call(call)
             assert any(detail.type_url.endswith("google.rpc.RetryInfo") for detail in status.details)
         assert (await running.completion()).status_code == 429
-        await grpc_server.stop(0)
+        await grpc_server.stop_listening(0)
 
 
 async def test_origins_and_rates_change_while_the_server_runs():
@@ -81,11 +81,11 @@ async def test_origins_and_rates_change_while_the_server_runs():
         assert "access-control-allow-origin" not in (await running.client.get("/health", headers=page)).headers
         changed = ServerSettings(requests_per_minute=1, cors_origins=(page["origin"],))
         running.server.change(changed)
-        running.server.context.admission.change(changed)
+        running.server.context.admission.apply_settings(changed)
         answer = await running.client.get("/health", headers=page)
         assert answer.headers["access-control-allow-origin"] == page["origin"]
         answer = await running.completion()  # three were left, and a bucket holds one now
         assert answer.headers["x-ratelimit-limit-requests"] == "1"
         assert (await running.completion()).status_code == 429
-        running.server.context.admission.change(ServerSettings())
+        running.server.context.admission.apply_settings(ServerSettings())
         assert (await running.completion()).status_code == 200

@@ -175,13 +175,13 @@ async def test_a_key_that_is_taken_back_begins_nothing_on_an_open_connection():
         async with connect(running, additional_headers=headers) as connection:
             await connection.send(generate("long", prompt="long", max_tokens=500))
             first = json.loads(await connection.recv())
-            keys.replace(KeyRing({"another key": EVERYBODY}))
+            keys.replace_keys(KeyRing({"another key": EVERYBODY}))
             await connection.send(generate("late", prompt="late"))
             found = await answers(connection, "long", "late")
             assert text_of([first, *found["long"]]) == expected("long", 500)
             [refused] = found["late"]
             assert refused["type"] == "error" and refused["error"]["code"] == "invalid_api_key", refused
-            keys.replace(KeyRing({KEY: Identity("alice", requests_per_minute=1)}))
+            keys.replace_keys(KeyRing({KEY: Identity("alice", requests_per_minute=1)}))
             await connection.send(generate("one", prompt="one"))
             await connection.send(generate("two", prompt="two"))
             found = await answers(connection, "one", "two")

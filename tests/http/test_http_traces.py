@@ -152,7 +152,7 @@ async def test_a_span_for_each_generation_over_both_ways(collector, tmp_path):
     "env", [{}, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_SDK_DISABLED": "true"}]
 )
 def test_nothing_is_loaded_when_traces_are_off(env):
-    code = "import sys; from wicore_trt.access import calls, tracing; tracing.configure(); tracing.close()\n"
+    code = "import sys; from wicore_trt.access import calls, tracing; tracing.start_tracing(); tracing.stop_tracing()\n"
     code += "assert calls.span_sender is None and not any(m.startswith('opentelemetry') for m in sys.modules)"
     clean = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     subprocess.run([sys.executable, "-c", code], env=clean | env, check=True, timeout=60)

@@ -13,7 +13,7 @@ from fakes import FAKE_INFO
 
 from wicore_trt.access.admission import CallCounts
 from wicore_trt.core.times import STEP_TOKENS, Histogram
-from wicore_trt.metrics.exposition import Snapshot, families, supervised
+from wicore_trt.metrics.exposition import MetricsSnapshot, collect_families, describe_processes
 from wicore_trt.metrics.machine import GpuUse, ProcessUse
 from wicore_trt.types import EngineStats, KVStats, PoolStats, TierStats
 
@@ -22,18 +22,18 @@ HEAD = "| name{labels} | also named | meaning |\n|---|---|---|\n"
 KINDS = {"counter": "Counters", "gauge": "Gauges", "histogram": "Histograms"}
 
 
-def full() -> Snapshot:
+def full() -> MetricsSnapshot:
     """A snapshot in which every family has a sample."""
     calls = CallCounts()
-    calls.ended_http("GET", "/health", 200)
-    calls.ended_grpc("Generate", "OK")
+    calls.count_http("GET", "/health", 200)
+    calls.count_grpc("Generate", "OK")
     tier = TierStats("device", 1, 1, 1, {"local": 1}, 1, evictions={"capacity": 1}, failures={"checksum": 1})
     pools = (PoolStats("local", 1, 1, 1, 1),)
     engine = EngineStats(1.0, 0, 0, {}, 0, 0, 0, pools=pools, kv=KVStats((tier,), {"load": 1}))
     engine = replace(engine, step_tokens=(0,) * (len(Histogram(STEP_TOKENS).counts) + 1))
     info = replace(FAKE_INFO, model_id="m", page_tokens=4)
     front = {"front": ProcessUse(1.0, 1, 1)}
-    return Snapshot(
+    return MetricsSnapshot(
         "1", "serving", calls, 0, info, engine, processes=front, gpus=[GpuUse(0, "n", "u", 1, 1, 0.1, 1.0, 1.0)]
     )
 
@@ -42,7 +42,7 @@ def tables() -> str:
     """Tables of the page, one a kind; a family that repeats another under a second name stands in that one's row."""
     rows: dict[str, list[str]] = {}
     kinds: dict[str, list[str]] = {kind: [] for kind in KINDS}
-    for family in (*families(full()), *supervised({"front": (True, 0)})):
+    for family in (*collect_families(full()), *describe_processes({"front": (True, 0)})):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         assert family.samples, name
         labels = sorted({label for sample in family.samples for label in sample.labels} - {"le", "model_name"})

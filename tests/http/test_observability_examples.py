@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 from test_metrics_table import full
 
-from wicore_trt.metrics.exposition import families, supervised
+from wicore_trt.metrics.exposition import collect_families, describe_processes
 
 FOLDER = Path(__file__).parents[2] / "examples" / "observability"
 SCRAPED = {"instance", "job"}
@@ -19,7 +19,7 @@ SCRAPED = {"instance", "job"}
 def told() -> dict[str, set[str]]:
     """Labels by the names of all samples."""
     found = {"up": set(SCRAPED)}
-    for family in (*families(full()), *supervised({"front": (True, 0)})):
+    for family in (*collect_families(full()), *describe_processes({"front": (True, 0)})):
         for sample in family.samples:
             found.setdefault(sample.name, set(SCRAPED)).update(sample.labels)
     return found

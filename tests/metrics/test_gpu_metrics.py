@@ -15,7 +15,7 @@ from wicore_trt.config import ServerSettings
 from wicore_trt.http import metrics
 from wicore_trt.http.context import Context
 from wicore_trt.metrics import machine
-from wicore_trt.metrics.exposition import families, rendered
+from wicore_trt.metrics.exposition import collect_families, render_metrics
 
 
 class NVMLError(Exception):
@@ -60,8 +60,8 @@ def installed(monkeypatch):
 
 async def samples() -> dict[tuple[str, str], float]:
     """GPU samples of a scrape, by name and uuid."""
-    found = await metrics.snapshot(Context(Admission.of(ServerSettings()), 0, 1.0))
-    told = text_string_to_metric_families(rendered(families(found))[0].decode())
+    found = await metrics.snapshot(Context(Admission.from_settings(ServerSettings()), 0, 1.0))
+    told = text_string_to_metric_families(render_metrics(collect_families(found))[0].decode())
     return {(s.name, s.labels["uuid"]): s.value for f in told for s in f.samples if s.name.startswith("wicore_gpu")}
 
 
@@ -103,10 +103,10 @@ async def test_a_driver_that_hangs_takes_one_thread_and_no_scrape(installed, mon
     def hangs():
         asked.append(1)
         goes_on.wait(60)
-        return machine.gpu_use()
+        return machine.read_gpu_use()
 
-    monkeypatch.setattr(metrics, "gpu_use", hangs)
-    context = Context(Admission.of(ServerSettings()), 0, 1.0)
+    monkeypatch.setattr(metrics, "read_gpu_use", hangs)
+    context = Context(Admission.from_settings(ServerSettings()), 0, 1.0)
     for _ in range(3):
         assert (await metrics.snapshot(context)).gpus == ()
     goes_on.set()
@@ -119,5 +119,5 @@ def test_nothing_is_imported_twice(monkeypatch, installed):
     installed(None)
     looked, original = [], builtins.__import__
     monkeypatch.setattr(builtins, "__import__", lambda name, *a: looked.append(name) or original(name, *a))
-    assert machine.gpu_use() == machine.gpu_use() == []
+    assert machine.read_gpu_use() == machine.read_gpu_use() == []
     assert looked.count("pynvml") == 1

@@ -35,7 +35,7 @@ from wicore_trt.link import remote as remote_end
 from wicore_trt.link.host import EngineHost
 from wicore_trt.link.messages import Welcome
 from wicore_trt.link.remote import RemoteEngine
-from wicore_trt.serve.guard import CallReply, guarded
+from wicore_trt.serve.guard import CallReply, run_call
 from wicore_trt.serve.service import InferenceService
 from wicore_trt.types import FinishReason, GenerateRequest, TokenOutput, Usage
 
@@ -199,7 +199,7 @@ class Site:
     async def start(self) -> None:
         await self.engine.start()
         self.context.attach(self.engine)
-        self.service.attach(self.engine)
+        self.service.attach_engine(self.engine)
         await self.start_engine()
 
     async def start_engine(self) -> None:
@@ -329,8 +329,8 @@ class Site:
         return self.noted(end, "websocket")
 
     async def grpc(self, tenant: str, fields: dict, *, leave_s: float | None = None) -> End:
-        message, who = grpc_request(**fields), self.admission.keys.find(tenant)
-        call, text, ended = Call.begin("Generate", who, {}.get), [], []
+        message, who = grpc_request(**fields), self.admission.keys.find_identity(tenant)
+        call, text, ended = Call.from_headers("Generate", who, {}.get), [], []
 
         class Context:
             def peer(self):
@@ -352,7 +352,7 @@ class Site:
             with self.admission.calls.place(who.tenant):
                 await self.service.Generate(message, CallReply(Context(), call.call_id))
 
-        task = asyncio.ensure_future(guarded(call, answer, Context()))
+        task = asyncio.ensure_future(run_call(call, answer, Context()))
         if leave_s is not None:
             self.loop.call_later(leave_s, task.cancel)
         try:

@@ -99,7 +99,7 @@ def load_tokenizer(settings: Settings) -> FakeTokenizer:
 def main(given: dict) -> int:
     os.environ["WICORE_TEST_OPTIONS"] = json.dumps(given)
     logs = LogSettings(level=given.get("level", "info"), json=given.get("json", False))
-    log.configure(json_lines=logs.json, level=logs.level.upper())
+    log.configure_logging(json_lines=logs.json, level=logs.level.upper())
     log.TOGETHER_S = given.get("together_s", log.TOGETHER_S)
     supervisor.FRONT_S = given.get("front_s", supervisor.FRONT_S)
     child.QUICK_S = given.get("quick_s", child.QUICK_S)

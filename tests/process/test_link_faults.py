@@ -133,5 +133,5 @@ async def test_a_message_that_breaks_its_receiver_ends_the_channel():
 def test_an_error_of_any_length_is_told():
     ours, theirs = Control.make_pair()
     theirs.send_error(EngineFormatError("\x01" * 1_000_000, fix="\x02" * 1_000_000))
-    message, _ = ours.receive()
+    message, _ = ours.receive_message()
     assert isinstance(read_error(message), EngineFormatError)

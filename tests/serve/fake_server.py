@@ -42,9 +42,9 @@ class LocalProcess(ServingProcess):
         super().__init__(ServerSettings(**{"port": 0, "http_port": None, **options.get("server", {})}))
         self._options = options
 
-    def begin(self, servers: Servers) -> None:
+    def begin_watching(self, servers: Servers) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self.stop)
+            asyncio.get_running_loop().add_signal_handler(number, self.stop_serving)
         self._loading = asyncio.ensure_future(on_daemon_thread(self._load))
         self._loading.add_done_callback(lambda _: self.changed.set())
 
@@ -68,7 +68,7 @@ class LocalProcess(ServingProcess):
 
 
 def main(options: dict) -> int:
-    log.configure(json_lines=options.get("json", False))
+    log.configure_logging(json_lines=options.get("json", False))
     try:
         return LocalProcess(options).run()
     except WicoreError as error:

@@ -77,16 +77,16 @@ async def serving(engine=None, *, options=(), attach: bool = True, **settings) -
     """A started server, its engine and a client. Settings are those of ServerSettings; the port is a free one."""
     engine = engine or make_engine()
     server = GrpcServer(ServerSettings(**{"port": 0, **settings}))
-    address = await server.start()
+    address = await server.start_listening()
     if attach:
         await engine.start()
-        server.service.attach(engine)
+        server.service.attach_engine(engine)
         await server.set_serving()
     try:
         async with grpc.aio.insecure_channel(address, options=options) as channel:
             yield Running(server, engine, address, channel, inference_pb2_grpc.InferenceServiceStub(channel))
     finally:
-        await server.stop(0)
+        await server.stop_listening(0)
         await engine.close()
 
 

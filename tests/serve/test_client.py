@@ -139,13 +139,13 @@ def test_outputs_and_parameters_come_back_as_they_were():
         TextOutput("r", 0, "", (), (), FinishReason.STOP, 106, usage),
         TextOutput("r", 0, "", (), (), FinishReason.DEADLINE, None, usage),
     ):
-        (message,) = convert.responses(output, first_token_s=None, total_s=1.0)
+        (message,) = convert.make_responses(output, first_token_s=None, total_s=1.0)
         assert _output_of(message) == output
     given = SamplingParams(max_tokens=3, top_k=2, seed=0, n=2, logprobs=0, logit_bias={5: -1.0}, stop=("x",))
     scored = SamplingParams(max_tokens=0, prompt_logprobs=0)
-    assert convert.sampling_params(_sampling(scored)) == scored
-    assert convert.sampling_params(_sampling(given)) == given
-    assert convert.sampling_params(_sampling(SamplingParams())) == SamplingParams()
+    assert convert.read_sampling_params(_sampling(scored)) == scored
+    assert convert.read_sampling_params(_sampling(given)) == given
+    assert convert.read_sampling_params(_sampling(SamplingParams())) == SamplingParams()
 
 
 def test_what_is_not_installed_is_named():

@@ -37,7 +37,7 @@ async def test_connections_beyond_the_limit_are_closed_and_those_that_are_there_
 def test_the_limit_leaves_file_descriptors_to_the_rest(monkeypatch):
     for soft, limit in ((1 << 20, 4096), (resource.RLIM_INFINITY, 4096), (4096, 3584), (1024, 512), (600, 300)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
-        assert server.connection_limit() * server.LISTENERS == limit
+        assert server.find_connection_limit() * server.LISTENERS == limit
 
 
 def test_the_serve_command_takes_all_the_file_descriptors_it_may():

@@ -57,7 +57,7 @@ async def test_the_field_and_the_reason_come_back() -> None:
 
 @pytest.mark.parametrize("constraint", CONSTRAINTS.values(), ids=lambda c: c.kind.value)
 def test_messages_say_what_they_were_made_of(constraint: Constraint) -> None:
-    found = convert.constraint(constraint_message(constraint))
+    found = convert.read_constraint(constraint_message(constraint))
     assert found.kind is constraint.kind
     if constraint.kind is K.CHOICE:
         assert json.loads(found.text) == json.loads(constraint.text)
@@ -68,7 +68,7 @@ def test_messages_say_what_they_were_made_of(constraint: Constraint) -> None:
 @pytest.mark.parametrize("message", [pb2.Constraint(), pb2.Constraint(json_object=False), pb2.Constraint(regex="")])
 def test_empty_ones_are_refused(message: pb2.Constraint) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        convert.constraint(message)
+        convert.read_constraint(message)
     assert caught.value.field == "constraint"
 
 

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from serving import SERVICE, failure, process, serving, until
 
 from wicore_trt.serve import intake
-from wicore_trt.serve.intake import host_of
+from wicore_trt.serve.intake import find_host
 
 CHECK = "/grpc.health.v1.Health/Check"
 REFLECT = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
@@ -91,7 +91,7 @@ class Silent:
 
 @pytest.mark.parametrize("host", ["198.51.100.7", "203.0.113.1"], ids=["another's", "the same"])
 async def test_many_silent_health_calls_of_one_address_hold_nobody_up_for_long(host):
-    requests, given = intake.BriefRequests(), []
+    requests, given = intake.BriefRequestReader(), []
 
     class Reading(dict):
         """Keeps how long each silent call was let wait, which the load of this machine does not change."""
@@ -102,10 +102,10 @@ async def test_many_silent_health_calls_of_one_address_hold_nobody_up_for_long(h
             return begun
 
     requests._reading = Reading()
-    silent = [asyncio.ensure_future(requests.read(Silent(), "203.0.113.1")) for _ in range(100)]
+    silent = [asyncio.ensure_future(requests.read_request(Silent(), "203.0.113.1")) for _ in range(100)]
     await until(lambda: requests._count == 100 - intake.READS)
     async with asyncio.timeout(60):
-        assert await requests.read(Silent(b"x"), host) == b"x"
+        assert await requests.read_request(Silent(b"x"), host) == b"x"
     assert 0 < sum(given) / intake.READS < (0.2 if host == "198.51.100.7" else 1.8)
     for task in silent:
         task.cancel()
@@ -114,15 +114,19 @@ async def test_many_silent_health_calls_of_one_address_hold_nobody_up_for_long(h
 
 
 async def test_places_for_health_requests_outlast_cancelled_calls():
-    requests, rng = intake.BriefRequests(), random.Random(1)
+    requests, rng = intake.BriefRequestReader(), random.Random(1)
     for _ in range(20):
         calls = [Silent(b"x") if rng.random() < 0.5 else Silent() for _ in range(20)]
-        tasks = [asyncio.ensure_future(requests.read(call, str(i % 3))) for i, call in enumerate(calls)]
+        tasks = [asyncio.ensure_future(requests.read_request(call, str(i % 3))) for i, call in enumerate(calls)]
         for task in rng.sample(tasks, 20):
             await asyncio.sleep(0)
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    assert requests._free == intake.READS and not requests._count and await requests.read(Silent(b"y"), "0") == b"y"
+    assert (
+        requests._free == intake.READS
+        and not requests._count
+        and await requests.read_request(Silent(b"y"), "0") == b"y"
+    )
 
 
 async def test_a_lone_silent_health_call_has_its_time(monkeypatch):
@@ -161,6 +165,6 @@ async def test_bytes_that_are_no_message_are_an_invalid_argument(method, caplog)
 
 
 def test_callers_are_told_apart_by_address():
-    assert host_of("ipv4:10.0.0.1:4711") == host_of("ipv6:%5B::ffff:10.0.0.1%5D:4711") == "10.0.0.1"
-    assert host_of("ipv6:%5B2001:db8::1%5D:1") == host_of("ipv6:[2001:db8::2%25eth0]:9") == "2001:db8::/64"
-    assert host_of("unix:") == host_of("unix:/run/x") == "unix" and host_of("") == "unknown"
+    assert find_host("ipv4:10.0.0.1:4711") == find_host("ipv6:%5B::ffff:10.0.0.1%5D:4711") == "10.0.0.1"
+    assert find_host("ipv6:%5B2001:db8::1%5D:1") == find_host("ipv6:[2001:db8::2%25eth0]:9") == "2001:db8::/64"
+    assert find_host("unix:") == find_host("unix:/run/x") == "unix" and find_host("") == "unknown"

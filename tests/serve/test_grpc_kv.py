@@ -324,7 +324,7 @@ def test_a_snapshot_of_any_size_comes_in_bounded_parts(count):
     for i in range(count):
         name = rng.choice(("device", "disk")), rng.choice(("global", "local"))
         pages[name] = (*pages.get(name, ()), page(i, name[1]))
-    messages = list(convert.kv_snapshot(EventSnapshot(9, 2**64 - 1, pages)))
+    messages = list(convert.make_kv_snapshot(EventSnapshot(9, 2**64 - 1, pages)))
     assert 1 <= len(messages) <= 4 + count // 1024 and all(m.ByteSize() < 128_000 for m in messages)
     assert [m.snapshot.first for m in messages] == [True] + [False] * (len(messages) - 1)
     assert [m.snapshot.last for m in messages] == [False] * (len(messages) - 1) + [True]
@@ -345,7 +345,7 @@ def test_many_events_come_in_bounded_messages_in_order():
         else:
             events.append(Removed(number, "disk", "local", (page(number).key,), "quota"))
     events.append(Stored(4000, "disk", "global", tuple(page(i) for i in range(1024))))
-    messages = list(convert.kv_events(5, events))
+    messages = list(convert.make_kv_events(5, events))
     assert [e.sequence for m in messages for e in m.events.events] == list(range(1, 4001))
     assert [m.sequence for m in messages] == [m.events.events[-1].sequence for m in messages]
     assert all(m.ByteSize() < 300_000 and m.epoch == 5 for m in messages) and len(messages) < 20

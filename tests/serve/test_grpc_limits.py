@@ -20,7 +20,7 @@ from grpc_status import rpc_status
 from serving import HERE, SERVICE, details_of, failure, make_engine, process, request, rest_of, serving, until
 
 from wicore_trt.access import admission
-from wicore_trt.access.admission import message_limit
+from wicore_trt.access.admission import find_message_limit
 from wicore_trt.serve import intake
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
@@ -169,8 +169,8 @@ async def test_many_items_are_counted_before_they_are_converted(path, monkeypatc
 
 
 def test_the_message_limit_follows_from_the_context():
-    assert message_limit(None) == message_limit(512) == 4 << 20
-    assert message_limit(32_768) == 4 << 20 and message_limit(131_072) == 16 << 20
+    assert find_message_limit(None) == find_message_limit(512) == 4 << 20
+    assert find_message_limit(32_768) == 4 << 20 and find_message_limit(131_072) == 16 << 20
 
 
 async def test_a_watcher_that_reads_nothing_holds_up_no_change_of_status():

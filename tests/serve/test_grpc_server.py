@@ -18,7 +18,7 @@ from wicore_trt.config import ServerSettings
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
-from wicore_trt.serve.server import Certificates, GrpcServer
+from wicore_trt.serve.server import GrpcServer, TlsCredentials
 
 Status = health_pb2.HealthCheckResponse
 INFO = pb2.GetServerInfoRequest()
@@ -135,17 +135,17 @@ async def test_a_used_port_is_an_error_and_not_shared():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(EnvironmentUnfitError, match="in use"):
-            await GrpcServer(ServerSettings(port=taken.getsockname()[1])).start()
+            await GrpcServer(ServerSettings(port=taken.getsockname()[1])).start_listening()
     async with serving() as running:
         port = int(running.address.rpartition(":")[2])
         with pytest.raises(EnvironmentUnfitError, match="in use"):
-            await GrpcServer(ServerSettings(port=port)).start()
+            await GrpcServer(ServerSettings(port=port)).start_listening()
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.1"])
 async def test_a_host_that_is_not_ours_is_an_error(host):
     with pytest.raises(EnvironmentUnfitError, match="unknown|Cannot listen"):
-        await GrpcServer(ServerSettings(host=host, port=0)).start()
+        await GrpcServer(ServerSettings(host=host, port=0)).start_listening()
 
 
 async def test_unix_sockets_and_leftover_files(tmp_path):
@@ -154,7 +154,7 @@ async def test_unix_sockets_and_leftover_files(tmp_path):
         assert running.address == f"unix:{path}"
         assert await text_of(running.stub) == expected("over tls", 8)[0]
         with pytest.raises(EnvironmentUnfitError, match="in use"):
-            await GrpcServer(ServerSettings(host=f"unix:{path}")).start()
+            await GrpcServer(ServerSettings(host=f"unix:{path}")).start_listening()
         assert await text_of(running.stub)  # and the refused one has not taken the path away
     with socket.socket(socket.AF_UNIX) as left_behind:
         left_behind.bind(str(tmp_path / "old.sock"))
@@ -163,7 +163,7 @@ async def test_unix_sockets_and_leftover_files(tmp_path):
     (tmp_path / "file").write_text("precious")
     for bad in (tmp_path / "file", tmp_path / "missing" / "s.sock"):
         with pytest.raises(EnvironmentUnfitError):
-            await GrpcServer(ServerSettings(host=f"unix:{bad}")).start()
+            await GrpcServer(ServerSettings(host=f"unix:{bad}")).start_listening()
     assert (tmp_path / "file").read_text() == "precious"
 
 
@@ -223,4 +223,4 @@ async def test_tls_and_mutual_tls(tls):
 def test_bad_tls_files_are_found_before_listening(tls, cert, key, ca):
     paths = {**tls[0], "nowhere": "/nonexistent/file.pem", None: None}
     with pytest.raises(ConfigError):
-        Certificates(paths[cert], paths[key], paths[ca])
+        TlsCredentials(paths[cert], paths[key], paths[ca])

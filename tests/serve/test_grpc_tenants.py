@@ -120,7 +120,7 @@ async def test_events_end_when_the_key_is_taken_back_or_another_s(keys_file):
             subscriptions[name] = stub.SubscribeKVEvents(kv_pb2.SubscribeKVEventsRequest(), metadata=TENANT_OF[name])
             await subscriptions[name].read()
         now = {KEYS["alice"]: Identity("alice", requests_per_minute=99), KEYS["ops"]: Identity("ops")}
-        keys.replace(KeyRing(now | {"another key of bob": Identity("bob")}))
+        keys.replace_keys(KeyRing(now | {"another key of bob": Identity("bob")}))
         for key in (KEYS["alice"], "another key of bob"):
             await finish_of(stub.Generate(request("several pages of a prompt", 9), metadata=(("x-api-key", key),)))
         assert (await subscriptions["alice"].read()).HasField("events")

@@ -12,21 +12,21 @@ from serving import details_of
 from wicore_trt import errors
 from wicore_trt.access.log import JsonFormatter, LineFormatter
 from wicore_trt.serve import convert
-from wicore_trt.serve.errors import DuplicateRequestError, reason_of, status_of
+from wicore_trt.serve.errors import DuplicateRequestError, find_reason, make_status
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.types import FinishReason, SamplingParams, TextOutput, TokenLogprob, Usage
 
 
 def test_sampling_defaults_and_values():
-    assert convert.sampling_params(pb2.SamplingParams()) == SamplingParams()
+    assert convert.read_sampling_params(pb2.SamplingParams()) == SamplingParams()
     given = SamplingParams(
         max_tokens=7, min_tokens=2, temperature=0.1, top_k=5, top_p=0.3, min_p=0.07, repetition_penalty=1.1,
         presence_penalty=-0.3, frequency_penalty=0.9, seed=-(2**63), n=3, logprobs=0, logit_bias={3: -1.5},
         stop=("ü", "b"), stop_token_ids=(4, 5), ignore_eos=True, include_stop=True,
     )  # fmt: skip
     fields = {name: getattr(given, name) for name in given.__slots__}
-    assert convert.sampling_params(pb2.SamplingParams(**fields)) == given  # doubles: 0.1 stays 0.1
-    assert convert.sampling_params(pb2.SamplingParams(temperature=0.0)).greedy
+    assert convert.read_sampling_params(pb2.SamplingParams(**fields)) == given  # doubles: 0.1 stays 0.1
+    assert convert.read_sampling_params(pb2.SamplingParams(temperature=0.0)).greedy
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -38,7 +38,7 @@ def test_outputs_of_any_size_arrive_whole_in_bounded_messages(seed):
     text = "".join(rng.choice("añ€😀 ") for _ in range(rng.randrange(3 * count + 2)))
     prompt = tuple(TokenLogprob(t, -1.0) for t in range(rng.choice((0, 3, 512, 1300))))
     output = TextOutput("r", 3, text, ids, logprobs, FinishReason.STOP, "end", Usage(9, count, 4), prompt)
-    messages = list(convert.responses(output, first_token_s=0.25, total_s=61.5))
+    messages = list(convert.make_responses(output, first_token_s=0.25, total_s=61.5))
     assert [m.WhichOneof("event") for m in messages] == ["delta"] * (len(messages) - 1) + ["finish"]
     assert all((m.request_id, m.index) == ("r", 3) for m in messages)
     deltas = [m.finish.delta if m.HasField("finish") else m.delta for m in messages]
@@ -64,10 +64,10 @@ def test_every_error_of_ours_has_a_status_that_fits_into_metadata():
     assert DuplicateRequestError in kinds and len(kinds) >= 14
     for kind in kinds:
         keywords = {"field": "n"} if issubclass(kind, errors.InvalidRequestError) else {}
-        status = status_of(kind("bad \N{SNOWMAN}" * 1000, fix="Mend it.", **keywords), "call-1")
+        status = make_status(kind("bad \N{SNOWMAN}" * 1000, fix="Mend it.", **keywords), "call-1")
         details = details_of(status)
         assert status.code != 0 and len(status.message) == 512 and status.ByteSize() < 4096
-        assert details["ErrorInfo"].reason == reason_of(kind("", **keywords)) != ""
+        assert details["ErrorInfo"].reason == find_reason(kind("", **keywords)) != ""
         assert details["RequestInfo"].request_id == "call-1"
         assert ("BadRequest" in details) == bool(keywords)
         comes_back = issubclass(kind, errors.QueueFullError) or kind.grpc_code == "UNAVAILABLE"

@@ -41,11 +41,11 @@ class CallCounts:
     grpc: Counter[tuple[str, str]] = field(default_factory=Counter)  # by method and code
     refused: Counter[str] = field(default_factory=Counter)  # without a valid key, by "http" and "grpc"
 
-    def ended_http(self, method: str, path: str, status: int) -> None:
+    def count_http(self, method: str, path: str, status: int) -> None:
         """`path` is a route's, or OTHER."""
         self.http[method if method in VERBS else OTHER, path, str(status)] += 1
 
-    def ended_grpc(self, method: str, code: str) -> None:
+    def count_grpc(self, method: str, code: str) -> None:
         """`method` is one that is served."""
         self.grpc[method, code] += 1
 
@@ -74,13 +74,13 @@ class Bucket:
         """Seconds until `units` are there, 0 when they are."""
         return max(0.0, units - self.level) / self._per_s
 
-    def change(self, per_minute: int) -> None:
+    def change_rate(self, per_minute: int) -> None:
         """Hold and fill `per_minute` units from now on; a debt stays."""
         level = self.level
         self.capacity, self._per_s = per_minute, per_minute / MINUTE_S
         self._level = min(level, float(per_minute))
 
-    def add(self, units: float) -> None:
+    def add_units(self, units: float) -> None:
         """Put units in, or take them out."""
         self._level = min(float(self.capacity), self.level + units)
 
@@ -101,10 +101,10 @@ class Grant:
     bucket: Bucket | None = None
     reserved: int = 0
 
-    def settle(self, used: int) -> None:
+    def settle_tokens(self, used: int) -> None:
         """Give back what was not used, or take what was used more. Only the first call counts."""
         if self.bucket is not None:
-            self.bucket.add(self.reserved - used)
+            self.bucket.add_units(self.reserved - used)
             self.bucket = None
 
 
@@ -121,7 +121,7 @@ class Rates:
         self._clock = clock
         self._buckets: dict[tuple[str | bytes, str], Bucket] = {}
 
-    def take(self, who: Identity, tokens: int, requests: int = 1) -> Grant:
+    def reserve_units(self, who: Identity, tokens: int, requests: int = 1) -> Grant:
         """Count `requests` and reserve `tokens`. What is more than a bucket holds counts as a full one.
 
         Raises RateLimitError, and takes nothing, when one of the two is not there.
@@ -140,10 +140,10 @@ class Rates:
             if kind == "tokens":
                 grant = Grant(bucket, units)
         for bucket, units in taken:
-            bucket.add(-units)
+            bucket.add_units(-units)
         return grant
 
-    def change(
+    def change_limits(
         self, requests_per_minute: int | None, tokens_per_minute: int | None, own: Mapping[bytes, Identity]
     ) -> None:
         """Apply other limits from now on, with the `own` ones of keys, by their names. What was taken counts, and for
@@ -152,9 +152,9 @@ class Rates:
         for (name, kind), bucket in self._buckets.items():
             limit = self._limits[kind] if isinstance(name, str) else getattr(own.get(name), f"{kind}_per_minute", None)
             if limit is not None:
-                bucket.change(limit)
+                bucket.change_rate(limit)
 
-    def allowances(self, who: Identity) -> dict[str, Allowance]:
+    def list_allowances(self, who: Identity) -> dict[str, Allowance]:
         """List the state of each limit, by "requests" and "tokens"."""
         found = {}
         for kind in self._limits:
@@ -174,7 +174,7 @@ class Rates:
         if bucket is None:
             bucket = self._buckets[name] = Bucket(limit, self._clock)
         elif bucket.capacity != limit:  # it was changed
-            bucket.change(limit)
+            bucket.change_rate(limit)
         return bucket
 
 
@@ -188,35 +188,35 @@ class Admission:
     counts: CallCounts = field(default_factory=CallCounts)
 
     @classmethod
-    def of(cls, settings: ServerSettings) -> Admission:
+    def from_settings(cls, settings: ServerSettings) -> Admission:
         """Raises ConfigError for a bad keys file."""
         return cls(
-            KeyRing.load(settings.api_key, settings.keys_file),
+            KeyRing.from_files(settings.api_key, settings.keys_file),
             Gate(MAX_CALLS, "calls"),
             Rates(settings.requests_per_minute, settings.tokens_per_minute),
         )
 
-    def change(self, settings: ServerSettings) -> None:
+    def apply_settings(self, settings: ServerSettings) -> None:
         """Other keys and rates from now on. Raises ConfigError, and changes nothing, for a bad keys file."""
-        self.keys.replace(KeyRing.load(settings.api_key, settings.keys_file))
-        self.rates.change(settings.requests_per_minute, settings.tokens_per_minute, self.keys.named)
+        self.keys.replace_keys(KeyRing.from_files(settings.api_key, settings.keys_file))
+        self.rates.change_limits(settings.requests_per_minute, settings.tokens_per_minute, self.keys.named)
 
-    def still(self, who: Identity) -> Identity:
+    def check_identity(self, who: Identity) -> Identity:
         """Look up again what the key of an open connection stands for. Raises AuthenticationError if it was
         taken back."""
-        found = self.keys.now(who)
+        found = self.keys.refresh_identity(who)
         if found is None:
             raise AuthenticationError("The API key of this connection is not valid any more.", fix="Use another one.")
         return found
 
     @contextmanager
-    def metered(self, who: Identity) -> Iterator[Meter]:
+    def open_meter(self, who: Identity) -> Iterator[Meter]:
         """The tokens of one call, settled when it ends."""
         meter = Meter(self.rates, who)
         try:
             yield meter
         finally:
-            meter.settle()
+            meter.settle_tokens()
 
 
 @dataclass(slots=True)
@@ -228,20 +228,20 @@ class Meter:
     used: int = 0  # tokens: of prompts once the engine has taken them, and of outputs
     grant: Grant | None = None
 
-    def reserve(self, requests: Sequence[TextRequest]) -> None:
+    def reserve_tokens(self, requests: Sequence[TextRequest]) -> None:
         """Reserve what the requests may use at most. Raises RateLimitError."""
         tokens = 0
         for request in requests:
             tokens += estimate_tokens(request)
-        self.grant = self.rates.take(self.who, tokens, len(requests))
+        self.grant = self.rates.reserve_units(self.who, tokens, len(requests))
 
-    def settle(self) -> None:
+    def settle_tokens(self) -> None:
         """Settle what was reserved: the call has ended."""
         if self.grant is not None:
-            self.grant.settle(self.used)
+            self.grant.settle_tokens(self.used)
 
 
-def message_limit(max_context: int | None, megabytes: int | None = None) -> int:
+def find_message_limit(max_context: int | None, megabytes: int | None = None) -> int:
     """Bytes of the largest request: what the settings say, else what a context of so many tokens can take."""
     return megabytes << 20 if megabytes is not None else max(LEAST_MESSAGE_BYTES, BYTES_PER_TOKEN * (max_context or 0))
 

@@ -31,7 +31,7 @@ span_sender: Callable[[Call], None] | None = None
 """Sends the span of an ended call, where the server sends traces (`access/tracing.py`)."""
 
 
-def new_id() -> str:
+def make_call_id() -> str:
     """An id that no other call has. It is no secret, and must cost no system call; forks draw others."""
     return f"{random.getrandbits(128):032x}"
 
@@ -58,27 +58,27 @@ class Call:
     parent: dict[str, str] = field(default_factory=dict)  # headers that name the caller's span
 
     @classmethod
-    def begin(cls, method: str, who: Identity, header: Callable[[str], str | None]) -> Call:
+    def from_headers(cls, method: str, who: Identity, header: Callable[[str], str | None]) -> Call:
         """A call under the id that the client offered if that is one, else under a new one. `header` gives a header by
         its name."""
         offered_id = header(REQUEST_ID_HEADER) or ""
         from_client = VALID_ID.fullmatch(offered_id) is not None
-        made = cls(offered_id if from_client else new_id(), method, from_client, who)
+        made = cls(offered_id if from_client else make_call_id(), method, from_client, who)
         if span_sender is not None:
             made.parent = {name: text for name in PARENTS if (text := header(name))}
         return made
 
-    def asks(self, model: str, request: TextRequest) -> TextRequest:
+    def note_request(self, model: str, request: TextRequest) -> TextRequest:
         """Note what the call wants of a model; return the request with the id under which other processes log."""
         self.model, self.chat, self.params = model, request.messages is not None, request.params
         return replace(request, log_id=self.call_id)
 
-    def begun(self, queued_s: float, prefill_s: float) -> None:
+    def note_first_token(self, queued_s: float, prefill_s: float) -> None:
         """Note how long the first tokens waited and were computed, seconds."""
         self.facts.setdefault("queue_ms", round(queued_s * 1000, 1))
         self.facts.setdefault("prefill_ms", round(prefill_s * 1000, 1))
 
-    def failed(self, error: WicoreError) -> None:
+    def note_error(self, error: WicoreError) -> None:
         """Note an error. Messages about a request quote what it says, so of these the kind and the field are told."""
         self.error = type(error)
         quotes = isinstance(error, (InvalidRequestError, NotFoundError)) or type(error) is WicoreError
@@ -91,20 +91,20 @@ CURRENT: ContextVar[Call | None] = ContextVar("wicore_call", default=None)
 """The call that code runs for, where it runs for one; every line that it logs has its id."""
 
 
-def current_call() -> Call:
+def get_current_call() -> Call:
     """The call that this code runs for."""
     call = CURRENT.get()
     assert call is not None
     return call
 
 
-def offered_key(header: Callable[[str], str | None]) -> str:
+def read_key(header: Callable[[str], str | None]) -> str:
     """The key in `authorization: Bearer KEY` or `x-api-key: KEY`; `header` gives a header by its name."""
     scheme, _, token = (header("authorization") or "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else header("x-api-key") or ""
 
 
-def checked_id(request_id: str) -> str:
+def check_request_id(request_id: str) -> str:
     """The id itself; raises InvalidRequestError unless it can stand in logs and metadata."""
     if not VALID_ID.fullmatch(request_id):
         raise InvalidRequestError("request_id must be 1 to 128 visible ASCII characters.", field="request_id")
@@ -126,7 +126,7 @@ def check_host(host: str | None, allowed: Sequence[str]) -> None:
     )
 
 
-def network_of(host: str) -> str | None:
+def find_network(host: str) -> str | None:
     """Find the network that one client can choose its addresses from: an IPv4 address, the /64 of an IPv6
     address. None for neither."""
     try:

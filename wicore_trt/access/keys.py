@@ -57,7 +57,7 @@ class KeyRing:
         self.needed = bool(identities)
 
     @classmethod
-    def load(cls, api_key: str | None, keys_file: str | None) -> KeyRing:
+    def from_files(cls, api_key: str | None, keys_file: str | None) -> KeyRing:
         """The keys of `server.api_key`, which is the operator's, and of `server.keys_file`.
 
         Raises ConfigError for a file that cannot be read, that others may read, or whose lines are no keys.
@@ -69,15 +69,15 @@ class KeyRing:
             found[api_key] = EVERYBODY
         return cls(found)
 
-    def replace(self, other: KeyRing) -> None:
+    def replace_keys(self, other: KeyRing) -> None:
         """Have the other one's keys from now on. Calls that are open keep their identity, and ask with `now`."""
         self._identities, self.named, self.needed = other._identities, other.named, other.needed
 
-    def find(self, key: str) -> Identity | None:
+    def find_identity(self, key: str) -> Identity | None:
         """Find the identity of a key, None for an unknown one."""
         return self._identities.get(_digest(key)) if self.needed else EVERYBODY
 
-    def now(self, who: Identity) -> Identity | None:
+    def refresh_identity(self, who: Identity) -> Identity | None:
         """Find the identity that the key of `who` stands for now, None where it was taken back."""
         return self.named.get(who.key) if self.needed else EVERYBODY
 

@@ -91,7 +91,7 @@ def read_tls(cert: str | None, key: str | None, client_ca: str | None) -> TlsFil
     return TlsFiles(chain, secret, roots, context)
 
 
-def http_host(settings: ServerSettings) -> str:
+def find_http_host(settings: ServerSettings) -> str:
     """Find the address on which HTTP listens."""
     if settings.http_host is not None:
         return settings.http_host
@@ -110,7 +110,7 @@ def is_local(host: str) -> bool:
 
 def check_exposure(settings: ServerSettings) -> None:
     """Raise ConfigError where other machines reach the server and it has no keys, or no TLS that hides them."""
-    doors = [(http_host(settings), settings.http_port), (settings.admin_host, settings.admin_port)]
+    doors = [(find_http_host(settings), settings.http_port), (settings.admin_host, settings.admin_port)]
     hosts = [settings.host, *(host for host, port in doors if port is not None)]
     reached = [host for host in hosts if not is_local(host)]
     if not reached or settings.insecure:
@@ -134,12 +134,12 @@ def check_server(settings: ServerSettings) -> None:
     read_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
     check_free(settings.host, settings.port)
     if settings.http_port is not None:
-        check_free(http_host(settings), settings.http_port, "--http-port")
+        check_free(find_http_host(settings), settings.http_port, "--http-port")
     if settings.admin_port is not None:
         check_free(settings.admin_host, settings.admin_port, "--admin-port")
 
 
-def address_of(host: str, port: int) -> str:
+def format_address(host: str, port: int) -> str:
     """Address of a host and port; `unix:/path` hosts are addresses already."""
     if host.startswith("unix:"):
         return host
@@ -170,7 +170,7 @@ def check_free(host: str, port: int, flag: str = "--grpc-port") -> None:
                 ) from None
             failures.append(error)
     if len(failures) == len(found):
-        raise EnvironmentUnfitError(f"Cannot listen on {address_of(host, port)}: {failures[0].strerror}.")
+        raise EnvironmentUnfitError(f"Cannot listen on {format_address(host, port)}: {failures[0].strerror}.")
 
 
 def _check_socket_path(path: Path) -> None:

@@ -145,7 +145,7 @@ class DroppingHandler(logging.Handler):
                     self._write(("\n".join(lines) + "\n").encode(errors="backslashreplace"))
 
 
-class Seldom(logging.Filter):
+class QuietFilter(logging.Filter):
     """Lets a logger's record pass at most every QUIET_S seconds: strangers make libraries log."""
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class Seldom(logging.Filter):
         return passes
 
 
-class Sparingly:
+class QuietLog:
     """Logs a message at most every QUIET_S seconds and says how often it was held back."""
 
     def __init__(self, logger: logging.Logger, level: int, quiet_s: float = QUIET_S) -> None:
@@ -206,7 +206,7 @@ def set_level(level: str) -> None:
     logging.getLogger("wicore_trt").setLevel(level.upper())
 
 
-def configure(*, json_lines: bool = False, level: str = "INFO") -> None:
+def configure_logging(*, json_lines: bool = False, level: str = "INFO") -> None:
     """Send this package's log to stderr, and warnings of the libraries below it. Calling it again replaces the former
     set-up. To be called before grpc is imported: its core writes to stderr itself, and waits for whoever reads it."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -224,6 +224,6 @@ def configure(*, json_lines: bool = False, level: str = "INFO") -> None:
     for name in OTHERS:
         logger = logging.getLogger(name)
         logger.setLevel(logging.ERROR)
-        logger.filters[:] = [Seldom()]
+        logger.filters[:] = [QuietFilter()]
     logging.getLogger(SILENT).setLevel(logging.CRITICAL)
     logging.lastResort = handler  # whatever other libraries log

@@ -31,7 +31,7 @@ _TOLD = {"prompt": "input_tokens", "tokens": "output_tokens", "cached": "cache_r
 _spans: _Spans | None = None
 
 
-def configure() -> None:
+def start_tracing() -> None:
     """Begin, where the environment says so; in the process that answers calls, as it starts a thread."""
     global _spans
     env = os.environ
@@ -45,7 +45,7 @@ def configure() -> None:
         log.warning("no traces are sent: %s is not installed (extra otel)", error.name)
 
 
-def close() -> None:
+def stop_tracing() -> None:
     """Send what waits, for CLOSE_S seconds at most."""
     if _spans is not None:
         ending = threading.Thread(target=_spans.provider.shutdown, daemon=True)

@@ -19,7 +19,7 @@ from wicore_trt.bench.report import Roof
 from wicore_trt.config import Settings
 from wicore_trt.engine.manifest import read_manifest
 from wicore_trt.errors import ConfigError
-from wicore_trt.serve.lifecycle import loop_factory
+from wicore_trt.serve.lifecycle import choose_loop_factory
 
 T = TypeVar("T")
 
@@ -89,7 +89,7 @@ class BenchSession:
 
 def run_quickly(work: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run` on the event loop that servers use, which halves what a client spends on a message."""
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=choose_loop_factory()) as runner:
         return runner.run(work)
 
 

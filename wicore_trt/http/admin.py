@@ -24,7 +24,7 @@ from wicore_trt.http.context import Context
 from wicore_trt.http.replies import json_reply, run_unless_gone
 from wicore_trt.http.server import Listener
 from wicore_trt.http.socket import check_origin
-from wicore_trt.metrics.exposition import rendered, supervised
+from wicore_trt.metrics.exposition import describe_processes, render_metrics
 
 MAX_WAIT_S = 3600.0
 
@@ -53,7 +53,7 @@ class AdminServer:
         """Raises ConfigError for bad TLS or keys files."""
         self._server = server
         local = is_local(settings.admin_host) and not settings.admin_host.startswith("unix:")
-        self._context = Context(Admission.of(settings), 0, local, settings.allowed_hosts)
+        self._context = Context(Admission.from_settings(settings), 0, local, settings.allowed_hosts)
         table = {
             "/reload": ("POST", self._reload),
             "/drain": ("POST", self._drain),
@@ -77,7 +77,7 @@ class AdminServer:
         """Other keys and another certificate from now on. Raises ConfigError."""
         self._listener.change(settings)
         self._context.allowed_hosts = settings.allowed_hosts
-        self._context.admission.change(settings)
+        self._context.admission.apply_settings(settings)
 
     async def _reload(self, request: Request) -> Response:
         found = self._server.reload_settings()
@@ -102,7 +102,7 @@ class AdminServer:
 
     async def _metrics(self, request: Request) -> Response:
         told, processes = await self._server.collect_metrics()
-        raw, content_type = rendered(supervised(processes))
+        raw, content_type = render_metrics(describe_processes(processes))
         return Response(told.encode() + raw, media_type=content_type)
 
 

@@ -18,9 +18,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from wicore_trt.access.calls import CURRENT, REQUEST_ID_HEADER, Call, offered_key, write_access_line
+from wicore_trt.access.calls import CURRENT, REQUEST_ID_HEADER, Call, read_key, write_access_line
 from wicore_trt.access.keys import EVERYBODY, Identity
-from wicore_trt.access.log import Sparingly
+from wicore_trt.access.log import QuietLog
 from wicore_trt.errors import AuthenticationError, RateLimitError, WicoreError
 from wicore_trt.http.context import Context
 from wicore_trt.http.errors import (
@@ -58,13 +58,13 @@ class HttpApp:
     def __init__(self, context: Context, routes: Sequence[BaseRoute]) -> None:
         self._context = context
         self._router = Router(routes, redirect_slashes=False)
-        self._refused = Sparingly(log, logging.WARNING)
+        self._refused = QuietLog(log, logging.WARNING)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, path = Headers(scope=scope), scope["path"]
         method = scope["method"] if scope["type"] == "http" else "WEBSOCKET"
-        who = EVERYBODY if path in KEYLESS else self._context.admission.keys.find(offered_key(headers.get))
-        call = Call.begin(f"{method} {path}", who or Identity(), headers.get)
+        who = EVERYBODY if path in KEYLESS else self._context.admission.keys.find_identity(read_key(headers.get))
+        call = Call.from_headers(f"{method} {path}", who or Identity(), headers.get)
         call.facts["peer"] = "{}:{}".format(*(scope.get("client") or ("unix", "")))
         if who is not None and who.tenant:
             call.facts["tenant"] = who.tenant
@@ -79,7 +79,7 @@ class HttpApp:
         except ClientGoneError:
             answer.status = CLIENT_GONE
         except WicoreError as error:
-            call.failed(error)
+            call.note_error(error)
             await answer.fail(error, rate_headers(self._context, call) if isinstance(error, RateLimitError) else ())
         except HTTPException as error:
             extra = [(k.encode(), v.encode()) for k, v in (error.headers or {}).items()]
@@ -93,7 +93,7 @@ class HttpApp:
             raise
         finally:
             write_access_line(call, str(answer.status), generates=path in LOUD)
-            self._context.admission.counts.ended_http(method, name_path(path), answer.status)
+            self._context.admission.counts.count_http(method, name_path(path), answer.status)
 
     async def _answer(self, call: Call, who: Identity | None, path: str, asgi: tuple[Scope, Receive, Answer]) -> None:
         self._context.check_host(Headers(scope=asgi[0]).get("host"))

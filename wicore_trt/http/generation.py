@@ -70,10 +70,10 @@ class GenerationCall:
         streams: list[TextStream] = []
         async with AsyncExitStack() as resources:
             resources.enter_context(context.count_generation(call.who.tenant))
-            meter = resources.enter_context(context.admission.metered(call.who))
-            meter.reserve(requests)
+            meter = resources.enter_context(context.admission.open_meter(call.who))
+            meter.reserve_tokens(requests)
             for request in requests:
-                request = call.asks(engine.info.model_id, request)
+                request = call.note_request(engine.info.model_id, request)
                 if (asked := request.params.constraint) is not None and UNENFORCED.search(asked.text):
                     call.facts["schema_left_out"] = "uniqueItems"
                 request = await engine.encode(request)
@@ -115,7 +115,7 @@ class GenerationCall:
                     first = False
                     call.facts["ttft_ms"] = round((monotonic() - call.started) * 1000, 1)
                     if (parts := self._streams[number].parts) is not None:
-                        call.begun(*parts)
+                        call.note_first_token(*parts)
                 if output.finish_reason is not None:
                     reasons.add(output.finish_reason.value)
                     if output.finish_reason in _CUT:
@@ -124,7 +124,7 @@ class GenerationCall:
                         totals.cached += output.usage.cached_tokens
                 yield number * self._n + output.index, output
         except WicoreError as error:
-            call.failed(error)
+            call.note_error(error)
             raise
         finally:
             call.facts |= {"tokens": totals.output, "prompt": totals.prompt, "cached": totals.cached}

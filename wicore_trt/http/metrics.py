@@ -22,8 +22,8 @@ from wicore_trt.core.times import Times
 from wicore_trt.errors import ForbiddenError, WicoreError
 from wicore_trt.http.context import Context
 from wicore_trt.http.replies import HttpReply
-from wicore_trt.metrics.exposition import Snapshot, families, rendered
-from wicore_trt.metrics.machine import GpuUse, gpu_use, process_use
+from wicore_trt.metrics.exposition import MetricsSnapshot, collect_families, render_metrics
+from wicore_trt.metrics.machine import GpuUse, read_gpu_use, read_process_use
 from wicore_trt.types import EngineStats
 
 ANSWER_S = 2.0
@@ -37,7 +37,7 @@ async def serve_metrics(context: Context, call: Call) -> HttpReply:
     found = await everything(context)
 
     async def reply(scope: Scope, receive: Receive, send: Send) -> None:
-        raw, content_type = rendered(found, Headers(scope=scope).get("accept", ""))
+        raw, content_type = render_metrics(found, Headers(scope=scope).get("accept", ""))
         await Response(raw, headers={"content-type": content_type})(scope, receive, send)
 
     return reply
@@ -45,10 +45,10 @@ async def serve_metrics(context: Context, call: Call) -> HttpReply:
 
 async def everything(context: Context) -> Iterable[Metric]:
     """Collect all metrics."""
-    return families(await snapshot(context))
+    return collect_families(await snapshot(context))
 
 
-async def snapshot(context: Context) -> Snapshot:
+async def snapshot(context: Context) -> MetricsSnapshot:
     """What there is to tell now."""
     engine = context.attached
     stats: EngineStats | None = None
@@ -58,13 +58,13 @@ async def snapshot(context: Context) -> Snapshot:
                 stats = await engine.stats()
     engine_pid = engine.engine.pid if engine is not None else None
     pids = {"front": os.getpid()} | ({"engine": engine_pid} if engine_pid not in (None, os.getpid()) else {})
-    return Snapshot(
+    return MetricsSnapshot(
         version=__version__, state=context.state, calls=context.admission.counts,
         open_requests=engine.live if engine is not None else 0,
         model=engine.info if engine is not None else None, engine=stats,
         times=engine.times if engine is not None else Times(),
         finished=engine.finished() if engine is not None else {},
-        processes={name: process_use(pid) for name, pid in pids.items() if pid is not None},
+        processes={name: read_process_use(pid) for name, pid in pids.items() if pid is not None},
         gpus=await _gpus(context),
     )  # fmt: skip
 
@@ -72,7 +72,7 @@ async def snapshot(context: Context) -> Snapshot:
 async def _gpus(context: Context) -> Sequence[GpuUse]:
     """The GPUs; none while the driver does not answer, which takes one thread however many scrapes come."""
     if context.gpus is None or context.gpus.done():
-        context.gpus = asyncio.ensure_future(asyncio.to_thread(gpu_use))
+        context.gpus = asyncio.ensure_future(asyncio.to_thread(read_gpu_use))
     with suppress(TimeoutError):
         return await asyncio.wait_for(asyncio.shield(context.gpus), ANSWER_S)
     return ()

@@ -22,7 +22,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from uvicorn.server import ServerState
 from websockets.frames import Frame
 
-from wicore_trt.access.calls import REQUEST_ID_HEADER, network_of
+from wicore_trt.access.calls import REQUEST_ID_HEADER, find_network
 from wicore_trt.errors import WicoreError
 from wicore_trt.http.errors import HttpError, error_bytes
 from wicore_trt.http.intake import READ_S, Hold
@@ -73,7 +73,7 @@ class Visitors(ServerState):
     @staticmethod
     def _host(client: tuple[str, int] | None) -> str:
         """Who is behind a connection, "" on a Unix socket."""
-        return client[0] and (network_of(client[0]) or client[0]) if client else ""
+        return client[0] and (find_network(client[0]) or client[0]) if client else ""
 
 
 class _Outlet:

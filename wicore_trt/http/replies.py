@@ -49,7 +49,7 @@ def format_span(seconds: float) -> bytes:
 def rate_headers(context: Context, call: Call) -> list[tuple[bytes, bytes]]:
     """What is left of the caller's requests and tokens."""
     found = []
-    for kind, allowance in context.admission.rates.allowances(call.who).items():
+    for kind, allowance in context.admission.rates.list_allowances(call.who).items():
         name = kind.encode()
         found += [
             (b"x-ratelimit-limit-" + name, b"%d" % allowance.limit),

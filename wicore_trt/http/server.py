@@ -21,8 +21,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.utils import get_remote_addr
 
-from wicore_trt.access.admission import Admission, message_limit
-from wicore_trt.access.listening import address_of, check_free, http_host, is_local, read_tls
+from wicore_trt.access.admission import Admission, find_message_limit
+from wicore_trt.access.listening import check_free, find_http_host, format_address, is_local, read_tls
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.http.app import make_app
@@ -97,10 +97,10 @@ class Listener:
                 self._listener = await loop.create_server(comes, host, port, backlog=BACKLOG)
                 port = self._listener.sockets[0].getsockname()[1]
         except OSError as error:
-            raise EnvironmentUnfitError(f"Cannot listen on {address_of(host, port)}: {error}.") from None
+            raise EnvironmentUnfitError(f"Cannot listen on {format_address(host, port)}: {error}.") from None
         self._tick()
         scheme = "http" if self._tls is None else "https"
-        return host if host.startswith("unix:") else f"{scheme}://{address_of(host, port)}"
+        return host if host.startswith("unix:") else f"{scheme}://{format_address(host, port)}"
 
     def _shake(self, transport: asyncio.Transport) -> None:
         """Somebody has come who has to shake hands first, and counts from now on."""
@@ -198,10 +198,10 @@ class HttpServer:
     ) -> None:
         """`max_context` is that of the engine, where it is known; `admission` is what other servers of this process
         share. Raises ConfigError for bad TLS or keys files."""
-        limit = message_limit(max_context, settings.max_message_mb)
-        host = http_host(settings)
+        limit = find_message_limit(max_context, settings.max_message_mb)
+        host = find_http_host(settings)
         local = is_local(host) and not host.startswith("unix:")
-        admission = admission or Admission.of(settings)
+        admission = admission or Admission.from_settings(settings)
         self.context = Context(admission, limit, local, settings.allowed_hosts)
         self.context.origins = settings.cors_origins
         self._listener = Listener(

@@ -150,13 +150,13 @@ class Connection:
         self._open[frame_id] = asyncio.ensure_future(self._generate(frame_id, frame, size))
 
     async def _generate(self, frame_id: str, frame: dict[str, Any], size: int) -> None:
-        call = Call.begin(f"STREAM {PATH}", self._call.who, {REQUEST_ID_HEADER: self._call.call_id}.get)
+        call = Call.from_headers(f"STREAM {PATH}", self._call.who, {REQUEST_ID_HEADER: self._call.call_id}.get)
         call.parent = self._call.parent
         CURRENT.set(call)  # of this task
         call.facts |= {"peer": self._call.facts["peer"], "frame": frame_id}
         status, context = CLIENT_GONE, self._context
         try:
-            call.who = context.admission.still(call.who)
+            call.who = context.admission.check_identity(call.who)
             tenant = call.who.tenant
             with context.admission.calls.place(tenant), context.body_budget.hold(tenant) as hold:
                 hold.grow(size)
@@ -167,7 +167,7 @@ class Connection:
             await self._fail(frame_id, RequestCancelledError("The request was cancelled."))
         except WicoreError as error:
             status = status_of(error)
-            call.failed(error)
+            call.note_error(error)
             await self._fail(frame_id, error)
         except OSError:
             pass  # the connection is gone

@@ -26,7 +26,7 @@ VLLM_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "deadl
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class MetricsSnapshot:
     """Everything at one moment. `finished` are sequences by reason, `processes` go by "front" and "engine"."""
 
     version: str
@@ -41,7 +41,7 @@ class Snapshot:
     gpus: Sequence[GpuUse] = ()
 
 
-def rendered(found: Iterable[Metric], accept: str = "") -> tuple[bytes, str]:
+def render_metrics(found: Iterable[Metric], accept: str = "") -> tuple[bytes, str]:
     """The text of a scrape and its content type, in the form that the scraper accepts."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Once(found))
@@ -49,7 +49,7 @@ def rendered(found: Iterable[Metric], accept: str = "") -> tuple[bytes, str]:
     return encode(registry), content_type
 
 
-def families(snapshot: Snapshot) -> Iterator[Metric]:
+def collect_families(snapshot: MetricsSnapshot) -> Iterator[Metric]:
     """Make all families of a snapshot."""
     yield from _server(snapshot)
     model = snapshot.model.model_id if snapshot.engine is not None and snapshot.model is not None else None
@@ -65,7 +65,7 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     yield from _machine(snapshot)
 
 
-def supervised(processes: Mapping[str, tuple[bool, int]]) -> Iterator[Metric]:
+def describe_processes(processes: Mapping[str, tuple[bool, int]]) -> Iterator[Metric]:
     """Describe the processes of a supervisor: whether each runs, and how often it was started again."""
     about = "1 while a process runs; on the port of the operator's calls alone."
     rows = [(name, int(up)) for name, (up, _) in processes.items()]
@@ -109,7 +109,7 @@ def _histogram(name: str, about: str, found: Histogram, labels: Mapping[str, str
     return made
 
 
-def _server(s: Snapshot) -> Iterator[Metric]:
+def _server(s: MetricsSnapshot) -> Iterator[Metric]:
     model = s.model
     facts = {"version": s.version, "model": model.model_id if model else "", "backend": model.backend if model else ""}
     facts |= {"kernels": model.kernels if model else "", "dtype": model.dtype if model else ""}
@@ -121,7 +121,7 @@ def _server(s: Snapshot) -> Iterator[Metric]:
     yield _gauge("wicore_engine_up", "1 when the engine answered this scrape.", int(s.engine is not None))
 
 
-def _calls(s: Snapshot) -> Iterator[Metric]:
+def _calls(s: MetricsSnapshot) -> Iterator[Metric]:
     yield _gauge("wicore_requests_open", "Generations in progress, over HTTP and gRPC.", s.open_requests)
     about = "Ended HTTP requests; 499 is a client that left."
     yield _by(CounterMetricFamily, "wicore_http_requests", about, ["method", "path", "status"],
@@ -142,7 +142,7 @@ def _calls(s: Snapshot) -> Iterator[Metric]:
               [(reason, s.finished.get(reason, 0)) for reason in VLLM_REASONS])  # fmt: skip
 
 
-def _latencies(s: Snapshot) -> Iterator[Metric]:
+def _latencies(s: MetricsSnapshot) -> Iterator[Metric]:
     t = s.times
     yield _histogram("wicore_time_to_first_token_seconds", "From a request to a sequence's first output.", t.first)
     about = "Of the time to the first token, what a sequence waited until a step computed for it."
@@ -222,7 +222,7 @@ def _tiers(tiers: Sequence[TierStats]) -> Iterator[Metric]:
     yield causes("failures", "Pages that could not be moved or did not verify.")
 
 
-def _vllm(s: Snapshot, e: EngineStats, name: str) -> Iterator[Metric]:
+def _vllm(s: MetricsSnapshot, e: EngineStats, name: str) -> Iterator[Metric]:
     """Make the families that vLLM names, whose label `model_name` each has."""
     label = {"model_name": name}
 
@@ -250,7 +250,7 @@ def _vllm(s: Snapshot, e: EngineStats, name: str) -> Iterator[Metric]:
     yield one(CounterMetricFamily, "num_preemptions", "As wicore_preemptions.", e.preemptions)
 
 
-def _vllm_books(s: Snapshot, name: str) -> Iterator[Metric]:
+def _vllm_books(s: MetricsSnapshot, name: str) -> Iterator[Metric]:
     label = {"model_name": name}
     ended: dict[str, int] = dict.fromkeys(VLLM_REASONS.values(), 0)
     for reason, theirs in VLLM_REASONS.items():
@@ -272,7 +272,7 @@ def _vllm_books(s: Snapshot, name: str) -> Iterator[Metric]:
         yield _histogram(f"vllm:{theirs}", f"As wicore_{ours}.", found, label)
 
 
-def _machine(s: Snapshot) -> Iterator[Metric]:
+def _machine(s: MetricsSnapshot) -> Iterator[Metric]:
     known = [(name, use) for name, use in s.processes.items() if use is not None]
     about = "CPU time of a process, all threads."
     rows: list[tuple[object, ...]] = [(name, use.cpu_seconds) for name, use in known]

@@ -40,7 +40,7 @@ class GpuUse:
     temperature_celsius: float | None
 
 
-def process_use(pid: int) -> ProcessUse | None:
+def read_process_use(pid: int) -> ProcessUse | None:
     """Read what a process has used so far, None when it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -54,7 +54,7 @@ def process_use(pid: int) -> ProcessUse | None:
     return ProcessUse((int(fields[11]) + int(fields[12])) / ticks, int(fields[21]) * page, files)
 
 
-def gpu_use() -> Sequence[GpuUse]:
+def read_gpu_use() -> Sequence[GpuUse]:
     """The GPUs of this machine; none where there is no NVML. Takes milliseconds, and with a broken driver for ever."""
     nvml = _nvml()
     try:

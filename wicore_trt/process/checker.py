@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from wicore_trt.access.log import Sparingly
+from wicore_trt.access.log import QuietLog
 from wicore_trt.errors import InvalidRequestError, UnavailableError
 from wicore_trt.grammar.source import check, refusal
 from wicore_trt.process.child import Child, Control, describe_exit
@@ -55,7 +55,7 @@ class Checker:
         self._known: OrderedDict[bytes, str] = OrderedDict()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._ended = Sparingly(log, logging.WARNING)
+        self._ended = QuietLog(log, logging.WARNING)
 
     def check(self, constraint: Constraint) -> None:
         """Raises InvalidRequestError (field "constraint") for one that cannot be kept or takes too much to check, and
@@ -121,7 +121,7 @@ class _Asked:
             self._stream.close()
         self._sock.close()
         self._child.control.close()
-        return describe_exit(self._child.wait(END_S))
+        return describe_exit(self._child.wait_for_end(END_S))
 
 
 def _write(stream: BufferedIOBase, data: bytes) -> None:
@@ -139,7 +139,7 @@ def _read(stream: BufferedIOBase) -> bytes:
 
 def main(fd: int) -> int:
     """The life of the process; `fd` is its control socket. Returns the exit code."""
-    received = Control.from_fd(fd).receive()
+    received = Control.from_fd(fd).receive_message()
     if received is None:
         return 0
     with socket.socket(fileno=received[1][0]) as sock, sock.makefile("rwb") as stream:

@@ -104,7 +104,7 @@ class Control:
         message, fix = shortened(error.message, MAX_TEXT), error.fix and shortened(error.fix, MAX_TEXT)
         self.send("failed", error=type(error).__name__, message=message, fix=fix)
 
-    def receive(self) -> tuple[dict[str, Any], list[int]] | None:
+    def receive_message(self) -> tuple[dict[str, Any], list[int]] | None:
         """Receive the next message and its file descriptors, which the caller closes; None at the end."""
         try:
             data, fds, _, _ = socket.recv_fds(self.sock, MAX_MESSAGE, MAX_FDS)
@@ -129,7 +129,7 @@ class QueuedControl(Control):
         self._most = most
         self._waiting: deque[tuple[bytes, list[int]]] = deque()
 
-    def offer(self, kind: str, **facts: Any) -> bool:
+    def offer_message(self, kind: str, **facts: Any) -> bool:
         """Send a message that is soon outdated, unless earlier ones wait; return whether it was sent."""
         if not self._waiting:
             self.send(kind, **facts)
@@ -201,11 +201,11 @@ class Child:
     def kill(self) -> None:
         self._process.kill()
 
-    def dump(self) -> None:
+    def dump_stacks(self) -> None:
         """Have the process write the stacks of its threads to its log, if it still can."""
         self._process.send_signal(DUMP)
 
-    def wait(self, timeout_s: float) -> int:
+    def wait_for_end(self, timeout_s: float) -> int:
         """Wait for the end of the process, kill it after `timeout_s`; return the exit code, negative for a signal."""
         try:
             return self._process.wait(timeout_s)
@@ -218,7 +218,7 @@ async def wait_for_exit(process: Child, timeout_s: float) -> int:
     """Return what `Child.wait` returns, waiting on a thread; where no thread can be started, as soon as one can."""
     while True:
         try:
-            return await asyncio.to_thread(process.wait, timeout_s)
+            return await asyncio.to_thread(process.wait_for_end, timeout_s)
         except RuntimeError as error:
             log.error("cannot wait for the end of a process: %s; trying again", error)
             await asyncio.sleep(BEAT_S)
@@ -259,7 +259,9 @@ class ChildSlot:
         self._ready_at: float | None = None
         self._quick_ends = 0
 
-    def start(self, module: str, on_message: Callable[[dict[str, Any]], None], on_exit: Callable[[int], None]) -> Child:
+    def start_process(
+        self, module: str, on_message: Callable[[dict[str, Any]], None], on_exit: Callable[[int], None]
+    ) -> Child:
         """Start a process of `module`; `on_message` gets its messages and `on_exit` its exit code, on the event loop.
 
         Raises OSError where the system has no room for it.
@@ -277,7 +279,7 @@ class ChildSlot:
             on_exit(code)
 
         def read_message() -> None:
-            received = process.control.receive()
+            received = process.control.receive_message()
             if received is None:
                 loop.remove_reader(number)
                 asyncio.ensure_future(reap())
@@ -289,13 +291,13 @@ class ChildSlot:
         loop.add_reader(number, read_message)
         return process
 
-    def close(self) -> None:
+    def close_process(self) -> None:
         """Kill the process and stop reading its messages."""
         if self.process is not None:
             asyncio.get_running_loop().remove_reader(self.process.control.fileno())
             self.process.kill()
 
-    def kill(self) -> None:
+    def kill_process(self) -> None:
         """Kill the process; `on_exit` is called as after any other end."""
         if self.process is not None:
             self._killed = True

@@ -35,12 +35,12 @@ def load_engine(settings: Settings) -> tuple[Core, ModelInfo]:
 def main(fd: int) -> int:
     """Run the engine process; `fd` is its control socket. Returns the exit code."""
     control = Control.from_fd(fd)
-    first = control.receive()
+    first = control.receive_message()
     if first is None:
         return 0
     start = first[0]
     settings = settings_from_json(start["settings"])
-    log_lines.configure(json_lines=settings.log.json, level=settings.log.level.upper())
+    log_lines.configure_logging(json_lines=settings.log.json, level=settings.log.level.upper())
     try:
         core, info = import_named(start["loader"])(settings)
     except WicoreError as error:
@@ -80,7 +80,7 @@ def _send_beats(control: Control, host: EngineHost) -> None:
 
 def _obey(control: Control, host: EngineHost) -> None:
     """Obey the supervisor until it says stop or ends."""
-    while (received := control.receive()) is not None:
+    while (received := control.receive_message()) is not None:
         message, fds = received
         if message["kind"] == "link":
             if fds:  # else this process has too many files open; the front finds its end closed, and asks again

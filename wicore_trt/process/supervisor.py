@@ -123,10 +123,10 @@ class Supervisor:
         finally:
             self._stopping = True
             for slot in self._slots.values():
-                slot.close()
+                slot.close_process()
             for slot in self._slots.values():
                 if slot.process is not None:
-                    slot.process.wait(KILL_S)
+                    slot.process.wait_for_end(KILL_S)
             if self._admin is not None:
                 await self._admin.stop()
 
@@ -134,13 +134,13 @@ class Supervisor:
 
     def _start_engine(self) -> None:
         self._stuck_s = 0.0
-        child = self._engine.start(self._parts.engine, self._on_engine_message, self._on_engine_exit)
+        child = self._engine.start_process(self._parts.engine, self._on_engine_message, self._on_engine_exit)
         child.control.send("start", settings=self._settings, loader=self._parts.load_engine)
 
     def _start_front(self) -> None:
         self._links, self._front_bound = 0, False
         self._idle.clear()
-        child = self._front.start(self._parts.front, self._on_front_message, self._on_front_exit)
+        child = self._front.start_process(self._parts.front, self._on_front_message, self._on_front_exit)
         child.control.send(
             "start", settings=self._settings, loader=self._parts.load_tokenizer, max_context=self._max_context
         )
@@ -154,7 +154,7 @@ class Supervisor:
             return
         if self._front.silent_s >= (FRONT_S if self._front_bound else FRONT_START_S):
             log.error("the front hangs: no sign of life for %.0f s; ending it", self._front.silent_s)
-            self._front.kill()
+            self._front.kill_process()
             return
         self._front.silent_s += BEAT_S
         asyncio.get_running_loop().call_later(BEAT_S, self._watch_front, front)
@@ -172,7 +172,7 @@ class Supervisor:
         why = f"it had work and ended no step for {stuck_s:.0f} s"
         log.error("the engine is stuck: %s; the stacks of its threads follow", why)
         self._engine.error = EngineDeadError(f"The engine was ended: {why}.")
-        engine.dump()
+        engine.dump_stacks()
         loop.call_later(DUMP_S, engine.kill)
 
     def _join(self) -> None:
@@ -183,7 +183,7 @@ class Supervisor:
         if self._engine.build != self._front.build and None not in (self._engine.build, self._front.build):
             name, older = min(self._slots.items(), key=lambda item: item[1].started_at)
             log.error("the engine directory was rebuilt while it is served; restarting the %s to use it", name)
-            older.kill()
+            older.kill_process()
             return
         try:
             one, other = socket.socketpair()
@@ -361,7 +361,7 @@ class Supervisor:
         if self._stopping:
             log.warning("second signal: exit at once")
             for slot in self._slots.values():
-                slot.kill()
+                slot.kill_process()
             logging.shutdown()
             os._exit(128 + number)
         log.info("%s received", number.name)

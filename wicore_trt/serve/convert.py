@@ -82,15 +82,15 @@ def read_sampling(message: Message, *, router: bool = False) -> dict[str, Any]:
     return found
 
 
-def sampling_params(message: pb2.SamplingParams) -> SamplingParams:
+def read_sampling_params(message: pb2.SamplingParams) -> SamplingParams:
     """Raises InvalidRequestError for values out of range."""
     given = read_sampling(message)
     if message.HasField("constraint"):
-        given["constraint"] = constraint(message.constraint)
+        given["constraint"] = read_constraint(message.constraint)
     return SamplingParams(**given)
 
 
-def constraint(message: pb2.Constraint) -> Constraint:
+def read_constraint(message: pb2.Constraint) -> Constraint:
     """Raises InvalidRequestError for one that is empty or too long."""
     name = message.WhichOneof("kind")
     if name is None or (name == "json_object" and not message.json_object):
@@ -114,7 +114,7 @@ def make_constraint(name: str, message: Message, choices: Iterable[str]) -> Cons
 _PATHS = {"constraint": "sampling.constraint", "tools": "tools.functions", "tool_choice": "tools.choice"}
 
 
-def field_path(name: str, prompt_kind: str | None) -> str:
+def find_field_path(name: str, prompt_kind: str | None) -> str:
     """Find the path in GenerateRequest of a field of TextRequest or SamplingParams; other names stay as they are."""
     if name in ("prompt", "prompt_token_ids", "messages"):
         return prompt_kind or "prompt"
@@ -122,7 +122,7 @@ def field_path(name: str, prompt_kind: str | None) -> str:
     return row.grpc if row is not None and row.grpc else _PATHS.get(name, name)
 
 
-def positive_seconds(message: Duration, field: str) -> float:
+def read_positive_seconds(message: Duration, field: str) -> float:
     """Seconds of a positive, well-formed duration; raises InvalidRequestError for others."""
     seconds = message.seconds + message.nanos / 1e9
     if not (abs(message.nanos) < 1_000_000_000 and seconds > 0):
@@ -130,21 +130,21 @@ def positive_seconds(message: Duration, field: str) -> float:
     return seconds
 
 
-def cache_hints(message: kv_pb2.CacheHints) -> CacheHints:
+def read_cache_hints(message: kv_pb2.CacheHints) -> CacheHints:
     """Raises InvalidRequestError for values out of range."""
     if message.priority not in _PRIORITY:
         raise InvalidRequestError(f"{message.priority} is no CachePriority.", field="cache.priority")
-    ttl_s = positive_seconds(message.ttl, "cache.ttl") if message.HasField("ttl") else None
+    ttl_s = read_positive_seconds(message.ttl, "cache.ttl") if message.HasField("ttl") else None
     return CacheHints(message.session, _PRIORITY[message.priority], ttl_s)
 
 
-def duration(seconds: float) -> Duration:
+def make_duration(seconds: float) -> Duration:
     """A span of non-negative seconds as a message, to the nanosecond."""
     fraction, whole = math.modf(seconds)
     return Duration(seconds=int(whole), nanos=int(fraction * 1e9))
 
 
-def chat_messages(chat: pb2.Chat, most: int) -> tuple[dict[str, object], ...]:
+def read_chat_messages(chat: pb2.Chat, most: int) -> tuple[dict[str, object], ...]:
     """The turns as the chat template takes them. Raises InvalidRequestError when there is none, or more than `most`."""
     if not chat.messages:
         raise InvalidRequestError("A chat needs at least one message.", field="chat.messages")
@@ -162,7 +162,7 @@ def _turn(message: pb2.ChatMessage) -> dict[str, object]:
     return turn
 
 
-def tools(message: pb2.Tools, constraint: Constraint | None) -> Tools | None:
+def read_tools(message: pb2.Tools, read_constraint: Constraint | None) -> Tools | None:
     """Read the tools; None where no function may be called. `constraint` is what an answer is held to. Raises
     InvalidRequestError."""
     check_count(message.functions, MAX_TOOLS, "tools.functions")
@@ -170,7 +170,7 @@ def tools(message: pb2.Tools, constraint: Constraint | None) -> Tools | None:
     named = message.function if message.HasField("function") else None
     if message.choice not in _CHOICES or (named is not None and message.choice):
         raise InvalidRequestError("tools has a choice or the name of a function.", field="tools.choice")
-    beside = ("sampling.constraint", constraint) if constraint is not None else None
+    beside = ("sampling.constraint", read_constraint) if read_constraint is not None else None
     several = message.parallel if message.HasField("parallel") else True
     return make_tools(functions, _CHOICES[message.choice], named, several=several, beside=beside)
 
@@ -222,7 +222,7 @@ def _pieces(output: TextOutput) -> Iterator[TextOutput]:
         yield piece if i == count - 1 else structs.replace(piece, finish_reason=None)
 
 
-def responses(
+def make_responses(
     output: TextOutput, *, first_token_s: float | None, total_s: float, finder: CallFinder | None = None
 ) -> Iterator[pb2.GenerateResponse]:
     """Messages for one output: one, or more when a reader that fell behind gets its backlog.
@@ -254,26 +254,26 @@ def _finish(finish: pb2.Finish, output: TextOutput, first_token_s: float | None,
         finish.usage.prompt_tokens = output.usage.prompt_tokens
         finish.usage.completion_tokens = output.usage.completion_tokens
         finish.usage.cached_tokens = output.usage.cached_tokens
-    finish.timings.total.CopyFrom(duration(total_s))
+    finish.timings.total.CopyFrom(make_duration(total_s))
     if first_token_s is not None:
-        finish.timings.time_to_first_token.CopyFrom(duration(first_token_s))
+        finish.timings.time_to_first_token.CopyFrom(make_duration(first_token_s))
 
 
-def model_info_response(info: ModelInfo) -> pb2.GetModelInfoResponse:
+def make_model_info(info: ModelInfo) -> pb2.GetModelInfoResponse:
     """The fields have the same names; None is left unset, and what the wire has no field for (`build`) stays inside."""
     known = pb2.GetModelInfoResponse.DESCRIPTOR.fields_by_name
     given = {name: value for name, value in dataclasses.asdict(info).items() if value is not None and name in known}
     return pb2.GetModelInfoResponse(**given)
 
 
-def stats(now: EngineStats, streams_open: int) -> pb2.GetStatsResponse:
+def make_stats(now: EngineStats, streams_open: int) -> pb2.GetStatsResponse:
     """Counters and gauges, with the number of open Generate calls added."""
     return pb2.GetStatsResponse(
-        uptime=duration(now.uptime_s), requests_running=now.requests_running,
+        uptime=make_duration(now.uptime_s), requests_running=now.requests_running,
         requests_waiting=now.requests_waiting, streams_open=streams_open,
         requests_finished=now.requests_finished, prompt_tokens=now.prompt_tokens,
         cached_prompt_tokens=now.cached_prompt_tokens, generated_tokens=now.generated_tokens, steps=now.steps,
-        step_time=duration(now.step_seconds), preemptions=now.preemptions,
+        step_time=make_duration(now.step_seconds), preemptions=now.preemptions,
         pools=[pb2.PoolStats(**dataclasses.asdict(pool)) for pool in now.pools], kv=_kv_stats(now.kv),
     )  # fmt: skip
 
@@ -291,11 +291,11 @@ def _kv_stats(kv: KVStats) -> kv_pb2.KVStats:
 def _tier_stats(tier: TierStats) -> kv_pb2.TierStats:
     """The fields have the same names, but for the two times."""
     given = dataclasses.asdict(tier)
-    read_time, write_time = duration(given.pop("read_seconds")), duration(given.pop("write_seconds"))
+    read_time, write_time = make_duration(given.pop("read_seconds")), make_duration(given.pop("write_seconds"))
     return kv_pb2.TierStats(**given, read_time=read_time, write_time=write_time)
 
 
-def kv_snapshot(snapshot: EventSnapshot) -> Iterator[kv_pb2.SubscribeKVEventsResponse]:
+def make_kv_snapshot(snapshot: EventSnapshot) -> Iterator[kv_pb2.SubscribeKVEventsResponse]:
     """A snapshot as messages: at least one, the first and the last marked."""
     size = MAX_PAGES_PER_MESSAGE
     slices = [(*name, i) for name, pages in snapshot.pages.items() for i in range(0, len(pages), size)]
@@ -309,7 +309,7 @@ def kv_snapshot(snapshot: EventSnapshot) -> Iterator[kv_pb2.SubscribeKVEventsRes
         yield message
 
 
-def kv_events(epoch: int, events: list[Event]) -> Iterator[kv_pb2.SubscribeKVEventsResponse]:
+def make_kv_events(epoch: int, events: list[Event]) -> Iterator[kv_pb2.SubscribeKVEventsResponse]:
     """Events as messages of about MAX_PAGES_PER_MESSAGE pages; an event is never cut."""
     message, size = kv_pb2.SubscribeKVEventsResponse(epoch=epoch), 0
     for event in events:

@@ -34,17 +34,20 @@ def _error_info(reason: str) -> error_details_pb2.ErrorInfo:
     return error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN)
 
 
-def reason_of(error: WicoreError) -> str:
+def find_reason(error: WicoreError) -> str:
     """ErrorInfo.reason of an error: QueueFullError -> QUEUE_FULL."""
     kind = InvalidRequestError if isinstance(error, ContextLengthError) else type(error)
     name = kind.__name__.removesuffix("Error")
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).upper()
 
 
-def status_of(error: WicoreError, call_id: str) -> status_pb2.Status:
+def make_status(error: WicoreError, call_id: str) -> status_pb2.Status:
     """The google.rpc.Status of an error: ErrorInfo and RequestInfo always, BadRequest and RetryInfo where they fit."""
     text = shortened(str(error), MAX_MESSAGE_CHARS)
-    details: list[message.Message] = [_error_info(reason_of(error)), error_details_pb2.RequestInfo(request_id=call_id)]
+    details: list[message.Message] = [
+        _error_info(find_reason(error)),
+        error_details_pb2.RequestInfo(request_id=call_id),
+    ]
     if isinstance(error, InvalidRequestError):
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=text)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
@@ -60,12 +63,12 @@ def status_of(error: WicoreError, call_id: str) -> status_pb2.Status:
     return status
 
 
-async def abort(context: grpc.aio.ServicerContext, error: WicoreError, call_id: str) -> None:
+async def abort_call(context: grpc.aio.ServicerContext, error: WicoreError, call_id: str) -> None:
     """End the call with the error's status, and its id. Raises CancelledError where the client has left before it could
     be told. gRPC keeps its exception and raises it again when the handler has returned: with the frames that it came
     through, which have the call, each would wait for the collector of such circles, and that takes longer than all
     else."""
-    status = status_of(error, call_id)
+    status = make_status(error, call_id)
     metadata = ((DETAILS, status.SerializeToString()), (REQUEST_ID_HEADER, call_id))
     try:
         await context.abort(grpc.StatusCode[error.grpc_code], status.message, metadata)

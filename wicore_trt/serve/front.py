@@ -56,15 +56,15 @@ def load_tokenizer(settings: Settings) -> Tokenizer:
 def main(fd: int) -> int:
     """Run a front; `fd` is its control socket. Returns the exit code."""
     control = Control.from_fd(fd)
-    received = control.receive()
+    received = control.receive_message()
     if received is None:
         return 0
     start = received[0]
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(FIRST_TO_GO))
     settings = settings_from_json(start["settings"])
-    log_lines.configure(json_lines=settings.log.json, level=settings.log.level.upper())
-    tracing.configure()
+    log_lines.configure_logging(json_lines=settings.log.json, level=settings.log.level.upper())
+    tracing.start_tracing()
     try:
         tokenizer = import_named(start["loader"])(settings)
     except Exception as error:  # told when the engine, whose error says more, has been loaded
@@ -81,7 +81,7 @@ def main(fd: int) -> int:
     except BaseException:
         log.exception("the front failed unexpectedly")
         code = 1
-    tracing.close()
+    tracing.stop_tracing()
     logging.shutdown()
     os._exit(code)  # nothing that hangs holds up the end
 
@@ -99,7 +99,7 @@ class FrontProcess(ServingProcess):
         self._links = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, servers: Servers) -> None:
+    def begin_watching(self, servers: Servers) -> None:
         self._servers = servers
         self._remote = RemoteEngine(self._on_engine_change)
         asyncio.get_running_loop().add_reader(self._control.fileno(), self._on_message)
@@ -122,7 +122,7 @@ class FrontProcess(ServingProcess):
 
     def _send_beat(self) -> None:
         """Tell the supervisor every BEAT_S seconds that this front makes progress."""
-        self._control.offer("beat")
+        self._control.offer_message("beat")
         asyncio.get_running_loop().call_later(BEAT_S, self._send_beat)
 
     def _on_engine_change(self) -> None:
@@ -136,7 +136,7 @@ class FrontProcess(ServingProcess):
             self._control.send("unlinked", links=self._links)
 
     def _on_message(self) -> None:
-        received = self._control.receive()
+        received = self._control.receive_message()
         if received is None:
             os._exit(1)  # the supervisor has ended
         message, fds = received
@@ -148,7 +148,7 @@ class FrontProcess(ServingProcess):
                 else:  # this process has too many files open
                     asyncio.get_running_loop().call_later(RELINK_S, self._ask_for_link)
             case "drain":
-                self.stop()
+                self.stop_serving()
             case "refuse":
                 self._spawn(self._refuse())
             case "metrics":
@@ -157,7 +157,7 @@ class FrontProcess(ServingProcess):
                 settings = settings_from_json(message["settings"])
                 log_lines.set_level(settings.log.level)
                 try:
-                    self._servers.change(settings.server)
+                    self._servers.apply_settings(settings.server)
                 except WicoreError as error:  # a file that was good a moment ago
                     log.error("keys and certificates were not reloaded: %s", error)
 
@@ -169,7 +169,7 @@ class FrontProcess(ServingProcess):
     async def _refuse(self) -> None:
         """Refuse generations from now on, and report when those that are open have ended."""
         await self._servers.set_draining()
-        await self._servers.until_idle()
+        await self._servers.wait_until_idle()
         self._control.send("idle")
 
     async def _send_metrics(self, call: int) -> None:

@@ -21,13 +21,13 @@ import grpc
 from google.protobuf.message import Message
 
 from wicore_trt.access.admission import Admission
-from wicore_trt.access.calls import CURRENT, REQUEST_ID_HEADER, Call, new_id, offered_key, write_access_line
+from wicore_trt.access.calls import CURRENT, REQUEST_ID_HEADER, Call, make_call_id, read_key, write_access_line
 from wicore_trt.access.keys import Identity
-from wicore_trt.access.log import Sparingly
+from wicore_trt.access.log import QuietLog
 from wicore_trt.core.shares import Gate
 from wicore_trt.errors import AuthenticationError, InvalidRequestError, WicoreError
-from wicore_trt.serve.errors import abort
-from wicore_trt.serve.intake import BriefRequests, Requests, host_of, parse, prompt_ones
+from wicore_trt.serve.errors import abort_call
+from wicore_trt.serve.intake import BriefRequestReader, RequestReader, find_host, parse_request, read_stream
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler | None"
 Run: TypeAlias = "Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Awaitable[None]]"
 
 
-def metadata_value(details: grpc.HandlerCallDetails, key: str) -> str | None:
+def read_metadata(details: grpc.HandlerCallDetails, key: str) -> str | None:
     """First value of a metadata key as text, or None."""
     for name, value in details.invocation_metadata or ():
         if name == key:
@@ -51,7 +51,7 @@ def metadata_value(details: grpc.HandlerCallDetails, key: str) -> str | None:
     return None
 
 
-def too_long(metadata: Sequence[tuple[str, str | bytes]]) -> bool:
+def is_metadata_too_long(metadata: Sequence[tuple[str, str | bytes]]) -> bool:
     """Say whether metadata are more than is looked through."""
     if len(metadata) > MAX_METADATA_BYTES // ENTRY_BYTES:
         return True
@@ -74,16 +74,16 @@ class CallReply:
         left: float | None = self._context.time_remaining()
         return left
 
-    async def begin(self) -> None:
+    async def send_metadata(self) -> None:
         """The call was taken, though its first message takes a while; the client hears of it."""
         if not self._begun:
             self._begun = True
             await self._context.send_initial_metadata(((REQUEST_ID_HEADER, self._call_id),))
 
-    async def write(self, message: Message) -> None:
+    async def write_message(self, message: Message) -> None:
         """Send a message."""
         if not self._begun:
-            await self.begin()
+            await self.send_metadata()
         await self._context.write(message)
 
 
@@ -101,18 +101,20 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._counts = admission.counts
         self._checks = Gate(MAX_CHECKS, "health checks")
         self._watches = Gate(MAX_WATCHES, "health watches")
-        self._requests, self._brief = Requests(), BriefRequests()
-        self._refused = Sparingly(log, logging.WARNING)
+        self._requests, self._brief = RequestReader(), BriefRequestReader()
+        self._refused = QuietLog(log, logging.WARNING)
 
     def service(self, details: grpc.HandlerCallDetails) -> Handler:
         """Find the handler of a call; None for a method that is not served."""
-        if too_long(details.invocation_metadata or ()):
+        if is_metadata_too_long(details.invocation_metadata or ()):
             return grpc.stream_stream_rpc_method_handler(self._shorten)
         health = details.method.startswith(HEALTH_PREFIX)
-        header, method = partial(metadata_value, details), details.method.rpartition("/")[2]
-        who = Identity() if health else self._keys.find(offered_key(header))
+        header, method = partial(read_metadata, details), details.method.rpartition("/")[2]
+        who = Identity() if health else self._keys.find_identity(read_key(header))
         if who is None:
-            return grpc.stream_stream_rpc_method_handler(partial(self._refuse, Call.begin(method, Identity(), header)))
+            return grpc.stream_stream_rpc_method_handler(
+                partial(self._refuse, Call.from_headers(method, Identity(), header))
+            )
         handler = next(filter(None, (service.service(details) for service in self._services)), None)
         if handler is None:
             return None
@@ -122,12 +124,12 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
             return self._foreign(handler, who)
 
         async def run(_: object, context: grpc.aio.ServicerContext) -> None:
-            call = Call.begin(method, who, header)
+            call = Call.from_headers(method, who, header)
             reply = CallReply(context, call.call_id)
             try:
-                await guarded(call, lambda: self._answer(call, handler, context, reply), context)
+                await run_call(call, lambda: self._answer(call, handler, context, reply), context)
             finally:
-                self._counts.ended_grpc(method, call.code)
+                self._counts.count_grpc(method, call.code)
 
         return grpc.stream_stream_rpc_method_handler(run, response_serializer=handler.response_serializer)
 
@@ -136,19 +138,19 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
     ) -> None:
         """Take a place, read, parse and handle one call of our service."""
         with self._calls.place(call.who.tenant):
-            request = parse(handler, await self._requests.read(context))
+            request = parse_request(handler, await self._requests.read_request(context))
             if handler.response_streaming:
                 await handler.unary_stream(request, reply)
             else:
-                await reply.write(await handler.unary_unary(request, reply))
+                await reply.write_message(await handler.unary_unary(request, reply))
 
     def _health(self, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
         """A health check, or a watch, which stays open. Anybody may call, so places go by the caller's address."""
 
         async def run(_: object, context: grpc.aio.ServicerContext) -> None:
-            host = host_of(context.peer())
+            host = find_host(context.peer())
             with self._checks.place(host):
-                request = parse(handler, await self._brief.read(context, host))
+                request = parse_request(handler, await self._brief.read_request(context, host))
             if not handler.response_streaming:
                 await context.write(await handler.unary_unary(request, context))
                 return
@@ -156,7 +158,7 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
                 await handler.unary_stream(request, context)
 
         return grpc.stream_stream_rpc_method_handler(
-            partial(told, run), response_serializer=handler.response_serializer
+            partial(run_foreign_call, run), response_serializer=handler.response_serializer
         )
 
     def _foreign(self, handler: grpc.RpcMethodHandler, who: Identity) -> grpc.RpcMethodHandler:
@@ -164,12 +166,12 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
 
         async def run(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
             with self._calls.place(who.tenant):
-                parsed = (parse(handler, raw) async for raw in prompt_ones(requests))
+                parsed = (parse_request(handler, raw) async for raw in read_stream(requests))
                 async for response in handler.stream_stream(parsed, context):
                     await context.write(response)
 
         return grpc.stream_stream_rpc_method_handler(
-            partial(told, run), response_serializer=handler.response_serializer
+            partial(run_foreign_call, run), response_serializer=handler.response_serializer
         )
 
     async def _refuse(self, call: Call, _: object, context: grpc.aio.ServicerContext) -> None:
@@ -179,28 +181,28 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
         error = AuthenticationError(
             "This server needs an API key.", fix="Send it as metadata: authorization: Bearer KEY."
         )
-        await abort(context, error, call.call_id)
+        await abort_call(context, error, call.call_id)
 
     async def _shorten(self, _: object, context: grpc.aio.ServicerContext) -> None:
         self._refused("refused a call with too much metadata", peer=context.peer())
         error = InvalidRequestError(
             f"The metadata have more than {MAX_METADATA_BYTES} bytes.", field="metadata", fix="Send less."
         )
-        await abort(context, error, new_id())
+        await abort_call(context, error, make_call_id())
 
 
-async def told(run: Run, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+async def run_foreign_call(run: Run, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
     """Run one call of a service that is not ours, and turn exceptions into statuses."""
     try:
         await run(requests, context)
     except WicoreError as error:
-        await abort(context, error, new_id())
+        await abort_call(context, error, make_call_id())
     except grpc.aio.BaseError:
         raise  # the handler has told a status, or the client has left
     except Exception:
-        call_id = new_id()
+        call_id = make_call_id()
         log.exception("call %s failed unexpectedly", call_id)
-        await abort(context, unexpected(call_id), call_id)
+        await abort_call(context, unexpected(call_id), call_id)
 
 
 def unexpected(call_id: str) -> WicoreError:
@@ -208,7 +210,7 @@ def unexpected(call_id: str) -> WicoreError:
     return WicoreError(f"Internal error; the server's log has it as {call_id}.")
 
 
-async def guarded(call: Call, answer: Callable[[], Awaitable[None]], context: grpc.aio.ServicerContext) -> None:
+async def run_call(call: Call, answer: Callable[[], Awaitable[None]], context: grpc.aio.ServicerContext) -> None:
     """Run one call: answer it, turn exceptions into statuses, write the access line."""
     CURRENT.set(call)
     call.facts["peer"] = context.peer()
@@ -222,8 +224,8 @@ async def guarded(call: Call, answer: Callable[[], Awaitable[None]], context: gr
         raise
     except WicoreError as error:
         code = error.grpc_code
-        call.failed(error)
-        await abort(context, error, call.call_id)
+        call.note_error(error)
+        await abort_call(context, error, call.call_id)
     except grpc.aio.InternalError:
         # The transport took no more messages: the client has left, and gRPC is about to cancel this task for it.
         code = "CANCELLED"
@@ -232,6 +234,6 @@ async def guarded(call: Call, answer: Callable[[], Awaitable[None]], context: gr
     except Exception:
         code = "INTERNAL"
         log.exception("call %s (%s) failed unexpectedly", call.call_id, call.method)
-        await abort(context, unexpected(call.call_id), call.call_id)
+        await abort_call(context, unexpected(call.call_id), call.call_id)
     finally:
         write_access_line(call, code, generates=call.method == "Generate")

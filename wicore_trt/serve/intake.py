@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from wicore_trt.access.calls import network_of
+from wicore_trt.access.calls import find_network
 from wicore_trt.errors import DeadlineError, InvalidRequestError
 
 READ_S, LOOKS = 20.0, 20
@@ -30,7 +30,7 @@ MAX_HEALTH_BYTES = 1024
 """A health request holds the name of a service."""
 
 
-def parse(handler: grpc.RpcMethodHandler, raw: bytes) -> Any:
+def parse_request(handler: grpc.RpcMethodHandler, raw: bytes) -> Any:
     """The message of a method. Raises InvalidRequestError for bytes that are none."""
     try:
         return handler.request_deserializer(raw)
@@ -40,14 +40,14 @@ def parse(handler: grpc.RpcMethodHandler, raw: bytes) -> Any:
         ) from None
 
 
-class Requests:
+class RequestReader:
     """Reads the requests of calls. One timer looks after all: one for each would cost a refusal a tenth of itself."""
 
     def __init__(self) -> None:
         self._since: dict[asyncio.Task[Any], float] = {}  # by the loop's time
         self._clock: asyncio.TimerHandle | None = None
 
-    async def read(self, context: grpc.aio.ServicerContext) -> bytes:
+    async def read_request(self, context: grpc.aio.ServicerContext) -> bytes:
         """The request of a call, unparsed. Raises DeadlineError when it does not come, InvalidRequestError for none."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
@@ -75,7 +75,7 @@ class Requests:
         self._clock = loop.call_later(READ_S / LOOKS, self._look, loop) if self._since else None
 
 
-async def prompt_ones(requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def read_stream(requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Requests of a stream as they come, until there is none for a while."""
     stream = aiter(requests)
     while True:
@@ -87,7 +87,7 @@ async def prompt_ones(requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         yield request
 
 
-class BriefRequests:
+class BriefRequestReader:
     """Reads requests of a few bytes, READS at a time: hosts in turn, those of one host in the order of their calls.
 
     A call that sends nothing has its place for READ_S, and for HURRY_S or less while others wait: whoever sends its
@@ -95,13 +95,13 @@ class BriefRequests:
     """
 
     def __init__(self) -> None:
-        self._requests = Requests()
+        self._requests = RequestReader()
         self._free = READS
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by host, the next one first
         self._count = 0  # of those that wait
         self._reading: dict[asyncio.Timeout, float] = {}  # with the loop's time at which each began
 
-    async def read(self, context: grpc.aio.ServicerContext, host: str) -> bytes:
+    async def read_request(self, context: grpc.aio.ServicerContext, host: str) -> bytes:
         """Raises DeadlineError when the request does not come, InvalidRequestError for none or one that is too long."""
         await self._place(host)
         limit = asyncio.timeout(None)
@@ -109,7 +109,7 @@ class BriefRequests:
             async with limit:
                 self._reading[limit] = asyncio.get_running_loop().time()
                 self._hurry()
-                raw = await self._requests.read(context)
+                raw = await self._requests.read_request(context)
         except TimeoutError:
             raise DeadlineError("No request came, and others wait for the place.") from None
         finally:
@@ -158,10 +158,10 @@ class BriefRequests:
                     limit.reschedule(begun + seconds)
 
 
-def host_of(peer: str) -> str:
+def find_host(peer: str) -> str:
     """Find the host behind `context.peer()`, without the port: an IPv4 address, the /64 of an IPv6 address,
     else the kind."""
     kind, _, rest = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return kind or "unknown"
-    return network_of(rest.rpartition(":")[0].replace("%5B", "[").replace("%5D", "]").strip("[]")) or peer
+    return find_network(rest.rpartition(":")[0].replace("%5B", "[").replace("%5D", "]").strip("[]")) or peer

@@ -17,11 +17,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from wicore_trt.access.admission import Admission
-from wicore_trt.access.listening import check_exposure, http_host, is_local
+from wicore_trt.access.listening import check_exposure, find_http_host, is_local
 from wicore_trt.config import ServerSettings
 from wicore_trt.http.metrics import everything
 from wicore_trt.http.server import HttpServer
-from wicore_trt.metrics.exposition import rendered
+from wicore_trt.metrics.exposition import render_metrics
 from wicore_trt.serve.server import GrpcServer
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ CANCEL_S = 5.0  # for an engine to end its step and for streams to see that they
 FLUSH_S = 0.5  # for the last bytes of small calls when the port closes
 
 
-def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def choose_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """Return uvloop's, by which a streamed message costs a third less; None (asyncio's own) where it has no wheel."""
     try:
         import uvloop
@@ -47,33 +47,33 @@ class Servers:
 
     def __init__(self, settings: ServerSettings, max_context: int | None = None) -> None:
         """`max_context` is that of the engine, where it is known. Raises ConfigError for bad TLS or keys files."""
-        admission = self._admission = Admission.of(settings)
+        admission = self._admission = Admission.from_settings(settings)
         self._grpc = GrpcServer(settings, max_context, admission)
         self._http = HttpServer(settings, max_context, admission)
         self._serves_http = settings.http_port is not None
 
-    async def start(self) -> tuple[str, str | None]:
+    async def start_listening(self) -> tuple[str, str | None]:
         """Listen and return the address of gRPC and the URL of HTTP. Raises EnvironmentUnfitError."""
-        address = await self._grpc.start()
+        address = await self._grpc.start_listening()
         return address, await self._http.start() if self._serves_http else None
 
-    def attach(self, engine: TextEngine) -> None:
+    def attach_engine(self, engine: TextEngine) -> None:
         """Take requests from now on."""
-        self._grpc.service.attach(engine)
+        self._grpc.service.attach_engine(engine)
         self._http.attach(engine)
 
-    def change(self, settings: ServerSettings) -> None:
+    def apply_settings(self, settings: ServerSettings) -> None:
         """Other keys, rates, origins and certificates from now on. Raises ConfigError."""
-        self._grpc.change(settings)
+        self._grpc.apply_settings(settings)
         self._http.change(settings)
-        self._admission.change(settings)
+        self._admission.apply_settings(settings)
 
     @property
     def streams_open(self) -> int:
         """Generations in progress."""
         return self._grpc.service.streams_open + self._http.context.open.total()
 
-    async def until_idle(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Wait until no generation is open."""
         await self._grpc.service.idle.wait()
         await self._http.context.idle.wait()
@@ -93,11 +93,11 @@ class Servers:
 
     async def render_metrics(self) -> str:
         """Render the metrics as Prometheus text."""
-        return rendered(await everything(self._http.context))[0].decode()
+        return render_metrics(await everything(self._http.context))[0].decode()
 
-    async def stop(self, grace_s: float) -> None:
+    async def stop_listening(self, grace_s: float) -> None:
         """Close the ports; calls still open after `grace_s` seconds are cancelled."""
-        await asyncio.gather(self._grpc.stop(grace_s), self._http.stop(grace_s))
+        await asyncio.gather(self._grpc.stop_listening(grace_s), self._http.stop(grace_s))
 
 
 class ServingProcess(ABC):
@@ -113,7 +113,7 @@ class ServingProcess(ABC):
         self.stopping = False
 
     @abstractmethod
-    def begin(self, servers: Servers) -> None:
+    def begin_watching(self, servers: Servers) -> None:
         """Begin to look for the engine and for the end; on the event loop, before the servers listen."""
 
     @abstractmethod
@@ -126,7 +126,7 @@ class ServingProcess(ABC):
     def report_serving(self, address: str, url: str | None) -> None:  # noqa: B027
         """Report that requests are taken."""
 
-    def stop(self) -> None:
+    def stop_serving(self) -> None:
         """Have the server drain and end."""
         self.stopping = True
         self.changed.set()
@@ -134,15 +134,15 @@ class ServingProcess(ABC):
     def run(self) -> int:
         """Serve until told to stop; return the exit code: 0 when every request could finish, 1 when some were
         cancelled. Raises EnvironmentUnfitError, ConfigError and what `find_engine` raises before serving."""
-        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=choose_loop_factory()) as runner:
             return runner.run(self._serve())
 
     async def _serve(self) -> int:
         check_exposure(self._settings)
         servers = Servers(self._settings, self._max_context)
-        self.begin(servers)
+        self.begin_watching(servers)
         try:
-            address, url = await servers.start()
+            address, url = await servers.start_listening()
             self.report_bound(address, url)
             log.info("loading the engine for %s and %s", address, url)
             _warn_of_strangers(self._settings)
@@ -157,14 +157,14 @@ class ServingProcess(ABC):
                 if engine is None:
                     await self.changed.wait()
             await engine.start()
-            servers.attach(engine)
+            servers.attach_engine(engine)
             await servers.set_serving()
             log.info("serving %s after %.1f s", engine.info.model_id, time.monotonic() - started)
             self.report_serving(address, url)
             await self._follow_engine(servers, engine)
             return await _drain(servers, engine, self._settings.grace_s)
         finally:
-            await servers.stop(FLUSH_S)
+            await servers.stop_listening(FLUSH_S)
 
     async def _follow_engine(self, servers: Servers, engine: TextEngine) -> None:
         """Tell the servers whenever the engine ends or the next one comes, until told to stop."""
@@ -191,9 +191,9 @@ async def _drain(servers: Servers, engine: TextEngine, grace_s: float) -> int:
     with suppress(TimeoutError):
         clean = await asyncio.wait_for(engine.drain(grace_s), grace_s + CANCEL_S)
         # Streams still open wait for readers that have not taken their output yet.
-        await asyncio.wait_for(servers.until_idle(), max(end - time.monotonic(), FLUSH_S))
+        await asyncio.wait_for(servers.wait_until_idle(), max(end - time.monotonic(), FLUSH_S))
     clean = clean and not servers.streams_open
-    await servers.stop(FLUSH_S)
+    await servers.stop_listening(FLUSH_S)
     await engine.close(CANCEL_S)
     if clean:
         log.info("stopped")
@@ -203,7 +203,7 @@ async def _drain(servers: Servers, engine: TextEngine, grace_s: float) -> int:
 
 
 def _warn_of_strangers(settings: ServerSettings) -> None:
-    known = [host for host in sorted({settings.host, http_host(settings)}) if not is_local(host)]
+    known = [host for host in sorted({settings.host, find_http_host(settings)}) if not is_local(host)]
     if not known:
         return
     if not (settings.api_key or settings.keys_file or settings.tls_client_ca):

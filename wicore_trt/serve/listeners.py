@@ -17,7 +17,7 @@ from contextlib import suppress
 
 import grpc
 
-from wicore_trt.access.log import Sparingly
+from wicore_trt.access.log import QuietLog
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +63,9 @@ class Listeners:
         self._servers: list[grpc.aio.Server] = []
         self._watchers: list[asyncio.Task[None]] = []
         self._starting = asyncio.Lock()
-        self._warn = Sparingly(log, logging.WARNING)
+        self._warn = QuietLog(log, logging.WARNING)
 
-    async def start(self, address: str, count: int, named: Callable[[int], str]) -> str:
+    async def start_listening(self, address: str, count: int, named: Callable[[int], str]) -> str:
         """Listen at `address`; return the address `named` by the port that the system chose. Raises RuntimeError."""
         self._servers.append(self._make())
         address = named(self._bind(self._servers[0], address))
@@ -116,7 +116,7 @@ class Listeners:
             why = "socket file removed" if removed else "undecodable call"
             self._warn(f"gRPC listener stopped ({why}); restarted", address=address)
 
-    async def stop(self, grace_s: float) -> None:
+    async def stop_listening(self, grace_s: float) -> None:
         """Close the port; calls still open after `grace_s` seconds are cancelled."""
         for watcher in self._watchers:
             watcher.cancel()

@@ -13,15 +13,15 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from wicore_trt.access.admission import Admission, message_limit
-from wicore_trt.access.listening import address_of, check_free, read_tls
+from wicore_trt.access.admission import Admission, find_message_limit
+from wicore_trt.access.listening import check_free, format_address, read_tls
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
 from wicore_trt.serve.guard import MAX_METADATA_BYTES, Guard
 from wicore_trt.serve.listeners import LISTENERS, Listeners, Services
 from wicore_trt.serve.service import SERVICE_NAME, InferenceService
-from wicore_trt.serve.worker import WORKER_SERVICE, WorkerService, handlers
+from wicore_trt.serve.worker import WORKER_SERVICE, WorkerService, make_handlers
 
 HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 HEALTH_NAMES = ("", SERVICE_NAME, WORKER_SERVICE)
@@ -51,14 +51,14 @@ KEEPALIVE_OPTIONS = (
 )
 
 
-def connection_limit() -> int:
+def find_connection_limit() -> int:
     """Connections of each listener, so that all of them fit what the process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(soft - FILES_KEPT, soft // 2)
     return max(1, min(MAX_CONNECTIONS, files) // LISTENERS)
 
 
-def channel_options(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
+def make_channel_options(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
     """Options of the listening server."""
     return (
         ("grpc.so_reuseport", 1),  # for our own listeners; `check_free` sees the port of another process
@@ -70,7 +70,7 @@ def channel_options(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
         ("grpc.server.max_pending_requests", MAX_PENDING),
         ("grpc.server.max_pending_requests_hard_limit", MOST_PENDING),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
-        ("grpc.max_allowed_incoming_connections", connection_limit()),
+        ("grpc.max_allowed_incoming_connections", find_connection_limit()),
         *KEEPALIVE_OPTIONS,
     )
 
@@ -78,7 +78,7 @@ def channel_options(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
 Status = health_pb2.HealthCheckResponse
 
 
-class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """Statuses by service name, NOT_SERVING at first."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
@@ -86,7 +86,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._changed = asyncio.Event()
         self._retired = False
 
-    def set(self, status: int) -> None:
+    def set_status(self, status: int) -> None:
         """Change the status of every service."""
         if self._retired:
             return
@@ -94,9 +94,9 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def retire(self) -> None:
+    def retire_status(self) -> None:
         """NOT_SERVING from now on, whatever is set."""
-        self.set(Status.NOT_SERVING)
+        self.set_status(Status.NOT_SERVING)
         self._retired = True
 
     async def Check(
@@ -123,7 +123,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             await changed.wait()
 
 
-class Certificates:
+class TlsCredentials:
     """TLS files as gRPC takes them. Each handshake uses the newest certificate that was good."""
 
     def __init__(self, cert: str | None, key: str | None, client_ca: str | None) -> None:
@@ -134,11 +134,11 @@ class Certificates:
         self._clients = client_ca is not None
         self._newest = _configuration(cert, key, client_ca)
 
-    def change(self, cert: str | None, key: str | None, client_ca: str | None) -> None:
+    def change_files(self, cert: str | None, key: str | None, client_ca: str | None) -> None:
         """Show others to who comes from now on. Raises ConfigError as the constructor does, and changes nothing."""
         self._newest = _configuration(cert, key, client_ca)
 
-    def credentials(self) -> grpc.ServerCredentials | None:
+    def make_credentials(self) -> grpc.ServerCredentials | None:
         """Credentials for a server, None without files."""
         if self._newest is None:
             return None
@@ -167,23 +167,23 @@ class GrpcServer:
         """`max_context` is that of the engine, where it is known; `admission` is what other servers of this process
         share. Raises ConfigError for bad TLS or keys files."""
         self._settings = settings
-        admission = admission or Admission.of(settings)
-        self._max_message_bytes = message_limit(max_context, settings.max_message_mb)
+        admission = admission or Admission.from_settings(settings)
+        self._max_message_bytes = find_message_limit(max_context, settings.max_message_mb)
         self.service = InferenceService(max_message_bytes=self._max_message_bytes, admission=admission)
-        self._health = Health(HEALTH_NAMES)
+        self._health = HealthService(HEALTH_NAMES)
         self._guard = Guard(admission, self._services())
-        self._certificates = Certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-        self._credentials = self._certificates.credentials()
+        self._certificates = TlsCredentials(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+        self._credentials = self._certificates.make_credentials()
         self._listeners = Listeners(self._fresh, self._bind)
 
-    def change(self, settings: ServerSettings) -> None:
+    def apply_settings(self, settings: ServerSettings) -> None:
         """Another certificate for who comes from now on. Raises ConfigError for files that do not fit."""
-        self._certificates.change(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+        self._certificates.change_files(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
     def _services(self) -> list[grpc.GenericRpcHandler]:
         services = Services()
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.service, services)  # type: ignore[no-untyped-call]
-        services.add_generic_rpc_handlers((handlers(WorkerService(self.service)),))
+        services.add_generic_rpc_handlers((make_handlers(WorkerService(self.service)),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, services)
         if self._settings.reflection:
             servicer = reflection.aio.ReflectionServicer(
@@ -194,11 +194,11 @@ class GrpcServer:
 
     def _fresh(self) -> grpc.aio.Server:
         """A server of all services that does not listen yet."""
-        server = grpc.aio.server(options=channel_options(self._max_message_bytes))
+        server = grpc.aio.server(options=make_channel_options(self._max_message_bytes))
         server.add_generic_rpc_handlers((self._guard,))
         return server
 
-    async def start(self) -> str:
+    async def start_listening(self) -> str:
         """Listen and return the address, with the port chosen by the system when the settings say 0.
 
         Raises EnvironmentUnfitError for an address that cannot be used.
@@ -207,9 +207,11 @@ class GrpcServer:
         check_free(host, port)
         count = 1 if host.startswith("unix:") else LISTENERS
         try:
-            return await self._listeners.start(address_of(host, port), count, lambda bound: address_of(host, bound))
+            return await self._listeners.start_listening(
+                format_address(host, port), count, lambda bound: format_address(host, bound)
+            )
         except RuntimeError as error:
-            raise EnvironmentUnfitError(f"Cannot listen on {address_of(host, port)}: {error}.") from None
+            raise EnvironmentUnfitError(f"Cannot listen on {format_address(host, port)}: {error}.") from None
 
     def _bind(self, server: grpc.aio.Server, address: str) -> int:
         """Raises RuntimeError when the address is taken."""
@@ -221,17 +223,17 @@ class GrpcServer:
 
     async def set_serving(self) -> None:
         """Tell health checks that requests are taken."""
-        self._health.set(health_pb2.HealthCheckResponse.SERVING)
+        self._health.set_status(health_pb2.HealthCheckResponse.SERVING)
 
     async def set_waiting(self) -> None:
         """Tell health checks that requests are not taken for now."""
-        self._health.set(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._health.set_status(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def set_draining(self) -> None:
         """Tell health checks, once and for all, that requests are not taken any more, and refuse them."""
         self.service.refuse_new()
-        self._health.retire()
+        self._health.retire_status()
 
-    async def stop(self, grace_s: float) -> None:
+    async def stop_listening(self, grace_s: float) -> None:
         """Close the port; calls still open after `grace_s` seconds are cancelled."""
-        await self._listeners.stop(grace_s)
+        await self._listeners.stop_listening(grace_s)

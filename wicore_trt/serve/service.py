@@ -23,7 +23,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from wicore_trt import __version__
 from wicore_trt.access.admission import Admission, Meter
-from wicore_trt.access.calls import Call, checked_id, current_call
+from wicore_trt.access.calls import Call, check_request_id, get_current_call
 from wicore_trt.access.keys import Identity
 from wicore_trt.core.port import UNKNOWN, Change, Position
 from wicore_trt.core.shares import Gate
@@ -61,7 +61,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self.idle = asyncio.Event()
         self.idle.set()
 
-    def attach(self, engine: TextEngine) -> None:
+    def attach_engine(self, engine: TextEngine) -> None:
         """Take requests from now on."""
         self._engine = engine
 
@@ -79,39 +79,39 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Generate calls in progress."""
         return self.open.total()
 
-    def ready(self) -> TextEngine:
+    def get_engine(self) -> TextEngine:
         """The engine. Raises UnavailableError before there is one."""
         if self._engine is None:
             raise UnavailableError("The engine is still loading.", fix="Wait until the health check says SERVING.")
         return self._engine
 
     async def Generate(self, request: pb2.GenerateRequest, context: CallReply) -> None:
-        call = current_call()
-        async with self.generating(call) as (engine, meter):
-            own_s = convert.positive_seconds(request.timeout, "timeout") if request.HasField("timeout") else None
-            timeout_s = min((limit for limit in (own_s, time_left(context)) if limit is not None), default=None)
+        call = get_current_call()
+        async with self.open_generation(call) as (engine, meter):
+            own_s = convert.read_positive_seconds(request.timeout, "timeout") if request.HasField("timeout") else None
+            timeout_s = min((limit for limit in (own_s, find_time_left(context)) if limit is not None), default=None)
             made, finders = self._request(engine, request, call, timeout_s)
             with _named(request):  # also a constraint that could not be kept to the end
 
                 def messages(output: TextOutput, first_s: float | None, total_s: float) -> Iterator[Message]:
                     finder = finders[output.index] if finders is not None else None
-                    return convert.responses(output, first_token_s=first_s, total_s=total_s, finder=finder)
+                    return convert.make_responses(output, first_token_s=first_s, total_s=total_s, finder=finder)
 
-                reasons = await relay(engine, made, meter, call, context, messages)
+                reasons = await relay_outputs(engine, made, meter, call, context, messages)
         if FinishReason.DEADLINE in reasons and timeout_s != own_s:
             raise DeadlineError("The call's deadline passed before the request finished.")
 
     @asynccontextmanager
-    async def generating(self, call: Call) -> AsyncIterator[tuple[TextEngine, Meter]]:
+    async def open_generation(self, call: Call) -> AsyncIterator[tuple[TextEngine, Meter]]:
         """The engine, and what counts a generation against its tenant's rates. Raises UnavailableError where none is
         taken."""
-        engine = self.ready()
+        engine = self.get_engine()
         if self._draining:
             raise UnavailableError("The server is shutting down.", fix="Send the request to another server.")
         self.open[call.who.tenant] += 1
         self.idle.clear()
         try:
-            with self._admission.metered(call.who) as meter:
+            with self._admission.open_meter(call.who) as meter:
                 yield engine, meter
         finally:
             self.open[call.who.tenant] -= 1
@@ -125,7 +125,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """The plain form of a request; errors name fields by their path in the message. With what finds calls in its
         sequences, where they may have some."""
         if request.HasField("request_id"):
-            request_id = checked_id(request.request_id)
+            request_id = check_request_id(request.request_id)
         else:
             request_id = uuid.uuid4().hex if call.from_client else call.call_id
         if request_id != call.call_id:
@@ -136,11 +136,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return made, defaultdict(CallFinder) if made.functions else None
 
     async def Abort(self, request: pb2.AbortRequest, context: CallReply) -> pb2.AbortResponse:
-        request_id = checked_id(request.request_id)
-        return pb2.AbortResponse(aborted=self.ready().abort(request_id, current_call().who.tenant))
+        request_id = check_request_id(request.request_id)
+        return pb2.AbortResponse(aborted=self.get_engine().abort(request_id, get_current_call().who.tenant))
 
     async def Tokenize(self, request: pb2.TokenizeRequest, context: CallReply) -> pb2.TokenizeResponse:
-        engine = self.ready()
+        engine = self.get_engine()
         limit = engine.info.max_context_tokens
         kind = request.WhichOneof("input")
         if kind is None:
@@ -150,17 +150,17 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             make = partial(engine.tokenizer.encode, request.text, add_bos=add_bos, max_tokens=limit)
         else:
             prompt = request.add_generation_prompt if request.HasField("add_generation_prompt") else True
-            messages = convert.chat_messages(request.chat, limit)
+            messages = convert.read_chat_messages(request.chat, limit)
             make = partial(engine.tokenizer.apply_chat, messages, add_generation_prompt=prompt, max_tokens=limit)
         try:
-            token_ids = await engine.work(current_call().who.tenant, make)
+            token_ids = await engine.work(get_current_call().who.tenant, make)
         except InvalidRequestError as error:
-            error.field = convert.field_path(error.field, kind)
+            error.field = convert.find_field_path(error.field, kind)
             raise
         return pb2.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(self, request: pb2.DetokenizeRequest, context: CallReply) -> pb2.DetokenizeResponse:
-        engine = self.ready()
+        engine = self.get_engine()
         convert.check_count(request.token_ids, engine.info.max_context_tokens, "token_ids")
         token_ids = list(request.token_ids)
         if token_ids and max(token_ids) >= engine.info.vocab_size:
@@ -169,10 +169,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             )
         skip = request.skip_special if request.HasField("skip_special") else True
         decode = partial(engine.tokenizer.decode, token_ids, skip_special=skip)
-        return pb2.DetokenizeResponse(text=await engine.work(current_call().who.tenant, decode))
+        return pb2.DetokenizeResponse(text=await engine.work(get_current_call().who.tenant, decode))
 
     async def GetModelInfo(self, request: pb2.GetModelInfoRequest, context: CallReply) -> pb2.GetModelInfoResponse:
-        return convert.model_info_response(self.ready().info)
+        return convert.make_model_info(self.get_engine().info)
 
     async def GetServerInfo(self, request: pb2.GetServerInfoRequest, context: CallReply) -> pb2.GetServerInfoResponse:
         if self._draining:
@@ -184,35 +184,39 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     async def GetStats(self, request: pb2.GetStatsRequest, context: CallReply) -> pb2.GetStatsResponse:
-        return convert.stats(*await self.stats(current_call().who))
+        return convert.make_stats(*await self.collect_stats(get_current_call().who))
 
-    async def stats(self, who: Identity) -> tuple[EngineStats, int]:
+    async def collect_stats(self, who: Identity) -> tuple[EngineStats, int]:
         """Collect counters, gauges and the number of open Generate calls: of all for an operator, else of the
         tenant."""
-        engine = self.ready()
+        engine = self.get_engine()
         if who.operator:
             return await engine.stats(), self.open.total()
         return await engine.stats_of(who.tenant), self.open[who.tenant]
 
     async def SubscribeKVEvents(self, request: kv_pb2.SubscribeKVEventsRequest, context: CallReply) -> None:
         after = (request.epoch, request.from_sequence - 1) if request.from_sequence > 0 else UNKNOWN
-        async with self.kv_events(current_call(), after) as feed:
+        async with self.follow_kv_events(get_current_call(), after) as feed:
             async for epoch, found in feed:
-                messages = convert.kv_events(epoch, found) if isinstance(found, list) else convert.kv_snapshot(found)
+                messages = (
+                    convert.make_kv_events(epoch, found) if isinstance(found, list) else convert.make_kv_snapshot(found)
+                )
                 for message in messages:
-                    await context.write(message)
+                    await context.write_message(message)
 
     @asynccontextmanager
-    async def kv_events(self, call: Call, after: Position) -> AsyncIterator[AsyncGenerator[Change, None]]:
+    async def follow_kv_events(self, call: Call, after: Position) -> AsyncIterator[AsyncGenerator[Change, None]]:
         """Follow what the KV cache gains and loses: all pages for an operator, else the tenant's own. Raises
         AuthenticationError when its key is taken back."""
         who = call.who
         with self._subscribers.place(who.tenant):
-            async with aclosing(self.ready().engine.kv_events(None if who.operator else who.tenant, after)) as feed:
+            async with aclosing(
+                self.get_engine().engine.kv_events(None if who.operator else who.tenant, after)
+            ) as feed:
 
                 async def check_changes() -> AsyncGenerator[Change, None]:
                     async for change in feed:
-                        now = self._admission.still(who)
+                        now = self._admission.check_identity(who)
                         if (now.tenant, now.operator) != (who.tenant, who.operator):
                             raise AuthenticationError("The API key stands for somebody else by now.", fix="Call again.")
                         yield change
@@ -221,7 +225,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     yield told
 
 
-async def relay(
+async def relay_outputs(
     engine: TextEngine,
     request: TextRequest,
     meter: Meter,
@@ -237,12 +241,12 @@ async def relay(
     first_token_s: dict[int, float] = {}
     reasons: set[FinishReason] = set()
     tokens = 0
-    meter.reserve([request])
-    request = call.asks(engine.info.model_id, request)
+    meter.reserve_tokens([request])
+    request = call.note_request(engine.info.model_id, request)
     async with aclosing(await engine.submit(await engine.encode(request))) as stream:
         meter.used += stream.prompt_tokens
         call.facts |= {"prompt": stream.prompt_tokens, "cached": 0}
-        await reply.begin()
+        await reply.send_metadata()
         async for output in stream:
             elapsed = monotonic() - call.started
             tokens += len(output.token_ids)
@@ -251,7 +255,7 @@ async def relay(
                 first_token_s[output.index] = elapsed
                 call.facts.setdefault("ttft_ms", round(elapsed * 1000, 1))
                 if stream.parts is not None:
-                    call.begun(*stream.parts)
+                    call.note_first_token(*stream.parts)
             call.facts["tokens"] = tokens
             if output.finish_reason is not None:
                 reasons.add(output.finish_reason)
@@ -259,11 +263,11 @@ async def relay(
             if output.usage is not None:
                 call.facts["cached"] = output.usage.cached_tokens
             for message in messages(output, first_token_s.get(output.index), elapsed):
-                await reply.write(message)
+                await reply.write_message(message)
     return reasons
 
 
-def time_left(context: CallReply) -> float | None:
+def find_time_left(context: CallReply) -> float | None:
     """Seconds to the call's deadline, more than 0; None without one."""
     left = context.time_remaining()
     return None if left is None else max(left, 1e-3)
@@ -276,7 +280,7 @@ def _named(request: pb2.GenerateRequest) -> Iterator[None]:
         yield
     except InvalidRequestError as error:
         tools = error.field == "constraint" and bool(request.tools.functions)
-        path = "tools.functions" if tools else convert.field_path(error.field, request.WhichOneof("prompt"))
+        path = "tools.functions" if tools else convert.find_field_path(error.field, request.WhichOneof("prompt"))
         if error.field == "request_id":
             raise DuplicateRequestError(error.message, field=path, fix=error.fix) from error
         error.field = path
@@ -288,8 +292,8 @@ def _text_request(
 ) -> TextRequest:
     """The plain form of a request. Raises InvalidRequestError."""
     kind, limit = request.WhichOneof("prompt"), engine.info.max_context_tokens
-    params = convert.sampling_params(request.sampling)
-    tools = convert.tools(request.tools, params.constraint)
+    params = convert.read_sampling_params(request.sampling)
+    tools = convert.read_tools(request.tools, params.constraint)
     if tools is not None and kind != "chat":
         raise InvalidRequestError("tools are for a chat.", field="tools")
     make = partial(
@@ -297,13 +301,13 @@ def _text_request(
         params=params if tools is None else replace(params, constraint=tools.constraint),
         functions=tuple(function.declared() for function in tools.functions) if tools is not None else (),
         timeout_s=timeout_s, priority=request.priority, tenant=tenant, cache_salt=request.cache_salt,
-        cache=convert.cache_hints(request.cache),
+        cache=convert.read_cache_hints(request.cache),
     )  # fmt: skip
     if kind == "token_ids":
         convert.check_count(request.token_ids.ids, limit, "token_ids")
         return make(prompt_token_ids=tuple(request.token_ids.ids))
     if kind == "chat":
-        return make(messages=convert.chat_messages(request.chat, limit))
+        return make(messages=convert.read_chat_messages(request.chat, limit))
     if kind == "text":
         return make(prompt=request.text, add_bos=request.add_bos if request.HasField("add_bos") else True)
     raise InvalidRequestError("Give a prompt: text, token_ids or chat.", field="prompt")

@@ -27,7 +27,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb2
 from smg_grpc_proto.generated import common_pb2
 
 from wicore_trt import __version__
-from wicore_trt.access.calls import checked_id, current_call
+from wicore_trt.access.calls import check_request_id, get_current_call
 from wicore_trt.core.port import UNKNOWN, Position
 from wicore_trt.engine.directory import open_engine
 from wicore_trt.errors import DeadlineError, InvalidRequestError, NotFoundError
@@ -36,7 +36,7 @@ from wicore_trt.kv.pages.page import Page
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL
 from wicore_trt.serve import convert
 from wicore_trt.serve.guard import CallReply
-from wicore_trt.serve.service import relay, time_left
+from wicore_trt.serve.service import find_time_left, relay_outputs
 from wicore_trt.text.model_files import FILES
 from wicore_trt.types import (
     EngineStats,
@@ -66,7 +66,7 @@ _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReaso
 _UNSERVED = ("kv_transfer_params", "mm_inputs", "kv_transfer_params_json", "media_refs")
 
 
-def handlers(service: WorkerService) -> grpc.GenericRpcHandler:
+def make_handlers(service: WorkerService) -> grpc.GenericRpcHandler:
     """The calls of the protocol that are served."""
     kinds = {True: grpc.unary_stream_rpc_method_handler, False: grpc.unary_unary_rpc_method_handler}
     methods = {
@@ -91,19 +91,19 @@ class WorkerService:
         self._bundling = asyncio.Lock()
 
     async def Generate(self, request: pb2.GenerateRequest, context: CallReply) -> None:
-        call = current_call()
-        async with self._service.generating(call) as (engine, meter):
-            made = _text_request(engine, request, call.who.tenant, time_left(context))
+        call = get_current_call()
+        async with self._service.open_generation(call) as (engine, meter):
+            made = _text_request(engine, request, call.who.tenant, find_time_left(context))
             answers = _Answers(made, request.stream, frozenset(engine.info.eos_token_ids))
-            reasons = await relay(engine, made, meter, call, context, answers)
+            reasons = await relay_outputs(engine, made, meter, call, context, answers)
         if FinishReason.DEADLINE in reasons:
             raise DeadlineError("The call's deadline passed before the request finished.")
 
     async def Abort(self, request: pb2.AbortRequest, context: CallReply) -> pb2.AbortResponse:
-        engine, tenant = self._service.ready(), current_call().who.tenant
+        engine, tenant = self._service.get_engine(), get_current_call().who.tenant
         convert.check_count(request.request_ids, 1024, "request_ids")
         for request_id in request.request_ids:
-            engine.abort(checked_id(request_id), tenant)
+            engine.abort(check_request_id(request_id), tenant)
         return pb2.AbortResponse()
 
     async def HealthCheck(self, request: pb2.HealthCheckRequest, context: CallReply) -> pb2.HealthCheckResponse:
@@ -111,7 +111,7 @@ class WorkerService:
         return pb2.HealthCheckResponse(healthy=serving, message="serving" if serving else "no requests are taken")
 
     async def GetModelInfo(self, request: pb2.GetModelInfoRequest, context: CallReply) -> pb2.GetModelInfoResponse:
-        engine = self._service.ready()
+        engine = self._service.get_engine()
         info = engine.info
         return pb2.GetModelInfoResponse(
             model_path=info.model_id, is_generation=True, max_context_length=info.max_context_tokens,
@@ -122,8 +122,8 @@ class WorkerService:
         )  # fmt: skip
 
     async def GetServerInfo(self, request: pb2.GetServerInfoRequest, context: CallReply) -> pb2.GetServerInfoResponse:
-        engine = self._service.ready()
-        stats, streams = await self._service.stats(current_call().who)
+        engine = self._service.get_engine()
+        stats, streams = await self._service.collect_stats(get_current_call().who)
         return pb2.GetServerInfoResponse(
             active_requests=streams, uptime_seconds=stats.uptime_s, server_type="vllm-grpc",
             data_parallel_size=1, kv_cache_dtype=engine.info.kv_dtype, block_size=engine.info.page_tokens,
@@ -131,45 +131,45 @@ class WorkerService:
         )  # fmt: skip
 
     async def GetLoads(self, request: pb2.GetLoadsRequest, context: CallReply) -> pb2.GetLoadsResponse:
-        engine = self._service.ready()
+        engine = self._service.get_engine()
         load = _load(await _stats(engine), engine.info.page_tokens)
         timestamp = datetime.now(UTC).isoformat()
         return pb2.GetLoadsResponse(timestamp=timestamp, version=__version__, dp_rank_count=1, loads=[load])
 
     async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest, context: CallReply) -> None:
-        engine = self._service.ready()
+        engine = self._service.get_engine()
         async with self._bundling:
             if self._bundle is None:
-                self._bundle = await engine.work(current_call().who.tenant, lambda: _bundle(engine.tokenizer))
+                self._bundle = await engine.work(get_current_call().who.tenant, lambda: _bundle(engine.tokenizer))
             bundle, digest = self._bundle
         for start in range(0, len(bundle), CHUNK_BYTES):
             last = start + CHUNK_BYTES >= len(bundle)
             data = bundle[start : start + CHUNK_BYTES]
-            await context.write(common_pb2.GetTokenizerChunk(data=data, sha256=digest if last else ""))
+            await context.write_message(common_pb2.GetTokenizerChunk(data=data, sha256=digest if last else ""))
 
     async def SubscribeKvEvents(self, request: common_pb2.SubscribeKvEventsRequest, context: CallReply) -> None:
         """An operator's router is told of all pages, any other of its tenant's own. That a tier was cleared is told as
         a new snapshot: the protocol knows no such event for one tier."""
-        engine, call = self._service.ready(), current_call()
+        engine, call = self._service.get_engine(), get_current_call()
         after = self._numbers.position(request.start_sequence_number)
         while True:
-            async with self._service.kv_events(call, after) as feed:
+            async with self._service.follow_kv_events(call, after) as feed:
                 async for epoch, found in feed:
                     if isinstance(found, EventSnapshot):
                         number = self._numbers.number(epoch, found.sequence)
                         batches = await engine.work(call.who.tenant, partial(_batched, found))
                         for batch in _snapshot(batches, number):
-                            await context.write(batch)
+                            await context.write_message(batch)
                     elif any(isinstance(event, Cleared) for event in found):
                         break
                     else:
                         for event in found:
-                            await context.write(_event(event, self._numbers.number(epoch, event.sequence)))
+                            await context.write_message(_event(event, self._numbers.number(epoch, event.sequence)))
             after = UNKNOWN
 
 
 async def _stats(engine: TextEngine) -> EngineStats:
-    who = current_call().who
+    who = get_current_call().who
     return await engine.stats() if who.operator else await engine.stats_of(who.tenant)
 
 
@@ -223,7 +223,7 @@ def _text_request(
         convert.check_count(request.tokenized.input_ids, engine.info.max_context_tokens, "tokenized.input_ids")
         prompt = {"prompt_token_ids": tuple(request.tokenized.input_ids)}
     return TextRequest(
-        request_id=checked_id(request.request_id) if request.request_id else uuid.uuid4().hex,
+        request_id=check_request_id(request.request_id) if request.request_id else uuid.uuid4().hex,
         params=sampling_params(request.sampling_params),
         timeout_s=timeout_s,
         tenant=tenant,
