@@ -38,9 +38,9 @@ def bench_linear(lib: native.NativeLibrary, n: int, k: int, rows: int, dtype: to
     weights = [torch.randn(n, k).to(dtype) for _ in range(copies)]
     packed = [lib.pack(w) for w in weights]
     x = torch.randn(rows, k).to(dtype)
-    operand = x.to(native_args.operand_dtype(dtype))
+    operand = x.to(native_args.OPERANDS[dtype])
     out = torch.empty(rows, n)
-    args = [native_args.linear(operand, p, out) for p in packed]
+    args = [native_args.make_linear(operand, p, out) for p in packed]
     ours, theirs = medians([lambda: lib.run(args), lambda: [linear(x, w) for w in weights]])
     flops, size = 2 * n * k * rows * copies, n * k * dtype.itemsize * copies
     name = str(dtype).removeprefix("torch.")

@@ -10,7 +10,7 @@ import torch
 
 from wicore_trt.backends.torch import native_args
 from wicore_trt.backends.torch.native import NativeLibrary
-from wicore_trt.backends.torch.native_args import operand_dtype
+from wicore_trt.backends.torch.native_args import OPERANDS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-6
@@ -69,14 +69,14 @@ def step(lib: NativeLibrary, model: Model, pool: torch.Tensor, pieces: list[Piec
     geometry = native_args.StepGeometry()
     native_args.set_step(geometry, cu_seqlens, positions, table)
     kv = native_args.layer_kv(pool, 1, model.heads, geometry)
-    n, width, operand = sum(lengths), model.heads * model.dim, operand_dtype(model.dtype)
+    n, width, operand = sum(lengths), model.heads * model.dim, OPERANDS[model.dtype]
     q = torch.full((n, model.heads, model.dim), torch.nan, dtype=operand)
     out = torch.full((n, width), torch.nan, dtype=operand)
     qkv = torch.cat([p.qkv for p in pieces])
     lib.run(
         [
-            native_args.qk_norm_rope_write(qkv, model.weights, model.rope, EPS, model.dtype, q, kv),
-            native_args.attention(q, kv, model.window, model.scale, model.dtype, out),
+            native_args.make_qk_norm_rope_write(qkv, model.weights, model.rope, EPS, model.dtype, q, kv),
+            native_args.make_attention(q, kv, model.window, model.scale, model.dtype, out),
         ]
     )
     both = torch.stack((q, out.view_as(q)), dim=1).float()

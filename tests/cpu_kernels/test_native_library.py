@@ -22,7 +22,7 @@ lib = native.load()
 lib.set_threads(4)
 weight = lib.pack(torch.arange(640.0 * 4096).view(4096, 640) / 1e6)
 x, out = torch.ones(3, 640), torch.zeros(3, 4096)
-args = native_args.linear(x, weight, out)
+args = native_args.make_linear(x, weight, out)
 lib.run([args])
 expected = out.clone()
 child = os.fork()
@@ -61,7 +61,7 @@ def test_calls_from_several_threads_are_serialized(lib: NativeLibrary, rng: torc
     def run(x: torch.Tensor) -> torch.Tensor:
         for _ in range(50):
             out = torch.full((len(x), 500), torch.nan)
-            lib.run([native_args.linear(x, weight, out)])
+            lib.run([native_args.make_linear(x, weight, out)])
         return out
 
     expected = [run(x) for x in xs]

@@ -7,7 +7,7 @@ import torch
 
 from wicore_trt.backends.torch import native_args
 from wicore_trt.backends.torch.native import NativeLibrary
-from wicore_trt.backends.torch.native_args import PackedWeight, operand_dtype
+from wicore_trt.backends.torch.native_args import OPERANDS, PackedWeight
 from wicore_trt.backends.torch.ops import quantize_rows
 from wicore_trt.runtime.dtypes import E4M3
 
@@ -20,7 +20,7 @@ def product(lib: NativeLibrary, x: torch.Tensor, weight: PackedWeight) -> torch.
     quantized = None
     if weight.scale is not None:
         quantized = (torch.full_like(x, torch.nan), torch.full((x.shape[0],), torch.nan))
-    lib.run([native_args.linear(x, weight, out, quantized)])
+    lib.run([native_args.make_linear(x, weight, out, quantized)])
     return out
 
 
@@ -35,7 +35,7 @@ def test_product_matches_float64(
     lib: NativeLibrary, rng: torch.Generator, dtype: torch.dtype, rows: int, n: int, k: int
 ) -> None:
     x, w = inputs(rows, n, k, dtype, rng)
-    out = product(lib, x.to(operand_dtype(dtype)), lib.pack(w))
+    out = product(lib, x.to(OPERANDS[dtype]), lib.pack(w))
     exact = x.double() @ w.double().T
     bound = x.double().abs() @ w.double().abs().T
     assert ((out - exact).abs() <= 1e-6 * bound + 1e-30).all()
@@ -44,7 +44,7 @@ def test_product_matches_float64(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_in_any_batch(lib: NativeLibrary, rng: torch.Generator, dtype: torch.dtype) -> None:
     x, w = inputs(130, 200, 530, dtype, rng)
-    x, packed = x.to(operand_dtype(dtype)), lib.pack(w)
+    x, packed = x.to(OPERANDS[dtype]), lib.pack(w)
     lib.set_threads(1)
     alone = torch.cat([product(lib, x[i : i + 1], packed) for i in range(len(x))])
     for threads in (1, 2, 3):
@@ -84,7 +84,7 @@ def test_embedding_rows(lib: NativeLibrary, rng: torch.Generator, dtype: torch.d
     table = torch.randn(130, k, generator=rng).to(dtype)
     ids = torch.randint(0, 130, (77,), generator=rng)
     out = torch.full((77, k), torch.nan)
-    lib.run([native_args.embed(ids, lib.pack(table), 25.25, out)])
+    lib.run([native_args.make_embed(ids, lib.pack(table), 25.25, out)])
     assert torch.equal(out, table[ids].float() * 25.25)
 
 

@@ -17,11 +17,8 @@ import torch
 HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 16, 256
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 F32 = torch.float32
-
-
-def operand_dtype(dtype: torch.dtype) -> torch.dtype:
-    """How inputs of matrix products are held for an engine of `dtype`: float16 ones as float32 on its grid."""
-    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+OPERANDS = {torch.float32: torch.float32, torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}
+"""Dtype of inputs of matrix products by that of the engine: float16 ones are float32 on its grid."""
 
 
 class Args(ctypes.Structure):
@@ -29,6 +26,7 @@ class Args(ctypes.Structure):
 
     OP: ClassVar[int]
     rows: int
+    index: int
     kept: tuple[Any, ...]
 
 
@@ -42,7 +40,7 @@ def _pointer(*names: str) -> list[tuple[str, Any]]:
 
 class Embed(Args):
     OP = 0
-    _fields_ = [*_int("rows", "k", "dtype"), ("scale", c_double), *_pointer("ids", "weight", "out")]
+    _fields_ = [*_int("rows", "k", "dtype"), ("scale", c_double), *_pointer("index", "weight", "out")]
 
 
 class Norm(Args):
@@ -122,26 +120,26 @@ def address(tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> int:
     return tensor.data_ptr()
 
 
-def embed(ids: torch.Tensor, weight: PackedWeight, scale: float, out: torch.Tensor) -> Embed:
+def make_embed(ids: torch.Tensor, weight: PackedWeight, scale: float, out: torch.Tensor) -> Embed:
     """out float32 [rows, k] = weight[ids int64 [rows]] * scale."""
     rows = out.shape[0]
     args = Embed(rows, weight.k, DTYPE_CODES[weight.dtype], scale)
-    args.ids, args.weight = address(ids, torch.int64, rows), weight.data.data_ptr()
+    args.index, args.weight = address(ids, torch.int64, rows), weight.data.data_ptr()
     args.out = address(out, F32, rows, weight.k)
     args.kept = (ids, weight, out)
     return args
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype, out: torch.Tensor) -> Norm:
+def make_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype, out: torch.Tensor) -> Norm:
     """out operand [rows, k] = RMSNorm(x float32 [rows, k]) * weight float32 [k], rounded to dtype."""
     rows, k = out.shape
     args = Norm(rows, k, DTYPE_CODES[dtype], eps, address(x, F32, rows, k), address(weight, F32, k))
-    args.out = address(out, operand_dtype(dtype))
+    args.out = address(out, OPERANDS[dtype])
     args.kept = (x, weight, out)
     return args
 
 
-def add_norm(
+def make_add_norm(
     residual: torch.Tensor,
     x: torch.Tensor,
     weights: tuple[torch.Tensor, torch.Tensor],
@@ -152,28 +150,28 @@ def add_norm(
     """residual += RMSNorm(x) * weights[0], in place; out operand = RMSNorm(residual) * weights[1], rounded."""
     rows, k = out.shape
     args = AddNorm(rows, k, DTYPE_CODES[dtype], eps, address(residual, F32, rows, k), address(x, F32, rows, k))
-    args.post, args.next = (address(w, F32, k) for w in weights)
-    args.out = address(out, operand_dtype(dtype))
+    args.post, args.next = address(weights[0], F32, k), address(weights[1], F32, k)
+    args.out = address(out, OPERANDS[dtype])
     args.kept = (residual, x, weights, out)
     return args
 
 
-def geglu(x: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> Geglu:
+def make_geglu(x: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> Geglu:
     """out operand [rows, k] = gelu_tanh(x[:, :k]) * x[:, k:], rounded; x float32 [rows, 2k]."""
     rows, k = out.shape
-    args = Geglu(rows, k, DTYPE_CODES[dtype], address(x, F32, rows, 2 * k), address(out, operand_dtype(dtype)))
+    args = Geglu(rows, k, DTYPE_CODES[dtype], address(x, F32, rows, 2 * k), address(out, OPERANDS[dtype]))
     args.kept = (x, out)
     return args
 
 
-def linear(
+def make_linear(
     x: torch.Tensor, weight: PackedWeight, out: torch.Tensor, quantized: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> Linear:
     """out float32 [rows, n] = x operand [rows, k] @ weight.T. A weight with a scale needs `quantized`: scratch
     bfloat16 [>= rows * k] and float32 [>= rows]."""
     rows = out.shape[0]
     args = Linear(rows, weight.n, weight.k, DTYPE_CODES[weight.dtype])
-    args.x, args.weight = address(x, operand_dtype(weight.dtype), rows, weight.k), weight.data.data_ptr()
+    args.x, args.weight = address(x, OPERANDS[weight.dtype], rows, weight.k), weight.data.data_ptr()
     if weight.scale is not None:
         assert quantized is not None and quantized[0].numel() >= x.numel() and quantized[1].numel() >= rows
         args.row_scale = address(weight.scale, F32, weight.n)
@@ -204,7 +202,7 @@ def layer_kv(pool: torch.Tensor, layer: int, heads: int, step: StepGeometry) -> 
     return args
 
 
-def qk_norm_rope_write(
+def make_qk_norm_rope_write(
     qkv: torch.Tensor,
     weights: tuple[torch.Tensor, torch.Tensor],
     rope: tuple[torch.Tensor, torch.Tensor],
@@ -218,26 +216,28 @@ def qk_norm_rope_write(
     rows, dim = q.shape[0], kv.head_dim
     args = QKNormRopeWrite(rows, DTYPE_CODES[dtype], eps)
     args.qkv = address(qkv, F32, rows, (kv.heads + 2 * kv.kv_heads) * dim)
-    args.q_weight, args.k_weight = (address(w, F32, dim) for w in weights)
-    args.cos, args.sin = (address(t, F32, t.shape[0], dim // 2) for t in rope)
-    args.q, args.kv = address(q, operand_dtype(dtype), rows, kv.heads, dim), ctypes.pointer(kv)
+    args.q_weight, args.k_weight = address(weights[0], F32, dim), address(weights[1], F32, dim)
+    args.cos, args.sin = address(rope[0], F32, len(rope[0]), dim // 2), address(rope[1], F32, len(rope[1]), dim // 2)
+    args.q, args.kv = address(q, OPERANDS[dtype], rows, kv.heads, dim), ctypes.pointer(kv)
     args.kept = (qkv, weights, rope, q, kv)
     return args
 
 
-def attention(q: torch.Tensor, kv: KV, window: int, scale: float, dtype: torch.dtype, out: torch.Tensor) -> Attention:
+def make_attention(
+    q: torch.Tensor, kv: KV, window: int, scale: float, dtype: torch.dtype, out: torch.Tensor
+) -> Attention:
     """out operand [rows, heads * D]: causal attention of q operand [rows, heads, D] over the last `window` keys,
     all if 0."""
     rows, width = out.shape
     args = Attention(rows, DTYPE_CODES[dtype], window, scale)
-    args.q = address(q, operand_dtype(dtype), rows, kv.heads, kv.head_dim)
+    args.q = address(q, OPERANDS[dtype], rows, kv.heads, kv.head_dim)
     assert width == kv.heads * kv.head_dim
-    args.out, args.kv = address(out, operand_dtype(dtype)), ctypes.pointer(kv)
+    args.out, args.kv = address(out, OPERANDS[dtype]), ctypes.pointer(kv)
     args.kept = (q, kv, out)
     return args
 
 
-def gather_rows(x: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> GatherRows:
+def make_gather(x: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> GatherRows:
     """out[i] = x[index[i]]; index int64."""
     rows = out.shape[0]
     args = GatherRows(rows, out[0].numel() * out.element_size(), address(index, torch.int64, rows))

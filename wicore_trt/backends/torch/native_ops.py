@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import torch
 
 from wicore_trt.backends.torch import native_args
 from wicore_trt.backends.torch.native import NativeLibrary
-from wicore_trt.backends.torch.native_args import PackedWeight, operand_dtype
+from wicore_trt.backends.torch.native_args import OPERANDS, PackedWeight
 from wicore_trt.checkpoint.names import activation_scale_name, kv_scale_name, weight_scale_name
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
 from wicore_trt.model.spec import Gemma3Spec, LayerGroup
@@ -28,7 +28,6 @@ from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.runtime.step_inputs import StepInputs
 
 ROPE_BLOCK = 4096  # positions by which the rotary tables grow
-A = TypeVar("A", bound=native_args.Args)
 
 
 def unsupported(spec: Gemma3Spec, kv_dtype: str, tensor_names: Collection[str]) -> str | None:
@@ -96,7 +95,7 @@ class NativeOps:
         assert all(p.shape[3] == layout.page_tokens for p in pools.values())
         self._lib, self._weights, self._spec = lib, weights, spec
         self._dtype = TORCH_DTYPES[dtype]
-        self._operand = operand_dtype(self._dtype)
+        self._operand = OPERANDS[self._dtype]
         embedding = weights.packed[EMBEDDING]
         self._embedding_scale = torch.tensor(spec.embedding_scale).to(embedding.dtype).item()
         self._geometry = {g: native_args.StepGeometry() for g in pools}
@@ -111,11 +110,11 @@ class NativeOps:
                         "product": max(qkv_size, 2 * spec.intermediate_size, spec.hidden_size)}  # fmt: skip
         self._rope: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._rope_length = 0
-        self._capacity = {"tokens": 0, "samples": 0}
+        self._capacity, self._rows = {"tokens": 0, "samples": 0}, dict[str, int]()
         self._buffers: dict[str, torch.Tensor] = {}
         self._args: dict[str, native_args.Args] = {}
         self._steps: list[native_args.Args] = []
-        self._inputs: StepInputs | None = None
+        self._inputs: StepInputs
         self._probe: AttentionProbe | None = None
 
     def begin(self, inputs: StepInputs, probe: AttentionProbe | None = None) -> None:
@@ -123,120 +122,105 @@ class NativeOps:
         logits are there."""
         self._inputs, self._probe, self._steps = inputs, probe, []
         last = int(inputs.positions.max())
-        longer = last >= self._rope_length
-        needed = {"tokens": inputs.token_ids.shape[0], "samples": inputs.sample_rows.shape[0]}
-        grown = {kind: _grow(self._capacity[kind], n) for kind, n in needed.items()}
-        if longer:
+        self._rows = {"tokens": inputs.token_ids.shape[0], "samples": inputs.sample_rows.shape[0]}
+        stale = last >= self._rope_length
+        if stale:
             self._rope_length = (last // ROPE_BLOCK + 1) * ROPE_BLOCK
             self._rope = {g: rope_table(self._spec.layer_group(g), self._rope_length) for g in self._geometry}
-        if longer or grown != self._capacity:
-            self._capacity = grown
+        for count, rows in self._rows.items():
+            if rows > self._capacity[count]:
+                self._capacity[count], stale = 1 << (rows - 1).bit_length(), True
+        if stale:
             self._args, self._buffers = {}, {}  # they point to each other; rebuilt as the step asks for them
         for group, step in self._geometry.items():
             native_args.set_step(step, inputs.cu_seqlens, inputs.positions, inputs.page_tables[group])
 
     def embed(self) -> torch.Tensor:
         out = self._buffer("residual", torch.float32, self._spec.hidden_size)
-        weight = self._weights.packed[EMBEDDING]
-        args = self._once("embed", lambda: native_args.embed(self._ids(out), weight, self._embedding_scale, out))
-        args.ids = self._step_inputs.token_ids.data_ptr()
-        return self._record(args, out)
+        index = self._buffer("token index", torch.int64, 1).flatten()
+        given = index, self._weights.packed[EMBEDDING], self._embedding_scale, out
+        return self._record("embed", out, native_args.make_embed, *given, index=self._inputs.token_ids)
 
     def norm(self, residual: torch.Tensor, weight: str) -> torch.Tensor:
         out = self._buffer("operand", self._operand, self._spec.hidden_size)
-        w, eps = self._weights.norms[weight], self._spec.rms_norm_eps
-        return self._record(self._once(weight, lambda: native_args.norm(residual, w, eps, self._dtype, out)), out)
+        given = residual, self._weights.norms[weight], self._spec.rms_norm_eps, self._dtype, out
+        return self._record(weight, out, native_args.make_norm, *given)
 
-    def linear(self, x: torch.Tensor, weight: str) -> torch.Tensor:
-        return self._linear(x, weight, "product", "tokens")
-
-    def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def qk_norm_rope_write(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
-        group = self._groups[layer]
-        q = self._buffer("q", self._operand, group.q_size).view(-1, group.num_heads, group.head_dim)
-        weights = tuple(self._weights.norms[layer_weight(layer, f"attention.{n}_layernorm")] for n in "qk")
-        rope = self._rope[group.name]
-        args = self._once(
-            f"rope {layer}",
-            lambda: native_args.qk_norm_rope_write(
-                qkv, (weights[0], weights[1]), rope, self._spec.rms_norm_eps, self._dtype, q, self._kv[layer]
-            ),
-        )
-        return self._record(args, q)
-
-    def attention(self, q: torch.Tensor, layer: int) -> torch.Tensor:
-        group = self._groups[layer]
-        out, shape = self._buffer("operand", self._operand, group.q_size), (group.window, group.softmax_scale)
-        args = self._once(
-            f"attention {layer}", lambda: native_args.attention(q, self._kv[layer], *shape, self._dtype, out)
-        )
-        if self._probe is not None and self._probe.layer == layer:
-            self._keep_queries(self._probe, q)
-        return self._record(args, out)
-
-    def add_norm(
-        self, residual: torch.Tensor, x: torch.Tensor, post_weight: str, next_weight: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out = self._buffer("operand", self._operand, self._spec.hidden_size)
-        weights, eps = (self._weights.norms[post_weight], self._weights.norms[next_weight]), self._spec.rms_norm_eps
-        args = self._once(post_weight, lambda: native_args.add_norm(residual, x, weights, eps, self._dtype, out))
-        return residual, self._record(args, out)
-
-    def geglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        out = self._buffer("operand", self._operand, self._spec.intermediate_size)
-        return self._record(self._once("geglu", lambda: native_args.geglu(gate_up, self._dtype, out)), out)
-
-    def sampled_rows(self, x: torch.Tensor) -> torch.Tensor:
-        out = self._buffer("sampled", self._operand, self._spec.hidden_size, "samples")
-        args = self._once("gather", lambda: native_args.gather_rows(x, self._ids(out), out))
-        args.index = self._step_inputs.sample_rows.data_ptr()
-        return self._record(args, out, "samples")
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        rows = self._step_inputs.sample_rows.shape[0]
-        out = self._linear(x, LM_HEAD, "logits", "samples")[:rows]
-        self._lib.run(self._steps)
-        cap = self._spec.final_logit_softcapping
-        return out if cap is None else out.div_(cap).tanh_().mul_(cap)
-
-    def _linear(self, x: torch.Tensor, weight: str, buffer: str, count: str) -> torch.Tensor:
-        packed = self._weights.packed[weight]
-        out = self._buffer(buffer, torch.float32, packed.n, count)
-        quantized = None
+    def linear(self, x: torch.Tensor, weight: str, kind: str = "product", count: str = "tokens") -> torch.Tensor:
+        """`kind` and `count` of the results' buffer are the operator set's own."""
+        packed, quantized = self._weights.packed[weight], None
+        out = self._buffer(kind, torch.float32, packed.n, count)
         if packed.scale is not None:
             quantized = (
                 self._buffer("quantized", torch.bfloat16, packed.k),
                 self._buffer("quantized_scale", torch.float32, 1),
             )
-        args = self._once(f"linear {weight}", lambda: native_args.linear(x, packed, out, quantized))
-        return self._record(args, out, count)
+        return self._record(weight, out, native_args.make_linear, x, packed, out, quantized, count=count)
 
-    def _keep_queries(self, probe: AttentionProbe, q: torch.Tensor) -> None:
-        """Copies the probe's rows aside, because the next layer overwrites q."""
-        probe.queries = q.new_empty((probe.rows.shape[0], *q.shape[1:]))
-        self._steps.append(native_args.gather_rows(q, probe.rows, probe.queries))
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
-    @property
-    def _step_inputs(self) -> StepInputs:
-        assert self._inputs is not None, "begin() comes first"
-        return self._inputs
+    def qk_norm_rope_write(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
+        group, norms = self._groups[layer], self._weights.norms
+        q = self._buffer("q", self._operand, group.q_size).view(-1, group.num_heads, group.head_dim)
+        weights = (
+            norms[layer_weight(layer, "attention.q_layernorm")],
+            norms[layer_weight(layer, "attention.k_layernorm")],
+        )
+        given = qkv, weights, self._rope[group.name], self._spec.rms_norm_eps, self._dtype, q, self._kv[layer]
+        return self._record(f"rope {layer}", q, native_args.make_qk_norm_rope_write, *given)
 
-    def _ids(self, out: torch.Tensor) -> torch.Tensor:
-        """Stands for a step's own index tensor, whose address is set in every step."""
-        return torch.empty(out.shape[0], dtype=torch.int64)
+    def attention(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+        group = self._groups[layer]
+        out = self._buffer("operand", self._operand, group.q_size)
+        if self._probe is not None and self._probe.layer == layer:  # the next layer overwrites q
+            kept = self._probe.queries = q.new_empty((self._probe.rows.shape[0], *q.shape[1:]))
+            self._steps.append(native_args.make_gather(q, self._probe.rows, kept))
+        given = q, self._kv[layer], group.window, group.softmax_scale, self._dtype, out
+        return self._record(f"attention {layer}", out, native_args.make_attention, *given)
 
-    def _once(self, key: str, make: Callable[[], A]) -> A:
-        """The operator's arguments for full buffers, made at its first use."""
+    def add_norm(
+        self, residual: torch.Tensor, x: torch.Tensor, post_weight: str, next_weight: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self._buffer("operand", self._operand, self._spec.hidden_size)
+        weights = self._weights.norms[post_weight], self._weights.norms[next_weight]
+        given = residual, x, weights, self._spec.rms_norm_eps, self._dtype, out
+        return residual, self._record(post_weight, out, native_args.make_add_norm, *given)
+
+    def geglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        out = self._buffer("operand", self._operand, self._spec.intermediate_size)
+        return self._record("geglu", out, native_args.make_geglu, gate_up, self._dtype, out)
+
+    def sampled_rows(self, x: torch.Tensor) -> torch.Tensor:
+        out = self._buffer("sampled", self._operand, self._spec.hidden_size, "samples")
+        index = self._buffer("sample index", torch.int64, 1, "samples").flatten()
+        given = x, index, out
+        return self._record(
+            "gather", out, native_args.make_gather, *given, index=self._inputs.sample_rows, count="samples"
+        )
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.linear(x, LM_HEAD, "logits", "samples")[: self._rows["samples"]]
+        self._lib.run(self._steps)
+        cap = self._spec.final_logit_softcapping
+        return out if cap is None else out.div_(cap).tanh_().mul_(cap)
+
+    def _record(
+        self,
+        key: str,
+        out: torch.Tensor,
+        make: Callable[..., native_args.Args],
+        *given: Any,
+        index: torch.Tensor | None = None,
+        count: str = "tokens",
+    ) -> torch.Tensor:
+        """Append an operator to the step, `make(*given)` for full buffers at its first use. `index` is the step's."""
         args = self._args.get(key)
         if args is None:
-            args = self._args[key] = make()
-        return args  # type: ignore[return-value]
-
-    def _record(self, args: native_args.Args, out: torch.Tensor, count: str = "tokens") -> torch.Tensor:
-        inputs = self._step_inputs
-        args.rows = inputs.token_ids.shape[0] if count == "tokens" else inputs.sample_rows.shape[0]
+            args = self._args[key] = make(*given)
+        args.rows = self._rows[count]
+        if index is not None:
+            args.index = index.data_ptr()
         self._steps.append(args)
         return out
 
@@ -261,7 +245,3 @@ def rope_table(group: LayerGroup, length: int) -> tuple[torch.Tensor, torch.Tens
     frequencies = 1.0 / group.rope_theta**exponents / group.rope_factor
     angles = (torch.arange(length, dtype=torch.float32)[:, None] * frequencies).double()
     return angles.cos().float(), angles.sin().float()
-
-
-def _grow(capacity: int, needed: int) -> int:
-    return max(capacity, 1 << max(needed - 1, 0).bit_length())
