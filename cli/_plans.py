@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from wicore_trt.arithmetic import ITEM_BYTES
 
 if TYPE_CHECKING:
+    from wicore_trt.backends.tensorrt.plan_io import TensorSpec
     from wicore_trt.engine.directory import EngineDir
-    from wicore_trt.runtime.tensor_specs import TensorSpec
 
 _BYTES = ITEM_BYTES | {"int32": 4}
 
@@ -23,8 +23,8 @@ def plans_report(engine: EngineDir) -> dict[str, Any] | None:
     """Plans, memory and tensors as plain data; None for an engine without plans. Raises EngineFormatError for an
     index that cannot be read."""
     from wicore_trt.backends.tensorrt.build import INDEX
+    from wicore_trt.backends.tensorrt.plan_io import TensorSpec
     from wicore_trt.errors import EngineFormatError
-    from wicore_trt.runtime.tensor_specs import TensorSpec
 
     if INDEX not in engine.manifest.files:
         return None

@@ -137,12 +137,13 @@ def against_itself(name: str, how: str, base: Said, said: Said, oracle: Oracle, 
 
 def triton_subject(path: Path, oracle: Oracle) -> Subject:
     """An engine of backend triton on this machine's GPU; its weights are loaded once."""
-    from wicore_trt.backends.triton.executor import Loading, TritonExecutor, open_device
+    from wicore_trt.backends.triton.executor import Loading, TritonExecutor
     from wicore_trt.backends.triton.index import load_table
     from wicore_trt.backends.triton.weights import engine_shape, load_constants
+    from wicore_trt.runtime.cuda_device import CudaDevice
 
     engine = open_engine(path, verify=False)
-    device = open_device("auto")
+    device = CudaDevice()
     shape = engine_shape(engine)
     table = load_table(engine, shape, device.target)
     with device.active():

@@ -20,13 +20,13 @@ from typing import Any
 
 from wicore_trt.backends.tensorrt.api import find_tensorrt
 from wicore_trt.backends.tensorrt.build import PLANS, build_plans, plan_file
-from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits, PlanRequest
+from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits, PlanRequest, TensorSpec
 from wicore_trt.bench.report import KIND, SCHEMA, machine
 from wicore_trt.checkpoint.format import rank_entries
 from wicore_trt.checkpoint.safetensors_io import TensorInfo
 from wicore_trt.kv.sizing import MODELS, builtin_spec
 from wicore_trt.progress import silent
-from wicore_trt.runtime.tensor_specs import weight_inputs
+from wicore_trt.runtime.weight_specs import find_weights
 from wicore_trt.weight_format import PLAIN, QUANTIZED
 
 GIB = 1 << 30
@@ -41,7 +41,7 @@ def requests(model: str, dtype: str, target: str, limits: PlanLimits) -> list[Pl
     spec, base = builtin_spec(model), "bfloat16" if dtype == "fp8" else dtype
     entries = rank_entries(spec, base, QUANTIZED.get(dtype, PLAIN[base]), 0, 1)
     found = {name: TensorInfo(shape, tag) for name, tag, shape in entries}
-    weights = weight_inputs(found, spec, base)
+    weights = [TensorSpec.of_weight(weight) for weight in find_weights(found, spec, base)]
     return [PlanRequest(spec, limits, weights, base, base, 1, target, phase) for phase in PHASES]
 
 

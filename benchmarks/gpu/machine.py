@@ -42,11 +42,11 @@ def describe() -> dict[str, Any]:
     """Name, memory, target and CUDA version of the GPU in use."""
     import torch
 
-    from wicore_trt.backends.triton.executor import open_device
+    from wicore_trt.runtime.cuda_device import CudaDevice
 
     known = torch.cuda.get_device_properties(torch.cuda.current_device())
     about = {"name": known.name, "memory_bytes": known.total_memory}
-    return about | {"target": open_device("auto").target, "cuda": torch.version.cuda}
+    return about | {"target": CudaDevice().target, "cuda": torch.version.cuda}
 
 
 def gpu_versions() -> dict[str, str]:

@@ -21,12 +21,13 @@ from wicore_trt.arithmetic import first_visible_page
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.backends.torch.weights import fuse
 from wicore_trt.backends.triton.compile import compiled_table
-from wicore_trt.backends.triton.executor import Loading, TritonExecutor, open_device
+from wicore_trt.backends.triton.executor import Loading, TritonExecutor
 from wicore_trt.backends.triton.table import EngineShape, KernelTable
 from wicore_trt.backends.triton.weights import placed_constants
 from wicore_trt.checkpoint.names import Role, unified_tensors, weight_scale_name
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL, Gemma3Spec
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
+from wicore_trt.runtime.cuda_device import CudaDevice
 from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
 from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.types import SamplingParams
@@ -97,7 +98,7 @@ def check_step(
     shape = case_shape(case)
     spec, kv_dtype = shape.spec, shape.kv_dtype
     engine, reference = _weights(spec, case)
-    device = open_device("auto")
+    device = CudaDevice()
     table = table_of(shape, device.target) or _table(shape, device.target)
     settings = ExecutorOptions(
         page_tokens=PAGE_TOKENS,

@@ -34,13 +34,14 @@ from benchmarks.gpu.step_roles import role_times
 from wicore_trt.arithmetic import div_ceil, first_visible_page
 from wicore_trt.backends.triton import products as triton_products
 from wicore_trt.backends.triton import table as triton_table
-from wicore_trt.backends.triton.executor import Loading, TritonExecutor, open_device
+from wicore_trt.backends.triton.executor import Loading, TritonExecutor
 from wicore_trt.backends.triton.rows import decode_plan, plan_rows
 from wicore_trt.backends.triton.table import DECODE_BUCKETS, EngineShape, KernelTable
 from wicore_trt.backends.triton.weights import dummy_weights, finished
 from wicore_trt.kv.sizing import MODELS, builtin_spec
 from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
+from wicore_trt.runtime.cuda_device import CudaDevice
 from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
 from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.types import SamplingParams
@@ -120,7 +121,7 @@ class Measurement:
         self.shape = EngineShape(spec, dtype, QUANTIZED.get(args.dtype, PLAIN[dtype]), kv_dtype, PAGE_TOKENS)
 
     def run(self) -> dict[str, Any]:
-        args, device = self.args, open_device("auto")
+        args, device = self.args, CudaDevice()
         measured = dict(triton_table.CROSSOVER.get(device.target, triton_table.DEFAULT_CROSSOVER))
         if args.crossover is not None:
             measured |= {"16-bit": args.crossover, "fp8": args.crossover}

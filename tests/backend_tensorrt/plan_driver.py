@@ -18,11 +18,18 @@ from safetensors.torch import save_file
 
 from wicore_trt.backends.tensorrt import plan_io
 from wicore_trt.backends.tensorrt.plan_build import make_network
-from wicore_trt.backends.tensorrt.plan_io import DECODE, PHASES, PREFILL, PlanLimits, PlanRequest
+from wicore_trt.backends.tensorrt.plan_io import (
+    DECODE,
+    PHASES,
+    PREFILL,
+    PlanLimits,
+    PlanRequest,
+    TensorSpec,
+    weight_tensors,
+)
 from wicore_trt.checkpoint.names import unified_tensors
 from wicore_trt.checkpoint.sharding import shard_of
 from wicore_trt.model.spec import GROUPS, LOCAL, Gemma3Spec
-from wicore_trt.runtime.tensor_specs import TensorSpec, weight_tensors
 
 trt: Any = pytest.importorskip("tensorrt_rtx_bindings")
 TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int32": torch.int32}
@@ -68,7 +75,7 @@ def weight_feeds(inputs: Sequence[TensorSpec], tensors: Mapping[str, torch.Tenso
     return feeds
 
 
-def rope_tables(spec: Gemma3Spec, inputs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
+def make_rope_tables(spec: Gemma3Spec, inputs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
     tables = {}
     for t in inputs:
         if t.kind == "table":
@@ -111,7 +118,7 @@ class PlanDriver:
             network, io = make_network(trt, self._builder, request)
             bound = []
             for rank, parts in enumerate(ranks):
-                feeds = weight_feeds(io, parts) | rope_tables(spec, io)
+                feeds = weight_feeds(io, parts) | make_rope_tables(spec, io)
                 if tp_size > 1:
                     feeds["first_token"] = torch.tensor([rank * spec.vocab_size // tp_size], dtype=torch.int32)
                 bound.append(feeds)

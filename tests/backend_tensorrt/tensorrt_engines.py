@@ -14,12 +14,11 @@ from safetensors.torch import save_file
 from wicore_trt.backends.tensorrt import plan_io
 from wicore_trt.backends.tensorrt.build import INDEX, PLANS, plan_file
 from wicore_trt.backends.tensorrt.executor import TensorRTExecutor
-from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits
+from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits, weight_tensors
 from wicore_trt.engine.directory import EngineDir, describe_files
 from wicore_trt.engine.manifest import Manifest
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.options import ExecutorOptions
-from wicore_trt.runtime.tensor_specs import weight_tensors
 
 LIMITS = PlanLimits(max_batch=3, max_chunk=11, max_context=256)
 

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from backend_tensorrt.tensorrt_fake_network import run_network
 
+from wicore_trt.backends.tensorrt.plan_io import TensorSpec
 from wicore_trt.model.spec import Gemma3Spec
-from wicore_trt.runtime.tensor_specs import TensorSpec
 
 VERSION = "1.7.1.116"
 TORCH = {

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wicore_trt.backends.tensorrt.plan_io import DECODE, PREFILL, PlanLimits, cache_tensors, step_tensors
+from wicore_trt.backends.tensorrt.plan_io import DECODE, PREFILL, PlanLimits, TensorSpec, cache_tensors, step_tensors
 from wicore_trt.errors import ConfigError
 from wicore_trt.kv.sizing import builtin_spec
 from wicore_trt.model.spec import GLOBAL, LOCAL
-from wicore_trt.runtime.tensor_specs import TensorSpec
 
 SPEC = builtin_spec("gemma3-27b")
 

@@ -18,11 +18,10 @@ from parity.tiny import cast, tiny_model
 
 from wicore_trt.backends.tensorrt import plan_io
 from wicore_trt.backends.tensorrt.plan_build import make_network
-from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits, PlanRequest
+from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits, PlanRequest, weight_tensors
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.options import ExecutorOptions
-from wicore_trt.runtime.tensor_specs import weight_tensors
 
 trt: Any = pytest.importorskip("tensorrt_rtx_bindings")
 LIMITS = PlanLimits(max_batch=2, max_chunk=9, max_context=160)

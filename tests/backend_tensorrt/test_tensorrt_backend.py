@@ -19,7 +19,7 @@ from wicore_trt.backends.tensorrt import build as backend
 from wicore_trt.backends.tensorrt.api import find_tensorrt
 from wicore_trt.backends.tensorrt.build import INDEX, plan_requests
 from wicore_trt.backends.tensorrt.plan_build import PlanRequest, hash_network, make_network
-from wicore_trt.backends.tensorrt.plan_io import PHASES
+from wicore_trt.backends.tensorrt.plan_io import PHASES, TensorSpec
 from wicore_trt.backends.tensorrt.plan_log import BuildLog, make_monitor
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
@@ -29,7 +29,6 @@ from wicore_trt.engine.directory import open_engine
 from wicore_trt.engine.options import BuildOptions
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.progress import silent
-from wicore_trt.runtime.tensor_specs import TensorSpec
 
 trt: Any = pytest.importorskip("tensorrt_rtx_bindings")
 MakeSource = Callable[..., Path]

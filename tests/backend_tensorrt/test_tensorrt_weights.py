@@ -11,13 +11,12 @@ from backend_tensorrt.tensorrt_fakes import FakeDevice
 from parity.tiny import cast, tiny_model
 from safetensors.torch import save_file
 
-from wicore_trt.backends.tensorrt.plan_io import PlanLimits, step_tensors
+from wicore_trt.backends.tensorrt.plan_io import PlanLimits, TensorSpec, step_tensors, weight_tensors
 from wicore_trt.backends.torch.weights import fuse
 from wicore_trt.errors import EngineFormatError
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
 from wicore_trt.model.spec import GLOBAL
-from wicore_trt.runtime.device_weights import load_weights, rope_tables
-from wicore_trt.runtime.tensor_specs import TensorSpec, weight_tensors
+from wicore_trt.runtime.device_weights import load_weights, make_rope_tables
 
 E4M3 = torch.float8_e4m3fn
 
@@ -106,7 +105,7 @@ def test_rope_tables_are_exact_to_float32_at_every_position(factor: float) -> No
         },
     ).spec
     inputs: list[TensorSpec] = step_tensors(spec, PlanLimits(1, 1, 131072))
-    tables = rope_tables(spec, 131072, FakeDevice())
+    tables = make_rope_tables(spec, 131072, FakeDevice())
     assert {*tables} == {t.name for t in inputs if t.kind == "table"} and len(tables) == 4
     for group, theta, scale in ((GLOBAL, 1e6, factor), ("local", 1e4, 1.0)):
         for position in (0, 1, 77, 4095, 131071):

@@ -76,7 +76,7 @@ def step(lib: NativeLibrary, model: Model, pool: torch.Tensor, pieces: list[Piec
     lib.run(
         [
             native_args.make_qk_norm_rope_write(qkv, model.weights, model.rope, EPS, model.dtype, q, kv),
-            native_args.make_attention(q, kv, model.window, model.scale, model.dtype, out),
+            native_args.make_attention(q, kv, model.window or 0, model.scale, model.dtype, out),
         ]
     )
     both = torch.stack((q, out.view_as(q)), dim=1).float()

@@ -24,12 +24,12 @@ from wicore_trt.backends.triton.compile import compiled_table  # noqa: E402
 from wicore_trt.backends.triton.executor import (  # noqa: E402
     Loading,
     TritonExecutor,
-    open_device,
 )
 from wicore_trt.backends.triton.weights import placed_constants  # noqa: E402
 from wicore_trt.kv.disk.files import aligned_buffer  # noqa: E402
 from wicore_trt.model.spec import GROUPS  # noqa: E402
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch  # noqa: E402
+from wicore_trt.runtime.cuda_device import CudaDevice  # noqa: E402
 from wicore_trt.runtime.options import ExecutorOptions  # noqa: E402
 from wicore_trt.runtime.sampler import Sampler  # noqa: E402
 from wicore_trt.types import SamplingParams  # noqa: E402
@@ -53,7 +53,7 @@ PARAMS = [
 def executor() -> Iterator[TritonExecutor]:
     """Its pools take FRACTION of the GPU, everything else included."""
     shape = small.case_shape(CASE)
-    device = open_device("auto")
+    device = CudaDevice()
     table = compiled_table(shape, device.target)
     weights, _ = small._weights(shape.spec, CASE)
     settings = ExecutorOptions(
@@ -99,7 +99,7 @@ def test_draws_are_the_samplers(executor: TritonExecutor, length: int) -> None:
 
 
 def opened(pages: int, tokens: int, rows: int) -> TritonExecutor:
-    shape, device = small.case_shape(CASE), open_device("auto")
+    shape, device = small.case_shape(CASE), CudaDevice()
     weights, _ = small._weights(shape.spec, CASE)
     settings = ExecutorOptions(
         page_tokens=small.PAGE_TOKENS, kv_pages=dict.fromkeys(GROUPS, pages), max_batch_tokens=tokens,

@@ -1,6 +1,6 @@
-"""The GPU as the TensorRT executor uses it: memory, one stream, graphs. Everything that only a GPU can do is here.
+"""The GPU as executors use it: memory, one stream, graphs. Everything that only a GPU can do is here.
 
-It must not know plans or KV. Invariant: all work of an executor goes through one stream of its own, in the order in
+It must not know backends or KV. Invariant: all work of an executor goes through one stream of its own, in the order in
 which it was asked for.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 from wicore_trt.errors import EnvironmentUnfitError
 
-ALIGNMENT = 256  # bytes; what TensorRT asks of addresses
+ALIGNMENT = 256  # bytes; what compiled plans ask of addresses
 
 
 class Device(Protocol):
@@ -58,12 +58,13 @@ class Device(Protocol):
 class CudaDevice:
     """Implements `Device` on one NVIDIA GPU."""
 
-    def __init__(self, name: str = "auto") -> None:
-        """`name`: "auto", "cuda" or "cuda:1". Raises EnvironmentUnfitError without such a GPU."""
+    def __init__(self, name: str = "auto", backend: str = "triton") -> None:
+        """`name`: "auto", "cuda" or "cuda:1". Raises EnvironmentUnfitError without such a GPU, for an engine of
+        `backend`."""
         if name == "cpu" or not torch.cuda.is_available():
             why = "executor.device is cpu" if name == "cpu" else "PyTorch finds none"
             raise EnvironmentUnfitError(
-                f"An engine of backend 'tensorrt' runs on an NVIDIA GPU, and {why}.",
+                f"An engine of backend {backend!r} runs on an NVIDIA GPU, and {why}.",
                 fix="Run it where one is, or build an engine with --backend torch.",
             )
         self.torch_device = torch.device("cuda" if name == "auto" else name)

@@ -1,13 +1,12 @@
-"""The constant inputs of a compiled engine on the device: weights from a rank's safetensors file, and rope tables.
+"""Constants of an engine's kernels on the device: weights from a rank's safetensors file, and rope tables.
 
-Knows the format and the list of inputs; neither TensorRT nor the model. Invariants: every tensor of the file is used or
-known to be idle, and every input is made of what the index says; a weight is read from the mapped file straight to its
-place on the device; inputs of the same parts are one memory.
+Knows the format; neither backends nor steps. Invariants: every tensor of the file is used or known to be idle; a weight
+is read from the mapped file straight to its place on the device; weights of the same parts are one memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,39 +18,38 @@ from wicore_trt.model.gemma3 import LM_HEAD
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.cuda_device import Device
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
-from wicore_trt.runtime.tensor_specs import TensorSpec, rope_name
+from wicore_trt.runtime.weight_specs import WeightSpec, rope_name
 
 MAX_LISTED = 6
 
 
-def load_weights(path: Path, inputs: Iterable[TensorSpec], spec: Gemma3Spec, device: Device) -> dict[str, torch.Tensor]:
-    """The weights among `inputs`, by name, in their shapes and dtypes.
+def load_weights(path: Path, wanted: Sequence[WeightSpec], spec: Gemma3Spec, device: Device) -> dict[str, torch.Tensor]:
+    """Load the weights `wanted`, by name, in their shapes and dtypes.
 
     Raises EngineFormatError for a file that cannot be read, that lacks a part or holds a tensor too many, and for a
     part of another dtype or size.
     """
-    wanted = [t for t in inputs if t.kind == "weight"]
     try:
         with safe_open(path, framework="pt") as file:
             names = {*file.keys()}
             _refuse(path, "lacks", {part for t in wanted for part in t.parts} - names)
-            unused = {n for n in names - {part for t in wanted for part in t.parts} if not _idle(n, spec)}
+            unused = {n for n in names - {part for t in wanted for part in t.parts} if not _is_idle(n, spec)}
             _refuse(path, "holds tensors that the compiled engine does not take:", unused)
             made: dict[tuple[object, ...], torch.Tensor] = {}
             weights = {}
             for tensor in wanted:
                 key = (tensor.parts, tensor.dtype, tensor.combine)
                 if key not in made:
-                    made[key] = _assembled(tensor, [file.get_tensor(part) for part in tensor.parts], path, device)
+                    made[key] = _assemble(tensor, [file.get_tensor(part) for part in tensor.parts], path, device)
                 _check_size(tensor, made[key].numel(), path)
-                weights[tensor.name] = made[key].view(tensor.bound({}, 0))
+                weights[tensor.name] = made[key].view(tensor.shape)
     except (OSError, SafetensorError) as error:
         raise EngineFormatError(f"{path} cannot be read: {error}.", fix="Build the engine again.") from error
     return weights
 
 
-def rope_tables(spec: Gemma3Spec, positions: int, device: Device) -> dict[str, torch.Tensor]:
-    """Rope tables float32 [positions, head_dim / 2] of each layer group by `rope_name`: cos and sin of
+def make_rope_tables(spec: Gemma3Spec, positions: int, device: Device) -> dict[str, torch.Tensor]:
+    """Make rope tables float32 [positions, head_dim / 2] of each layer group by `rope_name`: cos and sin of
     position / factor * theta ** (-2 i / head_dim), in float64, rounded. The factor stretches global layers only."""
     tables = {}
     for group in spec.groups:
@@ -64,12 +62,12 @@ def rope_tables(spec: Gemma3Spec, positions: int, device: Device) -> dict[str, t
     return tables
 
 
-def _assembled(tensor: TensorSpec, parts: Sequence[torch.Tensor], path: Path, device: Device) -> torch.Tensor:
+def _assemble(tensor: WeightSpec, parts: Sequence[torch.Tensor], path: Path, device: Device) -> torch.Tensor:
     """Parts stacked by rows, or their elementwise maximum, flat on the device."""
-    dtype, shape = TORCH_DTYPES[tensor.dtype], tensor.bound({}, 0)
+    dtype, shape = TORCH_DTYPES[tensor.dtype], tensor.shape
     for name, part in zip(tensor.parts, parts, strict=True):
         if part.dtype != dtype:
-            raise _misfit(path, f"{name} is {part.dtype}, and input {tensor.name} takes {tensor.dtype}")
+            raise _misfit(path, f"{name} is {part.dtype}, and {tensor.name} takes {tensor.dtype}")
     if tensor.combine == "max":
         parts = [torch.stack([part.flatten() for part in parts]).amax(0)]
     elif all(part.numel() == 1 for part in parts):  # a scale for all rows of its part; parts are of one height
@@ -89,13 +87,13 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return bits
 
 
-def _check_size(tensor: TensorSpec, items: int, path: Path) -> None:
-    shape = tensor.bound({}, 0)
+def _check_size(tensor: WeightSpec, items: int, path: Path) -> None:
+    shape = tensor.shape
     if torch.Size(shape).numel() != items:
-        raise _misfit(path, f"{', '.join(tensor.parts)}: {items} values, and input {tensor.name} takes {list(shape)}")
+        raise _misfit(path, f"{', '.join(tensor.parts)}: {items} values, and {tensor.name} takes {list(shape)}")
 
 
-def _idle(name: str, spec: Gemma3Spec) -> bool:
+def _is_idle(name: str, spec: Gemma3Spec) -> bool:
     """True for what an engine may hold and its kernels not need: a tied model's head, scales of a KV cache or of
     activations that are not quantized by them."""
     kv_scales = {kv_scale_name(layer) for layer in range(spec.num_layers)}

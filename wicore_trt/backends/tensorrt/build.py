@@ -23,13 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 from wicore_trt.backends.tensorrt.api import TensorRT, find_tensorrt
 from wicore_trt.backends.tensorrt.plan_build import Plan
-from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits, PlanRequest
+from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits, PlanRequest, weight_tensors
 from wicore_trt.backends.tensorrt.plan_worker import finish, start
 from wicore_trt.engine.options import PLUGIN, BuildOptions
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.plugins.tensorrt.network import check_plugins
-from wicore_trt.runtime.tensor_specs import weight_tensors
 
 if TYPE_CHECKING:
     from wicore_trt.checkpoint.format import Checkpoint

@@ -28,7 +28,7 @@ from wicore_trt.errors import EnvironmentUnfitError, install
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.batch import StepBatch, StepResult
 from wicore_trt.runtime.cuda_device import CudaDevice, Device
-from wicore_trt.runtime.device_weights import load_weights, rope_tables
+from wicore_trt.runtime.device_weights import load_weights, make_rope_tables
 from wicore_trt.runtime.executor import KVLayout, PageCopier
 from wicore_trt.runtime.kernels_name import kernels_name
 from wicore_trt.runtime.options import GPU_SLICE_TOKENS, ExecutorOptions
@@ -64,9 +64,9 @@ class TensorRTExecutor:
         self.layout = _layout(engine, settings)
         with device.active():
             plans = load_plans(trt, engine, device.target)
-            inputs = plans[DECODE].tensors.values()
-            constants = load_weights(engine.rank_files[part.rank], inputs, self.spec, device)
-            constants |= rope_tables(self.spec, limits.max_context, device)
+            wanted = [tensor.weight for tensor in plans[DECODE].tensors.values() if tensor.kind == "weight"]
+            constants = load_weights(engine.rank_files[part.rank], wanted, self.spec, device)
+            constants |= make_rope_tables(self.spec, limits.max_context, device)
             activations = device.empty((activation_bytes(plans),), torch.uint8)
             memory = SlotMemory(self.spec, limits, engine.manifest.base_dtype)
             slots = memory.slots(device.free_bytes(), self.layout, min(limits.max_batch, settings.max_sequences))
@@ -167,7 +167,7 @@ def open_executor(engine: EngineDir, settings: ExecutorOptions) -> TensorRTExecu
     """An executor on this machine's GPU and TensorRT. Raises what TensorRTExecutor raises, and EnvironmentUnfitError
     without a GPU or without the TensorRT that built the engine."""
     try:
-        device = CudaDevice(settings.device)
+        device = CudaDevice(settings.device, "tensorrt")
     except EnvironmentUnfitError as error:
         targets = ", ".join(engine.manifest.targets)
         raise EnvironmentUnfitError(f"{error.message} Engine {engine.path} is for {targets}.", fix=error.fix) from None

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from wicore_trt.backends.tensorrt.plan_io import TensorSpec
 from wicore_trt.errors import ConfigError
-from wicore_trt.runtime.tensor_specs import TensorSpec
 
 Tensor = Any  # trt.ITensor; the module is imported by the caller
 

@@ -22,14 +22,14 @@ import numpy as np
 
 from wicore_trt.backends.tensorrt import plan_io
 from wicore_trt.backends.tensorrt.graph import Graph, Tensor
-from wicore_trt.backends.tensorrt.plan_io import PlanRequest
+from wicore_trt.backends.tensorrt.plan_io import PlanRequest, TensorSpec
 from wicore_trt.checkpoint.names import activation_scale_name, weight_scale_name
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, forward, layer_weight
 from wicore_trt.model.spec import LOCAL, Gemma3Spec, LayerGroup
 from wicore_trt.plugins.aot import CompiledKernel
 from wicore_trt.plugins.tensorrt.cache_attention import PAGE, CacheAttentionConfig
 from wicore_trt.plugins.tensorrt.network import add_cache_attention
-from wicore_trt.runtime.tensor_specs import TensorSpec, rope_name
+from wicore_trt.runtime.weight_specs import rope_name
 
 E4M3_STEP = 1 / 448
 DIRECT_ENTRIES = 22_016

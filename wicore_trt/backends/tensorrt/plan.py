@@ -12,14 +12,13 @@ from typing import Any
 
 from wicore_trt.backends.tensorrt import plan_io
 from wicore_trt.backends.tensorrt.build import INDEX, plan_file
-from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits
+from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits, TensorSpec
 from wicore_trt.backends.tensorrt.plan_log import BuildLog, make_logger
 from wicore_trt.engine.directory import EngineDir
 from wicore_trt.engine.manifest import rebuild_engine
 from wicore_trt.engine.options import PLUGIN
 from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError
 from wicore_trt.plugins.tensorrt.network import register
-from wicore_trt.runtime.tensor_specs import TensorSpec
 
 DTYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "fp8": "FP8", "int32": "INT32"}
 

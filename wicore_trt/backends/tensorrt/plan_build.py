@@ -13,7 +13,7 @@ from typing import Any
 
 from wicore_trt.backends.tensorrt.api import RTX, TensorRT
 from wicore_trt.backends.tensorrt.ops import define_network, plugin_config
-from wicore_trt.backends.tensorrt.plan_io import PlanRequest
+from wicore_trt.backends.tensorrt.plan_io import PlanRequest, TensorSpec
 from wicore_trt.backends.tensorrt.plan_log import BuildLog, make_logger, make_monitor
 from wicore_trt.engine.options import PLUGIN
 from wicore_trt.errors import EnvironmentUnfitError
@@ -21,7 +21,6 @@ from wicore_trt.model.spec import GLOBAL
 from wicore_trt.plugins.aot import CompiledKernel, compile_kernels
 from wicore_trt.plugins.tensorrt.cache_attention import PAGE, cache_attention_specs
 from wicore_trt.plugins.tensorrt.network import allow_aliasing, check_plugins, register
-from wicore_trt.runtime.tensor_specs import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

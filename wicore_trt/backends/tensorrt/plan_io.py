@@ -15,14 +15,15 @@ has nothing to do in a decode step writes there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.engine.options import LAYERS
 from wicore_trt.errors import ConfigError
 from wicore_trt.model.spec import LOCAL, Gemma3Spec
-from wicore_trt.runtime.tensor_specs import TensorSpec, rope_name
+from wicore_trt.runtime.weight_specs import WeightSpec, list_weights, rope_name
 
 TOKEN_IDS = "token_ids"
 POSITIONS = "positions"
@@ -53,6 +54,59 @@ def cache(part: str, layer: int) -> str:
 def updated(cache_name: str) -> str:
     """Output that aliases the cache input of this name."""
     return f"{cache_name}.updated"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One input or output of a compiled step.
+
+    `shape` has numbers, or "B" (slots), "T" (tokens of a slot), "R" (sampled rows).
+
+    `kind`: "step" (differs from step to step), "rank" (a constant of the rank), "table" (rope), "cache", "weight" or
+    "output". A weight is made of the tensors `parts` of the rank's weight file: `combine` "rows" stacks them on dim
+    0, "max" takes the elementwise maximum.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    kind: str
+    parts: tuple[str, ...] = ()
+    combine: str = "rows"
+
+    def fixed(self, profile: Mapping[str, tuple[int, int, int]]) -> TensorSpec:
+        """With numbers for the dimensions that `profile` does not let vary."""
+        one_size = {letter: least for letter, (least, _, most) in profile.items() if least == most}
+        return replace(self, shape=tuple(one_size.get(d, d) if isinstance(d, str) else d for d in self.shape))
+
+    def bound(self, profile: Mapping[str, tuple[int, int, int]], which: int) -> tuple[int, ...]:
+        """The least (0), best (1) or largest (2) shape in `profile`."""
+        return tuple(d if isinstance(d, int) else profile[d][which] for d in self.shape)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "shape": list(self.shape), "parts": list(self.parts)}
+
+    @classmethod
+    def of_weight(cls, weight: WeightSpec) -> TensorSpec:
+        """The input of a weight."""
+        return cls(weight.name, weight.dtype, weight.shape, "weight", weight.parts, weight.combine)
+
+    @property
+    def weight(self) -> WeightSpec:
+        """What `load_weights` takes, of a tensor of kind "weight"."""
+        return WeightSpec(self.name, self.dtype, self.bound({}, 0), self.parts, self.combine)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> TensorSpec:
+        """Inverse of to_dict. Raises TypeError or KeyError for other data."""
+        return cls(**{**data, "shape": tuple(data["shape"]), "parts": tuple(data["parts"])})
+
+
+def weight_tensors(rank_files: Sequence[Path], spec: Gemma3Spec, kv_dtype: str) -> list[TensorSpec]:
+    """List the weight inputs of a plan over `rank_files`. Raises CheckpointError for files that miss a tensor or
+    differ."""
+    # A tied head is an input of its own: TensorRT would transpose the embedding in every step to read it in two ways.
+    return [TensorSpec.of_weight(weight) for weight in list_weights(rank_files, spec, kv_dtype)]
 
 
 @dataclass(frozen=True, slots=True)

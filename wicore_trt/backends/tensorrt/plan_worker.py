@@ -18,9 +18,8 @@ from typing import Any
 
 from wicore_trt.backends.tensorrt.api import find_tensorrt
 from wicore_trt.backends.tensorrt.plan_build import Plan, build_plan
-from wicore_trt.backends.tensorrt.plan_io import PlanRequest
+from wicore_trt.backends.tensorrt.plan_io import PlanRequest, TensorSpec
 from wicore_trt.errors import EnvironmentUnfitError, WicoreError
-from wicore_trt.runtime.tensor_specs import TensorSpec
 
 MARK = "wicore-plan "
 LAST_LINES = 5

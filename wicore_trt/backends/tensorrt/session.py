@@ -23,10 +23,9 @@ import torch
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.tensorrt import plan_io
 from wicore_trt.backends.tensorrt.plan import LoadedPlan
-from wicore_trt.backends.tensorrt.plan_io import DECODE, LOGITS, PREFILL
+from wicore_trt.backends.tensorrt.plan_io import DECODE, LOGITS, PREFILL, TensorSpec
 from wicore_trt.runtime.cuda_device import ALIGNMENT, Device
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
-from wicore_trt.runtime.tensor_specs import TensorSpec
 
 DTYPES = {**TORCH_DTYPES, "int32": torch.int32}
 FIELD_INTS = ALIGNMENT // 4

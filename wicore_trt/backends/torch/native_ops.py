@@ -110,7 +110,7 @@ class NativeOps:
                         "product": max(qkv_size, 2 * spec.intermediate_size, spec.hidden_size)}  # fmt: skip
         self._rope: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._rope_length = 0
-        self._capacity, self._rows = {"tokens": 0, "samples": 0}, dict[str, int]()
+        self._capacity, self._rows = {"tokens": 1, "samples": 1}, dict[str, int]()
         self._buffers: dict[str, torch.Tensor] = {}
         self._args: dict[str, native_args.Args] = {}
         self._steps: list[native_args.Args] = []

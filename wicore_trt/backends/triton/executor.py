@@ -394,7 +394,7 @@ def open_executor(engine: EngineDir, settings: ExecutorOptions) -> TritonExecuto
     """An executor of `engine` on this machine's GPU. Raises EnvironmentUnfitError without one or without kernels for
     it, EngineFormatError for files that do not fit, ConfigError for too little memory."""
     manifest = engine.manifest
-    device = open_device(settings.device)
+    device = CudaDevice(settings.device)
     shape = engine_shape(engine, settings.page_tokens)
     table = load_table(engine, shape, device.target)
     loading = Loading(
@@ -426,14 +426,3 @@ def _must_fit() -> Iterator[None]:
             f"The engine does not fit into the GPU's memory: {error}",
             fix="Build it with --dtype fp8, lower scheduler.max_batch_tokens, or take a larger GPU.",
         ) from error
-
-
-def open_device(name: str) -> CudaDevice:
-    """`name`: "auto", "cuda" or "cuda:1". Raises EnvironmentUnfitError without such a GPU."""
-    if name == "cpu" or not torch.cuda.is_available():
-        why = "executor.device is cpu" if name == "cpu" else "PyTorch finds none"
-        raise EnvironmentUnfitError(
-            f"An engine of backend 'triton' runs on an NVIDIA GPU, and {why}.",
-            fix="Run it where one is, or build an engine with --backend torch.",
-        )
-    return CudaDevice(name)

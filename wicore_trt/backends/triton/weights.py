@@ -21,9 +21,9 @@ from wicore_trt.errors import EngineFormatError
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.plugins.linear_layout import geglu_exponent
-from wicore_trt.runtime.device_weights import load_weights, rope_tables
+from wicore_trt.runtime.device_weights import load_weights, make_rope_tables
 from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
-from wicore_trt.runtime.tensor_specs import rope_name, weight_tensors
+from wicore_trt.runtime.weight_specs import list_weights, rope_name
 
 if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir
@@ -56,7 +56,7 @@ def load_constants(engine: EngineDir, shape: EngineShape, positions: int, device
     """
     if engine.manifest.dummy_weights:
         return finished(shape, dummy_weights(shape, device.torch_device), positions, device)
-    listed = weight_tensors(engine.rank_files, shape.spec, shape.kv_dtype)
+    listed = list_weights(engine.rank_files, shape.spec, shape.kv_dtype)
     loaded = load_weights(engine.rank_files[engine.local_part().rank], listed, shape.spec, device)
     return finished(shape, loaded, positions, device)
 
@@ -92,7 +92,7 @@ def finished(shape: EngineShape, weights: Mapping[str, torch.Tensor], positions:
     if shape.dtype == "float16":
         _prove_norms(spec, known)
         exponents = {layer_weight(i, "mlp.gate_up"): _exponent(spec, known, i) for i in range(spec.num_layers)}
-    tables = rope_tables(spec, positions, device)
+    tables = make_rope_tables(spec, positions, device)
     rope = {group: (tables[rope_name(group, "cos")], tables[rope_name(group, "sin")]) for group in spec.groups}
     return Constants(known, rope, exponents)
 
