@@ -21,7 +21,7 @@ from benchmarks.gpu.step_overlap import OneByOne
 from wicore_trt.backends.triton import products as triton_products
 from wicore_trt.backends.triton.executor import TritonExecutor
 from wicore_trt.backends.triton.ops import StepArrays, TritonOps
-from wicore_trt.backends.triton.table import LINEARS
+from wicore_trt.backends.triton.roles import LINEARS
 from wicore_trt.model.gemma3 import forward
 from wicore_trt.plugins.aot import CompiledKernel
 from wicore_trt.plugins.launch import Launcher

@@ -35,6 +35,7 @@ from wicore_trt.arithmetic import div_ceil, first_visible_page
 from wicore_trt.backends.triton import products as triton_products
 from wicore_trt.backends.triton import table as triton_table
 from wicore_trt.backends.triton.executor import Loading, TritonExecutor
+from wicore_trt.backends.triton.roles import LINEARS
 from wicore_trt.backends.triton.rows import decode_plan, plan_rows
 from wicore_trt.backends.triton.table import DECODE_BUCKETS, EngineShape, KernelTable
 from wicore_trt.backends.triton.weights import dummy_weights, finished
@@ -284,7 +285,7 @@ class Measurement:
             graph = device.capture(lambda: executor.run(arrays))
         captured = events(executor, graph, 7)
         spec = self.shape.spec
-        per_token = sum(self.shape.linear(r).weight_rows * self.shape.linear(r).k for r in triton_table.LINEARS[:4])
+        per_token = sum(self.shape.linear(r).weight_rows * self.shape.linear(r).k for r in LINEARS[:4])
         flops = 2 * per_token * spec.num_layers * self.args.prefill
         say(
             f"prefill of {self.args.prefill}: {1e3 * median(wall):.2f} ms wall, {captured:.2f} ms on the GPU alone, "

@@ -17,7 +17,7 @@ import pytest
 from tiny_source import write_tiny_source
 
 from wicore_trt.backends.triton.index import INDEX, read_table, write_kernels
-from wicore_trt.backends.triton.table import KernelRole
+from wicore_trt.backends.triton.roles import KernelRole
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.digest import SEAL, seal_of
 from wicore_trt.checkpoint.format import CONFIG, open_checkpoint, write_config

@@ -22,19 +22,8 @@ from wicore_trt.backends.triton.index import (  # noqa: E402
     read_table,
 )
 from wicore_trt.backends.triton.kernel_list import list_kernels  # noqa: E402
-from wicore_trt.backends.triton.table import (  # noqa: E402
-    ANY,
-    CROSSOVER,
-    KERNEL,
-    KERNEL8,
-    LINEARS,
-    MM,
-    MM16,
-    SCALED_MM,
-    EngineShape,
-    parse_role,
-    step_role,
-)
+from wicore_trt.backends.triton.roles import KERNEL, KERNEL8, LINEARS, MM, MM16, SCALED_MM, parse_role, step_role  # noqa: E402
+from wicore_trt.backends.triton.table import ANY, CROSSOVER, EngineShape  # noqa: E402
 from wicore_trt.backends.triton.weights import engine_shape  # noqa: E402
 from wicore_trt.cli.build import _dummy  # noqa: E402
 from wicore_trt.config import load_settings  # noqa: E402

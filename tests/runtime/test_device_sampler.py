@@ -16,10 +16,11 @@ pytest.importorskip("triton", reason="pip install -e .[triton]")
 from runtime.triton_cpu import executor_of, small_model, specs_of  # noqa: E402
 
 from wicore_trt.backends.triton import kernel_list as triton_plan  # noqa: E402
+from wicore_trt.backends.triton.roles import DRAW_WIDE, DRAWING  # noqa: E402
 from wicore_trt.backends.triton.sampler import DRAWN as DRAWN_WAY  # noqa: E402
 from wicore_trt.backends.triton.sampler import HOST as HOST_WAY  # noqa: E402
 from wicore_trt.backends.triton.sampler import DeviceSampler  # noqa: E402
-from wicore_trt.backends.triton.table import DRAW_WIDE, DRAWING, KernelTable  # noqa: E402
+from wicore_trt.backends.triton.table import KernelTable  # noqa: E402
 from wicore_trt.model.spec import GROUPS  # noqa: E402
 from wicore_trt.runtime.batch import UNREAD, SequenceSlice, StepBatch  # noqa: E402
 from wicore_trt.runtime.sampler import Sampler  # noqa: E402

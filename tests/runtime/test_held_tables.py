@@ -24,10 +24,9 @@ from oracle.device import AheadDevice, Device, Failure  # noqa: E402
 from oracle.life import live  # noqa: E402
 from runtime.triton_cpu import CpuDevice  # noqa: E402
 
-from wicore_trt.backends.triton.inputs import StepBlock, Unread, array_offsets, array_sizes  # noqa: E402
+from wicore_trt.backends.triton.inputs import HeldTables, StepBlock, TableUpdate, Unread, array_offsets, array_sizes  # noqa: E402
 from wicore_trt.backends.triton.memory import StepLimits  # noqa: E402
 from wicore_trt.backends.triton.rows import RowPlan, decode_plan, make_plan  # noqa: E402
-from wicore_trt.backends.triton.tables import Changes, HeldTables  # noqa: E402
 from wicore_trt.kv.pages.hashing import TenantNames  # noqa: E402
 from wicore_trt.kv.sequence_pages import SequencePages  # noqa: E402
 from wicore_trt.runtime.batch import UNREAD, SequenceSlice, StepBatch  # noqa: E402
@@ -210,9 +209,9 @@ def changes_without_a_stamp(name: str) -> Callable[[pytest.MonkeyPatch], None]:
 def one_row_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     changes = HeldTables.changes
 
-    def fewer(held: HeldTables, *given: Any) -> Changes:
+    def fewer(held: HeldTables, *given: Any) -> TableUpdate:
         found = changes(held, *given)
-        return Changes(found.rows[:-1], found.tables[:, :-1]) if len(found.rows) > 1 else found
+        return TableUpdate(found.rows[:-1], found.tables[:, :-1]) if len(found.rows) > 1 else found
 
     monkeypatch.setattr(HeldTables, "changes", fewer)
 
@@ -224,7 +223,7 @@ def failures_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def long_tables_leave_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     changes = HeldTables.changes
 
-    def narrower(held: HeldTables, *given: Any) -> Changes:
+    def narrower(held: HeldTables, *given: Any) -> TableUpdate:
         held._most = [0] * len(held._most)
         return changes(held, *given)
 

@@ -18,7 +18,8 @@ from runtime.triton_cpu import executor_of, oracle_of, small_model  # noqa: E402
 
 from wicore_trt.backends.triton import executor as triton_executor  # noqa: E402
 from wicore_trt.backends.triton.executor import TritonExecutor  # noqa: E402
-from wicore_trt.backends.triton.table import PAGE_MASSES, KernelTable  # noqa: E402
+from wicore_trt.backends.triton.roles import PAGE_MASSES  # noqa: E402
+from wicore_trt.backends.triton.table import KernelTable  # noqa: E402
 from wicore_trt.core import engine as core_engine  # noqa: E402
 from wicore_trt.kv.policy.a2cr import AttentionSignals  # noqa: E402
 from wicore_trt.model.spec import GROUPS  # noqa: E402

@@ -18,17 +18,9 @@ if not torch.cuda.is_available():
 from benchmarks.gpu.kernels.attention import LARGE  # noqa: E402
 from benchmarks.gpu.kernels.attention_problem import AttentionProblem, Point, pointer  # noqa: E402
 from wicore_trt.backends.triton.memory import StepLimits  # noqa: E402
+from wicore_trt.backends.triton.roles import ADD_SEGMENT, GATHER, PREFILL, PREFILL_SEGMENTS  # noqa: E402
 from wicore_trt.backends.triton.segments import LongSlice, segment_attention  # noqa: E402
-from wicore_trt.backends.triton.table import (  # noqa: E402  # noqa: E402
-    ADD_SEGMENT,
-    ANY,
-    GATHER,
-    PREFILL,
-    PREFILL_SEGMENTS,
-    EngineShape,
-    KernelEntry,
-    KernelTable,
-)
+from wicore_trt.backends.triton.table import ANY, EngineShape, KernelEntry, KernelTable  # noqa: E402
 from wicore_trt.kv.sizing import builtin_spec  # noqa: E402
 from wicore_trt.plugins.aot import compile_kernel  # noqa: E402
 from wicore_trt.plugins.decode_layout import prefill_config, prefill_launch, segmented  # noqa: E402

@@ -36,16 +36,11 @@ from wicore_trt.backends.triton.index import load_table
 from wicore_trt.backends.triton.inputs import StepBlock, Unread
 from wicore_trt.backends.triton.memory import StepLimits, StepMemory
 from wicore_trt.backends.triton.ops import StepArrays, TritonModel, TritonOps, Value
+from wicore_trt.backends.triton.roles import PAGE_DIGEST, PAGE_MASSES
 from wicore_trt.backends.triton.rows import PROMPT_CHUNKS, RowPlan, decode_plan, plan_rows, prompt_plans, prompt_room
 from wicore_trt.backends.triton.sampler import DRAWN, FILTERED, HOST, StepSampler
 from wicore_trt.backends.triton.segments import segment_attention
-from wicore_trt.backends.triton.table import (
-    DECODE_BUCKETS,
-    PAGE_DIGEST,
-    PAGE_MASSES,
-    EngineShape,
-    KernelTable,
-)
+from wicore_trt.backends.triton.table import DECODE_BUCKETS, EngineShape, KernelTable
 from wicore_trt.backends.triton.weights import Constants, engine_shape, load_constants
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.model.gemma3 import forward

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wicore_trt.backends.triton.table import EngineShape, KernelEntry, KernelRole, KernelTable, parse_config, parse_role
+from wicore_trt.backends.triton.roles import KernelRole, parse_role
+from wicore_trt.backends.triton.table import EngineShape, KernelEntry, KernelTable, parse_config
 from wicore_trt.engine.manifest import rebuild_engine
 from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError
 from wicore_trt.files import Door

@@ -12,70 +12,35 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from wicore_trt.backends.triton.table import (
-    ADD_SEGMENT,
-    ADD_SPLITS,
-    ANY,
-    COMBINE,
-    DECODE,
-    DECODE_BUCKETS,
-    DRAW_WIDE,
-    DRAWING,
-    GATHER,
-    INVARIANT,
-    KERNEL8,
-    LINEARS,
-    MM,
-    MM16,
-    NARROW,
-    PAGE_DIGEST,
-    PAGE_LOGSUMS,
-    PAGE_MASSES,
-    PREFILL,
-    PREFILL_SEGMENTS,
-    PREFILL_SPLITS,
-    QUANTIZE,
-    QUANTIZE_ACT,
-    SCALED_MM,
-    EngineShape,
-    KernelRole,
-    Product,
-    step_role,
-)
+from wicore_trt.backends.triton import roles
+from wicore_trt.backends.triton.roles import KernelRole
+from wicore_trt.backends.triton.table import ANY, DECODE_BUCKETS, EngineShape
 from wicore_trt.model.spec import GROUPS
 from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.decode_layout import (
     MEASURED_SEGMENTS,
     SPLIT_PREFILL,
     DecodeConfig,
+    PrefillConfig,
     decode_config,
     prefill_config,
 )
 from wicore_trt.plugins.dependent import ALONE, mode_of
+from wicore_trt.plugins.kernels import fast_attention_specs as attention_specs
 from wicore_trt.plugins.kernels.e4m3 import has_conversions
-from wicore_trt.plugins.kernels.fast_attention_specs import (
-    add_segment_spec,
-    add_splits_spec,
-    combine_spec,
-    decode_spec,
-    gather_spec,
-    logsums_spec,
-    masses_spec,
-    prefill_spec,
-)
 from wicore_trt.plugins.kernels.geglu import geglu_rows_spec, geglu_spec
 from wicore_trt.plugins.kernels.linear_specs import linear_spec, quantize_parts_spec, quantize_rows_spec
 from wicore_trt.plugins.kernels.page_digest import page_digest_spec
 from wicore_trt.plugins.kernels.step_specs import (
     NormShape,
     add_norm_spec,
-    config,
     embed_norm_spec,
     norm_config,
     qk_rope_spec,
     sample_specs,
     wide_spec,
-)
+)  # fmt: skip
+from wicore_trt.plugins.kernels.step_specs import config as step_config
 from wicore_trt.plugins.linear_configs import BUCKETS, bucket_of, linear_config
 from wicore_trt.plugins.linear_layout import LinearConfig
 
@@ -97,34 +62,22 @@ class ListedKernel:
 
 
 def list_kernels(shape: EngineShape, target: str) -> list[ListedKernel]:
-    """All kernels of an engine for `target`. Raises ConfigError for shapes that a kernel does not take."""
-    listed = [*_norms(shape, target), *_linears(shape, target), *_attention(shape, target)]
-    listed += _sampling(shape, target)
-    listed.append(ListedKernel(PAGE_DIGEST, ANY, page_digest_spec()))
-    return [replace(p, spec=_in_turn(p, target)) for p in listed]
+    """List all kernels of an engine for `target`. Raises ConfigError for shapes that a kernel does not take."""
+    listed = [*_list_norms(shape, target), *_list_linears(shape, target), *_list_attention(shape, target)]
+    listed += _list_sampling(shape, target)
+    listed.append(ListedKernel(roles.PAGE_DIGEST, ANY, page_digest_spec()))
+    return [replace(p, spec=_chain_kernel(p, target)) for p in listed]
 
 
-def _in_turn(listed: ListedKernel, target: str) -> KernelSpec:
+def _chain_kernel(listed: ListedKernel, target: str) -> KernelSpec:
     """A kernel as part of a step, where kernels wait for each other instead of the GPU for them."""
     spec, function, role = listed.spec, listed.spec.function.__name__, listed.role
-    behind = ("gate_up",) if role.rows == NARROW else ("o", "down")
+    behind = ("gate_up",) if role.rows == roles.NARROW else ("o", "down")
     mode = mode_of(function, target, crowds=function == "linear_matrix" and role.operation in behind)
     return replace(spec, dependent=mode, name=spec.name + ("_alone" if mode == ALONE else ""))
 
 
-def _sampling(shape: EngineShape, target: str) -> list[ListedKernel]:
-    """Kernels for greedy rows alone, and those that draw."""
-    vocab, softcap = shape.spec.vocab_size, shape.spec.final_logit_softcapping or 0.0
-    listed = []
-    for sampled in (False, True):
-        specs = {rows: sample_specs(vocab, target, sampled=sampled, softcap=softcap, rows=rows) for rows in _ROWS}
-        for name in specs[ANY]:
-            role = DRAWING[name] if sampled else KernelRole(name)
-            listed += _merged(role, {rows: found[name] for rows, found in specs.items()}.__getitem__)
-    return [*listed, ListedKernel(DRAW_WIDE, ANY, wide_spec(vocab, softcap))]
-
-
-def _merged(
+def _merge_buckets(
     role: KernelRole, spec_for: Callable[[int], KernelSpec], config_for: Callable[[int], DecodeConfig] | None = None
 ) -> list[ListedKernel]:
     """A kernel per bucket of rows; neighbours that are the same become one."""
@@ -137,90 +90,107 @@ def _merged(
     return listed
 
 
-def _norms(shape: EngineShape, target: str) -> list[ListedKernel]:
-    spec = shape.spec
-    hidden = spec.hidden_size
-    pool, native = shape.pool(GROUPS[0]), has_conversions(target)
+def _list_sampling(shape: EngineShape, target: str) -> list[ListedKernel]:
+    """Kernels for greedy rows alone, and those that draw."""
+    vocab, softcap = shape.spec.vocab_size, shape.spec.final_logit_softcapping or 0.0
+    listed = []
+    for sampled in (False, True):
+        specs = {rows: sample_specs(vocab, target, sampled=sampled, softcap=softcap, rows=rows) for rows in _ROWS}
+        for name in specs[ANY]:
+            role = roles.DRAWING[name] if sampled else KernelRole(name)
+            listed += _merge_buckets(role, {rows: found[name] for rows, found in specs.items()}.__getitem__)
+    return [*listed, ListedKernel(roles.DRAW_WIDE, ANY, wide_spec(vocab, softcap))]
 
-    def warps(rows: int) -> int:
-        return norm_config(target, rows, hidden).num_warps
 
-    def roles(product: Product) -> list[ListedKernel]:
-        fp8, x_dtype, wide = product.rows == NARROW, product.results, spec.intermediate_size
-        operands, plain = NormShape(hidden, shape.dtype, fp8, fp8 and native), NormShape(hidden, shape.dtype)
-        geglu = geglu_rows_spec(wide, shape.dtype, x_dtype, native=native) if fp8 else None
-        role = partial(KernelRole, rows=product.rows, results=product.results)
-        return [
-            *_merged(role("embed_norm"), lambda rows: embed_norm_spec(operands, warps(rows))),
-            *_merged(role("add_norm"), lambda rows: add_norm_spec(operands, warps(rows), x_dtype=x_dtype)),
-            *_merged(role("final_norm"), lambda rows: add_norm_spec(plain, warps(rows), x_dtype=x_dtype, gather=True)),
-            *_merged(
-                role("qk_rope"),
-                lambda rows: qk_rope_spec(pool, spec.num_heads, x_dtype, shape.dtype, config("qk_rope", target, rows)),
-            ),
-            ListedKernel(role("geglu"), ANY, geglu or geglu_spec(wide, shape.dtype, x_dtype)),
-        ]
+def _list_norms(shape: EngineShape, target: str) -> list[ListedKernel]:
+    spec, listed = shape.spec, list[ListedKernel]()
+    hidden, wide, native = spec.hidden_size, spec.intermediate_size, has_conversions(target)
+    pool, plain = shape.pool(GROUPS[0]), NormShape(hidden, shape.dtype)
 
-    listed = roles(MM)
-    if shape.narrow_results(target):
-        listed += roles(MM16)
-    if shape.scaled_products(target):
-        listed += roles(SCALED_MM)
-        quantize = quantize_rows_spec(shape.linear("o").k, shape.dtype, native=native)
-        listed.append(ListedKernel(QUANTIZE, ANY, quantize))
-    if shape.crossover8(target):
-        narrow = NormShape(hidden, shape.dtype, True, native)
-        parts = quantize_parts_spec(spec.intermediate_size, shape.dtype, native=native)
-        listed.append(ListedKernel(QUANTIZE_ACT, ANY, parts))
-        listed += _merged(
-            step_role("add_norm", KERNEL8), lambda rows: add_norm_spec(narrow, warps(rows), x_dtype="float32")
+    def add_norm(role: KernelRole, to: NormShape, *, gather: bool = False) -> list[ListedKernel]:
+        def spec_for(rows: int) -> KernelSpec:
+            warps = norm_config(target, rows, hidden).num_warps
+            return add_norm_spec(to, warps, x_dtype=role.results, gather=gather)
+
+        return _merge_buckets(role, spec_for)
+
+    def embed_norm(rows: int) -> KernelSpec:
+        return embed_norm_spec(operands, norm_config(target, rows, hidden).num_warps)
+
+    def qk_rope(rows: int) -> KernelSpec:
+        chosen = step_config("qk_rope", target, rows)
+        return qk_rope_spec(pool, spec.num_heads, product.results, shape.dtype, chosen)
+
+    narrow, scaled = shape.narrow_results(target), shape.scaled_products(target)
+    for product in (roles.MM, *((roles.MM16,) if narrow else ()), *((roles.SCALED_MM,) if scaled else ())):
+        fp8, role = product.rows == roles.NARROW, partial(KernelRole, rows=product.rows, results=product.results)
+        operands = NormShape(hidden, shape.dtype, fp8, fp8 and native)
+        listed += _merge_buckets(role("embed_norm"), embed_norm)
+        listed += [*add_norm(role("add_norm"), operands), *add_norm(role("final_norm"), plain, gather=True)]
+        listed += _merge_buckets(role("qk_rope"), qk_rope)
+        geglu = geglu_rows_spec(wide, shape.dtype, product.results, native=native) if fp8 else None
+        listed.append(ListedKernel(role("geglu"), ANY, geglu or geglu_spec(wide, shape.dtype, product.results)))
+    if scaled:
+        listed.append(
+            ListedKernel(roles.QUANTIZE, ANY, quantize_rows_spec(shape.linear("o").k, shape.dtype, native=native))
         )
+    if shape.crossover8(target):
+        listed.append(ListedKernel(roles.QUANTIZE_ACT, ANY, quantize_parts_spec(wide, shape.dtype, native=native)))
+        narrow_rows = NormShape(hidden, shape.dtype, True, native)
+        listed += add_norm(roles.step_role("add_norm", roles.KERNEL8), narrow_rows)
     return listed
 
 
-def _linears(shape: EngineShape, target: str) -> list[ListedKernel]:
+def _list_linears(shape: EngineShape, target: str) -> list[ListedKernel]:
     listed = []
 
-    def add(role: KernelRole, bucket: int, chosen: LinearConfig) -> None:
+    def add_linear(role: KernelRole, bucket: int, chosen: LinearConfig) -> None:
         spec = linear_spec(shape.linear(role.operation, role.rows), chosen, target)
         listed.append(ListedKernel(role, bucket, spec, asdict(chosen)))
 
-    for operation in LINEARS:
+    for operation in roles.LINEARS:
         linear, most = shape.linear(operation), shape.crossover(target, operation)
         for bucket in BUCKETS:
-            add(KernelRole(operation), bucket, linear_config(target, linear, bucket))
+            add_linear(KernelRole(operation), bucket, linear_config(target, linear, bucket))
             if bucket >= most:
                 break
         # Whole sums, and weights that stay in L2: large steps have several programs for each.
         chosen = replace(linear_config(target, linear, INVARIANT_LINEAR_BUCKET), splits=1, evict_first=False)
-        add(KernelRole(operation, variant=INVARIANT), ANY, chosen)
-    for operation in LINEARS[:-1] if shape.crossover8(target) else ():
-        linear = shape.linear(operation, NARROW)
+        add_linear(KernelRole(operation, variant=roles.INVARIANT), ANY, chosen)
+    for operation in roles.LINEARS[:-1] if shape.crossover8(target) else ():
+        linear = shape.linear(operation, roles.NARROW)
         for bucket in BUCKETS:
             if shape.crossover(target, operation) < bucket <= bucket_of(shape.crossover8(target)):
-                add(KernelRole(operation, NARROW), bucket, linear_config(target, linear, bucket))
+                add_linear(KernelRole(operation, roles.NARROW), bucket, linear_config(target, linear, bucket))
     return listed
 
 
-def _attention(shape: EngineShape, target: str) -> list[ListedKernel]:
+def _list_attention(shape: EngineShape, target: str) -> list[ListedKernel]:
     heads, dtype, pool = shape.spec.num_heads, shape.dtype, shape.pool(GROUPS[0])
+    common, listed = (pool, dtype, heads, target), list[ListedKernel]()
 
-    def chosen_for(rows: int) -> DecodeConfig:
+    def decode_for(rows: int) -> DecodeConfig:
         return decode_config(target, pool, heads, min(rows, DECODE_BUCKETS[-1]))
 
+    def add_kernel(role: KernelRole, spec: KernelSpec, chosen: PrefillConfig | None = None) -> None:
+        listed.append(ListedKernel(role, ANY, spec, asdict(chosen) if chosen else None))
+
     prefill = prefill_config(target, pool)
-    listed = _merged(DECODE, lambda rows: decode_spec(pool, dtype, heads, target, chosen_for(rows)), chosen_for)
-    listed.append(ListedKernel(PREFILL, ANY, prefill_spec(pool, dtype, heads, target, prefill), asdict(prefill)))
+    listed += _merge_buckets(
+        roles.DECODE, lambda rows: attention_specs.decode_spec(*common, decode_for(rows)), decode_for
+    )
+    add_kernel(roles.PREFILL, attention_specs.prefill_spec(*common, prefill), prefill)
     if (target, pool.head_dim) in MEASURED_SEGMENTS:
-        segmented = prefill_spec(pool, dtype, heads, target, prefill, segmented=True)
-        listed.append(ListedKernel(PREFILL_SEGMENTS, ANY, segmented, asdict(prefill)))
-        listed.append(ListedKernel(GATHER, ANY, gather_spec(pool, dtype, target)))
-        listed.append(ListedKernel(ADD_SEGMENT, ANY, add_segment_spec(pool, dtype, heads)))
+        add_kernel(roles.PREFILL_SEGMENTS, attention_specs.prefill_spec(*common, prefill, segmented=True), prefill)
+        add_kernel(roles.GATHER, attention_specs.gather_spec(pool, dtype, target))
+        add_kernel(roles.ADD_SEGMENT, attention_specs.add_segment_spec(pool, dtype, heads))
     if (few := SPLIT_PREFILL.get((target, pool.head_dim))) is not None:
-        listed.append(ListedKernel(PREFILL_SPLITS, ANY, prefill_spec(pool, dtype, heads, target, few), asdict(few)))
-        listed.append(ListedKernel(ADD_SPLITS, ANY, add_splits_spec(pool, dtype, heads, few)))
-    listed.append(ListedKernel(PAGE_LOGSUMS, ANY, logsums_spec(pool, dtype, heads, target)))
-    listed.append(ListedKernel(PAGE_MASSES, ANY, masses_spec(pool, heads)))
-    if not all(chosen_for(rows).fused for rows in DECODE_BUCKETS):
-        listed += _merged(COMBINE, lambda rows: combine_spec(pool, dtype, chosen_for(rows)), chosen_for)
+        add_kernel(roles.PREFILL_SPLITS, attention_specs.prefill_spec(*common, few), few)
+        add_kernel(roles.ADD_SPLITS, attention_specs.add_splits_spec(pool, dtype, heads, few))
+    add_kernel(roles.PAGE_LOGSUMS, attention_specs.logsums_spec(*common))
+    add_kernel(roles.PAGE_MASSES, attention_specs.masses_spec(pool, heads))
+    if not all(decode_for(rows).fused for rows in DECODE_BUCKETS):
+        listed += _merge_buckets(
+            roles.COMBINE, lambda rows: attention_specs.combine_spec(pool, dtype, decode_for(rows)), decode_for
+        )
     return listed

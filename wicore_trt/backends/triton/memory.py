@@ -13,21 +13,9 @@ from typing import Protocol
 import torch
 
 from wicore_trt.arithmetic import div_ceil
-from wicore_trt.backends.triton.table import (
-    ANY,
-    CHOOSE,
-    INVARIANT,
-    KEPT_TOKENS,
-    KERNEL,
-    LINEARS,
-    NARROW,
-    PREFILL_SPLITS,
-    SPLIT_TOKENS,
-    WIDE,
-    EngineShape,
-    KernelRole,
-    KernelTable,
-)
+from wicore_trt.backends.triton import roles
+from wicore_trt.backends.triton.roles import KernelRole
+from wicore_trt.backends.triton.table import ANY, KEPT_TOKENS, SPLIT_TOKENS, EngineShape, KernelTable
 from wicore_trt.model.spec import GLOBAL, GROUPS
 from wicore_trt.plugins.decode_layout import workspace_elements
 from wicore_trt.plugins.linear_layout import partials_bytes
@@ -96,7 +84,7 @@ class StepMemory:
         self.masses = empty((limits.rows * each,), torch.float32)
         heads = spec.num_heads * each
         self.logsums = empty((max(heads, min(limits.rows * heads, LOGSUMS)),), torch.float32)
-        self._scratch(shape, table, empty, variant=INVARIANT if invariant else "")
+        self._scratch(shape, table, empty, variant=roles.INVARIANT if invariant else "")
 
     def wide(self, dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
         """[rows, columns] of `dtype` at the start of `wide`."""
@@ -110,11 +98,11 @@ class StepMemory:
     def _scratch(self, shape: EngineShape, table: KernelTable, empty: Allocator, variant: str) -> None:
         """Working memory of the kernels themselves. Counters are zero before and after every launch."""
         limits, partials, counters = self.limits, 0, 0
-        for role in LINEARS:
+        for role in roles.LINEARS:
             most = limits.rows if role == "head" else limits.tokens
-            kinds = {WIDE: ANY if variant else shape.crossover(table.target, role)}
+            kinds = {roles.WIDE: ANY if variant else shape.crossover(table.target, role)}
             if not variant and shape.weights.quantized and role != "head":
-                kinds[NARROW] = shape.crossover8(table.target)
+                kinds[roles.NARROW] = shape.crossover8(table.target)
             for kind, crossover in kinds.items():
                 entries = table.entries(KernelRole(role, kind, variant=variant))
                 linear = shape.linear(role, kind)
@@ -134,12 +122,12 @@ class StepMemory:
         self.split_partials = empty((max(sizes[0], 4),), torch.float32)
         self.split_stats = empty((max(sizes[1], 4),), torch.float32)
         self.split_tokens, splits = 0, 0
-        for entry in () if variant else table.entries(PREFILL_SPLITS):
+        for entry in () if variant else table.entries(roles.PREFILL_SPLITS):
             self.split_tokens, splits = min(SPLIT_TOKENS, limits.tokens), entry.config.splits
         self.split_sums = empty((splits * self.split_tokens, shape.linear("o").k), torch.float32)
         self.split_lse = empty((splits * self.split_tokens, heads), torch.float32)
         self.split_arrived = empty((max(sizes[2], 4),), torch.int32).zero_()
-        least = min(int(e.kernel.constants["CHUNK"]) for e in table.entries(CHOOSE))
+        least = min(int(e.kernel.constants["CHUNK"]) for e in table.entries(roles.CHOOSE))
         chunks = div_ceil(shape.spec.vocab_size, least)
         self.chunk_max = empty((limits.rows * chunks,), torch.float32)
         self.chunk_token = empty((limits.rows * chunks,), torch.int32)
@@ -153,7 +141,7 @@ def wide_floats(shape: EngineShape, target: str, tokens: int, *, invariant: bool
     gate_up = max(narrow, 2 * shape.spec.intermediate_size, 2 * shape.linear("o").k)
     limits = (shape.crossover(target, "qkv"), shape.crossover8(target), shape.float32_results(target), ANY)
     for rows in {min(tokens, limit) for limit in limits}:  # the most rows of each kind of product
-        product = KERNEL if invariant else shape.product(target, "qkv", rows)
+        product = roles.KERNEL if invariant else shape.product(target, "qkv", rows)
         halves = 1 if product.results == "bfloat16" else 2
         most = max(most, rows * (narrow if product.kernels else gate_up) * halves)
     return div_ceil(most, 2)

@@ -30,67 +30,18 @@ from typing import NamedTuple
 import torch
 
 from wicore_trt.backends.triton import products as triton_products
+from wicore_trt.backends.triton import roles
 from wicore_trt.backends.triton.memory import StepMemory
+from wicore_trt.backends.triton.roles import KernelRole, Product
 from wicore_trt.backends.triton.rows import RowPlan
 from wicore_trt.backends.triton.segments import LongSlice, SegmentAttention
-from wicore_trt.backends.triton.table import (
-    ADD_SPLITS,
-    ANY,
-    CHOOSE,
-    COMBINE,
-    DECODE,
-    INVARIANT,
-    KERNEL,
-    LINEAR_ROLES,
-    NARROW,
-    PAGE_LOGSUMS,
-    PAGE_MASSES,
-    PREFILL,
-    PREFILL_SEGMENTS,
-    PREFILL_SPLITS,
-    QUANTIZE,
-    QUANTIZE_ACT,
-    SCAN,
-    WIDE,
-    EngineShape,
-    KernelEntry,
-    KernelRole,
-    KernelTable,
-    Product,
-    linear_role,
-    step_role,
-)
+from wicore_trt.backends.triton.table import ANY, EngineShape, KernelEntry, KernelTable
 from wicore_trt.checkpoint.names import kv_scale_name, weight_scale_name
 from wicore_trt.model.gemma3 import EMBEDDING, FINAL_NORM, LM_HEAD, layer_weight
 from wicore_trt.model.spec import GLOBAL, LOCAL, LayerGroup
-from wicore_trt.plugins.decode_layout import (
-    DecodeRows,
-    LastQueries,
-    Workspace,
-    add_splits_launch,
-    combine_launch,
-    decode_launch,
-    page_masses_launches,
-    prefill_launch,
-    segmented,
-    split,
-)
+from wicore_trt.plugins import decode_layout, linear_layout, step_layout
 from wicore_trt.plugins.launch import Launcher
 from wicore_trt.plugins.layout import Launch, Pool, Slices, Tables
-from wicore_trt.plugins.linear_layout import LinearArrays, linear_launch, quantize_launch
-from wicore_trt.plugins.step_layout import (
-    Logits,
-    NormOut,
-    QkNorms,
-    RopeTable,
-    SampleArrays,
-    StepTokens,
-    add_norm_launch,
-    embed_norm_launch,
-    geglu_launch,
-    qk_rope_launch,
-    sample_launches,
-)
 
 
 class Value(NamedTuple):
@@ -160,11 +111,11 @@ class TritonModel:
         """The kernel of a role for a step of `rows` rows."""
         if not self.invariant:
             return self.table.find(role, rows)
-        own = self.table.entries(linear_role(role.operation, variant=INVARIANT))
+        own = self.table.entries(roles.linear_role(role.operation, variant=roles.INVARIANT))
         return own[0] if own else self.table.find(role, ANY)
 
     def product(self, role: str, rows: int) -> Product:
-        return KERNEL if self.invariant else self.shape.product(self.table.target, role, rows)
+        return roles.KERNEL if self.invariant else self.shape.product(self.table.target, role, rows)
 
     def launch(self, entry: KernelEntry, call: Launch) -> None:
         self.launcher.launch(entry.kernel, call, self.stream)
@@ -193,7 +144,7 @@ class TritonOps:
         model, step, spec = self._model, self._step, self._spec
         embedding = model.weights[EMBEDDING]
         out = self._normed()
-        call = embed_norm_launch(
+        call = step_layout.embed_norm_launch(
             step.token_ids,
             (embedding.data_ptr(), spec.vocab_size, model.embedding_scale),
             model.weights[weight].data_ptr(),
@@ -202,7 +153,7 @@ class TritonOps:
             self._n,
             spec.rms_norm_eps,
         )
-        model.launch(model.find(step_role("embed_norm", self._product), self._n), call)
+        model.launch(model.find(roles.step_role("embed_norm", self._product), self._n), call)
         return out
 
     def linear(self, x: Value, weight: str) -> Value:
@@ -210,13 +161,13 @@ class TritonOps:
         shape = self._model.shape.linear(role)
         exponent = self._model.exponents.get(weight, 0)
         if self._product.kernels:
-            if self._product.rows == NARROW and x.scales is None:
+            if self._product.rows == roles.NARROW and x.scales is None:
                 x = self._quantized(x, role)
             columns = self._memory.act[: self._n] if role == "gate_up" else self._wide(shape.n)
             self._kernel_linear(role, x, weight, columns, 2.0 ** (x.exponent - exponent))
             return Value(columns, exponent=exponent)
         out = self._wide(shape.weight_rows)
-        if self._product.rows == NARROW:
+        if self._product.rows == roles.NARROW:
             operand = x if x.scales is not None else self._quantized(x, role)
             assert operand.scales is not None
             scale = self._model.weights[weight_scale_name(weight)]
@@ -233,18 +184,18 @@ class TritonOps:
     def qk_norm_rope_write(self, qkv: Value, layer: int) -> Value:
         model, step = self._model, self._step
         group = self._spec.layer_groups[layer]
-        entry = model.find(step_role("qk_rope", self._product), self._n)
+        entry = model.find(roles.step_role("qk_rope", self._product), self._n)
         q, (cos, sin) = self._queries(layer), model.rope[group]
         q_norm, k_norm = (model.weights[layer_weight(layer, f"attention.{part}_layernorm")].data_ptr() for part in "qk")
-        call = qk_rope_launch(
+        call = step_layout.qk_rope_launch(
             entry.kernel.constants,
             qkv.rows.data_ptr(),
             q.data_ptr(),
-            QkNorms(q_norm, k_norm, self._spec.rms_norm_eps),
-            RopeTable(cos.data_ptr(), sin.data_ptr(), cos.shape[0]),
+            step_layout.QkNorms(q_norm, k_norm, self._spec.rms_norm_eps),
+            step_layout.RopeTable(cos.data_ptr(), sin.data_ptr(), cos.shape[0]),
             self._pool(layer),
             self._tables(group, 0, self._plan.sequences),
-            StepTokens(step.positions, step.sequences, self._n),
+            step_layout.StepTokens(step.positions, step.sequences, self._n),
         )
         model.launch(entry, call)
         return Value(q)
@@ -282,13 +233,15 @@ class TritonOps:
         `pages`: of a sequence at most. The queries must be there still: until the next step if the memory keeps those
         of so many tokens, as of graphs, else until the next layer."""
         model, step, memory = self._model, self._step, self._memory
-        entries = [model.find(role, sequences) for role in (PAGE_LOGSUMS, PAGE_MASSES)]
+        entries = [model.find(role, sequences) for role in (roles.PAGE_LOGSUMS, roles.PAGE_MASSES)]
         heads, scale = self._groups[layer].num_heads, self._groups[layer].softmax_scale
         q = self._queries(layer).data_ptr()
-        rows = LastQueries(q, step.positions, step.cu_seqlens, sequences, self._plan.decode.rows, heads, scale)
+        rows = decode_layout.LastQueries(
+            q, step.positions, step.cu_seqlens, sequences, self._plan.decode.rows, heads, scale
+        )
         tables, to = self._tables(GLOBAL, 0, sequences), (memory.logsums.data_ptr(), memory.masses.data_ptr())
         constants, room = entries[0].kernel.constants, len(memory.logsums)
-        for calls in page_masses_launches(constants, rows, self._pool(layer), tables, pages, (*to, room)):
+        for calls in decode_layout.page_masses_launches(constants, rows, self._pool(layer), tables, pages, (*to, room)):
             for entry, call in zip(entries, calls, strict=True):
                 model.launch(entry, call)
 
@@ -298,7 +251,7 @@ class TritonOps:
         model, last = self._model, next_weight == FINAL_NORM
         rows = self._plan.sampled if last else self._n
         out = Value(self._memory.head_in[:rows]) if last else self._normed()
-        call = add_norm_launch(
+        call = step_layout.add_norm_launch(
             self._residual.data_ptr(),
             x.rows.data_ptr(),
             (model.weights[post_weight].data_ptr(), model.weights[next_weight].data_ptr()),
@@ -307,7 +260,7 @@ class TritonOps:
             self._spec.rms_norm_eps,
             gathered=self._gather if last else 0,
         )
-        model.launch(model.find(step_role("final_norm" if last else "add_norm", self._product), self._n), call)
+        model.launch(model.find(roles.step_role("final_norm" if last else "add_norm", self._product), self._n), call)
         return residual, out
 
     def geglu(self, gate_up: Value) -> Value:
@@ -315,14 +268,17 @@ class TritonOps:
         if self._product.kernels:
             return gate_up
         model, n = self._model, self._n
-        if self._product.rows == NARROW:
+        if self._product.rows == roles.NARROW:
             out = self._eight(self._spec.intermediate_size)
         else:
             out = Value(self._memory.act[:n], exponent=gate_up.exponent)
-        entry = model.find(step_role("geglu", self._product), n)
+        entry = model.find(roles.step_role("geglu", self._product), n)
         to = _norm_out(out)
         alpha = 2.0**-gate_up.exponent
-        model.launch(entry, geglu_launch(entry.kernel.constants, gate_up.rows.data_ptr(), to.out, to.scales, n, alpha))
+        model.launch(
+            entry,
+            step_layout.geglu_launch(entry.kernel.constants, gate_up.rows.data_ptr(), to.out, to.scales, n, alpha),
+        )
         return out
 
     def sampled_rows(self, x: Value) -> Value:
@@ -332,7 +288,7 @@ class TritonOps:
     def logits(self, x: Value) -> Value:
         """Not soft-capped: whoever chooses tokens caps what it reads."""
         rows, out = self._plan.sampled, self._memory.logits[: self._plan.sampled]
-        if rows and self._model.product("head", rows) == KERNEL:
+        if rows and self._model.product("head", rows) == roles.KERNEL:
             self._kernel_linear("head", x, LM_HEAD, out, 1.0)
         elif rows:
             triton_products.float_mm(x.rows, self._model.weights[LM_HEAD], out)
@@ -341,16 +297,16 @@ class TritonOps:
     def greedy(self, logits: Value) -> None:
         """Tokens and status of each row (`kernels.sample`) into the memory's results."""
         memory, rows = self._memory, self._plan.sampled
-        arrays = SampleArrays(
+        arrays = step_layout.SampleArrays(
             memory.results[0].data_ptr(),
             memory.results[1].data_ptr(),
             memory.chunk_max.data_ptr(),
             memory.chunk_token.data_ptr(),
         )
-        entries = {role.operation: self._model.find(role, rows) for role in (SCAN, CHOOSE)}
+        entries = {role.operation: self._model.find(role, rows) for role in (roles.SCAN, roles.CHOOSE)}
         vocab = self._spec.vocab_size
-        read = Logits(logits.rows.data_ptr(), rows, vocab)
-        calls = sample_launches(entries["choose"].kernel.constants, read, arrays)
+        read = step_layout.Logits(logits.rows.data_ptr(), rows, vocab)
+        calls = step_layout.sample_launches(entries["choose"].kernel.constants, read, arrays)
         for role, entry in entries.items():
             self._model.launch(entry, calls[role])
 
@@ -372,21 +328,23 @@ class TritonOps:
 
     def _prefill(self, q: torch.Tensor, out: torch.Tensor, layer: int, slices: Slices, tables: Tables) -> None:
         model, group = self._model, self._groups[layer]
-        entry, rows = model.find(PREFILL, self._n), (q.data_ptr(), out.data_ptr())
+        entry, rows = model.find(roles.PREFILL, self._n), (q.data_ptr(), out.data_ptr())
         scores = group.softmax_scale, group.window
-        call = prefill_launch(entry.kernel.constants, rows, self._pool(layer), tables, slices, *scores)
+        call = decode_layout.prefill_launch(entry.kernel.constants, rows, self._pool(layer), tables, slices, *scores)
         model.launch(entry, call)
 
     def _split(self, q: torch.Tensor, out: torch.Tensor, layer: int, slices: Slices, tables: Tables) -> None:
         """`_prefill` of a global layer for few tokens, whose keys programs share."""
         model, memory, scale = self._model, self._memory, self._groups[layer].softmax_scale
-        prefill, adding = (model.find(role, self._n) for role in (PREFILL_SPLITS, ADD_SPLITS))
+        prefill, adding = (model.find(role, self._n) for role in (roles.PREFILL_SPLITS, roles.ADD_SPLITS))
         sums, rows = (memory.split_sums.data_ptr(), memory.split_lse.data_ptr()), memory.split_tokens
         to, pool = (q.data_ptr(), sums[0]), self._pool(layer)
         constants = prefill.kernel.constants
-        call = prefill_launch(constants, to, pool, tables, slices, scale, 0)
-        model.launch(prefill, split(call, constants, sums[1], rows))
-        model.launch(adding, add_splits_launch(adding.kernel.constants, sums, rows, out.data_ptr(), len(out)))
+        call = decode_layout.prefill_launch(constants, to, pool, tables, slices, scale, 0)
+        model.launch(prefill, decode_layout.split(call, constants, sums[1], rows))
+        model.launch(
+            adding, decode_layout.add_splits_launch(adding.kernel.constants, sums, rows, out.data_ptr(), len(out))
+        )
 
     def _segmented(
         self, segments: SegmentAttention, out: torch.Tensor, layer: int, slices: Slices, tables: Tables
@@ -395,52 +353,54 @@ class TritonOps:
         model, step = self._model, self._step
         q, pool = self._memory.q[self._plan.decode.rows :], self._pool(layer)
         sums = self._memory.wide(torch.float32, *out.shape)  # nobody needs the queries' product any more
-        entry, rows = model.find(PREFILL_SEGMENTS, self._n), (q.data_ptr(), sums.data_ptr())
+        entry, rows = model.find(roles.PREFILL_SEGMENTS, self._n), (q.data_ptr(), sums.data_ptr())
         constants, scale = entry.kernel.constants, self._groups[layer].softmax_scale
-        call = prefill_launch(constants, rows, pool, tables, slices, scale, 0)
-        model.launch(entry, segmented(call, constants, segments.segments, segments.lse.data_ptr()))
+        call = decode_layout.prefill_launch(constants, rows, pool, tables, slices, scale, 0)
+        model.launch(entry, decode_layout.segmented(call, constants, segments.segments, segments.lse.data_ptr()))
         segments.add((model.launcher, model.stream), q, sums, out, pool, tables, step.slices)
 
     def _decode(self, q: torch.Tensor, out: torch.Tensor, layer: int) -> None:
         model, memory, group, sequences = self._model, self._memory, self._groups[layer], self._plan.decode.sequences
-        entry = model.find(DECODE, sequences)
+        entry = model.find(roles.DECODE, sequences)
         sizes = (group.num_heads, group.softmax_scale, group.window)
-        rows = DecodeRows(q.data_ptr(), out.data_ptr(), self._step.kv_lengths, *sizes)
-        work = Workspace(
+        rows = decode_layout.DecodeRows(q.data_ptr(), out.data_ptr(), self._step.kv_lengths, *sizes)
+        work = decode_layout.Workspace(
             memory.split_partials.data_ptr(), memory.split_stats.data_ptr(), memory.split_arrived.data_ptr()
         )
         pool, tables = self._pool(layer), self._tables(group.name, 0, sequences)
-        model.launch(entry, decode_launch(entry.config, rows, pool, tables, work))
+        model.launch(entry, decode_layout.decode_launch(entry.config, rows, pool, tables, work))
         if entry.config.splits > 1 and not entry.config.fused:
-            combine = model.find(COMBINE, sequences)
-            model.launch(combine, combine_launch(entry.config, rows, pool, sequences, work))
+            combine = model.find(roles.COMBINE, sequences)
+            model.launch(combine, decode_layout.combine_launch(entry.config, rows, pool, sequences, work))
 
     def _kernel_linear(self, role: str, x: Value, weight: str, out: torch.Tensor, alpha: float) -> None:
         model, memory, rows = self._model, self._memory, len(x.rows)
-        kind = WIDE if x.scales is None else NARROW
-        entry, shape = model.find(linear_role(role, kind), rows), model.shape.linear(role, kind)
+        kind = roles.WIDE if x.scales is None else roles.NARROW
+        entry, shape = model.find(roles.linear_role(role, kind), rows), model.shape.linear(role, kind)
         scale = model.weights.get(weight_scale_name(weight))
-        arrays = LinearArrays(
+        arrays = linear_layout.LinearArrays(
             x.rows.data_ptr(), model.weights[weight].data_ptr(), out.data_ptr(),
             w_scale=0 if scale is None else scale.data_ptr(), x_scale=_norm_out(x).scales,
             partials=memory.partials.data_ptr(), counters=memory.counters.data_ptr(),
             largest=memory.largest.data_ptr(),
         )  # fmt: skip
-        model.launch(entry, linear_launch(shape, entry.config, arrays, rows, alpha))
+        model.launch(entry, linear_layout.linear_launch(shape, entry.config, arrays, rows, alpha))
 
     def _quantized(self, x: Value, role: str) -> Value:
         """The operand of `role`, o or down, as E4M3. That of o clears the largest values of rows, which gate_up then
         finds and that of down takes."""
         model, out = self._model, self._eight(x.rows.shape[1])._replace(exponent=x.exponent)
-        entry = model.find(QUANTIZE_ACT if role == "down" else QUANTIZE, self._n)
+        entry = model.find(roles.QUANTIZE_ACT if role == "down" else roles.QUANTIZE, self._n)
         to, largest = _norm_out(out), self._memory.largest.data_ptr()
-        call = quantize_launch(entry.kernel.constants, x.rows.data_ptr(), to.out, to.scales, largest, self._n)
+        call = linear_layout.quantize_launch(
+            entry.kernel.constants, x.rows.data_ptr(), to.out, to.scales, largest, self._n
+        )
         model.launch(entry, call)
         return out
 
     def _normed(self) -> Value:
         """Where the operands of the next product go."""
-        if self._product.rows == NARROW:
+        if self._product.rows == roles.NARROW:
             return self._eight(self._spec.hidden_size)
         return Value(self._memory.x[: self._n])
 
@@ -473,8 +433,8 @@ class TritonOps:
 
 @cache
 def _linear_role(weight: str) -> str:
-    return LINEAR_ROLES[weight.split(".", 3)[3].removesuffix(".weight")]
+    return roles.LINEAR_ROLES[weight.split(".", 3)[3].removesuffix(".weight")]
 
 
-def _norm_out(value: Value) -> NormOut:
-    return NormOut(value.rows.data_ptr(), 0 if value.scales is None else value.scales.data_ptr())
+def _norm_out(value: Value) -> step_layout.NormOut:
+    return step_layout.NormOut(value.rows.data_ptr(), 0 if value.scales is None else value.scales.data_ptr())

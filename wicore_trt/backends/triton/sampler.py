@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from wicore_trt.backends.triton.ops import TritonModel
-from wicore_trt.backends.triton.table import DRAW_WIDE, DRAWING
+from wicore_trt.backends.triton.roles import DRAW_WIDE, DRAWING
 from wicore_trt.plugins.step_layout import Logits, SampleArrays, sample_launches, sample_scratch, wide_launch
 from wicore_trt.runtime.batch import SampledTokens, SequenceSlice, StepResult
 from wicore_trt.runtime.cuda_device import Device

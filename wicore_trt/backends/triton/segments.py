@@ -20,7 +20,8 @@ import torch
 
 from wicore_trt.backends.triton import products
 from wicore_trt.backends.triton.memory import Allocator, StepLimits
-from wicore_trt.backends.triton.table import ADD_SEGMENT, GATHER, SEGMENT_ROLES, EngineShape, KernelTable
+from wicore_trt.backends.triton.roles import ADD_SEGMENT, GATHER, SEGMENT_ROLES
+from wicore_trt.backends.triton.table import EngineShape, KernelTable
 from wicore_trt.model.spec import GROUPS
 from wicore_trt.plugins.decode_layout import MEASURED_SEGMENTS, Segments, add_segment_launch, gather_launch
 from wicore_trt.plugins.launch import Launcher

@@ -10,9 +10,21 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
+from wicore_trt.backends.triton.roles import (
+    KERNEL,
+    KERNEL8,
+    LINEARS,
+    MM,
+    MM16,
+    NARROW,
+    SCALED_MM,
+    WIDE,
+    KernelRole,
+    Product,
+)
 from wicore_trt.model.spec import GLOBAL, GROUPS, Gemma3Spec
 from wicore_trt.plugins.aot import CompiledKernel
 from wicore_trt.plugins.decode_layout import DecodeConfig, PrefillConfig
@@ -26,90 +38,6 @@ DECODE_BUCKETS = (1, 2, 4, 6, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256
 """Rows of a decode step, rounded up to these."""
 SPLIT_TOKENS, KEPT_TOKENS = 384, 768
 """The most tokens of a step whose prompts' keys are split, and of one whose queries are kept until it is over."""
-LINEARS = ("qkv", "o", "gate_up", "down", "head")
-LINEAR_ROLES = {"attention.qkv": "qkv", "attention.dense": "o", "mlp.gate_up": "gate_up", "mlp.proj": "down"}
-WIDE, NARROW = "16-bit", "fp8"
-"""How rows of activations are stored for a product: in the engine's dtype, or as E4M3 with a scale each."""
-
-
-class Product(NamedTuple):
-    """How a step multiplies by a layer's weights: the storage of the `rows` that it takes, the dtype of its `results`,
-    and whether Triton's `kernels` do it or cuBLAS (torch.mm, torch._scaled_mm)."""
-
-    rows: str
-    results: str
-    kernels: bool
-
-
-KERNEL, KERNEL8 = Product(WIDE, "float32", True), Product(NARROW, "float32", True)
-MM, MM16 = Product(WIDE, "float32", False), Product(WIDE, "bfloat16", False)
-SCALED_MM = Product(NARROW, "bfloat16", False)
-
-
-class KernelRole(NamedTuple):
-    """What a kernel does in a step. `operation`: "embed_norm", "add_norm", "final_norm", "qk_rope", one of LINEARS,
-    "geglu", "quantize", "decode", "prefill" and so on. `rows` and `results` are those of the products around it (a
-    linear: of itself). `variant`: INVARIANT for any number of rows, SAMPLED for rows that are drawn, SEGMENTED and
-    SPLIT for prefill that leaves keys to cuDNN or shares them between programs.
-
-    Engines hold those that their target, weights and time of building gave them; `str(role)` is the spelling on disk.
-    """
-
-    operation: str
-    rows: str = WIDE
-    results: str = "float32"
-    variant: str = ""
-
-    def __str__(self) -> str:
-        return self.operation + (f".{self.variant}" if self.variant else _SUFFIXES[self.rows, self.results])
-
-
-_SUFFIXES = {
-    (WIDE, "float32"): "", (WIDE, "bfloat16"): ".r16", (NARROW, "float32"): ".x8", (NARROW, "bfloat16"): ".fp8"
-}  # fmt: skip
-INVARIANT, SAMPLED, SEGMENTED, SPLIT = "invariant", "sampled", "segments", "splits"
-PAGE_DIGEST, PAGE_LOGSUMS, PAGE_MASSES = map(KernelRole, ("page_digest", "page_logsums", "page_masses"))
-QUANTIZE, QUANTIZE_ACT = KernelRole("quantize"), KernelRole("quantize_act")
-DECODE, COMBINE, PREFILL = map(KernelRole, ("decode", "combine", "prefill"))
-PREFILL_SEGMENTS, GATHER = KernelRole("prefill", variant=SEGMENTED), KernelRole("gather")
-ADD_SEGMENT, ADD_SPLITS = KernelRole("add_segment"), KernelRole("add_splits")
-SEGMENT_ROLES, PREFILL_SPLITS = (PREFILL_SEGMENTS, GATHER, ADD_SEGMENT), KernelRole("prefill", variant=SPLIT)
-SCAN, CHOOSE = KernelRole("scan"), KernelRole("choose")
-DRAWING = {
-    **{operation: KernelRole(operation, variant=SAMPLED) for operation in ("scan", "choose")},
-    **{operation: KernelRole(operation) for operation in ("collect", "draw")},
-}
-"""Roles of the kernels that draw tokens, by their names in `sample_launches`; greedy steps take SCAN and CHOOSE."""
-DRAW_WIDE = KernelRole("wide")
-
-
-def parse_role(text: str) -> KernelRole:
-    """The role that is spelled so on disk."""
-    operation, dot, suffix = text.partition(".")
-    for (rows, results), known in _SUFFIXES.items():
-        if dot + suffix == known:
-            return KernelRole(operation, rows, results)
-    return KernelRole(operation, variant=suffix)
-
-
-@cache
-def step_role(operation: str, product: Product) -> KernelRole:
-    """The role of an operation between a step's products. One kernel serves all products that it treats alike: an
-    embedding takes no results, and behind float32 results the last norm and the rope give no narrow rows."""
-    rows, results = product.rows, product.results
-    if operation == "embed_norm" and rows == NARROW:
-        results = "bfloat16"
-    elif operation in ("final_norm", "qk_rope") and results == "float32":
-        rows = WIDE
-    return KernelRole(operation, rows, results)
-
-
-@cache
-def linear_role(operation: str, rows: str = WIDE, variant: str = "") -> KernelRole:
-    """`KernelRole`, of which a step makes hundreds."""
-    return KernelRole(operation, rows, variant=variant)
-
-
 DEFAULT_CROSSOVER = {"16-bit": 16, "fp8": 64, "fp8 rows": 0, "float32 results": 0}
 CROSSOVER: dict[str, dict[str, int]] = {"sm90": {"16-bit": 64, "fp8": 8, "fp8 rows": 128, "float32 results": 0}}
 """By target what was measured instead of DEFAULT_CROSSOVER: the most rows for which Triton kernels are faster than
