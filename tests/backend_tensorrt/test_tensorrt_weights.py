@@ -11,7 +11,7 @@ from backend_tensorrt.tensorrt_fakes import FakeDevice
 from parity.tiny import cast, tiny_model
 from safetensors.torch import save_file
 
-from wicore_trt.backends.tensorrt.plan_io import PlanLimits, TensorSpec, step_tensors, weight_tensors
+from wicore_trt.backends.tensorrt.plan_io import PlanLimits, TensorSpec, list_weights, step_tensors
 from wicore_trt.backends.torch.weights import fuse
 from wicore_trt.errors import EngineFormatError
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
@@ -36,7 +36,7 @@ def test_inputs_hold_what_the_torch_backend_computes_with(dtype: torch.dtype, ti
             name = layer_weight(1, part).removesuffix("weight") + "activation_scaling_factor"
             tensors[name] = torch.tensor([0.5 - 0.2 * n])
     path = saved(tmp_path, tensors)
-    inputs = weight_tensors([path], model.spec, "bfloat16")
+    inputs = list_weights([path], model.spec, "bfloat16")
     weights, expected = load_weights(path, inputs, model.spec, FakeDevice()), fuse(tensors, model.spec)
     assert {*weights} == {t.name for t in inputs} == {*expected}
     for tensor in inputs:
@@ -52,7 +52,7 @@ def test_one_scale_stands_for_all_rows_of_its_part(tmp_path: Path) -> None:
     fc, gate = (layer_weight(0, part) + "s_scaling_factor" for part in ("mlp.fc", "mlp.gate"))
     tensors[fc], tensors[gate] = torch.tensor([2.0]), torch.tensor([3.0])
     path = saved(tmp_path, tensors)
-    weights = load_weights(path, weight_tensors([path], model.spec, "bfloat16"), model.spec, FakeDevice())
+    weights = load_weights(path, list_weights([path], model.spec, "bfloat16"), model.spec, FakeDevice())
     rows = model.spec.intermediate_size
     scales = weights[layer_weight(0, "mlp.gate_up") + "s_scaling_factor"].flatten()
     assert (scales[:rows] == 2).all() and (scales[rows:] == 3).all() and len(scales) == 2 * rows
@@ -64,13 +64,13 @@ def test_one_scale_stands_for_all_rows_of_its_part(tmp_path: Path) -> None:
         (lambda t: t.pop(layer_weight(0, "mlp.gate")), "lacks .*mlp.gate"),
         (lambda t: t.update(stranger=torch.zeros(1)), "engine does not take: stranger"),
         (lambda t: t.update({layer_weight(0, "mlp.fc"): t[layer_weight(0, "mlp.fc")].half()}), "mlp.fc.weight is"),
-        (lambda t: t.update({layer_weight(0, "mlp.fc"): t[layer_weight(0, "mlp.fc")][:-1]}), "values, and input"),
+        (lambda t: t.update({layer_weight(0, "mlp.fc"): t[layer_weight(0, "mlp.fc")][:-1]}), "values, and "),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(change: object, says: str, tmp_path: Path) -> None:
     model = tiny_model(9)
     tensors = dict(model.tensors)
-    inputs = weight_tensors([saved(tmp_path, tensors)], model.spec, "float32")
+    inputs = list_weights([saved(tmp_path, tensors)], model.spec, "float32")
     change(tensors)  # type: ignore[operator]
     with pytest.raises(EngineFormatError, match=says):
         load_weights(saved(tmp_path, tensors), inputs, model.spec, FakeDevice())
@@ -78,7 +78,7 @@ def test_a_file_that_does_not_fit_is_refused(change: object, says: str, tmp_path
 
 def test_what_no_plan_needs_may_lie_in_the_file(tmp_path: Path) -> None:
     model = tiny_model(9, tie_word_embeddings=True)
-    inputs = weight_tensors([saved(tmp_path, model.tensors)], model.spec, "float32")
+    inputs = list_weights([saved(tmp_path, model.tensors)], model.spec, "float32")
     idle = (
         "transformer.layers.0.attention.kv_cache_scaling_factor",
         "transformer.layers.0.mlp.fc.activation_scaling_factor",
