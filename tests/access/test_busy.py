@@ -118,13 +118,13 @@ async def crowded(limits: Limits | None = None, key: str = "", **settings):
     servers.attach_engine(engine)
     await servers.set_serving()
     found = Crowded(engine, url, address, go)
-    add = linked.host.add
+    add = linked.host.engine.add
 
-    def counted(prefix, message):
-        found.asked.append(message.request_id)
-        add(prefix, message)
+    def counted(request):
+        found.asked.append(request.request_key)
+        add(request)
 
-    linked.host.add = counted
+    linked.host.engine.add = counted
     try:
         await found.begin("http", key, max_tokens=900)
         await until(held.is_set)

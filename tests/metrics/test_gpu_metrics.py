@@ -51,11 +51,11 @@ def fake(**changes) -> SimpleNamespace:
 @pytest.fixture
 def installed(monkeypatch):
     def install(module: object) -> None:
-        machine._nvml.cache_clear()
+        machine._load_nvml.cache_clear()
         monkeypatch.setitem(sys.modules, "pynvml", module)
 
     yield install
-    machine._nvml.cache_clear()
+    machine._load_nvml.cache_clear()
 
 
 async def samples() -> dict[tuple[str, str], float]:

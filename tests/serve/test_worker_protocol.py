@@ -21,7 +21,7 @@ from test_grpc_kv import Publisher, with_events
 
 from wicore_trt.kv.events import EventSnapshot, KVEventLog
 from wicore_trt.kv.pages.page import Page
-from wicore_trt.serve.worker import _Answers, _batched, _snapshot
+from wicore_trt.serve.worker import _AnswerMaker, _cut_batches, _make_snapshot
 from wicore_trt.types import FinishReason, SamplingParams, TextOutput, TextRequest, TokenLogprob, Usage
 
 OPERATOR, ALICE = "o" * 16, "a" * 16
@@ -73,7 +73,7 @@ async def test_what_ended_a_sequence():
 @pytest.mark.parametrize("stream", [True, False])
 def test_probabilities(stream):
     request = TextRequest("r", SamplingParams(logprobs=2, prompt_logprobs=1), prompt_token_ids=(5, 6))
-    make = _Answers(request, stream, frozenset({1}))
+    make = _AnswerMaker(request, stream, frozenset({1}))
     prompt = TextOutput("r", 0, "", (), prompt_logprobs=(TokenLogprob(5, 0.0, ()), TokenLogprob(6, -1.0, ((9, -0.5),))))
     parts = [
         TextOutput("r", 0, "a", (7,), (TokenLogprob(7, -0.25, ((7, -0.25), (8, -2.0))),)),
@@ -114,10 +114,12 @@ async def test_what_is_not_served_is_refused_by_name():
 
 def test_batches_of_a_large_snapshot_are_made_one_by_one(monkeypatch):
     made = []
-    monkeypatch.setattr("wicore_trt.serve.worker._stored", lambda *run: made.append(run) or common_pb2.KvBlocksStored())
+    monkeypatch.setattr(
+        "wicore_trt.serve.worker._make_stored", lambda *run: made.append(run) or common_pb2.KvBlocksStored()
+    )
     pages = tuple(Page(i.to_bytes(32, "big"), "global", 0, None, b"t", bytes(4)) for i in range(5000))
-    batches = _batched(EventSnapshot(9, 1, {("device", "global"): pages}))
-    told = _snapshot(batches, 100)
+    batches = _cut_batches(EventSnapshot(9, 1, {("device", "global"): pages}))
+    told = _make_snapshot(batches, 100)
     first = next(told)
     assert first.events[0].HasField("cleared") and len(made) == 1024
     rest = list(told)

@@ -51,8 +51,8 @@ class KeyRing:
     trusted user."""
 
     def __init__(self, identities: Mapping[str, Identity]) -> None:
-        named = {key: replace(identity, key=_name(key)) for key, identity in identities.items()}
-        self._identities = {_digest(key): identity for key, identity in named.items()}
+        named = {key: replace(identity, key=_name_key(key)) for key, identity in identities.items()}
+        self._identities = {_digest_key(key): identity for key, identity in named.items()}
         self.named = {identity.key: identity for identity in named.values()}
         self.needed = bool(identities)
 
@@ -75,18 +75,18 @@ class KeyRing:
 
     def find_identity(self, key: str) -> Identity | None:
         """Find the identity of a key, None for an unknown one."""
-        return self._identities.get(_digest(key)) if self.needed else EVERYBODY
+        return self._identities.get(_digest_key(key)) if self.needed else EVERYBODY
 
     def refresh_identity(self, who: Identity) -> Identity | None:
         """Find the identity that the key of `who` stands for now, None where it was taken back."""
         return self.named.get(who.key) if self.needed else EVERYBODY
 
 
-def _name(key: str) -> bytes:
+def _name_key(key: str) -> bytes:
     return blake2b(key.encode(errors="surrogateescape"), digest_size=16).digest()
 
 
-def _digest(key: str) -> bytes:
+def _digest_key(key: str) -> bytes:
     return blake2b(key.encode(errors="surrogateescape"), key=_SECRET, digest_size=32).digest()
 
 

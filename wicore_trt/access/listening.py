@@ -23,7 +23,7 @@ CURVES = ("secp256r1", "secp384r1", "secp521r1")
 KINDS = "Use a PEM certificate with a key of RSA, ECDSA on P-256, P-384 or P-521, or Ed25519."
 
 
-def _read(name: str, path: str) -> bytes:
+def _read_file(name: str, path: str) -> bytes:
     try:
         return Door(error=ConfigError).read(Path(path))
     except ConfigError as error:
@@ -41,7 +41,7 @@ class TlsFiles:
     context: ssl.SSLContext
 
 
-def _pem(raw: bytes) -> bytes:
+def _strip_preamble(raw: bytes) -> bytes:
     """Without what stands in front of the first block, say a mark of byte order: OpenSSL skips that, gRPC does not."""
     return raw[max(raw.find(b"-----BEGIN"), 0) :]
 
@@ -74,8 +74,8 @@ def read_tls(cert: str | None, key: str | None, client_ca: str | None) -> TlsFil
     if cert is None or key is None:
         lacking = "--tls-cert (server.tls_cert)" if cert is None else "--tls-key (server.tls_key)"
         raise ConfigError("A certificate and its key go together.", fix=f"Give {lacking} too.")
-    chain, secret = (_pem(_read(name, path)) for name, path in (("tls_cert", cert), ("tls_key", key)))
-    roots = _pem(_read("tls_client_ca", client_ca)) if client_ca is not None else None
+    chain, secret = (_strip_preamble(_read_file(name, path)) for name, path in (("tls_cert", cert), ("tls_key", key)))
+    roots = _strip_preamble(_read_file("tls_client_ca", client_ca)) if client_ca is not None else None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(cert, key, password=lambda: "")

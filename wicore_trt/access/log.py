@@ -42,7 +42,7 @@ SILENT = "grpc._cython.cygrpc"
 KB took 0.8 s of the event loop for it. What handlers raise is told by those who call them."""
 
 
-def _facts(record: logging.LogRecord) -> dict[str, object]:
+def _collect_facts(record: logging.LogRecord) -> dict[str, object]:
     call, facts = CURRENT.get(), getattr(record, "facts", None) or {}
     found: dict[str, object] = {"id": call.call_id} if call is not None else {}
     for key, value in facts.items():
@@ -64,7 +64,7 @@ class LineFormatter(_Bounded):
         message = shortened(record.getMessage(), MAX_MESSAGE)
         head = f"{self.formatTime(record, '%Y-%m-%d %H:%M:%S')} {record.levelname} {message}"
         parts = [head if head.isprintable() else head.encode("unicode_escape").decode()]
-        for key, value in _facts(record).items():
+        for key, value in _collect_facts(record).items():
             if key in ("method", "code"):  # already in the message
                 continue
             text = str(value)
@@ -84,7 +84,7 @@ class JsonFormatter(_Bounded):
             "level": record.levelname,
             "logger": record.name,
             "message": shortened(record.getMessage(), MAX_MESSAGE),
-            **_facts(record),
+            **_collect_facts(record),
         }
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
@@ -179,7 +179,7 @@ class QuietLog:
         self._logger.log(self._level, message, extra={"facts": facts})
 
 
-def _stderr() -> Callable[[bytes], None]:
+def _open_stderr() -> Callable[[bytes], None]:
     """Writes to standard error past Python's own buffer, whose lock would hold up the end of the process."""
     stream = sys.stderr
     try:
@@ -212,7 +212,7 @@ def configure_logging(*, json_lines: bool = False, level: str = "INFO") -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     for name in UNTOLD:  # which no line tells and each would look up
         setattr(logging, name, False)
-    handler = DroppingHandler(_stderr())
+    handler = DroppingHandler(_open_stderr())
     handler.setFormatter(JsonFormatter() if json_lines else LineFormatter())
     for name in ("wicore_trt", *OTHERS):
         logger = logging.getLogger(name)

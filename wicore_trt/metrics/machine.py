@@ -56,16 +56,16 @@ def read_process_use(pid: int) -> ProcessUse | None:
 
 def read_gpu_use() -> Sequence[GpuUse]:
     """The GPUs of this machine; none where there is no NVML. Takes milliseconds, and with a broken driver for ever."""
-    nvml = _nvml()
+    nvml = _load_nvml()
     try:
         count = 0 if nvml is None else nvml.nvmlDeviceGetCount()
     except Exception:  # the driver has gone
         return ()
-    return [_one(nvml, index) for index in range(count)]
+    return [_read_gpu(nvml, index) for index in range(count)]
 
 
 @cache
-def _nvml() -> Any:
+def _load_nvml() -> Any:
     """NVML, initialized, or None."""
     try:
         import pynvml
@@ -77,21 +77,24 @@ def _nvml() -> Any:
     return pynvml
 
 
-def _one(nvml: Any, index: int) -> GpuUse:
-    def told(name: str, *more: Any) -> Any:
+def _read_gpu(nvml: Any, index: int) -> GpuUse:
+    def read_figure(name: str, *more: Any) -> Any:
         try:
             return getattr(nvml, name)(*more)
         except Exception:  # a virtual GPU, or a part of one, tells less, and a lost one nothing
             return None
 
-    handle = told("nvmlDeviceGetHandleByIndex", index)
-    name, uuid = told("nvmlDeviceGetName", handle), told("nvmlDeviceGetUUID", handle)
-    memory, rates = told("nvmlDeviceGetMemoryInfo", handle), told("nvmlDeviceGetUtilizationRates", handle)
-    power, heat = told("nvmlDeviceGetPowerUsage", handle), told("nvmlDeviceGetTemperature", handle, 0)  # of the chip
+    handle = read_figure("nvmlDeviceGetHandleByIndex", index)
+    name, uuid = read_figure("nvmlDeviceGetName", handle), read_figure("nvmlDeviceGetUUID", handle)
+    memory, rates = read_figure("nvmlDeviceGetMemoryInfo", handle), read_figure("nvmlDeviceGetUtilizationRates", handle)
+    power, heat = (
+        read_figure("nvmlDeviceGetPowerUsage", handle),
+        read_figure("nvmlDeviceGetTemperature", handle, 0),
+    )  # of the chip
     return GpuUse(
         index=index,
-        name=_text(name),
-        uuid=_text(uuid),
+        name=_decode_text(name),
+        uuid=_decode_text(uuid),
         used_bytes=None if memory is None else int(memory.used),
         total_bytes=None if memory is None else int(memory.total),
         utilization=None if rates is None else rates.gpu / 100,
@@ -100,5 +103,5 @@ def _one(nvml: Any, index: int) -> GpuUse:
     )
 
 
-def _text(told: Any) -> str:
-    return told.decode(errors="replace") if isinstance(told, bytes) else str(told or "")
+def _decode_text(read_figure: Any) -> str:
+    return read_figure.decode(errors="replace") if isinstance(read_figure, bytes) else str(read_figure or "")

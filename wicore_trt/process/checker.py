@@ -64,7 +64,7 @@ class Checker:
         name = blake2b(raw, digest_size=16).digest()
         with self._lock:
             if self._thread is None:  # one that stays: a child ends with the thread that started it
-                thread = threading.Thread(target=self._run, name="wicore-checker", daemon=True)
+                thread = threading.Thread(target=self._run_checks, name="wicore-checker", daemon=True)
                 thread.start()  # where there is no room for it, the next constraint tries again
                 self._thread = thread
             reason = self._known.get(name)
@@ -79,12 +79,12 @@ class Checker:
         if reason:
             raise InvalidRequestError(reason, field="constraint")
 
-    def _run(self) -> None:
-        asked: _Asked | None = None
+    def _run_checks(self) -> None:
+        asked: _CheckerProcess | None = None
         while True:
             raw, answer = self._asked.get()
             try:
-                asked = asked or _Asked()
+                asked = asked or _CheckerProcess()
             except Exception as error:  # no room for a process, or no file
                 why = f"A constraint cannot be checked now: {error}."
                 answer.set_exception(UnavailableError(why, fix="Try again soon."))
@@ -99,7 +99,7 @@ class Checker:
                 answer.set_exception(error)
 
 
-class _Asked:
+class _CheckerProcess:
     """A running process, and the socket on which it is asked."""
 
     def __init__(self) -> None:
@@ -112,8 +112,8 @@ class _Asked:
 
     def ask(self, raw: bytes) -> str:
         """Why not, "" for nothing. Raises OSError or EOFError when the process ends or hangs."""
-        _write(self._stream, raw)
-        return _read(self._stream).decode()
+        _write_frame(self._stream, raw)
+        return _read_frame(self._stream).decode()
 
     def end(self) -> str:
         """End it; returns how it ended."""
@@ -124,12 +124,12 @@ class _Asked:
         return describe_exit(self._child.wait_for_end(END_S))
 
 
-def _write(stream: BufferedIOBase, data: bytes) -> None:
+def _write_frame(stream: BufferedIOBase, data: bytes) -> None:
     stream.write(_HEAD.pack(len(data)) + data)
     stream.flush()
 
 
-def _read(stream: BufferedIOBase) -> bytes:
+def _read_frame(stream: BufferedIOBase) -> bytes:
     head = stream.read(_HEAD.size)
     data = stream.read(_HEAD.unpack(head)[0]) if head and len(head) == _HEAD.size else None
     if data is None:
@@ -144,13 +144,13 @@ def main(fd: int) -> int:
         return 0
     with socket.socket(fileno=received[1][0]) as sock, sock.makefile("rwb") as stream:
         threading.stack_size(STACK)
-        thread = threading.Thread(target=_serve, args=(stream,))
+        thread = threading.Thread(target=_serve_checks, args=(stream,))
         thread.start()
         thread.join()
     return 0
 
 
-def _serve(stream: BufferedIOBase) -> None:
+def _serve_checks(stream: BufferedIOBase) -> None:
     with suppress(InvalidRequestError):
         check(Constraint(ConstraintKind.REGEX, "a"))  # so that what is loaded once is no constraint's
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # who ends here has the log told by the other side
@@ -159,7 +159,7 @@ def _serve(stream: BufferedIOBase) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, now + MEMORY))
     while True:
         try:
-            constraint = _decode(_read(stream))
+            constraint = _decode(_read_frame(stream))
         except EOFError:
             return
         signal.setitimer(signal.ITIMER_PROF, CPU_S)  # SIGPROF ends a process
@@ -169,4 +169,4 @@ def _serve(stream: BufferedIOBase) -> None:
         except InvalidRequestError as error:
             reason = str(error)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(stream, reason.encode(errors="replace"))
+        _write_frame(stream, reason.encode(errors="replace"))

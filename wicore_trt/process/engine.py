@@ -58,7 +58,7 @@ def main(fd: int) -> int:
     host.start()
     faulthandler.register(DUMP)
     control.send("ready", build=info.build)
-    threading.Thread(target=_obey, args=(control, host), name="wicore-control", daemon=True).start()
+    threading.Thread(target=_obey_supervisor, args=(control, host), name="wicore-control", daemon=True).start()
     _send_beats(control, host)
     if host.engine.dead is not None:
         control.send("broke", why=shortened(host.engine.dead, MAX_TEXT))
@@ -78,7 +78,7 @@ def _send_beats(control: Control, host: EngineHost) -> None:
         control.send("beat", stuck_s=same * BEAT_S)
 
 
-def _obey(control: Control, host: EngineHost) -> None:
+def _obey_supervisor(control: Control, host: EngineHost) -> None:
     """Obey the supervisor until it says stop or ends."""
     while (received := control.receive_message()) is not None:
         message, fds = received

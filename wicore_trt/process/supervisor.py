@@ -102,11 +102,11 @@ class Supervisor:
         Raises what the engine or the front report at their first start.
         """
         try:
-            return asyncio.run(self._run())
+            return asyncio.run(self._supervise())
         finally:
             logging.shutdown()
 
-    async def _run(self) -> int:
+    async def _supervise(self) -> int:
         loop = asyncio.get_running_loop()
         self._end = loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -175,7 +175,7 @@ class Supervisor:
         engine.dump_stacks()
         loop.call_later(DUMP_S, engine.kill)
 
-    def _join(self) -> None:
+    def _join_processes(self) -> None:
         """Give engine and front a socket to each other if both have opened the same build; else end the older one."""
         engine, front = self._engine.process, self._front.process
         if engine is None or front is None or not (self._engine.loaded and self._front.loaded):
@@ -199,14 +199,14 @@ class Supervisor:
     def _join_again(self, engine: Child, front: Child) -> None:
         """Join them, unless one of them has ended: the next one was joined when it had loaded."""
         if self._engine.process is engine and self._front.process is front:
-            self._join()
+            self._join_processes()
 
     def _on_engine_message(self, message: dict[str, Any]) -> None:
         match message["kind"]:
             case "ready":
                 self._engine.loaded, self._engine.build = True, message["build"]
                 self._engine.mark_ready()
-                self._join()
+                self._join_processes()
                 self._watch_engine(self._engine.process)
             case "beat":
                 self._engine.silent_s, self._stuck_s = 0.0, message["stuck_s"]
@@ -220,13 +220,13 @@ class Supervisor:
         match message["kind"]:
             case "loaded":
                 front.loaded, front.build = True, message["build"]
-                self._join()
+                self._join_processes()
             case "bound":
                 front.mark_ready()
                 self._front_bound = True
                 # The next front listens where this one does, also where the system chose the port.
                 self._ports = message["ports"]
-                self._keep(self._loaded)
+                self._keep_settings(self._loaded)
                 if not self._was_bound:
                     self._was_bound = True
                     self._report_bound(message["address"], message["url"])
@@ -243,19 +243,19 @@ class Supervisor:
                 if message["last"] and not answer.done():
                     answer.set_result("".join(parts))
             case "unlinked" if message["links"] == self._links:  # else another link is on its way
-                self._join()
+                self._join_processes()
             case "failed":
                 front.error = read_error(message)
 
     def _on_engine_exit(self, code: int) -> None:
         # An engine that reports why it cannot be loaded will not load the next time.
         fatal = self._engine.error if self._engine.ended_unready else None
-        self._restart("engine", code, self._start_engine, fatal)
+        self._restart_process("engine", code, self._start_engine, fatal)
 
     def _on_front_exit(self, code: int) -> None:
-        self._restart("front", code, self._start_front, self._front.error if not self._served else None)
+        self._restart_process("front", code, self._start_front, self._front.error if not self._served else None)
 
-    def _restart(self, name: str, code: int, start: Callable[[], None], fatal: WicoreError | None) -> None:
+    def _restart_process(self, name: str, code: int, start: Callable[[], None], fatal: WicoreError | None) -> None:
         """Start a process again that has ended, unless its end is `fatal` or it keeps ending and never served."""
         if self._stopping:
             return
@@ -264,7 +264,7 @@ class Supervisor:
         if fatal is None and pause_s and not self._served:
             fatal = EngineDeadError(f"The {name} ended {PATIENCE + 1} times before it was ready ({why}).")
         if fatal is not None:
-            self._finish(fatal)
+            self._finish_run(fatal)
             return
         log.error("the %s ended (%s); starting it again%s", name, why, f" in {pause_s:.0f} s" if pause_s else "")
         self._call_later(pause_s, start)
@@ -289,7 +289,7 @@ class Supervisor:
         elif not self._stopping:
             self.reload_settings()
 
-    def _keep(self, loaded: LoadedSettings) -> None:
+    def _keep_settings(self, loaded: LoadedSettings) -> None:
         self._loaded, settings = loaded, loaded.settings
         self._settings = settings_to_json(replace(settings, server=replace(settings.server, **self._ports)))
 
@@ -304,7 +304,7 @@ class Supervisor:
         except WicoreError as error:
             log.error("settings were not reloaded: %s", error)
             return result | {"error": str(error)}
-        self._keep(change.loaded)
+        self._keep_settings(change.loaded)
         level = change.loaded.settings.log.level
         log.info("reloaded settings, keys and certificates; changed: %s", ", ".join(change.changed) or "none")
         set_level(level)
@@ -348,7 +348,7 @@ class Supervisor:
 
     # --- the end -------------------------------------------------------------------------------------------------
 
-    def _finish(self, outcome: int | WicoreError) -> None:
+    def _finish_run(self, outcome: int | WicoreError) -> None:
         assert self._end is not None
         if self._end.done():
             return
@@ -377,4 +377,4 @@ class Supervisor:
         if engine is not None and self._engine.loaded:
             engine.control.send("stop", timeout_s=STOP_S)
             await wait_for_exit(engine, 2 * STOP_S)
-        self._finish(1 if front_code else code)
+        self._finish_run(1 if front_code else code)

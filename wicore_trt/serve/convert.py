@@ -149,10 +149,10 @@ def read_chat_messages(chat: pb2.Chat, most: int) -> tuple[dict[str, object], ..
     if not chat.messages:
         raise InvalidRequestError("A chat needs at least one message.", field="chat.messages")
     check_count(chat.messages, most, "chat.messages")
-    return tuple(map(_turn, chat.messages))
+    return tuple(map(_read_message, chat.messages))
 
 
-def _turn(message: pb2.ChatMessage) -> dict[str, object]:
+def _read_message(message: pb2.ChatMessage) -> dict[str, object]:
     turn: dict[str, object] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         called = [(call.id, {"name": call.name, "arguments": call.arguments}) for call in message.tool_calls]
@@ -166,7 +166,7 @@ def read_tools(message: pb2.Tools, read_constraint: Constraint | None) -> Tools 
     """Read the tools; None where no function may be called. `constraint` is what an answer is held to. Raises
     InvalidRequestError."""
     check_count(message.functions, MAX_TOOLS, "tools.functions")
-    functions = [_function(f"tools.functions[{i}]", function) for i, function in enumerate(message.functions)]
+    functions = [_read_function(f"tools.functions[{i}]", function) for i, function in enumerate(message.functions)]
     named = message.function if message.HasField("function") else None
     if message.choice not in _CHOICES or (named is not None and message.choice):
         raise InvalidRequestError("tools has a choice or the name of a function.", field="tools.choice")
@@ -175,7 +175,7 @@ def read_tools(message: pb2.Tools, read_constraint: Constraint | None) -> Tools 
     return make_tools(functions, _CHOICES[message.choice], named, several=several, beside=beside)
 
 
-def _function(where: str, message: pb2.Function) -> Function:
+def _read_function(where: str, message: pb2.Function) -> Function:
     try:
         parameters = json.loads(message.parameters) if message.HasField("parameters") else {}
     except (ValueError, RecursionError):
@@ -183,7 +183,7 @@ def _function(where: str, message: pb2.Function) -> Function:
     return make_function(where, message.name, message.description, parameters, message.strict)
 
 
-def _fill(delta: pb2.Delta, output: TextOutput, finder: CallFinder | None) -> None:
+def _fill_delta(delta: pb2.Delta, output: TextOutput, finder: CallFinder | None) -> None:
     if finder is None:
         delta.text = output.text
     else:
@@ -202,7 +202,7 @@ def _fill(delta: pb2.Delta, output: TextOutput, finder: CallFinder | None) -> No
                 message.top.add(token_id=token_id, logprob=logprob)
 
 
-def _pieces(output: TextOutput) -> Iterator[TextOutput]:
+def _cut_output(output: TextOutput) -> Iterator[TextOutput]:
     """An output cut to at most MAX_TOKENS_PER_MESSAGE tokens each; text and tokens need not be aligned."""
     scored = output.prompt_logprobs
     for i in range(0, len(scored), MAX_TOKENS_PER_MESSAGE):
@@ -231,19 +231,19 @@ def make_responses(
     of the sequence, where it may have calls.
     """
     size = max(len(output.token_ids), len(output.prompt_logprobs))
-    for piece in _pieces(output) if size > MAX_TOKENS_PER_MESSAGE else (output,):
+    for piece in _cut_output(output) if size > MAX_TOKENS_PER_MESSAGE else (output,):
         message = pb2.GenerateResponse(request_id=piece.request_id, index=piece.index)
         if piece.finish_reason is None:
             delta = message.delta
             delta.SetInParent()  # an event of this kind, even when nothing is in it
-            _fill(delta, piece, finder)
+            _fill_delta(delta, piece, finder)
         else:
-            _fill(message.finish.delta, piece, finder)
-            _finish(message.finish, piece, first_token_s, total_s)
+            _fill_delta(message.finish.delta, piece, finder)
+            _fill_finish(message.finish, piece, first_token_s, total_s)
         yield message
 
 
-def _finish(finish: pb2.Finish, output: TextOutput, first_token_s: float | None, total_s: float) -> None:
+def _fill_finish(finish: pb2.Finish, output: TextOutput, first_token_s: float | None, total_s: float) -> None:
     assert output.finish_reason is not None
     finish.reason = _FINISH[output.finish_reason]
     if isinstance(output.stop_reason, str):

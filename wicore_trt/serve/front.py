@@ -150,9 +150,9 @@ class FrontProcess(ServingProcess):
             case "drain":
                 self.stop_serving()
             case "refuse":
-                self._spawn(self._refuse())
+                self._spawn_task(self._refuse_generations())
             case "metrics":
-                self._spawn(self._send_metrics(message["call"]))
+                self._spawn_task(self._send_metrics(message["call"]))
             case "settings":
                 settings = settings_from_json(message["settings"])
                 log_lines.set_level(settings.log.level)
@@ -161,12 +161,12 @@ class FrontProcess(ServingProcess):
                 except WicoreError as error:  # a file that was good a moment ago
                     log.error("keys and certificates were not reloaded: %s", error)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _refuse(self) -> None:
+    async def _refuse_generations(self) -> None:
         """Refuse generations from now on, and report when those that are open have ended."""
         await self._servers.set_draining()
         await self._servers.wait_until_idle()

@@ -2,7 +2,7 @@
 
 Must not know what a call does. Invariants: nothing of a call is read before its key is known to be good; a stream that
 sends nothing ends; a call of our service ends with OK, with a status made from a WicoreError, or by the client; no text
-of an unexpected exception reaches the client; a finished call writes one access line.
+of an make_internal_error exception reaches the client; a finished call writes one access line.
 
 All methods are served as streams, whatever the contract says, which looks the same on the wire: gRPC reads the message
 of a unary request before any handler runs, and a stream's only when its handler asks for it. gRPC's interceptors would
@@ -107,33 +107,33 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
     def service(self, details: grpc.HandlerCallDetails) -> Handler:
         """Find the handler of a call; None for a method that is not served."""
         if is_metadata_too_long(details.invocation_metadata or ()):
-            return grpc.stream_stream_rpc_method_handler(self._shorten)
+            return grpc.stream_stream_rpc_method_handler(self._refuse_metadata)
         health = details.method.startswith(HEALTH_PREFIX)
         header, method = partial(read_metadata, details), details.method.rpartition("/")[2]
         who = Identity() if health else self._keys.find_identity(read_key(header))
         if who is None:
             return grpc.stream_stream_rpc_method_handler(
-                partial(self._refuse, Call.from_headers(method, Identity(), header))
+                partial(self._refuse_call, Call.from_headers(method, Identity(), header))
             )
         handler = next(filter(None, (service.service(details) for service in self._services)), None)
         if handler is None:
             return None
         if health:
-            return self._health(handler)
+            return self._handle_health(handler)
         if not details.method.startswith(OWN_PREFIXES):
-            return self._foreign(handler, who)
+            return self._handle_foreign(handler, who)
 
         async def run(_: object, context: grpc.aio.ServicerContext) -> None:
             call = Call.from_headers(method, who, header)
             reply = CallReply(context, call.call_id)
             try:
-                await run_call(call, lambda: self._answer(call, handler, context, reply), context)
+                await run_call(call, lambda: self._answer_call(call, handler, context, reply), context)
             finally:
                 self._counts.count_grpc(method, call.code)
 
         return grpc.stream_stream_rpc_method_handler(run, response_serializer=handler.response_serializer)
 
-    async def _answer(
+    async def _answer_call(
         self, call: Call, handler: grpc.RpcMethodHandler, context: grpc.aio.ServicerContext, reply: CallReply
     ) -> None:
         """Take a place, read, parse and handle one call of our service."""
@@ -144,7 +144,7 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
             else:
                 await reply.write_message(await handler.unary_unary(request, reply))
 
-    def _health(self, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+    def _handle_health(self, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
         """A health check, or a watch, which stays open. Anybody may call, so places go by the caller's address."""
 
         async def run(_: object, context: grpc.aio.ServicerContext) -> None:
@@ -161,7 +161,7 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
             partial(run_foreign_call, run), response_serializer=handler.response_serializer
         )
 
-    def _foreign(self, handler: grpc.RpcMethodHandler, who: Identity) -> grpc.RpcMethodHandler:
+    def _handle_foreign(self, handler: grpc.RpcMethodHandler, who: Identity) -> grpc.RpcMethodHandler:
         """A stream of another service, which is reflection: it has a place, and ends when it falls silent."""
 
         async def run(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
@@ -174,7 +174,7 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
             partial(run_foreign_call, run), response_serializer=handler.response_serializer
         )
 
-    async def _refuse(self, call: Call, _: object, context: grpc.aio.ServicerContext) -> None:
+    async def _refuse_call(self, call: Call, _: object, context: grpc.aio.ServicerContext) -> None:
         CURRENT.set(call)
         self._refused("refused a call without a valid API key", peer=context.peer())
         self._counts.refused["grpc"] += 1
@@ -183,7 +183,7 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
         )
         await abort_call(context, error, call.call_id)
 
-    async def _shorten(self, _: object, context: grpc.aio.ServicerContext) -> None:
+    async def _refuse_metadata(self, _: object, context: grpc.aio.ServicerContext) -> None:
         self._refused("refused a call with too much metadata", peer=context.peer())
         error = InvalidRequestError(
             f"The metadata have more than {MAX_METADATA_BYTES} bytes.", field="metadata", fix="Send less."
@@ -202,11 +202,11 @@ async def run_foreign_call(run: Run, requests: AsyncIterator[bytes], context: gr
     except Exception:
         call_id = make_call_id()
         log.exception("call %s failed unexpectedly", call_id)
-        await abort_call(context, unexpected(call_id), call_id)
+        await abort_call(context, make_internal_error(call_id), call_id)
 
 
-def unexpected(call_id: str) -> WicoreError:
-    """Make the error that a client is told of an unexpected exception."""
+def make_internal_error(call_id: str) -> WicoreError:
+    """Make the error that a client is told of an make_internal_error exception."""
     return WicoreError(f"Internal error; the server's log has it as {call_id}.")
 
 
@@ -234,6 +234,6 @@ async def run_call(call: Call, answer: Callable[[], Awaitable[None]], context: g
     except Exception:
         code = "INTERNAL"
         log.exception("call %s (%s) failed unexpectedly", call.call_id, call.method)
-        await abort_call(context, unexpected(call.call_id), call.call_id)
+        await abort_call(context, make_internal_error(call.call_id), call.call_id)
     finally:
         write_access_line(call, code, generates=call.method == "Generate")

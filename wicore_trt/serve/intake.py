@@ -53,7 +53,7 @@ class RequestReader:
         assert task is not None
         self._since[task] = loop.time()
         if self._clock is None:
-            self._clock = loop.call_later(READ_S / LOOKS, self._look, loop)
+            self._clock = loop.call_later(READ_S / LOOKS, self._end_late, loop)
         try:
             raw = await context.read()
         except asyncio.CancelledError:
@@ -67,12 +67,12 @@ class RequestReader:
         message: bytes = raw
         return message
 
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _end_late(self, loop: asyncio.AbstractEventLoop) -> None:
         latest = loop.time() - READ_S
         for task in [task for task, since in self._since.items() if since <= latest]:
             del self._since[task]
             task.cancel()
-        self._clock = loop.call_later(READ_S / LOOKS, self._look, loop) if self._since else None
+        self._clock = loop.call_later(READ_S / LOOKS, self._end_late, loop) if self._since else None
 
 
 async def read_stream(requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -103,24 +103,24 @@ class BriefRequestReader:
 
     async def read_request(self, context: grpc.aio.ServicerContext, host: str) -> bytes:
         """Raises DeadlineError when the request does not come, InvalidRequestError for none or one that is too long."""
-        await self._place(host)
+        await self._take_place(host)
         limit = asyncio.timeout(None)
         try:
             async with limit:
                 self._reading[limit] = asyncio.get_running_loop().time()
-                self._hurry()
+                self._shorten_limits()
                 raw = await self._requests.read_request(context)
         except TimeoutError:
             raise DeadlineError("No request came, and others wait for the place.") from None
         finally:
             self._reading.pop(limit, None)
-            self._leave()
+            self._free_place()
         if len(raw) > MAX_HEALTH_BYTES:
             del raw  # the traceback of the error would keep it until the call has ended
             raise InvalidRequestError(f"The request has more than {MAX_HEALTH_BYTES} bytes.", field="request")
         return raw
 
-    async def _place(self, host: str) -> None:
+    async def _take_place(self, host: str) -> None:
         if self._free:
             self._free -= 1
             return
@@ -128,16 +128,16 @@ class BriefRequestReader:
         self._waiting.setdefault(host, deque()).append(turn)
         self._count += 1
         try:
-            self._hurry()
+            self._shorten_limits()
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():  # it was given a place in this moment
-                self._leave()
+                self._free_place()
             raise
         finally:
             self._count -= 1
 
-    def _leave(self) -> None:
+    def _free_place(self) -> None:
         """Give a place to the next one that still waits."""
         while self._waiting:
             host = next(iter(self._waiting))
@@ -150,7 +150,7 @@ class BriefRequestReader:
                 return
         self._free += 1
 
-    def _hurry(self) -> None:
+    def _shorten_limits(self) -> None:
         if self._count:
             seconds = max(LEAST_HURRY_S, min(HURRY_S, READS * WAIT_S / self._count))
             for limit, begun in self._reading.items():

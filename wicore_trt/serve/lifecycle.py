@@ -135,9 +135,9 @@ class ServingProcess(ABC):
         """Serve until told to stop; return the exit code: 0 when every request could finish, 1 when some were
         cancelled. Raises EnvironmentUnfitError, ConfigError and what `find_engine` raises before serving."""
         with asyncio.Runner(loop_factory=choose_loop_factory()) as runner:
-            return runner.run(self._serve())
+            return runner.run(self._serve_until_stopped())
 
-    async def _serve(self) -> int:
+    async def _serve_until_stopped(self) -> int:
         check_exposure(self._settings)
         servers = Servers(self._settings, self._max_context)
         self.begin_watching(servers)
@@ -162,7 +162,7 @@ class ServingProcess(ABC):
             log.info("serving %s after %.1f s", engine.info.model_id, time.monotonic() - started)
             self.report_serving(address, url)
             await self._follow_engine(servers, engine)
-            return await _drain(servers, engine, self._settings.grace_s)
+            return await _drain_requests(servers, engine, self._settings.grace_s)
         finally:
             await servers.stop_listening(FLUSH_S)
 
@@ -182,7 +182,7 @@ class ServingProcess(ABC):
             await self.changed.wait()
 
 
-async def _drain(servers: Servers, engine: TextEngine, grace_s: float) -> int:
+async def _drain_requests(servers: Servers, engine: TextEngine, grace_s: float) -> int:
     """Let requests finish within `grace_s` seconds, cancel the rest; return the exit code."""
     log.info("draining %d streams for up to %g s", servers.streams_open, grace_s)
     end = time.monotonic() + grace_s

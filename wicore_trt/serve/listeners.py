@@ -73,7 +73,8 @@ class Listeners:
             self._servers.append(self._make())
             self._bind(self._servers[-1], address)
         for place in range(count):
-            self._watchers.append(asyncio.ensure_future(self._watch(place, address, await self._start_server(place))))
+            accepting = await self._start_server(place)
+            self._watchers.append(asyncio.ensure_future(self._watch_server(place, address, accepting)))
         return address
 
     async def _start_server(self, place: int) -> asyncio.Task[None]:
@@ -88,7 +89,7 @@ class Listeners:
                 if ACCEPTING in str(getattr(task.get_coro(), "__qualname__", ""))
             )
 
-    async def _watch(self, place: int, address: str, accepting: asyncio.Task[None]) -> None:
+    async def _watch_server(self, place: int, address: str, accepting: asyncio.Task[None]) -> None:
         """Replace the server at this place whenever it has broken."""
         while True:
             await asyncio.wait((accepting,), timeout=LOOK_S if address.startswith("unix:") else None)

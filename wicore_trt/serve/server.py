@@ -132,24 +132,24 @@ class TlsCredentials:
         Raises ConfigError for a missing, unreadable, malformed or mismatched file.
         """
         self._clients = client_ca is not None
-        self._newest = _configuration(cert, key, client_ca)
+        self._newest = _read_configuration(cert, key, client_ca)
 
     def change_files(self, cert: str | None, key: str | None, client_ca: str | None) -> None:
         """Show others to who comes from now on. Raises ConfigError as the constructor does, and changes nothing."""
-        self._newest = _configuration(cert, key, client_ca)
+        self._newest = _read_configuration(cert, key, client_ca)
 
     def make_credentials(self) -> grpc.ServerCredentials | None:
         """Credentials for a server, None without files."""
         if self._newest is None:
             return None
-        return grpc.dynamic_ssl_server_credentials(self._newest, self._fetch, self._clients)
+        return grpc.dynamic_ssl_server_credentials(self._newest, self._fetch_configuration, self._clients)
 
-    def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
+    def _fetch_configuration(self) -> grpc.ServerCertificateConfiguration | None:
         """gRPC asks before each handshake, and takes over what differs from what it has."""
         return self._newest
 
 
-def _configuration(
+def _read_configuration(
     cert: str | None, key: str | None, client_ca: str | None
 ) -> grpc.ServerCertificateConfiguration | None:
     files = read_tls(cert, key, client_ca)
@@ -171,16 +171,16 @@ class GrpcServer:
         self._max_message_bytes = find_message_limit(max_context, settings.max_message_mb)
         self.service = InferenceService(max_message_bytes=self._max_message_bytes, admission=admission)
         self._health = HealthService(HEALTH_NAMES)
-        self._guard = Guard(admission, self._services())
+        self._guard = Guard(admission, self._make_services())
         self._certificates = TlsCredentials(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
         self._credentials = self._certificates.make_credentials()
-        self._listeners = Listeners(self._fresh, self._bind)
+        self._listeners = Listeners(self._make_server, self._bind_server)
 
     def apply_settings(self, settings: ServerSettings) -> None:
         """Another certificate for who comes from now on. Raises ConfigError for files that do not fit."""
         self._certificates.change_files(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
-    def _services(self) -> list[grpc.GenericRpcHandler]:
+    def _make_services(self) -> list[grpc.GenericRpcHandler]:
         services = Services()
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.service, services)  # type: ignore[no-untyped-call]
         services.add_generic_rpc_handlers((make_handlers(WorkerService(self.service)),))
@@ -192,7 +192,7 @@ class GrpcServer:
             reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, services)
         return services.handlers
 
-    def _fresh(self) -> grpc.aio.Server:
+    def _make_server(self) -> grpc.aio.Server:
         """A server of all services that does not listen yet."""
         server = grpc.aio.server(options=make_channel_options(self._max_message_bytes))
         server.add_generic_rpc_handlers((self._guard,))
@@ -213,7 +213,7 @@ class GrpcServer:
         except RuntimeError as error:
             raise EnvironmentUnfitError(f"Cannot listen on {format_address(host, port)}: {error}.") from None
 
-    def _bind(self, server: grpc.aio.Server, address: str) -> int:
+    def _bind_server(self, server: grpc.aio.Server, address: str) -> int:
         """Raises RuntimeError when the address is taken."""
         if self._credentials is None:
             port: int = server.add_insecure_port(address)

@@ -90,8 +90,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         async with self.open_generation(call) as (engine, meter):
             own_s = convert.read_positive_seconds(request.timeout, "timeout") if request.HasField("timeout") else None
             timeout_s = min((limit for limit in (own_s, find_time_left(context)) if limit is not None), default=None)
-            made, finders = self._request(engine, request, call, timeout_s)
-            with _named(request):  # also a constraint that could not be kept to the end
+            made, finders = self._make_request(engine, request, call, timeout_s)
+            with _name_fields(request):  # also a constraint that could not be kept to the end
 
                 def messages(output: TextOutput, first_s: float | None, total_s: float) -> Iterator[Message]:
                     finder = finders[output.index] if finders is not None else None
@@ -119,7 +119,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 self.idle.set()
 
     @staticmethod
-    def _request(
+    def _make_request(
         engine: TextEngine, request: pb2.GenerateRequest, call: Call, timeout_s: float | None
     ) -> tuple[TextRequest, Finders | None]:
         """The plain form of a request; errors name fields by their path in the message. With what finds calls in its
@@ -131,7 +131,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         if request_id != call.call_id:
             call.facts["request"] = request_id
         engine.info.shown_as(request.model if request.HasField("model") else None)
-        with _named(request):
+        with _name_fields(request):
             made = _text_request(engine, request, request_id, call.who.tenant, timeout_s)
         return made, defaultdict(CallFinder) if made.functions else None
 
@@ -274,7 +274,7 @@ def find_time_left(context: CallReply) -> float | None:
 
 
 @contextmanager
-def _named(request: pb2.GenerateRequest) -> Iterator[None]:
+def _name_fields(request: pb2.GenerateRequest) -> Iterator[None]:
     """Errors name fields by their path in the message."""
     try:
         yield

@@ -86,7 +86,7 @@ class WorkerService:
 
     def __init__(self, service: InferenceService) -> None:
         self._service = service
-        self._numbers = _Numbers()
+        self._numbers = _BatchNumbers()
         self._bundle: tuple[bytes, str] | None = None
         self._bundling = asyncio.Lock()
 
@@ -94,7 +94,7 @@ class WorkerService:
         call = get_current_call()
         async with self._service.open_generation(call) as (engine, meter):
             made = _text_request(engine, request, call.who.tenant, find_time_left(context))
-            answers = _Answers(made, request.stream, frozenset(engine.info.eos_token_ids))
+            answers = _AnswerMaker(made, request.stream, frozenset(engine.info.eos_token_ids))
             reasons = await relay_outputs(engine, made, meter, call, context, answers)
         if FinishReason.DEADLINE in reasons:
             raise DeadlineError("The call's deadline passed before the request finished.")
@@ -132,7 +132,7 @@ class WorkerService:
 
     async def GetLoads(self, request: pb2.GetLoadsRequest, context: CallReply) -> pb2.GetLoadsResponse:
         engine = self._service.get_engine()
-        load = _load(await _stats(engine), engine.info.page_tokens)
+        load = _make_load(await _collect_stats(engine), engine.info.page_tokens)
         timestamp = datetime.now(UTC).isoformat()
         return pb2.GetLoadsResponse(timestamp=timestamp, version=__version__, dp_rank_count=1, loads=[load])
 
@@ -140,7 +140,7 @@ class WorkerService:
         engine = self._service.get_engine()
         async with self._bundling:
             if self._bundle is None:
-                self._bundle = await engine.work(get_current_call().who.tenant, lambda: _bundle(engine.tokenizer))
+                self._bundle = await engine.work(get_current_call().who.tenant, lambda: _make_bundle(engine.tokenizer))
             bundle, digest = self._bundle
         for start in range(0, len(bundle), CHUNK_BYTES):
             last = start + CHUNK_BYTES >= len(bundle)
@@ -157,23 +157,23 @@ class WorkerService:
                 async for epoch, found in feed:
                     if isinstance(found, EventSnapshot):
                         number = self._numbers.number(epoch, found.sequence)
-                        batches = await engine.work(call.who.tenant, partial(_batched, found))
-                        for batch in _snapshot(batches, number):
+                        batches = await engine.work(call.who.tenant, partial(_cut_batches, found))
+                        for batch in _make_snapshot(batches, number):
                             await context.write_message(batch)
                     elif any(isinstance(event, Cleared) for event in found):
                         break
                     else:
                         for event in found:
-                            await context.write_message(_event(event, self._numbers.number(epoch, event.sequence)))
+                            await context.write_message(_make_event(event, self._numbers.number(epoch, event.sequence)))
             after = UNKNOWN
 
 
-async def _stats(engine: TextEngine) -> EngineStats:
+async def _collect_stats(engine: TextEngine) -> EngineStats:
     who = get_current_call().who
     return await engine.stats() if who.operator else await engine.stats_of(who.tenant)
 
 
-def _load(stats: EngineStats, page_tokens: int) -> pb2.SchedulerLoad:
+def _make_load(stats: EngineStats, page_tokens: int) -> pb2.SchedulerLoad:
     """Pages that nobody uses, with what they have cached, count as free: they are taken before anybody waits. Tokens
     are those of full attention. No throughput is told: it says what a server was asked, not what
     it can do, and routers that divide a queue by it send little to one that has just started."""
@@ -190,7 +190,7 @@ def _load(stats: EngineStats, page_tokens: int) -> pb2.SchedulerLoad:
     )
 
 
-def _bundle(tokenizer: Tokenizer) -> tuple[bytes, str]:
+def _make_bundle(tokenizer: Tokenizer) -> tuple[bytes, str]:
     """A tokenizer's files as a ZIP archive, and its digest. Gemma's take up to a second, so they are packed once."""
     if tokenizer.home is None:
         raise NotFoundError("The tokenizer of this engine has no files.")
@@ -244,7 +244,7 @@ def sampling_params(message: pb2.SamplingParams) -> SamplingParams:
     return SamplingParams(**given)
 
 
-class _Answers:
+class _AnswerMaker:
     """Messages for a request's outputs. Where they are not streamed, a sequence's come together when it has ended."""
 
     def __init__(self, request: TextRequest, stream: bool, eos: frozenset[int]) -> None:
@@ -268,9 +268,9 @@ class _Answers:
             parts = self._kept.setdefault(output.index, [])
             parts.append(output)
         if output.finish_reason is not None:
-            yield pb2.GenerateResponse(complete=self._complete(output, parts))
+            yield pb2.GenerateResponse(complete=self._make_complete(output, parts))
 
-    def _complete(self, last: TextOutput, parts: list[TextOutput]) -> pb2.GenerateComplete:
+    def _make_complete(self, last: TextOutput, parts: list[TextOutput]) -> pb2.GenerateComplete:
         assert last.finish_reason is not None and last.usage is not None
         complete = pb2.GenerateComplete(
             output_ids=[token for part in parts for token in part.token_ids],
@@ -316,7 +316,7 @@ def _fill_top(message: Any, entry: TokenLogprob) -> None:
 # --- KV events -------------------------------------------------------------------------------------------------------
 
 
-class _Numbers:
+class _BatchNumbers:
     """Numbers of batches for the events of feeds that begin anew when an engine does. A later feed's are higher."""
 
     def __init__(self) -> None:
@@ -337,9 +337,9 @@ class _Numbers:
         return UNKNOWN
 
 
-def _batched(found: EventSnapshot) -> list[list[tuple[str, str, list[Page]]]]:
+def _cut_batches(found: EventSnapshot) -> list[list[tuple[str, str, list[Page]]]]:
     """The runs of pages in each batch of a snapshot. Parents come before their children, also those in other tiers."""
-    runs = [(run[0].index, name, run) for name, pages in found.pages.items() for run in _runs(pages)]
+    runs = [(run[0].index, name, run) for name, pages in found.pages.items() for run in _find_runs(pages)]
     runs.sort(key=lambda entry: entry[0])
     batches: list[list[tuple[str, str, list[Page]]]] = [[]]
     room = convert.MAX_PAGES_PER_MESSAGE
@@ -354,7 +354,7 @@ def _batched(found: EventSnapshot) -> list[list[tuple[str, str, list[Page]]]]:
     return batches
 
 
-def _snapshot(batches: list[list[tuple[str, str, list[Page]]]], number: int) -> Iterator[common_pb2.KvEventBatch]:
+def _make_snapshot(batches: list[list[tuple[str, str, list[Page]]]], number: int) -> Iterator[common_pb2.KvEventBatch]:
     """Numbered up to `number`. Each is made when it is wanted: all of a large cache at once would hold up others."""
     blocks = sum(len(part) for batch in batches for _, _, part in batch)
     for i, parts in enumerate(batches):
@@ -363,22 +363,24 @@ def _snapshot(batches: list[list[tuple[str, str, list[Page]]]], number: int) -> 
         if i == 0:
             made.events.add(cleared=common_pb2.KvCacheCleared())
         for tier, group, part in parts:
-            made.events.add(stored=_stored(tier, group, part))
+            made.events.add(stored=_make_stored(tier, group, part))
         yield made
 
 
-def _event(event: Event, number: int) -> common_pb2.KvEventBatch:
+def _make_event(event: Event, number: int) -> common_pb2.KvEventBatch:
     batch = common_pb2.KvEventBatch(sequence_number=number, timestamp=time.time())
     if isinstance(event, Stored):
-        for run in _runs(event.pages):
-            batch.events.add(event_id=number, stored=_stored(event.tier, event.group, run))
+        for run in _find_runs(event.pages):
+            batch.events.add(event_id=number, stored=_make_stored(event.tier, event.group, run))
     elif isinstance(event, Removed):
-        removed = common_pb2.KvBlocksRemoved(block_hashes=map(_hash, event.keys), **_place(event.tier, event.group))
+        removed = common_pb2.KvBlocksRemoved(
+            block_hashes=map(_hash_key, event.keys), **_describe_place(event.tier, event.group)
+        )
         batch.events.add(event_id=number, removed=removed)
     return batch
 
 
-def _runs(pages: Iterable[Page]) -> Iterator[list[Page]]:
+def _find_runs(pages: Iterable[Page]) -> Iterator[list[Page]]:
     """Pages of one layer group as runs in which each follows its parent. Routers match prompts by token ids, so pages
     whose content those do not tell are left out."""
     held = {page.key: page for page in pages if page.tokens}
@@ -398,23 +400,23 @@ def _runs(pages: Iterable[Page]) -> Iterator[list[Page]]:
         yield run
 
 
-def _stored(tier: str, group: str, run: list[Page]) -> common_pb2.KvBlocksStored:
+def _make_stored(tier: str, group: str, run: list[Page]) -> common_pb2.KvBlocksStored:
     parent = run[0].parent
     stored = common_pb2.KvBlocksStored(
-        parent_block_hash=None if parent is None else _hash(parent),
+        parent_block_hash=None if parent is None else _hash_key(parent),
         kv_cache_spec_kind=KINDS[group],
-        **_place(tier, group),
+        **_describe_place(tier, group),
     )
     level = stored.tier - 1
     for page in run:
         tokens = page.token_ids
-        stored.blocks.add(block_hash=_hash(page.key), token_ids=tokens, block_size=len(tokens), cache_level=level)
+        stored.blocks.add(block_hash=_hash_key(page.key), token_ids=tokens, block_size=len(tokens), cache_level=level)
     return stored
 
 
-def _place(tier: str, group: str) -> dict[str, Any]:
+def _describe_place(tier: str, group: str) -> dict[str, Any]:
     return {"tier": 1 + [*TIERS].index(tier), "medium": TIERS[tier], "group_idx": GROUPS.index(group)}
 
 
-def _hash(key: bytes) -> int:
+def _hash_key(key: bytes) -> int:
     return int.from_bytes(key[:8], "little", signed=True)
