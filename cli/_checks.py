@@ -107,9 +107,9 @@ def _memory() -> Check:
 
 
 def _torch() -> Check:
-    from wicore_trt.errors import install
+    from wicore_trt.errors import install_command
 
-    fix = install("torch")
+    fix = install_command("torch")
     if find_spec("torch") is None:
         return Check("torch", WARN, "not installed; engines are built without it, and run with it", fix)
     try:
@@ -169,13 +169,13 @@ def _tensorrt() -> Check:
 
 
 def _extras() -> Check:
-    from wicore_trt.errors import install
+    from wicore_trt.errors import install_command
 
     missing = [extra for extra, modules in EXTRAS.items() if any(find_spec(m) is None for m in modules)]
     have = [extra for extra in EXTRAS if extra not in missing]
     found = f"have {', '.join(have) or 'none'}"
     if missing:
-        return Check("extras", WARN, f"{found}; lack {', '.join(missing)}", install(*missing))
+        return Check("extras", WARN, f"{found}; lack {', '.join(missing)}", install_command(*missing))
     return Check("extras", OK, found)
 
 

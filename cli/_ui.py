@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from wicore_trt.progress import Progress, silent
+from wicore_trt.progress import Progress, ignore_progress
 
 LINE_S = 10.0
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -59,7 +59,7 @@ def human_bytes(count: float) -> str:
 def progress(*, quiet: bool = False) -> Iterator[Progress]:
     """A progress(phase, done, total) callback: a bar on a TTY, else a line per phase, one more every LINE_S seconds."""
     if quiet:
-        yield silent
+        yield ignore_progress
     elif sys.stderr.isatty():
         with _bars() as report:
             yield report

@@ -71,7 +71,7 @@ def _gathered(files: list[dict[str, Any]]) -> list[tuple[str, int, str]]:
 def _engine(path: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:
     from wicore_trt.cli._plans import plans_report
     from wicore_trt.engine.directory import file_state, open_engine
-    from wicore_trt.progress import counted
+    from wicore_trt.progress import count_progress
 
     engine = open_engine(path, verify=False)
     about = engine.manifest.to_dict()
@@ -84,7 +84,7 @@ def _engine(path: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:
     if not engine.manifest.dummy_weights:
         about |= _ends(engine)
     plans = plans_report(engine)
-    moved = counted(progress, "verify", engine.manifest.total_bytes)
+    moved = count_progress(progress, "verify", engine.manifest.total_bytes)
     return {
         "kind": "engine",
         "path": str(path),
@@ -135,10 +135,10 @@ def _cpu_kernels(engine: EngineDir) -> str:
 
 def _checkpoint(path: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:
     from wicore_trt.checkpoint.format import open_checkpoint
-    from wicore_trt.progress import counted
+    from wicore_trt.progress import count_progress
 
     checkpoint = open_checkpoint(path)
-    moved = counted(progress, "verify", sum(record.bytes for record in checkpoint.files.values()))
+    moved = count_progress(progress, "verify", sum(record.bytes for record in checkpoint.files.values()))
     return {
         "kind": "checkpoint",
         "path": str(path),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wicore_trt.errors import ConfigError, EngineFormatError, EnvironmentUnfitError, install
+from wicore_trt.errors import ConfigError, EngineFormatError, EnvironmentUnfitError, install_command
 from wicore_trt.plugins.dependent import ALONE, ORDINARY, launches_dependents
 
 # Largest dynamic shared memory of one block in bytes (CUDA C++ programming guide, compute capabilities).
@@ -99,7 +99,7 @@ def compile_kernel(spec: KernelSpec, target: str) -> CompiledKernel:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
     except ImportError as error:
-        raise EnvironmentUnfitError("Triton is not installed.", fix=install("triton")) from error
+        raise EnvironmentUnfitError("Triton is not installed.", fix=install_command("triton")) from error
     names = spec.function.arg_names
     assert spec.dependent == ORDINARY or launches_dependents(target), f"{spec.name}: {target} launches no dependents"
     assert spec.dependent == ORDINARY or DEPENDENT in names, f"{spec.name} does not wait"

@@ -268,7 +268,7 @@ def _complete(call: Any) -> list[Completion]:
     parts: dict[int, list[TextOutput]] = {}
     for output in _outputs(call):
         parts.setdefault(output.index, []).append(output)
-    return [Completion.of(parts[i]) for i in sorted(parts)]
+    return [Completion.from_outputs(parts[i]) for i in sorted(parts)]
 
 
 def _output_of(response: pb2.GenerateResponse) -> TextOutput:

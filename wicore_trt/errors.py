@@ -199,7 +199,7 @@ def error_named(
     return error
 
 
-def install(*extras: str) -> str:
+def install_command(*extras: str) -> str:
     """The sentence that says how to install extras: the package is on no index, so from the clone or a wheel."""
     names = ",".join(extras)
     return f"Run in the clone: pip install -e '.[{names}]' (of a wheel: pip install 'FILE.whl[{names}]')."
@@ -210,7 +210,7 @@ def missing_package(module: str | None) -> EnvironmentUnfitError | None:
     top = (module or "").partition(".")[0]
     if top not in _EXTRAS:
         return None
-    return EnvironmentUnfitError(f"This needs {top}, which is not installed.", fix=install(_EXTRAS[top]))
+    return EnvironmentUnfitError(f"This needs {top}, which is not installed.", fix=install_command(_EXTRAS[top]))
 
 
 def check_extras(*extras: str) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from wicore_trt.config import load_settings
 from wicore_trt.core.assemble import LoadedEngine, load_engine
-from wicore_trt.core.text_engine import encode_request, ending_turns
+from wicore_trt.core.text_engine import apply_turn_end, encode_request
 from wicore_trt.core.text_output import SequenceText
 from wicore_trt.errors import WicoreError, missing_package
 from wicore_trt.types import (
@@ -47,11 +47,11 @@ class LLM:
     def __init__(self, engine: str | Path, **settings: object) -> None:
         overrides = {name.replace("__", "."): value for name, value in settings.items()}
         try:
-            self._own(load_engine(load_settings(None, {"engine": str(engine), **overrides})))
+            self._take_engine(load_engine(load_settings(None, {"engine": str(engine), **overrides})))
         except ModuleNotFoundError as error:
             raise missing_package(error.name) or error from error
 
-    def _own(self, loaded: LoadedEngine) -> None:
+    def _take_engine(self, loaded: LoadedEngine) -> None:
         self.info = loaded.info
         self.tokenizer = loaded.tokenizer
         self._core = loaded.core
@@ -75,7 +75,7 @@ class LLM:
         """
         many = prompt_list(prompts)
         each = zip(many, params_list(params, len(many)), strict=True)
-        return self._complete([self._request(prompt, its, cache) for prompt, its in each])
+        return self._complete_requests([self._make_request(prompt, its, cache) for prompt, its in each])
 
     def stream(
         self,
@@ -85,7 +85,7 @@ class LLM:
         cache: CacheHints | None = None,
     ) -> Iterator[TextOutput]:
         """Yield the deltas of one prompt, or of the next turn of a conversation, as they are computed."""
-        return self._run([self._request(prompt, params, cache)], awaited=True)
+        return self._run_requests([self._make_request(prompt, params, cache)], awaited=True)
 
     def chat(
         self,
@@ -96,11 +96,11 @@ class LLM:
     ) -> list[Completion]:
         """The model's next turn in a conversation of {"role", "content"} turns, by the model's own chat template;
         `params.n` of them."""
-        return self._complete([self._request(messages, params, cache)])[0]
+        return self._complete_requests([self._make_request(messages, params, cache)])[0]
 
     def stats(self) -> EngineStats:
         """Counters since the engine was loaded."""
-        with self._using():
+        with self._lock_engine():
             return self._core.stats()
 
     def close(self) -> None:
@@ -116,37 +116,37 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _request(
+    def _make_request(
         self, prompt: Prompt | Sequence[Mapping[str, str]], params: SamplingParams | None, cache: CacheHints | None
     ) -> GenerateRequest:
         text = TextRequest(next(self._ids), params or SamplingParams(), cache=cache or CacheHints())
-        return self._tokenize(ending_turns(self.tokenizer, replace(text, **prompt_fields(prompt))))
+        return self._tokenize_request(apply_turn_end(self.tokenizer, replace(text, **prompt_fields(prompt))))
 
-    def _complete(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
+    def _complete_requests(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
         parts: dict[tuple[str, int], list[TextOutput]] = {}
-        for output in self._run(requests, awaited=False):
+        for output in self._run_requests(requests, awaited=False):
             parts.setdefault((output.request_id, output.index), []).append(output)
-        return [[Completion.of(parts[r.request_key, i]) for i in range(r.params.n)] for r in requests]
+        return [[Completion.from_outputs(parts[r.request_key, i]) for i in range(r.params.n)] for r in requests]
 
-    def _tokenize(self, request: TextRequest) -> GenerateRequest:
-        with self._using():
+    def _tokenize_request(self, request: TextRequest) -> GenerateRequest:
+        with self._lock_engine():
             token_ids = encode_request(self.tokenizer, request, self.info)
             made = GenerateRequest(
                 request.request_id, token_ids, request.params, cache=request.cache, content=request.content
             )
-            self._core.validate(made)
-            self._core.prepare(made)
+            self._core.validate_request(made)
+            self._core.prepare_request(made)
             return made
 
     @contextmanager
-    def _using(self) -> Iterator[None]:
+    def _lock_engine(self) -> Iterator[None]:
         """The engine for one thread alone. Raises WicoreError where it was closed."""
         with self._lock:
             if self._closed:
                 raise WicoreError("This LLM was closed.", fix="Load the engine again.")
             yield
 
-    def _run(self, requests: list[GenerateRequest], *, awaited: bool) -> Iterator[TextOutput]:
+    def _run_requests(self, requests: list[GenerateRequest], *, awaited: bool) -> Iterator[TextOutput]:
         """Step the engine until `requests` end, at the pace of a reader where their tokens are `awaited`; what other
         open streams gain meanwhile waits in their inboxes."""
         texts = {
@@ -157,28 +157,28 @@ class LLM:
         open_texts = len(texts)
         inbox: deque[TokenOutput] = deque()
         try:
-            with self._using():
+            with self._lock_engine():
                 self._inboxes.update((r.request_key, inbox) for r in requests)
                 for request in requests:
                     self._core.add(request)
             while open_texts:
                 if not inbox:
-                    with self._using():
+                    with self._lock_engine():
                         if not inbox:  # another thread's step may have filled it meanwhile
-                            self._core.pace(awaited=awaited)
-                            self._distribute(self._core.step())
+                            self._core.set_pace(awaited=awaited)
+                            self._distribute_outputs(self._core.step())
                     continue
                 output = inbox.popleft()
                 if output.finish_reason is FinishReason.ERROR:
                     raise WicoreError(output.error or "The step failed.")
                 key = (output.request_key, output.index)
-                text = texts[key].push(output)
+                text = texts[key].push_output(output)
                 if text is None:
                     continue
                 if text.finish_reason is not None:
                     open_texts -= 1
                     if output.finish_reason is None:
-                        with self._using():
+                        with self._lock_engine():
                             self._core.abort(*key)  # a stop string ended it; the engine does not know
                 yield text
         finally:
@@ -188,8 +188,8 @@ class LLM:
                     if not self._closed:
                         self._core.abort(request.request_key)
                 if not self._closed:
-                    self._core.settle()
+                    self._core.settle_flight()
 
-    def _distribute(self, outputs: list[TokenOutput]) -> None:
+    def _distribute_outputs(self, outputs: list[TokenOutput]) -> None:
         for output in outputs:
             self._inboxes[output.request_key].append(output)

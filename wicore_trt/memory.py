@@ -31,9 +31,9 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     with suppress(OSError, StopIteration, ValueError):
         lines = (root / "proc/meminfo").read_text().splitlines()
         found.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
-    for group, names in _groups(root):
+    for group, names in _memory_groups(root):
         with suppress(OSError, ValueError):  # "max" is no number: no limit
-            found.append(_left(group, *names))
+            found.append(_group_room(group, *names))
     return min(found, default=None)
 
 
@@ -48,14 +48,14 @@ def check_room(needed: int, what: str, fix: str) -> None:
         )
 
 
-def _left(group: Path, limit: str, usage: str, total: str) -> int:
+def _group_room(group: Path, limit: str, usage: str, total: str) -> int:
     stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     cached = sum(int(stat.get(f"{total}{kind}_file", 0)) for kind in ("active", "inactive"))
     used = int((group / usage).read_text()) - cached
     return max(0, int((group / limit).read_text()) - max(0, used))
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+def _memory_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
     """The folders of the control groups of memory that this process is in, from the innermost out."""
     with suppress(OSError, ValueError):
         own = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]

@@ -8,11 +8,11 @@ Progress = Callable[[str, int, int], None]
 """progress(phase, done, total): `done` of `total` in the phase's own unit (bytes, or tensors)."""
 
 
-def silent(phase: str, done: int, total: int) -> None:
+def ignore_progress(phase: str, done: int, total: int) -> None:
     """The `Progress` of nobody."""
 
 
-def counted(progress: Progress, phase: str, total: int) -> Callable[[int], None]:
+def count_progress(progress: Progress, phase: str, total: int) -> Callable[[int], None]:
     """A function that takes how many more of `total` are done, and reports the sum."""
     done = 0
 

@@ -288,7 +288,7 @@ class TextOutput(Struct, frozen=True):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
-def merge(parts: Sequence[TextOutput]) -> TextOutput:
+def merge_outputs(parts: Sequence[TextOutput]) -> TextOutput:
     """Consecutive outputs of one sequence as one."""
     if len(parts) == 1:
         return parts[0]
@@ -314,9 +314,9 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
     @classmethod
-    def of(cls, parts: Sequence[TextOutput]) -> Completion:
+    def from_outputs(cls, parts: Sequence[TextOutput]) -> Completion:
         """The outputs of one sequence, its last included, put together."""
-        whole = merge(parts)
+        whole = merge_outputs(parts)
         assert whole.finish_reason is not None and whole.usage is not None
         return cls(
             whole.text, whole.token_ids, whole.finish_reason, whole.stop_reason, whole.usage, whole.logprobs,

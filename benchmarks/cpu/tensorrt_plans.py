@@ -25,7 +25,7 @@ from wicore_trt.bench.report import KIND, SCHEMA, machine
 from wicore_trt.checkpoint.format import rank_entries
 from wicore_trt.checkpoint.safetensors_io import TensorInfo
 from wicore_trt.kv.sizing import MODELS, builtin_spec
-from wicore_trt.progress import silent
+from wicore_trt.progress import ignore_progress
 from wicore_trt.runtime.weight_specs import find_weights
 from wicore_trt.weight_format import PLAIN, QUANTIZED
 
@@ -83,7 +83,7 @@ def measure_plans(model: str, dtype: str, target: str, limits: PlanLimits) -> di
     with tempfile.TemporaryDirectory() as scratch, PeakMemory() as memory:
         directory, begun = Path(scratch), time.monotonic()
         (directory / PLANS).mkdir()
-        plans = build_plans(find_tensorrt(), requests(model, dtype, target, limits), directory, silent)
+        plans = build_plans(find_tensorrt(), requests(model, dtype, target, limits), directory, ignore_progress)
         seconds = time.monotonic() - begun
         sizes = [(directory / plan_file(target, phase)).stat().st_size for phase in PHASES]
     peak = memory.bytes

@@ -67,7 +67,7 @@ class BatchRunner:
 
     def __init__(self, core: EngineCore, load_s: float = 0.0) -> None:
         self.core, self.load_s = core, load_s
-        core.pace(awaited=False)
+        core.set_pace(awaited=False)
         self._rng, self._ids = random.Random(), itertools.count()
 
     @classmethod

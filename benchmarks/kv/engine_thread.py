@@ -96,7 +96,7 @@ def measure(tokens: int, repeat: int, profiled: str) -> dict[str, float]:
             found.append(time.thread_time() - begun)
             hits = core.stats().cached_prompt_tokens - hits
             assert hits >= (0 if case == "computed" else 0.9 * tokens), f"{case}: {hits} tokens found"
-            while core.tidy():  # until all that it made is in host memory
+            while core.do_housekeeping():  # until all that it made is in host memory
                 pass
         return statistics.median(found)
 

@@ -162,7 +162,7 @@ def one_round(core: EngineCore, rng: random.Random, prompts: int, tokens: int) -
         while waiting and len(core.scheduler.running) + len(core.scheduler.waiting) < AT_ONCE:
             core.add(GenerateRequest(f"{len(waiting)}/{rng.random()}", waiting.pop(), params))
         core.step()
-    while core.tidy():
+    while core.do_housekeeping():
         time.sleep(0.002)
     return device.between, device.beside, sum(map(cpu_s, copiers)) - before, float(pages_copied(core) - copied)
 

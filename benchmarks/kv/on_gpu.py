@@ -99,7 +99,7 @@ class Engine:
         }
         more = {name.replace("__", "."): value for name, value in flags.items()}
         self.core: EngineCore = load_engine(resolve_settings(None, settings | more, environ={}).settings).engine_core
-        self.core.pace(awaited=False)  # as vLLM: steps as large as their tokens allow
+        self.core.set_pace(awaited=False)  # as vLLM: steps as large as their tokens allow
         self.ready_s = time.perf_counter() - begun
         collect_rarely()  # as the server's engine process does
         self._ids = itertools.count()
@@ -131,7 +131,9 @@ class Engine:
         the bus and the disk for itself."""
         end, rest = time.monotonic() + SETTLE_S, time.monotonic() + REST_S
         while time.monotonic() < min(rest, end):
-            if self.core.tidy() or any(thread.name.startswith(MEMORY_THREADS) for thread in threading.enumerate()):
+            if self.core.do_housekeeping() or any(
+                thread.name.startswith(MEMORY_THREADS) for thread in threading.enumerate()
+            ):
                 rest = time.monotonic() + REST_S
             time.sleep(0.002)
 

@@ -212,7 +212,7 @@ def replay(
             busy.add(turn[0])
             name = f"{turn[0]}/{turn[1]}"
             request = GenerateRequest(name, prompts.prompt(turn), params)
-            core.validate(request)
+            core.validate_request(request)
             live[name] = _Live(turn, clock())
             core.add(request)
         outputs = core.step()

@@ -196,11 +196,11 @@ def measure(case: str, rows: int, context: int, steps: int, step_s: float, *, pr
     assert isinstance(core, EngineCore)
     for owner, names, part in (
         (core.scheduler, ("schedule", "follow", "observe"), "schedule"),
-        (core, ("_start",), "batch"),
+        (core, ("_start_step",), "batch"),
         (core.executor, ("submit",), "inputs"),
         (core.executor, ("collect", "leads"), "read"),
-        (core, ("_land",), "land"),
-        (loop, ("_emit",), "emit"),
+        (core, ("_land_step",), "land"),
+        (loop, ("_emit_outputs",), "emit"),
     ):
         for name in names:
             meter.of(owner, name, part)

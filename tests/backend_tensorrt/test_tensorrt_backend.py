@@ -28,7 +28,7 @@ from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import open_engine
 from wicore_trt.engine.options import BuildOptions
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
-from wicore_trt.progress import silent
+from wicore_trt.progress import ignore_progress
 
 trt: Any = pytest.importorskip("tensorrt_rtx_bindings")
 MakeSource = Callable[..., Path]
@@ -297,4 +297,4 @@ def test_plans_come_in_the_order_of_their_requests(
     monkeypatch.setattr(backend, "start", lambda request, file, cache: file.name)
     monkeypatch.setattr(backend, "finish", finish)
     monkeypatch.setattr(backend.os, "cpu_count", lambda: 2)
-    assert backend.build_plans(find_tensorrt(), requests, tmp_path, silent) == list(ended) != order
+    assert backend.build_plans(find_tensorrt(), requests, tmp_path, ignore_progress) == list(ended) != order

@@ -20,7 +20,7 @@ from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import open_engine
 from wicore_trt.engine.options import BACKENDS, BuildOptions
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
-from wicore_trt.progress import silent
+from wicore_trt.progress import ignore_progress
 
 BACKEND = TensorRTLLMBackend()
 
@@ -113,7 +113,7 @@ def test_a_bad_build_is_an_error(
 ) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(EnvironmentUnfitError, match=words):
-        BACKEND.compile(checkpoint(installed.parent), installed, options(), silent)
+        BACKEND.compile(checkpoint(installed.parent), installed, options(), ignore_progress)
     assert not any(installed.iterdir())
 
 
@@ -121,7 +121,7 @@ def test_options_that_it_does_not_have(installed: Path) -> None:
     made = checkpoint(installed.parent)
     for changes, words in (({"page_tokens": 4}, "blocks of 8"), ({"kv_dtype": "float32"}, "float32")):
         with pytest.raises(ConfigError, match=words):
-            BACKEND.compile(made, installed, options(**changes), silent)
+            BACKEND.compile(made, installed, options(**changes), ignore_progress)
     assert not any(installed.iterdir())
 
 

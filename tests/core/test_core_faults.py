@@ -139,8 +139,8 @@ def test_what_comes_while_the_inbox_is_taken_is_taken_once(before):
     loop._wake.then = lambda: loop.add(request("late", [7, 8, 9]))
     for _ in range(100):
         loop._take_inbox()
-        loop._emit(core.step())
-        assert loop.stats().requests_waiting == loop._queued().total() <= len(names) + 1
+        loop._emit_outputs(core.step())
+        assert loop.stats().requests_waiting == loop._count_queued().total() <= len(names) + 1
         if not loop.live:
             break
     ends = [(o.request_key, o.finish_reason) for o in outputs if o.finish_reason is not None]

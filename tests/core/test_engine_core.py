@@ -186,7 +186,7 @@ def test_n_sequences_share_the_prompt_and_differ_in_seed():
 )
 def test_requests_that_can_never_run_are_refused(prompt, params, field):
     with pytest.raises(InvalidRequestError) as error:
-        make_core().validate(request("a", prompt, params))
+        make_core().validate_request(request("a", prompt, params))
     assert error.value.field == field
 
 

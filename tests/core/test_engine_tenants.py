@@ -43,10 +43,10 @@ async def test_two_tenants_use_one_request_id_at_once_and_neither_aborts_the_oth
     b = await engine.submit(text_request("turn-7", "bob", prompt="other"))
     with pytest.raises(InvalidRequestError, match="in use"):
         await engine.submit(text_request("turn-7", "alice"))
-    assert not engine.abort("turn-7", "carol") and not engine.abort("turn-7")
+    assert not engine.abort_request("turn-7", "carol") and not engine.abort_request("turn-7")
     assert (await last_of(b)).finish_reason is FinishReason.LENGTH
-    assert not engine.abort("turn-7", "bob")
-    assert engine.abort("turn-7", "alice")
+    assert not engine.abort_request("turn-7", "bob")
+    assert engine.abort_request("turn-7", "alice")
     assert (await last_of(a)).finish_reason in (FinishReason.CANCELLED, FinishReason.LENGTH)
     assert not engine._keys
     await engine.close()
@@ -56,10 +56,14 @@ async def test_counts_of_a_tenant_are_of_its_own_requests():
     engine = await started()
     for i in range(3):
         await last_of(await engine.submit(text_request(f"a{i}", "alice", prompt="the same prompt")))
-    before = await engine.stats_of("bob")
+    before = await engine.read_tenant_stats("bob")
     assert before.prompt_tokens == before.generated_tokens == 0 and not before.requests_finished
     await last_of(await engine.submit(text_request("b", "bob", params=dataclasses.replace(GREEDY, n=2))))
-    alice, bob, all_of_it = await engine.stats_of("alice"), await engine.stats_of("bob"), await engine.stats()
+    alice, bob, all_of_it = (
+        await engine.read_tenant_stats("alice"),
+        await engine.read_tenant_stats("bob"),
+        await engine.read_stats(),
+    )
     assert alice.prompt_tokens == 45 and alice.generated_tokens == 60 and alice.requests_finished == {"length": 3}
     assert bob.prompt_tokens == 10 and bob.generated_tokens == 40 and bob.requests_finished == {"length": 2}
     assert alice.cached_prompt_tokens > 0
@@ -200,9 +204,9 @@ async def test_long_texts_are_tokenized_beside_the_event_loop_a_few_at_a_time_an
 
 async def test_the_uptime_goes_on_between_steps():
     engine = await started()
-    first = (await engine.stats()).uptime_s
+    first = (await engine.read_stats()).uptime_s
     await asyncio.sleep(0.02)
-    assert (await engine.stats()).uptime_s >= first + 0.02
+    assert (await engine.read_stats()).uptime_s >= first + 0.02
     await engine.close()
 
 

@@ -113,9 +113,9 @@ def test_bad_logits_of_a_prompt_end_its_sequence_alone() -> None:
 def test_engines_that_cannot_say_so() -> None:
     params = SamplingParams(max_tokens=0, prompt_logprobs=0)
     with pytest.raises(InvalidRequestError, match="no log-probabilities of prompts") as caught:
-        make_core().validate(GenerateRequest("a", (1,), params))
+        make_core().validate_request(GenerateRequest("a", (1,), params))
     assert caught.value.field == "prompt_logprobs"
-    make_core(score_rows=1).validate(GenerateRequest("a", (1,), params))
+    make_core(score_rows=1).validate_request(GenerateRequest("a", (1,), params))
 
 
 def test_no_output_is_asked_of_prompts_alone() -> None:

@@ -98,13 +98,13 @@ def test_sequences_run_and_end_and_others_wait() -> None:
     core = make()
     core.add(ask("a", n=2))
     core.add(ask("b", n=2))
-    assert core.load() == (Counter(), Counter({"": 4}))
+    assert core.count_sequences() == (Counter(), Counter({"": 4}))
     core.step()
-    assert core.load() == (Counter({"": 3}), Counter({"": 1})) and core.stats().requests_waiting == 1
+    assert core.count_sequences() == (Counter({"": 3}), Counter({"": 1})) and core.stats().requests_waiting == 1
     assert sorted(ends(drained(core))) == [(r, i, FinishReason.LENGTH) for r in "ab" for i in (0, 1)]
     stats = core.stats()
     assert (stats.prompt_tokens, stats.generated_tokens, stats.requests_running) == (8, 16, 0)
-    assert stats.requests_finished == {"length": 4} and core.load() == (Counter(), Counter())
+    assert stats.requests_finished == {"length": 4} and core.count_sequences() == (Counter(), Counter())
 
 
 def test_the_first_tokens_tell_how_long_the_engine_had_the_sequence() -> None:
@@ -128,7 +128,7 @@ def test_what_can_never_run_is_refused() -> None:
         (ask("x", logprobs=1), "logprobs"),
     ):
         with pytest.raises(InvalidRequestError) as found:
-            core.validate(request)
+            core.validate_request(request)
         assert found.value.field == field
 
 

@@ -49,7 +49,7 @@ async def test_an_id_is_free_again_when_its_stream_was_closed(ended):
         time.sleep(0.001)  # not asyncio.sleep: the event loop must not get the last output yet
     new = await engine.submit(TextRequest("same", params(), prompt="new"))
     assert await text_of(new) == expected("new")
-    assert not engine.abort("same") and not engine._streams and not engine._keys
+    assert not engine.abort_request("same") and not engine._streams and not engine._keys
     await engine.close()
 
 

@@ -31,8 +31,8 @@ def core_of(**kwargs):
 def finish(core, requests: list[GenerateRequest]) -> dict[tuple[str, int], tuple[list[int], TokenOutput]]:
     """Tokens and last output of each sequence."""
     for request in requests:
-        core.validate(request)
-        core.prepare(request)
+        core.validate_request(request)
+        core.prepare_request(request)
         core.add(request)
     tokens: dict[tuple[str, int], list[int]] = {}
     last = {}
@@ -79,7 +79,7 @@ def test_what_finishes_satisfies_its_schema(seed: int, ahead: bool, tight: bool)
         assert output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), output.error
         if output.finish_reason is FinishReason.STOP:
             assert tokens[-1] == EOS
-            jsonschema.validate(json.loads(text_of(tokens)), schemas[name])
+            jsonschema.validate_request(json.loads(text_of(tokens)), schemas[name])
         else:
             assert len(tokens) == params.max_tokens
             follows(GRAMMARS, params.constraint, tokens)
@@ -214,7 +214,7 @@ def test_as_many_choices_as_are_taken_can_be_made() -> None:
 def test_an_engine_without_grammars_refuses() -> None:
     request = GenerateRequest("a", (1,), SamplingParams(constraint=Constraint(ConstraintKind.JSON_OBJECT)))
     with pytest.raises(InvalidRequestError, match="takes no constraint") as caught:
-        make_core().validate(request)
+        make_core().validate_request(request)
     assert caught.value.field == "constraint"
 
 

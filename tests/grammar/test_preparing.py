@@ -8,7 +8,7 @@ import time
 
 import pytest
 from constrained import CharTokenizer, constrained_core
-from core.linked import engine_of, way  # noqa: F401 -- each test with an engine here and at the end of a link
+from core.has_channel import engine_of, way  # noqa: F401 -- each test with an engine here and at the end of a link
 from fakes import FAKE_INFO, VOCAB
 
 from wicore_trt.core.loop import EngineLoop

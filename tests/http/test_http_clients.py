@@ -171,7 +171,7 @@ async def test_a_request_that_is_aborted_elsewhere_is_an_error():
             await until(lambda: running.engine._streams and executor_of(running.engine).steps)
             await asyncio.sleep(0.05)
             for opened in list(running.engine._streams.values()):
-                running.engine.abort(opened.request_id, "")
+                running.engine.abort_request(opened.request_id, "")
             found = await call
             assert found.status_code in (200, 499) and "cancelled" in found.text and "[DONE]" not in found.text
 

@@ -224,7 +224,7 @@ class Stack:
         self.added += 1
         params = SamplingParams(max_tokens=answer, temperature=0, n=n, ignore_eos=self.rng.random() < 0.8 or whole)
         made = GenerateRequest(name, tuple(prompt), params, **request)
-        self.core.validate(made)
+        self.core.validate_request(made)
         self.core.add(made)
         right = greedy(seen or prompt, answer, ignore_eos=params.ignore_eos)
         for index in range(n):

@@ -57,7 +57,7 @@ def test_what_goes_down_is_looked_after_beside_steps(monkeypatch: pytest.MonkeyP
         core.step()
         if core.has_work:
             assert all(beside for _, beside in seen), "the device waited for the books"
-    core.tidy()
+    core.do_housekeeping()
     assert {what for what, _ in seen} == {"copy", "books"} and len(seen) > 200
     host = core.scheduler.manager.tiers.host
     assert core.scheduler.manager.tiers.wait_idle(5) and host.pages[GLOBAL] == 2 * (239 // 4)
@@ -75,7 +75,7 @@ def test_a_short_step_begins_few_copies_and_a_long_one_as_many_as_it_makes(monke
         core.step()
         counts.append(seen.count(("copy", True)) - before)
     assert 3 in counts and max(counts) <= 3 + 100 // copy_down.TOKENS_A_COPY
-    while core.tidy():
+    while core.do_housekeeping():
         pass
     assert len(core.scheduler.manager._copies.due) == 0
     core.close()
@@ -99,7 +99,7 @@ def test_what_breaks_beside_a_step_lets_it_land_first(monkeypatch: pytest.Monkey
     core.add(GenerateRequest("a", tuple(range(5, 85)), SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)))
     while core._flight is None:
         core.step()
-    landed, following, land = [], core._flight, core._land
+    landed, following, land = [], core._flight, core._land_step
 
     def breaks(tokens: int) -> None:
         raise RuntimeError("copies failed")

@@ -58,7 +58,7 @@ def serve(core, name: str, prompt: list[int], answer: int = 4, **request: object
     while core.has_work:
         for output in core.step():
             got += output.token_ids
-    while core.tidy():
+    while core.do_housekeeping():
         core.scheduler.manager.tiers.wait(0.01)
     if output.finish_reason is not FinishReason.ERROR:
         assert got == greedy(prompt, answer, ignore_eos=True)
@@ -103,7 +103,7 @@ def test_lower_tiers_get_nothing_of_a_prompt_that_no_step_has_vouched_for(hints)
     core.step()
     assert manager.pools[GLOBAL].pages(), "the device shares pages at once"
     core.abort("cut short")
-    while core.tidy():
+    while core.do_housekeeping():
         manager.tiers.wait(0.01)
     assert not list(manager.tiers.host.copies())
     assert serve(core, "next", list(range(10, 60))).finish_reason is FinishReason.ERROR  # the device had them
@@ -155,7 +155,7 @@ def test_a_preempted_prompt_is_parked_under_no_name_that_others_find():
         for output in core.step():
             got += output.token_ids
     assert got == greedy(prompt, 4, ignore_eos=True) and scheduler.loader.parking.resumed == 1
-    while core.tidy():
+    while core.do_housekeeping():
         manager.tiers.wait(0.01)
     keys = {copy.page.key for copy in manager.tiers.host.copies()}
     assert set(sequence.pages.keys[:12]) <= keys, "what was vouched for in the end is kept"

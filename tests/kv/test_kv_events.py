@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wicore_trt.config import KVSettings
-from wicore_trt.core.assemble_kv import _left
+from wicore_trt.core.assemble_kv import _note_eviction
 from wicore_trt.kv import events
 from wicore_trt.kv.events import Cleared, KVEventLog, Removed, Stored
 from wicore_trt.kv.manager import KVCacheManager
@@ -286,7 +286,7 @@ def test_a_page_that_could_not_be_found_yet_does_not_leave() -> None:
     told: list[tuple[bytes, str]] = []
     log.append_removed = lambda tier, group, key, cause: told.append((key, cause))  # type: ignore[method-assign]
     index = TierIndex(
-        4, {"global": 1}, make_policy("lru", 4), primary="global", on_evict=partial(_left, log, "host", None)
+        4, {"global": 1}, make_policy("lru", 4), primary="global", on_evict=partial(_note_eviction, log, "host", None)
     )
     pages = [Page(bytes([n]) * 32, "global", 0, None, b"t" * 32, b"b") for n in range(3)]
     index.restore([(pages[0], (0,))])

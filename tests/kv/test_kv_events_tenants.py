@@ -112,7 +112,7 @@ def test_tenants_of_an_engine_see_their_own_pages() -> None:
         while core.has_work:
             core.step()
         end = time.monotonic() + 10
-        while core.tidy() and time.monotonic() < end:
+        while core.do_housekeeping() and time.monotonic() < end:
             manager.tiers.wait(0.01)
         manager.events.publish()
         after = {asker: plain(feed) for asker, feed in feeds.items()}

@@ -125,7 +125,7 @@ def test_a_page_that_comes_wrong_from_every_tier_is_given_up(tmp_path):
     core = make_core(pages={GLOBAL: 100}, kv=kv)
     ask(core, "fill", list(range(2, 62)))
     tiers, asked = core.scheduler.manager.tiers, Counter[int]()
-    while core.tidy():
+    while core.do_housekeeping():
         pass
     pages = sorted((copy.page for copy in tiers.disk.copies()), key=lambda page: -page.index)
 

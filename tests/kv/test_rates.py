@@ -214,7 +214,7 @@ def test_who_waits_for_its_load_leaves_the_device_to_others():
             core.add(GenerateRequest(f"{name}{n}", tuple(prompt), SamplingParams(max_tokens=1, temperature=0.0)))
 
     add("first")
-    while core.has_work or core.tidy():
+    while core.has_work or core.do_housekeeping():
         core.step()
     with mock.patch.object(manager, "tiers", None):
         manager.clear()
@@ -248,7 +248,7 @@ def test_a_load_that_came_during_a_long_step_was_not_late(comes, tmp_path):
         core.add(GenerateRequest(name, tuple(range(2, 62)), SamplingParams(max_tokens=1, temperature=0.0)))
         if name == "again":
             break
-        while core.has_work or core.tidy():
+        while core.has_work or core.do_housekeeping():
             core.step()
         for copy in list(tiers.host.copies()):
             tiers.host.drop(copy, "test")
@@ -277,7 +277,7 @@ def test_reads_that_fail_at_once_do_not_make_a_disk_fast(tmp_path):
     core = make_core(pages={GLOBAL: 100}, kv=kv, files=FaultyFiles(plan))
     core.add(GenerateRequest("a", tuple(range(2, 62)), SamplingParams(max_tokens=1, temperature=0.0)))
     tiers, inbox, heard = core.scheduler.manager.tiers, deque(), []
-    while core.has_work or core.tidy():
+    while core.has_work or core.do_housekeeping():
         core.step()
     tiers.up.disk_rate = lambda *read: heard.append(read)
     kept = [copy.page for copy in tiers.movers.disk[0].copies()]

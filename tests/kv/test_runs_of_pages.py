@@ -132,7 +132,7 @@ class Campaign:
         assert not self.right, f"lost or stuck: {sorted(self.right)}"
         tiers = self.tiers
         for _ in range(20_000):
-            self.core.tidy()
+            self.core.do_housekeeping()
             if not (tiers.movers.outstanding or self.tiers.loads.loads or any(self.world.lanes.values())):
                 break
             tiers.wait(0.01)

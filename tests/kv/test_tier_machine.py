@@ -115,7 +115,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def wait_for_transfers(self) -> None:
-        self.stack.core.tidy()
+        self.stack.core.do_housekeeping()
         self.did("tidy")
 
     @rule(engine=st.sampled_from(["fake", "fake", "other"]), page_tokens=st.sampled_from([4, 4, 3]))

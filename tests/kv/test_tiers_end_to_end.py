@@ -35,7 +35,7 @@ def run(core, requests: list[GenerateRequest], *, check=True) -> dict[str, list[
     tokens: dict[str, list[int]] = {r.request_key: [] for r in requests}
     left = set(tokens)
     for request in requests:
-        core.validate(request)
+        core.validate_request(request)
         core.add(request)
     while left:
         for output in core.step():

@@ -35,7 +35,7 @@ def kept(tmp_path):
     core = make_core(pages={GLOBAL: 100}, kv=kv)
     core.add(GenerateRequest("a", tuple(range(2, 62)), SamplingParams(max_tokens=1, temperature=0.0)))
     tiers = core.scheduler.manager.tiers
-    while core.has_work or core.tidy():
+    while core.has_work or core.do_housekeeping():
         core.step()
     for copy in list(tiers.host.copies()):
         tiers.host.drop(copy, "test")

@@ -36,7 +36,7 @@ def run(core, *, steps: int = 5000, loads_first: bool = True) -> dict[str, list[
             tiers.wait(0.01)
             tiers.poll()
         if not core.has_work:
-            while core.tidy():
+            while core.do_housekeeping():
                 core.scheduler.manager.tiers.wait(0.01)
             return got
         for output in core.step():

@@ -28,7 +28,7 @@ def settle(stack: Stack) -> None:
     """Let all that is under way end: an idle engine tidies up."""
     world = stack.world
     begun = world.clock()
-    while stack.core.tidy() or (stack.tiers is not None and stack.tiers.loads.loads):
+    while stack.core.do_housekeeping() or (stack.tiers is not None and stack.tiers.loads.loads):
         spent = world.clock() - begun
         require(spent < (SETTLE_S if world.virtual else 60.0), "never idle", under_way(stack))
         if world.virtual:

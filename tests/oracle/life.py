@@ -86,7 +86,7 @@ class Life:
             self._add(tuple(tokens[: self.setup.max_context - 1]), SamplingParams(max_tokens=1, temperature=0.0))
         self._wait(-1)
         self._restart()
-        self.stack.tally()
+        self.stack.find_tally()
 
     def _wait(self, steps: int) -> None:
         if steps >= 0:
@@ -151,7 +151,7 @@ class Life:
             name, prompt, params, None if deadline is None else self.world.clock() + deadline, priority,
             tenant=tenant, cache_salt=salt, cache=hints or CacheHints(),
         )  # fmt: skip
-        core.validate(request)
+        core.validate_request(request)
         alone = not ledger.live
         core.add(request)
         known = right is not None and setup.engine == "oracle"
@@ -185,14 +185,14 @@ class Life:
         self.lone = None
         self._take(self.stack.core.abort_all())
         self.ledger.none_left()
-        self.stack.tally()
+        self.stack.find_tally()
         if self._unbroken(self.stack.close):
             self._reopen(engine, wall, spare, speeds)
 
     def _crash(self, engine: str | None = None, wall: int = 0, spare: dict | None = None, speeds=None) -> None:
         """The process is killed."""
         self.ledger.forget()
-        self.stack.tally()
+        self.stack.find_tally()
         self.stack.die()
         self.counts["crash"] += 1
         self._reopen(engine, wall, spare, speeds)
@@ -290,7 +290,7 @@ class Life:
         self.stack.idle.clear()
         self.lone = None
         self.world.advance(seconds)
-        self._unbroken(self.stack.core.tidy)
+        self._unbroken(self.stack.core.do_housekeeping)
         self.progress.again(self.world.clock())
 
     def _break_copier(self) -> None:

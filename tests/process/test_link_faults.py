@@ -48,7 +48,7 @@ async def test_an_add_that_was_not_answered_raises_and_makes_no_output():
     theirs.close()
     with pytest.raises(EngineDeadError, match="its process ended"):
         await adding
-    assert not outputs and not remote.linked
+    assert not outputs and not remote.has_channel
 
 
 async def test_a_sequence_that_fails_behind_its_stop_string_costs_the_others_nothing():
@@ -100,9 +100,9 @@ async def test_a_front_that_leaves_while_outputs_are_on_their_way_ends_no_engine
     try:
         await asyncio.to_thread(host.attach, theirs)
         host._links = Leaving(host._links)
-        host._emit([TokenOutput("1/0", 0, (5,), finish_reason=FinishReason.LENGTH)])
-        host._emit([TokenOutput("2/0", 0, (5,), finish_reason=FinishReason.LENGTH)])
-        host._emit([TokenOutput("1/1", 0, (5,))])  # it has left
+        host._send_outputs([TokenOutput("1/0", 0, (5,), finish_reason=FinishReason.LENGTH)])
+        host._send_outputs([TokenOutput("2/0", 0, (5,), finish_reason=FinishReason.LENGTH)])
+        host._send_outputs([TokenOutput("1/1", 0, (5,))])  # it has left
         assert looks == ["1/", "2/", "1/"] and not host._links and host.engine.dead is None
     finally:
         await asyncio.to_thread(host.stop, 5)

@@ -42,7 +42,7 @@ class Scenario:
         self.reference = Reference(self.scheduler.step_time, budget, places, self.scheduler.least_tokens)
         self.tenants = rng.choice([("",), ("",), ("a", "b"), ("a", "a", "a", "b", "c")])
         limit = rng.choice([None, None, device.step_s(StepLoad(4, 400)) * rng.randint(2, 40)])
-        self.core._check_wait = lambda request, now, cost: now + (float("inf") if limit is None else limit)
+        self.core._latest_start = lambda request, now, cost: now + (float("inf") if limit is None else limit)
         self.core.limits = Limits(limit)
         self.budget, self.jobs, self.ended = budget, {}, {}
         self.first: dict[int, tuple[int, float]] = {}  # step and time of the first tokens, by seq_id

@@ -27,7 +27,7 @@ def core_of(target_s: float | None = None):
 def batch_s(target_s: float | None, *, awaited: bool) -> float:
     """Seconds that ROWS prompts with OUTPUT tokens each take, behind a batch by which step times are learnt."""
     core, ends = core_of(target_s), [0.0]
-    core.pace(awaited=awaited)
+    core.set_pace(awaited=awaited)
     for turn in range(2):
         for i in range(ROWS):
             core.add(ask(f"{turn}-{i}", PROMPT, OUTPUT))

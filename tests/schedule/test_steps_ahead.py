@@ -71,7 +71,7 @@ def test_pages_stay_until_the_step_that_writes_into_them_has_landed(how):
         (output,) = core.abort("a")
     else:
         now[0] = 6.0
-        core._expire()
+        core._end_expired()
         output = None
     assert output is None or output.finish_reason is FinishReason.CANCELLED
     assert not core.is_live("a") and core.has_work and core.scheduler.manager.pools[GLOBAL].used == used
@@ -141,12 +141,12 @@ def test_a_step_that_nobody_waits_for_can_be_landed():
     always(core)
     core.add(request("a", [5, 6, 7], ignore_eos=True, stop_token_ids=(stop,)))
     core.step()
-    core.settle()
+    core.settle_flight()
     assert core._flight is not None, "somebody still waits for it"
     while core.is_live("a"):
         core.step()
     assert core.has_work
-    core.settle()
+    core.settle_flight()
     assert not core.has_work and core.scheduler.manager.pools[GLOBAL].used == 0
 
 

@@ -144,11 +144,11 @@ async def test_a_flood_of_one_tenant_leaves_a_polite_one_its_turn(keys_file):
         floods = [asyncio.create_task(flood(i)) for i in range(100)]
         await until(lambda: stats_now(engine, "alice").requests_waiting > 80)
         for i in range(3):
-            done = (await engine.stats_of("alice")).requests_finished.get("length", 0)
+            done = (await engine.read_tenant_stats("alice")).requests_finished.get("length", 0)
             call = stub.Generate(request(f"polite {i}", 10), metadata=BOB, timeout=60)
             text = "".join([r.delta.text or r.finish.delta.text async for r in call])
             assert text == expected(f"polite {i}", 10)[0]
-            assert (await engine.stats_of("alice")).requests_finished["length"] - done <= 24, (
+            assert (await engine.read_tenant_stats("alice")).requests_finished["length"] - done <= 24, (
                 "it waited for the whole queue"
             )
         stop = True

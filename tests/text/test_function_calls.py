@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from synthetic_tokenizer import backend, write
 
-from wicore_trt.core.text_engine import ending_turns
+from wicore_trt.core.text_engine import apply_turn_end
 from wicore_trt.text.calls import CallFinder, Function, calls_constraint, gather_parts
 from wicore_trt.text.detokenizer import IncrementalDetokenizer
 from wicore_trt.text.tokenizer import Tokenizer
@@ -84,5 +84,5 @@ def test_only_an_answer_that_must_be_a_call_is_held_to_json(tokenizer: Tokenizer
             messages=({"role": "user", "content": "x"},),
             functions=(WEATHER,),
         )
-        kept = ending_turns(tuned, request).params.constraint
+        kept = apply_turn_end(tuned, request).params.constraint
         assert (kept is None) == (not must and tuned is tokenizer)

@@ -7,7 +7,7 @@ import json
 import pytest
 from synthetic_tokenizer import END_OF_TURN
 
-from wicore_trt.core.text_engine import ending_turns
+from wicore_trt.core.text_engine import apply_turn_end
 from wicore_trt.errors import InvalidRequestError
 from wicore_trt.text.turns import has_calls, render
 from wicore_trt.types import SamplingParams, TextRequest
@@ -103,7 +103,7 @@ def test_the_end_of_a_turn_ends_an_answer_where_the_model_does_not_name_it() -> 
         turn_end, eos_ids = None, (1, END_OF_TURN)
 
     asked = TextRequest("a", SamplingParams(stop_token_ids=(9,)), messages=(turn("user", "x"),))
-    assert ending_turns(Base(), asked).params.stop_token_ids == (9, END_OF_TURN)
-    assert ending_turns(Tuned(), asked) is asked
+    assert apply_turn_end(Base(), asked).params.stop_token_ids == (9, END_OF_TURN)
+    assert apply_turn_end(Tuned(), asked) is asked
     plain = TextRequest("a", SamplingParams(), prompt="x")
-    assert ending_turns(Base(), plain) is plain
+    assert apply_turn_end(Base(), plain) is plain

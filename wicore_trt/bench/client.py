@@ -222,7 +222,7 @@ class LocalTarget:
         from wicore_trt.core.text_engine import TextEngine
 
         loaded = load_engine(settings)
-        loaded.core.pace(awaited=awaited)
+        loaded.core.set_pace(awaited=awaited)
         local = LocalEngine(loaded.core, max_waiting=settings.scheduler.max_waiting)
         engine = TextEngine(local, loaded.tokenizer, loaded.info)
         await engine.start()
@@ -250,7 +250,7 @@ class LocalTarget:
         return ended(request, (started, sent), arrivals, usage, answer)
 
     async def tier_hits(self) -> dict[str, int]:
-        kv = (await self._engine.stats()).kv
+        kv = (await self._engine.read_stats()).kv
         return {tier.tier: tier.hit_tokens for tier in kv.tiers}
 
     async def close(self) -> None:

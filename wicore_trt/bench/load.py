@@ -20,7 +20,7 @@ from wicore_trt.bench.client import Target
 from wicore_trt.bench.measure import ClientLag, Load, RequestRecord, Slo, Summary
 from wicore_trt.bench.plan import Session
 from wicore_trt.bench.workload import BenchRequest, Piece, Vocabulary
-from wicore_trt.progress import Progress, silent
+from wicore_trt.progress import Progress, ignore_progress
 
 AHEAD = 512
 """Prompts made before they are due."""
@@ -75,7 +75,7 @@ async def run_load(
     options: LoadOptions,
     *,
     slo: Slo | None = None,
-    progress: Progress = silent,
+    progress: Progress = ignore_progress,
     phase: str = "requests",
 ) -> Load:
     """Send `sessions`, at least one, and wait for all answers."""

@@ -19,7 +19,7 @@ from wicore_trt.bench.report import load_result
 from wicore_trt.bench.workload import Vocabulary
 from wicore_trt.errors import ConfigError
 from wicore_trt.kv.study.trace import TraceRequest
-from wicore_trt.progress import Progress, silent
+from wicore_trt.progress import Progress, ignore_progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ async def run_sweep(
     *,
     warmups: int,
     slo: Slo | None,
-    progress: Progress = silent,
+    progress: Progress = ignore_progress,
 ) -> list[dict[str, Any]]:
     """A result (`bench.report.load_result`) for each rate and target.
 

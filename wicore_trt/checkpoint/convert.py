@@ -40,7 +40,7 @@ from wicore_trt.checkpoint.source import TEXT_TAGS, Source, open_source
 from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitError
 from wicore_trt.files import present, printable
 from wicore_trt.model.gemma3 import LM_HEAD
-from wicore_trt.progress import Progress, counted, silent
+from wicore_trt.progress import Progress, count_progress, ignore_progress
 from wicore_trt.scratch import replacing
 from wicore_trt.weight_format import PLAIN, QUANTIZED
 
@@ -66,12 +66,12 @@ class Calibration(Protocol):
     @property
     def kv_scales(self) -> bool: ...
 
-    def of_source(self, source: Source, tokenizer_files: Path, progress: Progress = silent) -> StaticScales:
+    def of_source(self, source: Source, tokenizer_files: Path, progress: Progress = ignore_progress) -> StaticScales:
         """Scales of a source, whose tokenizer lies in `tokenizer_files`. Raises CheckpointError when the model computes
         no finite numbers."""
 
     def of_checkpoint(
-        self, path: str | Path, output: str | Path, *, force: bool = False, progress: Progress = silent
+        self, path: str | Path, output: str | Path, *, force: bool = False, progress: Progress = ignore_progress
     ) -> Checkpoint:
         """Write the unified checkpoint `path` with static scales as `output`, which may be the same."""
 
@@ -87,7 +87,7 @@ def convert(  # noqa: PLR0913 -- the public call is flat
     lora: Path | None = None,
     calibration: Calibration | None = None,
     force: bool = False,
-    progress: Progress = silent,
+    progress: Progress = ignore_progress,
     note: Note | None = None,
 ) -> Checkpoint:
     """Convert `source` (see open_source) into the unified checkpoint directory `output`.
@@ -186,7 +186,7 @@ class _Conversion:
             found = self._calibration.of_source(self._source, self._directory, self._progress)
             self._scales, origin = found.scales, replace(origin, calibration=found.origin)
         self._progress("read", 1, 1)
-        self._moved = counted(self._progress, "convert", self._total)
+        self._moved = count_progress(self._progress, "convert", self._total)
         files = self._write_ranks()
         if self._vision:
             files[VISION] = self._write_vision()

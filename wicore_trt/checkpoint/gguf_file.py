@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.checkpoint.safetensors_io import read_at
-from wicore_trt.errors import CheckpointError, EnvironmentUnfitError, install, named, shown
+from wicore_trt.errors import CheckpointError, EnvironmentUnfitError, install_command, named, shown
 from wicore_trt.files import Door, present, quoted, size_of
 
 ALIGNMENT = "general.alignment"
@@ -94,7 +94,9 @@ def import_gguf() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise EnvironmentUnfitError("Reading GGUF files needs the gguf package.", fix=install("gguf")) from error
+        raise EnvironmentUnfitError(
+            "Reading GGUF files needs the gguf package.", fix=install_command("gguf")
+        ) from error
     return gguf
 
 

@@ -130,7 +130,7 @@ def _make_core(
         slice_tokens=executor.slice_tokens,
         score_rows=executor.score_rows,
         graph_sizes=executor.graph_sizes,
-        step_time=StepTime(_seconds(given.target_itl_ms)),
+        step_time=StepTime(_to_seconds(given.target_itl_ms)),
     )
     warm_up(executor)
     eos_ids = grammars.tokenizer.eos_ids
@@ -171,10 +171,10 @@ def batch_tokens_of(settings: Settings) -> int:
 
 def limits_of(settings: SchedulerSettings) -> Limits:
     """How long requests may wait and run."""
-    return Limits(settings.max_queue_s, _seconds(settings.target_ttft_ms), settings.timeout_s)
+    return Limits(settings.max_queue_s, _to_seconds(settings.target_ttft_ms), settings.timeout_s)
 
 
-def _seconds(milliseconds: float | None) -> float | None:
+def _to_seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
 

@@ -120,7 +120,7 @@ def _make_tiers(
             primary=chain_group,
             quota=settings.tenant_quota,
             pin_share=settings.pin_share,
-            on_evict=partial(_left, events, tier, store if tier == "disk" else None),
+            on_evict=partial(_note_eviction, events, tier, store if tier == "disk" else None),
         )
 
     tiers = open_tiers(
@@ -157,7 +157,7 @@ def _keep_times(retention: Retention, tiers: LowerTiers) -> None:
     retention.stamped = stamped
 
 
-def _left(events: KVEventLog, tier: str, store: DiskStore | None, copy: TierCopy, cause: str) -> None:
+def _note_eviction(events: KVEventLog, tier: str, store: DiskStore | None, copy: TierCopy, cause: str) -> None:
     if copy.found:  # nobody was told of one that was not
         events.append_removed(tier, copy.page.group, copy.page.key, cause)
     if store is not None:

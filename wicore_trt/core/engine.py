@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from wicore_trt.core.engine_stats import engine_stats
+from wicore_trt.core.engine_stats import read_engine_stats
 from wicore_trt.core.loop import Core
 from wicore_trt.core.request_checks import check_tokens, sequence_seed, stop_ids_of
 from wicore_trt.core.times import STEP_TOKENS, Histogram
@@ -102,11 +102,11 @@ class EngineCore(Core):
     def kv_events_of(self, tenant: str) -> EventFeed:
         return self.kv_events.of(self.scheduler.manager.names(tenant, "").tag)
 
-    def load(self) -> tuple[Counter[str], Counter[str]]:
+    def count_sequences(self) -> tuple[Counter[str], Counter[str]]:
         running = [s.tenant for s in self.scheduler.running if s.finish_reason is None]
         return Counter(running), Counter(self.scheduler.waiting.counts())
 
-    def validate(self, request: GenerateRequest) -> None:
+    def validate_request(self, request: GenerateRequest) -> None:
         check_tokens(request, self.max_context, self.executor.spec.vocab_size)
         if request.params.constraint is not None and self._grammars is None:
             raise InvalidRequestError("This engine takes no constraint.", field="constraint", fix="Leave it out.")
@@ -117,11 +117,11 @@ class EngineCore(Core):
                 fix="Leave it out, or build an engine with --backend torch.",
             )
 
-    def prepare(self, request: GenerateRequest) -> None:
+    def prepare_request(self, request: GenerateRequest) -> None:
         if request.params.constraint is not None and self._grammars is not None:
             self._grammars.prepare(request.params.constraint)
 
-    def pace(self, *, awaited: bool) -> None:
+    def set_pace(self, *, awaited: bool) -> None:
         if self.scheduler.step_time is not None:
             self.scheduler.step_time.awaited = awaited
 
@@ -147,7 +147,7 @@ class EngineCore(Core):
             self._next_id += 1
             sequences.append(sequence)
         cost_s = self.scheduler.estimate(sequences[0])
-        start_by = self._check_wait(request, arrival, cost_s)
+        start_by = self._latest_start(request, arrival, cost_s)
         try:
             for sequence in sequences:
                 sequence.cost_s = cost_s
@@ -160,34 +160,34 @@ class EngineCore(Core):
         self._matchers |= {sequence.seq_id: made for sequence, made in zip(sequences, matchers, strict=False)}
         if params.penalized:
             self._uncounted |= {sequence.seq_id for sequence in sequences}
-        self._enter(request, sequences, start_by)
+        self._register_request(request, sequences, start_by)
 
     def step(self) -> list[TokenOutput]:
         """Bring one step to its end; where the executor can, the next one has then been started."""
-        outputs, flight = self._expire(), self._flight
+        outputs, flight = self._end_expired(), self._flight
         if flight is None:
             schedule = self.scheduler.schedule()
-            outputs += self._shed()
+            outputs += self._end_overdue_waits()
             for sequence in schedule.preempted:
                 self._forget_counts(sequence)
             if not schedule.slices:
                 self.scheduler.manager.beside_step(0)
-                return outputs + self._idle(schedule)
-            flight = self._start(schedule)
+                return outputs + self._wait_or_fail(schedule)
+            flight = self._start_step(schedule)
         self._flight = self._start_next(flight)
         if self._flight is not None:  # those that wait were passed over
-            outputs += self._shed()
+            outputs += self._end_overdue_waits()
         try:
             self.scheduler.manager.beside_step(flight.batch.num_tokens)
         finally:  # whatever breaks there, this step lands before the one after it
-            outputs += self._land(flight)
+            outputs += self._land_step(flight)
         if not self.scheduler.has_work:
             self.scheduler.manager.beside_step(0)  # nobody waits for the device
         self.scheduler.manager.events.publish()
         return outputs
 
-    def _start(self, schedule: StepSchedule, *, ahead: bool = False) -> Flight:
-        batch, result = self._batch(schedule, ahead=ahead), None
+    def _start_step(self, schedule: StepSchedule, *, ahead: bool = False) -> Flight:
+        batch, result = self._make_batch(schedule, ahead=ahead), None
         flight = Flight(schedule, batch, self.clock(), result)
         try:
             if self._ahead is None:
@@ -211,7 +211,7 @@ class EngineCore(Core):
         flight.schedule.slices = [(s, count) for s, count in flight.schedule.slices if s.finish_reason is None]
         for sequence, _ in flight.schedule.slices:
             self._forget_counts(sequence)
-        flight.batch = self._batch(flight.schedule, ahead=False)
+        flight.batch = self._make_batch(flight.schedule, ahead=False)
         raised = 0
         for number, piece in enumerate(flight.batch.slices, 1):
             self.alone += 1
@@ -235,7 +235,7 @@ class EngineCore(Core):
             return None
         schedule = self.scheduler.follow(flight.schedule)
         try:
-            return None if schedule is None else self._start(schedule, ahead=True)
+            return None if schedule is None else self._start_step(schedule, ahead=True)
         except Exception:  # then it is tried again when this one has landed, with its sequences alone if need be
             log.exception("a step could not be started before the last one ended")
             return None
@@ -252,7 +252,7 @@ class EngineCore(Core):
         except Exception:  # who is at fault is found when they run alone
             log.exception("the step after a failed one failed too")
 
-    def _land(self, flight: Flight) -> list[TokenOutput]:
+    def _land_step(self, flight: Flight) -> list[TokenOutput]:
         """Wait for a step and take what it brings; `self._flight` is the one after it."""
         if flight.result is None:
             assert self._ahead is not None
@@ -271,12 +271,12 @@ class EngineCore(Core):
             prompts = [] if flight.batch.num_tokens == len(slices) else [(s.start, len(s.token_ids)) for s in slices]
             load = load_of(prompts) if prompts else StepLoad(len(slices), sum([s.start for s in slices]))
             self.scheduler.observe(load, prompts, seconds)
-        outputs = self._taken(flight, result)
+        outputs = self._apply_result(flight, result)
         for sequence in flight.ended:
-            self._release(sequence)
+            self._release_sequence(sequence)
         return outputs
 
-    def _taken(self, flight: Flight, result: StepResult) -> list[TokenOutput]:
+    def _apply_result(self, flight: Flight, result: StepResult) -> list[TokenOutput]:
         """Take what a step brings to those sequences that did not end while it ran."""
         failed, attention, plain = result.failed, result.attention, 0
         manager, matchers = self.scheduler.manager, self._matchers
@@ -287,7 +287,7 @@ class EngineCore(Core):
                 continue
             seq_id, known, begin = sequence.seq_id, sequence.tokens, sequence.computed
             if failed and seq_id in failed:
-                outputs.append(self._finish(sequence, FinishReason.ERROR, error=failed[seq_id]))
+                outputs.append(self._finish_sequence(sequence, FinishReason.ERROR, error=failed[seq_id]))
                 continue
             found = sampled.get(seq_id)
             sequence.computed, sequence.ran = begin + count, sequence.ran + 1
@@ -295,16 +295,16 @@ class EngineCore(Core):
                 manager.commit(sequence.pages, known, begin, begin + count, finite=found is not None)
             except UnwrittenPageError as unwritten:
                 log.exception("a sequence read pages that nobody wrote")
-                outputs.append(self._finish(sequence, FinishReason.ERROR, error=str(unwritten)))
+                outputs.append(self._finish_sequence(sequence, FinishReason.ERROR, error=str(unwritten)))
                 continue
             if sequence.scoring:
-                outputs.append(self._scored(sequence, begin, result.prompt_logprobs.get(seq_id, [])))
+                outputs.append(self._output_scores(sequence, begin, result.prompt_logprobs.get(seq_id, [])))
             if found is not None:
                 new, prompt_len = found.token_ids, sequence.prompt_len
                 length = len(known) + len(new)
                 ends = length >= sequence.longest or not sequence.stop_set.isdisjoint(new)
                 if ends or len(known) == prompt_len or found.logprobs or matchers:
-                    outputs.append(self._append(sequence, found))
+                    outputs.append(self._append_tokens(sequence, found))
                 else:  # nearly always; `_append` does all the rest
                     known += new
                     plain += len(new)
@@ -315,19 +315,19 @@ class EngineCore(Core):
         self._counts["generated"] += plain
         return outputs
 
-    def outlook(self) -> Outlook:
+    def make_outlook(self) -> Outlook:
         return self.scheduler.outlook(tuple(self._begun.values()), self._hold_s, self.clock())
 
-    def _waits(self, sequence: Sequence) -> bool:
+    def _is_waiting(self, sequence: Sequence) -> bool:
         return sequence.state is SequenceState.WAITING and sequence.cached is None
 
-    def settle(self) -> None:
+    def settle_flight(self) -> None:
         flight = self._flight
         if flight is not None and all(sequence.finish_reason is not None for sequence, _ in flight.schedule.slices):
             self._flight = None
-            self._land(flight)
+            self._land_step(flight)
 
-    def tidy(self) -> bool:
+    def do_housekeeping(self) -> bool:
         """Apply finished transfers and publish KV events."""
         manager = self.scheduler.manager
         manager.housekeep()
@@ -337,7 +337,7 @@ class EngineCore(Core):
     def rest_s(self) -> float | None:
         return self.scheduler.manager.retention.rest_s()
 
-    def _idle(self, schedule: StepSchedule) -> list[TokenOutput]:
+    def _wait_or_fail(self, schedule: StepSchedule) -> list[TokenOutput]:
         """Nothing to compute: wait a moment for the pages that are being loaded, else somebody is stuck."""
         manager = self.scheduler.manager
         if manager.tiers is not None and self.scheduler.loading:
@@ -347,15 +347,15 @@ class EngineCore(Core):
         if schedule.preempted or self.scheduler.running or sequence is None:
             return []
         # it waits while the pools are empty, so it will never run
-        return [self._finish(sequence, FinishReason.ERROR, error="The KV pool is too small for this request.")]
+        return [self._finish_sequence(sequence, FinishReason.ERROR, error="The KV pool is too small for this request.")]
 
-    def _batch(self, schedule: StepSchedule, *, ahead: bool) -> StepBatch:
+    def _make_batch(self, schedule: StepSchedule, *, ahead: bool) -> StepBatch:
         """`ahead`: the token to compute is the one after all that are known."""
         slices, matchers, uncounted, unread = [], self._matchers, self._uncounted, [UNREAD]
         for sequence, count in schedule.slices:
             tokens, params, pages = sequence.tokens, sequence.params, sequence.pages
             if sequence.begun is None:
-                self._begin(sequence)
+                self._begin_sequence(sequence)
             length, prompt_len = len(tokens), sequence.prompt_len
             start = length if ahead else sequence.computed
             ids = unread if ahead else tokens[start : start + count]
@@ -367,7 +367,7 @@ class EngineCore(Core):
             if sequence.scoring:
                 piece.targets = tokens[start + 1 : min(start + count + 1, prompt_len)]
             if matchers and sample and sequence.seq_id in matchers:
-                self._constrain(piece)
+                self._set_mask(piece)
             if uncounted and sample and sequence.seq_id in uncounted:
                 piece.earlier_ids = tokens[:start]
                 uncounted.remove(sequence.seq_id)
@@ -375,7 +375,7 @@ class EngineCore(Core):
         wanted = self.scheduler.manager.attention is not None and self._counts["steps"] % ATTENTION_STEPS == 0
         return StepBatch(slices, measure_attention=wanted)
 
-    def _constrain(self, piece: SequenceSlice) -> None:
+    def _set_mask(self, piece: SequenceSlice) -> None:
         """Let a slice sample what its matcher allows."""
         assert piece.params is not None
         held = piece.stop_ids if piece.suppress_eos else self.eos_ids if piece.params.ignore_eos else ()
@@ -385,19 +385,19 @@ class EngineCore(Core):
             piece.mask = str(error)
         piece.suppress_eos = False
 
-    def _scored(self, sequence: Sequence, start: int, found: list[TokenLogprob]) -> TokenOutput:
+    def _output_scores(self, sequence: Sequence, start: int, found: list[TokenLogprob]) -> TokenOutput:
         """Put out what a slice from `start` on found of the prompt, but for what was put out before a preemption."""
         new = found[max(0, sequence.scored - start - 1) :]
         if not sequence.scored:
             new = [TokenLogprob(sequence.tokens[0], 0.0), *new]
         sequence.scored += len(new)
         sequence.scoring = sequence.scored < sequence.prompt_len
-        return self._output(sequence, (), (), prompt_logprobs=tuple(new))
+        return self._make_output(sequence, (), (), prompt_logprobs=tuple(new))
 
-    def _append(self, sequence: Sequence, found: SampledTokens) -> TokenOutput:
+    def _append_tokens(self, sequence: Sequence, found: SampledTokens) -> TokenOutput:
         """Add sampled tokens, up to one that ends the sequence. None are added where none are wanted."""
         if sequence.params.max_tokens == 0:
-            return self._finish(sequence, FinishReason.LENGTH)
+            return self._finish_sequence(sequence, FinishReason.LENGTH)
         tokens, ids, logprobs = sequence.tokens, found.token_ids, found.logprobs
         matcher = self._matchers.get(sequence.seq_id)
         for count, token in enumerate(ids, 1):
@@ -408,18 +408,18 @@ class EngineCore(Core):
                 only = matcher is not None and token in self.eos_ids  # nothing else may follow
                 if only or sequence.output_len >= sequence.params.min_tokens:
                     sequence.stop_reason = token if token in sequence.params.stop_token_ids else None
-                    return self._finish(sequence, FinishReason.STOP, last=last, logprobs=theirs)
+                    return self._finish_sequence(sequence, FinishReason.STOP, last=last, logprobs=theirs)
             if len(tokens) >= sequence.longest:
-                return self._finish(sequence, FinishReason.LENGTH, last=last, logprobs=theirs)
+                return self._finish_sequence(sequence, FinishReason.LENGTH, last=last, logprobs=theirs)
             if matcher is not None:
                 try:
                     matcher.take(token)
                 except MatcherError as error:
                     tokens.pop()  # it is not put out, so it does not count
-                    return self._finish(sequence, FinishReason.ERROR, last=last[:-1], error=str(error))
-        return self._output(sequence, ids, logprobs)
+                    return self._finish_sequence(sequence, FinishReason.ERROR, last=last[:-1], error=str(error))
+        return self._make_output(sequence, ids, logprobs)
 
-    def _finish(
+    def _finish_sequence(
         self,
         sequence: Sequence,
         reason: FinishReason,
@@ -442,13 +442,13 @@ class EngineCore(Core):
         if flight is not None and any(member is sequence for member, _ in flight.schedule.slices):
             flight.ended.append(sequence)  # that step still writes into its pages
         else:
-            self._release(sequence)
-        self._strike(sequence, reason)
+            self._release_sequence(sequence)
+        self._drop_sequence(sequence, reason)
         self._counts["cached"] += sequence.cached or 0
         field = "constraint" if fault else None
-        return self._output(sequence, last, logprobs, error, field=field, retry_s=retry_s)
+        return self._make_output(sequence, last, logprobs, error, field=field, retry_s=retry_s)
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release_sequence(self, sequence: Sequence) -> None:
         """Give back what an ended sequence holds."""
         self.scheduler.finish(sequence)
         self.executor.release(sequence.seq_id)
@@ -460,7 +460,7 @@ class EngineCore(Core):
         if sequence.params.penalized:
             self._uncounted.add(sequence.seq_id)
 
-    def _output(
+    def _make_output(
         self,
         sequence: Sequence,
         token_ids: tuple[int, ...],
@@ -484,7 +484,7 @@ class EngineCore(Core):
         try:
             flight, self._flight = self._flight, None
             if flight is not None:
-                self._land(flight)
+                self._land_step(flight)
         finally:
             try:
                 self.scheduler.manager.close(timeout_s)
@@ -495,4 +495,4 @@ class EngineCore(Core):
         scheduler, times = self.scheduler, (self.clock() - self._started, self._step_seconds)
         running = len([s for s in scheduler.running if s.finish_reason is None])
         found = (self._counts, self._finished, times, running, self._step_tokens)
-        return engine_stats(scheduler, self.executor.layout, *found)
+        return read_engine_stats(scheduler, self.executor.layout, *found)

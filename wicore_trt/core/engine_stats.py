@@ -14,7 +14,7 @@ from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.types import EngineStats, KVStats, PoolStats, TierStats
 
 
-def engine_stats(
+def read_engine_stats(
     scheduler: Scheduler,
     layout: KVLayout,
     counts: Mapping[str, int],

@@ -58,7 +58,7 @@ class Alarms(dict[str, float]):
         super().__setitem__(name, at)
         self._soonest = min(self._soonest, at)
 
-    def due(self, now: float) -> list[str]:
+    def due_names(self, now: float) -> list[str]:
         """Names whose time has come; they stay."""
         if now < self._soonest:
             return []
@@ -67,7 +67,7 @@ class Alarms(dict[str, float]):
         return found
 
 
-def too_long(wait_s: float, limit_s: float) -> QueueFullError:
+def long_wait_error(wait_s: float, limit_s: float) -> QueueFullError:
     """What who would wait longer than the limit is told. How many others wait is none of its business."""
     return QueueFullError(
         "The server is too busy to begin this request in time.",

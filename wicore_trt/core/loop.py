@@ -21,8 +21,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from wicore_trt.core.limits import HOLD_RATE, Alarms, Limits, too_long
-from wicore_trt.core.shares import fits
+from wicore_trt.core.limits import HOLD_RATE, Alarms, Limits, long_wait_error
+from wicore_trt.core.shares import fits_share
 from wicore_trt.errors import EngineDeadError, InvalidRequestError, QueueFullError, UnavailableError, WicoreError
 from wicore_trt.kv.events import EventFeed, KVEventLog
 from wicore_trt.schedule.queue import AGEING_S, Newcomers, Outlook
@@ -74,14 +74,14 @@ class Core(ABC):
         """The same of one tenant's pages alone."""
 
     @abstractmethod
-    def validate(self, request: GenerateRequest) -> None:
+    def validate_request(self, request: GenerateRequest) -> None:
         """Raise InvalidRequestError when this engine can never run the request. Reads only constants, so any thread may
         call it."""
 
-    def prepare(self, request: GenerateRequest) -> None:  # noqa: B027 -- most requests need nothing
+    def prepare_request(self, request: GenerateRequest) -> None:  # noqa: B027 -- most requests need nothing
         """Do what takes time before `add`, where that is not to wait for it. Any thread. Raises InvalidRequestError."""
 
-    def pace(self, *, awaited: bool) -> None:  # noqa: B027 -- not every engine makes its steps itself
+    def set_pace(self, *, awaited: bool) -> None:  # noqa: B027 -- not every engine makes its steps itself
         """Say whether somebody waits for each token of the next steps. If not, they are as large as gets most done."""
 
     @abstractmethod
@@ -93,7 +93,7 @@ class Core(ABC):
     ) -> list[TokenOutput]:
         """End the live sequences of a request (or one of them); returns their last outputs. Unknown ids: none."""
         live = [s for s in self._sequences.get(request_key, {}).values() if index is None or s.index == index]
-        return [self._finish(sequence, reason) for sequence in live]
+        return [self._finish_sequence(sequence, reason) for sequence in live]
 
     def abort_all(self) -> list[TokenOutput]:
         """End every live sequence, for shutdown."""
@@ -104,10 +104,10 @@ class Core(ABC):
         """What sequences gained since the last step. Raises what the executor raises when it is broken; outputs of this
         step are then lost."""
 
-    def settle(self) -> None:  # noqa: B027 -- most have nothing to land
+    def settle_flight(self) -> None:  # noqa: B027 -- most have nothing to land
         """Land what nobody waits for any more, for callers that do not go on stepping."""
 
-    def tidy(self) -> bool:
+    def do_housekeeping(self) -> bool:
         """Housekeeping between requests. True while more is under way."""
         return False
 
@@ -120,11 +120,11 @@ class Core(ABC):
         return request_key in self._sequences
 
     @abstractmethod
-    def load(self) -> tuple[Counter[str], Counter[str]]:
+    def count_sequences(self) -> tuple[Counter[str], Counter[str]]:
         """Sequences that run and that wait, by tenant."""
 
     @abstractmethod
-    def outlook(self) -> Outlook:
+    def make_outlook(self) -> Outlook:
         """What a newcomer finds before it, for any thread to read."""
 
     def stats(self) -> EngineStats:
@@ -140,28 +140,28 @@ class Core(ABC):
         """The end of it; frees the device."""
 
     @abstractmethod
-    def _finish(
+    def _finish_sequence(
         self, sequence: Any, reason: FinishReason, *, error: str | None = None, retry_s: float | None = None
     ) -> TokenOutput:
         """End a live sequence."""
 
     @abstractmethod
-    def _waits(self, sequence: Any) -> bool:
+    def _is_waiting(self, sequence: Any) -> bool:
         """Whether a sequence has not had a place yet."""
 
-    def _check_wait(self, request: GenerateRequest, now: float, cost_s: float) -> float:
+    def _latest_start(self, request: GenerateRequest, now: float, cost_s: float) -> float:
         """By when a request must have begun whose prompt takes `cost_s`. Raises QueueFullError where that is not to be
         expected."""
         if not self.limits.bound_waits:
             return math.inf
-        outlook, left_s = self.outlook(), None if request.deadline is None else request.deadline - now
+        outlook, left_s = self.make_outlook(), None if request.deadline is None else request.deadline - now
         limit = self.limits.patience_s(cost_s / outlook.share, left_s)
         wait = outlook.wait_s(request.tenant, now + request.priority * AGEING_S + cost_s, cost_s)
         if wait > limit:
-            raise too_long(wait, limit)
+            raise long_wait_error(wait, limit)
         return now + limit
 
-    def _enter(self, request: GenerateRequest, sequences: Iterable[Any], start_by: float) -> None:
+    def _register_request(self, request: GenerateRequest, sequences: Iterable[Any], start_by: float) -> None:
         """Take the sequences of a request into the books."""
         name, deadline = request.request_key, request.deadline
         self._sequences[name] = {sequence.index: sequence for sequence in sequences}
@@ -173,7 +173,7 @@ class Core(ABC):
         if start_by < math.inf:
             self._start_by[name] = start_by
 
-    def _strike(self, sequence: Any, reason: FinishReason) -> None:
+    def _drop_sequence(self, sequence: Any, reason: FinishReason) -> None:
         """Take an ended sequence out of the books."""
         name = sequence.request.request_key
         del self._sequences[name][sequence.index]
@@ -187,28 +187,28 @@ class Core(ABC):
             held = self.clock() - sequence.begun
             self._hold_s += (held - self._hold_s) * (HOLD_RATE if self._hold_s else 1.0)
 
-    def _begin(self, sequence: Any) -> None:
+    def _begin_sequence(self, sequence: Any) -> None:
         """A sequence has its first step, and with it its request, of which others may wait for however long."""
         self._start_by.pop(sequence.request.request_key, None)
         sequence.begun = self._begun[id(sequence)] = self.clock()
         if sequence.index == 0:
             self.began([TokenOutput(sequence.request.request_key, 0, ())])
 
-    def _expire(self) -> list[TokenOutput]:
+    def _end_expired(self) -> list[TokenOutput]:
         """End what is late."""
-        late = self._deadlines.due(self.clock())
+        late = self._deadlines.due_names(self.clock())
         return [output for request_key in late for output in self.abort(request_key, reason=FinishReason.DEADLINE)]
 
-    def _shed(self) -> list[TokenOutput]:
+    def _end_overdue_waits(self) -> list[TokenOutput]:
         """End the requests that have waited as long as they may, and still do now that places were given."""
         outputs = []
-        for name in self._start_by.due(self.clock()):
+        for name in self._start_by.due_names(self.clock()):
             del self._start_by[name]
             live = list(self._sequences[name].values())
-            if all(self._waits(sequence) for sequence in live):
-                refusal = too_long(self.outlook().wait_s(live[0].request.tenant, self.clock(), 0.0), 0.0)
+            if all(self._is_waiting(sequence) for sequence in live):
+                refusal = long_wait_error(self.make_outlook().wait_s(live[0].request.tenant, self.clock(), 0.0), 0.0)
                 why, retry_s = str(refusal), refusal.retry_after_s
-                outputs += [self._finish(s, FinishReason.ERROR, error=why, retry_s=retry_s) for s in live]
+                outputs += [self._finish_sequence(s, FinishReason.ERROR, error=why, retry_s=retry_s) for s in live]
         return outputs
 
 
@@ -235,8 +235,8 @@ class EngineLoop:
         self._dead: str | None = None
         self._turns, self._rests = 0, True
         self._stats, self._stats_time = core.defer_stats(), time.monotonic()
-        self._outlook = core.outlook()
-        self._thread = _DeepThread(target=self._run, name="wicore-engine", daemon=True)
+        self._outlook = core.make_outlook()
+        self._thread = _DeepThread(target=self._run_loop, name="wicore-engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -261,7 +261,7 @@ class EngineLoop:
         """Another number after each step, also those of a step that runs again; None while there is nothing to do."""
         return None if self._rests else self._turns + self._core.alone
 
-    def wait(self, timeout_s: float | None = None) -> bool:
+    def wait_ended(self, timeout_s: float | None = None) -> bool:
         """Whether the loop has ended, at the latest after so many seconds."""
         return self._ended.wait(timeout_s)
 
@@ -271,7 +271,7 @@ class EngineLoop:
         Raises InvalidRequestError, QueueFullError when its sequences find no room among the waiting, UnavailableError
         after `stop`, EngineDeadError when the loop broke.
         """
-        self._core.validate(request)
+        self._core.validate_request(request)
         n, tenant = request.params.n, request.tenant
         if n > self._max_waiting:
             raise InvalidRequestError(f"n must be at most {self._max_waiting}, which may wait here.", field="n")
@@ -281,14 +281,14 @@ class EngineLoop:
             if not self._open:
                 raise UnavailableError("The engine is shutting down.")
             assert request.request_key not in self._live
-            queued = self._queued()
+            queued = self._count_queued()
             total, own = queued.total(), queued[tenant]
             # One text for both: that the others have filled the queue is none of a tenant's business.
-            if total + n > self._max_waiting or (tenant and not fits(self._max_waiting, total - own, own, n)):
+            if total + n > self._max_waiting or (tenant and not fits_share(self._max_waiting, total - own, own, n)):
                 full = QueueFullError("There is no room in the queue for this request now.")
                 full.pace_s = self._outlook.turnover_s
                 raise full
-            self._check_wait(request)
+            self._refuse_long_wait(request)
             if request.params.constraint is not None:
                 self._begin_preparing(request)
             else:
@@ -297,7 +297,7 @@ class EngineLoop:
                 self._wake.notify()
             self._live.add(request.request_key)
 
-    def _check_wait(self, request: GenerateRequest) -> None:
+    def _refuse_long_wait(self, request: GenerateRequest) -> None:
         """Raise QueueFullError for a request that would wait too long as of the last step, so that it need not wait for
         the next one to be told. What it finds in the cache is not known here: it counts as one that takes no time, and
         may wait as one that takes all. With the lock held."""
@@ -311,11 +311,11 @@ class EngineLoop:
         more, tokens = map(sum, zip(self._newcomers.before(request), self._taken.before(request), strict=True))
         wait = outlook.wait_s(tenant, now + request.priority * AGEING_S, 0.0, more, tokens * outlook.token_s)
         if wait > limit:
-            refusal = too_long(wait, limit)
+            refusal = long_wait_error(wait, limit)
             refusal.pace_s = outlook.turnover_s
             raise refusal
 
-    def _queued(self) -> Counter[str]:
+    def _count_queued(self) -> Counter[str]:
         """Sequences that wait for their first step, by tenant; with the lock held."""
         queued = self._waiting + self._newcomers.counts()
         for request, _ in self._preparing.values():
@@ -325,20 +325,20 @@ class EngineLoop:
     def _begin_preparing(self, request: GenerateRequest) -> None:
         """With the lock held. Where it raises, as there is no room for a thread, nothing is left of the request."""
         if self._preparer is None:
-            preparer = _DeepThread(target=self._prepare, name="wicore-prepare", daemon=True)
+            preparer = _DeepThread(target=self._run_preparer, name="wicore-prepare", daemon=True)
             preparer.start()
             self._preparer = preparer
         self._preparing[request.request_key] = (request, [])
         self._to_prepare.put(request)
 
-    def _prepare(self) -> None:
+    def _run_preparer(self) -> None:
         """The life of the thread that prepares requests."""
         while (request := self._to_prepare.get()) is not None:
             item: GenerateRequest | TokenOutput = request
             try:
-                self._core.prepare(request)
+                self._core.prepare_request(request)
             except Exception as error:
-                item = _refused(request, error)
+                item = _refusal_output(request, error)
             with self._wake:
                 found = self._preparing.pop(request.request_key, None)
                 if found is not None:  # the loop has not ended
@@ -373,16 +373,16 @@ class EngineLoop:
             stats = self._stats()
             uptime_s = stats.uptime_s + time.monotonic() - self._stats_time
             if tenant is None:
-                return replace(stats, uptime_s=uptime_s, requests_waiting=self._queued().total())
-            waiting = self._queued()[tenant]
+                return replace(stats, uptime_s=uptime_s, requests_waiting=self._count_queued().total())
+            waiting = self._count_queued()[tenant]
             return EngineStats(uptime_s, self._running[tenant], waiting, {}, 0, 0, 0)
 
-    def _run(self) -> None:
+    def _run_loop(self) -> None:
         try:
             while self._take_inbox():
-                self._emit(self._core.step())
+                self._emit_outputs(self._core.step())
                 self._turns += 1
-            self._emit(self._unprepared() + self._core.abort_all())
+            self._emit_outputs(self._cancel_unprepared() + self._core.abort_all())
             self._core.close()
         except Exception as error:  # the executor broke, or we have a bug: tell every waiter, then end
             log.exception("engine loop ended")
@@ -399,7 +399,7 @@ class EngineLoop:
             self._to_prepare.put(None)
             self._ended.set()
 
-    def _unprepared(self) -> list[TokenOutput]:
+    def _cancel_unprepared(self) -> list[TokenOutput]:
         """The last outputs of requests that are being prepared when the loop ends."""
         with self._wake:
             preparing, self._preparing = self._preparing, {}
@@ -413,11 +413,11 @@ class EngineLoop:
         """Apply what other threads asked for; sleeps when there is nothing to do. False when asked to stop."""
         with self._wake:
             while self._open and not self._inbox and not self._core.has_work:
-                timeout_s = TIDY_S if self._core.tidy() else self._core.rest_s()
+                timeout_s = TIDY_S if self._core.do_housekeeping() else self._core.rest_s()
                 self._rests = True
                 self._wake.wait(timeout_s)
                 self._turns, self._rests = self._turns + 1, False
-                self._look()
+                self._note_state()
             # also while it is empty: what others put into this list from now on belongs to the next turn
             keep_on, inbox, self._inbox = self._open, self._inbox, []
             if inbox:  # else there are no newcomers
@@ -429,28 +429,28 @@ class EngineLoop:
                 try:
                     self._core.add(item)
                 except Exception as error:  # the engine goes on without it
-                    outputs.append(_refused(item, error))
+                    outputs.append(_refusal_output(item, error))
             elif isinstance(item, TokenOutput):
                 outputs.append(item)
             else:
                 outputs += self._core.abort(*item)
         if outputs:
-            self._emit(outputs)
+            self._emit_outputs(outputs)
         return keep_on
 
-    def _look(self) -> None:
+    def _note_state(self) -> None:
         """Note the engine's present state for other threads; with the lock held."""
-        self._running, self._waiting = self._core.load()
+        self._running, self._waiting = self._core.count_sequences()
         self._stats, self._stats_time = self._core.defer_stats(), time.monotonic()
-        self._outlook = self._core.outlook()
+        self._outlook = self._core.make_outlook()
         self._taken.clear()
 
-    def _emit(self, outputs: list[TokenOutput]) -> None:
+    def _emit_outputs(self, outputs: list[TokenOutput]) -> None:
         with self._wake:
             for output in [output for output in outputs if output.finish_reason is not None]:
                 if not self._core.is_live(output.request_key):
                     self._live.discard(output.request_key)
-            self._look()
+            self._note_state()
         if outputs:
             self._sink(outputs)
 
@@ -466,7 +466,7 @@ class _DeepThread(threading.Thread):
             threading.stack_size(former)
 
 
-def _refused(request: GenerateRequest, error: Exception) -> TokenOutput:
+def _refusal_output(request: GenerateRequest, error: Exception) -> TokenOutput:
     """The last output of a request that the engine could not take; called where `error` is handled."""
     facts = {"facts": {"id": request.log_id}}
     retry_s = error.retry_after_s if isinstance(error, QueueFullError) else None

@@ -50,7 +50,7 @@ class Offload:
         self._free = asyncio.Semaphore(workers)
         self._tenants: dict[str, asyncio.Semaphore] = {}
 
-    async def run(self, tenant: str, function: Callable[[], T]) -> T:
+    async def run_function(self, tenant: str, function: Callable[[], T]) -> T:
         """The result of `function`. When the caller is cancelled it still runs to its end, if it has begun."""
         wanted = True
         own = self._tenants.setdefault(tenant, asyncio.Semaphore(1 if tenant else self._workers))
@@ -67,10 +67,10 @@ class Offload:
         finally:
             wanted = False
             if not task.done():
-                task.add_done_callback(_retrieve)
+                task.add_done_callback(_retrieve_outcome)
 
 
-def _retrieve(task: asyncio.Task[Any]) -> None:
+def _retrieve_outcome(task: asyncio.Task[Any]) -> None:
     """Nobody waits for the outcome any more."""
     if not task.cancelled():
         task.exception()

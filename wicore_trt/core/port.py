@@ -73,8 +73,8 @@ class LocalEngine(EnginePort):
 
     def __init__(self, core: Core, *, max_waiting: int = 1024) -> None:
         self._core = core
-        self._loop = EngineLoop(core, self._emit, max_waiting=max_waiting)
-        core.began = self._emit
+        self._loop = EngineLoop(core, self._emit_outputs, max_waiting=max_waiting)
+        core.began = self._emit_outputs
         self._sink: Sink = lambda outputs: None
         self._asyncio: asyncio.AbstractEventLoop | None = None
 
@@ -96,23 +96,23 @@ class LocalEngine(EnginePort):
         return self._loop.stats(tenant)
 
     def kv_events(self, tenant: str | None, after: Position) -> AsyncGenerator[Change, None]:
-        return follow(self.feed(tenant), after)
+        return follow_feed(self.find_feed(tenant), after)
 
-    def feed(self, tenant: str | None) -> EventFeed:
+    def find_feed(self, tenant: str | None) -> EventFeed:
         """The events of one tenant's pages, or (None) of all. Raises EnvironmentUnfitError."""
         return self._core.kv_events if tenant is None else self._core.kv_events_of(tenant)
 
     async def stop(self, timeout_s: float) -> None:
         await asyncio.to_thread(self._loop.stop, timeout_s)
 
-    def _emit(self, outputs: list[TokenOutput]) -> None:
+    def _emit_outputs(self, outputs: list[TokenOutput]) -> None:
         """The EngineLoop's callback, on its thread."""
         assert self._asyncio is not None
         with suppress(RuntimeError):  # the loop is closed: the server has ended
             self._asyncio.call_soon_threadsafe(self._sink, outputs)
 
 
-async def follow(feed: EventFeed, after: Position) -> AsyncGenerator[Change, None]:
+async def follow_feed(feed: EventFeed, after: Position) -> AsyncGenerator[Change, None]:
     """What a feed tells from `after` on, as it happens; it is read no faster than this is."""
     loop, changed = asyncio.get_running_loop(), asyncio.Event()
 

@@ -72,7 +72,7 @@ class RequestCore(Core):
     def kv_events_of(self, tenant: str) -> EventFeed:
         return self.kv_events
 
-    def validate(self, request: GenerateRequest) -> None:
+    def validate_request(self, request: GenerateRequest) -> None:
         check_tokens(request, self.max_context, self.executor.spec.vocab_size)
         if request.content:  # this engine's own cache tells prompts apart by their token ids alone
             raise InvalidRequestError("This engine takes token ids alone.", field="content")
@@ -85,14 +85,14 @@ class RequestCore(Core):
             seed = sequence_seed(request.params.seed, index)
             sequences.append(RequestSequence(self._next_id, request, index, seed, arrival))
             self._next_id += 1
-        start_by = self._check_wait(request, arrival, 0.0)
+        start_by = self._latest_start(request, arrival, 0.0)
         for sequence in sequences:
             self._waiting.push(sequence)
-        self._enter(request, sequences, start_by)
+        self._register_request(request, sequences, start_by)
 
     def step(self) -> list[TokenOutput]:
         """End what is late, hand on what has a place, and take what the engine made."""
-        outputs = self._expire() + self._hand_on() + self._shed()
+        outputs = self._end_expired() + self._hand_on() + self._end_overdue_waits()
         if self._running:
             for output in self.executor.poll(WAIT_S):
                 sequence = self._sequences.get(output.request_key, {}).get(output.index)
@@ -103,22 +103,22 @@ class RequestCore(Core):
                 sequence.produced += len(output.token_ids)
                 self._counts["generated"] += len(output.token_ids)
                 if output.finish_reason is not None:
-                    self._forget(sequence, output.finish_reason)
+                    self._forget_sequence(sequence, output.finish_reason)
                 outputs.append(output)
         return outputs
 
-    def load(self) -> tuple[Counter[str], Counter[str]]:
+    def count_sequences(self) -> tuple[Counter[str], Counter[str]]:
         running = (s.request.tenant for live in self._sequences.values() for s in live.values() if s.turn is not None)
         return Counter(running), Counter(self._waiting.counts())
 
-    def outlook(self) -> Outlook:
+    def make_outlook(self) -> Outlook:
         places = self.executor.max_sequences
         return Outlook(
             queued=self._waiting.waiting(), free=places - self._running, begun=tuple(self._begun.values()),
             turnover_s=self._hold_s / places if places else 0.0, hold_s=self._hold_s, now=self.clock(),
         )  # fmt: skip
 
-    def _waits(self, sequence: RequestSequence) -> bool:
+    def _is_waiting(self, sequence: RequestSequence) -> bool:
         return sequence.turn is None
 
     def defer_stats(self) -> Callable[[], EngineStats]:
@@ -142,7 +142,7 @@ class RequestCore(Core):
         outputs = []
         while self._running < self.executor.max_sequences and (sequence := self._waiting.pop()) is not None:
             self._running += 1
-            self._begin(sequence)
+            self._begin_sequence(sequence)
             request = sequence.request
             try:
                 stop_ids = stop_ids_of(request.params, self.eos_ids)
@@ -151,26 +151,26 @@ class RequestCore(Core):
                 log.warning(
                     "a request was not taken: %s", type(error).__name__, extra={"facts": {"id": request.log_id}}
                 )
-                outputs.append(self._finish(sequence, FinishReason.ERROR, error=str(error)))
+                outputs.append(self._finish_sequence(sequence, FinishReason.ERROR, error=str(error)))
         return outputs
 
-    def _finish(
+    def _finish_sequence(
         self, sequence: RequestSequence, reason: FinishReason, *, error: str | None = None, retry_s: float | None = None
     ) -> TokenOutput:
         request = sequence.request
         if sequence.turn is not None:
             self.executor.cancel(request.request_key, sequence.index)
-        self._forget(sequence, reason)
+        self._forget_sequence(sequence, reason)
         usage = Usage(len(request.prompt_token_ids), sequence.produced)
         return TokenOutput(
             request.request_key, sequence.index, (), finish_reason=reason, usage=usage, error=error, retry_s=retry_s
         )
 
-    def _forget(self, sequence: RequestSequence, reason: FinishReason) -> None:
+    def _forget_sequence(self, sequence: RequestSequence, reason: FinishReason) -> None:
         """Take an ended sequence out of the books."""
         if sequence.turn is None:
             self._waiting.remove(sequence)
         else:
             self._waiting.ended(sequence)
             self._running -= 1
-        self._strike(sequence, reason)
+        self._drop_sequence(sequence, reason)

@@ -17,7 +17,7 @@ from wicore_trt.errors import QueueFullError
 STEPS = 16
 
 
-def fits(places: int, others: int, own: int, more: int = 1) -> bool:
+def fits_share(places: int, others: int, own: int, more: int = 1) -> bool:
     """Whether a tenant with `own` places may have `more` of them while all others together have `others`.
 
     A tenant that has none may ask for more at once than its share, if there is room for it.
@@ -42,11 +42,11 @@ class Gate:
         return self._taken.total()
 
     @contextmanager
-    def place(self, tenant: str = "") -> Iterator[None]:
+    def hold_place(self, tenant: str = "") -> Iterator[None]:
         """Hold a place. Raises QueueFullError when there is none for this tenant; "" is not limited to a share."""
         taken, own = self._taken.total(), self._taken[tenant]
         # One text for both: that the others have filled the places is none of a tenant's business.
-        if taken >= self._places or (tenant and not fits(self._places, taken - own, own)):
+        if taken >= self._places or (tenant and not fits_share(self._places, taken - own, own)):
             raise QueueFullError(f"There is no room for more {self._what} of yours now.")
         self._taken[tenant] += 1
         try:

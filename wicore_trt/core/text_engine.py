@@ -43,7 +43,7 @@ from wicore_trt.types import (
     TextOutput,
     TextRequest,
     TokenOutput,
-    merge,
+    merge_outputs,
 )
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def encode_request(tokenizer: Tokenizer, request: TextRequest, info: ModelInfo) 
     field = "prompt" if request.messages is None else "messages"
     keep = request.truncate_prompt_tokens
     try:
-        token_ids = prompt_ids(tokenizer, request, limit if keep is None else None)
+        token_ids = tokenize_prompt(tokenizer, request, limit if keep is None else None)
     except ContextLengthError as error:
         raise ContextLengthError.of(error.tokens, limit, field, built=built, least=True) from None
     if keep is not None:
@@ -71,7 +71,7 @@ def encode_request(tokenizer: Tokenizer, request: TextRequest, info: ModelInfo) 
     return token_ids
 
 
-def prompt_ids(tokenizer: Tokenizer, request: TextRequest, max_tokens: int | None = None) -> tuple[int, ...]:
+def tokenize_prompt(tokenizer: Tokenizer, request: TextRequest, max_tokens: int | None = None) -> tuple[int, ...]:
     """Prompt token ids of any number; a text with more than `max_tokens` tokens for certain is ContextLengthError."""
     given = [request.prompt is not None, request.prompt_token_ids is not None, request.messages is not None]
     if sum(given) != 1:
@@ -94,7 +94,7 @@ def prompt_ids(tokenizer: Tokenizer, request: TextRequest, max_tokens: int | Non
     return tuple(tokenizer.encode(request.prompt, add_bos=request.add_bos, max_tokens=max_tokens))
 
 
-def ending_turns(tokenizer: Tokenizer, request: TextRequest) -> TextRequest:
+def apply_turn_end(tokenizer: Tokenizer, request: TextRequest) -> TextRequest:
     """A conversation ends with its turn, also where the model names no end of a turn; and a model whose template writes
     calls writes them as it learnt to, unless it must call."""
     if request.functions and tokenizer.takes_tools and lets_text_be(request.params.constraint):
@@ -145,11 +145,11 @@ class TextStream:
         """Whether the engine has begun with it, and it has not failed."""
         return self._computes and self._error is None
 
-    def unfinished(self) -> int:
+    def count_unfinished(self) -> int:
         """Sequences that have not ended."""
         return sum(not text.finished for text in self._texts)
 
-    def push(self, output: TokenOutput) -> None:
+    def push_output(self, output: TokenOutput) -> None:
         """Take a token output from the engine; on the event loop's thread."""
         self._computes = self._computes or output.finish_reason is None or bool(output.token_ids)
         self.begun.set()
@@ -157,26 +157,26 @@ class TextStream:
             dead = self._engine.dead
             if dead is None and self._texts[output.index].finished:
                 return  # by a stop string, which the engine did not know yet
-            self._engine.tally(self.tenant).finished[FinishReason.ERROR.value] += 1
+            self._engine.find_tally(self.tenant).finished[FinishReason.ERROR.value] += 1
             why, field = output.error or "The step failed.", output.field
             failed = WicoreError(why) if field is None else InvalidRequestError(why, field=field)
             if output.retry_s is not None:
-                failed = self._engine.hinted(QueueFullError(why, retry_after_s=output.retry_s), self.tenant)
-            self.fail(EngineDeadError(f"The engine stopped: {dead}.") if dead else failed)
+                failed = self._engine.add_retry_hint(QueueFullError(why, retry_after_s=output.retry_s), self.tenant)
+            self.fail_stream(EngineDeadError(f"The engine stopped: {dead}.") if dead else failed)
             return
-        text = self._texts[output.index].push(output)
+        text = self._texts[output.index].push_output(output)
         if text is None or not (text.token_ids or text.finish_reason or text.prompt_logprobs):
             return
-        self._engine.tally(self.tenant).add(text)
+        self._engine.find_tally(self.tenant).add_output(text)
         times = self._engine.times
         index = output.index
         if text.token_ids:
             if output.prefill_s is not None:
-                self._begun(output.prefill_s)
-            self._last[index] = times.output(self._since, self._last[index])
+                self._observe_begin(output.prefill_s)
+            self._last[index] = times.observe_output(self._since, self._last[index])
             self._first[index] = self._first[index] or self._last[index]
         if text.finish_reason is not None:
-            times.end(self._since, self._first[index], self._last[index], text.finish_reason, text.usage)
+            times.observe_end(self._since, self._first[index], self._last[index], text.finish_reason, text.usage)
             self._longest = max(self._longest, text.usage.completion_tokens if text.usage is not None else 0)
             if self.finished:
                 times.longest.observe(self._longest)
@@ -185,14 +185,14 @@ class TextStream:
             self._engine.engine.abort(self.request_key, index)
         self._changed.set()
 
-    def _begun(self, prefill_s: float) -> None:
+    def _observe_begin(self, prefill_s: float) -> None:
         """All of the time to the first token that is no prefill counts as waiting, the way through processes too."""
         times = self._engine.times
         queued_s = max(0.0, times.now - self._since - prefill_s)
-        times.begun(queued_s, prefill_s)
+        times.observe_begin(queued_s, prefill_s)
         self.parts = self.parts or (queued_s, prefill_s)
 
-    def fail(self, error: WicoreError) -> None:
+    def fail_stream(self, error: WicoreError) -> None:
         """End the stream with `error`; nobody is left to compute for."""
         self._error = error
         self._engine.engine.abort(self.request_key)
@@ -210,11 +210,11 @@ class TextStream:
                 raise StopAsyncIteration
             self._changed.clear()
             await self._changed.wait()
-        return merge(self._pending.pop(next(iter(self._pending))))
+        return merge_outputs(self._pending.pop(next(iter(self._pending))))
 
     async def aclose(self) -> None:
         """Abort the request if it still runs."""
-        self._engine.forget(self)
+        self._engine.forget_stream(self)
 
 
 @dataclass(slots=True)
@@ -226,7 +226,7 @@ class Tally:
     generated: int = 0
     finished: Counter[str] = field(default_factory=Counter)
 
-    def add(self, output: TextOutput) -> None:
+    def add_output(self, output: TextOutput) -> None:
         self.generated += len(output.token_ids)
         if output.finish_reason is not None:
             self.finished[output.finish_reason.value] += 1
@@ -257,7 +257,7 @@ class TextEngine:
         self._streams: dict[str, TextStream] = {}  # by key
         self._keys: dict[tuple[str, str], str] = {}  # (tenant, request id) -> key
         self._tallies: dict[str, Tally] = {}
-        self.work = Offload(TEXT_THREADS).run
+        self.work = Offload(TEXT_THREADS).run_function
         """Runs a function that takes time in proportion to what a client sent, on a thread; tenants come in turn."""
         self._serial = itertools.count()
         self._hints = Hints()
@@ -276,14 +276,14 @@ class TextEngine:
 
     async def start(self) -> None:
         """Take requests from now on."""
-        await self.engine.start(self._deliver)
+        await self.engine.start(self._deliver_outputs)
         self._started = True
 
-    async def encode(self, request: TextRequest) -> TextRequest:
+    async def encode_long_prompt(self, request: TextRequest) -> TextRequest:
         """The request with a long text as token ids, and its constraint checked, on a thread. Raises
         InvalidRequestError."""
         started, constraint = time.monotonic(), request.params.constraint
-        request = ending_turns(self.tokenizer, request)
+        request = apply_turn_end(self.tokenizer, request)
         if constraint is not None:
             await self.work(request.tenant, partial(self._check_constraint, constraint))
         if request.prompt is not None and len(request.prompt) <= INLINE_CHARS or request.prompt_token_ids is not None:
@@ -294,7 +294,7 @@ class TextEngine:
             left = max(left - (time.monotonic() - started), 1e-3)  # the engine ends it
         return replace(request, prompt=None, messages=None, prompt_token_ids=token_ids, timeout_s=left)
 
-    def hinted(self, error: QueueFullError, tenant: str) -> QueueFullError:
+    def add_retry_hint(self, error: QueueFullError, tenant: str) -> QueueFullError:
         """The same refusal with a time to retry of its own."""
         error.retry_after_s = self._hints.retry_s(tenant, time.monotonic(), error.retry_after_s, error.pace_s)
         return error
@@ -325,48 +325,48 @@ class TextEngine:
         try:
             await self.engine.add(made)
         except BaseException as error:  # refused, or nobody waits any more
-            self.forget(stream, refused=not isinstance(error, asyncio.CancelledError))
+            self.forget_stream(stream, refused=not isinstance(error, asyncio.CancelledError))
             if isinstance(error, QueueFullError):
-                self.hinted(error, request.tenant)
+                self.add_retry_hint(error, request.tenant)
             raise
-        self.tally(request.tenant).prompt += len(token_ids) * request.params.n
+        self.find_tally(request.tenant).prompt += len(token_ids) * request.params.n
         return stream
 
-    def tally(self, tenant: str) -> Tally:
+    def find_tally(self, tenant: str) -> Tally:
         """The counts of one tenant."""
         return self._tallies.setdefault(tenant, Tally())
 
-    def abort(self, request_id: str, tenant: str = "") -> bool:
+    def abort_request(self, request_id: str, tenant: str = "") -> bool:
         """End a tenant's request with FinishReason.CANCELLED; false when it is not live."""
         key = self._keys.get((tenant, request_id))
         if key is not None:
             self.engine.abort(key)
         return key is not None
 
-    def forget(self, stream: TextStream, *, refused: bool = False) -> None:
+    def forget_stream(self, stream: TextStream, *, refused: bool = False) -> None:
         """Drop a stream that its reader closed, or that was refused; aborts it if it still runs."""
         if stream.request_key in self._streams:
             if not refused:
-                self.tally(stream.tenant).finished[FinishReason.CANCELLED.value] += stream.unfinished()
+                self.find_tally(stream.tenant).finished[FinishReason.CANCELLED.value] += stream.count_unfinished()
             self.engine.abort(stream.request_key)
-            self._remove(stream)
+            self._remove_stream(stream)
 
     @property
     def live(self) -> int:
         """Requests in progress here."""
         return len(self._streams)
 
-    def finished(self) -> Counter[str]:
+    def count_finished(self) -> Counter[str]:
         """Sequences that ended here, by reason, of all tenants."""
         return sum((tally.finished for tally in self._tallies.values()), Counter())
 
-    async def stats(self) -> EngineStats:
+    async def read_stats(self) -> EngineStats:
         """Counters and gauges of the whole engine."""
         return await self.engine.stats()
 
-    async def stats_of(self, tenant: str) -> EngineStats:
+    async def read_tenant_stats(self, tenant: str) -> EngineStats:
         """The same of one tenant's requests; what does not belong to one tenant is left at nothing."""
-        found, tally = await self.engine.stats(tenant), self.tally(tenant)
+        found, tally = await self.engine.stats(tenant), self.find_tally(tenant)
         return replace(
             found,
             requests_finished=dict(tally.finished),
@@ -392,21 +392,21 @@ class TextEngine:
         self.draining = True
         await self.engine.stop(timeout_s)
 
-    def _deliver(self, outputs: list[TokenOutput]) -> None:
+    def _deliver_outputs(self, outputs: list[TokenOutput]) -> None:
         self.times.now = time.monotonic()
         for output in outputs:
             stream = self._streams.get(output.request_key)
             if stream is None:
                 continue
             try:
-                stream.push(output)
+                stream.push_output(output)
             except Exception:  # a bug of ours; it must not cost the other streams their outputs
                 log.exception("the text of a request failed", extra={"facts": {"id": stream.log_id}})
-                stream.fail(WicoreError("The output could not be turned into text; the server's log has it."))
+                stream.fail_stream(WicoreError("The output could not be turned into text; the server's log has it."))
             if stream.finished:
-                self._remove(stream)
+                self._remove_stream(stream)
 
-    def _remove(self, stream: TextStream) -> None:
+    def _remove_stream(self, stream: TextStream) -> None:
         del self._streams[stream.request_key], self._keys[stream.tenant, stream.request_id]
         if not self._streams:
             self._idle.set()

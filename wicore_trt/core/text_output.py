@@ -23,7 +23,7 @@ class SequenceText:
         self._params = params
         self.finished = False
 
-    def push(self, output: TokenOutput) -> TextOutput | None:
+    def push_output(self, output: TokenOutput) -> TextOutput | None:
         """Text of a token output, or None after the end. When `finished` turns true on a stop string the engine
         still runs the sequence: the caller aborts it."""
         if self.finished:
@@ -37,7 +37,7 @@ class SequenceText:
             self._tokens += 1
             text += self._detokenizer.push((token,), may_stop=self._tokens > self._params.min_tokens)
             if self._detokenizer.matched is not None:
-                return self._stopped(output, text, i + 1)
+                return self._end_at_stop(output, text, i + 1)
         if output.finish_reason is not None:
             self.finished = True
             text += self._detokenizer.flush(may_stop=self._tokens > self._params.min_tokens)
@@ -45,14 +45,14 @@ class SequenceText:
                 FinishReason.STOP,
                 FinishReason.LENGTH,
             ):
-                return self._stopped(output, text, len(token_ids))
+                return self._end_at_stop(output, text, len(token_ids))
         return TextOutput(
             request_id=self._request_id, index=output.index, text=text, token_ids=token_ids, logprobs=logprobs,
             finish_reason=output.finish_reason, stop_reason=output.stop_reason,
             usage=output.usage if self.finished else None, prompt_logprobs=output.prompt_logprobs,
         )  # fmt: skip
 
-    def _stopped(self, output: TokenOutput, text: str, count: int) -> TextOutput:
+    def _end_at_stop(self, output: TokenOutput, text: str, count: int) -> TextOutput:
         """The last output of a sequence that a stop string ended after `count` of this output's tokens."""
         self.finished = True
         usage = output.usage

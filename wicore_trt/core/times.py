@@ -61,7 +61,7 @@ class Times:
         """By name."""
         return {name: getattr(self, name) for name in self.__slots__ if name != "now"}
 
-    def output(self, since: float, last: float) -> float:
+    def observe_output(self, since: float, last: float) -> float:
         """Tokens came of a sequence that was asked for at `since` and had its last ones at `last` (0: none); returns
         the new `last`."""
         now = self.now
@@ -71,12 +71,12 @@ class Times:
             self.first.observe(now - since)
         return now
 
-    def begun(self, queued_s: float, prefill_s: float) -> None:
+    def observe_begin(self, queued_s: float, prefill_s: float) -> None:
         """A sequence had its first tokens: how long it waited for its first step, and what it took from there."""
         self.queue.observe(queued_s)
         self.prefill.observe(prefill_s)
 
-    def end(self, since: float, first: float, last: float, reason: FinishReason, usage: Usage | None) -> None:
+    def observe_end(self, since: float, first: float, last: float, reason: FinishReason, usage: Usage | None) -> None:
         """A sequence ended, whose first and last tokens came at these times (0: it had none). One that failed tells
         nothing of how long they take."""
         if reason is FinishReason.ERROR:

@@ -36,7 +36,7 @@ from wicore_trt.engine.weights import WeightFile, hash_weights, place_weights
 from wicore_trt.errors import CheckpointError, ConfigError, EngineFormatError
 from wicore_trt.files import present, printable
 from wicore_trt.model.spec import MAX_RANKS
-from wicore_trt.progress import Progress, counted, silent
+from wicore_trt.progress import Progress, count_progress, ignore_progress
 from wicore_trt.scratch import replacing
 from wicore_trt.weight_format import PLAIN, QUANTIZED
 
@@ -70,7 +70,7 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     lora: Path | None = None,
     attention: str = LAYERS,
     force: bool = False,
-    progress: Progress = silent,
+    progress: Progress = ignore_progress,
     note: Callable[[str], None] | None = None,
 ) -> EngineDir:
     """Build the engine `output` from a source (hub id, directory, GGUF) or a unified checkpoint directory, or with
@@ -217,7 +217,9 @@ def _lay_out(
     """Place all files in `partial` and describe them."""
     weights: dict[str, WeightFile] = {}
     kv_dtype = options.kv_dtype_of(checkpoint)
-    moved = counted(progress, "weights", sum(checkpoint.files[path.name].bytes for path in checkpoint.rank_files))
+    moved = count_progress(
+        progress, "weights", sum(checkpoint.files[path.name].bytes for path in checkpoint.rank_files)
+    )
     for path in checkpoint.rank_files:
         weights[path.name] = place_weights(
             path,

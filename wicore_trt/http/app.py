@@ -101,7 +101,7 @@ class HttpApp:
             self._refused("refused a request without a valid API key", peer=call.facts["peer"])
             self._context.admission.counts.refused["http"] += 1
             raise AuthenticationError("This server needs an API key.", fix="Send it as Authorization: Bearer KEY.")
-        place = nullcontext() if path in KEYLESS else self._context.admission.calls.place(who.tenant)
+        place = nullcontext() if path in KEYLESS else self._context.admission.calls.hold_place(who.tenant)
         with place:
             await self._router(*asgi)
 

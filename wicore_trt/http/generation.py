@@ -76,7 +76,7 @@ class GenerationCall:
                 request = call.note_request(engine.info.model_id, request)
                 if (asked := request.params.constraint) is not None and UNENFORCED.search(asked.text):
                     call.facts["schema_left_out"] = "uniqueItems"
-                request = await engine.encode(request)
+                request = await engine.encode_long_prompt(request)
                 stream = await engine.submit(request)
                 resources.push_async_callback(stream.aclose)
                 streams.append(stream)
@@ -135,7 +135,7 @@ class GenerationCall:
         parts: dict[int, list[TextOutput]] = {}
         async for index, output in self.outputs():
             parts.setdefault(index, []).append(output)
-        return [Completion.of(parts[index]) for index in sorted(parts)]
+        return [Completion.from_outputs(parts[index]) for index in sorted(parts)]
 
     async def _merged(self) -> AsyncIterator[tuple[int, TextOutput]]:
         """(number of the request, output). Of several streams each has at most one output on its way."""

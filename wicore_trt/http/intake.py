@@ -24,7 +24,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive
 
 from wicore_trt.arithmetic import div_ceil
-from wicore_trt.core.shares import fits
+from wicore_trt.core.shares import fits_share
 from wicore_trt.errors import InvalidRequestError, QueueFullError, shown
 from wicore_trt.http.errors import ClientGoneError, HttpError
 from wicore_trt.text.chat import REFUSED_KEYS
@@ -242,7 +242,7 @@ class BodyBudget:
     def take(self, tenant: str, blocks: int) -> None:
         """Raises QueueFullError when there is none for this tenant."""
         own, taken = self._taken[tenant], self._taken.total()
-        if taken + blocks > self._places or (tenant and not fits(self._places, taken - own, own, blocks)):
+        if taken + blocks > self._places or (tenant and not fits_share(self._places, taken - own, own, blocks)):
             raise QueueFullError("There is no room for more request bodies of yours now.")
         self._taken[tenant] += blocks
 

@@ -55,7 +55,7 @@ async def snapshot(context: Context) -> MetricsSnapshot:
     if engine is not None and engine.dead is None:
         with suppress(TimeoutError, WicoreError):
             async with asyncio.timeout(ANSWER_S):
-                stats = await engine.stats()
+                stats = await engine.read_stats()
     engine_pid = engine.engine.pid if engine is not None else None
     pids = {"front": os.getpid()} | ({"engine": engine_pid} if engine_pid not in (None, os.getpid()) else {})
     return MetricsSnapshot(
@@ -63,7 +63,7 @@ async def snapshot(context: Context) -> MetricsSnapshot:
         open_requests=engine.live if engine is not None else 0,
         model=engine.info if engine is not None else None, engine=stats,
         times=engine.times if engine is not None else Times(),
-        finished=engine.finished() if engine is not None else {},
+        finished=engine.count_finished() if engine is not None else {},
         processes={name: read_process_use(pid) for name, pid in pids.items() if pid is not None},
         gpus=await _gpus(context),
     )  # fmt: skip

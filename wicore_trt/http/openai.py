@@ -15,7 +15,7 @@ from typing import Any
 from starlette.responses import Response
 
 from wicore_trt.access.calls import Call
-from wicore_trt.core.text_engine import prompt_ids
+from wicore_trt.core.text_engine import tokenize_prompt
 from wicore_trt.errors import InvalidRequestError, WicoreError
 from wicore_trt.http.bodies import ChatBody, CompletionBody, GenerationFields, StreamOptions
 from wicore_trt.http.context import Context
@@ -74,7 +74,7 @@ async def encode_prompt(context: Context, call: Call, body: ChatBody) -> tuple[i
     """The token ids that a conversation begins a generation with, however many."""
     engine, tenant = context.require_engine(), call.who.tenant
     request = make_chat_request(body, tenant, read_tools(body, call.facts))
-    return await engine.work(tenant, partial(prompt_ids, engine.tokenizer, request))
+    return await engine.work(tenant, partial(tokenize_prompt, engine.tokenizer, request))
 
 
 async def serve_completions(context: Context, call: Call, body: CompletionBody) -> HttpReply:

@@ -97,7 +97,7 @@ class StreamSocket:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call: Call = scope["state"]["call"]
         check_origin(Headers(scope=scope), self._origins)
-        with self._sockets.place(call.who.tenant), self._context.body_budget.hold(call.who.tenant) as hold:
+        with self._sockets.hold_place(call.who.tenant), self._context.body_budget.hold(call.who.tenant) as hold:
             scope["state"]["hold"] = hold  # what has come of a message counts before it is whole
             await receive()  # websocket.connect
             await send({"type": "websocket.accept"})
@@ -158,7 +158,7 @@ class Connection:
         try:
             call.who = context.admission.check_identity(call.who)
             tenant = call.who.tenant
-            with context.admission.calls.place(tenant), context.body_budget.hold(tenant) as hold:
+            with context.admission.calls.hold_place(tenant), context.body_budget.hold(tenant) as hold:
                 hold.grow(size)
                 kind: type[ChatBody | CompletionBody] = CompletionBody if "prompt" in frame else ChatBody
                 await self._relay(frame_id, parse_body(kind, read_fields(kind), frame), call)

@@ -45,7 +45,7 @@ class Channel:
 
     def open(self) -> None:
         """Begin to read; on the loop's thread."""
-        self._loop.add_reader(self._sock.fileno(), self._read)
+        self._loop.add_reader(self._sock.fileno(), self._read_messages)
 
     @property
     def backlog(self) -> int:
@@ -59,7 +59,7 @@ class Channel:
             if not self._open:
                 return
             if not self._out:
-                data = self._send(data)
+                data = self._send_now(data)
             if not data:
                 return
             first = not self._out
@@ -67,9 +67,9 @@ class Channel:
             self._waiting += len(data)
             hangs = self._waiting > MAX_BACKLOG
         if hangs:
-            self._soon(self.close)
+            self._call_soon(self.close)
         elif first:
-            self._soon(self._write_later)
+            self._call_soon(self._write_later)
 
     def close(self) -> None:
         """End the channel; on the loop's thread."""
@@ -83,11 +83,11 @@ class Channel:
         self._sock.close()
         self._closed()
 
-    def _soon(self, function: Callable[[], None]) -> None:
+    def _call_soon(self, function: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(function)
 
-    def _send(self, data: memoryview) -> memoryview:
+    def _send_now(self, data: memoryview) -> memoryview:
         """What could not be sent now. A broken socket is found by `_read`."""
         with suppress(BlockingIOError, InterruptedError, BrokenPipeError, ConnectionResetError):
             return data[self._sock.send(data) :]
@@ -95,13 +95,13 @@ class Channel:
 
     def _write_later(self) -> None:
         if self._open:
-            self._loop.add_writer(self._sock.fileno(), self._write)
+            self._loop.add_writer(self._sock.fileno(), self._write_backlog)
 
-    def _write(self) -> None:
+    def _write_backlog(self) -> None:
         with self._lock:
             while self._out:
                 head = self._out.popleft()
-                rest = self._send(head)
+                rest = self._send_now(head)
                 self._waiting -= len(head) - len(rest)
                 if rest:
                     self._out.appendleft(rest)
@@ -112,7 +112,7 @@ class Channel:
         if again:  # something was posted in between
             self._write_later()
 
-    def _read(self) -> None:
+    def _read_messages(self) -> None:
         try:
             data = self._sock.recv(READ_BYTES)
         except (BlockingIOError, InterruptedError):

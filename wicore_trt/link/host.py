@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from wicore_trt.core.loop import Core, EngineLoop
-from wicore_trt.core.port import follow
+from wicore_trt.core.port import follow_feed
 from wicore_trt.errors import InvalidRequestError, WicoreError
 from wicore_trt.link.channel import Channel
 from wicore_trt.link.messages import (
@@ -32,9 +32,9 @@ from wicore_trt.link.messages import (
     Refused,
     Unfollow,
     Welcome,
-    change_parts,
     decode_to_engine,
     encode,
+    split_change,
 )
 from wicore_trt.types import ModelInfo, TokenOutput
 
@@ -51,11 +51,11 @@ class EngineHost:
         self.core = core
         self.loop = asyncio.new_event_loop()  # the link thread's
         self._info = info
-        self.engine = EngineLoop(core, self._emit, max_waiting=max_waiting)
-        core.began = self._emit
+        self.engine = EngineLoop(core, self._send_outputs, max_waiting=max_waiting)
+        core.began = self._send_outputs
         self._links: dict[str, _Link] = {}
         self._numbers = itertools.count(1)
-        self._thread = threading.Thread(target=self._run, name="wicore-link", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="wicore-link", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -69,7 +69,7 @@ class EngineHost:
             prefix = f"{next(self._numbers)}/"
             link = self._links[prefix] = _Link(self, prefix, sock)
             link.channel.open()
-            link.send(Welcome(prefix, self._info, os.getpid()))
+            link.send_message(Welcome(prefix, self._info, os.getpid()))
             done.set_result(None)
 
         self.loop.call_soon_threadsafe(begin)
@@ -81,24 +81,24 @@ class EngineHost:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout_s)
 
-    def _run(self) -> None:
+    def _run_loop(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 
-    def _emit(self, outputs: list[TokenOutput]) -> None:
+    def _send_outputs(self, outputs: list[TokenOutput]) -> None:
         """One message for each front; on the engine's thread."""
         if self.engine.dead is not None:
             for link in list(self._links.values()):
-                link.send(Down(self.engine.dead))
+                link.send_message(Down(self.engine.dead))
         batches: dict[str, list[TokenOutput]] = {}
         for output in outputs:
             batches.setdefault(output.request_key.partition("/")[0], []).append(output)
         for number, batch in batches.items():
             served = self._links.get(f"{number}/")  # the link thread takes one out at any time
             if served is not None:
-                served.send(Outputs(batch))
+                served.send_message(Outputs(batch))
 
-    def left(self, prefix: str) -> None:
+    def drop_front(self, prefix: str) -> None:
         """A front has gone; on the link thread."""
         self._links.pop(prefix, None)
         for request_key in self.engine.live_ids():
@@ -111,24 +111,24 @@ class _Link:
 
     def __init__(self, host: EngineHost, prefix: str, sock: socket.socket) -> None:
         self._host, self._prefix = host, prefix
-        self.channel = Channel(sock, host.loop, self._received, self._closed)
+        self.channel = Channel(sock, host.loop, self._take_message, self._close_link)
         self._followers: dict[int, tuple[asyncio.Task[None], asyncio.Event]] = {}
 
-    def send(self, message: object) -> None:
+    def send_message(self, message: object) -> None:
         self.channel.post(encode(message))
 
-    def _received(self, data: bytes) -> None:
+    def _take_message(self, data: bytes) -> None:
         message = decode_to_engine(data)
         match message:
             case Add():
-                self._add(message)
+                self._add_request(message)
             case Abort():
                 self._host.engine.abort(message.request_key, message.index)
             case AskStats():
-                self.send(Done(message.call, self._host.engine.stats(message.tenant)))
+                self.send_message(Done(message.call, self._host.engine.stats(message.tenant)))
             case Follow():
                 wanted = asyncio.Event()
-                task = self._host.loop.create_task(self._follow(message, wanted))
+                task = self._host.loop.create_task(self._follow_events(message, wanted))
                 self._followers[message.call] = (task, wanted)
             case More():
                 if message.call in self._followers:
@@ -136,41 +136,41 @@ class _Link:
             case Unfollow():
                 self._end_following(message.call)
 
-    def _add(self, message: Add) -> None:
+    def _add_request(self, message: Add) -> None:
         try:
             if not message.request.request_key.startswith(self._prefix):
                 raise InvalidRequestError("The request is of another link.", field="request_id")
             self._host.engine.add(message.request)
         except WicoreError as error:
-            self.send(Refused.of(message.call, error))
+            self.send_message(Refused.from_error(message.call, error))
         except Exception:
             log.exception("a request could not be taken")
             broken = WicoreError("The engine could not take the request; its log says why.")
-            self.send(Refused.of(message.call, broken))
+            self.send_message(Refused.from_error(message.call, broken))
         else:
-            self.send(Done(message.call))
+            self.send_message(Done(message.call))
 
-    async def _follow(self, ask: Follow, wanted: asyncio.Event) -> None:
+    async def _follow_events(self, ask: Follow, wanted: asyncio.Event) -> None:
         try:
             feed = self._host.core.kv_events if ask.tenant is None else self._host.core.kv_events_of(ask.tenant)
-            async for epoch, found in follow(feed, (ask.epoch, ask.position)):
-                for part in change_parts(ask.call, epoch, found):
-                    self.send(part)
+            async for epoch, found in follow_feed(feed, (ask.epoch, ask.position)):
+                for part in split_change(ask.call, epoch, found):
+                    self.send_message(part)
                     while self.channel.backlog > SNAPSHOT_BACKLOG:
                         await asyncio.sleep(0.01)
                     await asyncio.sleep(0)  # others have their turn between the parts of a snapshot
                 await wanted.wait()
                 wanted.clear()
         except WicoreError as error:
-            self.send(Refused.of(ask.call, error))
+            self.send_message(Refused.from_error(ask.call, error))
 
     def _end_following(self, call: int) -> None:
         found = self._followers.pop(call, None)
         if found is not None:
             found[0].cancel()
 
-    def _closed(self) -> None:
+    def _close_link(self) -> None:
         for call in list(self._followers):
             self._end_following(call)
         with suppress(RuntimeError):
-            self._host.left(self._prefix)
+            self._host.drop_front(self._prefix)

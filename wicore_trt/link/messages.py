@@ -103,13 +103,13 @@ class Refused(Struct, tag=3, array_like=True):
     pace_s: float | None = None
 
     @classmethod
-    def of(cls, call: int, error: WicoreError) -> Refused:
+    def from_error(cls, call: int, error: WicoreError) -> Refused:
         field = error.field if isinstance(error, InvalidRequestError) else None
         full = error if isinstance(error, QueueFullError) else None
         retry_s, pace_s = (full.retry_after_s, full.pace_s) if full is not None else (None, None)
         return cls(call, type(error).__name__, error.message, error.fix, field, retry_s, pace_s)
 
-    def error(self) -> WicoreError:
+    def to_error(self) -> WicoreError:
         made = error_named(self.kind, self.message, fix=self.fix, field=self.field, retry_after_s=self.retry_after_s)
         if isinstance(made, QueueFullError):
             made.pace_s = self.pace_s
@@ -128,7 +128,7 @@ class KVChange(Struct, array_like=True):
     cause: str = ""
 
     @classmethod
-    def of(cls, event: Event) -> KVChange:
+    def from_event(cls, event: Event) -> KVChange:
         match event:
             case Stored():
                 return cls("stored", event.sequence, event.tier, event.group, event.pages)
@@ -137,7 +137,7 @@ class KVChange(Struct, array_like=True):
             case Cleared():
                 return cls("cleared", event.sequence, event.tier)
 
-    def event(self) -> Event:
+    def to_event(self) -> Event:
         if self.kind == "cleared":
             return Cleared(self.sequence, self.tier)
         assert self.group is not None
@@ -146,7 +146,7 @@ class KVChange(Struct, array_like=True):
         return Removed(self.sequence, self.tier, self.group, self.keys, self.cause)
 
 
-class Changes(Struct, tag=4, array_like=True):
+class KVChanges(Struct, tag=4, array_like=True):
     """Events, or a part of a snapshot; `last` with the last part. Answered by More after the last part."""
 
     call: int
@@ -163,26 +163,26 @@ class Down(Struct, tag=5, array_like=True):
     why: str
 
 
-FromEngine = Welcome | Outputs | Done | Refused | Changes | Down
+FromEngine = Welcome | Outputs | Done | Refused | KVChanges | Down
 
 
-def change_parts(call: int, epoch: int, found: EventSnapshot | list[Event]) -> Iterator[Changes]:
+def split_change(call: int, epoch: int, found: EventSnapshot | list[Event]) -> Iterator[KVChanges]:
     """The messages that tell a change."""
     if isinstance(found, list):
-        yield Changes(call, epoch, found[-1].sequence, False, True, [KVChange.of(event) for event in found])
+        yield KVChanges(call, epoch, found[-1].sequence, False, True, [KVChange.from_event(event) for event in found])
         return
     for (tier, group), pages in found.pages.items():
         for start in range(0, len(pages), PAGES):
             item = KVChange("pages", found.sequence, tier, group, pages[start : start + PAGES])
-            yield Changes(call, epoch, found.sequence, True, False, [item])
-    yield Changes(call, epoch, found.sequence, True, True, [])
+            yield KVChanges(call, epoch, found.sequence, True, False, [item])
+    yield KVChanges(call, epoch, found.sequence, True, True, [])
 
 
-def whole_change(parts: list[Changes]) -> tuple[int, EventSnapshot | list[Event]]:
+def join_change(parts: list[KVChanges]) -> tuple[int, EventSnapshot | list[Event]]:
     """The change that these messages tell, the last one included."""
     end = parts[-1]
     if not end.snapshot:
-        return end.epoch, [item.event() for part in parts for item in part.items]
+        return end.epoch, [item.to_event() for part in parts for item in part.items]
     pages: dict[tuple[str, str], list[Page]] = {}
     for item in (item for part in parts for item in part.items):
         assert item.group is not None

@@ -19,10 +19,10 @@ from wicore_trt.link.messages import (
     Abort,
     Add,
     AskStats,
-    Changes,
     Done,
     Down,
     Follow,
+    KVChanges,
     More,
     Outputs,
     Refused,
@@ -30,7 +30,7 @@ from wicore_trt.link.messages import (
     Welcome,
     decode_from_engine,
     encode,
-    whole_change,
+    join_change,
 )
 from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, ModelInfo, TokenOutput
 
@@ -52,7 +52,7 @@ class RemoteEngine(EnginePort):
         self._down: str | None = STARTING
         self._calls = itertools.count()
         self._pending: dict[int, tuple[asyncio.Future[Done], str]] = {}  # with the request that is being added
-        self._followers: dict[int, asyncio.Queue[Changes | WicoreError]] = {}
+        self._followers: dict[int, asyncio.Queue[KVChanges | WicoreError]] = {}
         self._live: dict[str, int] = {}  # sequences that have not ended, by request
 
     @property
@@ -60,7 +60,7 @@ class RemoteEngine(EnginePort):
         return self._down
 
     @property
-    def linked(self) -> bool:
+    def has_channel(self) -> bool:
         """Whether there is a channel, though its engine may not have said anything yet."""
         return self._channel is not None
 
@@ -71,14 +71,14 @@ class RemoteEngine(EnginePort):
         """There is an engine at the other end of this socket. It takes requests when it has said so."""
         if self._channel is not None:
             self._channel.close()
-        channel = Channel(sock, asyncio.get_running_loop(), self._received, self._lost)
+        channel = Channel(sock, asyncio.get_running_loop(), self._take_message, self._end_channel)
         self._channel = channel
         channel.open()
 
     async def add(self, request: GenerateRequest) -> None:
         self._live[request.request_key] = request.params.n
         try:
-            await self._ask(lambda call: Add(call, request), request.request_key)
+            await self._ask_engine(lambda call: Add(call, request), request.request_key)
         except BaseException:
             self._live.pop(request.request_key, None)
             raise
@@ -88,23 +88,23 @@ class RemoteEngine(EnginePort):
             self._channel.post(encode(Abort(request_key, index)))
 
     async def stats(self, tenant: str | None = None) -> EngineStats:
-        found = (await self._ask(lambda call: AskStats(call, tenant))).stats
+        found = (await self._ask_engine(lambda call: AskStats(call, tenant))).stats
         assert found is not None
         return found
 
     async def kv_events(self, tenant: str | None, after: Position) -> AsyncGenerator[Change, None]:
-        channel, call = self._up(), next(self._calls)
+        channel, call = self._require_channel(), next(self._calls)
         parts = self._followers[call] = asyncio.Queue()
         channel.post(encode(Follow(call, tenant, *after)))
         try:
             while True:
-                found: list[Changes] = []
+                found: list[KVChanges] = []
                 while not found or not found[-1].last:
                     part = await parts.get()
                     if isinstance(part, WicoreError):
                         raise part
                     found.append(part)
-                yield whole_change(found)
+                yield join_change(found)
                 channel.post(encode(More(call)))
         finally:
             self._followers.pop(call, None)
@@ -115,13 +115,13 @@ class RemoteEngine(EnginePort):
         if self._channel is not None:
             self._channel.close()
 
-    def _up(self) -> Channel:
+    def _require_channel(self) -> Channel:
         if self._channel is None or self._down is not None:
             raise UnavailableError(f"The engine takes no requests now: {self._down}.", fix="Try again soon.")
         return self._channel
 
-    async def _ask(self, make: Callable[[int], object], request_key: str = "") -> Done:
-        channel, call = self._up(), next(self._calls)
+    async def _ask_engine(self, make: Callable[[int], object], request_key: str = "") -> Done:
+        channel, call = self._require_channel(), next(self._calls)
         reply: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
         self._pending[call] = reply, request_key
         try:
@@ -131,21 +131,21 @@ class RemoteEngine(EnginePort):
             self._pending.pop(call, None)
             del reply  # an error in it has this frame in its traceback
 
-    def _received(self, data: bytes) -> None:
+    def _take_message(self, data: bytes) -> None:
         message = decode_from_engine(data)
         match message:
             case Outputs():
                 for output in message.outputs:
                     if output.finish_reason is not None:
-                        self._ended(output)
+                        self._count_end(output)
                 self._sink(message.outputs)
             case Done():
                 found = self._pending.get(message.call)
                 if found is not None and not found[0].done():
                     found[0].set_result(message)
             case Refused():
-                self._refused(message.call, message.error())
-            case Changes():
+                self._take_refusal(message.call, message.to_error())
+            case KVChanges():
                 if message.call in self._followers:
                     self._followers[message.call].put_nowait(message)
             case Down():
@@ -155,7 +155,7 @@ class RemoteEngine(EnginePort):
                 self.info, self.prefix, self.pid, self._down = message.info, message.prefix, message.pid, None
                 self._changed()
 
-    def _refused(self, call: int, error: WicoreError) -> None:
+    def _take_refusal(self, call: int, error: WicoreError) -> None:
         found = self._pending.get(call)
         if found is not None and not found[0].done():
             found[0].set_exception(error)
@@ -163,7 +163,7 @@ class RemoteEngine(EnginePort):
         elif call in self._followers:
             self._followers[call].put_nowait(error)
 
-    def _ended(self, output: TokenOutput) -> None:
+    def _count_end(self, output: TokenOutput) -> None:
         left = self._live.get(output.request_key, 0) - 1
         whole = output.finish_reason is FinishReason.ERROR and output.usage is None  # it is of no one sequence
         if left > 0 and not whole:
@@ -171,12 +171,12 @@ class RemoteEngine(EnginePort):
         else:
             self._live.pop(output.request_key, None)
 
-    def _lost(self) -> None:
+    def _end_channel(self) -> None:
         """The channel has ended, and with it all that its engine had of us."""
         self._channel, self.pid, self._down = None, None, self._down or ENDED
         error = EngineDeadError(f"The engine stopped: {self._down}.")
         for call in (*self._pending, *self._followers):
-            self._refused(call, error)
+            self._take_refusal(call, error)
         live, self._live = self._live, {}
         self._sink([TokenOutput(name, 0, (), finish_reason=FinishReason.ERROR, error=str(error)) for name in live])
         self._changed()

@@ -72,7 +72,7 @@ def _send_beats(control: Control, host: EngineHost) -> None:
     Beats are counted rather than time, so that a machine that stands still for a while counts as one beat.
     """
     last, same = host.engine.progress, 0
-    while not host.engine.wait(BEAT_S):
+    while not host.engine.wait_ended(BEAT_S):
         now = host.engine.progress
         last, same = now, same + 1 if now is not None and now == last else 0
         control.send("beat", stuck_s=same * BEAT_S)

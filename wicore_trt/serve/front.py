@@ -127,12 +127,12 @@ class FrontProcess(ServingProcess):
 
     def _on_engine_change(self) -> None:
         self.changed.set()
-        if self._remote.dead is not None and not self._remote.linked:
+        if self._remote.dead is not None and not self._remote.has_channel:
             asyncio.get_running_loop().call_later(RELINK_S, self._ask_for_link)
 
     def _ask_for_link(self) -> None:
         """Ask for a link where there is none: it may have ended without its engine, if one side hung for too long."""
-        if not self._remote.linked:
+        if not self._remote.has_channel:
             self._control.send("unlinked", links=self._links)
 
     def _on_message(self) -> None:

@@ -137,7 +137,7 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
         self, call: Call, handler: grpc.RpcMethodHandler, context: grpc.aio.ServicerContext, reply: CallReply
     ) -> None:
         """Take a place, read, parse and handle one call of our service."""
-        with self._calls.place(call.who.tenant):
+        with self._calls.hold_place(call.who.tenant):
             request = parse_request(handler, await self._requests.read_request(context))
             if handler.response_streaming:
                 await handler.unary_stream(request, reply)
@@ -149,12 +149,12 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
 
         async def run(_: object, context: grpc.aio.ServicerContext) -> None:
             host = find_host(context.peer())
-            with self._checks.place(host):
+            with self._checks.hold_place(host):
                 request = parse_request(handler, await self._brief.read_request(context, host))
             if not handler.response_streaming:
                 await context.write(await handler.unary_unary(request, context))
                 return
-            with self._watches.place(host):
+            with self._watches.hold_place(host):
                 await handler.unary_stream(request, context)
 
         return grpc.stream_stream_rpc_method_handler(
@@ -165,7 +165,7 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
         """A stream of another service, which is reflection: it has a place, and ends when it falls silent."""
 
         async def run(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-            with self._calls.place(who.tenant):
+            with self._calls.hold_place(who.tenant):
                 parsed = (parse_request(handler, raw) async for raw in read_stream(requests))
                 async for response in handler.stream_stream(parsed, context):
                     await context.write(response)

@@ -137,7 +137,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Abort(self, request: pb2.AbortRequest, context: CallReply) -> pb2.AbortResponse:
         request_id = check_request_id(request.request_id)
-        return pb2.AbortResponse(aborted=self.get_engine().abort(request_id, get_current_call().who.tenant))
+        return pb2.AbortResponse(aborted=self.get_engine().abort_request(request_id, get_current_call().who.tenant))
 
     async def Tokenize(self, request: pb2.TokenizeRequest, context: CallReply) -> pb2.TokenizeResponse:
         engine = self.get_engine()
@@ -191,8 +191,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         tenant."""
         engine = self.get_engine()
         if who.operator:
-            return await engine.stats(), self.open.total()
-        return await engine.stats_of(who.tenant), self.open[who.tenant]
+            return await engine.read_stats(), self.open.total()
+        return await engine.read_tenant_stats(who.tenant), self.open[who.tenant]
 
     async def SubscribeKVEvents(self, request: kv_pb2.SubscribeKVEventsRequest, context: CallReply) -> None:
         after = (request.epoch, request.from_sequence - 1) if request.from_sequence > 0 else UNKNOWN
@@ -209,7 +209,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Follow what the KV cache gains and loses: all pages for an operator, else the tenant's own. Raises
         AuthenticationError when its key is taken back."""
         who = call.who
-        with self._subscribers.place(who.tenant):
+        with self._subscribers.hold_place(who.tenant):
             async with aclosing(
                 self.get_engine().engine.kv_events(None if who.operator else who.tenant, after)
             ) as feed:
@@ -243,7 +243,7 @@ async def relay_outputs(
     tokens = 0
     meter.reserve_tokens([request])
     request = call.note_request(engine.info.model_id, request)
-    async with aclosing(await engine.submit(await engine.encode(request))) as stream:
+    async with aclosing(await engine.submit(await engine.encode_long_prompt(request))) as stream:
         meter.used += stream.prompt_tokens
         call.facts |= {"prompt": stream.prompt_tokens, "cached": 0}
         await reply.send_metadata()

@@ -103,7 +103,7 @@ class WorkerService:
         engine, tenant = self._service.get_engine(), get_current_call().who.tenant
         convert.check_count(request.request_ids, 1024, "request_ids")
         for request_id in request.request_ids:
-            engine.abort(check_request_id(request_id), tenant)
+            engine.abort_request(check_request_id(request_id), tenant)
         return pb2.AbortResponse()
 
     async def HealthCheck(self, request: pb2.HealthCheckRequest, context: CallReply) -> pb2.HealthCheckResponse:
@@ -170,7 +170,7 @@ class WorkerService:
 
 async def _collect_stats(engine: TextEngine) -> EngineStats:
     who = get_current_call().who
-    return await engine.stats() if who.operator else await engine.stats_of(who.tenant)
+    return await engine.read_stats() if who.operator else await engine.read_tenant_stats(who.tenant)
 
 
 def _make_load(stats: EngineStats, page_tokens: int) -> pb2.SchedulerLoad:

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from wicore_trt.errors import ConfigError, EnvironmentUnfitError, install
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError, install_command
 
 RTX, FULL = "tensorrt-rtx", "tensorrt"
 OLDEST = (10, 15)
@@ -50,7 +50,7 @@ def find_tensorrt() -> TensorRT:
     try:
         import tensorrt_rtx_bindings as rtx
     except (ImportError, OSError) as error:
-        raise EnvironmentUnfitError(f"TensorRT is not installed ({error}).", fix=install("tensorrt")) from None
+        raise EnvironmentUnfitError(f"TensorRT is not installed ({error}).", fix=install_command("tensorrt")) from None
     names = [name for name in dir(rtx.ComputeCapability) if name.startswith("SM")]
     names.sort(key=lambda name: int(name[2:]))
     return TensorRT(rtx, RTX, _wheel_version(), {name.lower(): getattr(rtx.ComputeCapability, name) for name in names})

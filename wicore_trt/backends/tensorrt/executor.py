@@ -24,7 +24,7 @@ from wicore_trt.backends.tensorrt.session import PlanSession, RuntimeCache, acti
 from wicore_trt.backends.tensorrt.slot_memory import SlotMemory
 from wicore_trt.backends.tensorrt.slots import Part, Row, SlotTable, decode_slots, part_batch, step_inputs
 from wicore_trt.checkpoint.names import kv_scale_name
-from wicore_trt.errors import EnvironmentUnfitError, install
+from wicore_trt.errors import EnvironmentUnfitError, install_command
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.batch import StepBatch, StepResult
 from wicore_trt.runtime.cuda_device import CudaDevice, Device
@@ -183,7 +183,7 @@ def _module(engine: EngineDir) -> Any:
     except (ImportError, OSError) as error:
         raise EnvironmentUnfitError(
             f"engine {engine.path} runs with {flavour}, and {name} cannot be imported ({error}).",
-            fix=install("tensorrt"),
+            fix=install_command("tensorrt"),
         ) from None
 
 

@@ -40,7 +40,7 @@ from wicore_trt.checkpoint.whole import CheckpointTensors, SourceTensors, WholeT
 from wicore_trt.errors import CheckpointError, ConfigError
 from wicore_trt.files import Door, link_or_copy
 from wicore_trt.model.gemma3 import EMBEDDING, forward
-from wicore_trt.progress import Progress, counted, silent
+from wicore_trt.progress import Progress, count_progress, ignore_progress
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.dtypes import E4M3
 from wicore_trt.runtime.executor import KVLayout
@@ -62,12 +62,12 @@ class TextCalibration:
     tokens: int = DEFAULT_TOKENS
     kv_scales: bool = True
 
-    def of_source(self, source: Source, tokenizer_files: Path, progress: Progress = silent) -> StaticScales:
+    def of_source(self, source: Source, tokenizer_files: Path, progress: Progress = ignore_progress) -> StaticScales:
         """Raises also ConfigError for a text that is not UTF-8 or too short, EngineFormatError for a bad tokenizer."""
         return _calibrate(SourceTensors(source), Tokenizer.from_dir(tokenizer_files), self, progress)
 
     def of_checkpoint(
-        self, path: str | Path, output: str | Path, *, force: bool = False, progress: Progress = silent
+        self, path: str | Path, output: str | Path, *, force: bool = False, progress: Progress = ignore_progress
     ) -> Checkpoint:
         """Write the unified checkpoint `path` with static scales as `output`, which may be the same.
 
@@ -127,7 +127,7 @@ def _token_ids(calibration: TextCalibration, tokenizer: Tokenizer, vocab_size: i
 
 
 def measure_magnitudes(
-    whole: WholeTensors, token_ids: Sequence[int], bos_id: int | None, progress: Progress = silent
+    whole: WholeTensors, token_ids: Sequence[int], bos_id: int | None, progress: Progress = ignore_progress
 ) -> dict[str, float]:
     """Largest magnitude over the text, by the name of the scale that it gives: of each linear's input, and of the keys
     (normed and rotated) and values of each layer together."""
@@ -240,7 +240,7 @@ def _rewrite(checkpoint: Checkpoint, directory: Path, found: StaticScales, kv_sc
     weights = checkpoint.weights.calibrated
     static = {n for names in static_scales(checkpoint.spec, weights, kv_scales).values() for n in names}
     files = dict(checkpoint.files)
-    moved = counted(progress, "write", sum(checkpoint.files[path.name].bytes for path in checkpoint.rank_files))
+    moved = count_progress(progress, "write", sum(checkpoint.files[path.name].bytes for path in checkpoint.rank_files))
     for rank, path in enumerate(checkpoint.rank_files):
         old = SafetensorsFile(path)
         entries = rank_entries(

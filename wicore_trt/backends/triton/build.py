@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from wicore_trt.backends.triton.index import write_kernels
 from wicore_trt.backends.triton.table import EngineShape
 from wicore_trt.engine.options import BuildOptions
-from wicore_trt.errors import ConfigError, EnvironmentUnfitError, install
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError, install_command
 from wicore_trt.model.spec import Gemma3Spec
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class TritonBackend:
         try:
             import triton  # noqa: F401 -- imported to see that it is here
         except ImportError as error:
-            raise EnvironmentUnfitError("Triton is not installed.", fix=install("triton")) from error
+            raise EnvironmentUnfitError("Triton is not installed.", fix=install_command("triton")) from error
         return list(options.targets)
 
     def default_context(self, limit: int) -> int:

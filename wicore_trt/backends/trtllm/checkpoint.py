@@ -40,7 +40,7 @@ from wicore_trt.checkpoint.sharding import shard_of
 from wicore_trt.errors import CheckpointError, ConfigError
 from wicore_trt.files import quoted
 from wicore_trt.model.spec import GLOBAL
-from wicore_trt.progress import Progress, silent
+from wicore_trt.progress import Progress, ignore_progress
 
 PATTERN_KEY = "_sliding_window_pattern"
 """1.2's spelling, which follows transformers 4.57; earlier versions write it without the underscore."""
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 def export_checkpoint(
-    checkpoint: Checkpoint, directory: Path, *, kv_fp8: bool = False, progress: Progress = silent
+    checkpoint: Checkpoint, directory: Path, *, kv_fp8: bool = False, progress: Progress = ignore_progress
 ) -> None:
     """Write TensorRT-LLM's config.json and rank{N}.safetensors for `checkpoint` into the existing `directory`.
 
