@@ -29,7 +29,7 @@ class Lane:
 
     def __init__(self, *, waits: bool = True, lock: Any = None) -> None:
         self.queue: list[Callable[[], object] | Event] = []
-        self._is_waiting, self._lock = waits, lock or nullcontext()
+        self._waits, self._lock = waits, lock or nullcontext()
 
     def put(self, work: Callable[[], object] | Event) -> None:
         with self._lock:
@@ -41,7 +41,7 @@ class Lane:
         return event
 
     def wait(self, event: Event) -> None:
-        if self._is_waiting:
+        if self._waits:
             self.put(event)
 
     def copy(self, pieces: Iterable[tuple[int, int, int]]) -> None:

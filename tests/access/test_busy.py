@@ -16,7 +16,7 @@ import grpc
 import httpx
 import pytest
 import websockets
-from core.has_channel import LinkedEngine
+from core.linked import LinkedEngine
 from fakes import FAKE_INFO, FakeTokenizer, make_core
 from google.rpc import error_details_pb2
 from serve.serving import details_of, request

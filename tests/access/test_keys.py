@@ -106,7 +106,7 @@ def test_a_tenant_takes_half_of_the_places_and_another_finds_room():
     held = []
 
     def take(tenant: str) -> bool:
-        place = gate.place(tenant)
+        place = gate.hold_place(tenant)
         try:
             place.__enter__()
         except Exception:
@@ -129,10 +129,10 @@ def test_refusals_tell_a_tenant_nothing_of_the_others():
         gate, own = Gate(1024, "calls"), 0
         with ExitStack() as held:
             for _ in range(others):
-                held.enter_context(gate.place(""))
+                held.enter_context(gate.hold_place(""))
             with pytest.raises(QueueFullError) as error:
                 while True:
-                    held.enter_context(gate.place("curious"))
+                    held.enter_context(gate.hold_place("curious"))
                     own += 1
         texts.add((str(error.value), error.value.retry_after_s))
         if others <= 64:

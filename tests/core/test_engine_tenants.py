@@ -185,9 +185,12 @@ async def test_long_texts_are_tokenized_beside_the_event_loop_a_few_at_a_time_an
     engine = await started()
     engine.tokenizer = slow = SlowTokenizer()
     long = "x" * (INLINE_CHARS + 1)
-    floods = [asyncio.ensure_future(engine.encode(text_request(f"f{i}", "flood", prompt=long))) for i in range(20)]
+    asked = [text_request(f"f{i}", "flood", prompt=long) for i in range(20)]
+    floods = [asyncio.ensure_future(engine.encode_long_prompt(request)) for request in asked]
+        asyncio.ensure_future(engine.encode_long_prompt(text_request(f"f{i}", "flood", prompt=long))) for i in range(20)
+    ]
     await asyncio.sleep(0)
-    polite = asyncio.ensure_future(engine.encode(text_request("p", "polite", prompt=long + "polite")))
+    polite = asyncio.ensure_future(engine.encode_long_prompt(text_request("p", "polite", prompt=long + "polite")))
     async with asyncio.timeout(60):
         while len(slow.begun) < 2:
             await asyncio.sleep(0.005)
@@ -198,7 +201,7 @@ async def test_long_texts_are_tokenized_beside_the_event_loop_a_few_at_a_time_an
     done = await asyncio.gather(*floods, return_exceptions=True)
     assert sum(isinstance(one, TextRequest) for one in done) == 19
     short = text_request("s")
-    assert await engine.encode(short) is short
+    assert await engine.encode_long_prompt(short) is short
     await engine.close()
 
 

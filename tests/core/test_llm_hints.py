@@ -11,7 +11,7 @@ from wicore_trt.types import CacheHints, CachePriority, SamplingParams
 
 def test_generate_stream_and_chat_pass_hints_on():
     llm = LLM.__new__(LLM)  # without an engine directory
-    llm._own(LoadedEngine(make_core(), FakeTokenizer(), FAKE_INFO))
+    llm._take_engine(LoadedEngine(make_core(), FakeTokenizer(), FAKE_INFO))
     seen, add = [], llm._core.add
     llm._core.add = lambda request: (seen.append(request.cache), add(request))
     params, hints = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True), CacheHints("s", CachePriority.HIGH, 5)

@@ -19,7 +19,7 @@ TOKENS = FakeTokenizer()
 
 def make_llm() -> LLM:
     llm = LLM.__new__(LLM)  # without an engine directory
-    llm._own(LoadedEngine(make_core(), TOKENS, FAKE_INFO))
+    llm._take_engine(LoadedEngine(make_core(), TOKENS, FAKE_INFO))
     return llm
 
 

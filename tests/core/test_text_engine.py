@@ -59,7 +59,7 @@ async def test_probabilities_of_a_prompt_arrive_whole_and_first():
     for count in (0, 4):
         asked = TextRequest("a", params(max_tokens=count, prompt_logprobs=2), prompt="a prompt")
         outputs = [output async for output in await engine.submit(asked)]
-        done = Completion.of(outputs)
+        done = Completion.from_outputs(outputs)
         assert done.prompt_logprobs == prompt_logprobs(TOKENIZER.encode("a prompt"), 2)
         assert (done.text, done.finish_reason) == (expected("a prompt", count), FinishReason.LENGTH)
     await engine.close()

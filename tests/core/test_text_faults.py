@@ -105,7 +105,7 @@ def test_a_stop_string_counts_only_after_min_tokens(first):
         outputs = []
         for i, token in enumerate(tokens, 1):
             last = FinishReason.LENGTH if i == len(tokens) else None
-            outputs.append(sequence.push(TokenOutput("key", 0, (token,), finish_reason=last, usage=Usage(1, i))))
+            outputs.append(sequence.push_output(TokenOutput("key", 0, (token,), finish_reason=last, usage=Usage(1, i))))
         shown = [output for output in outputs if output is not None]
         assert "".join(output.text for output in shown) == whole[: end if include else start], seed
         assert shown[-1].usage.completion_tokens == end, seed
@@ -119,6 +119,6 @@ def test_a_stop_string_found_at_the_token_limit_is_the_reason():
         byte_ids = frozenset({33})
 
     sequence = SequenceText("a", Bytes(), params(stop=("A",), max_tokens=2))
-    sequence.push(TokenOutput("key", 0, (34,), usage=Usage(1, 1)))
-    last = sequence.push(TokenOutput("key", 0, (33,), finish_reason=FinishReason.LENGTH, usage=Usage(1, 2)))
+    sequence.push_output(TokenOutput("key", 0, (34,), usage=Usage(1, 1)))
+    last = sequence.push_output(TokenOutput("key", 0, (33,), finish_reason=FinishReason.LENGTH, usage=Usage(1, 2)))
     assert (last.text, last.finish_reason, last.stop_reason) == ("", FinishReason.STOP, "A")

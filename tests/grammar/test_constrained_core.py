@@ -79,7 +79,7 @@ def test_what_finishes_satisfies_its_schema(seed: int, ahead: bool, tight: bool)
         assert output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), output.error
         if output.finish_reason is FinishReason.STOP:
             assert tokens[-1] == EOS
-            jsonschema.validate_request(json.loads(text_of(tokens)), schemas[name])
+            jsonschema.validate(json.loads(text_of(tokens)), schemas[name])
         else:
             assert len(tokens) == params.max_tokens
             follows(GRAMMARS, params.constraint, tokens)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from constrained import CharTokenizer, constrained_core
-from core.has_channel import engine_of, way  # noqa: F401 -- each test with an engine here and at the end of a link
+from core.linked import engine_of, way  # noqa: F401 -- each test with an engine here and at the end of a link
 from fakes import FAKE_INFO, VOCAB
 
 from wicore_trt.core.loop import EngineLoop
@@ -65,7 +65,7 @@ async def test_others_go_on_while_a_grammar_is_built() -> None:
     assert await asyncio.to_thread(slow.begun.wait, 60)
     other = await engine.submit(asking("b", SamplingParams(max_tokens=5, temperature=0.0)))
     await whole(other)
-    assert (await engine.stats()).requests_waiting == 1
+    assert (await engine.read_stats()).requests_waiting == 1
     slow.go.set()
     text, reason = await whole(stream)
     assert text in ("left", "right") and reason is FinishReason.STOP
@@ -76,7 +76,7 @@ async def test_an_abort_meanwhile_holds() -> None:
     slow = Slow()
     engine = await engine_over(slow)
     stream = await engine.submit(asking("a", SamplingParams(n=2, constraint=CHOICE.constraint)))
-    assert await engine.abort("a")
+    assert engine.abort_request("a")
     slow.go.set()
     assert {output.finish_reason async for output in stream} == {FinishReason.CANCELLED}
     await engine.close()

@@ -133,10 +133,10 @@ def test_kubernetes_knows_every_field():
     """Of its own kinds; InferencePool is the gateway API's."""
     own = [found for found in manifests() if found["kind"] != "InferencePool"]
     for found in own:
-        kubernetes_validate.validate_request(found, "1.34", strict=True)
+        kubernetes_validate.validate(found, "1.34", strict=True)
     own[0]["spec"]["nothingLikeIt"] = 1
     with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate_request(own[0], "1.34", strict=True)
+        kubernetes_validate.validate(own[0], "1.34", strict=True)
     assert len(own) == len(manifests()) - 1
 
 

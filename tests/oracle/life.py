@@ -86,7 +86,7 @@ class Life:
             self._add(tuple(tokens[: self.setup.max_context - 1]), SamplingParams(max_tokens=1, temperature=0.0))
         self._wait(-1)
         self._restart()
-        self.stack.find_tally()
+        self.stack.tally()
 
     def _wait(self, steps: int) -> None:
         if steps >= 0:
@@ -185,14 +185,14 @@ class Life:
         self.lone = None
         self._take(self.stack.core.abort_all())
         self.ledger.none_left()
-        self.stack.find_tally()
+        self.stack.tally()
         if self._unbroken(self.stack.close):
             self._reopen(engine, wall, spare, speeds)
 
     def _crash(self, engine: str | None = None, wall: int = 0, spare: dict | None = None, speeds=None) -> None:
         """The process is killed."""
         self.ledger.forget()
-        self.stack.find_tally()
+        self.stack.tally()
         self.stack.die()
         self.counts["crash"] += 1
         self._reopen(engine, wall, spare, speeds)

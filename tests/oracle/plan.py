@@ -182,7 +182,7 @@ class Planner:
         self.model = setup.model
         self.count = 0
         self.realms = self.rng.random() < 0.3
-        self.add_retry_hint = self.rng.random() < 0.4
+        self.hinted = self.rng.random() < 0.4
         self.picky = self.rng.random() < 0.5
         self.busy = self.rng.random() < 0.5
 
@@ -239,7 +239,7 @@ class Planner:
         if self.realms:
             values["salt"] = rng.choice(("", "", "a", "b"))
             values["tenant"] = rng.choice(("", "", "x", "y"))
-        if self.add_retry_hint and rng.random() < 0.5:
+        if self.hinted and rng.random() < 0.5:
             values["hints"] = CacheHints(
                 session=rng.choice(("", "s", "t")),
                 priority=rng.choice(tuple(CachePriority)),

@@ -292,7 +292,7 @@ class VirtualIoPool:
         op = DiskOperation(run, done, self._world.now + self._timeout_s)
         self._live[op] = None
         queue.append(op)
-        self._world.later(self._timeout_s, lambda: self._end_expired(op))
+        self._world.later(self._timeout_s, lambda: self._expire(op))
         self._serve()
         return True
 

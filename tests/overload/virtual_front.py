@@ -151,8 +151,8 @@ class PacedExecutor:
 class PacedCore(RequestCore):
     token_s, share = 0.0, 1.0
 
-    def outlook(self):
-        return replace(super().outlook(), token_s=self.token_s, share=self.share)
+    def make_outlook(self):
+        return replace(super().make_outlook(), token_s=self.token_s, share=self.share)
 
 
 @dataclass
@@ -180,7 +180,7 @@ class Site:
         self.remote, self._thread = RemoteEngine(), asyncio.Semaphore(2)
         info = replace(FAKE_INFO, max_context_tokens=CONTEXT, bos_token_id=2)
         self.engine = TextEngine(self.remote, WebTokenizer(), info, lambda constraint: None)
-        monkeypatch.setattr(self.engine._offload, "run", self._work)
+        monkeypatch.setattr(self.engine, "work", self._work)
         keys = KeyRing(KEYS)
         self.admission = Admission(keys, Gate(4096, "calls"), Rates())
         self.context = Context(self.admission, 1 << 20)

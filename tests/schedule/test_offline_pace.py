@@ -69,7 +69,7 @@ class Words(FakeTokenizer):
 
 def llm_over(core) -> LLM:
     llm = LLM.__new__(LLM)  # without an engine directory
-    llm._own(LoadedEngine(core, Words(), replace(FAKE_INFO, max_context_tokens=1 << 17)))
+    llm._take_engine(LoadedEngine(core, Words(), replace(FAKE_INFO, max_context_tokens=1 << 17)))
     return llm
 
 

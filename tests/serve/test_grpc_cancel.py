@@ -158,10 +158,10 @@ class FloodEngine:
     def turn(self, tenant: str, priority: int, size: int | None):
         return nullcontext()
 
-    async def encode(self, message: TextRequest) -> TextRequest:
+    async def encode_long_prompt(self, message: TextRequest) -> TextRequest:
         return message
 
-    def tally(self, tenant: str) -> Tally:
+    def find_tally(self, tenant: str) -> Tally:
         return Tally()
 
     async def submit(self, message: TextRequest) -> TextStream:
@@ -173,7 +173,7 @@ class FloodEngine:
         for i in range(self.count):
             token = i % 90 + 2
             last = i == self.count - 1
-            stream.push(
+            stream.push_output(
                 TokenOutput(
                     stream.request_id,
                     0,
@@ -187,7 +187,7 @@ class FloodEngine:
             self.pushed += 1
             await asyncio.sleep(0)
 
-    def forget(self, stream: TextStream) -> None: ...
+    def forget_stream(self, stream: TextStream) -> None: ...
 
 
 @pytest.mark.parametrize("alternatives", [0, 20])
