@@ -213,7 +213,7 @@ class Site:
         self.remote.connect(ours)
         link = host._links["1/"] = host_end._Link(host, "1/", theirs)
         link.channel.open()
-        link.send(Welcome("1/", FAKE_INFO, 1))
+        link.send_message(Welcome("1/", FAKE_INFO, 1))
         while self.remote.dead:
             await asyncio.sleep(0.001)
         self.link = link
@@ -228,7 +228,7 @@ class Site:
             try:
                 engine._take_inbox()
                 await asyncio.sleep(self.step_s())
-                engine._emit(self.core.step())
+                engine._emit_outputs(self.core.step())
             except RuntimeError as error:
                 with engine._wake:
                     engine._dead, engine._open = str(error), False
