@@ -187,8 +187,6 @@ async def test_long_texts_are_tokenized_beside_the_event_loop_a_few_at_a_time_an
     long = "x" * (INLINE_CHARS + 1)
     asked = [text_request(f"f{i}", "flood", prompt=long) for i in range(20)]
     floods = [asyncio.ensure_future(engine.encode_long_prompt(request)) for request in asked]
-        asyncio.ensure_future(engine.encode_long_prompt(text_request(f"f{i}", "flood", prompt=long))) for i in range(20)
-    ]
     await asyncio.sleep(0)
     polite = asyncio.ensure_future(engine.encode_long_prompt(text_request("p", "polite", prompt=long + "polite")))
     async with asyncio.timeout(60):
