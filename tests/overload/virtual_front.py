@@ -349,7 +349,7 @@ class Site:
                 raise grpc.aio.AbortError
 
         async def answer():
-            with self.admission.calls.place(who.tenant):
+            with self.admission.calls.hold_place(who.tenant):
                 await self.service.Generate(message, CallReply(Context(), call.call_id))
 
         task = asyncio.ensure_future(run_call(call, answer, Context()))

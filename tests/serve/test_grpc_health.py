@@ -146,7 +146,7 @@ async def test_one_address_takes_no_more_than_its_share_of_the_watches(monkeypat
         for watch in watches:
             await watch.read()
         assert (await asyncio.wait_for(failure(health.Watch(health_pb2.HealthCheckRequest())), 5))[0] is EXHAUSTED
-        with running.server._guard._watches.place("198.51.100.7"):
+        with running.server._guard._watches.hold_place("198.51.100.7"):
             assert (await health.Check(health_pb2.HealthCheckRequest())).status == 1
         for watch in watches:
             watch.cancel()
