@@ -248,7 +248,7 @@ def prefill_launch(
     )  # fmt: skip
 
 
-def segmented(whole: Launch, constants: Mapping[str, Any], segments: Segments, lse: Any) -> Launch:
+def leave_segments(whole: Launch, constants: Mapping[str, Any], segments: Segments, lse: Any) -> Launch:
     """`prefill_launch` of a kernel that leaves segments out, whose `out` is float32, and `lse` beside it."""
     assert constants["SEGMENTED"] and not whole.arguments["window"] and not segments.tokens % constants["BLOCK_K"]
     assert not (segments.rows % constants["BLOCK_M"] or segments.least % constants["BLOCK_M"])
@@ -256,7 +256,7 @@ def segmented(whole: Launch, constants: Mapping[str, Any], segments: Segments, l
     return whole._replace(arguments={**whole.arguments, "lse": lse, **sizes})
 
 
-def split(whole: Launch, constants: Mapping[str, Any], lse: Any, split_rows: int) -> Launch:
+def split_keys(whole: Launch, constants: Mapping[str, Any], lse: Any, split_rows: int) -> Launch:
     """`prefill_launch` of a kernel with splits, whose `out` is float32 [splits, split_rows, heads, D], as is `lse`
     [splits, split_rows, heads]."""
     assert not whole.arguments["window"]

@@ -62,7 +62,7 @@ def launches_dependents(target: str) -> bool:
     return int(target.removeprefix("sm")) >= FIRST_ARCHITECTURE
 
 
-def mode_of(function: str, target: str, *, crowds: bool = False) -> int:
+def find_mode(function: str, target: str, *, crowds: bool = False) -> int:
     """The mode of a kernel by the name of its function; `crowds`: it lies behind a kernel that fills the GPU."""
     if function not in IN_CHAINS or not launches_dependents(target):
         return ORDINARY

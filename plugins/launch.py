@@ -54,7 +54,7 @@ class ParameterBlock:
         self._addresses = (ctypes.c_void_p * len(codes))(*places)
         self.address = ctypes.addressof(self._addresses)
 
-    def fill(self, arguments: Mapping[str, Any]) -> None:
+    def fill_parameters(self, arguments: Mapping[str, Any]) -> None:
         """Raises ValueError for a name that is missing or too many, a value out of its type's range, or one that is not
         the multiple of 16 that the kernel was compiled for."""
         try:
@@ -66,10 +66,10 @@ class ParameterBlock:
                 return
         except (KeyError, struct.error, OverflowError):
             pass
-        raise ValueError(_misfit(self._kernel, arguments))
+        raise ValueError(_describe_misfit(self._kernel, arguments))
 
 
-def _misfit(kernel: CompiledKernel, arguments: Mapping[str, Any]) -> str:
+def _describe_misfit(kernel: CompiledKernel, arguments: Mapping[str, Any]) -> str:
     """What does not fit."""
     names = {name for name, _ in kernel.arguments}
     if names != {*arguments}:
@@ -121,12 +121,12 @@ class CudaLauncher:
         if prepared is None:
             prepared = blocks[id(kernel)] = _Prepared(kernel, ParameterBlock(kernel), (kernel.num_warps * WARP, 1, 1))
         parameters = prepared.parameters
-        parameters.fill(call.arguments)
+        parameters.fill_parameters(call.arguments)
         if 0 in call.grid:
             return
-        context = self._context()
+        context = self._find_context()
         if context != prepared.context:
-            prepared.function, prepared.context = self._function(kernel, context), context
+            prepared.function, prepared.context = self._find_function(kernel, context), context
         function = prepared.function
         if kernel.dependent:
             if prepared.config is None:
@@ -134,41 +134,43 @@ class CudaLauncher:
             config = prepared.config
             config.gridDimX, config.gridDimY, config.gridDimZ = call.grid
             config.hStream = stream
-            self._call("cuLaunchKernelEx", config, function, parameters.address, 0)
+            self._call_driver("cuLaunchKernelEx", config, function, parameters.address, 0)
             return
         block = prepared.block
-        self._call("cuLaunchKernel", function, *call.grid, *block, kernel.shared_bytes, stream, parameters.address, 0)
+        self._call_driver(
+            "cuLaunchKernel", function, *call.grid, *block, kernel.shared_bytes, stream, parameters.address, 0
+        )
 
-    def _context(self) -> int:
+    def _find_context(self) -> int:
         """Handle of the thread's current context."""
         if self._driver is None:
             self._driver = _cuda_driver()
-        context = int(self._call("cuCtxGetCurrent"))
+        context = int(self._call_driver("cuCtxGetCurrent"))
         if not context:
             raise EnvironmentUnfitError(
                 "No CUDA context is current on this thread.", fix="Create one first, for example by the framework."
             )
         return context
 
-    def _function(self, kernel: CompiledKernel, context: int) -> Any:
+    def _find_function(self, kernel: CompiledKernel, context: int) -> Any:
         with self._lock:
             known = self._digests.get(id(kernel))
             if known is None:  # the kernel is kept, so that its id stays its own
                 known = self._digests[id(kernel)] = (kernel, hashlib.blake2b(kernel.cubin, digest_size=16).digest())
             key = (context, known[1], kernel.symbol)
             if key not in self._functions:
-                self._functions[key] = self._load(kernel)
+                self._functions[key] = self._load_function(kernel)
             return self._functions[key]
 
-    def _load(self, kernel: CompiledKernel) -> Any:
-        module = self._call("cuModuleLoadData", kernel.cubin)
-        function = self._call("cuModuleGetFunction", module, kernel.symbol.encode())
+    def _load_function(self, kernel: CompiledKernel) -> Any:
+        module = self._call_driver("cuModuleLoadData", kernel.cubin)
+        function = self._call_driver("cuModuleGetFunction", module, kernel.symbol.encode())
         if kernel.shared_bytes > DEFAULT_SHARED:
             attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self._call("cuFuncSetAttribute", function, attribute, kernel.shared_bytes)
+            self._call_driver("cuFuncSetAttribute", function, attribute, kernel.shared_bytes)
         return function
 
-    def _call(self, name: str, *arguments: Any) -> Any:
+    def _call_driver(self, name: str, *arguments: Any) -> Any:
         """One driver function's value. Raises for any status but success."""
         status, *values = getattr(self._driver, name)(*arguments)
         if int(status) != 0:

@@ -101,7 +101,7 @@ class Tables(NamedTuple):
     rows: int
     length: int
 
-    def arguments(self) -> dict[str, Any]:
+    def table_arguments(self) -> dict[str, Any]:
         return {"tables": self.pointer, "table_length": self.length, "table_stride": self.length}
 
 
@@ -148,7 +148,7 @@ def copy_pages_launch(
         grid,
         {
             "pool": pool.pointer, "cache": cache[0], "copies": copies, "scales": pool.scales,
-            "cache_tokens": shape.tokens, "layers": shape.layers, **tables.arguments(), **pages.strides(),
+            "cache_tokens": shape.tokens, "layers": shape.layers, **tables.table_arguments(), **pages.strides(),
             **shape.strides(),
         },
     )  # fmt: skip
@@ -179,7 +179,7 @@ def kv_write_launch(
     steps = {"k_token": row, "k_head": shape.head_dim, "v_token": row, "v_head": shape.head_dim}
     pointers = {"k": k, "v": v, "pool": pool.pointer, "positions": positions, "sequences": sequences}
     grid = (div_ceil(tokens, constants["BLOCK"]), shape.kv_heads, 1)
-    return Launch(grid, {**pointers, "tokens": tokens, **tables.arguments(), **steps, **strides})
+    return Launch(grid, {**pointers, "tokens": tokens, **tables.table_arguments(), **steps, **strides})
 
 
 def attention_launch(
@@ -205,6 +205,6 @@ def attention_launch(
             "q": q, "out": out, "pool": pool.pointer, "cu_seqlens": slices.cu_seqlens,
             "first_positions": slices.first_positions, "softmax_scale": softmax_scale, "window": window,
             "n_sequences": tables.rows, "q_token": row, "q_head": shape.head_dim, "out_token": row,
-            "out_head": shape.head_dim, **tables.arguments(), **strides,
+            "out_head": shape.head_dim, **tables.table_arguments(), **strides,
         },
     )  # fmt: skip

@@ -78,7 +78,7 @@ _SM90: dict[tuple[int, int, str, bool], tuple[tuple[int, ...], ...]] = {
 }  # fmt: skip
 
 
-def _measured(
+def _read_measured(
     target: str, table: dict[tuple[int, int, str, bool], tuple[tuple[int, ...], ...]]
 ) -> dict[Key, LinearConfig]:
     found: dict[Key, LinearConfig] = {}
@@ -90,25 +90,25 @@ def _measured(
     return found
 
 
-MEASURED = _measured("sm90", _SM90)
+MEASURED = _read_measured("sm90", _SM90)
 
 
-def bucket_of(tokens: int) -> int:
+def find_bucket(tokens: int) -> int:
     """The smallest bucket that holds `tokens` rows, or the largest one."""
     return next((b for b in BUCKETS if tokens <= b), BUCKETS[-1])
 
 
-def key_of(target: str, shape: LinearShape, tokens: int) -> Key:
+def config_key(target: str, shape: LinearShape, tokens: int) -> Key:
     kind = f"w{8 * ITEM_BYTES[shape.weights.storage]}{'x8' if shape.fp8_input else ''}"
-    return (target, shape.n, shape.k, kind, shape.geglu, bucket_of(tokens))
+    return (target, shape.n, shape.k, kind, shape.geglu, find_bucket(tokens))
 
 
 def linear_config(target: str, shape: LinearShape, tokens: int) -> LinearConfig:
     """The measured configuration, or one by rule."""
-    return MEASURED.get(key_of(target, shape, tokens)) or by_rule(shape, bucket_of(tokens))
+    return MEASURED.get(config_key(target, shape, tokens)) or choose_by_rule(shape, find_bucket(tokens))
 
 
-def by_rule(shape: LinearShape, bucket: int) -> LinearConfig:
+def choose_by_rule(shape: LinearShape, bucket: int) -> LinearConfig:
     """Blocks that keep 16 KiB or more of weights on their way per SM, and enough programs for every SM.
 
     One row needs no matrix unit. E4M3 weights are widened in registers: from 64 weight rows and 4 warps on, sm90 would

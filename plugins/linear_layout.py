@@ -83,16 +83,16 @@ class LinearConfig:
         else:
             assert self.columns >= 8 and self.block_n >= 16 and self.block_k >= 32
 
-    def name(self) -> str:
+    def short_name(self) -> str:
         """Short and unique."""
         text = f"{self.kind[0]}{self.block_n}x{self.block_k}"
         text += f"c{self.columns}s{self.splits}" if self.kind == MATRIX else f"u{self.unroll}"
         return text + f"w{self.num_warps}p{self.num_stages}" + ("" if self.evict_first else "n")
 
-    def tiles(self, shape: LinearShape, tokens: int) -> int:
-        return self.blocks(shape) * div_ceil(tokens, self.columns)
+    def count_tiles(self, shape: LinearShape, tokens: int) -> int:
+        return self.count_blocks(shape) * div_ceil(tokens, self.columns)
 
-    def blocks(self, shape: LinearShape) -> int:
+    def count_blocks(self, shape: LinearShape) -> int:
         """Programs along the output's columns."""
         return div_ceil(shape.n, self.block_n)
 
@@ -129,7 +129,7 @@ def partials_bytes(shape: LinearShape, config: LinearConfig, tokens: int) -> int
     """Scratch of a launch in bytes; 0 without splits."""
     if config.splits == 1:
         return 0
-    return 4 * config.splits * config.tiles(shape, tokens) * config.block_n * config.columns
+    return 4 * config.splits * config.count_tiles(shape, tokens) * config.block_n * config.columns
 
 
 def linear_launch(
@@ -140,10 +140,10 @@ def linear_launch(
     arguments = {"x": arrays.x, "w": arrays.w, "out": arrays.out, "w_scale": arrays.w_scale, "alpha": alpha}
     if config.kind == VECTOR:
         assert tokens in (0, 1), "the vector kernel takes one row"
-        return Launch((config.blocks(shape) * tokens, 1, 1), arguments)
+        return Launch((config.count_blocks(shape) * tokens, 1, 1), arguments)
     more = {"x_scale": arrays.x_scale, "partials": arrays.partials, "counters": arrays.counters}
     more |= {"largest": arrays.largest, "tokens": tokens}
-    return Launch((config.tiles(shape, tokens), config.splits, 1), {**arguments, **more})
+    return Launch((config.count_tiles(shape, tokens), config.splits, 1), {**arguments, **more})
 
 
 def quantize_launch(constants: Mapping[str, Any], x: Any, out: Any, x_scale: Any, largest: Any, tokens: int) -> Launch:

@@ -35,8 +35,8 @@ def between(
     unread = Unread(memory.results[0], [*range(size.decode.rows)])
     parts: dict[str, Callable[[], object]] = {
         "graph": graph,
-        "upload": lambda: block._send(end),  # noqa: SLF001 -- the parts of a step are nobody else's
-        "token ids": lambda: block._read(unread, offsets),  # noqa: SLF001
+        "upload": lambda: block._send_block(end),  # noqa: SLF001 -- the parts of a step are nobody else's
+        "token ids": lambda: block._copy_unread(unread, offsets),  # noqa: SLF001
         "results": lambda: host.copy_(memory.results, non_blocking=True),
         "event": device.record,
     }

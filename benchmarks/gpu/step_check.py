@@ -20,10 +20,10 @@ from benchmarks.gpu.step_overlap import overlapping, replay_problems
 from wicore_trt.arithmetic import first_visible_page
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.backends.torch.weights import fuse
-from wicore_trt.backends.triton.compile import compiled_table
+from wicore_trt.backends.triton.compile import compile_table
 from wicore_trt.backends.triton.executor import Loading, TritonExecutor
 from wicore_trt.backends.triton.table import EngineShape, KernelTable
-from wicore_trt.backends.triton.weights import placed_constants
+from wicore_trt.backends.triton.weights import place_constants
 from wicore_trt.checkpoint.names import Role, unified_tensors, weight_scale_name
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL, Gemma3Spec
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
@@ -109,7 +109,7 @@ def check_step(
         batch_invariant=case.invariant,
     )
     loading = Loading(
-        shape, table, 512, lambda positions: placed_constants(fuse(engine, spec), shape, positions, device)
+        shape, table, 512, lambda positions: place_constants(fuse(engine, spec), shape, positions, device)
     )
     mine = TritonExecutor(loading, settings, device)
     cpu = ExecutorOptions(device="cpu", kernels="torch", page_tokens=PAGE_TOKENS, kv_pages=settings.kv_pages)
@@ -121,7 +121,7 @@ def check_step(
 
 @lru_cache
 def _table(shape: EngineShape, target: str) -> KernelTable:
-    return compiled_table(shape, target)
+    return compile_table(shape, target)
 
 
 def _weights(spec: Gemma3Spec, case: StepCase) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -53,7 +53,7 @@ def captured(executor: TritonExecutor, size: RowPlan, launcher: Launcher | None 
     def work() -> None:
         kept, executor.model = executor.model, model
         try:
-            executor.run(executor.block.padded(size))
+            executor.run(executor.block.padded_arrays(size))
         finally:
             executor.model = kept
 

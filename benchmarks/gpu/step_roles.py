@@ -76,7 +76,7 @@ def role_times(
     def step(launcher: Launcher) -> Callable[[], None]:
         def run() -> None:
             ops = TritonOps(replace(model, launcher=launcher), arrays)
-            ops.greedy(forward(ops, executor.spec))
+            ops.choose_greedy(forward(ops, executor.spec))
 
         return run
 
@@ -97,7 +97,7 @@ def role_times(
         role = row["role"].split(".")[0]
         rate = ""
         if role in LINEARS:
-            row["bytes_per_s"] = model.shape.linear(role).weight_bytes * row["launches"] / row["ms"] * 1e3
+            row["bytes_per_s"] = model.shape.linear_shape(role).weight_bytes * row["launches"] / row["ms"] * 1e3
             rate = f"  {row['bytes_per_s'] / 1e12:.2f} TB/s"
         each = 1e3 * row["ms"] / row["launches"]
         say(f"    {row['role']:<18} {row['launches']:>3} x {each:8.2f} us = {row['ms']:7.3f} ms{rate}  {row['kernel']}")

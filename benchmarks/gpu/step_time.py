@@ -38,7 +38,7 @@ from wicore_trt.backends.triton.executor import Loading, TritonExecutor
 from wicore_trt.backends.triton.roles import LINEARS
 from wicore_trt.backends.triton.rows import decode_plan, plan_rows
 from wicore_trt.backends.triton.table import DECODE_BUCKETS, EngineShape, KernelTable
-from wicore_trt.backends.triton.weights import dummy_weights, finished
+from wicore_trt.backends.triton.weights import finish_constants, make_dummy_weights
 from wicore_trt.kv.sizing import MODELS, builtin_spec
 from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
@@ -124,12 +124,12 @@ class Measurement:
     def run(self) -> dict[str, Any]:
         args, device = self.args, CudaDevice()
         measured = dict(triton_table.CROSSOVER.get(device.target, triton_table.DEFAULT_CROSSOVER))
-        if args.crossover is not None:
-            measured |= {"16-bit": args.crossover, "fp8": args.crossover}
-        if args.crossover8 is not None:
-            measured["fp8 rows"] = args.crossover8
-        if args.float32_results is not None:
-            measured["float32 results"] = args.float32_results
+        if args.most_kernel_rows is not None:
+            measured |= {"16-bit": args.most_kernel_rows, "fp8": args.most_kernel_rows}
+        if args.most_narrow_rows is not None:
+            measured["fp8 rows"] = args.most_narrow_rows
+        if args.most_float32_rows is not None:
+            measured["float32 results"] = args.most_float32_rows
         if args.fast_sums is not None:
             triton_products.FAST_SUMS = args.fast_sums
         triton_table.CROSSOVER[device.target] = measured
@@ -188,8 +188,8 @@ class Measurement:
         def constants(positions: int) -> Any:
             nonlocal read
             begun = time.monotonic()
-            weights = dummy_weights(shape, device.torch_device)
-            made = finished(shape, weights, positions, device)
+            weights = make_dummy_weights(shape, device.torch_device)
+            made = finish_constants(shape, weights, positions, device)
             unique = {t.data_ptr(): t.nbytes for t in weights.values()}
             read = sum(unique.values())  # a tied embedding is the head; its few embedded rows do not count
             device.synchronize()
@@ -206,9 +206,9 @@ class Measurement:
         return executor, read
 
     def table(self, target: str) -> KernelTable:
-        from wicore_trt.backends.triton.compile import compiled_table
+        from wicore_trt.backends.triton.compile import compile_table
 
-        return compiled_table(self.shape, target, self.args.workers)
+        return compile_table(self.shape, target, self.args.workers)
 
     def batch(self, executor: TritonExecutor, count: int, tokens: int, start: int) -> StepBatch:
         """`count` sequences of `tokens` new tokens behind `start` ones, on pages of their own."""
@@ -252,7 +252,7 @@ class Measurement:
         if result.failed:
             say(f"B={count}: {len(result.failed)} sequences have logits that are not finite")
         if not args.no_roles:
-            row["roles"] = role_times(executor, executor.block.padded(decode_plan(bucket)), args.repeats, say)
+            row["roles"] = role_times(executor, executor.block.padded_arrays(decode_plan(bucket)), args.repeats, say)
         return row
 
     def overlap(self, executor: TritonExecutor, batch: StepBatch, bucket: int) -> dict[str, Any]:
@@ -281,11 +281,11 @@ class Measurement:
             wall.append(time.monotonic() - begun)
         device = executor.device
         with device.active(), torch.inference_mode():
-            arrays = executor.block.upload(executor.inputs(batch.slices), plan_rows([self.args.prefill]))
+            arrays = executor.block.upload_step(executor.make_inputs(batch.slices), plan_rows([self.args.prefill]))
             graph = device.capture(lambda: executor.run(arrays))
         captured = events(executor, graph, 7)
         spec = self.shape.spec
-        per_token = sum(self.shape.linear(r).weight_rows * self.shape.linear(r).k for r in LINEARS[:4])
+        per_token = sum(self.shape.linear_shape(r).weight_rows * self.shape.linear_shape(r).k for r in LINEARS[:4])
         flops = 2 * per_token * spec.num_layers * self.args.prefill
         say(
             f"prefill of {self.args.prefill}: {1e3 * median(wall):.2f} ms wall, {captured:.2f} ms on the GPU alone, "

@@ -76,9 +76,9 @@ class Drawing(DeviceSampler):
         self._rows, self._vocab = rows, VOCAB
         self._staging = [torch.zeros(rows * sum(WORDS.values()), dtype=torch.int32) for _ in range(2)]
 
-    def enqueue(self, rows: int, drawn: Any) -> None:
+    def draw_rows(self, rows: int, drawn: Any) -> None:
         self._staging.reverse()
-        self._fill(rows, drawn)
+        self._fill_parameters(rows, drawn)
 
 
 class HostSide(TritonExecutor):

@@ -82,4 +82,4 @@ def _name(shape: LinearShape, config: LinearConfig, native: bool) -> str:
     kind = FLOAT_TYPES[shape.dtype] + ("_x8" if shape.fp8_input else "") + ("_w8" if shape.weights.quantized else "")
     kind += ("_geglu" if shape.geglu else "") + ("_largest" if shape.largest else "")
     bits = "" if native or not shape.weights.quantized else "_bits"
-    return f"linear_{kind}_{FLOAT_TYPES[shape.out]}{bits}_{shape.n}x{shape.k}_{config.name()}"
+    return f"linear_{kind}_{FLOAT_TYPES[shape.out]}{bits}_{shape.n}x{shape.k}_{config.short_name()}"

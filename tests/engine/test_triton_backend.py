@@ -175,7 +175,9 @@ def test_every_model_has_kernels_for_every_number_of_rows(target: str, dtype: st
         for p in planned:
             largest[str(p.role)] = max(largest.get(str(p.role), 0), p.bucket)
         for role in LINEARS:
-            assert largest[role] >= min(shape.crossover(target, role), 128) and largest[f"{role}.invariant"] == ANY
+            assert (
+                largest[role] >= min(shape.most_kernel_rows(target, role), 128) and largest[f"{role}.invariant"] == ANY
+            )
         others = {r: b for r, b in largest.items() if r.split(".")[0] not in LINEARS}
         assert {*others.values()} == {ANY}
         assert ("add_norm.fp8" in others) == (dtype == "fp8" and target != "sm80")
@@ -194,19 +196,23 @@ def test_roles_keep_the_spelling_of_engines_built_before() -> None:
 def test_products_by_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = builtin_spec("gemma3-270m")
     wide, fp8 = EngineShape(spec, "bfloat16", BF16, "bfloat16", 32), EngineShape(spec, "bfloat16", FP8, "fp8", 32)
-    assert [wide.product("sm89", "qkv", n) for n in (16, 17)] == [KERNEL, MM16]
+    assert [wide.choose_product("sm89", "qkv", n) for n in (16, 17)] == [KERNEL, MM16]
     half = replace(wide, dtype="float16")
-    assert [half.product("sm89", "qkv", 17), wide.product("sm89", "head", 17)] == [MM, MM], "may overflow; logits"
-    assert [fp8.product("sm89", "qkv", n) for n in (64, 65)] == [KERNEL, SCALED_MM]
-    assert [fp8.product("sm89", "head", n) for n in (16, 17)] == [KERNEL, MM]
+    assert [half.choose_product("sm89", "qkv", 17), wide.choose_product("sm89", "head", 17)] == [MM, MM], (
+        "may overflow; logits"
+    )
+    assert [fp8.choose_product("sm89", "qkv", n) for n in (64, 65)] == [KERNEL, SCALED_MM]
+    assert [fp8.choose_product("sm89", "head", n) for n in (16, 17)] == [KERNEL, MM]
     monkeypatch.setitem(CROSSOVER, "sm90", {"16-bit": 24, "fp8": 8, "fp8 rows": 32})
-    assert [fp8.product("sm90", "qkv", n) for n in (8, 9, 32, 33)] == [KERNEL, KERNEL8, KERNEL8, SCALED_MM]
-    assert [wide.product("sm90", "qkv", n) for n in (24, 25)] == [KERNEL, MM16]
+    assert [fp8.choose_product("sm90", "qkv", n) for n in (8, 9, 32, 33)] == [KERNEL, KERNEL8, KERNEL8, SCALED_MM]
+    assert [wide.choose_product("sm90", "qkv", n) for n in (24, 25)] == [KERNEL, MM16]
     monkeypatch.setitem(CROSSOVER, "sm90", {"float32 results": 100})
-    assert [wide.product("sm90", "qkv", n) for n in (16, 17, 100, 101)] == [KERNEL, MM, MM, MM16]
+    assert [wide.choose_product("sm90", "qkv", n) for n in (16, 17, 100, 101)] == [KERNEL, MM, MM, MM16]
     monkeypatch.setitem(CROSSOVER, "sm90", {"float32 results": ANY})
-    assert wide.product("sm90", "qkv", ANY) == MM and not any(".r16" in str(p.role) for p in list_kernels(wide, "sm90"))
-    assert fp8.product("sm80", "down", 4096) == KERNEL
+    assert wide.choose_product("sm90", "qkv", ANY) == MM and not any(
+        ".r16" in str(p.role) for p in list_kernels(wide, "sm90")
+    )
+    assert fp8.choose_product("sm80", "down", 4096) == KERNEL
 
 
 @pytest.mark.long

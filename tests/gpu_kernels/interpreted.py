@@ -246,7 +246,7 @@ class AddressLauncher:
         self._tensors = tensors
 
     def launch(self, kernel: CompiledKernel, call: Launch, stream: int) -> None:
-        ParameterBlock(kernel).fill(call.arguments)
+        ParameterBlock(kernel).fill_parameters(call.arguments)
         function = {f.__name__: f for f in (copy_pages, slide, kv_write, paged_attention)}[kernel.symbol]
         arguments = dict(call.arguments)
         for name, type_ in kernel.arguments:

@@ -19,7 +19,7 @@ from wicore_trt.kv.sizing import builtin_spec  # noqa: E402
 from wicore_trt.plugins import aot  # noqa: E402
 from wicore_trt.plugins.aot import KernelSpec  # noqa: E402
 from wicore_trt.plugins.decode_layout import DecodeConfig, PrefillConfig  # noqa: E402
-from wicore_trt.plugins.dependent import ALONE, IN_CHAINS, IN_TURN, ORDINARY, mode_of  # noqa: E402
+from wicore_trt.plugins.dependent import ALONE, IN_CHAINS, IN_TURN, ORDINARY, find_mode  # noqa: E402
 from wicore_trt.plugins.kernels import step_specs  # noqa: E402
 from wicore_trt.plugins.kernels.fast_attention_specs import (  # noqa: E402
     add_splits_spec,
@@ -108,7 +108,7 @@ def built(spec: KernelSpec, target: str, monkeypatch: pytest.MonkeyPatch) -> tup
 
 
 def in_turn(spec: KernelSpec, target: str = "sm90") -> KernelSpec:
-    return replace(spec, dependent=mode_of(spec.function.__name__, target))
+    return replace(spec, dependent=find_mode(spec.function.__name__, target))
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
@@ -129,7 +129,7 @@ def test_nothing_of_other_kernels_is_touched_before_the_wait(
 
 def test_behind_a_kernel_that_fills_the_gpu_a_linear_is_launched_ordinarily(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = linear_spec(PLAIN, SPLIT, "sm90")
-    mode = mode_of(spec.function.__name__, "sm90", crowds=True)
+    mode = find_mode(spec.function.__name__, "sm90", crowds=True)
     kernel, ptx = built(replace(spec, dependent=mode), "sm90", monkeypatch)
     assert mode == ALONE and not kernel.dependent and "griddepcontrol.launch_dependents;" in ptx
 
@@ -169,7 +169,7 @@ def test_every_kernel_of_a_chain_was_looked_at() -> None:
 
 @pytest.mark.parametrize("target", ["sm80", "sm89"])
 def test_older_gpus_have_none_of_it(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {mode_of(name, target) for name in IN_CHAINS} == {ORDINARY}
+    assert {find_mode(name, target) for name in IN_CHAINS} == {ORDINARY}
     shape = LinearShape(64, 64, "float16", FP16, "float16")
     for spec in (linear_spec(shape, VECTOR, target), SPECS[4]):
         kernel, ptx = built(in_turn(spec, target), target, monkeypatch)
@@ -187,6 +187,6 @@ def test_newer_gpus_wait_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_embedding_begins_a_chain() -> None:
     spec = step_specs.embed_norm_spec(NormShape(640, "bfloat16"), 4)
-    assert mode_of(spec.function.__name__, "sm90") == ORDINARY
+    assert find_mode(spec.function.__name__, "sm90") == ORDINARY
     with pytest.raises(AssertionError, match="does not wait"):
         aot.compile_kernel(replace(spec, dependent=IN_TURN), "sm90")

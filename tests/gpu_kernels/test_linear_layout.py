@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from wicore_trt.plugins.linear_configs import BUCKETS, bucket_of, linear_config  # noqa: E402
+from wicore_trt.plugins.linear_configs import BUCKETS, find_bucket, linear_config  # noqa: E402
 from wicore_trt.plugins.linear_layout import (  # noqa: E402
     LinearArrays,
     LinearConfig,
@@ -46,8 +46,8 @@ def test_every_bucket_has_a_configuration(weights: WeightFormat, geglu: bool) ->
                 config = linear_config("sm90", shape, tokens)
                 check_config(shape, config)
                 linear_launch(shape, config, LinearArrays(1, 2, 3), tokens)
-                assert config == linear_config("sm90", shape, bucket_of(tokens))
-    assert bucket_of(1) == 1 and bucket_of(9) == 16 and bucket_of(10**6) == BUCKETS[-1]
+                assert config == linear_config("sm90", shape, find_bucket(tokens))
+    assert find_bucket(1) == 1 and find_bucket(9) == 16 and find_bucket(10**6) == BUCKETS[-1]
 
 
 def test_geglu_never_overflows_float16() -> None:

@@ -227,7 +227,7 @@ def test_the_kernels_compile(pool: PoolShape, heads: int, target: str) -> None:
     assert [call.grid for call in calls] == [(9 if pool is LARGE else 5, pool.kv_heads, 9), (9, 1, 1)]
     for spec, call in zip(specs, calls, strict=True):
         kernel = aot.compile_kernel(spec, target)
-        ParameterBlock(kernel).fill(call.arguments)
+        ParameterBlock(kernel).fill_parameters(call.arguments)
         assert kernel.shared_bytes <= 48 * 1024 and not kernel.dependent
 
 

@@ -67,7 +67,7 @@ def divided(case: Case, problem: Any) -> torch.Tensor:
     )
     tables = Tables(problem.tables, *problem.tables.shape)
     call = decode_layout.prefill_launch(spec.constants, (problem.q, sums), pool, tables, slices, case.head_dim**-0.5, 0)
-    interpreted.launch(spec, decode_layout.segmented(call, spec.constants, SMALL, lse))
+    interpreted.launch(spec, decode_layout.leave_segments(call, spec.constants, SMALL, lse))
     gather = specs.gather_spec(shape, case.dtype, "sm90")
     adding = specs.add_segment_spec(shape, case.dtype, case.heads)
     out = torch.full((total + 5, width), 77.0, dtype=problem.q.dtype)
@@ -131,7 +131,7 @@ def split(case: Case, problem: Any, config: PrefillConfig, rows: int) -> torch.T
         case.head_dim**-0.5,
         0,
     )
-    interpreted.launch(spec, decode_layout.split(call, spec.constants, lse, rows))
+    interpreted.launch(spec, decode_layout.split_keys(call, spec.constants, lse, rows))
     assert not lse[:, :total].isnan().any() or (problem.tables < 0).any()
     out = torch.full((total + 5, width), 77.0, dtype=problem.q.dtype)
     interpreted.launch(adding, decode_layout.add_splits_launch(adding.constants, (sums, lse), rows, out, total))

@@ -73,7 +73,7 @@ CALLS = {
 def test_step_kernel_compiles(name: str, target: str) -> None:
     spec, call = CALLS[name]
     kernel = aot.compile_kernel(spec, target)
-    ParameterBlock(kernel).fill(call.arguments)
+    ParameterBlock(kernel).fill_parameters(call.arguments)
     assert min(call.grid) > 0 and kernel.shared_bytes <= 48 * 1024
     if "norm" in name:
         # A reduction's few words only: a row that changed its layout would pass through shared memory as a whole.

@@ -25,7 +25,7 @@ from wicore_trt.backends.triton.inputs import StepBlock
 from wicore_trt.backends.triton.memory import StepLimits, StepMemory
 from wicore_trt.backends.triton.ops import StepArrays, TritonModel, TritonOps, Value
 from wicore_trt.backends.triton.rows import RowPlan, decode_plan, make_plan
-from wicore_trt.backends.triton.segments import segment_attention
+from wicore_trt.backends.triton.segments import make_segment_attention
 from wicore_trt.backends.triton.table import EngineShape
 from wicore_trt.checkpoint.names import kv_scale_name
 from wicore_trt.kv.sequence_pages import STAMPS
@@ -141,7 +141,7 @@ class Bench:
             table, specs = specs_of(engine, target)
             specs_of.cache_clear()
             invariant = shape.invariant
-            segments = None if invariant else segment_attention(engine, table, limits, self.device.empty)
+            segments = None if invariant else make_segment_attention(engine, table, limits, self.device.empty)
             spare = segments.segments.rows if segments else 0
             memory = StepMemory(engine, table, limits, self.device.empty, invariant=invariant, spare_queries=spare)
         pages = 4 + ROWS * (-(-shape.context // shape.page_tokens) + 3)
@@ -260,10 +260,10 @@ class Bench:
         if padded:
             size = self.padding(pieces)
             self.block.upload_padded(ordered, plan, size, self.layout.num_pages)
-            arrays, begin = self.block.padded(size), size.decode.rows
+            arrays, begin = self.block.padded_arrays(size), size.decode.rows
         else:
             inputs = StepInputs.from_batch(StepBatch(ordered), self.layout, GROUPS)
-            arrays, begin = self.block.upload(inputs, plan), plan.decode.rows
+            arrays, begin = self.block.upload_step(inputs, plan), plan.decode.rows
         rows: dict[int, slice] = {}
         at = begin
         for number, i in enumerate(order):
@@ -277,7 +277,7 @@ class Bench:
     ) -> list[torch.Tensor]:
         ops, full = TritonOps(self.model, arrays), products.full_attention
         self.launcher.more = []
-        q = ops._queries(layer)
+        q = ops._query_rows(layer)
         for i, place in rows.items():
             q[place] = queries[i].flatten(1)
 

@@ -71,7 +71,7 @@ class Step:
         return cls(bench, rng, pieces, layer, kv, cast, padded)
 
     def found(self) -> list[torch.Tensor]:
-        return self.bench.step(self.pieces, self.layer, padded=self.padded, queries=self.queries)
+        return self.bench.step(self.pieces, self.layer, padded=self.padded_arrays, queries=self.queries)
 
     def errors(self, found: list[torch.Tensor]) -> list[float]:
         """The largest of each piece, in units of what may be."""
@@ -84,7 +84,7 @@ class Step:
 
     def _count(self, piece: Piece, way: str) -> None:
         ways, s = self.bench.ways, self.bench.shape.segments
-        ways[way + (" padded" if self.padded else "")] += 1
+        ways[way + (" padded" if self.padded_arrays else "")] += 1
         if way != "large" or self.bench.model.segments is None or not s.dense_rows(piece.start, piece.tokens):
             return
         spans, rows = [*s.spans(piece.start)], s.dense_rows(piece.start, piece.tokens)
@@ -133,7 +133,7 @@ def apart(step: Step) -> int:
     Of few rows that programs share keys for, only the padding makes no difference."""
     bench, rng, found = step.bench, step.rng, step.found()
     if not bench.shape.invariant:
-        if LAYERS[step.layer] == LOCAL or not step.padded:
+        if LAYERS[step.layer] == LOCAL or not step.padded_arrays:
             return 0
         again = bench.step(step.pieces, step.layer, padded=False, queries=step.queries)
         several = [(a, b) for a, b, p in zip(found, again, step.pieces, strict=True) if p.tokens > 1]
@@ -156,7 +156,7 @@ def apart(step: Step) -> int:
 def run(bench: Bench, rng: random.Random) -> None:
     step = Step.random(bench, rng)
     errors = step.errors(step.found())
-    assert max(errors) <= 1, (errors, step.layer, step.padded, step.pieces, bench.shape)
+    assert max(errors) <= 1, (errors, step.layer, step.padded_arrays, step.pieces, bench.shape)
     bench.ways["worst"] = max(bench.ways["worst"], int(100 * max(errors)))
     if rng.random() < 0.3:
         bench.ways["same bits"] += apart(step)

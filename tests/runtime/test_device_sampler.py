@@ -69,23 +69,23 @@ def test_draws_are_the_samplers(executor: Any) -> None:
     want = [t.token_ids[0] for t in Sampler().sample(logits[:6], rows).sampled]
     drawn = {r: s for r, s in enumerate(rows) if not s.params.greedy}  # type: ignore[union-attr]
     executor.memory.results.fill_(-7)
-    executor.sampler.drawing.enqueue(6, drawn)
+    executor.sampler.drawing.draw_rows(6, drawn)
     assert tokens(executor, 6) == want
     unread = {r: structs.replace(s, token_ids=[UNREAD]) for r, s in drawn.items()}
-    executor.sampler.drawing.enqueue(6, unread)
+    executor.sampler.drawing.draw_rows(6, unread)
     assert tokens(executor, 6) == want
     row, piece = random.choice(list(drawn.items()))
     logits[0] = logits[row].clone()
-    executor.sampler.drawing.enqueue(1, {0: piece})
+    executor.sampler.drawing.draw_rows(1, {0: piece})
     assert tokens(executor, 1) == [want[row]]
 
 
 def test_parameters_of_two_steps_lie_apart(executor: Any) -> None:
     """The device may still read the first step's when the second's are written."""
     sampler = executor.sampler.drawing
-    sampler.enqueue(1, {0: asking(0, DRAWN[0])})
+    sampler.draw_rows(1, {0: asking(0, DRAWN[0])})
     first, before = sampler._staging[0], sampler._staging[0].clone()
-    sampler.enqueue(1, {0: asking(0, DRAWN[2])})
+    sampler.draw_rows(1, {0: asking(0, DRAWN[2])})
     assert torch.equal(first, before)
 
 
@@ -117,10 +117,10 @@ def test_filters_that_leave_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None
     logits = executor.memory.logits
     logits.copy_(torch.randn(logits.shape) * 0.1)
     want = [t.token_ids[0] for t in Sampler().sample(logits[:4], rows).sampled]
-    wide, launched = executor.model.table.entries(DRAW_WIDE)[0].kernel.name, executor.model.launcher.launched
-    executor.sampler.drawing.enqueue(4, {r: s for r, s in enumerate(rows) if not s.params.greedy})  # type: ignore
+    wide, launched = executor.model.table.role_entries(DRAW_WIDE)[0].kernel.name, executor.model.launcher.launched
+    executor.sampler.drawing.draw_rows(4, {r: s for r, s in enumerate(rows) if not s.params.greedy})  # type: ignore
     assert tokens(executor, 4) == want and launched.count(wide) == 1
-    executor.sampler.drawing.enqueue(1, {0: asking(0, DRAWN[0])})
+    executor.sampler.drawing.draw_rows(1, {0: asking(0, DRAWN[0])})
     assert launched.count(wide) == 1, "rows without filters need no such kernel"
 
 

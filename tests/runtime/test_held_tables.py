@@ -49,7 +49,7 @@ class Mirror:
 
     def _fail(self) -> None:
         """A step did not get to the device as a whole: nothing of what lies there is good."""
-        self.block.forget()
+        self.block.forget_tables()
         self.block._held.on_device.fill_(POISON)
         self.counts["failed"] += 1
 
@@ -68,10 +68,10 @@ class Mirror:
         for memory in (self.block._block, *self.block._hosts):
             memory.fill_(POISON)
         if self.rng.random() < 0.02:
-            take, self.block._take = self.block._take, lambda *_: 1 // 0  # type: ignore[assignment, method-assign]
+            take, self.block._apply_update = self.block._apply_update, lambda *_: 1 // 0  # type: ignore[assignment, method-assign]
             with pytest.raises(ZeroDivisionError):
                 self.block.upload_padded(slices, plan, size, self.layout.num_pages, unread)
-            self.block._take = take  # type: ignore[method-assign]
+            self.block._apply_update = take  # type: ignore[method-assign]
             self._fail()
         try:
             self.block.upload_padded(slices, plan, size, self.layout.num_pages, unread)
@@ -166,8 +166,8 @@ def test_what_does_not_change_is_not_sent() -> None:
     layout, rng = KVLayout(4, "float32", {"global": 99, "local": 99}, {"global": 1, "local": 1}), random.Random()
     mirror = Mirror(layout, rng)
     held, sent = mirror.block._held, list[list[int]]()
-    changes = held.changes
-    held.changes = lambda *given: (sent.append((found := changes(*given)).rows), found)[1]  # type: ignore[method-assign]
+    changes = held.find_changes
+    held.find_changes = lambda *given: (sent.append((found := changes(*given)).rows), found)[1]  # type: ignore[method-assign]
     sequences = {i: (8 + i % 4, SequencePages(TenantNames(b"", b"", 4, b""))) for i in range(8)}
     mirror.rng.random = lambda: 1.0  # type: ignore[method-assign]
     mirror.rng.randrange = lambda *_: 0  # type: ignore[method-assign]
@@ -207,27 +207,27 @@ def changes_without_a_stamp(name: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def one_row_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    changes = HeldTables.changes
+    changes = HeldTables.find_changes
 
     def fewer(held: HeldTables, *given: Any) -> TableUpdate:
         found = changes(held, *given)
         return TableUpdate(found.rows[:-1], found.tables[:, :-1]) if len(found.rows) > 1 else found
 
-    monkeypatch.setattr(HeldTables, "changes", fewer)
+    monkeypatch.setattr(HeldTables, "find_changes", fewer)
 
 
 def failures_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HeldTables, "forget", lambda held: None)
+    monkeypatch.setattr(HeldTables, "forget_rows", lambda held: None)
 
 
 def long_tables_leave_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    changes = HeldTables.changes
+    changes = HeldTables.find_changes
 
     def narrower(held: HeldTables, *given: Any) -> TableUpdate:
         held._most = [0] * len(held._most)
         return changes(held, *given)
 
-    monkeypatch.setattr(HeldTables, "changes", narrower)
+    monkeypatch.setattr(HeldTables, "find_changes", narrower)
 
 
 @pytest.mark.parametrize(

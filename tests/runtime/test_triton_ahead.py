@@ -141,10 +141,10 @@ def test_a_step_that_raises_when_half_of_it_is_on_the_stream_is_over():
     executor = executor_of(small_model(1))
     core, waited = core_of(executor, 1), []
     executor.device.synchronize = lambda: waited.append(len(executor._steps))
-    enqueue, executor.sampler.drawing.enqueue = executor.sampler.drawing.enqueue, lambda *_: 1 // 0
+    enqueue, executor.sampler.drawing.draw_rows = executor.sampler.drawing.draw_rows, lambda *_: 1 // 0
     core.add(GenerateRequest("a", (5, 6, 7), SamplingParams(max_tokens=2)))
     with pytest.raises(ZeroDivisionError):
         core.step()
     assert waited == [0, 0], "in the batch and alone"
-    executor.sampler.drawing.enqueue = enqueue
+    executor.sampler.drawing.draw_rows = enqueue
     executor.close()

@@ -20,12 +20,12 @@ if not torch.cuda.is_available():
 from benchmarks.gpu import step_check as small  # noqa: E402
 from benchmarks.gpu.step_overlap import graph_problems  # noqa: E402
 from wicore_trt.backends.torch.weights import fuse  # noqa: E402
-from wicore_trt.backends.triton.compile import compiled_table  # noqa: E402
+from wicore_trt.backends.triton.compile import compile_table  # noqa: E402
 from wicore_trt.backends.triton.executor import (  # noqa: E402
     Loading,
     TritonExecutor,
 )
-from wicore_trt.backends.triton.weights import placed_constants  # noqa: E402
+from wicore_trt.backends.triton.weights import place_constants  # noqa: E402
 from wicore_trt.kv.disk.files import aligned_buffer  # noqa: E402
 from wicore_trt.model.spec import GROUPS  # noqa: E402
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch  # noqa: E402
@@ -54,12 +54,12 @@ def executor() -> Iterator[TritonExecutor]:
     """Its pools take FRACTION of the GPU, everything else included."""
     shape = small.case_shape(CASE)
     device = CudaDevice()
-    table = compiled_table(shape, device.target)
+    table = compile_table(shape, device.target)
     weights, _ = small._weights(shape.spec, CASE)
     settings = ExecutorOptions(
         page_tokens=small.PAGE_TOKENS, kv_bytes=None, kv_fraction=FRACTION, max_batch_tokens=320, max_sequences=ROWS
     )
-    constants = lambda positions: placed_constants(fuse(weights, shape.spec), shape, positions, device)  # noqa: E731
+    constants = lambda positions: place_constants(fuse(weights, shape.spec), shape, positions, device)  # noqa: E731
     begun = time.perf_counter()
     found = TritonExecutor(Loading(shape, table, 512, constants), settings, device)
     print(f"\nopened in {time.perf_counter() - begun:.2f} s, pages {found.layout.num_pages}")
@@ -105,8 +105,8 @@ def opened(pages: int, tokens: int, rows: int) -> TritonExecutor:
         page_tokens=small.PAGE_TOKENS, kv_pages=dict.fromkeys(GROUPS, pages), max_batch_tokens=tokens,
         max_sequences=rows, max_context=2048,
     )  # fmt: skip
-    constants = lambda positions: placed_constants(fuse(weights, shape.spec), shape, positions, device)  # noqa: E731
-    return TritonExecutor(Loading(shape, compiled_table(shape, device.target), 2048, constants), settings, device)
+    constants = lambda positions: place_constants(fuse(weights, shape.spec), shape, positions, device)  # noqa: E731
+    return TritonExecutor(Loading(shape, compile_table(shape, device.target), 2048, constants), settings, device)
 
 
 def test_steps_in_graphs_of_all_sizes_are_those_that_are_launched() -> None:

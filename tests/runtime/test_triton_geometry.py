@@ -69,7 +69,7 @@ class Reader:
         if arrays.slices:
             self._check_slices(arrays)
         if measured is not None:
-            TritonOps(executor.model, arrays).page_masses(measured, arrays.plan.sequences, arrays.tables[GLOBAL][1])
+            TritonOps(executor.model, arrays).measure_masses(measured, arrays.plan.sequences, arrays.tables[GLOBAL][1])
         results, logits = executor.memory.results, executor.memory.logits
         results.fill_(-9)
         logits.fill_(0)
@@ -116,7 +116,7 @@ class Reader:
         assert [tuple(piece) for piece in arrays.slices] == wanted
 
     def masses(self, ops: TritonOps, layer: int, sequences: int, pages: int) -> None:
-        """In place of `TritonOps.page_masses`: page numbers."""
+        """In place of `TritonOps.measure_masses`: page numbers."""
         step = ops._step
         address, length = step.tables[GLOBAL]
         for s in range(sequences):
@@ -347,14 +347,20 @@ class Faults:
 PLACES = (
     *(
         "block.arrange_slices",
-        "block._put",
-        "block._send",
-        "block._take",
-        "block._read",
+        "block._write_update",
+        "block._send_block",
+        "block._apply_update",
+        "block._copy_unread",
         "copies.begin_step",
         "device.record",
     ),
-    *("chooser.choose_ways", "executor._fetch", "executor.rows_of", "sampler.enqueue", "segments.ready"),
+    *(
+        "chooser.choose_ways",
+        "executor._fetch_masses",
+        "executor.rows_of",
+        "sampler.draw_rows",
+        "segments.check_library",
+    ),
 )
 
 
@@ -376,11 +382,11 @@ def life_of(
         work = partial(reader.masses, ops, *given)
         devices[0].put(work) if devices else work()
 
-    monkeypatch.setattr(TritonOps, "page_masses", masses)
+    monkeypatch.setattr(TritonOps, "measure_masses", masses)
     settings = {"kv_pages": dict.fromkeys(GROUPS, PAGES), "max_batch_tokens": 60, "max_sequences": 8}
     executor = executor_of(small_model(1), graphs=graphs, page_tokens=PAGE, **settings)
     specs_of.cache_clear()
-    executor.model.segments.ready = lambda q: None  # type: ignore[union-attr, method-assign]
+    executor.model.segments.check_library = lambda q: None  # type: ignore[union-attr, method-assign]
 
     device: Any = executor.device
     device.late = late
@@ -391,7 +397,7 @@ def life_of(
             executor.memory.results[0, row] ^= 1
 
     sampler: Any = executor.sampler.drawing
-    sampler.enqueue = lambda rows, pieces: device.put(partial(drawn, [*pieces]))
+    sampler.draw_rows = lambda rows, pieces: device.put(partial(drawn, [*pieces]))
     faults = Faults(rng, executor, reader)
     if late:
         reader.fail = lambda: None
@@ -420,7 +426,7 @@ def test_a_step_that_fails_behind_its_kernels_is_nobodys(monkeypatch: pytest.Mon
     def fails(q: torch.Tensor) -> None:
         raise Fault
 
-    monkeypatch.setattr(segments, "ready", fails)
+    monkeypatch.setattr(segments, "check_library", fails)
     life.running = [Sequence(n, [7] * 20, GREEDY) for n in range(2)]
     batch = StepBatch([life._slice(s, s.tokens, 0) for s in life.running])
     with pytest.raises(Fault):

@@ -94,7 +94,7 @@ def test_a_graph_of_more_tokens_than_have_queries_takes_no_step_that_needs_them(
 
     def runs(tokens: int, start: int, measured: int | None) -> bool:
         pages, plan = dict.fromkeys(executor.pools, list(range(20))), plan_rows([tokens])
-        found = executor._graph([SequenceSlice(1, [1] * tokens, start, pages, params=GREEDY)], plan, measured)
+        found = executor._find_graph([SequenceSlice(1, [1] * tokens, start, pages, params=GREEDY)], plan, measured)
         assert found is None or found[0].holds(plan)
         return found is not None
 

@@ -47,7 +47,7 @@ def segmented(model: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> D
         return results
 
     monkeypatch.setattr(products, "full_attention", found)
-    triton.segments.ready(driver.executor.memory.q)
+    triton.segments.check_library(driver.executor.memory.q)
     return driver
 
 
@@ -92,7 +92,7 @@ def test_several_segments_and_two_long_slices(monkeypatch: pytest.MonkeyPatch) -
     the attention gives is that of the kernel alone."""
     model, rng = small_model(random.randrange(1000)), random.Random()
     drivers = segmented(model, monkeypatch, **SETTINGS), Driver(executor_of(model, **SETTINGS), 2)
-    monkeypatch.setattr(drivers[1].executor.model.segments, "ready", lambda q: None)
+    monkeypatch.setattr(drivers[1].executor.model.segments, "check_library", lambda q: None)
     sequences: list[list[Any]] = [[d.new_sequence() for _ in range(2)] for d in drivers]
     for lengths in ([128, 64], [128, 130]):
         tokens = [[rng.randrange(48) for _ in range(n)] for n in lengths]
@@ -109,8 +109,8 @@ def test_a_library_that_gives_other_sums_is_not_used(monkeypatch: pytest.MonkeyP
     for wrong in (lambda out, lse: (out, lse / 0.6931), lambda out, lse: (out * 1.1, lse)):
         monkeypatch.setattr(products, "full_attention", lambda *args, w=wrong: w(*full(*args)))
         mine = executor_of(small_model(3), **SETTINGS)
-        mine.model.segments.ready(mine.memory.q)
-        assert not mine.model.segments.of([triton_segments.LongSlice(0, 128, 64, 0)])
+        mine.model.segments.check_library(mine.memory.q)
+        assert not mine.model.segments.find_long_slices([triton_segments.LongSlice(0, 128, 64, 0)])
 
     def full_memory(*args: Any) -> Any:
         raise torch.OutOfMemoryError
@@ -119,8 +119,8 @@ def test_a_library_that_gives_other_sums_is_not_used(monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(triton_segments, "_plain", full_memory)
         mine = executor_of(small_model(3), **SETTINGS)
-        mine.model.segments.ready(mine.memory.q)
-        assert not mine.model.segments.of([triton_segments.LongSlice(0, 128, 64, 0)])
+        mine.model.segments.check_library(mine.memory.q)
+        assert not mine.model.segments.find_long_slices([triton_segments.LongSlice(0, 128, 64, 0)])
 
     def fails(*args: Any) -> Any:
         raise RuntimeError("no engine")

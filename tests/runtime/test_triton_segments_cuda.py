@@ -19,11 +19,11 @@ from benchmarks.gpu.kernels.attention import LARGE  # noqa: E402
 from benchmarks.gpu.kernels.attention_problem import AttentionProblem, Point, pointer  # noqa: E402
 from wicore_trt.backends.triton.memory import StepLimits  # noqa: E402
 from wicore_trt.backends.triton.roles import ADD_SEGMENT, GATHER, PREFILL, PREFILL_SEGMENTS  # noqa: E402
-from wicore_trt.backends.triton.segments import LongSlice, segment_attention  # noqa: E402
+from wicore_trt.backends.triton.segments import LongSlice, make_segment_attention  # noqa: E402
 from wicore_trt.backends.triton.table import ANY, EngineShape, KernelEntry, KernelTable  # noqa: E402
 from wicore_trt.kv.sizing import builtin_spec  # noqa: E402
 from wicore_trt.plugins.aot import compile_kernel  # noqa: E402
-from wicore_trt.plugins.decode_layout import prefill_config, prefill_launch, segmented  # noqa: E402
+from wicore_trt.plugins.decode_layout import leave_segments, prefill_config, prefill_launch  # noqa: E402
 from wicore_trt.plugins.kernels import fast_attention_specs as specs  # noqa: E402
 from wicore_trt.plugins.launch import SHARED_LAUNCHER  # noqa: E402
 from wicore_trt.plugins.layout import Slices  # noqa: E402
@@ -55,10 +55,10 @@ def test_divided_attention(kv: str, first: int, length: int, absent: bool) -> No
     def empty(size: Any, dtype: Any) -> Any:
         return torch.full(tuple(size), torch.nan, dtype=dtype, device="cuda")
 
-    attention = segment_attention(shape, table, StepLimits(8192, 8, 131072), empty)
+    attention = make_segment_attention(shape, table, StepLimits(8192, 8, 131072), empty)
     assert attention is not None
     slices, q = Slices(pointer(p.cu), pointer(p.first), length), empty((length + 2048, 32, 128), torch.bfloat16)
-    kernels = [table.find(role, 1).kernel for role in (PREFILL, PREFILL_SEGMENTS)]
+    kernels = [table.find_entry(role, 1).kernel for role in (PREFILL, PREFILL_SEGMENTS)]
     q[:length] = p.q
     q = q.view(len(q), -1)
     SHARED_LAUNCHER.launch(
@@ -71,11 +71,11 @@ def test_divided_attention(kv: str, first: int, length: int, absent: bool) -> No
 
         def work(sums: Any = sums, out: Any = out) -> None:
             with torch.inference_mode(), torch.cuda.stream(ordered):  # a thread that is new has another
-                attention.ready(empty((2048, 4096), torch.bfloat16))
+                attention.check_library(empty((2048, 4096), torch.bfloat16))
                 assert attention.wanted
                 args = (pointer(q), pointer(sums)), p.pools[1], p.table, slices, scale, 0
                 call = prefill_launch(kernels[1].constants, *args)
-                call = segmented(call, kernels[1].constants, attention.segments, pointer(attention.lse))
+                call = leave_segments(call, kernels[1].constants, attention.segments, pointer(attention.lse))
                 SHARED_LAUNCHER.launch(kernels[1], call, stream)
                 attention.add(
                     (SHARED_LAUNCHER, stream), q, sums, out, p.pools[1], p.table, [LongSlice(0, length, first, 0)]

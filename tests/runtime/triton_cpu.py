@@ -18,7 +18,7 @@ from wicore_trt.backends.torch.weights import fuse
 from wicore_trt.backends.triton.executor import Loading, TritonExecutor
 from wicore_trt.backends.triton.kernel_list import list_kernels
 from wicore_trt.backends.triton.table import EngineShape, KernelEntry, KernelTable, parse_config
-from wicore_trt.backends.triton.weights import placed_constants
+from wicore_trt.backends.triton.weights import place_constants
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec
 from wicore_trt.plugins.decode_layout import DecodeConfig
 from wicore_trt.plugins.launch import ParameterBlock
@@ -90,7 +90,7 @@ class InterpretingLauncher:
         self.idles = False
 
     def launch(self, kernel: CompiledKernel, call: Launch, stream: int) -> None:
-        ParameterBlock(kernel).fill(call.arguments)
+        ParameterBlock(kernel).fill_parameters(call.arguments)
         if 0 in call.grid:
             return
         spec = self._specs[kernel.name]
@@ -162,7 +162,7 @@ def executor_of(
     launcher.idles = not prepares
 
     def constants(positions: int) -> Any:
-        found = placed_constants(fuse(tensors or rounded(model, dtype, fp8), model.spec), shape, positions, device)
+        found = place_constants(fuse(tensors or rounded(model, dtype, fp8), model.spec), shape, positions, device)
         launcher.more += found.weights.values()
         return found
 

@@ -39,7 +39,7 @@ from benchmarks.gpu.kernels.linear_sweep import (
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec
 from wicore_trt.plugins.launch import SHARED_LAUNCHER
 from wicore_trt.plugins.layout import Launch
-from wicore_trt.plugins.linear_configs import bucket_of, key_of, linear_config
+from wicore_trt.plugins.linear_configs import config_key, find_bucket, linear_config
 from wicore_trt.plugins.linear_layout import LinearConfig, LinearShape
 from wicore_trt.weight_format import BF16, FP8, PLAIN
 
@@ -170,11 +170,11 @@ def _time_one(
             sweep.kernels[problem.shape, config] = kernel
         except AssertionError as error:
             timing = ConfigTiming(config, error=f"WRONG: {error}")
-            sweep.wrong.append(f"{row} {config.name()}: {error}")
+            sweep.wrong.append(f"{row} {config.short_name()}: {error}")
         except RuntimeError as error:
             timing = ConfigTiming(config, error=str(error)[:200])
     if timing.error:
-        print(f"  left out: {row} {config.name()}: {timing.error}")
+        print(f"  left out: {row} {config.short_name()}: {timing.error}")
     sweep.all.append({"row": row, "config": asdict(config), "us": timing.microseconds, "error": timing.error})
     if timing.microseconds < sweep.best.get(row, ConfigTiming(config)).microseconds:
         sweep.best[row] = timing
@@ -185,7 +185,7 @@ def _line(row: Row, shape: LinearShape, sweep: Sweep) -> str:
     best, library = sweep.best.get(row), sweep.library.get(row, math.nan)
     bound = shape.weight_bytes / PEAK_BYTES_PER_S * 1e6
     took = best.microseconds if best else math.nan
-    name = best.config.name() if best else "-"
+    name = best.config.short_name() if best else "-"
     flops = 2e-6 * rows * shape.weight_rows * shape.k / took
     rate = shape.weight_bytes / took * 1e-6
     return (
@@ -198,7 +198,7 @@ def more_rows(sweep: Sweep, weights: Weights, shapes: dict[tuple[str, str], Line
     """Other numbers of rows, by the best configuration of their bucket."""
     for (kind, layer), shape in shapes.items():
         for rows in () if layer == "head" else MORE_ROWS[kind]:
-            bucket = max(bucket_of(rows), min(ROWS[kind]))
+            bucket = max(find_bucket(rows), min(ROWS[kind]))
             known, row = sweep.best.get((kind, layer, bucket)), (kind, layer, rows)
             if sweep.late() or (known is None and kind == "w8"):
                 continue
@@ -237,7 +237,7 @@ def print_summary(sweep: Sweep, shapes: dict[tuple[str, str], LinearShape], coun
     print("\nFor plugins/linear_configs.py, MEASURED:")
     for row in sorted(sweep.best):
         if row[2] in ROWS[row[0]]:
-            print(f"    {key_of(sweep.target, shapes[row[:2]], row[2])}: {sweep.best[row].config},")
+            print(f"    {config_key(sweep.target, shapes[row[:2]], row[2])}: {sweep.best[row].config},")
 
 
 def measure_linears(options: argparse.Namespace, pool: ProcessPoolExecutor) -> int:

@@ -98,7 +98,7 @@ def run_case(
     out = torch.full((case.tokens + GUARD_ROWS, shape.n), math.nan, dtype=torch_type(shape.out), device=device)
     scratch = partials_bytes(shape, config, case.tokens) // 4
     partials = torch.full((scratch,), math.nan, device=device)
-    counters = torch.zeros(config.tiles(shape, case.tokens), dtype=torch.int32, device=device)
+    counters = torch.zeros(config.count_tiles(shape, case.tokens), dtype=torch.int32, device=device)
     largest = torch.empty(case.tokens, dtype=torch.int32, device=device)
     w = case.w.view(torch.uint8) if spec.signature["w"] == "*u8" else case.w
     arrays = LinearArrays(

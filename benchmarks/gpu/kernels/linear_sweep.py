@@ -210,7 +210,7 @@ class LinearProblem:
         shape, tokens, device = self.shape, self.tokens, self.x.device
         out = torch.empty(tokens, shape.n, dtype=getattr(torch, shape.out), device=device)
         partials = torch.empty(partials_bytes(shape, config, tokens) // 4, device=device)
-        counters = torch.zeros(config.tiles(shape, tokens), dtype=torch.int32, device=device)
+        counters = torch.zeros(config.count_tiles(shape, tokens), dtype=torch.int32, device=device)
 
         def launcher(w: Any) -> Callable[[], None]:
             arrays = self.x, w, out, self.w_scale, self.x_scale, partials, counters

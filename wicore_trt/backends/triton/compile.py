@@ -46,27 +46,27 @@ def compile_listed(
 
     if count <= 1:
         for name in names:
-            done(_compile(shape, target, name))
+            done(_compile_named(shape, target, name))
     else:
         context, given = get_context("spawn"), (dict(triton_table.CROSSOVER),)
-        with _ending_at_once(
-            ProcessPoolExecutor(count, mp_context=context, initializer=_adopt, initargs=given)
+        with _kill_on_failure(
+            ProcessPoolExecutor(count, mp_context=context, initializer=_start_worker, initargs=given)
         ) as pool:
-            with _interrupts_held():
-                futures = [pool.submit(_compile, shape, target, name) for name in names]
+            with _hold_interrupts():
+                futures = [pool.submit(_compile_named, shape, target, name) for name in names]
             for future in as_completed(futures):
                 done(future.result())
     return [(p.role, p.bucket, p.spec.name, p.config) for p in listed], kernels
 
 
-def compiled_table(shape: EngineShape, target: str, workers: int | None = None) -> KernelTable:
+def compile_table(shape: EngineShape, target: str, workers: int | None = None) -> KernelTable:
     """All kernels of an engine, compiled now."""
     rows, kernels = compile_listed(shape, target, workers)
     return KernelTable(target, [KernelEntry(r, b, kernels[name], parse_config(r, c)) for r, b, name, c in rows])
 
 
 @contextmanager
-def _interrupts_held() -> Iterator[None]:
+def _hold_interrupts() -> Iterator[None]:
     """Processes that are started meanwhile never see Ctrl-C, which a terminal sends to all: this one ends them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -76,7 +76,7 @@ def _interrupts_held() -> Iterator[None]:
 
 
 @contextmanager
-def _ending_at_once(pool: ProcessPoolExecutor) -> Iterator[ProcessPoolExecutor]:
+def _kill_on_failure(pool: ProcessPoolExecutor) -> Iterator[ProcessPoolExecutor]:
     """A pool whose workers are killed when the block fails: a kernel takes seconds, and nobody waits for it then."""
     others = {child.pid for child in active_children()}
     try:
@@ -94,7 +94,7 @@ def _ending_at_once(pool: ProcessPoolExecutor) -> Iterator[ProcessPoolExecutor]:
         ) from error
 
 
-def _adopt(crossover: dict[str, dict[str, int]]) -> None:
+def _start_worker(crossover: dict[str, dict[str, int]]) -> None:
     """In a worker: what the parent measured, or was told, on which its list depends. It ends with the parent."""
     triton_table.CROSSOVER.update(crossover)
     threading.Thread(target=_follow_parent, daemon=True).start()
@@ -108,9 +108,9 @@ def _follow_parent() -> None:
 
 
 @lru_cache(maxsize=4)
-def _specs(shape: EngineShape, target: str) -> dict[str, KernelSpec]:
+def _specs_by_name(shape: EngineShape, target: str) -> dict[str, KernelSpec]:
     return {p.spec.name: p.spec for p in list_kernels(shape, target)}
 
 
-def _compile(shape: EngineShape, target: str, name: str) -> CompiledKernel:
-    return compile_kernel(_specs(shape, target)[name], target)
+def _compile_named(shape: EngineShape, target: str, name: str) -> CompiledKernel:
+    return compile_kernel(_specs_by_name(shape, target)[name], target)

@@ -39,7 +39,7 @@ from wicore_trt.backends.triton.ops import StepArrays, TritonModel, TritonOps, V
 from wicore_trt.backends.triton.roles import PAGE_DIGEST, PAGE_MASSES
 from wicore_trt.backends.triton.rows import PROMPT_CHUNKS, RowPlan, decode_plan, plan_rows, prompt_plans, prompt_room
 from wicore_trt.backends.triton.sampler import DRAWN, FILTERED, HOST, StepSampler
-from wicore_trt.backends.triton.segments import segment_attention
+from wicore_trt.backends.triton.segments import make_segment_attention
 from wicore_trt.backends.triton.table import DECODE_BUCKETS, EngineShape, KernelTable
 from wicore_trt.backends.triton.weights import Constants, engine_shape, load_constants
 from wicore_trt.errors import EnvironmentUnfitError
@@ -79,7 +79,7 @@ class Loading:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredMasses:
     """`masses` float32 [rows, pages] on the host; each sequence has the first of its `counts` of its one of `rows`."""
 
     seq_ids: list[int]
@@ -87,7 +87,7 @@ class Measured:
     counts: list[int]
     masses: torch.Tensor
 
-    def finite(self) -> dict[int, list[float]]:
+    def finite_masses(self) -> dict[int, list[float]]:
         """By seq_id, those without a NaN or an infinity."""
         rows = zip(self.seq_ids, self.counts, self.masses.numpy()[self.rows], strict=True)
         return {seq_id: row[:count].tolist() for seq_id, count, row in rows if np.isfinite(row[:count]).all()}
@@ -103,7 +103,7 @@ class SubmittedStep:
     left: list[int]
     results: np.ndarray
     wait: Callable[[], None]
-    measured: Measured | None
+    measured: MeasuredMasses | None
 
 
 class TritonExecutor:
@@ -147,7 +147,7 @@ class TritonExecutor:
             self._hosts = [(results, results.numpy(), masses) for results, masses in hosts]
             self._tokens = self.memory.results[0]
             self.sampler = StepSampler(self.model, device)
-        self._measurable = self.spec.layers_of(GLOBAL) if loading.table.entries(PAGE_MASSES) else ()
+        self._measurable = self.spec.layers_of(GLOBAL) if loading.table.role_entries(PAGE_MASSES) else ()
         self._measured_layers = cycle(self._measurable)
         self._steps: deque[SubmittedStep] = deque()
         self._rows: tuple[list[int], list[int]] = ([], [])
@@ -156,7 +156,7 @@ class TritonExecutor:
             self.layout = layout_of(*cache, limits.positions, settings, self._measure_room(settings.kv_fraction))
         check_pool_room(self.layout, device.free_bytes())
         self._allocate_pools()
-        digests, copied = loading.table.entries(PAGE_DIGEST), (self.pools, self.layout.page_tokens, device.stream)
+        digests, copied = loading.table.role_entries(PAGE_DIGEST), (self.pools, self.layout.page_tokens, device.stream)
         digest = digests[0].kernel if digests else None
         self._page_copies = make_copier(*copied, overlapping=self.layout.overlapping, digest_kernel=digest)
         self.copier: PageCopier = self._page_copies
@@ -177,7 +177,7 @@ class TritonExecutor:
     def _load_model(self, loading: Loading, limits: StepLimits, launcher: Launcher, *, invariant: bool) -> TritonModel:
         """Weights, tables and the memory of a step on the device; pages come last, into `pools`."""
         constants, shape, table = loading.constants(limits.positions), loading.shape, loading.table
-        segments = None if invariant else segment_attention(shape, table, limits, self.device.empty)
+        segments = None if invariant else make_segment_attention(shape, table, limits, self.device.empty)
         spare = segments.segments.rows if segments else 0
         memory = StepMemory(shape, table, limits, self.device.empty, invariant=invariant, spare_queries=spare)
         return TritonModel(
@@ -218,31 +218,31 @@ class TritonExecutor:
         assert batch.num_tokens <= self.max_batch_tokens, "the scheduler exceeded the step's token budget"
         assert len(self._steps) < 2, "two steps are under way"
         try:
-            self._begin(batch)
+            self._submit_batch(batch)
         except Exception:
             self.device.synchronize()  # what was begun reads the host's memory, which later steps write, and pages
-            self.block.forget()
+            self.block.forget_tables()
             raise
 
-    def _begin(self, batch: StepBatch) -> None:
+    def _submit_batch(self, batch: StepBatch) -> None:
         """Put all of a step on the stream."""
         slices, plan = self.block.arrange_slices(batch.slices)
         ways = self.sampler.choose_ways(slices)
         layer = next(self._measured_layers, None) if batch.measure_attention else None
         with self.device.active(), torch.inference_mode():
             self._page_copies.begin_step(batch)
-            rows, places = self._enqueue(slices, plan, ways, layer)
+            rows, places = self._enqueue_step(slices, plan, ways, layer)
             self._rows = [s.seq_id for s in slices], rows
             results, found, masses = self._hosts[1]  # not those of the last step, which may be under way
             results.copy_(self.memory.results, non_blocking=True)
-            measured = None if layer is None else self._fetch(slices, places, masses)
+            measured = None if layer is None else self._fetch_masses(slices, places, masses)
             sampled = [s for s in batch.slices if s.sample]
             left = {s.seq_id for s, way in zip(slices, ways, strict=True) if way is HOST} if HOST in ways else ()
             hosts = [n for n, s in enumerate(sampled) if s.seq_id in left] if left else []
             rows = rows if sampled == slices else self.rows_of(sampled)
             step = SubmittedStep(sampled, rows, hosts, found, self.device.record(), measured)
             if (large := self.model.segments) and batch.num_tokens >= large.segments.least:
-                large.ready(self.memory.q)  # for this thread, beside its first large step
+                large.check_library(self.memory.q)  # for this thread, beside its first large step
         # Behind all that may raise: of a step that was not submitted nobody collects anything.
         self._steps.append(step)
         self._hosts.reverse()
@@ -253,7 +253,7 @@ class TritonExecutor:
         step.wait()
         assert not (step.left and self._steps), "a step was started whose tokens the host has yet to choose"
         result = self.sampler.take_tokens(step.slices, step.rows, step.left, step.results)
-        return result if step.measured is None else replace(result, attention=step.measured.finite())
+        return result if step.measured is None else replace(result, attention=step.measured.finite_masses())
 
     def leads(self, batch: StepBatch) -> bool:
         """Whether the device chooses all tokens of a step."""
@@ -281,7 +281,7 @@ class TritonExecutor:
         self.pools = {}
         del self.model, self.memory, self.block, self.sampler, self.copier, self._page_copies
 
-    def _enqueue(
+    def _enqueue_step(
         self, slices: list[SequenceSlice], plan: RowPlan, ways: list[str], measured: int | None
     ) -> tuple[list[int], list[int]]:
         """Put a step on the stream, whose slices lie as in `plan`, and attention at layer `measured`. Per slice the row
@@ -290,7 +290,7 @@ class TritonExecutor:
         if waiting := [s.token_ids for s in slices].count([UNREAD]):
             assert waiting == len(slices), "tokens are read, or they are not"
             unread = Unread(self._tokens, self.rows_of(slices))
-        padded = self._graph(slices, plan, measured)
+        padded = self._find_graph(slices, plan, measured)
         if padded is not None:
             (size, graph), first, others = padded, plan.decode.sequences, plan.prefill.sequences
             begin = size.decode.sequences
@@ -299,18 +299,20 @@ class TritonExecutor:
             self.block.upload_padded(slices, plan, size, self.layout.num_pages, unread)
             graph()
             if measured is not None:
-                TritonOps(self.model, self.block.padded(size)).page_masses(measured, count, max(self._pages(slices)))
+                TritonOps(self.model, self.block.padded_arrays(size)).measure_masses(
+                    measured, count, max(self._count_pages(slices))
+                )
         else:
             rows, places, count = [], [*range(len(slices))], 0
             for piece in slices:
                 rows.append(count if piece.sample else -1)
                 count += piece.sample
-            self.run(self.block.upload(self.inputs(slices), plan, unread), measured)
+            self.run(self.block.upload_step(self.make_inputs(slices), plan, unread), measured)
         if DRAWN in ways:
             self.sampler.draw_tokens(count, zip(rows, slices, ways, strict=True))
         return rows, places
 
-    def _graph(self, slices: list[SequenceSlice], plan: RowPlan, measured: int | None) -> Graph | None:
+    def _find_graph(self, slices: list[SequenceSlice], plan: RowPlan, measured: int | None) -> Graph | None:
         """What runs a step, and the plan that it is to be padded to; None where there is no graph for it: of many
         tokens neither the queries are kept nor are there segments in one."""
         first, large = plan.decode.sequences, self.model.segments
@@ -324,15 +326,15 @@ class TritonExecutor:
         long = large and any(large.segments.dense_rows(s.start, len(s.token_ids)) for s in slices[first:])
         return None if long or measured is not None else found
 
-    def _fetch(self, slices: list[SequenceSlice], places: list[int], host: torch.Tensor) -> Measured:
+    def _fetch_masses(self, slices: list[SequenceSlice], places: list[int], host: torch.Tensor) -> MeasuredMasses:
         """Start the transfer of the masses of a step's slices, in the rows `places`, to `host`."""
-        counts = self._pages(slices)
+        counts = self._count_pages(slices)
         count, pages = places[-1] + 1, max(counts)
         found = host.view(torch.float32)[: count * pages]
         found.copy_(self.memory.masses[: count * pages], non_blocking=True)
-        return Measured([s.seq_id for s in slices], places, counts, found.view(count, pages))
+        return MeasuredMasses([s.seq_id for s in slices], places, counts, found.view(count, pages))
 
-    def _pages(self, slices: list[SequenceSlice]) -> list[int]:
+    def _count_pages(self, slices: list[SequenceSlice]) -> list[int]:
         """Pages that each slice looks at."""
         return [div_ceil(s.start + len(s.token_ids), self.layout.page_tokens) for s in slices]
 
@@ -341,20 +343,20 @@ class TritonExecutor:
         ops = TritonOps(self.model, arrays, measured)
         logits: Value = forward(ops, self.spec)
         if arrays.plan.sampled:
-            ops.greedy(logits)
+            ops.choose_greedy(logits)
 
     def _prepare_steps(self, *, sizing: bool = False) -> None:
         """Run the largest steps once, so that every library has its workspace and every kernel is loaded, and record
         the graphs. All rows are of nobody and all pages absent, so no page is written."""
         with self.device.active(), torch.inference_mode():
             if self.model.segments:
-                self.model.segments.ready(self.memory.q)
+                self.model.segments.check_library(self.memory.q)
             longest = min(self.max_batch_tokens, self.memory.limits.positions)
             for count in sorted({1, min(longest, self.max_sequences or 1)}):
                 tokens = longest - count + 1
                 lengths = [1] * (count - 1) + [tokens]
                 slices = [self._dummy_slice(i, length) for i, length in enumerate(lengths)]
-                self._enqueue(
+                self._enqueue_step(
                     slices, plan_rows(lengths), self.sampler.choose_ways(slices), next(iter(self._measurable), None)
                 )
                 self.device.synchronize()
@@ -369,13 +371,13 @@ class TritonExecutor:
 
     def _record_graph(self, plan: RowPlan) -> Callable[[], None]:
         """Record the graph of steps that are padded to this plan."""
-        arrays, tokens = self.block.padded(plan), 1 if plan.decode.sequences else 2
+        arrays, tokens = self.block.padded_arrays(plan), 1 if plan.decode.sequences else 2
         self.block.upload_padded([self._dummy_slice(0, tokens)], plan_rows([tokens]), plan, self.layout.num_pages)
         self.run(arrays)
         self.device.synchronize()
         return self.device.capture(lambda: self.run(arrays))
 
-    def inputs(self, slices: list[SequenceSlice]) -> StepInputs:
+    def make_inputs(self, slices: list[SequenceSlice]) -> StepInputs:
         """The geometry of a step of these slices."""
         return StepInputs.from_batch(StepBatch(slices), self.layout, tuple(self.layout.num_pages))
 

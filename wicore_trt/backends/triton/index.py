@@ -98,6 +98,6 @@ def load_table(engine: EngineDir, shape: EngineShape, target: str) -> KernelTabl
     except ImportError:
         raise EnvironmentUnfitError(f"{reason}.", fix=rebuild) from None
     log.warning("%s; they are compiled now. Building them once is better. %s", reason, rebuild)
-    from wicore_trt.backends.triton.compile import compiled_table
+    from wicore_trt.backends.triton.compile import compile_table
 
-    return compiled_table(shape, target)
+    return compile_table(shape, target)

@@ -106,12 +106,12 @@ class HeldTables:
         self._seq_ids: list[int] = []
         self._order: list[int] = []
 
-    def forget(self) -> None:
+    def forget_rows(self) -> None:
         """What the device holds is not known."""
         self._stamps = [object()] * len(self._stamps)
         self._most = [self.pages] * len(self._most)
 
-    def places(self, seq_ids: list[int]) -> list[int]:
+    def assign_rows(self, seq_ids: list[int]) -> list[int]:
         """Which of these sequences each row is for, from the first row on: those that have a row keep it, but for the
         last ones, which fill what others left."""
         if seq_ids != self._seq_ids:
@@ -128,7 +128,7 @@ class HeldTables:
             self._seq_ids, self._order = seq_ids, [next(new) if i < 0 else i for i in order]
         return self._order
 
-    def changes(self, owners: Sequence[SequenceSlice | None], num_pages: Mapping[str, int]) -> TableUpdate:
+    def find_changes(self, owners: Sequence[SequenceSlice | None], num_pages: Mapping[str, int]) -> TableUpdate:
         """What is to be written so that the first rows are those of `owners`, None is nobody. The pools have
         `num_pages`."""
         wanted = [NOBODY if piece is None else piece.stamp or object() for piece in owners]
@@ -144,7 +144,7 @@ class HeldTables:
             width = max(width, self._most[row], *lengths)
             self.tokens[row], self._most[row] = min(lengths) * self._page_tokens, max(lengths)
         by_group = [table for some in zip(*tables, strict=True) for table in some]
-        found = np.frombuffer(b"".join([_row(table, width) for table in by_group]), np.int32)
+        found = np.frombuffer(b"".join([_pad_row(table, width) for table in by_group]), np.int32)
         found = found.reshape(len(self._groups), len(changed), width)
         if width:  # kernels index the pools with these unchecked, so a bad page must stop here
             most = (found - ABSENT).view(np.uint32).reshape(len(self._groups), -1).max(1).tolist()
@@ -156,7 +156,7 @@ class HeldTables:
 NO_CHANGES = TableUpdate([], np.zeros((0, 0, 0), np.int32))
 
 
-def _row(table: Sequence[int], width: int) -> bytes:
+def _pad_row(table: Sequence[int], width: int) -> bytes:
     """The first `width` pages of a table, and ABSENT behind it."""
     pages = table if isinstance(table, array) else array("i", table)
     return pages.tobytes()[: 4 * width].ljust(4 * width, b"\xff")
@@ -185,14 +185,14 @@ class StepBlock:
         self._reads: tuple[tuple[int, int, int], Sequence[torch.Tensor]] | None = None
         self._changed: dict[tuple[int, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
-    def upload(self, inputs: StepInputs, plan: RowPlan, unread: Unread | None = None) -> StepArrays:
+    def upload_step(self, inputs: StepInputs, plan: RowPlan, unread: Unread | None = None) -> StepArrays:
         """A step as it is; its slices lie as in `plan`. Nothing waits."""
         lengths, starts = inputs.cu_seqlens.diff().numpy(), inputs.cu_seqlens.numpy()
         pages, first = next(iter(inputs.page_tables.values())).shape[1], plan.decode.sequences
         plan = plan._replace(sampled=len(inputs.sample_rows))
         offsets, end = array_offsets(plan, self._groups, pages)
         assert end <= len(self._block), "the step is larger than the executor's limits"
-        arrays = self._views(self._next_host(), array_sizes(plan, self._groups, pages), offsets)
+        arrays = self._view_arrays(self._next_host(), array_sizes(plan, self._groups, pages), offsets)
         arrays["token_ids"][:] = inputs.token_ids.numpy()
         arrays["positions"][:] = inputs.positions.numpy()
         arrays["sequences"][:] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
@@ -203,10 +203,10 @@ class StepBlock:
         for group in self._groups:
             arrays[group][:] = inputs.page_tables[group].numpy().ravel()
         arrays["sources"][:] = 0 if unread is None else unread.rows
-        self._send(end)
-        self._read(unread, offsets)
+        self._send_block(end)
+        self._copy_unread(unread, offsets)
         base = self._block.data_ptr()
-        step = self._arrays(plan, offsets, {g: (base + 4 * offsets[g], pages) for g in self._groups})
+        step = self._place_arrays(plan, offsets, {g: (base + 4 * offsets[g], pages) for g in self._groups})
         rows, tables = starts[first:-1] - starts[first], range(plan.prefill.sequences)
         places = zip(rows, lengths[first:], arrays["first_positions"], tables, strict=True)
         return replace(step, slices=tuple(LongSlice(*map(int, place)) for place in places))
@@ -222,7 +222,7 @@ class StepBlock:
         """A step of slices that lie as in `plan`, padded for the graph of `padded(size)`: behind the rows of each
         group. Rows of logits are those of the sequences that decode, then the last one of each other sequence. The
         pools have `num_pages`."""
-        host, padding = self._next_host(), self._padding(size)
+        host, padding = self._next_host(), self._find_padding(size)
         arrays, begin, first = padding.arrays[self._turn], size.decode.sequences, plan.decode.sequences
         decoding, others, positions = slices[:first], slices[first:], arrays["positions"]
         host[: padding.end] = padding.blank
@@ -238,12 +238,12 @@ class StepBlock:
             self._fill_prefill(arrays, others, begin)
             owners += [*others, *[None] * (size.prefill.sequences - len(others))]
             lasts += [s.start + len(s.token_ids) - 1 for s in others]
-        changes = self._held.changes(owners, num_pages)
+        changes = self._held.find_changes(owners, num_pages)
         assert all(map(lt, lasts, self._held.tokens)), "a page is missing"
-        tables, last = self._put(host, changes, padding.end)
-        self._send(last)
-        self._read(unread, padding.offsets)
-        self._take(changes, padding.end, tables)
+        tables, last = self._write_update(host, changes, padding.end)
+        self._send_block(last)
+        self._copy_unread(unread, padding.offsets)
+        self._apply_update(changes, padding.end, tables)
 
     def _fill_prefill(self, arrays: Mapping[str, np.ndarray], chunks: Sequence[SequenceSlice], begin: int) -> None:
         """Write the prefill rows of a padded step, the first of which is row `begin`."""
@@ -258,7 +258,7 @@ class StepBlock:
         arrays["cu_seqlens"][: count + 1] = bounds
         arrays["cu_seqlens"][count + 1 :] = bounds[-1]
 
-    def _put(self, host: np.ndarray, changes: TableUpdate, at: int) -> tuple[int, int]:
+    def _write_update(self, host: np.ndarray, changes: TableUpdate, at: int) -> tuple[int, int]:
         """Write changes to the host's block from `at` on, their rows as int64: where the tables lie, and the end."""
         if not changes.rows:
             return at, at
@@ -269,7 +269,7 @@ class StepBlock:
         host[at : at + 2 * len(rows)], host[tables : tables + values.size] = rows.view(np.int32), values
         return tables, end
 
-    def _take(self, changes: TableUpdate, at: int, tables: int) -> None:
+    def _apply_update(self, changes: TableUpdate, at: int, tables: int) -> None:
         """Put changes from the device's block where the kernels read them."""
         if not changes.rows:
             return
@@ -283,9 +283,9 @@ class StepBlock:
         table, rows, new = self._changed[where]
         table.index_copy_(1, rows, new)
 
-    def forget(self) -> None:
+    def forget_tables(self) -> None:
         """A step did not get on the stream as a whole: the device may lack tables that it was to be sent."""
-        self._held.forget()
+        self._held.forget_rows()
 
     def arrange_slices(self, slices: Sequence[SequenceSlice]) -> tuple[list[SequenceSlice], RowPlan]:
         """The slices as their rows lie, and the plan. Of those that decode each keeps the row where its page table is,
@@ -293,17 +293,17 @@ class StepBlock:
         counts = [len(s.token_ids) for s in slices]
         plan = plan_rows(counts)
         if not plan.prefill.sequences:
-            return [slices[i] for i in self._held.places([s.seq_id for s in slices])], plan
+            return [slices[i] for i in self._held.assign_rows([s.seq_id for s in slices])], plan
         decoding = [s for s, count in zip(slices, counts, strict=True) if count <= DECODE_ROWS]
-        places = self._held.places([s.seq_id for s in decoding])
+        places = self._held.assign_rows([s.seq_id for s in decoding])
         others = [s for s, count in zip(slices, counts, strict=True) if count > DECODE_ROWS]
         return [*(decoding[i] for i in places), *others], plan
 
-    def padded(self, size: RowPlan) -> StepArrays:
+    def padded_arrays(self, size: RowPlan) -> StepArrays:
         """Where `upload_padded` puts a step of this size."""
         held = zip(self._groups, self._held.on_device, strict=True)
         tables = {group: (table.data_ptr(), self._held.pages) for group, table in held}
-        return self._arrays(size, array_offsets(size, self._groups)[0], tables)
+        return self._place_arrays(size, array_offsets(size, self._groups)[0], tables)
 
     def _next_host(self) -> np.ndarray:
         """The host's block whose turn it is."""
@@ -311,37 +311,39 @@ class StepBlock:
         return self._host[self._turn]
 
     @staticmethod
-    def _views(host: np.ndarray, sizes: Mapping[str, int], offsets: Mapping[str, int]) -> dict[str, np.ndarray]:
+    def _view_arrays(host: np.ndarray, sizes: Mapping[str, int], offsets: Mapping[str, int]) -> dict[str, np.ndarray]:
         """The arrays of a step in a block."""
         return {name: host[offsets[name] : offsets[name] + size] for name, size in sizes.items()}
 
-    def _padding(self, size: RowPlan) -> Padding:
+    def _find_padding(self, size: RowPlan) -> Padding:
         found = self._paddings.get(size)
         if found is None:
             offsets, end = array_offsets(size, self._groups)
             assert end <= len(self._block), "the step is larger than the executor's limits"
             blank, begin, sizes = np.zeros(end, np.int32), size.decode.sequences, array_sizes(size, self._groups)
-            arrays = self._views(blank, sizes, offsets)
+            arrays = self._view_arrays(blank, sizes, offsets)
             arrays["token_ids"][:] = arrays["positions"][:] = arrays["sequences"][:] = -1
             arrays["sequences"][:begin] = arrays["sample_rows"][:begin] = np.arange(begin)
-            views = [self._views(host, sizes, offsets) for host in self._host]
+            views = [self._view_arrays(host, sizes, offsets) for host in self._host]
             found = self._paddings[size] = Padding(blank, views, offsets, end)
         return found
 
-    def _send(self, end: int) -> None:
+    def _send_block(self, end: int) -> None:
         """Send the block up to `end`, and what lies behind it up to the end of a part."""
         end = min(div_ceil(end, SENT) * SENT, len(self._host[0]))
         if (parts := self._sent.get(end)) is None:
             parts = self._sent[end] = self._block[:end], [host[:end] for host in self._hosts]
         parts[0].copy_(parts[1][self._turn], non_blocking=True)
 
-    def _arrays(self, plan: RowPlan, offsets: Mapping[str, int], tables: Mapping[str, tuple[int, int]]) -> StepArrays:
+    def _place_arrays(
+        self, plan: RowPlan, offsets: Mapping[str, int], tables: Mapping[str, tuple[int, int]]
+    ) -> StepArrays:
         base, others = self._block.data_ptr(), {*tables, "sources"}
         at: dict[str, Any] = {name: base + 4 * offset for name, offset in offsets.items() if name not in others}
         sampled = self._block[offsets["sample_rows"] :][: plan.sampled] if plan.sampled < plan.tokens else None
         return StepArrays(plan, **at, tables=tables, sampled=sampled)
 
-    def _read(self, unread: Unread | None, offsets: Mapping[str, int]) -> None:
+    def _copy_unread(self, unread: Unread | None, offsets: Mapping[str, int]) -> None:
         """Put the tokens that the step before sampled where this one takes its token ids from."""
         if unread is None:
             return

@@ -25,7 +25,7 @@ from wicore_trt.plugins.decode_layout import (
     decode_config,
     prefill_config,
 )
-from wicore_trt.plugins.dependent import ALONE, mode_of
+from wicore_trt.plugins.dependent import ALONE, find_mode
 from wicore_trt.plugins.kernels import fast_attention_specs as attention_specs
 from wicore_trt.plugins.kernels.e4m3 import has_conversions
 from wicore_trt.plugins.kernels.geglu import geglu_rows_spec, geglu_spec
@@ -41,7 +41,7 @@ from wicore_trt.plugins.kernels.step_specs import (
     wide_spec,
 )  # fmt: skip
 from wicore_trt.plugins.kernels.step_specs import config as step_config
-from wicore_trt.plugins.linear_configs import BUCKETS, bucket_of, linear_config
+from wicore_trt.plugins.linear_configs import BUCKETS, find_bucket, linear_config
 from wicore_trt.plugins.linear_layout import LinearConfig
 
 INVARIANT_LINEAR_BUCKET = 64
@@ -73,7 +73,7 @@ def _chain_kernel(listed: ListedKernel, target: str) -> KernelSpec:
     """A kernel as part of a step, where kernels wait for each other instead of the GPU for them."""
     spec, function, role = listed.spec, listed.spec.function.__name__, listed.role
     behind = ("gate_up",) if role.rows == roles.NARROW else ("o", "down")
-    mode = mode_of(function, target, crowds=function == "linear_matrix" and role.operation in behind)
+    mode = find_mode(function, target, crowds=function == "linear_matrix" and role.operation in behind)
     return replace(spec, dependent=mode, name=spec.name + ("_alone" if mode == ALONE else ""))
 
 
@@ -105,7 +105,7 @@ def _list_sampling(shape: EngineShape, target: str) -> list[ListedKernel]:
 def _list_norms(shape: EngineShape, target: str) -> list[ListedKernel]:
     spec, listed = shape.spec, list[ListedKernel]()
     hidden, wide, native = spec.hidden_size, spec.intermediate_size, has_conversions(target)
-    pool, plain = shape.pool(GROUPS[0]), NormShape(hidden, shape.dtype)
+    pool, plain = shape.pool_shape(GROUPS[0]), NormShape(hidden, shape.dtype)
 
     def add_norm(role: KernelRole, to: NormShape, *, gather: bool = False) -> list[ListedKernel]:
         def spec_for(rows: int) -> KernelSpec:
@@ -121,7 +121,7 @@ def _list_norms(shape: EngineShape, target: str) -> list[ListedKernel]:
         chosen = step_config("qk_rope", target, rows)
         return qk_rope_spec(pool, spec.num_heads, product.results, shape.dtype, chosen)
 
-    narrow, scaled = shape.narrow_results(target), shape.scaled_products(target)
+    narrow, scaled = shape.has_narrow_results(target), shape.has_scaled_products(target)
     for product in (roles.MM, *((roles.MM16,) if narrow else ()), *((roles.SCALED_MM,) if scaled else ())):
         fp8, role = product.rows == roles.NARROW, partial(KernelRole, rows=product.rows, results=product.results)
         operands = NormShape(hidden, shape.dtype, fp8, fp8 and native)
@@ -132,9 +132,9 @@ def _list_norms(shape: EngineShape, target: str) -> list[ListedKernel]:
         listed.append(ListedKernel(role("geglu"), ANY, geglu or geglu_spec(wide, shape.dtype, product.results)))
     if scaled:
         listed.append(
-            ListedKernel(roles.QUANTIZE, ANY, quantize_rows_spec(shape.linear("o").k, shape.dtype, native=native))
+            ListedKernel(roles.QUANTIZE, ANY, quantize_rows_spec(shape.linear_shape("o").k, shape.dtype, native=native))
         )
-    if shape.crossover8(target):
+    if shape.most_narrow_rows(target):
         listed.append(ListedKernel(roles.QUANTIZE_ACT, ANY, quantize_parts_spec(wide, shape.dtype, native=native)))
         narrow_rows = NormShape(hidden, shape.dtype, True, native)
         listed += add_norm(roles.step_role("add_norm", roles.KERNEL8), narrow_rows)
@@ -145,11 +145,11 @@ def _list_linears(shape: EngineShape, target: str) -> list[ListedKernel]:
     listed = []
 
     def add_linear(role: KernelRole, bucket: int, chosen: LinearConfig) -> None:
-        spec = linear_spec(shape.linear(role.operation, role.rows), chosen, target)
+        spec = linear_spec(shape.linear_shape(role.operation, role.rows), chosen, target)
         listed.append(ListedKernel(role, bucket, spec, asdict(chosen)))
 
     for operation in roles.LINEARS:
-        linear, most = shape.linear(operation), shape.crossover(target, operation)
+        linear, most = shape.linear_shape(operation), shape.most_kernel_rows(target, operation)
         for bucket in BUCKETS:
             add_linear(KernelRole(operation), bucket, linear_config(target, linear, bucket))
             if bucket >= most:
@@ -157,16 +157,16 @@ def _list_linears(shape: EngineShape, target: str) -> list[ListedKernel]:
         # Whole sums, and weights that stay in L2: large steps have several programs for each.
         chosen = replace(linear_config(target, linear, INVARIANT_LINEAR_BUCKET), splits=1, evict_first=False)
         add_linear(KernelRole(operation, variant=roles.INVARIANT), ANY, chosen)
-    for operation in roles.LINEARS[:-1] if shape.crossover8(target) else ():
-        linear = shape.linear(operation, roles.NARROW)
+    for operation in roles.LINEARS[:-1] if shape.most_narrow_rows(target) else ():
+        linear = shape.linear_shape(operation, roles.NARROW)
         for bucket in BUCKETS:
-            if shape.crossover(target, operation) < bucket <= bucket_of(shape.crossover8(target)):
+            if shape.most_kernel_rows(target, operation) < bucket <= find_bucket(shape.most_narrow_rows(target)):
                 add_linear(KernelRole(operation, roles.NARROW), bucket, linear_config(target, linear, bucket))
     return listed
 
 
 def _list_attention(shape: EngineShape, target: str) -> list[ListedKernel]:
-    heads, dtype, pool = shape.spec.num_heads, shape.dtype, shape.pool(GROUPS[0])
+    heads, dtype, pool = shape.spec.num_heads, shape.dtype, shape.pool_shape(GROUPS[0])
     common, listed = (pool, dtype, heads, target), list[ListedKernel]()
 
     def decode_for(rows: int) -> DecodeConfig:

@@ -60,7 +60,7 @@ class StepMemory:
     ) -> None:
         """`spare_queries`: rows of `q` behind those of the largest step, for products that take so many at once."""
         spec, dtype, tokens = shape.spec, TORCH_DTYPES[shape.dtype], limits.tokens
-        q_size = shape.linear("o").k
+        q_size = shape.linear_shape("o").k
         self.limits = limits
         self.residual = empty((tokens, spec.hidden_size), torch.float32)
         self.x = empty((tokens, spec.hidden_size), dtype)
@@ -69,7 +69,7 @@ class StepMemory:
         self.act = empty((tokens, spec.intermediate_size), dtype)
         self._wide = empty((wide_floats(shape, table.target, tokens, invariant=invariant),), torch.float32)
         widest = max(q_size, spec.hidden_size, spec.intermediate_size)
-        scaled = shape.scaled_products(table.target)
+        scaled = shape.has_scaled_products(table.target)
         self.bytes8 = empty((tokens * widest if scaled else 0,), torch.uint8)
         self.scales = empty((tokens if scaled else 0,), torch.float32)
         self.largest = empty((tokens if scaled else 0,), torch.int32).zero_()
@@ -84,50 +84,50 @@ class StepMemory:
         self.masses = empty((limits.rows * each,), torch.float32)
         heads = spec.num_heads * each
         self.logsums = empty((max(heads, min(limits.rows * heads, LOGSUMS)),), torch.float32)
-        self._scratch(shape, table, empty, variant=roles.INVARIANT if invariant else "")
+        self._allocate_scratch(shape, table, empty, variant=roles.INVARIANT if invariant else "")
 
-    def wide(self, dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
+    def view_wide(self, dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
         """[rows, columns] of `dtype` at the start of `wide`."""
         flat: torch.Tensor = self._wide if dtype == torch.float32 else self._wide.view(dtype)
         return flat[: rows * columns].view(rows, columns)
 
-    def eight(self, rows: int, columns: int) -> torch.Tensor:
+    def view_narrow(self, rows: int, columns: int) -> torch.Tensor:
         """uint8 [rows, columns] for E4M3 operands."""
         return self.bytes8[: rows * columns].view(rows, columns)
 
-    def _scratch(self, shape: EngineShape, table: KernelTable, empty: Allocator, variant: str) -> None:
+    def _allocate_scratch(self, shape: EngineShape, table: KernelTable, empty: Allocator, variant: str) -> None:
         """Working memory of the kernels themselves. Counters are zero before and after every launch."""
         limits, partials, counters = self.limits, 0, 0
         for role in roles.LINEARS:
             most = limits.rows if role == "head" else limits.tokens
-            kinds = {roles.WIDE: ANY if variant else shape.crossover(table.target, role)}
+            kinds = {roles.WIDE: ANY if variant else shape.most_kernel_rows(table.target, role)}
             if not variant and shape.weights.quantized and role != "head":
-                kinds[roles.NARROW] = shape.crossover8(table.target)
+                kinds[roles.NARROW] = shape.most_narrow_rows(table.target)
             for kind, crossover in kinds.items():
-                entries = table.entries(KernelRole(role, kind, variant=variant))
-                linear = shape.linear(role, kind)
+                entries = table.role_entries(KernelRole(role, kind, variant=variant))
+                linear = shape.linear_shape(role, kind)
                 for entry in entries:
                     rows = min(most, crossover, ANY if entry is entries[-1] else entry.bucket)
                     if entry.bucket == 1:
                         rows = min(rows, 1)
                     partials = max(partials, partials_bytes(linear, entry.config, rows))
-                    counters = max(counters, entry.config.tiles(linear, rows))
+                    counters = max(counters, entry.config.count_tiles(linear, rows))
         self.partials = empty((max(partials // 4, 4),), torch.float32)
         self.counters = empty((max(counters, 4),), torch.int32).zero_()
-        pool, heads = shape.pool(GROUPS[0]), shape.spec.num_heads
+        pool, heads = shape.pool_shape(GROUPS[0]), shape.spec.num_heads
         sizes = [0, 0, 0]
-        for entry in table.entries(KernelRole("decode", variant=variant)):
+        for entry in table.role_entries(KernelRole("decode", variant=variant)):
             needed = workspace_elements(entry.config, pool, heads, min(entry.bucket, limits.rows))
             sizes = [max(pair) for pair in zip(sizes, needed, strict=True)]
         self.split_partials = empty((max(sizes[0], 4),), torch.float32)
         self.split_stats = empty((max(sizes[1], 4),), torch.float32)
         self.split_tokens, splits = 0, 0
-        for entry in () if variant else table.entries(roles.PREFILL_SPLITS):
+        for entry in () if variant else table.role_entries(roles.PREFILL_SPLITS):
             self.split_tokens, splits = min(SPLIT_TOKENS, limits.tokens), entry.config.splits
-        self.split_sums = empty((splits * self.split_tokens, shape.linear("o").k), torch.float32)
+        self.split_sums = empty((splits * self.split_tokens, shape.linear_shape("o").k), torch.float32)
         self.split_lse = empty((splits * self.split_tokens, heads), torch.float32)
         self.split_arrived = empty((max(sizes[2], 4),), torch.int32).zero_()
-        least = min(int(e.kernel.constants["CHUNK"]) for e in table.entries(roles.CHOOSE))
+        least = min(int(e.kernel.constants["CHUNK"]) for e in table.role_entries(roles.CHOOSE))
         chunks = div_ceil(shape.spec.vocab_size, least)
         self.chunk_max = empty((limits.rows * chunks,), torch.float32)
         self.chunk_token = empty((limits.rows * chunks,), torch.int32)
@@ -137,17 +137,22 @@ def wide_floats(shape: EngineShape, target: str, tokens: int, *, invariant: bool
     """float32 elements that hold the widest results of a layer's product in any step of up to `tokens` rows, and those
     of attention whose keys are divided, which are float32 whatever products give."""
     most = 0  # in units of 16 bits
-    narrow = max(shape.linear(role).n for role in ("qkv", "o", "down"))
-    gate_up = max(narrow, 2 * shape.spec.intermediate_size, 2 * shape.linear("o").k)
-    limits = (shape.crossover(target, "qkv"), shape.crossover8(target), shape.float32_results(target), ANY)
-    for rows in {min(tokens, limit) for limit in limits}:  # the most rows of each kind of product
-        product = roles.KERNEL if invariant else shape.product(target, "qkv", rows)
+    narrow = max(shape.linear_shape(role).n for role in ("qkv", "o", "down"))
+    gate_up = max(narrow, 2 * shape.spec.intermediate_size, 2 * shape.linear_shape("o").k)
+    limits = (
+        shape.most_kernel_rows(target, "qkv"),
+        shape.most_narrow_rows(target),
+        shape.most_float32_rows(target),
+        ANY,
+    )
+    for rows in {min(tokens, limit) for limit in (*limits, ANY)}:  # the most rows of each kind of product
+        product = roles.KERNEL if invariant else shape.choose_product(target, "qkv", rows)
         halves = 1 if product.results == "bfloat16" else 2
         most = max(most, rows * (narrow if product.kernels else gate_up) * halves)
     return div_ceil(most, 2)
 
 
-def measured(empty: Allocator) -> tuple[Callable[[], int], Allocator]:
+def count_allocated(empty: Allocator) -> tuple[Callable[[], int], Allocator]:
     """(bytes asked for so far, an allocator that counts them)."""
     total = 0
 

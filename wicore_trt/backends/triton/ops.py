@@ -107,17 +107,17 @@ class TritonModel:
         """Group of each layer."""
         return self.shape.spec.attention_by_layer
 
-    def find(self, role: KernelRole, rows: int) -> KernelEntry:
+    def find_kernel(self, role: KernelRole, rows: int) -> KernelEntry:
         """The kernel of a role for a step of `rows` rows."""
         if not self.invariant:
-            return self.table.find(role, rows)
-        own = self.table.entries(roles.linear_role(role.operation, variant=roles.INVARIANT))
-        return own[0] if own else self.table.find(role, ANY)
+            return self.table.find_entry(role, rows)
+        own = self.table.role_entries(roles.linear_role(role.operation, variant=roles.INVARIANT))
+        return own[0] if own else self.table.find_entry(role, ANY)
 
-    def product(self, role: str, rows: int) -> Product:
-        return roles.KERNEL if self.invariant else self.shape.product(self.table.target, role, rows)
+    def choose_product(self, role: str, rows: int) -> Product:
+        return roles.KERNEL if self.invariant else self.shape.choose_product(self.table.target, role, rows)
 
-    def launch(self, entry: KernelEntry, call: Launch) -> None:
+    def launch_kernel(self, entry: KernelEntry, call: Launch) -> None:
         self.launcher.launch(entry.kernel, call, self.stream)
 
 
@@ -128,13 +128,15 @@ class TritonOps:
     def __init__(self, model: TritonModel, step: StepArrays, measured: int | None = None) -> None:
         self._model, self._step, self._measured, self._spec = model, step, measured, model.shape.spec
         self._memory, self._plan, self._n = model.memory, step.plan, step.plan.tokens
-        self._groups, self._product = model.groups, model.product("qkv", self._n)
+        self._groups, self._product = model.groups, model.choose_product("qkv", self._n)
         self._residual, self._gather = model.memory.residual, step.sample_rows
         self._index = {i: n for g in model.pools for n, i in enumerate(self._spec.layers_of(g))}
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         # Of larger steps than graphs take; those keep their queries elsewhere.
         large = model.segments is not None and self._n > model.memory.queries.shape[1]
-        self._segments = model.segments if large and model.segments and model.segments.of(step.slices) else None
+        self._segments = (
+            model.segments if large and model.segments and model.segments.find_long_slices(step.slices) else None
+        )
 
     def embed(self) -> Value:
         """Nothing yet: the kernel of the norm that follows writes the residual too."""
@@ -143,7 +145,7 @@ class TritonOps:
     def norm(self, residual: Value, weight: str) -> Value:
         model, step, spec = self._model, self._step, self._spec
         embedding = model.weights[EMBEDDING]
-        out = self._normed()
+        out = self._norm_output()
         call = step_layout.embed_norm_launch(
             step.token_ids,
             (embedding.data_ptr(), spec.vocab_size, model.embedding_scale),
@@ -153,22 +155,22 @@ class TritonOps:
             self._n,
             spec.rms_norm_eps,
         )
-        model.launch(model.find(roles.step_role("embed_norm", self._product), self._n), call)
+        model.launch_kernel(model.find_kernel(roles.step_role("embed_norm", self._product), self._n), call)
         return out
 
     def linear(self, x: Value, weight: str) -> Value:
         role = _linear_role(weight)
-        shape = self._model.shape.linear(role)
+        shape = self._model.shape.linear_shape(role)
         exponent = self._model.exponents.get(weight, 0)
         if self._product.kernels:
             if self._product.rows == roles.NARROW and x.scales is None:
-                x = self._quantized(x, role)
-            columns = self._memory.act[: self._n] if role == "gate_up" else self._wide(shape.n)
-            self._kernel_linear(role, x, weight, columns, 2.0 ** (x.exponent - exponent))
+                x = self._quantize_operand(x, role)
+            columns = self._memory.act[: self._n] if role == "gate_up" else self._wide_rows(shape.n)
+            self._launch_linear(role, x, weight, columns, 2.0 ** (x.exponent - exponent))
             return Value(columns, exponent=exponent)
-        out = self._wide(shape.weight_rows)
+        out = self._wide_rows(shape.weight_rows)
         if self._product.rows == roles.NARROW:
-            operand = x if x.scales is not None else self._quantized(x, role)
+            operand = x if x.scales is not None else self._quantize_operand(x, role)
             assert operand.scales is not None
             scale = self._model.weights[weight_scale_name(weight)]
             triton_products.scaled_mm(operand.rows, operand.scales, self._model.weights[weight], scale.view(-1), out)
@@ -184,8 +186,8 @@ class TritonOps:
     def qk_norm_rope_write(self, qkv: Value, layer: int) -> Value:
         model, step = self._model, self._step
         group = self._spec.layer_groups[layer]
-        entry = model.find(roles.step_role("qk_rope", self._product), self._n)
-        q, (cos, sin) = self._queries(layer), model.rope[group]
+        entry = model.find_kernel(roles.step_role("qk_rope", self._product), self._n)
+        q, (cos, sin) = self._query_rows(layer), model.rope[group]
         q_norm, k_norm = (model.weights[layer_weight(layer, f"attention.{part}_layernorm")].data_ptr() for part in "qk")
         call = step_layout.qk_rope_launch(
             entry.kernel.constants,
@@ -193,11 +195,11 @@ class TritonOps:
             q.data_ptr(),
             step_layout.QkNorms(q_norm, k_norm, self._spec.rms_norm_eps),
             step_layout.RopeTable(cos.data_ptr(), sin.data_ptr(), cos.shape[0]),
-            self._pool(layer),
-            self._tables(group, 0, self._plan.sequences),
+            self._layer_pool(layer),
+            self._group_tables(group, 0, self._plan.sequences),
             step_layout.StepTokens(step.positions, step.sequences, self._n),
         )
-        model.launch(entry, call)
+        model.launch_kernel(entry, call)
         return Value(q)
 
     def attention(self, q: Value, layer: int) -> Value:
@@ -206,51 +208,53 @@ class TritonOps:
         group = spec.layer_groups[layer]
         out = self._memory.attended[: self._n]
         if layer == self._measured:
-            self.page_masses(layer, self._plan.sequences, step.tables[group][1])
+            self.measure_masses(layer, self._plan.sequences, step.tables[group][1])
         if decode.sequences and self._model.invariant:
             slices = Slices(self._memory.counting.data_ptr(), step.positions, decode.rows)
-            self._prefill(q.rows, out, layer, slices, self._tables(group, 0, decode.sequences))
+            self._attend_prefill(q.rows, out, layer, slices, self._group_tables(group, 0, decode.sequences))
         elif decode.sequences:
-            self._decode(q.rows, out, layer)
+            self._attend_decode(q.rows, out, layer)
         if prefill.sequences:
             slices = Slices(step.cu_seqlens, step.first_positions, prefill.rows)
-            tables = self._tables(group, decode.sequences, prefill.sequences)
+            tables = self._group_tables(group, decode.sequences, prefill.sequences)
             rows = q.rows[decode.rows :], out[decode.rows :]
             if group == GLOBAL and self._segments is not None:
-                self._segmented(self._segments, rows[1], layer, slices, tables)
+                self._attend_segments(self._segments, rows[1], layer, slices, tables)
             elif group == GLOBAL and self._n <= self._memory.split_tokens:
-                self._split(*rows, layer, slices, tables)
+                self._attend_split(*rows, layer, slices, tables)
             else:
-                self._prefill(*rows, layer, slices, tables)
+                self._attend_prefill(*rows, layer, slices, tables)
         if layer + 1 == spec.num_layers and step.sampled is not None and not self._product.kernels:
-            return Value(self._narrowed(out, step.sampled))
+            return Value(self._keep_sampled(out, step.sampled))
         return Value(out)
 
-    def page_masses(self, layer: int, sequences: int, pages: int) -> None:
+    def measure_masses(self, layer: int, sequences: int, pages: int) -> None:
         """What the last query of each of the first `sequences` sequences gives to its pages at a global layer, as
         `StepResult.attention`, into the memory's masses, float32 [sequences, pages].
 
         `pages`: of a sequence at most. The queries must be there still: until the next step if the memory keeps those
         of so many tokens, as of graphs, else until the next layer."""
         model, step, memory = self._model, self._step, self._memory
-        entries = [model.find(role, sequences) for role in (roles.PAGE_LOGSUMS, roles.PAGE_MASSES)]
+        entries = [model.find_kernel(role, sequences) for role in (roles.PAGE_LOGSUMS, roles.PAGE_MASSES)]
         heads, scale = self._groups[layer].num_heads, self._groups[layer].softmax_scale
-        q = self._queries(layer).data_ptr()
+        q = self._query_rows(layer).data_ptr()
         rows = decode_layout.LastQueries(
             q, step.positions, step.cu_seqlens, sequences, self._plan.decode.rows, heads, scale
         )
-        tables, to = self._tables(GLOBAL, 0, sequences), (memory.logsums.data_ptr(), memory.masses.data_ptr())
+        tables, to = self._group_tables(GLOBAL, 0, sequences), (memory.logsums.data_ptr(), memory.masses.data_ptr())
         constants, room = entries[0].kernel.constants, len(memory.logsums)
-        for calls in decode_layout.page_masses_launches(constants, rows, self._pool(layer), tables, pages, (*to, room)):
+        for calls in decode_layout.page_masses_launches(
+            constants, rows, self._layer_pool(layer), tables, pages, (*to, room)
+        ):
             for entry, call in zip(entries, calls, strict=True):
-                model.launch(entry, call)
+                model.launch_kernel(entry, call)
 
     def add_norm(self, residual: Value, x: Value, post_weight: str, next_weight: str) -> tuple[Value, Value]:
         """Behind the last layer only the sampled rows go on, if they are not alone already. The residual is the one
         that the step goes on with, of fewer rows than the caller's behind `_narrowed`."""
         model, last = self._model, next_weight == FINAL_NORM
         rows = self._plan.sampled if last else self._n
-        out = Value(self._memory.head_in[:rows]) if last else self._normed()
+        out = Value(self._memory.head_in[:rows]) if last else self._norm_output()
         call = step_layout.add_norm_launch(
             self._residual.data_ptr(),
             x.rows.data_ptr(),
@@ -260,7 +264,9 @@ class TritonOps:
             self._spec.rms_norm_eps,
             gathered=self._gather if last else 0,
         )
-        model.launch(model.find(roles.step_role("final_norm" if last else "add_norm", self._product), self._n), call)
+        model.launch_kernel(
+            model.find_kernel(roles.step_role("final_norm" if last else "add_norm", self._product), self._n), call
+        )
         return residual, out
 
     def geglu(self, gate_up: Value) -> Value:
@@ -269,13 +275,13 @@ class TritonOps:
             return gate_up
         model, n = self._model, self._n
         if self._product.rows == roles.NARROW:
-            out = self._eight(self._spec.intermediate_size)
+            out = self._narrow_value(self._spec.intermediate_size)
         else:
             out = Value(self._memory.act[:n], exponent=gate_up.exponent)
-        entry = model.find(roles.step_role("geglu", self._product), n)
+        entry = model.find_kernel(roles.step_role("geglu", self._product), n)
         to = _norm_out(out)
         alpha = 2.0**-gate_up.exponent
-        model.launch(
+        model.launch_kernel(
             entry,
             step_layout.geglu_launch(entry.kernel.constants, gate_up.rows.data_ptr(), to.out, to.scales, n, alpha),
         )
@@ -288,13 +294,13 @@ class TritonOps:
     def logits(self, x: Value) -> Value:
         """Not soft-capped: whoever chooses tokens caps what it reads."""
         rows, out = self._plan.sampled, self._memory.logits[: self._plan.sampled]
-        if rows and self._model.product("head", rows) == roles.KERNEL:
-            self._kernel_linear("head", x, LM_HEAD, out, 1.0)
+        if rows and self._model.choose_product("head", rows) == roles.KERNEL:
+            self._launch_linear("head", x, LM_HEAD, out, 1.0)
         elif rows:
             triton_products.float_mm(x.rows, self._model.weights[LM_HEAD], out)
         return Value(out)
 
-    def greedy(self, logits: Value) -> None:
+    def choose_greedy(self, logits: Value) -> None:
         """Tokens and status of each row (`kernels.sample`) into the memory's results."""
         memory, rows = self._memory, self._plan.sampled
         arrays = step_layout.SampleArrays(
@@ -303,80 +309,84 @@ class TritonOps:
             memory.chunk_max.data_ptr(),
             memory.chunk_token.data_ptr(),
         )
-        entries = {role.operation: self._model.find(role, rows) for role in (roles.SCAN, roles.CHOOSE)}
+        entries = {role.operation: self._model.find_kernel(role, rows) for role in (roles.SCAN, roles.CHOOSE)}
         vocab = self._spec.vocab_size
         read = step_layout.Logits(logits.rows.data_ptr(), rows, vocab)
         calls = step_layout.sample_launches(entries["choose"].kernel.constants, read, arrays)
         for role, entry in entries.items():
-            self._model.launch(entry, calls[role])
+            self._model.launch_kernel(entry, calls[role])
 
-    def _queries(self, layer: int) -> torch.Tensor:
+    def _query_rows(self, layer: int) -> torch.Tensor:
         """Where a layer's queries go."""
         memory, tokens = self._memory, self._plan.tokens
         if tokens > memory.queries.shape[1] or self._spec.layer_groups[layer] == LOCAL:
             return memory.q[:tokens]
         return memory.queries[self._index[layer], :tokens]
 
-    def _narrowed(self, attended: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+    def _keep_sampled(self, attended: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
         """Go on with the sampled rows alone: what is left of the last layer is a step of that many rows."""
         memory, tokens, rows = self._memory, self._n, self._plan.sampled
         torch.index_select(self._residual[:tokens], 0, sampled, out=memory.sampled_residual[:rows])
         torch.index_select(attended, 0, sampled, out=memory.q[:rows])
         self._residual, self._gather, self._n = memory.sampled_residual, memory.counting.data_ptr(), rows
-        self._product = self._model.product("qkv", rows)
+        self._product = self._model.choose_product("qkv", rows)
         return memory.q[:rows]
 
-    def _prefill(self, q: torch.Tensor, out: torch.Tensor, layer: int, slices: Slices, tables: Tables) -> None:
+    def _attend_prefill(self, q: torch.Tensor, out: torch.Tensor, layer: int, slices: Slices, tables: Tables) -> None:
         model, group = self._model, self._groups[layer]
-        entry, rows = model.find(roles.PREFILL, self._n), (q.data_ptr(), out.data_ptr())
+        entry, rows = model.find_kernel(roles.PREFILL, self._n), (q.data_ptr(), out.data_ptr())
         scores = group.softmax_scale, group.window
-        call = decode_layout.prefill_launch(entry.kernel.constants, rows, self._pool(layer), tables, slices, *scores)
-        model.launch(entry, call)
+        call = decode_layout.prefill_launch(
+            entry.kernel.constants, rows, self._layer_pool(layer), tables, slices, *scores
+        )
+        model.launch_kernel(entry, call)
 
-    def _split(self, q: torch.Tensor, out: torch.Tensor, layer: int, slices: Slices, tables: Tables) -> None:
+    def _attend_split(self, q: torch.Tensor, out: torch.Tensor, layer: int, slices: Slices, tables: Tables) -> None:
         """`_prefill` of a global layer for few tokens, whose keys programs share."""
         model, memory, scale = self._model, self._memory, self._groups[layer].softmax_scale
-        prefill, adding = (model.find(role, self._n) for role in (roles.PREFILL_SPLITS, roles.ADD_SPLITS))
+        prefill, adding = (model.find_kernel(role, self._n) for role in (roles.PREFILL_SPLITS, roles.ADD_SPLITS))
         sums, rows = (memory.split_sums.data_ptr(), memory.split_lse.data_ptr()), memory.split_tokens
-        to, pool = (q.data_ptr(), sums[0]), self._pool(layer)
+        to, pool = (q.data_ptr(), sums[0]), self._layer_pool(layer)
         constants = prefill.kernel.constants
         call = decode_layout.prefill_launch(constants, to, pool, tables, slices, scale, 0)
-        model.launch(prefill, decode_layout.split(call, constants, sums[1], rows))
-        model.launch(
+        model.launch_kernel(prefill, decode_layout.split_keys(call, constants, sums[1], rows))
+        model.launch_kernel(
             adding, decode_layout.add_splits_launch(adding.kernel.constants, sums, rows, out.data_ptr(), len(out))
         )
 
-    def _segmented(
+    def _attend_segments(
         self, segments: SegmentAttention, out: torch.Tensor, layer: int, slices: Slices, tables: Tables
     ) -> None:
         """`_prefill` of a global layer, where keys of long slices go another way."""
         model, step = self._model, self._step
-        q, pool = self._memory.q[self._plan.decode.rows :], self._pool(layer)
-        sums = self._memory.wide(torch.float32, *out.shape)  # nobody needs the queries' product any more
-        entry, rows = model.find(roles.PREFILL_SEGMENTS, self._n), (q.data_ptr(), sums.data_ptr())
+        q, pool = self._memory.q[self._plan.decode.rows :], self._layer_pool(layer)
+        sums = self._memory.view_wide(torch.float32, *out.shape)  # nobody needs the queries' product any more
+        entry, rows = model.find_kernel(roles.PREFILL_SEGMENTS, self._n), (q.data_ptr(), sums.data_ptr())
         constants, scale = entry.kernel.constants, self._groups[layer].softmax_scale
         call = decode_layout.prefill_launch(constants, rows, pool, tables, slices, scale, 0)
-        model.launch(entry, decode_layout.segmented(call, constants, segments.segments, segments.lse.data_ptr()))
-        segments.add((model.launcher, model.stream), q, sums, out, pool, tables, step.slices)
+        model.launch_kernel(
+            entry, decode_layout.leave_segments(call, constants, segments.segments, segments.lse.data_ptr())
+        )
+        segments.add_segments((model.launcher, model.stream), q, sums, out, pool, tables, step.slices)
 
-    def _decode(self, q: torch.Tensor, out: torch.Tensor, layer: int) -> None:
+    def _attend_decode(self, q: torch.Tensor, out: torch.Tensor, layer: int) -> None:
         model, memory, group, sequences = self._model, self._memory, self._groups[layer], self._plan.decode.sequences
-        entry = model.find(roles.DECODE, sequences)
+        entry = model.find_kernel(roles.DECODE, sequences)
         sizes = (group.num_heads, group.softmax_scale, group.window)
         rows = decode_layout.DecodeRows(q.data_ptr(), out.data_ptr(), self._step.kv_lengths, *sizes)
         work = decode_layout.Workspace(
             memory.split_partials.data_ptr(), memory.split_stats.data_ptr(), memory.split_arrived.data_ptr()
         )
-        pool, tables = self._pool(layer), self._tables(group.name, 0, sequences)
-        model.launch(entry, decode_layout.decode_launch(entry.config, rows, pool, tables, work))
+        pool, tables = self._layer_pool(layer), self._group_tables(group.name, 0, sequences)
+        model.launch_kernel(entry, decode_layout.decode_launch(entry.config, rows, pool, tables, work))
         if entry.config.splits > 1 and not entry.config.fused:
-            combine = model.find(roles.COMBINE, sequences)
-            model.launch(combine, decode_layout.combine_launch(entry.config, rows, pool, sequences, work))
+            combine = model.find_kernel(roles.COMBINE, sequences)
+            model.launch_kernel(combine, decode_layout.combine_launch(entry.config, rows, pool, sequences, work))
 
-    def _kernel_linear(self, role: str, x: Value, weight: str, out: torch.Tensor, alpha: float) -> None:
+    def _launch_linear(self, role: str, x: Value, weight: str, out: torch.Tensor, alpha: float) -> None:
         model, memory, rows = self._model, self._memory, len(x.rows)
         kind = roles.WIDE if x.scales is None else roles.NARROW
-        entry, shape = model.find(roles.linear_role(role, kind), rows), model.shape.linear(role, kind)
+        entry, shape = model.find_kernel(roles.linear_role(role, kind), rows), model.shape.linear_shape(role, kind)
         scale = model.weights.get(weight_scale_name(weight))
         arrays = linear_layout.LinearArrays(
             x.rows.data_ptr(), model.weights[weight].data_ptr(), out.data_ptr(),
@@ -384,49 +394,49 @@ class TritonOps:
             partials=memory.partials.data_ptr(), counters=memory.counters.data_ptr(),
             largest=memory.largest.data_ptr(),
         )  # fmt: skip
-        model.launch(entry, linear_layout.linear_launch(shape, entry.config, arrays, rows, alpha))
+        model.launch_kernel(entry, linear_layout.linear_launch(shape, entry.config, arrays, rows, alpha))
 
-    def _quantized(self, x: Value, role: str) -> Value:
+    def _quantize_operand(self, x: Value, role: str) -> Value:
         """The operand of `role`, o or down, as E4M3. That of o clears the largest values of rows, which gate_up then
         finds and that of down takes."""
-        model, out = self._model, self._eight(x.rows.shape[1])._replace(exponent=x.exponent)
-        entry = model.find(roles.QUANTIZE_ACT if role == "down" else roles.QUANTIZE, self._n)
+        model, out = self._model, self._narrow_value(x.rows.shape[1])._replace(exponent=x.exponent)
+        entry = model.find_kernel(roles.QUANTIZE_ACT if role == "down" else roles.QUANTIZE, self._n)
         to, largest = _norm_out(out), self._memory.largest.data_ptr()
         call = linear_layout.quantize_launch(
             entry.kernel.constants, x.rows.data_ptr(), to.out, to.scales, largest, self._n
         )
-        model.launch(entry, call)
+        model.launch_kernel(entry, call)
         return out
 
-    def _normed(self) -> Value:
+    def _norm_output(self) -> Value:
         """Where the operands of the next product go."""
         if self._product.rows == roles.NARROW:
-            return self._eight(self._spec.hidden_size)
+            return self._narrow_value(self._spec.hidden_size)
         return Value(self._memory.x[: self._n])
 
-    def _eight(self, columns: int) -> Value:
-        return Value(self._view(torch.uint8, columns), self._memory.scales[: self._n])
+    def _narrow_value(self, columns: int) -> Value:
+        return Value(self._cached_view(torch.uint8, columns), self._memory.scales[: self._n])
 
-    def _wide(self, columns: int) -> torch.Tensor:
-        return self._view(torch.bfloat16 if self._product.results == "bfloat16" else torch.float32, columns)
+    def _wide_rows(self, columns: int) -> torch.Tensor:
+        return self._cached_view(torch.bfloat16 if self._product.results == "bfloat16" else torch.float32, columns)
 
-    def _view(self, dtype: torch.dtype, columns: int) -> torch.Tensor:
+    def _cached_view(self, dtype: torch.dtype, columns: int) -> torch.Tensor:
         """Part of the step's memory. Layers share views: making one costs as much as a launch."""
         key, memory = (self._n, columns, dtype), self._memory
         if key not in self._views:
             eight = dtype == torch.uint8
-            self._views[key] = memory.eight(*key[:2]) if eight else memory.wide(dtype, *key[:2])
+            self._views[key] = memory.view_narrow(*key[:2]) if eight else memory.view_wide(dtype, *key[:2])
         return self._views[key]
 
-    def _pool(self, layer: int) -> Pool:
+    def _layer_pool(self, layer: int) -> Pool:
         group = self._spec.layer_groups[layer]
-        pool, shape = self._model.pools[group], self._model.shape.pool(group)
+        pool, shape = self._model.pools[group], self._model.shape.pool_shape(group)
         scale = self._model.weights.get(kv_scale_name(layer))
         return Pool(
             pool.data_ptr() + shape.layer_offset(self._index[layer]), shape, 0 if scale is None else scale.data_ptr()
         )
 
-    def _tables(self, group: str, first: int, rows: int) -> Tables:
+    def _group_tables(self, group: str, first: int, rows: int) -> Tables:
         address, length = self._step.tables[group]
         return Tables(address + 4 * first * length, rows, length)
 

@@ -25,7 +25,7 @@ SLICE_ROWS = {"float": 2048, "scaled": 4096}
 
 def float_mm(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
     """out (float32 or x's type) = x @ w.T of 16-bit operands, with float32 sums."""
-    for part in _slices(len(x), SLICE_ROWS["float"]):
+    for part in _slice_rows(len(x), SLICE_ROWS["float"]):
         _float_mm(x[part], w, out[part])
 
 
@@ -44,11 +44,11 @@ def scaled_mm(
     x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor
 ) -> None:
     """out (bfloat16) = (x @ w.T) * x_scale[:, None] * w_scale of E4M3 bytes; sums are float32, or see FAST_SUMS."""
-    for part in _slices(len(x), SLICE_ROWS["scaled"]):
+    for part in _slice_rows(len(x), SLICE_ROWS["scaled"]):
         _scaled_mm(x[part], x_scale[part], w, w_scale, out[part])
 
 
-def _slices(rows: int, most: int) -> list[slice]:
+def _slice_rows(rows: int, most: int) -> list[slice]:
     return [slice(start, min(start + most, rows)) for start in range(0, rows, most)]
 
 

@@ -41,7 +41,7 @@ def choose_way(params: SamplingParams | None) -> str:
     return GREEDY if params.greedy else DRAWN
 
 
-def _filtered(piece: SequenceSlice) -> bool:
+def _has_filters(piece: SequenceSlice) -> bool:
     p = piece.params
     return p is not None and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
 
@@ -52,45 +52,47 @@ class DeviceSampler:
     def __init__(self, model: TritonModel, device: Device) -> None:
         """An engine that was built without these kernels gets a sampler that is not `available`."""
         self._model, self._rows, self._vocab = model, model.memory.limits.rows, model.shape.spec.vocab_size
-        self.available = all(model.table.entries(role) for role in (*DRAWING.values(), DRAW_WIDE))
+        self.available = all(model.table.role_entries(role) for role in (*DRAWING.values(), DRAW_WIDE))
         if not self.available:
             return
         words = self._rows * sum(WORDS.values())
         self._staging = [device.staging((words,)) for _ in range(2)]
         """In turn: a step may be put on the stream while the device still reads what the one before it sent."""
         self._block = device.empty((words,), torch.int32)
-        chunk = min(int(e.kernel.constants["CHUNK"]) for e in model.table.entries(DRAWING["choose"]))
-        group = int(model.table.entries(DRAWING["choose"])[0].kernel.constants["GROUP"])
-        capacity = int(model.table.entries(DRAWING["draw"])[0].kernel.constants["CAPACITY"])
+        chunk = min(int(e.kernel.constants["CHUNK"]) for e in model.table.role_entries(DRAWING["choose"]))
+        group = int(model.table.role_entries(DRAWING["choose"])[0].kernel.constants["GROUP"])
+        capacity = int(model.table.role_entries(DRAWING["draw"])[0].kernel.constants["CAPACITY"])
         sizes = sample_scratch(self._vocab, chunk, group, capacity)
         self._scratch = {
             name: device.empty((self._rows * size,), getattr(torch, kind)) for name, (kind, size) in sizes.items()
         }
         self._weights = device.empty((min(WIDE_ROWS, self._rows) * self._vocab,), torch.float64)
 
-    def enqueue(self, rows: int, drawn: Mapping[int, SequenceSlice]) -> None:
+    def draw_rows(self, rows: int, drawn: Mapping[int, SequenceSlice]) -> None:
         """Choose tokens of the first `rows` rows of logits: `drawn` ones by their parameters, the others greedily.
         Every row gets a token, or a status that is not 0: its logits are not finite."""
         assert self.available and rows <= self._rows
         self._staging.reverse()
-        self._fill(rows, drawn)
+        self._fill_parameters(rows, drawn)
         self._block.copy_(self._staging[0], non_blocking=True)
         memory, model = self._model.memory, self._model
         arrays = SampleArrays(
             memory.results[0].data_ptr(),
             memory.results[1].data_ptr(),
-            **{name: self._block.data_ptr() + 4 * at for name, at in self._offsets().items()},
+            **{name: self._block.data_ptr() + 4 * at for name, at in self._parameter_offsets().items()},
             **{name: tensor.data_ptr() for name, tensor in self._scratch.items()},
         )
-        entries = {name: model.find(role, rows) for name, role in DRAWING.items()}
+        entries = {name: model.find_kernel(role, rows) for name, role in DRAWING.items()}
         logits = Logits(memory.logits.data_ptr(), rows, self._vocab)
         for name, call in sample_launches(entries["choose"].kernel.constants, logits, arrays).items():
-            model.launch(entries[name], call)
-        if any(_filtered(piece) for piece in drawn.values()):
+            model.launch_kernel(entries[name], call)
+        if any(_has_filters(piece) for piece in drawn.values()):
             programs = len(self._weights) // self._vocab
-            model.launch(model.find(DRAW_WIDE, rows), wide_launch(logits, arrays, self._weights.data_ptr(), programs))
+            model.launch_kernel(
+                model.find_kernel(DRAW_WIDE, rows), wide_launch(logits, arrays, self._weights.data_ptr(), programs)
+            )
 
-    def _fill(self, rows: int, drawn: Mapping[int, SequenceSlice]) -> None:
+    def _fill_parameters(self, rows: int, drawn: Mapping[int, SequenceSlice]) -> None:
         pieces = drawn.values()
         params = [piece.params for piece in pieces if piece.params is not None]
         values: dict[str, list[float]] = {
@@ -102,13 +104,13 @@ class DeviceSampler:
             "indices": [s.start + len(s.token_ids) - s.prompt_len for s in pieces],
         }
         block, where = self._staging[0].numpy(), [*drawn]
-        for name, at in self._offsets().items():
+        for name, at in self._parameter_offsets().items():
             view = block[at : at + WORDS[name] * self._rows].view(TYPES.get(name, np.float64))
             if name == "temperatures":
                 view[:rows] = 0.0
             view[where] = np.array(values[name], view.dtype)
 
-    def _offsets(self) -> dict[str, int]:
+    def _parameter_offsets(self) -> dict[str, int]:
         """Where each parameter begins in a block, in int32s."""
         found, at = {}, 0
         for name, words in WORDS.items():
@@ -143,7 +145,7 @@ class StepSampler:
         """Draw for the slices of DRAWN ways, given with the rows of their logits, of which there are `count`."""
         drawn = {row: piece for row, piece, way in sampled if piece.sample and way is DRAWN}
         if drawn:
-            self.drawing.enqueue(count, drawn)
+            self.drawing.draw_rows(count, drawn)
 
     def take_tokens(
         self, slices: Sequence[SequenceSlice], rows: list[int], left: list[int], results: np.ndarray

@@ -51,7 +51,7 @@ class SegmentAttention:
     def __init__(
         self, shape: EngineShape, table: KernelTable, limits: StepLimits, segments: Segments, empty: Allocator
     ) -> None:
-        pool, self._heads = shape.pool(GROUPS[0]), shape.spec.num_heads
+        pool, self._heads = shape.pool_shape(GROUPS[0]), shape.spec.num_heads
         self.segments, self._table = segments, table
         most = segments.most if limits.positions > segments.most * segments.tokens else 1
         self._dense = empty((2, most * segments.tokens, pool.kv_heads, pool.head_dim), TORCH_DTYPES[shape.dtype])
@@ -61,12 +61,12 @@ class SegmentAttention:
         self.wanted = False
         """Whether cuDNN was found to do what it should."""
 
-    def of(self, slices: Sequence[LongSlice]) -> list[tuple[LongSlice, int]]:
+    def find_long_slices(self, slices: Sequence[LongSlice]) -> list[tuple[LongSlice, int]]:
         """Slices whose segments are taken here, and of how many of their rows."""
         found = [(piece, self.segments.dense_rows(piece.first, piece.length)) for piece in slices]
         return [(piece, rows) for piece, rows in found if rows and self.wanted]
 
-    def add(
+    def add_segments(
         self,
         launcher: tuple[Launcher, int],
         q: torch.Tensor,
@@ -79,14 +79,14 @@ class SegmentAttention:
         """Complete `out` [tokens, heads * D] from `sums` (float32, same shape) and `lse`, which the kernel left. q has
         `segments.rows` rows more than there are tokens, whatever they hold."""
         start = 0
-        for piece, rows in self.of(slices):
+        for piece, rows in self.find_long_slices(slices):
             out[start : piece.row].copy_(sums[start : piece.row])
             table = tables.pointer + 4 * piece.table * tables.length, tables.length
-            self._add(launcher, q, sums, out, pool, table, piece, rows)
+            self._add_slice(launcher, q, sums, out, pool, table, piece, rows)
             start = piece.row + rows
         out[start:].copy_(sums[start:])
 
-    def _add(
+    def _add_slice(
         self,
         launcher: tuple[Launcher, int],
         q: torch.Tensor,
@@ -97,7 +97,7 @@ class SegmentAttention:
         piece: LongSlice,
         rows: int,
     ) -> None:
-        gather, adding = (self._table.find(role, rows).kernel for role in (GATHER, ADD_SEGMENT))
+        gather, adding = (self._table.find_entry(role, rows).kernel for role in (GATHER, ADD_SEGMENT))
         take, heads, dim = self.segments.rows, self._heads, pool.shape.head_dim
         spans = list(self.segments.spans(piece.first))
         for number, span in enumerate(spans):
@@ -115,7 +115,7 @@ class SegmentAttention:
                 )  # fmt: skip
                 launcher[0].launch(adding, call, launcher[1])
 
-    def ready(self, q: torch.Tensor) -> None:
+    def check_library(self, q: torch.Tensor) -> None:
         """Prepare this thread's products and compare a few of their rows. q: memory of `segments.rows` rows of queries,
         which are overwritten. A library that does something else is not used."""
         if threading.get_ident() in self._checked:
@@ -127,7 +127,7 @@ class SegmentAttention:
             k, v = self._dense[:, :keys].normal_()
             try:
                 part, lse = products.full_attention(rows, k, v, self._scale)
-                want, sums = _plain(rows[:CHECKED_ROWS], k, v, self._scale)
+                want, sums = _attend_plainly(rows[:CHECKED_ROWS], k, v, self._scale)
             except RuntimeError as error:  # out of memory, too
                 log.warning("cuDNN has no attention for long prompts here: %s", error)
                 return
@@ -139,20 +139,22 @@ class SegmentAttention:
         self.wanted = True
 
 
-def segment_attention(
+def make_segment_attention(
     shape: EngineShape, table: KernelTable, limits: StepLimits, empty: Allocator
 ) -> SegmentAttention | None:
     """None where a step or a sequence cannot be long enough, a page is longer than a segment, or the engine's kernels
     do not know of segments."""
     segments = MEASURED_SEGMENTS.get((table.target, shape.spec.head_dim))
-    if segments is None or not all(map(table.entries, SEGMENT_ROLES)) or segments.tokens % shape.page_tokens:
+    if segments is None or not all(map(table.role_entries, SEGMENT_ROLES)) or segments.tokens % shape.page_tokens:
         return None
     if limits.tokens < segments.least or limits.positions <= segments.tokens:
         return None
     return SegmentAttention(shape, table, limits, segments, empty)
 
 
-def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_plainly(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`products.full_attention` in float32, KV head by KV head."""
     repeat, out, sums = q.shape[1] // k.shape[1], [], []
     for head in range(k.shape[1]):

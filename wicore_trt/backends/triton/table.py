@@ -64,28 +64,28 @@ class EngineShape:
     kv_dtype: str
     page_tokens: int
 
-    def pool(self, group: str) -> PoolShape:
-        return self._pools[group]
+    def pool_shape(self, group: str) -> PoolShape:
+        return self._pool_shapes[group]
 
     @cached_property
-    def _pools(self) -> dict[str, PoolShape]:
+    def _pool_shapes(self) -> dict[str, PoolShape]:
         return {
             g.name: PoolShape(max(1, len(g.layers)), self.page_tokens, g.num_kv_heads, g.head_dim, self.kv_dtype)
             for g in map(self.spec.layer_group, GROUPS)
         }
 
-    def linear(self, role: str, rows: str = WIDE) -> LinearShape:
+    def linear_shape(self, role: str, rows: str = WIDE) -> LinearShape:
         """Shape of one of LINEARS as the kernels compute it: GeGLU within gate_up, all others with float32 results.
         With NARROW `rows` gate_up finds the largest values of its rows, which are quantised next."""
-        return self._linears[role, rows]
+        return self._linear_shapes[role, rows]
 
     @cached_property
-    def _linears(self) -> dict[tuple[str, str], LinearShape]:
+    def _linear_shapes(self) -> dict[tuple[str, str], LinearShape]:
         narrow = LINEARS[:-1] if self.weights.quantized else ()
         kinds = [*((role, WIDE) for role in LINEARS), *((role, NARROW) for role in narrow)]
-        return {kind: self._linear(*kind) for kind in kinds}
+        return {kind: self._make_linear_shape(*kind) for kind in kinds}
 
-    def _linear(self, role: str, rows: str) -> LinearShape:
+    def _make_linear_shape(self, role: str, rows: str) -> LinearShape:
         spec, group = self.spec, self.spec.layer_group(GLOBAL)  # kernels of one shape serve both groups
         n, k = {
             "qkv": (group.qkv_size, spec.hidden_size),
@@ -100,41 +100,41 @@ class EngineShape:
         narrow = rows == NARROW
         return LinearShape(n, k, self.dtype, weights, out, narrow, geglu, largest=narrow and geglu)
 
-    def scaled_products(self, target: str) -> bool:
+    def has_scaled_products(self, target: str) -> bool:
         """Whether large steps quantize activations and multiply them by the weights as they are stored."""
         first = SCALED_PRODUCTS.get(self.weights.storage)
         return first is not None and int(target.removeprefix("sm")) >= first
 
-    def crossover(self, target: str, role: str) -> int:
+    def most_kernel_rows(self, target: str, role: str) -> int:
         """Most rows for which a linear runs as a Triton kernel. Quantized weights that no product takes: always."""
         if role == "head" or not self.weights.quantized:
-            return self._limits(target)["16-bit"]
-        return self._limits(target)[self.weights.storage] if self.scaled_products(target) else ANY
+            return self._row_limits(target)["16-bit"]
+        return self._row_limits(target)[self.weights.storage] if self.has_scaled_products(target) else ANY
 
-    def crossover8(self, target: str) -> int:
+    def most_narrow_rows(self, target: str) -> int:
         """Most rows for which Triton multiplies E4M3 rows; no more than `crossover`: never."""
-        return self._limits(target)["fp8 rows"] if self.scaled_products(target) else 0
+        return self._row_limits(target)["fp8 rows"] if self.has_scaled_products(target) else 0
 
-    def float32_results(self, target: str) -> int:
+    def most_float32_rows(self, target: str) -> int:
         """Most rows for which cuBLAS's products of bfloat16 rows have float32 results."""
-        return self._limits(target)["float32 results"]
+        return self._row_limits(target)["float32 results"]
 
-    def narrow_results(self, target: str) -> bool:
+    def has_narrow_results(self, target: str) -> bool:
         """Whether steps exist whose products are MM16."""
-        return self.product(target, "qkv", ANY) == MM16
+        return self.choose_product(target, "qkv", ANY) == MM16
 
     @staticmethod
-    def _limits(target: str) -> dict[str, int]:
+    def _row_limits(target: str) -> dict[str, int]:
         return DEFAULT_CROSSOVER | CROSSOVER.get(target, {})
 
-    def product(self, target: str, role: str, rows: int) -> Product:
+    def choose_product(self, target: str, role: str, rows: int) -> Product:
         """How a step of `rows` rows multiplies by the weights of a linear."""
-        if rows <= self.crossover(target, role):
+        if rows <= self.most_kernel_rows(target, role):
             return KERNEL
         if not self.weights.quantized or role == "head":
-            wide = self.dtype != "bfloat16" or role == "head" or rows <= self.float32_results(target)
+            wide = self.dtype != "bfloat16" or role == "head" or rows <= self.most_float32_rows(target)
             return MM if wide else MM16
-        return KERNEL8 if rows <= self.crossover8(target) else SCALED_MM
+        return KERNEL8 if rows <= self.most_narrow_rows(target) else SCALED_MM
 
 
 @dataclass(frozen=True)
@@ -169,13 +169,13 @@ class KernelTable:
             self._roles.setdefault(entry.role, []).append(entry)
         self._buckets = {role: [entry.bucket for entry in found] for role, found in self._roles.items()}
 
-    def find(self, role: KernelRole, rows: int) -> KernelEntry:
+    def find_entry(self, role: KernelRole, rows: int) -> KernelEntry:
         """The entry of the smallest bucket that holds `rows`, else the largest bucket's."""
         entries = self._roles[role]
         at = bisect_left(self._buckets[role], rows)
         return entries[min(at, len(entries) - 1)]
 
-    def entries(self, role: KernelRole) -> list[KernelEntry]:
+    def role_entries(self, role: KernelRole) -> list[KernelEntry]:
         """Entries of a role by bucket, ascending; none for a role that the engine does not need."""
         return list(self._roles.get(role, ()))
 

@@ -55,13 +55,13 @@ def load_constants(engine: EngineDir, shape: EngineShape, positions: int, device
     Raises EngineFormatError for files that do not fit.
     """
     if engine.manifest.dummy_weights:
-        return finished(shape, dummy_weights(shape, device.torch_device), positions, device)
+        return finish_constants(shape, make_dummy_weights(shape, device.torch_device), positions, device)
     listed = list_weights(engine.rank_files, shape.spec, shape.kv_dtype)
     loaded = load_weights(engine.rank_files[engine.local_part().rank], listed, shape.spec, device)
-    return finished(shape, loaded, positions, device)
+    return finish_constants(shape, loaded, positions, device)
 
 
-def placed_constants(tensors: Mapping[str, torch.Tensor], shape: EngineShape, positions: int, device: Any) -> Constants:
+def place_constants(tensors: Mapping[str, torch.Tensor], shape: EngineShape, positions: int, device: Any) -> Constants:
     """The tensors of `backends.torch.weights.fuse` on `device`, rounded to the engine's types."""
     moved: dict[int, torch.Tensor] = {}
     weights = {}
@@ -71,10 +71,10 @@ def placed_constants(tensors: Mapping[str, torch.Tensor], shape: EngineShape, po
             dtype = TORCH_DTYPES[shape.dtype] if matrix else tensor.dtype if tensor.dtype == E4M3 else torch.float32
             moved[id(tensor)] = tensor.to(device.torch_device, dtype)
         weights[name] = moved[id(tensor)]
-    return finished(shape, weights, positions, device)
+    return finish_constants(shape, weights, positions, device)
 
 
-def finished(shape: EngineShape, weights: Mapping[str, torch.Tensor], positions: int, device: Any) -> Constants:
+def finish_constants(shape: EngineShape, weights: Mapping[str, torch.Tensor], positions: int, device: Any) -> Constants:
     """With tables, KV scales and what float16 needs. Raises EngineFormatError for weights of other types."""
     spec, dtype = shape.spec, TORCH_DTYPES[shape.dtype]
     known = {n: t.flatten() if t.dtype == torch.float32 else t for n, t in weights.items()}
@@ -91,13 +91,13 @@ def finished(shape: EngineShape, weights: Mapping[str, torch.Tensor], positions:
     exponents = {}
     if shape.dtype == "float16":
         _prove_norms(spec, known)
-        exponents = {layer_weight(i, "mlp.gate_up"): _exponent(spec, known, i) for i in range(spec.num_layers)}
+        exponents = {layer_weight(i, "mlp.gate_up"): _find_exponent(spec, known, i) for i in range(spec.num_layers)}
     tables = make_rope_tables(spec, positions, device)
     rope = {group: (tables[rope_name(group, "cos")], tables[rope_name(group, "sin")]) for group in spec.groups}
     return Constants(known, rope, exponents)
 
 
-def dummy_weights(shape: EngineShape, device: torch.device) -> dict[str, torch.Tensor]:
+def make_dummy_weights(shape: EngineShape, device: torch.device) -> dict[str, torch.Tensor]:
     """Small normal weights made on the device, for measurements of speed: they have the right shapes and types and say
     nothing sensible."""
     spec, dtype = shape.spec, TORCH_DTYPES[shape.dtype]
@@ -132,7 +132,7 @@ def _prove_norms(spec: Gemma3Spec, weights: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def _exponent(spec: Gemma3Spec, weights: Mapping[str, torch.Tensor], layer: int) -> int:
+def _find_exponent(spec: Gemma3Spec, weights: Mapping[str, torch.Tensor], layer: int) -> int:
     name = layer_weight(layer, "mlp.gate_up")
     norm = weights[layer_weight(layer, "pre_feedforward_layernorm")]
     largest = gate_up_bound(weights[name], weights.get(weight_scale_name(name)), norm)
