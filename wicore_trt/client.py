@@ -94,7 +94,9 @@ class Client:
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """Return when the server takes requests. Raises UnavailableError when it does not within `timeout_s`."""
-        replies = self._ask(self._health.Watch, health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)
+        replies = self._ask_server(
+            self._health.Watch, health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True
+        )
         try:
             for reply in replies:
                 if reply.status == health_pb2.HealthCheckResponse.SERVING:
@@ -118,7 +120,7 @@ class Client:
         all prompts, or a list of each one's; `timeout_s` bounds each call."""
         many = prompt_list(prompts)
         each = zip(many, params_list(params, len(many)), strict=True)
-        calls = [self._call(prompt, its, cache, timeout_s) for prompt, its in each]
+        calls = [self._start_call(prompt, its, cache, timeout_s) for prompt, its in each]
         try:
             return [_complete(call) for call in calls]
         finally:
@@ -135,7 +137,7 @@ class Client:
     ) -> list[Completion]:
         """The model's next turn in a conversation of {"role", "content"} turns, by the model's own chat template;
         `params.n` of them."""
-        return _complete(self._call(messages, params, cache, timeout_s))
+        return _complete(self._start_call(messages, params, cache, timeout_s))
 
     def stream(
         self,
@@ -146,20 +148,20 @@ class Client:
         timeout_s: float | None = None,
     ) -> Iterator[TextOutput]:
         """Yield the deltas of one prompt, or of the next turn of a conversation, as they come."""
-        return _outputs(self._call(prompt, params, cache, timeout_s))
+        return _read_outputs(self._start_call(prompt, params, cache, timeout_s))
 
     def info(self) -> ModelInfo:
         """Facts of the served engine; `build` is not told."""
-        found: ModelInfo = _plain(self._ask(self._stub.GetModelInfo, pb2.GetModelInfoRequest()))
+        found: ModelInfo = _to_plain(self._ask_server(self._stub.GetModelInfo, pb2.GetModelInfoRequest()))
         return found
 
     def stats(self) -> EngineStats:
         """Load and counters since the server's start: an operator's of all, else those of the key's own requests."""
-        found: EngineStats = _plain(self._ask(self._stub.GetStats, pb2.GetStatsRequest()))
+        found: EngineStats = _to_plain(self._ask_server(self._stub.GetStats, pb2.GetStatsRequest()))
         return found
 
     def has_chat_template(self) -> bool:
-        """Whether the served model takes conversations; one without completes text alone."""
+        """True when the served model takes conversations; one without completes text alone."""
         return self.info().chat
 
     def close(self) -> None:
@@ -173,14 +175,14 @@ class Client:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _call(
+    def _start_call(
         self,
         prompt: Prompt | Sequence[Mapping[str, str]],
         params: SamplingParams | None,
         cache: CacheHints | None,
         timeout_s: float | None,
     ) -> Any:
-        message = pb2.GenerateRequest(sampling=_sampling(params or SamplingParams()))
+        message = pb2.GenerateRequest(sampling=_make_sampling(params or SamplingParams()))
         fields = prompt_fields(prompt)
         if "prompt" in fields:
             message.text = fields["prompt"]
@@ -193,9 +195,9 @@ class Client:
             message.cache.priority = getattr(kv_pb2, f"CACHE_PRIORITY_{cache.priority.name}")
             if cache.ttl_s is not None:
                 message.cache.ttl.FromNanoseconds(round(cache.ttl_s * 1e9))
-        return self._ask(self._stub.Generate, message, timeout=timeout_s)
+        return self._ask_server(self._stub.Generate, message, timeout=timeout_s)
 
-    def _ask(self, method: Callable[..., Any], message: Message, **options: Any) -> Any:
+    def _ask_server(self, method: Callable[..., Any], message: Message, **options: Any) -> Any:
         """The answer of a method, or its stream. Raises WicoreError where this client was closed."""
         if not self._closed:
             try:
@@ -208,7 +210,7 @@ class Client:
         raise WicoreError("This client was closed.", fix="Make another one.")
 
 
-def _plain(told: Any) -> Any:
+def _to_plain(told: Any) -> Any:
     """A message, or a value inside of one, as a plain type: durations in seconds, None for what is unset."""
     if isinstance(told, Duration):
         return told.ToNanoseconds() / 1e9
@@ -218,14 +220,14 @@ def _plain(told: Any) -> Any:
             wire = _WIRE_NAMES.get(name, name)
             if wire in known:
                 unset = known[wire].has_presence and known[wire].message_type is None and not told.HasField(wire)
-                given[name] = None if unset else _plain(getattr(told, wire))
+                given[name] = None if unset else _to_plain(getattr(told, wire))
         return kind(**given)
     if isinstance(told, MutableSequence):
-        return tuple(map(_plain, told))
+        return tuple(map(_to_plain, told))
     return dict(told) if isinstance(told, Mapping) else told
 
 
-def _sampling(params: SamplingParams) -> pb2.SamplingParams:
+def _make_sampling(params: SamplingParams) -> pb2.SamplingParams:
     message = pb2.SamplingParams(stop=params.stop, stop_token_ids=params.stop_token_ids, logit_bias=params.logit_bias)
     for field in message.DESCRIPTOR.fields:
         value = getattr(params, field.name)
@@ -251,7 +253,7 @@ def constraint_message(given: Constraint) -> pb2.Constraint:
     return message
 
 
-def _outputs(call: Any) -> Iterator[TextOutput]:
+def _read_outputs(call: Any) -> Iterator[TextOutput]:
     try:
         for response in call:
             output = _output_of(response)
@@ -266,7 +268,7 @@ def _outputs(call: Any) -> Iterator[TextOutput]:
 
 def _complete(call: Any) -> list[Completion]:
     parts: dict[int, list[TextOutput]] = {}
-    for output in _outputs(call):
+    for output in _read_outputs(call):
         parts.setdefault(output.index, []).append(output)
     return [Completion.from_outputs(parts[i]) for i in sorted(parts)]
 
@@ -282,15 +284,15 @@ def _output_of(response: pb2.GenerateResponse) -> TextOutput:
         response.index,
         delta.text,
         tuple(delta.token_ids),
-        _logprobs(delta.logprobs),
+        _read_logprobs(delta.logprobs),
         reason,
         getattr(finish, stop) if stop is not None else None,
         Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) if ended else None,
-        _logprobs(delta.prompt_logprobs),
+        _read_logprobs(delta.prompt_logprobs),
     )
 
 
-def _logprobs(entries: Iterable[pb2.TokenLogprob]) -> tuple[TokenLogprob, ...]:
+def _read_logprobs(entries: Iterable[pb2.TokenLogprob]) -> tuple[TokenLogprob, ...]:
     return tuple(
         TokenLogprob(entry.token_id, entry.logprob, tuple((top.token_id, top.logprob) for top in entry.top))
         for entry in entries

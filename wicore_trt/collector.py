@@ -16,7 +16,7 @@ fifth of the time of looking up, loading and evicting pages goes into collection
 
 
 def collect_rarely() -> None:
-    """For a process that has loaded what it needs: no collection looks at that again, and there are few."""
+    """Freeze what a process has loaded, so that no collection looks at it again, and collect rarely from then on."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*RARELY)

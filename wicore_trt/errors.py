@@ -1,4 +1,4 @@
-"""Every failure that a user can meet, as one exception tree.
+"""Exceptions for every failure that a user can meet, as one tree.
 
 Each class carries the process exit code and the gRPC status name that it maps to, so that the command line and the
 server never decide these on their own. This module knows nothing of gRPC or torch. Invariant: a message says what is
@@ -56,7 +56,7 @@ class WicoreError(Exception):
 
 
 class InvalidRequestError(WicoreError):
-    """One request is wrong; the engine is not. `field` names the offending request field."""
+    """Request that is wrong; the engine is not. `field` names the offending request field."""
 
     grpc_code = "INVALID_ARGUMENT"
 
@@ -75,8 +75,8 @@ class ContextLengthError(InvalidRequestError):
 
     @classmethod
     def of(cls, tokens: int, context: int, field: str, *, built: int = 0, least: bool = False) -> ContextLengthError:
-        """In the words that clients look for. `context` counts the tokens of prompt and output, and `built` is what
-        the engine itself takes, where that is known; with `least` there may be more than `tokens`."""
+        """Make the error in the words that clients look for. `context` counts the tokens of prompt and output, and
+        `built` is what the engine itself takes, where that is known; with `least` there may be more than `tokens`."""
         message = (
             f"This model's maximum context length is {context} tokens, one of them for the output, and the prompt has "
             f"{'at least ' if least else ''}{tokens}."
@@ -161,7 +161,7 @@ class ConfigError(WicoreError):
 
 
 class EnvironmentUnfitError(WicoreError):
-    """This machine lacks something: an optional extra, a GPU, a free port, disk space."""
+    """Machine that lacks something: an optional extra, a GPU, a free port, disk space."""
 
     exit_code = 4
     grpc_code = "FAILED_PRECONDITION"
@@ -241,7 +241,8 @@ def shortened(text: str, most: int = MAX_SHOWN) -> str:
 
 
 def first_fault(error: Any, whole: str = "it") -> str:
-    """What pydantic's ValidationError says first: where, what stands there, and why it is wrong. `whole`: its name."""
+    """Tell what pydantic's ValidationError says first: where, what stands there, and why it is wrong. `whole`: its
+    name."""
     first = error.errors(include_url=False)[0]
     return f"{named('.'.join(map(str, first['loc']))) or whole} is {shown(first['input'])}: {first['msg']}"
 

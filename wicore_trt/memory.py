@@ -1,4 +1,5 @@
-"""How much memory this process may still take: what the machine has, and the control groups that a container is.
+"""Measures how much memory this process may still take: what the machine has, and the control groups that a container
+is.
 
 Asked before memory is taken, so that too much is an error with figures and not a process that the system kills. It must
 not know what the memory is for. Invariant: what cannot be read bounds nothing, and memory that the system gets back by

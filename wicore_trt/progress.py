@@ -1,4 +1,4 @@
-"""How far a long piece of work is: what whoever asks for it gives, to be told."""
+"""Reports of how far a long piece of work is."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class FinishReason(enum.Enum):
 
 
 class ConstraintKind(enum.Enum):
-    """What the text of a `Constraint` is."""
+    """Kind of text that a `Constraint` has."""
 
     JSON_OBJECT = "json_object"  # nothing: any JSON object
     JSON_SCHEMA = "json_schema"
@@ -50,8 +50,8 @@ class ConstraintKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What every finished output of a request is: tokens that do not lead there are never sampled. What the text means
-    is looked at by `wicore_trt.grammar`, which takes time."""
+    """Constraint on every finished output of a request: tokens that do not lead there are never sampled. What the
+    text means is looked at by `wicore_trt.grammar`, which takes time."""
 
     kind: ConstraintKind
     text: str = ""
@@ -69,7 +69,7 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen and when a sequence ends.
+    """Parameters of sampling: how the next token is chosen and when a sequence ends.
 
     Meanings and order follow the field's convention: logit bias and penalties on the raw logits, then the constraint,
     then temperature, then top-k, top-p and min-p. `temperature=0` is greedy. `top_k=0` and `top_p=1` mean off.
@@ -134,7 +134,7 @@ class SamplingParams:
 
     @property
     def penalized(self) -> bool:
-        """Whether logits depend on which tokens the sequence has already."""
+        """True when logits depend on which tokens the sequence has already."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
@@ -155,7 +155,7 @@ class TokenLogprob(Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class CachePriority(enum.Enum):
-    """How a request's pages compete for the cache: LOW ones are never copied from the device to another tier, HIGH ones
+    """Rank of a request's pages in the cache: LOW ones are never copied from the device to another tier, HIGH ones
     are held like a session's."""
 
     LOW = "low"
@@ -165,7 +165,7 @@ class CachePriority(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class CacheHints:
-    """What a client says about the future of its pages.
+    """Hints of a client about the future of its pages.
 
     `session` names a conversation: the pages of its latest request stay pinned in host memory and on disk until it has
     been silent for `ttl_s` (default: the server's kv.pin_s), within the server's kv.pin_share. `ttl_s` also bounds
@@ -211,7 +211,7 @@ def _check_content(content: Sequence[ContentSpan], prompt_tokens: int) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """What a client asks for, after validation and tokenization.
+    """Request of a client after validation and tokenization.
 
     `deadline` is a time.monotonic() stamp or None. `priority`, in [-2, 2]: of one tenant's requests lower runs first, 0
     is normal. `tenant` is who asks, as the server knows it; no client sets it. `cache_salt` is the client's own: two
@@ -245,7 +245,7 @@ class GenerateRequest:
 
 
 class TokenOutput(Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
-    """What one sequence of one request gained in one or more steps; the engine loop's only output.
+    """Tokens that one sequence of one request gained in one or more steps; the engine loop's only output.
 
     `index` is the sequence in [0, n). `usage` counts up to and including this output. `finish_reason` is set on
     the last output of the sequence; `stop_reason` is the stop token id or stop string that ended it, if one did.
@@ -303,7 +303,7 @@ def merge_outputs(parts: Sequence[TextOutput]) -> TextOutput:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One finished sequence."""
+    """Finished sequence."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -329,7 +329,7 @@ Prompt = str | Sequence[int] | Mapping[str, object]
 
 
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One prompt or several, as several."""
+    """Make a list of one prompt or several."""
     single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
     return [prompts] if single else prompts  # type: ignore[return-value, list-item]
 
@@ -426,7 +426,7 @@ def _check_request(request: GenerateRequest | TextRequest) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a loaded engine is, for GetModelInfo and `wicore inspect`. `page_tokens` is 0 where KV is others';
+    """Description of a loaded engine, for GetModelInfo and `wicore inspect`. `page_tokens` is 0 where KV is others';
     `max_context_tokens` is what it serves of the `engine_context_tokens` that it was built for."""
 
     model_id: str
@@ -481,7 +481,7 @@ class PoolStats:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """One tier of the KV cache ("device", "host" or "disk"), counters since start and gauges.
+    """Tier of the KV cache ("device", "host" or "disk"), counters since start and gauges.
 
     `used_bytes` hold pages; `pages` counts them by layer group. `hit_tokens` are prompt tokens that this tier saved
     (each token counts once, for the tier that was nearest). `read_*` is traffic towards the device, `write_*` into

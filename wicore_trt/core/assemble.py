@@ -1,4 +1,4 @@
-"""From settings to an engine that can step: opens the directory, builds executor, cache, scheduler and core.
+"""Makes an engine that can step from settings: opens the directory, builds executor, cache, scheduler and core.
 
 The only place in `core` that knows which classes make up an engine; devices are imported inside the function.
 Invariant: the KV keys name everything that KV values depend on, the kernels that compute them included.
@@ -147,7 +147,7 @@ def make_executor(engine: EngineDir, settings: Settings) -> Executor:
 
 
 def executor_options(settings: Settings) -> ExecutorOptions:
-    """What an executor is told of the settings."""
+    """Settings of an executor."""
     return ExecutorOptions(
         device=settings.executor.device, kernels=settings.executor.kernels, threads=settings.executor.threads,
         page_tokens=settings.kv.page_tokens, kv_bytes=settings.kv.device_bytes,
@@ -170,7 +170,7 @@ def batch_tokens_of(settings: Settings) -> int:
 
 
 def limits_of(settings: SchedulerSettings) -> Limits:
-    """How long requests may wait and run."""
+    """Limits on how long requests wait and run."""
     return Limits(settings.max_queue_s, _to_seconds(settings.target_ttft_ms), settings.timeout_s)
 
 
@@ -198,7 +198,7 @@ def model_info(
     page_tokens: int,
     names: Sequence[str],
 ) -> ModelInfo:
-    """What GetModelInfo and `wicore inspect` say of a loaded engine."""
+    """Describe a loaded engine, for GetModelInfo and `wicore inspect`."""
     manifest, spec = engine.manifest, engine.manifest.spec
     return ModelInfo(
         model_id=names[0] if names else manifest.model_id, aliases=tuple(names[1:]), backend=manifest.backend,

@@ -1,4 +1,4 @@
-"""From settings to the KV cache of one engine: pools, policies, tiers, and what joins them.
+"""Makes the KV cache of one engine from settings: pools, policies, tiers, and what joins them.
 
 Knows which classes make up the cache, and nothing of models. Invariant: everything that KV values depend on enters the
 names of pages and the namespace on disk.

@@ -1,4 +1,4 @@
-"""What the engine tells of itself: counters, and gauges of the pools and tiers as they are now.
+"""Statistics of the engine: counters, and gauges of the pools and tiers as they are now.
 
 Reads the scheduler and its cache and changes nothing. It must not know requests. Invariant: a page is counted once per
 tier.

@@ -1,4 +1,4 @@
-"""How long requests may wait and run, and what those are told that would wait too long.
+"""Bounds on how long requests wait and run, and the refusal of a request that would wait too long.
 
 Times are seconds, stamps those of the engine's clock. It must not know requests or queues. Invariant: a refusal says
 when to ask again.
@@ -26,8 +26,9 @@ HOLD_RATE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """None is no limit. `max_queue_s`: until the first step of a request. `target_ttft_s`: until its first token, or
-    twice what its prompt takes where that is more. `timeout_s`: until its end, where it has no deadline of its own."""
+    """Limits in seconds, None for no limit. `max_queue_s`: until the first step of a request. `target_ttft_s`: until
+    its first token, or twice what its prompt takes where that is more. `timeout_s`: until its end, where it has no
+    deadline of its own."""
 
     max_queue_s: float | None = None
     target_ttft_s: float | None = None
@@ -38,7 +39,8 @@ class Limits:
         return self.max_queue_s is not None or self.target_ttft_s is not None
 
     def patience_s(self, prompt_s: float, left_s: float | None = None) -> float:
-        """How long a request may wait whose prompt then takes `prompt_s`; `left_s` of its own deadline."""
+        """Seconds that a request may wait if its prompt then takes `prompt_s`; `left_s` are left of its own
+        deadline."""
         least = math.inf if left_s is None else left_s
         if self.max_queue_s is not None:
             least = min(least, self.max_queue_s)
@@ -68,7 +70,7 @@ class Alarms(dict[str, float]):
 
 
 def long_wait_error(wait_s: float, limit_s: float) -> QueueFullError:
-    """What who would wait longer than the limit is told. How many others wait is none of its business."""
+    """Make the refusal of a request that would wait longer than the limit. It does not tell how many others wait."""
     return QueueFullError(
         "The server is too busy to begin this request in time.",
         retry_after_s=max(UNAVAILABLE_RETRY_S, wait_s - limit_s),
@@ -76,9 +78,9 @@ def long_wait_error(wait_s: float, limit_s: float) -> QueueFullError:
 
 
 class Hints:
-    """When those whom the queue has no room for should ask again. Each of a tenant is told a later time than the one
-    before, by the pace at which places become free: so they do not come back all at once, however long they are
-    refused, and the more of them there are the later. Who cannot be given such a time gets one at random."""
+    """Times to retry for refused requests. Each request of a tenant gets a later time than the one before, by the
+    pace at which places become free, so that clients do not all come back at once. If that is too late, the time is
+    random."""
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}  # when the last one was told to come, by tenant

@@ -40,10 +40,10 @@ Abort = tuple[str, int | None]
 
 
 class Core(ABC):
-    """What the loop steps: `core.engine.EngineCore` over an executor of steps, `core.request_core.RequestCore` over one
-    that takes whole requests. `eos_ids` end a sequence unless it ignores them; `max_context` bounds prompt + output
-    tokens. Single-threaded, except for `validate` and the KV events. Invariant: every sequence that was added ends with
-    exactly one output that carries a finish reason."""
+    """Steps requests for the loop: `core.engine.EngineCore` over an executor of steps,
+    `core.request_core.RequestCore` over one that takes whole requests. `eos_ids` end a sequence unless it ignores
+    them; `max_context` bounds prompt + output tokens. Single-threaded, except for `validate` and the KV events.
+    Invariant: every sequence that was added ends with exactly one output that carries a finish reason."""
 
     def __init__(self, eos_ids: tuple[int, ...], max_context: int, clock: Callable[[], float]) -> None:
         self.eos_ids, self.max_context = eos_ids, max_context
@@ -66,12 +66,12 @@ class Core(ABC):
     @property
     @abstractmethod
     def kv_events(self) -> KVEventLog:
-        """What the KV cache gains and loses; any thread may read it. Raises EnvironmentUnfitError for an engine that
+        """KV events of all tenants; any thread may read them. Raises EnvironmentUnfitError for an engine that
         does not tell."""
 
     @abstractmethod
     def kv_events_of(self, tenant: str) -> EventFeed:
-        """The same of one tenant's pages alone."""
+        """KV events of one tenant's pages alone."""
 
     @abstractmethod
     def validate_request(self, request: GenerateRequest) -> None:
@@ -101,8 +101,8 @@ class Core(ABC):
 
     @abstractmethod
     def step(self) -> list[TokenOutput]:
-        """What sequences gained since the last step. Raises what the executor raises when it is broken; outputs of this
-        step are then lost."""
+        """Run a step and return what sequences gained. Raises what the executor raises when it is broken; outputs of
+        this step are then lost."""
 
     def settle_flight(self) -> None:  # noqa: B027 -- most have nothing to land
         """Land what nobody waits for any more, for callers that do not go on stepping."""
@@ -116,7 +116,7 @@ class Core(ABC):
         return None
 
     def is_live(self, request_key: str) -> bool:
-        """Whether any sequence of the request still runs or waits."""
+        """Tell whether any sequence of the request still runs or waits."""
         return request_key in self._sequences
 
     @abstractmethod
@@ -125,7 +125,7 @@ class Core(ABC):
 
     @abstractmethod
     def make_outlook(self) -> Outlook:
-        """What a newcomer finds before it, for any thread to read."""
+        """Describe the queue that a new request finds; any thread may read the result."""
 
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
@@ -147,11 +147,11 @@ class Core(ABC):
 
     @abstractmethod
     def _is_waiting(self, sequence: Any) -> bool:
-        """Whether a sequence has not had a place yet."""
+        """Tell whether a sequence has not had a place yet."""
 
     def _latest_start(self, request: GenerateRequest, now: float, cost_s: float) -> float:
-        """By when a request must have begun whose prompt takes `cost_s`. Raises QueueFullError where that is not to be
-        expected."""
+        """Latest time at which a request may begin if its prompt takes `cost_s`. Raises QueueFullError where it is
+        expected to wait longer."""
         if not self.limits.bound_waits:
             return math.inf
         outlook, left_s = self.make_outlook(), None if request.deadline is None else request.deadline - now
@@ -262,7 +262,7 @@ class EngineLoop:
         return None if self._rests else self._turns + self._core.alone
 
     def wait_ended(self, timeout_s: float | None = None) -> bool:
-        """Whether the loop has ended, at the latest after so many seconds."""
+        """Wait for the end of the loop, at most `timeout_s` seconds; true when it has ended."""
         return self._ended.wait(timeout_s)
 
     def add(self, request: GenerateRequest) -> None:
@@ -323,7 +323,8 @@ class EngineLoop:
         return queued
 
     def _begin_preparing(self, request: GenerateRequest) -> None:
-        """With the lock held. Where it raises, as there is no room for a thread, nothing is left of the request."""
+        """Hand a request to the preparer; called with the lock held. If no thread can be started it raises, and
+        nothing is left of the request."""
         if self._preparer is None:
             preparer = _DeepThread(target=self._run_preparer, name="wicore-prepare", daemon=True)
             preparer.start()

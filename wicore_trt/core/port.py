@@ -1,4 +1,4 @@
-"""What a front needs of an engine, wherever the engine runs, and the engine that runs in this process.
+"""Port of an engine for a front, wherever the engine runs, and the engine that runs in this process.
 
 Everything here is called on the front's event loop and answers there. It must not know text, transports or processes.
 Invariant: a request that `add` took gets its final output through the sink, also when the engine breaks.
@@ -25,8 +25,9 @@ Change = tuple[int, EventSnapshot | list[Event]]
 
 
 class EnginePort(ABC):
-    """One engine. `sink` is called on the event loop's thread with what each step made. `recovers`: an engine that
-    broke is followed by another one, and `dead` is then None again. Ids of requests must begin with `prefix`."""
+    """Engine as a front sees it. `sink` is called on the event loop's thread with what each step made. `recovers`: an
+    engine that broke is followed by another one, and `dead` is then None again. Ids of requests must begin with
+    `prefix`."""
 
     recovers = False
     prefix = ""
@@ -59,9 +60,9 @@ class EnginePort(ABC):
 
     @abstractmethod
     def kv_events(self, tenant: str | None, after: Position) -> AsyncGenerator[Change, None]:
-        """What the KV cache gains and loses from `after` on, of one tenant's pages or (None) of all: the epoch, and a
-        snapshot where events were missed, else events. Ends only by its closing. Raises EnvironmentUnfitError for an
-        engine that does not tell."""
+        """Yield what the KV cache gains and loses from `after` on, of one tenant's pages or (None) of all: the epoch,
+        and a snapshot where events were missed, else events. Ends only by its closing. Raises EnvironmentUnfitError
+        for an engine that does not tell."""
 
     @abstractmethod
     async def stop(self, timeout_s: float) -> None:
@@ -113,7 +114,7 @@ class LocalEngine(EnginePort):
 
 
 async def follow_feed(feed: EventFeed, after: Position) -> AsyncGenerator[Change, None]:
-    """What a feed tells from `after` on, as it happens; it is read no faster than this is."""
+    """Yield the changes of a feed from `after` on as they happen; the feed is read no faster than the result."""
     loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
     def on_event() -> None:  # on the engine's thread

@@ -1,4 +1,4 @@
-"""What a request must be for an engine, and what follows from it for its sequences.
+"""Checks of a request against an engine, and the seeds and stop ids of its sequences.
 
 Plain functions; they must not know engines. Invariant: a request that passes fits the context and the vocabulary.
 """

@@ -32,7 +32,7 @@ WAIT_S = 0.005
 
 @dataclass(slots=True, eq=False)
 class RequestSequence:
-    """One sequence of a request. `turn`: it was handed to the engine, at `begun`; `produced`: tokens that came back."""
+    """Sequence of a request. `turn`: it was handed to the engine, at `begun`; `produced`: tokens that came back."""
 
     seq_id: int
     request: GenerateRequest

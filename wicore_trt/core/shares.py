@@ -1,4 +1,4 @@
-"""What one tenant may have of places that all share, and such places: calls that may be open at the same time.
+"""Shares of one tenant in places that all tenants use, and such places: calls that may be open at the same time.
 
 Knows names and numbers; it must not know calls. Invariant: a tenant gets at most as many places as it leaves free, so
 that one that takes all it gets has half of them and the next one finds room; and where it is refused tells it no more
@@ -18,7 +18,7 @@ STEPS = 16
 
 
 def fits_share(places: int, others: int, own: int, more: int = 1) -> bool:
-    """Whether a tenant with `own` places may have `more` of them while all others together have `others`.
+    """Tell whether a tenant with `own` places may have `more` of them while all others together have `others`.
 
     A tenant that has none may ask for more at once than its share, if there is room for it.
     """

@@ -142,7 +142,7 @@ class TextStream:
 
     @property
     def admitted(self) -> bool:
-        """Whether the engine has begun with it, and it has not failed."""
+        """True once the engine has begun with the request, unless it failed."""
         return self._computes and self._error is None
 
     def count_unfinished(self) -> int:
@@ -186,7 +186,8 @@ class TextStream:
         self._changed.set()
 
     def _observe_begin(self, prefill_s: float) -> None:
-        """All of the time to the first token that is no prefill counts as waiting, the way through processes too."""
+        """Observe the time to the first tokens. Time that is no prefill counts as waiting, the way through processes
+        too."""
         times = self._engine.times
         queued_s = max(0.0, times.now - self._since - prefill_s)
         times.observe_begin(queued_s, prefill_s)
@@ -219,7 +220,7 @@ class TextStream:
 
 @dataclass(slots=True)
 class Tally:
-    """What one tenant's requests came to, since start."""
+    """Token and request counts of one tenant since start."""
 
     prompt: int = 0
     cached: int = 0
@@ -235,7 +236,7 @@ class Tally:
 
 
 class TextEngine:
-    """One engine served on one event loop.
+    """Serves one engine on one event loop.
 
     Construct and `start` it on that loop; all methods run there.
     """
@@ -295,7 +296,7 @@ class TextEngine:
         return replace(request, prompt=None, messages=None, prompt_token_ids=token_ids, timeout_s=left)
 
     def add_retry_hint(self, error: QueueFullError, tenant: str) -> QueueFullError:
-        """The same refusal with a time to retry of its own."""
+        """Give a refusal its own time to retry."""
         error.retry_after_s = self._hints.retry_s(tenant, time.monotonic(), error.retry_after_s, error.pace_s)
         return error
 
@@ -365,7 +366,7 @@ class TextEngine:
         return await self.engine.stats()
 
     async def read_tenant_stats(self, tenant: str) -> EngineStats:
-        """The same of one tenant's requests; what does not belong to one tenant is left at nothing."""
+        """Read the counts of one tenant's requests; counters that belong to no one tenant are left at nothing."""
         found, tally = await self.engine.stats(tenant), self.find_tally(tenant)
         return replace(
             found,

@@ -1,4 +1,4 @@
-"""How long requests took, as histograms that a front fills as it delivers.
+"""Histograms of how long requests took, which a front fills as it delivers.
 
 Plain numbers; it must not know who reads them. Invariant: an observation costs less than a microsecond, so that each
 output of each sequence can be one.
@@ -40,7 +40,7 @@ class Histogram:
 
 
 class Times:
-    """What a front saw of its requests. `now` is the time, of time.monotonic(), of the outputs that are delivered."""
+    """Histograms of a front's requests. `now` is the time, of time.monotonic(), of the outputs that are delivered."""
 
     __slots__ = ("decode", "first", "gap", "generated", "longest", "now", "prefill", "prompt", "queue", "whole")
 
@@ -58,7 +58,7 @@ class Times:
 
     @property
     def histograms(self) -> dict[str, Histogram]:
-        """By name."""
+        """Histograms by name."""
         return {name: getattr(self, name) for name in self.__slots__ if name != "now"}
 
     def observe_output(self, since: float, last: float) -> float:

@@ -66,8 +66,8 @@ class WicoreEngine(LLMEngine):
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[WicoreEngine, WorkerConfig]:
         """Wait for the server, and take its tokenizer from it."""
-        args = _parser().parse_args(argv)
-        stub = vllm_engine_pb2_grpc.VllmEngineStub(_channel(args))
+        args = _make_parser().parse_args(argv)
+        stub = vllm_engine_pb2_grpc.VllmEngineStub(_open_channel(args))
         while True:
             with suppress(grpc.aio.AioRpcError):
                 if (await stub.HealthCheck(pb2.HealthCheckRequest(), timeout=READY_S, wait_for_ready=True)).healthy:
@@ -93,7 +93,7 @@ class WicoreEngine(LLMEngine):
         )
 
     async def start(self, worker_id: int) -> EngineConfig:
-        self._tasks.append(asyncio.create_task(self._watch()))
+        self._tasks.append(asyncio.create_task(self._watch_server()))
         return EngineConfig(
             model=str(self._model),
             served_model_name=self._info.served_model_name,
@@ -108,7 +108,7 @@ class WicoreEngine(LLMEngine):
         try:
             async for message in call:
                 if message.HasField("chunk"):
-                    yield _chunk(message.chunk)
+                    yield _make_chunk(message.chunk)
                 elif message.complete.finish_reason == "error":
                     raise StreamIncomplete("the server could not finish the sequence")
                 else:
@@ -117,7 +117,7 @@ class WicoreEngine(LLMEngine):
                     )
                     yield {"token_ids": [], "index": message.complete.index, "finish_reason": reason}
         except grpc.aio.AioRpcError as error:
-            raise _told(error) from None
+            raise _convert_error(error) from None
         finally:
             self._open -= 1
             call.cancel()  # nothing when it has ended
@@ -130,7 +130,7 @@ class WicoreEngine(LLMEngine):
         self._endpoint = endpoint
 
     async def kv_event_sources(self) -> list[PushSource]:
-        return [PushSource(on_ready=self._follow)] if self._page_tokens else []
+        return [PushSource(on_ready=self._follow_events)] if self._page_tokens else []
 
     def component_metrics_dp_ranks(self) -> list[int]:
         return [0]
@@ -138,16 +138,17 @@ class WicoreEngine(LLMEngine):
     def attach_snapshot_publisher(self, publisher: Any) -> None:
         self._loads = publisher
 
-    def _follow(self, publisher: Any) -> None:
+    def _follow_events(self, publisher: Any) -> None:
         """Dynamo takes events, perhaps on a thread of its own."""
         self._loop.call_soon_threadsafe(
             lambda: self._tasks.append(self._loop.create_task(self._tell_events(publisher)))
         )
 
     async def _tell_events(self, publisher: Any) -> None:
-        """What the caches gain and lose. Dynamo asks who has a page, not where, so copies in several tiers are one."""
+        """Publish what the caches gain and lose. Dynamo asks who has a page, not where, so copies in several tiers
+        are one."""
         tiers: dict[int, set[int]] = {}
-        with suppress(grpc.aio.AioRpcError):  # the server has ended, and `_watch` sees it
+        with suppress(grpc.aio.AioRpcError):  # the server has ended, and `_watch_server` sees it
             async for batch in self._stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()):
                 for event in batch.events:
                     match event.WhichOneof("data"):
@@ -158,7 +159,7 @@ class WicoreEngine(LLMEngine):
                         case "stored" if not event.stored.group_idx:
                             for block in event.stored.blocks:
                                 tiers.setdefault(block.block_hash, set()).add(event.stored.tier)
-                            _publish(publisher, event.stored)
+                            _publish_events(publisher, event.stored)
                         case "removed" if not event.removed.group_idx:
                             gone = []
                             for name in event.removed.block_hashes:
@@ -169,7 +170,7 @@ class WicoreEngine(LLMEngine):
                             if gone:
                                 publisher.publish_removed(gone)
 
-    async def _watch(self) -> None:
+    async def _watch_server(self) -> None:
         """Tell Dynamo the server's load, until it takes no more requests; then leave when streams have ended."""
         while True:
             try:
@@ -193,7 +194,7 @@ class WicoreEngine(LLMEngine):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _publish(publisher: Any, stored: Any) -> None:
+def _publish_events(publisher: Any, stored: Any) -> None:
     publisher.publish_stored(
         [token for block in stored.blocks for token in block.token_ids],
         [block.block_size for block in stored.blocks],
@@ -223,11 +224,11 @@ def _request(request: Mapping[str, Any], name: str) -> Any:
     hidden = stopping.get("stop_token_ids_hidden", [])
     message.sampling_params.stop_token_ids.extend({*stopping.get("stop_token_ids", []), *hidden})
     message.sampling_params.logit_bias.update({int(k): v for k, v in sampling.get("logit_bias", {}).items()})
-    _constrain(message.sampling_params, sampling.get("guided_decoding") or {})
+    _set_constraint(message.sampling_params, sampling.get("guided_decoding") or {})
     return message
 
 
-def _constrain(params: Any, guided: Mapping[str, Any]) -> None:
+def _set_constraint(params: Any, guided: Mapping[str, Any]) -> None:
     kinds = [key for key in ("json", "regex", "choice", "grammar", "structural_tag") if guided.get(key) is not None]
     if len(kinds) > 1 or kinds == ["structural_tag"]:
         raise InvalidArgument(f"one constraint is served, and no structural tag, not {', '.join(kinds)}")
@@ -242,7 +243,7 @@ def _constrain(params: Any, guided: Mapping[str, Any]) -> None:
                 setattr(params, kind, value)
 
 
-def _chunk(chunk: Any) -> dict[str, Any]:
+def _make_chunk(chunk: Any) -> dict[str, Any]:
     made: dict[str, Any] = {"token_ids": [*chunk.token_ids], "index": chunk.index}
     scored = chunk.output_logprobs
     if scored.token_logprobs:
@@ -257,7 +258,7 @@ def _chunk(chunk: Any) -> dict[str, Any]:
     return made
 
 
-def _told(error: grpc.aio.AioRpcError) -> Any:
+def _convert_error(error: grpc.aio.AioRpcError) -> Any:
     """The error as Dynamo knows it: requests are moved for StreamIncomplete."""
     text = error.details() or error.code().name
     match error.code():
@@ -311,7 +312,7 @@ class _UnaryKey(grpc.aio.UnaryUnaryClientInterceptor):
 
 
 class _StreamKey(grpc.aio.UnaryStreamClientInterceptor):
-    """The same for calls with streams of answers: grpc.aio takes an object for one kind of calls alone."""
+    """Interceptor of calls with streams of answers: grpc.aio takes an object for one kind of calls alone."""
 
     def __init__(self, key: str) -> None:
         self._key = key
@@ -324,7 +325,7 @@ def _with_key(details: Any, key: str) -> Any:
     return details._replace(metadata=[*(details.metadata or ()), ("x-api-key", key)])
 
 
-def _channel(args: argparse.Namespace) -> grpc.aio.Channel:
+def _open_channel(args: argparse.Namespace) -> grpc.aio.Channel:
     options = [("grpc.max_receive_message_length", -1)]
     key = os.environ.get("WICORE_SERVER__API_KEY")
     kinds = [_UnaryKey(key), _StreamKey(key)] if key else []
@@ -334,7 +335,7 @@ def _channel(args: argparse.Namespace) -> grpc.aio.Channel:
     return grpc.aio.secure_channel(args.server, roots, options=options, interceptors=kinds)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="wicore_trt.integrations.dynamo", description=__doc__.splitlines()[0])
     parser.add_argument("--server", default="127.0.0.1:50051", help="gRPC address of `wicore serve`")
     parser.add_argument("--tls-ca", help="PEM of the CA of the server's certificate; without it there is no TLS")

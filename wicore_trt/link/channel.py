@@ -25,7 +25,7 @@ _HEAD = 4
 
 
 class Channel:
-    """One end. `received` is called with each message and `closed` at the end, both on the thread of `loop`."""
+    """End of a link. `received` is called with each message and `closed` at the end, both on the thread of `loop`."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Channel:
             self._loop.call_soon_threadsafe(function)
 
     def _send_now(self, data: memoryview) -> memoryview:
-        """What could not be sent now. A broken socket is found by `_read`."""
+        """Send what the socket takes now and return the rest. A broken socket is found by `_read_messages`."""
         with suppress(BlockingIOError, InterruptedError, BrokenPipeError, ConnectionResetError):
             return data[self._sock.send(data) :]
         return data

@@ -86,7 +86,7 @@ class EngineHost:
         self.loop.run_forever()
 
     def _send_outputs(self, outputs: list[TokenOutput]) -> None:
-        """One message for each front; on the engine's thread."""
+        """Send each front its outputs as one message; on the engine's thread."""
         if self.engine.dead is not None:
             for link in list(self._links.values()):
                 link.send_message(Down(self.engine.dead))
@@ -107,7 +107,7 @@ class EngineHost:
 
 
 class _Link:
-    """One front. Everything runs on the link thread but `channel.post`."""
+    """Link to one front. Everything runs on the link thread but `channel.post`."""
 
     def __init__(self, host: EngineHost, prefix: str, sock: socket.socket) -> None:
         self._host, self._prefix = host, prefix

@@ -1,4 +1,4 @@
-"""What the processes of one server say to each other, as msgpack.
+"""Messages between the processes of one server, as msgpack.
 
 Both ends are of one version, so there is no room for others. Plain data; it must not know sockets. Invariant: a message
 that was decoded holds values of the types that it names; requests are checked again when they are made.
@@ -81,7 +81,7 @@ class Welcome(Struct, tag=0, array_like=True):
 
 
 class Outputs(Struct, tag=1, array_like=True):
-    """What one step made for the requests of this link."""
+    """Outputs of one step for the requests of this link."""
 
     outputs: list[TokenOutput]
 

@@ -39,7 +39,7 @@ ENDED = "its process ended"
 
 
 class RemoteEngine(EnginePort):
-    """One engine of another process at a time. Construct it on the event loop. `changed` is called there when the
+    """Engine of another process, one at a time. Construct it on the event loop. `changed` is called there when the
     engine comes (`dead` is then None) and when it has ended."""
 
     recovers = True
@@ -61,14 +61,14 @@ class RemoteEngine(EnginePort):
 
     @property
     def has_channel(self) -> bool:
-        """Whether there is a channel, though its engine may not have said anything yet."""
+        """True where there is a channel, though its engine may not have said anything yet."""
         return self._channel is not None
 
     async def start(self, sink: Sink) -> None:
         self._sink = sink
 
     def connect(self, sock: socket.socket) -> None:
-        """There is an engine at the other end of this socket. It takes requests when it has said so."""
+        """Talk to the engine at the other end of this socket, which takes requests once it has said so."""
         if self._channel is not None:
             self._channel.close()
         channel = Channel(sock, asyncio.get_running_loop(), self._take_message, self._end_channel)
