@@ -24,7 +24,7 @@ class CharTokenizer(FakeTokenizer):
 
     LINE = VOCAB - 1
 
-    def vocabulary(self) -> list[bytes | None]:
+    def list_vocabulary(self) -> list[bytes | None]:
         texts: list[bytes | None] = [chr(32 + t).encode() for t in range(VOCAB)]
         texts[EOS], texts[self.LINE] = None, b"\n"
         return texts

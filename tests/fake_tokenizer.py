@@ -33,10 +33,10 @@ class FakeTokenizer:
     def token_text(self, token: int) -> str | None:
         return None
 
-    def named(self, text: str) -> dict[int, str]:
+    def find_named_specials(self, text: str) -> dict[int, str]:
         return {EOS: "<eos>"} if "<eos>" in text else {}
 
-    def told(self) -> dict[str, object]:
+    def describe_config(self) -> dict[str, object]:
         return {"eos_token": "<eos>"}
 
     def token_bytes(self, token: int) -> bytes:

@@ -17,7 +17,7 @@ from wicore_trt.http.server import HttpServer
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.batch import SampledTokens, StepBatch, StepResult
 from wicore_trt.text.chat import shaped_turns
-from wicore_trt.text.turns import has_calls, render
+from wicore_trt.text.turns import has_calls, render_turns
 from wicore_trt.types import TokenLogprob
 
 MAX_CONTEXT = 1024
@@ -32,7 +32,7 @@ class WebTokenizer(FakeTokenizer):
 
     def apply_chat(self, messages, *, functions=(), add_generation_prompt=True, max_tokens=None, **_):
         if functions or has_calls(messages):
-            return self.encode(render(messages, functions, add_generation_prompt=add_generation_prompt))
+            return self.encode(render_turns(messages, functions, add_generation_prompt=add_generation_prompt))
         return self.encode(
             "".join(turn["content"] for turn in shaped_turns(messages, frozenset(("text", "answers", "system"))))
         )

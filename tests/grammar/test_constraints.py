@@ -37,7 +37,7 @@ K = ConstraintKind
 )
 def test_what_cannot_be_kept_is_refused_with_the_reason(kind: K, text: str, reason: str) -> None:
     with pytest.raises(InvalidRequestError, match=reason) as caught:
-        source.check(Constraint(kind, text))
+        source.check_constraint(Constraint(kind, text))
     assert caught.value.field == "constraint" and len(str(caught.value)) < 500
 
 
@@ -62,8 +62,8 @@ SECOND = {"type": "object", "patternProperties": {"^(score|tags)$": {}}, "additi
 def walk(schema: dict, text: str) -> bool:
     """Whether a text is a whole one of the schema."""
     constraint = Constraint(K.JSON_SCHEMA, json.dumps(schema))
-    source.check(constraint)
-    matcher = source.engine().LLMatcher(source._over_bytes(), source.grammar_of(constraint), log_level=0)
+    source.check_constraint(constraint)
+    matcher = source.load_llguidance().LLMatcher(source._over_bytes(), source.grammar_of(constraint), log_level=0)
     return matcher.try_consume_tokens([*text.encode()]) == len(text.encode()) and matcher.is_accepting()
 
 
@@ -75,7 +75,7 @@ def test_a_schema_that_leads_nowhere_is_refused_at_once(pattern: str) -> None:
     merged = {"allOf": [CLOSED | {"additionalProperties": True}, SECOND]}
     for schema in (inside, listed, held, merged):
         with pytest.raises(InvalidRequestError, match="nothing can follow"):
-            source.check(Constraint(K.JSON_SCHEMA, json.dumps(schema)))
+            source.check_constraint(Constraint(K.JSON_SCHEMA, json.dumps(schema)))
     assert walk(CLOSED | {"patternProperties": {"^x": SCORE}}, '{"score": 5, "tags": [], "xy": 10}')
 
 
@@ -86,11 +86,11 @@ def test_unique_items_are_not_enforced_and_all_else_is() -> None:
     assert walk(schema, '{"score": 5, "tags": [], "uniqueItems": {"uniqueItems": true}}')
     assert not walk(schema, '{"score": 5, "tags": [], "uniqueItems": {}}')
     assert not walk(schema, '{"score": 5, "tags": ["abc", "abc", "abc"]}')
-    source.check(Constraint(K.GRAMMAR, f"start: answer\nanswer: %json {json.dumps(schema)}"))
+    source.check_constraint(Constraint(K.GRAMMAR, f"start: answer\nanswer: %json {json.dumps(schema)}"))
 
 
 def test_true_allows_everything() -> None:
-    source.check(Constraint(K.JSON_SCHEMA, "true"))
+    source.check_constraint(Constraint(K.JSON_SCHEMA, "true"))
 
 
 @pytest.mark.parametrize("wrong", ["json_object", {"kind": "regex"}])
@@ -101,7 +101,7 @@ def test_types_are_checked(wrong: object) -> None:
 
 def test_without_llguidance_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    source._reason.cache_clear()
+    source._find_reason.cache_clear()
     with pytest.raises(InvalidRequestError, match="llguidance, which is not installed") as caught:
-        source.check(Constraint(K.JSON_OBJECT))
+        source.check_constraint(Constraint(K.JSON_OBJECT))
     assert "serve" in str(caught.value.fix)

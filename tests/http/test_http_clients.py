@@ -216,16 +216,16 @@ async def test_bodies_that_do_not_come(monkeypatch):
 
 async def test_all_bodies_together_are_bounded():
     room, block = intake.BodyBudget(16), intake.BLOCK
-    with room.hold("b") as other:
-        with room.hold("a") as hold:
-            hold.grow(8 * block - 1)
-            hold.grow(8 * block)
+    with room.open_share("b") as other:
+        with room.open_share("a") as hold:
+            hold.grow_to(8 * block - 1)
+            hold.grow_to(8 * block)
             with pytest.raises(WicoreError):
-                hold.grow(8 * block + 1)
-            other.grow(4 * block)
+                hold.grow_to(8 * block + 1)
+            other.grow_to(4 * block)
             with pytest.raises(WicoreError):
-                other.grow(5 * block)
-        other.grow(5 * block)
+                other.grow_to(5 * block)
+        other.grow_to(5 * block)
         assert room.taken == 5
     assert not room.taken and not room._taken
 

@@ -11,7 +11,7 @@ from constrained_web import PAINT, make_constrained_engine
 from fakes import greedy
 from web import TOKENIZER, error_of, make_engine, serving
 
-from wicore_trt.text.turns import render
+from wicore_trt.text.turns import render_turns
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 make_one = make_constrained_engine
@@ -129,7 +129,7 @@ async def test_blocks_become_turns(claude, running):
     body = {"messages": RENDERED, "max_tokens": 9, "temperature": 0, "ignore_eos": True}
     chat = (await running.post("/v1/chat/completions", body)).json()["choices"][0]["message"]
     assert found.content[0].text == chat["content"]
-    size = len(render(RENDERED, (), add_generation_prompt=True))
+    size = len(render_turns(RENDERED, (), add_generation_prompt=True))
     assert found.usage.input_tokens + found.usage.cache_read_input_tokens == size
     counted = await claude.messages.count_tokens(model="fake", system=system, messages=TURNS)
     assert counted.input_tokens == size

@@ -12,7 +12,7 @@ from constrained_web import PAINT, make_constrained_engine
 from pydantic import BaseModel
 from web import error_of, make_engine, serving
 
-from wicore_trt.text.turns import render
+from wicore_trt.text.turns import render_turns
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 make_one = make_constrained_engine
@@ -88,7 +88,7 @@ async def test_items_become_turns(client, running):
         {"role": "user", "content": "d"},
     ]
     found = await client.responses.create(model="fake", input=items, max_output_tokens=5, store=False, **QUIET)
-    assert found.usage.input_tokens == len(render(turns, (), add_generation_prompt=True))
+    assert found.usage.input_tokens == len(render_turns(turns, (), add_generation_prompt=True))
     assert found.output_text == await chat_text(running, turns, 5)
 
 

@@ -9,7 +9,7 @@ import websockets
 from constrained_web import PAINT, make_constrained_engine
 from web import error_of
 
-from wicore_trt.text.turns import render
+from wicore_trt.text.turns import render_turns
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 make_one = make_constrained_engine
@@ -130,7 +130,7 @@ async def test_results_and_neighbours_are_taken(client):
         {"role": "user", "content": "and?"},
     ]
     found = await client.chat.completions.create(model="fake", messages=turns, max_tokens=3)
-    assert found.usage.prompt_tokens == len(render(turns, (), add_generation_prompt=True))
+    assert found.usage.prompt_tokens == len(render_turns(turns, (), add_generation_prompt=True))
     with_tools = await client.chat.completions.create(**asking(messages=turns, max_tokens=3))
     assert with_tools.usage.prompt_tokens > found.usage.prompt_tokens + 100
 

@@ -60,7 +60,7 @@ def installed(monkeypatch):
 
 async def samples() -> dict[tuple[str, str], float]:
     """GPU samples of a scrape, by name and uuid."""
-    found = await metrics.snapshot(Context(Admission.from_settings(ServerSettings()), 0, 1.0))
+    found = await metrics.take_snapshot(Context(Admission.from_settings(ServerSettings()), 0))
     told = text_string_to_metric_families(render_metrics(collect_families(found))[0].decode())
     return {(s.name, s.labels["uuid"]): s.value for f in told for s in f.samples if s.name.startswith("wicore_gpu")}
 
@@ -106,12 +106,12 @@ async def test_a_driver_that_hangs_takes_one_thread_and_no_scrape(installed, mon
         return machine.read_gpu_use()
 
     monkeypatch.setattr(metrics, "read_gpu_use", hangs)
-    context = Context(Admission.from_settings(ServerSettings()), 0, 1.0)
+    context = Context(Admission.from_settings(ServerSettings()), 0)
     for _ in range(3):
-        assert (await metrics.snapshot(context)).gpus == ()
+        assert (await metrics.take_snapshot(context)).gpus == ()
     goes_on.set()
     assert len(await context.gpus) == 2 and len(asked) == 1
-    assert len((await metrics.snapshot(context)).gpus) == 2
+    assert len((await metrics.take_snapshot(context)).gpus) == 2
 
 
 def test_nothing_is_imported_twice(monkeypatch, installed):

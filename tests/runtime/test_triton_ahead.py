@@ -28,7 +28,7 @@ class Letters:
     def __init__(self, eos: int) -> None:
         self.eos_ids = (eos,)
 
-    def vocabulary(self) -> list[bytes | None]:
+    def list_vocabulary(self) -> list[bytes | None]:
         return [None if t in self.eos_ids else chr(65 + t).encode() for t in range(48)]
 
     def encode(self, text: str, *, add_bos: bool) -> list[int]:

@@ -131,7 +131,7 @@ def test_strict_functions_keep_all_of_their_schemas() -> None:
 
 def found_in(pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
     finder, text, calls = CallFinder(), "", {}
-    parts = [part for piece in pieces for part in finder.push(piece)] + finder.end()
+    parts = [part for piece in pieces for part in finder.push_text(piece)] + finder.end_output()
     for part in parts:
         if part.call is None:
             text += part.text

@@ -34,7 +34,7 @@ class Letters:
 
     byte_ids: frozenset[int] = frozenset()
 
-    def named(self, text):
+    def find_named_specials(self, text):
         return {}
 
     def token_text(self, token: int) -> str | None:
@@ -66,7 +66,7 @@ def oracle(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, str |
 @given(TOKENS, st.lists(st.integers(0, 4), max_size=20))
 def test_pushes_concatenate_to_decode_of_all(tokens: list[int], sizes: list[int]) -> None:
     detokenizer = IncrementalDetokenizer(TOKENIZER)
-    text = "".join(map(detokenizer.push, chunks(tokens, sizes))) + detokenizer.flush()
+    text = "".join(map(detokenizer.push_ids, chunks(tokens, sizes))) + detokenizer.flush_text()
     assert text == TOKENIZER.decode(tokens)
 
 
@@ -81,7 +81,7 @@ def test_decoder_that_strips_the_first_space(tokens: list[int]) -> None:
     # Prefixed by a word: what the Strip decoder does to byte runs that spell spaces is not part of the promise.
     tokens = [*inner.encode(" world hello world", add_special_tokens=False).ids, *tokens]
     detokenizer = IncrementalDetokenizer(tokenizer)
-    assert "".join(detokenizer.push([t]) for t in tokens) + detokenizer.flush() == tokenizer.decode(tokens)
+    assert "".join(detokenizer.push_ids([t]) for t in tokens) + detokenizer.flush_text() == tokenizer.decode(tokens)
     assert tokenizer.decode(tokens).startswith("world hello world")
 
 
@@ -109,12 +109,12 @@ def test_the_bytes_of_tokens_put_together_are_the_text() -> None:
 def test_text_comes_as_soon_as_it_is_certain() -> None:
     ids = tokenizers_ids("hello world")
     detokenizer = IncrementalDetokenizer(TOKENIZER)
-    assert [detokenizer.push([i]) for i in ids] == ["hello", " world"]
+    assert [detokenizer.push_ids([i]) for i in ids] == ["hello", " world"]
     grin = [FIRST_BYTE + b for b in "😀".encode()]
-    assert [detokenizer.push([b]) for b in grin] == ["", "", "", "😀"]
-    assert [detokenizer.push([b]) for b in (*grin[:2], EOS, *grin[2:])] == ["", "", "", "", "😀"], "EOS has no text"
-    assert [detokenizer.push([b]) for b in (*grin[:2], ids[0])] == ["", "", "\ufffd\ufffdhello"]
-    assert detokenizer.push(ids[1:]) == " world"
+    assert [detokenizer.push_ids([b]) for b in grin] == ["", "", "", "😀"]
+    assert [detokenizer.push_ids([b]) for b in (*grin[:2], EOS, *grin[2:])] == ["", "", "", "", "😀"], "EOS has no text"
+    assert [detokenizer.push_ids([b]) for b in (*grin[:2], ids[0])] == ["", "", "\ufffd\ufffdhello"]
+    assert detokenizer.push_ids(ids[1:]) == " world"
 
 
 def tokenizers_ids(text: str) -> list[int]:
@@ -127,9 +127,9 @@ def test_bytes_that_are_no_character_do_not_hold_the_text_up(byte: int) -> None:
     detokenizer, ids = IncrementalDetokenizer(TOKENIZER), [FIRST_BYTE + byte] * 400
     text = ""
     for count, token in enumerate(ids, 1):
-        text += detokenizer.push([token])
+        text += detokenizer.push_ids([token])
         assert count - len(text) <= 3
-    assert text + detokenizer.flush() == TOKENIZER.decode(ids) == backend().decode(ids) == "\ufffd" * 400
+    assert text + detokenizer.flush_text() == TOKENIZER.decode(ids) == backend().decode(ids) == "\ufffd" * 400
 
 
 @settings(max_examples=300, deadline=None)
@@ -158,8 +158,8 @@ def _is_character(data: bytes) -> bool:
 
 def test_incomplete_utf8_becomes_replacement_at_flush() -> None:
     detokenizer = IncrementalDetokenizer(TOKENIZER)
-    assert detokenizer.push([FIRST_BYTE + 0xF0, FIRST_BYTE + 0x9F]) == ""
-    assert detokenizer.flush() == "\ufffd\ufffd"
+    assert detokenizer.push_ids([FIRST_BYTE + 0xF0, FIRST_BYTE + 0x9F]) == ""
+    assert detokenizer.flush_text() == "\ufffd\ufffd"
 
 
 def test_cost_per_token_does_not_grow() -> None:
@@ -181,7 +181,7 @@ def test_cost_per_token_does_not_grow() -> None:
     detokenizer = IncrementalDetokenizer(counting)
     tokens = (tokenizers_ids("hello world") + [FIRST_BYTE + 0x80] * 50 + [EOS] * 3) * 20
     for token in tokens:
-        detokenizer.push([token])
+        detokenizer.push_ids([token])
     assert counting.decoded <= 6 * len(tokens)
 
 
@@ -199,17 +199,17 @@ def test_stop_strings_against_whole_text(
     detokenizer = IncrementalDetokenizer(Letters(), stops, include)
     text, pushed = "", 0
     for part in chunks(tokens, sizes):
-        text += detokenizer.push(part)
+        text += detokenizer.push_ids(part)
         pushed += len(part)
         if detokenizer.matched is None:
             so_far = Letters().decode(tokens[:pushed])
             held = so_far[len(text) :]
             longest = max((n for s in stops for n in range(len(s)) if so_far.endswith(s[:n])), default=0)
             assert so_far.startswith(text) and len(held) == longest
-    text += detokenizer.flush()
+    text += detokenizer.flush_text()
     assert (text, detokenizer.matched) == (expected, matched)
     if matched is not None:
-        assert detokenizer.push([0, 1, 2]) == "" and detokenizer.flush() == ""
+        assert detokenizer.push_ids([0, 1, 2]) == "" and detokenizer.flush_text() == ""
 
 
 @settings(max_examples=300, deadline=None)
@@ -221,7 +221,7 @@ def test_stop_strings_over_byte_tokens(tokens: list[int], sizes: list[int], data
     start = data.draw(st.integers(0, len(whole) - 1))
     stop = whole[start : start + data.draw(st.integers(1, 6))]
     detokenizer = IncrementalDetokenizer(TOKENIZER, (stop,))
-    text = "".join(map(detokenizer.push, chunks(tokens, sizes))) + detokenizer.flush()
+    text = "".join(map(detokenizer.push_ids, chunks(tokens, sizes))) + detokenizer.flush_text()
     assert (text, detokenizer.matched) == (whole[: whole.find(stop)], stop)
 
 
@@ -233,5 +233,5 @@ def test_first_complete_match_wins(stops: tuple[str, ...], text: str, matched: s
     for sizes in ([1] * 6, [6], [2, 4]):
         detokenizer = IncrementalDetokenizer(TOKENIZER, stops)
         ids = [tokenizers_ids(c)[0] for c in "xabcdy"]
-        assert "".join(map(detokenizer.push, chunks(ids, sizes))) + detokenizer.flush() == text
+        assert "".join(map(detokenizer.push_ids, chunks(ids, sizes))) + detokenizer.flush_text() == text
         assert detokenizer.matched == matched

@@ -67,8 +67,8 @@ def test_calls_are_read_from_the_tokens_of_an_answer(tokenizer: Tokenizer, size:
     finder, found, detokenizer = CallFinder(), [], IncrementalDetokenizer(tokenizer)
     ids = tokenizer.encode(answer, add_bos=False)
     for at in range(0, len(ids), size):
-        found += finder.push(detokenizer.push(ids[at : at + size]))
-    found += finder.push(detokenizer.flush()) + finder.end()
+        found += finder.push_text(detokenizer.push_ids(ids[at : at + size]))
+    found += finder.push_text(detokenizer.flush_text()) + finder.end_output()
     text, calls = gather_parts(found)
     assert (text, finder.whole, [call.name for call in calls]) == ("", True, ["weather", "now"])
     want = {"city": "Paris, {x}", "days": [1, 2.5], "deep": {"a": True}, "no": None}

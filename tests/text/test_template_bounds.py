@@ -18,7 +18,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 
 
 def render(source: str) -> str:
-    return ChatTemplate(source, {"bos_token": "<bos>"}, Path("t")).render(MESSAGES, add_generation_prompt=True)
+    return ChatTemplate(source, {"bos_token": "<bos>"}, Path("t")).render_messages(MESSAGES, add_generation_prompt=True)
 
 
 @pytest.mark.parametrize(

@@ -371,7 +371,7 @@ def test_real_tokenizer(engine_270m: Path) -> None:
     assert ids[:3] == [2, 9259, 1902] and tokenizer.byte_ids.intersection(ids)
     assert tokenizer.decode(ids) == text
     detokenizer = IncrementalDetokenizer(tokenizer, stop=("𓂀",))
-    assert "".join(detokenizer.push([i]) for i in ids) + detokenizer.flush() == text[:-1]
+    assert "".join(detokenizer.push_ids([i]) for i in ids) + detokenizer.flush_text() == text[:-1]
     assert detokenizer.matched == "𓂀"
 
     rng = random.Random(1)

@@ -9,7 +9,7 @@ from synthetic_tokenizer import END_OF_TURN
 
 from wicore_trt.core.text_engine import apply_turn_end
 from wicore_trt.errors import InvalidRequestError
-from wicore_trt.text.turns import has_calls, render
+from wicore_trt.text.turns import has_calls, render_turns
 from wicore_trt.types import SamplingParams, TextRequest
 
 WEATHER = {"name": "weather", "description": "Now.", "parameters": {"type": "object"}}
@@ -17,7 +17,7 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arg
 
 
 def rendered(*messages, functions=(), opening=True) -> str:
-    return render(messages, functions, add_generation_prompt=opening)
+    return render_turns(messages, functions, add_generation_prompt=opening)
 
 
 def turn(role: str, content, **more) -> dict:
@@ -86,7 +86,7 @@ def test_a_conversation_that_the_model_begins_keeps_its_system_message() -> None
 )
 def test_what_is_no_conversation(messages, said) -> None:
     with pytest.raises(InvalidRequestError, match=said) as caught:
-        render(messages, (), add_generation_prompt=True)
+        render_turns(messages, (), add_generation_prompt=True)
     assert caught.value.field == "messages"
 
 

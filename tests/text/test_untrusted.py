@@ -106,5 +106,5 @@ def test_many_marks_do_not_hold_up_who_reads_texts() -> None:
     assert control.names_in("<end_of_turn> <unused624> <unused9999>[x]") == {"<end_of_turn>", "<unused624>", "[x]"}
     parts = [{"type": "text", "text": text} for text in ("<" * 300_000, *("<end_of", "_turn>") * 10_000)]
     before = time.process_time()
-    control.mark(parts)
+    control.mark_texts(parts)
     assert time.process_time() - before < 5  # minutes, where each name is tried

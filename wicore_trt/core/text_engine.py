@@ -31,7 +31,7 @@ from wicore_trt.errors import (
     WicoreError,
     shown,
 )
-from wicore_trt.grammar.source import check
+from wicore_trt.grammar.source import check_constraint
 from wicore_trt.text.calls import lets_text_be
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import (
@@ -246,7 +246,7 @@ class TextEngine:
         engine: EnginePort,
         tokenizer: Tokenizer,
         info: ModelInfo,
-        check_constraint: Callable[[Constraint], None] = check,
+        check_constraint: Callable[[Constraint], None] = check_constraint,
     ) -> None:
         """`check_constraint` raises InvalidRequestError for one that cannot be kept; it is called on a thread."""
         self.tokenizer = tokenizer

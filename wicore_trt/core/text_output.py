@@ -35,12 +35,12 @@ class SequenceText:
         token_ids, logprobs, text = output.token_ids, output.logprobs, ""
         for i, token in enumerate(shown):
             self._tokens += 1
-            text += self._detokenizer.push((token,), may_stop=self._tokens > self._params.min_tokens)
+            text += self._detokenizer.push_ids((token,), may_stop=self._tokens > self._params.min_tokens)
             if self._detokenizer.matched is not None:
                 return self._end_at_stop(output, text, i + 1)
         if output.finish_reason is not None:
             self.finished = True
-            text += self._detokenizer.flush(may_stop=self._tokens > self._params.min_tokens)
+            text += self._detokenizer.flush_text(may_stop=self._tokens > self._params.min_tokens)
             if self._detokenizer.matched is not None and output.finish_reason in (
                 FinishReason.STOP,
                 FinishReason.LENGTH,

@@ -15,7 +15,7 @@ from typing import Any
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import shortened
-from wicore_trt.grammar.source import engine, grammar_of, limits, refusal, token_ids
+from wicore_trt.grammar.source import grammar_of, load_llguidance, make_limits, make_refusal, token_ids
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import Constraint, ConstraintKind
 
@@ -41,11 +41,11 @@ class Matcher:
         Raises MatcherError."""
         mask = bytearray(self._inner.compute_bitmask()[: self._size])
         if self._inner.is_error():
-            raise self._error()
-        if self._ends and _has(mask, self._ends[0]):
+            raise self._make_error()
+        if self._ends and _has_token(mask, self._ends[0]):
             for token in self._ends[1:]:
                 mask[token >> 3] |= 1 << (token & 7)
-        if any(_has(mask, token) for token in held):
+        if any(_has_token(mask, token) for token in held):
             left = mask.copy()
             for token in held:
                 left[token >> 3] &= ~(1 << (token & 7))
@@ -58,15 +58,15 @@ class Matcher:
     def take(self, token: int) -> None:
         """Go on behind a token that was allowed and is no end. Raises MatcherError."""
         if not self._inner.consume_token(token):
-            raise self._error()
+            raise self._make_error()
 
-    def _error(self) -> MatcherError:
+    def _make_error(self) -> MatcherError:
         reason = shortened(" ".join(str(self._inner.get_error()).split()), _REASON)
         self.broken = f"The constraint cannot be kept any further: {reason}"
         return MatcherError(self.broken)
 
 
-def _has(mask: bytes | bytearray, token: int) -> bool:
+def _has_token(mask: bytes | bytearray, token: int) -> bool:
     return bool(mask[token >> 3] >> (token & 7) & 1)
 
 
@@ -86,7 +86,7 @@ class Grammars:
 
         def build() -> None:
             try:
-                self._tables()
+                self._make_tables()
             except Exception:  # the first request with a constraint says why
                 return
 
@@ -101,11 +101,13 @@ class Grammars:
         if constraint.kind is ConstraintKind.TOKENS:
             inner: Any = _Among(token_ids(constraint), self._vocab)
         else:
-            inner = engine().LLMatcher(self._tables(), grammar_of(constraint), log_level=0, limits=limits())
+            inner = load_llguidance().LLMatcher(
+                self._make_tables(), grammar_of(constraint), log_level=0, limits=make_limits()
+            )
         # The first mask is the dearest one; the states that it finds are shared by what is copied.
         first = b"" if inner.is_error() else inner.compute_bitmask()
         if inner.is_error() or not any(first):
-            raise refusal(str(inner.get_error()) if inner.is_error() else "nothing satisfies it")
+            raise make_refusal(str(inner.get_error()) if inner.is_error() else "nothing satisfies it")
         with self._books:
             self._kept[constraint] = inner
             while len(self._kept) > KEPT:
@@ -123,10 +125,10 @@ class Grammars:
             self.prepare(constraint)
         raise AssertionError("a grammar that was just built is not there")
 
-    def _tables(self) -> Any:
+    def _make_tables(self) -> Any:
         with self._building:
             if self._table is None:
-                made, vocab = engine(), self._vocab
+                made, vocab = load_llguidance(), self._vocab
                 wrapper = made.TokenizerWrapper(_Vocabulary(self.tokenizer, vocab))
                 self._table = made.LLTokenizer(wrapper, n_vocab=vocab, eos_token=self._ends[:1])
             return self._table
@@ -138,7 +140,7 @@ class _Among:
     def __init__(self, tokens: Sequence[int], vocab_size: int) -> None:
         """Raises InvalidRequestError for an id that is none."""
         if max(tokens) >= vocab_size:
-            raise refusal(f"token id {max(tokens)} is outside the vocabulary of {vocab_size}")
+            raise make_refusal(f"token id {max(tokens)} is outside the vocabulary of {vocab_size}")
         mask = bytearray(div_ceil(vocab_size, 8))
         for token in tokens:
             mask[token >> 3] |= 1 << (token & 7)
@@ -151,7 +153,7 @@ class _Among:
         return False
 
     def consume_token(self, token: int) -> bool:
-        return _has(self._mask, token)
+        return _has_token(self._mask, token)
 
     def deep_copy(self) -> _Among:
         return self
@@ -162,7 +164,7 @@ class _Vocabulary:
     it read tokenizer.json; texts it tokenizes itself only where it forces tokens, which is not done here."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        texts = tokenizer.vocabulary()[:vocab_size]
+        texts = tokenizer.list_vocabulary()[:vocab_size]
         texts += [None] * (vocab_size - len(texts))  # rows of the model that are no tokens
         self.tokens = [b"\xff<%d>" % i if text is None else text for i, text in enumerate(texts)]
         self.special_token_ids = [i for i, text in enumerate(texts) if text is None]

@@ -37,7 +37,7 @@ _REASON = 300
 """Characters of llguidance's reason."""
 
 
-def engine() -> Any:
+def load_llguidance() -> Any:
     """The module llguidance. Raises EnvironmentUnfitError where it is not installed."""
     try:
         import llguidance
@@ -46,41 +46,43 @@ def engine() -> Any:
     return llguidance
 
 
-def limits() -> Any:
-    return engine().LLParserLimits(**LIMITS)
+def make_limits() -> Any:
+    return load_llguidance().LLParserLimits(**LIMITS)
 
 
 def grammar_of(constraint: Constraint) -> str:
     """The grammar as llguidance takes it. Raises InvalidRequestError for a text that cannot be one."""
-    matcher = engine().LLMatcher
+    matcher = load_llguidance().LLMatcher
     text = constraint.text
     match constraint.kind:
         case ConstraintKind.JSON_OBJECT:
-            return _json(matcher, '{"type": "object"}')
+            return _compile_schema(matcher, '{"type": "object"}')
         case ConstraintKind.JSON_SCHEMA:
-            return _json(matcher, text)
+            return _compile_schema(matcher, text)
         case ConstraintKind.REGEX:
             found = matcher.grammar_from_regex(text)
         case ConstraintKind.GRAMMAR:
-            text = _JSON.sub(lambda found: f"%json {_enforced(found[1])}", text)
-            found = matcher.grammar_from_lark(_lark(text) if "::=" in text else text)
+            text = _JSON.sub(lambda found: f"%json {_strip_unenforced(found[1])}", text)
+            found = matcher.grammar_from_lark(_convert_ebnf(text) if "::=" in text else text)
         case ConstraintKind.TOKENS:
-            raise refusal("token ids are no text")
+            raise make_refusal("token ids are no text")
         case ConstraintKind.CHOICE:
-            found = matcher.grammar_from_lark(_choice(text))
+            found = matcher.grammar_from_lark(_compile_choice(text))
     return str(found)
 
 
-def _json(matcher: Any, schema: str) -> str:
+def _compile_schema(matcher: Any, schema: str) -> str:
     if schema.strip() in ("true", "false"):  # schemas too, but what is applied to them has to be an object
         schema = f'{{"allOf": [{schema}]}}'
     try:
-        return str(matcher.grammar_from_json_schema(_enforced(schema), defaults={"whitespace_pattern": WHITESPACE}))
+        return str(
+            matcher.grammar_from_json_schema(_strip_unenforced(schema), defaults={"whitespace_pattern": WHITESPACE})
+        )
     except ValueError as error:
-        raise refusal(str(error)) from None
+        raise make_refusal(str(error)) from None
 
 
-def _enforced(schema: str) -> str:
+def _strip_unenforced(schema: str) -> str:
     """A schema's text without what is UNENFORCED."""
 
     def strip(inside: Any) -> Any:
@@ -102,14 +104,14 @@ def _enforced(schema: str) -> str:
         return schema
 
 
-def _lark(text: str) -> str:
+def _convert_ebnf(text: str) -> str:
     """A grammar in the EBNF of xgrammar and llama.cpp (GBNF) in llguidance's own dialect."""
     from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
     try:
         return gbnf_to_lark(text)
     except (GbnfToLarkError, KeyError, RecursionError) as error:
-        raise refusal(f"the EBNF cannot be read: {error}") from None
+        raise make_refusal(f"the EBNF cannot be read: {error}") from None
 
 
 def without_words(words: Sequence[str]) -> str:
@@ -123,27 +125,27 @@ def token_ids(constraint: Constraint) -> list[int]:
     try:
         found = msgspec.json.decode(constraint.text, type=list[int])
     except msgspec.MsgspecError as error:
-        raise refusal(f"token ids are a list of integers: {error}") from None
+        raise make_refusal(f"token ids are a list of integers: {error}") from None
     if not found or min(found) < 0:
-        raise refusal("there must be a token, and no id below 0")
+        raise make_refusal("there must be a token, and no id below 0")
     return found
 
 
-def _choice(text: str) -> str:
+def _compile_choice(text: str) -> str:
     try:
         choices = json.loads(text)
     except ValueError as error:
-        raise refusal(f"the choices are no JSON: {error}") from None
+        raise make_refusal(f"the choices are no JSON: {error}") from None
     if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
-        raise refusal("the choices must be a list of texts that are not empty")
+        raise make_refusal("the choices must be a list of texts that are not empty")
     if len(choices) > MAX_CHOICES:
-        raise refusal(f"there are {len(choices)} choices; at most {MAX_CHOICES} are taken")
+        raise make_refusal(f"there are {len(choices)} choices; at most {MAX_CHOICES} are taken")
     # A terminal, as the name in capitals says: as rules of the grammar they would all be followed side by side, and
     # those that begin alike are more than llguidance takes.
     return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
-def refusal(reason: str) -> InvalidRequestError:
+def make_refusal(reason: str) -> InvalidRequestError:
     """The error for a constraint that cannot be kept."""
     line = " ".join(reason.split())
     if len(line) > _REASON:
@@ -165,37 +167,37 @@ class _Bytes:
 
 @lru_cache(maxsize=1)
 def _over_bytes() -> Any:
-    found = engine()
+    found = load_llguidance()
     return found.LLTokenizer(found.TokenizerWrapper(_Bytes()), n_vocab=257, slices=[])
 
 
-def check(constraint: Constraint) -> None:
+def check_constraint(constraint: Constraint) -> None:
     """Raise InvalidRequestError (field "constraint", with llguidance's reason) when the constraint cannot be kept, also
     where llguidance is not installed. Takes milliseconds, at worst some hundred; those seen lately take none."""
     try:
-        reason = _reason(constraint)
+        reason = _find_reason(constraint)
     except EnvironmentUnfitError as error:
         raise InvalidRequestError(
             f"Constraints are not supported here: {error.message}", field=FIELD, fix=error.fix
         ) from error
     if reason:
-        raise refusal(reason)
+        raise make_refusal(reason)
 
 
 @lru_cache(maxsize=16)
-def _reason(constraint: Constraint) -> str:
+def _find_reason(constraint: Constraint) -> str:
     """Why not, "" for nothing."""
     if constraint.kind is ConstraintKind.TOKENS:
         return "" if token_ids(constraint) else "nothing satisfies it"
     grammar = grammar_of(constraint)
-    found: str = engine().LLMatcher.validate_grammar(grammar, limits=limits())
+    found: str = load_llguidance().LLMatcher.validate_grammar(grammar, limits=make_limits())
     if not found or found.startswith("WARNING"):
-        matcher = engine().LLMatcher(_over_bytes(), grammar, log_level=0, limits=limits())
-        found = _follow(matcher)
+        matcher = load_llguidance().LLMatcher(_over_bytes(), grammar, log_level=0, limits=make_limits())
+        found = _find_dead_end(matcher)
     return found
 
 
-def _follow(matcher: Any) -> str:
+def _find_dead_end(matcher: Any) -> str:
     """Why a text of the grammar cannot be gone on with, "" where it can: a schema may be built whose last property is
     followed by none that its patternProperties allow."""
     text, until = bytearray(), time.monotonic() + TRIED_S

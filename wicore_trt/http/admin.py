@@ -55,13 +55,13 @@ class AdminServer:
         local = is_local(settings.admin_host) and not settings.admin_host.startswith("unix:")
         self._context = Context(Admission.from_settings(settings), 0, local, settings.allowed_hosts)
         table = {
-            "/reload": ("POST", self._reload),
-            "/drain": ("POST", self._drain),
-            "/config": ("GET", self._config),
-            "/metrics": ("GET", self._metrics),
+            "/reload": ("POST", self._serve_reload),
+            "/drain": ("POST", self._serve_drain),
+            "/config": ("GET", self._serve_config),
+            "/metrics": ("GET", self._serve_metrics),
         }
-        routes = [Route(path, _operators(answer), methods=[method]) for path, (method, answer) in table.items()]
-        app = HttpApp(self._context, [*routes, Route("/health", _health)])
+        routes = [Route(path, _require_operator(answer), methods=[method]) for path, (method, answer) in table.items()]
+        app = HttpApp(self._context, [*routes, Route("/health", _serve_health)])
         port = settings.admin_port or 0
         self._listener = Listener(app, settings, settings.admin_host, port, flag="--admin-port")
 
@@ -79,13 +79,13 @@ class AdminServer:
         self._context.allowed_hosts = settings.allowed_hosts
         self._context.admission.apply_settings(settings)
 
-    async def _reload(self, request: Request) -> Response:
+    async def _serve_reload(self, request: Request) -> Response:
         found = self._server.reload_settings()
         if found["error"] is not None:
             raise ConfigError(found["error"])
         return json_reply({"changed": found["changed"], "needs_restart": found["restart"]})
 
-    async def _drain(self, request: Request) -> Response:
+    async def _serve_drain(self, request: Request) -> Response:
         """`?wait=SECONDS` answers when the last generation has ended, or after so long."""
         text = request.query_params.get("wait", "0")
         try:
@@ -97,16 +97,16 @@ class AdminServer:
         idle = await run_unless_gone(request.receive, self._server.drain(wait_s))
         return json_reply({"state": "draining", "idle": idle})
 
-    async def _config(self, request: Request) -> Response:
+    async def _serve_config(self, request: Request) -> Response:
         return json_reply({"settings": self._server.list_settings()})
 
-    async def _metrics(self, request: Request) -> Response:
+    async def _serve_metrics(self, request: Request) -> Response:
         told, processes = await self._server.collect_metrics()
         raw, content_type = render_metrics(describe_processes(processes))
         return Response(told.encode() + raw, media_type=content_type)
 
 
-def _operators(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+def _require_operator(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
     async def checked(request: Request) -> Response:
         call: Call = request.scope["state"]["call"]
         check_origin(Headers(scope=request.scope), ())
@@ -117,5 +117,5 @@ def _operators(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Re
     return checked
 
 
-async def _health(request: Request) -> Response:
+async def _serve_health(request: Request) -> Response:
     return json_reply({"status": "ok"})

@@ -75,19 +75,21 @@ class HttpApp:
         scope["app"] = self  # the router then raises where nothing fits, in place of an answer of its own
         answer = Answer(call, scope, send)
         try:
-            await self._answer(call, who, path, (scope, receive, answer))
+            await self._check_and_route(call, who, path, (scope, receive, answer))
         except ClientGoneError:
             answer.status = CLIENT_GONE
         except WicoreError as error:
             call.note_error(error)
-            await answer.fail(error, rate_headers(self._context, call) if isinstance(error, RateLimitError) else ())
+            await answer.send_error(
+                error, rate_headers(self._context, call) if isinstance(error, RateLimitError) else ()
+            )
         except HTTPException as error:
             extra = [(k.encode(), v.encode()) for k, v in (error.headers or {}).items()]
             known = {404: f"There is no {path}.", 405: f"{method} is not allowed here."}
-            await answer.fail(HttpError(error.status_code, known.get(error.status_code, error.detail)), extra)
+            await answer.send_error(HttpError(error.status_code, known.get(error.status_code, error.detail)), extra)
         except Exception:
             log.exception("call %s (%s) failed unexpectedly", call.call_id, call.method)
-            await answer.fail(WicoreError(f"Internal error; the server's log has it as {call.call_id}."))
+            await answer.send_error(WicoreError(f"Internal error; the server's log has it as {call.call_id}."))
         except BaseException:
             answer.status = CLIENT_GONE
             raise
@@ -95,7 +97,9 @@ class HttpApp:
             write_access_line(call, str(answer.status), generates=path in LOUD)
             self._context.admission.counts.count_http(method, name_path(path), answer.status)
 
-    async def _answer(self, call: Call, who: Identity | None, path: str, asgi: tuple[Scope, Receive, Answer]) -> None:
+    async def _check_and_route(
+        self, call: Call, who: Identity | None, path: str, asgi: tuple[Scope, Receive, Answer]
+    ) -> None:
         self._context.check_host(Headers(scope=asgi[0]).get("host"))
         if who is None:
             self._refused("refused a request without a valid API key", peer=call.facts["peer"])
@@ -128,7 +132,7 @@ class Answer:
                     headers.append((head.encode(), str(self._call.facts[key])[:MAX_TOLD].encode()))
         await self._send(message)
 
-    async def fail(self, error: WicoreError, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    async def send_error(self, error: WicoreError, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
         """Answer with an error."""
         if self._begun:
             self.status = status_of(error)
@@ -137,7 +141,7 @@ class Answer:
         if not self._scope["state"].get("read", False) and self._has_body():
             found.append((b"connection", b"close"))
         if self._scope["type"] == "websocket":
-            await self._deny(error, found)
+            await self._deny_websocket(error, found)
             return
         call = self._call
         body = anthropic_error_bytes(error, call.call_id) if call.anthropic else error_bytes(error)
@@ -147,7 +151,7 @@ class Answer:
         headers = Headers(scope=self._scope)
         return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
 
-    async def _deny(self, error: WicoreError, headers: list[tuple[bytes, bytes]]) -> None:
+    async def _deny_websocket(self, error: WicoreError, headers: list[tuple[bytes, bytes]]) -> None:
         """The answer to a WebSocket handshake that is refused."""
         self.status = status_of(error)
         found = [(b"content-type", b"application/json"), *headers, *self._ids]

@@ -36,7 +36,7 @@ class Block:
         return "".join(self.parts)
 
     @property
-    def whole(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether a call was not cut off."""
         if self.name is None:
             return True
@@ -57,42 +57,42 @@ class BlockShape(ResponseShape):
         self._open = False
 
     @property
-    def called(self) -> bool:
+    def has_calls(self) -> bool:
         """Whether the answer is calls, none of them cut off."""
-        return bool(self.blocks) and self.blocks[0].name is not None and self.blocks[-1].whole
+        return bool(self.blocks) and self.blocks[0].name is not None and self.blocks[-1].is_whole
 
-    def answer(self, completions: Sequence[Completion], totals: Totals) -> bytes:
+    def make_answer(self, completions: Sequence[Completion], totals: Totals) -> bytes:
         [completion] = completions
-        for _ in self._changes(completion):
+        for _ in self._list_changes(completion):
             pass
-        return encode(self.whole(totals))
+        return encode(self.make_whole(totals))
 
-    def chunk(self, index: int, output: TextOutput, totals: Totals) -> bytes:
-        return b"".join(self.event(change, block, new) for change, block, new in self._changes(output))
+    def make_chunk(self, index: int, output: TextOutput, totals: Totals) -> bytes:
+        return b"".join(self.make_event(change, block, new) for change, block, new in self._list_changes(output))
 
-    def unfinished(self, block: Block) -> bool:
+    def is_unfinished(self, block: Block) -> bool:
         """Whether a block was cut off, which only the last one can be."""
-        return block is self.blocks[-1] and (self._open if self.last is None else cut(self.last))
+        return block is self.blocks[-1] and (self._open if self.last is None else was_cut(self.last))
 
     @abstractmethod
-    def whole(self, totals: Totals) -> dict[str, Any]:
+    def make_whole(self, totals: Totals) -> dict[str, Any]:
         """The answer of all blocks."""
 
     @abstractmethod
-    def event(self, change: Change, block: Block, new: str) -> bytes:
+    def make_event(self, change: Change, block: Block, new: str) -> bytes:
         """What tells a change; `new` is what a delta adds."""
 
-    def note(self, output: TextOutput | Completion) -> None:
+    def take_output(self, output: TextOutput | Completion) -> None:
         """Take what an output has beside its text, before its changes are told."""
 
-    def _changes(self, output: TextOutput | Completion) -> Iterator[tuple[Change, Block, str]]:
+    def _list_changes(self, output: TextOutput | Completion) -> Iterator[tuple[Change, Block, str]]:
         """What an output changes, in order."""
-        self.note(output)
+        self.take_output(output)
         ended = output.finish_reason is not None
-        for piece in self._pieces(output.text, ended=ended):
+        for piece in self._split_parts(output.text, ended=ended):
             if piece.call is None and not self.blocks or piece.name is not None:
-                yield from self._close()
-                yield self._begin(piece.name)
+                yield from self._close_block()
+                yield self._open_block(piece.name)
             if piece.text or piece.arguments:
                 block, new = self.blocks[-1], piece.text or piece.arguments
                 block.parts.append(new)
@@ -100,20 +100,20 @@ class BlockShape(ResponseShape):
         if ended:
             self.last = output
             if not self.blocks:
-                yield self._begin(None)
-            yield from self._close()
+                yield self._open_block(None)
+            yield from self._close_block()
 
-    def _pieces(self, text: str, *, ended: bool) -> list[TextPart]:
+    def _split_parts(self, text: str, *, ended: bool) -> list[TextPart]:
         if self._finder is None:
             return [TextPart(text=text)] if text else []
-        return self._finder.push(text) + (self._finder.end() if ended else [])
+        return self._finder.push_text(text) + (self._finder.end_output() if ended else [])
 
-    def _begin(self, name: str | None) -> tuple[Change, Block, str]:
+    def _open_block(self, name: str | None) -> tuple[Change, Block, str]:
         self.blocks.append(Block(len(self.blocks), name))
         self._open = True
         return "open", self.blocks[-1], ""
 
-    def _close(self) -> Iterator[tuple[Change, Block, str]]:
+    def _close_block(self) -> Iterator[tuple[Change, Block, str]]:
         if self._open:
             self._open = False
             yield "close", self.blocks[-1], ""
@@ -124,6 +124,6 @@ def named_event(kind: str, **fields: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode({"type": kind, **fields}))
 
 
-def cut(last: TextOutput | Completion | None) -> bool:
+def was_cut(last: TextOutput | Completion | None) -> bool:
     """Whether an answer ended before the model ended it."""
     return last is not None and last.finish_reason is not FinishReason.STOP

@@ -30,7 +30,7 @@ def one_of(names: str) -> dict[str, Any]:
     return {"enum": names.split()}
 
 
-def either(*schemas: dict[str, Any]) -> dict[str, Any]:
+def either_of(*schemas: dict[str, Any]) -> dict[str, Any]:
     """A value that satisfies one of the schemas."""
     return {"anyOf": list(schemas)}
 
@@ -52,7 +52,7 @@ CALL = object_of(
 PART = object_of("type", type=one_of("text input_text output_text refusal"), text=TEXT, refusal=TEXT)
 MESSAGE = object_of(
     "role", role=one_of("system developer user assistant model tool"), tool_calls=list_of(CALL), tool_call_id=TEXT,
-    content=either(TEXT, list_of(PART, minItems=1)),
+    content=either_of(TEXT, list_of(PART, minItems=1)),
 )  # fmt: skip
 Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE)]
 
@@ -62,7 +62,7 @@ TOOL = object_of(
     function=object_of("name", name=FUNCTION_NAME, description=TEXT, parameters=OBJECT, strict=FLAG),
 )  # fmt: skip
 _CHOICE = one_of("none auto required")
-TOOL_CHOICE = either(
+TOOL_CHOICE = either_of(
     _CHOICE, object_of("type function", type={"const": "function"}, function=object_of("name", name=FUNCTION_NAME))
 )
 RESPONSE_FORMAT = object_of(
@@ -77,7 +77,7 @@ STRUCTURED_OUTPUTS = {
 }  # fmt: skip
 
 
-def _range(name: str) -> Any:
+def _bound_range(name: str) -> Any:
     """Bound a field as its row says."""
     row = FIELDS[name]
     return Field(gt=row.low, le=row.high) if row.open_low else Field(ge=row.low, le=row.high)
@@ -132,23 +132,23 @@ class Knobs(Body):
 
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     """No end before so many tokens."""
-    temperature: Annotated[float, _range("temperature")] | None = None
+    temperature: Annotated[float, _bound_range("temperature")] | None = None
     """0 is greedy; default 1."""
-    top_p: Annotated[float, _range("top_p")] | None = None
+    top_p: Annotated[float, _bound_range("top_p")] | None = None
     """Share of the probability that is sampled from."""
     top_k: Annotated[int, Field(ge=-1)] | None = None
     """Number of tokens that are sampled from; 0 and -1 are all."""
-    min_p: Annotated[float, _range("min_p")] | None = None
+    min_p: Annotated[float, _bound_range("min_p")] | None = None
     """Least probability, as a share of the most probable token's."""
-    repetition_penalty: Annotated[float, _range("repetition_penalty")] | None = None
+    repetition_penalty: Annotated[float, _bound_range("repetition_penalty")] | None = None
     """Above 1: against tokens of prompt and output."""
-    repeat_penalty: Annotated[float, _range("repetition_penalty")] | None = None
+    repeat_penalty: Annotated[float, _bound_range("repetition_penalty")] | None = None
     """The same, as llama.cpp and Ollama name it."""
-    presence_penalty: Annotated[float, _range("presence_penalty")] | None = None
+    presence_penalty: Annotated[float, _bound_range("presence_penalty")] | None = None
     """Against tokens that the output has."""
-    frequency_penalty: Annotated[float, _range("frequency_penalty")] | None = None
+    frequency_penalty: Annotated[float, _bound_range("frequency_penalty")] | None = None
     """The same, for each time that it has them."""
-    seed: Annotated[int, _range("seed")] | None = None
+    seed: Annotated[int, _bound_range("seed")] | None = None
     """Equal seeds give equal tokens."""
     logit_bias: Annotated[dict[str, float], BeforeValidator(_check_count), Field(max_length=_BIASES.most)] | None = None
     """Added to the logits of token ids, -100 to 100."""
@@ -166,7 +166,7 @@ class Knobs(Body):
     """Leave special tokens out of the text; default true."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     """Take the last so many tokens of the prompt alone; -1: as many as fit."""
-    priority: Annotated[int, _range("priority")] | None = None
+    priority: Annotated[int, _bound_range("priority")] | None = None
     """Of one tenant's requests lower ones run first."""
     cache_salt: str | None = None
     """Requests share cached work only under equal salts."""
@@ -187,7 +187,7 @@ class Sampling(Knobs):
 class GenerationFields(Sampling):
     """What chat and completions have in common."""
 
-    n: Annotated[int, _range("n")] | None = None
+    n: Annotated[int, _bound_range("n")] | None = None
     """Sequences for one prompt."""
     stream: bool | None = None
     """Send server-sent events."""
@@ -258,7 +258,7 @@ class CompletionBody(GenerationFields):
     """Put BOS in front of a text; default true."""
 
 
-_PARTS = either(TEXT, list_of(PART))
+_PARTS = either_of(TEXT, list_of(PART))
 ITEM = object_of(
     type=one_of("message function_call function_call_output reasoning"),
     role=one_of("system developer user assistant"),
@@ -267,7 +267,7 @@ ITEM = object_of(
 RESPONSE_TOOL = object_of(
     "type name", type={"const": "function"}, name=FUNCTION_NAME, description=TEXT, parameters=OBJECT, strict=FLAG
 )
-RESPONSE_TOOL_CHOICE = either(_CHOICE, object_of("type name", type={"const": "function"}, name=FUNCTION_NAME))
+RESPONSE_TOOL_CHOICE = either_of(_CHOICE, object_of("type name", type={"const": "function"}, name=FUNCTION_NAME))
 FORMAT = object_of("type", type=one_of("text json_object json_schema"), schema=OBJECT)
 TEXT_FORMAT = object_of(format=FORMAT)
 RESPONSE_OPTIONS = object_of(include_usage=FLAG, include_obfuscation=FLAG) | {"additionalProperties": False}
@@ -305,9 +305,9 @@ class ResponsesBody(Knobs):
 TEXT_BLOCK = object_of("type text", type={"const": "text"}, text=TEXT)
 BLOCK = object_of(
     "type", type=one_of("text tool_use tool_result thinking"), input=OBJECT, is_error=FLAG,
-    content=either(TEXT, list_of(TEXT_BLOCK)), **dict.fromkeys(("text", "id", "name", "tool_use_id"), TEXT),
+    content=either_of(TEXT, list_of(TEXT_BLOCK)), **dict.fromkeys(("text", "id", "name", "tool_use_id"), TEXT),
 )  # fmt: skip
-TURN = object_of("role content", role=one_of("user assistant"), content=either(TEXT, list_of(BLOCK, minItems=1)))
+TURN = object_of("role content", role=one_of("user assistant"), content=either_of(TEXT, list_of(BLOCK, minItems=1)))
 MESSAGE_TOOL = object_of(
     "name input_schema", type={"const": "custom"}, name=FUNCTION_NAME, description=TEXT, strict=FLAG,
     input_schema=OBJECT,

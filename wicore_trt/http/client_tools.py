@@ -31,7 +31,7 @@ class Form:
     namespace: str | None = None
     fixed: tuple[tuple[str, Any], ...] = ()
 
-    def fields(self, text: str) -> dict[str, Any]:
+    def make_fields(self, text: str) -> dict[str, Any]:
         """Keys of the item beside ids and status; `text` is the arguments, which a call that was cut off has not."""
         given: Any = text
         if self.key != "arguments":
@@ -89,7 +89,7 @@ LONGEST = 64
 _DATE = re.compile(r"_\d{8}")
 
 
-def joined(namespace: object, name: str) -> str:
+def join_namespace(namespace: object, name: str) -> str:
     """The name under which the model is told a function of a namespace; one that is too long is cut."""
     if not isinstance(namespace, str) or not namespace:
         return name
@@ -104,11 +104,15 @@ def response_tools(tools: list[dict[str, Any]] | None) -> tuple[list[dict[str, A
     if tools is None:
         return None, forms
     found = []
-    for where, namespace, tool in _each(tools):
+    for where, namespace, tool in _list_tools(tools):
         kind, name, function = tool.get("type") or "function", tool.get("name"), tool
         if kind == "custom":
             form = Form("custom_tool_call", "ctc", "input", str(name), namespace)
-            function = {"name": name, "description": _free(where, tool), "parameters": object_of("input", input=TEXT)}
+            function = {
+                "name": name,
+                "description": _describe_free_text(where, tool),
+                "parameters": object_of("input", input=TEXT),
+            }
         elif kind == "function":
             form = Form(name=str(name), namespace=namespace)
         elif isinstance(kind, str) and kind in LOCAL and tool.get("environment") in (None, {"type": "local"}):
@@ -117,13 +121,13 @@ def response_tools(tools: list[dict[str, Any]] | None) -> tuple[list[dict[str, A
         else:
             found.append(tool)
             continue
-        told = joined(namespace, str(function["name"])) if isinstance(function.get("name"), str) else None
+        told = join_namespace(namespace, str(function["name"])) if isinstance(function.get("name"), str) else None
         forms[str(told)] = form
         found.append({"type": "function", "function": {**function, "name": told}})
     return found, forms
 
 
-def _each(tools: list[dict[str, Any]]) -> Iterator[tuple[str, str | None, dict[str, Any]]]:
+def _list_tools(tools: list[dict[str, Any]]) -> Iterator[tuple[str, str | None, dict[str, Any]]]:
     """Each tool, with its path and its namespace."""
     for i, tool in enumerate(tools):
         if tool.get("type") != "namespace":
@@ -139,7 +143,7 @@ def _each(tools: list[dict[str, Any]]) -> Iterator[tuple[str, str | None, dict[s
             yield f"tools[{i}].tools[{j}]", name, one
 
 
-def _free(where: str, tool: Mapping[str, Any]) -> str:
+def _describe_free_text(where: str, tool: Mapping[str, Any]) -> str:
     """Description of a tool that takes free text, for the model. Its grammar is told, and nothing enforces it."""
     given = tool.get("format") or {"type": "text"}
     if not isinstance(given, dict) or given.get("type") not in ("text", "grammar"):

@@ -203,7 +203,7 @@ def make_chat_request(body: ChatBody, tenant: str, tools: Tools | None = None) -
     return TextRequest(
         params=params,
         messages=read_messages(body.messages),
-        functions=tuple(function.declared() for function in told),
+        functions=tuple(function.describe_function() for function in told),
         chat_template_kwargs=body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt is not False,
         **_read_common(body, tenant),

@@ -40,7 +40,7 @@ class Totals:
     prompts: list[tuple[int, ...]] = field(default_factory=list)
     """The token ids of each sequence's prompt, where they are counted first."""
 
-    def usage(self) -> dict[str, object]:
+    def describe_usage(self) -> dict[str, object]:
         """As answers tell it."""
         return {
             "prompt_tokens": self.prompt,
@@ -61,7 +61,7 @@ class GenerationCall:
         self.sequences = len(streams) * n
 
     @classmethod
-    async def start(cls, context: Context, call: Call, requests: Sequence[TextRequest]) -> GenerationCall:
+    async def submit_requests(cls, context: Context, call: Call, requests: Sequence[TextRequest]) -> GenerationCall:
         """Submit the requests, all or none; `totals` then has the prompts' tokens.
 
         Raises what `TextEngine.submit` raises, and RateLimitError.
@@ -103,12 +103,12 @@ class GenerationCall:
         """Abort what still runs and settle the account."""
         await self._resources.aclose()
 
-    async def outputs(self) -> AsyncIterator[tuple[int, TextOutput]]:
+    async def stream_outputs(self) -> AsyncIterator[tuple[int, TextOutput]]:
         """(index, output) as they come. Raises what broke the requests."""
         call, totals, meter, first = self._call, self.totals, self._meter, True
         reasons: set[str] = set()
         try:
-            async for number, output in self._merged():
+            async for number, output in self._merge_streams():
                 totals.output += len(output.token_ids)
                 meter.used += len(output.token_ids)
                 if first and output.token_ids:
@@ -130,14 +130,14 @@ class GenerationCall:
             call.facts |= {"tokens": totals.output, "prompt": totals.prompt, "cached": totals.cached}
             call.facts["finish"] = ",".join(sorted(reasons))
 
-    async def completions(self) -> list[Completion]:
+    async def collect_completions(self) -> list[Completion]:
         """All sequences when they have ended, by index."""
         parts: dict[int, list[TextOutput]] = {}
-        async for index, output in self.outputs():
+        async for index, output in self.stream_outputs():
             parts.setdefault(index, []).append(output)
         return [Completion.from_outputs(parts[index]) for index in sorted(parts)]
 
-    async def _merged(self) -> AsyncIterator[tuple[int, TextOutput]]:
+    async def _merge_streams(self) -> AsyncIterator[tuple[int, TextOutput]]:
         """(number of the request, output). Of several streams each has at most one output on its way."""
         if len(self._streams) == 1:
             async for output in self._streams[0]:

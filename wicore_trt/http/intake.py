@@ -231,50 +231,50 @@ class BodyBudget:
         return self._taken.total()
 
     @contextmanager
-    def hold(self, tenant: str) -> Iterator[Hold]:
+    def open_share(self, tenant: str) -> Iterator[BodyShare]:
         """Room for one body, none at first."""
-        hold = Hold(self, tenant)
+        hold = BodyShare(self, tenant)
         try:
             yield hold
         finally:
-            self.give(tenant, hold.blocks)
+            self.give_back(tenant, hold.blocks)
 
-    def take(self, tenant: str, blocks: int) -> None:
+    def take_blocks(self, tenant: str, blocks: int) -> None:
         """Raises QueueFullError when there is none for this tenant."""
         own, taken = self._taken[tenant], self._taken.total()
         if taken + blocks > self._places or (tenant and not fits_share(self._places, taken - own, own, blocks)):
             raise QueueFullError("There is no room for more request bodies of yours now.")
         self._taken[tenant] += blocks
 
-    def give(self, tenant: str, blocks: int) -> None:
+    def give_back(self, tenant: str, blocks: int) -> None:
         """Have some of it back."""
         self._taken[tenant] -= blocks
         if not self._taken[tenant]:
             del self._taken[tenant]
 
 
-class Hold:
+class BodyShare:
     """What one body has."""
 
     def __init__(self, budget: BodyBudget, tenant: str) -> None:
         self._budget, self._tenant = budget, tenant
         self.blocks = 0
 
-    def grow(self, size: int) -> None:
+    def grow_to(self, size: int) -> None:
         """Have room for so many bytes. Raises QueueFullError."""
         more = div_ceil(size, BLOCK) - self.blocks
         if more > 0:
-            self._budget.take(self._tenant, more)
+            self._budget.take_blocks(self._tenant, more)
             self.blocks += more
 
-    def fit(self, size: int) -> None:
+    def fit_to(self, size: int) -> None:
         """Have room for so many bytes and no more. Raises QueueFullError."""
-        self.grow(size)
-        self._budget.give(self._tenant, self.blocks - div_ceil(size, BLOCK))
+        self.grow_to(size)
+        self._budget.give_back(self._tenant, self.blocks - div_ceil(size, BLOCK))
         self.blocks = div_ceil(size, BLOCK)
 
 
-async def read_body(receive: Receive, headers: Headers, limit: int, hold: Hold) -> bytes:
+async def read_body(receive: Receive, headers: Headers, limit: int, hold: BodyShare) -> bytes:
     """Read a body, as it comes. Raises HttpError (too long, too slow, no plain JSON), QueueFullError, ClientGoneError.
 
     That JSON is asked for also keeps web pages of strangers from posting here: a browser sends it only after asking.
@@ -299,7 +299,7 @@ async def read_body(receive: Receive, headers: Headers, limit: int, hold: Hold) 
                 size += len(part)
                 if size > limit:
                     raise _too_long(limit)
-                hold.grow(size)
+                hold.grow_to(size)
                 parts.append(part)
                 if not message.get("more_body", False):
                     return b"".join(parts)
@@ -316,19 +316,19 @@ def decode_json(raw: bytes, most_items: int) -> dict[str, Any]:
     if sum(map(raw.count, (b",", b"[", b"{"))) > most_items:
         items = sum(1 for _ in islice(_ITEMS.finditer(raw), most_items + 1))
         if items > most_items:
-            raise _unreadable(f"it has more than {most_items} items")
+            raise _refuse_body(f"it has more than {most_items} items")
     if len(raw) - len(raw.translate(None, b"0123456789")) > DIGITS * most_items:
-        raise _unreadable(f"it has more than {DIGITS * most_items} digits")
+        raise _refuse_body(f"it has more than {DIGITS * most_items} digits")
     try:
         value = msgspec.json.decode(raw)
     except RecursionError:
-        raise _unreadable("it is nested too deeply") from None
+        raise _refuse_body("it is nested too deeply") from None
     except UnicodeDecodeError:
-        raise _unreadable("it is not UTF-8") from None
+        raise _refuse_body("it is not UTF-8") from None
     except ValueError as error:
-        raise _unreadable(str(error)) from None
+        raise _refuse_body(str(error)) from None
     if not isinstance(value, dict):
-        raise _unreadable("it is no JSON object")
+        raise _refuse_body("it is no JSON object")
     return value
 
 
@@ -341,10 +341,10 @@ def parse_body(model: type[Model], fields: FieldPath | None, value: Mapping[str,
     except ValidationError as error:
         raise _first_fault(error) from None
     except RecursionError:
-        raise _unreadable("it is nested too deeply") from None
+        raise _refuse_body("it is nested too deeply") from None
 
 
-def _unreadable(why: str) -> InvalidRequestError:
+def _refuse_body(why: str) -> InvalidRequestError:
     return InvalidRequestError(f"The body cannot be read: {why}.", field="body")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from wicore_trt.access.calls import Call
 from wicore_trt.errors import InvalidRequestError, WicoreError, shown
-from wicore_trt.http.blocks import Block, BlockShape, Change, cut, named_event
+from wicore_trt.http.blocks import Block, BlockShape, Change, named_event, was_cut
 from wicore_trt.http.bodies import ChatBody, MessagesBody, PromptBody
 from wicore_trt.http.client_tools import message_tools
 from wicore_trt.http.context import Context
@@ -127,13 +127,13 @@ class MessagesShape(BlockShape):
         super().__init__(calls=calls)
         self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
 
-    def whole(self, totals: Totals) -> dict[str, Any]:
+    def make_whole(self, totals: Totals) -> dict[str, Any]:
         # A call without all of its arguments is none: stop_reason says that the answer was cut off.
-        whole = (block for block in self.blocks if block.whole)
-        content = [self._block(block, block.name and json.loads(block.text)) for block in whole]
-        return {**self._head, "content": content, **self._end(), "usage": _count_usage(totals)}
+        whole = (block for block in self.blocks if block.is_whole)
+        content = [self._describe_block(block, block.name and json.loads(block.text)) for block in whole]
+        return {**self._head, "content": content, **self._describe_end(), "usage": _count_usage(totals)}
 
-    def opening(self, index: int, totals: Totals) -> bytes:
+    def open_sequence(self, index: int, totals: Totals) -> bytes:
         begun: dict[str, Any] = {
             "content": [],
             "stop_reason": None,
@@ -142,30 +142,32 @@ class MessagesShape(BlockShape):
         }
         return named_event("message_start", message={**self._head, **begun}) + named_event("ping")
 
-    def event(self, change: Change, block: Block, new: str) -> bytes:
+    def make_event(self, change: Change, block: Block, new: str) -> bytes:
         if change == "open":
-            return named_event("content_block_start", index=block.number, content_block=self._block(block, {}))
+            return named_event("content_block_start", index=block.number, content_block=self._describe_block(block, {}))
         if change == "close":
             return named_event("content_block_stop", index=block.number)
         is_text = block.name is None
         delta = {"type": "text_delta", "text": new} if is_text else {"type": "input_json_delta", "partial_json": new}
         return named_event("content_block_delta", index=block.number, delta=delta)
 
-    def closing(self, totals: Totals) -> bytes:
-        return named_event("message_delta", delta=self._end(), usage=_count_usage(totals)) + named_event("message_stop")
+    def close_stream(self, totals: Totals) -> bytes:
+        return named_event("message_delta", delta=self._describe_end(), usage=_count_usage(totals)) + named_event(
+            "message_stop"
+        )
 
-    def broken(self, error: WicoreError) -> bytes:
+    def break_stream(self, error: WicoreError) -> bytes:
         return b"event: error\ndata: " + anthropic_error_bytes(error) + b"\n\n"
 
-    def _end(self) -> dict[str, Any]:
+    def _describe_end(self) -> dict[str, Any]:
         stop = self.last.stop_reason if self.last is not None else None
-        if cut(self.last):
+        if was_cut(self.last):
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         if isinstance(stop, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
-        return {"stop_reason": "tool_use" if self.called else "end_turn", "stop_sequence": None}
+        return {"stop_reason": "tool_use" if self.has_calls else "end_turn", "stop_sequence": None}
 
-    def _block(self, block: Block, given: Any) -> dict[str, Any]:
+    def _describe_block(self, block: Block, given: Any) -> dict[str, Any]:
         if block.name is None:
             return {"type": "text", "text": block.text}
         return {"type": "tool_use", "id": f"toolu_{block.id[:24]}", "name": block.name, "input": given}

@@ -34,7 +34,7 @@ async def serve_metrics(context: Context, call: Call) -> HttpReply:
     """Everything, for an operator."""
     if not call.who.operator:
         raise ForbiddenError("The metrics tell of every tenant.", fix="Use an operator's key.")
-    found = await everything(context)
+    found = await collect_metrics(context)
 
     async def reply(scope: Scope, receive: Receive, send: Send) -> None:
         raw, content_type = render_metrics(found, Headers(scope=scope).get("accept", ""))
@@ -43,12 +43,12 @@ async def serve_metrics(context: Context, call: Call) -> HttpReply:
     return reply
 
 
-async def everything(context: Context) -> Iterable[Metric]:
+async def collect_metrics(context: Context) -> Iterable[Metric]:
     """Collect all metrics."""
-    return collect_families(await snapshot(context))
+    return collect_families(await take_snapshot(context))
 
 
-async def snapshot(context: Context) -> MetricsSnapshot:
+async def take_snapshot(context: Context) -> MetricsSnapshot:
     """What there is to tell now."""
     engine = context.attached
     stats: EngineStats | None = None
@@ -65,11 +65,11 @@ async def snapshot(context: Context) -> MetricsSnapshot:
         times=engine.times if engine is not None else Times(),
         finished=engine.count_finished() if engine is not None else {},
         processes={name: read_process_use(pid) for name, pid in pids.items() if pid is not None},
-        gpus=await _gpus(context),
+        gpus=await _ask_gpus(context),
     )  # fmt: skip
 
 
-async def _gpus(context: Context) -> Sequence[GpuUse]:
+async def _ask_gpus(context: Context) -> Sequence[GpuUse]:
     """The GPUs; none while the driver does not answer, which takes one thread however many scrapes come."""
     if context.gpus is None or context.gpus.done():
         context.gpus = asyncio.ensure_future(asyncio.to_thread(read_gpu_use))

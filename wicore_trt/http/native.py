@@ -40,7 +40,7 @@ async def serve_load(context: Context, call: Call) -> Response:
 
 async def serve_tokenizer_info(context: Context, call: Call) -> Response:
     """The tokenizer, as its files say."""
-    return json_reply(context.require_engine().tokenizer.told())
+    return json_reply(context.require_engine().tokenizer.describe_config())
 
 
 async def serve_ready(context: Context, call: Call) -> Response:
@@ -130,9 +130,9 @@ async def serve_inference(context: Context, call: Call, body: InferenceBody) -> 
     """Continue one prompt, in one answer."""
     context.require_serving().info.shown_as(body.model)
     request = make_inference_request(body, call.who.tenant)
-    generation = await GenerationCall.start(context, call, [request])
+    generation = await GenerationCall.submit_requests(context, call, [request])
     try:
-        [done] = await generation.completions()
+        [done] = await generation.collect_completions()
     finally:
         await generation.aclose()
     answer = {

@@ -105,7 +105,7 @@ async def answer_requests(
 ) -> HttpReply:
     """Run the requests of a body and answer in a shape: with a stream, or when all of them have ended."""
     try:
-        generation = await GenerationCall.start(context, call, requests)
+        generation = await GenerationCall.submit_requests(context, call, requests)
     except InvalidRequestError as error:
         raise name_field(error, body) from None
     headers = rate_headers(context, call)
@@ -117,10 +117,10 @@ async def answer_requests(
 
         return EventStream(
             stream_events(generation, shape), generation.aclose, report_failure, headers,
-            done=shape.done, broken=shape.broken,
+            done=shape.done, broken=shape.break_stream,
         )  # fmt: skip
     try:
-        raw = shape.answer(await generation.completions(), generation.totals)
+        raw = shape.make_answer(await generation.collect_completions(), generation.totals)
     except InvalidRequestError as error:  # a constraint that could not be kept to the end
         raise name_field(error, body) from None
     finally:
@@ -134,14 +134,14 @@ async def stream_events(generation: GenerationCall, shape: ResponseShape) -> Asy
     totals = generation.totals
     if await generation.wait_admitted():  # from here on a failure is an event
         opened.update(range(generation.sequences))
-        yield b"".join([shape.opening(index, totals) for index in range(generation.sequences)])
-    async for index, output in generation.outputs():
-        chunk = shape.chunk(index, output, totals)
+        yield b"".join([shape.open_sequence(index, totals) for index in range(generation.sequences)])
+    async for index, output in generation.stream_outputs():
+        chunk = shape.make_chunk(index, output, totals)
         if index not in opened:
             opened.add(index)
-            chunk = shape.opening(index, totals) + chunk
+            chunk = shape.open_sequence(index, totals) + chunk
         if chunk:
             yield chunk
-    last = shape.closing(totals)
+    last = shape.close_stream(totals)
     if last:
         yield last

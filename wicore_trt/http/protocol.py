@@ -25,7 +25,7 @@ from websockets.frames import Frame
 from wicore_trt.access.calls import REQUEST_ID_HEADER, find_network
 from wicore_trt.errors import WicoreError
 from wicore_trt.http.errors import HttpError, error_bytes
-from wicore_trt.http.intake import READ_S, Hold
+from wicore_trt.http.intake import READ_S, BodyShare
 
 HEAD_S = 20.0
 """A request line and its headers that have not come by then are given up."""
@@ -56,22 +56,22 @@ class Visitors(ServerState):
         self.shaking = 0  # connections that shake hands
         self._open = Counter[str]()
 
-    def came(self, client: tuple[str, int] | None) -> bool:
+    def admit_connection(self, client: tuple[str, int] | None) -> bool:
         """Whether there is room for one more connection of this client; `left` is called for it in any case."""
-        host = self._host(client)
+        host = self._name_host(client)
         self._open[host] += 1
         return len(self.connections) + self.shaking <= MAX_CONNECTIONS and (
             not host or self._open[host] <= MAX_OF_ADDRESS
         )
 
-    def left(self, client: tuple[str, int] | None) -> None:
-        host = self._host(client)
+    def drop_connection(self, client: tuple[str, int] | None) -> None:
+        host = self._name_host(client)
         self._open[host] -= 1
         if not self._open[host]:
             del self._open[host]
 
     @staticmethod
-    def _host(client: tuple[str, int] | None) -> str:
+    def _name_host(client: tuple[str, int] | None) -> str:
         """Who is behind a connection, "" on a Unix socket."""
         return client[0] and (find_network(client[0]) or client[0]) if client else ""
 
@@ -99,26 +99,26 @@ class GuardedHttp(HttpToolsProtocol):
         self._stays: bytes | None = None  # the first line of a request that offers a protocol which is not spoken here
         self._refusal = HttpError(400, "The request is not valid HTTP.")
         super().connection_made(transport)
-        self._outlet = _Outlet(transport, self._close)
-        if not self.server_state.came(self.client):
+        self._outlet = _Outlet(transport, self._close_gently)
+        if not self.server_state.admit_connection(self.client):
             transport.abort()
             return
         self._late = self.loop.call_later(HEAD_S, self._give_up)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._cancel("_late")
-        self._cancel("_stalled")
-        self._leave()
-        self.server_state.left(self.client)
+        self._cancel_timer("_late")
+        self._cancel_timer("_stalled")
+        self._tell_gone()
+        self.server_state.drop_connection(self.client)
         self._outlet.close = self.transport.close  # what holds no request, nor is held by one in a circle
         super().connection_lost(exc)
 
-    def cut(self) -> None:
+    def cut_off(self) -> None:
         """End the connection now; what is on its way to the client is lost."""
-        self._leave()
+        self._tell_gone()
         self.transport.abort()
 
-    def _leave(self) -> None:
+    def _tell_gone(self) -> None:
         """Tell the request that is being answered that its client has left. uvicorn tells the newest one on the
         connection, which may wait behind it."""
         if self._running is not None and not self._running.response_complete:
@@ -131,7 +131,7 @@ class GuardedHttp(HttpToolsProtocol):
         if self._running is not None and not self._running.response_complete:
             self._late = self.loop.call_later(HEAD_S, self._give_up)
         else:
-            self.cut()
+            self.cut_off()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
@@ -145,46 +145,46 @@ class GuardedHttp(HttpToolsProtocol):
         if self._drops:
             self._dropped += len(data)
             if self._dropped > LINGER_BYTES:
-                self.cut()
+                self.cut_off()
             return
         self._unset_keepalive_if_required()
-        self._parse(data)
+        self._parse_bytes(data)
         if self._in_head and self._head > MAX_HEAD and not self.transport.is_closing():
             self._too_long()
             self.send_400_response("")
 
-    def _parse(self, data: bytes) -> None:
+    def _parse_bytes(self, data: bytes) -> None:
         try:
             self.parser.feed_data(data)
         except HttpParserUpgrade as upgrade:
             if self._stays is not None:
-                self._stay(self._stays, data[upgrade.args[0] :])
+                self._stay_http(self._stays, data[upgrade.args[0] :])
             elif self._should_upgrade():
                 self.handle_websocket_upgrade()
         except HttpParserError:
             self.send_400_response("")
 
-    def _stay(self, line: bytes, rest: bytes) -> None:
+    def _stay_http(self, line: bytes, rest: bytes) -> None:
         """Go on with HTTP/1.1, as RFC 9110, 7.8 allows, where a client offers another protocol (h2c). The parser leaves
         out bodies of such requests; so another one gets the head without the offer."""
         fields = [b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade"]
         self._stays, self.parser = None, HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        self._parse(b"".join((line, *fields, b"\r\n", rest)))
+        self._parse_bytes(b"".join((line, *fields, b"\r\n", rest)))
 
-    def _close(self) -> None:
+    def _close_gently(self) -> None:
         """End the connection when what was written has gone out and the client has sent what it began."""
         if self._running is not None and self._running.more_body:
-            self._linger()
+            self._drop_rest()
         else:
-            self._cancel("_late")
-            self._late = self.loop.call_later(STALL_S, self.cut)
+            self._cancel_timer("_late")
+            self._late = self.loop.call_later(STALL_S, self.cut_off)
             self.transport.close()
 
-    def _linger(self) -> None:
+    def _drop_rest(self) -> None:
         self._drops = True
-        self._cancel("_late")
-        self._late = self.loop.call_later(LINGER_S, self.cut)
+        self._cancel_timer("_late")
+        self._late = self.loop.call_later(LINGER_S, self.cut_off)
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -198,11 +198,11 @@ class GuardedHttp(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        self._count(len(url))
+        self._count_head(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value))
+        self._count_head(len(name) + len(value))
         if not self._in_head:
             return  # a trailer: it comes behind what its request may do
         if len(self.headers) >= MAX_HEADERS:
@@ -212,7 +212,7 @@ class GuardedHttp(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head, self._head = False, 0
-        self._cancel("_late")
+        self._cancel_timer("_late")
         method = self.parser.get_method()
         if self.parser.should_upgrade() and method != b"CONNECT" and not self._should_upgrade():
             self._stays = b"%b %b HTTP/%b\r\n" % (method, self.url, self.parser.get_http_version().encode())
@@ -222,7 +222,7 @@ class GuardedHttp(HttpToolsProtocol):
         if self.cycle is not former:
             self.cycle.transport = self._outlet  # type: ignore[assignment]
         if len(self.pipeline) > MAX_PIPELINED:
-            self.cut()
+            self.cut_off()
             raise ValueError("too many requests at once")
 
     def on_message_complete(self) -> None:
@@ -232,24 +232,24 @@ class GuardedHttp(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stalled = self._stalled or self.loop.call_later(STALL_S, self.cut)
+        self._stalled = self._stalled or self.loop.call_later(STALL_S, self.cut_off)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._cancel("_stalled")
+        self._cancel_timer("_stalled")
 
     def handle_websocket_upgrade(self) -> None:
-        self._cancel("_late")
+        self._cancel_timer("_late")
         super().handle_websocket_upgrade()
 
     def send_400_response(self, msg: str) -> None:
         if self.transport.is_closing() or self._drops:
             return
-        self._leave()
-        self.transport.write(_refused(self._refusal))
-        self._linger()
+        self._tell_gone()
+        self.transport.write(_encode_refusal(self._refusal))
+        self._drop_rest()
 
-    def _count(self, size: int) -> None:
+    def _count_head(self, size: int) -> None:
         self._size += size
         if self._size > MAX_HEAD:
             self._too_long()
@@ -258,14 +258,14 @@ class GuardedHttp(HttpToolsProtocol):
     def _too_long(self) -> None:
         self._refusal = HttpError(431, "The request line or the headers are too long.")
 
-    def _cancel(self, name: str) -> None:
+    def _cancel_timer(self, name: str) -> None:
         timer: asyncio.TimerHandle | None = getattr(self, name)
         if timer is not None:
             timer.cancel()
             setattr(self, name, None)
 
 
-def _refused(error: HttpError) -> bytes:
+def _encode_refusal(error: HttpError) -> bytes:
     """The answer to what no application sees."""
     body = error_bytes(error)
     fields = (
@@ -288,14 +288,14 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         self._queued = 0  # bytes of messages that have come whole, and what they cost
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._visitors.left(self.client)
+        self._visitors.drop_connection(self.client)
         super().connection_lost(exc)
         self.conn.receive_eof()  # its parser, which waits inside of a frame, would hold all that came of it
         self.conn.parser.close()
-        self._drop()
+        self._drop_message()
         self._on_time()
 
-    def cut(self) -> None:
+    def cut_off(self) -> None:
         """End the connection now."""
         self.transport.abort()
 
@@ -306,16 +306,18 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
             self.transport.pause_reading()
 
     def data_received(self, data: bytes) -> None:
-        self._fit(len(data))
+        self._fit_budget(len(data))
         super().data_received(data)
         if self.conn.handshake_exc is not None:  # uvicorn does not look at it, and would never answer
-            self.transport.write(_refused(HttpError(400, f"This opens no WebSocket: {self.conn.handshake_exc}.")))
+            self.transport.write(
+                _encode_refusal(HttpError(400, f"This opens no WebSocket: {self.conn.handshake_exc}."))
+            )
             self.transport.close()
         if self.close_sent or self.transport.is_closing():
-            self._drop()
+            self._drop_message()
             return
-        self._fit()
-        if not self._partial() and not self.frames:
+        self._fit_budget()
+        if not self._count_partial() and not self.frames:
             self._on_time()
         elif self._late is None:
             self._late = self.loop.call_later(READ_S, self._give_up)
@@ -324,22 +326,22 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         message = await super().receive()
         if self.queue.empty():
             self._queued = 0
-            self._fit()
+            self._fit_budget()
         return message
 
-    def _partial(self) -> int:
+    def _count_partial(self) -> int:
         """Bytes that are here of a message that has not come whole."""
         return len(self.conn.reader.buffer) + sum(map(len, self.frames))
 
-    def _fit(self, more: int = 0) -> None:
+    def _fit_budget(self, more: int = 0) -> None:
         """Have room for what is here and `more` bytes of messages, or end the connection."""
         taking = self.handshake_complete and not self.close_sent
-        hold: Hold | None = self.scope["state"].get("hold") if taking else None
+        hold: BodyShare | None = self.scope["state"].get("hold") if taking else None
         try:
             if hold is not None:
-                hold.fit(self._partial() + self._queued + more)
+                hold.fit_to(self._count_partial() + self._queued + more)
         except WicoreError as error:
-            self._end(1013, error.message)
+            self._end_connection(1013, error.message)
 
     def _give_up(self) -> None:
         """A message has not come. That is no fault while nothing is read."""
@@ -347,23 +349,23 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         if self.read_paused or not self.writable.is_set():
             self._late = self.loop.call_later(READ_S, self._give_up)
         else:
-            self._end(1008, f"a message did not come within {READ_S:g} s")
+            self._end_connection(1008, f"a message did not come within {READ_S:g} s")
 
-    def _end(self, code: int, why: str) -> None:
+    def _end_connection(self, code: int, why: str) -> None:
         if not self.close_sent:
             self.conn.fail(code, why)
             self.handle_parser_exception()
 
     def handle_parser_exception(self) -> None:
         super().handle_parser_exception()
-        self._drop()
+        self._drop_message()
 
-    def _drop(self) -> None:
+    def _drop_message(self) -> None:
         """The connection closes: forget what came of a message, and cut a client off that reads nothing."""
         self.conn.reader.discard()
         self.frames = []
         self._on_time()
-        self._late = self.loop.call_later(LINGER_S, self.cut)
+        self._late = self.loop.call_later(LINGER_S, self.cut_off)
 
     def _on_time(self) -> None:
         if self._late is not None:
@@ -398,12 +400,12 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
             if self.curr_msg_data_type == "text":
                 b"".join(self.frames).decode()
         except UnicodeDecodeError:
-            self._end(1007, "")
+            self._end_connection(1007, "")
             return
         super().send_receive_event_to_app()
 
     def handle_cont(self, event: Frame) -> Any:
         if len(self.frames) >= MAX_FRAGMENTS:
-            self._end(1009, "too many fragments")
+            self._end_connection(1009, "too many fragments")
         else:
             super().handle_cont(event)

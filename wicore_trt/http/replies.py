@@ -91,8 +91,8 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises what broke the stream before anything was sent, and ClientGoneError."""
-        pump = asyncio.ensure_future(self._pump(send))
-        watch = asyncio.ensure_future(self._watch(receive, send))
+        pump = asyncio.ensure_future(self._send_events(send))
+        watch = asyncio.ensure_future(self._watch_client(receive, send))
         try:
             await asyncio.wait((pump, watch), return_when=asyncio.FIRST_COMPLETED)
             if not pump.done():
@@ -105,19 +105,19 @@ class EventStream:
                 await asyncio.gather(pump, watch, return_exceptions=True)
             await self._close()
 
-    async def _start(self, send: Send) -> None:
+    async def _send_head(self, send: Send) -> None:
         self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": self._headers})
 
-    async def _pump(self, send: Send) -> None:
+    async def _send_events(self, send: Send) -> None:
         try:
             async for event in self._events:
                 if not self._started:
-                    await self._start(send)
+                    await self._send_head(send)
                 self._sent += 1
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             if not self._started:
-                await self._start(send)
+                await self._send_head(send)
             last = self._done
         except Exception as raised:
             error = raised if isinstance(raised, WicoreError) else self._failed(raised)
@@ -126,7 +126,7 @@ class EventStream:
             last = self._broken(error)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    async def _watch(self, receive: Receive, send: Send) -> None:
+    async def _watch_client(self, receive: Receive, send: Send) -> None:
         """Ends when the client has left; meanwhile sends comments while nothing else is sent."""
         while True:
             sent = self._sent
@@ -137,7 +137,7 @@ class EventStream:
             except TimeoutError:
                 if sent == self._sent:
                     if not self._started:
-                        await self._start(send)
+                        await self._send_head(send)
                     await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from wicore_trt.access.calls import Call
 from wicore_trt.errors import InvalidRequestError, WicoreError, shown
-from wicore_trt.http.blocks import Block, BlockShape, Change, cut, named_event
+from wicore_trt.http.blocks import Block, BlockShape, Change, named_event, was_cut
 from wicore_trt.http.bodies import ChatBody, ResponsesBody
-from wicore_trt.http.client_tools import FORMS, Form, joined, response_tools
+from wicore_trt.http.client_tools import FORMS, Form, join_namespace, response_tools
 from wicore_trt.http.context import Context
 from wicore_trt.http.conversation import ChatBuilder, make_chat_body, read_member, read_text, rename_fields
 from wicore_trt.http.convert import make_chat_request, read_tools
@@ -73,10 +73,10 @@ def _build_chat(body: ResponsesBody) -> ChatBuilder:
                 )
             case "function_call":
                 arguments = read_member(item, "arguments", where)
-                name = joined(item.get("namespace"), read_member(item, "name", where))
+                name = join_namespace(item.get("namespace"), read_member(item, "name", where))
                 found.add_call(read_member(item, "call_id", where), name, arguments)
             case "custom_tool_call":
-                name = joined(item.get("namespace"), read_member(item, "name", where))
+                name = join_namespace(item.get("namespace"), read_member(item, "name", where))
                 found.add_call(read_member(item, "call_id", where), name, {"input": read_member(item, "input", where)})
             case "function_call_output" | "custom_tool_call_output":
                 text = read_text(item.get("output"), f"{where}.output")
@@ -105,7 +105,7 @@ def _read_tool_choice(given: object, forms: Mapping[str, Form]) -> Any:
         return given
     kind, name = given.get("type"), given.get("name")
     if kind in ("function", "custom"):
-        inside = joined(given.get("namespace"), name) if isinstance(name, str) else name
+        inside = join_namespace(given.get("namespace"), name) if isinstance(name, str) else name
         return {"type": "function", "function": {"name": inside}}
     return {"type": "function", "function": {"name": kind}} if isinstance(kind, str) and kind in forms else given
 
@@ -160,19 +160,21 @@ class ResponsesShape(BlockShape):
             "truncation": "disabled",
         }
 
-    def whole(self, totals: Totals) -> dict[str, Any]:
-        return self._response("incomplete" if cut(self.last) else "completed", totals)
+    def make_whole(self, totals: Totals) -> dict[str, Any]:
+        return self._describe_response("incomplete" if was_cut(self.last) else "completed", totals)
 
-    def opening(self, index: int, totals: Totals) -> bytes:
-        begun = self._response("in_progress", None)
-        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+    def open_sequence(self, index: int, totals: Totals) -> bytes:
+        begun = self._describe_response("in_progress", None)
+        return self._number_event("response.created", response=begun) + self._number_event(
+            "response.in_progress", response=begun
+        )
 
-    def note(self, output: TextOutput | Completion) -> None:
+    def take_output(self, output: TextOutput | Completion) -> None:
         found = [token_entry(self._tokenizer, entry) for entry in output.logprobs]
         self._logprobs += found
         self._fresh += found
 
-    def event(self, change: Change, block: Block, new: str) -> bytes:
+    def make_event(self, change: Change, block: Block, new: str) -> bytes:
         if change == "delta" and block.name is None:  # made of ready bytes, because there is one for every token
             logprobs, self._fresh = self._fresh, []
             self._numbers += 1
@@ -184,53 +186,63 @@ class ResponsesShape(BlockShape):
             case "open", None:
                 head = named_event("response.output_text.delta", **inside, delta="")
                 self._delta = head.removesuffix(b'""}\n\n')
-                added = self._event("response.output_item.added", **at, item=self._item(block, "in_progress"))
-                return added + self._event("response.content_part.added", **inside, part=self._part(""))
+                added = self._number_event(
+                    "response.output_item.added", **at, item=self._describe_item(block, "in_progress")
+                )
+                return added + self._number_event("response.content_part.added", **inside, part=self._describe_part(""))
             case "open", _:
-                return self._event("response.output_item.added", **at, item=self._item(block, "in_progress"))
+                return self._number_event(
+                    "response.output_item.added", **at, item=self._describe_item(block, "in_progress")
+                )
             case "delta", _:
-                if self._form(block).key != "arguments":
+                if self._find_form(block).key != "arguments":
                     return b""  # the text of a value is known when all of its JSON is
-                return self._event("response.function_call_arguments.delta", item_id=item_id, **at, delta=new)
+                return self._number_event("response.function_call_arguments.delta", item_id=item_id, **at, delta=new)
         if block.name is None:
-            told = self._event("response.output_text.done", **inside, text=block.text, logprobs=self._logprobs)
-            told += self._event("response.content_part.done", **inside, part=self._part(block.text))
+            told = self._number_event("response.output_text.done", **inside, text=block.text, logprobs=self._logprobs)
+            told += self._number_event("response.content_part.done", **inside, part=self._describe_part(block.text))
         else:
-            told = self._given(block, item_id, at)
-        return told + self._event("response.output_item.done", **at, item=self._item(block, self._status(block)))
+            told = self._tell_arguments(block, item_id, at)
+        return told + self._number_event(
+            "response.output_item.done", **at, item=self._describe_item(block, self._name_status(block))
+        )
 
-    def _given(self, block: Block, item_id: str, at: Mapping[str, int]) -> bytes:
+    def _tell_arguments(self, block: Block, item_id: str, at: Mapping[str, int]) -> bytes:
         """The events of what a call was given, whole."""
-        form = self._form(block)
-        fields = form.fields(block.text)
+        form = self._find_form(block)
+        fields = form.make_fields(block.text)
         match form.key:
             case "arguments":
-                return self._event("response.function_call_arguments.done", item_id=item_id, **at, **fields)
+                return self._number_event("response.function_call_arguments.done", item_id=item_id, **at, **fields)
             case "input":
                 name, given = "response.custom_tool_call_input", fields["input"]
-                told = self._event(f"{name}.delta", item_id=item_id, **at, delta=given)
-                return told + self._event(f"{name}.done", item_id=item_id, **at, input=given)
+                told = self._number_event(f"{name}.delta", item_id=item_id, **at, delta=given)
+                return told + self._number_event(f"{name}.done", item_id=item_id, **at, input=given)
         return b""
 
-    def _form(self, block: Block) -> Form:
+    def _find_form(self, block: Block) -> Form:
         return self._forms.get(block.name or "") or Form(name=block.name)
 
-    def closing(self, totals: Totals) -> bytes:
-        response = self.whole(totals)
-        return self._event(f"response.{response['status']}", response=response)
+    def close_stream(self, totals: Totals) -> bytes:
+        response = self.make_whole(totals)
+        return self._number_event(f"response.{response['status']}", response=response)
 
-    def broken(self, error: WicoreError) -> bytes:
-        failed = self._response("failed", None)
+    def break_stream(self, error: WicoreError) -> bytes:
+        failed = self._describe_response("failed", None)
         failed["error"] = {"code": "server_error", "message": message_of(error)}
-        return self._event("response.failed", response=failed)
+        return self._number_event("response.failed", response=failed)
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
+    def _number_event(self, kind: str, **fields: Any) -> bytes:
         self._numbers += 1
         return named_event(kind, sequence_number=self._numbers - 1, **fields)
 
-    def _response(self, status: str, totals: Totals | None) -> dict[str, Any]:
+    def _describe_response(self, status: str, totals: Totals | None) -> dict[str, Any]:
         reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        done = [] if status == "in_progress" else [self._item(block, self._status(block)) for block in self.blocks]
+        done = (
+            []
+            if status == "in_progress"
+            else [self._describe_item(block, self._name_status(block)) for block in self.blocks]
+        )
         return {
             **self._head,
             "status": status,
@@ -240,21 +252,21 @@ class ResponsesShape(BlockShape):
             "usage": None if totals is None else _count_usage(totals),
         }
 
-    def _status(self, block: Block) -> str:
-        return "incomplete" if self.unfinished(block) else "completed"
+    def _name_status(self, block: Block) -> str:
+        return "incomplete" if self.is_unfinished(block) else "completed"
 
     def _item_id(self, block: Block) -> str:
-        return f"{'msg' if block.name is None else self._form(block).prefix}_{block.id}"
+        return f"{'msg' if block.name is None else self._find_form(block).prefix}_{block.id}"
 
-    def _item(self, block: Block, status: str) -> dict[str, Any]:
+    def _describe_item(self, block: Block, status: str) -> dict[str, Any]:
         head = {"id": self._item_id(block), "status": status}
         if block.name is None:
-            content = [] if status == "in_progress" else [self._part(block.text)]
+            content = [] if status == "in_progress" else [self._describe_part(block.text)]
             return {**head, "type": "message", "role": "assistant", "content": content}
-        form, given = self._form(block), block.text if status != "in_progress" else ""
-        return {**head, "type": form.item, "call_id": f"call_{block.id[:24]}", **form.fields(given)}
+        form, given = self._find_form(block), block.text if status != "in_progress" else ""
+        return {**head, "type": form.item, "call_id": f"call_{block.id[:24]}", **form.make_fields(given)}
 
-    def _part(self, text: str) -> dict[str, Any]:
+    def _describe_part(self, text: str) -> dict[str, Any]:
         logprobs = self._logprobs if text else []
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 

@@ -181,7 +181,7 @@ class Endpoint:
         call: Call = scope["state"]["call"]
         context, route = self._context, self._route
         arguments: dict[str, Any] = scope.get("path_params", {})
-        with context.body_budget.hold(call.who.tenant) as hold:
+        with context.body_budget.open_share(call.who.tenant) as hold:
             if route.body is not None:
                 raw = await read_body(receive, Headers(scope=scope), context.max_body_bytes, hold)
                 scope["state"]["read"] = True

@@ -54,7 +54,7 @@ class Listener:
         self._host, self._port, self._flag = host, port, flag
         self._tls = read_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
         self._config = Config(
-            self._answer,
+            self._call_app,
             interface="asgi3",  # which uvicorn does not see of a method
             http=GuardedHttp, ws=GuardedWebSocket, lifespan="off", log_config=None, access_log=False,
             proxy_headers=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_S, ws_max_size=max_frame,
@@ -66,7 +66,7 @@ class Listener:
         self._clock: asyncio.TimerHandle | None = None
         self._shaking: set[asyncio.Future[None]] = set()
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _call_app(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.app(scope, receive, send)
 
     def change(self, settings: ServerSettings) -> None:
@@ -75,7 +75,7 @@ class Listener:
         if self._tls is not None:
             self._tls = read_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
-    def _protocol(self) -> asyncio.Protocol:
+    def _make_protocol(self) -> asyncio.Protocol:
         return GuardedHttp(self._config, self._state, {}, asyncio.get_running_loop())
 
     async def start(self) -> str:
@@ -86,7 +86,7 @@ class Listener:
         host, port = self._host, self._port
         check_free(host, port, self._flag)
         loop = asyncio.get_running_loop()
-        comes = self._protocol if self._tls is None else partial(Shaking, self._shake)
+        comes = self._make_protocol if self._tls is None else partial(Shaking, self._begin_handshake)
         try:
             if host.startswith("unix:"):
                 path = host.removeprefix("unix:")
@@ -98,39 +98,39 @@ class Listener:
                 port = self._listener.sockets[0].getsockname()[1]
         except OSError as error:
             raise EnvironmentUnfitError(f"Cannot listen on {format_address(host, port)}: {error}.") from None
-        self._tick()
+        self._update_date()
         scheme = "http" if self._tls is None else "https"
         return host if host.startswith("unix:") else f"{scheme}://{format_address(host, port)}"
 
-    def _shake(self, transport: asyncio.Transport) -> None:
+    def _begin_handshake(self, transport: asyncio.Transport) -> None:
         """Somebody has come who has to shake hands first, and counts from now on."""
         client = get_remote_addr(transport)
         self._state.shaking += 1
-        if self._state.came(client):
-            shaking = asyncio.ensure_future(self._shaken(taken(transport)))
+        if self._state.admit_connection(client):
+            shaking = asyncio.ensure_future(self._do_handshake(take_socket(transport)))
             self._shaking.add(shaking)
-            shaking.add_done_callback(lambda _: self._shook(client, shaking))
+            shaking.add_done_callback(lambda _: self._end_handshake(client, shaking))
         else:
             transport.abort()
-            self._shook(client)
+            self._end_handshake(client)
 
-    async def _shaken(self, sock: socket.socket) -> None:
+    async def _do_handshake(self, sock: socket.socket) -> None:
         assert self._tls is not None
         with suppress(OSError, TimeoutError):  # those of TLS, too
             await asyncio.get_running_loop().connect_accepted_socket(
-                self._protocol, sock, ssl=self._tls.context, ssl_handshake_timeout=HANDSHAKE_S
+                self._make_protocol, sock, ssl=self._tls.context, ssl_handshake_timeout=HANDSHAKE_S
             )
 
-    def _shook(self, client: tuple[str, int] | None, shaking: asyncio.Future[None] | None = None) -> None:
+    def _end_handshake(self, client: tuple[str, int] | None, shaking: asyncio.Future[None] | None = None) -> None:
         self._state.shaking -= 1
-        self._state.left(client)
+        self._state.drop_connection(client)
         if shaking is not None:
             self._shaking.discard(shaking)
 
-    def _tick(self) -> None:
+    def _update_date(self) -> None:
         """Keep the header `date`."""
         self._state.default_headers = [(b"date", formatdate(time.time(), usegmt=True).encode())]
-        self._clock = asyncio.get_running_loop().call_later(1.0, self._tick)
+        self._clock = asyncio.get_running_loop().call_later(1.0, self._update_date)
 
     async def stop(self, grace_s: float, idle: Callable[[], Awaitable[object]] | None = None) -> None:
         """Close the port; what is still open after `grace_s` seconds is cancelled. Connections stay until `idle` says
@@ -148,15 +148,15 @@ class Listener:
         for connection in list(self._state.connections):
             connection.shutdown()  # ends those that are idle, and WebSockets
         left_s = max(0.0, end - time.monotonic())
-        if not await _until(lambda: not self._state.connections and not self._state.tasks, left_s):
+        if not await _wait_until(lambda: not self._state.connections and not self._state.tasks, left_s):
             # Requests end as they do when their clients leave, and say nothing in the log but their access lines.
             for connection in list(self._state.connections):
                 assert isinstance(connection, (GuardedHttp, GuardedWebSocket))
-                connection.cut()
-            if not await _until(lambda: not self._state.connections and not self._state.tasks, CANCEL_S):
+                connection.cut_off()
+            if not await _wait_until(lambda: not self._state.connections and not self._state.tasks, CANCEL_S):
                 for task in list(self._state.tasks):
                     task.cancel()
-                await _until(lambda: not self._state.tasks, CANCEL_S)
+                await _wait_until(lambda: not self._state.tasks, CANCEL_S)
         if self._listener is not None and self._host.startswith("unix:"):
             with suppress(FileNotFoundError):
                 os.unlink(self._host.removeprefix("unix:"))
@@ -172,7 +172,7 @@ class Shaking(asyncio.Protocol):
         self._comes(transport)
 
 
-def taken(transport: asyncio.Transport) -> socket.socket:
+def take_socket(transport: asyncio.Transport) -> socket.socket:
     """The socket of a transport that has read nothing of it, which is closed then."""
     own = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
     own.setblocking(False)
@@ -180,7 +180,7 @@ def taken(transport: asyncio.Transport) -> socket.socket:
     return own
 
 
-async def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
+async def _wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
     """Whether it came to hold in time."""
     end = time.monotonic() + timeout_s
     while not condition():

@@ -33,22 +33,22 @@ class ResponseShape(ABC):
     """What ends a stream that was not broken."""
 
     @abstractmethod
-    def answer(self, completions: Sequence[Completion], totals: Totals) -> bytes:
+    def make_answer(self, completions: Sequence[Completion], totals: Totals) -> bytes:
         """The whole answer."""
 
-    def opening(self, index: int, totals: Totals) -> bytes:
+    def open_sequence(self, index: int, totals: Totals) -> bytes:
         """What comes before a sequence's first chunk."""
         return b""
 
     @abstractmethod
-    def chunk(self, index: int, output: TextOutput, totals: Totals) -> bytes:
+    def make_chunk(self, index: int, output: TextOutput, totals: Totals) -> bytes:
         """The chunk of an output, b"" where there is nothing to say."""
 
-    def closing(self, totals: Totals) -> bytes:
+    def close_stream(self, totals: Totals) -> bytes:
         """What comes when all sequences have ended."""
         return b""
 
-    def broken(self, error: WicoreError) -> bytes:
+    def break_stream(self, error: WicoreError) -> bytes:
         """What ends a stream that broke."""
         return b"event: error\ndata: " + error_bytes(error) + b"\n\n"
 
@@ -85,37 +85,45 @@ class ChoiceShape(ResponseShape):
         self._tail = b',"usage":null}\n\n' if usage and not continuous else b"}\n\n"
         self._empty = b"data: " + head[:-1] + b',"choices":[],"usage":'
 
-    def answer(self, completions: Sequence[Completion], totals: Totals) -> bytes:
+    def make_answer(self, completions: Sequence[Completion], totals: Totals) -> bytes:
         choices, of_prompt = [], dict[str, Any]()
         for index, completion in enumerate(completions):
-            choice = self._choice(index, completion)
+            choice = self._make_choice(index, completion)
             if self._token_ids:
                 choice["token_ids"], of_prompt["prompt_token_ids"] = completion.token_ids, totals.prompts[index]
             if self._prompt_top is not None:
                 of_prompt["prompt_logprobs"] = self._prompt_logprobs(completion)
             choices.append(choice if self.one_prompt else choice | of_prompt)
-        head = {"object": self.kind, **self._head, "choices": choices, "usage": totals.usage()}
+        head = {"object": self.kind, **self._head, "choices": choices, "usage": totals.describe_usage()}
         return encode(head | of_prompt if self.one_prompt else head)
 
-    def chunk(self, index: int, output: TextOutput, totals: Totals) -> bytes:
+    def make_chunk(self, index: int, output: TextOutput, totals: Totals) -> bytes:
         text, reason = output.text, output.finish_reason
         reported = output.logprobs or output.prompt_logprobs
         if not (text or reason or reported or self._continuous or self._token_ids):
             return b""
-        logprobs = encode(self._logprobs(index, output)) if reported else b"null"
+        logprobs = encode(self._list_logprobs(index, output)) if reported else b"null"
         end = b"null"
         if reason is not None:
             end = b'"%b","stop_reason":%b' % (reason.value.encode(), encode(output.stop_reason))
-        parts = (self._open, b"%d," % index, self._body(text), b',"logprobs":', logprobs, b',"finish_reason":', end)
+        parts = (
+            self._open,
+            b"%d," % index,
+            self._encode_body(text),
+            b',"logprobs":',
+            logprobs,
+            b',"finish_reason":',
+            end,
+        )
         ids = b',"token_ids":' + encode(output.token_ids) if self._token_ids else b""
-        return b"".join((*parts, ids, b"}]", self._counts(totals) if self._continuous else self._tail))
+        return b"".join((*parts, ids, b"}]", self._encode_usage(totals) if self._continuous else self._tail))
 
-    def closing(self, totals: Totals) -> bytes:
+    def close_stream(self, totals: Totals) -> bytes:
         """The last chunk, which has the counts, where they are wanted."""
-        return self._empty + encode(totals.usage()) + b"}\n\n" if self._usage else b""
+        return self._empty + encode(totals.describe_usage()) + b"}\n\n" if self._usage else b""
 
-    def _counts(self, totals: Totals) -> bytes:
-        return b',"usage":' + encode(totals.usage()) + b"}\n\n"
+    def _encode_usage(self, totals: Totals) -> bytes:
+        return b',"usage":' + encode(totals.describe_usage()) + b"}\n\n"
 
     def _prompt_logprobs(self, completion: Completion) -> list[dict[int, dict[str, Any]] | None]:
         """As vLLM tells them: by token id, the prompt's own among them."""
@@ -124,23 +132,23 @@ class ChoiceShape(ResponseShape):
             told: dict[int, dict[str, Any]] = {}
             best = enumerate(entry.top[: self._prompt_top], 1)
             for rank, (token, logprob) in [(None, (entry.token_id, entry.logprob)), *best]:
-                told[token] = {"logprob": logprob, "rank": rank, "decoded_token": self._text(token)}
+                told[token] = {"logprob": logprob, "rank": rank, "decoded_token": self._token_text(token)}
             found.append(told)
         return found
 
-    def _text(self, token: int) -> str:
+    def _token_text(self, token: int) -> str:
         return self._tokenizer.token_bytes(token).decode(errors="replace")
 
     @abstractmethod
-    def _body(self, text: str) -> bytes:
+    def _encode_body(self, text: str) -> bytes:
         """What carries the text of a chunk."""
 
     @abstractmethod
-    def _logprobs(self, index: int, output: TextOutput) -> dict[str, Any]:
+    def _list_logprobs(self, index: int, output: TextOutput) -> dict[str, Any]:
         """Probabilities of a chunk."""
 
     @abstractmethod
-    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+    def _make_choice(self, index: int, completion: Completion) -> dict[str, Any]:
         """A sequence of the whole answer."""
 
 
@@ -158,22 +166,22 @@ def token_entry(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, Any]:
 class ChatShape(ChoiceShape):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def opening(self, index: int, totals: Totals) -> bytes:
+    def open_sequence(self, index: int, totals: Totals) -> bytes:
         role = b'%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]' % index
         prompt = b',"prompt_token_ids":' + encode(totals.prompts[index]) if self._token_ids else b""
-        return self._open + role + prompt + (self._counts(totals) if self._continuous else self._tail)
+        return self._open + role + prompt + (self._encode_usage(totals) if self._continuous else self._tail)
 
-    def _body(self, text: str) -> bytes:
+    def _encode_body(self, text: str) -> bytes:
         return b'"delta":{"content":' + encode(text) + b"}" if text else b'"delta":{}'
 
-    def _logprobs(self, index: int, output: TextOutput | Completion) -> dict[str, Any]:
+    def _list_logprobs(self, index: int, output: TextOutput | Completion) -> dict[str, Any]:
         return {"content": [token_entry(self._tokenizer, entry) for entry in output.logprobs], "refusal": None}
 
-    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+    def _make_choice(self, index: int, completion: Completion) -> dict[str, Any]:
         return {
             "index": index,
             "message": {"role": "assistant", "content": completion.text, "refusal": None},
-            "logprobs": self._logprobs(index, completion) if completion.logprobs else None,
+            "logprobs": self._list_logprobs(index, completion) if completion.logprobs else None,
             "finish_reason": completion.finish_reason.value,
             "stop_reason": completion.stop_reason,
         }
@@ -192,45 +200,45 @@ class CompletionShape(ChoiceShape):
         self._echoed: dict[int, Echo] = {}
         self._offsets: dict[int, int] = {}
 
-    def opening(self, index: int, totals: Totals) -> bytes:
+    def open_sequence(self, index: int, totals: Totals) -> bytes:
         if not (self._prompts or self._token_ids):
             return b""
         prompt = b',"prompt_token_ids":' + encode(totals.prompts[index]) if self._token_ids else b""
         text = encode(self._prompts[index] if self._prompts else "")
         echo = b'%d,"text":%b,"logprobs":null,"finish_reason":null%b}]' % (index, text, prompt)
-        return self._open + echo + (self._counts(totals) if self._continuous else self._tail)
+        return self._open + echo + (self._encode_usage(totals) if self._continuous else self._tail)
 
-    def _body(self, text: str) -> bytes:
+    def _encode_body(self, text: str) -> bytes:
         return b'"text":' + encode(text)
 
-    def _logprobs(self, index: int, output: TextOutput | Completion) -> dict[str, Any]:
+    def _list_logprobs(self, index: int, output: TextOutput | Completion) -> dict[str, Any]:
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         offset = self._offsets.get(index, len(self._prompts[index]) if self._prompts else 0)
         if self._prompts and self._top is not None:
             echo = self._echoed.setdefault(index, Echo(self._prompts[index].encode()))
             for entry in output.prompt_logprobs:
                 first = not echo.tokens
-                self._add(found, entry, echo.take(self._tokenizer.token_bytes(entry.token_id)))
+                self._add_token(found, entry, echo.locate_token(self._tokenizer.token_bytes(entry.token_id)))
                 if first:
                     found["token_logprobs"][0] = found["top_logprobs"][0] = None
         for entry in output.logprobs:
-            self._add(found, entry, offset)
+            self._add_token(found, entry, offset)
             offset += len(found["tokens"][-1])
         self._offsets[index] = offset
         return found
 
-    def _add(self, found: dict[str, list[Any]], entry: TokenLogprob, offset: int) -> None:
-        found["tokens"].append(self._text(entry.token_id))
+    def _add_token(self, found: dict[str, list[Any]], entry: TokenLogprob, offset: int) -> None:
+        found["tokens"].append(self._token_text(entry.token_id))
         found["token_logprobs"].append(entry.logprob)
         best_last = reversed(entry.top[: self._top])  # several bytes may have one text
-        found["top_logprobs"].append({self._text(token): logprob for token, logprob in best_last})
+        found["top_logprobs"].append({self._token_text(token): logprob for token, logprob in best_last})
         found["text_offset"].append(offset)
 
-    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+    def _make_choice(self, index: int, completion: Completion) -> dict[str, Any]:
         return {
             "index": index,
             "text": (self._prompts[index] if self._prompts else "") + completion.text,
-            "logprobs": self._logprobs(index, completion) if self._top is not None else None,
+            "logprobs": self._list_logprobs(index, completion) if self._top is not None else None,
             "finish_reason": completion.finish_reason.value,
             "stop_reason": completion.stop_reason,
         }
@@ -244,7 +252,7 @@ class Echo:
         self._text = text
         self._at = self._characters = self.tokens = 0
 
-    def take(self, token: bytes) -> int:
+    def locate_token(self, token: bytes) -> int:
         """Where the next token begins. Of a character's bytes all but the first begin behind it."""
         begin = self._characters
         self.tokens += 1
@@ -260,10 +268,10 @@ class AnswerCalls:
     def __init__(self) -> None:
         self._finders: dict[int, CallFinder] = {}
 
-    def read(self, index: int, output: TextOutput) -> tuple[dict[str, Any], str | None]:
+    def read_output(self, index: int, output: TextOutput) -> tuple[dict[str, Any], str | None]:
         """What an output adds to a message, and how the message ends with it."""
         finder, reason = self._finders.setdefault(index, CallFinder()), output.finish_reason
-        delta = _make_delta(finder.push(output.text) + (finder.end() if reason is not None else []))
+        delta = _make_delta(finder.push_text(output.text) + (finder.end_output() if reason is not None else []))
         return delta, None if reason is None else _name_reason(reason, finder)
 
 
@@ -274,35 +282,35 @@ class ToolShape(ChatShape):
         super().__init__(*args, **kwargs)
         self._calls = AnswerCalls()
 
-    def chunk(self, index: int, output: TextOutput, totals: Totals) -> bytes:
-        delta, reason = self._calls.read(index, output)
+    def make_chunk(self, index: int, output: TextOutput, totals: Totals) -> bytes:
+        delta, reason = self._calls.read_output(index, output)
         if not (delta or reason or output.logprobs or self._continuous or self._token_ids):
             return b""
         choice = {
             "index": index,
             "delta": delta,
-            "logprobs": self._logprobs(index, output) if output.logprobs else None,
+            "logprobs": self._list_logprobs(index, output) if output.logprobs else None,
             "finish_reason": reason,
             **({} if reason is None else {"stop_reason": output.stop_reason}),
             **({"token_ids": output.token_ids} if self._token_ids else {}),
         }
         raw = self._open.removesuffix(b'{"index":') + encode(choice) + b"]"
-        return raw + (self._counts(totals) if self._continuous else self._tail)
+        return raw + (self._encode_usage(totals) if self._continuous else self._tail)
 
-    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+    def _make_choice(self, index: int, completion: Completion) -> dict[str, Any]:
         finder = CallFinder()
-        delta = _make_delta(finder.push(completion.text) + finder.end())
+        delta = _make_delta(finder.push_text(completion.text) + finder.end_output())
         calls = [{k: v for k, v in call.items() if k != "index"} for call in delta.get("tool_calls", ())]
         message = {"role": "assistant", "content": delta.get("content"), "refusal": None}
         return {
-            **super()._choice(index, completion),
+            **super()._make_choice(index, completion),
             "message": message | ({"tool_calls": calls} if calls else {"content": delta.get("content", "")}),
             "finish_reason": _name_reason(completion.finish_reason, finder),
         }
 
 
 def _name_reason(reason: FinishReason, finder: CallFinder) -> str:
-    return "tool_calls" if finder.whole and reason is FinishReason.STOP else reason.value
+    return "tool_calls" if finder.is_whole and reason is FinishReason.STOP else reason.value
 
 
 def _make_delta(pieces: list[TextPart]) -> dict[str, Any]:

@@ -57,16 +57,16 @@ class FrameShape(ChatShape):
         self._calls = AnswerCalls() if calls else None
         self._delta = b'{"type":"delta","id":' + encode(frame_id) + b',"index":'
 
-    def frame(self, index: int, output: TextOutput) -> bytes:
+    def make_frame(self, index: int, output: TextOutput) -> bytes:
         """The frame of an output, b"" where there is nothing to say."""
         text, calls, reason = output.text, b"", output.finish_reason and output.finish_reason.value
         if self._calls is not None:
-            delta, reason = self._calls.read(index, output)
+            delta, reason = self._calls.read_output(index, output)
             text, found = delta.get("content", ""), delta.get("tool_calls", [])
             calls = b',"tool_calls":' + encode(found) if found else b""
         if not (text or calls or reason or output.logprobs):
             return b""
-        logprobs = encode(self._logprobs(index, output)["content"]) if output.logprobs else b"null"
+        logprobs = encode(self._list_logprobs(index, output)["content"]) if output.logprobs else b"null"
         end = b"null"
         if reason is not None:
             end = b'"%b","stop_reason":%b' % (reason.encode(), encode(output.stop_reason))
@@ -97,18 +97,18 @@ class StreamSocket:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call: Call = scope["state"]["call"]
         check_origin(Headers(scope=scope), self._origins)
-        with self._sockets.hold_place(call.who.tenant), self._context.body_budget.hold(call.who.tenant) as hold:
+        with self._sockets.hold_place(call.who.tenant), self._context.body_budget.open_share(call.who.tenant) as hold:
             scope["state"]["hold"] = hold  # what has come of a message counts before it is whole
             await receive()  # websocket.connect
             await send({"type": "websocket.accept"})
             connection = Connection(self._context, call, send)
             try:
                 while (message := await receive())["type"] != "websocket.disconnect":
-                    await connection.take((message.get("text") or "").encode() or message.get("bytes") or b"")
+                    await connection.take_frame((message.get("text") or "").encode() or message.get("bytes") or b"")
                     await asyncio.sleep(0)  # frames that came together do not hold up other connections
             finally:
                 del scope["state"]["hold"]
-                await connection.close()
+                await connection.close_all()
 
 
 class Connection:
@@ -118,38 +118,38 @@ class Connection:
         self._context, self._call, self._send = context, call, send
         self._open: dict[str, asyncio.Task[None]] = {}
 
-    async def take(self, raw: bytes) -> None:
+    async def take_frame(self, raw: bytes) -> None:
         """Do what a frame says. Faults go to the client."""
         frame_id: str | None = None
         try:
             frame = decode_json(raw, self._context.count_items())
-            frame_id = self._id(frame.pop("id", None))
+            frame_id = self._check_id(frame.pop("id", None))
             kind = frame.pop("type", None)
             if kind == "cancel":
                 if frame_id not in self._open:
                     raise NotFoundError("No generation has this id.")
                 self._open[frame_id].cancel()
             elif kind == "generate":
-                self._begin(frame_id, frame, len(raw))
+                self._begin_generation(frame_id, frame, len(raw))
                 await asyncio.sleep(0)  # let it begin: a task that is cancelled before says nothing
             else:
                 raise InvalidRequestError("type is generate or cancel.", field="type")
         except WicoreError as error:
-            await self._fail(frame_id, error)
+            await self._send_error(frame_id, error)
 
-    def _id(self, value: object) -> str:
+    def _check_id(self, value: object) -> str:
         if not isinstance(value, str) or not 0 < len(value) <= MAX_ID:
             raise InvalidRequestError(f"id is a text of 1 to {MAX_ID} characters.", field="id")
         return value
 
-    def _begin(self, frame_id: str, frame: dict[str, Any], size: int) -> None:
+    def _begin_generation(self, frame_id: str, frame: dict[str, Any], size: int) -> None:
         if frame_id in self._open:
             raise InvalidRequestError("A generation with this id is open.", field="id")
         if len(self._open) >= MAX_OPEN:
             raise InvalidRequestError(f"A connection has at most {MAX_OPEN} generations.", field="id")
-        self._open[frame_id] = asyncio.ensure_future(self._generate(frame_id, frame, size))
+        self._open[frame_id] = asyncio.ensure_future(self._run_generation(frame_id, frame, size))
 
-    async def _generate(self, frame_id: str, frame: dict[str, Any], size: int) -> None:
+    async def _run_generation(self, frame_id: str, frame: dict[str, Any], size: int) -> None:
         call = Call.from_headers(f"STREAM {PATH}", self._call.who, {REQUEST_ID_HEADER: self._call.call_id}.get)
         call.parent = self._call.parent
         CURRENT.set(call)  # of this task
@@ -158,46 +158,48 @@ class Connection:
         try:
             call.who = context.admission.check_identity(call.who)
             tenant = call.who.tenant
-            with context.admission.calls.hold_place(tenant), context.body_budget.hold(tenant) as hold:
-                hold.grow(size)
+            with context.admission.calls.hold_place(tenant), context.body_budget.open_share(tenant) as hold:
+                hold.grow_to(size)
                 kind: type[ChatBody | CompletionBody] = CompletionBody if "prompt" in frame else ChatBody
-                await self._relay(frame_id, parse_body(kind, read_fields(kind), frame), call)
+                await self._relay_outputs(frame_id, parse_body(kind, read_fields(kind), frame), call)
             status = 200
         except asyncio.CancelledError:
-            await self._fail(frame_id, RequestCancelledError("The request was cancelled."))
+            await self._send_error(frame_id, RequestCancelledError("The request was cancelled."))
         except WicoreError as error:
             status = status_of(error)
             call.note_error(error)
-            await self._fail(frame_id, error)
+            await self._send_error(frame_id, error)
         except OSError:
             pass  # the connection is gone
         except Exception:
             status = 500
             log.exception("call %s (%s) failed unexpectedly", call.call_id, call.method)
-            await self._fail(frame_id, WicoreError(f"Internal error; the server's log has it as {call.call_id}."))
+            await self._send_error(frame_id, WicoreError(f"Internal error; the server's log has it as {call.call_id}."))
         finally:
             del self._open[frame_id]
             write_access_line(call, str(status), generates=True)
 
-    async def _relay(self, frame_id: str, body: ChatBody | CompletionBody, call: Call) -> None:
+    async def _relay_outputs(self, frame_id: str, body: ChatBody | CompletionBody, call: Call) -> None:
         engine = self._context.require_serving()
         engine.info.shown_as(body.model)
         tools = read_tools(body, call.facts) if isinstance(body, ChatBody) else None
         shape = FrameShape(frame_id, engine, calls=tools is not None)
         try:
-            generation = await GenerationCall.start(self._context, call, self._requests(body, tools, call.who.tenant))
+            generation = await GenerationCall.submit_requests(
+                self._context, call, self._make_requests(body, tools, call.who.tenant)
+            )
         except InvalidRequestError as error:
             raise name_field(error, body) from None
         try:
-            async for index, output in generation.outputs():
-                frame = shape.frame(index, output)
+            async for index, output in generation.stream_outputs():
+                frame = shape.make_frame(index, output)
                 if frame:
                     await self._send({"type": "websocket.send", "text": frame.decode()})
         finally:
             await generation.aclose()
-        await self._say({"type": "done", "id": frame_id, "usage": generation.totals.usage()})
+        await self._send_frame({"type": "done", "id": frame_id, "usage": generation.totals.describe_usage()})
 
-    def _requests(self, body: ChatBody | CompletionBody, tools: Tools | None, tenant: str) -> list[TextRequest]:
+    def _make_requests(self, body: ChatBody | CompletionBody, tools: Tools | None, tenant: str) -> list[TextRequest]:
         for field in ("echo", "prompt_logprobs", "return_token_ids"):
             if (value := getattr(body, field, None)) is not None and value is not False:
                 raise InvalidRequestError(f"{field} is not supported here.", field=field, fix="Use HTTP.")
@@ -205,14 +207,14 @@ class Connection:
             return [make_chat_request(body, tenant, tools)]
         return make_completion_requests(body, tenant)
 
-    async def _fail(self, frame_id: str | None, error: WicoreError) -> None:
-        await self._say({"type": "error", "id": frame_id, **error_object(error)})
+    async def _send_error(self, frame_id: str | None, error: WicoreError) -> None:
+        await self._send_frame({"type": "error", "id": frame_id, **error_object(error)})
 
-    async def _say(self, frame: dict[str, object]) -> None:
+    async def _send_frame(self, frame: dict[str, object]) -> None:
         with suppress(OSError):  # the connection is gone
             await self._send({"type": "websocket.send", "text": encode(frame).decode()})
 
-    async def close(self) -> None:
+    async def close_all(self) -> None:
         """End all generations; not all at once, which would hold up other connections."""
         tasks = list(self._open.values())
         left = iter(tasks)

@@ -26,7 +26,7 @@ import msgspec
 
 from wicore_trt.access.log import QuietLog
 from wicore_trt.errors import InvalidRequestError, UnavailableError
-from wicore_trt.grammar.source import check, refusal
+from wicore_trt.grammar.source import check_constraint, make_refusal
 from wicore_trt.process.child import Child, Control, describe_exit
 from wicore_trt.types import Constraint, ConstraintKind
 
@@ -94,7 +94,7 @@ class Checker:
             except (OSError, EOFError):
                 self._ended("a constraint ended the checker process; it is restarted for the next one", how=asked.end())
                 asked = None
-                answer.set_result(str(refusal("it takes too much time, memory or depth")))
+                answer.set_result(str(make_refusal("it takes too much time, memory or depth")))
             except Exception as error:
                 answer.set_exception(error)
 
@@ -152,7 +152,7 @@ def main(fd: int) -> int:
 
 def _serve_checks(stream: BufferedIOBase) -> None:
     with suppress(InvalidRequestError):
-        check(Constraint(ConstraintKind.REGEX, "a"))  # so that what is loaded once is no constraint's
+        check_constraint(Constraint(ConstraintKind.REGEX, "a"))  # so that what is loaded once is no constraint's
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # who ends here has the log told by the other side
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -164,7 +164,7 @@ def _serve_checks(stream: BufferedIOBase) -> None:
             return
         signal.setitimer(signal.ITIMER_PROF, CPU_S)  # SIGPROF ends a process
         try:
-            check(constraint)
+            check_constraint(constraint)
             reason = ""
         except InvalidRequestError as error:
             reason = str(error)

@@ -187,7 +187,7 @@ def _fill_delta(delta: pb2.Delta, output: TextOutput, finder: CallFinder | None)
     if finder is None:
         delta.text = output.text
     else:
-        pieces = finder.push(output.text) + (finder.end() if output.finish_reason is not None else [])
+        pieces = finder.push_text(output.text) + (finder.end_output() if output.finish_reason is not None else [])
         delta.text, calls = gather_parts(pieces)
         for call in calls:
             delta.tool_calls.add(index=call.call, id=call.id, name=call.name, arguments=call.arguments)

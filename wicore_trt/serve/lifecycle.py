@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from wicore_trt.access.admission import Admission
 from wicore_trt.access.listening import check_exposure, find_http_host, is_local
 from wicore_trt.config import ServerSettings
-from wicore_trt.http.metrics import everything
+from wicore_trt.http.metrics import collect_metrics
 from wicore_trt.http.server import HttpServer
 from wicore_trt.metrics.exposition import render_metrics
 from wicore_trt.serve.server import GrpcServer
@@ -93,7 +93,7 @@ class Servers:
 
     async def render_metrics(self) -> str:
         """Render the metrics as Prometheus text."""
-        return render_metrics(await everything(self._http.context))[0].decode()
+        return render_metrics(await collect_metrics(self._http.context))[0].decode()
 
     async def stop_listening(self, grace_s: float) -> None:
         """Close the ports; calls still open after `grace_s` seconds are cancelled."""

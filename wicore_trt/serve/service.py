@@ -299,7 +299,7 @@ def _text_request(
     make = partial(
         TextRequest, request_id=request_id,
         params=params if tools is None else replace(params, constraint=tools.constraint),
-        functions=tuple(function.declared() for function in tools.functions) if tools is not None else (),
+        functions=tuple(function.describe_function() for function in tools.functions) if tools is not None else (),
         timeout_s=timeout_s, priority=request.priority, tenant=tenant, cache_salt=request.cache_salt,
         cache=convert.read_cache_hints(request.cache),
     )  # fmt: skip

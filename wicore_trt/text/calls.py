@@ -50,7 +50,7 @@ class Function:
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object"})
     strict: bool = False
 
-    def declared(self) -> dict[str, Any]:
+    def describe_function(self) -> dict[str, Any]:
         """As the model is told."""
         described = {"description": self.description} if self.description else {}
         return {"name": self.name, **described, "parameters": self.parameters}
@@ -61,7 +61,10 @@ def calls_constraint(
 ) -> Constraint:
     """Outputs that call these functions; unless they `must`, a text will do too, or JSON of the schema `answer`.
     `several` calls, or one. A schema that `tells_from_calls` is needed for `answer`."""
-    schemas = {f"f{i}": _moved(_closed(function.parameters), f"#/$defs/f{i}") for i, function in enumerate(functions)}
+    schemas = {
+        f"f{i}": _move_references(_close_schema(function.parameters), f"#/$defs/f{i}")
+        for i, function in enumerate(functions)
+    }
     each = [
         {
             "type": "object",
@@ -98,21 +101,23 @@ def tells_from_calls(answer: Mapping[str, Any]) -> bool:
     return closed and not {"name", "parameters"} <= named.keys() and not _OPENS & answer.keys()
 
 
-def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def _close_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """A schema of parameters without those that it does not name: the function would not take them."""
     if "properties" not in schema or "additionalProperties" in schema or _OPENS & schema.keys():
         return schema
     return {**schema, "additionalProperties": False}
 
 
-def _moved(schema: Any, to: str) -> Any:
+def _move_references(schema: Any, to: str) -> Any:
     """A schema whose references to its own root lead to the place where it is now."""
     if isinstance(schema, Mapping):
         return {
-            key: to + value[1:] if key == "$ref" and isinstance(value, str) and value[:1] == "#" else _moved(value, to)
+            key: to + value[1:]
+            if key == "$ref" and isinstance(value, str) and value[:1] == "#"
+            else _move_references(value, to)
             for key, value in schema.items()
         }
-    return [_moved(item, to) for item in schema] if isinstance(schema, list) else schema
+    return [_move_references(item, to) for item in schema] if isinstance(schema, list) else schema
 
 
 @dataclass(slots=True)
@@ -143,31 +148,31 @@ class CallFinder:
     def __init__(self) -> None:
         self.calls = 0
         self._held = ""  # what is neither text nor call yet
-        self._state = self._opening
+        self._state = self._read_opening
         self._depth, self._in_string, self._escaped = 0, False, False
 
     @property
-    def whole(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether there are calls, and the last one has all of its arguments."""
-        return self.calls > 0 and self._state in (self._next, self._native)
+        return self.calls > 0 and self._state in (self._read_between, self._read_native)
 
-    def push(self, text: str) -> list[TextPart]:
+    def push_text(self, text: str) -> list[TextPart]:
         """The pieces that a text adds."""
         found: list[TextPart] = []
         while text:
             text = self._state(text, found)
         return found
 
-    def end(self) -> list[TextPart]:
+    def end_output(self) -> list[TextPart]:
         """Return the rest when the output has ended: no call that was cut off before its arguments."""
         held, self._held = self._held, ""
         return [TextPart(text=held)] if held and not (self.calls or "{" in held or "[" in held) else []
 
-    def _opening(self, text: str, found: list[TextPart]) -> str:
+    def _read_opening(self, text: str, found: list[TextPart]) -> str:
         held, self._held = self._held + text, ""
         begun = held.lstrip()
         if begun.startswith(_NATIVE):
-            self._state = self._native
+            self._state = self._read_native
             return begun
         if begun and _NATIVE.startswith(begun):
             self._held = held
@@ -176,19 +181,19 @@ class CallFinder:
         assert listed is not None
         at = listed.end()
         if _HEAD.match(held, at):
-            return self._begin(held, at, found)
+            return self._begin_call(held, at, found)
         if _HEAD_SO_FAR.fullmatch(held, at):
             self._held = held
         else:
-            self._state = self._text
+            self._state = self._read_text
             found.append(TextPart(text=held))
         return ""
 
-    def _text(self, text: str, found: list[TextPart]) -> str:
+    def _read_text(self, text: str, found: list[TextPart]) -> str:
         found.append(TextPart(text=text))
         return ""
 
-    def _native(self, text: str, found: list[TextPart]) -> str:
+    def _read_native(self, text: str, found: list[TextPart]) -> str:
         """FunctionGemma's calls, each as soon as it is whole."""
         call, end, self._held = (self._held + text).partition(_NATIVE_END)
         if not end:
@@ -204,25 +209,25 @@ class CallFinder:
         rest, self._held = self._held, ""
         return rest
 
-    def _next(self, text: str, found: list[TextPart]) -> str:
+    def _read_between(self, text: str, found: list[TextPart]) -> str:
         """Between two calls, or behind the last one."""
         held = self._held + text
         at = held.find("{")
         if at >= 0 and _HEAD.match(held, at):
-            return self._begin(held, at, found)
+            return self._begin_call(held, at, found)
         self._held = held[at:] if at >= 0 else ""
         return ""
 
-    def _begin(self, held: str, at: int, found: list[TextPart]) -> str:
+    def _begin_call(self, held: str, at: int, found: list[TextPart]) -> str:
         """The head of a call; what follows it is returned."""
         head = _HEAD.match(held, at)
         assert head is not None
         found.append(TextPart(call=self.calls, id=f"call_{uuid.uuid4().hex[:24]}", name=head[1]))
         self.calls += 1
-        self._state, self._held, self._depth = self._arguments, "", 0
+        self._state, self._held, self._depth = self._read_arguments, "", 0
         return held[head.end() :]
 
-    def _arguments(self, text: str, found: list[TextPart]) -> str:
+    def _read_arguments(self, text: str, found: list[TextPart]) -> str:
         for at, character in enumerate(text):
             if self._escaped:
                 self._escaped = False
@@ -236,7 +241,7 @@ class CallFinder:
                 self._depth -= 1
                 if not self._depth:
                     found.append(TextPart(call=self.calls - 1, arguments=text[: at + 1]))
-                    self._state = self._next
+                    self._state = self._read_between
                     return text[at + 1 :]
         found.append(TextPart(call=self.calls - 1, arguments=text))
         return ""

@@ -68,17 +68,19 @@ class ChatTemplate:
         self.call_mark = ""
         self._user: Mapping[str, Any] = PROBE
         self.takes = frozenset(("answers",))
-        self.takes = self._tried()
+        self.takes = self._try_forms()
 
-    def probe(self, *more: Mapping[str, Any]) -> str | None:
+    def run_probe(self, *more: Mapping[str, Any]) -> str | None:
         """The text of a user's turn and `more` behind it, None where the template gives none."""
-        return self._run([self._user, *(_shaped(dict(turn), self.takes) for turn in more)], False).get("text")
+        return self._run_template([self._user, *(_shape_content(dict(turn), self.takes) for turn in more)], False).get(
+            "text"
+        )
 
-    def _tried(self) -> frozenset[str]:
+    def _try_forms(self) -> frozenset[str]:
         """Find out what the template takes."""
         takes: set[str] = set()
         for name, said in (("text", PROBE), ("parts", {"role": "user", "content": [_PART]})):
-            found = self._run([said], True)
+            found = self._run_template([said], True)
             text = found.get("text", "")
             if SAID in text and (name == "text" or "source_lang_code" not in text):  # a list as it is printed
                 takes.add(name)
@@ -91,9 +93,9 @@ class ChatTemplate:
         if not takes:
             return frozenset()
         self.fault = None
-        if "Qz2" in (self.probe(ANSWER) or "") or "parts" not in takes:
+        if "Qz2" in (self.run_probe(ANSWER) or "") or "parts" not in takes:
             takes.add("answers")
-        answer, system = _shaped(ANSWER, takes), _shaped({"role": "system", "content": "Qz3"}, takes)
+        answer, system = _shape_content(ANSWER, takes), _shape_content({"role": "system", "content": "Qz3"}, takes)
         user = self._user
         for name, words, messages in (
             ("system", ("Qz3",), [system, user]),
@@ -101,17 +103,17 @@ class ChatTemplate:
             ("later", ("Qz2", "Qz3"), [user, answer, system, user]),
             ("neighbours", ("Qz2", "Qz2"), [user, user, answer, answer, user]),
         ):
-            text = self._run(messages, True).get("text", "")
+            text = self._run_template(messages, True).get("text", "")
             if all(text.count(word) == words.count(word) for word in words) and SAID in text:
                 takes.add(name)
         if "tools" in self.variables:
-            text = self._run([self._user, *_CALLING], True, [_TOOL]).get("text", "")
+            text = self._run_template([self._user, *_CALLING], True, [_TOOL]).get("text", "")
             if all(word in text for word in ("qz_name", "Qz4", "qz_key", "Qz5", "Qz6", "Qz7")):
                 self.call_mark = next((mark for mark in CALL_MARKS if mark in text), "")
                 takes |= {"tools"} if self.call_mark else set()
         return frozenset(takes)
 
-    def _run(
+    def _run_template(
         self,
         messages: Sequence[Mapping[str, Any]],
         opening: bool,
@@ -121,7 +123,7 @@ class ChatTemplate:
         asked = {"messages": messages, "add_generation_prompt": opening, "tools": tools or None, "documents": None}
         return run_template(self.source, self._tokens, {**(variables or {}), **asked})
 
-    def render(
+    def render_messages(
         self,
         messages: Sequence[Mapping[str, object]],
         *,
@@ -141,13 +143,13 @@ class ChatTemplate:
         """
         turns = shaped_turns(messages, self.takes)
         tools = [{"type": "function", "function": dict(function)} for function in functions]
-        answer = self._run(turns, add_generation_prompt, tools, checked_variables(variables))
+        answer = self._run_template(turns, add_generation_prompt, tools, checked_variables(variables))
         if "refused" in answer:
-            raise _invalid(
+            raise _invalid_messages(
                 f"The chat template refuses these messages: {shortened(answer['refused'], 300)}"
             ) from TemplateRefusal()
         if "broken" in answer:
-            raise _invalid(f"The chat template failed on these messages: {shortened(answer['broken'], 300)}.")
+            raise _invalid_messages(f"The chat template failed on these messages: {shortened(answer['broken'], 300)}.")
         return answer["text"]
 
 
@@ -178,7 +180,7 @@ def shaped_turns(messages: Sequence[Mapping[str, object]], takes: frozenset[str]
     """Messages in a form that a template takes (see ChatTemplate). Raises InvalidRequestError."""
     turns: list[dict[str, Any]] = []
     for index, message in enumerate(checked_messages(messages)):
-        turn = _turn(f"messages[{index}]", message, takes)
+        turn = _shape_message(f"messages[{index}]", message, takes)
         last = turns[-1]["role"] if turns else None
         follows = last in _HEADS and "later" not in takes
         if turn["role"] in _HEADS:
@@ -188,33 +190,33 @@ def shaped_turns(messages: Sequence[Mapping[str, object]], takes: frozenset[str]
                 turn["role"] = "user"
         alone = last == "tool" or (turn.keys() | (turns[-1] if turns else turn).keys()) & {"tool_calls"}
         if turn["role"] == last and not alone and (follows or "neighbours" not in takes):
-            turns[-1]["content"] = _joined(turns[-1]["content"], turn["content"], last, takes)
+            turns[-1]["content"] = _join_contents(turns[-1]["content"], turn["content"], last, takes)
         else:
             turns.append(turn)
     if all(ROLES.get(str(message.get("role"))) == "system" for message in messages):
-        raise _invalid("messages hold no user turn.")
+        raise _invalid_messages("messages hold no user turn.")
     return turns
 
 
 def checked_messages(messages: object) -> Sequence[Mapping[str, Any]]:
     """Messages that are objects with a known role, and no key of REFUSED_KEYS. Raises InvalidRequestError."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
-        raise _invalid("messages must be a non-empty list.")
+        raise _invalid_messages("messages must be a non-empty list.")
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         if not isinstance(message, Mapping):
-            raise _invalid(f"{where} must be an object with role and content.")
+            raise _invalid_messages(f"{where} must be an object with role and content.")
         role = message.get("role")
         if not isinstance(role, str) or role not in (*ROLES, "tool"):
-            raise _invalid(f"{where}.role must be one of {', '.join((*ROLES, 'tool'))}, got {shown(role)}.")
+            raise _invalid_messages(f"{where}.role must be one of {', '.join((*ROLES, 'tool'))}, got {shown(role)}.")
         wrong = [key for key in REFUSED_KEYS if message.get(key)]
         wrong += ["tool_calls"] if message.get("tool_calls") and ROLES.get(role) != "assistant" else []
         if wrong:
-            raise _invalid(f"{where} has {wrong[0]}, which is not supported.")
+            raise _invalid_messages(f"{where} has {wrong[0]}, which is not supported.")
     return messages
 
 
-def _turn(where: str, message: Mapping[str, Any], takes: frozenset[str]) -> dict[str, Any]:
+def _shape_message(where: str, message: Mapping[str, Any], takes: frozenset[str]) -> dict[str, Any]:
     """A message as a template expects it."""
     given, content = str(message["role"]), message.get("content")
     role = given if given == "tool" or (given == "developer" and "developer" in takes) else ROLES[given]
@@ -224,21 +226,21 @@ def _turn(where: str, message: Mapping[str, Any], takes: frozenset[str]) -> dict
     if isinstance(content, Sequence) and not isinstance(content, str):
         content = [dict(part) for part in content] if "parts" in takes else text
     more = {key: value for key, value in message.items() if value is not None}
-    return _shaped({**more, "role": role, "content": content}, takes)
+    return _shape_content({**more, "role": role, "content": content}, takes)
 
 
 def _takes_text(role: str, takes: Collection[str]) -> bool:
     return ("text" if role == "user" else "answers") in takes or role == "tool"
 
 
-def _shaped(turn: dict[str, Any], takes: Collection[str]) -> dict[str, Any]:
+def _shape_content(turn: dict[str, Any], takes: Collection[str]) -> dict[str, Any]:
     """A turn with its text as a part, where its role's must be."""
     if isinstance(turn["content"], str) and not _takes_text(turn["role"], takes):
         return {**turn, "content": [{"type": "text", "text": turn["content"]}]}
     return turn
 
 
-def _joined(first: Any, second: Any, role: str, takes: Collection[str]) -> Any:
+def _join_contents(first: Any, second: Any, role: str, takes: Collection[str]) -> Any:
     """The contents of two turns of a role as one: a text where that is taken, else parts."""
     if _takes_text(role, takes):
         return "\n\n".join(content_text("messages", content) for content in (first, second))
@@ -251,17 +253,17 @@ def content_text(where: str, content: object) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
-        raise _invalid(f"{where} must be a string or a list of text parts.")
+        raise _invalid_messages(f"{where} must be a string or a list of text parts.")
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if isinstance(kind, str) and kind in _IMAGE_PARTS:
-            raise _invalid(f"{where}[{index}]: {kind} parts are not supported yet.")
+            raise _invalid_messages(f"{where}[{index}]: {kind} parts are not supported yet.")
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise _invalid(f'{where}[{index}] must be {{"type": "text", "text": ...}}.')
+            raise _invalid_messages(f'{where}[{index}] must be {{"type": "text", "text": ...}}.')
         texts.append(part["text"])
     return texts[0] if len(texts) == 1 else "".join(text.strip() for text in texts)
 
 
-def _invalid(message: str) -> InvalidRequestError:
+def _invalid_messages(message: str) -> InvalidRequestError:
     return InvalidRequestError(message, field="messages")

@@ -34,7 +34,11 @@ class IncrementalDetokenizer:
         self._pending: list[int] = []  # the run of bytes after it
         self._run = tokenizer.byte_run() if self._byte_ids else None  # the same where each token's text is known
         self._special = special
-        named = {} if special else {token: name for text in stop for token, name in tokenizer.named(text).items()}
+        named = (
+            {}
+            if special
+            else {token: name for text in stop for token, name in tokenizer.find_named_specials(text).items()}
+        )
         self._marks = {token: chr(_PRIVATE + i) for i, token in enumerate(named)}
         self._unmarked = dict.fromkeys(map(ord, self._marks.values()))
         self._given = dict(zip(stop, stop, strict=True))  # stop strings as they were given, by what is looked for
@@ -52,45 +56,47 @@ class IncrementalDetokenizer:
         found = self._stops.matched if self._stops else None
         return None if found is None else self._given[found]
 
-    def push(self, token_ids: Iterable[int], *, may_stop: bool = True) -> str:
+    def push_ids(self, token_ids: Iterable[int], *, may_stop: bool = True) -> str:
         """Text that became certain with these ids; "" after a stop match. Unless `may_stop`, a stop string that ends
         in this text does not count."""
         if self.matched is not None:
             return ""
-        text = "".join(map(self._step, token_ids))
-        return self._shown(self._stops.push(text, may_stop)) if self._stops else text
+        text = "".join(map(self._decode_token, token_ids))
+        return self._hide_marks(self._stops.push_text(text, may_stop)) if self._stops else text
 
-    def flush(self, *, may_stop: bool = True) -> str:
+    def flush_text(self, *, may_stop: bool = True) -> str:
         """The rest of the text, at the end of the sequence: incomplete UTF-8 becomes U+FFFD. May still match a stop."""
         if self.matched is not None:
             return ""
-        text = self._ended()
-        return self._shown(self._stops.push(text, may_stop) + self._stops.flush()) if self._stops else text
+        text = self._end_pending()
+        return (
+            self._hide_marks(self._stops.push_text(text, may_stop) + self._stops.flush_held()) if self._stops else text
+        )
 
-    def _ended(self) -> str:
+    def _end_pending(self) -> str:
         """The text of what is held back, which then is no longer."""
-        return self._decoded() if self._run is None else self._run.end()
+        return self._decode_pending() if self._run is None else self._run.end_run()
 
-    def _shown(self, text: str) -> str:
+    def _hide_marks(self, text: str) -> str:
         """A text without marks; the stop string is shown as it was given."""
         found = self._stops.matched if self._marks and self._stops else None
         if found is not None and self._include:
             return text[: len(text) - len(found)].translate(self._unmarked) + self._given[found]
         return text.translate(self._unmarked) if self._marks else text
 
-    def _name(self, token: int) -> str | None:
+    def _name_special(self, token: int) -> str | None:
         """Text for a special token that is to be seen."""
         if not self._special:
             return self._marks.get(token)
-        if token in self._byte_ids or self._token_text(token) or self._decode([token, token]):
+        if token in self._byte_ids or self._token_text(token) or self._decode_ids([token, token]):
             return None
         return self._tokenizer.token_bytes(token).decode(errors="replace")
 
-    def _step(self, token: int) -> str:
-        if (self._special or self._marks) and (name := self._name(token)) is not None:
-            return self._ended() + name
+    def _decode_token(self, token: int) -> str:
+        if (self._special or self._marks) and (name := self._name_special(token)) is not None:
+            return self._end_pending() + name
         if self._run is not None:
-            return self._run.step(token)
+            return self._run.decode_next(token)
         if not self._pending:
             known = self._token_text(token)
             if known is not None:
@@ -99,23 +105,23 @@ class IncrementalDetokenizer:
                 return known
         # Twice, because a decoder may strip the first space of a text. Skipped special tokens do not end a run of
         # bytes, and ids beyond the vocabulary do not either.
-        if not self._decode([token, token]):
+        if not self._decode_ids([token, token]):
             return ""
         self._pending.append(token)
         if token in self._byte_ids:
             return ""
-        text = self._decoded()
+        text = self._decode_pending()
         self._context = [token]
         return text
 
-    def _decoded(self) -> str:
+    def _decode_pending(self) -> str:
         """Text of the pending tokens, which then are no longer pending."""
-        before = self._decode(self._context)
-        text = self._decode(self._context + self._pending)[len(before) :]
+        before = self._decode_ids(self._context)
+        text = self._decode_ids(self._context + self._pending)[len(before) :]
         self._pending.clear()
         return text
 
-    def _decode(self, ids: list[int]) -> str:
+    def _decode_ids(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids) if ids else ""
 
 
@@ -137,7 +143,7 @@ class _StopStrings:
         self._first = frozenset(s[0] for s in stops)
         self._held = ""
 
-    def push(self, text: str, may_stop: bool) -> str:
+    def push_text(self, text: str, may_stop: bool) -> str:
         """Text that no stop string can claim any more, cut at the match."""
         if not text or self.matched is not None:
             return ""
@@ -150,16 +156,16 @@ class _StopStrings:
             end, start, self.matched = min(found)
             self._held = ""
             return text[: end if self._include else start]
-        cut = self._partial(text)
+        cut = self._find_partial(text)
         self._held = text[cut:]
         return text[:cut]
 
-    def flush(self) -> str:
+    def flush_held(self) -> str:
         """What was held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
-    def _partial(self, text: str) -> int:
+    def _find_partial(self, text: str) -> int:
         """Where the longest end of `text` that begins a stop string starts; its length if there is none."""
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[start] in self._first and any(stop.startswith(text[start:]) for stop in self._stops):

@@ -33,12 +33,12 @@ def run_template(source: str, tokens: Mapping[str, str], values: Mapping[str, An
     {"ended"} where its process had to be ended."""
     job = {"source": source, "tokens": dict(tokens), "values": values}
     with _lock:  # a worker that another killed, for the machine's memory say, is no fault of the template
-        return _ask(job) or _ask(job) or {"broken": "its process was killed twice", "ended": "1"}
+        return _ask_worker(job) or _ask_worker(job) or {"broken": "its process was killed twice", "ended": "1"}
 
 
-def _ask(job: Mapping[str, Any]) -> dict[str, str] | None:
+def _ask_worker(job: Mapping[str, Any]) -> dict[str, str] | None:
     """The answer of a worker, None where it was killed by another process."""
-    worker, began = _started(), time.monotonic()
+    worker, began = _start_worker(), time.monotonic()
     assert worker.stdin is not None and worker.stdout is not None
     late = threading.Timer(_WAIT_SECONDS, worker.kill)  # also when it neither reads the job nor ends its answer
     late.daemon = True
@@ -47,18 +47,18 @@ def _ask(job: Mapping[str, Any]) -> dict[str, str] | None:
         write_job(worker.stdin, job)
         return read_answer(worker.stdout)
     except (EOFError, OSError):
-        why, waited = _end(worker), time.monotonic() - began
+        why, waited = _end_worker(worker), time.monotonic() - began
         killed = worker.returncode in (-signal.SIGKILL, -signal.SIGTERM) and waited < _WAIT_SECONDS
         return None if killed else {"broken": why, "ended": "1"}
     except BaseException:  # KeyboardInterrupt: the answer on its way must not become that of the next job
         worker.kill()
-        _end(worker)
+        _end_worker(worker)
         raise
     finally:
         late.cancel()
 
 
-def _started() -> subprocess.Popen[bytes]:
+def _start_worker() -> subprocess.Popen[bytes]:
     global _worker
     if _worker is None or _worker[0] != os.getpid() or _worker[1].poll() is not None:
         pipe = subprocess.PIPE
@@ -69,7 +69,7 @@ def _started() -> subprocess.Popen[bytes]:
     return _worker[1]
 
 
-def _end(worker: subprocess.Popen[bytes]) -> str:
+def _end_worker(worker: subprocess.Popen[bytes]) -> str:
     """End a worker that gave no answer; returns why, as far as it is known."""
     global _worker
     _worker = None
@@ -87,16 +87,16 @@ def _end(worker: subprocess.Popen[bytes]) -> str:
     return f"its process ended with code {code}, for its memory or its recursion"
 
 
-def _forked() -> None:
+def _reset_lock() -> None:
     global _lock
     _lock = threading.Lock()  # another thread may have held it, which is not in the child
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_lock)
 
 
 @atexit.register
-def _close() -> None:
+def _kill_worker() -> None:
     if _worker is not None and _worker[0] == os.getpid():
         _worker[1].kill()
-        _end(_worker[1])
+        _end_worker(_worker[1])

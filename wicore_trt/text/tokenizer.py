@@ -25,7 +25,7 @@ from wicore_trt.files import LIST_BYTES, TOKENIZER_BYTES, Door, present
 from wicore_trt.text.chat import ANSWER, CALL_TOKENS, PROBE, SAID, ChatTemplate, checked_variables
 from wicore_trt.text.model_files import FILES, REBUILD, TOKENIZER, ModelFiles
 from wicore_trt.text.tokenizer_file import find_byte_ids, longest_token, read_tokenizer
-from wicore_trt.text.turns import has_calls, plain_messages, render, tool_messages
+from wicore_trt.text.turns import has_calls, plain_messages, render_turns, tool_messages
 from wicore_trt.text.untrusted import ControlTokens
 
 _TAG = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_@]{2,40}\]")
@@ -69,7 +69,7 @@ class Tokenizer:
         self._shown = {i for i in map(backend.token_to_id, called) if i is not None}
         self.bos_id = bos_id
         self.ends = {i: [*eos_ids[i]] if isinstance(eos_ids, Mapping) else [] for i in eos_ids}
-        self.chat_fault = self._proved()
+        self.chat_fault = self._prove_chat()
         self.eos_ids = tuple(self.ends)
         vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=False)  # a copy of all, so taken once
         self.model_size: int = max(vocabulary.values(), default=-1) + 1
@@ -137,24 +137,24 @@ class Tokenizer:
             return "A base model without a chat template: it answers in Gemma's turns, untrained for them."
         return None
 
-    def _proved(self) -> str | None:
+    def _prove_chat(self) -> str | None:
         """Render a conversation and see whether its text, its marks and its one BOS come out. What ends a turn of the
         template is among `ends` afterwards. Returns what is wrong."""
         if self._chat is None:
-            text: str | None = render([PROBE, ANSWER, PROBE], (), add_generation_prompt=True)
+            text: str | None = render_turns([PROBE, ANSWER, PROBE], (), add_generation_prompt=True)
         elif self._chat.fault is not None:
             return f"its chat template takes no text of a user: {self._chat.fault}"
         else:
-            text = self._chat.probe(ANSWER) or self._chat.probe()
+            text = self._chat.run_probe(ANSWER) or self._chat.run_probe()
         parts = (text or "").partition(str(ANSWER["content"]))
         end = _TAG.match(parts[2].lstrip())
         for tag in sorted({end[0] if end else "", *_TAG.findall(parts[0].replace(SAID, "") + parts[2])} - {""}):
-            ids = self._encode(tag, False, "messages", None)
+            ids = self._encode_text(tag, False, "messages", None)
             if len(ids) != 1 and (self._chat is None or tag == (end and end[0]) or self._backend.token_to_id(tag)):
                 return f"its mark {tag} is {len(ids)} tokens, not one"
             if end and tag == end[0] and self._chat is not None:
                 self.ends.setdefault(ids[0], []).append("the chat template")
-        ids = self._encode(text or "", True, "messages", None)
+        ids = self._encode_text(text or "", True, "messages", None)
         if SAID not in self.decode(ids, skip_special=False):
             return "its tokenizer loses text"
         return None
@@ -163,8 +163,8 @@ class Tokenizer:
         """Flaws of the model's chats, though it chats, in sentences."""
         if self._chat is None or self.chat_fault is not None:
             return []
-        text, doubts = self._chat.probe() or "", []
-        if self._encode(text, True, "messages", None).count(self.bos_id if self.bos_id is not None else -1) > 1:
+        text, doubts = self._chat.run_probe() or "", []
+        if self._encode_text(text, True, "messages", None).count(self.bos_id if self.bos_id is not None else -1) > 1:
             doubts.append("conversations begin with BOS twice, as the chat template writes them.")
         if "tools" in self._chat.variables and not self.takes_tools:
             doubts.append("the chat template names tools and writes no calls that can be read: WiCore's own are used.")
@@ -191,7 +191,7 @@ class Tokenizer:
 
         Raises InvalidRequestError (field "prompt") for text that is not valid Unicode, and, before any work is done,
         for text of so many characters that it is certain to have more than `max_tokens` tokens."""
-        return self._encode(text, add_bos, "prompt", max_tokens)
+        return self._encode_text(text, add_bos, "prompt", max_tokens)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Text of token ids; each byte that is part of no character becomes U+FFFD (in Hugging Face's ByteFallback one
@@ -207,7 +207,7 @@ class Tokenizer:
             text: str = self._backend.decode(ids, skip_special_tokens=skip_special)
             if "\ufffd" not in text or (run := self.byte_run(skip_special=skip_special)) is None:
                 return text
-            return "".join(map(run.step, ids)) + run.end()
+            return "".join(map(run.decode_next, ids)) + run.end_run()
         except (OverflowError, TypeError) as error:
             raise InvalidRequestError("Token ids must be integers in [0, 2^32).", field="token_ids") from error
 
@@ -239,7 +239,7 @@ class Tokenizer:
             self._token_bytes[token] = found
         return found
 
-    def told(self) -> dict[str, object]:
+    def describe_config(self) -> dict[str, object]:
         """Facts of the tokenizer by the names of tokenizer_config.json."""
         special = {"bos_token": self.bos_id, "eos_token": self.eos_ids[0]}
         texts = {name: None if i is None else self._backend.id_to_token(i) for name, i in special.items()}
@@ -253,12 +253,12 @@ class Tokenizer:
             "chat_template": template,
         }
 
-    def named(self, text: str) -> dict[int, str]:
+    def find_named_specials(self, text: str) -> dict[int, str]:
         """The special tokens, which are no text, that a text names."""
         found = {self._backend.token_to_id(name): name for name in self._control.names_in(text)}
         return {token: name for token, name in found.items() if token is not None and not self.decode([token])}
 
-    def vocabulary(self) -> list[bytes | None]:
+    def list_vocabulary(self) -> list[bytes | None]:
         """What each id stands for inside of a text, as in `token_bytes`; None for special tokens, which are no text,
         and for ids that are no token. Takes a second for Gemma's."""
         found: list[bytes | None] = [None] * self.vocab_size
@@ -292,28 +292,30 @@ class Tokenizer:
         if self.chat_fault is not None:
             raise InvalidRequestError(str(self.chat_note), field="messages")
         asked = (messages, functions, chat_template_kwargs)
-        (messages, functions, chat_template_kwargs), cut = self._control.mark(asked)
+        (messages, functions, chat_template_kwargs), cut = self._control.mark_texts(asked)
         if self._chat is None:
             checked_variables(chat_template_kwargs)
-            rendered = render(messages, functions, add_generation_prompt=add_generation_prompt)
+            rendered = render_turns(messages, functions, add_generation_prompt=add_generation_prompt)
         else:
             if self.takes_tools and has_calls(messages):
                 messages = tool_messages(messages)
             elif functions or has_calls(messages):
                 messages, functions = plain_messages(messages, functions), ()
-            rendered = self._chat.render(
+            rendered = self._chat.render_messages(
                 messages,
                 functions=functions,
                 variables=chat_template_kwargs,
                 add_generation_prompt=add_generation_prompt,
             )
         if cut is None:
-            return self._encode(rendered, True, "messages", max_tokens)
+            return self._encode_text(rendered, True, "messages", max_tokens)
         texts, ids = cut(rendered), list[int]()
         self._check_text("".join(filter(None, texts)), "messages", max_tokens)
         for i, text in enumerate(texts):
             if text:
-                ids += self._control.ids(text) if i % 2 else self._encode(text, i == 0, "messages", None)
+                ids += (
+                    self._control.encode_as_text(text) if i % 2 else self._encode_text(text, i == 0, "messages", None)
+                )
         return ids
 
     def _check_text(self, text: str, field: str, max_tokens: int | None) -> None:
@@ -325,7 +327,7 @@ class Tokenizer:
         except (UnicodeEncodeError, AttributeError) as error:
             raise InvalidRequestError(f"The text is not valid Unicode: {error}.", field=field) from error
 
-    def _encode(self, text: str, add_bos: bool, field: str, max_tokens: int | None) -> list[int]:
+    def _encode_text(self, text: str, add_bos: bool, field: str, max_tokens: int | None) -> list[int]:
         self._check_text(text, field, max_tokens)
         # `encode` would hold Python's interpreter lock for all of its time, which stops every other thread.
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=False)
@@ -344,7 +346,7 @@ class ByteRun:
         self._tokenizer, self._skip = tokenizer, skip_special
         self._utf8: codecs.IncrementalDecoder | None = None  # has up to three bytes
 
-    def step(self, token: int) -> str:
+    def decode_next(self, token: int) -> str:
         """Text that is certain with this id."""
         tokenizer = self._tokenizer
         if token in tokenizer.byte_ids:
@@ -352,9 +354,9 @@ class ByteRun:
             return self._utf8.decode(tokenizer.token_bytes(token))
         text = tokenizer.token_text(token) if self._skip else tokenizer.decode([token], skip_special=False)
         assert text is not None
-        return self.end() + text if text else ""
+        return self.end_run() + text if text else ""
 
-    def end(self) -> str:
+    def end_run(self) -> str:
         """The rest: bytes that have become no character."""
         return self._utf8.decode(b"", True) if self._utf8 is not None else ""
 

@@ -165,7 +165,7 @@ def read_tokenizer(data: bytes, path: Path, fix: str) -> tokenizers.Tokenizer:
         file = _File.model_validate(door.parse(data, path))
     except ValidationError as error:
         raise door.refusal(path, f"is not a tokenizer of Gemma 3: {first_fault(error)}") from error
-    wrong = _contradiction(file)
+    wrong = _find_contradiction(file)
     if wrong:
         raise door.refusal(path, wrong)
     try:
@@ -185,13 +185,13 @@ def read_tokenizer(data: bytes, path: Path, fix: str) -> tokenizers.Tokenizer:
     return backend
 
 
-def _contradiction(file: _File) -> str | None:
+def _find_contradiction(file: _File) -> str | None:
     """What does not fit together, as the rest of a sentence about the file."""
     model = file.model
     for name, ids in (("model.vocab", model.vocab.values()), ("added_tokens", [t.id for t in file.added_tokens])):
-        if (double := _double(ids)) is not None:
+        if (double := _find_double(ids)) is not None:
             return f"gives the id {double} to two tokens of {name}"
-    if (double := _double(token.content for token in file.added_tokens)) is not None:
+    if (double := _find_double(token.content for token in file.added_tokens)) is not None:
         return f"has the added token {shown(double)} twice"
     if sum(len(token.content) for token in file.added_tokens) > _MAX_ADDED:
         return f"has more than {_MAX_ADDED} characters of added tokens"
@@ -207,7 +207,7 @@ def _contradiction(file: _File) -> str | None:
     return None
 
 
-def _double(values: Iterable[Any]) -> Any | None:
+def _find_double(values: Iterable[Any]) -> Any | None:
     seen: set[Any] = set()
     return next((value for value in values if value in seen or seen.add(value)), None)  # type: ignore[func-returns-value]
 

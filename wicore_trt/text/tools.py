@@ -68,12 +68,12 @@ def make_tools(
         return None
     wanted = [function for function in functions if named in (None, function.name)]
     constraint = calls_constraint(
-        wanted, must=named is not None or choice == REQUIRED, several=several, answer=_schema(beside)
+        wanted, must=named is not None or choice == REQUIRED, several=several, answer=_read_schema(beside)
     )
     return Tools(tuple(functions), constraint)
 
 
-def _schema(beside: tuple[str, Constraint] | None) -> dict[str, object] | None:
+def _read_schema(beside: tuple[str, Constraint] | None) -> dict[str, object] | None:
     """The schema of answers without calls."""
     if beside is None:
         return None

@@ -30,7 +30,7 @@ def has_calls(messages: object) -> bool:
     )
 
 
-def render(
+def render_turns(
     messages: Sequence[Mapping[str, object]], functions: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
 ) -> str:
     """The text of a conversation, without BOS. Raises as `plain_messages` does."""
@@ -53,10 +53,10 @@ def plain_messages(
     """
     head: list[str] = []
     turns: list[tuple[str, list[str]]] = []
-    for role, text, calls in _read(messages):
+    for role, text, calls in _read_messages(messages):
         if calls:
             found = [{"name": name, "parameters": parameters} for name, parameters in calls]
-            text = "\n".join(filter(None, (text, _json(found[0] if len(found) == 1 else found))))
+            text = "\n".join(filter(None, (text, _encode_json(found[0] if len(found) == 1 else found))))
         if role == "system" and not turns:
             head.append(text)
             continue
@@ -65,9 +65,9 @@ def plain_messages(
             turns.append((role, []))
         turns[-1][1].append(text)
     if not turns:
-        raise _invalid("messages hold no user turn.")
+        raise _invalid_messages("messages hold no user turn.")
     if functions:
-        head.append(_PREAMBLE + "\n".join(map(_json, functions)))
+        head.append(_PREAMBLE + "\n".join(map(_encode_json, functions)))
     if head and turns[0][0] == "assistant":
         turns.insert(0, ("user", []))
     if head:
@@ -75,15 +75,15 @@ def plain_messages(
     return [{"role": role, "content": "\n\n".join(texts)} for role, texts in turns]
 
 
-def _read(messages: Sequence[Mapping[str, object]]) -> Iterator[tuple[str, str, list[tuple[str, Any]]]]:
+def _read_messages(messages: Sequence[Mapping[str, object]]) -> Iterator[tuple[str, str, list[tuple[str, Any]]]]:
     """The role, the text and the calls of each message; results are the user's, in <tool_response>."""
-    for index, (message, calls, name) in enumerate(_named(messages)):
+    for index, (message, calls, name) in enumerate(_name_results(messages)):
         role, content = ROLES.get(str(message["role"])), message.get("content")
         if role == "assistant":
             content = content or ""
         text = content_text(f"messages[{index}].content", content).strip()
         if role is None:
-            role, text = "user", f"<tool_response>\n{_json({'name': name, 'content': text})}\n</tool_response>"
+            role, text = "user", f"<tool_response>\n{_encode_json({'name': name, 'content': text})}\n</tool_response>"
         yield role, text, calls
 
 
@@ -91,7 +91,7 @@ def tool_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str, An
     """The conversation for a template that takes tools: arguments of calls are objects, and results have the name of
     their function. Raises InvalidRequestError (field "messages")."""
     found = []
-    for message, calls, name in _named(messages):
+    for message, calls, name in _name_results(messages):
         named = [{"name": function, "arguments": arguments} for function, arguments in calls]
         given = message.get("tool_calls")
         ids = [call.get("id") for call in given] if isinstance(given, Sequence) else []
@@ -101,7 +101,7 @@ def tool_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str, An
     return found
 
 
-def _named(
+def _name_results(
     messages: Sequence[Mapping[str, object]],
 ) -> Iterator[tuple[Mapping[str, Any], list[tuple[str, Any]], str | None]]:
     """Each message with its calls, and the name of the function whose result it is."""
@@ -109,37 +109,37 @@ def _named(
     for index, message in enumerate(checked_messages(messages)):
         where, calls, name = f"messages[{index}]", list[tuple[str, Any]](), None
         if message.get("tool_calls"):
-            calls = _calls(f"{where}.tool_calls", message["tool_calls"], names)
+            calls = _read_calls(f"{where}.tool_calls", message["tool_calls"], names)
         if message["role"] == "tool":
             called = message.get("tool_call_id")
             if not isinstance(called, str) or called not in names:
-                raise _invalid(f"{where} of role tool needs the tool_call_id of a call before it.")
+                raise _invalid_messages(f"{where} of role tool needs the tool_call_id of a call before it.")
             name = names[called]
         yield message, calls, name
 
 
-def _calls(where: str, calls: object, names: dict[str, str]) -> list[tuple[str, Any]]:
+def _read_calls(where: str, calls: object, names: dict[str, str]) -> list[tuple[str, Any]]:
     """The functions that were called, with their arguments."""
     if not isinstance(calls, Sequence) or isinstance(calls, (str, bytes)):
-        raise _invalid(f"{where} must be a list.")
+        raise _invalid_messages(f"{where} must be a list.")
     found = []
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise _invalid(f"{where}[{i}] must be a function call with a name.")
+            raise _invalid_messages(f"{where}[{i}] must be a function call with a name.")
         arguments = function.get("arguments") or "{}"
         try:
             parameters = json.loads(arguments) if isinstance(arguments, str) else arguments
         except (ValueError, RecursionError):
-            raise _invalid(f"{where}[{i}].function.arguments must be JSON.") from None
+            raise _invalid_messages(f"{where}[{i}].function.arguments must be JSON.") from None
         found.append((function["name"], parameters))
         names[str(call.get("id"))] = function["name"]
     return found
 
 
-def _json(value: object) -> str:
+def _encode_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _invalid(message: str) -> InvalidRequestError:
+def _invalid_messages(message: str) -> InvalidRequestError:
     return InvalidRequestError(message, field="messages")

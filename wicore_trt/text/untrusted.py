@@ -37,15 +37,15 @@ class ControlTokens:
         self._names = _any_of(names) if names else "(?!)"
         self._pattern = re.compile(self._names)
 
-    def mark(self, values: Any) -> tuple[Any, Callable[[str], list[str | None]] | None]:
+    def mark_texts(self, values: Any) -> tuple[Any, Callable[[str], list[str | None]] | None]:
         """`values`, JSON, with marks in its texts, and what cuts a text with them: into text, a token's text, text ...
         None in place of it where there are none."""
-        pieces = [text.strip() for text in _pieces(values)]
+        pieces = [text.strip() for text in _list_pieces(values)]
         ends, marks = list(accumulate(map(len, pieces))), self._pattern.finditer("".join(pieces))
         seams = {i for m in marks for i in range(bisect_right(ends, m.start()), bisect_left(ends, m.end()))}
-        if not seams and not any(self._pattern.search(text) for text in _texts(values)):
+        if not seams and not any(self._pattern.search(text) for text in _list_texts(values)):
             return values, None
-        every = set().union(*_texts(values))
+        every = set().union(*_list_texts(values))
         begin, end = [c for c in map(chr, range(_FIRST, _LAST)) if c not in every][:2]
         cuts = re.compile(f"{begin}({self._names}){end}|[{begin}{end}]")
         number = count()
@@ -55,19 +55,23 @@ class ControlTokens:
                 text = f"{text.rstrip()}{begin}{text[len(text.rstrip()) :]}"
             return self._pattern.sub(lambda found: f"{begin}{found[0]}{end}", text)
 
-        return _replaced(values, marked), cuts.split
+        return _replace_texts(values, marked), cuts.split
 
     def names_in(self, text: str) -> set[str]:
         """The tokens whose texts stand in a text."""
         return set(self._pattern.findall(text))
 
-    def ids(self, name: str) -> list[int]:
+    def encode_as_text(self, name: str) -> list[int]:
         """Ids of a token's text that is no token."""
         backend = self._backend
         text = backend.normalizer.normalize_str(name) if backend.normalizer else name
         words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)] if backend.pre_tokenizer else [text]
         ids = [token.id for word in words for token in backend.model.tokenize(word)]
-        return [i for c in name for i in self.ids(c)] if len(name) > 1 and backend.token_to_id(name) in ids else ids
+        return (
+            [i for c in name for i in self.encode_as_text(c)]
+            if len(name) > 1 and backend.token_to_id(name) in ids
+            else ids
+        )
 
 
 def _any_of(names: list[str]) -> str:
@@ -81,30 +85,30 @@ def _any_of(names: list[str]) -> str:
     return re.escape(head) + (f"(?:{tree}){'?' if head in names else ''}" if rest else "")
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _list_texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for pair in value.items():
-            yield from _texts(pair)
+            yield from _list_texts(pair)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _texts(item)
+            yield from _list_texts(item)
 
 
-def _pieces(value: Any) -> Iterator[str]:
+def _list_pieces(value: Any) -> Iterator[str]:
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from [item] if key in _PIECES and isinstance(item, str) else _pieces(item)
+            yield from [item] if key in _PIECES and isinstance(item, str) else _list_pieces(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _pieces(item)
+            yield from _list_pieces(item)
 
 
-def _replaced(value: Any, new: Callable[[str, bool], str], piece: bool = False) -> Any:
+def _replace_texts(value: Any, new: Callable[[str, bool], str], piece: bool = False) -> Any:
     """`value` with new texts in the order of `_pieces`; `piece`: it is one of these, if it is a text."""
     if isinstance(value, str):
         return new(value, piece)
     if isinstance(value, Mapping):
-        return {_replaced(key, new): _replaced(item, new, key in _PIECES) for key, item in value.items()}
-    return [_replaced(item, new) for item in value] if isinstance(value, (list, tuple)) else value
+        return {_replace_texts(key, new): _replace_texts(item, new, key in _PIECES) for key, item in value.items()}
+    return [_replace_texts(item, new) for item in value] if isinstance(value, (list, tuple)) else value
