@@ -70,7 +70,7 @@ def test_calls_are_read_from_the_tokens_of_an_answer(tokenizer: Tokenizer, size:
         found += finder.push_text(detokenizer.push_ids(ids[at : at + size]))
     found += finder.push_text(detokenizer.flush_text()) + finder.end_output()
     text, calls = gather_parts(found)
-    assert (text, finder.whole, [call.name for call in calls]) == ("", True, ["weather", "now"])
+    assert (text, finder.is_whole, [call.name for call in calls]) == ("", True, ["weather", "now"])
     want = {"city": "Paris, {x}", "days": [1, 2.5], "deep": {"a": True}, "no": None}
     assert [json.loads(call.arguments) for call in calls] == [want, {}]
 
