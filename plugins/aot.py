@@ -28,7 +28,7 @@ Constant = int | float | bool
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """One specialisation of a kernel.
+    """A specialisation of a kernel.
 
     `function` is a `triton.jit` function. `signature` gives the Triton types of its arguments in order, constants left
     out: "*fp16", "*i32", "i32", "i64", "fp32", ... Arguments named in `aligned` are multiples of 16 (a pointer: bytes;
@@ -146,7 +146,7 @@ def save_kernel(kernel: CompiledKernel, directory: Path) -> None:
 
 
 def load_kernel(read: Callable[[str], bytes], name: str) -> CompiledKernel:
-    """What `save_kernel` wrote; `read` gives the bytes of a file by its name, which begins with `name`.
+    """Load a kernel that `save_kernel` wrote; `read` gives the bytes of a file by its name, which begins with `name`.
 
     Raises EngineFormatError for files that are missing or do not fit."""
     try:
@@ -164,7 +164,7 @@ def pack_kernels(kernels: Mapping[str, CompiledKernel]) -> bytes:
 
 
 def unpack_kernels(data: bytes) -> dict[str, CompiledKernel]:
-    """What `pack_kernels` packed. Raises EngineFormatError for anything else."""
+    """Unpack kernels that `pack_kernels` packed. Raises EngineFormatError for anything else."""
     try:
         at = 8 + int.from_bytes(data[:8], "little")
         entries = [(str(role), dict(meta), int(meta["cubin_bytes"])) for role, meta in json.loads(data[8:at])]

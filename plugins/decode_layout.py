@@ -82,8 +82,8 @@ MEASURED_DECODE: dict[tuple[str, int, int], tuple[tuple[int, DecodeConfig], ...]
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the keys of a prompt's slice lie far enough behind it for all of its rows to see them, a product without
-    pages and masks takes them: whole segments of `tokens` keys from the prompt's start, up to `most` of them at once,
+    """Keys of a prompt's slice that lie far enough behind it for all of its rows to see them. A product without pages
+    and masks takes them: whole segments of `tokens` keys from the prompt's start, up to `most` of them at once,
     by `rows` rows of the slice. Rows left over at its end are taken alone if they are at least `least`, and padded."""
 
     tokens: int
@@ -131,7 +131,7 @@ tokens, 32 of them, would leave most of a GPU idle."""
 
 
 def decode_config(target: str, pool: PoolShape, heads: int, rows: int) -> DecodeConfig:
-    """For `rows` sequences at most of `heads` query heads."""
+    """Choose a configuration for `rows` sequences at most of `heads` query heads."""
     found = MEASURED_DECODE.get((target, pool.head_dim, ITEM_BYTES[pool.dtype]))
     if found:
         chosen = next((config for most, config in found if rows <= most), found[-1][1])
@@ -154,7 +154,7 @@ def prefill_config(target: str, pool: PoolShape) -> PrefillConfig:
 
 
 class DecodeRows(NamedTuple):
-    """One query row per sequence. `q` and `out` hold [S, heads, D] of the queries' type with `q_row` and `out_row`
+    """Query rows, one per sequence. `q` and `out` hold [S, heads, D] of the queries' type with `q_row` and `out_row`
     elements from one sequence to the next (multiples of 16; 0: heads * D). `kv_lengths` int32 [S] counts the keys up to
     and with the query's own; 0 marks a row of nobody, which becomes 0. `window` is 0 for full attention."""
 

@@ -1,4 +1,4 @@
-"""Which kernels may be launched before the one in front of them has ended, and why that changes no result.
+"""Lists kernels that may be launched before the one in front of them has ended, and says why no result changes.
 
 That is programmatic dependent launch, which GPUs have from sm90 on. Plain data; knows functions by name, neither Triton
 nor CUDA. Invariants, of every kernel launched so:
@@ -58,7 +58,7 @@ FIRST_ARCHITECTURE = 90
 
 
 def launches_dependents(target: str) -> bool:
-    """Whether GPUs of `target` ("sm90") know programmatic dependent launch."""
+    """True if GPUs of `target` ("sm90") know programmatic dependent launch."""
     return int(target.removeprefix("sm")) >= FIRST_ARCHITECTURE
 
 

@@ -70,7 +70,7 @@ class ParameterBlock:
 
 
 def _describe_misfit(kernel: CompiledKernel, arguments: Mapping[str, Any]) -> str:
-    """What does not fit."""
+    """Say which argument does not fit."""
     names = {name for name, _ in kernel.arguments}
     if names != {*arguments}:
         return f"{kernel.name}: missing or unknown arguments {sorted(names ^ {*arguments})}"
@@ -89,7 +89,7 @@ def _describe_misfit(kernel: CompiledKernel, arguments: Mapping[str, Any]) -> st
 
 @dataclass(slots=True)
 class _Prepared:
-    """What a thread's launches of a kernel have in common. `function` is the kernel's in the context of that handle."""
+    """State that a thread's launches of a kernel share. `function` is the kernel's in the context of that handle."""
 
     kernel: CompiledKernel  # kept, so that its id stays its own
     parameters: ParameterBlock
@@ -171,7 +171,7 @@ class CudaLauncher:
         return function
 
     def _call_driver(self, name: str, *arguments: Any) -> Any:
-        """One driver function's value. Raises for any status but success."""
+        """Call a driver function and return its value. Raises for any status but success."""
         status, *values = getattr(self._driver, name)(*arguments)
         if int(status) != 0:
             error = getattr(status, "name", str(status))

@@ -1,4 +1,4 @@
-"""Which block sizes run a linear layer on which GPU: measured ones, and a rule for what was not measured.
+"""Block sizes of linear layers by GPU: measured ones, and a rule for what was not measured.
 
 Knows shapes and targets only. Invariant: a configuration depends on the bucket of the number of rows, never on the
 number itself, so rows of one bucket are summed alike.

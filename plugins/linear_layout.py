@@ -22,7 +22,7 @@ FLOAT16_EXPONENT = 15  # results up to 2**15 fit float16 (65504) with a factor o
 
 @dataclass(frozen=True)
 class LinearShape:
-    """What a linear layer computes. `n` are the columns of its output, `k` those of its input.
+    """Sizes and types of a linear layer. `n` are the columns of its output, `k` those of its input.
 
     `dtype` ("bfloat16", "float16") is that of the input, or what quantized `weights` are widened to, and else the
     weights' own; `fp8_input`: the input is E4M3 too, with a float32 scale per row. `out` is "float32" or a 16-bit type.
@@ -109,7 +109,7 @@ def check_config(shape: LinearShape, config: LinearConfig) -> None:
 
 
 class LinearArrays(NamedTuple):
-    """Where a launch reads and writes; 0 for what the shape does not have. See `kernels.linear` for their shapes.
+    """Arrays that a launch reads and writes; 0 for what the shape does not have. See `kernels.linear` for their shapes.
 
     `partials` (bytes: `partials_bytes`) and `counters` (int32, `tiles`, zeros) are scratch of the launches of one
     stream; the counters are zeros again after each. `largest` (int32 [tokens]) is zeros before a launch.

@@ -18,7 +18,7 @@ DIGEST_BLOCK_BYTES = 16384
 
 
 class NormOut(NamedTuple):
-    """Where a norm's rows go: `out` [rows, H] 16 bit or E4M3 bytes, `scales` float32 [rows] for E4M3, otherwise 0."""
+    """Output of a norm: `out` [rows, H] 16 bit or E4M3 bytes, `scales` float32 [rows] for E4M3, otherwise 0."""
 
     out: Any
     scales: Any = 0

@@ -1,4 +1,4 @@
-"""Which specialisation of the linear kernels a layer's shape and configuration need.
+"""Specialisations of the linear kernels by a layer's shape and configuration.
 
 Loads Triton, because a spec holds the kernel's function. Invariant: a spec depends on shape, configuration and on
 whether the target has an E4M3 type, on nothing else.

@@ -1,4 +1,4 @@
-"""Which specialisation of each kernel a model's shapes need, and its block sizes.
+"""Specialisations of kernels by the shapes of a model, and their block sizes.
 
 Loads Triton, because a spec holds the kernel's function. Invariant: a spec depends on shapes and types only, so two
 engines of one model share their cubins. An argument of one name has one type and one alignment in every kernel, but

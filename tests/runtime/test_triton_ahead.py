@@ -58,7 +58,7 @@ def answers(core: EngineCore, requests: list[GenerateRequest]) -> dict[str, list
     return tokens
 
 
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.long), True])
 def test_unread_tokens_are_those_of_the_step_before(graphs):
     rng = random.Random()
     model = small_model(rng.randrange(1 << 30))

@@ -136,7 +136,7 @@ def test_a_library_that_gives_other_sums_is_not_used(monkeypatch: pytest.MonkeyP
         assert relative_error(*(d.step([(s, tokens)]) for d, s in zip((mine, oracle), sequences, strict=True))) < 0.02
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
+@pytest.mark.parametrize("kv_dtype", [pytest.param("bfloat16", marks=pytest.mark.long), "fp8"])
 def test_few_tokens_behind_many_share_their_keys(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In graphs and without; each row of what the attention gives is that of the kernel alone."""
     monkeypatch.setitem(SPLIT_PREFILL, ("sm90", 16), PrefillConfig(16, 16, splits=3, least=32))

@@ -82,7 +82,7 @@ class TritonBackend:
 
 
 def shape_of(checkpoint: Checkpoint, options: BuildOptions) -> EngineShape:
-    """What the kernels are made for. Raises ConfigError for what no kernel computes."""
+    """The shape that the kernels are made for. Raises ConfigError for what no kernel computes."""
     dtype = checkpoint.dtype
     if dtype not in DTYPES:
         raise ConfigError(

@@ -60,7 +60,7 @@ def compile_listed(
 
 
 def compile_table(shape: EngineShape, target: str, workers: int | None = None) -> KernelTable:
-    """All kernels of an engine, compiled now."""
+    """Compile all kernels of an engine now."""
     rows, kernels = compile_listed(shape, target, workers)
     return KernelTable(target, [KernelEntry(r, b, kernels[name], parse_config(r, c)) for r, b, name, c in rows])
 
@@ -95,7 +95,7 @@ def _kill_on_failure(pool: ProcessPoolExecutor) -> Iterator[ProcessPoolExecutor]
 
 
 def _start_worker(crossover: dict[str, dict[str, int]]) -> None:
-    """In a worker: what the parent measured, or was told, on which its list depends. It ends with the parent."""
+    """Start a worker with what the parent measured, on which its list depends. It ends with the parent."""
     triton_table.CROSSOVER.update(crossover)
     threading.Thread(target=_follow_parent, daemon=True).start()
 

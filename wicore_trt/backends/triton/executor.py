@@ -69,7 +69,7 @@ MOST = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
 
 @dataclass(frozen=True)
 class Loading:
-    """What a `TritonExecutor` runs: constants come from `constants(positions)`, once the device is ready for them."""
+    """An engine for a `TritonExecutor`: constants come from `constants(positions)`, once the device is ready."""
 
     shape: EngineShape
     table: KernelTable
@@ -88,7 +88,7 @@ class MeasuredMasses:
     masses: torch.Tensor
 
     def finite_masses(self) -> dict[int, list[float]]:
-        """By seq_id, those without a NaN or an infinity."""
+        """Masses by seq_id, but for sequences with a NaN or an infinity."""
         rows = zip(self.seq_ids, self.counts, self.masses.numpy()[self.rows], strict=True)
         return {seq_id: row[:count].tolist() for seq_id, count, row in rows if np.isfinite(row[:count]).all()}
 
@@ -256,7 +256,7 @@ class TritonExecutor:
         return result if step.measured is None else replace(result, attention=step.measured.finite_masses())
 
     def leads(self, batch: StepBatch) -> bool:
-        """Whether the device chooses all tokens of a step."""
+        """True if the device chooses all tokens of the last step."""
         return bool(self._steps) and not self._steps[-1].left
 
     def rows_of(self, slices: Sequence[SequenceSlice]) -> list[int]:
@@ -313,8 +313,8 @@ class TritonExecutor:
         return rows, places
 
     def _find_graph(self, slices: list[SequenceSlice], plan: RowPlan, measured: int | None) -> Graph | None:
-        """What runs a step, and the plan that it is to be padded to; None where there is no graph for it: of many
-        tokens neither the queries are kept nor are there segments in one."""
+        """Find the graph that runs a step, and the plan to pad it to; None where there is no graph for it: a graph of
+        many tokens neither keeps queries nor has segments."""
         first, large = plan.decode.sequences, self.model.segments
         if not plan.prefill.sequences:
             return next(((decode_plan(n), graph) for n, graph in self.graphs.items() if n >= first), None)

@@ -48,7 +48,7 @@ def array_sizes(plan: RowPlan, groups: Sequence[str], pages: int = 0) -> dict[st
 
 
 def array_offsets(plan: RowPlan, groups: Sequence[str], pages: int = 0) -> tuple[dict[str, int], int]:
-    """Where each array begins in the block, in int32s, and where the block ends."""
+    """Offsets of the arrays in the block, in int32s, and the end of the block."""
     found, at = {}, 0
     for name, size in array_sizes(plan, groups, pages).items():
         found[name] = at
@@ -67,7 +67,7 @@ class Unread:
 
 @dataclass(frozen=True)
 class Padding:
-    """Of padded steps of one plan: a `blank` block, all of whose rows are of nobody, the arrays in each of the host's
+    """Padding for steps of one plan: a `blank` block, all of whose rows are of nobody, the arrays in each of the host's
     two blocks, and where they begin and end."""
 
     blank: np.ndarray
@@ -107,13 +107,13 @@ class HeldTables:
         self._order: list[int] = []
 
     def forget_rows(self) -> None:
-        """What the device holds is not known."""
+        """Treat all rows on the device as unknown."""
         self._stamps = [object()] * len(self._stamps)
         self._most = [self.pages] * len(self._most)
 
     def assign_rows(self, seq_ids: list[int]) -> list[int]:
-        """Which of these sequences each row is for, from the first row on: those that have a row keep it, but for the
-        last ones, which fill what others left."""
+        """Assign a sequence (by index) to each row, from the first row on: sequences that have a row keep it, but for
+        the last ones, which fill free rows."""
         if seq_ids != self._seq_ids:
             count = len(seq_ids)
             had = {self._seq_ids[i]: row for row, i in enumerate(self._order[:count])}
@@ -129,7 +129,7 @@ class HeldTables:
         return self._order
 
     def find_changes(self, owners: Sequence[SequenceSlice | None], num_pages: Mapping[str, int]) -> TableUpdate:
-        """What is to be written so that the first rows are those of `owners`, None is nobody. The pools have
+        """Find the update that makes the first rows those of `owners`, None is nobody. The pools have
         `num_pages`."""
         wanted = [NOBODY if piece is None else piece.stamp or object() for piece in owners]
         changed = [*compress(range(len(wanted)), map(ne, wanted, self._stamps))]
@@ -300,7 +300,7 @@ class StepBlock:
         return [*(decoding[i] for i in places), *others], plan
 
     def padded_arrays(self, size: RowPlan) -> StepArrays:
-        """Where `upload_padded` puts a step of this size."""
+        """Addresses at which `upload_padded` puts a step of this size."""
         held = zip(self._groups, self._held.on_device, strict=True)
         tables = {group: (table.data_ptr(), self._held.pages) for group, table in held}
         return self._place_arrays(size, array_offsets(size, self._groups)[0], tables)

@@ -1,4 +1,4 @@
-"""The kernels that an engine needs on a target: every role of `backends.triton.table`, bucket by bucket.
+"""Lists the kernels that an engine needs on a target: every role of `backends.triton.roles`, bucket by bucket.
 
 Loads Triton, because a kernel's specification holds its function; so only builders import this. It must not know how
 kernels are compiled or stored. Invariant: a list depends on the engine's shape and the target alone, so another process

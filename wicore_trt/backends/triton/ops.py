@@ -80,7 +80,7 @@ class StepArrays:
 
 @dataclass(frozen=True)
 class TritonModel:
-    """What all steps share, on one device. `weights` are the engine's under the fused names of
+    """State that all steps share, on one device. `weights` are the engine's under the fused names of
     `backends.torch.weights`, linears E4M3 or of the engine's dtype, norms and scales float32; `rope[group]` cos and sin
     float32 [positions, D / 2]; `pools[group]` the pages; `exponents` says by which power of two gate * up is divided,
     by the name of the gate_up weight."""
@@ -229,8 +229,8 @@ class TritonOps:
         return Value(out)
 
     def measure_masses(self, layer: int, sequences: int, pages: int) -> None:
-        """What the last query of each of the first `sequences` sequences gives to its pages at a global layer, as
-        `StepResult.attention`, into the memory's masses, float32 [sequences, pages].
+        """Measure what the last query of each of the first `sequences` sequences gives to its pages at a global layer,
+        as `StepResult.attention`, into the memory's masses, float32 [sequences, pages].
 
         `pages`: of a sequence at most. The queries must be there still: until the next step if the memory keeps those
         of so many tokens, as of graphs, else until the next layer."""
@@ -292,7 +292,7 @@ class TritonOps:
         return x
 
     def logits(self, x: Value) -> Value:
-        """Not soft-capped: whoever chooses tokens caps what it reads."""
+        """Logits without soft-capping: the sampler caps the values that it reads."""
         rows, out = self._plan.sampled, self._memory.logits[: self._plan.sampled]
         if rows and self._model.choose_product("head", rows) == roles.KERNEL:
             self._launch_linear("head", x, LM_HEAD, out, 1.0)
@@ -317,7 +317,7 @@ class TritonOps:
             self._model.launch_kernel(entry, calls[role])
 
     def _query_rows(self, layer: int) -> torch.Tensor:
-        """Where a layer's queries go."""
+        """Memory of a layer's queries."""
         memory, tokens = self._memory, self._plan.tokens
         if tokens > memory.queries.shape[1] or self._spec.layer_groups[layer] == LOCAL:
             return memory.q[:tokens]
@@ -409,7 +409,7 @@ class TritonOps:
         return out
 
     def _norm_output(self) -> Value:
-        """Where the operands of the next product go."""
+        """Memory of the operands of the next product."""
         if self._product.rows == roles.NARROW:
             return self._narrow_value(self._spec.hidden_size)
         return Value(self._memory.x[: self._n])

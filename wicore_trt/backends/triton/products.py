@@ -90,7 +90,7 @@ def full_attention(
 
 
 def gate_up_bound(gate_up: torch.Tensor, scale: torch.Tensor | None, norm: torch.Tensor) -> float:
-    """What `linear_layout.geglu_exponent` calls `largest`, of gate_up [2 I, H], its scales [2 I] if it is E4M3, and the
+    """Find `largest` of `linear_layout.geglu_exponent` for gate_up [2 I, H], its scales [2 I] if it is E4M3, and the
     weights [H] of the norm in front."""
     lengths = torch.cat([(rows.float() * norm).norm(dim=1) for rows in torch.split(gate_up, 4096)])
     if scale is not None:

@@ -1,4 +1,4 @@
-"""What kernels do in a step, as plain data: products, and the roles by which an engine's kernels are listed and found.
+"""Roles of kernels in a step as plain data: products, and the names by which an engine's kernels are listed and found.
 
 It must not know shapes, targets or how kernels are chosen. Invariant: the spelling of a role never changes, because
 engines on disk list their kernels by it.
@@ -16,7 +16,7 @@ WIDE, NARROW = "16-bit", "fp8"
 
 
 class Product(NamedTuple):
-    """How a step multiplies by a layer's weights: the storage of the `rows` that it takes, the dtype of its `results`,
+    """A way to multiply by a layer's weights: the storage of the `rows` that it takes, the dtype of its `results`,
     and whether Triton's `kernels` do it or cuBLAS (torch.mm, torch._scaled_mm)."""
 
     rows: str
@@ -30,7 +30,7 @@ SCALED_MM = Product(NARROW, "bfloat16", False)
 
 
 class KernelRole(NamedTuple):
-    """What a kernel does in a step. `operation`: "embed_norm", "add_norm", "final_norm", "qk_rope", one of LINEARS,
+    """The role of a kernel in a step. `operation`: "embed_norm", "add_norm", "final_norm", "qk_rope", one of LINEARS,
     "geglu", "quantize", "decode", "prefill" and so on. `rows` and `results` are those of the products around it (a
     linear: of itself). `variant`: INVARIANT for any number of rows, SAMPLED for rows that are drawn, SEGMENTED and
     SPLIT for prefill that leaves keys to cuDNN or shares them between programs.

@@ -1,8 +1,7 @@
 """The rows of a step: in which order they lie, and which kernel computes the attention of each group of them.
 
-Plain data, no torch; it must not know pages or memory. Invariant: what a step launches, and where its arrays lie,
-follow from its `RowPlan` alone, so a CUDA graph belongs to a plan, and any step that the plan holds may be padded to
-it.
+Plain data, no torch; it must not know pages or memory. Invariant: the `RowPlan` of a step alone decides what it
+launches and where its arrays lie. So a CUDA graph belongs to a plan, and runs any step that the plan holds.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class RowPlan(NamedTuple):
         return self.decode.sequences + self.prefill.sequences
 
     def holds(self, step: RowPlan) -> bool:
-        """Whether a step can be padded to this plan."""
+        """True if a step can be padded to this plan."""
         return (
             step.prefill.rows <= self.prefill.rows
             and step.prefill.sequences <= self.prefill.sequences

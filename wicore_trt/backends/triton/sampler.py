@@ -111,7 +111,7 @@ class DeviceSampler:
             view[where] = np.array(values[name], view.dtype)
 
     def _parameter_offsets(self) -> dict[str, int]:
-        """Where each parameter begins in a block, in int32s."""
+        """Offsets of the parameters in a block, in int32s."""
         found, at = {}, 0
         for name, words in WORDS.items():
             found[name] = at
@@ -130,7 +130,7 @@ class StepSampler:
         """Of the last step: parameters, and who chooses by them."""
 
     def choose_ways(self, slices: Sequence[SequenceSlice]) -> list[str]:
-        """Who chooses the token of each slice, if it samples."""
+        """Choose GREEDY, DRAWN or HOST for the token of each slice, if it samples."""
         params = [s.params for s in slices]
         if params != self._last[0]:  # else it is as in the last step, since parameters do not change
             self._last = params, [choose_way(p) for p in params]

@@ -142,8 +142,8 @@ class SegmentAttention:
 def make_segment_attention(
     shape: EngineShape, table: KernelTable, limits: StepLimits, empty: Allocator
 ) -> SegmentAttention | None:
-    """None where a step or a sequence cannot be long enough, a page is longer than a segment, or the engine's kernels
-    do not know of segments."""
+    """Make a SegmentAttention; None where a step or a sequence cannot be long enough, a page is longer than a segment,
+    or the engine's kernels do not know of segments."""
     segments = MEASURED_SEGMENTS.get((table.target, shape.spec.head_dim))
     if segments is None or not all(map(table.role_entries, SEGMENT_ROLES)) or segments.tokens % shape.page_tokens:
         return None

@@ -1,4 +1,4 @@
-"""Which kernel an operation of a step runs, by role and number of rows, and what shapes an engine's kernels are for.
+"""Chooses the kernel of an operation by role and number of rows; describes the shapes of an engine's kernels.
 
 Plain data: it loads neither Triton nor torch, so that an engine's kernels can be listed, loaded and launched without
 them. It must not know how kernels are compiled or stored. Invariant: the kernel of a role depends on the bucket of the
@@ -55,8 +55,8 @@ SCALED_PRODUCTS = {"fp8": 89}
 
 @dataclass(frozen=True)
 class EngineShape:
-    """What an engine's kernels are for. `dtype` is that of activations and 16-bit weights, "bfloat16" or "float16";
-    `weights`: how the linears of the layers are stored; `kv_dtype` is `dtype` or "fp8"."""
+    """Shapes and types that an engine's kernels are made for. `dtype` is that of activations and 16-bit weights,
+    "bfloat16" or "float16"; `weights`: how the linears of the layers are stored; `kv_dtype` is `dtype` or "fp8"."""
 
     spec: Gemma3Spec
     dtype: str
@@ -101,7 +101,7 @@ class EngineShape:
         return LinearShape(n, k, self.dtype, weights, out, narrow, geglu, largest=narrow and geglu)
 
     def has_scaled_products(self, target: str) -> bool:
-        """Whether large steps quantize activations and multiply them by the weights as they are stored."""
+        """True if large steps quantize activations and multiply them by the weights as they are stored."""
         first = SCALED_PRODUCTS.get(self.weights.storage)
         return first is not None and int(target.removeprefix("sm")) >= first
 
@@ -120,7 +120,7 @@ class EngineShape:
         return self._row_limits(target)["float32 results"]
 
     def has_narrow_results(self, target: str) -> bool:
-        """Whether steps exist whose products are MM16."""
+        """True if steps exist whose products are MM16."""
         return self.choose_product(target, "qkv", ANY) == MM16
 
     @staticmethod
@@ -128,7 +128,7 @@ class EngineShape:
         return DEFAULT_CROSSOVER | CROSSOVER.get(target, {})
 
     def choose_product(self, target: str, role: str, rows: int) -> Product:
-        """How a step of `rows` rows multiplies by the weights of a linear."""
+        """Choose how a step of `rows` rows multiplies by the weights of a linear."""
         if rows <= self.most_kernel_rows(target, role):
             return KERNEL
         if not self.weights.quantized or role == "head":
@@ -160,7 +160,7 @@ def parse_config(role: KernelRole, data: dict[str, Any] | None) -> Any:
 
 
 class KernelTable:
-    """All kernels of an engine for one target."""
+    """Kernels of an engine for one target, found by role and rows."""
 
     def __init__(self, target: str, entries: Iterable[KernelEntry]) -> None:
         self.target = target

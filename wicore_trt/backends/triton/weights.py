@@ -44,7 +44,7 @@ class Constants:
 
 
 def engine_shape(engine: EngineDir, page_tokens: int | None = None) -> EngineShape:
-    """What the engine's kernels are made for."""
+    """The shape that the engine's kernels are made for."""
     m, tokens = engine.manifest, page_tokens or engine.manifest.page_tokens
     return EngineShape(engine.local_part().spec, m.base_dtype, m.weights, m.kv_dtype, tokens)
 
@@ -75,7 +75,7 @@ def place_constants(tensors: Mapping[str, torch.Tensor], shape: EngineShape, pos
 
 
 def finish_constants(shape: EngineShape, weights: Mapping[str, torch.Tensor], positions: int, device: Any) -> Constants:
-    """With tables, KV scales and what float16 needs. Raises EngineFormatError for weights of other types."""
+    """Complete `weights` by tables, KV scales and exponents of float16. Raises EngineFormatError for other types."""
     spec, dtype = shape.spec, TORCH_DTYPES[shape.dtype]
     known = {n: t.flatten() if t.dtype == torch.float32 else t for n, t in weights.items()}
     for name, (tensor, *_) in run_weights(spec).items():
