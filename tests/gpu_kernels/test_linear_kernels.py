@@ -99,7 +99,7 @@ COMPILED = [
 
 
 @pytest.mark.parametrize("target", targets("sm80", "sm90"))
-@pytest.mark.parametrize(("shape", "config"), COMPILED, ids=lambda c: c.short_name() if isinstance(c, LinearConfig) else "")
+@pytest.mark.parametrize(("shape", "config"), COMPILED, ids=lambda c: getattr(c, "short_name", str)())
 def test_compiles(shape: LinearShape, config: LinearConfig, target: str) -> None:
     if shape.fp8_input and target == "sm80":
         with pytest.raises(ConfigError, match="FP8"):

@@ -117,7 +117,7 @@ def test_a_library_that_gives_other_sums_is_not_used(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(products, "full_attention", full)
     with monkeypatch.context() as patch:
-        patch.setattr(triton_segments, "_plain", full_memory)
+        patch.setattr(triton_segments, "_attend_plainly", full_memory)
         mine = executor_of(small_model(3), **SETTINGS)
         mine.model.segments.check_library(mine.memory.q)
         assert not mine.model.segments.find_long_slices([triton_segments.LongSlice(0, 128, 64, 0)])
