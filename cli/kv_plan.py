@@ -89,7 +89,7 @@ def _geometry(model: str, page_tokens: int | None, kv_dtype: str | None) -> tupl
     dtype = kv_dtype or own_dtype
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"--kv-dtype {dtype!r} is not known.", fix=f"Take one of {', '.join(ITEM_BYTES)}.")
-    return Geometry.of(spec, page_tokens or own_page_tokens, dtype), longest
+    return Geometry.from_spec(spec, page_tokens or own_page_tokens, dtype), longest
 
 
 def _open(model: str) -> tuple[Gemma3Spec, str, int, int]:
@@ -177,14 +177,14 @@ def _row(
         "session_bytes": size.host_bytes,
         "tokens_per_gb": int(size.tokens * 1e9 / size.host_bytes),
         "all_layers_bytes": size.all_layers_bytes,
-        "saving": round(size.saving, 2),
+        "saving": round(size.saving_factor, 2),
     }
     if device is not None:
         row["sessions_on_device"] = geometry.device_sessions(device, size.tokens, batch, loads=True)
     if host is not None:
-        row["sessions_in_host"] = geometry.host_slots(host) // size.slots
+        row["sessions_in_host"] = geometry.host_slots(host) // size.slot_count
     if disk is not None:
-        row["sessions_on_disk"] = geometry.disk_slots(disk) // size.slots
+        row["sessions_on_disk"] = geometry.disk_slots(disk) // size.slot_count
     if prefill is not None:
         row["recompute_s"] = round(size.tokens / prefill, 3)
         row["break_even_disk_rate"] = int(size.break_even_rate(prefill))
@@ -198,9 +198,9 @@ def _recipe(
 ) -> dict[str, Any]:
     """Settings that keep `users` conversations: `active` on the device, all of them below, since pages are copied down
     when they are made. What the host cannot hold is left to the disk."""
-    geometry, slots = size.geometry, users * size.slots
+    geometry, slots = size.geometry, users * size.slot_count
     need = slots * geometry.slot_bytes
-    held = users if host is None else min(users, geometry.host_slots(host) // size.slots)
+    held = users if host is None else min(users, geometry.host_slots(host) // size.slot_count)
     comment = f"{users} conversations of {size.tokens:,} tokens: {active} on the device, {held} in host memory"
     kv: dict[str, Any] = {
         "page_tokens": geometry.page_tokens,
@@ -208,7 +208,7 @@ def _recipe(
         "host_bytes": _size(need if host is None else min(need, host), down=host is not None and host < need),
     }
     limit = geometry.disk_bytes(slots)
-    on_disk = users if disk is None else min(users, geometry.disk_slots(disk) // size.slots)
+    on_disk = users if disk is None else min(users, geometry.disk_slots(disk) // size.slot_count)
     kv["disk_bytes"] = _size(limit if disk is None else min(limit, disk), down=disk is not None and disk < limit)
     comment += f", {on_disk} on disk (with kv.disk_path)"
     scheduler = {"max_sequences": active, "max_batch_tokens": max_batch_tokens, "max_context": size.tokens}

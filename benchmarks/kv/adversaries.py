@@ -152,11 +152,11 @@ def after_the_trial(rng: random.Random, capacity: int) -> Iterator[Prompt]:
 
 
 def _serve(policy: CostPolicy, chain: Chain) -> None:
-    policy.touch(chain)
-    policy.add([page for page in chain if page not in policy])
-    policy.answered(chain, 100)
-    for page in policy.victims(max(0, len(policy) - policy.capacity)) or ():
-        policy.remove(page)
+    policy.touch_chain(chain)
+    policy.add_pages([page for page in chain if page not in policy])
+    policy.note_answer(chain, 100)
+    for page in policy.choose_victims(max(0, len(policy) - policy.capacity)) or ():
+        policy.remove_page(page)
 
 
 ADVERSARIES: dict[str, Adversary] = {

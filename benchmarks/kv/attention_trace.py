@@ -210,9 +210,9 @@ def replay_policy(
     for request in trace:
         wanted = request.chain[: request.looked_up]
         hits += next((i for i, page in enumerate(wanted) if page not in made), len(wanted))
-        made.touch(request.chain, request.signals[interval] if interval is not None else None)
-        made.add([page for page in request.chain if page not in made])
+        made.touch_chain(request.chain, request.signals[interval] if interval is not None else None)
+        made.add_pages([page for page in request.chain if page not in made])
         excess = len(made) - capacity
-        for page in (made.victims(excess) or []) if excess > 0 else []:
-            made.remove(page)
+        for page in (made.choose_victims(excess) or []) if excess > 0 else []:
+            made.remove_page(page)
     return hits * page_tokens / sum(request.prompt_tokens for request in trace)

@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--apart", action="store_true", help="a pool for each layer group")
     args = parser.parse_args()
-    geometry, memory = Geometry.of(builtin_spec(args.model), PAGE_TOKENS, "bfloat16"), int(args.gib * GIB)
+    geometry, memory = Geometry.from_spec(builtin_spec(args.model), PAGE_TOKENS, "bfloat16"), int(args.gib * GIB)
     print(f"{args.model}, {args.gib:g} GiB, found % in rounds 2 to {args.rounds} (Belady)")
     for tokens in map(int, args.tokens.split(",")):
         pages = {g: pages_per_sequence(geometry.spec, g, PAGE_TOKENS, tokens) for g in (GLOBAL, LOCAL)}

@@ -113,7 +113,7 @@ class Stopwatch:
 
 def measure_index(model: str, slots: int) -> dict[str, object]:
     """Seconds to open the store, to recover its pages and to restore the books; the sum, and the same for 1 TB."""
-    geometry = Geometry.of(builtin_spec(model), PAGE_TOKENS, DTYPE)
+    geometry = Geometry.from_spec(builtin_spec(model), PAGE_TOKENS, DTYPE)
     stride = BLOCK_BYTES + geometry.slot_bytes
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)

@@ -149,7 +149,7 @@ class Engine:
             tiers=self.tiers,
         )
         self.loader = PrefixLoader(self.manager, self.tiers, PAGE_BYTES, self.events.monotonic)
-        self.tiers.up.disk_rate = self.loader.disk_read
+        self.tiers.up.disk_rate = self.loader.observe_disk_read
         self.device = Device(world, self.events, link, layout, self.disk)
         self.scheduler = Scheduler(
             self.manager,
@@ -171,18 +171,18 @@ class Engine:
         for size in (2, 8, 20, 60) if knows else ():
             for begin in (0, 32_768):
                 slices = [(begin, size * 128)]
-                self.scheduler.observe(load_of(slices), slices, self.world.step_s(slices))
+                self.scheduler.observe_step(load_of(slices), slices, self.world.step_s(slices))
         for size in (4, 64, 4, 256, 16) if rated is not None else ():
-            self.loader.disk_probed(size << 20, 1e-3 + (size << 20) / cast(float, rated))
+            self.loader.record_probe(size << 20, 1e-3 + (size << 20) / cast(float, rated))
         for size in (4, 64, 256):
-            self.loader._host_meter.observe(size << 20, (size << 20) / self.world.link, now=0.0)  # noqa: SLF001
+            self.loader._host_meter.observe_read(size << 20, (size << 20) / self.world.link, now=0.0)  # noqa: SLF001
 
     def _decide(self, arm: Arm) -> None:
         """Take the decisions out of the loader's hands."""
         loader = self.loader
 
         def choose(pages: SequencePages, total: int, hit: Any, compute: Any, **_: Any) -> LoadChoice | None:
-            found = loader._candidates(pages, total, hit) if arm == "load" else []  # noqa: SLF001
+            found = loader._find_candidates(pages, total, hit) if arm == "load" else []  # noqa: SLF001
             if not found:
                 return None
             stop = max(c.tokens for c in found)
@@ -196,13 +196,13 @@ class Engine:
             here = load.window_here and load.meeting_page() * PAGE_TOKENS <= computed
             return NextMove("jump" if here else "wait")
 
-        loader.choose = choose  # type: ignore[method-assign]
-        loader.step = step  # type: ignore[method-assign]
+        loader.choose_load = choose  # type: ignore[method-assign]
+        loader.next_move = step  # type: ignore[method-assign]
 
     def keep(self, tokens: Sequence[int], *, host_pages: int = 0) -> None:
         """Put a prompt on disk as a process before this one left it; the first `host_pages` in host memory as well."""
-        pages = SequencePages(self.manager.names("", ""), CacheHints())
-        pages.name(tokens)
+        pages = SequencePages(self.manager.derive_names("", ""), CacheHints())
+        pages.name_pages(tokens)
         full, wanted = len(pages.keys), dict[str, set[int]]()
         ends = {full, *range(CHECKPOINT // PAGE_TOKENS, full + 1, CHECKPOINT // PAGE_TOKENS)}
         wanted[LOCAL] = {i for end in ends for i in range(max(0, end - WINDOW // PAGE_TOKENS), end)}
@@ -212,7 +212,7 @@ class Engine:
         for i in range(full):
             for group in (GLOBAL, LOCAL):
                 if i in wanted[group]:
-                    copy = disk.reserve(pages.page(group, i))
+                    copy = disk.reserve(pages.make_page(group, i))
                     assert copy is not None
                     disk.commit(copy)
                     if i < host_pages:

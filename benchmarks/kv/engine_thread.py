@@ -102,10 +102,10 @@ def measure(tokens: int, repeat: int, profiled: str) -> dict[str, float]:
 
     def forget_device() -> None:
         for pool in core.scheduler.manager.pools.values():
-            pool.clear()
+            pool.clear_cached()
 
     def forget_all() -> None:
-        core.scheduler.manager.clear()
+        core.scheduler.manager.clear_cache()
 
     seconds = {"computed": timed("computed", forget_all)}
     seconds["device"] = timed("device", lambda: None)

@@ -140,7 +140,7 @@ class Engine:
     def forget_device(self) -> None:
         """Nothing is cached on the device any more."""
         for pool in self.core.scheduler.manager.pools.values():
-            pool.clear()
+            pool.clear_cached()
 
     def close(self) -> None:
         self.core.close()

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from wicore_trt.kv.prefix.planner import DISK, HOST, Candidate, LoadChoice, advance, choose
+from wicore_trt.kv.prefix.planner import DISK, HOST, Candidate, LoadChoice, choose_load, decide_move
 from wicore_trt.kv.prefix.rates import ComputeRate, TierRate
 
 PAGE_TOKENS = 32
@@ -151,7 +151,7 @@ class World:
 
     def step_seconds(self, begin: int, end: int) -> float:
         """One step in which this sequence computes [begin, end)."""
-        return max(self.compute.seconds(begin, end), self.step_s)
+        return max(self.compute.shared_seconds(begin, end), self.step_s)
 
     def prefill(self, begin: int, end: int) -> float:
         """Seconds of all steps from `begin` to `end`."""
@@ -173,10 +173,10 @@ class World:
         count[candidate.global_pages[0]] += near * candidate.page_bytes
         count[candidate.global_pages[-1]] += far * candidate.page_bytes
         link = self.tiers[HOST]
-        arrived = link.seconds(count[HOST] + count[DISK])
+        arrived = link.read_seconds(count[HOST] + count[DISK])
         if count[DISK]:
             tail = link.latency_s + candidate.page_bytes / link.bytes_per_s
-            arrived = max(arrived, self._disk(self.tiers[DISK].seconds(count[DISK])) + tail)
+            arrived = max(arrived, self._disk(self.tiers[DISK].read_seconds(count[DISK])) + tail)
         return arrived
 
     def _disk(self, seconds: float) -> float:
@@ -210,7 +210,7 @@ def run_choice(world: World, made: LoadChoice, rates: Rates) -> float:
         asked, (compute, tiers) = now, rates
         rest = [replace(c, global_pages=c.global_pages[computed // PAGE_TOKENS :]) for c in world.candidates]
         rest = [c for c in rest if c.tokens > computed]
-        made = choose(world.total, computed, rest, replace(compute, delay_s=0.0), tiers)
+        made = choose_load(world.total, computed, rest, replace(compute, delay_s=0.0), tiers)
     return now + world.prefill(computed, world.total)
 
 
@@ -220,7 +220,7 @@ def _run_load(
     """One load until the sequence jumps or drops it: time, computed tokens, whether it jumped."""
     idle = 0.0
     while True:
-        step = advance(made, computed, world.ready_from(made, candidate, now - asked), idle)
+        step = decide_move(made, computed, world.ready_from(made, candidate, now - asked), idle)
         if step.action == "jump":
             return now, made.stop, True
         if step.action == "drop" or computed >= world.total:
@@ -290,7 +290,7 @@ def run_cell(cell: Cell, noise: Noise, rng: random.Random) -> CellResult:
     """Choose with noisy rates, run in the true world, and compare."""
     world = World(cell)
     rates = estimate(world, noise, rng)
-    made = choose(world.total, 0, world.candidates, *rates)
+    made = choose_load(world.total, 0, world.candidates, *rates)
     recompute = cell.load.delay_s + world.prefill(0, world.total)
     return CellResult(cell, made, run_choice(world, made, rates), oracle(world), recompute)
 
@@ -312,7 +312,7 @@ def run_stalls(cell: Cell, noise: Noise, rng: random.Random) -> Iterator[CellRes
     """The same request on a disk that stops at ten points of the chosen load and never comes back."""
     world = World(cell)
     rates = estimate(world, noise, rng)
-    made = choose(world.total, 0, world.candidates, *rates)
+    made = choose_load(world.total, 0, world.candidates, *rates)
     if made.decision == "compute":
         return
     recompute = cell.load.delay_s + world.prefill(0, world.total)

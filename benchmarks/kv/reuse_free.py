@@ -87,27 +87,27 @@ def copying(engine: Any, count: int) -> Iterator[list[int]]:
     """Beside each step `count` pages that the device has are copied down, the same ones again and again; what comes
     grows by the pages of each step."""
     manager, copied = engine.core.scheduler.manager, list[int]()
-    tiers, beside = manager.tiers, manager.beside_step
-    held = [(pool, page, slot) for pool in manager.pools.values() for page in pool.pages()
-            if (slot := pool.find(page.key)) is not None and pool.trusted(slot)]  # fmt: skip
+    tiers, beside = manager.tiers, manager.work_beside_step
+    held = [(pool, page, slot) for pool in manager.pools.values() for page in pool.list_pages()
+            if (slot := pool.find_slot(page.key)) is not None and pool.is_trusted(slot)]  # fmt: skip
     turn = itertools.cycle(held)
 
     def beside_step(tokens: int) -> None:
         beside(tokens)
         begun = 0
         for pool, page, slot in itertools.islice(turn, count):
-            if pool.page(slot) is page:
+            if pool.page_of(slot) is page:
                 known = tiers.host.get(*page.name)
                 if known is not None and known.ready and not known.readers:
                     tiers.host.drop(known, "cleared")
                 begun += tiers.down.store_page(page, slot) is not None
         copied.append(begun)
 
-    manager.beside_step = beside_step
+    manager.work_beside_step = beside_step
     try:
         yield copied
     finally:
-        del manager.beside_step  # it holds the engine, which nobody would collect
+        del manager.work_beside_step  # it holds the engine, which nobody would collect
 
 
 def decode_beside(engine: Any, gaps: Gaps) -> list[dict[str, Any]]:

@@ -34,12 +34,12 @@ PLACES = ("device", "host", "device or host", "any tier")
 def usable(engine: Engine, tokens: Sequence[int]) -> dict[str, int]:
     """By place, how many tokens of a prompt a hit could bring from there."""
     manager, host, disk = engine.manager, engine.tiers.host, engine.tiers.disk
-    pages = SequencePages(manager.names("", ""), CacheHints())
-    pages.name(tokens)
+    pages = SequencePages(manager.derive_names("", ""), CacheHints())
+    pages.name_pages(tokens)
     assert disk is not None
 
     def device(group: str, key: bytes) -> int | None:
-        return manager.pools[group].find(key)
+        return manager.pools[group].find_slot(key)
 
     places: tuple[tuple[Place, ...], ...] = (
         (device,),
@@ -54,7 +54,7 @@ def usable(engine: Engine, tokens: Sequence[int]) -> dict[str, int]:
             return any(tier(group, key) is not None for tier in tiers)
 
         whole = next((i for i, key in enumerate(pages.keys) if not there(GLOBAL, key)), len(pages.keys))
-        found[name] = PAGE_TOKENS * manager.longest_window(pages.keys, whole, partial(there, LOCAL))
+        found[name] = PAGE_TOKENS * manager.find_longest_window(pages.keys, whole, partial(there, LOCAL))
     return found
 
 

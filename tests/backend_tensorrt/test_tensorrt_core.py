@@ -63,7 +63,7 @@ def test_conversations_through_the_scheduler_are_right(window: int, host_bytes: 
     rng = random.Random(f"{window}/{host_bytes}")
     model = tiny_model(window, sliding_window=window, num_hidden_layers=3, sliding_window_pattern=3, vocab_size=97)
     core = core_of(tmp_path / "engine", model, {GLOBAL: 34, LOCAL: 32}, host_bytes=host_bytes)
-    core.scheduler.prefill.observe([(0, 64)], 64.0)  # the planner believes that computing is slow, and loads
+    core.scheduler.prefill.observe_step([(0, 64)], 64.0)  # the planner believes that computing is slow, and loads
     shared = [rng.randrange(2, 97) for _ in range(14)]
     prompts = [shared + [rng.randrange(2, 97) for _ in range(rng.randint(3, 20))] for _ in range(5)]
     for _ in range(3):

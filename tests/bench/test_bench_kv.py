@@ -106,8 +106,8 @@ def test_the_working_set_is_what_continuing_every_session_takes(shape, window, s
     manager = core.scheduler.manager
     needed: dict[str, set[bytes]] = {GLOBAL: set(), LOCAL: set()}
     for session in range(shape.sessions):
-        pages = SequencePages(manager.names("", ""))
-        hit = manager.lookup(pages, [*said.prompt((session, shape.turns)), 3])
+        pages = SequencePages(manager.derive_names("", ""))
+        hit = manager.find_prefix(pages, [*said.prompt((session, shape.turns)), 3])
         count = hit.tokens // PAGE
         assert count >= (shape.length(shape.turns) - 1) // PAGE
         count = (shape.length(shape.turns) - 1) // PAGE

@@ -76,7 +76,7 @@ def test_broken_bookkeeping_is_told_to_every_waiter():
     def broken(*_, **__):
         raise AssertionError("a bug")
 
-    core.scheduler.manager.free = broken
+    core.scheduler.manager.free_pages = broken
     last = run_to_the_end(core, *(request(name, [1, 2, 3], max_tokens=2) for name in "abc"))
     assert {name: o.finish_reason for name, o in last.items()} == dict.fromkeys("abc", FinishReason.ERROR)
     assert all("a bug" in o.error for o in last.values())

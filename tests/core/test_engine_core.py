@@ -56,7 +56,7 @@ def test_one_request():
     core = make_core()
     core.add(request("a", [5, 6, 7]))
     assert run(core)["a", 0] == greedy([5, 6, 7], 12)
-    assert core.scheduler.manager.pools[GLOBAL].used == 0
+    assert core.scheduler.manager.pools[GLOBAL].used_slots == 0
 
 
 @settings(max_examples=60, deadline=None)
@@ -106,7 +106,7 @@ def test_tokens_depend_on_the_request_alone(seed, page_tokens, window, budget, s
             continue
         want, got = greedy(prompt, new), outputs.get((str(i), 0), [])
         assert got == (want[: len(got)] if i in ended_early else want), f"request {i}"
-    assert all(pool.used == 0 for pool in core.scheduler.manager.pools.values())
+    assert all(pool.used_slots == 0 for pool in core.scheduler.manager.pools.values())
 
 
 def test_a_shared_prefix_is_computed_once():

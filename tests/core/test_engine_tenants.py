@@ -140,7 +140,7 @@ async def test_a_request_that_the_engine_cannot_take_fails_alone(where, monkeypa
     core.executor.execute = slow
     innocent = await engine.submit(text_request("innocent", params=dataclasses.replace(GREEDY, max_tokens=50)))
     assert await asyncio.to_thread(in_step.wait, 60)
-    push, pushed = waiting.push, []
+    push, pushed = waiting.push_sequence, []
 
     def broken_push(sequence):
         pushed.append(sequence)
@@ -152,7 +152,7 @@ async def test_a_request_that_the_engine_cannot_take_fails_alone(where, monkeypa
         raise RuntimeError("injected")
 
     if "push" in where:
-        monkeypatch.setattr(waiting, "push", broken_push)
+        monkeypatch.setattr(waiting, "push_sequence", broken_push)
     else:
         monkeypatch.setattr(manager, where, broken)
     stream = await engine.submit(text_request("bad", prompt="a b c d e f g h", params=dataclasses.replace(GREEDY, n=3)))

@@ -91,8 +91,8 @@ def test_a_preempted_prompt_goes_on_where_it_was() -> None:
     core.add(GenerateRequest("a", tuple(prompt), params))
     outputs = core.step() + core.step()
     [sequence] = core.scheduler.running
-    schedule = type(core.scheduler.schedule())()
-    core.scheduler._preempt(sequence, schedule)
+    schedule = type(core.scheduler.schedule_step())()
+    core.scheduler._preempt_sequence(sequence, schedule)
     assert sequence.computed == 0 and sequence.scored == 17
     outputs += run(core, {})["a"]
     check(outputs, prompt, params)

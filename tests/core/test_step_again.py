@@ -66,9 +66,9 @@ def test_the_request_at_fault_ends_alone(kwargs, where):
     for name in "abd":
         assert tokens[name] == greedy(prompts[name], 20, ignore_eos=True)
     assert tokens["c"] == greedy(prompts["c"], 20, ignore_eos=True)[: len(tokens["c"])]
-    assert all(pool.used == 0 for pool in core.scheduler.manager.pools.values())
+    assert all(pool.used_slots == 0 for pool in core.scheduler.manager.pools.values())
     core.add(request("again", prompts["c"]))
-    found = core.scheduler.manager.lookup(core._sequences["again"][0].pages, prompts["c"])
+    found = core.scheduler.manager.find_prefix(core._sequences["again"][0].pages, prompts["c"])
     assert not found.tokens, "what the failed step computed is in the cache"
 
 
@@ -170,7 +170,7 @@ def finish(core, tokens: dict[str, list[int]]) -> dict[str, FinishReason]:
             if output.finish_reason is not None:
                 ended[output.request_key] = output.finish_reason
         core.scheduler.check_integrity()
-    assert all(pool.used == 0 for pool in core.scheduler.manager.pools.values())
+    assert all(pool.used_slots == 0 for pool in core.scheduler.manager.pools.values())
     return ended
 
 
@@ -286,5 +286,5 @@ def random_traffic(core, rng: random.Random) -> None:
             assert ended[name] is FinishReason.ERROR and not tokens.get(name)
         else:
             assert ended[name] is FinishReason.LENGTH and tokens[name] == right, name
-    assert all(pool.used == 0 for pool in core.scheduler.manager.pools.values())
+    assert all(pool.used_slots == 0 for pool in core.scheduler.manager.pools.values())
     assert sum(flaky.failed.values()) > 1

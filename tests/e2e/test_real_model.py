@@ -61,9 +61,9 @@ def test_tokens_do_not_depend_on_the_batch(llm, count, orders):
     requests = {f"r{i}": ids for i, ids in enumerate(prompts(llm, count))}
     alone = {}
     for name, ids in requests.items():
-        llm._core.scheduler.manager.clear()  # alone also means without anybody's cached pages
+        llm._core.scheduler.manager.clear_cache()  # alone also means without anybody's cached pages
         alone |= run_together(llm, {name: ids}, {name: 0})
-    llm._core.scheduler.manager.clear()
+    llm._core.scheduler.manager.clear_cache()
     assert run_together(llm, requests, dict.fromkeys(requests, 0)) == alone
     rng = random.Random(11)
     for _ in range(orders):

@@ -72,7 +72,7 @@ class Engine:
             loaded = load_engine(self.settings, self.executor)
         self.core, self.executor = loaded.core, loaded.core.executor
         self.scheduler, self.loader = self.core.scheduler, self.core.scheduler.loader
-        begin, jump = self.loader.begin, self.loader.jump
+        begin, jump = self.loader.begin_load, self.loader.end_load
 
         def begun(pages, chosen, **room):
             done = begin(pages, chosen, **room)
@@ -84,7 +84,7 @@ class Engine:
             self.counts["jump after computing"] += computed > 0
             return jump(pages, owner, computed)
 
-        self.loader.begin, self.loader.jump = begun, jumped
+        self.loader.begin_load, self.loader.end_load = begun, jumped
 
     def restart(self) -> None:
         assert not self.loader.refused
@@ -95,7 +95,7 @@ class Engine:
     def forget_device(self) -> None:
         """As when others filled it."""
         for pool in self.scheduler.manager.pools.values():
-            pool.clear()
+            pool.clear_cached()
 
     def misjudge(self) -> None:
         """What the meters say need not be so: loading seems to take about as long as computing, so plans are splits."""
@@ -103,11 +103,11 @@ class Engine:
         while not self.loader._probed.empty():
             self.loader._probed.get_nowait()
         self.scheduler.prefill.__init__()
-        self.scheduler.prefill.observe([(0, 64)], 64 / tokens_per_s)
+        self.scheduler.prefill.observe_step([(0, 64)], 64 / tokens_per_s)
         for name, prior in (("_host_meter", HOST_PRIOR), ("_disk_meter", DISK_PRIOR)):
             meter = TierMeter(prior)
             bytes_per_s = BYTES_PER_TOKEN * tokens_per_s * self.rng.choice([0.5, 1.0, 2.0, 4.0, 1000.0])
-            meter.observe(10 << 20, (10 << 20) / bytes_per_s, now=self.loader._clock())
+            meter.observe_read(10 << 20, (10 << 20) / bytes_per_s, now=self.loader._clock())
             setattr(self.loader, name, meter)
 
     def ask(self, requests: dict[str, list[int]]) -> dict[str, list[int]]:

@@ -178,8 +178,8 @@ class Stack:
         scheduler = Scheduler(
             manager, max_batch_tokens=shape.max_batch_tokens, max_sequences=shape.max_sequences, loader=loader
         )
-        scheduler.prefill.observe([(0, 64)], 64.0)  # the planner is to load whatever it can
-        scheduler.prefill.observe = lambda *args: None
+        scheduler.prefill.observe_step([(0, 64)], 64.0)  # the planner is to load whatever it can
+        scheduler.prefill.observe_step = lambda *args: None
         executor.watch(scheduler)
         self.core = EngineCore(
             executor, scheduler, eos_ids=(EOS,), max_context=shape.max_context, clock=lambda: self.now
@@ -282,7 +282,7 @@ class Stack:
     def forget_device(self) -> None:
         """Drop what the device caches, and nothing below it."""
         tiers, self.manager.tiers = self.manager.tiers, None
-        self.manager.clear()
+        self.manager.clear_cache()
         self.manager.tiers = tiers
 
     def forget_host(self) -> None:
@@ -354,7 +354,7 @@ class Stack:
         assert not tiers.movers.outstanding and not tiers.up.waiting and not tiers.down.saving_slots
         assert not tiers.up.reading_bytes, "bytes on their way for ever"
         assert not loader._begun and not self.tiers.loads.loads and not self.manager._computing
-        assert all(pool.used == 0 for pool in self.manager.pools.values())
+        assert all(pool.used_slots == 0 for pool in self.manager.pools.values())
         for index in self.tiers.indexes.values():
             check_idle_index(index)
         if tiers.movers.disk is not None:

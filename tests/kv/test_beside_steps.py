@@ -105,7 +105,7 @@ def test_what_breaks_beside_a_step_lets_it_land_first(monkeypatch: pytest.Monkey
         raise RuntimeError("copies failed")
 
     monkeypatch.setattr(core, "_land", lambda flight: (landed.append(flight), land(flight))[1])
-    monkeypatch.setattr(core.scheduler.manager, "beside_step", breaks)
+    monkeypatch.setattr(core.scheduler.manager, "work_beside_step", breaks)
     with pytest.raises(RuntimeError, match="copies failed"):
         core.step()
     assert landed == [following]
@@ -119,13 +119,13 @@ def test_a_page_that_no_finite_step_has_read_leaves_no_copy_when_it_loses_its_sl
     core = make_core(pages={GLOBAL: 24, LOCAL: 40}, page_tokens=4, window=8, max_batch_tokens=32, kv=kv)
     manager, params = core.scheduler.manager, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
     pool, kept, lost = manager.pools[GLOBAL], set(), []
-    store, evict = manager.tiers.down.store_page, manager._copies.evict
+    store, evict = manager.tiers.down.store_page, manager._copies.copy_evicted
     manager.tiers.down.store_page = lambda page, slot: (kept.add(page.key), store(page, slot))
-    manager._copies.evict = lambda group, page, slot: (lost.append(page.key), evict(group, page, slot))
+    manager._copies.copy_evicted = lambda group, page, slot: (lost.append(page.key), evict(group, page, slot))
     core.add(GenerateRequest("broken", (7,) * 80, params))
     core.step()
     core.abort("broken")
-    unread = set(pool.doubtful())
+    unread = set(pool.list_doubtful())
     assert len(unread) == 32 // 4
     for number in (2, 3, 4):
         core.add(GenerateRequest(str(number), (number,) * 80, params))

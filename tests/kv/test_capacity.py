@@ -36,19 +36,19 @@ class NoCopies(PlainCopier):
 
 def serve(manager, tokens: list[int], prompt: int) -> None:
     """What the engine does for one request, without computing: chunks of 2,048 tokens, then one by one."""
-    pages = SequencePages(manager.names("", ""))
-    hit = manager.lookup(pages, tokens[:prompt])
-    manager.attach(pages, hit, prompt)
-    manager.touch(pages, hit.tokens)
+    pages = SequencePages(manager.derive_names("", ""))
+    hit = manager.find_prefix(pages, tokens[:prompt])
+    manager.attach_prefix(pages, hit, prompt)
+    manager.touch_chain(pages, hit.tokens)
     computed = hit.tokens
     while computed < len(tokens):
         step = min(2048, prompt - computed) if computed < prompt else 1
-        assert manager.reserve(pages, computed + step, total=prompt + 1)
-        manager.commit(pages, tokens, computed, computed + step, finite=computed + step >= prompt)
+        assert manager.reserve_pages(pages, computed + step, total=prompt + 1)
+        manager.commit_tokens(pages, tokens, computed, computed + step, finite=computed + step >= prompt)
         computed += step
-        manager.housekeep()
-    manager.finished(pages, prompt, hit.tokens)
-    manager.free(pages)
+        manager.do_housekeeping()
+    manager.end_request(pages, prompt, hit.tokens)
+    manager.free_pages(pages)
     manager.tiers.wait_idle(10)
 
 
@@ -70,9 +70,9 @@ def test_a_32k_conversation_of_27b_takes_a_fifth_of_all_layers_or_less(turns):
     index = manager.tiers.host
     index.check_integrity()
     for tokens in conversations:
-        pages = SequencePages(manager.names("", ""))
-        hit = manager.lookup(pages, [*tokens, 0])
-        plan = loader.choose(pages, context + 1, hit, ComputeRate(per_token_s=1.0, slice_tokens=1))
+        pages = SequencePages(manager.derive_names("", ""))
+        hit = manager.find_prefix(pages, [*tokens, 0])
+        plan = loader.choose_load(pages, context + 1, hit, ComputeRate(per_token_s=1.0, slice_tokens=1))
         assert max(hit.tokens, plan.stop if plan else 0) == context, "a conversation does not continue where it ended"
     print(f"{turns} turns: all layers {every_layer:,} bytes, tier {settings.host_bytes:,}, {index.evictions}")
     manager.tiers.close(1)
@@ -83,7 +83,7 @@ def test_the_policies_hear_how_long_an_answer_was(monkeypatch):
     settings = KVSettings(host_bytes=100 * PAGE_BYTES[LOCAL])
     manager, _ = make_cache(settings, layout, WINDOW, engine="27b", kernels="none", copier=NoCopies())
     heard = []
-    monkeypatch.setattr(CostPolicy, "answered", lambda self, keys, tokens: heard.append((self, len(keys), tokens)))
+    monkeypatch.setattr(CostPolicy, "note_answer", lambda self, keys, tokens: heard.append((self, len(keys), tokens)))
     serve(manager, list(range(1000)), 900)
     held = [manager._policy, *(index.policy for index in manager.tiers.indexes.values())]
     pages = 1000 // PAGE_TOKENS

@@ -54,8 +54,8 @@ def seen_tokens(tokens: list[int], content: tuple[ContentSpan, ...], first: int 
 
 def keys_of(tokens: list[int], content: tuple[ContentSpan, ...] = (), page_tokens: int = PAGE) -> list[bytes]:
     keys: list[bytes] = []
-    names = KeyChain("engine", page_tokens, secret=b"s" * 32).names("", "tenant")
-    names.extend(keys, tokens, mark_content(content, page_tokens))
+    names = KeyChain("engine", page_tokens, secret=b"s" * 32).derive_names("", "tenant")
+    names.extend_keys(keys, tokens, mark_content(content, page_tokens))
     return keys
 
 
@@ -84,9 +84,9 @@ def test_a_span_marks_each_page_that_it_reaches_into(begin: int, end: int, pages
 
 def test_tokens_are_told_up_to_the_first_content() -> None:
     """Who matches prompts by tokens, as routers do, would take one content for another behind it."""
-    names, keys = KeyChain("engine", PAGE, secret=b"s" * 32).names("", ""), list[bytes]()
+    names, keys = KeyChain("engine", PAGE, secret=b"s" * 32).derive_names("", ""), list[bytes]()
     tokens, marks = [PLACEHOLDER] * 24, mark_content((span(9, 10, "a"),), PAGE)
-    told = names.extend(keys, tokens[:12], marks) + names.extend(keys, tokens, marks)
+    told = names.extend_keys(keys, tokens[:12], marks) + names.extend_keys(keys, tokens, marks)
     assert len(keys) == 6 and [len(block) for block in told] == [4 * PAGE, 4 * PAGE, 0, 0, 0, 0]
 
 
@@ -136,9 +136,9 @@ class ContentStack(Stack):
 
     def found(self, tokens: list[int], content: tuple[ContentSpan, ...]) -> int:
         """Tokens that a request would find, on the device or below it."""
-        pages = SequencePages(self.manager.names("", ""), marks=mark_content(content, self.shape.page_tokens))
-        hit, scheduler = self.manager.lookup(pages, tokens), self.core.scheduler
-        plan = scheduler.loader.choose(pages, len(tokens), hit, scheduler.newcomer_rate())
+        pages = SequencePages(self.manager.derive_names("", ""), marks=mark_content(content, self.shape.page_tokens))
+        hit, scheduler = self.manager.find_prefix(pages, tokens), self.core.scheduler
+        plan = scheduler.loader.choose_load(pages, len(tokens), hit, scheduler.newcomer_rate())
         return max(hit.tokens, plan.stop if plan is not None else 0)
 
 
@@ -195,8 +195,8 @@ def test_a_request_waits_for_no_other_content_in_flight(make_stack) -> None:
     stack.step()
     manager = stack.manager
     for content, waits in ((A, True), (B, False), ((), False)):
-        pages = SequencePages(manager.names("", ""), marks=mark_content(content, PAGE))
-        assert manager.lookup(pages, tokens).in_flight is waits
+        pages = SequencePages(manager.derive_names("", ""), marks=mark_content(content, PAGE))
+        assert manager.find_prefix(pages, tokens).in_flight is waits
     for content in (A, B, ()):
         stack.ask(tokens, content)
     stack.settle()
@@ -213,7 +213,7 @@ def test_events_name_each_content_apart(make_stack) -> None:
         stack.settle()
         stored = [
             e
-            for e in stack.manager.events.since(before)
+            for e in stack.manager.events.list_since(before)
             if isinstance(e, Stored) and (e.tier, e.group) == ("device", GLOBAL)
         ]
         pages = [page for event in stored for page in event.pages if page.index]

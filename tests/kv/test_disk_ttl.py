@@ -335,7 +335,7 @@ def test_nothing_of_a_request_with_a_ttl_outlives_it(tmp_path: Path, after: str)
             stack.tiers.disk.drop(copy, "capacity")
     elif after == "in the same life":
         stack.now += 1001
-        stack.manager.housekeep()
+        stack.manager.do_housekeeping()
     else:
         stack.close()
         later = time.time() + 1001
@@ -358,10 +358,10 @@ def test_a_restart_goes_on_with_the_time_that_is_left(tmp_path: Path) -> None:
     stack.settle()
     stack.settle_transfers()
     stack.restart()
-    ends = [stack.manager.retention.left(page.key) for tier, page in stack.manager.snapshot() if tier == "disk"]
+    ends = [stack.manager.retention.left(page.key) for tier, page in stack.manager.list_pages() if tier == "disk"]
     assert ends and all(end is not None and 900 < end <= 1000 for end in ends)
     stack.now += 1001
-    stack.manager.housekeep()
+    stack.manager.do_housekeeping()
     eventually(lambda: digests_on_disk(stack, tokens) == 0)
     stack.check_idle()
     stack.close()
@@ -381,7 +381,7 @@ def test_a_page_that_others_use_without_a_ttl_outlives_it_after_a_restart_too(tm
     with mock.patch("wicore_trt.kv.disk.store.time.time", lambda: later):
         stack.open()
     assert digests_on_disk(stack, tokens) >= 36
-    assert sum(tier == "disk" for tier, _ in stack.manager.snapshot()) >= 9
+    assert sum(tier == "disk" for tier, _ in stack.manager.list_pages()) >= 9
     stack.close()
 
 
@@ -395,7 +395,7 @@ def test_it_ends_on_a_server_that_nobody_asks(tmp_path: Path) -> None:
     loop.add(GenerateRequest("r", tuple(tokens), SamplingParams(max_tokens=1, temperature=0), cache=hints))
     eventually(lambda: loop.live == 0)
     eventually(lambda: digests_on_disk(stack, tokens) == 0 and not stack.manager.retention._ends)
-    assert not any(True for _ in stack.manager.snapshot())
+    assert not any(True for _ in stack.manager.list_pages())
     loop.stop(10)
 
 
@@ -415,7 +415,7 @@ def test_a_request_that_still_runs_when_the_server_dies_has_its_ttl(tmp_path: Pa
     with mock.patch("wicore_trt.kv.disk.store.time.time", lambda: later):
         stack.open()
     eventually(lambda: digests_on_disk(stack, tokens) == 0)
-    assert not any(True for _ in stack.manager.snapshot())
+    assert not any(True for _ in stack.manager.list_pages())
     stack.close()
 
 

@@ -140,4 +140,4 @@ def test_a_load_that_slows_steps_down_is_given_up():
     alone = world.prefill_s(0, 16_448)
     assert first <= 1.4 * alone and second <= 1.02 * alone
     assert engine.loader.decisions == {"split": 1, "compute": 1}
-    assert engine.loader.drag.factor(engine.events.now + 300) < 1.01, "it is tried again"
+    assert engine.loader.drag.slowdown(engine.events.now + 300) < 1.01, "it is tried again"

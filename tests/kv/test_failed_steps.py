@@ -101,7 +101,7 @@ def test_lower_tiers_get_nothing_of_a_prompt_that_no_step_has_vouched_for(hints)
     core.add(GenerateRequest("cut short", tuple(range(10, 60)), params, cache=hints))
     core.step()
     core.step()
-    assert manager.pools[GLOBAL].pages(), "the device shares pages at once"
+    assert manager.pools[GLOBAL].list_pages(), "the device shares pages at once"
     core.abort("cut short")
     while core.do_housekeeping():
         manager.tiers.wait(0.01)
@@ -147,7 +147,7 @@ def test_a_preempted_prompt_is_parked_under_no_name_that_others_find():
     core.step()
     core.step()
     (sequence,) = scheduler.running
-    scheduler._preempt(sequence, StepSchedule())
+    scheduler._preempt_sequence(sequence, StepSchedule())
     assert scheduler.loader.parking.parked == 1
     assert not {copy.page.key for copy in manager.tiers.host.copies()} & set(sequence.pages.keys)
     got = []
@@ -179,7 +179,7 @@ def test_those_who_share_a_condemned_page_go_on_and_nobody_finds_it_again():
             if output.request_key == "goes on":
                 got += output.token_ids
             if output.error is not None:
-                found = manager.lookup(failing.pages, [*shared, 52])
+                found = manager.find_prefix(failing.pages, [*shared, 52])
                 assert found.tokens == 0
                 assert not any(manager.tiers.where(GLOBAL, key) for key in failing.pages.keys[:8])
         core.scheduler.check_integrity()

@@ -56,7 +56,7 @@ class Tiers:
     def step(self) -> None:
         for _ in range(self.rng.randrange(12)):
             self.change()
-        self.log.publish()
+        self.log.publish_step()
         self.history[self.log.sequence] = frozenset(self.held)
 
 
@@ -107,15 +107,15 @@ def test_late_and_slow_subscribers_hold_the_true_pages(seed, limit, pace):
         for replica in replicas:
             if rng.randrange(pace):
                 continue
-            found = log.since(replica.position)
+            found = log.list_since(replica.position)
             if found is None:
                 for _ in range(rng.randrange(3)):
                     tiers.change()  # of a step that is not over
-                replica.load(log.snapshot())
+                replica.load(log.take_snapshot())
                 assert replica.is_at(tiers.history)
-                log.publish()
+                log.publish_step()
                 tiers.history[log.sequence] = frozenset(tiers.held)
-                found = log.since(replica.position)
+                found = log.list_since(replica.position)
             replica.apply(found or [])
             if found is not None:
                 assert replica.position == log.sequence and replica.is_at(tiers.history)
@@ -136,13 +136,13 @@ def test_subscribers_on_threads_see_no_gap_and_no_duplicate(seed):
         replica = Replica(log)
         try:
             while not over.is_set() or replica.position < log.sequence:
-                found = log.since(replica.position)
+                found = log.list_since(replica.position)
                 if found is None:
-                    replica.load(log.snapshot())
+                    replica.load(log.take_snapshot())
                 elif found:
                     replica.apply(found)
                 else:
-                    log.wait(replica.position, 0.05)
+                    log.wait_for_event(replica.position, 0.05)
                 seen.append((replica.position, frozenset(replica.held)))
                 while not over.is_set() and log.sequence < replica.position + behind:
                     time.sleep(0.001)
@@ -177,9 +177,9 @@ def test_a_step_makes_one_event_of_pages_that_come_in_turn_from_two_groups():
     log.append_removed("device", "local", page(0).key, "capacity")
     log.append_removed("device", "local", page(1).key, "quota")
     log.append_cleared("host")
-    assert log.since(0) == [] and log.sequence == 0, "events of an unfinished step are not shown"
-    log.publish()
-    found = log.since(0)
+    assert log.list_since(0) == [] and log.sequence == 0, "events of an unfinished step are not shown"
+    log.publish_step()
+    found = log.list_since(0)
     assert found == [
         Stored(1, "device", "global", tuple(page(k) for k in range(5))),
         Stored(2, "device", "local", tuple(page(k, "local") for k in range(5))),
@@ -187,7 +187,12 @@ def test_a_step_makes_one_event_of_pages_that_come_in_turn_from_two_groups():
         Removed(4, "device", "local", (page(1).key,), "quota"),
         Cleared(5, "host"),
     ]
-    assert log.since(4) == found[4:] and log.since(5) == [] and log.since(6) is None and log.since(-1) is None
+    assert (
+        log.list_since(4) == found[4:]
+        and log.list_since(5) == []
+        and log.list_since(6) is None
+        and log.list_since(-1) is None
+    )
 
 
 def test_what_is_kept_is_bounded_by_pages_and_an_event_by_its_own_limit(monkeypatch):
@@ -195,10 +200,10 @@ def test_what_is_kept_is_bounded_by_pages_and_an_event_by_its_own_limit(monkeypa
     log = KVEventLog(100)
     for key in range(1000):
         log.append_stored("host", page(key))
-    log.publish()
-    kept = log.since(log.sequence - 9)
+    log.publish_step()
+    kept = log.list_since(log.sequence - 9)
     assert log.sequence == 100 and [len(e.pages) for e in kept] == [10] * 9
-    assert log.since(log.sequence - 10) is None
+    assert log.list_since(log.sequence - 10) is None
     assert [p.index for e in kept for p in e.pages] == list(range(910, 1000))
 
 
@@ -207,27 +212,27 @@ def test_the_first_publish_tells_of_what_is_there_already():
     there = [("disk", page(key)) for key in range(3000)]
     log.snapshot_source = lambda: iter(there)
     log.append_stored("disk", page(0))  # told while the tiers were opened
-    assert log.snapshot().pages == {} and log.snapshot().sequence == 0
-    log.publish()
-    assert log.sequence == 3 and [p.index for e in log.since(0) for p in e.pages] == list(range(3000))
-    assert log.snapshot().pages == {("disk", "global"): tuple(p for _, p in there)}
+    assert log.take_snapshot().pages == {} and log.take_snapshot().sequence == 0
+    log.publish_step()
+    assert log.sequence == 3 and [p.index for e in log.list_since(0) for p in e.pages] == list(range(3000))
+    assert log.take_snapshot().pages == {("disk", "global"): tuple(p for _, p in there)}
     there.append(("disk", page(9999)))
-    log.publish()
+    log.publish_step()
     assert log.sequence == 3
 
 
 def test_listeners_are_told_once_per_step_until_they_leave():
     log, told = KVEventLog(20), []
-    leave = log.listen(lambda: told.append(log.sequence))
+    leave = log.add_listener(lambda: told.append(log.sequence))
     for key in range(3):
         log.append_stored("host", page(key))
         log.append_stored("disk", page(key))
-        log.publish()
-        log.publish()
+        log.publish_step()
+        log.publish_step()
     leave()
     log.append_cleared("host")
-    log.publish()
-    assert told == [2, 4, 6] and not log.wait(7, 0.01) and log.wait(6, 0.01)
+    log.publish_step()
+    assert told == [2, 4, 6] and not log.wait_for_event(7, 0.01) and log.wait_for_event(6, 0.01)
 
 
 def test_epochs_differ_and_are_never_zero():
@@ -237,7 +242,7 @@ def test_epochs_differ_and_are_never_zero():
 
 def check_tokens(manager: KVCacheManager, known: dict[bytes, bytes]) -> None:
     """The pages have tokens, and those that are known have the right ones. A sequence in the making has others."""
-    for _, page in manager.snapshot():
+    for _, page in manager.list_pages():
         assert len(page.tokens) == 4 * manager.page_tokens and known.get(page.key, page.tokens) == page.tokens
 
 
@@ -254,7 +259,7 @@ def test_an_engine_tells_of_every_page_of_all_its_tiers(tmp_path, write_policy):
     seen, tokens_of = set(), {}
     for life in range(2):
         core = make_core(pages={GLOBAL: 40, LOCAL: 24}, kv=kv, max_context=120)
-        core.scheduler.prefill.observe([(0, 64)], 64.0)  # computing is slow: pages are loaded
+        core.scheduler.prefill.observe_step([(0, 64)], 64.0)  # computing is slow: pages are loaded
         manager, log = core.scheduler.manager, core.scheduler.manager.events
         log.publish()
         replica = Replica(log)
@@ -270,10 +275,10 @@ def test_an_engine_tells_of_every_page_of_all_its_tiers(tmp_path, write_policy):
                         prompts[int(output.request_key.split("/")[1])] += output.token_ids
                     log.publish()
                     replica.apply(log.since(replica.position))
-                    assert replica.held == {(tier, p.group, p.key) for tier, p in manager.snapshot()}
+                    assert replica.held == {(tier, p.group, p.key) for tier, p in manager.list_pages()}
                     seen |= {tier for tier, _, _ in replica.held}
                 for tokens in prompts:
-                    blocks = manager.names("", "").extend(keys := [], tokens)
+                    blocks = manager.derive_names("", "").extend_keys(keys := [], tokens)
                     tokens_of |= zip(keys, blocks, strict=True)
                 check_tokens(manager, tokens_of)
         core.close()

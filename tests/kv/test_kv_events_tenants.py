@@ -22,7 +22,7 @@ TIERS, GROUPS, CAUSES = ("device", "host", "disk"), ("global", "local"), ("capac
 
 def plain(feed: EventFeed) -> list[tuple]:
     """All that a feed's events say."""
-    found = feed.since(0)
+    found = feed.list_since(0)
     assert found is not None
     return [tuple(getattr(event, name) for name in event.__slots__) for event in found]
 
@@ -47,7 +47,7 @@ def test_a_feed_is_the_same_whatever_others_do(seed: int, late: bool) -> None:
     steps = random.Random(seed)
     ways = [(alone, random.Random(seed + 1), set(), 0), (among, random.Random(seed + 1), set(), 1)]
     noise, others = random.Random(seed + 2), set()
-    feeds: list[EventFeed] = [] if late else [alone.of(MINE), among.of(MINE)]
+    feeds: list[EventFeed] = [] if late else [alone.tenant_feed(MINE), among.tenant_feed(MINE)]
     for step in range(40):
         count = steps.randrange(5)
         clear = steps.random() < 0.05
@@ -63,37 +63,39 @@ def test_a_feed_is_the_same_whatever_others_do(seed: int, late: bool) -> None:
                 change(log, rng, held, MINE)
             for _ in range(noise.randrange(4) * crowd):
                 change(log, noise, others, OTHER)
-            log.publish()
+            log.publish_step()
         if step == 20 and late:
-            feeds = [alone.of(MINE), among.of(MINE)]
+            feeds = [alone.tenant_feed(MINE), among.tenant_feed(MINE)]
         for feed in feeds:
-            assert {(tier, page) for (tier, _), pages in feed.snapshot().pages.items() for page in pages} == ways[0][2]
-            assert all(page.tenant == MINE for pages in feed.snapshot().pages.values() for page in pages)
+            assert {(tier, page) for (tier, _), pages in feed.take_snapshot().pages.items() for page in pages} == ways[
+                0
+            ][2]
+            assert all(page.tenant == MINE for pages in feed.take_snapshot().pages.values() for page in pages)
         if feeds:
             one, two = feeds
             assert one.sequence == two.sequence and one.epoch != two.epoch != among.epoch
             first = one.sequence - len(one._events)
-            assert (one.since(first - 1) is None) == (two.since(first - 1) is None)
-            assert one.since(first) == two.since(first), f"seed {seed}"
-            assert list(one.snapshot().pages.items()) == list(two.snapshot().pages.items())
+            assert (one.list_since(first - 1) is None) == (two.list_since(first - 1) is None)
+            assert one.list_since(first) == two.list_since(first), f"seed {seed}"
+            assert list(one.take_snapshot().pages.items()) == list(two.take_snapshot().pages.items())
 
 
 def test_only_its_own_events_wake_a_subscriber() -> None:
     log, calls = KVEventLog(1000), []
-    feed = log.of(MINE)
-    feed.listen(lambda: calls.append(1))
+    feed = log.tenant_feed(MINE)
+    feed.add_listener(lambda: calls.append(1))
     log.append_stored("host", Page(b"k" * 32, "global", 0, None, OTHER))
-    log.publish()
+    log.publish_step()
     log.append_cleared("host")
     log.append_removed("disk", "global", b"k" * 32, "quota")
-    log.publish()
-    assert not calls and feed.sequence == 0 and not feed.wait(0, 0) and not feed.snapshot().pages
+    log.publish_step()
+    assert not calls and feed.sequence == 0 and not feed.wait_for_event(0, 0) and not feed.take_snapshot().pages
     log.append_stored("host", Page(b"m" * 32, "global", 0, None, MINE))
-    log.publish()
-    assert len(calls) == 1 and feed.sequence == 1 and log.of(MINE) is feed
+    log.publish_step()
+    assert len(calls) == 1 and feed.sequence == 1 and log.tenant_feed(MINE) is feed
     log.append_cleared("host")
-    log.publish()
-    assert plain(feed)[1:] == [(2, "host")] and isinstance(feed.since(1)[0], Cleared)
+    log.publish_step()
+    assert plain(feed)[1:] == [(2, "host")] and isinstance(feed.list_since(1)[0], Cleared)
 
 
 def test_tenants_of_an_engine_see_their_own_pages() -> None:
@@ -101,9 +103,9 @@ def test_tenants_of_an_engine_see_their_own_pages() -> None:
     core = make_core(kv=KVSettings(host_bytes=1 << 20))
     manager, rng = core.scheduler.manager, random.Random(os.urandom(4))
     askers = [("alice", "x"), ("alice", "y"), ("", "bob"), ("", "alice"), ("", "")]
-    tags = {asker: manager.names(*asker).tag for asker in askers}
+    tags = {asker: manager.derive_names(*asker).tag for asker in askers}
     assert len(set(tags.values())) == 4, "salts do not divide a tenant that the server knows"
-    feeds = {asker: manager.events.of(tag) for asker, tag in tags.items()}
+    feeds = {asker: manager.events.tenant_feed(tag) for asker, tag in tags.items()}
     prompt = tuple(rng.randrange(2, 90) for _ in range(30))
     seen: dict[tuple[str, str], set] = {}
     for number, (who, salt) in enumerate(askers):
@@ -114,12 +116,12 @@ def test_tenants_of_an_engine_see_their_own_pages() -> None:
         end = time.monotonic() + 10
         while core.do_housekeeping() and time.monotonic() < end:
             manager.tiers.wait(0.01)
-        manager.events.publish()
+        manager.events.publish_step()
         after = {asker: plain(feed) for asker, feed in feeds.items()}
         for asker, was in seen.items():
             assert (after[asker] == was) == (tags[asker] != tags[who, salt]), "others' requests are no events of mine"
         seen = after
-    everything = {page.name for _, page in manager.snapshot()}
+    everything = {page.name for _, page in manager.list_pages()}
     own = [{page.name for pages in feeds[a].snapshot().pages.values() for page in pages} for a in askers]
     assert set().union(*own) == everything and len(own[0]) == 2 * len(own[2]), "each salt has pages of its own"
     core.close()

@@ -22,7 +22,7 @@ SECRET = b"s" * 32
 def keys_of(tokens, *, fingerprint="engine", page_tokens=4, who="", salt="", rank=0, world=1, secret=SECRET):
     keys: list[bytes] = []
     chain = KeyChain(fingerprint, page_tokens, rank=rank, world=world, secret=secret)
-    chain.names(who, salt).extend(keys, tokens)
+    chain.derive_names(who, salt).extend_keys(keys, tokens)
     return keys
 
 
@@ -31,9 +31,9 @@ def test_only_full_pages_have_keys():
 
 
 def test_extending_step_by_step_equals_extending_at_once():
-    names, keys, tokens = KeyChain("engine", 4, secret=SECRET).names("", "tenant"), [], list(range(40))
+    names, keys, tokens = KeyChain("engine", 4, secret=SECRET).derive_names("", "tenant"), [], list(range(40))
     for n in range(41):
-        names.extend(keys, tokens[:n])
+        names.extend_keys(keys, tokens[:n])
     assert keys == keys_of(tokens, salt="tenant")
 
 
@@ -73,7 +73,7 @@ def test_keys_are_equal_in_another_process():
     program = (
         "from wicore_trt.kv.pages.hashing import KeyChain\n"
         "keys = []\n"
-        "KeyChain('engine', 4, secret=b's' * 32).names('', 'tenant').extend(keys, range(16))\n"
+        "KeyChain('engine', 4, secret=b's' * 32).derive_names('', 'tenant').extend_keys(keys, range(16))\n"
         "print(b''.join(keys).hex())"
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
@@ -87,19 +87,23 @@ def test_without_a_secret_nobody_has_the_names_again():
 
 def test_a_tag_is_the_tenants_and_no_salt_makes_another_tenant():
     """Else a client could multiply its quota, or read events of another one, by its choice of salt."""
-    names = KeyChain("engine", 4, secret=SECRET).names
-    assert names("who", "a").tag == names("who", "b").tag == KeyChain("other", 8, secret=SECRET).names("who", "").tag
+    names = KeyChain("engine", 4, secret=SECRET).derive_names
+    assert (
+        names("who", "a").tag
+        == names("who", "b").tag
+        == KeyChain("other", 8, secret=SECRET).derive_names("who", "").tag
+    )
     assert names("who", "a").scope != names("who", "b").scope
     assert names("", "a").tag != names("", "b").tag
     tags = [names(who, salt).tag for who, salt in [("", ""), ("", "who"), ("who", ""), ("", "a"), ("a", "")]]
     assert len(set(tags)) == len(tags)
-    assert names("who", "").tag != KeyChain("engine", 4).names("who", "").tag, "a tag needs the secret"
+    assert names("who", "").tag != KeyChain("engine", 4).derive_names("who", "").tag, "a tag needs the secret"
 
 
 @given(st.text(alphabet=st.characters(codec=None), max_size=4), st.text(alphabet=st.characters(codec=None), max_size=4))
 def test_any_text_is_a_tenant_and_a_salt(who, salt):
     """Lone surrogates too, which UTF-8 has no bytes for and which a request through Python may carry."""
-    names = KeyChain("engine", 4, secret=SECRET).names
+    names = KeyChain("engine", 4, secret=SECRET).derive_names
     for other in ("\ud800", "a"):
         assert (names(who, salt).scope == names(other, other).scope) == (who == salt == other)
 
@@ -114,9 +118,9 @@ def test_names_take_the_secret():
         for person in (b"wicore-kv-page", b""):
             for text in (parent + payload, payload):
                 assert blake2b(text, digest_size=32, key=key, person=person).digest() != told
-    strangers = KeyChain("engine", page, secret=b"x" * 32).names("", "customer")
+    strangers = KeyChain("engine", page, secret=b"x" * 32).derive_names("", "customer")
     guessed = list(keys[:5])
-    strangers.extend(guessed, tokens[:24])
+    strangers.extend_keys(guessed, tokens[:24])
     assert guessed[5] != told
 
 

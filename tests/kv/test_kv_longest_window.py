@@ -18,22 +18,22 @@ def test_the_hit_is_the_longest_prefix_whose_window_is_there(seed):
     size, pages = rng.choice([1, 2, 4, 8]), 24
     manager = KVCacheManager({GLOBAL: pages, LOCAL: pages}, rng.randint(1, 40), KeyChain("engine", size))
     tokens = [rng.randrange(97) for _ in range(pages * size + 1)]
-    sequence = SequencePages(manager.names("", ""))
-    assert manager.lookup(sequence, tokens).tokens == 0
+    sequence = SequencePages(manager.derive_names("", ""))
+    assert manager.find_prefix(sequence, tokens).tokens == 0
     there = {
         group: {i for i in range(pages) if rng.random() < (0.97 if group == GLOBAL else 0.8)}
         for group in (GLOBAL, LOCAL)
     }
     for group, pool in manager.pools.items():
         for i in there[group]:
-            (slot,) = pool.allocate(1)
-            pool.write(slot, 0, size)
-            pool.publish([slot], [sequence.page(group, i)])
+            (slot,) = pool.allocate_slots(1)
+            pool.write_tokens(slot, 0, size)
+            pool.publish_slots([slot], [sequence.make_page(group, i)])
 
     def usable(n: int) -> bool:
         window = range(manager.first_visible_page(n * size), n)
         return set(range(n)) <= there[GLOBAL] and set(window) <= there[LOCAL]
 
-    hit = manager.lookup(sequence, tokens)
+    hit = manager.find_prefix(sequence, tokens)
     assert hit.tokens == size * max(n for n in range(pages + 1) if usable(n))
     assert hit.reachable == next((i for i in range(pages) if i not in there[GLOBAL]), pages)

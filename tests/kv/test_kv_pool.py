@@ -31,13 +31,13 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 9))
     def allocate(self, count):
-        available = self.pool.available
+        available = self.pool.available_slots
         self.evicted.clear()
-        slots = self.pool.allocate(count)
+        slots = self.pool.allocate_slots(count)
         assert all(slot in (slots or ()) for _, slot in self.evicted), "a page was evicted for nothing"
-        assert all(self.pool.find(key) is None for key, _ in self.evicted)
+        assert all(self.pool.find_slot(key) is None for key, _ in self.evicted)
         if count > available:
-            assert slots is None and self.pool.available == available
+            assert slots is None and self.pool.available_slots == available
             return
         assert len(set(slots)) == count and not set(slots) & set(self.held), "a held slot was handed out"
         self.held += slots
@@ -48,36 +48,36 @@ class PoolMachine(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(self.held))
         self.counter += 1
         page = make_page(b"%d" % (self.counter // 2 if reuse else self.counter), b"%d" % (self.counter // 3))
-        named = self.pool.page(slot)
+        named = self.pool.page_of(slot)
         if named is None:
-            self.pool.write(slot, 0, 4)
-        done = bool(self.pool.publish([slot], [page]))
-        assert self.pool.find((named or page).key) is not None
-        assert done == (self.pool.page(slot) is page)
+            self.pool.write_tokens(slot, 0, 4)
+        done = bool(self.pool.publish_slots([slot], [page]))
+        assert self.pool.find_slot((named or page).key) is not None
+        assert done == (self.pool.page_of(slot) is page)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), keep=st.booleans())
     def release(self, data, keep):
         slot = data.draw(st.sampled_from(self.held))
         self.held.remove(slot)
-        self.pool.release([slot], keep=keep)
+        self.pool.release_slots([slot], keep=keep)
 
     @rule(number=st.integers(0, 60))
     def hit(self, number):
-        slot = self.pool.find(b"%d" % number)
+        slot = self.pool.find_slot(b"%d" % number)
         if slot is not None:
-            self.pool.acquire([slot])
+            self.pool.acquire_slots([slot])
             self.held.append(slot)
 
     @rule()
     def clear(self):
-        self.pool.clear()
-        assert self.pool.cached == 0
+        self.pool.clear_cached()
+        assert self.pool.cached_slots == 0
 
     @invariant()
     def consistent(self):
         self.pool.check_integrity()
-        assert self.pool.used == len(set(self.held))
+        assert self.pool.used_slots == len(set(self.held))
 
 
 @pytest.mark.parametrize("policy", [None, "lru", "cost", "a2cr"])
@@ -88,24 +88,24 @@ def test_random_operations(policy):
 
 def test_the_least_recently_released_page_goes_first_and_chains_lose_their_tail_first():
     pool = PagePool(4, 4)
-    a, b, c, d = pool.allocate(4)
+    a, b, c, d = pool.allocate_slots(4)
     for slot, key in ((a, b"a"), (b, b"b"), (c, b"c"), (d, b"d")):
-        pool.write(slot, 0, 4)
-        pool.publish([slot], [make_page(key)])
-    pool.release([b, a])  # a chain a -> b, tail first
-    pool.release([d, c])
-    assert pool.allocate(1) == [b]
-    assert pool.find(b"a") == a and pool.find(b"b") is None
-    assert sorted(pool.allocate(2)) == sorted([a, d])
+        pool.write_tokens(slot, 0, 4)
+        pool.publish_slots([slot], [make_page(key)])
+    pool.release_slots([b, a])  # a chain a -> b, tail first
+    pool.release_slots([d, c])
+    assert pool.allocate_slots(1) == [b]
+    assert pool.find_slot(b"a") == a and pool.find_slot(b"b") is None
+    assert sorted(pool.allocate_slots(2)) == sorted([a, d])
 
 
 def test_a_second_page_with_the_same_key_is_not_indexed_and_becomes_free():
     pool = PagePool(2, 4)
-    first, second = pool.allocate(2)
-    pool.write(first, 0, 4)
-    pool.write(second, 0, 4)
-    assert pool.publish([first], [make_page(b"k")])
-    assert not pool.publish([second], [make_page(b"k")])
-    pool.release([second])
-    assert pool.find(b"k") == first and pool.cached == 0 and pool.available == 1
+    first, second = pool.allocate_slots(2)
+    pool.write_tokens(first, 0, 4)
+    pool.write_tokens(second, 0, 4)
+    assert pool.publish_slots([first], [make_page(b"k")])
+    assert not pool.publish_slots([second], [make_page(b"k")])
+    pool.release_slots([second])
+    assert pool.find_slot(b"k") == first and pool.cached_slots == 0 and pool.available_slots == 1
     pool.check_integrity()

@@ -25,7 +25,7 @@ from wicore_trt.types import GenerateRequest, SamplingParams
 KIB, MIB = 1 << 10, 1 << 20
 
 geometries = st.builds(
-    Geometry.of,
+    Geometry.from_spec,
     st.sampled_from([builtin_spec(name) for name in MODELS] + [tiny_spec(6, (LOCAL, LOCAL)), tiny_spec(6, (GLOBAL,))]),
     st.sampled_from([1, 8, 16, 32, 48]),
     st.sampled_from(["float32", "bfloat16", "fp8"]),
@@ -44,7 +44,7 @@ geometries = st.builds(
 )
 def test_bytes_of_the_published_sizes(name, all_kib, global_kib, window_mib):
     """KV per token is 2 (K, V) x KV heads x head size x 2 bytes x layers."""
-    geometry = Geometry.of(builtin_spec(name), 32, "bfloat16")
+    geometry = Geometry.from_spec(builtin_spec(name), 32, "bfloat16")
     assert geometry.page_bytes[GLOBAL] == 32 * global_kib * KIB
     assert sum(geometry.page_bytes.values()) == 32 * all_kib * KIB
     window = builtin_spec(name).sliding_window // 32
@@ -52,16 +52,16 @@ def test_bytes_of_the_published_sizes(name, all_kib, global_kib, window_mib):
 
 
 def test_27b_at_32k_takes_a_fifth_of_all_layers():
-    geometry = Geometry.of(builtin_spec("gemma3-27b"), 32, "bfloat16")
+    geometry = Geometry.from_spec(builtin_spec("gemma3-27b"), 32, "bfloat16")
     size = SessionSize(geometry, 32_768, 128)
-    assert size.all_layers_bytes == 496 * KIB * 32_768 and size.saving >= 5.0
+    assert size.all_layers_bytes == 496 * KIB * 32_768 and size.saving_factor >= 5.0
     # slots of a third of 2.5 MiB, rounded up to 4 KiB: 3 for the page of 10 global layers, 16 for one of 52 local ones
     assert geometry.slot_bytes == 876_544
     assert size.host_bytes == (1024 * 3 + 37 * 16) * 876_544
-    assert list(size.pages[LOCAL]) == list(range(1024 - 37, 1024))
+    assert list(size.page_indices[LOCAL]) == list(range(1024 - 37, 1024))
     one_window = SessionSize(geometry, 32_768, 0)
-    assert one_window.pages[LOCAL] == list(range(1023 - 32, 1024))
-    assert SessionSize(geometry, 131_072, 128).saving > 5.8
+    assert one_window.page_indices[LOCAL] == list(range(1023 - 32, 1024))
+    assert SessionSize(geometry, 131_072, 128).saving_factor > 5.8
 
 
 def index_of(geometry: Geometry, slots: int) -> TierIndex:
@@ -79,14 +79,14 @@ def store(index: TierIndex, session: int, group: str, number: int) -> None:
 def fill(index: TierIndex, size: SessionSize, session: int) -> None:
     """Put a session's pages into a tier, chain first, with windows of earlier turns that nobody needs any more."""
     primary = index.primary
-    for number in size.pages[primary]:
+    for number in size.page_indices[primary]:
         store(index, session, primary, number)
     if primary == LOCAL:
         return
-    for number in size.pages.get(LOCAL, ()):
+    for number in size.page_indices.get(LOCAL, ()):
         store(index, session, LOCAL, number)
-    for number in sorted(set(size.pages[GLOBAL]) - set(size.pages.get(LOCAL, ())))[-3:]:
-        if LOCAL in size.pages and index.num_slots - index.used_slots >= index.slots_per_page[LOCAL]:
+    for number in sorted(set(size.page_indices[GLOBAL]) - set(size.page_indices.get(LOCAL, ())))[-3:]:
+        if LOCAL in size.page_indices and index.num_slots - index.used_slots >= index.slots_per_page[LOCAL]:
             store(index, session, LOCAL, number)
             index.spare(LOCAL, [b"%d/%d" % (session, number)])
 
@@ -102,8 +102,8 @@ def test_a_tier_of_the_planned_bytes_holds_the_sessions_and_not_one_more(geometr
     for session in range(count):
         fill(index, size, session)
     index.check_integrity()
-    assert not index.evictions["capacity"] and index.used_slots <= index.num_slots == count * size.slots
-    needed = {group: len(found) * count for group, found in size.pages.items()}
+    assert not index.evictions["capacity"] and index.used_slots <= index.num_slots == count * size.slot_count
+    needed = {group: len(found) * count for group, found in size.page_indices.items()}
     assert all(index.pages[group] >= held for group, held in needed.items())
     fill(index, size, count)
     assert index.evictions["capacity"]
@@ -126,7 +126,7 @@ def test_the_device_budget_holds_the_active_sessions(geometry, sessions, tokens,
         need[group] = sessions * (held + (sessions > 1)) + (held if loads and group == LOCAL else 0)
     if shared is not None:
         slabs = Slabs(budget // geometry.slab_bytes, shared.slab_pages)
-        assert slabs.fits(need) and budget == slabs.count * geometry.slab_bytes
+        assert slabs.can_take(need) and budget == slabs.count * geometry.slab_bytes
         return
     pools = pool_sizes(*given, max_batch_tokens=batch, max_sequences=sessions, loads=loads)
     for group, pages in pools.items():
@@ -137,7 +137,7 @@ def test_the_device_budget_holds_the_active_sessions(geometry, sessions, tokens,
 @pytest.mark.parametrize("name", ["gemma3-270m", "gemma3-27b"])
 @pytest.mark.parametrize("slots", [1, 50, 3000, 40_000, 400_000])
 def test_the_disk_limit_holds_the_slots(tmp_path, name, slots):
-    geometry = Geometry.of(builtin_spec(name), 32, "bfloat16")
+    geometry = Geometry.from_spec(builtin_spec(name), 32, "bfloat16")
     limit = geometry.disk_bytes(slots)
     space = DiskSpace(
         tmp_path / "kv", SPACE, geometry.slot_bytes,
@@ -170,23 +170,23 @@ def test_an_engine_keeps_the_pages_of_a_session_that_the_plan_counts(seed):
         tokens += [rng.randrange(2, 97) for _ in range(rng.randint(1, 9))]
     tiers = core.scheduler.manager.tiers
     assert tiers.wait_idle(5)
-    geometry = Geometry.of(tiny_spec(window), page_tokens, "float32")
+    geometry = Geometry.from_spec(tiny_spec(window), page_tokens, "float32")
     size = SessionSize(geometry, held, reply - 1)
     found = {GLOBAL: set(), LOCAL: set()}
     for copy in tiers.host.copies():
         if copy.page.group == GLOBAL or copy.page.key not in tiers.host._spare:
             found[copy.page.group].add(copy.page.index)
-    assert found[GLOBAL] == set(size.pages[GLOBAL]) and found[LOCAL] <= set(size.pages[LOCAL])
+    assert found[GLOBAL] == set(size.page_indices[GLOBAL]) and found[LOCAL] <= set(size.page_indices[LOCAL])
     published = held // page_tokens * page_tokens
     if geometry.first_visible_page(held) == geometry.first_visible_page(
         published
     ):  # else its window had begun to leave
-        assert found[LOCAL] == set(size.pages[LOCAL])
+        assert found[LOCAL] == set(size.page_indices[LOCAL])
     core.close()
 
 
 def test_break_even_is_where_reading_takes_as_long_as_computing():
-    geometry = Geometry.of(builtin_spec("gemma3-27b"), 32, "bfloat16")
+    geometry = Geometry.from_spec(builtin_spec("gemma3-27b"), 32, "bfloat16")
     size = SessionSize(geometry, 32_768, 128)
     assert size.resume_bytes == (1024 * 3 + 32 * 16) * (4096 + 876_544)
     rate = size.break_even_rate(9600.0)

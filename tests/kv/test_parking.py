@@ -99,7 +99,7 @@ def test_the_partly_filled_last_page_comes_back(tokens: int) -> None:
         stack.step()
     victim = stack.core.scheduler.running[0]
     assert victim.computed == 36 + tokens
-    stack.core.scheduler._preempt(victim, type(stack.core.scheduler.schedule())())
+    stack.core.scheduler._preempt_sequence(victim, type(stack.core.scheduler.schedule_step())())
     assert victim.pages.parked.tokens == 36 + tokens
     stack.forget_device()
     stack.settle(check=True)
@@ -239,6 +239,6 @@ def test_events_tell_nothing_of_pages_that_one_sequence_alone_can_use() -> None:
     private = {waits.pages[group][i].name for group, i in waits.private}
     assert private
     assert not {name for _, name in stored}.intersection(private)
-    assert not {page.name for _, page in stack.core.scheduler.manager.snapshot()}.intersection(private)
+    assert not {page.name for _, page in stack.core.scheduler.manager.list_pages()}.intersection(private)
     stack.settle()
     assert stack.counts()["parked"] and {(tier, name) for tier, name, _ in removed} <= stored

@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.kv.planner_simulation import Noise, grid, run_cell, run_stalls
-from wicore_trt.kv.prefix.planner import BAND, CAUTION, MARGIN, Candidate, LoadChoice, advance, aim, choose, decide
+from wicore_trt.kv.prefix.planner import (
+    BAND,
+    CAUTION,
+    MARGIN,
+    Candidate,
+    LoadChoice,
+    aim_meeting,
+    choose_load,
+    decide_load,
+    decide_move,
+)
 from wicore_trt.kv.prefix.rates import ComputeRate, TierRate
 
 PAGE = 32
@@ -22,13 +32,13 @@ def candidate(tokens, tier="disk", *, window=0, page_bytes=32_000, pages=None):
 
 
 def test_without_candidates_it_computes():
-    assert choose(1000, 200, [], LINEAR, {}) == LoadChoice(0, 200, 0.8, 0.8, "compute")
+    assert choose_load(1000, 200, [], LINEAR, {}) == LoadChoice(0, 200, 0.8, 0.8, "compute")
 
 
 def test_an_even_split_of_two_equal_rates():
     """1000 B per token at 1 MB/s: loading a token takes as long as computing it."""
     tiers = {"host": TierRate(1e12), "disk": TierRate(1e6)}
-    made = choose(1280, 0, [candidate(1024)], LINEAR, tiers)
+    made = choose_load(1280, 0, [candidate(1024)], LINEAR, tiers)
     assert made.decision == "split" and made.stop == 1024
     assert made.seconds == pytest.approx(0.512 + 0.256) and made.compute_seconds == pytest.approx(1.28)
     # A third faster: meets at 1024 * 0.65 / 1.65 = 403.4, better at page 416.
@@ -38,25 +48,25 @@ def test_an_even_split_of_two_equal_rates():
 
 def test_a_fast_host_is_loaded_alone_and_a_slow_disk_not_at_all():
     tiers = {"host": TierRate(1e9), "disk": TierRate(1e4)}
-    made = choose(1280, 0, [candidate(1024, "host")], LINEAR, tiers)
+    made = choose_load(1280, 0, [candidate(1024, "host")], LINEAR, tiers)
     assert (made.decision, made.stop, made.start) == ("load", 1024, 0)
     assert made.wait_s == pytest.approx(0.001024 + 0.064)
-    assert choose(1280, 0, [candidate(1024)], LINEAR, tiers).decision == "compute"
+    assert choose_load(1280, 0, [candidate(1024)], LINEAR, tiers).decision == "compute"
 
 
 def test_latency_makes_short_prefixes_computed():
     tiers = {"host": TierRate(1e9), "disk": TierRate(1e8, latency_s=0.2)}
-    assert choose(192, 0, [candidate(128)], LINEAR, tiers).decision == "compute"
-    assert choose(2048, 0, [candidate(1984)], LINEAR, tiers).decision == "split"
+    assert choose_load(192, 0, [candidate(128)], LINEAR, tiers).decision == "compute"
+    assert choose_load(2048, 0, [candidate(1984)], LINEAR, tiers).decision == "split"
 
 
 def test_beside_a_fast_link_nothing_is_computed_meanwhile_whoever_else_loads():
     """Each of many that load at once waits for its turn, which computing a slice would shorten by next to nothing."""
     for queued in (0, 10**9, 8 * 10**9):
         compute = ComputeRate(1e-4, share=1 / (1 + queued // 10**9))
-        chosen = choose(8192, 0, [candidate(8128, "host")], compute, {"host": TierRate(1e10, queued_bytes=queued)})
+        chosen = choose_load(8192, 0, [candidate(8128, "host")], compute, {"host": TierRate(1e10, queued_bytes=queued)})
         assert chosen.decision == "load" and chosen.wait_s >= chosen.load_seconds >= queued / 1e10
-    half = choose(8192, 0, [candidate(8128, "host")], ComputeRate(1e-4), {"host": TierRate(2e7)})
+    half = choose_load(8192, 0, [candidate(8128, "host")], ComputeRate(1e-4), {"host": TierRate(2e7)})
     assert half.decision == "split"
 
 
@@ -64,34 +74,34 @@ def test_what_a_step_computes_anyway_is_not_loaded():
     """The step that brings the first token computes a short prefix as well, unless others fill it."""
     tiers = {"host": TierRate(1e8)}
     for total, delay_s, decision in ((60, 0.0, "compute"), (60, 0.06, "load"), (60 + 64, 0.0, "load")):
-        made = choose(total, 0, [candidate(total // PAGE * PAGE, "host")], replace(LINEAR, delay_s=delay_s), tiers)
+        made = choose_load(total, 0, [candidate(total // PAGE * PAGE, "host")], replace(LINEAR, delay_s=delay_s), tiers)
         assert made.decision == decision, total
 
 
 def test_the_queue_and_the_link_count():
     tiers = {"host": TierRate(1e6), "disk": TierRate(1e9)}
-    made = choose(1280, 0, [candidate(1024)], LINEAR, tiers)  # the link is the slower of the two
+    made = choose_load(1280, 0, [candidate(1024)], LINEAR, tiers)  # the link is the slower of the two
     assert made.seconds == pytest.approx(0.512 + 0.256, abs=0.04)
     busy = {"host": TierRate(1e12), "disk": TierRate(1e6, queued_bytes=10_000_000)}
-    assert choose(1280, 0, [candidate(1024)], LINEAR, busy).decision == "compute"
+    assert choose_load(1280, 0, [candidate(1024)], LINEAR, busy).decision == "compute"
 
 
 def test_loads_go_on_while_the_sequence_waits_for_its_turn():
     tiers = {"host": TierRate(1e12), "disk": TierRate(1e6)}
     waiting = ComputeRate(1e-3, delay_s=2.0, slice_tokens=64)
-    made = choose(1280, 0, [candidate(1024)], waiting, tiers)
+    made = choose_load(1280, 0, [candidate(1024)], waiting, tiers)
     assert made.decision == "load" and made.seconds == pytest.approx(2.0 + 0.256)
 
 
 def test_a_missing_tier_rules_its_candidates_out():
     tiers = {"host": TierRate(1e9)}
-    made = choose(1280, 0, [candidate(512, "host"), candidate(1024, "disk")], LINEAR, tiers)
+    made = choose_load(1280, 0, [candidate(512, "host"), candidate(1024, "disk")], LINEAR, tiers)
     assert made.stop == 512
-    assert choose(1280, 0, [candidate(1024)], LINEAR, {}).decision == "compute"
+    assert choose_load(1280, 0, [candidate(1024)], LINEAR, {}).decision == "compute"
 
 
 def test_pages_on_the_device_cost_nothing():
-    made = choose(1280, 0, [candidate(1024, pages=["device"] * 32, tier="host")], LINEAR, {})
+    made = choose_load(1280, 0, [candidate(1024, pages=["device"] * 32, tier="host")], LINEAR, {})
     assert made.decision == "load" and made.seconds == pytest.approx(0.256)
 
 
@@ -146,7 +156,7 @@ def exhaustive(total, start, candidates, compute, tiers):
 
 @given(problems())
 def test_predicted_time_is_the_best_of_all_splits(problem):
-    made = choose(*problem)
+    made = choose_load(*problem)
     best, recompute = exhaustive(*problem)
     compute = problem[3]
     assert made.compute_seconds == pytest.approx(recompute)
@@ -184,26 +194,26 @@ SPLIT = LoadChoice(1024, 512, 0.7, 1.3, "split", meet=800, load_seconds=0.5, wai
     ],
 )
 def test_running_a_split(computed, ready, idle, action, tokens):
-    step = advance(SPLIT, computed, ready, idle)
+    step = decide_move(SPLIT, computed, ready, idle)
     assert (step.action, step.max_tokens) == (action, tokens)
 
 
 def test_late_slices_grow():
     long = LoadChoice(10_000, 512, 0.7, 1.3, "split", meet=800, slice_tokens=100)
-    assert [advance(long, n, 10_001, 0.0).max_tokens for n in (800, 900, 1400, 4000)] == [100, 100, 300, 1600]
+    assert [decide_move(long, n, 10_001, 0.0).max_tokens for n in (800, 900, 1400, 4000)] == [100, 100, 300, 1600]
 
 
 def test_running_a_load():
     load = LoadChoice(1024, 0, 0.3, 1.3, "load", load_seconds=0.02, wait_s=0.03)
-    assert advance(load, 0, 2048, 0.029).action == "wait"
-    assert advance(load, 0, 0, 0.029).action == "jump"
-    assert advance(load, 0, 512, 0.03).action == "compute"
-    assert advance(load, 512, 512, 0.03).action == "jump"
+    assert decide_move(load, 0, 2048, 0.029).action == "wait"
+    assert decide_move(load, 0, 0, 0.029).action == "jump"
+    assert decide_move(load, 0, 512, 0.03).action == "compute"
+    assert decide_move(load, 512, 512, 0.03).action == "jump"
 
 
 def test_nobody_waits_for_a_split_while_others_fill_the_step():
     tiers = {"host": TierRate(1e12), "disk": TierRate(1e6)}
-    made = choose(1280, 0, [candidate(1024)], ComputeRate(1e-3, share=0.5, slice_tokens=64), tiers)
+    made = choose_load(1280, 0, [candidate(1024)], ComputeRate(1e-3, share=0.5, slice_tokens=64), tiers)
     assert made.decision == "split" and made.wait_s == 0.0
 
 
@@ -211,11 +221,11 @@ def test_nobody_waits_for_a_split_while_others_fill_the_step():
 def test_a_load_that_never_comes_costs_only_the_wait(problem):
     """The invariant in the module's docstring, for every plan."""
     total, start, candidates, compute, _ = problem
-    made = choose(*problem)
+    made = choose_load(*problem)
     if made.decision == "compute":
         return
     computed, idle = start, 0.0
-    while (step := advance(made, computed, made.stop + 1, idle)).action != "drop":
+    while (step := decide_move(made, computed, made.stop + 1, idle)).action != "drop":
         if step.action == "wait":
             assert idle == 0.0
             idle = made.wait_s
@@ -244,7 +254,7 @@ def cost(made, compute, total, start):
 @given(BESIDE)
 def test_beside_others_a_choice_costs_all_of_them_no_more_than_computing(problem):
     total, start, _, compute, _ = problem
-    made, alone = choose(*problem), choose(total, start, problem[2], replace(compute, others=0.0), problem[4])
+    made, alone = choose_load(*problem), choose_load(total, start, problem[2], replace(compute, others=0.0), problem[4])
     cautious = CAUTION * made.load_seconds - made.load_seconds
     assert (
         cost(made, compute, total, start) <= made.compute_seconds + compute.others * compute.alone(start, total) + 1e-9
@@ -252,7 +262,7 @@ def test_beside_others_a_choice_costs_all_of_them_no_more_than_computing(problem
     assert cost(made, compute, total, start) <= cost(alone, compute, total, start) / (1 - MARGIN) + (
         CAUTION * alone.load_seconds - alone.load_seconds + cautious + MARGIN * made.compute_seconds + 1e-9
     )
-    assert bool(made.patience_s) == (compute.others > 0 and made.decision == "load")
+    assert bool(made.longest_s) == (compute.others > 0 and made.decision == "load")
 
 
 @given(BESIDE, st.floats(0.001, 1.0), st.sampled_from([0.0, 0.3, 0.9]))
@@ -260,14 +270,14 @@ def test_a_load_that_comes_no_further_costs_a_bounded_wait_while_it_spares_other
     """Nothing more has come for as long as the sequence idles, so nothing is expected any sooner. It idles and computes
     no longer than 1 + `others` times what computing takes."""
     total, start, _, compute, _ = problem
-    made = choose(*problem)
+    made = choose_load(*problem)
     if made.decision == "compute":
         return
     computed, idle = start, 0.0
     here = made.stop - int(share * (made.stop - start)) if share else made.stop + 1
     while computed < min(made.stop, here):
-        aimed = aim(made, computed, PAGE, compute, lambda token, idle=idle: idle, ready_from=here, idle_s=idle)
-        step = advance(aimed, computed, here, idle)
+        aimed = aim_meeting(made, computed, PAGE, compute, lambda token, idle=idle: idle, ready_from=here, idle_s=idle)
+        step = decide_move(aimed, computed, here, idle)
         if step.action == "wait":
             idle += step_s
         elif step.action == "compute":
@@ -278,7 +288,7 @@ def test_a_load_that_comes_no_further_costs_a_bounded_wait_while_it_spares_other
     slices = compute.seconds(max(0, total - compute.slice_tokens), total)
     rest = compute.seconds(start, made.stop) + compute.others * compute.alone(start, made.stop)
     assert idle <= max(rest, slices) + step_s
-    if made.patience_s:
+    if made.longest_s:
         computing = compute.seconds(start, min(computed, made.stop))
         assert idle + computing <= rest + compute.delay_s + slices + step_s
 
@@ -286,40 +296,40 @@ def test_a_load_that_comes_no_further_costs_a_bounded_wait_while_it_spares_other
 def test_who_decodes_is_spared_by_a_load_that_takes_longer_than_computing():
     """1,024 tokens take 1 s to compute, 1.5 s to load; or they meet after 0.6 s."""
     tiers = {"host": TierRate(1e12), "disk": TierRate(1024 * 1000 / 1.5)}
-    made = choose(1280, 0, [candidate(1024)], LINEAR, tiers)
-    assert made.decision == "split" and made.patience_s == 0.0
+    made = choose_load(1280, 0, [candidate(1024)], LINEAR, tiers)
+    assert made.decision == "split" and made.longest_s == 0.0
     beside = replace(LINEAR, others=2.0)
-    made = choose(1280, 0, [candidate(1024)], beside, tiers)
-    assert (made.decision, made.meet) == ("load", 0) and made.patience_s > made.load_seconds > 1.4
-    late = aim(made, 0, PAGE, beside, lambda token: 1.5)
-    assert advance(late, 0, 2000, 1.0).action == "wait"
-    late = aim(made, 0, PAGE, beside, lambda token: 3.5)
-    assert advance(late, 0, 2000, 0.0).action == "compute"
-    alone = aim(made, 0, PAGE, LINEAR, lambda token: 1.5 * (1 - token / 1024))
-    assert advance(alone, 0, 2000, 0.0).action == "compute", "nobody is spared any more"
+    made = choose_load(1280, 0, [candidate(1024)], beside, tiers)
+    assert (made.decision, made.meet) == ("load", 0) and made.longest_s > made.load_seconds > 1.4
+    late = aim_meeting(made, 0, PAGE, beside, lambda token: 1.5)
+    assert decide_move(late, 0, 2000, 1.0).action == "wait"
+    late = aim_meeting(made, 0, PAGE, beside, lambda token: 3.5)
+    assert decide_move(late, 0, 2000, 0.0).action == "compute"
+    alone = aim_meeting(made, 0, PAGE, LINEAR, lambda token: 1.5 * (1 - token / 1024))
+    assert decide_move(alone, 0, 2000, 0.0).action == "compute", "nobody is spared any more"
 
 
 def test_of_what_is_asked_for_the_first_pages_come_last():
     """768 KB of 1,024 tokens are being read: the first page's place in the queue is no wait for the last one's."""
     tiers = {"host": TierRate(1e12), "disk": TierRate(1e6, 0.0, 768_000)}
     pages = ["disk"] * 8 + ["reading"] * 24
-    made = choose(1280, 0, [candidate(1024, pages=pages)], LINEAR, tiers)
-    fresh = choose(1280, 0, [candidate(1024)], LINEAR, {**tiers, "disk": TierRate(1e6)})
+    made = choose_load(1280, 0, [candidate(1024, pages=pages)], LINEAR, tiers)
+    fresh = choose_load(1280, 0, [candidate(1024)], LINEAR, {**tiers, "disk": TierRate(1e6)})
     assert (made.decision, made.meet, made.seconds) == (fresh.decision, fresh.meet, fresh.seconds)
 
 
 @given(BESIDE)
 def test_whoever_waits_has_asked_for_what_it_waits_for(problem):
-    made = choose(*problem)
+    made = choose_load(*problem)
     for computed in range(problem[1], made.stop):
-        if advance(made, computed, made.stop + 1, 0.0).action == "wait":
+        if decide_move(made, computed, made.stop + 1, 0.0).action == "wait":
             assert made.start <= computed
             break
 
 
 def test_the_band_brackets_the_meeting_point():
     tiers = {"host": TierRate(1e12), "disk": TierRate(1e6)}
-    made = choose(4096, 0, [candidate(3840)], LINEAR, tiers)
+    made = choose_load(4096, 0, [candidate(3840)], LINEAR, tiers)
     assert made.early < made.load_seconds * 1000 <= made.meet + PAGE
     assert made.meet - made.early < BAND * made.meet
 
@@ -358,7 +368,7 @@ def test_steps_that_a_disk_slows_down_count_beside_what_others_gain():
     long meanwhile, one that is alone does not."""
     tiers = {"host": TierRate(1e12), "disk": TierRate(1024 * 1000 / 1.5)}
     beside = replace(LINEAR, others=2.0)
-    assert decide(1280, 0, [candidate(1024)], beside, tiers, 1.2).decision == "load"
-    assert decide(1280, 0, [candidate(1024)], LINEAR, tiers, 1.2).decision != "load"
+    assert decide_load(1280, 0, [candidate(1024)], beside, tiers, 1.2).decision == "load"
+    assert decide_load(1280, 0, [candidate(1024)], LINEAR, tiers, 1.2).decision != "load"
     slow = {"host": TierRate(1e12), "disk": TierRate(1024 * 1000 / 4)}
-    assert decide(1280, 0, [candidate(1024)], beside, slow, 1.2).decision != "load"
+    assert decide_load(1280, 0, [candidate(1024)], beside, slow, 1.2).decision != "load"

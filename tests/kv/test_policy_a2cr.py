@@ -23,8 +23,8 @@ def test_victims_follow_the_formula_at_any_later_time(seed: int) -> None:
     for _ in range(400):
         page, signal = rng.randrange(80), math.exp(rng.gauss(0, 1))
         clock += 1
-        policy.touch([page], [signal])
-        policy.add([page])
+        policy.touch_chain([page], [signal])
+        policy.add_pages([page])
         attention[page] = signal if page not in attention else 0.5 * (attention[page] + signal)
         frequency[page] = frequency.get(page, 0) + 1
         last[page] = clock
@@ -34,15 +34,15 @@ def test_victims_follow_the_formula_at_any_later_time(seed: int) -> None:
         def score(page: int, now: int = now) -> float:
             return math.log(attention[page]) + math.log(frequency[page]) - rate * (now - last[page])
 
-        assert policy.victims(len(last)) == sorted(last, key=score)
+        assert policy.choose_victims(len(last)) == sorted(last, key=score)
 
 
 def test_attention_orders_otherwise_equal_pages() -> None:
     policy = A2CRPolicy(10, 1e-2)
     for page, mass in (("low", 0.2), ("high", 3.0), ("unseen", None)):
-        policy.touch([page], None if mass is None else [mass])
-        policy.add([page])
-    assert policy.victims(3) == ["low", "unseen", "high"]
+        policy.touch_chain([page], None if mass is None else [mass])
+        policy.add_pages([page])
+    assert policy.choose_victims(3) == ["low", "unseen", "high"]
 
 
 def test_an_unmeasured_page_is_neutral_and_zero_is_finite() -> None:
@@ -54,12 +54,12 @@ def replay(policy: A2CRPolicy, capacity: int, pages: list[int]) -> int:
     hits = 0
     for page in pages:
         hits += page in policy
-        policy.touch([page])
+        policy.touch_chain([page])
         if page not in policy:
-            policy.add([page])
+            policy.add_pages([page])
         if len(policy) > capacity:
-            for victim in policy.victims(len(policy) - capacity) or []:
-                policy.remove(victim)
+            for victim in policy.choose_victims(len(policy) - capacity) or []:
+                policy.remove_page(victim)
     return hits
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from wicore_trt.kv.policy.cost import CostPolicy, LRUGuard
 from wicore_trt.kv.policy.policy import Key, Node
-from wicore_trt.kv.policy.reuse import Group, PageClass, ReuseModel
+from wicore_trt.kv.policy.reuse import PageClass, ReuseModel, TouchGroup
 from wicore_trt.kv.study.simulate import simulate
 from wicore_trt.kv.study.trace import BLOCK_TOKENS, TraceRequest, unique_blocks
 
@@ -111,10 +111,10 @@ def test_page_cost_decides_between_equally_likely_pages() -> None:
         for i in range(3000):
             chain = [(i, j) for j in range(rng.choice((2, 12)))]
             for _ in range(2 if i % 3 else 1):
-                policy.touch(chain)
-                policy.add([key for key in chain if key not in policy])
-            for key in policy.victims(max(0, len(policy) - 300)) or []:
-                policy.remove(key)
+                policy.touch_chain(chain)
+                policy.add_pages([key for key in chain if key not in policy])
+            for key in policy.choose_victims(max(0, len(policy) - 300)) or []:
+                policy.remove_page(key)
         return sum(node.depth >= 6 for node in policy._nodes.values() if node.resident)
 
     assert survivors(lambda depth: 1.0 + 10.0 * depth) > survivors(lambda depth: 1.0 / (1.0 + depth))
@@ -127,22 +127,22 @@ def test_the_model_ranks_known_hazards() -> None:
     for kind, rate in kinds.items():
         for _ in range(20_000):
             age = rng.expovariate(rate)
-            model.end(Group(kind, 0), 1, min(age, 2000.0), reused=age < 2000.0)
-    model.refresh([], 0)
+            model.end_wait(TouchGroup(kind, 0), 1, min(age, 2000.0), reused=age < 2000.0)
+    model.refresh_estimates([], 0)
     fast, slow = kinds
     for age in (10, 25, 60):
-        assert model.index(fast, age) / model.index(slow, age) == pytest.approx(10, rel=0.3)
-    assert model.index(slow, 100) == pytest.approx(model.index(slow, 10), rel=0.3)
+        assert model.rank_index(fast, age) / model.rank_index(slow, age) == pytest.approx(10, rel=0.3)
+    assert model.rank_index(slow, 100) == pytest.approx(model.rank_index(slow, 10), rel=0.3)
 
 
 def test_pages_that_return_after_a_fixed_time_are_worth_more_shortly_before() -> None:
     model, kind = ReuseModel(unit=1.0, memory=1e9), PageClass(0, 0)
     for _ in range(1000):
-        model.end(Group(kind, 0), 1, 100.0, reused=True)
+        model.end_wait(TouchGroup(kind, 0), 1, 100.0, reused=True)
     for _ in range(1000):
-        model.end(Group(kind, 0), 1, 1000.0, reused=False)
-    model.refresh([], 0)
-    early, before, after = (model.index(kind, age) for age in (5, 80, 300))
+        model.end_wait(TouchGroup(kind, 0), 1, 1000.0, reused=False)
+    model.refresh_estimates([], 0)
+    early, before, after = (model.rank_index(kind, age) for age in (5, 80, 300))
     assert before > 2 * early
     assert before > 5 * after
 
@@ -154,11 +154,11 @@ def test_open_pages_count_as_survival() -> None:
         model = ReuseModel(unit=1.0, memory=1e9)
         kind = PageClass(0, 0)
         for _ in range(200):
-            model.end(Group(kind, 0), 1, 5.0, reused=True)
-        group = Group(kind, 0)
+            model.end_wait(TouchGroup(kind, 0), 1, 5.0, reused=True)
+        group = TouchGroup(kind, 0)
         group.open = waiting
-        model.refresh([group], 100)
-        return model.index(kind, 2.0)
+        model.refresh_estimates([group], 100)
+        return model.rank_index(kind, 2.0)
 
     assert index(2000) < 0.3 * index(0)
 
@@ -180,7 +180,7 @@ def trial_wins(guard: LRUGuard, first: int = 0, limit: int = 3000) -> int:
     order decide; the number of requests."""
     for i in range(limit):
         for keys in (["hot", "warm"], [(first, i, j) for j in range(30)]):
-            if guard.observe(path_of(*keys), 0):
+            if guard.observe_request(path_of(*keys), 0):
                 return i + 1
     raise AssertionError("a trial that wins was not believed")
 
@@ -194,8 +194,8 @@ def guard_that_likes_hot_pages() -> LRUGuard:
 def test_lru_decides_until_a_trial_wins() -> None:
     guard = guard_that_likes_hot_pages()
     for i in range(500):
-        assert not guard.observe(*always_good(i)), "on this traffic both orders are alike"
-    assert guard.use_lru and not guard.idle
+        assert not guard.observe_request(*always_good(i)), "on this traffic both orders are alike"
+    assert guard.use_lru and not guard.is_idle
     assert 2 < trial_wins(guard) < 50
     assert not guard.use_lru
 
@@ -207,7 +207,7 @@ def test_losses_to_lru_are_bounded_and_stakes_grow() -> None:
         waits.append(trial_wins(guard, attempt))
         for i in range(1000):
             keys, hits = always_good(i)
-            if guard.observe(keys, 0):
+            if guard.observe_request(keys, 0):
                 break
             lost += hits if i >= 4 else 0
         assert guard.use_lru, "it did not give up"
@@ -219,11 +219,11 @@ def test_losses_to_lru_are_bounded_and_stakes_grow() -> None:
 def test_gains_are_credit_for_bad_luck() -> None:
     guard = guard_that_likes_hot_pages()
     for i in range(100):
-        guard.observe(*always_good(i))
+        guard.observe_request(*always_good(i))
     trial_wins(guard)
     for i in range(2000):
-        assert not guard.observe(path_of(("new", i)), 1), "the tier hits what LRU cannot"
-    misses = next(i for i in range(1000) if guard.observe(always_good(i)[0], 0))
+        assert not guard.observe_request(path_of(("new", i)), 1), "the tier hits what LRU cannot"
+    misses = next(i for i in range(1000) if guard.observe_request(always_good(i)[0], 0))
     assert 64 <= misses <= 80, "64 requests of credit, 4 of loss, 4 that LRU misses too"
 
 
@@ -233,8 +233,8 @@ def test_generated_pages_count_for_lru_too() -> None:
     trial_wins(guard)
     answer = path_of(*(("answer", i) for i in range(8)))
     for node in answer:
-        guard.hold(node)
-    assert any(guard.observe(answer[: i + 1], 0) for i in range(7)), "LRU would have hit them"
+        guard.hold_page(node)
+    assert any(guard.observe_request(answer[: i + 1], 0) for i in range(7)), "LRU would have hit them"
 
 
 def answers_tell(swapped: bool = False) -> list[TraceRequest]:
@@ -264,18 +264,18 @@ def test_the_length_of_answers_tells_which_prompts_come_back(swapped: bool) -> N
 def test_an_answer_changes_the_class_of_all_pages_of_its_request() -> None:
     """Generated pages too; a later request's answer replaces it, and a policy that never hears of one works."""
     policy = CostPolicy(100)
-    policy.touch(["a", "b"])
-    policy.add(["a", "b"])
-    policy.add(["c"], "b")
+    policy.touch_chain(["a", "b"])
+    policy.add_pages(["a", "b"])
+    policy.add_pages(["c"], "b")
 
     def coarse() -> set[int]:
         groups = [policy._nodes[key].group for key in "abc"]
-        assert all(isinstance(group, Group) for group in groups)
-        return {group.page_class.coarse >> 8 for group in groups if isinstance(group, Group)}
+        assert all(isinstance(group, TouchGroup) for group in groups)
+        return {group.page_class.coarse >> 8 for group in groups if isinstance(group, TouchGroup)}
 
     assert coarse() == {0}
-    policy.answered(["a", "b", "c", "never seen"], 500)
+    policy.note_answer(["a", "b", "c", "never seen"], 500)
     assert coarse() == {2}
-    policy.answered(["a", "b", "c"], 3)
+    policy.note_answer(["a", "b", "c"], 3)
     assert coarse() == {1}
     policy.check_integrity()

@@ -39,7 +39,10 @@ def test_who_enters_with_the_next_step_is_not_read_ahead_of(others):
     """Its own load would find its pages in a queue, as if they came late, and compute."""
     prefix = tokens(random.Random(1), 8192)
     engine = engine_with(prefix, decoding=others)
-    with engine.running(), mock.patch.object(engine.loader, "prefetch", wraps=engine.loader.prefetch) as prefetch:
+    with (
+        engine.running(),
+        mock.patch.object(engine.loader, "prefetch_prefix", wraps=engine.loader.prefetch_prefix) as prefetch,
+    ):
         until_decoding(engine, others)
         engine.ask([*prefix, 11, 12])
         engine.step()
@@ -86,7 +89,7 @@ def test_what_is_computed_instead_is_not_read_any_further(choice):
         name = engine.ask([*prefix, 11, 12])
         engine.step()
         assert engine.tiers.loads.loads
-        engine.loader.choose = lambda *asked, **more: choice
+        engine.loader.choose_load = lambda *asked, **more: choice
         engine.core.abort("r0")
         while not any(output.request_key == name and output.token_ids for output in engine.step()):
             pass
@@ -166,7 +169,7 @@ def test_a_load_that_has_not_asked_yet_expects_to_wait_for_what_others_asked_for
             engine.step()
         load = engine.scheduler.running[1].pages.load
         assert not load.reading and engine.tiers.up.reading_bytes > 0.4e9
-        expected = engine.events.now + engine.loader._arrival(load, 0.0)(0)
+        expected = engine.events.now + engine.loader._expect_arrival(load, 0.0)(0)
         while not any(output.request_key == name for output in engine.step()):
             pass
     assert expected == pytest.approx(engine.events.now, abs=0.15)
@@ -183,7 +186,7 @@ def test_nobody_expects_to_wait_for_a_load_that_was_just_given_up():
             engine.step()
         first, second = (s.pages.load for s in engine.scheduler.running)
         assert engine.tiers.loads.unasked_bytes(load=second) > 0.2e9
-        engine.loader.cancel(engine.scheduler.running[0].pages)
+        engine.loader.cancel_load(engine.scheduler.running[0].pages)
         assert first.cancelled and engine.tiers.loads.unasked_bytes(load=second) == 0
 
 

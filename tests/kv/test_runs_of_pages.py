@@ -76,8 +76,8 @@ class Campaign:
             self.manager, max_batch_tokens=self.batch, max_sequences=rng.choice([3, 8]), loader=self.loader,
             slice_tokens=self.slice,
         )  # fmt: skip
-        self.scheduler.prefill.observe([(0, 64)], 64 * rng.choice([1.0, 1.0, 1e-2, 1e-4]))
-        self.scheduler.prefill.observe = lambda *_: None
+        self.scheduler.prefill.observe_step([(0, 64)], 64 * rng.choice([1.0, 1.0, 1e-2, 1e-4]))
+        self.scheduler.prefill.observe_step = lambda *_: None
         self.core = EngineCore(
             self.device, self.scheduler, eos_ids=(EOS,), max_context=self.longest, clock=clock.monotonic
         )
@@ -117,7 +117,7 @@ class Campaign:
     def forget(self) -> None:
         """What the device caches, and sometimes what host memory has, in use or not."""
         self.manager.tiers = None
-        self.manager.clear()
+        self.manager.clear_cache()
         self.manager.tiers = self.tiers
         for copy in list(self.tiers.host.copies()) if self.rng.random() < 0.3 else ():
             if copy.ready:
@@ -142,7 +142,7 @@ class Campaign:
             and not tiers.up.waiting
             and not self.loader._begun
         )
-        assert not any(pool.used for pool in self.manager.pools.values()), "a page leaks"
+        assert not any(pool.used_slots for pool in self.manager.pools.values()), "a page leaks"
         for index in self.tiers.indexes.values():
             assert not index.inspect().lost_copies and all(copy.ready and not copy.readers for copy in index.copies())
         self.check()
@@ -151,10 +151,10 @@ class Campaign:
         """Books, and the bytes of pages that can be found on the device."""
         self.scheduler.check_integrity()
         for group, pool in self.manager.pools.items():
-            for page in pool.pages():
+            for page in pool.list_pages():
                 if page.key in self.names and self.rng.random() < 0.3:
                     right = page_bytes(group, self.names[page.key], self.size, self.layout.page_bytes[group])
-                    assert bytes(self.device.page(group, pool.find(page.key))) == right
+                    assert bytes(self.device.page(group, pool.find_slot(page.key))) == right
                     self.seen["pages compared"] += 1
 
     def restart(self) -> None:

@@ -31,8 +31,10 @@ def test_events_do_not_let_anybody_guess_a_prompt() -> None:
     core.add(GenerateRequest("v", (*template, *code, 3), SamplingParams(temperature=0, max_tokens=1), cache_salt="v"))
     while core.has_work:
         core.step()
-    core.scheduler.manager.events.publish()
-    told = {page.index: page for found in core.scheduler.manager.events.snapshot().pages.values() for page in found}
+    core.scheduler.manager.events.publish_step()
+    told = {
+        page.index: page for found in core.scheduler.manager.events.take_snapshot().pages.values() for page in found
+    }
     page = told[len(template) // 4]
     guesses = [array("I", guess).tobytes() for guess in itertools.product(range(20, 24), repeat=4)]
     assert array("I", code).tobytes() in guesses
@@ -65,9 +67,9 @@ def test_without_its_secret_a_cache_is_cold_and_goes_on(tmp_path: Path, damage: 
     def found() -> int:
         hits = 0
         for tokens in prompts:
-            pages_of = stack.manager.names("", "")
+            pages_of = stack.manager.derive_names("", "")
             keys: list[bytes] = []
-            pages_of.extend(keys, tokens)
+            pages_of.extend_keys(keys, tokens)
             hits += sum(stack.tiers.disk.get("global", key) is not None for key in keys)
         return hits
 
@@ -126,7 +128,7 @@ def test_a_salt_in_the_settings_takes_the_place_of_the_file(tmp_path: Path) -> N
     tags = []
     for name, salt in (("a", "salt"), ("b", "salt"), ("c", None)):
         stack = Stack(tmp_path / name, seed=SEED, salt=salt)
-        tags.append(stack.manager.names("who", "").tag)
+        tags.append(stack.manager.derive_names("who", "").tag)
         stack.close()
     assert tags[0] == tags[1] != tags[2]
     assert len(secret_of("\ud800")) == 32

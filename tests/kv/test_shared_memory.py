@@ -35,7 +35,7 @@ class MemoryMachine(RuleBasedStateMachine):
         super().__init__()
         options = CacheOptions(checkpoint_tokens=8, slab_pages=SLAB)
         self.manager = KVCacheManager(pages_of(7), 5, KeyChain("engine", 2), options=options)
-        self.names = self.manager.names("", "")
+        self.derive_names = self.manager.derive_names("", "")
         self.live: list[tuple[SequencePages, list[int], int]] = []
         self.count = 0
 
@@ -44,15 +44,15 @@ class MemoryMachine(RuleBasedStateMachine):
         self.count += 1
         tokens = [root] * (length // 2) + [self.count] * (length - length // 2)
         pages = SequencePages(self.names, CacheHints())
-        hit = self.manager.lookup(pages, tokens)
-        self.manager.attach(pages, hit, len(tokens))
-        self.manager.touch(pages, hit.tokens)
-        before = self.manager.memory.room
-        if not self.manager.reserve(pages, len(tokens), spare=len(self.live)):
-            assert self.manager.memory.room == before, "what was refused changed something"
-            self.manager.free(pages)
+        hit = self.manager.find_prefix(pages, tokens)
+        self.manager.attach_prefix(pages, hit, len(tokens))
+        self.manager.touch_chain(pages, hit.tokens)
+        before = self.manager.memory.free_counts
+        if not self.manager.reserve_pages(pages, len(tokens), spare=len(self.live)):
+            assert self.manager.memory.free_counts == before, "what was refused changed something"
+            self.manager.free_pages(pages)
             return
-        self.manager.commit(pages, tokens, hit.tokens, len(tokens), finite=True)
+        self.manager.commit_tokens(pages, tokens, hit.tokens, len(tokens), finite=True)
         self.live.append((pages, tokens, self.count))
 
     @precondition(lambda self: self.live)
@@ -60,31 +60,31 @@ class MemoryMachine(RuleBasedStateMachine):
     def leave(self, data, ended):
         pages, tokens, _ = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
         if ended:
-            self.manager.finished(pages, len(tokens), 0)
-        self.manager.free(pages)
+            self.manager.end_request(pages, len(tokens), 0)
+        self.manager.free_pages(pages)
 
     @rule(chain=st.integers(0, 36), local=st.integers(0, 15))
     def ask_for_both(self, chain, local):
         need = {GLOBAL: chain, LOCAL: local}
-        fits, memory = self.manager.memory.fits(need), self.manager.memory
-        found = memory.allocate(need)
+        fits, memory = self.manager.memory.can_allocate(need), self.manager.memory
+        found = memory.allocate_slots(need)
         assert (found is not None) == fits
         if found is not None:
             assert {group: len(slots) for group, slots in found.items()} == need
             for group, slots in found.items():
-                self.manager.pools[group].release(slots)
+                self.manager.pools[group].release_slots(slots)
 
     @rule()
     def start_afresh(self):
-        self.manager.memory.start_afresh()
-        assert not any(pool.cached for pool in self.manager.pools.values())
+        self.manager.memory.evict_all()
+        assert not any(pool.cached_slots for pool in self.manager.pools.values())
 
     @invariant()
     def consistent(self):
         self.manager.check_integrity()
         for group, pool in self.manager.pools.items():
             held = {slot for pages, _, _ in self.live for slot in pages.tables[group] if slot >= 0}
-            assert held == pool.states()[0]
+            assert held == pool.list_states()[0]
 
 
 def test_random_operations():
@@ -148,7 +148,7 @@ def test_what_is_worthless_leaves_before_another_conversation_is_touched(policy)
     found(core, prompts, "random", 4)
     pools = core.scheduler.manager.pools
     chains: dict[bytes, int] = {}
-    parent = {page.key: page.parent for page in pools[GLOBAL].pages()}
+    parent = {page.key: page.parent for page in pools[GLOBAL].list_pages()}
     for key in parent:
         at: bytes | None = key
         root = key
@@ -170,7 +170,7 @@ def test_the_policy_hears_what_full_memory_holds_and_not_how_it_empties():
     assert policy is not None
     held = len(policy)
     assert abs(policy.capacity - held) < held / 8
-    assert manager.memory.start_afresh() and not len(policy)
+    assert manager.memory.evict_all() and not len(policy)
     assert abs(policy.capacity - held) < held / 8
     core.close()
 
@@ -199,14 +199,14 @@ def test_every_request_ends_in_memory_that_holds_hardly_one(seed):
 
 def holds(slabs: int) -> bool:
     options = CacheOptions(slab_pages=SLAB)
-    return KVCacheManager(pages_of(slabs), 16, KeyChain("", 4), options=options).fits(400, 48)
+    return KVCacheManager(pages_of(slabs), 16, KeyChain("", 4), options=options).can_run(400, 48)
 
 
 @pytest.mark.parametrize("seed", [9])
 def test_a_lone_sequence_whose_pages_lie_too_far_apart_starts_afresh(seed, monkeypatch):
     """Sequences that decode together put their pages side by side. When all but one have left, its pages keep slabs
     that it needs, also when it finds them again; then it computes them once more, close together."""
-    afresh, start_afresh = [], SharedMemory.start_afresh
+    afresh, start_afresh = [], SharedMemory.evict_all
     monkeypatch.setattr(SharedMemory, "start_afresh", lambda memory: afresh.append(start_afresh(memory)) or afresh[-1])
     rng = random.Random(seed)
     least = next(n for n in range(1, 400) if holds(n))

@@ -28,7 +28,7 @@ class Full:
             for group, size in SLAB.items()
         }
         self.memory = SharedMemory(self.slabs, self.pools, policy, lambda pages: max(0, pages - 2))
-        found = self.memory.allocate({GLOBAL: count * SLAB[GLOBAL]})
+        found = self.memory.allocate_slots({GLOBAL: count * SLAB[GLOBAL]})
         assert found is not None
         self.slots = found[GLOBAL]
 
@@ -38,9 +38,9 @@ class Full:
         slots = [slot for slot in self.slots if chosen(*divmod(slot, SLAB[GLOBAL]))]
         if cached:
             for slot in slots:
-                pool.wrote(slot, 0, 1)
-                pool.publish([slot], [Page(slot.to_bytes(8, "big"), GLOBAL, 0, None, b"")])
-        pool.release(slots)
+                pool.write_tokens(slot, 0, 1)
+                pool.publish_slots([slot], [Page(slot.to_bytes(8, "big"), GLOBAL, 0, None, b"")])
+        pool.release_slots(slots)
 
     def calls(self, need: dict[str, int]) -> int:
         """Function calls that an allocation takes."""
@@ -52,7 +52,7 @@ class Full:
 
         sys.setprofile(called)
         try:
-            found = self.memory.allocate(need)
+            found = self.memory.allocate_slots(need)
         finally:
             sys.setprofile(None)
         assert found is not None and {group: len(slots) for group, slots in found.items()} == need
@@ -73,7 +73,7 @@ def all_that_is_left(count: int) -> int:
     full.let_go(lambda slab, place: slab < 2, cached=True)
     full.let_go(lambda slab, place: 2 <= slab < count - 6 and place == 4, cached=False)
     full.let_go(lambda slab, place: slab >= count - 6 and place > 0, cached=True)
-    return full.calls({GLOBAL: full.slabs.free(GLOBAL) + 8, LOCAL: 1}) // count
+    return full.calls({GLOBAL: full.slabs.free_slots(GLOBAL) + 8, LOCAL: 1}) // count
 
 
 @pytest.mark.parametrize("case", [page_of_each, all_that_is_left])

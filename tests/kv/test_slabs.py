@@ -41,9 +41,9 @@ class SlabMachine(RuleBasedStateMachine):
 
     @rule(group=st.sampled_from((GLOBAL, LOCAL)), count=st.integers(0, 20))
     def take(self, group, count):
-        count = min(count, self.slabs.free(group))
+        count = min(count, self.slabs.free_slots(group))
         before, pinned = self.slabs.would_pin(group, count), len(self.held(group))
-        slots = self.slabs.take(group, count)
+        slots = self.slabs.take_slots(group, count)
         assert len(set(slots)) == count and not set(slots) & (self.used[group] | self.cached[group])
         self.used[group] |= set(slots)
         assert len(self.held(group)) == pinned + before
@@ -52,7 +52,7 @@ class SlabMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def unpin(self, data):
         group, slot = data.draw(st.sampled_from([(g, s) for g in PAGES for s in sorted(self.used[g])]))
-        self.slabs.unpin(group, slot)
+        self.slabs.unpin_slot(group, slot)
         self.used[group].remove(slot)
         self.cached[group].add(slot)
 
@@ -62,14 +62,14 @@ class SlabMachine(RuleBasedStateMachine):
         group, slot = data.draw(st.sampled_from([(g, s) for g in PAGES for s in sorted(self.cached[g])]))
         self.cached[group].remove(slot)
         if again:
-            self.slabs.pin(group, slot)
+            self.slabs.pin_slot(group, slot)
             self.used[group].add(slot)
         else:
-            self.slabs.give(group, slot)
+            self.slabs.return_slot(group, slot)
 
     @rule(chain=st.integers(0, 20), local=st.integers(0, 14))
     def ask(self, chain, local):
-        assert self.slabs.fits({GLOBAL: chain, LOCAL: local}) == self.could_have({GLOBAL: chain, LOCAL: local})
+        assert self.slabs.can_take({GLOBAL: chain, LOCAL: local}) == self.could_have({GLOBAL: chain, LOCAL: local})
 
     @invariant()
     def consistent(self):
@@ -83,7 +83,7 @@ class SlabMachine(RuleBasedStateMachine):
         assert len(taken) == len(set(taken)), "a byte is in two pages"
         for group in PAGES:
             most = next(n for n in range(40) if not self.could_have({GLOBAL: 0, LOCAL: 0, group: n + 1}))
-            assert self.slabs.available(group) == most
+            assert self.slabs.available_slots(group) == most
 
 
 def test_random_operations():
@@ -94,7 +94,7 @@ def test_random_operations():
 @pytest.mark.parametrize("model", MODELS)
 def test_slabs_of_all_models_are_a_small_part_of_their_memory(model, dtype):
     """The memory of eight windows has at least 50 slabs, and no byte of a slab is in no page."""
-    geometry = Geometry.of(builtin_spec(model), 32, dtype)
+    geometry = Geometry.from_spec(builtin_spec(model), 32, dtype)
     pages = pages_per_slab(geometry.page_bytes)
     assert {pages[group] * size for group, size in geometry.page_bytes.items()} == {geometry.slab_bytes}
     windows = 8 * (builtin_spec(model).sliding_window // 32 + 1) * geometry.page_bytes[LOCAL]
@@ -106,6 +106,6 @@ def test_slabs_of_all_models_are_a_small_part_of_their_memory(model, dtype):
 def test_a_pool_of_its_own_is_one_slab(counts):
     slabs = Slabs(1, {"x": 30})
     first, second = counts
-    taken = slabs.take("x", first)
-    assert taken == list(range(first)) and slabs.available("x") == slabs.free("x") == 30 - first
-    assert slabs.fits({"x": second}) == (first + second <= 30)
+    taken = slabs.take_slots("x", first)
+    assert taken == list(range(first)) and slabs.available_slots("x") == slabs.free_slots("x") == 30 - first
+    assert slabs.can_take({"x": second}) == (first + second <= 30)

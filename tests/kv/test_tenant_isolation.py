@@ -41,8 +41,8 @@ def prompts(rng: random.Random, count: int, pages: int) -> list[list[int]]:
 
 
 def chain(keys: KeyChain, tokens: list[int], salt: str) -> list[Page]:
-    names, found = keys.names("", salt), list[bytes]()
-    names.extend(found, tokens)
+    names, found = keys.derive_names("", salt), list[bytes]()
+    names.extend_keys(found, tokens)
     return [Page(k, "global", i, found[i - 1] if i else None, names.tag) for i, k in enumerate(found)]
 
 
@@ -59,13 +59,13 @@ def test_names_of_one_tenant_are_never_names_of_another() -> None:
                 probes += len(held[other])
                 hits += len(held[salt] & held[other])
     assert probes > 85_000 and hits == 0
-    assert len({keys.names("", salt).tag for salt in SALTS}) == len(SALTS)
+    assert len({keys.derive_names("", salt).tag for salt in SALTS}) == len(SALTS)
 
 
 def test_parts_sealed_for_one_tenant_open_for_no_other() -> None:
     """Even one who knows the page's name and all its numbers, and holds the master key's process."""
     rng = random.Random(os.urandom(8))
-    cipher, tags = PageCipher(os.urandom(32)), [KeyChain("engine", 4).names("", salt).tag for salt in SALTS]
+    cipher, tags = PageCipher(os.urandom(32)), [KeyChain("engine", 4).derive_names("", salt).tag for salt in SALTS]
     opened = 0
     for i in range(1000):
         owner, data = rng.choice(tags), rng.randbytes(64)

@@ -19,17 +19,17 @@ SHARED = 16
 
 def names(stack: Stack, tokens: list[int], salt: str) -> list[bytes]:
     """What a tenant's pages of a prompt are called."""
-    pages = SequencePages(stack.manager.names("", salt))
-    stack.manager.lookup(pages, [*tokens, 2])
+    pages = SequencePages(stack.manager.derive_names("", salt))
+    stack.manager.find_prefix(pages, [*tokens, 2])
     return pages.keys
 
 
 def usable(stack: Stack, tokens: list[int], salt: str) -> int:
     """Tokens that a request would find on the device or be planned to load."""
-    pages = SequencePages(stack.manager.names("", salt))
-    hit = stack.manager.lookup(pages, [*tokens, 2])
+    pages = SequencePages(stack.manager.derive_names("", salt))
+    hit = stack.manager.find_prefix(pages, [*tokens, 2])
     scheduler = stack.core.scheduler
-    plan = scheduler.loader.choose(pages, len(tokens) + 1, hit, scheduler.newcomer_rate())
+    plan = scheduler.loader.choose_load(pages, len(tokens) + 1, hit, scheduler.newcomer_rate())
     return max(hit.tokens, plan.stop if plan is not None else 0)
 
 
@@ -64,7 +64,7 @@ def test_a_hundred_thousand_probes_across_tenants(tmp_path: Path, where: str) ->
     if where == "on disk":
         stack.forget_host()
     assert in_tiers(stack, owned) == len(owned)
-    finders = [pool.find for pool in stack.manager.pools.values()]
+    finders = [pool.find_slot for pool in stack.manager.pools.values()]
     finders += [
         lambda key, index=index, group=group: index.get(group, key)
         for index in stack.tiers.indexes.values()
@@ -161,7 +161,7 @@ def test_a_flood_takes_no_more_than_its_quota(tmp_path: Path, policy: str) -> No
     owned = fill(stack, ["victim"], 3)
     had = {name: {copy.page.name for copy in index.copies()} for name, index in stack.tiers.indexes.items()}
     assert all(len(pages) > 20 for pages in had.values())
-    flood = stack.manager.names("", "flood").tag
+    flood = stack.manager.derive_names("", "flood").tag
     for _ in range(15):
         for _ in range(4):
             stack.add(stack.tokens(60), answer=4, cache_salt="flood")

@@ -93,7 +93,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def clear_everything(self) -> None:
-        self.stack.manager.clear()
+        self.stack.manager.clear_cache()
         self.did("clear")
 
     @rule()

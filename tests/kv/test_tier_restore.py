@@ -118,7 +118,7 @@ def test_the_same_as_one_by_one(policy: str, quota: float, round_: int) -> None:
     )
     for tag in TENANTS:
         orders = [t.order for index in indexes if (t := index._tenants.get(tag)) is not None and t.order is not None]
-        assert not orders or orders[0].victims(len(orders[0])) == orders[1].victims(len(orders[1]))
+        assert not orders or orders[0].choose_victims(len(orders[0])) == orders[1].choose_victims(len(orders[1]))
     for index in indexes:
         index._quota_slots = slots  # the one tenant that follows may push everything out
     assert order_of_leaving(slow, left[0], len(found)) == order_of_leaving(fast, left[1], len(found))

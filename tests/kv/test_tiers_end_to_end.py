@@ -26,8 +26,8 @@ def conversations(rng: random.Random, count: int, system: int = 12) -> list[list
 
 def prefer_loads(core) -> None:
     """Let the planner believe that computing is slow; FakeExecutor is faster than any copy."""
-    core.scheduler.prefill.observe([(0, 64)], 64.0)
-    core.scheduler.prefill.observe = lambda *args: None  # or what its steps take would soon say otherwise
+    core.scheduler.prefill.observe_step([(0, 64)], 64.0)
+    core.scheduler.prefill.observe_step = lambda *args: None  # or what its steps take would soon say otherwise
 
 
 def run(core, requests: list[GenerateRequest], *, check=True) -> dict[str, list[int]]:
@@ -105,9 +105,9 @@ def test_few_large_loads_begin_before_a_step(pages, most, monkeypatch):
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     run(core, [GenerateRequest(f"first/{i}", tuple(prompt), params) for i, prompt in enumerate(prompts)])
     for pool in core.scheduler.manager.pools.values():
-        pool.clear()
+        pool.clear_cached()
     loader, begun = core.scheduler.loader, []
-    schedule = core.scheduler.schedule
+    schedule = core.scheduler.schedule_step
 
     def counted():
         before = loader.decisions["load"]
@@ -115,7 +115,7 @@ def test_few_large_loads_begin_before_a_step(pages, most, monkeypatch):
         begun.append(loader.decisions["load"] - before)
         return found
 
-    monkeypatch.setattr(core.scheduler, "schedule", counted)
+    monkeypatch.setattr(core.scheduler, "schedule_step", counted)
     outputs = run(core, [GenerateRequest(f"again/{i}", tuple(prompt), params) for i, prompt in enumerate(prompts)])
     assert all(outputs[f"again/{i}"] == greedy(prompt, 4, ignore_eos=True) for i, prompt in enumerate(prompts))
     assert sum(begun) == len(prompts) and max(begun) == most

@@ -62,12 +62,12 @@ def test_who_shares_what_was_condemned_publishes_nothing_until_a_step_vouches_fo
     core.step()
     (sequence,) = core.scheduler.running
     manager.failures += 1  # another's step failed
-    before = len(manager.pools[GLOBAL].pages())
+    before = len(manager.pools[GLOBAL].list_pages())
     while sequence.remaining > 16:
         core.step()
-        assert len(manager.pools[GLOBAL].pages()) == before
+        assert len(manager.pools[GLOBAL].list_pages()) == before
     core.step()
-    assert len(manager.pools[GLOBAL].pages()) == 20
+    assert len(manager.pools[GLOBAL].list_pages()) == 20
 
 
 def test_pages_that_are_waited_for_do_not_expire():
@@ -93,7 +93,7 @@ def test_a_request_of_low_priority_is_parked_under_no_name():
     for _ in range(6):
         core.step()
     (sequence,) = scheduler.running
-    scheduler._preempt(sequence, StepSchedule())
+    scheduler._preempt_sequence(sequence, StepSchedule())
     assert scheduler.loader.parking.parked == 1
     assert not {copy.page.key for copy in manager.tiers.host.copies()} & set(sequence.pages.keys)
 

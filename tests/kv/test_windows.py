@@ -28,19 +28,19 @@ def test_windows_are_those_of_the_definition() -> None:
         at_checkpoints = {page for page in range(60) if near(div_ceil(page + 1, checkpoint) * checkpoint, page)}
         start = random.randint(0, 40)
         stop = random.randint(start, 50)
-        assert windows.before(points) == durable
-        assert windows.before(points, start, stop) == durable & {*range(start, stop)}
-        assert windows.at_checkpoints(start, stop) == at_checkpoints & {*range(start, stop)}
+        assert windows.pages_before(points) == durable
+        assert windows.pages_before(points, start, stop) == durable & {*range(start, stop)}
+        assert windows.checkpoint_pages(start, stop) == at_checkpoints & {*range(start, stop)}
         gone = {page for page in range(start, first(stop)) if page not in durable | at_checkpoints}
-        assert windows.passing(start, stop, points) == gone
+        assert windows.unwanted_pages(start, stop, points) == gone
 
 
 def test_pages_that_slide_out_in_the_step_that_wrote_them_are_not_told_of() -> None:
     """Nobody could find them: neither events nor books hear of them."""
     sizes = {"page_tokens": 4, "window": 8, "max_batch_tokens": 200, "max_context": 512, "checkpoint_tokens": 64}
     core = make_core(pages={GLOBAL: 100, LOCAL: 100}, **sizes)
-    published, publish = [], core.scheduler.manager.pools[LOCAL].publish
-    core.scheduler.manager.pools[LOCAL].publish = lambda slots, pages: (
+    published, publish = [], core.scheduler.manager.pools[LOCAL].publish_slots
+    core.scheduler.manager.pools[LOCAL].publish_slots = lambda slots, pages: (
         published.extend(page.index for page in pages) or publish(slots, pages)
     )
     prompt = tuple(random.randrange(2, 97) for _ in range(160))
@@ -56,7 +56,7 @@ def test_a_page_that_slides_out_unwritten_is_noticed() -> None:
     sizes = {"page_tokens": 4, "window": 8, "max_batch_tokens": 200, "max_context": 512, "checkpoint_tokens": 64}
     core = make_core(pages={GLOBAL: 100, LOCAL: 100}, **sizes)
     pool, slots = core.scheduler.manager.pools[LOCAL], []
-    write = pool.write
+    write = pool.write_tokens
 
     def forgetful(slot, begin, end) -> None:
         write(slot, begin, end)
@@ -64,7 +64,7 @@ def test_a_page_that_slides_out_unwritten_is_noticed() -> None:
         if len(slots) == 4:
             pool.written[slot] = 1
 
-    pool.write = forgetful
+    pool.write_tokens = forgetful
     core.add(GenerateRequest("a", tuple(range(5, 85)), SamplingParams(max_tokens=1, ignore_eos=True)))
     (output,) = core.step()
     assert output.error == "Page 3 was to be published with 1 tokens written."

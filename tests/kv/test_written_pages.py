@@ -54,7 +54,7 @@ def forget_device(core) -> None:
     """Nothing is cached on the device, whose slots hold another request's values."""
     manager = core.scheduler.manager
     tiers, manager.tiers = manager.tiers, None
-    manager.clear()
+    manager.clear_cache()
     manager.tiers = tiers
     for slots in core.executor.memory.values():
         for page in slots:
@@ -65,7 +65,7 @@ def measured(core, tokens_per_s: float, load_s: float) -> None:
     """What the meters may well say, as a machine once was: a load of a few kilobytes takes `load_s`."""
     scheduler = core.scheduler
     scheduler.prefill.__init__()
-    scheduler.prefill.observe([(0, 64)], 64 / tokens_per_s)
+    scheduler.prefill.observe_step([(0, 64)], 64 / tokens_per_s)
     loader = scheduler.loader
     loader._host_meter = TierMeter(TierRate(3200 / load_s, 1e-6))
 
@@ -82,13 +82,13 @@ def test_a_split_load_that_ends_early_passes_over_nothing(seed):
     prompt = [rng.randrange(2, 97) for _ in range(rng.randint(200, 400))]
     ask(core, "fill", prompt)
     starts: list[int] = []
-    begin = core.scheduler.loader.begin
+    begin = core.scheduler.loader.begin_load
 
     def begun(pages, chosen, **room):
         starts.append(chosen.start)
         return begin(pages, chosen, **room)
 
-    core.scheduler.loader.begin = begun
+    core.scheduler.loader.begin_load = begun
     for turn in range(3):
         forget_device(core)
         measured(core, 1000.0, rng.choice([0.05, 0.1, 0.15]))  # a split, of which loading ends at once
@@ -160,7 +160,7 @@ def test_a_jump_over_unwritten_pages_is_refused(caplog):
     forget_device(core)
     measured(core, 1000.0, 0.1)
     loader = core.scheduler.loader
-    begin = loader.begin
+    begin = loader.begin_load
 
     def begun(pages, chosen, **room):
         done = begin(pages, chosen, **room)
@@ -168,25 +168,25 @@ def test_a_jump_over_unwritten_pages_is_refused(caplog):
             pages.load.first = 0  # a defect as it was
         return done
 
-    loader.begin = begun
+    loader.begin_load = begun
     assert ask(core, "again", [*prompt, 5]) == greedy([*prompt, 5], 3, ignore_eos=True)
     assert loader.refused == 1 and "nobody wrote" in caplog.text
 
 
 def test_a_slot_takes_tokens_in_order_and_is_published_when_it_is_full():
     pool = PagePool(2, 4)
-    (slot,) = pool.allocate(1)
+    (slot,) = pool.allocate_slots(1)
     with pytest.raises(UnwrittenPageError, match=r"Tokens \[1, 2\) were written into a page that has 0 tokens"):
-        pool.write(slot, 1, 2)
-    pool.write(slot, 0, 3)
+        pool.write_tokens(slot, 1, 2)
+    pool.write_tokens(slot, 0, 3)
     with pytest.raises(UnwrittenPageError, match="with 3 tokens written"):
-        pool.publish([slot], [make_page(b"a")])
-    pool.write(slot, 2, 4)
-    assert pool.publish([slot], [make_page(b"a")])
+        pool.publish_slots([slot], [make_page(b"a")])
+    pool.write_tokens(slot, 2, 4)
+    assert pool.publish_slots([slot], [make_page(b"a")])
     with pytest.raises(UnwrittenPageError, match="published"):
-        pool.write(slot, 3, 4)
-    pool.release([slot])
-    (again, _) = pool.allocate(2)
+        pool.write_tokens(slot, 3, 4)
+    pool.release_slots([slot])
+    (again, _) = pool.allocate_slots(2)
     assert pool.written[again] == 0, "a new holder has written nothing"
 
 
@@ -203,7 +203,7 @@ def test_a_step_over_unwritten_tokens_ends_its_sequence_alone():
     core.add(GenerateRequest("fine", tuple(range(30, 50)), GREEDY))
     core.step()
     broken = next(s for s in core.scheduler.running if s.request.request_key == "broken")
-    (slot,) = core.scheduler.manager.pools[GLOBAL].allocate(1)
+    (slot,) = core.scheduler.manager.pools[GLOBAL].allocate_slots(1)
     broken.pages.tables[GLOBAL][broken.computed // 4] = slot  # a page that nobody wrote
     ends = {}
     while core.has_work:
@@ -237,7 +237,7 @@ def fitting(local: int, window: int, batch: int, size: int) -> bool:
         pages={GLOBAL: 100, LOCAL: local}, page_tokens=size, window=window, max_batch_tokens=batch, max_context=400,
         kv=KVSettings(host_bytes=4000 * 4096),
     )  # fmt: skip
-    return core.scheduler.manager.fits(400, batch)
+    return core.scheduler.manager.can_run(400, batch)
 
 
 def test_a_load_that_takes_the_last_local_pages_is_given_up_not_begun_again():
@@ -265,7 +265,7 @@ def test_windows_alone_lose_no_page_below_what_is_computed(seed, tmp_path):
     for _ in range(6):
         stack.serve(4)
         stack.forget_device()
-        stack.core.scheduler.prefill.observe([(0, 64)], 64 / stack.rng.choice([1.0, 1e3, 1e5]))
+        stack.core.scheduler.prefill.observe_step([(0, 64)], 64 / stack.rng.choice([1.0, 1e3, 1e5]))
     stack.check_idle()
     assert stack.wrong == 0
     stack.close()
@@ -285,8 +285,8 @@ def test_what_a_request_has_cached_counts_once_though_it_loses_its_pages():
     while sequence.computed < 80:
         outputs += core.step()
     assert not outputs and sequence.cached == 80
-    scheduler.loader.parking.park = lambda pages, computed: False  # no room in the host
-    scheduler._preempt(sequence, StepSchedule())
+    scheduler.loader.parking.park_sequence = lambda pages, computed: False  # no room in the host
+    scheduler._preempt_sequence(sequence, StepSchedule())
     forget_device(core)
     while core.has_work:
         outputs += core.step()
@@ -332,13 +332,13 @@ def test_nothing_arrives_behind_a_step_under_way_while_a_sequence_loads():
     core = make_core(pages={GLOBAL: 100, LOCAL: 40}, page_tokens=4, window=8, kv=KVSettings(host_bytes=1 << 20))
     scheduler, tiers = core.scheduler, core.scheduler.manager.tiers
     core.add(GenerateRequest("a", (5, 6, 7), GREEDY))
-    schedule = scheduler.schedule()
+    schedule = scheduler.schedule_step()
     polled, poll = [], tiers.poll_up
     tiers.poll_up = lambda: polled.append(True) or poll()
-    assert scheduler.follow(schedule) is not None and polled
+    assert scheduler.schedule_ahead(schedule) is not None and polled
     scheduler.running[0].pages.load = PrefixLoad(8, 2, [])
     polled.clear()
-    assert scheduler.follow(schedule) is None and not polled
+    assert scheduler.schedule_ahead(schedule) is None and not polled
 
 
 def test_waiting_applies_all_that_was_reported_and_checks_it_at_once():
@@ -361,20 +361,20 @@ def test_room_for_the_next_tokens_of_all_or_of_none(seed, shared):
     rng, slab = random.Random(seed), {GLOBAL: 5, LOCAL: 2}
     counts = {group: 4 * count for group, count in slab.items()} if shared else {GLOBAL: 14, LOCAL: 14}
     manager = KVCacheManager(counts, 8, KeyChain("e", 4), options=CacheOptions(slab_pages=slab if shared else None))
-    every = [SequencePages(manager.names("", "")) for _ in range(4)]
+    every = [SequencePages(manager.derive_names("", "")) for _ in range(4)]
     sizes, refused = [0] * 4, False
     while not refused:
         wanted = {i: sizes[i] + rng.randrange(9) for i in rng.sample(range(4), rng.randint(0, 4))}
         before = [{group: [*table] for group, table in pages.tables.items()} for pages in every]
-        room = manager.memory.room
-        if manager.reserve_all([(every[i], tokens) for i, tokens in wanted.items()]):
+        room = manager.memory.free_counts
+        if manager.reserve_for_all([(every[i], tokens) for i, tokens in wanted.items()]):
             sizes = [wanted.get(i, size) for i, size in enumerate(sizes)]
         else:
             refused = True
-            assert manager.memory.room == room
+            assert manager.memory.free_counts == room
             assert before == [{group: [*table] for group, table in pages.tables.items()} for pages in every]
         for group, pool in manager.pools.items():
             held = [slot for pages in every for slot in pages.tables[group]]
-            assert len(held) == len(set(held)) == pool.used
+            assert len(held) == len(set(held)) == pool.used_slots
             assert [len(pages.tables[group]) for pages in every] == [-(-size // 4) for size in sizes]
         manager.check_integrity()

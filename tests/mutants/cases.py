@@ -61,22 +61,22 @@ MUTANTS = (
     ),
     Mutant(
         "kv/manager.py",
-        "            pool.acquire(slots)\n            pages.extend(group, [-1]",
-        "            pages.extend(group, [-1]",
+        "            pool.acquire_slots(slots)\n            pages.extend_table(group, [-1]",
+        "            pages.extend_table(group, [-1]",
     ),
     Mutant(
         "kv/manager.py",
-        "        full = end // self.page_tokens\n",
-        "        full = self.pages_for(end)\n",
+        "pages.tables, end // self.page_tokens\n",
+        "pages.tables, self.count_pages(end)\n",
     ),
     Mutant(
         "kv/manager.py",
-        "        self.slide(pages, full * self.page_tokens)",
-        "        self.slide(pages, (full + 1) * self.page_tokens)",
+        "            self.slide_window(pages, full * size)",
+        "            self.slide_window(pages, (full + 1) * size)",
     ),
     Mutant(
         "kv/manager.py",
-        "        self.done_computing(pages.keys[pages.published :], owner)\n",
+        "        self.stop_computing(pages, pages.keys[pages.published :])\n",
         "",
     ),
     Mutant(
@@ -87,8 +87,8 @@ MUTANTS = (
     ),
     Mutant(
         "kv/manager.py",
-        "        if finite:\n            self._trust(pages)",
-        "        if True:\n            self._trust(pages)",
+        "        if finite and (pages.trusted != pages.published or pages.left):\n",
+        "        if pages.trusted != pages.published or pages.left:\n",
         "tests/kv/test_failed_steps.py",
     ),
     # --- loads: what has arrived, where to jump, what is given back
@@ -119,7 +119,7 @@ MUTANTS = (
     ),
     Mutant(
         "kv/prefix/loader.py",
-        "            pool.release(held.values())\n            return None, []",
+        "            pool.release_slots(held.values())\n            return None, []",
         "            return None, []",
     ),
     Mutant(
@@ -129,7 +129,7 @@ MUTANTS = (
     ),
     Mutant(
         "kv/manager.py",
-        "        self.pools[GLOBAL].release([table[i] for i in slots])\n",
+        "        self.pools[GLOBAL].release_slots([table[i] for i in slots])\n",
         "",
     ),
     Mutant(
@@ -238,19 +238,25 @@ MUTANTS = (
     ),
     Mutant(
         "kv/pages/hashing.py",
-        "            page.update(parent + block)\n",
-        "            page.update(block)\n",
+        "            page.update(parent + block + marks",
+        "            page.update(block + marks",
+    ),
+    Mutant(
+        "kv/pages/hashing.py",
+        ' + marks.get(len(keys), b"")',
+        "",
+        "tests/kv/test_content.py",
     ),
     # --- scheduler
     Mutant(
         "schedule/scheduler.py",
-        "        budget.take(sequence.computed, count, prompt=prompt, ends=count == sequence.remaining)\n",
-        "",
+        "budget.take_tokens(sequence.computed, count, ",
+        "budget.take_tokens(sequence.computed, 0, ",
     ),
     Mutant(
         "schedule/scheduler.py",
-        "        self.waiting.put_back(passed_over)\n",
-        "        self.waiting.put_back(passed_over[:1])\n",
+        "        self.waiting.undo_pops(passed_over)\n",
+        "        self.waiting.undo_pops(passed_over[:1])\n",
     ),
     Mutant(
         "schedule/scheduler.py",
@@ -265,7 +271,7 @@ MUTANTS = (
     ),
     Mutant(
         "kv/copy_down.py",
-        "if self._tiers is not None and last_chance and self._pools[group].trusted(slot):",
+        "if self._tiers is not None and last_chance and self._pools[group].is_trusted(slot):",
         "if self._tiers is not None and last_chance:",
         "tests/kv/test_beside_steps.py",
     ),
@@ -301,14 +307,14 @@ MUTANTS = (
     ),
     Mutant(
         "schedule/scheduler.py",
-        "        if head is None or self._turn(head) > self._turn(prompt):\n",
+        "        if head is None or self._prompt_order(head) > self._prompt_order(prompt):\n",
         "        if head is None:\n",
         "tests/schedule/test_against_reference.py",
     ),
     Mutant(
-        "schedule/budget.py",
-        "self._load.plus(start, padded)) <= self._limit_s",
-        "self._load.plus(start, padded)) <= 1.1 * self._limit_s",
+        "schedule/step_time.py",
+        "self._load.with_prompt(start, padded)) <= self._limit_s",
+        "self._load.with_prompt(start, padded)) <= 1.1 * self._limit_s",
         "tests/schedule/test_step_time.py",
     ),
     Mutant(
@@ -318,13 +324,13 @@ MUTANTS = (
         "tests/schedule/test_against_reference.py",
     ),
     Mutant(
-        "schedule/turns.py",
-        "        self._given[tenant] = self._given.get(tenant, 0) + tokens\n",
-        "        self._given[tenant] = self._given.get(tenant, 0) + 1\n",
+        "schedule/scheduler.py",
+        "self._given.get(sequence.request.tenant, 0) + count\n",
+        "self._given.get(sequence.request.tenant, 0) + 1\n",
         "tests/schedule/test_against_reference.py",
     ),
     Mutant(
-        "schedule/outlook.py",
+        "schedule/queue.py",
         "waits is not None and entry.key[0] <= key:",
         "waits is not None and entry.key[0] < key:",
         "tests/schedule/test_overload.py",

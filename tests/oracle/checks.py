@@ -48,7 +48,7 @@ def check_idle(stack: Stack) -> None:
     check_steady(stack)
     manager = stack.manager
     for group, pool in manager.pools.items():
-        require(pool.used == 0, "leak", f"{pool.used} {group} pages are used by nobody")
+        require(pool.used_slots == 0, "leak", f"{pool.used_slots} {group} pages are used by nobody")
     require(not manager._computing, "leak", "pages in flight that nobody computes")
     stats = stack.core.stats()
     require(stats.requests_running == stats.requests_waiting == 0, "stats", stats)

@@ -207,18 +207,18 @@ class Life:
         self.progress.again(self.world.clock())
 
     def _clear(self) -> None:
-        self.stack.manager.clear()
+        self.stack.manager.clear_cache()
 
     def _drop(self, share: float, seed: int) -> None:
         """Pages leave every tier, as when their time is over, whoever uses them."""
         rng = random.Random(seed)
-        for key in sorted({page.key for _, page in self.stack.manager.snapshot()}):
+        for key in sorted({page.key for _, page in self.stack.manager.list_pages()}):
             if rng.random() < share:
-                self.stack.manager.drop(key, "dropped")
+                self.stack.manager.drop_page(key, "dropped")
 
     def _forget_device(self) -> None:
         with self.stack.without_tiers():
-            self.stack.manager.clear()
+            self.stack.manager.clear_cache()
 
     def _forget_host(self) -> None:
         self._forget_device()

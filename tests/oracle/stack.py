@@ -68,7 +68,7 @@ def least_pages(setup: Setup) -> dict[str, int]:
     def fits(pages: dict[str, int]) -> bool:
         tiers: Any = SimpleNamespace() if setup.host_slots and setup.kv["prefix_cache"] else None
         manager = KVCacheManager(pages, setup.window, KeyChain("", setup.page_tokens), tiers=tiers)
-        return manager.fits(setup.max_context, setup.max_batch_tokens)
+        return manager.can_run(setup.max_context, setup.max_batch_tokens)
 
     found = dict.fromkeys(setup.groups, 4 * setup.max_context)
     for group in setup.groups:
@@ -92,7 +92,7 @@ def shared_layout(setup: Setup, page_bytes: dict[str, int]) -> KVLayout:
         options = CacheOptions(slab_pages=slab_pages)
         tiers: Any = SimpleNamespace() if setup.host_slots and setup.kv["prefix_cache"] else None
         manager = KVCacheManager(pages, setup.window, KeyChain("", setup.page_tokens), options=options, tiers=tiers)
-        if manager.fits(setup.max_context, setup.max_batch_tokens):
+        if manager.can_run(setup.max_context, setup.max_batch_tokens):
             break
     count += div_ceil(sum(setup.spare.values()), max(slab_pages.values()))
     pages = {group: count * size for group, size in slab_pages.items()}
@@ -163,7 +163,7 @@ class Stack:
         except BaseException:
             self.die()
             raise
-        if not self.manager.fits(setup.max_context, setup.max_batch_tokens):
+        if not self.manager.can_run(setup.max_context, setup.max_batch_tokens):
             raise Failure("fits", f"pools of {pages} were accepted and are not")
         self.scheduler = Scheduler(
             self.manager,
@@ -226,7 +226,7 @@ class Stack:
             self._poison_pool(group, pool)
 
     def _poison_pool(self, group: str, pool) -> None:
-        allocate = pool.allocate
+        allocate = pool.allocate_slots
 
         def allocated(count: int) -> list[int] | None:
             slots = allocate(count)
@@ -236,15 +236,15 @@ class Stack:
 
         def then_poison(change: Callable) -> Callable:
             def changed(*args, **kwargs):
-                before = set().union(*pool.states())
+                before = set().union(*pool.list_states())
                 result = change(*args, **kwargs)
-                for slot in before.difference(*pool.states()):
+                for slot in before.difference(*pool.list_states()):
                     self.device.poison(group, slot)
                 return result
 
             return changed
 
-        pool.allocate = allocated
+        pool.allocate_slots = allocated
         for name in ("release", "drop", "clear"):
             setattr(pool, name, then_poison(getattr(pool, name)))
 
@@ -263,7 +263,13 @@ class Stack:
 
     def _watch_loads(self) -> None:
         loader, tiers, counts = self.loader, self.tiers, self.counts
-        begin, step, jump, cancel, fetch = loader.begin, loader.step, loader.jump, loader.cancel, tiers.loads.begin_load
+        begin, step, jump, cancel, fetch = (
+            loader.begin_load,
+            loader.next_move,
+            loader.end_load,
+            loader.cancel_load,
+            tiers.loads.begin_load,
+        )
 
         def begun(pages, chosen, **more):
             there = pages.published * self.setup.page_tokens
@@ -302,7 +308,7 @@ class Stack:
                 self.loads.append((load, None))
             return fetch(load)
 
-        loader.begin, loader.step, loader.jump, loader.cancel, tiers.loads.begin_load = (
+        loader.begin_load, loader.next_move, loader.end_load, loader.cancel_load, tiers.loads.begin_load = (
             begun,
             stepped,
             jumped,
@@ -332,7 +338,7 @@ class Stack:
 
     def _watch_manager(self) -> None:
         manager, counts = self.manager, self.counts
-        lookup, drop, follow = manager.lookup, manager.drop, self.scheduler.follow
+        lookup, drop, follow = manager.find_prefix, manager.drop_page, self.scheduler.schedule_ahead
 
         def looked(pages, tokens):
             hit = lookup(pages, tokens)
@@ -348,15 +354,15 @@ class Stack:
             counts["step ahead"] += found is not None
             return found
 
-        start_afresh = manager.memory.start_afresh
+        start_afresh = manager.memory.evict_all
 
         def afresh():
             done = start_afresh()
             counts["started afresh"] += done
             return done
 
-        manager.memory.start_afresh = afresh
-        manager.lookup, manager.drop, self.scheduler.follow = looked, dropped, followed
+        manager.memory.evict_all = afresh
+        manager.find_prefix, manager.drop_page, self.scheduler.schedule_ahead = looked, dropped, followed
 
     def tally(self) -> None:
         """Count what the statistics of this engine say; once, at its end."""

@@ -61,7 +61,7 @@ def test_setups_differ() -> None:
 def test_a_jump_over_a_hole_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was requested has arrived, so everything has: once a defect, and the campaign must find it."""
     monkeypatch.setattr(PrefixLoad, "meeting_page", lambda load: 0)
-    monkeypatch.setattr(PrefixLoader, "_unwritten", lambda loader, pages, load, computed: [])
+    monkeypatch.setattr(PrefixLoader, "_find_unwritten", lambda loader, pages, load, computed: [])
     [failure] = campaign(60, seed=2, first_only=True).failed
     assert failure.kind in ("poison", "wrong token", "failed request")
     kind, happenings = failure.kind, len(plan_of(failure.seed)[1])

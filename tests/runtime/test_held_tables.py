@@ -179,7 +179,7 @@ def test_what_does_not_change_is_not_sent() -> None:
         for i, (length, pages) in sequences.items():
             while 4 * len(pages.tables["global"]) <= length:
                 for group in layout.num_pages:
-                    pages.extend(group, [random.randrange(99)])
+                    pages.extend_table(group, [random.randrange(99)])
             sequences[i] = length + 1, pages
         step = [
             SequenceSlice(i, [7], length - 1, pages.tables, stamp=pages.stamp)

@@ -123,7 +123,7 @@ def test_memory_is_shared_from_a_size_on_that_holds_the_longest_sequence_however
             tiers = SimpleNamespace() if loads else None
             chain = KeyChain("", 32)
             manager = KVCacheManager(found.num_pages, spec.sliding_window, chain, options=options, tiers=tiers)  # type: ignore[arg-type]
-            assert manager.fits(context, 512)
+            assert manager.can_run(context, 512)
         # not much more than the sequence takes: its global pages, and a slab for each local one
         whole, window = context // 32, spec.sliding_window // 32 + 1
         assert first * slab <= whole * page_bytes["global"] + (window + 24 + 2 * window * loads) * slab

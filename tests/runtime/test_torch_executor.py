@@ -126,7 +126,7 @@ def test_tokens_are_right_where_slabs_change_hands() -> None:
         settings = {"kv_pages": None, "kv_bytes": budget, "max_context": 200, "max_batch_tokens": 48}
         executor = executor_of(model, kernels="auto", **settings)
         cache, _ = make_cache(KVSettings(), executor.layout, 16, engine="e", kernels="k", copier=executor.copier)
-        assert cache.fits(200, 48) and isinstance(cache.memory, SharedMemory)
+        assert cache.can_run(200, 48) and isinstance(cache.memory, SharedMemory)
         scheduler = Scheduler(cache, max_batch_tokens=48, max_sequences=4)
         core = EngineCore(executor, scheduler, eos_ids=(1,), max_context=200)
         found = answers[kv_bytes] = {str(i): list[int]() for i in range(36)}

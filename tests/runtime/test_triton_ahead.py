@@ -54,7 +54,7 @@ def answers(core: EngineCore, requests: list[GenerateRequest]) -> dict[str, list
             for output in core.step():
                 assert output.error is None, output.error
                 tokens[output.request_key] += output.token_ids
-    assert all(pool.used == 0 for pool in core.scheduler.manager.pools.values())
+    assert all(pool.used_slots == 0 for pool in core.scheduler.manager.pools.values())
     return tokens
 
 

@@ -150,7 +150,7 @@ class Life:
             missing = -(-tokens // PAGE) - len(pages.tables[group])
             if missing > 0:
                 free = self.free[group]
-                pages.extend(
+                pages.extend_table(
                     group, [free.pop(rng.randrange(len(free))) for _ in range(missing + rng.choice((0, 0, 2)))]
                 )
         table = pages.tables[LOCAL]
@@ -158,13 +158,13 @@ class Life:
         held = {i: -1 for i in range(gone) if table[i] >= 0}
         if held and rng.random() < 0.7:
             self.free[LOCAL] += [table[i] for i in held]
-            pages.put(LOCAL, held)
+            pages.replace_slots(LOCAL, held)
             self.happened["slid"] += 1
 
     def _drop(self, sequence: Sequence) -> None:
         for group in GROUPS:
             self.free[group] += [slot for slot in sequence.pages.tables[group] if slot >= 0]
-        sequence.pages.clear()
+        sequence.pages.clear_tables()
 
     def disturb(self) -> None:
         """Join, leave, preempt, come back, jump, move pages; while no step is under way."""
@@ -193,7 +193,7 @@ class Life:
                 if table[i] >= 0:
                     slot = self.free[group].pop(rng.randrange(len(self.free[group])))
                     self.free[group].append(table[i])
-                    sequence.pages.put(group, {i: slot})
+                    sequence.pages.replace_slots(group, {i: slot})
                     self.happened["moved"] += 1
         if rng.random() < 0.3:
             rng.shuffle(self.running)

@@ -135,8 +135,8 @@ def test_the_engine_runs_ahead_of_measured_steps(monkeypatch: pytest.MonkeyPatch
         if interval:
             core.scheduler.manager.attention = signals = AttentionSignals()
             monkeypatch.setattr(core_engine, "ATTENTION_STEPS", interval)
-            take = signals.measured
-            signals.measured = lambda k, m, take=take: (taken.append((len(k), len(m))), take(k, m))[1]  # type: ignore
+            take = signals.add_measurement
+            signals.add_measurement = lambda k, m, take=take: (taken.append((len(k), len(m))), take(k, m))[1]  # type: ignore
 
         def submitted(batch: StepBatch, led: list[Any] = led) -> None:
             led.append((batch.measure_attention, batch.slices[0].token_ids == [UNREAD]))

@@ -94,21 +94,23 @@ class Reference:
             count = 0
             prompts = sum(n for j, n in made.items() if j.remaining > 1)
             while count < job.remaining and sum(made.values()) + count < self.max_tokens:
-                fits = prompts + count < self.least or self.time.step_s(load.plus(job.computed, count + 1)) <= limit
+                fits = (
+                    prompts + count < self.least or self.time.step_s(load.with_prompt(job.computed, count + 1)) <= limit
+                )
                 if not fits and job.remaining > 1:
                     break
                 count += 1
             if count:
                 made[job] = count
                 if job.remaining > 1:
-                    load = load.plus(job.computed, count)
+                    load = load.with_prompt(job.computed, count)
                     self.given[job.tenant] = self.given.get(job.tenant, 0) + count
             return count
 
         def room() -> bool:
             prompts = sum(n for j, n in made.items() if j.remaining > 1)
             return sum(made.values()) < self.max_tokens and (
-                prompts < self.least or self.time.step_s(load.plus(0, 1)) <= limit
+                prompts < self.least or self.time.step_s(load.with_prompt(0, 1)) <= limit
             )
 
         head = self.head()

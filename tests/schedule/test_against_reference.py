@@ -103,7 +103,7 @@ class Scenario:
         for seq_id, count in made:
             job = held[seq_id]
             if job.remaining > 1:
-                load, prompts = load.plus(job.computed, count), prompts + count
+                load, prompts = load.with_prompt(job.computed, count), prompts + count
             assert not job.late(now), "a step for what is late"
             if seq_id not in self.first:
                 self.first[seq_id] = len(self.began) - 1, now
@@ -169,7 +169,7 @@ def test_tenants_with_prompts_are_given_tokens_in_turn():
                 of[core._next_id] = name
                 core.add(ask(f"{name}{core._next_id}", rng.randint(2000, most), 1, tenant=name))
         given: Counter[str] = Counter()
-        while core.scheduler.waiting.counts().keys() >= {"flood", "polite"}:
+        while core.scheduler.waiting.count_by_tenant().keys() >= {"flood", "polite"}:
             core.step()
             for seq_id, count in executor.steps[-1]:
                 given[of[seq_id]] += count

@@ -18,13 +18,13 @@ def test_a_head_that_does_not_fit_costs_nothing_until_pages_are_freed():
     core.add(request("runs", [2, 3, 4], 20))
     core.step()
     manager, asked = core.scheduler.manager, []
-    lookup = manager.lookup
+    lookup = manager.find_prefix
 
     def counted(pages, tokens):
         asked.append(len(tokens))
         return lookup(pages, tokens)
 
-    manager.lookup = counted
+    manager.find_prefix = counted
     core.add(request("waits", list(range(76)), 2))
     for _ in range(12):
         core.step()

@@ -130,20 +130,20 @@ def test_nobody_gives_way_again_before_it_got_on(seed, monkeypatch):
     wanted: dict[str, tuple[tuple[int, ...], int]] = {}
     gave: list[tuple[int, int]] = []
     times: Counter[int] = Counter()
-    preempt = engine.scheduler._preempt
+    preempt = engine.scheduler._preempt_sequence
 
     def watched(victim, plan):
-        head, gives_way = engine.scheduler.waiting.first(), victim.gave_way > times[victim.seq_id]
+        head, gives_way = engine.scheduler.waiting.peek_next(), victim.gave_way > times[victim.seq_id]
         times[victim.seq_id] = victim.gave_way
         if gives_way:
             gave.append((victim.seq_id, victim.ran))
             of = [s.request.tenant for s in engine.scheduler.running]
             assert of.count(victim.request.tenant) >= of.count(head.request.tenant) + 2
         refund = preempt(victim, plan)
-        assert not gives_way or engine.scheduler.waiting.first() is head
+        assert not gives_way or engine.scheduler.waiting.peek_next() is head
         return refund
 
-    monkeypatch.setattr(engine.scheduler, "_preempt", watched)
+    monkeypatch.setattr(engine.scheduler, "_preempt_sequence", watched)
     step = 0
     for i in range(rng.randint(5, 25)):
         prompt = tuple(rng.choices(range(3, 90), k=rng.randint(1, 30)))

@@ -52,11 +52,11 @@ def test_a_target_that_was_set_is_kept_offline_too():
 
 def test_prompts_have_a_whole_step_beside_rows_that_nobody_awaits():
     time, found = StepTime(), []
-    time.observe(DECODE, 0.024)
+    time.observe_step(DECODE, 0.024)
     for time.awaited in (False, True):
         budget = Budget(8192 - DECODE.rows)
-        budget.pace(time, DECODE, 32, (64, 128))
-        found.append(budget.fits(0, 8192))
+        budget.set_time(time, DECODE, 32, (64, 128))
+        found.append(budget.fit_tokens(0, 8192))
     assert found[0] == 8192 - DECODE.rows and found[1] < 2048
 
 

@@ -33,7 +33,7 @@ def test_a_prompt_of_32k_at_most_doubles_the_gaps_of_16_streams(device):
             if begun - 100 * gap < at:
                 (alone if at <= begun else beside).append(gap)
     assert p99(beside) <= 2 * p99(alone), (p99(beside), p99(alone))
-    least = sum(device.step_s(StepLoad().plus(start, 2048)) for start in range(0, 32_768, 2048))
+    least = sum(device.step_s(StepLoad().with_prompt(start, 2048)) for start in range(0, 32_768, 2048))
     assert ended - begun < 6 * least, "and the prompt has its part of the device"
 
 

@@ -23,10 +23,10 @@ def sequence(number: int, tenant: str = "", priority: int = 0, arrival: float | 
 
 def drained(queue: WaitingQueue) -> list[Sequence]:
     found = []
-    while (first := queue.first()) is not None:
-        assert queue.pop() is first
+    while (first := queue.peek_next()) is not None:
+        assert queue.pop_next() is first
         found.append(first)
-    assert not len(queue) and not queue.counts() and queue.pop() is None
+    assert not len(queue) and not queue.count_by_tenant() and queue.pop_next() is None
     return found
 
 
@@ -34,21 +34,21 @@ def test_one_tenant_is_served_by_priority_with_ageing_as_ever():
     rng, queue = random.Random(1), WaitingQueue()
     made = [sequence(i, priority=rng.randint(-2, 2), arrival=rng.uniform(0, 40)) for i in range(200)]
     for one in made:
-        queue.push(one)
+        queue.push_sequence(one)
     assert drained(queue) == sorted(made, key=order_key)
 
 
 def test_a_polite_tenant_waits_for_one_sequence_of_a_flood():
     queue = WaitingQueue()
     for i in range(200):
-        queue.push(sequence(i, "flood", priority=-MAX_PRIORITY))
+        queue.push_sequence(sequence(i, "flood", priority=-MAX_PRIORITY))
     for _ in range(20):
-        one = queue.pop()
+        one = queue.pop_next()
         assert one.request.tenant == "flood"
-        queue.ended(one)
+        queue.end_place(one)
     polite = [sequence(1000 + i, "polite", priority=MAX_PRIORITY) for i in range(3)]
     for one in polite:
-        queue.push(one)
+        queue.push_sequence(one)
     order = [one.request.tenant for one in drained(queue)]
     assert [i for i, tenant in enumerate(order) if tenant == "polite"] in ([0, 2, 4], [1, 3, 5])
 
@@ -60,14 +60,14 @@ def test_places_differ_by_one_between_tenants_that_wait_whatever_comes_back(seed
     running: list[Sequence] = []
     for tenant, count in (("a", 300), ("b", 60), ("c", 60)):
         for _ in range(count):
-            queue.push(sequence(number, tenant))
+            queue.push_sequence(sequence(number, tenant))
             number += 1
     for _ in range(150):
-        one = queue.pop()
+        one = queue.pop_next()
         assert one is not None and one not in queue
         action = rng.random()
         if action < 0.3:
-            queue.put_back([one])
+            queue.undo_pops([one])
             assert one in queue
             continue
         running.append(one)
@@ -75,33 +75,33 @@ def test_places_differ_by_one_between_tenants_that_wait_whatever_comes_back(seed
         if action > 0.9:
             victim = running.pop(rng.randrange(len(running)))
             taken[victim.request.tenant] -= 1
-            queue.push(victim)
+            queue.push_sequence(victim)
         assert max(taken.values()) - min(taken[t] for t in "abc") <= 2, taken
     late = sequence(number, "late")
-    queue.push(late)
+    queue.push_sequence(late)
     waited = 0
-    while queue.pop() is not late:
+    while queue.pop_next() is not late:
         waited += 1
     assert waited <= 3
 
 
 def test_an_old_place_that_is_given_back_lets_nothing_else_of_its_tenant_pass():
     queue, old = WaitingQueue(), sequence(0, "flood")
-    queue.push(old)
-    assert queue.pop() is old
+    queue.push_sequence(old)
+    assert queue.pop_next() is old
     for i in range(1, 101):
-        queue.push(sequence(i, "polite"))
-        queue.ended(queue.pop())
-    queue.push(old)  # it ran all the time, and lost its pages
+        queue.push_sequence(sequence(i, "polite"))
+        queue.end_place(queue.pop_next())
+    queue.push_sequence(old)  # it ran all the time, and lost its pages
     for i in range(200, 250):
-        queue.push(sequence(i, "flood"))
+        queue.push_sequence(sequence(i, "flood"))
     late = sequence(300, "polite")
-    queue.push(late)
-    assert queue.pop() is old
-    queue.ended(old)
+    queue.push_sequence(late)
+    assert queue.pop_next() is old
+    queue.end_place(old)
     waited = 0
-    while (one := queue.pop()) is not late:  # there is one place
-        queue.ended(one)
+    while (one := queue.pop_next()) is not late:  # there is one place
+        queue.end_place(one)
         waited += 1
     assert waited <= 2
 
@@ -110,24 +110,24 @@ def test_an_old_place_that_is_given_back_lets_nothing_else_of_its_tenant_pass():
 def test_places_that_are_given_back_make_no_newcomer_wait_for_them(ran: bool):
     queue = WaitingQueue()
     for i in range(100):
-        queue.push(sequence(i, "flood"))
-    taken = [queue.pop() for _ in range(60)]
+        queue.push_sequence(sequence(i, "flood"))
+    taken = [queue.pop_next() for _ in range(60)]
     if ran:
         for one in taken:
-            queue.push(one)
+            queue.push_sequence(one)
     else:
-        queue.put_back(taken)
+        queue.undo_pops(taken)
     late = sequence(1000, "late")
-    queue.push(late)
+    queue.push_sequence(late)
     assert drained(queue).index(late) <= 1
 
 
 def test_a_sequence_can_be_removed_from_the_middle():
     queue, made = WaitingQueue(), [sequence(i, tenant) for i, tenant in enumerate("aabba")]
     for one in made:
-        queue.push(one)
-    queue.remove(made[1])
-    assert made[1] not in queue and queue.counts() == {"a": 2, "b": 2} and len(queue) == 4
+        queue.push_sequence(one)
+    queue.remove_member(made[1])
+    assert made[1] not in queue and queue.count_by_tenant() == {"a": 2, "b": 2} and len(queue) == 4
     assert made[1] not in drained(queue)
 
 
@@ -163,14 +163,14 @@ def test_members_that_leave_from_the_middle_cost_no_heap_each(monkeypatch):
     monkeypatch.setattr(heapq, "heapify", lambda heap: heaps.append(len(heap)) or heapify(heap))
     made = [sequence(i, arrival=rng.random()) for i in range(3000)]
     for one in made:
-        queue.push(one)
+        queue.push_sequence(one)
     leaving = rng.sample(made, 2900)
     for one in leaving:
-        queue.remove(one)
+        queue.remove_member(one)
     assert sum(heaps) <= 3000
     left = [one for one in made if one not in leaving]
-    assert queue.counts() == {"": 100} and list(queue) == left
-    queue.push(leaving[0])
-    queue.remove(leaving[0])
-    queue.push(leaving[0])
+    assert queue.count_by_tenant() == {"": 100} and list(queue) == left
+    queue.push_sequence(leaving[0])
+    queue.remove_member(leaving[0])
+    queue.push_sequence(leaving[0])
     assert drained(queue) == sorted([*left, leaving[0]], key=order_key)

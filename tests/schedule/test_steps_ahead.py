@@ -30,7 +30,7 @@ def run(core) -> dict[str, list[int]]:
         for output in core.step():
             tokens.setdefault(output.request_key, []).extend(output.token_ids)
         core.scheduler.check_integrity()
-    assert all(pool.used == 0 for pool in core.scheduler.manager.pools.values())
+    assert all(pool.used_slots == 0 for pool in core.scheduler.manager.pools.values())
     return tokens
 
 
@@ -66,7 +66,7 @@ def test_pages_stay_until_the_step_that_writes_into_them_has_landed(how):
     core.add(made)
     core.step()
     assert core._flight is not None
-    used = core.scheduler.manager.pools[GLOBAL].used
+    used = core.scheduler.manager.pools[GLOBAL].used_slots
     if how == "abort":
         (output,) = core.abort("a")
     else:
@@ -74,7 +74,7 @@ def test_pages_stay_until_the_step_that_writes_into_them_has_landed(how):
         core._end_expired()
         output = None
     assert output is None or output.finish_reason is FinishReason.CANCELLED
-    assert not core.is_live("a") and core.has_work and core.scheduler.manager.pools[GLOBAL].used == used
+    assert not core.is_live("a") and core.has_work and core.scheduler.manager.pools[GLOBAL].used_slots == used
     assert core.stats().requests_running == 0
     core.add(request("a", [50, 51, 52]))  # the name is free at once
     assert run(core)["a"] == greedy([50, 51, 52], 12)
@@ -91,7 +91,7 @@ def test_bad_logits_end_a_sequence_alone_while_the_next_step_runs():
     while core.has_work:
         ends |= {o.request_key: o for o in core.step() if o.finish_reason is not None}
     assert ends["bad"].finish_reason is FinishReason.ERROR and ends["good"].finish_reason is FinishReason.LENGTH
-    assert core.scheduler.manager.pools[GLOBAL].used == 0
+    assert core.scheduler.manager.pools[GLOBAL].used_slots == 0
 
 
 def test_closing_waits_for_the_step_that_runs():
@@ -147,7 +147,7 @@ def test_a_step_that_nobody_waits_for_can_be_landed():
         core.step()
     assert core.has_work
     core.settle_flight()
-    assert not core.has_work and core.scheduler.manager.pools[GLOBAL].used == 0
+    assert not core.has_work and core.scheduler.manager.pools[GLOBAL].used_slots == 0
 
 
 def test_a_sequence_that_loads_is_not_left_behind():
@@ -158,9 +158,9 @@ def test_a_sequence_that_loads_is_not_left_behind():
     core.step()
     (sequence,) = core.scheduler.running
     plan = core._flight.schedule
-    assert core.scheduler.follow(plan) is not None
+    assert core.scheduler.schedule_ahead(plan) is not None
     core.scheduler.loader = sequence.pages.load = object()
-    assert core.scheduler.follow(plan) is None
+    assert core.scheduler.schedule_ahead(plan) is None
     core.scheduler.loader = sequence.pages.load = None
     run(core)
 

@@ -139,7 +139,7 @@ class Publisher(threading.Thread):
         while not self.over:
             for _ in range(self.changes):
                 self.change()
-            self.log.publish()
+            self.log.publish_step()
             time.sleep(0.001)
 
     async def end(self) -> None:
@@ -148,7 +148,7 @@ class Publisher(threading.Thread):
         await asyncio.to_thread(self.join)
         self.ended = True
         self.change()
-        self.log.publish()
+        self.log.publish_step()
 
     def change(self) -> None:
         tier = self.rng.choice(("host", "disk"))
@@ -255,7 +255,7 @@ async def test_who_comes_back_goes_on_where_it_was_unless_that_is_too_old_or_of_
     publisher = Publisher(log, keys=20, changes=1)
     for _ in range(30):
         publisher.change()
-        log.publish()
+        log.publish_step()
     async with serving(with_events(log)) as running:
 
         async def first(**fields) -> list[kv_pb2.SubscribeKVEventsResponse]:
@@ -282,7 +282,7 @@ async def test_who_comes_back_goes_on_where_it_was_unless_that_is_too_old_or_of_
         call = running.stub.SubscribeKVEvents(kv_pb2.SubscribeKVEventsRequest(from_sequence=end + 1, epoch=log.epoch))
         log.append_cleared("host")
         await asyncio.sleep(0.05)
-        log.publish()
+        log.publish_step()
         message = await asyncio.wait_for(call.read(), 60)
         assert [e.WhichOneof("change") for e in message.events.events] == ["cleared"] and message.sequence == end + 1
         call.cancel()
@@ -305,7 +305,8 @@ async def test_events_of_an_engine_that_serves_and_sleeps():
             subscriber.take(await asyncio.wait_for(call.read(), 60))
         manager = running.engine.engine._loop._core.scheduler.manager
         true = {
-            (t, p.group, p.key): (p.parent or b"", p.index, p.tenant, tuple(p.token_ids)) for t, p in manager.snapshot()
+            (t, p.group, p.key): (p.parent or b"", p.index, p.tenant, tuple(p.token_ids))
+            for t, p in manager.list_pages()
         }
         assert subscriber.held == true and {name[:2] for name in true} == {("device", "global"), ("device", "local")}
         call.cancel()

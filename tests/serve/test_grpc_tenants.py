@@ -75,7 +75,7 @@ async def pages_seen(running, metadata) -> dict[bytes, bytes]:
 
 def on_device_and_host(feed) -> bool:
     """Whether the host tier holds all pages that the device holds, and there are some."""
-    pages = feed.snapshot().pages
+    pages = feed.take_snapshot().pages
     held = {
         tier: {page.key for name, found in pages.items() if name[0] == tier for page in found}
         for tier in ("device", "host")

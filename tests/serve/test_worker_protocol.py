@@ -306,7 +306,7 @@ async def test_who_comes_back_goes_on_and_after_a_restart_begins_anew():
     publisher = Publisher(log, keys=20, changes=1)
     for _ in range(30):
         publisher.change()
-        log.publish()
+        log.publish_step()
     engine = with_events(log)
     async with serving(engine) as running:
         stub = stub_of(running)
@@ -320,7 +320,7 @@ async def test_who_comes_back_goes_on_and_after_a_restart_begins_anew():
         snapshot = await first(0)
         assert snapshot.HasField("snapshot")
         publisher.change()
-        log.publish()
+        log.publish_step()
         after = await first(snapshot.sequence_number)
         assert after.sequence_number == snapshot.sequence_number + 1 and not after.HasField("snapshot")
         assert (await first(after.sequence_number + 7)).HasField("snapshot"), "a number that was never given"

@@ -117,7 +117,7 @@ def _make_core(
         copier=executor.copier,
     )
     given, batch_tokens = settings.scheduler, min(batch_tokens_of(settings), executor.max_batch_tokens)
-    if not manager.fits(max_context, batch_tokens):
+    if not manager.can_run(max_context, batch_tokens):
         raise EnvironmentUnfitError(
             f"KV pages {layout.num_pages} hold no sequence of {max_context} tokens.",
             fix="Raise kv.device_bytes or lower scheduler.max_context.",

@@ -78,12 +78,12 @@ def make_cache(
         # the threads that move pages run a few lines at a time, and would wait 5 ms for each beside a busy engine
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         loader = PrefixLoader(manager, tiers, layout.page_bytes)
-        tiers.up.disk_rate = loader.disk_read
+        tiers.up.disk_rate = loader.observe_disk_read
         _keep_times(manager.retention, tiers)
-        loader.probe()
+        loader.begin_probe()
         if store is not None and settings.disk_path is not None and tiers.disk is not None and not tiers.disk.newest(1):
             spare = min(settings.disk_bytes // 16, store.spare_bytes)
-            rate_reads(settings.disk_path, spare, DISK_THREADS, loader.disk_probed)
+            rate_reads(settings.disk_path, spare, DISK_THREADS, loader.record_probe)
     return manager, loader
 
 

@@ -100,11 +100,11 @@ class EngineCore(Core):
         return self.scheduler.manager.events
 
     def kv_events_of(self, tenant: str) -> EventFeed:
-        return self.kv_events.of(self.scheduler.manager.names(tenant, "").tag)
+        return self.kv_events.tenant_feed(self.scheduler.manager.derive_names(tenant, "").tag)
 
     def count_sequences(self) -> tuple[Counter[str], Counter[str]]:
         running = [s.tenant for s in self.scheduler.running if s.finish_reason is None]
-        return Counter(running), Counter(self.scheduler.waiting.counts())
+        return Counter(running), Counter(self.scheduler.waiting.count_by_tenant())
 
     def validate_request(self, request: GenerateRequest) -> None:
         check_tokens(request, self.max_context, self.executor.spec.vocab_size)
@@ -130,7 +130,7 @@ class EngineCore(Core):
         arrival = self.clock()
         params = request.params
         stop_ids = stop_ids_of(params, self.eos_ids)
-        names = self.scheduler.manager.names(request.tenant, request.cache_salt)
+        names = self.scheduler.manager.derive_names(request.tenant, request.cache_salt)
         marks = mark_content(request.content, self.scheduler.manager.page_tokens)
         sequences, matchers = list[Sequence](), list[Matcher]()
         if params.constraint is not None:
@@ -146,16 +146,16 @@ class EngineCore(Core):
             )  # fmt: skip
             self._next_id += 1
             sequences.append(sequence)
-        cost_s = self.scheduler.estimate(sequences[0])
+        cost_s = self.scheduler.estimate_cost(sequences[0])
         start_by = self._latest_start(request, arrival, cost_s)
         try:
             for sequence in sequences:
                 sequence.cost_s = cost_s
-                self.scheduler.add(sequence)
+                self.scheduler.add_sequence(sequence)
         except Exception:
             for sequence in sequences:
                 if sequence in self.scheduler.waiting:
-                    self.scheduler.finish(sequence)
+                    self.scheduler.end_sequence(sequence)
             raise
         self._matchers |= {sequence.seq_id: made for sequence, made in zip(sequences, matchers, strict=False)}
         if params.penalized:
@@ -166,24 +166,24 @@ class EngineCore(Core):
         """Bring one step to its end; where the executor can, the next one has then been started."""
         outputs, flight = self._end_expired(), self._flight
         if flight is None:
-            schedule = self.scheduler.schedule()
+            schedule = self.scheduler.schedule_step()
             outputs += self._end_overdue_waits()
             for sequence in schedule.preempted:
                 self._forget_counts(sequence)
             if not schedule.slices:
-                self.scheduler.manager.beside_step(0)
+                self.scheduler.manager.work_beside_step(0)
                 return outputs + self._wait_or_fail(schedule)
             flight = self._start_step(schedule)
         self._flight = self._start_next(flight)
         if self._flight is not None:  # those that wait were passed over
             outputs += self._end_overdue_waits()
         try:
-            self.scheduler.manager.beside_step(flight.batch.num_tokens)
+            self.scheduler.manager.work_beside_step(flight.batch.num_tokens)
         finally:  # whatever breaks there, this step lands before the one after it
             outputs += self._land_step(flight)
         if not self.scheduler.has_work:
-            self.scheduler.manager.beside_step(0)  # nobody waits for the device
-        self.scheduler.manager.events.publish()
+            self.scheduler.manager.work_beside_step(0)  # nobody waits for the device
+        self.scheduler.manager.events.publish_step()
         return outputs
 
     def _start_step(self, schedule: StepSchedule, *, ahead: bool = False) -> Flight:
@@ -233,7 +233,7 @@ class EngineCore(Core):
             return None
         if self._matchers and any(s.seq_id in self._matchers for s, _ in flight.schedule.slices):
             return None
-        schedule = self.scheduler.follow(flight.schedule)
+        schedule = self.scheduler.schedule_ahead(flight.schedule)
         try:
             return None if schedule is None else self._start_step(schedule, ahead=True)
         except Exception:  # then it is tried again when this one has landed, with its sequences alone if need be
@@ -270,7 +270,7 @@ class EngineCore(Core):
             slices = flight.batch.slices
             prompts = [] if flight.batch.num_tokens == len(slices) else [(s.start, len(s.token_ids)) for s in slices]
             load = load_of(prompts) if prompts else StepLoad(len(slices), sum([s.start for s in slices]))
-            self.scheduler.observe(load, prompts, seconds)
+            self.scheduler.observe_step(load, prompts, seconds)
         outputs = self._apply_result(flight, result)
         for sequence in flight.ended:
             self._release_sequence(sequence)
@@ -292,7 +292,7 @@ class EngineCore(Core):
             found = sampled.get(seq_id)
             sequence.computed, sequence.ran = begin + count, sequence.ran + 1
             try:
-                manager.commit(sequence.pages, known, begin, begin + count, finite=found is not None)
+                manager.commit_tokens(sequence.pages, known, begin, begin + count, finite=found is not None)
             except UnwrittenPageError as unwritten:
                 log.exception("a sequence read pages that nobody wrote")
                 outputs.append(self._finish_sequence(sequence, FinishReason.ERROR, error=str(unwritten)))
@@ -311,12 +311,12 @@ class EngineCore(Core):
                     usage = Usage(prompt_len, length - prompt_len, sequence.cached or 0)
                     outputs.append(TokenOutput(sequence.request_key, sequence.index, new, (), None, None, usage))
             if attention and manager.attention is not None and seq_id in attention:
-                manager.attention.measured(sequence.pages.keys, attention[seq_id])
+                manager.attention.add_measurement(sequence.pages.keys, attention[seq_id])
         self._counts["generated"] += plain
         return outputs
 
     def make_outlook(self) -> Outlook:
-        return self.scheduler.outlook(tuple(self._begun.values()), self._hold_s, self.clock())
+        return self.scheduler.make_outlook(tuple(self._begun.values()), self._hold_s, self.clock())
 
     def _is_waiting(self, sequence: Sequence) -> bool:
         return sequence.state is SequenceState.WAITING and sequence.cached is None
@@ -330,9 +330,9 @@ class EngineCore(Core):
     def do_housekeeping(self) -> bool:
         """Apply finished transfers and publish KV events."""
         manager = self.scheduler.manager
-        manager.housekeep()
-        manager.events.publish()
-        return manager.busy
+        manager.do_housekeeping()
+        manager.events.publish_step()
+        return manager.has_transfers
 
     def rest_s(self) -> float | None:
         return self.scheduler.manager.retention.rest_s()
@@ -340,10 +340,10 @@ class EngineCore(Core):
     def _wait_or_fail(self, schedule: StepSchedule) -> list[TokenOutput]:
         """Nothing to compute: wait a moment for the pages that are being loaded, else somebody is stuck."""
         manager = self.scheduler.manager
-        if manager.tiers is not None and self.scheduler.loading:
+        if manager.tiers is not None and self.scheduler.is_loading:
             manager.tiers.wait(0 if self.scheduler.held_back else LOAD_WAIT_S)
             return []
-        sequence = self.scheduler.waiting.first()
+        sequence = self.scheduler.waiting.peek_next()
         if schedule.preempted or self.scheduler.running or sequence is None:
             return []
         # it waits while the pools are empty, so it will never run
@@ -437,7 +437,7 @@ class EngineCore(Core):
             facts = {"id": sequence.request.log_id, "index": sequence.index}
             log.error("a sequence failed: %s", error, extra={"facts": facts})
             # KV values that led to bad logits would make every later request with this prefix fail too.
-            self.scheduler.manager.condemn(sequence.pages)
+            self.scheduler.manager.condemn_pages(sequence.pages)
         flight = self._flight
         if flight is not None and any(member is sequence for member, _ in flight.schedule.slices):
             flight.ended.append(sequence)  # that step still writes into its pages
@@ -450,7 +450,7 @@ class EngineCore(Core):
 
     def _release_sequence(self, sequence: Sequence) -> None:
         """Give back what an ended sequence holds."""
-        self.scheduler.finish(sequence)
+        self.scheduler.end_sequence(sequence)
         self.executor.release(sequence.seq_id)
         self._uncounted.discard(sequence.seq_id)
 

@@ -26,7 +26,10 @@ def read_engine_stats(
     """`counts` has "prompt", "cached" and "generated" tokens and "steps"; `finished` requests by reason; `times` are
     seconds, of which the latter were in steps. All is read now; what comes back puts it together, on any thread."""
     manager, loader, counts, finished = scheduler.manager, scheduler.loader, dict(counts), dict(finished)
-    pools = [(name, pool.num_pages, pool.used, pool.cached, pool.evictions) for name, pool in manager.pools.items()]
+    pools = [
+        (name, pool.num_pages, pool.used_slots, pool.cached_slots, pool.evictions)
+        for name, pool in manager.pools.items()
+    ]
     waiting, preemptions, hit_tokens = len(scheduler.waiting), scheduler.preemptions, manager.hit_tokens
     tiers = manager.tiers.stats() if manager.tiers is not None else ()
     decisions = dict(loader.decisions) if loader is not None else {}

@@ -293,7 +293,7 @@ class EngineLoop:
                 self._begin_preparing(request)
             else:
                 self._inbox.append(request)
-                self._newcomers.add(request)
+                self._newcomers.add_request(request)
                 self._wake.notify()
             self._live.add(request.request_key)
 
@@ -308,7 +308,9 @@ class EngineLoop:
         left_s = None if request.deadline is None else request.deadline - now
         own_s = len(request.prompt_token_ids) * outlook.token_s / outlook.share
         limit = max(limits.patience_s(0.0, left_s), limits.patience_s(own_s, left_s))
-        more, tokens = map(sum, zip(self._newcomers.before(request), self._taken.before(request), strict=True))
+        more, tokens = map(
+            sum, zip(self._newcomers.count_before(request), self._taken.count_before(request), strict=True)
+        )
         wait = outlook.wait_s(tenant, now + request.priority * AGEING_S, 0.0, more, tokens * outlook.token_s)
         if wait > limit:
             refusal = long_wait_error(wait, limit)
@@ -317,7 +319,7 @@ class EngineLoop:
 
     def _count_queued(self) -> Counter[str]:
         """Sequences that wait for their first step, by tenant; with the lock held."""
-        queued = self._waiting + self._newcomers.counts()
+        queued = self._waiting + self._newcomers.count_by_tenant()
         for request, _ in self._preparing.values():
             queued[request.tenant] += request.params.n
         return queued
@@ -344,7 +346,7 @@ class EngineLoop:
                 found = self._preparing.pop(request.request_key, None)
                 if found is not None:  # the loop has not ended
                     self._inbox += [item, *found[1]]
-                    self._newcomers.add(request)
+                    self._newcomers.add_request(request)
                     self._wake.notify()
 
     def abort(self, request_key: str, index: int | None = None) -> bool:
@@ -422,7 +424,7 @@ class EngineLoop:
             # also while it is empty: what others put into this list from now on belongs to the next turn
             keep_on, inbox, self._inbox = self._open, self._inbox, []
             if inbox:  # else there are no newcomers
-                self._waiting += self._newcomers.counts()
+                self._waiting += self._newcomers.count_by_tenant()
                 self._newcomers, self._taken = self._taken, self._newcomers
         outputs: list[TokenOutput] = []
         for item in inbox:
@@ -444,7 +446,7 @@ class EngineLoop:
         self._running, self._waiting = self._core.count_sequences()
         self._stats, self._stats_time = self._core.defer_stats(), time.monotonic()
         self._outlook = self._core.make_outlook()
-        self._taken.clear()
+        self._taken.clear_counts()
 
     def _emit_outputs(self, outputs: list[TokenOutput]) -> None:
         with self._wake:

@@ -124,13 +124,13 @@ async def follow_feed(feed: EventFeed, after: Position) -> AsyncGenerator[Change
     epoch, position = after
     if epoch != feed.epoch:
         position = -1  # is always too old
-    end_listening = feed.listen(on_event)
+    end_listening = feed.add_listener(on_event)
     try:
         while True:
             changed.clear()
-            events = feed.since(position)
+            events = feed.list_since(position)
             if events is None:
-                snapshot = feed.snapshot()
+                snapshot = feed.take_snapshot()
                 position = snapshot.sequence
                 yield feed.epoch, snapshot
             elif events:

@@ -87,7 +87,7 @@ class RequestCore(Core):
             self._next_id += 1
         start_by = self._latest_start(request, arrival, 0.0)
         for sequence in sequences:
-            self._waiting.push(sequence)
+            self._waiting.push_sequence(sequence)
         self._register_request(request, sequences, start_by)
 
     def step(self) -> list[TokenOutput]:
@@ -109,12 +109,12 @@ class RequestCore(Core):
 
     def count_sequences(self) -> tuple[Counter[str], Counter[str]]:
         running = (s.request.tenant for live in self._sequences.values() for s in live.values() if s.turn is not None)
-        return Counter(running), Counter(self._waiting.counts())
+        return Counter(running), Counter(self._waiting.count_by_tenant())
 
     def make_outlook(self) -> Outlook:
         places = self.executor.max_sequences
         return Outlook(
-            queued=self._waiting.waiting(), free=places - self._running, begun=tuple(self._begun.values()),
+            queued=self._waiting.copy_entries(), free=places - self._running, begun=tuple(self._begun.values()),
             turnover_s=self._hold_s / places if places else 0.0, hold_s=self._hold_s, now=self.clock(),
         )  # fmt: skip
 
@@ -140,7 +140,7 @@ class RequestCore(Core):
     def _hand_on(self) -> list[TokenOutput]:
         """Give the engine waiting sequences; the last outputs of those that it does not take."""
         outputs = []
-        while self._running < self.executor.max_sequences and (sequence := self._waiting.pop()) is not None:
+        while self._running < self.executor.max_sequences and (sequence := self._waiting.pop_next()) is not None:
             self._running += 1
             self._begin_sequence(sequence)
             request = sequence.request
@@ -169,8 +169,8 @@ class RequestCore(Core):
     def _forget_sequence(self, sequence: RequestSequence, reason: FinishReason) -> None:
         """Take an ended sequence out of the books."""
         if sequence.turn is None:
-            self._waiting.remove(sequence)
+            self._waiting.remove_member(sequence)
         else:
-            self._waiting.ended(sequence)
+            self._waiting.end_place(sequence)
             self._running -= 1
         self._drop_sequence(sequence, reason)

@@ -1,4 +1,4 @@
-"""When pages of the device are copied to the host: the write policies.
+"""The write policies: they decide when pages of the device are copied to the host.
 
 "through": when a page is finished. "selective": when a second request uses it. "back": when more than DEVICE_THRESHOLD
 of a pool's pages are in use or exist on the device alone, the coldest first, and at the latest when one is evicted.
@@ -47,20 +47,20 @@ class CopyDown:
             self._unsaved[group].update(slots)
 
     def is_saved(self, group: str, slot: int) -> bool:
-        """Whether a lower tier was given this page."""
+        """Say whether a lower tier was given this page."""
         return slot not in self._unsaved[group]
 
     def request_copy(self, group: str, slot: int, policy: WritePolicy) -> None:
         """Copy a page soon if it is trusted and this is the write policy."""
         if policy == self._policy and self._tiers is not None:
             pool = self._pools[group]
-            if pool.page(slot) is not None and pool.trusted(slot):
+            if pool.page_of(slot) is not None and pool.is_trusted(slot):
                 self.due[group, slot] = None
 
-    def evict(self, group: str, page: Page, slot: int) -> None:
+    def copy_evicted(self, group: str, page: Page, slot: int) -> None:
         """Copy a cached page that is about to lose its slot, if it is due or the policy left it to this moment."""
         last_chance = (group, slot) in self.due or (self._policy == "back" and slot in self._unsaved[group])
-        if self._tiers is not None and last_chance and self._pools[group].trusted(slot):
+        if self._tiers is not None and last_chance and self._pools[group].is_trusted(slot):
             self._tiers.down.store_page(page, slot)
         self.forget_slot(group, slot)
 
@@ -74,7 +74,7 @@ class CopyDown:
         pool = self._pools[group]
         slots = [*self._unsaved[group], *(slot for name, slot in self.due if name == group)]
         for slot in slots:
-            if pool.page(slot) is None:
+            if pool.page_of(slot) is None:
                 self.forget_slot(group, slot)
 
     def begin_copies(self, tokens: int = 0, *, all_due: bool = False) -> None:
@@ -83,17 +83,17 @@ class CopyDown:
         if self._tiers is None:
             return
         for group, slot in list(islice(self.due, None if all_due else COPIES_AT_ONCE + tokens // TOKENS_A_COPY)):
-            self._copy(group, slot)
+            self._begin_copy(group, slot)
         for group, pool in self._pools.items() if self._policy == "back" and not all_due else ():
             unsaved = self._unsaved[group]
-            surplus = pool.used + len(unsaved) - DEVICE_THRESHOLD * pool.num_pages
-            count = min(pool.cached, int(surplus + HYSTERESIS * pool.num_pages) + 1)
-            for slot in pool.coldest(count) if surplus > 0 and unsaved else ():
-                if slot in unsaved and pool.trusted(slot):
-                    self._copy(group, slot)
+            surplus = pool.used_slots + len(unsaved) - DEVICE_THRESHOLD * pool.num_pages
+            count = min(pool.cached_slots, int(surplus + HYSTERESIS * pool.num_pages) + 1)
+            for slot in pool.list_coldest(count) if surplus > 0 and unsaved else ():
+                if slot in unsaved and pool.is_trusted(slot):
+                    self._begin_copy(group, slot)
 
-    def _copy(self, group: str, slot: int) -> None:
-        page = self._pools[group].page(slot)
+    def _begin_copy(self, group: str, slot: int) -> None:
+        page = self._pools[group].page_of(slot)
         assert self._tiers is not None and page is not None
         self.forget_slot(group, slot)
         self._tiers.down.store_page(page, slot)
@@ -101,7 +101,7 @@ class CopyDown:
     def check_integrity(self) -> None:
         """Assert the invariant of this module."""
         for group, slots in self._unsaved.items():
-            assert all(self._pools[group].page(slot) is not None for slot in slots), "an unsaved slot has no page"
+            assert all(self._pools[group].page_of(slot) is not None for slot in slots), "an unsaved slot has no page"
         for group, slot in self.due:
             pool = self._pools[group]
-            assert pool.page(slot) is not None and pool.trusted(slot), "a page is due that must not go (I3)"
+            assert pool.page_of(slot) is not None and pool.is_trusted(slot), "a page is due that must not go (I3)"

@@ -1,12 +1,12 @@
-"""What the KV tiers gained and lost, numbered, for routers and observers.
+"""KV events: pages that the tiers gained and lost, numbered, for routers and observers.
 
-The engine thread tells the log of pages as they come and go and calls `publish` between steps; other threads read. The
-log must not know who listens, and nobody who listens can hold up the engine: a feed keeps a bounded tail of events and
-the set of pages that all events together make, and who fell behind the tail starts again from that set. The log is the
-feed of all pages, for the operator; `KVEventLog.of` gives one tenant a feed of its own pages. Invariants: sequence
-numbers of a feed have no gaps and start at 1; a snapshot with all events after its `sequence` applied is exactly the
-pages that the tiers hold. An event is idempotent: storing a page that is there, or removing one that is not, changes
-nothing. A tenant's feed is what it would be if nobody else used the server, evictions apart.
+The engine thread tells the log of pages as they come and go and calls `publish_step` between steps; other threads
+read. The log must not know who listens, and nobody who listens can hold up the engine: a feed keeps a bounded tail of
+events and the set of pages that all events together make, and who fell behind the tail starts again from that set.
+The log is the feed of all pages, for the operator; `KVEventLog.tenant_feed` gives one tenant a feed of its own pages.
+Invariants: sequence numbers of a feed have no gaps and start at 1; a snapshot with all events after its `sequence`
+applied is exactly the pages that the tiers hold. An event is idempotent: storing a page that is there, or removing
+one that is not, changes nothing. A tenant's feed is what it would be if nobody else used the server, evictions apart.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ Entry = tuple[str, Page]
 
 @dataclass(frozen=True, slots=True)
 class EventSnapshot:
-    """All pages, by (tier, layer group), after event `sequence` of the feed that drew `epoch`."""
+    """Pages by (tier, layer group) after event `sequence` of the feed that drew `epoch`."""
 
     sequence: int
     epoch: int
@@ -80,7 +80,7 @@ class _Batch:
     cause: str | None
     items: list[Any]  # pages that came, keys that left
 
-    def event(self, sequence: int) -> Event:
+    def make_event(self, sequence: int) -> Event:
         if self.group is None:
             return Cleared(sequence, self.tier)
         if self.cause is None:
@@ -106,7 +106,7 @@ class EventFeed:
         self._pages = dict(pages or {})
         self._listeners: list[Callable[[], None]] = []
 
-    def since(self, sequence: int) -> list[Event] | None:
+    def list_since(self, sequence: int) -> list[Event] | None:
         """Events after number `sequence`, oldest first. None when some of them were dropped, or `sequence` is beyond
         the newest (it is of another epoch): take a snapshot."""
         with self._changed:
@@ -120,18 +120,19 @@ class EventFeed:
         found.reverse()
         return found
 
-    def wait(self, sequence: int, timeout: float) -> bool:
+    def wait_for_event(self, sequence: int, timeout: float) -> bool:
         """Sleep until there is an event after number `sequence`; false after `timeout` seconds without one."""
         with self._changed:
             return self._changed.wait_for(lambda: self.sequence > sequence, timeout)
 
-    def snapshot(self) -> EventSnapshot:
-        """All pages now; `since(snapshot.sequence)` goes on from there without a gap. Some 20 ms per million pages."""
+    def take_snapshot(self) -> EventSnapshot:
+        """Copy all pages; `list_since(snapshot.sequence)` goes on from there without a gap. Some 20 ms per million
+        pages."""
         with self._changed:
             pages = {name: tuple(found.values()) for name, found in self._pages.items() if found}
             return EventSnapshot(self.sequence, self.epoch, pages)
 
-    def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
+    def add_listener(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Have `listener` called on the engine thread after each new event; it must return at once and not raise.
         Returns the function that ends this."""
         with self._changed:
@@ -144,17 +145,17 @@ class EventFeed:
         return end
 
     def has_pages(self, tier: str) -> bool:
-        """Whether there is a page in a tier."""
+        """Say whether there is a page in a tier."""
         return any(pages for (name, _), pages in self._pages.items() if name == tier)
 
-    def append(self, batches: list[_Batch]) -> None:
+    def append_batches(self, batches: list[_Batch]) -> None:
         """Number and show a step's changes, and tell the listeners. The engine thread's alone."""
         with self._changed:
             for batch in batches:
                 self.sequence += 1
-                event = batch.event(self.sequence)
+                event = batch.make_event(self.sequence)
                 self._events.append(event)
-                self._kept_pages += _size(event)
+                self._kept_pages += _event_size(event)
                 if isinstance(event, Stored):
                     held = self._pages.setdefault((event.tier, event.group), {})
                     for page in event.pages:
@@ -166,7 +167,7 @@ class EventFeed:
                 else:
                     self._pages = {name: pages for name, pages in self._pages.items() if name[0] != event.tier}
             while self._kept_pages > self._limit:
-                self._kept_pages -= _size(self._events.popleft())
+                self._kept_pages -= _event_size(self._events.popleft())
             listeners = list(self._listeners)
             self._changed.notify_all()
         for listener in listeners:
@@ -176,7 +177,7 @@ class EventFeed:
 class KVEventLog(EventFeed):
     """The feed of all pages, and where the engine tells of them.
 
-    `append_*` and `publish` belong to the engine thread, all else to any thread. The first `publish` calls
+    `append_*` and `publish_step` belong to the engine thread, all else to any thread. The first `publish_step` calls
     `snapshot_source`, if it is set, for all pages of all tiers: what an earlier process left on disk.
     """
 
@@ -188,7 +189,7 @@ class KVEventLog(EventFeed):
         self._tenants: dict[bytes, EventFeed] = {}
         self._showing = threading.Lock()  # a feed begins between steps, never in the middle of one
 
-    def of(self, tenant: bytes) -> EventFeed:
+    def tenant_feed(self, tenant: bytes) -> EventFeed:
         """The feed of the pages that one tenant made; `tenant` is its tag: `manager.names(who, salt).tag`.
 
         Numbers, epoch and the tail that is kept are this feed's own, so that neither gaps nor order nor the way events
@@ -211,14 +212,14 @@ class KVEventLog(EventFeed):
         """Pages of one layer group can be found in a tier."""
         begun = 0
         while begun < len(pages):
-            items = self._batch(tier, pages[0].group, None)
+            items = self._open_batch(tier, pages[0].group, None)
             end = begun + MAX_EVENT_PAGES - len(items)
             items += pages[begun:end]
             begun = end
 
     def append_removed(self, tier: str, group: str, key: bytes, cause: str) -> None:
         """A page left a tier."""
-        self._batch(tier, group, cause).append(key)
+        self._open_batch(tier, group, cause).append(key)
 
     def append_cleared(self, tier: str) -> None:
         """A tier forgot all its pages."""
@@ -226,7 +227,7 @@ class KVEventLog(EventFeed):
             del self._open[name]
         self._pending.append(_Batch(tier, None, None, []))
 
-    def publish(self) -> None:
+    def publish_step(self) -> None:
         """End of a step: number and show what was appended. O(appended pages); nothing at all when there are none."""
         source, self.snapshot_source = self.snapshot_source, None
         if source is not None:  # events of the pages that are there already, those appended until now among them
@@ -238,12 +239,12 @@ class KVEventLog(EventFeed):
             pending, self._pending = self._pending, []
             self._open.clear()
             with self._showing:
-                shares = self._shares(pending) if self._tenants else {}
-                self.append(pending)
+                shares = self._share_by_tenant(pending) if self._tenants else {}
+                self.append_batches(pending)
                 for tenant, batches in shares.items():
-                    self._tenants[tenant].append(batches)
+                    self._tenants[tenant].append_batches(batches)
 
-    def _batch(self, tier: str, group: str, cause: str | None) -> list[Any]:
+    def _open_batch(self, tier: str, group: str, cause: str | None) -> list[Any]:
         # Sets of other tiers and groups are independent, so batches keep the order within their own set only. That
         # makes one event of pages that arrive in turn from two groups.
         batch = self._open.get((tier, group))
@@ -252,8 +253,8 @@ class KVEventLog(EventFeed):
             self._pending.append(batch)
         return batch.items
 
-    def _shares(self, pending: list[_Batch]) -> dict[bytes, list[_Batch]]:
-        """What a step's changes are to each tenant that has a feed and pages among them.
+    def _share_by_tenant(self, pending: list[_Batch]) -> dict[bytes, list[_Batch]]:
+        """Split a step's changes among the tenants that have a feed.
 
         Its batches follow tiers and groups, and are cut where its own changes make it so: the order in which all
         tenants' changes came would show that there were others.
@@ -271,7 +272,7 @@ class KVEventLog(EventFeed):
                 page = item if batch.cause is None else held.get(item)
                 owner = page.tenant if page is not None else owners.get(item)
                 if owner in self._tenants:
-                    _add(shares.setdefault(owner, []), batch, item)
+                    _append_change(shares.setdefault(owner, []), batch, item)
         return shares
 
 
@@ -285,7 +286,7 @@ def _by_set(pending: list[_Batch]) -> list[_Batch]:
     return [pending[number] for *_, number in sorted(order)]
 
 
-def _add(batches: list[_Batch], kind: _Batch, item: Any) -> None:
+def _append_change(batches: list[_Batch], kind: _Batch, item: Any) -> None:
     """Put one change behind others of one tenant."""
     last = batches[-1] if batches else None
     if (
@@ -297,8 +298,8 @@ def _add(batches: list[_Batch], kind: _Batch, item: Any) -> None:
     last.items.append(item)
 
 
-def _size(event: Event) -> int:
-    """What an event counts against the limit: its pages, and 1 for itself."""
+def _event_size(event: Event) -> int:
+    """Count an event against the limit: its pages, and 1 for itself."""
     if isinstance(event, Stored):
         return 1 + len(event.pages)
     return 1 + len(event.keys) if isinstance(event, Removed) else 1

@@ -79,7 +79,7 @@ class KVCacheManager:
                 count,
                 chain.page_tokens,
                 policy if group == GLOBAL else None,
-                partial(self._evicted, group),
+                partial(self._on_evict, group),
                 slabs=slabs,
                 group=group,
             )
@@ -87,7 +87,7 @@ class KVCacheManager:
         }
         self.tiers = tiers
         self.events = events if events is not None else KVEventLog(MAX_EVENT_LOG_PAGES)
-        self.events.snapshot_source = self.snapshot
+        self.events.snapshot_source = self.list_pages
         self.hit_tokens = 0
         self.retention = retention if retention is not None else Retention(600.0, time.monotonic)
         self.attention = AttentionSignals() if options.measure_attention else None
@@ -108,43 +108,43 @@ class KVCacheManager:
         self.failures = 0
         """Failed steps so far. What a sequence shares with others or loads may have been condemned by one."""
 
-    def names(self, who: str, salt: str) -> TenantNames:
-        """What pages of tenant `who` are called that were made with this cache_salt; `.tag` stands for the tenant in
-        events, quotas and disk headers. For any thread; see `KeyChain.names`."""
-        return self._chain.names(who, salt)
+    def derive_names(self, who: str, salt: str) -> TenantNames:
+        """Derive the page names of tenant `who` under this cache_salt; `.tag` stands for the tenant in
+        events, quotas and disk headers. For any thread; see `KeyChain.derive_names`."""
+        return self._chain.derive_names(who, salt)
 
     def first_visible_page(self, position: int) -> int:
         """Index of the first local page that a query at `position` looks at (keys position-window+1..position)."""
         return first_visible_page(position, self.window, self.page_tokens)
 
-    def pages_for(self, tokens: int) -> int:
+    def count_pages(self, tokens: int) -> int:
         return div_ceil(tokens, self.page_tokens)
 
-    def fits(self, tokens: int, chunk: int) -> bool:
-        """Whether a lone sequence of `tokens`, computed `chunk` tokens at a time, fits the empty pools; with lower
+    def can_run(self, tokens: int, chunk: int) -> bool:
+        """Say whether a lone sequence of `tokens`, computed `chunk` tokens at a time, fits the empty pools; with lower
         tiers, beside the window of a prefix that is being loaded for it."""
-        whole = self.pages_for(tokens)
-        local = min(self.pages_for(self.window + chunk) + 1, whole)
+        whole = self.count_pages(tokens)
+        local = min(self.count_pages(self.window + chunk) + 1, whole)
         if self.tiers is not None:
-            local += min(self.pages_for(self.window) + 1, whole)
-        return self.memory.holds(whole, local, self.pages_for(self.window) + 1)
+            local += min(self.count_pages(self.window) + 1, whole)
+        return self.memory.holds_alone(whole, local, self.count_pages(self.window) + 1)
 
-    def lookup(self, pages: SequencePages, tokens: Sequence[int]) -> PrefixHit:
+    def find_prefix(self, pages: SequencePages, tokens: Sequence[int]) -> PrefixHit:
         """Find the longest cached prefix that leaves at least one token of `tokens` to compute. Changes nothing but
         `pages.keys`."""
         if not self._prefix_cache:
             return PrefixHit(0, 0, in_flight=False)
-        pages.name(tokens)
+        pages.name_pages(tokens)
         limit = min(len(pages.keys), (len(tokens) - 1) // self.page_tokens)
         reachable = limit
         if GLOBAL in self.pools:
-            found = self.pools[GLOBAL].find
+            found = self.pools[GLOBAL].find_slot
             reachable = next((i for i in range(limit) if found(pages.keys[i]) is None), limit)
-        best = self.longest_window(pages.keys, reachable, lambda key: self.pools[LOCAL].find(key) is not None)
+        best = self.find_longest_window(pages.keys, reachable, lambda key: self.pools[LOCAL].find_slot(key) is not None)
         in_flight = best < limit and pages.keys[best] in self._computing
         return PrefixHit(best * self.page_tokens, reachable, in_flight)
 
-    def longest_window(self, keys: list[bytes], reachable: int, found: Callable[[bytes], bool]) -> int:
+    def find_longest_window(self, keys: list[bytes], reachable: int, found: Callable[[bytes], bool]) -> int:
         """Largest n <= reachable such that `found` holds for every local page of the window before it."""
         if LOCAL not in self.pools:
             return reachable
@@ -159,16 +159,16 @@ class KVCacheManager:
                 n -= 1
         return n
 
-    def attach(self, pages: SequencePages, hit: PrefixHit, prompt_tokens: int) -> None:
+    def attach_prefix(self, pages: SequencePages, hit: PrefixHit, prompt_tokens: int) -> None:
         """Take references on the pages of a hit found just before, as the start of an empty sequence."""
         count = hit.tokens // self.page_tokens
         first = self.first_visible_page(hit.tokens)
         for group, pool in self.pools.items():
             start = first if group == LOCAL else 0
-            slots = [slot for key in pages.keys[start:count] if (slot := pool.find(key)) is not None]
+            slots = [slot for key in pages.keys[start:count] if (slot := pool.find_slot(key)) is not None]
             assert len(slots) == max(0, count - start), "a hit was attached after its pages left (I2)"
-            pool.acquire(slots)
-            pages.extend(group, [-1] * start + slots)
+            pool.acquire_slots(slots)
+            pages.extend_table(group, [-1] * start + slots)
         pages.first_local = first
         pages.published = pages.attached = count
         pages.failures = self.failures
@@ -176,21 +176,21 @@ class KVCacheManager:
         ends = {prompt_tokens // self.page_tokens, (prompt_tokens - 1) // self.page_tokens}
         pages.resume_points.update(ends | {hit.reachable})
 
-    def touch(self, pages: SequencePages, hit_tokens: int) -> None:
+    def touch_chain(self, pages: SequencePages, hit_tokens: int) -> None:
         """Tell the policies of all tiers that a request looked up this chain, and what of it the device had. Once per
         request."""
         self.hit_tokens += hit_tokens
-        self.memory.revive(pages.keys)
-        signal = self.attention.take(pages.keys) if self.attention is not None else None
+        self.memory.revive_chain(pages.keys)
+        signal = self.attention.take_signal(pages.keys) if self.attention is not None else None
         if self._policy is not None:
-            self._policy.touch(pages.keys, signal)
+            self._policy.touch_chain(pages.keys, signal)
         if self.tiers is not None:
             self.tiers.touch(pages.keys, signal)
         self.retention.used(pages.keys, pages.hints, pages.names.scope)
 
     @property
-    def busy(self) -> bool:
-        """Whether any page is on its way to a tier or is to go there."""
+    def has_transfers(self) -> bool:
+        """True while any page is on its way to a tier or is to go there."""
         return self.tiers is not None and (self.tiers.busy or bool(self._copies.due))
 
     def close(self, timeout_s: float) -> None:
@@ -199,82 +199,86 @@ class KVCacheManager:
             self._copies.begin_copies(all_due=True)
             self.tiers.close(timeout_s)
 
-    def housekeep(self) -> None:
+    def do_housekeeping(self) -> None:
         """While no step is to be made: apply finished transfers, copy pages down, drop pages whose time is over."""
         if self.tiers is not None:
             self.tiers.poll()
             self._copies.begin_copies()
         self._drop_expired()
 
-    def before_step(self) -> None:
-        """What of `housekeep` the next step may depend on, while the device waits for it."""
+    def prepare_step(self) -> None:
+        """Do the housekeeping that the next step may depend on, while the device waits for it."""
         if self.tiers is not None:
             self.tiers.poll_up()
         self._drop_expired()
 
-    def beside_step(self, tokens: int) -> None:
-        """The rest of it, while a step of so many tokens runs."""
+    def work_beside_step(self, tokens: int) -> None:
+        """Do the rest of the housekeeping, while a step of so many tokens runs."""
         if self.tiers is not None:
             self.tiers.poll_down()
             self._copies.begin_copies(tokens)
 
     def _drop_expired(self) -> None:
         for key in self.retention.due(self.retention.now(), self._in_use):
-            self.drop(key, "expired")
+            self.drop_page(key, "expired")
 
     def _in_use(self, key: bytes) -> bool:
-        """Whether a page cannot be dropped now: a sequence holds it or waits for it, or it is on its way to a tier."""
+        """Say whether a page cannot be dropped now: a sequence holds it or waits for it, or it is on its way to a
+        tier."""
         return (
             key in self._expected
             or any(pool.in_use(key) for pool in self.pools.values())
             or (self.tiers is not None and any(self.tiers.writing(group, key) for group in self.pools))
         )
 
-    def announce(self, pages: SequencePages) -> None:
+    def announce_pages(self, pages: SequencePages) -> None:
         """Say that a sequence is computing its unpublished prompt pages, so that equal requests wait for them."""
         for key in pages.keys[pages.published :]:
             self._computing.setdefault(key, pages)
 
-    def expect(self, keys: Iterable[bytes]) -> None:
-        """Say that a sequence waits for these pages: their time to live does not end before `expect_no_more`."""
+    def expect_pages(self, keys: Iterable[bytes]) -> None:
+        """Say that a sequence waits for these pages: their time to live does not end before `stop_expecting`."""
         for key in keys:
             self._expected[key] = self._expected.get(key, 0) + 1
 
-    def expect_no_more(self, keys: Iterable[bytes]) -> None:
-        """Undo one `expect` of the same keys."""
+    def stop_expecting(self, keys: Iterable[bytes]) -> None:
+        """Undo one `expect_pages` of the same keys."""
         for key in keys:
             count = self._expected.pop(key, 0) - 1
             if count:
                 self._expected[key] = count
 
-    def reserve(self, pages: SequencePages, tokens: int, *, total: int = 0, spare: int = 0) -> bool:
+    def reserve_pages(self, pages: SequencePages, tokens: int, *, total: int = 0, spare: int = 0) -> bool:
         """Extend the tables to hold positions below `tokens`, the global one below `total` if that is more. False, and
         no change, when that would leave a pool with fewer than `spare` available slots."""
-        count, whole, tables = self.pages_for(tokens), self.pages_for(max(tokens, total)), pages.tables
+        count, whole, tables = self.count_pages(tokens), self.count_pages(max(tokens, total)), pages.tables
         if len(tables[LOCAL]) >= count and len(tables[GLOBAL]) >= whole:
             return True
         need = {GLOBAL: whole, LOCAL: count}
-        return self._extend({g: [(pages, max(0, need[g] - len(tables[g])))] for g in self.pools}, spare)
+        return self._extend_tables({g: [(pages, max(0, need[g] - len(tables[g])))] for g in self.pools}, spare)
 
-    def reserve_all(self, wanted: Iterable[tuple[SequencePages, int]]) -> bool:
-        """`reserve` of (pages, tokens) of several sequences at once. False, and no change, when not all have room."""
-        counts = [(pages, self.pages_for(tokens)) for pages, tokens in wanted]
-        return self._extend({g: [(p, max(0, count - len(p.tables[g]))) for p, count in counts] for g in self.pools})
+    def reserve_for_all(self, wanted: Iterable[tuple[SequencePages, int]]) -> bool:
+        """Reserve pages of (pages, tokens) of several sequences at once. False, and no change, when not all have
+        room."""
+        counts = [(pages, self.count_pages(tokens)) for pages, tokens in wanted]
+        return self._extend_tables(
+            {g: [(p, max(0, count - len(p.tables[g]))) for p, count in counts] for g in self.pools}
+        )
 
-    def _extend(self, lacking: dict[str, list[tuple[SequencePages, int]]], spare: int = 0) -> bool:
+    def _extend_tables(self, lacking: dict[str, list[tuple[SequencePages, int]]], spare: int = 0) -> bool:
         """Put so many slots more at the end of each one's table of a group, or of none: False."""
         need = {group: count for group, short in lacking.items() if (count := sum([count for _, count in short]))}
-        if spare and not self.memory.fits({group: count + spare for group, count in need.items()}):
+        if spare and not self.memory.can_allocate({group: count + spare for group, count in need.items()}):
             return False
-        found = self.memory.allocate(need)
+        found = self.memory.allocate_slots(need)
         for group, slots in (found or {}).items():
             left = iter(slots)
             for pages, count in lacking[group]:
                 if count:
-                    pages.extend(group, islice(left, count))
+                    pages.extend_table(group, islice(left, count))
         return found is not None
 
-    def commit(self, pages: SequencePages, tokens: Sequence[int], begin: int, end: int, *, finite: bool) -> None:
+    def commit_tokens(self, pages: SequencePages, tokens: Sequence[int], begin: int, end: int, *, finite: bool) -> None:
         """Record that a step wrote positions [begin, end): publish full pages, let local pages slide out. `finite`: it
         had logits, and they were finite, which vouches for all pages that it read. Raises UnwrittenPageError when
         positions before `begin` were never written."""
@@ -284,147 +288,151 @@ class KVCacheManager:
             stop = start + left if start + left < size else size
             for group, pool in self.pools.items():
                 if (slot := tables[group][index]) >= 0:
-                    pool.write(slot, start, stop)
+                    pool.write_tokens(slot, start, stop)
             index, start, left = index + 1, 0, left - stop + start
         if finite:
             pages.failures = self.failures
         # since another's step failed, what this one computes may come from a page that was condemned then
         if full > pages.published and self._prefix_cache and pages.failures == self.failures:
-            pages.name(tokens)
+            pages.name_pages(tokens)
             self._publish_computed(pages, full)
             self.retention.made(pages.keys[pages.published : full], pages.hints)
             self.stop_computing(pages, pages.keys[pages.published : full])
             pages.published = full
         if pages.load is not None:
-            pages.load.floor = self.pages_for(end)
+            pages.load.floor = self.count_pages(end)
         if finite and (pages.trusted != pages.published or pages.left):
-            self._trust(pages)
+            self._trust_pages(pages)
         if full > begin // size:  # what a request that starts at the last full page looks at stays too
-            self.slide(pages, full * size)
+            self.slide_window(pages, full * size)
 
     def _publish_computed(self, pages: SequencePages, full: int) -> None:
         """Make the first `full` pages findable but for local ones that slide out now, before anybody could find them.
         Raises UnwrittenPageError."""
-        gone = self._windows.passing(pages.published, full, pages.resume_points)
+        gone = self._windows.unwanted_pages(pages.published, full, pages.resume_points)
         for group, pool in self.pools.items():
             table, places = pages.tables[group], range(pages.published, full)
             passing = gone if group == LOCAL != self.chain_group else ()
             for i in passing:
                 if i < full and table[i] >= 0:
                     pool.check_full(table[i], i)
-            self.publish(pages, group, [i for i in places if table[i] >= 0 and i not in passing])
+            self.publish_pages(pages, group, [i for i in places if table[i] >= 0 and i not in passing])
 
-    def publish(self, pages: SequencePages, group: str, places: Sequence[int], *, saved: bool = False) -> None:
+    def publish_pages(self, pages: SequencePages, group: str, places: Sequence[int], *, saved: bool = False) -> None:
         """Make full pages of a table findable, unless other slots hold them already. `saved`: a lower tier has them.
         Raises UnwrittenPageError."""
         table, pool = pages.tables[group], self.pools[group]
-        found = pool.publish([table[i] for i in places], pages.identities(group, places))
+        found = pool.publish_slots([table[i] for i in places], pages.make_pages(group, places))
         if not saved and pages.hints.priority is not CachePriority.LOW:
             self._copies.add_unsaved(group, found)
         self.events.append_stored("device", *found.values())
 
-    def _trust(self, pages: SequencePages) -> None:
-        """A step with finite logits has read the sequence's pages: they may be copied down."""
+    def _trust_pages(self, pages: SequencePages) -> None:
+        """Trust the pages of a sequence that a step with finite logits has read: they may be copied down."""
         low = pages.hints.priority is CachePriority.LOW
         for group, pool in self.pools.items():
             table = pages.tables[group]
             for i in range(pages.trusted, pages.published):
                 slot = table[i]
-                if slot < 0 or not pool.trust(slot) or low:
+                if slot < 0 or not pool.trust_page(slot) or low:
                     continue
                 if i < pages.attached:
                     self._copies.request_copy(group, slot, "selective")
                 elif group == self.chain_group and not self._copies.is_saved(group, slot):
                     self._copies.request_copy(group, slot, "through")
-        durable = self._windows.before(pages.resume_points) if pages.left else ()
+        durable = self._windows.pages_before(pages.resume_points) if pages.left else ()
         for i, slot in pages.left.items():
-            page = self.pools[LOCAL].page(slot)
+            page = self.pools[LOCAL].page_of(slot)
             if page is not None and page.key == pages.keys[i]:
-                self.pools[LOCAL].trust(slot)
+                self.pools[LOCAL].trust_page(slot)
                 if not low and i in durable:
                     self._copies.request_copy(LOCAL, slot, "through")
         pages.left.clear()
         pages.trusted = pages.published
 
-    def _evicted(self, group: str, page: Page, slot: int) -> None:
-        self._copies.evict(group, page, slot)
+    def _on_evict(self, group: str, page: Page, slot: int) -> None:
+        self._copies.copy_evicted(group, page, slot)
         self.events.append_removed("device", group, page.key, "capacity")
 
-    def slide(self, pages: SequencePages, position: int) -> bool:
+    def slide_window(self, pages: SequencePages, position: int) -> bool:
         """Give up the local pages that no token from `position` on looks at; whether there were any."""
         first = min(self.first_visible_page(position), len(pages.tables[LOCAL]))
         if LOCAL not in self.pools or first <= pages.first_local:
             return False
-        self._leave(pages, pages.first_local, first)
+        self._drop_local_pages(pages, pages.first_local, first)
         pages.first_local = first
         return True
 
-    def _leave(self, pages: SequencePages, start: int, stop: int) -> None:
+    def _drop_local_pages(self, pages: SequencePages, start: int, stop: int) -> None:
         """Take the local pages [start, stop) out of the table, last one first."""
         table, pool, windows = pages.tables[LOCAL], self.pools[LOCAL], self._windows
-        durable, checkpoints = windows.before(pages.resume_points, start, stop), windows.at_checkpoints(start, stop)
+        durable, checkpoints = (
+            windows.pages_before(pages.resume_points, start, stop),
+            windows.checkpoint_pages(start, stop),
+        )
         gone: dict[int, int] = {}
         for i in range(stop - 1, start - 1, -1):
             if table[i] < 0:
                 continue
             slot = gone[i] = table[i]
             if i not in durable and i not in checkpoints:
-                self._release(LOCAL, [slot], keep=False)
+                self._release_slots(LOCAL, [slot], keep=False)
                 continue
             if i < pages.published:
-                if not pool.trusted(slot):
+                if not pool.is_trusted(slot):
                     pages.left[i] = slot
                 elif i in durable and pages.hints.priority is not CachePriority.LOW:
                     self._copies.request_copy(LOCAL, slot, "through")
             # fewer requests start in the middle of a prompt than at its end, whose windows those would crowd out
-            self._release(LOCAL, [slot], keep=True, spare=i not in durable)
-        pages.put(LOCAL, dict.fromkeys(gone, -1))
+            self._release_slots(LOCAL, [slot], keep=True, spare=i not in durable)
+        pages.replace_slots(LOCAL, dict.fromkeys(gone, -1))
 
     def replace_global(self, pages: SequencePages, slots: Mapping[int, int]) -> None:
         """Put `slots` into the global table, by page index, in place of those it has there, which are released."""
         table = pages.tables[GLOBAL]
-        self.pools[GLOBAL].release([table[i] for i in slots])
-        pages.put(GLOBAL, slots)
+        self.pools[GLOBAL].release_slots([table[i] for i in slots])
+        pages.replace_slots(GLOBAL, slots)
 
     def replace_window(self, pages: SequencePages, first: int, slots: Sequence[int]) -> None:
         """Put `slots` into the local table as pages first, first + 1, ... in place of all it holds."""
-        self._leave(pages, pages.first_local, len(pages.tables[LOCAL]))
-        pages.cut(LOCAL, first)
-        pages.extend(LOCAL, [-1] * (first - len(pages.tables[LOCAL])))
-        pages.extend(LOCAL, slots)
+        self._drop_local_pages(pages, pages.first_local, len(pages.tables[LOCAL]))
+        pages.cut_table(LOCAL, first)
+        pages.extend_table(LOCAL, [-1] * (first - len(pages.tables[LOCAL])))
+        pages.extend_table(LOCAL, slots)
         pages.first_local = first
         pages.trusted = min(pages.trusted, first)
 
-    def _release(self, group: str, slots: list[int], *, keep: bool, spare: bool = False) -> None:
+    def _release_slots(self, group: str, slots: list[int], *, keep: bool, spare: bool = False) -> None:
         pool = self.pools[group]
-        before = [] if keep else [pool.page(slot) for slot in slots]
-        pool.release(slots, keep=keep, spare=spare)
+        before = [] if keep else [pool.page_of(slot) for slot in slots]
+        pool.release_slots(slots, keep=keep, spare=spare)
         if keep:
-            self.memory.released(group, slots)
+            self.memory.spare_orphans(group, slots)
         else:
             for slot, page in zip(slots, before, strict=True):
-                if page is not None and pool.page(slot) is None:
+                if page is not None and pool.page_of(slot) is None:
                     self._copies.forget_slot(group, slot)
                     self.events.append_removed("device", group, page.key, "released")
 
-    def free(self, pages: SequencePages) -> None:
+    def free_pages(self, pages: SequencePages) -> None:
         """Release everything the sequence holds; published pages stay cached. The tables become empty."""
         self.stop_computing(pages, pages.keys[pages.published :])
         for group in self.pools:
-            self._release(group, [slot for slot in reversed(pages.tables[group]) if slot >= 0], keep=True)
-        pages.clear()
+            self._release_slots(group, [slot for slot in reversed(pages.tables[group]) if slot >= 0], keep=True)
+        pages.clear_tables()
         pages.published = pages.trusted = pages.attached = pages.first_local = 0
         pages.left.clear()
 
-    def condemn(self, pages: SequencePages) -> None:
-        """A step of this sequence had logits that are not finite, and any page that it read may be why: no tier keeps
-        one. Nor does the device keep a page that no other step has vouched for: it may have been computed from one of
-        those, by a request that was cut short. Sequences that share them go on, publish nothing more until a step of
-        theirs has finite logits, and give up what they load; nobody finds the pages again."""
+    def condemn_pages(self, pages: SequencePages) -> None:
+        """Forget the pages of a sequence of which a step had logits that are not finite: any page that it read may be
+        why, so no tier keeps one. Nor does the device keep a page that no other step has vouched for: it may have
+        been computed from one of those, by a request that was cut short. Sequences that share them go on, publish
+        nothing more until a step of theirs has finite logits, and give up what they load; nobody finds the pages
+        again."""
         self.failures += 1
         for group, pool in self.pools.items():
-            for key in {*pages.keys[: pages.published], *pool.doubtful()}:
-                slot = pool.condemn(key)
+            for key in {*pages.keys[: pages.published], *pool.list_doubtful()}:
+                slot = pool.condemn_page(key)
                 if slot is not None:
                     self._copies.forget_slot(group, slot)
                     self.events.append_removed("device", group, key, "failed")
@@ -432,62 +440,62 @@ class KVCacheManager:
             for key in pages.keys[: pages.published]:
                 self.tiers.condemn(key, "failed")
 
-    def finished(self, pages: SequencePages, prompt_tokens: int, found_tokens: int) -> None:
-        """A request ended, its pages still held: the next one of its conversation starts at its end. The first
-        `found_tokens` of its prompt had been cached."""
+    def end_request(self, pages: SequencePages, prompt_tokens: int, found_tokens: int) -> None:
+        """Note that a request ended, its pages still held: the next one of its conversation starts at its end. The
+        first `found_tokens` of its prompt had been cached."""
         indexes = [] if self.tiers is None else list(self.tiers.indexes.values())
         keys, found = pages.keys[: pages.published], found_tokens // self.page_tokens
         self.retention.finished(keys, pages.hints, pages.names.scope, indexes, found=found)
         answer = max(0, pages.published * self.page_tokens - prompt_tokens)  # known to the page
         if self._policy is not None:
-            self._policy.answered(keys, answer)
+            self._policy.note_answer(keys, answer)
         for index in indexes:
-            index.policy.answered(keys, answer)
+            index.policy.note_answer(keys, answer)
         if LOCAL not in self.pools or pages.load:
             return
         # Windows of earlier turns are behind us, except where other conversations branch off.
         ends = {pages.published, (prompt_tokens - 1) // self.page_tokens}
-        self.memory.ended(keys, self._windows.before(ends))
+        self.memory.spare_windows(keys, self._windows.pages_before(ends))
         if self.tiers is None or pages.hints.priority is CachePriority.LOW:
             return
         for i in range(pages.first_local, min(pages.published, len(pages.tables[LOCAL]))):
             self._copies.request_copy(LOCAL, pages.tables[LOCAL][i], "through")
         if self.chain_group == GLOBAL:
             ends |= {i + 1 for i in self.tiers.branches(keys)}
-            self.tiers.spare_windows(LOCAL, keys, self._windows.before(ends))
+            self.tiers.spare_windows(LOCAL, keys, self._windows.pages_before(ends))
 
-    def clear(self) -> None:
+    def clear_cache(self) -> None:
         """Forget all cached pages; those in use stay."""
         for group, pool in self.pools.items():
-            pool.clear()
+            pool.clear_cached()
             self._copies.forget_cleared(group)
         self.events.append_cleared("device")
         for pool in self.pools.values():
-            self.events.append_stored("device", *pool.pages())
+            self.events.append_stored("device", *pool.list_pages())
         if self.tiers is not None:
             self.tiers.clear()
 
-    def drop(self, key: bytes, cause: str) -> None:
+    def drop_page(self, key: bytes, cause: str) -> None:
         """Forget a page in every tier; on the device, unless it is in use."""
         for group, pool in self.pools.items():
-            slot = pool.find(key)
-            pool.drop(key)
-            if slot is not None and pool.find(key) is None:
+            slot = pool.find_slot(key)
+            pool.drop_page(key)
+            if slot is not None and pool.find_slot(key) is None:
                 self._copies.forget_slot(group, slot)
                 self.events.append_removed("device", group, key, cause)
         if self.tiers is not None:
             self.tiers.drop(key, cause)
 
-    def snapshot(self) -> Iterable[Entry]:
-        """All pages that can be found, by tier."""
+    def list_pages(self) -> Iterable[Entry]:
+        """Yield every page that can be found, with its tier."""
         for pool in self.pools.values():
-            yield from (("device", page) for page in pool.pages())
+            yield from (("device", page) for page in pool.list_pages())
         if self.tiers is not None:
             for name, index in self.tiers.indexes.items():
                 yield from ((name, copy.page) for copy in index.copies() if copy.ready and copy.found)
 
     def stop_computing(self, pages: SequencePages, keys: Iterable[bytes]) -> None:
-        """Undo `announce` for some keys of a sequence."""
+        """Undo `announce_pages` for some keys of a sequence."""
         computing = self._computing
         for key in keys:
             if computing.get(key) is pages:

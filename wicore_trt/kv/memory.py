@@ -1,7 +1,8 @@
 """The device memory of the pools of all layer groups: who gets slots, and which cached pages leave for them.
 
 `Memory` is pools that share nothing; `SharedMemory` is one memory for both groups. They must not know sequences or
-tiers. Invariant: `allocate` gives all groups what they ask for or changes nothing, and whatever is not used can be had.
+tiers. Invariant: `allocate_slots` gives all groups what they ask for or changes nothing, and whatever is not used can
+be had.
 """
 
 from __future__ import annotations
@@ -23,42 +24,42 @@ class Memory:
         self._pools = pools
 
     @property
-    def room(self) -> list[int]:
-        """What the pools could give; while no number is larger than before, nothing fits that did not."""
-        return [pool.available for pool in self._pools.values()]
+    def free_counts(self) -> list[int]:
+        """Slots that the pools could give; while no number is larger than before, nothing fits that did not."""
+        return [pool.available_slots for pool in self._pools.values()]
 
-    def holds(self, whole: int, local: int, window: int) -> bool:
-        """Whether a sequence that has it alone always finds room: `whole` global pages, `local` local ones at most and
-        those of a `window` for long."""
+    def holds_alone(self, whole: int, local: int, window: int) -> bool:
+        """Say whether a sequence that has the memory alone always finds room: `whole` global pages, `local` local
+        ones at most, and those of a `window` for long."""
         need = {GLOBAL: whole, LOCAL: local}
         return all(need[group] <= pool.num_pages for group, pool in self._pools.items())
 
-    def fits(self, need: Mapping[str, int]) -> bool:
-        """Whether all groups can have so many slots at the same time."""
-        return all(count <= self._pools[group].available for group, count in need.items())
+    def can_allocate(self, need: Mapping[str, int]) -> bool:
+        """Say whether all groups can have so many slots at the same time."""
+        return all(count <= self._pools[group].available_slots for group, count in need.items())
 
-    def allocate(self, need: Mapping[str, int]) -> dict[str, list[int]] | None:
-        """So many slots of each group, or None and no change."""
-        if not self.fits(need):
+    def allocate_slots(self, need: Mapping[str, int]) -> dict[str, list[int]] | None:
+        """Take so many slots of each group, or return None and change nothing."""
+        if not self.can_allocate(need):
             return None
-        return {group: self._pools[group].allocate(count) or [] for group, count in need.items()}
+        return {group: self._pools[group].allocate_slots(count) or [] for group, count in need.items()}
 
-    def start_afresh(self) -> bool:
+    def evict_all(self) -> bool:
         """Have all cached pages leave, when a sequence that has the memory alone gets no slots because the pages that
         it found lie in too many slabs. False: it would change nothing."""
         return False
 
     # --- what the pages of a chain are worth ---------------------------------------------------------------------
 
-    def revive(self, keys: list[bytes]) -> None:
-        """A request computes this chain."""
+    def revive_chain(self, keys: list[bytes]) -> None:
+        """Note that a request computes this chain."""
 
-    def released(self, group: str, slots: Iterable[int]) -> None:
-        """A sequence let go of these slots, and their pages may have been cached."""
+    def spare_orphans(self, group: str, slots: Iterable[int]) -> None:
+        """Make cached pages spare that nobody can find, of slots that a sequence released."""
 
-    def ended(self, keys: list[bytes], needed: set[int]) -> None:
-        """A request ended; of its chain's local pages only those at the `needed` indices, and those before a branch,
-        are where a later one will start."""
+    def spare_windows(self, keys: list[bytes], needed: set[int]) -> None:
+        """Make local pages of a request that ended spare, but those at the `needed` indices and before a branch: there
+        a later request will start."""
 
     def check_integrity(self) -> None:
         """Assert the invariants."""
@@ -88,52 +89,54 @@ class SharedMemory(Memory):
             pool.make_room = lambda count, group=group: self._make_room(group, count, 0)  # type: ignore[misc]
 
     @property
-    def room(self) -> list[int]:
-        room = self.slabs.room
+    def free_counts(self) -> list[int]:
+        room = self.slabs.free_room
         return [room.slabs, *room.beside]
 
-    def holds(self, whole: int, local: int, window: int) -> bool:
+    def holds_alone(self, whole: int, local: int, window: int) -> bool:
         pages = self.slabs.pages
         return least_slabs((whole, pages[GLOBAL]), (local, pages[LOCAL]), window) <= self.slabs.count
 
-    def fits(self, need: Mapping[str, int]) -> bool:
-        return self.slabs.fits(need)
+    def can_allocate(self, need: Mapping[str, int]) -> bool:
+        return self.slabs.can_take(need)
 
-    def allocate(self, need: Mapping[str, int]) -> dict[str, list[int]] | None:
-        if not self.slabs.fits(need):
+    def allocate_slots(self, need: Mapping[str, int]) -> dict[str, list[int]] | None:
+        if not self.slabs.can_take(need):
             return None
         slots: dict[str, list[int]] = {}
         for group, count in need.items():
-            leave = sum(self.slabs.needed(name, n) for name, n in need.items() if name not in slots and name != group)
+            leave = sum(
+                self.slabs.needed_slabs(name, n) for name, n in need.items() if name not in slots and name != group
+            )
             self._make_room(group, count, leave)
-            found = self._pools[group].allocate(count)
+            found = self._pools[group].allocate_slots(count)
             assert found is not None
             slots[group] = found
         return slots
 
-    def revive(self, keys: list[bytes]) -> None:
+    def revive_chain(self, keys: list[bytes]) -> None:
         if self._dead:
             for key in keys:
                 self._dead.pop(key, None)
 
-    def released(self, group: str, slots: Iterable[int]) -> None:
+    def spare_orphans(self, group: str, slots: Iterable[int]) -> None:
         if group == LOCAL:
-            local, found = self._pools[LOCAL], self._pools[GLOBAL].find
+            local, found = self._pools[LOCAL], self._pools[GLOBAL].find_slot
             for slot in slots:
-                page = local.page(slot)
+                page = local.page_of(slot)
                 if page is not None and found(page.key) is None:
                     local.make_spare(page.key)  # without its global page it is found by nobody
 
-    def ended(self, keys: list[bytes], needed: set[int]) -> None:
+    def spare_windows(self, keys: list[bytes], needed: set[int]) -> None:
         after = 0  # pages that are before a branch and in reach of it
         for i in range(len(keys) - 1, -1, -1):
-            if self._policy.children(keys[i]) > 1:
+            if self._policy.count_children(keys[i]) > 1:
                 after = i + 1 - self._first_of_window(i + 1)
             if i not in needed and after <= 0:
                 self._pools[LOCAL].make_spare(keys[i])
             after -= 1
 
-    def start_afresh(self) -> bool:
+    def evict_all(self) -> bool:
         count = 0
         while self._evict_next():
             count += 1
@@ -142,12 +145,12 @@ class SharedMemory(Memory):
     def _make_room(self, group: str, count: int, leave: int) -> None:
         """Have pages leave until there are `count` free slots of a group, in slabs of which at least `leave` others
         stay without a used page."""
-        if self.slabs.free(group) < count:
-            self._policy.filled()
-        while self.slabs.free(group) < count:
+        if self.slabs.free_slots(group) < count:
+            self._policy.adapt_capacity()
+        while self.slabs.free_slots(group) < count:
             if not self._evict_next():
                 raise AssertionError("slots were promised that are not there (I8)")
-        room = self.slabs.unused - leave
+        room = self.slabs.unused_slabs - leave
         if room < count and self.slabs.would_pin(group, count) > room:
             self._close_up(group, count)
 
@@ -155,66 +158,66 @@ class SharedMemory(Memory):
         """Memory is short: have `count` slots lie in as few more slabs as possible, at whatever price. What it looks at
         are `count` pages, and those of slabs without a used page, which are fewer than `count`: never all pages."""
         pool, slabs = self._pools[group], self.slabs
-        beside = (slot for slot in pool.oldest() if slabs.in_use(group, slot))
+        beside = (slot for slot in pool.iterate_oldest() if slabs.in_use(group, slot))
         for slot in list(islice(beside, max(0, count - slabs.free_beside(group)))):
-            pool.evict(slot)
+            pool.evict_slot(slot)
         if slabs.free_beside(group) >= count:
             return
         for name in (group, *(other for other in self._pools if other != group)):
             for slot in slabs.idle_slots(name):
-                if name != group and slabs.free(group) >= count:
+                if name != group and slabs.free_slots(group) >= count:
                     return
-                self._pools[name].evict(slot)
+                self._pools[name].evict_slot(slot)
 
     def _evict_next(self) -> bool:
-        """Have the page leave that is worth least; False when nothing is cached."""
+        """Evict the page that is worth least; False when nothing is cached."""
         chain, local = self._pools[GLOBAL], self._pools[LOCAL]
         spare = local.first_spare()
         if spare is not None:
-            local.evict(spare)
+            local.evict_slot(spare)
             return True
         while self._dead:
             key = next(iter(self._dead))
             del self._dead[key]
-            slot = chain.find(key)
-            if slot is not None and chain.is_cached(slot) and not self._policy.children(key):
+            slot = chain.find_slot(key)
+            if slot is not None and chain.is_cached(slot) and not self._policy.count_children(key):
                 self._evict_place(key, slot)
                 return True
-        victims = self._policy.victims(1)
+        victims = self._policy.choose_victims(1)
         if victims:
-            slot = chain.find(victims[0])  # type: ignore[arg-type]
+            slot = chain.find_slot(victims[0])  # type: ignore[arg-type]
             assert slot is not None
             parent = self._evict_place(victims[0], slot)  # type: ignore[arg-type]
             if parent is not None:
-                self._bury(parent)
+                self._mark_dead(parent)
             return True
         # windows of running sequences, and global pages whose children are in use
         for pool in (local, chain):
             first = pool.first_cached()
             if first is not None:
-                pool.evict(first)
+                pool.evict_slot(first)
                 return True
         return False
 
     def _evict_place(self, key: bytes, slot: int) -> bytes | None:
-        """Both pages of a place in a chain leave; returns the name of the place before."""
+        """Evict both pages of an index of a chain; returns the key of the page before."""
         chain, local = self._pools[GLOBAL], self._pools[LOCAL]
-        page = chain.page(slot)
+        page = chain.page_of(slot)
         assert page is not None
-        chain.evict(slot)
-        beside = local.find(key)
+        chain.evict_slot(slot)
+        beside = local.find_slot(key)
         if beside is not None and local.is_cached(beside):
-            local.evict(beside)
+            local.evict_slot(beside)
         return page.parent
 
-    def _bury(self, key: bytes | None) -> None:
-        """A chain ends at this place now: what lies behind its last window is dead."""
+    def _mark_dead(self, key: bytes | None) -> None:
+        """Mark pages dead that lie behind the last window of a chain, which ends at this page now."""
         chain, children = self._pools[GLOBAL], 0
         while key is not None:
-            slot = chain.find(key)
-            if slot is None or not chain.is_cached(slot) or self._policy.children(key) != children:
+            slot = chain.find_slot(key)
+            if slot is None or not chain.is_cached(slot) or self._policy.count_children(key) != children:
                 return
-            page = chain.page(slot)
+            page = chain.page_of(slot)
             assert page is not None
             if self._starts_here(key, page.index + 1):
                 return
@@ -222,19 +225,20 @@ class SharedMemory(Memory):
             key, children = page.parent, 1
 
     def _starts_here(self, key: bytes | None, count: int) -> bool:
-        """Whether all local pages are there that a request looks at which starts behind this place, the `count`-th."""
+        """Say whether all local pages are there that a request looks at which starts behind `count` pages, `key`
+        last."""
         chain, local = self._pools[GLOBAL], self._pools[LOCAL]
-        if key is None or local.find(key) is None:
+        if key is None or local.find_slot(key) is None:
             return False  # nearly always
         for _ in range(self._first_of_window(count), count):
-            slot = chain.find(key) if key is not None and local.find(key) is not None else None
+            slot = chain.find_slot(key) if key is not None and local.find_slot(key) is not None else None
             if slot is None:
                 return False
-            page = chain.page(slot)
+            page = chain.page_of(slot)
             assert page is not None
             key = page.parent
         return True
 
     def check_integrity(self) -> None:
         super().check_integrity()
-        self.slabs.check_integrity({group: pool.states() for group, pool in self._pools.items()})
+        self.slabs.check_integrity({group: pool.list_states() for group, pool in self._pools.items()})

@@ -42,7 +42,7 @@ class PagePool:
         slabs: Slabs | None = None,
         group: str = "",
     ) -> None:
-        self.make_room: Callable[[int], None] = self._evict
+        self.make_room: Callable[[int], None] = self._evict_coldest
         self._slabs = slabs if slabs is not None else Slabs(1, {group: num_pages})
         self._group = group
         self.page_tokens = page_tokens
@@ -61,60 +61,60 @@ class PagePool:
     @property
     def num_pages(self) -> int:
         """Slots that are its own, or nobody's."""
-        return self._slabs.size(self._group)
+        return self._slabs.count_slots(self._group)
 
     @property
-    def available(self) -> int:
-        """Slots that `allocate` can hand out."""
-        return self._slabs.available(self._group)
+    def available_slots(self) -> int:
+        """Slots that `allocate_slots` can hand out."""
+        return self._slabs.available_slots(self._group)
 
     @property
-    def cached(self) -> int:
+    def cached_slots(self) -> int:
         return len(self._cached) + len(self._spare)
 
     @property
-    def used(self) -> int:
-        return self._slabs.used(self._group)
+    def used_slots(self) -> int:
+        return self._slabs.used_slots(self._group)
 
-    def find(self, key: bytes) -> int | None:
-        """Slot that holds the page named `key`, or None."""
+    def find_slot(self, key: bytes) -> int | None:
+        """Return the slot that holds the page named `key`, or None."""
         return self._slot_of.get(key)
 
     def in_use(self, key: bytes) -> bool:
-        """Whether a sequence holds the page named `key`."""
+        """Say whether a sequence holds the page named `key`."""
         slot = self._slot_of.get(key)
         return slot is not None and self._references[slot] > 0
 
-    def allocate(self, count: int) -> list[int] | None:
-        """`count` slots with one reference each, or None and no change when there are not enough."""
-        if count > self.available:
+    def allocate_slots(self, count: int) -> list[int] | None:
+        """Take `count` slots with one reference each, or return None and change nothing when there are not enough."""
+        if count > self.available_slots:
             return None
         self.make_room(count)
-        slots = self._slabs.take(self._group, count)
+        slots = self._slabs.take_slots(self._group, count)
         for slot in slots:
             self._references[slot] = 1
             self.written[slot] = self._trusted[slot] = 0
         return slots
 
-    def acquire(self, slots: Iterable[int]) -> None:
+    def acquire_slots(self, slots: Iterable[int]) -> None:
         """Add a reference to each of some used or cached slots."""
         pinned: list[bytes] = []
         for slot in slots:
             if self._references[slot] == 0:
                 self._uncache(slot)
-                self._slabs.pin(self._group, slot)
+                self._slabs.pin_slot(self._group, slot)
                 page = self._page_of[slot]
                 if page is not None:
                     pinned.append(page.key)
             self._references[slot] += 1
         if self.policy is not None:
-            self.policy.pin(pinned)
+            self.policy.pin_pages(pinned)
 
     def is_cached(self, slot: int) -> bool:
-        """Whether a slot holds a page that nobody uses."""
+        """Say whether a slot holds a page that nobody uses."""
         return slot in self._cached or slot in self._spare
 
-    def write(self, slot: int, begin: int, end: int) -> None:
+    def write_tokens(self, slot: int, begin: int, end: int) -> None:
         """Note that the holder of a slot wrote tokens [begin, end) of its page by a step.
 
         Raises UnwrittenPageError, and changes nothing, when tokens before `begin` were never written or the page is
@@ -127,8 +127,9 @@ class PagePool:
         if end > written:
             self.written[slot] = end
 
-    def filled(self, slots: Iterable[int], tokens: int) -> None:
-        """A verified load brought the first `tokens` tokens of the page of each slot that is not published."""
+    def fill_slots(self, slots: Iterable[int], tokens: int) -> None:
+        """Note that a verified load brought the first `tokens` tokens of the page of each slot that is not
+        published."""
         written, page_of = self.written, self._page_of
         for slot in slots:
             if page_of[slot] is None and written[slot] < tokens:
@@ -139,30 +140,30 @@ class PagePool:
         if self.written[slot] != self.page_tokens:
             raise UnwrittenPageError(f"Page {index} was to be published with {self.written[slot]} tokens written.")
 
-    def trust(self, slot: int) -> bool:
-        """A step that read this page had finite logits. Whether it is published, without which nothing changes."""
+    def trust_page(self, slot: int) -> bool:
+        """Note that a step that read this page had finite logits. False, and no change, if it is not published."""
         if self._page_of[slot] is None:
             return False
         self._trusted[slot] = 1
         return True
 
-    def trusted(self, slot: int) -> bool:
-        """Whether any step that read this page had finite logits, since it came into its slot."""
+    def is_trusted(self, slot: int) -> bool:
+        """Say whether any step that read this page had finite logits, since it came into its slot."""
         return bool(self._trusted[slot])
 
-    def doubtful(self) -> list[bytes]:
-        """Names of the published pages that are not `trusted`."""
+    def list_doubtful(self) -> list[bytes]:
+        """Names of the published pages that are not trusted."""
         return [page.key for page, trusted in zip(self._page_of, self._trusted, strict=True) if page and not trusted]
 
-    def page(self, slot: int) -> Page | None:
-        """What a slot was published as, or None."""
+    def page_of(self, slot: int) -> Page | None:
+        """Page that a slot was published as, or None."""
         return self._page_of[slot]
 
-    def pages(self) -> list[Page]:
-        """All published pages."""
+    def list_pages(self) -> list[Page]:
+        """List the published pages."""
         return [page for page in self._page_of if page is not None]
 
-    def publish(self, slots: Sequence[int], pages: Sequence[Page]) -> dict[int, Page]:
+    def publish_slots(self, slots: Sequence[int], pages: Sequence[Page]) -> dict[int, Page]:
         """Make used slots findable, each as its page; first pages of a chain first. Returns those that now are: not one
         whose key is held elsewhere, nor one that was published before. Raises UnwrittenPageError, and changes nothing,
         unless all tokens of each are written."""
@@ -181,17 +182,17 @@ class PagePool:
             keys, parent, last = list[bytes](), None, None
             for page in found.values():
                 if keys and page.parent != last:
-                    self.policy.add(keys, parent)
-                    self.policy.pin(keys)
+                    self.policy.add_pages(keys, parent)
+                    self.policy.pin_pages(keys)
                     keys = []
                 if not keys:
                     parent = page.parent
                 keys.append(last := page.key)
-            self.policy.add(keys, parent)
-            self.policy.pin(keys)
+            self.policy.add_pages(keys, parent)
+            self.policy.pin_pages(keys)
         return found
 
-    def release(self, slots: Iterable[int], *, keep: bool = True, spare: bool = False) -> None:
+    def release_slots(self, slots: Iterable[int], *, keep: bool = True, spare: bool = False) -> None:
         """Drop one reference of each slot, in order. A slot nobody uses becomes cached if it was published and
         `keep` is set, else free; a `spare` one leaves first. Callers pass a chain's tail first."""
         cached, unpinned = self._spare if spare else self._cached, []
@@ -200,36 +201,36 @@ class PagePool:
             self._references[slot] -= 1
             if self._references[slot]:
                 continue
-            self._slabs.unpin(self._group, slot)
+            self._slabs.unpin_slot(self._group, slot)
             page = self._page_of[slot]
             if keep and page is not None:
                 cached[slot] = None
                 unpinned.append(page.key)
             else:
-                self._forget(slot)
-                self._slabs.give(self._group, slot)
+                self._unpublish(slot)
+                self._slabs.return_slot(self._group, slot)
         if self.policy is not None:
-            self.policy.unpin(unpinned)
+            self.policy.unpin_pages(unpinned)
 
-    def drop(self, key: bytes) -> None:
+    def drop_page(self, key: bytes) -> None:
         """Free the cached slot of `key`, if there is one."""
         slot = self._slot_of.get(key)
         if slot is not None and not self._references[slot]:
-            self._leave(slot)
+            self._free_cached(slot)
 
-    def condemn(self, key: bytes) -> int | None:
+    def condemn_page(self, key: bytes) -> int | None:
         """Make a page unfindable, also one in use, whose slot is then free after its last user. Returns the slot."""
         slot = self._slot_of.get(key)
         if slot is None:
             return None
         if self._references[slot]:
-            self._forget(slot)
+            self._unpublish(slot)
         else:
-            self._leave(slot)
+            self._free_cached(slot)
         return slot
 
     def make_spare(self, key: bytes) -> None:
-        """A cached page is worth less than those that are not: it leaves before them."""
+        """Have a cached page leave before those that are not spare."""
         slot = self._slot_of.get(key)
         if slot is not None and slot in self._cached:
             del self._cached[slot]
@@ -243,64 +244,64 @@ class PagePool:
         """The slot of the cached page that was released first, spare ones aside."""
         return next(iter(self._cached), None)
 
-    def oldest(self) -> Iterator[int]:
+    def iterate_oldest(self) -> Iterator[int]:
         """Cached slots, spare ones first, in the order of their release. Change nothing meanwhile."""
         return chain(self._spare, self._cached)
 
-    def coldest(self, count: int) -> list[int]:
+    def list_coldest(self, count: int) -> list[int]:
         """Cached slots in the order in which they would be taken, `count` at most."""
         if self.policy is None:
             return list(islice(chain(self._spare, self._cached), count))
-        keys = self.policy.victims(min(count, len(self._cached)))
+        keys = self.policy.choose_victims(min(count, len(self._cached)))
         slots = [self._slot_of[key] for key in keys] if keys is not None else list(self._cached)  # type: ignore[index]
         return slots[:count]
 
-    def clear(self) -> int:
+    def clear_cached(self) -> int:
         """Free every cached slot; returns how many."""
-        count = self.cached
+        count = self.cached_slots
         for slot in [*self._spare, *self._cached]:
-            self._leave(slot)
+            self._free_cached(slot)
         return count
 
-    def evict(self, slot: int) -> None:
-        """A cached page loses its slot."""
+    def evict_slot(self, slot: int) -> None:
+        """Take the slot of a cached page."""
         page = self._page_of[slot]
         assert page is not None
         self._on_evict(page, slot)
-        self._leave(slot)
+        self._free_cached(slot)
         self.evictions += 1
 
-    def _evict(self, count: int) -> None:
+    def _evict_coldest(self, count: int) -> None:
         # A cached page whose child is in use has no place in the policy's order; then the oldest go.
-        for slot in self.coldest(max(0, count - self._slabs.free(self._group))):
-            self.evict(slot)
+        for slot in self.list_coldest(max(0, count - self._slabs.free_slots(self._group))):
+            self.evict_slot(slot)
 
-    def _leave(self, slot: int) -> None:
-        """A cached slot is free."""
+    def _free_cached(self, slot: int) -> None:
+        """Free a cached slot."""
         self._uncache(slot)
-        self._forget(slot)
-        self._slabs.give(self._group, slot)
+        self._unpublish(slot)
+        self._slabs.return_slot(self._group, slot)
 
     def _uncache(self, slot: int) -> None:
         del (self._spare if slot in self._spare else self._cached)[slot]
 
-    def _forget(self, slot: int) -> None:
+    def _unpublish(self, slot: int) -> None:
         page = self._page_of[slot]
         if page is not None:
             del self._slot_of[page.key]
             self._page_of[slot] = None
             if self.policy is not None:
-                self.policy.remove(page.key)
+                self.policy.remove_page(page.key)
 
-    def states(self) -> tuple[set[int], set[int]]:
+    def list_states(self) -> tuple[set[int], set[int]]:
         """The slots that are used, and those that are cached."""
         return {slot for slot, count in enumerate(self._references) if count > 0}, {*self._cached, *self._spare}
 
     def check_integrity(self) -> None:
         """Assert the invariant of this module."""
         assert self.policy is None or not self._spare, "a policy orders all that is cached"
-        used, cached = self.states()
-        assert len(cached) == self.cached, "a slot is cached twice"
+        used, cached = self.list_states()
+        assert len(cached) == self.cached_slots, "a slot is cached twice"
         if len(self._slabs.pages) == 1:
             self._slabs.check_integrity({self._group: (used, cached)})
         pages = {slot for slot, page in enumerate(self._page_of) if page is not None}

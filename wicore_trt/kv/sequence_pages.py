@@ -1,4 +1,4 @@
-"""What a sequence holds of the KV cache: its page tables, the names of its pages, and where they are on their way from.
+"""Page tables of a sequence, the names of its pages, its loads and parked pages.
 
 Plain data that the manager and the loader keep; it must not know pools or tiers. Invariant: `keys` name a prefix of the
 sequence's tokens, a table never has a slot before a page that slid out, and tables with the same `stamp` are the same.
@@ -24,10 +24,10 @@ STAMPS = itertools.count(1)
 
 @dataclass(slots=True)
 class ParkedPages:
-    """Where a preempted sequence continues: `tokens` are computed; `pages[group]` are the pages it needs, by index, and
-    `copies` keeps them in host memory. `private` ones, by group and index, have names that no look-up can make: the
-    last page may be partly filled, and pages that no step with finite logits has read are for this sequence alone.
-    `expected` are the names of all that the manager was told to expect."""
+    """Pages that a preempted sequence goes on with: `tokens` are computed; `pages[group]` are the pages it needs, by
+    index, and `copies` keeps them in host memory. `private` ones, by group and index, have names that no look-up can
+    make: the last page may be partly filled, and pages that no step with finite logits has read are for this sequence
+    alone. `expected` are the names of all that the manager was told to expect."""
 
     tokens: int
     pages: dict[str, dict[int, Page]] = field(default_factory=dict)
@@ -78,40 +78,40 @@ class SequencePages:
     prefetch: PrefixLoad | None = None
     parked: ParkedPages | None = None
 
-    def extend(self, group: str, slots: Iterable[int]) -> None:
+    def extend_table(self, group: str, slots: Iterable[int]) -> None:
         """Put `slots` at the end of a table."""
         self.tables[group].extend(slots)
         self.stamp = next(STAMPS)
 
-    def put(self, group: str, slots: Mapping[int, int]) -> None:
+    def replace_slots(self, group: str, slots: Mapping[int, int]) -> None:
         """Put `slots` into a table, by page index, in place of those it has there."""
         table = self.tables[group]
         for i, slot in slots.items():
             table[i] = slot
         self.stamp = next(STAMPS)
 
-    def cut(self, group: str, length: int) -> None:
+    def cut_table(self, group: str, length: int) -> None:
         """Take from a table what is behind its first `length` pages."""
         del self.tables[group][length:]
         self.stamp = next(STAMPS)
 
-    def clear(self) -> None:
+    def clear_tables(self) -> None:
         """Empty tables in place of these."""
         self.tables, self.stamp = empty_tables(), next(STAMPS)
 
-    def name(self, tokens: Sequence[int]) -> None:
+    def name_pages(self, tokens: Sequence[int]) -> None:
         """Give all full pages of `tokens` their names."""
-        self.blocks += self.names.extend(self.keys, tokens, self.marks)
+        self.blocks += self.names.extend_keys(self.keys, tokens, self.marks)
 
-    def page(self, group: str, index: int) -> Page:
+    def make_page(self, group: str, index: int) -> Page:
         """The identity of a full page; its key must be there."""
         parent = self.keys[index - 1] if index else None
         return Page(self.keys[index], group, index, parent, self.names.tag, self.blocks[index])
 
-    def identities(self, group: str, places: Iterable[int]) -> list[Page]:
-        """`page` of each of these, or what it is known as."""
+    def make_pages(self, group: str, places: Iterable[int]) -> list[Page]:
+        """Make the pages of these indices, or take those that a tier knows."""
         known = self.known[group].get
-        return [known(i) or self.page(group, i) for i in places]
+        return [known(i) or self.make_page(group, i) for i in places]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +136,14 @@ class Windows:
     def __init__(self, first_visible: Callable[[int], int], checkpoint: int) -> None:
         self._first_visible, self._checkpoint = first_visible, checkpoint
 
-    def before(self, points: Iterable[int], start: int = 0, stop: int = 1 << 62) -> set[int]:
+    def pages_before(self, points: Iterable[int], start: int = 0, stop: int = 1 << 62) -> set[int]:
         """Pages of [start, stop) in the windows before these points."""
         found: set[int] = set()
         for n in points:
             found.update(range(max(start, self._first_visible(n)), min(n, stop)))
         return found
 
-    def at_checkpoints(self, start: int, stop: int) -> set[int]:
+    def checkpoint_pages(self, start: int, stop: int) -> set[int]:
         """Pages of [start, stop) in the window before their next checkpoint."""
         size = self._checkpoint
         found: set[int] = set()
@@ -151,9 +151,9 @@ class Windows:
             found.update(range(max(self._first_visible(end), end - size, start), min(end, stop)))
         return found
 
-    def passing(self, start: int, count: int, points: Iterable[int]) -> set[int]:
+    def unwanted_pages(self, start: int, count: int, points: Iterable[int]) -> set[int]:
         """Pages from `start` on that nobody wants once there are `count` pages."""
         stop = self._first_visible(count)
         if stop <= start:
             return set()
-        return set(range(start, stop)) - self.before(points, start, stop) - self.at_checkpoints(start, stop)
+        return set(range(start, stop)) - self.pages_before(points, start, stop) - self.checkpoint_pages(start, stop)

@@ -1,4 +1,4 @@
-"""How many bytes conversations take in each KV tier: the arithmetic behind `wicore kv plan`.
+"""Bytes that conversations take in each KV tier: the arithmetic behind `wicore kv plan`.
 
 Counts what the tiers' books count: full pages, whole slots, the disk's headers. It must not know engines that run.
 Invariant: a host or disk tier with the bytes said here holds the sessions said here, without an eviction; what no
@@ -54,7 +54,7 @@ def builtin_spec(name: str) -> Gemma3Spec:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How pages of one model are stored: bytes of a page by layer group, bytes of a slot, slots of a page by group."""
+    """Storage of one model's pages: bytes of a page by layer group, bytes of a slot, slots of a page by group."""
 
     spec: Gemma3Spec
     page_tokens: int
@@ -64,7 +64,7 @@ class Geometry:
     slots_per_page: Mapping[str, int]
 
     @classmethod
-    def of(cls, spec: Gemma3Spec, page_tokens: int, kv_dtype: str) -> Geometry:
+    def from_spec(cls, spec: Gemma3Spec, page_tokens: int, kv_dtype: str) -> Geometry:
         size = ITEM_BYTES[kv_dtype]
         page_bytes = {g: spec.page_bytes(g, page_tokens, size) for g in GROUPS if spec.layers_of(g)}
         return cls(spec, page_tokens, kv_dtype, page_bytes, *slot_geometry(page_bytes))
@@ -84,13 +84,13 @@ class Geometry:
 
     def disk_slots(self, nbytes: int) -> int:
         """Slots that a disk tier limited to `nbytes` holds."""
-        return self._space(nbytes).slots_within(nbytes - _DIRECTORY_BYTES)
+        return self._disk_space(nbytes).slots_within(nbytes - _DIRECTORY_BYTES)
 
     def disk_bytes(self, slots: int) -> int:
         """A limit under which a disk tier holds `slots` slots."""
-        return self._space(SLAB_BYTES).bytes_of(slots) + _DIRECTORY_BYTES
+        return self._disk_space(SLAB_BYTES).bytes_of(slots) + _DIRECTORY_BYTES
 
-    def _space(self, limit: int) -> Space:
+    def _disk_space(self, limit: int) -> Space:
         slab_bytes = max(SLAB_BYTES, limit // (MAX_SLABS // 2))
         return Space(self.slot_bytes, max(1, slab_bytes // (BLOCK_BYTES + self.slot_bytes)), self.page_tokens)
 
@@ -102,7 +102,7 @@ class Geometry:
         least = self._least_slabs(tokens, max_batch_tokens, loads)
         if least is None or apart < least * self.slab_bytes:
             return apart
-        return max(least, self._slabs(pages)) * self.slab_bytes
+        return max(least, self._count_slabs(pages)) * self.slab_bytes
 
     @property
     def slab_bytes(self) -> int:
@@ -116,7 +116,7 @@ class Geometry:
         more = sessions > 1  # a page for each, as admission leaves one for each that runs
         return {GLOBAL: sessions * (whole + more), LOCAL: sessions * (window + more) + spare}
 
-    def _slabs(self, pages: Mapping[str, int]) -> int:
+    def _count_slabs(self, pages: Mapping[str, int]) -> int:
         per_slab = pages_per_slab(self.page_bytes)
         return sum(div_ceil(pages[group], count) for group, count in per_slab.items())
 
@@ -131,7 +131,7 @@ class Geometry:
         return least_slabs((whole, per_slab[GLOBAL]), (local, per_slab[LOCAL]), pages)
 
     def device_sessions(self, nbytes: int, tokens: int, max_batch_tokens: int, *, loads: bool = False) -> int:
-        """How many sequences of `tokens` tokens a budget of `nbytes` is enough for; see `device_bytes`."""
+        """Count the sequences of `tokens` tokens that a budget of `nbytes` is enough for; see `device_bytes`."""
 
         least = self._least_slabs(tokens, max_batch_tokens, loads)
 
@@ -139,7 +139,7 @@ class Geometry:
             if least is None or nbytes // self.slab_bytes < least:
                 return self.device_bytes(sessions, tokens, max_batch_tokens, loads=loads) <= nbytes
             pages = self._device_pages(sessions, tokens, max_batch_tokens, loads)
-            return self._slabs(pages) <= nbytes // self.slab_bytes
+            return self._count_slabs(pages) <= nbytes // self.slab_bytes
 
         most = 1
         while fit(most):
@@ -149,7 +149,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class SessionSize:
-    """What one conversation of `tokens` tokens leaves in a lower tier while it waits for its next turn.
+    """Pages that one conversation of `tokens` tokens leaves in a lower tier while it waits for its next turn.
 
     `local` are the page indices of the windows at its two resume points: the end of the last prompt (for another
     answer to it) and the end of the last reply, which is `reply_tokens` long. Windows of earlier turns leave first.
@@ -160,7 +160,7 @@ class SessionSize:
     reply_tokens: int
 
     @property
-    def pages(self) -> Mapping[str, range | list[int]]:
+    def page_indices(self) -> Mapping[str, range | list[int]]:
         """Page indices by layer group."""
         held: dict[str, range | list[int]] = {}
         size, count = self.geometry.page_tokens, self.tokens // self.geometry.page_tokens
@@ -172,25 +172,25 @@ class SessionSize:
         return held
 
     @property
-    def slots(self) -> int:
-        return sum(len(pages) * self.geometry.slots_per_page[group] for group, pages in self.pages.items())
+    def slot_count(self) -> int:
+        return sum(len(pages) * self.geometry.slots_per_page[group] for group, pages in self.page_indices.items())
 
     @property
     def host_bytes(self) -> int:
-        return self.slots * self.geometry.slot_bytes
+        return self.slot_count * self.geometry.slot_bytes
 
     def bytes_of(self, group: str) -> int:
         """Bytes of host memory for the pages of one group."""
-        return len(self.pages.get(group, ())) * self.geometry.stored_bytes.get(group, 0)
+        return len(self.page_indices.get(group, ())) * self.geometry.stored_bytes.get(group, 0)
 
     @property
     def all_layers_bytes(self) -> int:
-        """What it would take to keep all layers of all its full pages."""
+        """Bytes that all layers of all its full pages would take."""
         return self.tokens // self.geometry.page_tokens * sum(self.geometry.page_bytes.values())
 
     @property
-    def saving(self) -> float:
-        """How many times more tokens a tier holds than one that keeps the pages of all layers."""
+    def saving_factor(self) -> float:
+        """Factor by which a tier holds more tokens than one that keeps the pages of all layers."""
         return self.all_layers_bytes / self.host_bytes if self.host_bytes else 1.0
 
     @property

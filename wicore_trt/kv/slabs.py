@@ -1,15 +1,15 @@
-"""Which layer group has which part of the device memory for KV pages.
+"""Slabs: the parts of the device memory for KV pages, and the layer group that has each.
 
 The memory is cut into slabs. A slab holds a whole number of pages of any group, and page n of a group always lies at n
 times its page size from the one base, so it is in slab n // pages[group]. A slab belongs to one group at a time and
 goes to another one when none of its pages is used or cached. A pool of its own memory is one slab of one group. Knows
 slots, no keys and no order of eviction. Invariant (`check_integrity`): no byte is in two pages that are not free, and
-`room` says exactly what `take` can give once all that is cached has left.
+`free_room` says exactly what `take_slots` can give once all that is cached has left.
 
 A slab is the least common multiple of the page sizes, so that no byte is wasted at its end. Gemma 3 has 3 to 10 global
 layers and 15 to 52 local ones; with pages of 32 tokens in bfloat16 that makes slabs of 0.5 (270M), 1.4 (1B), 18 (4B),
 10 (12B) and 65 MiB (27B), half of that in FP8. What it costs: the pages of one group can keep a slab that the other
-one wants, which is at most a slab less one page for each slab in use; `take` fills slabs in use first.
+one wants, which is at most a slab less one page for each slab in use; `take_slots` fills slabs in use first.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import NamedTuple
 from wicore_trt.arithmetic import div_ceil
 
 
-class Room(NamedTuple):
-    """What is not used: `slabs` without a used page, and by group the slots of slabs in use (`beside`)."""
+class FreeSlots(NamedTuple):
+    """Memory that is not used: `slabs` without a used page, and by group the slots of slabs in use (`beside`)."""
 
     slabs: int
     beside: tuple[int, ...]
@@ -54,48 +54,48 @@ class Slabs:
 
     # --- what there is -------------------------------------------------------------------------------------------
 
-    def used(self, group: str) -> int:
+    def used_slots(self, group: str) -> int:
         """Slots in use."""
         return self._slots_used[group]
 
-    def size(self, group: str) -> int:
+    def count_slots(self, group: str) -> int:
         """Slots of the slabs that a group has or that nobody has."""
         return self.pages[group] * (self._owned[group] + len(self._empty))
 
-    def free(self, group: str) -> int:
-        """Slots that `take` can give at once, if it may use any slab."""
+    def free_slots(self, group: str) -> int:
+        """Slots that `take_slots` can give at once, if it may use any slab."""
         return self._loose[group] + self.pages[group] * len(self._empty)
 
     def free_beside(self, group: str) -> int:
-        """Those of them that are in slabs in use."""
+        """Slots of them that are in slabs in use."""
         return self._beside[group]
 
     @property
-    def unused(self) -> int:
+    def unused_slabs(self) -> int:
         """Slabs without a used page."""
         return self.count - sum(self._pinned.values())
 
     @property
-    def room(self) -> Room:
+    def free_room(self) -> FreeSlots:
         beside = tuple(self.pages[g] * self._pinned[g] - self._slots_used[g] for g in self.pages)
-        return Room(self.unused, beside)
+        return FreeSlots(self.unused_slabs, beside)
 
-    def available(self, group: str) -> int:
+    def available_slots(self, group: str) -> int:
         """Slots that a group could have alone, when all that is cached leaves."""
         others = sum(count for name, count in self._pinned.items() if name != group)
         return self.pages[group] * (self.count - others) - self._slots_used[group]
 
-    def needed(self, group: str, count: int) -> int:
+    def needed_slabs(self, group: str, count: int) -> int:
         """Slabs without a used page that `count` slots more take at least."""
         beside = self.pages[group] * self._pinned[group] - self._slots_used[group]
         return div_ceil(max(0, count - beside), self.pages[group])
 
-    def fits(self, need: Mapping[str, int]) -> bool:
-        """Whether all groups can have so many slots more at the same time."""
-        return sum([self.needed(group, count) for group, count in need.items()]) <= self.unused
+    def can_take(self, need: Mapping[str, int]) -> bool:
+        """Say whether all groups can have so many slots more at the same time."""
+        return sum([self.needed_slabs(group, count) for group, count in need.items()]) <= self.unused_slabs
 
     def would_pin(self, group: str, count: int) -> int:
-        """Slabs without a used page that `take` would use."""
+        """Slabs without a used page that `take_slots` would use."""
         left, slabs = count - self._beside[group], 0
         for slab in self._partial[group][0]:
             if left <= 0:
@@ -105,7 +105,7 @@ class Slabs:
         return slabs + div_ceil(max(0, left), self.pages[group])
 
     def in_use(self, group: str, slot: int) -> bool:
-        """Whether a slot of a group lies in a slab in use."""
+        """Say whether a slot of a group lies in a slab in use."""
         return self._used[slot // self.pages[group]] > 0
 
     def idle_slots(self, group: str) -> list[int]:
@@ -119,9 +119,9 @@ class Slabs:
 
     # --- changes -------------------------------------------------------------------------------------------------
 
-    def take(self, group: str, count: int) -> list[int]:
-        """`count` <= `free` slots, which are used from now on: of slabs in use first, then of those with cached pages,
-        then of slabs that nobody has."""
+    def take_slots(self, group: str, count: int) -> list[int]:
+        """Take `count` <= `free_slots` slots, which are used from now on: of slabs in use first, then of those with
+        cached pages, then of slabs that nobody has."""
         taken: list[int] = []
         unpinned, pinned = self._partial[group]
         while len(taken) < count:
@@ -130,7 +130,7 @@ class Slabs:
             elif unpinned:
                 slab = next(iter(unpinned))
             else:
-                slab = self._own(group)
+                slab = self._take_slab(group)
             free = self._free[slab]
             some = min(len(free), count - len(taken))
             if not self._used[slab]:
@@ -149,17 +149,17 @@ class Slabs:
             self._used[slab] += some
         return taken
 
-    def pin(self, group: str, slot: int) -> None:
-        """A cached slot is used."""
+    def pin_slot(self, group: str, slot: int) -> None:
+        """Note that a cached slot is used."""
         slab = slot // self.pages[group]
         if not self._used[slab]:
             self._enter_use(group, slab)
-            self._move(group, slab, 0)
+            self._move_partial(group, slab, 0)
         self._used[slab] += 1
         self._slots_used[group] += 1
 
-    def unpin(self, group: str, slot: int) -> None:
-        """A used slot is cached."""
+    def unpin_slot(self, group: str, slot: int) -> None:
+        """Note that a used slot is cached."""
         slab = slot // self.pages[group]
         self._used[slab] -= 1
         self._slots_used[group] -= 1
@@ -167,10 +167,10 @@ class Slabs:
             self._pinned[group] -= 1
             self._idle[group][slab] = None
             self._beside[group] -= len(self._free[slab])
-            self._move(group, slab, 1)
+            self._move_partial(group, slab, 1)
 
-    def give(self, group: str, slot: int) -> None:
-        """A cached slot is free; a slab without any other goes back."""
+    def return_slot(self, group: str, slot: int) -> None:
+        """Take back a cached slot; a slab without any other becomes nobody's."""
         slab = slot // self.pages[group]
         free = self._free[slab]
         free.append(slot)
@@ -187,19 +187,19 @@ class Slabs:
             self._empty.append(slab)
 
     def _enter_use(self, group: str, slab: int) -> None:
-        """A slab without a used page is about to have one."""
+        """Note that a slab without a used page is about to have one."""
         self._pinned[group] += 1
         self._beside[group] += len(self._free[slab])
         del self._idle[group][slab]
 
-    def _move(self, group: str, slab: int, place: int) -> None:
-        """From one half of `_partial` to the other, if it is there."""
+    def _move_partial(self, group: str, slab: int, place: int) -> None:
+        """Move a slab from one half of `_partial` to the other, if it is there."""
         partial = self._partial[group]
         if slab in partial[place]:
             del partial[place][slab]
             partial[1 - place][slab] = None
 
-    def _own(self, group: str) -> int:
+    def _take_slab(self, group: str) -> int:
         slab, size = self._empty.pop(), self.pages[group]
         if self._before[slab] != group:
             self.changes += self._before[slab] is not None

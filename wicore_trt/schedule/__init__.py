@@ -1,1 +1,1 @@
-"""Who runs in the next step. Plain data only."""
+"""Scheduling of sequences into steps. Plain data only."""

@@ -1,4 +1,4 @@
-"""What prompts will take: in steps by themselves, beside what runs, and with a load from disk that turns out slow.
+"""Estimates of what prompts will take: alone, beside what runs, and with a load from disk that turns out slow.
 
 Plain functions over running sequences and what was measured; they decide nothing. Invariant: a newcomer's share and
 delay count all that is computed before or beside it, and no more.
@@ -27,18 +27,18 @@ LOOK_UP_S = 0.02
 LEARNT, DRAGGED = 4, 4
 
 
-def learn(
+def learn_step(
     prefill: PrefillMeter, loader: PrefixLoader | None, slices: Seq[tuple[int, int]], seconds: float, slice_tokens: int
 ) -> None:
-    """A step that computed (start, count) of each sequence took so long: beside a load from disk that tells how much it
-    slows steps down, once it is known what they take without."""
-    if loader is None or not loader.reads or prefill.observed < LEARNT:
-        prefill.observe(slices, seconds, slice_tokens)
+    """Learn from a step that computed (start, count) of each sequence and took so long: beside a load from disk that
+    tells how much it slows steps down, once it is known what they take without."""
+    if loader is None or not loader.reads_disk or prefill.observed < LEARNT:
+        prefill.observe_step(slices, seconds, slice_tokens)
     elif sum(n for _, n in slices if n > 1) >= DRAGGED * slice_tokens:
-        loader.stepped(prefill.expected(slices), seconds)
+        loader.observe_step(prefill.expected_seconds(slices), seconds)
 
 
-def prompt_cost(
+def estimate_prompt(
     sequence: Sequence, time: StepTime | None, manager: KVCacheManager, loader: PrefixLoader | None, rate: ComputeRate
 ) -> float:
     """Seconds that the prompt of a newcomer will take, cached parts aside; 0 without `time`."""
@@ -47,17 +47,17 @@ def prompt_cost(
     pages, total = sequence.pages, len(sequence.tokens)
     seconds = time.prompt_s(0, total)
     if seconds > LOOK_UP_S and not sequence.scoring:
-        hit = manager.lookup(pages, sequence.tokens)
+        hit = manager.find_prefix(pages, sequence.tokens)
         seconds = time.prompt_s(hit.tokens, total - hit.tokens)
         if loader is not None and seconds > LOOK_UP_S:
-            chosen = loader.choose(pages, total, hit, rate)
+            chosen = loader.choose_load(pages, total, hit, rate)
             seconds = seconds if chosen is None else min(seconds, chosen.seconds)
     return seconds
 
 
 def raise_cost(sequence: Sequence, time: StepTime | None, loader: PrefixLoader) -> None:
-    """A load from disk that turns out slow leaves its sequence more to compute, and changes whose turn it is."""
-    meet = loader.meeting(sequence.pages)
+    """Raise the cost of a sequence whose load from disk turns out slow: it has more to compute, and comes later."""
+    meet = loader.meeting_token(sequence.pages)
     if meet is not None and time is not None:
         begun = sequence.cached or 0
         count = min(meet, len(sequence.tokens)) - begun
@@ -65,25 +65,27 @@ def raise_cost(sequence: Sequence, time: StepTime | None, loader: PrefixLoader) 
 
 
 def lower_cost(sequence: Sequence, time: StepTime | None, computed: int) -> None:
-    """After a jump from `computed`: what was loaded is no cost, and what is left does not wait for longer prompts."""
+    """Lower the cost of a sequence after a jump from `computed`: what was loaded is no cost."""
     if time is not None:
         begun = sequence.cached or 0
-        seconds = time.prompt_s(begun, max(0, computed - begun)) + time.prompt_s(sequence.computed, sequence.remaining)
+        seconds = time.prompt_s(begun, max(0, computed - begun)) + time.prompt_s(
+            sequence.computed, sequence.remaining_tokens
+        )
         sequence.cost_s = min(sequence.cost_s, seconds)
 
 
-def rate_beside(
+def prefill_rate_beside(
     running: Seq[Sequence], prefill: PrefillMeter, time: StepTime | None, max_tokens: int, slice_tokens: int
 ) -> ComputeRate:
-    """What the prefill of a sequence gets that has its turn, beside those that decode."""
-    decoding = [s for s in running if s.remaining == 1]
+    """Estimate the prefill rate of a sequence that has its turn, beside those that decode."""
+    decoding = [s for s in running if s.remaining_tokens == 1]
     left = max(1, max_tokens - len(decoding))
-    share = min(left / max_tokens, _share(decoding, prefill, time, left, slice_tokens))
-    rate = prefill.rate(share=share, slice_tokens=min(slice_tokens, max_tokens))
-    return replace(rate, others=_others(decoding))
+    share = min(left / max_tokens, _prompt_share(decoding, prefill, time, left, slice_tokens))
+    rate = prefill.compute_rate(share=share, slice_tokens=min(slice_tokens, max_tokens))
+    return replace(rate, others=_benefit_to_others(decoding))
 
 
-def rate_behind(
+def prefill_rate_behind(
     running: Seq[Sequence],
     chooser: Sequence | None,
     prefill: PrefillMeter,
@@ -92,26 +94,26 @@ def rate_behind(
     max_tokens: int,
     slice_tokens: int,
 ) -> ComputeRate:
-    """What the prefill of a newcomer, or of the running `chooser`, gets: its turn comes after what is being prefilled,
-    each step gives a token to every sequence that decodes, and those that compute beside their loads go on. More than
-    that must not count for a load, or its request waits longer for it than computing takes."""
+    """Estimate the prefill rate of a newcomer, or of the running `chooser`: its turn comes after what is being
+    prefilled, each step gives a token to every sequence that decodes, and those that compute beside their loads go
+    on. More than that must not count for a load, or its request waits longer for it than computing takes."""
     busy = [s for s in running if s.pages.load is None and s is not chooser]
-    ahead = sum(s.remaining for s in busy if s.remaining > 1)
-    decoding = [s for s in busy if s.remaining == 1]
+    ahead = sum(s.remaining_tokens for s in busy if s.remaining_tokens > 1)
+    decoding = [s for s in busy if s.remaining_tokens == 1]
     share = max(1, max_tokens - len(busy)) / max_tokens
-    share = min(share, _share(decoding, prefill, time, max(1, max_tokens - len(decoding)), slice_tokens))
-    share /= 1 + sum(loader is not None and loader.splits(s.pages) for s in running)
-    rate = prefill.rate(share=share, slice_tokens=slice_tokens)
-    return replace(rate, delay_s=rate.seconds(0, ahead), others=_others(decoding))
+    share = min(share, _prompt_share(decoding, prefill, time, max(1, max_tokens - len(decoding)), slice_tokens))
+    share /= 1 + sum(loader is not None and loader.is_split(s.pages) for s in running)
+    rate = prefill.compute_rate(share=share, slice_tokens=slice_tokens)
+    return replace(rate, delay_s=rate.shared_seconds(0, ahead), others=_benefit_to_others(decoding))
 
 
-def _others(decoding: Seq[Sequence]) -> float:
-    """See `ComputeRate.others`: they wait for the prompts in each of their steps."""
+def _benefit_to_others(decoding: Seq[Sequence]) -> float:
+    """Benefit to others (`ComputeRate.others`): they wait for the prompts in each of their steps."""
     each, most = OTHERS
     return min(most, each * len(decoding))
 
 
-def _share(
+def _prompt_share(
     decoding: Seq[Sequence], prefill: PrefillMeter, time: StepTime | None, left: int, slice_tokens: int
 ) -> float:
     """The part of the device's time that steps with `left` tokens for prompts leave them beside those that decode, who
@@ -119,6 +121,6 @@ def _share(
     if time is None or not decoding:
         return 1.0
     load, budget = StepLoad(len(decoding), sum(s.computed for s in decoding)), Budget(left)
-    budget.pace(time, load, max(1, slice_tokens // LEAST))
-    tokens = budget.fits(0, left)
-    return min(1.0, prefill.rate().alone(0, tokens) / time.step_s(load.plus(0, tokens)))
+    budget.set_time(time, load, max(1, slice_tokens // LEAST))
+    tokens = budget.fit_tokens(0, left)
+    return min(1.0, prefill.compute_rate().seconds_alone(0, tokens) / time.step_s(load.with_prompt(0, tokens)))

@@ -1,13 +1,13 @@
 """Waiting sequences in the order they should be admitted, and how long a newcomer would wait among them.
 
 Of the tenants that wait, one that holds the fewest places is next, and of several that which was given the fewest
-since it began to wait. So a tenant with a thousand sequences, also with many that lost their pages, delays another one
-by one sequence. Of one tenant the key is arrival + priority * AGEING_S + cost_s: a priority level is worth AGEING_S
-seconds of waiting, and a prompt that takes ten seconds to compute lets those pass that come in its first ten. All terms
-are fixed at arrival and priorities are bounded, so a heap is exact and nobody is overtaken by what came later than
-cost_s + 2 * MAX_PRIORITY * AGEING_S after it. A preempted sequence keeps its key, so it returns ahead of later
-arrivals. It must not know pages or who runs. Invariant: a sequence is in the queue once, and holds a place from `pop`
-until `push`, `put_back` or `ended`.
+since it began to wait. So a tenant with a thousand sequences, also with many that lost their pages, delays another
+one by one sequence. Of one tenant the key is arrival + priority * AGEING_S + cost_s: a priority level is worth
+AGEING_S seconds of waiting, and a prompt that takes ten seconds to compute lets those pass that come in its first
+ten. All terms are fixed at arrival and priorities are bounded, so a heap is exact and nobody is overtaken by what
+came later than cost_s + 2 * MAX_PRIORITY * AGEING_S after it. A preempted sequence keeps its key, so it returns ahead
+of later arrivals. It must not know pages or who runs. Invariant: a sequence is in the queue once, and holds a place
+from `pop_next` until `push_sequence`, `undo_pops` or `end_place`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AGEING_S = 5.0
 
 
 class Queued(Protocol):
-    """What the queue reads of a sequence, and `turn`, which it writes (`schedule.sequence.Sequence`)."""
+    """Fields that the queue reads of a sequence, and `turn`, which it writes (`schedule.sequence.Sequence`)."""
 
     seq_id: int
     request: GenerateRequest
@@ -64,7 +64,7 @@ class _TenantQueue(Generic[S]):
     count: int = 0
     heap: list[QueueEntry[S]] = field(default_factory=list)
 
-    def tidy(self) -> None:
+    def drop_removed(self) -> None:
         """Drop entries whose sequence was taken out, so that a thousand removals cost no thousand heaps."""
         if 2 * self.count < len(self.heap):
             self.heap = [entry for entry in self.heap if entry.sequence is not None]
@@ -91,73 +91,73 @@ class WaitingQueue(Generic[S]):
         """Members in no particular order."""
         return iter([entry.sequence for entry in self._members.values() if entry.sequence is not None])
 
-    def counts(self) -> Mapping[str, int]:
+    def count_by_tenant(self) -> Mapping[str, int]:
         """Members by tenant, of those that have any."""
         return {name: tenant.count for name, tenant in self._tenants.items() if tenant.count}
 
-    def waiting(self) -> dict[str, list[QueueEntry[S]]]:
-        """What waits now, by tenant and in no particular order, for any thread to read later."""
+    def copy_entries(self) -> dict[str, list[QueueEntry[S]]]:
+        """Copy the waiting entries, by tenant and in no particular order, for any thread to read later."""
         return {name: tenant.heap.copy() for name, tenant in self._tenants.items() if tenant.count}
 
-    def push(self, sequence: S) -> None:
+    def push_sequence(self, sequence: S) -> None:
         """Add a sequence; one that has a place gives it up."""
         assert sequence.seq_id not in self._members
         tenant = self._tenants.setdefault(sequence.request.tenant, _TenantQueue())
         if sequence.turn is not None:
             tenant.turns -= 1
-            self.ended(sequence)
+            self.end_place(sequence)
         tenant.turns = max(tenant.turns, self._now)
-        self._add(sequence, tenant)
+        self._push_entry(sequence, tenant)
 
-    def put_back(self, sequences: Iterable[S]) -> None:
-        """Undo the `pop` of sequences that did not run."""
+    def undo_pops(self, sequences: Iterable[S]) -> None:
+        """Undo the `pop_next` of sequences that did not run."""
         for sequence in sequences:
             tenant = self._tenants[sequence.request.tenant]
             tenant.turns -= 1
             tenant.held -= 1
             sequence.turn = None
-            self._add(sequence, tenant)
+            self._push_entry(sequence, tenant)
 
-    def ended(self, sequence: S) -> None:
-        """A sequence that was taken out gives its place up."""
+    def end_place(self, sequence: S) -> None:
+        """Give up the place of a sequence that was taken out."""
         assert sequence.turn is not None
         self._tenants[sequence.request.tenant].held -= 1
         self._now = max(self._now, sequence.turn)
         sequence.turn = None
 
-    def _add(self, sequence: S, tenant: _TenantQueue[S]) -> None:
+    def _push_entry(self, sequence: S, tenant: _TenantQueue[S]) -> None:
         entry = self._members[sequence.seq_id] = QueueEntry(order_key(sequence), sequence)
         heapq.heappush(tenant.heap, entry)
         tenant.count += 1
 
-    def remove(self, sequence: S) -> None:
+    def remove_member(self, sequence: S) -> None:
         """Take a member out; not being there is a bug of the caller."""
         self._members.pop(sequence.seq_id).sequence = None
         tenant = self._tenants[sequence.request.tenant]
         tenant.count -= 1
-        tenant.tidy()
+        tenant.drop_removed()
 
-    def first(self) -> S | None:
+    def peek_next(self) -> S | None:
         """The member to admit next, or None when empty."""
-        tenant = self._next()
+        tenant = self._next_tenant()
         return tenant.heap[0].sequence if tenant is not None else None
 
-    def pop(self) -> S | None:
+    def pop_next(self) -> S | None:
         """Take out the member to admit next and give it a place, or None when empty."""
-        tenant = self._next()
+        tenant = self._next_tenant()
         if tenant is None:
             return None
         sequence = heapq.heappop(tenant.heap).sequence
         assert sequence is not None
         del self._members[sequence.seq_id]
         tenant.count -= 1
-        tenant.tidy()
+        tenant.drop_removed()
         sequence.turn = tenant.turns
         tenant.turns += 1
         tenant.held += 1
         return sequence
 
-    def _next(self) -> _TenantQueue[S] | None:
+    def _next_tenant(self) -> _TenantQueue[S] | None:
         best = None
         for tenant in self._tenants.values():
             if tenant.heap:
@@ -168,17 +168,17 @@ class WaitingQueue(Generic[S]):
 
 
 class Newcomers:
-    """What has come since the outlook was made: sequences and tokens of prompts, by tenant and priority."""
+    """Requests that came since the outlook was made: sequences and tokens of prompts, by tenant and priority."""
 
     def __init__(self) -> None:
         self._sequences, self._tokens = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
 
-    def add(self, request: GenerateRequest) -> None:
+    def add_request(self, request: GenerateRequest) -> None:
         name = request.tenant, request.priority
         self._sequences[name] += request.params.n
         self._tokens[name] += len(request.prompt_token_ids)
 
-    def before(self, request: GenerateRequest) -> tuple[int, int]:
+    def count_before(self, request: GenerateRequest) -> tuple[int, int]:
         """Sequences of its tenant that came before a request and have a priority no less urgent, and their tokens."""
         sequences = tokens = 0
         for priority in range(-MAX_PRIORITY, request.priority + 1):
@@ -186,14 +186,14 @@ class Newcomers:
             sequences, tokens = sequences + self._sequences[name], tokens + self._tokens[name]
         return sequences, tokens
 
-    def counts(self) -> Counter[str]:
+    def count_by_tenant(self) -> Counter[str]:
         """Sequences by tenant."""
         found = Counter[str]()
         for (tenant, _), count in self._sequences.items():
             found[tenant] += count
         return found
 
-    def clear(self) -> None:
+    def clear_counts(self) -> None:
         self._sequences.clear()
         self._tokens.clear()
 

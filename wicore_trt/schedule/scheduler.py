@@ -1,4 +1,4 @@
-"""Who computes how many tokens in the next step.
+"""The scheduler: it decides which sequences compute how many tokens in the next step.
 
 Sequences that decode have their token first. What the step's tokens and time leave (`schedule/budget.py`) goes to
 prompts, those that run and those that wait: tenants in turn, each one's in the order of the queue, so that a short
@@ -20,7 +20,15 @@ from wicore_trt.kv.prefix.loader import PrefixLoader
 from wicore_trt.kv.prefix.rates import ComputeRate, PrefillMeter
 from wicore_trt.kv.sequence_pages import PrefixHit
 from wicore_trt.model.spec import LOCAL
-from wicore_trt.schedule.estimates import LEAST, learn, lower_cost, prompt_cost, raise_cost, rate_behind, rate_beside
+from wicore_trt.schedule.estimates import (
+    LEAST,
+    estimate_prompt,
+    learn_step,
+    lower_cost,
+    prefill_rate_behind,
+    prefill_rate_beside,
+    raise_cost,
+)
 from wicore_trt.schedule.queue import Outlook, WaitingQueue, order_key
 from wicore_trt.schedule.sequence import Sequence, SequenceState, StepSchedule
 from wicore_trt.schedule.step_time import Budget, StepLoad, StepTime
@@ -97,16 +105,16 @@ class Scheduler:
         return bool(self.running) or len(self.waiting) > 0
 
     @property
-    def loading(self) -> bool:
-        """Whether a running sequence waits for pages from lower tiers."""
+    def is_loading(self) -> bool:
+        """True while a running sequence waits for pages from lower tiers."""
         return self.loader is not None and len([s for s in self.running if s.pages.load is not None]) > 0
 
-    def add(self, sequence: Sequence) -> None:
+    def add_sequence(self, sequence: Sequence) -> None:
         """Queue a new sequence. If it has to wait, what it will need from disk is fetched meanwhile."""
         if self.loader is not None and len(self.waiting) < PREFETCHED:
             self._newcomers.append(sequence)
         blocked = self.loader is not None and bool(self.running) and self._is_blocked()
-        self.waiting.push(sequence)
+        self.waiting.push_sequence(sequence)
         self._too_few = []
         if blocked:  # else the next step tells whether it waits
             self._prefetch_waiting(None)
@@ -125,83 +133,83 @@ class Scheduler:
             if sequence.state is SequenceState.WAITING and not known:
                 assert self.loader is not None
                 sequence.prefetched = True
-                hit = self.manager.lookup(sequence.pages, sequence.tokens)
-                self.loader.prefetch(sequence.pages, len(sequence.tokens), hit, self.newcomer_rate())
+                hit = self.manager.find_prefix(sequence.pages, sequence.tokens)
+                self.loader.prefetch_prefix(sequence.pages, len(sequence.tokens), hit, self.newcomer_rate())
 
-    def estimate(self, sequence: Sequence) -> float:
+    def estimate_cost(self, sequence: Sequence) -> float:
         """Seconds that the prompt of a newcomer will take, cached parts aside; 0 without `step_time`."""
-        rate = self.prefill.rate(slice_tokens=self.slice_tokens)
-        return prompt_cost(sequence, self.step_time, self.manager, self.loader, rate)
+        rate = self.prefill.compute_rate(slice_tokens=self.slice_tokens)
+        return estimate_prompt(sequence, self.step_time, self.manager, self.loader, rate)
 
-    def observe(self, load: StepLoad, slices: list[tuple[int, int]], seconds: float) -> None:
+    def observe_step(self, load: StepLoad, slices: list[tuple[int, int]], seconds: float) -> None:
         """A step took so long that computed (start, count) tokens of each sequence; [] where all counts are one."""
         if slices:
-            learn(self.prefill, self.loader, slices, seconds, self.slice_tokens)
+            learn_step(self.prefill, self.loader, slices, seconds, self.slice_tokens)
         if self.step_time is not None:
-            self.step_time.observe(load, seconds)
+            self.step_time.observe_step(load, seconds)
 
-    def outlook(self, begun: tuple[float, ...] = (), hold_s: float = 0.0, now: float = 0.0) -> Outlook:
-        """What a newcomer finds before it at `now`, if places were taken at `begun` and are held for `hold_s`."""
-        blocked, queued, time = bool(self.running) and self._is_blocked(), self.waiting.waiting(), self.step_time
+    def make_outlook(self, begun: tuple[float, ...] = (), hold_s: float = 0.0, now: float = 0.0) -> Outlook:
+        """Tell what a newcomer finds before it at `now`, if places were taken at `begun` and are held for `hold_s`."""
+        blocked, queued, time = bool(self.running) and self._is_blocked(), self.waiting.copy_entries(), self.step_time
         free = 0 if blocked else self.max_sequences - len(self.running)
         places = len(self.running) + max(0, free)
         known = hold_s / places if places else 0.0, begun, hold_s, now
         if time is None:
             return Outlook((), queued, 1.0, 0.0, free, *known)
         prompts = [
-            (s.request.tenant, order_key(s)[0], time.prompt_s(s.computed, s.remaining))
+            (s.request.tenant, order_key(s)[0], time.prompt_s(s.computed, s.remaining_tokens))
             for s in self.running
             if len(s.tokens) - s.computed > 1 and s.pages.load is None
         ]
         return Outlook(prompts, queued, time.share, time.prompt_s(0, 1), free, *known)
 
-    def finish(self, sequence: Sequence) -> None:
+    def end_sequence(self, sequence: Sequence) -> None:
         """End a waiting or running sequence and release its pages."""
         if sequence.state is SequenceState.WAITING:
-            self.waiting.remove(sequence)
+            self.waiting.remove_member(sequence)
         else:
             self.running.remove(sequence)
-            self.waiting.ended(sequence)
+            self.waiting.end_place(sequence)
             if sequence.finish_reason is not FinishReason.ERROR:
-                self.manager.finished(sequence.pages, sequence.prompt_len, sequence.cached or 0)
-        self._release(sequence)
+                self.manager.end_request(sequence.pages, sequence.prompt_len, sequence.cached or 0)
+        self._release_pages(sequence)
         if self.loader is not None:
-            self.loader.parking.let_go(sequence.pages)
-            self.loader.waits_no_more(sequence.pages)
-        sequence.move(SequenceState.FINISHED)
+            self.loader.parking.release_parked(sequence.pages)
+            self.loader.end_prefetch(sequence.pages)
+        sequence.change_state(SequenceState.FINISHED)
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release_pages(self, sequence: Sequence) -> None:
         """Give back every slot of a sequence."""
         if self.loader is not None:
-            self.loader.cancel(sequence.pages)
-        self.manager.free(sequence.pages)
+            self.loader.cancel_load(sequence.pages)
+        self.manager.free_pages(sequence.pages)
         self._too_few = []
 
-    def schedule(self) -> StepSchedule:
+    def schedule_step(self) -> StepSchedule:
         """Make up the next step and reserve its pages."""
         schedule, budget = StepSchedule(), Budget(self.max_batch_tokens)
         self._rows_left, self._load_pages, self.held_back = self.score_rows, PAGES_AT_ONCE, False
-        self.manager.before_step()
-        decoding = [s for s in self.running if s.remaining == 1]
+        self.manager.prepare_step()
+        decoding = [s for s in self.running if s.remaining_tokens == 1]
         if len(decoding) > budget.tokens:
             decoding.sort(key=order_key)
         for s in decoding:
-            self._serve(s, schedule, budget)
+            self._serve_sequence(s, schedule, budget)
         if self.step_time is not None:
             decode = StepLoad(len(schedule.slices), sum(s.computed for s, _ in schedule.slices))
             sizes = next((found for rows, found in self.graph_sizes.items() if rows >= decode.rows), ())
-            budget.pace(self.step_time, decode, self.least_tokens, sizes)
+            budget.set_time(self.step_time, decode, self.least_tokens, sizes)
         self._shorten_beside_disk(budget)
         self._schedule_prompts(schedule, budget)
         return schedule
 
     def _shorten_beside_disk(self, budget: Budget) -> bool:
-        """Keep a step short in which pages come from disk; whether any do."""
-        if self.loader is None or not self.loader.reads:
+        """Keep a step short in which pages come from disk; True if any do."""
+        if self.loader is None or not self.loader.reads_disk:
             return False
-        tokens = int(DISK_SHARE * self.loader.read_s / self.prefill.rate().per_token_s)
+        tokens = int(DISK_SHARE * self.loader.newest_read_s / self.prefill.compute_rate().per_token_s)
         fewest, most = (slices * self.slice_tokens for slices in DISK_SLICES)
-        budget.shorten(max(fewest, min(most, tokens)), self.slice_tokens)
+        budget.shorten_step(max(fewest, min(most, tokens)), self.slice_tokens)
         return True
 
     def _schedule_prompts(self, schedule: StepSchedule, budget: Budget) -> None:
@@ -209,36 +217,36 @@ class Scheduler:
         short = bool(schedule.preempted)
         if not short and self._is_blocked() and (victim := self._find_in_the_way()) is not None:
             victim.gave_way += 1
-            budget.tokens += self._preempt(victim, schedule)
+            budget.tokens += self._preempt_sequence(victim, schedule)
         passed_over: list[Sequence] = []
-        prompts = [s for s in self.running if s.remaining > 1]
-        tenants, given = {s.request.tenant for s in prompts} | self.waiting.counts().keys(), self._given
+        prompts = [s for s in self.running if s.remaining_tokens > 1]
+        tenants, given = {s.request.tenant for s in prompts} | self.waiting.count_by_tenant().keys(), self._given
         fewest = min((given[name] for name in tenants if name in given), default=0)
         self._given = {name: given.get(name, fewest) - fewest for name in tenants}
         for sequence in sorted(prompts, key=self._prompt_order):
             if not short:
-                self._admit(schedule, budget, passed_over, before=sequence)
+                self._admit_waiting(schedule, budget, passed_over, before=sequence)
             lost = len(schedule.preempted)
-            self._serve(sequence, schedule, budget)
+            self._serve_sequence(sequence, schedule, budget)
             short = short or len(schedule.preempted) > lost
         if not short:
-            self._admit(schedule, budget, passed_over)
-        self.waiting.put_back(passed_over)
+            self._admit_waiting(schedule, budget, passed_over)
+        self.waiting.undo_pops(passed_over)
         if self.loader is not None:
-            self._prefetch_waiting(self.waiting.first() if not short else None)
+            self._prefetch_waiting(self.waiting.peek_next() if not short else None)
 
     def _prompt_order(self, sequence: Sequence) -> tuple[int, tuple[float, int]]:
         """Sort key of prompts: tenants by the tokens that they were given, then the order of the queue."""
         return self._given.get(sequence.request.tenant, 0), order_key(sequence)
 
-    def follow(self, schedule: StepSchedule) -> StepSchedule | None:
+    def schedule_ahead(self, schedule: StepSchedule) -> StepSchedule | None:
         """Make up the step after `schedule` while that one still runs: a token more for each sequence that needs one
         unless what is sampled now ends it. None when the next step should wait for this one: a sequence loads or is not
         decoding, one could be admitted or would have to be preempted, or none goes on."""
         # a page that arrives now would be copied into a slot that the step under way writes, and the next one reads
-        if self.loading:
+        if self.is_loading:
             return None
-        self.manager.before_step()
+        self.manager.prepare_step()
         decoding = [s for s, n in schedule.slices if s.finish_reason is None and n == len(s.tokens) - s.computed]
         following = [s for s in decoding if len(s.tokens) + 1 < s.longest]
         live = len([s for s in self.running if s.finish_reason is None])
@@ -249,12 +257,12 @@ class Scheduler:
             return None
         size = self.manager.page_tokens  # the next token of those whose last page is full has no page yet
         short = [(s.pages, len(s.tokens) + 1) for s in following if not len(s.tokens) % size]
-        if short and not self.manager.reserve_all(short):
+        if short and not self.manager.reserve_for_all(short):
             return None
         return StepSchedule([(s, 1) for s in following])
 
     def _is_full(self) -> bool:
-        """Whether another sequence would be more than there are places, or than the target of a step allows."""
+        """Say whether another sequence would be more than there are places, or than the target of a step allows."""
         time, running = self.step_time, len(self.running)
         if running >= self.max_sequences or time is None or time.target_s is None or not running:
             return running >= self.max_sequences
@@ -262,14 +270,14 @@ class Scheduler:
         return time.step_s(StepLoad(running + 1, keys, self.least_tokens)) > time.target_s
 
     def _is_blocked(self) -> bool:
-        """Whether the head of the queue cannot be admitted unless somebody leaves."""
-        return self._is_full() or (bool(self._too_few) and all(map(le, self.manager.memory.room, self._too_few)))
+        """Say whether the head of the queue cannot be admitted unless a sequence leaves."""
+        return self._is_full() or (bool(self._too_few) and all(map(le, self.manager.memory.free_counts, self._too_few)))
 
     def _find_in_the_way(self) -> Sequence | None:
         """The sequence that should give its place or pages to the head of the queue, which cannot be admitted: the
         newest one of the tenant that has most places, if that tenant still has as many as the head's when both have
         changed. Each such change makes the numbers of places more equal, so none of them is undone by another."""
-        head = self.waiting.first()
+        head = self.waiting.peek_next()
         if head is None:
             return None
         held = Counter(s.request.tenant for s in self.running)
@@ -284,60 +292,64 @@ class Scheduler:
             default=None,
         )
 
-    def _serve(self, sequence: Sequence, schedule: StepSchedule, budget: Budget) -> None:
+    def _serve_sequence(self, sequence: Sequence, schedule: StepSchedule, budget: Budget) -> None:
         """Give a running sequence its tokens and their pages."""
         if sequence.state is not SequenceState.RUNNING:
             return  # preempted for one that was served before
         wanted = self._advance_load(sequence)
         count = self._limit_tokens(sequence, wanted, budget)
-        if wanted < sequence.remaining and self.loader is not None and self.loader.reads:  # it may go on elsewhere soon
-            before = int(self.loader.comes_s(sequence.pages) / self.prefill.rate().per_token_s)
+        if (
+            wanted < sequence.remaining_tokens and self.loader is not None and self.loader.reads_disk
+        ):  # it may go on elsewhere soon
+            before = int(self.loader.awaited_load_s(sequence.pages) / self.prefill.compute_rate().per_token_s)
             budget.tokens = min(budget.tokens, max(count, before, self.slice_tokens))
         if count == 0:
             return
-        while not self.manager.reserve(sequence.pages, sequence.computed + count):
-            if self.manager.slide(sequence.pages, sequence.computed):
+        while not self.manager.reserve_pages(sequence.pages, sequence.computed + count):
+            if self.manager.slide_window(sequence.pages, sequence.computed):
                 continue  # what was kept for later requests made room
             victim = max(self.running, key=order_key)
             if victim is sequence and sequence.pages.load is not None:
                 # Preempted, it would be admitted again with the same load in the same pools, for ever.
                 self._drop_load(sequence)
                 continue
-            budget.tokens += self._preempt(victim, schedule)
+            budget.tokens += self._preempt_sequence(victim, schedule)
             if victim is sequence:
                 if not self.running:  # it had all there is; what it would find again lies where it lay
-                    self.manager.memory.start_afresh()
+                    self.manager.memory.evict_all()
                 return
         self._add_slice(sequence, count, schedule, budget)
 
     def _add_slice(self, sequence: Sequence, count: int, schedule: StepSchedule, budget: Budget) -> None:
         """Put tokens of a sequence, whose pages are reserved, into the step."""
-        prompt = sequence.remaining > 1
+        prompt = sequence.remaining_tokens > 1
         schedule.slices.append((sequence, count))
-        budget.take(sequence.computed, count, prompt=prompt, ends=count == sequence.remaining)
+        budget.take_tokens(sequence.computed, count, prompt=prompt, ends=count == sequence.remaining_tokens)
         self._rows_left -= count * sequence.scoring
         if prompt:
             self._given[sequence.request.tenant] = self._given.get(sequence.request.tenant, 0) + count
 
     def _limit_tokens(self, sequence: Sequence, count: int, budget: Budget) -> int:
-        """As many of `count` tokens as this step may compute for a sequence."""
+        """Limit `count` to the tokens that this step may compute for a sequence."""
         if sequence.scoring:
             count = min(count, self._rows_left)
-        return budget.fits(sequence.computed, count) if sequence.remaining > 1 else min(count, budget.tokens)
+        return (
+            budget.fit_tokens(sequence.computed, count) if sequence.remaining_tokens > 1 else min(count, budget.tokens)
+        )
 
     def _advance_load(self, sequence: Sequence) -> int:
         """Tokens that a running sequence should compute now, budget aside."""
         if sequence.pages.load is None:
-            return sequence.remaining
+            return sequence.remaining_tokens
         assert self.loader is not None
         parked, computed = sequence.pages.parked is not None, sequence.computed
-        rate = rate_beside(self.running, self.prefill, self.step_time, self.max_batch_tokens, self.slice_tokens)
-        step = self.loader.step(sequence.pages, computed, compute=rate)
+        rate = prefill_rate_beside(self.running, self.prefill, self.step_time, self.max_batch_tokens, self.slice_tokens)
+        step = self.loader.next_move(sequence.pages, computed, compute=rate)
         raise_cost(sequence, self.step_time, self.loader)
         if step.action == "compute":
-            return min(sequence.remaining, step.max_tokens)
+            return min(sequence.remaining_tokens, step.max_tokens)
         if step.action == "jump":
-            sequence.computed = self.loader.jump(sequence.pages, computed)
+            sequence.computed = self.loader.end_load(sequence.pages, computed)
             if parked and sequence.pages.parked is not None:
                 return self._start_over(sequence)  # what was parked does not fit together
             if not parked and sequence.computed > computed:
@@ -346,35 +358,35 @@ class Scheduler:
                     sequence.cached = (sequence.cached or 0) + sequence.computed - computed
                 # a later resume point may be worth a load of its own
                 here, rate = PrefixHit(sequence.computed, 0, in_flight=False), self.newcomer_rate(sequence)
-                chosen = self.loader.choose(sequence.pages, len(sequence.tokens), here, rate, trials=True)
+                chosen = self.loader.choose_load(sequence.pages, len(sequence.tokens), here, rate, trials=True)
                 if chosen is not None and chosen.stop:
-                    self.loader.begin(sequence.pages, chosen, spare=self._spare_for_load(sequence))
+                    self.loader.begin_load(sequence.pages, chosen, spare=self._spare_for_load(sequence))
         elif step.action == "drop":
             if parked:
                 return self._start_over(sequence)
             self._drop_load(sequence)
-        return 0 if sequence.pages.load is not None else sequence.remaining
+        return 0 if sequence.pages.load is not None else sequence.remaining_tokens
 
     def _start_over(self, sequence: Sequence) -> int:
         """The parked pages of a sequence are lost."""
         assert self.loader is not None
-        self._release(sequence)
-        self.loader.parking.let_go(sequence.pages)
-        self._requeue(sequence)
+        self._release_pages(sequence)
+        self.loader.parking.release_parked(sequence.pages)
+        self._requeue_sequence(sequence)
         return 0
 
     def _drop_load(self, sequence: Sequence) -> None:
         assert self.loader is not None
-        self.loader.cancel(sequence.pages)
+        self.loader.cancel_load(sequence.pages)
         self._too_few = []
 
     def _spare_for_load(self, sequence: Sequence) -> int:
         """Local pages to leave when a load takes its window: those of the chunk that the sequence may compute
         meanwhile, and a page more for each that runs, or one of them would be preempted at once."""
-        chunk = min(sequence.remaining, self.max_batch_tokens)
-        return self.manager.pages_for(chunk) + 1 + len(self.running)
+        chunk = min(sequence.remaining_tokens, self.max_batch_tokens)
+        return self.manager.count_pages(chunk) + 1 + len(self.running)
 
-    def _preempt(self, victim: Sequence, schedule: StepSchedule) -> int:
+    def _preempt_sequence(self, victim: Sequence, schedule: StepSchedule) -> int:
         """Send `victim` back to the queue; returns the tokens it had in this step."""
         refund = sum(count for sequence, count in schedule.slices if sequence is victim)
         schedule.slices = [entry for entry in schedule.slices if entry[0] is not victim]
@@ -382,20 +394,20 @@ class Scheduler:
         self.preemptions += 1
         pages = victim.pages
         if self.loader is not None and pages.load is None and victim.computed:
-            self.loader.parking.park(pages, victim.computed)
-        self._release(victim)
-        self._requeue(victim)
+            self.loader.parking.park_sequence(pages, victim.computed)
+        self._release_pages(victim)
+        self._requeue_sequence(victim)
         return refund
 
-    def _requeue(self, sequence: Sequence) -> None:
+    def _requeue_sequence(self, sequence: Sequence) -> None:
         sequence.computed = 0
         sequence.ran = 0
         sequence.requeued = True
         self.running.remove(sequence)
-        sequence.move(SequenceState.WAITING)
-        self.waiting.push(sequence)
+        sequence.change_state(SequenceState.WAITING)
+        self.waiting.push_sequence(sequence)
 
-    def _admit(
+    def _admit_waiting(
         self, schedule: StepSchedule, budget: Budget, passed_over: list[Sequence], before: Sequence | None = None
     ) -> None:
         """Admit waiting sequences in order while budget, pages and places last, and while they come `before` a prompt
@@ -403,28 +415,33 @@ class Scheduler:
 
         The first one that does not fit stops admission, so that a big request is not starved by small ones.
         """
-        if self.running and self._too_few and all(map(le, self.manager.memory.room, self._too_few)):
+        if self.running and self._too_few and all(map(le, self.manager.memory.free_counts, self._too_few)):
             return  # looking up a long prompt again at every step would cost more than the step's other decisions
-        while budget.fits(0, 1) and self._load_pages > 0 and len(passed_over) < MAX_PASSED_OVER and not self._is_full():
+        while (
+            budget.fit_tokens(0, 1)
+            and self._load_pages > 0
+            and len(passed_over) < MAX_PASSED_OVER
+            and not self._is_full()
+        ):
             if before is not None and not self._comes_before(before, budget):
                 break
-            sequence = self.waiting.pop()
+            sequence = self.waiting.pop_next()
             if sequence is None:
                 break
-            hit = self._lookup(sequence) if sequence.pages.parked is None else None
+            hit = self._find_prefix(sequence) if sequence.pages.parked is None else None
             if hit is not None and hit.in_flight:
                 passed_over.append(sequence)
                 continue
             count = self._give_pages(sequence, hit, budget)
-            if count is None and not self.running and self.manager.memory.start_afresh():
-                hit = self._lookup(sequence) if hit is not None else None
+            if count is None and not self.running and self.manager.memory.evict_all():
+                hit = self._find_prefix(sequence) if hit is not None else None
                 count = self._give_pages(sequence, hit, budget)
             if count is None:
                 if not passed_over:  # then it is the head that does not fit
-                    self._too_few = self.manager.memory.room
+                    self._too_few = self.manager.memory.free_counts
                 passed_over.append(sequence)
                 break
-            sequence.move(SequenceState.RUNNING)
+            sequence.change_state(SequenceState.RUNNING)
             self.running.append(sequence)
             if count:
                 self._add_slice(sequence, count, schedule, budget)
@@ -432,21 +449,21 @@ class Scheduler:
                 self._load_pages -= sum(map(len, sequence.pages.load.missing.values()))
                 self.held_back = self._load_pages <= 0 and len(self.waiting) > 0
                 if hit is not None and self._shorten_beside_disk(budget):
-                    self._serve(sequence, schedule, budget)
+                    self._serve_sequence(sequence, schedule, budget)
                     if schedule.preempted:
                         break
 
     def _comes_before(self, prompt: Sequence, budget: Budget) -> bool:
-        """Whether the head of the queue has its turn before a prompt that runs, and pages for both of them."""
-        head = self.waiting.first()
+        """Say whether the head of the queue has its turn before a prompt that runs, and pages for both of them."""
+        head = self.waiting.peek_next()
         if head is None or self._prompt_order(head) > self._prompt_order(prompt):
             return False
-        need = self.manager.pages_for(len(head.tokens) + 1) + self.manager.pages_for(budget.tokens) + 1
-        return self.manager.memory.fits(dict.fromkeys(self.manager.pools, need + len(self.running)))
+        need = self.manager.count_pages(len(head.tokens) + 1) + self.manager.count_pages(budget.tokens) + 1
+        return self.manager.memory.can_allocate(dict.fromkeys(self.manager.pools, need + len(self.running)))
 
-    def _lookup(self, sequence: Sequence) -> PrefixHit:
+    def _find_prefix(self, sequence: Sequence) -> PrefixHit:
         """Find what a waiting sequence may take from the cache."""
-        hit = self.manager.lookup(sequence.pages, sequence.tokens)
+        hit = self.manager.find_prefix(sequence.pages, sequence.tokens)
         return PrefixHit(0, 0, in_flight=False) if sequence.scoring else hit
 
     def _give_pages(self, sequence: Sequence, hit: PrefixHit | None, budget: Budget) -> int | None:
@@ -459,35 +476,35 @@ class Scheduler:
         if hit is None:
             assert self.loader is not None and pages.parked is not None
             need = {group: len(parked) + running for group, parked in pages.parked.pages.items()}
-            room = not running or self.manager.memory.fits(need)
-            return 0 if room and self.loader.parking.resume(pages) else None
+            room = not running or self.manager.memory.can_allocate(need)
+            return 0 if room and self.loader.parking.resume_sequence(pages) else None
         chosen = None
         if self.loader is not None and not sequence.scoring:
-            chosen = self.loader.choose(pages, total, hit, self.newcomer_rate(), trials=True)
+            chosen = self.loader.choose_load(pages, total, hit, self.newcomer_rate(), trials=True)
         load = chosen if chosen is not None and chosen.stop else None
-        self.manager.attach(pages, hit, total)
+        self.manager.attach_prefix(pages, hit, total)
         sequence.computed = hit.tokens
         count = self._limit_tokens(sequence, total - hit.tokens, budget) if load is None else 0
-        if not self.manager.reserve(pages, hit.tokens + count, total=total + 1, spare=running):
-            self.manager.free(pages)
+        if not self.manager.reserve_pages(pages, hit.tokens + count, total=total + 1, spare=running):
+            self.manager.free_pages(pages)
             sequence.computed = 0
             return None
-        self.manager.announce(pages)
+        self.manager.announce_pages(pages)
         if sequence.cached is None:
             sequence.cached = hit.tokens
-            self.manager.touch(pages, hit.tokens)
+            self.manager.touch_chain(pages, hit.tokens)
         if self.loader is not None:
             if chosen is not None:
-                begun = load is not None and self.loader.begin(pages, load, spare=self._spare_for_load(sequence))
+                begun = load is not None and self.loader.begin_load(pages, load, spare=self._spare_for_load(sequence))
                 self.loader.decisions[chosen.decision if begun else "compute"] += 1
-            self.loader.waits_no_more(pages)
+            self.loader.end_prefetch(pages)
         return count
 
     def newcomer_rate(self, chooser: Sequence | None = None) -> ComputeRate:
-        """What the prefill of a newcomer, or of the running `chooser`, gets."""
+        """Estimate the prefill rate of a newcomer, or of the running `chooser`."""
         slice_tokens = min(self.slice_tokens, self.max_batch_tokens)
         meters = self.prefill, self.step_time, self.loader
-        return rate_behind(self.running, chooser, *meters, self.max_batch_tokens, slice_tokens)
+        return prefill_rate_behind(self.running, chooser, *meters, self.max_batch_tokens, slice_tokens)
 
     def check_integrity(self) -> None:
         """Assert that states, queues and pages agree."""
@@ -499,4 +516,6 @@ class Scheduler:
             held = {slot for s in self.running for slot in s.pages.tables[group] if slot >= 0}
             for load in [s.pages.load for s in self.running if s.pages.load is not None]:
                 held |= set(load.window if group == LOCAL else load.found.values())
-            assert len(held) == pool.used, f"{group}: {pool.used} pages used, {len(held)} held by running sequences"
+            assert len(held) == pool.used_slots, (
+                f"{group}: {pool.used_slots} pages used, {len(held)} held by running sequences"
+            )

@@ -1,4 +1,4 @@
-"""One sequence of a request, as the scheduler sees it: its state, tokens, how many are computed, its pages.
+"""Sequence of a request, as the scheduler sees it: its state, tokens, how many are computed, its pages.
 
 There is no prefill and no decode phase: a sequence has computed and total tokens, and a step computes some of the
 difference. Invariant: computed < len(tokens) while the sequence lives, so there is always a next token to compute.
@@ -80,11 +80,11 @@ class Sequence:
         return len(self.tokens) - self.prompt_len
 
     @property
-    def remaining(self) -> int:
+    def remaining_tokens(self) -> int:
         """Tokens to compute before the next one can be sampled."""
         return len(self.tokens) - self.computed
 
-    def move(self, state: SequenceState) -> None:
+    def change_state(self, state: SequenceState) -> None:
         """Change state; an illegal transition is a bug of ours."""
         assert state in TRANSITIONS[self.state], f"{self.state} -> {state}"
         self.state = state
@@ -92,7 +92,8 @@ class Sequence:
 
 @dataclass(slots=True)
 class StepSchedule:
-    """One step: (sequence, tokens to compute) pairs and the sequences that lost their pages to make room."""
+    """Schedule of one step: (sequence, tokens to compute) pairs and the sequences that lost their pages to make
+    room."""
 
     slices: list[tuple[Sequence, int]] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)

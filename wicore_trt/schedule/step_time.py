@@ -1,4 +1,4 @@
-"""How long a step takes, learnt from those that were made, and what is left of one while it is made up.
+"""Time of a step, learnt from those that were made, and the budget of one while it is made up.
 
     seconds = hypot(weights, computed * c) + rows * a + keys * b + pairs * d, no coefficient negative
 
@@ -36,7 +36,7 @@ and more, in part of which the device waits: steps that were to take 38 ms took 
 
 
 class StepLoad(NamedTuple):
-    """What a step does: `rows` decode a token each over `keys` of context, and `tokens` of prompts are computed that
+    """Work of a step: `rows` decode a token each over `keys` of context, and `tokens` of prompts are computed that
     form `pairs` with themselves and keys before them."""
 
     rows: int = 0
@@ -44,8 +44,8 @@ class StepLoad(NamedTuple):
     tokens: int = 0
     pairs: float = 0.0
 
-    def plus(self, start: int, count: int) -> StepLoad:
-        """The same with tokens [start, start + count) of a prompt more."""
+    def with_prompt(self, start: int, count: int) -> StepLoad:
+        """Return the load with tokens [start, start + count) of a prompt more."""
         return StepLoad(self.rows, self.keys, self.tokens + count, self.pairs + count * (start + count / 2))
 
 
@@ -68,26 +68,26 @@ class StepTime:
         self.share = 0.5
         self._fit = PositiveSum(PRIOR, rate=RATE, clip=CLIP)
 
-    def observe(self, load: StepLoad, seconds: float) -> None:
-        """A step took so long."""
+    def observe_step(self, load: StepLoad, seconds: float) -> None:
+        """Learn from a step that took so long."""
         if not 0 < seconds < math.inf or not load.rows + load.tokens:
             return
-        self._fit.update(self._terms(load), seconds)
+        self._fit.update(self._fit_terms(load), seconds)
         if load.tokens:
             seconds = min(seconds, CLIP * self.step_s(load))
             part = min(1.0, self._prompt_s(load.tokens, load.pairs) / seconds)
             self.share += (part - self.share) * min(1.0, seconds / SHARE_S)
 
     def step_s(self, load: StepLoad) -> float:
-        """How long such a step takes."""
-        return self._fit.predict(self._terms(load))
+        """Estimate the seconds of such a step."""
+        return self._fit.predict(self._fit_terms(load))
 
     def prompt_s(self, start: int, count: int) -> float:
-        """What tokens [start, start + count) of a prompt take in steps that prompts fill."""
+        """Estimate the seconds of tokens [start, start + count) of a prompt in steps that prompts fill."""
         return self._prompt_s(count, count * (start + count / 2))
 
     def limit_s(self, decoding: StepLoad) -> float:
-        """How long a step may take in which these decode; no end of it where none does."""
+        """Seconds that a step may take in which these decode; without end where none does."""
         if not decoding.rows or not (self.awaited or self.target_s):
             return math.inf
         return self.target_s or max(FLUENT_S, STRETCH * self.step_s(decoding))
@@ -96,9 +96,9 @@ class StepTime:
         _, _, _, token, pair = self._fit.p
         return tokens * token + pairs * pair
 
-    def _terms(self, load: StepLoad) -> tuple[float, ...]:
-        """What the coefficients are multiplied with. The two that hide each other have their parts of both, by which
-        they also learn."""
+    def _fit_terms(self, load: StepLoad) -> tuple[float, ...]:
+        """Terms that the coefficients are multiplied with. The two that hide each other have their parts of both, by
+        which they also learn."""
         weights, _, _, token, _ = self._fit.p
         computed = load.rows + load.tokens
         work = computed * token
@@ -107,7 +107,7 @@ class StepTime:
 
 
 class Budget:
-    """`tokens` that the step may still compute. Prompts may have them all until `pace` says what time they have.
+    """`tokens` that the step may still compute. Prompts may have them all until `set_time` says what time they have.
 
     Invariants: the tokens given never pass the tokens that there were; prompts are given no more than the step's time
     allows, but always `least` tokens in all, so that they get on however slow the step is.
@@ -122,28 +122,28 @@ class Budget:
         self._sizes: tuple[int, ...] = ()
         self._slice, self._rest, self._ends = 1 << 30, 0, False
 
-    def pace(self, time: StepTime, decoding: StepLoad, least: int, sizes: Sequence[int] = ()) -> None:
-        """From now on prompts have the time that a step in which these decode has for them, with the tokens that pad it
+    def set_time(self, time: StepTime, decoding: StepLoad, least: int, sizes: Sequence[int] = ()) -> None:
+        """Give prompts the time that a step in which these decode has for them, with the tokens that pad it
         to one of `sizes` (`Executor.graph_sizes`). Of a larger one, launches take as long as FEW_MORE times as many."""
         self._time, self._load, self._limit_s = time, decoding, time.limit_s(decoding)
         self._sizes = (*sizes, FEW_MORE * sizes[-1]) if sizes else ()
-        self._least = self._padded(least)  # the step takes as long with fewer
+        self._least = self._pad_tokens(least)  # the step takes as long with fewer
 
-    def shorten(self, tokens: int, slice_tokens: int) -> None:
+    def shorten_step(self, tokens: int, slice_tokens: int) -> None:
         """The step is to have no more than so many tokens more. A prompt that would leave less than a slice for the
         next step has the rest as well; and where one ends, the others have no more than what makes it a slice, as it
         would wait for them."""
         self._slice, before = slice_tokens, self.tokens
         self.tokens = min(before, tokens)
         self._rest = max(self._rest, min(slice_tokens, before - self.tokens))
-        self._end()
+        self._end_prompt()
 
-    def _end(self) -> None:
+    def _end_prompt(self) -> None:
         if self._ends:
             self.tokens, self._rest = min(self.tokens, max(0, self._slice - self._load.tokens)), 0
 
-    def fits(self, start: int, count: int) -> int:
-        """As many of `count` tokens of a prompt, from `start` on, as the step has room for."""
+    def fit_tokens(self, start: int, count: int) -> int:
+        """Limit `count` tokens of a prompt, from `start` on, to what the step has room for."""
         count = count if count <= self.tokens + self._rest and self.tokens else min(count, self.tokens)
         if self._time is None or math.isinf(self._limit_s):
             return count
@@ -159,19 +159,19 @@ class Budget:
     def _in_time(self, start: int, count: int) -> bool:
         assert self._time is not None, "nothing was said of time"
         given = self._load.tokens
-        padded = self._padded(given + count) - given
-        return self._time.step_s(self._load.plus(start, padded)) <= self._limit_s
+        padded = self._pad_tokens(given + count) - given
+        return self._time.step_s(self._load.with_prompt(start, padded)) <= self._limit_s
 
-    def _padded(self, tokens: int) -> int:
+    def _pad_tokens(self, tokens: int) -> int:
         at = bisect_left(self._sizes, tokens)
         return self._sizes[at] if at < len(self._sizes) else tokens
 
-    def take(self, start: int, count: int, *, prompt: bool, ends: bool) -> None:
-        """So many tokens were given, with which a prompt `ends` or goes on."""
+    def take_tokens(self, start: int, count: int, *, prompt: bool, ends: bool) -> None:
+        """Take tokens that were given, with which a prompt `ends` or goes on."""
         self._rest = max(0, self._rest - max(0, count - self.tokens))  # once, also when a prompt gives back what it had
         self.tokens = max(0, self.tokens - count)
         if prompt:
-            self._load = self._load.plus(start, count)
+            self._load = self._load.with_prompt(start, count)
             self._least = max(0, self._least - count)
             self._ends = self._ends or ends
-            self._end()
+            self._end_prompt()

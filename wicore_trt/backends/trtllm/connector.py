@@ -176,8 +176,8 @@ class TieredScheduler:
             self._ignored.add(request.request_id)
             return 0, False
         salt = "" if request.cache_salt_id is None else str(request.cache_salt_id)
-        names, keys = hub.chain.names("", salt), list[bytes]()
-        names.extend(keys, tokens)
+        names, keys = hub.chain.derive_names("", salt), list[bytes]()
+        names.extend_keys(keys, tokens)
         first, matched = num_computed_tokens // size, list[Fetch]()
         if num_computed_tokens % size == 0:
             pages = [_page(keys, i, names) for i in range(first, (len(tokens) - 1) // size)]
@@ -232,7 +232,7 @@ class TieredScheduler:
         assert hub.tiers is not None
         sequence.tokens.extend(data.new_tokens)
         sequence.blocks.extend(data.new_block_ids)
-        sequence.names.extend(sequence.keys, sequence.tokens)
+        sequence.names.extend_keys(sequence.keys, sequence.tokens)
         full = min(computed // hub.page_tokens, len(sequence.keys), len(sequence.blocks))
         for i in range(sequence.saved, full):  # the engine's own reuse may have found pages that our tiers lost
             page = _page(sequence.keys, i, sequence.names)

@@ -29,7 +29,7 @@ _SPAN = struct.Struct("<QQ")
 
 @dataclass(frozen=True, slots=True)
 class TenantNames:
-    """What the pages of one tenant under one salt are called. Immutable; any thread may use it.
+    """Names of the pages of one tenant under one salt. Immutable; any thread may use it.
 
     `tag` (TENANT_BYTES) stands for the tenant in headers, quotas, events and statistics, whatever its salts are, and
     tells nothing of it without the secret. `scope` (KEY_BYTES) stands for tenant and salt: what a client names, such as
@@ -47,7 +47,9 @@ class TenantNames:
         keyed = blake2b(digest_size=KEY_BYTES, key=self._key, person=b"wicore-kv-page")
         object.__setattr__(self, "_keyed", keyed)
 
-    def extend(self, keys: list[bytes], tokens: Sequence[int], marks: Mapping[int, bytes] | None = None) -> list[bytes]:
+    def extend_keys(
+        self, keys: list[bytes], tokens: Sequence[int], marks: Mapping[int, bytes] | None = None
+    ) -> list[bytes]:
         """Append to `keys` the names of all full pages of `tokens` that it lacks; keys[i] names page i. `marks` are
         those of the whole prompt (`mark_content`). Returns the tokens of those pages (`Page.tokens`): nothing from the
         first marked page on, as who matches prompts by tokens would take one content for another."""
@@ -82,19 +84,21 @@ class KeyChain:
         self.page_tokens = page_tokens
         self._secret = secrets.token_bytes(KEY_BYTES) if secret is None else secret
         assert len(self._secret) == KEY_BYTES
-        self._engine = struct.pack("<III", page_tokens, rank, world) + _field(fingerprint)
+        self._engine = struct.pack("<III", page_tokens, rank, world) + _encode_field(fingerprint)
 
-    def names(self, who: str, salt: str) -> TenantNames:
+    def derive_names(self, who: str, salt: str) -> TenantNames:
         """Names for the tenant `who` (as the server knows it) and a request's cache_salt.
 
         Where the server knows no tenants (`who` is "") the salt is the tenant: a gateway in front of it separates its
         customers that way. Tenants of the two kinds never have the same tag or names.
         """
-        derived = self._hash(self._engine + _field(who) + _field(salt), KEY_BYTES, b"wicore-kv-names")
-        scope = self._hash(_field(who) + _field(salt), KEY_BYTES, b"wicore-kv-scope")
+        derived = self._keyed_hash(
+            self._engine + _encode_field(who) + _encode_field(salt), KEY_BYTES, b"wicore-kv-names"
+        )
+        scope = self._keyed_hash(_encode_field(who) + _encode_field(salt), KEY_BYTES, b"wicore-kv-scope")
         return TenantNames(tenant_tag(self._secret, who, salt), scope, self.page_tokens, derived)
 
-    def _hash(self, data: bytes, size: int, use: bytes) -> bytes:
+    def _keyed_hash(self, data: bytes, size: int, use: bytes) -> bytes:
         return blake2b(data, digest_size=size, key=self._secret, person=use).digest()
 
 
@@ -113,11 +117,11 @@ def mark_content(content: Sequence[ContentSpan], page_tokens: int) -> dict[int, 
 
 def tenant_tag(secret: bytes, who: str, salt: str = "") -> bytes:
     """A tenant's tag (`TenantNames.tag`): of `who`, or where that is "" of the salt. Equal for all engines."""
-    kind = b"who " + _field(who) if who else b"salt" + _field(salt)
+    kind = b"who " + _encode_field(who) if who else b"salt" + _encode_field(salt)
     return blake2b(kind, digest_size=TENANT_BYTES, key=secret, person=b"wicore-kv-tenant").digest()
 
 
-def _field(text: str) -> bytes:
+def _encode_field(text: str) -> bytes:
     """Text of any kind as bytes that no other text begins with or continues into."""
     data = text.encode("utf-8", "surrogatepass")
     return struct.pack("<Q", len(data)) + data

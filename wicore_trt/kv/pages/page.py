@@ -1,4 +1,4 @@
-"""What names a stored page: the identity that every tier keeps beside the bytes and checks on every read.
+"""Page: the identity that every tier keeps beside the bytes and checks on every read.
 
 Plain data; it must not know where pages are kept. Invariant: two pages with equal `key` and `group` in one namespace
 (engine, kernels, page size, rank layout) hold the same KV values.

@@ -1,1 +1,1 @@
-"""What leaves a KV tier when it is full: the policies, and what they learn from."""
+"""Eviction policies of the KV tiers, and their models of reuse."""

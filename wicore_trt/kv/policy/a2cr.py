@@ -52,28 +52,28 @@ class A2CRPolicy(ChainPolicy):
         self._memory = 8 * max(capacity, 1)
         self._review_at = self.capacity
 
-    def _score(self, node: Node) -> float:
+    def _score_node(self, node: Node) -> float:
         return log_score(node.attention, node.uses + 1, node.last, self.rate)
 
-    def _observe(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
+    def _learn_touch(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
         for node in path[:seen]:
             node.uses += 1
         if signal is not None:
             for node, value in zip(path, signal, strict=True):
                 node.attention = value if node.attention == NEUTRAL_SIGNAL else 0.5 * (node.attention + value)
         if self._shadows:
-            self._replay(path)
+            self._replay_shadows(path)
             if self._clock >= self._review_at:
-                self._review()
+                self._review_rate()
 
-    def _replay(self, path: list[Node]) -> None:
+    def _replay_shadows(self, path: list[Node]) -> None:
         # Deepest first: pages of one request tie but for their frequency, and the parent must be the later one.
         for node in reversed(path):
             if crc32(_key_bytes(node.key)) % self._stride == 0:
                 for shadow in self._shadows:
-                    shadow.touch(node, self._clock)
+                    shadow.touch_page(node, self._clock)
 
-    def _review(self) -> None:
+    def _review_rate(self) -> None:
         self._review_at = self._clock + max(64, self.capacity // 4)
         keep = 0.5 ** (max(64, self.capacity // 4) / self._memory)
         current = next(shadow for shadow in self._shadows if shadow.rate == self.rate)
@@ -82,7 +82,7 @@ class A2CRPolicy(ChainPolicy):
             self.rate = best.rate
             for node in self._nodes.values():
                 node.version += 1
-            self._rescore()
+            self._rebuild_heap()
         for shadow in self._shadows:
             shadow.hits *= keep
 
@@ -99,7 +99,7 @@ class _Shadow:
         self._held: dict[Key, tuple[float, int]] = {}
         self._heap: list[tuple[tuple[float, int], Key]] = []
 
-    def touch(self, node: Node, now: int) -> None:
+    def touch_page(self, node: Node, now: int) -> None:
         if node.key in self._held:
             self.hits += 1
         # The depth breaks ties and makes entries of one page at one time equal, so keys are never compared.
@@ -127,16 +127,16 @@ class AttentionSignals:
         self._limit = limit
         self._mass: OrderedDict[bytes, float] = OrderedDict()
 
-    def measured(self, keys: Sequence[bytes], mass: Sequence[float]) -> None:
-        """One measurement of a sequence whose first pages are `keys`; a partly filled last page has no key."""
+    def add_measurement(self, keys: Sequence[bytes], mass: Sequence[float]) -> None:
+        """Add a measurement of a sequence whose first pages are `keys`; a partly filled last page has no key."""
         for key, value in zip(keys, mass, strict=False):
             old = self._mass.pop(key, None)
             self._mass[key] = value if old is None else 0.5 * (old + value)
         while len(self._mass) > self._limit:
             self._mass.popitem(last=False)
 
-    def take(self, keys: Sequence[bytes]) -> list[float] | None:
-        """The signal for `ChainPolicy.touch`, and forget it; None when none of the pages was measured."""
+    def take_signal(self, keys: Sequence[bytes]) -> list[float] | None:
+        """The signal for `ChainPolicy.touch_chain`, and forget it; None when none of the pages was measured."""
         if not any(key in self._mass for key in keys):
             return None
         return [self._mass.pop(key, NEUTRAL_SIGNAL) for key in keys]

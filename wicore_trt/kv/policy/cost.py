@@ -18,7 +18,7 @@ from operator import attrgetter
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.kv.policy.policy import ChainPolicy, Key, Node, ghost_limit
-from wicore_trt.kv.policy.reuse import Group, PageClass, ReuseModel
+from wicore_trt.kv.policy.reuse import PageClass, ReuseModel, TouchGroup
 
 LENGTH_UNIT = 512
 """Tokens in which lengths are counted before they are sorted into octaves."""
@@ -56,27 +56,27 @@ class CostPolicy(ChainPolicy):
         self._unit_pages = max(1, LENGTH_UNIT // page_tokens)
         self._page_cost = page_cost
         self._model = ReuseModel(unit=max(1.0, capacity / 64), memory=16.0 * max(capacity, 1))
-        self._guard = None if victim_cache else LRUGuard(capacity, self._worth, self._value)
-        self._groups: dict[Group, None] = {}
+        self._guard = None if victim_cache else LRUGuard(capacity, self._learnt_worth, self._prefix_value)
+        self._groups: dict[TouchGroup, None] = {}
         self._values = [0.0]
         self._refresh_after = max(256, capacity // 8)
         self._evicted = 0
 
-    def resize(self, capacity: int) -> None:
-        super().resize(capacity)
+    def set_capacity(self, capacity: int) -> None:
+        super().set_capacity(capacity)
         if self._guard is not None:
-            self._guard.resize(capacity)
+            self._guard.set_capacity(capacity)
 
-    def _score(self, node: Node) -> float:
-        return self._worth(node) if self._learnt() else node.last
+    def _score_node(self, node: Node) -> float:
+        return self._learnt_worth(node) if self._follows_learnt() else node.last
 
-    def _worth(self, node: Node) -> float:
+    def _learnt_worth(self, node: Node) -> float:
         group = node.group
-        assert isinstance(group, Group)
-        worth = self._model.index(group.page_class, self._clock - group.last)
+        assert isinstance(group, TouchGroup)
+        worth = self._model.rank_index(group.page_class, self._clock - group.last)
         return worth if self._page_cost is None else worth * self._page_cost(node.depth)
 
-    def _value(self, pages: int) -> float:
+    def _prefix_value(self, pages: int) -> float:
         """Cost of recomputing the first pages of a chain."""
         if self._page_cost is None:
             return pages
@@ -86,57 +86,57 @@ class CostPolicy(ChainPolicy):
 
     @property
     def lru_decides(self) -> bool:
-        """Whether the guard does not believe the learnt order."""
+        """True while the guard does not believe the learnt order."""
         return self._guard is not None and self._guard.use_lru
 
-    def _learnt(self) -> bool:
-        return self._model.ready and not self.lru_decides
+    def _follows_learnt(self) -> bool:
+        return self._model.is_ready and not self.lru_decides
 
-    def _observe(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
+    def _learn_touch(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
         for _, run in groupby(path[:seen], key=_GROUP_OF):
-            self._close(list(run), reused=True)
+            self._close_wait(list(run), reused=True)
         for node in path[:seen]:
             node.uses += 1
         known = path[seen - 1] if seen else None
         idle = self._idle_level(self._clock - known.last) if known is not None else 0
         fresh = self._length_level(len(path) - seen, _MAX_FRESH)
         fine = idle << 4 | self._length_level(len(path), _MAX_LENGTH)
-        groups: dict[int, Group] = {}
+        groups: dict[int, TouchGroup] = {}
         for uses, run in groupby(path[:-1], key=_USES_OF):
-            self._join(list(run), groups, min(uses, _MAX_USES) << 5 | fresh << 1 | 1, fine)
-        self._join(path[-1:], groups, min(path[-1].uses, _MAX_USES) << 5 | fresh << 1, fine)
+            self._join_group(list(run), groups, min(uses, _MAX_USES) << 5 | fresh << 1 | 1, fine)
+        self._join_group(path[-1:], groups, min(path[-1].uses, _MAX_USES) << 5 | fresh << 1, fine)
         for group in groups.values():
             group.weight = group.open**-0.5
             self._groups[group] = None
         changed = self._model.observed >= self._refresh_after
         if changed:
-            self._model.refresh(self._groups, self._clock)
+            self._model.refresh_estimates(self._groups, self._clock)
         if self._consult_guard(path, refreshed=changed) or changed:
-            self._rescore()
+            self._rebuild_heap()
 
-    def answered(self, keys: Sequence[Key], tokens: int) -> None:
+    def note_answer(self, keys: Sequence[Key], tokens: int) -> None:
         path = [self._nodes[key] for key in keys if key in self._nodes]
         level = (1 if tokens < _SHORT_ANSWER else 2) * _ANSWER
         for group in {node.group: None for node in path}:
-            assert isinstance(group, Group)
+            assert isinstance(group, TouchGroup)
             coarse, fine = group.page_class
             group.page_class = PageClass(coarse % _ANSWER + level, fine)
         for node in path:
             node.version += 1
             if not node.children:
-                self._offer(node)
+                self._offer_victim(node)
 
     def _consult_guard(self, path: list[Node], *, refreshed: bool) -> bool:
-        """Whether another order decides from now on."""
+        """Consult the guard; True if another order decides from now on."""
         guard = self._guard
         if guard is None:
             return False
         if refreshed:
-            guard.refresh()
-        if guard.idle and self._model.ready:
+            guard.refresh_trial()
+        if guard.is_idle and self._model.is_ready:
             guard.begin_trial([node for node in self._nodes.values() if node.resident])
         hits = next((i for i, node in enumerate(path) if not node.resident), len(path))
-        return guard.observe(path, hits)
+        return guard.observe_request(path, hits)
 
     def _length_level(self, pages: int, highest: int) -> int:
         return min((div_ceil(pages, self._unit_pages)).bit_length(), highest)
@@ -145,40 +145,40 @@ class CostPolicy(ChainPolicy):
         """Octaves of the time the chain was idle, from an eighth of the capacity."""
         return min(1 + int(8 * age / max(self.capacity, 8)).bit_length(), _MAX_IDLE)
 
-    def _join(self, nodes: Sequence[Node], groups: dict[int, Group], coarse: int, fine: int) -> None:
+    def _join_group(self, nodes: Sequence[Node], groups: dict[int, TouchGroup], coarse: int, fine: int) -> None:
         group = groups.get(coarse)
         if group is None:
-            group = groups[coarse] = Group(PageClass(coarse, fine), self._clock)
+            group = groups[coarse] = TouchGroup(PageClass(coarse, fine), self._clock)
         group.open += len(nodes)
         for node in nodes:
             node.group = group
 
-    def _adopt(self, nodes: Sequence[Node]) -> None:
+    def _adopt_pages(self, nodes: Sequence[Node]) -> None:
         above = nodes[0].parent.group if nodes[0].parent is not None else None
-        kind = above.page_class if isinstance(above, Group) else PageClass(0, 0)
-        group = Group(kind, self._clock)  # of weight 1, as no one request brought them
+        kind = above.page_class if isinstance(above, TouchGroup) else PageClass(0, 0)
+        group = TouchGroup(kind, self._clock)  # of weight 1, as no one request brought them
         group.open = len(nodes)
         self._groups[group] = None
         for node in nodes:
             node.group = group
             if self._guard is not None:
-                self._guard.hold(node)
+                self._guard.hold_page(node)
 
-    def remove(self, key: object) -> None:
-        super().remove(key)
+    def remove_page(self, key: object) -> None:
+        super().remove_page(key)
         self._evicted += 1
-        if self._evicted > 64 and 4 * self._evicted > len(self._heap) and self._learnt():
+        if self._evicted > 64 and 4 * self._evicted > len(self._heap) and self._follows_learnt():
             self._evicted = 0
-            self._rescore()
+            self._rebuild_heap()
 
-    def _forget(self, node: Node) -> None:
-        self._close([node], reused=False)
+    def _forget_ghost(self, node: Node) -> None:
+        self._close_wait([node], reused=False)
 
-    def _close(self, nodes: Sequence[Node], *, reused: bool) -> None:
+    def _close_wait(self, nodes: Sequence[Node], *, reused: bool) -> None:
         """The wait of pages of one group is over: pages of one request were mostly touched together before."""
         group = nodes[0].group
-        assert isinstance(group, Group)
-        self._model.end(group, len(nodes), self._clock - group.last, reused=reused)
+        assert isinstance(group, TouchGroup)
+        self._model.end_wait(group, len(nodes), self._clock - group.last, reused=reused)
         group.open -= len(nodes)
         if not group.open:
             self._groups.pop(group, None)
@@ -209,14 +209,14 @@ class LRUGuard:
         self._squares = 0.0
         self._hitting = 0
 
-    def resize(self, capacity: int) -> None:
+    def set_capacity(self, capacity: int) -> None:
         """The tier holds another number of pages now."""
         self._capacity = capacity
         if self._trial is not None:
             self._trial.capacity = capacity
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """LRU decides and no trial runs."""
         return self.use_lru and self._trial is None
 
@@ -226,36 +226,36 @@ class LRUGuard:
         self._trial.hold_all(residents)
         self._lead = 0.0
 
-    def refresh(self) -> None:
+    def refresh_trial(self) -> None:
         """The worth of pages was estimated anew."""
         if self._trial is not None:
-            self._trial.refresh()
+            self._trial.rebuild_order()
 
-    def hold(self, node: Node) -> None:
+    def hold_page(self, node: Node) -> None:
         """A page came into the tier that no request looked up (a generated one)."""
         self._lru[node.key] = None
-        self._shrink()
+        self._shrink_lru()
         if self._trial is not None:
-            self._trial.hold(node)
+            self._trial.hold_page(node)
 
-    def observe(self, path: Sequence[Node], hits: int) -> bool:
-        """One request of which the tier held the first `hits` pages; returns whether the verdict changed."""
-        lru_value = self._value(self._replay(path))
+    def observe_request(self, path: Sequence[Node], hits: int) -> bool:
+        """Learn from a request of which the tier held the first `hits` pages; returns whether the verdict changed."""
+        lru_value = self._value(self._replay_lru(path))
         if lru_value:
             self._squares += lru_value * lru_value
             self._hitting += 1
         unit = (self._squares / max(1, self._hitting)) ** 0.5
         if not self.use_lru:
-            return self._audit(self._value(hits) - lru_value, unit)
+            return self._audit_gain(self._value(hits) - lru_value, unit)
         if self._trial is None:
             return False
-        self._lead = max(0.0, self._lead + self._value(self._trial.serve(path)) - lru_value)
+        self._lead = max(0.0, self._lead + self._value(self._trial.serve_request(path)) - lru_value)
         if self._lead <= self._needed_lead * unit:
             return False
         self.use_lru, self._trial, self._lead = False, None, 0.0
         return True
 
-    def _audit(self, gain: float, unit: float) -> bool:
+    def _audit_gain(self, gain: float, unit: float) -> bool:
         self._lead += gain
         if self._lead >= _CREDIT * unit:
             self._lead, self._needed_lead = _CREDIT * unit, _FIRST_LEAD
@@ -265,7 +265,7 @@ class LRUGuard:
         self._needed_lead *= 3
         return True
 
-    def _replay(self, path: Sequence[Node]) -> int:
+    def _replay_lru(self, path: Sequence[Node]) -> int:
         held, keys = self._lru, [node.key for node in path]
         hits = next((i for i, key in enumerate(keys) if key not in held), len(keys))
         touch = held.move_to_end
@@ -274,10 +274,10 @@ class LRUGuard:
                 touch(key)
             else:
                 held[key] = None
-        self._shrink()
+        self._shrink_lru()
         return hits
 
-    def _shrink(self) -> None:
+    def _shrink_lru(self) -> None:
         while len(self._lru) > self._capacity:
             self._lru.popitem(last=False)
 
@@ -291,41 +291,41 @@ class _Trial(ChainPolicy):
         self._worth = worth
         self._coming: Sequence[Node] = ()
 
-    def _score(self, node: Node) -> float:
+    def _score_node(self, node: Node) -> float:
         return self._worth(node)
 
-    def _observe(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
+    def _learn_touch(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
         for node, original in zip(path, self._coming, strict=True):
             node.group = original.group
 
-    def _adopt(self, nodes: Sequence[Node]) -> None:
+    def _adopt_pages(self, nodes: Sequence[Node]) -> None:
         for node, original in zip(nodes, self._coming, strict=True):
             node.group = original.group
 
-    def refresh(self) -> None:
-        self._rescore()
+    def rebuild_order(self) -> None:
+        self._rebuild_heap()
 
-    def serve(self, path: Sequence[Node]) -> int:
+    def serve_request(self, path: Sequence[Node]) -> int:
         """Replay one request; returns its hits."""
         self._coming, keys, find = path, [node.key for node in path], self._nodes.get
         lacking = [key for key in keys if (node := find(key)) is None or not node.resident]
         hits = keys.index(lacking[0]) if lacking else len(keys)
-        self.touch(keys)
-        self.add(lacking)
-        self._shrink()
+        self.touch_chain(keys)
+        self.add_pages(lacking)
+        self._evict_excess()
         return hits
 
     def hold_all(self, nodes: Sequence[Node]) -> None:
         self._coming = nodes
-        self.fill([(n.key, n.parent.key if n.parent is not None else None, n.depth) for n in nodes])
-        self._shrink()
+        self.add_all([(n.key, n.parent.key if n.parent is not None else None, n.depth) for n in nodes])
+        self._evict_excess()
 
-    def hold(self, node: Node) -> None:
+    def hold_page(self, node: Node) -> None:
         self._coming = (node,)
-        self.add([node.key], node.parent.key if node.parent is not None else None)
-        self._shrink()
+        self.add_pages([node.key], node.parent.key if node.parent is not None else None)
+        self._evict_excess()
 
-    def _shrink(self) -> None:
+    def _evict_excess(self) -> None:
         excess = len(self) - self.capacity
-        for key in (self.victims(excess) or ()) if excess > 0 else ():
-            self.remove(key)
+        for key in (self.choose_victims(excess) or ()) if excess > 0 else ():
+            self.remove_page(key)

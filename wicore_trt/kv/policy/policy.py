@@ -1,4 +1,4 @@
-"""What leaves a KV tier when it is full: the chain bookkeeping that all policies share, LRU and LFU.
+"""Eviction policies: the chain bookkeeping that all of them share, LRU and LFU.
 
 A policy knows keys and scores, never slots, bytes or reference counts; the tier that owns the pages asks it for
 victims and reports what it then removed. One instance serves one tier (device, host or disk) of one layer group.
@@ -22,12 +22,13 @@ _DRIFT = 16
 
 
 def ghost_limit(capacity: int) -> int:
-    """How many pages outside the tier a policy with a memory keeps: four cache-fulls, fewer in very large tiers."""
+    """Count the pages outside the tier that a policy with a memory keeps: four cache-fulls, fewer in very large
+    tiers."""
     return min(_GHOSTS_PER_PAGE * capacity, max(capacity, _MANY_GHOSTS))
 
 
 class Node:
-    """One page that is in the tier (`resident`) or was seen lately (a ghost).
+    """Page that is in the tier (`resident`) or was seen lately (a ghost).
 
     `children` counts resident children; `version` outdates heap entries; `last` is the clock of the last touch; `uses`
     counts touches after the first; `group` belongs to the cost policy, `attention` to A2CR.
@@ -70,35 +71,36 @@ class ChainPolicy(ABC):
         self._clock = 0
 
     @abstractmethod
-    def _score(self, node: Node) -> float:
+    def _score_node(self, node: Node) -> float:
         """Worth of keeping the page; the lowest leaves first."""
 
     @abstractmethod
-    def _observe(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
+    def _learn_touch(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
         """Learn from a touch. The first `seen` pages of the path were known; `last` still holds their earlier touch."""
 
-    def _forget(self, node: Node) -> None:  # noqa: B027, a policy that learns nothing needs no hook
+    def _forget_ghost(self, node: Node) -> None:  # noqa: B027, a policy that learns nothing needs no hook
         """A ghost is dropped."""
 
-    def resize(self, capacity: int) -> None:
+    def set_capacity(self, capacity: int) -> None:
         """The tier holds another number of pages now, as its memory is shared with other kinds of pages."""
         self.capacity = capacity
 
-    def filled(self) -> None:
+    def adapt_capacity(self) -> None:
         """The tier's memory is full: its capacity is what it holds now, whatever kinds of pages share the memory."""
         held = self._resident
         if abs(held - self.capacity) * _DRIFT > held > 0:
-            self.resize(held)
+            self.set_capacity(held)
 
-    def touch(self, keys: Sequence[Key], signal: Sequence[float] | None = None) -> None:
-        """A request looked up this chain from its root; pages may be in the tier or not. `signal[i]` is the attention
-        mass that page i received since its last touch, relative to an average page (1.0 when not measured)."""
+    def touch_chain(self, keys: Sequence[Key], signal: Sequence[float] | None = None) -> None:
+        """Note that a request looked up this chain from its root; pages may be in the tier or not. `signal[i]` is the
+        attention mass that page i received since its last touch, relative to an average page (1.0 when not
+        measured)."""
         if not keys:
             return
         self._drop_ghosts()
         self._clock += len(keys)
-        path, seen = self._path(keys)
-        self._observe(path, seen, signal)
+        path, seen = self._find_path(keys)
+        self._learn_touch(path, seen, signal)
         clock = self._clock
         for node in path:
             node.version += 1
@@ -106,24 +108,24 @@ class ChainPolicy(ABC):
             if not node.resident:
                 self._ghosts.move_to_end(node.key)
             elif not node.children:
-                self._offer(node)
+                self._offer_victim(node)
 
-    def answered(self, keys: Sequence[Key], tokens: int) -> None:  # noqa: B027, most policies do not ask
-        """A request that touched this chain has ended, after an answer of so many tokens."""
+    def note_answer(self, keys: Sequence[Key], tokens: int) -> None:  # noqa: B027, most policies do not ask
+        """Note that a request that touched this chain has ended, after an answer of so many tokens."""
 
-    def add(self, keys: Sequence[Key], parent: Key | None = None) -> None:
-        """These consecutive pages came into the tier. `parent` is the page before the first one; it is needed only for
-        keys that no `touch` has shown yet (generated pages)."""
+    def add_pages(self, keys: Sequence[Key], parent: Key | None = None) -> None:
+        """Add consecutive pages that came into the tier. `parent` is the page before the first one; it is needed only
+        for keys that no `touch_chain` has shown yet (generated pages)."""
         above = self._nodes.get(parent) if parent is not None else None
         for key in keys:
             self._clock += self._clock_per_page
             node = self._nodes.get(key)
             if node is None:
-                node = self._create(key, above)
+                node = self._create_node(key, above)
                 node.last = self._clock
-                self._adopt([node])
+                self._adopt_pages([node])
             elif above is not None and node.parent is not above:
-                self._reparent(node, above)
+                self._set_parent(node, above)
             if not node.resident:
                 del self._ghosts[key]
                 node.resident = True
@@ -133,11 +135,12 @@ class ChainPolicy(ABC):
             above = node
         for key in keys:
             if not (node := self._nodes[key]).children:
-                self._offer(node)
+                self._offer_victim(node)
 
-    def fill(self, pages: Sequence[tuple[Key, Key | None, int]]) -> None:
-        """Pages that come in together, each once: (key, key of the page before it, index in the chain). As `add` one
-        by one, but in any order of parents and children, and the heap is built once. For a policy without pages."""
+    def add_all(self, pages: Sequence[tuple[Key, Key | None, int]]) -> None:
+        """Pages that come in together, each once: (key, key of the page before it, index in the chain). As
+        `add_pages` one by one, but in any order of parents and children, and the heap is built once. For a policy
+        without pages."""
         assert not self._nodes
         for key, _, depth in pages:
             node = self._nodes[key] = Node(key, None)
@@ -150,14 +153,14 @@ class ChainPolicy(ABC):
                 node.parent = above
                 above.children += 1
         if pages:
-            self._adopt(list(self._nodes.values()))
-        self._rescore()
+            self._adopt_pages(list(self._nodes.values()))
+        self._rebuild_heap()
 
-    def _adopt(self, nodes: Sequence[Node]) -> None:  # noqa: B027, likewise
+    def _adopt_pages(self, nodes: Sequence[Node]) -> None:  # noqa: B027, likewise
         """Pages came in together that no request looked up: a generated one, or all pages after a restart."""
 
-    def remove(self, key: Key) -> None:
-        """The page left the tier (evicted, promoted or found corrupt)."""
+    def remove_page(self, key: Key) -> None:
+        """Remove a page that left the tier (evicted, promoted or found corrupt)."""
         node = self._nodes[key]
         assert node.resident, "a page was removed twice"
         node.resident = False
@@ -167,26 +170,26 @@ class ChainPolicy(ABC):
         self._ghosts[key] = node
         if node.parent is not None:
             node.parent.children -= 1
-            self._offer(node.parent)
+            self._offer_victim(node.parent)
 
-    def pin(self, keys: Sequence[Key]) -> None:
-        """Never offer these pages until `unpin`. Pins count."""
+    def pin_pages(self, keys: Sequence[Key]) -> None:
+        """Never offer these pages until `unpin_pages`. Pins count."""
         nodes = self._nodes
         for key in keys:
             nodes[key].pins += 1
 
-    def unpin(self, keys: Sequence[Key]) -> None:
+    def unpin_pages(self, keys: Sequence[Key]) -> None:
         nodes = self._nodes
         for key in keys:
             node = nodes[key]
             assert node.pins > 0, "a page was unpinned twice"
             node.pins -= 1
             if not node.children and not node.pins:
-                self._offer(node)
+                self._offer_victim(node)
 
-    def victims(self, count: int, protected: Set[Key] = frozenset()) -> list[Key] | None:
+    def choose_victims(self, count: int, protected: Set[Key] = frozenset()) -> list[Key] | None:
         """`count` pages to evict, least valuable first and children before parents; None when pins and `protected`
-        leave fewer. Changes nothing: the caller evicts and reports each page with `remove`."""
+        leave fewer. Changes nothing: the caller evicts and reports each page with `remove_page`."""
         taken: list[Node] = []
         popped: list[tuple[float, int, int, Node]] = []
         lost: dict[Node, int] = {}
@@ -205,7 +208,7 @@ class ChainPolicy(ABC):
                 lost[above] = lost.get(above, 0) + 1
                 if lost[above] == above.children and not above.pins:
                     self._pushed += 1
-                    heapq.heappush(self._heap, (self._score(above), self._pushed, above.version, above))
+                    heapq.heappush(self._heap, (self._score_node(above), self._pushed, above.version, above))
         for score, order, _, node in popped:
             heapq.heappush(self._heap, (score, order, node.version, node))
         return [node.key for node in taken] if len(taken) == count else None
@@ -217,17 +220,17 @@ class ChainPolicy(ABC):
         node = self._nodes.get(key)
         return node is not None and node.resident
 
-    def branches(self, keys: Sequence[Key]) -> list[int]:
+    def find_branches(self, keys: Sequence[Key]) -> list[int]:
         """The places of those keys that several pages in the tier follow directly."""
         nodes = self._nodes
         return [i for i, key in enumerate(keys) if (node := nodes.get(key)) is not None and node.children > 1]
 
-    def children(self, key: Key) -> int:
+    def count_children(self, key: Key) -> int:
         """Pages in the tier that follow this one directly."""
         node = self._nodes.get(key)
         return node.children if node is not None else 0
 
-    def _path(self, keys: Sequence[Key]) -> tuple[list[Node], int]:
+    def _find_path(self, keys: Sequence[Key]) -> tuple[list[Node], int]:
         """Nodes of a chain, new ones as ghosts, and how many of the first ones were known."""
         path: list[Node] = []
         above, find, seen = None, self._nodes.get, len(keys)
@@ -235,18 +238,18 @@ class ChainPolicy(ABC):
             node = find(key)
             if node is None:
                 seen = min(seen, len(path))
-                node = self._create(key, above)
+                node = self._create_node(key, above)
             if node.parent is not above:
-                self._reparent(node, above)
+                self._set_parent(node, above)
             path.append(node)
             above = node
         return path, seen
 
-    def _create(self, key: Key, parent: Node | None) -> Node:
+    def _create_node(self, key: Key, parent: Node | None) -> Node:
         node = self._nodes[key] = self._ghosts[key] = Node(key, parent)
         return node
 
-    def _reparent(self, node: Node, parent: Node | None) -> None:
+    def _set_parent(self, node: Node, parent: Node | None) -> None:
         """The parent had been dropped and came back as another node."""
         if node.resident:
             if node.parent is not None:
@@ -259,22 +262,22 @@ class ChainPolicy(ABC):
         while len(self._ghosts) > self._ghost_limit:
             key, node = self._ghosts.popitem(last=False)
             del self._nodes[key]
-            self._forget(node)
+            self._forget_ghost(node)
 
-    def _offer(self, node: Node) -> None:
+    def _offer_victim(self, node: Node) -> None:
         if node.resident and not node.children and not node.pins:
-            self._push(node)
+            self._push_node(node)
 
-    def _push(self, node: Node) -> None:
+    def _push_node(self, node: Node) -> None:
         self._pushed += 1
-        heapq.heappush(self._heap, (self._score(node), self._pushed, node.version, node))
+        heapq.heappush(self._heap, (self._score_node(node), self._pushed, node.version, node))
         if len(self._heap) > 64 + 4 * self._resident:
-            self._rescore()
+            self._rebuild_heap()
 
-    def _rescore(self) -> None:
+    def _rebuild_heap(self) -> None:
         """Build the heap anew with today's scores."""
         leaves = [n for n in self._nodes.values() if n.resident and not n.children and not n.pins]
-        self._heap = [(self._score(node), i, node.version, node) for i, node in enumerate(leaves)]
+        self._heap = [(self._score_node(node), i, node.version, node) for i, node in enumerate(leaves)]
         self._pushed = len(leaves)
         heapq.heapify(self._heap)
 
@@ -295,10 +298,10 @@ class ChainPolicy(ABC):
 class LRUPolicy(ChainPolicy):
     """Least recently touched first, deepest first within one chain."""
 
-    def _score(self, node: Node) -> float:
+    def _score_node(self, node: Node) -> float:
         return node.last
 
-    def _observe(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
+    def _learn_touch(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
         pass
 
 
@@ -308,9 +311,9 @@ class LFUPolicy(ChainPolicy):
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity, ghosts=ghost_limit(capacity))
 
-    def _score(self, node: Node) -> float:
+    def _score_node(self, node: Node) -> float:
         return node.uses * 2.0**40 + node.last
 
-    def _observe(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
+    def _learn_touch(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
         for node in path[:seen]:
             node.uses += 1

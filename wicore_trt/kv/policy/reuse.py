@@ -31,7 +31,7 @@ class PageClass(NamedTuple):
     fine: int
 
 
-class Group:
+class TouchGroup:
     """Pages that one request touched and that are of one class: one observation of weight sqrt(pages).
 
     Pages of a request live and die together, so they are not independent evidence; `weight` is each page's share.
@@ -73,13 +73,13 @@ class ReuseModel:
         self.observed = 0
 
     @property
-    def ready(self) -> bool:
-        """Whether `index` means something yet."""
+    def is_ready(self) -> bool:
+        """True once `rank_index` means something yet."""
         return bool(self._default)
 
-    def end(self, group: Group, pages: int, age: float, *, reused: bool) -> None:
-        """So many pages of `group` were reused, or forgotten unused, `age` after their last touch."""
-        bin_, weight, kind = self._bin(age), pages * group.weight, group.page_class
+    def end_wait(self, group: TouchGroup, pages: int, age: float, *, reused: bool) -> None:
+        """Count pages of `group` that were reused, or forgotten unused, `age` after their last touch."""
+        bin_, weight, kind = self._find_bin(age), pages * group.weight, group.page_class
         coarse = self._coarse.get(kind.coarse)
         if coarse is None:
             coarse = self._coarse[kind.coarse] = _Table()
@@ -94,7 +94,7 @@ class ReuseModel:
             fine[1] += weight * expected[bin_]
         self.observed += pages
 
-    def index(self, kind: PageClass, age: float) -> float:
+    def rank_index(self, kind: PageClass, age: float) -> float:
         """Rank of keeping a page of this class and age: expected reuses per unit of clock, up to a factor of two."""
         table = self._index.get(kind)
         if table is None:
@@ -103,7 +103,7 @@ class ReuseModel:
                 table = self._default
             else:
                 factor = self._factor.get(kind, 1.0)
-                table = self._best_rates(_smooth([min(0.9, h * factor) for h in hazard]))
+                table = self._best_rates(_smooth_values([min(0.9, h * factor) for h in hazard]))
             self._index[kind] = table
         x = age / self._unit
         if x < 1.0:
@@ -114,12 +114,12 @@ class ReuseModel:
             return table[_BINS - 1]
         return table[low] + (table[low + 1] - table[low]) * (x - low)
 
-    def refresh(self, groups: Iterable[Group], now: int) -> None:
+    def refresh_estimates(self, groups: Iterable[TouchGroup], now: int) -> None:
         """Estimate anew. `groups` are all groups with open pages."""
         waiting: dict[int, list[float]] = {}
         fine_waiting: dict[PageClass, list[float]] = {}
         for group in groups:
-            bin_, weight = self._bin(now - group.last), group.open * group.weight
+            bin_, weight = self._find_bin(now - group.last), group.open * group.weight
             kind = group.page_class
             counts = waiting.get(kind.coarse)
             if counts is None:
@@ -132,14 +132,14 @@ class ReuseModel:
         nothing = [0.0] * _BINS
         total = [sum(counts) for counts in zip(*waiting.values(), strict=True)] or nothing
         base = _hazard_of(self._all, total)
-        self._default = self._best_rates(_smooth(base))
+        self._default = self._best_rates(_smooth_values(base))
         self._hazard = {
             key: _shrunk_hazard(table, waiting.get(key, nothing), base) for key, table in self._coarse.items()
         }
         self._cumulative = {key: _running_sum(hazard) for key, hazard in self._hazard.items()}
         self._factor = {kind: self._fine_factor(kind, fine_waiting.get(kind)) for kind in self._fine}
         self._index = {}
-        self._fade()
+        self._fade_evidence()
         self.observed = 0
 
     def _fine_factor(self, kind: PageClass, waiting: list[float] | None) -> float:
@@ -148,19 +148,19 @@ class ReuseModel:
             expected += sum(w * c for w, c in zip(waiting, self._cumulative[kind.coarse], strict=True))
         return (reused + _FINE_PRIOR) / (expected + _FINE_PRIOR)
 
-    def _fade(self) -> None:
+    def _fade_evidence(self) -> None:
         keep = 0.5 ** (self.observed / self._memory)
         for table in (self._all, *self._coarse.values()):
             table.reused = [x * keep for x in table.reused]
             table.ended = [x * keep for x in table.ended]
         self._fine = {k: [r * keep, e * keep] for k, (r, e) in self._fine.items() if r + e > 1e-3}
 
-    def _bin(self, age: float) -> int:
+    def _find_bin(self, age: float) -> int:
         x = age / self._unit
         return 0 if x < 1.0 else min(_BINS - 1, 1 + int(2.0 * math.log2(x)))
 
     def _best_rates(self, hazard: list[float]) -> list[float]:
-        """For the middle of each bin, the largest reuses per time of keeping until any later bin's end.
+        """Find, for the middle of each bin, the largest reuses per time of keeping until any later bin's end.
 
         Backwards over bins. `stretches` holds what follows a bin, cut into pieces of falling rate: a piece absorbs the
         next one while that raises its rate (pool adjacent violators), so a horizon ends where a piece ends. The first
@@ -186,7 +186,7 @@ class ReuseModel:
 
 
 def _at_risk(table: _Table, waiting: list[float]) -> list[float]:
-    """How many entered each bin; those still waiting inside it count half."""
+    """Count how many entered each bin; those still waiting inside it count half."""
     risk, older = [0.0] * _BINS, 0.0
     for b in range(_BINS - 1, -1, -1):
         risk[b] = older + table.ended[b] + 0.5 * waiting[b]
@@ -210,7 +210,7 @@ def _shrunk_hazard(table: _Table, waiting: list[float], base: list[float]) -> li
     ]
 
 
-def _smooth(values: list[float]) -> list[float]:
+def _smooth_values(values: list[float]) -> list[float]:
     """Three passes of a (1, 2, 1) / 4 filter; the ends stay."""
     for _ in range(3):
         inner = [0.25 * values[b - 1] + 0.5 * values[b] + 0.25 * values[b + 1] for b in range(1, _BINS - 1)]

@@ -1,9 +1,9 @@
-"""From prefixes in host memory and on disk to page tables: look-up, choice, load, jump.
+"""Loads of prefixes from host memory and disk into page tables: look-up, choice, load, jump.
 
-Joins the manager's page tables, the lower tiers and the planner. It must not know steps, budgets or queues. Invariant:
-slots of a load belong to the sequence from `begin` until `jump` or `cancel`; pages become findable at the jump, not
-before; a jump passes over no token whose page was neither written by the sequence nor brought by the load, and a
-sequence whose load fails computes what is missing.
+Joins the manager's page tables, the lower tiers and the planner. It must not know steps, budgets or queues.
+Invariant: slots of a load belong to the sequence from `begin_load` until `end_load` or `cancel_load`; pages become
+findable at the jump, not before; a jump passes over no token whose page was neither written by the sequence nor
+brought by the load, and a sequence whose load fails computes what is missing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from wicore_trt.kv.manager import KVCacheManager
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.prefix.parking import Parking
-from wicore_trt.kv.prefix.planner import SLOWER, Candidate, LoadChoice, NextMove, advance, aim, decide
+from wicore_trt.kv.prefix.planner import SLOWER, Candidate, LoadChoice, NextMove, aim_meeting, decide_load, decide_move
 from wicore_trt.kv.prefix.probe import MEASURED_BYTES, probe_tiers
 from wicore_trt.kv.prefix.rates import DISK_PRIOR, HOST_PRIOR, ComputeRate, Drag, TierMeter, TierRate
 from wicore_trt.kv.sequence_pages import PrefixHit, SequencePages
@@ -77,102 +77,103 @@ class PrefixLoader:
         self._probed: SimpleQueue[tuple[TierMeter, int, float]] = SimpleQueue()
         self._begun: dict[PrefixLoad, _Begun] = {}
 
-    def probe(self) -> None:
-        """Before the first request: have link and disk rated, beside what follows."""
+    def begin_probe(self) -> None:
+        """Have link and disk rated before the first request, beside what follows."""
         probe_tiers(
             self._manager, self.tiers, self._page_bytes, lambda *read: self._probed.put((self._host_meter, *read))
         )
 
-    def disk_probed(self, count: int, seconds: float) -> None:
+    def record_probe(self, count: int, seconds: float) -> None:
         """Reads of `count` bytes of the disk took so long. Any thread."""
         self._probed.put((self._disk_meter, count, seconds))
 
     # --- look-up and choice ----------------------------------------------------------------------------------------
 
-    def choose(
+    def choose_load(
         self, pages: SequencePages, total: int, hit: PrefixHit, compute: ComputeRate, *, trials: bool = False
     ) -> LoadChoice | None:
-        """What to load for a prompt of `total` tokens whose device hit is `hit`; None when there is nothing below.
-        With `trials` that may be what will hardly pay."""
-        candidates = self._candidates(pages, total, hit)
+        """Choose what to load for a prompt of `total` tokens whose device hit is `hit`; None when there is nothing
+        below. With `trials` that may be what will hardly pay."""
+        candidates = self._find_candidates(pages, total, hit)
         if not candidates:
             return None
         now = self._clock()
         while not self._probed.empty():
             meter, count, seconds = self._probed.get_nowait()
-            meter.observe(count, seconds, now=now)
-        rates: dict[str, TierRate] = {"host": self._host_meter.rate(queued=self._queued_bytes(), now=now)}
+            meter.observe_read(count, seconds, now=now)
+        rates: dict[str, TierRate] = {"host": self._host_meter.tier_rate(queued=self._queued_bytes(), now=now)}
         if self.tiers.disk is not None:
             longest = max(candidate.bytes_from_disk for candidate in candidates)
             ahead = self.tiers.up.reading_bytes + self.tiers.loads.unasked_bytes(longest)
-            rates["disk"] = self._disk_meter.rate(queued=ahead, now=now)
-        hope = self._disk_meter.hope(now) if trials else 1.0
-        return decide(total, hit.tokens, candidates, compute, rates, self.drag.factor(now), hope=hope)
+            rates["disk"] = self._disk_meter.tier_rate(queued=ahead, now=now)
+        hope = self._disk_meter.hoped_factor(now) if trials else 1.0
+        return decide_load(total, hit.tokens, candidates, compute, rates, self.drag.slowdown(now), hope=hope)
 
     def _queued_bytes(self) -> int:
-        """What loads under way still want of host memory; pages that come from disk pass the link one by one."""
+        """Count bytes that loads under way still want of host memory; pages that come from disk pass the link one by
+        one."""
         wanted = 0
         for load, begun in self._begun.items():
             lacking = sum(len(load.missing[group]) * count for group, count in self._page_bytes.items())
             wanted += max(0, lacking - begun.from_disk)
         return wanted
 
-    def _candidates(self, pages: SequencePages, total: int, hit: PrefixHit) -> list[Candidate]:
+    def _find_candidates(self, pages: SequencePages, total: int, hit: PrefixHit) -> list[Candidate]:
         manager, keys = self._manager, pages.keys
         limit = min(len(keys), (total - 1) // manager.page_tokens)
         start, group = hit.tokens // manager.page_tokens, manager.chain_group
-        where = self.tiers.reach(group, keys[start:limit], manager.pools[group].find)
+        where = self.tiers.reach(group, keys[start:limit], manager.pools[group].find_slot)
         reach = start + len(where)
         found: list[Candidate] = []
-        has = self.tiers.finder(LOCAL, manager.pools[LOCAL].find) if LOCAL in manager.pools else bool
-        n = manager.longest_window(keys, reach, has)
+        has = self.tiers.finder(LOCAL, manager.pools[LOCAL].find_slot) if LOCAL in manager.pools else bool
+        n = manager.find_longest_window(keys, reach, has)
         while n > start and len(found) < MAX_CANDIDATES:
             window: Counter[str] = Counter()
             if LOCAL in manager.pools:
                 for i in range(manager.first_visible_page(n * manager.page_tokens), n):
-                    window[self._where(LOCAL, keys[i]) or "host"] += self._page_bytes[LOCAL]
+                    window[self._find_tier(LOCAL, keys[i]) or "host"] += self._page_bytes[LOCAL]
             page_bytes = self._page_bytes[GLOBAL] if group == GLOBAL else 0
             found.append(Candidate(n * manager.page_tokens, where, manager.page_tokens, page_bytes, dict(window)))
-            n = manager.longest_window(keys, n - 1, has)
+            n = manager.find_longest_window(keys, n - 1, has)
         return found
 
-    def _where(self, group: str, key: bytes) -> str | None:
-        return "device" if self._manager.pools[group].find(key) is not None else self.tiers.where(group, key)
+    def _find_tier(self, group: str, key: bytes) -> str | None:
+        return "device" if self._manager.pools[group].find_slot(key) is not None else self.tiers.where(group, key)
 
-    def prefetch(self, pages: SequencePages, total: int, hit: PrefixHit, compute: ComputeRate) -> None:
+    def prefetch_prefix(self, pages: SequencePages, total: int, hit: PrefixHit, compute: ComputeRate) -> None:
         """Bring what a waiting sequence will load from disk to the host."""
-        chosen = self.choose(pages, total, hit, compute)
+        chosen = self.choose_load(pages, total, hit, compute)
         if chosen is None or not chosen.stop:
             return
         stop = chosen.stop // self._manager.page_tokens
-        items = [LoadItem(page, -1) for page in self._wanted(pages, hit.tokens, stop)]
+        items = [LoadItem(page, -1) for page in self._missing_pages(pages, hit.tokens, stop)]
         items = [item for item in items if self.tiers.where(*item.page.name) == "disk"]
         if items:
             pages.prefetch = PrefixLoad(0, stop, items)
             pages.prefetch.to_read(items)
             self.tiers.loads.begin_load(pages.prefetch)
 
-    def _wanted(self, pages: SequencePages, start_tokens: int, stop: int) -> list[Page]:
+    def _missing_pages(self, pages: SequencePages, start_tokens: int, stop: int) -> list[Page]:
         """Pages that a load to `stop` pages needs and the device lacks: the window, then the chain back to front."""
         manager = self._manager
         wanted = []
         if LOCAL in manager.pools:
             first = manager.first_visible_page(stop * manager.page_tokens)
-            wanted += [pages.page(LOCAL, i) for i in range(first, stop)]
+            wanted += [pages.make_page(LOCAL, i) for i in range(first, stop)]
         if manager.chain_group == GLOBAL:
             start = start_tokens // manager.page_tokens
-            wanted += [pages.page(GLOBAL, i) for i in range(stop - 1, start - 1, -1)]
-        return [page for page in wanted if manager.pools[page.group].find(page.key) is None]
+            wanted += [pages.make_page(GLOBAL, i) for i in range(stop - 1, start - 1, -1)]
+        return [page for page in wanted if manager.pools[page.group].find_slot(page.key) is None]
 
-    def waits_no_more(self, pages: SequencePages) -> None:
-        """A sequence that waited has begun, with the load that it needs, or is over: nothing more is prefetched."""
+    def end_prefetch(self, pages: SequencePages) -> None:
+        """End the prefetch of a sequence that has begun or is over."""
         if pages.prefetch is not None:
             pages.prefetch.cancel()
             pages.prefetch = None
 
     # --- load ----------------------------------------------------------------------------------------------------
 
-    def begin(self, pages: SequencePages, chosen: LoadChoice, *, spare: int = 0) -> bool:
+    def begin_load(self, pages: SequencePages, chosen: LoadChoice, *, spare: int = 0) -> bool:
         """Start a chosen load for a sequence whose tables hold the device hit and all global pages of the prompt.
         False, and no change, unless the local pool has room for the window and `spare` pages more."""
         manager, size = self._manager, self._manager.page_tokens
@@ -184,39 +185,43 @@ class PrefixLoader:
         if manager.chain_group == GLOBAL:
             pool, table, keys = manager.pools[GLOBAL], pages.tables[GLOBAL], pages.keys
             wanted = range(stop - 1, first - 1, -1)
-            found = {i: slot for i in wanted if (slot := pool.find(keys[i])) is not None}
+            found = {i: slot for i in wanted if (slot := pool.find_slot(keys[i])) is not None}
             lacking = [i for i in wanted if i not in found] if found else wanted
-            items += self._items(pages, GLOBAL, lacking, [table[i] for i in lacking])
-            pool.acquire(found.values())  # beside the table's own slots, which the sequence may write until it jumps
+            items += self._make_items(pages, GLOBAL, lacking, [table[i] for i in lacking])
+            pool.acquire_slots(
+                found.values()
+            )  # beside the table's own slots, which the sequence may write until it jumps
         pages.load = load = PrefixLoad(
             chosen.stop, stop, items, first=first if manager.chain_group == GLOBAL else 0,
             window_first=manager.first_visible_page(chosen.stop) if window else stop, window=window,
-            found=found, here=self._on_device(items, window, stop, found),
+            found=found, here=self._pages_on_device(items, window, stop, found),
         )  # fmt: skip
         load.expected, load.failures = pages.keys[:stop], manager.failures
-        manager.expect(load.expected)
-        read, now = self._to_read(items), self._clock()
+        manager.expect_pages(load.expected)
+        read, now = self._items_on_disk(items), self._clock()
         load.to_read(read)
         self._begun[load] = _Begun(chosen, now, sum(self._page_bytes[item.page.group] for item in read), came_at=now)
         self.tiers.loads.begin_load(load)
         return True
 
-    def _items(self, pages: SequencePages, group: str, places: Sequence[int], slots: Sequence[int]) -> list[LoadItem]:
+    def _make_items(
+        self, pages: SequencePages, group: str, places: Sequence[int], slots: Sequence[int]
+    ) -> list[LoadItem]:
         """Pages to load into these slots; their identities are those that a tier has."""
         found = self.tiers.identities(group, [pages.keys[i] for i in places])
         known = [
-            page if page is not None and page.tokens else pages.page(group, i)
+            page if page is not None and page.tokens else pages.make_page(group, i)
             for i, page in zip(places, found, strict=True)
         ]
         pages.known[group].update(zip(places, known, strict=True))
         return list(map(LoadItem, known, slots))
 
-    def _to_read(self, items: list[LoadItem]) -> list[LoadItem]:
-        """Of these pages those that come from disk."""
+    def _items_on_disk(self, items: list[LoadItem]) -> list[LoadItem]:
+        """List the pages of these that come from disk."""
         return [i for i in items if self.tiers.where(*i.page.name) != "host"] if self.tiers.disk is not None else []
 
     @staticmethod
-    def _on_device(
+    def _pages_on_device(
         items: list[LoadItem], window: list[int], stop: int, found: Mapping[int, int]
     ) -> dict[str, Iterable[int]]:
         """The pages of a load that no item brings."""
@@ -230,20 +235,20 @@ class PrefixLoader:
             return [], []
         pool = manager.pools[LOCAL]
         wanted = range(manager.first_visible_page(stop * manager.page_tokens), stop)
-        held = {i: slot for i in wanted if (slot := pool.find(pages.keys[i])) is not None}
-        pool.acquire(held.values())
+        held = {i: slot for i in wanted if (slot := pool.find_slot(pages.keys[i])) is not None}
+        pool.acquire_slots(held.values())
         lacking = [i for i in wanted if i not in held]
-        fresh = pool.allocate(len(lacking)) if len(lacking) + spare <= pool.available else None
+        fresh = pool.allocate_slots(len(lacking)) if len(lacking) + spare <= pool.available_slots else None
         if fresh is None:
-            pool.release(held.values())
+            pool.release_slots(held.values())
             return None, []
-        items = self._items(pages, LOCAL, lacking, fresh)
+        items = self._make_items(pages, LOCAL, lacking, fresh)
         slots = held | {item.page.index: item.slot for item in items}
         return [slots[i] for i in wanted], items
 
-    def step(self, pages: SequencePages, computed: int, *, compute: ComputeRate) -> NextMove:
-        """What a sequence with a load does next (see `planner.advance`), if its prefill goes on at the rate `compute`.
-        A parked one waits for all its pages."""
+    def next_move(self, pages: SequencePages, computed: int, *, compute: ComputeRate) -> NextMove:
+        """Decide what a sequence with a load does next (see `planner.decide_move`), if its prefill goes on at the rate
+        `compute`. A parked one waits for all its pages."""
         load, manager = pages.load, self._manager
         assert load is not None
         size = manager.page_tokens
@@ -257,32 +262,34 @@ class PrefixLoader:
         # after a failure, or when all has come, there is nothing to wait for: what lacks is to be computed
         over = load.failed or load.finished
         if not over and begun.from_disk and not begun.late and now - begun.since > LATE * begun.choice.load_seconds:
-            self._disk_meter.overdue(begun.from_disk, now - begun.since, now=now)
+            self._disk_meter.observe_overdue(begun.from_disk, now - begun.since, now=now)
             begun.late = True
         if begun.waiting_since is not None:
             begun.idle_s += now - begun.waiting_since
-        load.floor = manager.pages_for(computed)
+        load.floor = manager.count_pages(computed)
         ready_from = load.meeting_page() * size if load.window_here else begun.choice.stop + 1
         if begun.from_disk and computed < begun.choice.stop:
             lacking = sum(map(len, load.missing.values()))
             if lacking != begun.lacking:
                 begun.lacking, begun.came_at = lacking, now
-            drag = self.drag.factor(now)
+            drag = self.drag.slowdown(now)
             silence = now - begun.came_at  # will go on as long as it has, for all that is known
             idle_s = math.inf if over else begun.idle_s
-            slowed, arrival = compute.slowed(drag), self._arrival(load, silence)
-            begun.choice = aim(begun.choice, computed, size, slowed, arrival, ready_from=ready_from, idle_s=idle_s)
+            slowed, arrival = compute.slow_down(drag), self._expect_arrival(load, silence)
+            begun.choice = aim_meeting(
+                begun.choice, computed, size, slowed, arrival, ready_from=ready_from, idle_s=idle_s
+            )
             stop = begun.choice.stop
-            beside = drag * compute.seconds(computed, min(begun.choice.meet, stop))
-            if drag > SLOWER and load.reading and beside > compute.seconds(computed, stop):
+            beside = drag * compute.shared_seconds(computed, min(begun.choice.meet, stop))
+            if drag > SLOWER and load.reading and beside > compute.shared_seconds(computed, stop):
                 return DROP
-        step = advance(begun.choice, computed, ready_from, begun.choice.wait_s if over else begun.idle_s)
+        step = decide_move(begun.choice, computed, ready_from, begun.choice.wait_s if over else begun.idle_s)
         if step.action == "compute":  # to the end of a page, since one that was begun is not loaded any more
-            step = NextMove("compute", manager.pages_for(computed + step.max_tokens) * size - computed)
+            step = NextMove("compute", manager.count_pages(computed + step.max_tokens) * size - computed)
         begun.waiting_since = now if step.action == "wait" else None
         return step
 
-    def _arrival(self, load: PrefixLoad, least: float) -> Callable[[int], float]:
+    def _expect_arrival(self, load: PrefixLoad, least: float) -> Callable[[int], float]:
         """Seconds from now, at `least` so many, until all of a load from a token on is on the device."""
         now, up, each = self._clock(), self.tiers.up, self._page_bytes
         windows, unread = len(load.unread[LOCAL]), sorted(load.unread[GLOBAL])
@@ -290,90 +297,90 @@ class PrefixLoader:
         asked = min(windows, load.reading) * each.get(LOCAL, 0) + max(0, load.reading - windows) * each.get(GLOBAL, 0)
         ahead = max(0, load.asked_up_to - (up.asked_bytes - up.reading_bytes) - asked)
         before = max(0, up.reading_bytes - asked - ahead) + self.tiers.loads.unasked_bytes(load=load)
-        disk = self._disk_meter.rate(queued=ahead, now=now)
+        disk = self._disk_meter.tier_rate(queued=ahead, now=now)
         self.tiers.loads.set_read_ahead(disk.bytes_per_s)
-        link, missing = self._host_meter.rate(now=now), sorted(load.missing[GLOBAL])
+        link, missing = self._host_meter.tier_rate(now=now), sorted(load.missing[GLOBAL])
 
         def arrival(token: int) -> float:
             page = token // self._manager.page_tokens
             pages = len(unread) - bisect_left(unread, page)
             here = len(missing) - bisect_left(missing, page) - pages  # in host memory, but for their copies
             count = window_bytes + pages * each.get(GLOBAL, 0)
-            copied = link.seconds(max(1, here) * each.get(GLOBAL, 0) + window_bytes)
+            copied = link.read_seconds(max(1, here) * each.get(GLOBAL, 0) + window_bytes)
             count += before * (count > asked)  # what others asked for, or have their turn for, before the rest of it
-            return max(least, disk.seconds(count) + copied) if count else copied
+            return max(least, disk.read_seconds(count) + copied) if count else copied
 
         return arrival
 
-    def stepped(self, expected: float, seconds: float) -> None:
-        """A step beside loads from disk took so long in place of what it takes without."""
-        self.drag.observe(expected, seconds, now=self._clock())
+    def observe_step(self, expected: float, seconds: float) -> None:
+        """Learn from a step beside loads from disk, which took so long in place of what it takes without."""
+        self.drag.observe_step(expected, seconds, now=self._clock())
 
     @property
-    def reads(self) -> bool:
-        """Whether a sequence has a load with pages from disk."""
+    def reads_disk(self) -> bool:
+        """True while a sequence has a load with pages from disk."""
         return any(begun.from_disk for begun in self._begun.values())
 
     @property
-    def read_s(self) -> float:
-        """For how long the newest load with pages from disk is under way."""
+    def newest_read_s(self) -> float:
+        """Seconds for which the newest load with pages from disk is under way."""
         now = self._clock()
         return min((now - begun.since for begun in self._begun.values() if begun.from_disk), default=0.0)
 
-    def meeting(self, pages: SequencePages) -> int | None:
-        """Up to which token a sequence with a load from disk is expected to compute itself; None for any other."""
+    def meeting_token(self, pages: SequencePages) -> int | None:
+        """Token up to which a sequence with a load from disk is expected to compute; None for any other."""
         begun = self._begun.get(pages.load) if pages.load is not None else None
         return begun.choice.meet if begun is not None and begun.from_disk else None
 
-    def comes_s(self, pages: SequencePages) -> float:
-        """In how long the load is expected that a sequence waits for to spare others; 0 of any other."""
+    def awaited_load_s(self, pages: SequencePages) -> float:
+        """Seconds until the load is expected that a sequence waits for to spare others; 0 of any other."""
         begun = self._begun.get(pages.load) if pages.load is not None else None
-        return begun.choice.comes_s if begun is not None else 0.0
+        return begun.choice.arrives_s if begun is not None else 0.0
 
-    def splits(self, pages: SequencePages) -> bool:
-        """Whether a sequence has a load and was to compute beside it."""
+    def is_split(self, pages: SequencePages) -> bool:
+        """Say whether a sequence has a load and was to compute beside it."""
         begun = self._begun.get(pages.load) if pages.load is not None else None
         return begun is not None and begun.choice.decision == "split"
 
-    def jump(self, pages: SequencePages, computed: int) -> int:
-        """Everything has arrived: put the window and what was found into the tables, make the pages findable; returns
-        the tokens that are now computed. A load that would pass over an unwritten page is given up instead, and
-        `computed` stays."""
+    def end_load(self, pages: SequencePages, computed: int) -> int:
+        """Jump to the end of a load that has arrived: put the window and what was found into the tables, make the
+        pages findable; returns the tokens that are now computed. A load that would pass over an unwritten page is
+        given up instead, and `computed` stays."""
         load, manager, parked = pages.load, self._manager, pages.parked
         assert load is not None
-        missing = self._unwritten(pages, load, computed)
+        missing = self._find_unwritten(pages, load, computed)
         if missing:
             log.error("a load to token %d passes over pages %s that nobody wrote; it is dropped", load.tokens, missing)
             self.refused += 1
-            self.cancel(pages)
+            self.cancel_load(pages)
             return computed
-        self._place(pages, load, computed)
+        self._fill_tables(pages, load, computed)
         full = min(load.stop, load.tokens // manager.page_tokens)
         private = parked.private if parked is not None else ()
         if pages.failures == manager.failures:
-            self._publish(pages, full, private)
+            self._publish_loaded(pages, full, private)
             manager.stop_computing(pages, pages.keys[pages.published : full])
             pages.published = max(pages.published, full)
         if parked is not None:
-            self.parking.let_go(pages)
+            self.parking.release_parked(pages)
         else:
             for tier, count in load.arrived.items():
                 self.tiers.hit_tokens[tier] += count * manager.page_tokens
             manager.hit_tokens += load.arrived["device"] * manager.page_tokens
-        self._forget(pages)
+        self._forget_load(pages)
         return load.tokens
 
-    def _publish(self, pages: SequencePages, full: int, private: Collection[tuple[str, int]]) -> None:
+    def _publish_loaded(self, pages: SequencePages, full: int, private: Collection[tuple[str, int]]) -> None:
         """Make the first `full` pages findable. Lower tiers have those that are not `private`."""
         manager, places = self._manager, range(pages.published, full)
         manager.retention.made([pages.keys[i] for i in places if (manager.chain_group, i) in private], pages.hints)
         for group in manager.pools:
             table = pages.tables[group]
             held = [i for i in places if table[i] >= 0]
-            manager.publish(pages, group, [i for i in held if (group, i) not in private], saved=True)
-            manager.publish(pages, group, [i for i in held if (group, i) in private])
+            manager.publish_pages(pages, group, [i for i in held if (group, i) not in private], saved=True)
+            manager.publish_pages(pages, group, [i for i in held if (group, i) in private])
 
-    def _unwritten(self, pages: SequencePages, load: PrefixLoad, computed: int) -> list[tuple[str, int]]:
+    def _find_unwritten(self, pages: SequencePages, load: PrefixLoad, computed: int) -> list[tuple[str, int]]:
         """Pages that the tokens before the end of a load need and that are neither written nor here."""
         manager = self._manager
         first = {GLOBAL: computed // manager.page_tokens, LOCAL: load.window_first}
@@ -383,7 +390,7 @@ class PrefixLoader:
             for i in sorted(set(range(first[group], load.stop)) - load.here[group])
         ]
 
-    def _place(self, pages: SequencePages, load: PrefixLoad, computed: int) -> None:
+    def _fill_tables(self, pages: SequencePages, load: PrefixLoad, computed: int) -> None:
         """Put the pages of a load into the tables, and mark as written what it filled."""
         manager, size = self._manager, self._manager.page_tokens
         if GLOBAL in manager.pools:
@@ -391,29 +398,29 @@ class PrefixLoader:
             manager.replace_global(pages, load.found)
             load.found.clear()
             table, full = pages.tables[GLOBAL], load.tokens // size
-            pool.filled(table[computed // size : full], size)
-            pool.filled(table[max(full, computed // size) : load.stop], load.tokens - full * size)
+            pool.fill_slots(table[computed // size : full], size)
+            pool.fill_slots(table[max(full, computed // size) : load.stop], load.tokens - full * size)
         if LOCAL in manager.pools:
             manager.replace_window(pages, load.window_first, load.window)
             full = load.tokens // size - load.window_first
-            manager.pools[LOCAL].filled(load.window[:full], size)
-            manager.pools[LOCAL].filled(load.window[full:], load.tokens % size)
+            manager.pools[LOCAL].fill_slots(load.window[:full], size)
+            manager.pools[LOCAL].fill_slots(load.window[full:], load.tokens % size)
             load.window.clear()
 
-    def cancel(self, pages: SequencePages) -> None:
+    def cancel_load(self, pages: SequencePages) -> None:
         """Give up a load, if there is one: its slots go back; what is in flight is dropped on arrival."""
         if pages.load is not None:
             for group, slots in ((LOCAL, pages.load.window), (GLOBAL, pages.load.found.values())):
                 if slots:
-                    self._manager.pools[group].release(reversed(list(slots)))
-            self._forget(pages)
+                    self._manager.pools[group].release_slots(reversed(list(slots)))
+            self._forget_load(pages)
 
-    def _forget(self, pages: SequencePages) -> None:
+    def _forget_load(self, pages: SequencePages) -> None:
         load = pages.load
         assert load is not None
         load.cancel()
         self._measure_host()  # also when a slow link let none of its pages come in time
-        self._manager.expect_no_more(load.expected)
+        self._manager.stop_expecting(load.expected)
         self._begun.pop(load, None)
         pages.load = None
         for known in pages.known.values():
@@ -421,9 +428,9 @@ class PrefixLoader:
 
     # --- rates ---------------------------------------------------------------------------------------------------
 
-    def disk_read(self, count: int, asked: float, seconds: float, rests: bool) -> None:
+    def observe_disk_read(self, count: int, asked: float, seconds: float, rests: bool) -> None:
         """A disk read of `count` bytes was over so many seconds after it was asked for; see `UpTransfers`."""
-        self._disk_meter.read(count, asked, seconds, rests=rests, now=self._clock())
+        self._disk_meter.observe_requested_read(count, asked, seconds, rests=rests, now=self._clock())
 
     def _measure_host(self) -> None:
         """Copies since a load ended last: one page alone says little, a busy machine may stop it half-way."""
@@ -431,4 +438,4 @@ class PrefixLoader:
         count, seconds = traffic.read_bytes - self._host_read[0], traffic.read_seconds - self._host_read[1]
         if count >= MEASURED_BYTES:
             self._host_read = (traffic.read_bytes, traffic.read_seconds)
-            self._host_meter.observe(count, seconds, now=self._clock())
+            self._host_meter.observe_read(count, seconds, now=self._clock())

@@ -1,7 +1,7 @@
 """Parking: what a sequence that is preempted had on the device waits in host memory until it has slots again.
 
-It must not know steps or queues. Invariant: the host's copies of a parked sequence are held from `park` until it is let
-go, and none that only it can use is found by others.
+It must not know steps or queues. Invariant: the host's copies of a parked sequence are held from `park_sequence`
+until it is let go, and none that only it can use is found by others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Parking:
         self._manager = manager
         self._tiers = tiers
 
-    def park(self, pages: SequencePages, computed: int) -> bool:
+    def park_sequence(self, pages: SequencePages, computed: int) -> bool:
         """Keep the pages of a sequence that is to lose its slots in host memory. False, and no change, when the host
         has no room for all of them."""
         manager, size = self._manager, self._manager.page_tokens
@@ -34,10 +34,12 @@ class Parking:
         low = pages.hints.priority is CachePriority.LOW  # its pages go to no tier under a name that others find
         for group, pool in manager.pools.items():
             held = parked.pages[group] = {}
-            for i in range(manager.first_visible_page(computed) if group == LOCAL else 0, manager.pages_for(computed)):
+            for i in range(
+                manager.first_visible_page(computed) if group == LOCAL else 0, manager.count_pages(computed)
+            ):
                 slot = pages.tables[group][i]
-                if i < trusted and pool.page(slot) is not None and not low:
-                    held[i] = pages.page(group, i)
+                if i < trusted and pool.page_of(slot) is not None and not low:
+                    held[i] = pages.make_page(group, i)
                 else:
                     held[i] = Page(secret + i.to_bytes(8, "little"), group, i, None, pages.names.tag)
                     parked.private.add((group, i))
@@ -47,25 +49,25 @@ class Parking:
         pages.parked = parked
         if len(parked.copies) < sum(map(len, parked.pages.values())) or not self._tiers.retain(parked.copies):
             parked.copies = []
-            self.let_go(pages)
+            self.release_parked(pages)
             return False
         parked.expected = pages.keys[: computed // size]
-        manager.expect(parked.expected)
+        manager.expect_pages(parked.expected)
         self.parked += 1
         return True
 
-    def let_go(self, pages: SequencePages) -> None:
+    def release_parked(self, pages: SequencePages) -> None:
         """Let go of the host copies of a parked sequence; those that only it can use leave at once."""
         parked = pages.parked
         if parked is None:
             return
-        self._manager.expect_no_more(parked.expected)
+        self._manager.stop_expecting(parked.expected)
         self._tiers.host.release(parked.copies)
         for group, i in parked.private:
             self._tiers.drop_private(parked.pages[group][i])
         pages.parked = None
 
-    def resume(self, pages: SequencePages) -> bool:
+    def resume_sequence(self, pages: SequencePages) -> bool:
         """Start to bring a parked sequence back to the device. False, and no change, when there is no room."""
         parked, manager = pages.parked, self._manager
         assert parked is not None
@@ -74,15 +76,15 @@ class Parking:
         items: list[LoadItem] = []
         here: dict[str, list[int]] = {}
         for group, pool in manager.pools.items():
-            held = {i: s for i in parked.pages[group] if i < full and (s := pool.find(pages.keys[i])) is not None}
-            pool.acquire(held.values())
+            held = {i: s for i in parked.pages[group] if i < full and (s := pool.find_slot(pages.keys[i])) is not None}
+            pool.acquire_slots(held.values())
             slots[group] = held
             here[group] = list(held)
         lacking = {group: [i for i in parked.pages[group] if i not in held] for group, held in slots.items()}
-        fresh = manager.memory.allocate({group: len(indices) for group, indices in lacking.items()})
+        fresh = manager.memory.allocate_slots({group: len(indices) for group, indices in lacking.items()})
         if fresh is None:
             for name, taken in slots.items():
-                manager.pools[name].release(taken.values())
+                manager.pools[name].release_slots(taken.values())
             return False
         for group, indices in lacking.items():
             slots[group].update(zip(indices, fresh[group], strict=True))
@@ -90,9 +92,9 @@ class Parking:
         window = [slots[LOCAL][i] for i in sorted(slots[LOCAL])] if LOCAL in slots else []
         first = manager.first_visible_page(parked.tokens)
         if GLOBAL in slots:
-            pages.extend(GLOBAL, (slots[GLOBAL][i] for i in sorted(slots[GLOBAL])))
+            pages.extend_table(GLOBAL, (slots[GLOBAL][i] for i in sorted(slots[GLOBAL])))
         pages.load = PrefixLoad(
-            parked.tokens, manager.pages_for(parked.tokens), items, window_first=first, window=window, here=here
+            parked.tokens, manager.count_pages(parked.tokens), items, window_first=first, window=window, here=here
         )
         pages.load.failures = manager.failures
         self._tiers.loads.begin_load(pages.load)

@@ -6,18 +6,19 @@ loaded, windows first and then pages from back to front, while the device comput
 sequence jumps to `stop`. Loading back to front makes the meeting point adapt by itself: wrong rates move it and break
 nothing.
 
-Invariant (`advance`): a sequence with a load idles at most `wait_s`, as seen between steps; else it computes from the
-front, as without the load. So whatever the load does, time to first token <= recompute + wait_s and one step of others,
-which began while it waited; more only where copies to the device hold up the engine's thread. Proof: prefill seconds
-add up over slices of `slice_tokens` or more, so computing all tokens costs what recompute costs; a jump only removes
-work; what is added is idle time. wait_s is at most a slice and a quarter of what the load should save, and in a
-load-only choice the load's own time too, which is less than what computing takes. Beside sequences that decode, whose
-tokens computing holds up, a load from disk may idle longer, but idling and computing together take no more than 1 +
-`others` times what computing takes, even if nothing comes any more: it computes no further than to what is there.
+Invariant (`decide_move`): a sequence with a load idles at most `wait_s`, as seen between steps; else it computes from
+the front, as without the load. So whatever the load does, time to first token <= recompute + wait_s and one step of
+others, which began while it waited; more only where copies to the device hold up the engine's thread. Proof: prefill
+seconds add up over slices of `slice_tokens` or more, so computing all tokens costs what recompute costs; a jump only
+removes work; what is added is idle time. wait_s is at most a slice and a quarter of what the load should save, and in
+a load-only choice the load's own time too, which is less than what computing takes. Beside sequences that decode,
+whose tokens computing holds up, a load from disk may idle longer, but idling and computing together take no more than
+1 + `others` times what computing takes, even if nothing comes any more: it computes no further than to what is there.
 
 A disk is believed less. Its loads are asked for whole, so that they are as fast as loading all however fast it turns
-out; at every step `aim` finds the meeting point again from what came so far, and idling is a slice in all at most; and
-where it seems too slow and was not read of late, `trial` has it read beside computing everything, if that might pay.
+out; at every step `aim_meeting` finds the meeting point again from what came so far, and idling is a slice in all at
+most; and where it seems too slow and was not read of late, `find_trial` has it read beside computing everything, if
+that might pay.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ SLOWER = 1.15
 """Where steps beside a load from disk take so many times as long as without, the load must be worth that."""
 NEVER = 1 << 30
 """As a meeting point: behind every prompt."""
-STAKE = 0.24
+WAIT_SHARE = 0.24
 """Part of the predicted saving that may be lost by waiting, one slice at most, for a load that should be there."""
 
 
@@ -66,13 +67,13 @@ class Candidate:
     page_bytes: int
     window_bytes: Mapping[str, int] = field(default_factory=dict)
 
-    def reads(self) -> bool:
-        """Whether any page comes from disk."""
+    def reads_disk(self) -> bool:
+        """Say whether any page comes from disk."""
         return any(tier in self.global_pages or tier in self.window_bytes for tier in (READING, DISK))
 
     @property
     def bytes_from_disk(self) -> int:
-        """What it has on disk that nobody asked for."""
+        """Bytes on disk that nobody asked for."""
         return self.page_bytes * self.global_pages.count(DISK) + self.window_bytes.get(DISK, 0)
 
 
@@ -81,13 +82,13 @@ Decision = Literal["compute", "load", "split"]
 
 @dataclass(frozen=True, slots=True)
 class LoadChoice:
-    """What to do. Without a load `stop` is 0. Times are seconds from now to the first token.
+    """Choice between computing and loading. Without a load `stop` is 0. Times are seconds from now to the first token.
 
     `start`: pages [start, stop) are requested. `meet`: up to there the device is expected to compute meanwhile; a
     load-only choice has meet = start = what is on the device. `early`: what is to be computed if the load is faster
     than expected by BAND. `load_seconds`: the load alone, from `meet`. `wait_s`: the longest that the sequence may
-    idle; `patience_s`: the longest that idling and computing may take until `stop`, while that spares others, and
-    `comes_s`: in how long a load that is waited for so is expected. `slice_tokens` as in ComputeRate.
+    idle; `longest_s`: the longest that idling and computing may take until `stop`, while that spares others, and
+    `arrives_s`: in how long a load that is waited for so is expected. `slice_tokens` as in ComputeRate.
     """
 
     stop: int
@@ -100,20 +101,20 @@ class LoadChoice:
     wait_s: float = 0.0
     slice_tokens: int = 256
     early: int = 0
-    patience_s: float = 0.0
-    comes_s: float = 0.0
+    longest_s: float = 0.0
+    arrives_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class NextMove:
-    """What a sequence with a load does next. "jump": computed = choice.stop. "drop": the load is useless now."""
+    """Next move of a sequence with a load. "jump": computed = choice.stop. "drop": the load is useless now."""
 
     action: Literal["jump", "drop", "compute", "wait"]
     max_tokens: int = 0
     """For "compute": tokens to compute at most before asking again; they may pass choice.stop."""
 
 
-def choose(
+def choose_load(
     total: int, start: int, candidates: Sequence[Candidate], compute: ComputeRate, tiers: Mapping[str, TierRate]
 ) -> LoadChoice:
     """The fastest way to the first token of a prompt of `total` tokens, of which `start` are on the device, what the
@@ -122,13 +123,15 @@ def choose(
     A candidate with pages in a tier that `tiers` lacks is passed over. A load that saves less than MARGIN of
     recomputing is not made. O(pages) for the sums over each distinct page list, then O(log pages) per candidate.
     """
-    step = compute.alone(start, start + compute.slice_tokens)  # that brings the first token takes as long at least
-    recompute = max(compute.delay_s + compute.seconds(start, total), step)
+    step = compute.seconds_alone(
+        start, start + compute.slice_tokens
+    )  # that brings the first token takes as long at least
+    recompute = max(compute.delay_s + compute.shared_seconds(start, total), step)
 
     def seconds_of(load: _Load, meet: int, caution: float = 1.0) -> float:
-        tail = compute.seconds(load.candidate.tokens, total)
-        front = compute.delay_s + compute.seconds(start, meet)
-        return max(front + tail, caution * load.seconds(meet) + max(tail, step))
+        tail = compute.shared_seconds(load.candidate.tokens, total)
+        front = compute.delay_s + compute.shared_seconds(start, meet)
+        return max(front + tail, caution * load.load_seconds(meet) + max(tail, step))
 
     best: tuple[float, _Load, int] | None = None
     sums: dict[int, _Sums] = {}
@@ -136,36 +139,43 @@ def choose(
         assert start < candidate.tokens < total and candidate.tokens % candidate.page_tokens == 0
         pages = sums.setdefault(id(candidate.global_pages), _page_sums(candidate.global_pages))
         load = _Load(candidate, start, pages, compute, tiers)
-        meet = load.meeting(1.0)
-        front = compute.delay_s + compute.seconds(start, meet)
-        least = (1 - SPLIT_MARGIN * (not load.reads(start))) * max(compute.delay_s, load.seconds(start))
-        if meet - start < compute.slice_tokens or max(front, load.seconds(meet)) > least:
+        meet = load.meeting_token(1.0)
+        front = compute.delay_s + compute.shared_seconds(start, meet)
+        least = (1 - SPLIT_MARGIN * (not load.reads_disk(start))) * max(compute.delay_s, load.load_seconds(start))
+        if meet - start < compute.slice_tokens or max(front, load.load_seconds(meet)) > least:
             meet = start
         for begin in (start, meet) if compute.others and meet > start else (meet,):
-            score = seconds_of(load, begin, CAUTION) - compute.spared(begin, candidate.tokens)
+            score = seconds_of(load, begin, CAUTION) - compute.seconds_spared(begin, candidate.tokens)
             if best is None or score < best[0]:
                 best = (score, load, begin)
     if best is None:
         return LoadChoice(0, start, recompute, recompute, "compute")
     _, load, meet = best
-    load_s, seconds, spared = load.seconds(meet), seconds_of(load, meet), compute.spared(meet, load.candidate.tokens)
+    load_s, seconds, spared = (
+        load.load_seconds(meet),
+        seconds_of(load, meet),
+        compute.seconds_spared(meet, load.candidate.tokens),
+    )
     if seconds - spared > (1 - MARGIN) * recompute:
         return LoadChoice(0, start, recompute, recompute, "compute")
-    stake = min(STAKE * max(0.0, recompute - seconds), compute.seconds(start, start + compute.slice_tokens))
+    one_slice = compute.shared_seconds(start, start + compute.slice_tokens)
+    allowed_wait = min(WAIT_SHARE * max(0.0, recompute - seconds), one_slice)
     # with a share, a step takes its time for the others in any case, so computing costs nothing
-    wait_s = 0.0 if compute.share < 1 else stake
+    wait_s = 0.0 if compute.share < 1 else allowed_wait
     stop, slices = load.candidate.tokens, compute.slice_tokens
     if meet == start:
-        load_only = max(0.0, load_s - compute.delay_s) if load.reads(start) else load_s
-        tail = compute.seconds(stop, total)
-        wait_s, patience_s = wait_s + load_only, (recompute - tail + spared) * (compute.others > 0)
-        return LoadChoice(stop, start, seconds, recompute, "load", meet, load_s, wait_s, slices, start, patience_s)
-    early = load.boundary_before(min(load.meeting(1 - BAND), meet - slices // 2))  # `advance` may wait from there on
-    first = start if load.reads(start) else early  # a disk may be any number of times faster than it was
+        load_only = max(0.0, load_s - compute.delay_s) if load.reads_disk(start) else load_s
+        tail = compute.shared_seconds(stop, total)
+        wait_s, longest_s = wait_s + load_only, (recompute - tail + spared) * (compute.others > 0)
+        return LoadChoice(stop, start, seconds, recompute, "load", meet, load_s, wait_s, slices, start, longest_s)
+    early = load.boundary_before(
+        min(load.meeting_token(1 - BAND), meet - slices // 2)
+    )  # `decide_move` may wait from there on
+    first = start if load.reads_disk(start) else early  # a disk may be any number of times faster than it was
     return LoadChoice(stop, first, seconds, recompute, "split", meet, load_s, wait_s, slices, early)
 
 
-def decide(
+def decide_load(
     total: int,
     start: int,
     candidates: Sequence[Candidate],
@@ -175,21 +185,21 @@ def decide(
     *,
     hope: float = 1.0,
 ) -> LoadChoice:
-    """`choose`, where steps take `drag` times as long beside a load from disk, and a `trial` where that computes
-    everything and there is `hope`."""
-    made = choose(total, start, candidates, compute, tiers)
-    if drag > SLOWER and made.stop and any(map(Candidate.reads, candidates)):
-        beside = choose(total, start, candidates, compute.slowed(drag), tiers)
-        spared = compute.spared(beside.meet, beside.stop)
+    """Choose (`choose_load`) where steps take `drag` times as long beside a load from disk; and a `find_trial` where
+    that computes everything and there is `hope`."""
+    made = choose_load(total, start, candidates, compute, tiers)
+    if drag > SLOWER and made.stop and any(map(Candidate.reads_disk, candidates)):
+        beside = choose_load(total, start, candidates, compute.slow_down(drag), tiers)
+        spared = compute.seconds_spared(beside.meet, beside.stop)
         worth = beside.stop and beside.seconds - spared < made.compute_seconds
-        made = beside if worth else choose(total, start, [], compute, tiers)
+        made = beside if worth else choose_load(total, start, [], compute, tiers)
     tried = None
     if hope > 1.0 and not made.stop and drag <= SLOWER:
-        tried = trial(total, start, candidates, compute, tiers, hope)
+        tried = find_trial(total, start, candidates, compute, tiers, hope)
     return tried or made
 
 
-def trial(
+def find_trial(
     total: int,
     start: int,
     candidates: Sequence[Candidate],
@@ -197,21 +207,21 @@ def trial(
     tiers: Mapping[str, TierRate],
     hope: float,
 ) -> LoadChoice | None:
-    """Where `choose` would compute everything: a load that would be worth it if the disk were `hope` times as fast as
-    it seems, to be run beside computing all (`aim`). It costs reads that nobody else waits for, and what they slow
-    steps down by."""
+    """Find a load where `choose_load` would compute everything: one that would be worth it if the disk were `hope`
+    times as fast as it seems, to be run beside computing all (`aim_meeting`). It costs reads that nobody else waits
+    for, and what they slow steps down by."""
     disk = tiers.get(DISK)
     if disk is None:
         return None
     fast = replace(disk, bytes_per_s=hope * disk.bytes_per_s, latency_s=disk.latency_s / hope)
-    made = choose(total, start, candidates, compute, {**tiers, DISK: fast})
+    made = choose_load(total, start, candidates, compute, {**tiers, DISK: fast})
     if not made.stop:
         return None
     seconds = made.compute_seconds
     return replace(made, start=start, early=NEVER, meet=NEVER, seconds=seconds, decision="split", wait_s=0.0)
 
 
-def aim(
+def aim_meeting(
     choice: LoadChoice,
     computed: int,
     page_tokens: int,
@@ -221,17 +231,18 @@ def aim(
     ready_from: int = NEVER,
     idle_s: float = 0.0,
 ) -> LoadChoice:
-    """The same choice, whose load is under way, with the meeting point as it is expected now: `arrival(token)` seconds
-    from now the windows and all pages from there on will be here. It grows the earlier the token is. A load that will
-    not be here before all of it is computed shortens no step. `ready_from` and `idle_s` as in `advance`: a load that
-    spares others is waited for while it should be here in time, and while computing what lacks would still end then."""
+    """The same choice, whose load is under way, with the meeting point as it is expected now: `arrival(token)`
+    seconds from now the windows and all pages from there on will be here. It grows the earlier the token is. A load
+    that will not be here before all of it is computed shortens no step. `ready_from` and `idle_s` as in
+    `decide_move`: a load that spares others is waited for while it should be here in time, and while computing what
+    lacks would still end then."""
     first, last = computed // page_tokens, choice.stop // page_tokens
 
     def boundary(page: int) -> int:
         return max(computed, page * page_tokens)
 
     def front(page: int) -> float:
-        return compute.seconds(computed, boundary(page))
+        return compute.shared_seconds(computed, boundary(page))
 
     def meeting(factor: float) -> int:
         low, high = first, last
@@ -246,22 +257,22 @@ def aim(
         return boundary(low) if low < last else NEVER
 
     meet = meeting(1.0)
-    if choice.patience_s and compute.others:
+    if choice.longest_s and compute.others:
         end, here = min(meet, choice.stop), arrival(computed)
-        worth = compute.seconds(computed, end) + compute.spared(computed, end)
-        in_time = choice.patience_s - compute.seconds(choice.start, computed) - idle_s
-        patience_s = choice.patience_s - compute.seconds(choice.start, max(computed, min(ready_from, choice.stop)))
-        if here <= min(worth, in_time) and idle_s < patience_s:
-            return replace(choice, meet=computed, early=computed, wait_s=patience_s, comes_s=here)
+        worth = compute.shared_seconds(computed, end) + compute.seconds_spared(computed, end)
+        in_time = choice.longest_s - compute.shared_seconds(choice.start, computed) - idle_s
+        longest_s = choice.longest_s - compute.shared_seconds(choice.start, max(computed, min(ready_from, choice.stop)))
+        if here <= min(worth, in_time) and idle_s < longest_s:
+            return replace(choice, meet=computed, early=computed, wait_s=longest_s, arrives_s=here)
     wait_s = min(
-        STAKE * compute.seconds(min(meet, choice.stop), choice.stop),
-        compute.seconds(computed, computed + choice.slice_tokens),
+        WAIT_SHARE * compute.shared_seconds(min(meet, choice.stop), choice.stop),
+        compute.shared_seconds(computed, computed + choice.slice_tokens),
     )
     wait_s = 0.0 if compute.share < 1 else wait_s
-    return replace(choice, meet=meet, early=meeting(1 - BAND), wait_s=wait_s, comes_s=0.0)
+    return replace(choice, meet=meet, early=meeting(1 - BAND), wait_s=wait_s, arrives_s=0.0)
 
 
-def advance(choice: LoadChoice, computed: int, ready_from: int, idle_s: float) -> NextMove:
+def decide_move(choice: LoadChoice, computed: int, ready_from: int, idle_s: float) -> NextMove:
     """What a sequence whose load is under way does at a step boundary, or when its load is done.
 
     `computed` tokens are on the device. `ready_from`: smallest token such that the windows of choice.stop and all pages
@@ -282,7 +293,7 @@ def advance(choice: LoadChoice, computed: int, ready_from: int, idle_s: float) -
     else:
         left = choice.early - computed
     if ready_from <= choice.stop:
-        left = min(left, ready_from - computed)  # then it jumps; `aim` keeps no time for more
+        left = min(left, ready_from - computed)  # then it jumps; `aim_meeting` keeps no time for more
     return NextMove("compute", max(left, choice.slice_tokens))
 
 
@@ -308,53 +319,55 @@ class _Load:
         self._compute = compute
         self._tiers = tiers
 
-    def seconds(self, begin: int) -> float:
+    def load_seconds(self, begin: int) -> float:
         """Until the windows and pages from token `begin` to the end are on the device."""
-        host, reading, disk = (self._bytes(tier, begin) for tier in (HOST, READING, DISK))
+        host, reading, disk = (self._bytes_from(tier, begin) for tier in (HOST, READING, DISK))
         read = reading or disk
         if HOST not in self._tiers or (read and DISK not in self._tiers):
             return float("inf") if host or read else 0.0
         link = self._tiers[HOST]
-        seconds = link.seconds(host + reading + disk)
+        seconds = link.read_seconds(host + reading + disk)
         if read:  # pages pass one after the other, so the slower of disk and link counts, and one page more
             last = link.latency_s + self.candidate.page_bytes / link.bytes_per_s
-            behind = self._before(READING, begin)  # of what is asked for, the last to come: it goes from back to front
-            seconds = max(seconds, self._tiers[DISK].seconds(disk - behind, queued=bool(reading)) + last)
+            behind = self._bytes_before(
+                READING, begin
+            )  # of what is asked for, the last to come: it goes from back to front
+            seconds = max(seconds, self._tiers[DISK].read_seconds(disk - behind, queued=bool(reading)) + last)
         return seconds
 
-    def reads(self, begin: int) -> bool:
-        """Whether any of the windows and pages from token `begin` on come from disk."""
-        return bool(self._bytes(READING, begin) or self._bytes(DISK, begin))
+    def reads_disk(self, begin: int) -> bool:
+        """Say whether any of the windows and pages from token `begin` on come from disk."""
+        return bool(self._bytes_from(READING, begin) or self._bytes_from(DISK, begin))
 
-    def _before(self, tier: str, begin: int) -> int:
-        """Of the pages before token `begin`, the bytes in a tier."""
+    def _bytes_before(self, tier: str, begin: int) -> int:
+        """Count bytes in a tier of the pages before token `begin`."""
         return self._sums[tier][(begin - self._first) // self.candidate.page_tokens] * self.candidate.page_bytes
 
-    def _bytes(self, tier: str, begin: int) -> int:
-        """Of the windows and pages from token `begin` on, those in a tier."""
+    def _bytes_from(self, tier: str, begin: int) -> int:
+        """Count bytes in a tier of the windows and pages from token `begin` on."""
         page = (begin - self._first) // self.candidate.page_tokens
         pages = self._sums[tier][self._pages] - self._sums[tier][page]
         return pages * self.candidate.page_bytes + self.candidate.window_bytes.get(tier, 0)
 
-    def meeting(self, factor: float) -> int:
+    def meeting_token(self, factor: float) -> int:
         """The boundary with the soonest end of computing up to it and loading from it, if loads take `factor` times
         their estimate. Computing grows with the boundary and loading shrinks, so it is next to where they cross."""
         low, high = 0, self._pages - 1
         while low < high:
             middle = (low + high) // 2
-            if self._front(middle) >= factor * self.seconds(self._boundary(middle)):
+            if self._front_seconds(middle) >= factor * self.load_seconds(self._boundary_token(middle)):
                 high = middle
             else:
                 low = middle + 1
-        if low and factor * self.seconds(self._boundary(low - 1)) <= self._front(low):
+        if low and factor * self.load_seconds(self._boundary_token(low - 1)) <= self._front_seconds(low):
             low -= 1
-        return self._boundary(low)
+        return self._boundary_token(low)
 
     def boundary_before(self, token: int) -> int:
-        return self._boundary((token - self._first) // self.candidate.page_tokens)
+        return self._boundary_token((token - self._first) // self.candidate.page_tokens)
 
-    def _front(self, page: int) -> float:
-        return self._compute.delay_s + self._compute.seconds(self._start, self._boundary(page))
+    def _front_seconds(self, page: int) -> float:
+        return self._compute.delay_s + self._compute.shared_seconds(self._start, self._boundary_token(page))
 
-    def _boundary(self, page: int) -> int:
+    def _boundary_token(self, page: int) -> int:
         return max(self._start, self._first + page * self.candidate.page_tokens)

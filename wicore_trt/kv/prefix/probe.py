@@ -21,7 +21,7 @@ PROBE_SHARE = 0.75
 
 
 class _Sum:
-    """What a copier calls when some of `count` copies are over; with the last one `over` hears what all took."""
+    """Callback of a copier when some of `count` copies are over; with the last one `over` hears what all took."""
 
     def __init__(self, count: int, over: Callable[[float], None]) -> None:
         self._left, self._over = count, over

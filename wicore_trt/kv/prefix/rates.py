@@ -18,7 +18,7 @@ from operator import mul
 
 @dataclass(frozen=True, slots=True)
 class TierRate:
-    """What a tier gives now. `latency_s` is per batch of operations, `queued_bytes` is work ahead of ours there.
+    """Rate of a tier now. `latency_s` is per batch of operations, `queued_bytes` is work ahead of ours there.
 
     The rate of HOST is that of the link from host to device, which the pages from disk pass as well.
     """
@@ -27,7 +27,7 @@ class TierRate:
     latency_s: float = 0.0
     queued_bytes: int = 0
 
-    def seconds(self, count: int, *, queued: bool = False) -> float:
+    def read_seconds(self, count: int, *, queued: bool = False) -> float:
         """Until `count` more bytes have arrived, and what is `queued` where that counts; nothing takes no time."""
         return self.latency_s + (self.queued_bytes + count) / self.bytes_per_s if count or queued else 0.0
 
@@ -49,20 +49,20 @@ class ComputeRate:
     slice_tokens: int = 256
     others: float = 0.0
 
-    def alone(self, begin: int, end: int) -> float:
+    def seconds_alone(self, begin: int, end: int) -> float:
         """Seconds to compute tokens [begin, end) with the whole device: c0 (b - a) + c1 (b^2 - a^2) / 2."""
         return (end - begin) * (self.per_token_s + self.per_key_s * (begin + end) / 2)
 
-    def seconds(self, begin: int, end: int) -> float:
-        """The same with this sequence's share of the device."""
-        return self.alone(begin, end) / self.share
+    def shared_seconds(self, begin: int, end: int) -> float:
+        """Seconds to compute tokens [begin, end) with this sequence's share of the device."""
+        return self.seconds_alone(begin, end) / self.share
 
-    def spared(self, begin: int, end: int) -> float:
-        """What it is worth to others, in seconds of this sequence, that tokens [begin, end) are not computed."""
-        return self.others * self.alone(begin, end)
+    def seconds_spared(self, begin: int, end: int) -> float:
+        """Seconds of this sequence that others gain when tokens [begin, end) are loaded, not computed."""
+        return self.others * self.seconds_alone(begin, end)
 
-    def slowed(self, factor: float) -> ComputeRate:
-        """The same where computing takes `factor` times as long."""
+    def slow_down(self, factor: float) -> ComputeRate:
+        """Return the rate where computing takes `factor` times as long."""
         return replace(self, per_token_s=factor * self.per_token_s, per_key_s=factor * self.per_key_s)
 
 
@@ -123,7 +123,7 @@ class PositiveSum:
         error = math.log(max(seconds, 1e-9) / expected)
         self.observed += 1
         if self.observed == 1:
-            self._scale([error] * len(self.p))
+            self._scale_terms([error] * len(self.p))
             return
         error = max(-self._clip, min(self._clip, error))
         again = error * self._last_error > 0 and min(abs(error), abs(self._last_error)) > _SHIFT
@@ -131,9 +131,9 @@ class PositiveSum:
         self._last_error = error
         parts = [value / expected for value in map(mul, self.p, x)]
         norm = sum(map(mul, parts, parts))
-        self._scale([rate * error * part / norm for part in parts])
+        self._scale_terms([rate * error * part / norm for part in parts])
 
-    def _scale(self, logs: Sequence[float]) -> None:
+    def _scale_terms(self, logs: Sequence[float]) -> None:
         exp = math.exp
         scaled = [p * exp(min(log, _LIMIT)) for p, log in zip(self.p, logs, strict=True)]
         self.p = [max(low, min(high, p)) for (low, high), p in zip(self._bounds, scaled, strict=True)]
@@ -149,9 +149,10 @@ class PrefillMeter:
     def observed(self) -> int:
         return self._fit.observed
 
-    def observe(self, slices: Sequence[tuple[int, int]], seconds: float, whole: int = 0) -> None:
-        """One step: (start, count) of each sequence in it, and its wall time. Steps without prefill are ignored, and
-        those with fewer than `whole` tokens of it, which take as long with more, as soon as there was another."""
+    def observe_step(self, slices: Sequence[tuple[int, int]], seconds: float, whole: int = 0) -> None:
+        """Learn from a step: (start, count) of each sequence in it, and its wall time. Steps without prefill are
+        ignored, and those with fewer than `whole` tokens of it, which take as long with more, as soon as there was
+        another."""
         prefill = sum([count for _, count in slices if count > 1])
         if prefill < MIN_TOKENS or not 0 < seconds < math.inf or (self._whole and prefill < whole):
             return
@@ -161,29 +162,29 @@ class PrefillMeter:
         keys = sum(count * (start + count / 2) for start, count in slices)
         self._fit.update((tokens, keys), seconds)
 
-    def expected(self, slices: Sequence[tuple[int, int]]) -> float:
+    def expected_seconds(self, slices: Sequence[tuple[int, int]]) -> float:
         """Seconds of such a step."""
         return self._fit.predict((sum(n for _, n in slices), sum(n * (start + n / 2) for start, n in slices)))
 
-    def rate(self, *, share: float = 1.0, delay_s: float = 0.0, slice_tokens: int = 256) -> ComputeRate:
+    def compute_rate(self, *, share: float = 1.0, delay_s: float = 0.0, slice_tokens: int = 256) -> ComputeRate:
         """The present estimate; the caller knows the load (see ComputeRate)."""
         return ComputeRate(self._fit.p[0], self._fit.p[1], share, delay_s, slice_tokens)
 
 
 class Drag:
-    """How many times as long steps take while pages come from disk: threads that check pages and copies may be in the
+    """Factor by which steps take longer while pages come from disk: threads that check pages and copies may be in the
     way. What was seen fades, by half each FADING_S, so that it is tried again."""
 
     def __init__(self) -> None:
         self._more, self._at = 0.0, 0.0
 
-    def observe(self, expected: float, seconds: float, *, now: float) -> None:
-        """A step beside such a load took so long in place of what it takes without."""
+    def observe_step(self, expected: float, seconds: float, *, now: float) -> None:
+        """Learn from a step beside such a load, which took so long in place of what it takes without."""
         if expected > 0 and 0 < seconds < math.inf:
             more = min(CLIP, max(1.0, seconds / expected)) - 1.0
-            self._more, self._at = 0.2 * (self.factor(now) - 1.0) + 0.8 * more, now
+            self._more, self._at = 0.2 * (self.slowdown(now) - 1.0) + 0.8 * more, now
 
-    def factor(self, now: float) -> float:
+    def slowdown(self, now: float) -> float:
         """1 or more."""
         return 1.0 + self._more * math.exp(-max(0.0, now - self._at) * math.log(2) / FADING_S)
 
@@ -194,7 +195,7 @@ class TierMeter:
     A tier that became slow is no longer read and so would stay slow in the books for ever. Its estimate therefore
     rises again while nobody reads it: it doubles each DOUBLING_S up to the best rate seen (or the prior). A tier f
     times too slow to be worth reading is tried again after DOUBLING_S * log2(f) seconds. One such trial costs the
-    request at most the idle time of its choice (`planner.advance`), because it computes meanwhile.
+    request at most the idle time of its choice (`planner.decide_move`), because it computes meanwhile.
     """
 
     def __init__(self, prior: TierRate) -> None:
@@ -208,47 +209,47 @@ class TierMeter:
     def observed(self) -> int:
         return self._fit.observed
 
-    def observe(self, count: int, seconds: float, *, now: float) -> None:
-        """A batch of `count` bytes took `seconds` from submission to completion."""
+    def observe_read(self, count: int, seconds: float, *, now: float) -> None:
+        """Learn from a batch of `count` bytes, which took `seconds` from submission to completion."""
         if count <= 0 or not 0 < seconds < math.inf:
             return
         self._read_at = now
         self._fit.update((1.0, count), seconds)
         self._best = max(self._best, 1.0 / self._fit.p[1])
 
-    def read(self, count: int, asked: float, seconds: float, *, rests: bool, now: float) -> None:
-        """What was read for a request, as it was needed and not as a probe reads, was over so many seconds after it was
-        asked for, and with `rests` there is nothing more to read. Reads that follow each other without a rest count as
+    def observe_requested_read(self, count: int, asked: float, seconds: float, *, rests: bool, now: float) -> None:
+        """Learn from a read for a request (no probe), which was over so many seconds after it was asked for. With
+        `rests` there is nothing more to read. Reads that follow each other without a rest count as
         one: each waits for those before it, which may be given up, and for what is written."""
         if count <= 0 or not 0 < seconds < math.inf:
             return
-        self._known = min(KNOWN_MOST, self._fresh(now) + count), now
+        self._known = min(KNOWN_MOST, self._known_bytes(now) + count), now
         if asked >= self._end:
             self._since, self._count = asked, 0
         self._end, self._count = max(self._end, asked + seconds), self._count + count
         took = self._end - self._since
         if rests or self._count >= STRETCH or took >= STRETCH_S:
-            self.observe(self._count, took, now=now)
+            self.observe_read(self._count, took, now=now)
             self._since, self._count = self._end, 0
 
-    def hope(self, now: float) -> float:
-        """How many times as fast as it seems the tier may be: HOPE where nobody has read of it for long, 1 while it is
-        known."""
-        return math.pow(HOPE, 1.0 - min(1.0, self._fresh(now) / KNOWN))
+    def hoped_factor(self, now: float) -> float:
+        """Factor by which the tier may be faster than it seems: HOPE where nobody has read of it for long, 1 while it
+        is known."""
+        return math.pow(HOPE, 1.0 - min(1.0, self._known_bytes(now) / KNOWN))
 
-    def _fresh(self, now: float) -> float:
+    def _known_bytes(self, now: float) -> float:
         known, at = self._known
         return known * math.pow(0.5, max(0.0, now - at) / DOUBLING_S)
 
-    def overdue(self, count: int, seconds: float, *, now: float) -> None:
-        """The same batch is not done after `seconds`, or failed then: it counts only if it is later than expected.
+    def observe_overdue(self, count: int, seconds: float, *, now: float) -> None:
+        """Learn that a batch is not done after `seconds`, or failed then: it counts only if it is later than expected.
 
         Call it once when a load passes its deadline, so that the next choices do not wait for a disk that hangs.
         """
         if seconds > self._fit.predict((1.0, count)):
-            self.observe(count, seconds, now=now)
+            self.observe_read(count, seconds, now=now)
 
-    def rate(self, *, queued: int = 0, now: float) -> TierRate:
+    def tier_rate(self, *, queued: int = 0, now: float) -> TierRate:
         """The present estimate, with `queued` bytes of work ahead there."""
         measured = 1.0 / self._fit.p[1]
         idle = max(0.0, now - self._read_at) if self._fit.observed else 0.0

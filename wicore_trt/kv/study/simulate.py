@@ -117,14 +117,14 @@ class Tiers:
             self._remember(request)
             self._load(blocks, hit)
         for policy in self._policies:
-            policy.touch(blocks)
+            policy.touch_chain(blocks)
         first = self._policies[0]
-        first.add([block for block in blocks if block not in first])
+        first.add_pages([block for block in blocks if block not in first])
         if self._inclusive:
             self._write_through(blocks)
         if request.answer is not None:
             for policy in self._policies:
-                policy.answered(blocks, request.answer)
+                policy.note_answer(blocks, request.answer)
         self._shrink()
         return hit
 
@@ -155,13 +155,13 @@ class Tiers:
             for block in blocks:
                 for policy in self._policies[1:]:
                     if block in policy:
-                        policy.remove(block)
+                        policy.remove_page(block)
 
     def _write_through(self, blocks: Sequence[int]) -> None:
         for i in range(1, len(self._policies)):
             policy = self._policies[i]
             fresh = [block for block in blocks if block not in policy]
-            policy.add(fresh)
+            policy.add_pages(fresh)
             leaving = set(self._evict(i))
             self._count(i - 1, i, sum(self._page_bytes(block) for block in fresh if block not in leaving))
 
@@ -173,7 +173,7 @@ class Tiers:
         for i in range(1, len(self._policies)):
             # Leaves come first out of the upper tier; parents go in first, so that children find them.
             for block in reversed(leaving):
-                self._policies[i].add([block], self._parent[block])
+                self._policies[i].add_pages([block], self._parent[block])
             arrived, leaving = leaving, self._evict(i)
             passed_on = set(leaving)
             kept = sum(self._page_bytes(block) for block in arrived if block not in passed_on)
@@ -184,10 +184,10 @@ class Tiers:
         excess = len(policy) - policy.capacity
         if excess <= 0:
             return []
-        victims = policy.victims(excess)
+        victims = policy.choose_victims(excess)
         assert victims is not None, "nothing is pinned in a simulation"
         for block in victims:
-            policy.remove(block)
+            policy.remove_page(block)
         return victims
 
     def _page_bytes(self, block: int) -> int:
@@ -206,7 +206,7 @@ def recompute_cost(depth: int) -> float:
 
 
 def next_uses(chains: Sequence[Sequence[int]]) -> list[list[int]]:
-    """For each page of each request, the index of the next request that contains it."""
+    """Find, for each page of each request, the index of the next request that contains it."""
     coming: dict[int, int] = {}
     uses: list[list[int]] = [[] for _ in chains]
     for i in range(len(chains) - 1, -1, -1):
@@ -226,9 +226,9 @@ class BeladyPolicy(ChainPolicy):
         super().__init__(capacity)
         self._future = iter(future)
 
-    def _score(self, node: Node) -> float:
+    def _score_node(self, node: Node) -> float:
         return -node.uses
 
-    def _observe(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
+    def _learn_touch(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
         for node, use in zip(path, next(self._future), strict=True):
             node.uses = use

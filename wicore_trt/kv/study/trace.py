@@ -21,8 +21,8 @@ BLOCK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One prompt. `blocks` name its prefix, first block first; `tokens` is its length. `answer` is the number of
-    generated tokens, None when unknown. `at_s` is when it came, in seconds."""
+    """Request of a trace. `blocks` name its prefix, first block first; `tokens` is its length. `answer` is the number
+    of generated tokens, None when unknown. `at_s` is when it came, in seconds."""
 
     blocks: tuple[int, ...]
     tokens: int

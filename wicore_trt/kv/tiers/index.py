@@ -176,9 +176,9 @@ class TierIndex:
         self.unsaved_slots += need
         if page.group == self.primary:
             for policy in self._policies(page.tenant):
-                policy.add([page.key], page.parent)
+                policy.add_pages([page.key], page.parent)
                 if node.busy:
-                    policy.pin([page.key])
+                    policy.pin_pages([page.key])
         self._busy(node, 1)
         self._set_spare(node, self.primary not in node.copies)
         above = self._nodes.get(page.parent) if page.parent is not None else None
@@ -236,7 +236,7 @@ class TierIndex:
         self._free = [slot for slot in range(self.num_slots - 1, -1, -1) if not used[slot]]
         for node in [node for node in self._nodes.values() if self.primary not in node.copies]:
             self._set_spare(node, True)
-        self.policy.fill(chains)
+        self.policy.add_all(chains)
         if self._quota_slots < self.num_slots:
             self._restore_shares(chains)
 
@@ -270,12 +270,12 @@ class TierIndex:
 
     def touch(self, keys: Sequence[bytes], signal: Sequence[float] | None = None) -> None:
         """A request looked up this chain, whether its pages are here or not."""
-        self.policy.touch(keys, signal)
+        self.policy.touch_chain(keys, signal)
         if self._quota_slots < self.num_slots:
             node = next((self._nodes[key] for key in keys if key in self._nodes), None)
             order = self._tenant(node.tenant).order if node is not None else None
             if order is not None:
-                order.touch(keys)
+                order.touch_chain(keys)
 
     # --- leaving -------------------------------------------------------------------------------------------------
 
@@ -327,7 +327,7 @@ class TierIndex:
         found: list[TierCopy] = []
         seen, step = 0, 1
         while step and slots > 0 and seen < LOOKAHEAD:
-            victims = self.policy.victims(seen + step)
+            victims = self.policy.choose_victims(seen + step)
             if victims is None:
                 step //= 2
                 continue
@@ -383,7 +383,7 @@ class TierIndex:
             shares[self._nodes[entry[0]].tenant].append(entry)
         for tag, tenant in list(self._tenants.items()):
             assert tenant.order is not None
-            tenant.order.fill(shares[tag])
+            tenant.order.add_all(shares[tag])
             while tenant.slots > self._quota_slots:
                 left = self._evict((), tenant.spare, tenant.order, "quota")
                 assert left, "nothing is in use yet"
@@ -399,11 +399,11 @@ class TierIndex:
         """These nodes have become busy, or are not any more."""
         carriers = [node for node in nodes if self.primary in node.copies]
         if self._quota_slots >= self.num_slots:
-            (self.policy.pin if used else self.policy.unpin)([node.key for node in carriers])
+            (self.policy.pin_pages if used else self.policy.unpin_pages)([node.key for node in carriers])
         else:
             for node in carriers:
                 for policy in self._policies(node.tenant):
-                    (policy.pin if used else policy.unpin)([node.key])
+                    (policy.pin_pages if used else policy.unpin_pages)([node.key])
         for node in nodes:
             if node.spare:
                 self._set_spare(node, True)
@@ -425,7 +425,7 @@ class TierIndex:
                 if not self._evict(stays, tenant.spare, tenant.order, "quota"):
                     return False
         if len(self._free) < need:
-            self.policy.filled()
+            self.policy.adapt_capacity()
         while len(self._free) < need:
             if not self._evict(stays, self._spare, self.policy, "capacity"):
                 return False
@@ -438,7 +438,7 @@ class TierIndex:
             node = self._nodes[key]
             leaving, cause = [c for group, c in node.copies.items() if group != self.primary], "window"
         else:
-            victims = policy.victims(1, set(stays))
+            victims = policy.choose_victims(1, set(stays))
             if victims is None:
                 return False
             leaving = list(self._nodes[victims[0]].copies.values())
@@ -450,7 +450,7 @@ class TierIndex:
         node, page, count = self._nodes[copy.page.key], copy.page, len(copy.slots)
         if page.group == self.primary:
             for policy in self._policies(page.tenant):
-                policy.remove(page.key)
+                policy.remove_page(page.key)
         del node.copies[page.group]
         if copy.ready:
             self.pages[page.group] -= 1

@@ -151,7 +151,7 @@ class LowerTiers:
 
     def branches(self, keys: Sequence[bytes]) -> set[int]:
         """The places of those keys from which several chains go on in some tier."""
-        return {i for index in self.indexes.values() for i in index.policy.branches(keys)}
+        return {i for index in self.indexes.values() for i in index.policy.find_branches(keys)}
 
     def drop(self, key: bytes, cause: str) -> None:
         """Forget a page everywhere below the device."""
