@@ -261,9 +261,9 @@ def test_an_engine_tells_of_every_page_of_all_its_tiers(tmp_path, write_policy):
         core = make_core(pages={GLOBAL: 40, LOCAL: 24}, kv=kv, max_context=120)
         core.scheduler.prefill.observe_step([(0, 64)], 64.0)  # computing is slow: pages are loaded
         manager, log = core.scheduler.manager, core.scheduler.manager.events
-        log.publish()
+        log.publish_step()
         replica = Replica(log)
-        replica.load(log.snapshot())
+        replica.load(log.take_snapshot())
         seen |= {f"{tier} {life}" for tier, _, _ in replica.held}
         check_tokens(manager, tokens_of)
         for turn in range(3):
@@ -273,8 +273,8 @@ def test_an_engine_tells_of_every_page_of_all_its_tiers(tmp_path, write_policy):
                 while core.has_work and (i % 2 or i == 0):
                     for output in core.step():
                         prompts[int(output.request_key.split("/")[1])] += output.token_ids
-                    log.publish()
-                    replica.apply(log.since(replica.position))
+                    log.publish_step()
+                    replica.apply(log.list_since(replica.position))
                     assert replica.held == {(tier, p.group, p.key) for tier, p in manager.list_pages()}
                     seen |= {tier for tier, _, _ in replica.held}
                 for tokens in prompts:

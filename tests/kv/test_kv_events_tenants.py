@@ -122,6 +122,6 @@ def test_tenants_of_an_engine_see_their_own_pages() -> None:
             assert (after[asker] == was) == (tags[asker] != tags[who, salt]), "others' requests are no events of mine"
         seen = after
     everything = {page.name for _, page in manager.list_pages()}
-    own = [{page.name for pages in feeds[a].snapshot().pages.values() for page in pages} for a in askers]
+    own = [{page.name for pages in feeds[a].take_snapshot().pages.values() for page in pages} for a in askers]
     assert set().union(*own) == everything and len(own[0]) == 2 * len(own[2]), "each salt has pages of its own"
     core.close()

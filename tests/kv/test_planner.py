@@ -136,20 +136,20 @@ def problems(draw, others=NOBODY):
 
 def exhaustive(total, start, candidates, compute, tiers):
     """Best seconds over all (k, n), straight from the definitions."""
-    step = compute.alone(start, start + compute.slice_tokens)
-    best = max(compute.delay_s + compute.seconds(start, total), step)
+    step = compute.seconds_alone(start, start + compute.slice_tokens)
+    best = max(compute.delay_s + compute.shared_seconds(start, total), step)
     recompute = best
     for c in candidates:
         first = start - start % PAGE
         for k in sorted({start, *range(first + PAGE, c.tokens, PAGE)}):
             pages = c.global_pages[(k - first) // PAGE : (c.tokens - first) // PAGE]
             counts = {t: pages.count(t) * c.page_bytes + c.window_bytes.get(t, 0) for t in ("host", "disk")}
-            load = tiers["host"].seconds(sum(counts.values()))
+            load = tiers["host"].read_seconds(sum(counts.values()))
             if counts["disk"]:
                 tail = tiers["host"].latency_s + c.page_bytes / tiers["host"].bytes_per_s
-                load = max(load, tiers["disk"].seconds(counts["disk"]) + tail)
-            front = compute.delay_s + compute.seconds(start, k)
-            tail = compute.seconds(c.tokens, total)
+                load = max(load, tiers["disk"].read_seconds(counts["disk"]) + tail)
+            front = compute.delay_s + compute.shared_seconds(start, k)
+            tail = compute.shared_seconds(c.tokens, total)
             best = min(best, max(front + tail, load + max(tail, step)))
     return best, recompute
 
@@ -162,8 +162,8 @@ def test_predicted_time_is_the_best_of_all_splits(problem):
     assert made.compute_seconds == pytest.approx(recompute)
     assert made.seconds >= best - 1e-9
     # Off the optimum by no more than the margin, a page at the meeting point and a slice that is too small to compute.
-    page = compute.seconds(problem[0] - PAGE, problem[0])
-    slices = compute.seconds(problem[0] - compute.slice_tokens, problem[0])
+    page = compute.shared_seconds(problem[0] - PAGE, problem[0])
+    slices = compute.shared_seconds(problem[0] - compute.slice_tokens, problem[0])
     assert made.seconds <= max(CAUTION * best / (1 - MARGIN), CAUTION * best + page + slices) + 1e-9
     if made.decision == "compute":
         assert made.stop == 0 and made.start == problem[1]
@@ -232,8 +232,8 @@ def test_a_load_that_never_comes_costs_only_the_wait(problem):
         else:
             assert step.action == "compute" and step.max_tokens >= made.slice_tokens
             computed += step.max_tokens
-    slices = compute.seconds(problem[0] - compute.slice_tokens, problem[0])
-    page = compute.seconds(problem[0] - PAGE, problem[0])
+    slices = compute.shared_seconds(problem[0] - compute.slice_tokens, problem[0])
+    page = compute.shared_seconds(problem[0] - PAGE, problem[0])
     chosen = next(c for c in candidates if c.tokens == made.stop)
     first = start - start % PAGE
     from_disk = "disk" in [*chosen.global_pages[: (made.stop - first) // PAGE], *(t for t in chosen.window_bytes)]
@@ -247,7 +247,7 @@ BESIDE = problems(others=st.sampled_from([0.0, 0.3, 2.0]))
 
 def cost(made, compute, total, start):
     """Of a choice: seconds to the first token, and those of the device for what others give."""
-    alone = compute.alone(start, total) - (compute.alone(made.meet, made.stop) if made.stop else 0.0)
+    alone = compute.seconds_alone(start, total) - (compute.seconds_alone(made.meet, made.stop) if made.stop else 0.0)
     return made.seconds + compute.others * alone
 
 
@@ -257,7 +257,7 @@ def test_beside_others_a_choice_costs_all_of_them_no_more_than_computing(problem
     made, alone = choose_load(*problem), choose_load(total, start, problem[2], replace(compute, others=0.0), problem[4])
     cautious = CAUTION * made.load_seconds - made.load_seconds
     assert (
-        cost(made, compute, total, start) <= made.compute_seconds + compute.others * compute.alone(start, total) + 1e-9
+        cost(made, compute, total, start) <= made.compute_seconds + compute.others * compute.seconds_alone(start, total) + 1e-9
     )
     assert cost(made, compute, total, start) <= cost(alone, compute, total, start) / (1 - MARGIN) + (
         CAUTION * alone.load_seconds - alone.load_seconds + cautious + MARGIN * made.compute_seconds + 1e-9
@@ -285,11 +285,11 @@ def test_a_load_that_comes_no_further_costs_a_bounded_wait_while_it_spares_other
             computed += step.max_tokens
         else:
             break
-    slices = compute.seconds(max(0, total - compute.slice_tokens), total)
-    rest = compute.seconds(start, made.stop) + compute.others * compute.alone(start, made.stop)
+    slices = compute.shared_seconds(max(0, total - compute.slice_tokens), total)
+    rest = compute.shared_seconds(start, made.stop) + compute.others * compute.seconds_alone(start, made.stop)
     assert idle <= max(rest, slices) + step_s
     if made.longest_s:
-        computing = compute.seconds(start, min(computed, made.stop))
+        computing = compute.shared_seconds(start, min(computed, made.stop))
         assert idle + computing <= rest + compute.delay_s + slices + step_s
 
 

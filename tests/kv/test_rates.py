@@ -37,7 +37,7 @@ MB = 1_000_000
 def feed(meter, rng, truth, count, *, noise=0.15, now=0.0, sizes=(2, 8, 40, 200, 800)):
     for _ in range(count):
         size = rng.choice(sizes) * MB
-        meter.observe(size, truth.seconds(size) * math.exp(rng.gauss(0, noise)), now=now)
+        meter.observe_read(size, truth.read_seconds(size) * math.exp(rng.gauss(0, noise)), now=now)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -30,7 +30,7 @@ def engine_with(*prefixes, decoding=0, world=DISK, **given):
 
 
 def until_decoding(engine, count):
-    while sum(s.remaining == 1 for s in engine.scheduler.running) < count or len(engine.scheduler.waiting):
+    while sum(s.remaining_tokens == 1 for s in engine.scheduler.running) < count or len(engine.scheduler.waiting):
         engine.step()
 
 

@@ -35,7 +35,7 @@ class MemoryMachine(RuleBasedStateMachine):
         super().__init__()
         options = CacheOptions(checkpoint_tokens=8, slab_pages=SLAB)
         self.manager = KVCacheManager(pages_of(7), 5, KeyChain("engine", 2), options=options)
-        self.derive_names = self.manager.derive_names("", "")
+        self.names = self.manager.derive_names("", "")
         self.live: list[tuple[SequencePages, list[int], int]] = []
         self.count = 0
 
@@ -207,7 +207,7 @@ def test_a_lone_sequence_whose_pages_lie_too_far_apart_starts_afresh(seed, monke
     """Sequences that decode together put their pages side by side. When all but one have left, its pages keep slabs
     that it needs, also when it finds them again; then it computes them once more, close together."""
     afresh, start_afresh = [], SharedMemory.evict_all
-    monkeypatch.setattr(SharedMemory, "start_afresh", lambda memory: afresh.append(start_afresh(memory)) or afresh[-1])
+    monkeypatch.setattr(SharedMemory, "evict_all", lambda memory: afresh.append(start_afresh(memory)) or afresh[-1])
     rng = random.Random(seed)
     least = next(n for n in range(1, 400) if holds(n))
     core = shared_core(least, max_sequences=8, max_batch_tokens=rng.choice((4, 16, 48)))

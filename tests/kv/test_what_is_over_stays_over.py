@@ -37,7 +37,7 @@ def test_a_load_that_found_pages_which_are_condemned_meanwhile_is_given_up():
     measured(core, 1e9, 10.0)  # computing is faster
     core.add(GenerateRequest("spoilt", (*prefix, *range(10, 70)), GREEDY))
     (spoilt,) = scheduler.waiting
-    while spoilt.remaining > 16 or not spoilt.computed:
+    while spoilt.remaining_tokens > 16 or not spoilt.computed:
         core.step()
     measured(core, 1.0, 1e-6)  # loading is
     core.add(GenerateRequest("loads", (*prefix, 5), GREEDY))
@@ -63,7 +63,7 @@ def test_who_shares_what_was_condemned_publishes_nothing_until_a_step_vouches_fo
     (sequence,) = core.scheduler.running
     manager.failures += 1  # another's step failed
     before = len(manager.pools[GLOBAL].list_pages())
-    while sequence.remaining > 16:
+    while sequence.remaining_tokens > 16:
         core.step()
         assert len(manager.pools[GLOBAL].list_pages()) == before
     core.step()

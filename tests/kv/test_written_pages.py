@@ -303,12 +303,12 @@ def test_a_newcomers_share_of_the_device_is_what_a_step_leaves(decoding):
     for _ in range(6):
         core.step()
     scheduler = core.scheduler
-    assert len(scheduler.running) == decoding and all(s.remaining == 1 for s in scheduler.running)
+    assert len(scheduler.running) == decoding and all(s.remaining_tokens == 1 for s in scheduler.running)
     scheduler.prefill = PrefillMeter()
     rate = scheduler.newcomer_rate()
     steps = 320 / (scheduler.max_batch_tokens - decoding)
-    alone = rate.alone(0, 320)
-    assert rate.seconds(0, 320) == pytest.approx(alone * steps * scheduler.max_batch_tokens / 320)
+    alone = rate.seconds_alone(0, 320)
+    assert rate.shared_seconds(0, 320) == pytest.approx(alone * steps * scheduler.max_batch_tokens / 320)
 
 
 def test_windows_within_prompts_do_not_crowd_out_those_at_their_ends():
