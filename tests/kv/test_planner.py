@@ -256,9 +256,8 @@ def test_beside_others_a_choice_costs_all_of_them_no_more_than_computing(problem
     total, start, _, compute, _ = problem
     made, alone = choose_load(*problem), choose_load(total, start, problem[2], replace(compute, others=0.0), problem[4])
     cautious = CAUTION * made.load_seconds - made.load_seconds
-    assert (
-        cost(made, compute, total, start) <= made.compute_seconds + compute.others * compute.seconds_alone(start, total) + 1e-9
-    )
+    most = made.compute_seconds + compute.others * compute.seconds_alone(start, total)
+    assert cost(made, compute, total, start) <= most + 1e-9
     assert cost(made, compute, total, start) <= cost(alone, compute, total, start) / (1 - MARGIN) + (
         CAUTION * alone.load_seconds - alone.load_seconds + cautious + MARGIN * made.compute_seconds + 1e-9
     )
