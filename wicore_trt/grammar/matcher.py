@@ -1,4 +1,4 @@
-"""Which tokens may follow: the matchers of constrained sequences, over the model's own tokenizer.
+"""Masks of the tokens that may follow: the matchers of constrained sequences, over the model's own tokenizer.
 
 Knows constraints and token ids; it must not know sequences, logits or threads of the engine. What takes time is done
 beforehand and once: the tokenizer's tables on a thread of their own (`warm`), a grammar by `prepare`. Invariant: bytes
@@ -29,7 +29,7 @@ class MatcherError(Exception):
 
 
 class Matcher:
-    """Where one sequence is in its grammar. `broken`: the text of the MatcherError that it raised."""
+    """Position of one sequence in its grammar. `broken`: the text of the MatcherError that it raised."""
 
     def __init__(self, inner: Any, size: int, ends: Sequence[int]) -> None:
         """`ends` are the tokens that end an output, of which llguidance knows the first alone."""

@@ -47,7 +47,7 @@ class Steered(Protocol):
 
 
 class AdminServer:
-    """One listening server. Construct it on the event loop that will run it."""
+    """Server of the operator's calls. Construct it on the event loop that will run it."""
 
     def __init__(self, settings: ServerSettings, server: Steered) -> None:
         """Raises ConfigError for bad TLS or keys files."""

@@ -1,4 +1,4 @@
-"""What every request passes through: its id, its key, its place among the open calls, errors, the access line.
+"""Gate that every request passes: its id, its key, its place among the open calls, errors, the access line.
 
 Must not know what a route does. Invariants: nothing of a body is read before the key is known to be good; every answer
 has x-request-id and every error a body of the shape that its route's clients know; no text of an unexpected exception

@@ -37,7 +37,7 @@ class Block:
 
     @property
     def is_whole(self) -> bool:
-        """Whether a call was not cut off."""
+        """True unless a call was cut off."""
         if self.name is None:
             return True
         try:
@@ -58,7 +58,7 @@ class BlockShape(ResponseShape):
 
     @property
     def has_calls(self) -> bool:
-        """Whether the answer is calls, none of them cut off."""
+        """True where the answer is calls, none of them cut off."""
         return bool(self.blocks) and self.blocks[0].name is not None and self.blocks[-1].is_whole
 
     def make_answer(self, completions: Sequence[Completion], totals: Totals) -> bytes:
@@ -71,7 +71,7 @@ class BlockShape(ResponseShape):
         return b"".join(self.make_event(change, block, new) for change, block, new in self._list_changes(output))
 
     def is_unfinished(self, block: Block) -> bool:
-        """Whether a block was cut off, which only the last one can be."""
+        """Tell whether a block was cut off, which only the last one can be."""
         return block is self.blocks[-1] and (self._open if self.last is None else was_cut(self.last))
 
     @abstractmethod
@@ -80,13 +80,13 @@ class BlockShape(ResponseShape):
 
     @abstractmethod
     def make_event(self, change: Change, block: Block, new: str) -> bytes:
-        """What tells a change; `new` is what a delta adds."""
+        """Make the event of a change; `new` is what a delta adds."""
 
     def take_output(self, output: TextOutput | Completion) -> None:
         """Take what an output has beside its text, before its changes are told."""
 
     def _list_changes(self, output: TextOutput | Completion) -> Iterator[tuple[Change, Block, str]]:
-        """What an output changes, in order."""
+        """List what an output changes, in order."""
         self.take_output(output)
         ended = output.finish_reason is not None
         for piece in self._split_parts(output.text, ended=ended):
@@ -125,5 +125,5 @@ def named_event(kind: str, **fields: Any) -> bytes:
 
 
 def was_cut(last: TextOutput | Completion | None) -> bool:
-    """Whether an answer ended before the model ended it."""
+    """Tell whether an answer ended before the model ended it."""
     return last is not None and last.finish_reason is not FinishReason.STOP

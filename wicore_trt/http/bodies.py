@@ -112,7 +112,7 @@ class StreamOptions(BaseModel):
 
 
 class Cache(BaseModel):
-    """What a client says about the future of its KV pages."""
+    """Hints of a client about the future of its KV pages."""
 
     model_config = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
 

@@ -21,7 +21,7 @@ from wicore_trt.http.bodies import FLAG, NUMBER, TEXT, TEXTS, list_of, object_of
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a call looks as an item of Responses: its type, the prefix of its id, the key that has the arguments. `fixed`
+    """Form of a call as an item of Responses: its type, the prefix of its id, the key that has the arguments. `fixed`
     is in front of what the model gives. `name` is the tool's own one, in `namespace`, where the item tells them."""
 
     item: str = "function_call"
@@ -128,7 +128,7 @@ def response_tools(tools: list[dict[str, Any]] | None) -> tuple[list[dict[str, A
 
 
 def _list_tools(tools: list[dict[str, Any]]) -> Iterator[tuple[str, str | None, dict[str, Any]]]:
-    """Each tool, with its path and its namespace."""
+    """List the tools, each with its path and its namespace."""
     for i, tool in enumerate(tools):
         if tool.get("type") != "namespace":
             yield f"tools[{i}]", None, tool

@@ -1,4 +1,4 @@
-"""What the routes share: the engine when it is there, the limits, who is being served.
+"""State that the routes share: the engine when it is there, the limits, who is being served.
 
 Must not know routes. Invariants: `idle` is set while no generation is open; a generation is counted from before the
 engine has it until its last stream is closed.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Context:
-    """One server's state. The engine is attached when it is ready."""
+    """State of one server. The engine is attached when it is ready."""
 
     admission: Admission
     max_body_bytes: int

@@ -21,7 +21,7 @@ MEDIA = frozenset((*IMAGES, "input_file", "file", "input_audio", "document", "se
 
 @dataclass(slots=True)
 class ChatMessage:
-    """What one side said, and what it called."""
+    """Message of one side, with its calls."""
 
     role: str
     texts: list[str] = field(default_factory=list)
@@ -43,7 +43,7 @@ class ChatBuilder:
         return self._turns[-1].role if self._turns else None
 
     def list_messages(self) -> list[dict[str, Any]]:
-        """As a chat has them."""
+        """List the messages as a chat has them."""
         return [turn.to_message() for turn in self._turns]
 
     def add_text(self, role: str, text: str) -> None:
@@ -62,7 +62,7 @@ class ChatBuilder:
         calls.append({"id": call_id, "type": "function", "function": function})
 
     def add_result(self, call_id: str, text: str, where: str) -> None:
-        """What a function returned. Raises InvalidRequestError for one that was not called."""
+        """Add what a function returned. Raises InvalidRequestError for one that was not called."""
         if call_id not in self._called:
             raise InvalidRequestError(f"{where}: no call before it has the id {shown(call_id)}.", field=where)
         self._turns.append(ChatMessage("tool", [text], {"tool_call_id": call_id}))

@@ -211,7 +211,7 @@ def make_chat_request(body: ChatBody, tenant: str, tools: Tools | None = None) -
 
 
 def make_completion_requests(body: CompletionBody, tenant: str) -> list[TextRequest]:
-    """One for each prompt. Raises InvalidRequestError."""
+    """Make a request for each prompt. Raises InvalidRequestError."""
     prompts = _list_prompts(body.prompt)
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if body.max_tokens is None and body.min_tokens is not None:
@@ -278,7 +278,8 @@ _KIND = re.compile(r"(?!function$)[a-zA-Z0-9_.-]{1,64}")
 
 
 def read_tools(body: ChatBody, facts: dict[str, Any]) -> Tools | None:
-    """None where no function may be called. Tools that a server of its own would run, as a search of the web, are left
+    """Read the tools of a chat, None where no function may be called. Tools that a server of its own would
+    run, as a search of the web, are left
     out, and `facts` of the call say which. Raises InvalidRequestError, also where one of these must be called."""
     functions, left_out = [], dict[str, str]()
     if body.tools is None and body.tool_choice is None:

@@ -63,7 +63,7 @@ PARAMS: dict[str | None, str | None] = {
 
 
 class HttpError(WicoreError):
-    """What only HTTP knows: a body that is too long, a method that is not there."""
+    """Error that only HTTP knows: a body that is too long, a method that is not there."""
 
     def __init__(self, status: int, message: str, *, fix: str | None = None) -> None:
         super().__init__(message, fix=fix)
@@ -91,7 +91,7 @@ def code_of(error: WicoreError) -> str | None:
 
 
 def message_of(error: WicoreError) -> str:
-    """What an error says to the client."""
+    """Shorten the message of an error for the client."""
     return shortened(str(error), MAX_MESSAGE_CHARS)
 
 
@@ -108,7 +108,7 @@ def error_object(error: WicoreError) -> dict[str, object]:
 
 
 def anthropic_error_bytes(error: WicoreError, request_id: str | None = None) -> bytes:
-    """The same as Anthropic's API has it, with the field that is wrong."""
+    """Make the body of an error as Anthropic's API has it, with the field that is wrong."""
     kind = ANTHROPIC_TYPES.get(status_of(error), "invalid_request_error")
     message = message_of(error)
     if isinstance(error, ContextLengthError) and error.most:

@@ -41,7 +41,7 @@ class Totals:
     """The token ids of each sequence's prompt, where they are counted first."""
 
     def describe_usage(self) -> dict[str, object]:
-        """As answers tell it."""
+        """Describe the counts as answers tell them."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.output,
@@ -131,7 +131,7 @@ class GenerationCall:
             call.facts["finish"] = ",".join(sorted(reasons))
 
     async def collect_completions(self) -> list[Completion]:
-        """All sequences when they have ended, by index."""
+        """Collect all sequences when they have ended, by index."""
         parts: dict[int, list[TextOutput]] = {}
         async for index, output in self.stream_outputs():
             parts.setdefault(index, []).append(output)

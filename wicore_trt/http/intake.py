@@ -123,7 +123,7 @@ class FieldPath:
         self.check_object(body, "", set())
 
     def list_paths(self, above: str = "") -> Iterator[tuple[str, FieldPath]]:
-        """This place and all inside, with their paths."""
+        """List this object and all inside, with their paths."""
         yield above, self
         for name, inside in self.served.items():
             if inside is not None:
@@ -254,7 +254,7 @@ class BodyBudget:
 
 
 class BodyShare:
-    """What one body has."""
+    """Share of one body in the budget."""
 
     def __init__(self, budget: BodyBudget, tenant: str) -> None:
         self._budget, self._tenant = budget, tenant

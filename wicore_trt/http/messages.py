@@ -40,7 +40,7 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def make_chat(body: PromptBody) -> ChatBody:
-    """The same request as a chat; of a prompt alone what its tokens are made of. Raises InvalidRequestError."""
+    """Make a chat of a request; of a prompt alone what its tokens are made of. Raises InvalidRequestError."""
     choice = body.tool_choice
     asked: dict[str, Any] = {
         "tools": message_tools(body.tools),
@@ -121,7 +121,7 @@ def _read_response_format(body: MessagesBody) -> dict[str, Any] | None:
 
 
 class MessagesShape(BlockShape):
-    """One message."""
+    """Shape of one message."""
 
     def __init__(self, model: str, *, calls: bool) -> None:
         super().__init__(calls=calls)

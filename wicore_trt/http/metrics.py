@@ -49,7 +49,7 @@ async def collect_metrics(context: Context) -> Iterable[Metric]:
 
 
 async def take_snapshot(context: Context) -> MetricsSnapshot:
-    """What there is to tell now."""
+    """Take a snapshot of all counters and gauges."""
     engine = context.attached
     stats: EngineStats | None = None
     if engine is not None and engine.dead is None:

@@ -43,7 +43,7 @@ SECURE = {
 
 
 class Asset:
-    """One file as an ASGI application."""
+    """File of the page as an ASGI application."""
 
     def __init__(self, content: bytes, media: str, *, lasting: bool = False) -> None:
         self._content = content
@@ -66,7 +66,7 @@ class Asset:
 
 @cache
 def load_assets() -> Mapping[str, Asset]:
-    """Every file by its path on the server."""
+    """Load the files of the page, by their paths on the server."""
     found: dict[str, Asset] = {}
 
     def add(folder: Traversable, prefix: str, lasting: bool) -> None:

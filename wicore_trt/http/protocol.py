@@ -57,7 +57,8 @@ class Visitors(ServerState):
         self._open = Counter[str]()
 
     def admit_connection(self, client: tuple[str, int] | None) -> bool:
-        """Whether there is room for one more connection of this client; `left` is called for it in any case."""
+        """Tell whether there is room for one more connection of this client; `drop_connection` is called for
+        it in any case."""
         host = self._name_host(client)
         self._open[host] += 1
         return len(self.connections) + self.shaking <= MAX_CONNECTIONS and (
@@ -72,7 +73,7 @@ class Visitors(ServerState):
 
     @staticmethod
     def _name_host(client: tuple[str, int] | None) -> str:
-        """Who is behind a connection, "" on a Unix socket."""
+        """Name the host or network behind a connection, "" on a Unix socket."""
         return client[0] and (find_network(client[0]) or client[0]) if client else ""
 
 
@@ -86,7 +87,7 @@ class _Outlet:
 
 
 class GuardedHttp(HttpToolsProtocol):
-    """One connection."""
+    """Connection of one client."""
 
     server_state: Visitors
 
@@ -278,7 +279,7 @@ def _encode_refusal(error: HttpError) -> bytes:
 
 
 class GuardedWebSocket(WebSocketsSansIOProtocol):
-    """One connection that has become a WebSocket. Its application puts what counts the bytes of messages into
+    """Connection that has become a WebSocket. Its application puts what counts the bytes of messages into
     scope["state"]["hold"]; until it asks for the first one nothing is read."""
 
     def __init__(self, config: Config, server_state: Visitors, app_state: dict[str, Any]) -> None:

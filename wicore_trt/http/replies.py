@@ -47,7 +47,7 @@ def format_span(seconds: float) -> bytes:
 
 
 def rate_headers(context: Context, call: Call) -> list[tuple[bytes, bytes]]:
-    """What is left of the caller's requests and tokens."""
+    """Tell what is left of the caller's requests and tokens, as headers."""
     found = []
     for kind, allowance in context.admission.rates.list_allowances(call.who).items():
         name = kind.encode()

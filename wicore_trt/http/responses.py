@@ -124,7 +124,7 @@ def _read_response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 class ResponsesShape(BlockShape):
-    """One response."""
+    """Shape of one response."""
 
     def __init__(
         self, body: ResponsesBody, model: str, tokenizer: Tokenizer, *, calls: bool, forms: Mapping[str, Form]

@@ -34,7 +34,8 @@ OPEN = frozenset(("/health", "/ready", "/ping"))
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One route. `handle` is called with the context, the call, and the body or the path's parameters."""
+    """Route: path, body and handler. `handle` is called with the context, the call, and the body or the path's
+    parameters."""
 
     path: str
     handle: Callable[..., Awaitable[HttpReply]]
@@ -54,12 +55,12 @@ class Route:
 
     @property
     def streams(self) -> bool:
-        """Whether it can answer with events."""
+        """True where the route can answer with events."""
         return self.body is not None and "stream" in self.body.model_fields
 
     @property
     def statuses(self) -> tuple[int, ...]:
-        """How it can fail, beside the want of a key."""
+        """Statuses of its failures, beside the want of a key."""
         if self.generates:
             return (400, 404, 408, 413, 415, 429, 500, 503, 504)
         if self.body is not None:

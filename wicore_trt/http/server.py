@@ -43,7 +43,8 @@ HANDSHAKE_S = 10.0
 
 
 class Listener:
-    """One address. Construct it on the event loop that will run it; `app` may be put in another's place at any time.
+    """Listener at one address. Construct it on the event loop that will run it; `app` may be put in another's
+    place at any time.
     `flag` is the option that chooses the port, as errors name it."""
 
     def __init__(
@@ -181,7 +182,7 @@ def take_socket(transport: asyncio.Transport) -> socket.socket:
 
 
 async def _wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Whether it came to hold in time."""
+    """Wait until a condition holds; false where it did not in time."""
     end = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() >= end:
@@ -191,7 +192,7 @@ async def _wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 
 class HttpServer:
-    """One listening server. Construct it on the event loop that will run it."""
+    """HTTP server of a front. Construct it on the event loop that will run it."""
 
     def __init__(
         self, settings: ServerSettings, max_context: int | None = None, admission: Admission | None = None

@@ -1,4 +1,4 @@
-"""What every shape of an answer does, and answers and chunks with choices, as OpenAI's first routes have them.
+"""Shapes of answers: what each does, and answers and chunks with choices, as OpenAI's first routes have them.
 
 Must not know engines or transports. Invariants: id, object, created and model are equal in all chunks of an answer; the
 texts of a sequence's chunks, put together, are its text; every token that usage counts has its probability, the one
@@ -27,7 +27,7 @@ encode = msgspec.json.Encoder().encode
 
 
 class ResponseShape(ABC):
-    """One answer, whole or as the events of a stream."""
+    """Shape of one answer, whole or as the events of a stream."""
 
     done = b""
     """What ends a stream that was not broken."""
@@ -37,7 +37,7 @@ class ResponseShape(ABC):
         """The whole answer."""
 
     def open_sequence(self, index: int, totals: Totals) -> bytes:
-        """What comes before a sequence's first chunk."""
+        """Make what comes before a sequence's first chunk."""
         return b""
 
     @abstractmethod
@@ -45,11 +45,11 @@ class ResponseShape(ABC):
         """The chunk of an output, b"" where there is nothing to say."""
 
     def close_stream(self, totals: Totals) -> bytes:
-        """What comes when all sequences have ended."""
+        """Make what comes when all sequences have ended."""
         return b""
 
     def break_stream(self, error: WicoreError) -> bytes:
-        """What ends a stream that broke."""
+        """Make what ends a stream that broke."""
         return b"event: error\ndata: " + error_bytes(error) + b"\n\n"
 
 
@@ -126,7 +126,7 @@ class ChoiceShape(ResponseShape):
         return b',"usage":' + encode(totals.describe_usage()) + b"}\n\n"
 
     def _prompt_logprobs(self, completion: Completion) -> list[dict[int, dict[str, Any]] | None]:
-        """As vLLM tells them: by token id, the prompt's own among them."""
+        """List them as vLLM does: by token id, the prompt's own among them."""
         found: list[dict[int, dict[str, Any]] | None] = [None]
         for entry in completion.prompt_logprobs[1:]:
             told: dict[int, dict[str, Any]] = {}
@@ -141,7 +141,7 @@ class ChoiceShape(ResponseShape):
 
     @abstractmethod
     def _encode_body(self, text: str) -> bytes:
-        """What carries the text of a chunk."""
+        """Encode the text of a chunk."""
 
     @abstractmethod
     def _list_logprobs(self, index: int, output: TextOutput) -> dict[str, Any]:
@@ -253,7 +253,7 @@ class Echo:
         self._at = self._characters = self.tokens = 0
 
     def locate_token(self, token: bytes) -> int:
-        """Where the next token begins. Of a character's bytes all but the first begin behind it."""
+        """Locate where the next token begins. Of a character's bytes all but the first begin behind it."""
         begin = self._characters
         self.tokens += 1
         if self._text.startswith(token, self._at):
@@ -269,7 +269,7 @@ class AnswerCalls:
         self._finders: dict[int, CallFinder] = {}
 
     def read_output(self, index: int, output: TextOutput) -> tuple[dict[str, Any], str | None]:
-        """What an output adds to a message, and how the message ends with it."""
+        """Read what an output adds to a message, and how the message ends with it."""
         finder, reason = self._finders.setdefault(index, CallFinder()), output.finish_reason
         delta = _make_delta(finder.push_text(output.text) + (finder.end_output() if reason is not None else []))
         return delta, None if reason is None else _name_reason(reason, finder)
@@ -314,14 +314,14 @@ def _name_reason(reason: FinishReason, finder: CallFinder) -> str:
 
 
 def _make_delta(pieces: list[TextPart]) -> dict[str, Any]:
-    """What pieces add to a message: text, or calls, the parts of each put together."""
+    """Make what parts add to a message: text, or calls, the parts of each put together."""
     text, calls = gather_parts(pieces)
     delta: dict[str, Any] = {"content": text} if text else {}
     return delta | ({"tool_calls": [_describe_call(call) for call in calls]} if calls else {})
 
 
 def _describe_call(call: TextPart) -> dict[str, Any]:
-    """What a piece adds to a call."""
+    """Describe what a part adds to a call."""
     if call.name is None:
         return {"index": call.call, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}

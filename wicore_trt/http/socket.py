@@ -112,7 +112,7 @@ class StreamSocket:
 
 
 class Connection:
-    """One client's generations, by their ids."""
+    """Generations of one client, by their ids."""
 
     def __init__(self, context: Context, call: Call, send: Send) -> None:
         self._context, self._call, self._send = context, call, send

@@ -43,7 +43,7 @@ _OPENS = frozenset(("patternProperties", "unevaluatedProperties", "allOf", "anyO
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """What the model may call. `strict`: nothing of the schema may be left out of account."""
+    """Function that the model may call. `strict`: nothing of the schema may be left out of account."""
 
     name: str
     description: str = ""
@@ -51,7 +51,7 @@ class Function:
     strict: bool = False
 
     def describe_function(self) -> dict[str, Any]:
-        """As the model is told."""
+        """Describe the function as the model is told."""
         described = {"description": self.description} if self.description else {}
         return {"name": self.name, **described, "parameters": self.parameters}
 
@@ -90,12 +90,12 @@ def calls_constraint(
 
 
 def lets_text_be(constraint: Constraint | None) -> bool:
-    """Whether a constraint of `calls_constraint` holds nothing but calls: any text will do beside them."""
+    """Tell whether a constraint of `calls_constraint` holds nothing but calls: any text will do beside them."""
     return constraint is not None and constraint.text.startswith("start: calls | TEXT")
 
 
 def tells_from_calls(answer: Mapping[str, Any]) -> bool:
-    """Whether no JSON of a schema can be taken for a call: it is of objects, which have not both keys of one."""
+    """Tell whether no JSON of a schema can be taken for a call: it is of objects, which have not both keys of one."""
     named = answer.get("properties", {})
     closed = answer.get("type") == "object" and answer.get("additionalProperties") is False and isinstance(named, dict)
     return closed and not {"name", "parameters"} <= named.keys() and not _OPENS & answer.keys()
@@ -122,7 +122,7 @@ def _move_references(schema: Any, to: str) -> Any:
 
 @dataclass(slots=True)
 class TextPart:
-    """What a stretch of an output brings: text, or more of a call. `id` and `name` come with the first piece of a call,
+    """Part of an output: text, or more of a call. `id` and `name` come with the first piece of a call,
     whose number `call` is."""
 
     text: str = ""
@@ -153,7 +153,7 @@ class CallFinder:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there are calls, and the last one has all of its arguments."""
+        """True where there are calls, and the last one has all of its arguments."""
         return self.calls > 0 and self._state in (self._read_between, self._read_native)
 
     def push_text(self, text: str) -> list[TextPart]:

@@ -161,12 +161,12 @@ class _StopStrings:
         return text[:cut]
 
     def flush_held(self) -> str:
-        """What was held back, at the end of the text."""
+        """Return what was held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
     def _find_partial(self, text: str) -> int:
-        """Where the longest end of `text` that begins a stop string starts; its length if there is none."""
+        """Find where the longest end of `text` that begins a stop string starts; its length if there is none."""
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[start] in self._first and any(stop.startswith(text[start:]) for stop in self._stops):
                 return start

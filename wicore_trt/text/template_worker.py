@@ -36,7 +36,7 @@ class _Refusal(Exception):
 
 
 def read_job(stream: IO[bytes]) -> Any:
-    """One JSON value. Raises EOFError when the stream has ended, or the value is longer than MEMORY bytes."""
+    """Read one JSON value. Raises EOFError when the stream has ended, or the value is longer than MEMORY bytes."""
     head = stream.read(8)
     size = struct.unpack("<Q", head)[0] if len(head) == 8 else MEMORY + 1
     data = stream.read(size) if size <= MEMORY else b""
@@ -46,7 +46,7 @@ def read_job(stream: IO[bytes]) -> Any:
 
 
 def write_job(stream: IO[bytes], value: Any) -> None:
-    """As `read_job` reads it."""
+    """Write a job as `read_job` reads it."""
     data = json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
     stream.write(struct.pack("<Q", len(data)) + data)
     stream.flush()
@@ -63,7 +63,7 @@ def read_answer(stream: IO[bytes]) -> dict[str, str]:
 
 
 def write_answer(stream: IO[bytes], answer: Mapping[str, str]) -> None:
-    """As `read_answer` reads it. Not as JSON, in which some texts are six times as long."""
+    """Write an answer as `read_answer` reads it. Not as JSON, in which some texts are six times as long."""
     [(name, text)] = answer.items()
     data = text.encode("utf-8", "surrogatepass")
     stream.write(struct.pack("<Qc", len(data), name[:1].encode()) + data)

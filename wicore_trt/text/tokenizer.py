@@ -125,7 +125,7 @@ class Tokenizer:
 
     @property
     def has_chat(self) -> bool:
-        """Whether the model brought a chat template."""
+        """True where the model brought a chat template."""
         return self._chat is not None
 
     @property
@@ -172,12 +172,12 @@ class Tokenizer:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the model's template writes functions, calls and results, in a form that `text.calls` reads."""
+        """True where the model's template writes functions, calls and results, in a form that `text.calls` reads."""
         return self._chat is not None and "tools" in self._chat.takes
 
     @property
     def turn_end(self) -> int | None:
-        """What ends a turn of a model that brought no chat template, which does not name it among its ends."""
+        """Token that ends a turn of a model that brought no chat template, which does not name it among its ends."""
         return None if self._chat is not None else self._backend.token_to_id("<end_of_turn>")
 
     def described_ends(self) -> str:
@@ -212,7 +212,8 @@ class Tokenizer:
             raise InvalidRequestError("Token ids must be integers in [0, 2^32).", field="token_ids") from error
 
     def token_text(self, token: int) -> str | None:
-        """What `decode` makes of this token wherever it stands, "" for a special one. None where that depends on the
+        """Look up what `decode` makes of this token wherever it stands, "" for a special one. None where that
+        depends on the
         tokens around it: for byte-fallback tokens, and for decoders that do more than to join the tokens' texts."""
         if not self._joins or token in self.byte_ids:
             return None
@@ -226,7 +227,8 @@ class Tokenizer:
         return ByteRun(self, skip_special) if self._joins else None
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token stands for inside of a text, special tokens included. Of a byte-fallback token its byte, so
+        """Look up what one token stands for inside of a text, special tokens included. Of a byte-fallback
+        token its byte, so
         that the bytes of an output's tokens, put together, are its text."""
         found = self._token_bytes.get(token)
         if found is None:
@@ -259,7 +261,8 @@ class Tokenizer:
         return {token: name for token, name in found.items() if token is not None and not self.decode([token])}
 
     def list_vocabulary(self) -> list[bytes | None]:
-        """What each id stands for inside of a text, as in `token_bytes`; None for special tokens, which are no text,
+        """List what each id stands for inside of a text, as in `token_bytes`; None for special tokens, which
+        are no text,
         and for ids that are no token. Takes a second for Gemma's."""
         found: list[bytes | None] = [None] * self.vocab_size
         special = {token for token, added in self._backend.get_added_tokens_decoder().items() if added.special}

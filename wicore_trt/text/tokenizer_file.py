@@ -1,4 +1,4 @@
-"""What a tokenizer.json may hold: the parts that Gemma 3's tokenizers are made of, within bounds.
+"""Checks of tokenizer.json: the parts that Gemma 3's tokenizers are made of, within bounds.
 
 The library `tokenizers` builds whatever a file asks for, regular expressions and replacements that multiply text among
 it, and panics on some of it. This module reads the file before the library does; it must not know other files or the
@@ -186,7 +186,7 @@ def read_tokenizer(data: bytes, path: Path, fix: str) -> tokenizers.Tokenizer:
 
 
 def _find_contradiction(file: _File) -> str | None:
-    """What does not fit together, as the rest of a sentence about the file."""
+    """Find what does not fit together, as the rest of a sentence about the file."""
     model = file.model
     for name, ids in (("model.vocab", model.vocab.values()), ("added_tokens", [t.id for t in file.added_tokens])):
         if (double := _find_double(ids)) is not None:

@@ -50,7 +50,8 @@ def make_tools(
     several: bool,
     beside: tuple[str, Constraint] | None,
 ) -> Tools | None:
-    """None where no function may be called. `choice` is NONE, AUTO or REQUIRED; the one that is `named` must be called.
+    """Make the tools of a request, None where no function may be called. `choice` is NONE, AUTO or REQUIRED;
+    the one that is `named` must be called.
     `beside` is what an answer without calls is held to, and the field that asks for that.
 
     Raises InvalidRequestError with the fields `tools`, `tool_choice` or that of `beside`.

@@ -24,7 +24,7 @@ _PREAMBLE = (
 
 
 def has_calls(messages: object) -> bool:
-    """Whether there are calls of functions among the messages, or results."""
+    """Tell whether there are calls of functions among the messages, or results."""
     return isinstance(messages, Sequence) and any(
         isinstance(m, Mapping) and (m.get("role") == "tool" or m.get("tool_calls")) for m in messages
     )
@@ -104,7 +104,7 @@ def tool_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str, An
 def _name_results(
     messages: Sequence[Mapping[str, object]],
 ) -> Iterator[tuple[Mapping[str, Any], list[tuple[str, Any]], str | None]]:
-    """Each message with its calls, and the name of the function whose result it is."""
+    """Yield each message with its calls, and the name of the function whose result it is."""
     names: dict[str, str] = {}  # of functions, by the id of the call
     for index, message in enumerate(checked_messages(messages)):
         where, calls, name = f"messages[{index}]", list[tuple[str, Any]](), None
