@@ -26,7 +26,7 @@ def full() -> MetricsSnapshot:
     """A snapshot in which every family has a sample."""
     calls = CallCounts()
     calls.count_http("GET", "/health", 200)
-    calls.count_grpc("Generate", "OK")
+    calls.grpc["Generate", "OK"] += 1
     tier = TierStats("device", 1, 1, 1, {"local": 1}, 1, evictions={"capacity": 1}, failures={"checksum": 1})
     pools = (PoolStats("local", 1, 1, 1, 1),)
     engine = EngineStats(1.0, 0, 0, {}, 0, 0, 0, pools=pools, kv=KVStats((tier,), {"load": 1}))

@@ -126,7 +126,7 @@ async def scenario(seed: int, monkeypatch) -> Counter[str]:
             await site.start_engine()
     if ending:
         site.context.draining = True
-        site.service.refuse_new()
+        site.service.draining = True
         site.paths["drained"] += 1
     done = asyncio.gather(*tasks)
     await asyncio.wait_for(done, 2000.0)
@@ -135,7 +135,7 @@ async def scenario(seed: int, monkeypatch) -> Counter[str]:
     counts = site.admission.counts
     told = Counter(status for (_, _, status), n in counts.http.items() for _ in range(n) if status != "101")
     assert told == Counter({str(k): v for k, v in site.by_way.get("http", {}).items()}), "metrics tell what clients saw"
-    site.context.draining = site.service._draining = False
+    site.context.draining = site.service.draining = False
     await asyncio.sleep(4 * step_s + 2 * slowest)
     if limits.max_queue_s != 0.0:
         for tenant in KEYS:  # everybody is served again

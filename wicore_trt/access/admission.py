@@ -45,10 +45,6 @@ class CallCounts:
         """`path` is a route's, or OTHER."""
         self.http[method if method in VERBS else OTHER, path, str(status)] += 1
 
-    def count_grpc(self, method: str, code: str) -> None:
-        """`method` is one that is served."""
-        self.grpc[method, code] += 1
-
 
 MINUTE_S = 60.0
 

@@ -54,7 +54,8 @@ def collect_families(snapshot: MetricsSnapshot) -> Iterator[Metric]:
     yield from _describe_server(snapshot)
     model = snapshot.model.model_id if snapshot.engine is not None and snapshot.model is not None else None
     yield from _describe_calls(snapshot)
-    yield from _describe_latencies(snapshot)
+    for attribute, ours, _, about in HISTOGRAMS:
+        yield make_histogram(f"wicore_{ours}", about, getattr(snapshot.times, attribute))
     if model is not None:
         yield from _describe_calls_as_vllm(snapshot, model)
     if snapshot.engine is not None:
@@ -161,11 +162,6 @@ HISTOGRAMS = (
      "Output tokens of the longest sequence of an ended request."),
 )  # fmt: skip
 """Histograms of `Times` by attribute: our name, vLLM's, and the meaning."""
-
-
-def _describe_latencies(s: MetricsSnapshot) -> Iterator[Metric]:
-    for attribute, ours, _, about in HISTOGRAMS:
-        yield make_histogram(f"wicore_{ours}", about, getattr(s.times, attribute))
 
 
 def _describe_engine(e: EngineStats) -> Iterator[Metric]:

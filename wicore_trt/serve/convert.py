@@ -33,7 +33,6 @@ from wicore_trt.types import (
     ConstraintKind,
     EngineStats,
     FinishReason,
-    KVStats,
     ModelInfo,
     SamplingParams,
     TextOutput,
@@ -274,18 +273,12 @@ def make_stats(now: EngineStats, streams_open: int) -> pb2.GetStatsResponse:
         requests_finished=now.requests_finished, prompt_tokens=now.prompt_tokens,
         cached_prompt_tokens=now.cached_prompt_tokens, generated_tokens=now.generated_tokens, steps=now.steps,
         step_time=make_duration(now.step_seconds), preemptions=now.preemptions,
-        pools=[pb2.PoolStats(**dataclasses.asdict(pool)) for pool in now.pools], kv=_kv_stats(now.kv),
+        pools=[pb2.PoolStats(**dataclasses.asdict(pool)) for pool in now.pools],
+        kv=kv_pb2.KVStats(
+            tiers=map(_tier_stats, now.kv.tiers), decisions=now.kv.decisions, parked=now.kv.parked,
+            resumed=now.kv.resumed, event_sequence=now.kv.event_sequence,
+        ),
     )  # fmt: skip
-
-
-def _kv_stats(kv: KVStats) -> kv_pb2.KVStats:
-    return kv_pb2.KVStats(
-        tiers=map(_tier_stats, kv.tiers),
-        decisions=kv.decisions,
-        parked=kv.parked,
-        resumed=kv.resumed,
-        event_sequence=kv.event_sequence,
-    )
 
 
 def _tier_stats(tier: TierStats) -> kv_pb2.TierStats:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from functools import lru_cache
 
 import grpc
 from google.protobuf import duration_pb2, message
@@ -29,11 +28,6 @@ class DuplicateRequestError(InvalidRequestError):
     grpc_code = "ALREADY_EXISTS"
 
 
-@lru_cache(maxsize=64)
-def _error_info(reason: str) -> error_details_pb2.ErrorInfo:
-    return error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN)
-
-
 def find_reason(error: WicoreError) -> str:
     """ErrorInfo.reason of an error: QueueFullError -> QUEUE_FULL."""
     kind = InvalidRequestError if isinstance(error, ContextLengthError) else type(error)
@@ -45,7 +39,7 @@ def make_status(error: WicoreError, call_id: str) -> status_pb2.Status:
     """The google.rpc.Status of an error: ErrorInfo and RequestInfo always, BadRequest and RetryInfo where they fit."""
     text = shortened(str(error), MAX_MESSAGE_CHARS)
     details: list[message.Message] = [
-        _error_info(find_reason(error)),
+        error_details_pb2.ErrorInfo(reason=find_reason(error), domain=DOMAIN),
         error_details_pb2.RequestInfo(request_id=call_id),
     ]
     if isinstance(error, InvalidRequestError):

@@ -51,13 +51,6 @@ def read_metadata(details: grpc.HandlerCallDetails, key: str) -> str | None:
     return None
 
 
-def is_metadata_too_long(metadata: Sequence[tuple[str, str | bytes]]) -> bool:
-    """Say whether metadata are more than is looked through."""
-    if len(metadata) > MAX_METADATA_BYTES // ENTRY_BYTES:
-        return True
-    return sum(len(name) + len(value) + ENTRY_BYTES for name, value in metadata) > MAX_METADATA_BYTES
-
-
 class CallReply:
     """The answer to one call: messages, before which the call's id is told.
 
@@ -106,7 +99,10 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def service(self, details: grpc.HandlerCallDetails) -> Handler:
         """Find the handler of a call; None for a method that is not served."""
-        if is_metadata_too_long(details.invocation_metadata or ()):
+        metadata = details.invocation_metadata or ()
+        if len(metadata) > MAX_METADATA_BYTES // ENTRY_BYTES or (
+            sum(len(name) + len(value) + ENTRY_BYTES for name, value in metadata) > MAX_METADATA_BYTES
+        ):
             return grpc.stream_stream_rpc_method_handler(self._refuse_metadata)
         health = details.method.startswith(HEALTH_PREFIX)
         header, method = partial(read_metadata, details), details.method.rpartition("/")[2]
@@ -129,7 +125,7 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
             try:
                 await run_call(call, lambda: self._answer_call(call, handler, context, reply), context)
             finally:
-                self._counts.count_grpc(method, call.code)
+                self._counts.grpc[method, call.code] += 1
 
         return grpc.stream_stream_rpc_method_handler(run, response_serializer=handler.response_serializer)
 

@@ -78,13 +78,9 @@ class Servers:
         await self._grpc.service.idle.wait()
         await self._http.context.idle.wait()
 
-    async def set_serving(self) -> None:
-        """Tell probes that requests are taken. HTTP looks at the engine itself."""
-        await self._grpc.set_serving()
-
-    async def set_waiting(self) -> None:
-        """Tell probes that requests are not taken for now."""
-        await self._grpc.set_waiting()
+    async def set_serving(self, serving: bool = True) -> None:
+        """Tell probes whether requests are taken now. HTTP looks at the engine itself."""
+        await self._grpc.set_serving(serving)
 
     async def set_draining(self) -> None:
         """Refuse requests from now on, and tell probes."""
@@ -174,7 +170,7 @@ class ServingProcess(ABC):
             dead = engine.dead
             if dead is not None and serving:
                 log.error("no requests are taken: %s", dead)
-                await servers.set_waiting()
+                await servers.set_serving(False)
             elif dead is None and not serving:
                 await servers.set_serving()
                 log.info("requests are taken again")

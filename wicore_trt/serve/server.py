@@ -221,17 +221,13 @@ class GrpcServer:
             port = server.add_secure_port(address, self._credentials)
         return port
 
-    async def set_serving(self) -> None:
-        """Tell health checks that requests are taken."""
-        self._health.set_status(health_pb2.HealthCheckResponse.SERVING)
-
-    async def set_waiting(self) -> None:
-        """Tell health checks that requests are not taken for now."""
-        self._health.set_status(health_pb2.HealthCheckResponse.NOT_SERVING)
+    async def set_serving(self, serving: bool = True) -> None:
+        """Tell health checks whether requests are taken now."""
+        self._health.set_status(Status.SERVING if serving else Status.NOT_SERVING)
 
     async def set_draining(self) -> None:
         """Tell health checks, once and for all, that requests are not taken any more, and refuse them."""
-        self.service.refuse_new()
+        self.service.draining = True
         self._health.retire_status()
 
     async def stop_listening(self, grace_s: float) -> None:

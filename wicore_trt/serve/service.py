@@ -53,7 +53,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._admission = admission
         self._max_message_bytes = max_message_bytes
         self._engine: TextEngine | None = None
-        self._draining = False
+        self.draining = False  # new Generate calls are answered with UNAVAILABLE
         self.open: Counter[str] = Counter()  # Generate calls by tenant
         self._subscribers = Gate(MAX_SUBSCRIBERS, "KV event streams")
         self._started_at = Timestamp()
@@ -65,14 +65,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Take requests from now on."""
         self._engine = engine
 
-    def refuse_new(self) -> None:
-        """Answer new Generate calls with UNAVAILABLE from now on."""
-        self._draining = True
-
     @property
     def serving(self) -> bool:
         """Say whether requests are taken."""
-        return self._engine is not None and self._engine.ready and not self._draining
+        return self._engine is not None and self._engine.ready and not self.draining
 
     @property
     def streams_open(self) -> int:
@@ -106,7 +102,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """The engine, and what counts a generation against its tenant's rates. Raises UnavailableError where none is
         taken."""
         engine = self.get_engine()
-        if self._draining:
+        if self.draining:
             raise UnavailableError("The server is shutting down.", fix="Send the request to another server.")
         self.open[call.who.tenant] += 1
         self.idle.clear()
@@ -175,7 +171,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return convert.make_model_info(self.get_engine().info)
 
     async def GetServerInfo(self, request: pb2.GetServerInfoRequest, context: CallReply) -> pb2.GetServerInfoResponse:
-        if self._draining:
+        if self.draining:
             state = pb2.SERVER_STATE_DRAINING
         else:
             state = pb2.SERVER_STATE_STARTING if self._engine is None else pb2.SERVER_STATE_SERVING

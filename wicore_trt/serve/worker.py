@@ -132,7 +132,8 @@ class WorkerService:
 
     async def GetLoads(self, request: pb2.GetLoadsRequest, context: CallReply) -> pb2.GetLoadsResponse:
         engine = self._service.get_engine()
-        load = _make_load(await _collect_stats(engine), engine.info.page_tokens)
+        stats, _ = await self._service.collect_stats(get_current_call().who)
+        load = _make_load(stats, engine.info.page_tokens)
         timestamp = datetime.now(UTC).isoformat()
         return pb2.GetLoadsResponse(timestamp=timestamp, version=__version__, dp_rank_count=1, loads=[load])
 
@@ -166,11 +167,6 @@ class WorkerService:
                         for event in found:
                             await context.write_message(_make_event(event, self._numbers.number(epoch, event.sequence)))
             after = UNKNOWN
-
-
-async def _collect_stats(engine: TextEngine) -> EngineStats:
-    who = get_current_call().who
-    return await engine.read_stats() if who.operator else await engine.read_tenant_stats(who.tenant)
 
 
 def _make_load(stats: EngineStats, page_tokens: int) -> pb2.SchedulerLoad:
