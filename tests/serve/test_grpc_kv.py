@@ -122,7 +122,7 @@ async def test_every_figure_of_the_tiers_is_on_the_wire():
 def with_events(log: KVEventLog, **kwargs) -> TextEngine:
     """An engine whose event log is the given one."""
     engine = make_engine(**kwargs)
-    engine.engine.feed = lambda tenant: log
+    engine.engine.find_feed = lambda tenant: log
     return engine
 
 
