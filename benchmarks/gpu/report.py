@@ -176,6 +176,8 @@ def _reason(document: Mapping[str, Any], stage: str, name: str, batch: int | Non
 
 
 NOTE_COLUMNS = 108
+UNRELATED = ("numpy", "grpcio", "transformers", "aiohttp", "uvloop", "python")
+"""Packages whose versions stand in the JSON file alone: no figure depends on them."""
 COLUMNS = (
     "figure", "ours", "graph alone", "bound", "bound / ours", "must", "aim", "vLLM", "vLLM / ours",
 )  # fmt: skip
@@ -217,7 +219,7 @@ def _verdict(line: Line) -> str:
 
 def _notes(document: Mapping[str, Any]) -> list[str]:
     gpu, bounds, check, startup = (document.get(key) for key in ("gpu", "bounds", "check", "startup"))
-    versions = ", ".join(f"{name} {value}" for name, value in document.get("versions", {}).items())
+    versions = ", ".join(f"{k} {v}" for k, v in document.get("versions", {}).items() if k not in UNRELATED)
     found = [f"{(gpu or {}).get('name', 'unknown GPU')}, {document.get('date', '')}; {versions}."]
     if bounds:
         fp8 = f", FP8 {bounds['fp8_flops'] / 1e12:.0f} TFLOP/s" if bounds["fp8_flops"] else ""
