@@ -1,4 +1,4 @@
-"""What `wicore inspect` says of a compiled engine: its plans, the memory they need, their inputs and outputs.
+"""Report of `wicore inspect` on a compiled engine: its plans, the memory they need, their inputs and outputs.
 
 Reads `plans/plans.json`, loads no TensorRT. Invariant: every input and output of a plan is in a row.
 """
@@ -38,15 +38,21 @@ def plans_report(engine: EngineDir) -> dict[str, Any] | None:
     files = engine.manifest.files
     plans = [{"file": name, "bytes": files[name].bytes, **facts} for name, facts in sorted(index["plans"].items())]
     decode = tensors["decode"]
-    weights: dict[tuple[str, ...], int] = {t.parts: _size(t) for t in decode if t.kind == "weight"}  # a tied head once
+    weights: dict[tuple[str, ...], int] = {
+        t.parts: _count_bytes(t) for t in decode if t.kind == "weight"
+    }  # a tied head once
     memory = {
         "weights": sum(weights.values()),
-        "rope tables": sum(_size(t) for t in decode if t.kind == "table"),
-        "KV of one slot": sum(_size(t) for t in decode if t.kind == "cache"),
+        "rope tables": sum(_count_bytes(t) for t in decode if t.kind == "table"),
+        "KV of one slot": sum(_count_bytes(t) for t in decode if t.kind == "cache"),
         "slots at most": engine.manifest.compiled["max_batch"],
         "activations": max(plan["activation_bytes"] for plan in plans),
     }
-    return {"plans": plans, "memory": memory, "tensors": {phase: _grouped(given) for phase, given in tensors.items()}}
+    return {
+        "plans": plans,
+        "memory": memory,
+        "tensors": {phase: _group_tensors(given) for phase, given in tensors.items()},
+    }
 
 
 def print_plans(report: dict[str, Any]) -> None:
@@ -58,8 +64,8 @@ def print_plans(report: dict[str, Any]) -> None:
             plan["file"],
             human_bytes(plan["bytes"]),
             plan["network_layers"],
-            _counts(plan["kernels"]),
-            _counts(plan["precisions"]),
+            _format_counts(plan["kernels"]),
+            _format_counts(plan["precisions"]),
             human_bytes(plan["activation_bytes"]),
         )
         for plan in report["plans"]
@@ -68,15 +74,15 @@ def print_plans(report: dict[str, Any]) -> None:
     memory = [(name, str(v) if name == "slots at most" else human_bytes(v)) for name, v in report["memory"].items()]
     print_table("device memory", ("what", "size"), memory)
     for phase, tensors in report["tensors"].items():
-        cells = [(t["name"], t["count"], t["kind"], t["dtype"], _shape(t["shape"])) for t in tensors]
+        cells = [(t["name"], t["count"], t["kind"], t["dtype"], _format_shape(t["shape"])) for t in tensors]
         print_table(f"inputs and outputs of {phase}", ("name", "count", "kind", "dtype", "shape"), cells)
     for plan in report["plans"]:
         if plan["rearranged_weights"]:
             print(f"{plan['file']} transposes in every step: {', '.join(plan['rearranged_weights'])}")
 
 
-def _grouped(tensors: Iterable[TensorSpec]) -> list[dict[str, Any]]:
-    """One row per name without its layer number, kind, dtype and shape."""
+def _group_tensors(tensors: Iterable[TensorSpec]) -> list[dict[str, Any]]:
+    """Make a row per name without its layer number, kind, dtype and shape."""
     rows: dict[tuple[Any, ...], int] = {}
     for t in tensors:
         key = (re.sub(r"\.\d+(?=\.|$)", ".*", t.name), t.kind, t.dtype, t.shape)
@@ -87,13 +93,13 @@ def _grouped(tensors: Iterable[TensorSpec]) -> list[dict[str, Any]]:
     ]
 
 
-def _size(tensor: TensorSpec) -> int:
+def _count_bytes(tensor: TensorSpec) -> int:
     return prod(d for d in tensor.shape if isinstance(d, int)) * _BYTES[tensor.dtype]
 
 
-def _shape(shape: list[Any]) -> str:
+def _format_shape(shape: list[Any]) -> str:
     return "[" + ", ".join(str(d) for d in shape) + "]"
 
 
-def _counts(counts: dict[str, int]) -> str:
+def _format_counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items(), key=lambda item: -item[1])) or "-"

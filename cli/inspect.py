@@ -119,7 +119,7 @@ def _ends(engine: EngineDir) -> dict[str, str]:
 def _cpu_kernels(engine: EngineDir) -> str:
     """What runs the engine on a CPU; whether the native kernels were built here is `wicore doctor`'s to say."""
     try:
-        from wicore_trt.backends.torch.native_ops import unsupported
+        from wicore_trt.backends.torch.native_ops import explain_unsupported
     except ModuleNotFoundError as error:
         return f"unknown here, {error.name} is not installed"
     from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
@@ -129,7 +129,7 @@ def _cpu_kernels(engine: EngineDir) -> str:
         names = SafetensorsFile(engine.rank_files[0]).tensors
     except CheckpointError:
         return "unknown, the weights are damaged"
-    reason = unsupported(engine.manifest.spec, engine.manifest.kv_dtype, names)
+    reason = explain_unsupported(engine.manifest.spec, engine.manifest.kv_dtype, names)
     return f"torch, not native: {reason}" if reason else "native"
 
 

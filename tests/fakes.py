@@ -106,7 +106,7 @@ class FakeExecutor(PlainCopier):
             self.layout = replace(self.layout, page_bytes=page_bytes, slab_pages=slab_pages)
 
     def _wipe(self, group: str, slot: int) -> None:
-        for other, shared in self.layout.overlapping(group, slot)[1:]:
+        for other, shared in self.layout.find_overlaps(group, slot)[1:]:
             self.memory[other][shared] = [b"wiped"] * self.layout.page_tokens
 
     def execute(self, batch: StepBatch) -> StepResult:

@@ -51,7 +51,7 @@ def bench_linear(lib: native.NativeLibrary, n: int, k: int, rows: int, dtype: to
 
 
 def main() -> None:
-    lib = native.load(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+    lib = native.load_library(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
     if lib is None:
         sys.exit("The native kernels are not built: pip install -e . with a C++ compiler.")
     print(f"{lib.isa}; torch {torch.__version__}, {torch.get_num_threads()} threads")

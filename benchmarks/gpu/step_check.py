@@ -19,7 +19,7 @@ import torch
 from benchmarks.gpu.step_overlap import overlapping, replay_problems
 from wicore_trt.arithmetic import first_visible_page
 from wicore_trt.backends.torch.executor import TorchExecutor
-from wicore_trt.backends.torch.weights import fuse
+from wicore_trt.backends.torch.weights import fuse_weights
 from wicore_trt.backends.triton.compile import compile_table
 from wicore_trt.backends.triton.executor import Loading, TritonExecutor
 from wicore_trt.backends.triton.table import EngineShape, KernelTable
@@ -109,7 +109,7 @@ def check_step(
         batch_invariant=case.invariant,
     )
     loading = Loading(
-        shape, table, 512, lambda positions: place_constants(fuse(engine, spec), shape, positions, device)
+        shape, table, 512, lambda positions: place_constants(fuse_weights(engine, spec), shape, positions, device)
     )
     mine = TritonExecutor(loading, settings, device)
     cpu = ExecutorOptions(device="cpu", kernels="torch", page_tokens=PAGE_TOKENS, kv_pages=settings.kv_pages)

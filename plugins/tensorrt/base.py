@@ -1,4 +1,4 @@
-"""What the plugins have in common: TensorRT's three interfaces over one description of tensors; never run in a plan.
+"""Base of the plugins: TensorRT's three interfaces over one description of tensors; never run in a plan.
 
 The classes of this package derive from TensorRT's only once a TensorRT module is at hand (`plugin_class`), so importing
 costs nothing and `tensorrt` and `tensorrt_rtx_bindings` serve alike. Invariant: a plugin's state is its configuration
@@ -29,7 +29,7 @@ TRT_TYPES = {"float32": "FLOAT", "bfloat16": "BF16", "float16": "HALF", "fp8": "
 
 @dataclass(frozen=True)
 class TensorRule:
-    """What a plugin demands of one input or output: a type (a key of TRT_TYPES) and a shape, -1 for any extent."""
+    """Demand of a plugin on one input or output: a type (a key of TRT_TYPES) and a shape, -1 for any extent."""
 
     name: str
     dtype: str
@@ -80,7 +80,7 @@ class PluginLogic:
         raise NotImplementedError
 
     def launches(self, dims: Sequence[Sequence[int]], inputs: Sequence[int], outputs: Sequence[int]) -> list[Launch]:
-        """One launch per role, in this order, of inputs with the extents `dims`; all pointers are device addresses."""
+        """Make a launch per role, in this order, of inputs with the extents `dims`; pointers are device addresses."""
         raise NotImplementedError
 
     # Core

@@ -33,7 +33,7 @@ PAGE = 64
 
 @dataclass(frozen=True)
 class CacheAttentionConfig:
-    """One layer's attention over caches of `entries`, in `dtype` like the queries; `window` is 0 for full attention."""
+    """Attention of one layer over caches of `entries`, in `dtype` like the queries; `window` 0: full attention."""
 
     entries: int
     heads: int

@@ -49,7 +49,7 @@ def allow_aliasing(trt: Any, config: Any) -> None:
 def add_cache_attention(
     trt: Any, network: Any, config: CacheAttentionConfig, kernels: Mapping[str, CompiledKernel], inputs: Sequence[Any]
 ) -> Any:
-    """One layer's attention over its linear caches in `network`, `inputs` as in `CacheAttention`: the layer, whose
+    """Add one layer's attention over its linear caches in `network`, `inputs` as in `CacheAttention`: the layer, whose
     outputs are [N, heads, D] and both caches."""
     plugin = plugin_class(trt, CacheAttention)(config, kernels)
     layer = network.add_plugin_v3(list(inputs), [], plugin)

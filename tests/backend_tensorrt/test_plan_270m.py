@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from wicore_trt.backends.tensorrt.plan_io import PlanLimits
-from wicore_trt.backends.torch.weights import fuse
+from wicore_trt.backends.torch.weights import fuse_weights
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.format import Checkpoint
 from wicore_trt.model.spec import Gemma3Spec
@@ -41,7 +41,7 @@ def test_prompt_and_decode_steps(
     tensors = load_file(checkpoint.rank_files[0])
     spec, base = checkpoint.spec, checkpoint.dtype
     driver = PlanDriver(spec, tensors, tmp_path, LIMITS, dtype=base)
-    hf = reference(fuse(tensors, spec), spec, quantized=dtype == "fp8")
+    hf = reference(fuse_weights(tensors, spec), spec, quantized=dtype == "fp8")
     tokenizer = Tokenizer.from_file(str(checkpoint.path / "tokenizer.json"))
     text = max(pydoc_data.topics.topics.values(), key=len)
     prompt = [2, *tokenizer.encode(text, add_special_tokens=False).ids[: PROMPT - 1]]

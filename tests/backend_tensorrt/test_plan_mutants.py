@@ -53,7 +53,7 @@ def with_spec(m: pytest.MonkeyPatch, name: str, change: Callable[[Any], Any]) ->
 
 @mutant
 def swapped_rope_tables(m: pytest.MonkeyPatch) -> None:
-    with_spec(m, "_rotated", lambda s: replace(s, layer_groups=tuple(OTHER[g] for g in s.layer_groups)))
+    with_spec(m, "_rotate_heads", lambda s: replace(s, layer_groups=tuple(OTHER[g] for g in s.layer_groups)))
 
 
 @mutant
@@ -79,7 +79,7 @@ def unrotated_keys(m: pytest.MonkeyPatch) -> None:
         count[0] += 1
         return x if count[0] % 2 == 0 else old(self, x, layer)  # queries come first, then keys
 
-    wrap(m, TensorRTOps, "_rotated", rotated)
+    wrap(m, TensorRTOps, "_rotate_heads", rotated)
 
 
 @mutant

@@ -12,7 +12,7 @@ from parity.tiny import cast, tiny_model
 from safetensors.torch import save_file
 
 from wicore_trt.backends.tensorrt.plan_io import PlanLimits, TensorSpec, list_weights, step_tensors
-from wicore_trt.backends.torch.weights import fuse
+from wicore_trt.backends.torch.weights import fuse_weights
 from wicore_trt.errors import EngineFormatError
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
 from wicore_trt.model.spec import GLOBAL
@@ -37,7 +37,7 @@ def test_inputs_hold_what_the_torch_backend_computes_with(dtype: torch.dtype, ti
             tensors[name] = torch.tensor([0.5 - 0.2 * n])
     path = saved(tmp_path, tensors)
     inputs = list_weights([path], model.spec, "bfloat16")
-    weights, expected = load_weights(path, inputs, model.spec, FakeDevice()), fuse(tensors, model.spec)
+    weights, expected = load_weights(path, inputs, model.spec, FakeDevice()), fuse_weights(tensors, model.spec)
     assert {*weights} == {t.name for t in inputs} == {*expected}
     for tensor in inputs:
         got, want = weights[tensor.name], expected[tensor.name]

@@ -26,7 +26,7 @@ from benchmarks.answers.data import (
 from benchmarks.answers.oracle import begun, dequantized, joined
 from benchmarks.answers.prompts import LONG, PROMPTS, SINGLE, long_text
 from benchmarks.answers.runs import Run, torch_step, triton_step
-from wicore_trt.backends.torch.weights import EngineTensors, fuse
+from wicore_trt.backends.torch.weights import EngineTensors, fuse_weights
 from wicore_trt.runtime.dtypes import E4M3
 
 NEW = 4
@@ -37,7 +37,7 @@ def silent(text: str) -> None:
 
 
 def loaded(model, dtype: str, tensors=None) -> EngineTensors:
-    return EngineTensors(model.spec, dtype, dtype, fuse(tensors or model.tensors, model.spec), page_tokens=4)
+    return EngineTensors(model.spec, dtype, dtype, fuse_weights(tensors or model.tensors, model.spec), page_tokens=4)
 
 
 def made_oracle(

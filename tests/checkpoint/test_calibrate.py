@@ -176,7 +176,7 @@ def test_ranks_are_put_back_together(source: Path, tmp_path: Path) -> None:
 
 
 def test_one_matrix_is_in_memory_at_a_time(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, alive, matrices = module._tensor, weakref.WeakSet[torch.Tensor](), 0
+    real, alive, matrices = module._make_tensor, weakref.WeakSet[torch.Tensor](), 0
 
     def watched(block: np.ndarray, tag: str) -> torch.Tensor:
         nonlocal matrices
@@ -187,7 +187,7 @@ def test_one_matrix_is_in_memory_at_a_time(source: Path, monkeypatch: pytest.Mon
             alive.add(tensor)
         return tensor
 
-    monkeypatch.setattr(module, "_tensor", watched)
+    monkeypatch.setattr(module, "_make_tensor", watched)
     whole = SourceTensors(open_source(source))
     measure_magnitudes(whole, [random.randrange(400) for _ in range(200)], BOS)
     steps = 2  # 200 tokens are 5 pieces, 3 to a step

@@ -11,7 +11,7 @@ import torch
 from wicore_trt.backends.torch import native
 from wicore_trt.backends.torch.native import NativeLibrary
 
-LIBRARY = native.load()
+LIBRARY = native.load_library()
 
 
 @pytest.fixture(params=native.ISAS)

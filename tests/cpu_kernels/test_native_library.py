@@ -18,7 +18,7 @@ from wicore_trt.plugins import cpu_library
 FORK = """
 import os, torch
 from wicore_trt.backends.torch import native, native_args
-lib = native.load()
+lib = native.load_library()
 lib.set_threads(4)
 weight = lib.pack(torch.arange(640.0 * 4096).view(4096, 640) / 1e6)
 x, out = torch.ones(3, 640), torch.zeros(3, 4096)
@@ -37,15 +37,15 @@ print(same, os.waitstatus_to_exitcode(status))
 
 
 def test_load_without_a_library_is_none(tmp_path: Path) -> None:
-    assert native.load(tmp_path / cpu_library.LIBRARY) is None
+    assert native.load_library(tmp_path / cpu_library.LIBRARY) is None
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"not a library")
-    assert native.load(broken) is None
+    assert native.load_library(broken) is None
 
 
 def test_another_interface_version_is_refused(lib: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_library, "ABI", cpu_library.ABI + 1)
-    assert native.load() is None
+    assert native.load_library() is None
 
 
 def test_an_unknown_instruction_set_changes_nothing(lib: NativeLibrary) -> None:
@@ -72,7 +72,7 @@ def test_calls_from_several_threads_are_serialized(lib: NativeLibrary, rng: torc
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_computes_and_both_exit() -> None:
-    if native.load() is None:
+    if native.load_library() is None:
         pytest.skip("the native kernels were not built")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", FORK], env=environment, capture_output=True, text=True, timeout=60)

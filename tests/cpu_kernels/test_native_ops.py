@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from wicore_trt.backends.torch.native import NativeLibrary
-from wicore_trt.backends.torch.native_ops import NativeOps, NativeWeights, rope_table, unsupported
+from wicore_trt.backends.torch.native_ops import NativeOps, NativeWeights, explain_unsupported, rope_table
 from wicore_trt.backends.torch.ops import TorchModel, TorchOps
-from wicore_trt.backends.torch.weights import fuse
+from wicore_trt.backends.torch.weights import fuse_weights
 from wicore_trt.checkpoint.names import Role, unified_tensors, weight_scale_name
 from wicore_trt.model.gemma3 import forward, layer_weight
 from wicore_trt.model.spec import Gemma3Spec
@@ -56,7 +56,7 @@ class Engine:
     def __init__(self, lib: NativeLibrary, spec: Gemma3Spec, engine: str, rng: torch.Generator) -> None:
         self.spec, self.rng = spec, rng
         dtype = "bfloat16" if engine == "fp8" else engine
-        tensors = fuse(random_tensors(spec, engine, rng), spec)
+        tensors = fuse_weights(random_tensors(spec, engine, rng), spec)
         self.layout = KVLayout(PAGE_TOKENS, dtype, {"global": PAGES, "local": PAGES}, {})
         self.pools = {g: self.new_pool(g) for g in self.layout.num_pages}
         weights = NativeWeights.from_tensors(lib, tensors, spec, dtype)
@@ -138,7 +138,7 @@ def test_steady_state_keeps_its_buffers(lib: NativeLibrary, rng: torch.Generator
 
 def test_packed_weights_take_the_memory_of_the_weights(lib: NativeLibrary, rng: torch.Generator) -> None:
     spec = tiny_spec()
-    tensors = fuse(random_tensors(spec, "bfloat16", rng), spec)
+    tensors = fuse_weights(random_tensors(spec, "bfloat16", rng), spec)
     weights = NativeWeights.from_tensors(lib, tensors, spec, "bfloat16")
     matrices = (192 * 72) + 3 * (256 * 72 + 128 * 128 + 256 * 72 + 128 * 100)  # rows padded to 64
     unique = {packed.data.data_ptr(): packed.data.nbytes for packed in weights.packed.values()}
@@ -155,7 +155,7 @@ def test_rope_table_does_not_depend_on_its_length() -> None:
 
 def test_what_the_kernels_do_not_cover_is_named() -> None:
     spec = tiny_spec()
-    assert unsupported(spec, "bfloat16", ["lm_head.weight"]) is None
-    assert "KV" in (unsupported(spec, "fp8", []) or "")
+    assert explain_unsupported(spec, "bfloat16", ["lm_head.weight"]) is None
+    assert "KV" in (explain_unsupported(spec, "fp8", []) or "")
     names = [layer_weight(0, "mlp.proj"), "transformer.layers.0.mlp.proj.activation_scaling_factor"]
-    assert "static" in (unsupported(spec, "bfloat16", names) or "")
+    assert "static" in (explain_unsupported(spec, "bfloat16", names) or "")

@@ -54,8 +54,8 @@ def test_kernels_and_torch_copy_the_same(dtype: str, fp8: bool) -> None:
             interpreted.AddressLauncher(tensors).launch(kernel, call, stream)
 
     copier = KernelSlotCopier({"g": memory}, kernels, Launcher(), 5)
-    ints = copier._ints
-    copier._ints = lambda values: uploads.append(ints(values)) or uploads[-1]  # type: ignore[method-assign]
+    ints = copier._upload_ints
+    copier._upload_ints = lambda values: uploads.append(ints(values)) or uploads[-1]  # type: ignore[method-assign]
     plain = TorchSlotCopier({"g": pool}, {"g": cache}, {"g": scales})
     for _ in range(2):
         loads, stores = random_copies(), random_copies()

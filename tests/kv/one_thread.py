@@ -171,7 +171,7 @@ class Device:
 
     def _after_copies(self, group: str, slot: int) -> None:
         """What comes into the bytes of a slot is there."""
-        while any(self.coming[key] for key in self.layout.overlapping(group, slot)):
+        while any(self.coming[key] for key in self.layout.find_overlaps(group, slot)):
             self._bring()
 
     def _flip(self, part: memoryview, what: str) -> None:

@@ -94,7 +94,7 @@ def dense_logits(tensors: dict[str, torch.Tensor], ids: list[int]) -> torch.Tens
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
 def test_operators_compute_with_the_sizes_of_each_group(kernels: str) -> None:
-    if kernels == "native" and native.load() is None:
+    if kernels == "native" and native.load_library() is None:
         pytest.skip("the native CPU kernels are not built here")
     tensors = random_tensors(torch.Generator().manual_seed(5))
     settings = ExecutorOptions(device="cpu", kernels=kernels, page_tokens=PAGE, kv_bytes=1 << 20, max_context=64)

@@ -8,7 +8,7 @@ import torch
 from parity.tiny import TinyModel, tiny_model
 
 from wicore_trt.backends.torch.ops import TorchModel, TorchOps, quantize_rows
-from wicore_trt.backends.torch.weights import fuse
+from wicore_trt.backends.torch.weights import fuse_weights
 from wicore_trt.checkpoint.names import kv_scale_name
 from wicore_trt.model.gemma3 import forward
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
@@ -45,7 +45,7 @@ def model_of(tiny: TinyModel, dtype: str, kv: torch.dtype, extra: dict[str, torc
         for g in ("global", "local")
         if spec.layers_of(g)
     }
-    return TorchModel(spec, dtype, fuse(tiny.tensors, spec) | extra, pools, torch.device("cpu"))
+    return TorchModel(spec, dtype, fuse_weights(tiny.tensors, spec) | extra, pools, torch.device("cpu"))
 
 
 def ops_of(model: TorchModel, piece: SequenceSlice) -> TorchOps:

@@ -412,7 +412,7 @@ class LateCopier(Copier):
 
     def _settle(self, slots: set[tuple[str, int]]) -> None:
         """The copies of these slots have happened, and so have those before them."""
-        slots = {other for slot in slots for other in self.device.layout.overlapping(*slot)}
+        slots = {other for slot in slots for other in self.device.layout.find_overlaps(*slot)}
         self._leaving = [leaving for leaving in self._leaving if leaving[0] not in slots]
         if any(slot in slots for slot, _ in self._loads):
             last = max(i for i, (slot, _) in enumerate(self._loads) if slot in slots)

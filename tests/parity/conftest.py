@@ -9,6 +9,6 @@ import pytest
 def kernels(request: pytest.FixtureRequest) -> str:
     if request.param == "native":
         native = pytest.importorskip("wicore_trt.backends.torch.native")
-        if native.load() is None:
+        if native.load_library() is None:
             pytest.skip("the native kernels are not built")
     return str(request.param)

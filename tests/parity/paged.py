@@ -47,7 +47,7 @@ class PagedDriver:
         self.rng = random.Random(seed)
         self.sampler = RecordingSampler()
         executor._sampler = self.sampler
-        self._free = {g: list(slots) for g, slots in executor.layout.apart().items()}
+        self._free = {g: list(slots) for g, slots in executor.layout.separate_slots().items()}
         self._count = 0
 
     def new_sequence(self) -> PagedSequence:

@@ -122,7 +122,7 @@ def overflowing_model(where: str) -> TinyModel:
 def transformers_model(spec: Gemma3Spec, tensors: Mapping[str, torch.Tensor]) -> Gemma3ForCausalLM:
     """transformers' model around an engine's fused float32 tensors, sharing their memory (norms apart).
 
-    The inverse of `unified` and `backends.torch.weights.fuse`; for models whose transformers weights are not at hand.
+    The inverse of `unified` and `backends.torch.weights.fuse_weights`; for models without transformers weights at hand.
     """
     names = {"global": "full_attention", "local": "sliding_attention"}
     config = Gemma3TextConfig(

@@ -154,7 +154,7 @@ def test_a_compiler_that_fails_leaves_a_package_that_works(
     (row,) = (row for row in json.loads(report.stdout)["checks"] if row["name"] == "native kernels")
     assert row["state"] == "warn" and "C++17 compiler" in row["fix"]
     assert row["found"].startswith(f"was not built: {said}") and len(row["found"]) > len("was not built: ")
-    code = "from wicore_trt.backends.torch import native, executor; print(executor.__file__, native.load())"
+    code = "from wicore_trt.backends.torch import native, executor; print(executor.__file__, native.load_library())"
     place = subprocess.run([str(python), "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path)
     imported, library = place.stdout.split()
     assert Path(imported).is_relative_to(ROOT if editable else tmp_path / "env") and library == "None"

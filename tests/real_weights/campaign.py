@@ -258,7 +258,7 @@ def linked_copier(pools: Any, page_tokens: int, *, overlapping: Any) -> Any:
 def lies(ledger: Ledger, plan: FaultPlan, *, unchecked: bool) -> Iterator[None]:
     """Everything that an engine opened inside believes in may lie."""
     make_tiers, copier = assemble_kv._make_tiers, page_copier.StreamPageCopier
-    put = copier._put
+    put = copier._start_batch
     placed, corrupt, remove = up.UpTransfers.apply_uploaded, up.UpTransfers._drop_corrupt, TierIndex._remove
 
     def open_tiers(*args: Any) -> Any:
@@ -301,7 +301,7 @@ def lies(ledger: Ledger, plan: FaultPlan, *, unchecked: bool) -> Iterator[None]:
     with (
         mock.patch.object(assemble_kv, "_make_tiers", open_tiers),
         mock.patch.object(page_copier, "StreamPageCopier", open_copier),
-        mock.patch.object(copier, "_put", see_put),
+        mock.patch.object(copier, "_start_batch", see_put),
         mock.patch.object(torch_executor, "make_copier", linked_copier),
         mock.patch.object(up.UpTransfers, "apply_uploaded", see_placed),
         mock.patch.object(up.UpTransfers, "_drop_corrupt", see_corrupt),

@@ -22,7 +22,7 @@ PAGES = 200
 
 @pytest.fixture(params=["torch", "native"])
 def kernels(request: pytest.FixtureRequest) -> str:
-    if request.param == "native" and native.load() is None:
+    if request.param == "native" and native.load_library() is None:
         pytest.skip("the native kernels are not built")
     return str(request.param)
 
@@ -163,9 +163,9 @@ def test_the_static_scale_of_stored_keys_counts() -> None:
 
     def masses(pool: torch.Tensor, key_scale: float) -> list[float]:
         inputs = _Inputs(torch.tensor([0, 1], dtype=torch.int32), torch.tensor([10], dtype=torch.int32))
-        probe = AttentionProbe.of(0, inputs)  # type: ignore[arg-type]
+        probe = AttentionProbe.from_inputs(0, inputs)  # type: ignore[arg-type]
         probe.queries, probe.key_scale = query, key_scale
-        return probe.masses(pool, inputs, batch, 0.3)[9]  # type: ignore[arg-type]
+        return probe.compute_masses(pool, inputs, batch, 0.3)[9]  # type: ignore[arg-type]
 
     assert masses(keys / 4, 4.0) == pytest.approx(masses(keys, 1.0), rel=1e-5)
 

@@ -69,6 +69,6 @@ def test_another_build_of_the_native_library_has_another_name(tmp_path):
     assert library is not None, "the package is installed where a compiler is"
     changed = tmp_path / LIBRARY
     changed.write_bytes(Path(library._name).read_bytes() + b"\0")  # the loader does not look behind the sections
-    ours, theirs = native.load(), native.load(changed)
-    assert ours.isa == theirs.isa and ours.name != theirs.name and ours.name == native.load().name
+    ours, theirs = native.load_library(), native.load_library(changed)
+    assert ours.isa == theirs.isa and ours.name != theirs.name and ours.name == native.load_library().name
     assert ours.name.startswith(f"{ours.isa}-")

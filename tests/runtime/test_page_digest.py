@@ -45,38 +45,38 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("size", [4, 4092, 4096, 4100, 70 * 4096, 70 * 4096 + 128])
 def test_the_digest_is_what_its_definition_says(library: str, size: int) -> None:
     digest, page = PageDigest(KEY, 70 * 4096 + 128), random.Random(size).randbytes(size)
-    assert digest.of([memoryview(page)]) == definition(digest, page)
+    assert digest.compute_digest([memoryview(page)]) == definition(digest, page)
     ones = b"\xff" * size  # sums overflow
-    assert digest.of([memoryview(ones)]) == definition(digest, ones)
+    assert digest.compute_digest([memoryview(ones)]) == definition(digest, ones)
 
 
 def test_the_parts_of_a_page_make_no_difference(library: str) -> None:
     digest, page = PageDigest(KEY, 1 << 20), memoryview(random.Random(3).randbytes(11 * 4096 + 64))
-    whole = digest.of([page])
-    assert digest.of([page[:4096], page[4096 : 9 * 4096], page[9 * 4096 :]]) == whole
-    assert PageDigest(KEY, 1 << 22).of([page]) != whole, "the key's second part begins elsewhere"
+    whole = digest.compute_digest([page])
+    assert digest.compute_digest([page[:4096], page[4096 : 9 * 4096], page[9 * 4096 :]]) == whole
+    assert PageDigest(KEY, 1 << 22).compute_digest([page]) != whole, "the key's second part begins elsewhere"
 
 
 def test_any_bit_and_any_two_words_are_noticed(library: str) -> None:
     rng, digest = random.Random(5), PageDigest(KEY, 3 * 4096)
     page = np.frombuffer(rng.randbytes(2 * 4096 + 512), np.uint8).copy()
-    before = digest.of([memoryview(page)])
+    before = digest.compute_digest([memoryview(page)])
     for bit in [rng.randrange(len(page) * 8) for _ in range(2000)]:
         page[bit // 8] ^= 1 << bit % 8
-        assert digest.of([memoryview(page)]) != before, f"bit {bit}"
+        assert digest.compute_digest([memoryview(page)]) != before, f"bit {bit}"
         page[bit // 8] ^= 1 << bit % 8
     words = page.view("<u4")
     for _ in range(2000):
         i, j = rng.sample(range(len(words)), 2)
         words[[i, j]] = words[[j, i]]
-        assert (digest.of([memoryview(page)]) == before) == (words[i] == words[j])
+        assert (digest.compute_digest([memoryview(page)]) == before) == (words[i] == words[j])
         words[[i, j]] = words[[j, i]]
-    assert digest.of([memoryview(page)]) == before
+    assert digest.compute_digest([memoryview(page)]) == before
 
 
 def test_another_key_is_another_digest(library: str) -> None:
     page = memoryview(bytes(8192))
-    found = {PageDigest(bytes([i]) * 32, 8192).of([page]) for i in range(50)}
+    found = {PageDigest(bytes([i]) * 32, 8192).compute_digest([page]) for i in range(50)}
     assert len(found) == 50
 
 
@@ -86,6 +86,6 @@ def test_sums_that_collide_for_one_iteration_do_not_for_both(library: str) -> No
     digest = PageDigest(KEY, 4096)
     digest.words[PAIRS + 1 + 7] = 0  # b[7], so m[7] times m[512 + 7] = 0 is nothing in iteration 0
     page = np.zeros(1024, "<u4")
-    before = digest.of([memoryview(page)])  # type: ignore[arg-type]
+    before = digest.compute_digest([memoryview(page)])  # type: ignore[arg-type]
     page[7] = 12345
-    assert digest.of([memoryview(page)]) != before  # type: ignore[arg-type]
+    assert digest.compute_digest([memoryview(page)]) != before  # type: ignore[arg-type]

@@ -72,5 +72,5 @@ def test_groups_that_share_memory_have_views_of_it(dtype: str) -> None:
         assert pool.shape[0] == layout.num_pages[group] and pool[0].nbytes == layout.page_bytes[group]
         assert layout.num_pages[group] % layout.slab_pages[group] == 0
     pools["global"][3] = 1
-    for other, slot in layout.overlapping("global", 3):
+    for other, slot in layout.find_overlaps("global", 3):
         assert (pools[other][slot].float() == 1).any()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from wicore_trt.runtime import sampler as module
 from wicore_trt.runtime.batch import SequenceSlice, StepResult
-from wicore_trt.runtime.sampler import Sampler, uniform
+from wicore_trt.runtime.sampler import Sampler, draw_uniform
 from wicore_trt.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -76,13 +76,13 @@ def oracle_token(logits: np.ndarray, p: SamplingParams, u: float) -> set[int]:
 
 
 def test_uniform_numbers_are_counter_based() -> None:
-    numbers = np.array([[uniform(seed, position) for position in range(200)] for seed in range(50)])
+    numbers = np.array([[draw_uniform(seed, position) for position in range(200)] for seed in range(50)])
     assert numbers.min() >= 0 and numbers.max() < 1 and len(np.unique(numbers)) == numbers.size
     assert abs(numbers.mean() - 0.5) < 0.01 and abs(numbers.var() - 1 / 12) < 0.005
     assert abs(np.corrcoef(numbers[:, :-1].ravel(), numbers[:, 1:].ravel())[0, 1]) < 0.03
     assert abs(np.corrcoef(numbers[:-1].ravel(), numbers[1:].ravel())[0, 1]) < 0.03
-    assert uniform(-1, 3) == uniform(2**64 - 1, 3)
-    assert uniform(7, 11) == np.random.Generator(np.random.Philox(key=7, counter=11)).random()
+    assert draw_uniform(-1, 3) == draw_uniform(2**64 - 1, 3)
+    assert draw_uniform(7, 11) == np.random.Generator(np.random.Philox(key=7, counter=11)).random()
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ PARAMS = st.builds(
 @given(PARAMS, st.integers(0, 2**32), st.integers(1, 1500), st.integers(-(2**63), 2**64 - 1), st.integers(0, 3))
 def test_filters_against_float64(p: SamplingParams, data: int, vocab: int, seed: int, position: int) -> None:
     logits = random_logits(data, vocab)
-    expected = oracle_token(logits, p, uniform(seed, position))
+    expected = oracle_token(logits, p, draw_uniform(seed, position))
     assert one(logits, piece(p, seed=seed, output=(0,) * position)) in expected
 
 
@@ -213,7 +213,7 @@ def test_extremes() -> None:
 
 @pytest.mark.parametrize("number", [0.0, 1 - 2.0**-53])
 def test_ends_of_the_unit_interval(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "uniform", lambda seed, position: number)
+    monkeypatch.setattr(module, "draw_uniform", lambda seed, position: number)
     logits = np.full(2000, -np.inf, np.float32)
     logits[[7, 30, 1500]] = [0.1, 0.3, 0.2]
     for p, low, high in (
@@ -226,7 +226,7 @@ def test_ends_of_the_unit_interval(number: float, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("target", [2.0, 2.5])
 def test_rounding_past_the_end_takes_the_last_possible_token(target: float) -> None:
-    assert module._pick(np.array([0.0, 1.0, 1.0, 0.0, 0.0]), target)[0] == 2
+    assert module._pick_index(np.array([0.0, 1.0, 1.0, 0.0, 0.0]), target)[0] == 2
 
 
 def oracle_edit(logits: np.ndarray, s: SequenceSlice) -> np.ndarray:

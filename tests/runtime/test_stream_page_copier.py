@@ -21,8 +21,8 @@ from wicore_trt.runtime.page_copier import (
     BATCH,
     StreamPageCopier,
     TorchPageCopier,
-    alone,
     make_copier,
+    share_nothing,
     written_slots,
 )
 from wicore_trt.runtime.page_digest import PageDigest
@@ -73,7 +73,7 @@ class World:
             PAGE_TOKENS,
             self.device.lanes,
             self.device,
-            alone,
+            share_nothing,
             digests,
             digest,  # type: ignore[arg-type]
             AtOnce,
@@ -239,7 +239,7 @@ def test_a_call_for_many_pages_is_cut_into_batches(first: int) -> None:
     """Each page comes into its slot, and is heard of once, in order, with its own digest."""
     count, rng, device = 3 * BATCH - 7, random.Random(first), FakeDevice(random.Random(1))
     pool, digest = torch.zeros((count, BYTES), dtype=torch.uint8), PageDigest(bytes(32), BYTES)
-    copier = StreamPageCopier({"global": pool}, 4, device.lanes, device, alone, Digests(digest), digest, AtOnce)  # type: ignore[arg-type]
+    copier = StreamPageCopier({"global": pool}, 4, device.lanes, device, share_nothing, Digests(digest), digest, AtOnce)  # type: ignore[arg-type]
     slots, slab = rng.sample(range(count), count), aligned_buffer(BYTES * count)
     slab[:] = rng.randbytes(len(slab))
     pages = [slab[at : at + BYTES] for at in range(0, BYTES * count, BYTES)]
@@ -250,7 +250,7 @@ def test_a_call_for_many_pages_is_cut_into_batches(first: int) -> None:
     copier.flush()
     device.run(1 << 30)
     copier.close()
-    assert [found for report in reports for found in report] == [digest.of([page]) for page in pages]
+    assert [found for report in reports for found in report] == [digest.compute_digest([page]) for page in pages]
     assert len(reports) == 3 + (first > 0) and max(map(len, reports)) <= BATCH
     for slot, page in zip(slots, pages, strict=True):
         assert bytes(pool[slot].numpy()) == bytes(page)
@@ -355,7 +355,7 @@ def test_slots_that_share_memory_wait_for_each_others_copies() -> None:
     """A page leaves for the host; its slab changes hands, and a step writes another group's page in the same bytes."""
     layout = KVLayout(PAGE_TOKENS, "float32", {"global": 6, "local": 4}, {"global": 32, "local": 48}, SLABS)
     seen = {}
-    for overlapping in (layout.overlapping, alone):
+    for overlapping in (layout.find_overlaps, share_nothing):
         memory, device = torch.zeros(192, dtype=torch.uint8), FakeDevice(random.Random(1))
         pools = {"global": memory.view(6, 32), "local": memory.view(4, 48)}
         copier = StreamPageCopier(pools, PAGE_TOKENS, device.lanes, device, overlapping, starter=AtOnce)  # type: ignore[arg-type]
@@ -372,8 +372,8 @@ def test_slots_that_share_memory_wait_for_each_others_copies() -> None:
         assert done.wait(5)
         seen[overlapping] = bytes(host), bytes(memory[96:128].numpy())
         copier.close()
-    assert seen[layout.overlapping] == (bytes(32), b"\7" * 32)
-    assert seen[alone][0] != bytes(32), "the copy read what the step wrote: nothing waited"
+    assert seen[layout.find_overlaps] == (bytes(32), b"\7" * 32)
+    assert seen[share_nothing][0] != bytes(32), "the copy read what the step wrote: nothing waited"
 
 
 def test_copies_asked_for_together_that_share_bytes_keep_their_order() -> None:
@@ -381,7 +381,7 @@ def test_copies_asked_for_together_that_share_bytes_keep_their_order() -> None:
     layout = KVLayout(PAGE_TOKENS, "float32", {"global": 6, "local": 4}, {"global": 32, "local": 48}, SLABS)
     memory, device = torch.zeros(192, dtype=torch.uint8), FakeDevice(random.Random(1))
     pools = {"global": memory.view(6, 32), "local": memory.view(4, 48)}
-    copier = StreamPageCopier(pools, PAGE_TOKENS, device.lanes, device, layout.overlapping, starter=AtOnce)  # type: ignore[arg-type]
+    copier = StreamPageCopier(pools, PAGE_TOKENS, device.lanes, device, layout.find_overlaps, starter=AtOnce)  # type: ignore[arg-type]
     host, done = aligned_buffer(48)[:48], threading.Event()
     copier.to_device("global", [3], [[memoryview(bytearray(b"\7" * 32))]], lambda *_: None)  # bytes 96 to 128
     copier.to_host("local", 2, [host], lambda *_: done.set())  # 96 to 144
@@ -401,10 +401,10 @@ def test_what_overlaps_is_what_has_a_byte_in_common() -> None:
             for i in range(layout.num_pages[other])
             if other != group and mine & set(range(i * size, i * size + size))
         ]
-        assert layout.overlapping(group, slot) == [(group, slot), *expected]
-    assert replace(layout, slab_pages=None).overlapping("global", 1) == [("global", 1)]
-    assert layout.apart() == {"global": range(3), "local": range(2, 4)}
-    assert replace(layout, slab_pages=None).apart() == {"global": range(6), "local": range(4)}
+        assert layout.find_overlaps(group, slot) == [(group, slot), *expected]
+    assert replace(layout, slab_pages=None).find_overlaps("global", 1) == [("global", 1)]
+    assert layout.separate_slots() == {"global": range(3), "local": range(2, 4)}
+    assert replace(layout, slab_pages=None).separate_slots() == {"global": range(6), "local": range(4)}
     assert layout.memory_bytes == 192 and replace(layout, slab_pages=None).memory_bytes == 384
 
 

@@ -253,7 +253,7 @@ def test_pools_take_what_the_largest_steps_leave(monkeypatch: pytest.MonkeyPatch
     assert {g: len(p) for g, p in mine.pools.items()} == mine.layout.num_pages
     assert all(p.isnan().all() for p in mine.pools.values()) and mine.graphs.keys() == {2}
     plain = executor_of(model, **{**given, "graphs": False})
-    slots = {group: apart[0] for group, apart in mine.layout.apart().items()}
+    slots = {group: apart[0] for group, apart in mine.layout.separate_slots().items()}
     piece = greedy(1, [5], 0, [])
     piece.pages = {group: [slot] for group, slot in slots.items()}
     tokens = mine.execute(StepBatch([piece])).sampled

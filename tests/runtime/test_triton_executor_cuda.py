@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 
 from benchmarks.gpu import step_check as small  # noqa: E402
 from benchmarks.gpu.step_overlap import graph_problems  # noqa: E402
-from wicore_trt.backends.torch.weights import fuse  # noqa: E402
+from wicore_trt.backends.torch.weights import fuse_weights  # noqa: E402
 from wicore_trt.backends.triton.compile import compile_table  # noqa: E402
 from wicore_trt.backends.triton.executor import (  # noqa: E402
     Loading,
@@ -59,7 +59,7 @@ def executor() -> Iterator[TritonExecutor]:
     settings = ExecutorOptions(
         page_tokens=small.PAGE_TOKENS, kv_bytes=None, kv_fraction=FRACTION, max_batch_tokens=320, max_sequences=ROWS
     )
-    constants = lambda positions: place_constants(fuse(weights, shape.spec), shape, positions, device)  # noqa: E731
+    constants = lambda positions: place_constants(fuse_weights(weights, shape.spec), shape, positions, device)  # noqa: E731
     begun = time.perf_counter()
     found = TritonExecutor(Loading(shape, table, 512, constants), settings, device)
     print(f"\nopened in {time.perf_counter() - begun:.2f} s, pages {found.layout.num_pages}")
@@ -105,7 +105,7 @@ def opened(pages: int, tokens: int, rows: int) -> TritonExecutor:
         page_tokens=small.PAGE_TOKENS, kv_pages=dict.fromkeys(GROUPS, pages), max_batch_tokens=tokens,
         max_sequences=rows, max_context=2048,
     )  # fmt: skip
-    constants = lambda positions: place_constants(fuse(weights, shape.spec), shape, positions, device)  # noqa: E731
+    constants = lambda positions: place_constants(fuse_weights(weights, shape.spec), shape, positions, device)  # noqa: E731
     return TritonExecutor(Loading(shape, compile_table(shape, device.target), 2048, constants), settings, device)
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="pip install -e .[triton]")
 from runtime.triton_cpu import CpuDevice, rounded, small_model  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from wicore_trt.backends.torch.weights import fuse  # noqa: E402
+from wicore_trt.backends.torch.weights import fuse_weights  # noqa: E402
 from wicore_trt.backends.triton.table import EngineShape  # noqa: E402
 from wicore_trt.backends.triton.weights import (  # noqa: E402
     engine_shape,
@@ -53,7 +53,7 @@ def test_files_and_memory_give_the_same(fp8: bool, tmp_path: Path) -> None:
     engine = engine_at(tmp_path, tensors, shape)
     assert engine_shape(engine) == shape and engine_shape(engine, 8).page_tokens == 8
     loaded = load_constants(engine, shape, 64, device)
-    placed = place_constants(fuse(tensors, model.spec), shape, 64, device)
+    placed = place_constants(fuse_weights(tensors, model.spec), shape, 64, device)
     assert loaded.weights.keys() == placed.weights.keys()
     assert all(same(t, placed.weights[n]) for n, t in loaded.weights.items())
     assert [float(loaded.weights[kv_scale_name(i)]) for i in range(2)] == [1.0, 0.5]
@@ -65,7 +65,7 @@ def test_made_up_weights_have_the_shapes_of_real_ones(fp8: bool, tmp_path: Path)
     model, device = small_model(1, tie_word_embeddings=True), CpuDevice("sm90")
     shape = EngineShape(model.spec, "bfloat16", FP8 if fp8 else BF16, "bfloat16", 4)
     made = load_constants(engine_at(tmp_path, {}, shape, dummy=True), shape, 64, device).weights
-    real = finish_constants(shape, fuse(rounded(model, "bfloat16", fp8), model.spec), 64, device).weights
+    real = finish_constants(shape, fuse_weights(rounded(model, "bfloat16", fp8), model.spec), 64, device).weights
     assert {n: (t.dtype, t.shape) for n, t in made.items()} == {n: (t.dtype, t.shape) for n, t in real.items()}
     assert made[LM_HEAD] is made[EMBEDDING] and all(t.float().isfinite().all() for t in made.values())
     assert any(t.dtype == E4M3 for t in made.values()) == fp8

@@ -9,7 +9,7 @@ import torch
 from parity.tiny import cast, tiny_model
 from safetensors.torch import save_file
 
-from wicore_trt.backends.torch.weights import fuse, load_tensors
+from wicore_trt.backends.torch.weights import fuse_weights, load_tensors
 from wicore_trt.errors import EngineFormatError
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD
 
@@ -33,7 +33,7 @@ def test_fp8_scales_follow_their_rows() -> None:
     tensors = cast(tiny.spec, tiny.tensors, E4M3)
     tensors[f"{FC}.activation_scaling_factor"] = torch.tensor([0.5])
     tensors[f"{GATE}.activation_scaling_factor"] = torch.tensor([0.25])
-    weights = fuse(tensors, tiny.spec)
+    weights = fuse_weights(tensors, tiny.spec)
     scale = weights[f"{GATE_UP}.weights_scaling_factor"]
     expected = torch.cat([tiny.tensors[f"{FC}.weight"], tiny.tensors[f"{GATE}.weight"]])
     actual = weights[f"{GATE_UP}.weight"].float() * scale[:, None]
@@ -46,7 +46,7 @@ def test_scale_per_tensor_is_spread_over_the_channels() -> None:
     tensors = cast(tiny.spec, tiny.tensors, E4M3)
     tensors[f"{FC}.weights_scaling_factor"] = torch.tensor([3.0])
     rows = tiny.spec.intermediate_size
-    assert fuse(tensors, tiny.spec)[f"{GATE_UP}.weights_scaling_factor"][:rows].tolist() == [3.0] * rows
+    assert fuse_weights(tensors, tiny.spec)[f"{GATE_UP}.weights_scaling_factor"][:rows].tolist() == [3.0] * rows
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_incomplete_weights_are_named(breakage: object, message: str) -> None:
     tensors = cast(tiny.spec, tiny.tensors, E4M3)
     breakage(tensors)  # type: ignore[operator]
     with pytest.raises(EngineFormatError, match=message):
-        fuse(tensors, tiny.spec)
+        fuse_weights(tensors, tiny.spec)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not a safetensors file"])

@@ -14,7 +14,7 @@ from parity.paged import PagedDriver, PagedSequence
 from parity.tiny import TinyModel, cast, tiny_model
 
 from wicore_trt.backends.torch.executor import TorchExecutor
-from wicore_trt.backends.torch.weights import fuse
+from wicore_trt.backends.torch.weights import fuse_weights
 from wicore_trt.backends.triton.executor import Loading, TritonExecutor
 from wicore_trt.backends.triton.kernel_list import list_kernels
 from wicore_trt.backends.triton.table import EngineShape, KernelEntry, KernelTable, parse_config
@@ -162,7 +162,9 @@ def executor_of(
     launcher.idles = not prepares
 
     def constants(positions: int) -> Any:
-        found = place_constants(fuse(tensors or rounded(model, dtype, fp8), model.spec), shape, positions, device)
+        found = place_constants(
+            fuse_weights(tensors or rounded(model, dtype, fp8), model.spec), shape, positions, device
+        )
         launcher.more += found.weights.values()
         return found
 

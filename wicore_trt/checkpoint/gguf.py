@@ -183,7 +183,7 @@ def gguf_spec(file: GgufFile, note: Callable[[str], None] = lambda text: None) -
             final_logit_softcapping=_softcap(keys, layers),
         )  # fmt: skip
     except SpecError as error:
-        raise error.at(str(file.path), _KEYS) from error
+        raise error.name_place(str(file.path), _KEYS) from error
     keys.expect("vocab_size", spec.vocab_size)
     for key in ("attention.value_length", "rope.dimension_count"):
         keys.expect(key, spec.head_dim)

@@ -182,7 +182,7 @@ def warm_up(executor: Executor) -> None:
     """Run one token through the model, so that the first request does not pay for first touches of the weights."""
     piece = SequenceSlice(
         seq_id=-1, token_ids=[0], start=0,
-        pages={group: [slots[0]] for group, slots in executor.layout.apart().items()}, sample=True,
+        pages={group: [slots[0]] for group, slots in executor.layout.separate_slots().items()}, sample=True,
         params=SamplingParams(temperature=0.0), prompt_len=1,
     )  # fmt: skip
     executor.execute(StepBatch([piece]))

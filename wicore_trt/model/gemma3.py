@@ -22,7 +22,7 @@ def layer_weight(layer: int, name: str) -> str:
 
 
 def forward(ops: Ops[T], spec: Gemma3Spec) -> T:
-    """One step over the whole decoder: logits [R, vocab] float32 of the sampled rows.
+    """Compute a step over the whole decoder: logits [R, vocab] float32 of the sampled rows.
 
     Gemma 3 (arXiv:2503.19786, section 2): pre- and post-norm around each block, QK-norm, 5 local : 1 global.
     """

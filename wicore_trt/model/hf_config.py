@@ -54,7 +54,7 @@ _OTHER_HEADS = {
 
 
 class _Rope(BaseModel):
-    """One kind of layer's rotary embedding; a key of another scheme is refused."""
+    """Rotary embedding of one kind of layer; a key of another scheme is refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     rope_type: str | None = None
@@ -126,15 +126,15 @@ def read_hf_config(config: Mapping[str, Any], place: str) -> Gemma3Spec:
     outer_tie: bool | None = None
     data: Mapping[str, Any] = config
     if kind == "gemma3":
-        wrapper = _parse(_Wrapper, config, place)
+        wrapper = _parse_fields(_Wrapper, config, place)
         data, outer_tie = wrapper.text_config, wrapper.tie_word_embeddings
         place = f"{place}: text_config"
         if data.get("model_type", "gemma3_text") != "gemma3_text":
             raise CheckpointError(f"{place}: model_type is {shown(data['model_type'])}, not 'gemma3_text'.")
         _refuse_others(data, place)
-    text = _parse(_TextConfig, data, place)
+    text = _parse_fields(_TextConfig, data, place)
     tie = outer_tie if kind == "gemma3" else text.tie_word_embeddings  # transformers asks the outermost alone
-    theta, local_theta, factor = _rope(text, place)
+    theta, local_theta, factor = _read_rope(text, place)
     try:
         check_whole("num_layers", text.num_hidden_layers, 1, MAX_LAYERS)
         return Gemma3Spec(
@@ -147,7 +147,7 @@ def read_hf_config(config: Mapping[str, Any], place: str) -> Gemma3Spec:
             tie_word_embeddings=tie is None or tie, final_logit_softcapping=text.final_logit_softcapping,
         )  # fmt: skip
     except SpecError as error:
-        raise error.at(place, _KEYS) from error
+        raise error.name_place(place, _KEYS) from error
 
 
 def compare_config(config: Mapping[str, Any]) -> list[str]:
@@ -203,7 +203,7 @@ def _refuse_others(config: Mapping[str, Any], place: str) -> None:
             raise CheckpointError(f"{place}: {key} is {shown(value)}, but {why}.")
 
 
-def _parse(model: type[_Model], data: Mapping[str, Any], place: str) -> _Model:
+def _parse_fields(model: type[_Model], data: Mapping[str, Any], place: str) -> _Model:
     try:
         return model.model_validate(dict(data))
     except ValidationError as error:
@@ -215,20 +215,20 @@ def _parse(model: type[_Model], data: Mapping[str, Any], place: str) -> _Model:
         raise CheckpointError(f"{place}: {key} is {shown(first['input'])}: {first['msg']}.") from error
 
 
-def _rope(text: _TextConfig, place: str) -> tuple[float, float, float]:
+def _read_rope(text: _TextConfig, place: str) -> tuple[float, float, float]:
     """Global base, local base and linear factor, from the old keys or from rope_parameters (transformers 5)."""
     parameters = text.rope_parameters or _Ropes()
     full, sliding = parameters.full_attention, parameters.sliding_attention
     if (sliding.rope_type or sliding.type or "default") != "default" or sliding.factor is not None:
         raise CheckpointError(f"{place}: rope_parameters.sliding_attention is scaled; Gemma 3's local layers are not.")
     scaling = text.rope_scaling or _Rope()
-    theta = _one("rope_theta", (text.rope_theta, scaling.rope_theta, full.rope_theta), 1_000_000.0, place)
-    local = _one("rope_local_base_freq", (text.rope_local_base_freq, sliding.rope_theta), 10_000.0, place)
+    theta = _check_one("rope_theta", (text.rope_theta, scaling.rope_theta, full.rope_theta), 1_000_000.0, place)
+    local = _check_one("rope_local_base_freq", (text.rope_local_base_freq, sliding.rope_theta), 10_000.0, place)
     given = [rope for rope in (text.rope_scaling, full if text.rope_parameters else None) if rope]
-    return theta, local, _one("the rope factor", tuple(_factor(rope, place) for rope in given), 1.0, place)
+    return theta, local, _check_one("the rope factor", tuple(_read_factor(rope, place) for rope in given), 1.0, place)
 
 
-def _one(key: str, said: tuple[float | None, ...], default: float, place: str) -> float:
+def _check_one(key: str, said: tuple[float | None, ...], default: float, place: str) -> float:
     """The number that a key and its other spellings give; they must agree, because which one wins has changed between
     versions of transformers."""
     numbers = {float(number) for number in said if number is not None}
@@ -238,7 +238,7 @@ def _one(key: str, said: tuple[float | None, ...], default: float, place: str) -
     return numbers.pop() if numbers else default
 
 
-def _factor(rope: _Rope, place: str) -> float:
+def _read_factor(rope: _Rope, place: str) -> float:
     kinds = {kind for kind in (rope.rope_type, rope.type) if kind is not None}
     if len(kinds) > 1 or not kinds <= {"default", "linear"}:
         raise CheckpointError(f"{place}: rope type {shown(sorted(kinds))} is not Gemma 3's, which is 'linear'.")

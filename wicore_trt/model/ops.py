@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Ops(Protocol[T]):
-    """One step's operations. `layer` selects weights, rope table, window and KV pages."""
+    """Operations of a step. `layer` selects weights, rope table, window and KV pages."""
 
     def embed(self) -> T:
         """[N, H] float32: embedding rows of the step's token ids times embedding_scale."""

@@ -1,4 +1,4 @@
-"""What a Gemma 3 text model is: its sizes and constants, checked in one place for every source of them.
+"""Sizes and constants of a Gemma 3 text model, checked in one place for every source of them.
 
 Readers of Hugging Face's config.json (`model.hf_config`), of GGUF metadata, of our checkpoints and of manifests hand
 over plain values; types and ranges are checked here before anything is allocated from them. This module knows neither
@@ -47,12 +47,12 @@ class SpecError(CheckpointError):
         self.field, self.problem = field, problem
 
     @classmethod
-    def of(cls, field: str, problem: str) -> SpecError:
+    def from_field(cls, field: str, problem: str) -> SpecError:
         """`problem` is what stands behind the field's name."""
         return cls(f"model spec: {field} {problem}", field=field, problem=problem)
 
-    def at(self, place: str, keys: Mapping[str, str]) -> CheckpointError:
-        """The same for `place`, which calls the field `keys[field]`."""
+    def name_place(self, place: str, keys: Mapping[str, str]) -> CheckpointError:
+        """Word the error for `place`, which calls the field `keys[field]`."""
         return CheckpointError(f"{place}: {keys.get(self.field, self.field)} {self.problem}")
 
 
@@ -123,20 +123,22 @@ class Gemma3Spec:
                 continue
             real = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not real or not low <= value <= high:
-                raise SpecError.of(name, f"is {shown(value)}; it must be a number from {low:g} to {high:g}.")
+                raise SpecError.from_field(name, f"is {shown(value)}; it must be a number from {low:g} to {high:g}.")
         if not isinstance(self.tie_word_embeddings, bool):
-            raise SpecError.of(
+            raise SpecError.from_field(
                 "tie_word_embeddings", f"is {shown(self.tie_word_embeddings)}; it must be true or false."
             )
         groups = self.layer_groups
         if not isinstance(groups, tuple) or any(not isinstance(g, str) or g not in GROUPS for g in groups):
-            raise SpecError.of("layer_groups", f"is {shown(groups)}; it must list {GLOBAL!r} and {LOCAL!r}.")
+            raise SpecError.from_field("layer_groups", f"is {shown(groups)}; it must list {GLOBAL!r} and {LOCAL!r}.")
         if len(groups) != self.num_layers:
-            raise SpecError.of("layer_groups", f"names {len(groups)} layers; the model has {self.num_layers}.")
+            raise SpecError.from_field("layer_groups", f"names {len(groups)} layers; the model has {self.num_layers}.")
         if self.num_heads % self.num_kv_heads:
-            raise SpecError.of("num_kv_heads", f"is {self.num_kv_heads}; it must divide the {self.num_heads} heads.")
+            raise SpecError.from_field(
+                "num_kv_heads", f"is {self.num_kv_heads}; it must divide the {self.num_heads} heads."
+            )
         if self.head_dim % 2:
-            raise SpecError.of("head_dim", f"is {self.head_dim}; it must be even.")
+            raise SpecError.from_field("head_dim", f"is {self.head_dim}; it must be even.")
 
     def layers_of(self, group: str) -> tuple[int, ...]:
         """Indices of the layers whose KV belongs to `group`, ascending."""
@@ -144,7 +146,7 @@ class Gemma3Spec:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Those of GROUPS that have layers."""
+        """Members of GROUPS that have layers."""
         return tuple(group for group in GROUPS if group in self.layer_groups)
 
     def layer_group(self, name: str) -> LayerGroup:
@@ -193,12 +195,12 @@ class Gemma3Spec:
                 f"vocab_size {self.vocab_size} does not divide by tp {ranks}, and the embedding is split by tokens.",
                 fix="Use a tp that divides it.",
             )
-        kv_heads = _part(self.num_kv_heads, rank, ranks)
+        kv_heads = _split_range(self.num_kv_heads, rank, ranks)
         if self.num_kv_heads < ranks:
             head = rank // (ranks // self.num_kv_heads)
             kv_heads = range(head, head + 1)
-        heads, rows = _part(self.num_heads, rank, ranks), _part(self.intermediate_size, rank, ranks)
-        return RankSpec(self, rank, ranks, heads, kv_heads, rows, _part(self.vocab_size, rank, ranks))
+        heads, rows = _split_range(self.num_heads, rank, ranks), _split_range(self.intermediate_size, rank, ranks)
+        return RankSpec(self, rank, ranks, heads, kv_heads, rows, _split_range(self.vocab_size, rank, ranks))
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "layer_groups": list(self.layer_groups)}
@@ -216,7 +218,7 @@ class Gemma3Spec:
         try:
             return cls(**{**data, "layer_groups": tuple(groups) if isinstance(groups, list) else groups})
         except SpecError as error:
-            raise error.at(place, {}) from error
+            raise error.name_place(place, {}) from error
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any], place: str = "config.json") -> Gemma3Spec:
@@ -251,12 +253,12 @@ class RankSpec:
         )  # fmt: skip
 
 
-def _part(size: int, rank: int, ranks: int) -> range:
+def _split_range(size: int, rank: int, ranks: int) -> range:
     return range(rank * size // ranks, (rank + 1) * size // ranks)
 
 
 def check_whole(name: str, value: object, low: int, high: int) -> int:
     """`value` when it is an int (no bool) from `low` to `high`. Raises SpecError otherwise."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise SpecError.of(name, f"is {shown(value)}; it must be a whole number from {low:,} to {high:,}.")
+        raise SpecError.from_field(name, f"is {shown(value)}; it must be a whole number from {low:,} to {high:,}.")
     return value

@@ -1,1 +1,1 @@
-"""One step on a device: batch in, sampled tokens out."""
+"""Steps on a device: batch in, sampled tokens out."""

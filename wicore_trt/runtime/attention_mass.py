@@ -1,4 +1,4 @@
-"""How much attention each KV page of a sequence receives: the measurement behind the A2CR policy.
+"""Attention that each KV page of a sequence receives: the measurement behind the A2CR policy.
 
 A probe takes the queries of one global layer from a step's operators; the masses are computed after the step by torch,
 from those queries and the keys in the pages. `plugins.kernels.page_masses` does the same on a GPU. It must not know
@@ -37,12 +37,15 @@ class AttentionProbe:
     key_scale: float = 1.0
 
     @classmethod
-    def of(cls, layer: int, inputs: StepInputs) -> AttentionProbe:
+    def from_inputs(cls, layer: int, inputs: StepInputs) -> AttentionProbe:
         return cls(layer, inputs.cu_seqlens[1:].long() - 1)
 
-    def masses(self, pool: torch.Tensor, inputs: StepInputs, batch: StepBatch, scale: float) -> dict[int, list[float]]:
-        """By seq_id, the softmax mass that the slice's last query gives to each page from the sequence's first to the
-        one it is in, mean over heads, times the number of pages: the mean over pages is 1.
+    def compute_masses(
+        self, pool: torch.Tensor, inputs: StepInputs, batch: StepBatch, scale: float
+    ) -> dict[int, list[float]]:
+        """Compute by seq_id the softmax mass that the slice's last query gives to each page up to its own.
+
+        Masses are means over heads, times the number of pages: the mean over pages is 1.
 
         `pool` is the layer's [pages, 2, page_tokens, kv_heads, head_dim]; `inputs` the step made from `batch`; `scale`
         multiplies q . k. A sequence whose masses are not finite is left out.
@@ -77,7 +80,7 @@ def _page_masses(query: torch.Tensor, keys: torch.Tensor, table: torch.Tensor, e
     step = max(1, KEY_BLOCK // size)
     scores = torch.cat(
         [
-            grouped @ _rows(keys, pages[first : first + step]).flatten(0, 1).float().permute(1, 2, 0)
+            grouped @ _select_pages(keys, pages[first : first + step]).flatten(0, 1).float().permute(1, 2, 0)
             for first in range(0, count, step)
         ],
         dim=2,
@@ -87,7 +90,7 @@ def _page_masses(query: torch.Tensor, keys: torch.Tensor, table: torch.Tensor, e
     return weights.view(-1, count, size).sum(2).mean(0) * count
 
 
-def _rows(keys: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+def _select_pages(keys: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
     """keys[pages], faster, and also for E4M3, which has no index_select."""
     if keys.dtype == torch.float8_e4m3fn:
         return keys.view(torch.uint8).index_select(0, pages).view(keys.dtype)

@@ -1,4 +1,4 @@
-"""What the scheduler hands to an executor and gets back: plain data, no torch.
+"""Batches that the scheduler hands to an executor, and results: plain data, no torch.
 
 Invariant: a batch says everything about a step. An executor keeps per sequence only what sampling needs (token
 counts for penalties), created at the first slice of a `seq_id` and dropped by `Executor.release`.
@@ -54,7 +54,7 @@ class SequenceSlice(msgspec.Struct):
 
 @dataclass(slots=True)
 class StepBatch:
-    """One step: slices in any order; results must not depend on the order nor on who else is there.
+    """Work of a step: slices in any order; results must not depend on the order nor on who else is there.
 
     `measure_attention` asks for `StepResult.attention`. It costs time, so set it on one step in many.
     """

@@ -38,7 +38,7 @@ class Device(Protocol):
         """`free_bytes`, less what was used since and freed, and is kept for the next time."""
 
     def total_bytes(self) -> int:
-        """All memory of the device."""
+        """Count all memory of the device."""
 
     def active(self) -> AbstractContextManager[object]:
         """Inside, torch's work goes to `stream`; outside, what a thread gives torch is in order with it once the thread

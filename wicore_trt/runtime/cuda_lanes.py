@@ -46,7 +46,7 @@ class Lane(Protocol):
         """The point behind all that was given so far."""
 
     def wait(self, event: Any) -> None:
-        """What is given from now on starts after `event`."""
+        """Let work that is given from now on start after `event`."""
 
     def copy(self, pieces: Iterable[tuple[int, int, int]]) -> None:
         """Copy (target, source, bytes), addresses of which one is on the device and one in host memory, which the
@@ -68,8 +68,9 @@ class CudaEvent:
 
 
 def copy_all(memcpy: Any) -> Callable[[Sequence[tuple[int, int, int]], int], int]:
-    """What puts copies (target, source, bytes) on a stream by `memcpy` (cuMemcpyAsync as a function of ctypes), and
-    gives the first status that is not 0. One call of the library for all, because `memcpy` waits while the driver's
+    """Make the call that puts copies (target, source, bytes) on a stream by `memcpy`, cuMemcpyAsync of ctypes.
+
+    It gives the first status that is not 0. One call of the library for all, because `memcpy` waits while the driver's
     queue is full: other threads run meanwhile, and get their turn once and not for each copy."""
     address, library = ctypes.cast(memcpy, ctypes.c_void_p), open_library()
     if library is None:
@@ -134,9 +135,9 @@ class CudaDigests:
         self._key = torch.from_numpy(digest.words.view("<i4")).to(device)
         self._pages = pages
         self._free: deque[_Scratch] = deque()
-        self._add()
+        self._add_scratch()
 
-    def _add(self) -> None:
+    def _add_scratch(self) -> None:
         shape = (BATCHES, 4 * self._pages)
         asked, found = (torch.empty(shape, dtype=torch.int64, pin_memory=True) for _ in range(2))
         words = torch.empty(shape, dtype=torch.int64, device=self._device)
@@ -149,7 +150,7 @@ class CudaDigests:
         try:
             scratch = self._free.popleft()
         except IndexError:
-            self._add()
+            self._add_scratch()
             scratch = self._free.popleft()
         scratch.numbers[:count] = [(address - self._base) // 4 for address, _ in pages]
         scratch.numbers[count : 2 * count] = [nbytes // 4 for _, nbytes in pages]
@@ -212,5 +213,5 @@ class CudaHostMemory:
 
 
 def host_address(memory: memoryview) -> int:
-    """Of memory that can be written."""
+    """Find the address of writable memory."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))

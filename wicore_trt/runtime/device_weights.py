@@ -32,15 +32,15 @@ def load_weights(path: Path, wanted: Sequence[WeightSpec], spec: Gemma3Spec, dev
     try:
         with safe_open(path, framework="pt") as file:
             names = {*file.keys()}
-            _refuse(path, "lacks", {part for t in wanted for part in t.parts} - names)
+            _refuse_names(path, "lacks", {part for t in wanted for part in t.parts} - names)
             unused = {n for n in names - {part for t in wanted for part in t.parts} if not _is_idle(n, spec)}
-            _refuse(path, "holds tensors that the compiled engine does not take:", unused)
+            _refuse_names(path, "holds tensors that the compiled engine does not take:", unused)
             made: dict[tuple[object, ...], torch.Tensor] = {}
             weights = {}
             for tensor in wanted:
                 key = (tensor.parts, tensor.dtype, tensor.combine)
                 if key not in made:
-                    made[key] = _assemble(tensor, [file.get_tensor(part) for part in tensor.parts], path, device)
+                    made[key] = _assemble_weight(tensor, [file.get_tensor(part) for part in tensor.parts], path, device)
                 _check_size(tensor, made[key].numel(), path)
                 weights[tensor.name] = made[key].view(tensor.shape)
     except (OSError, SafetensorError) as error:
@@ -62,12 +62,12 @@ def make_rope_tables(spec: Gemma3Spec, positions: int, device: Device) -> dict[s
     return tables
 
 
-def _assemble(tensor: WeightSpec, parts: Sequence[torch.Tensor], path: Path, device: Device) -> torch.Tensor:
+def _assemble_weight(tensor: WeightSpec, parts: Sequence[torch.Tensor], path: Path, device: Device) -> torch.Tensor:
     """Parts stacked by rows, or their elementwise maximum, flat on the device."""
     dtype, shape = TORCH_DTYPES[tensor.dtype], tensor.shape
     for name, part in zip(tensor.parts, parts, strict=True):
         if part.dtype != dtype:
-            raise _misfit(path, f"{name} is {part.dtype}, and {tensor.name} takes {tensor.dtype}")
+            raise _make_misfit(path, f"{name} is {part.dtype}, and {tensor.name} takes {tensor.dtype}")
     if tensor.combine == "max":
         parts = [torch.stack([part.flatten() for part in parts]).amax(0)]
     elif all(part.numel() == 1 for part in parts):  # a scale for all rows of its part; parts are of one height
@@ -76,12 +76,12 @@ def _assemble(tensor: WeightSpec, parts: Sequence[torch.Tensor], path: Path, dev
     memory = device.empty((sum(part.numel() for part in parts),), dtype)
     at = 0
     for part in parts:
-        _bytes(memory[at : at + part.numel()]).copy_(_bytes(part.flatten()))
+        _view_bytes(memory[at : at + part.numel()]).copy_(_view_bytes(part.flatten()))
         at += part.numel()
     return memory
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """E4M3 as its bits, which every device copies."""
     bits: torch.Tensor = tensor.view(torch.uint8) if tensor.dtype == TORCH_DTYPES["fp8"] else tensor
     return bits
@@ -90,7 +90,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _check_size(tensor: WeightSpec, items: int, path: Path) -> None:
     shape = tensor.shape
     if torch.Size(shape).numel() != items:
-        raise _misfit(path, f"{', '.join(tensor.parts)}: {items} values, and {tensor.name} takes {list(shape)}")
+        raise _make_misfit(path, f"{', '.join(tensor.parts)}: {items} values, and {tensor.name} takes {list(shape)}")
 
 
 def _is_idle(name: str, spec: Gemma3Spec) -> bool:
@@ -104,11 +104,11 @@ def _is_idle(name: str, spec: Gemma3Spec) -> bool:
     )
 
 
-def _refuse(path: Path, what: str, names: set[str]) -> None:
+def _refuse_names(path: Path, what: str, names: set[str]) -> None:
     if names:
         listed = ", ".join(sorted(names)[:MAX_LISTED]) + (", ..." if len(names) > MAX_LISTED else "")
-        raise _misfit(path, f"it {what} {listed}")
+        raise _make_misfit(path, f"it {what} {listed}")
 
 
-def _misfit(path: Path, what: str) -> EngineFormatError:
+def _make_misfit(path: Path, what: str) -> EngineFormatError:
     return EngineFormatError(f"{path} does not fit the compiled engine: {what}.", fix="Build the engine again.")

@@ -40,7 +40,7 @@ class KVLayout:
         sizes = [self.num_pages[g] * self.page_bytes[g] for g in self.num_pages]
         return max(sizes) if self.slab_pages is not None else sum(sizes)
 
-    def apart(self) -> dict[str, range]:
+    def separate_slots(self) -> dict[str, range]:
         """Slots of each group that have no byte in common, for who gives out slots without slabs."""
         found, begin = {}, 0
         for group, count in self.num_pages.items():
@@ -51,7 +51,7 @@ class KVLayout:
             begin = found[group].stop * size
         return found
 
-    def overlapping(self, group: str, slot: int) -> list[tuple[str, int]]:
+    def find_overlaps(self, group: str, slot: int) -> list[tuple[str, int]]:
         """(group, slot) of all slots that have a byte in common with this one, itself first."""
         found = [(group, slot)]
         if self.slab_pages is not None:
@@ -108,7 +108,7 @@ class PageCopier(Protocol):
 
 
 class Executor(Protocol):
-    """One loaded engine on one device. `kernels` names the implementation of the operators, because KV values of
+    """Engine loaded on one device. `kernels` names the implementation of the operators, because KV values of
     different ones differ in their last bits. `copier` moves pages between its pools and host memory. With
     fewer than `slice_tokens` tokens a step gets no shorter, because the weights are read all the same. More than
     `max_sequences` running sequences are right but slow; None is no such limit. `score_rows`: targets that the slices
@@ -155,12 +155,12 @@ class AheadExecutor(Executor, Protocol):
         ...
 
     def leads(self, batch: StepBatch) -> bool:
-        """Whether the step after `batch`, the last one submitted, may name the tokens that this one samples UNREAD."""
+        """Tell whether the step after `batch`, the last one submitted, may name its sampled tokens UNREAD."""
         ...
 
 
 class RequestExecutor(Protocol):
-    """One loaded engine that schedules by itself: sequences of requests in, their tokens out as they come. At most
+    """Engine that schedules by itself: sequences of requests in, their tokens out as they come. At most
     `max_sequences` are submitted and not ended. All calls but `check` come from one thread."""
 
     spec: Gemma3Spec
@@ -177,8 +177,8 @@ class RequestExecutor(Protocol):
         ...
 
     def poll(self, timeout_s: float) -> list[TokenOutput]:
-        """What sequences gained; waits at most `timeout_s` seconds for something. The last output of a sequence has a
-        finish reason. Raises when the engine is broken."""
+        """Take what sequences gained; waits at most `timeout_s` seconds for something. The last output of a sequence
+        has a finish reason. Raises when the engine is broken."""
         ...
 
     def cancel(self, request_key: str, index: int) -> None:

@@ -26,13 +26,13 @@ def kernels_name(plain: str, folders: Sequence[str], *parts: bytes | str) -> str
     """`plain`, "-" and 8 bytes in hex: of the Python sources in `folders` of the package and in COMMON, of the
     libraries that torch was built with and those it finds, and of `parts`, such as compiled kernels."""
     digest = blake2b(digest_size=8)
-    for piece in (*_libraries(), *_sources(folders), *parts):
+    for piece in (*_list_libraries(), *_read_sources(folders), *parts):
         data = piece if isinstance(piece, bytes) else piece.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
     return f"{plain}-{digest.hexdigest()}"
 
 
-def _libraries() -> list[str]:
+def _list_libraries() -> list[str]:
     cudnn: Any = torch.backends.cudnn
     found = [torch.__version__, torch.__config__.show(), str(torch.version.cuda), str(cudnn.version())]
     for package in LIBRARIES:
@@ -43,7 +43,7 @@ def _libraries() -> list[str]:
     return found
 
 
-def _sources(folders: Sequence[str]) -> list[bytes]:
+def _read_sources(folders: Sequence[str]) -> list[bytes]:
     root = Path(wicore_trt.__file__).parent
     paths = [path for folder in (*COMMON, *folders) for path in sorted((root / folder).glob("*.py"))]
     return [path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() for path in paths]

@@ -1,4 +1,4 @@
-"""How an engine runs on a machine: plain values, the same for every backend. Knows no device."""
+"""Options of an engine on a machine: plain values, the same for every backend. Knows no device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CPU_SLICE_TOKENS, GPU_SLICE_TOKENS = 32, 256
 
 @dataclass(frozen=True, slots=True)
 class ExecutorOptions:
-    """How an engine runs on this machine.
+    """Options of an engine on this machine.
 
     `device`: "auto" (a GPU that PyTorch can use, else the CPU), "cpu", "cuda" or "cuda:1". `kernels`: "native",
     "torch", or "auto": native on a CPU when the library was built and covers the engine. `threads`: CPU threads of a

@@ -43,7 +43,7 @@ BATCH = 64
 
 
 class StepCopier(PageCopier, Protocol):
-    """What an executor needs of its copier beyond what the tiers need."""
+    """Copier as an executor needs it, beyond what the tiers need."""
 
     def begin_step(self, batch: StepBatch) -> None:
         """Call it before any work of a step is put on the device."""
@@ -55,7 +55,7 @@ class StepCopier(PageCopier, Protocol):
 
 
 class HostMemory(Protocol):
-    """What `StreamPageCopier` needs of `cuda_lanes.CudaHostMemory`."""
+    """Part of `cuda_lanes.CudaHostMemory` that `StreamPageCopier` needs."""
 
     def pin(self, memory: memoryview) -> bool: ...
 
@@ -63,7 +63,7 @@ class HostMemory(Protocol):
 
 
 class DeviceDigests(Protocol):
-    """What `StreamPageCopier` needs of `cuda_lanes.CudaDigests`."""
+    """Part of `cuda_lanes.CudaDigests` that `StreamPageCopier` needs."""
 
     def start(self, lane: Any, pages: Sequence[tuple[int, int]]) -> Callable[[], Sequence[bytes]]:
         """Compute, on the lane, the digests of pages (address, bytes); what comes back gives them once the lane has
@@ -71,7 +71,7 @@ class DeviceDigests(Protocol):
         ...
 
 
-def alone(group: str, slot: int) -> list[SlotKey]:
+def share_nothing(group: str, slot: int) -> list[SlotKey]:
     """The slots that share memory with one, in pools of their own."""
     return [(group, slot)]
 
@@ -81,7 +81,7 @@ def make_copier(
     page_tokens: int,
     stream: int = 0,
     *,
-    overlapping: Callable[[str, int], list[SlotKey]] = alone,
+    overlapping: Callable[[str, int], list[SlotKey]] = share_nothing,
     digest_kernel: CompiledKernel | None = None,
 ) -> StepCopier:
     """The copier for `pools`, whose steps run on the CUDA stream of this handle (0: the default stream).
@@ -123,7 +123,7 @@ class TorchPageCopier:
     checks = False
 
     def __init__(self, pools: Mapping[str, torch.Tensor]) -> None:
-        flat = _flat(pools)
+        flat = _flatten_pools(pools)
         self._pages = {group: pages.numpy() if pages.device.type == "cpu" else pages for group, pages in flat.items()}
         self._digest = new_digest(pools)
 
@@ -131,12 +131,12 @@ class TorchPageCopier:
         return False
 
     def digest(self, parts: Sequence[memoryview]) -> bytes:
-        return self._digest.of(parts)
+        return self._digest.compute_digest(parts)
 
     def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done, *, settled: bool = False) -> None:
         """Copy a page into `parts`, whose lengths add up to the page's bytes."""
         begun = time.perf_counter()
-        for piece, part in self._pieces(group, slot, parts):
+        for piece, part in self._cut_pieces(group, slot, parts):
             if isinstance(piece, torch.Tensor):
                 torch.frombuffer(part, dtype=torch.uint8).copy_(piece)
             else:
@@ -147,14 +147,14 @@ class TorchPageCopier:
         """Fill pages from their parts."""
         begun = time.perf_counter()
         for slot, parts in zip(slots, pages, strict=True):
-            for piece, part in self._pieces(group, slot, parts):
+            for piece, part in self._cut_pieces(group, slot, parts):
                 if isinstance(piece, torch.Tensor):
                     piece.copy_(torch.frombuffer(part, dtype=torch.uint8))
                 else:
                     piece[:] = np.frombuffer(part, np.uint8)
         done([None] * len(slots), time.perf_counter() - begun)
 
-    def _pieces(self, group: str, slot: int, parts: Sequence[memoryview]) -> Iterator[tuple[Any, memoryview]]:
+    def _cut_pieces(self, group: str, slot: int, parts: Sequence[memoryview]) -> Iterator[tuple[Any, memoryview]]:
         page, offset = self._pages[group][slot], 0
         for part in parts:
             yield page[offset : offset + len(part)], part
@@ -221,13 +221,13 @@ class StreamPageCopier:
         page_tokens: int,
         lanes: tuple[Lane, Lane, Lane],
         memory: HostMemory,
-        overlapping: Callable[[str, int], list[SlotKey]] = alone,
+        overlapping: Callable[[str, int], list[SlotKey]] = share_nothing,
         digests: DeviceDigests | None = None,
         digest: PageDigest | None = None,
         starter: Callable[[], Starter] = new_starter,
     ) -> None:
         self._overlapping, self._sharing = overlapping, dict[SlotKey, list[SlotKey]]()
-        flat = _flat(pools)
+        flat = _flatten_pools(pools)
         self._places = {group: (pages.data_ptr(), pages.shape[1]) for group, pages in flat.items()}
         self._pools, self._page_tokens, self._memory = flat, page_tokens, memory
         self._compute, out, into = lanes
@@ -249,23 +249,23 @@ class StreamPageCopier:
         return self._memory.pin(memory)
 
     def digest(self, parts: Sequence[memoryview]) -> bytes:
-        return self._digest.of(parts)
+        return self._digest.compute_digest(parts)
 
     def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done, *, settled: bool = False) -> None:
         """Copy a page into `parts`, whose lengths add up to the page's bytes."""
-        copies = self._copies(group, [slot], [parts], partial(_tell_one, done))
+        copies = self._make_copies(group, [slot], [parts], partial(_tell_one, done))
         asked = self._leaving
-        asked.pieces += [(host, device, size) for device, host, size in self._pieces(copies)]
-        self._add(asked, copies, settled=settled)
+        asked.pieces += [(host, device, size) for device, host, size in self._cut_pieces(copies)]
+        self._add_copies(asked, copies, settled=settled)
 
     def to_device(self, group: str, slots: Sequence[int], pages: Sequence[Sequence[memoryview]], done: CameIn) -> None:
         """Fill pages from their parts."""
         begun = 0
         while begun < len(slots):
             end = begun + BATCH - self._coming.pages
-            copies = self._copies(group, slots[begun:end], pages[begun:end], done)
-            self._coming.pieces += self._pieces(copies)
-            self._add(self._coming, copies, settled=False)
+            copies = self._make_copies(group, slots[begun:end], pages[begun:end], done)
+            self._coming.pieces += self._cut_pieces(copies)
+            self._add_copies(self._coming, copies, settled=False)
             begun = end
 
     def flush(self) -> None:
@@ -273,9 +273,9 @@ class StreamPageCopier:
         leaving, self._leaving = self._leaving, _Asked()
         coming, self._coming = self._coming, _Asked()
         if leaving.copies:
-            self._start(self._out, leaving)
+            self._submit_batch(self._out, leaving)
         if coming.copies:
-            self._start(self._into, coming)
+            self._submit_batch(self._into, coming)
         self._asked.clear()
 
     def begin_step(self, batch: StepBatch) -> None:
@@ -298,7 +298,9 @@ class StreamPageCopier:
             self._memory.unpin_all()
             self._pools = {}
 
-    def _copies(self, group: str, slots: Sequence[int], pages: Sequence[Sequence[memoryview]], done: CameIn) -> _Copies:
+    def _make_copies(
+        self, group: str, slots: Sequence[int], pages: Sequence[Sequence[memoryview]], done: CameIn
+    ) -> _Copies:
         """Pages of one call, of which none has a byte in a slot of those asked for and not begun."""
         (base, count), sharing = self._places[group], self._sharing
         keys = [(group, slot) for slot in slots]
@@ -311,7 +313,7 @@ class StreamPageCopier:
         self._asked |= shared
         return _Copies([base + slot * count for slot in slots], count, keys, shared, pages, done)
 
-    def _pieces(self, copies: _Copies) -> list[tuple[int, int, int]]:
+    def _cut_pieces(self, copies: _Copies) -> list[tuple[int, int, int]]:
         """(device, host, bytes) of what is copied in one piece: parts side by side are."""
         pieces, pinned = list[tuple[int, int, int]](), self._pinned
         for address, parts in zip(copies.addresses, copies.parts, strict=True):
@@ -327,14 +329,14 @@ class StreamPageCopier:
             assert at == address + copies.count
         return pieces
 
-    def _add(self, asked: _Asked, copies: _Copies, *, settled: bool) -> None:
+    def _add_copies(self, asked: _Asked, copies: _Copies, *, settled: bool) -> None:
         asked.copies.append(copies)
         asked.pages += len(copies.keys)
         asked.settled = asked.settled and settled
         if asked.pages >= BATCH:
             self.flush()
 
-    def _start(self, way: _Way, asked: _Asked) -> None:
+    def _submit_batch(self, way: _Way, asked: _Asked) -> None:
         """Have a batch put on its lane."""
         touched = frozenset[SlotKey]().union(*[copies.shared for copies in asked.copies])
         batch, under_way = _Batch(asked.copies, asked.pieces, touched), self._under_way
@@ -344,13 +346,13 @@ class StreamPageCopier:
                 batch.before = {under_way[key] for key in under_way.keys() & touched}
                 for copies in batch.copies:
                     under_way.update(dict.fromkeys(copies.keys, batch))
-            way.starter.submit(partial(self._put, way, batch))
+            way.starter.submit(partial(self._start_batch, way, batch))
         except Exception as error:  # the caller may go on as if only its step had failed
             self._broke(error)
             batch.started.set()
             raise
 
-    def _put(self, way: _Way, batch: _Batch) -> None:
+    def _start_batch(self, way: _Way, batch: _Batch) -> None:
         lane, leaving, found = way.lane, way is self._out, None
         try:
             if self.broken is not None:  # of a call that asked for many, pages are told in order: none behind these
@@ -412,7 +414,7 @@ class _Batch:
 
 @dataclass(slots=True)
 class _Way:
-    """What copies in one direction."""
+    """Threads and lane of the copies in one direction."""
 
     lane: Lane
     starter: Starter
@@ -426,7 +428,7 @@ class _Finisher:
         self._over = over
         self._broke = broke
         self._queue: SimpleQueue[tuple[_Batch, Callable[[], Sequence[bytes]] | None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="wicore-page-copies-over", daemon=True)
+        self._thread = threading.Thread(target=self._finish_batches, name="wicore-page-copies-over", daemon=True)
         self._thread.start()
 
     def put(self, batch: _Batch, digests: Callable[[], Sequence[bytes]] | None) -> None:
@@ -437,7 +439,7 @@ class _Finisher:
         self._queue.put(None)
         self._thread.join()
 
-    def _run(self) -> None:
+    def _finish_batches(self) -> None:
         try:
             while (item := self._queue.get()) is not None:
                 batch, found = item
@@ -460,6 +462,6 @@ def _tell_one(done: Done, digests: Sequence[bytes | None], seconds: float) -> No
     done(digests[0], seconds)
 
 
-def _flat(pools: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _flatten_pools(pools: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """uint8 [pages, bytes of a page]."""
     return {group: pool.view(pool.shape[0], -1).view(torch.uint8) for group, pool in pools.items()}

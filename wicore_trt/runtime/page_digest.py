@@ -64,49 +64,49 @@ class PageDigest:
         self.words: Words = np.frombuffer(shake_256(b"wicore-kv-digest" + key).digest(4 * count), "<u4").copy()
         self._library = _library()
 
-    def of(self, parts: Sequence[memoryview]) -> bytes:
-        """16 bytes for a page in `parts`: all but the last are multiples of 4,096 bytes, and the last one of 4. Any
-        thread; lets others run."""
-        assert all(part.nbytes % CHUNK_BYTES == 0 for part in parts[:-1]) and parts[-1].nbytes % 4 == 0
+    def compute_digest(self, parts: Sequence[memoryview]) -> bytes:
+        """Compute 16 bytes for a page in `parts`: all but the last are multiples of 4,096 bytes, and the last one of 4.
+        Any thread; lets others run."""
+        sizes = [part.nbytes for part in parts]
+        assert not sum([size % CHUNK_BYTES for size in sizes[:-1]]) and sizes[-1] % 4 == 0
         arrays = [np.frombuffer(part, np.uint8) for part in parts]
-        return self._numpy(arrays) if self._library is None else self._native(arrays)
-
-    def _native(self, arrays: list[NDArray[np.uint8]]) -> bytes:
+        if self._library is None:
+            return self._digest_by_numpy(arrays)
         count, out = len(arrays), (ctypes.c_uint64 * 2)()
-        starts = (ctypes.c_void_p * count)(*(array.ctypes.data for array in arrays))
-        lengths = (ctypes.c_int64 * count)(*(array.nbytes for array in arrays))
+        starts = (ctypes.c_void_p * count)(*[array.ctypes.data for array in arrays])
+        lengths = (ctypes.c_int64 * count)(*sizes)
         arguments = _Arguments(count, self.second_pairs, starts, lengths, self.words.ctypes.data, out)
         self._library.wicore_cpu_page_digest(ctypes.byref(arguments))
         return bytes(out)
 
-    def _numpy(self, arrays: list[NDArray[np.uint8]]) -> bytes:
-        sums = [self._chunks(_padded(array)) for array in arrays]
+    def _digest_by_numpy(self, arrays: list[NDArray[np.uint8]]) -> bytes:
+        sums = [self._sum_chunks(_pad_words(array)) for array in arrays]
         message = np.concatenate(sums).view("<u4").reshape(-1, 2)
         x, y = message[:, 0], message[:, 1]
         c, e = self.words[2 * (PAIRS + 1) :].reshape(2, -1)
         pairs = len(message)
-        digest = [_nh(x, y, c[t : t + pairs], e[t : t + pairs], axis=0) for t in (0, 1)]
+        digest = [_sum_nh(x, y, c[t : t + pairs], e[t : t + pairs], axis=0) for t in (0, 1)]
         return np.array(digest, "<u8").tobytes()
 
-    def _chunks(self, message: Words) -> NDArray[np.uint64]:
+    def _sum_chunks(self, message: Words) -> NDArray[np.uint64]:
         """[chunks, 2]: the sums of both iterations."""
         a, b = self.words[: 2 * (PAIRS + 1)].reshape(2, -1)
         found = np.empty((len(message), 2), "<u8")
         for at in range(0, len(message), _BLOCK):
             block = message[at : at + _BLOCK]
             for t in (0, 1):
-                found[at : at + _BLOCK, t] = _nh(
+                found[at : at + _BLOCK, t] = _sum_nh(
                     block[:, :PAIRS], block[:, PAIRS:], a[t : t + PAIRS], b[t : t + PAIRS], axis=1
                 )
         return found
 
 
-def _nh(x: Words, y: Words, key_x: Words, key_y: Words, *, axis: int) -> Any:
+def _sum_nh(x: Words, y: Words, key_x: Words, key_y: Words, *, axis: int) -> Any:
     """Sums over `axis` modulo 2^64."""
     return np.multiply(x + key_x, y + key_y, dtype=np.uint64).sum(axis=axis, dtype=np.uint64)
 
 
-def _padded(array: NDArray[np.uint8]) -> Words:
+def _pad_words(array: NDArray[np.uint8]) -> Words:
     """[chunks, 2 PAIRS] words."""
     missing = -array.nbytes % CHUNK_BYTES
     if missing:

@@ -1,4 +1,4 @@
-"""How many KV pages each layer group gets from a memory budget: plain arithmetic, no torch.
+"""Numbers of KV pages of each layer group within a memory budget: plain arithmetic, no torch.
 
 It must not know devices or sequences that run. Invariant: the pools fit the budget and hold at least one sequence
 of the longest length, whatever else.
@@ -17,7 +17,7 @@ TYPICAL_WINDOWS = 4
 
 @dataclass(frozen=True, slots=True)
 class SharedPages:
-    """One memory for both layer groups: pages of each group that it could have alone, and those in a slab."""
+    """Memory shared by both layer groups: pages of each group that it could have alone, and those in a slab."""
 
     num_pages: dict[str, int]
     slab_pages: dict[str, int]
@@ -42,7 +42,7 @@ def shared_pages(
     max_batch_tokens: int,
     loads: bool = False,
 ) -> SharedPages | None:
-    """One memory of at most `budget_bytes` for both layer groups. `loads` as in `pool_sizes`.
+    """Share at most `budget_bytes` between both layer groups. `loads` as in `pool_sizes`.
 
     None for a model with one group, and where the memory has too few slabs to hold one sequence of `max_context` tokens
     however its pages lie: then the split of `pool_sizes` is better.

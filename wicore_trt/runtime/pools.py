@@ -62,9 +62,10 @@ def sized_layout(spec: Gemma3Spec, kv_dtype: str, page_tokens: int, pages: Calla
 def new_pools(
     spec: Gemma3Spec, layout: KVLayout, empty: Callable[[Sequence[int], torch.dtype], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """For each layer group [pages, layers, 2 (K, V), page_tokens, kv_heads, head_dim] filled with NaN, so that reading
-    a slot before it is written ends in a failed sequence and not in text. With `layout.slab_pages` they are views of
-    the same memory. `empty(shape, dtype)` gives memory."""
+    """Make for each layer group [pages, layers, 2 (K, V), page_tokens, kv_heads, head_dim], filled with NaN.
+
+    Reading a slot before it is written so ends in a failed sequence and not in text. With `layout.slab_pages` they are
+    views of the same memory. `empty(shape, dtype)` gives memory."""
     dtype = TORCH_DTYPES[layout.kv_dtype]
     groups = {name: spec.layer_group(name) for name in layout.num_pages}
     shapes = {

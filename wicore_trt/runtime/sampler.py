@@ -42,31 +42,31 @@ class Sampler:
         constraint can: a row is also reported when making its mask fails, or the mask leaves no finite logit.
         """
         assert logits.ndim == 2 and logits.dtype == torch.float32 and len(slices) == logits.shape[0]
-        best, raw_peaks = _argmax(logits)
+        best, raw_peaks = _find_best(logits)
         finite, failed = np.isfinite(raw_peaks), dict[int, str]()  # by row
-        edited, peaks = self._edited(logits, slices, finite, failed), raw_peaks
+        edited, peaks = self._edit_logits(logits, slices, finite, failed), raw_peaks
         if edited is not logits:
-            best, peaks = _argmax(edited)
+            best, peaks = _find_best(edited)
             for row in np.flatnonzero(finite & ~np.isfinite(peaks)).tolist():  # nothing is left to choose from
                 if slices[row].mask is not None:
                     failed.setdefault(row, NONE_ALLOWED)
                     continue
                 edited[row] = logits[row]
-                best[row : row + 1], peaks[row : row + 1] = _argmax(logits[row : row + 1])
+                best[row : row + 1], peaks[row : row + 1] = _find_best(logits[row : row + 1])
         failed |= {int(row): NOT_FINITE for row in np.flatnonzero(~finite)}
         alive = [r for r in range(len(slices)) if r not in failed]
         chosen = {r: int(best[r]) for r in alive}
-        drawn = [r for r in alive if not _params(slices[r]).greedy]
+        drawn = [r for r in alive if not _require_params(slices[r]).greedy]
         for start in range(0, len(drawn), _ROWS_AT_ONCE):
             rows = drawn[start : start + _ROWS_AT_ONCE]
-            tokens = _draw(_rows(edited, rows), peaks[rows], [slices[r] for r in rows])
+            tokens = _draw_tokens(_select_rows(edited, rows), peaks[rows], [slices[r] for r in rows])
             chosen.update(zip(rows, tokens, strict=True))
         logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
-        reported = [r for r in alive if _params(slices[r]).logprobs is not None]
+        reported = [r for r in alive if _require_params(slices[r]).logprobs is not None]
         for start in range(0, len(reported), _ROWS_AT_ONCE):
             rows = reported[start : start + _ROWS_AT_ONCE]
-            tops = [_params(slices[r]).logprobs or 0 for r in rows]
-            values = _logprobs(_rows(logits, rows), raw_peaks[rows], [chosen[r] for r in rows], tops)
+            tops = [_require_params(slices[r]).logprobs or 0 for r in rows]
+            values = _compute_logprobs(_select_rows(logits, rows), raw_peaks[rows], [chosen[r] for r in rows], tops)
             logprobs.update((row, (value,)) for row, value in zip(rows, values, strict=True))
         return StepResult(
             [SampledTokens(slices[r].seq_id, (chosen[r],), logprobs.get(r, ())) for r in alive],
@@ -83,7 +83,7 @@ class Sampler:
         scored: dict[int, list[TokenLogprob]] = {}
         failed: dict[int, str] = {}
         for piece in slices:
-            found = _score(logits[row : row + len(piece.targets)], piece)
+            found = _score_targets(logits[row : row + len(piece.targets)], piece)
             row += len(piece.targets)
             if found is None:
                 failed[piece.seq_id] = NOT_FINITE
@@ -100,14 +100,14 @@ class Sampler:
         """Forget a sequence. Unknown ids are ignored."""
         self._counts.pop(seq_id, None)
 
-    def _edited(
+    def _edit_logits(
         self, logits: torch.Tensor, slices: Sequence[SequenceSlice], finite: np.ndarray, failed: dict[int, str]
     ) -> torch.Tensor:
         """Logits after bias, penalties, eos suppression and masks: a copy if any row asks for one of these. Rows whose
         mask cannot be made go into `failed`."""
         edited = logits
         for row, piece in enumerate(slices):
-            params = _params(piece)
+            params = _require_params(piece)
             penalized, mask = params.penalized, piece.mask if finite[row] else None
             if not (penalized or params.logit_bias or piece.suppress_eos or mask is not None):
                 continue
@@ -116,7 +116,7 @@ class Sampler:
             if params.logit_bias:
                 _add_bias(edited[row], params)
             if penalized:
-                _penalize(edited[row], self._count(piece), params)
+                _penalize_tokens(edited[row], self._count_tokens(piece), params)
             if piece.suppress_eos:
                 vocab = logits.shape[1]
                 stops = [token for token in piece.stop_ids if token < vocab]
@@ -124,10 +124,10 @@ class Sampler:
             if isinstance(mask, str):
                 failed[row] = mask
             elif mask is not None:
-                _mask(edited[row], mask)
+                _mask_tokens(edited[row], mask)
         return edited
 
-    def _count(self, piece: SequenceSlice) -> _TokenCounts:
+    def _count_tokens(self, piece: SequenceSlice) -> _TokenCounts:
         """Count a slice's tokens, and at the sequence's first slice those before it."""
         if piece.start == len(piece.earlier_ids):
             self._counts[piece.seq_id] = _TokenCounts()
@@ -138,17 +138,17 @@ class Sampler:
         return counts
 
 
-def _score(logits: torch.Tensor, piece: SequenceSlice) -> list[TokenLogprob] | None:
+def _score_targets(logits: torch.Tensor, piece: SequenceSlice) -> list[TokenLogprob] | None:
     """Log-probabilities of a slice's targets, None where logits are not finite."""
     if not piece.targets:
         return []
-    _, peaks = _argmax(logits)
+    _, peaks = _find_best(logits)
     if not np.isfinite(peaks).all():
         return None
-    found, top = [], _params(piece).prompt_logprobs or 0
+    found, top = [], _require_params(piece).prompt_logprobs or 0
     for start in range(0, len(piece.targets), _ROWS_AT_ONCE):
         part = slice(start, start + _ROWS_AT_ONCE)
-        found += _logprobs(logits[part], peaks[part], piece.targets[part], [top] * len(piece.targets[part]))
+        found += _compute_logprobs(logits[part], peaks[part], piece.targets[part], [top] * len(piece.targets[part]))
     return found
 
 
@@ -170,26 +170,26 @@ class _TokenCounts:
         self.length += len(token_ids)
 
 
-def uniform(seed: int, position: int) -> float:
+def draw_uniform(seed: int, position: int) -> float:
     """The uniform number in [0, 1) of an output position: Philox4x64-10 (Salmon et al., SC 2011), whose key is the
     sequence's seed and whose counter is the position + 1 (numpy steps it first); 53 bits of the first word."""
     return (int(Philox(key=seed & (2**64 - 1), counter=position).random_raw()) >> 11) * 2.0**-53
 
 
-def _params(piece: SequenceSlice) -> SamplingParams:
+def _require_params(piece: SequenceSlice) -> SamplingParams:
     assert piece.params is not None, "a slice that samples or scores has parameters"
     return piece.params
 
 
-def _filtered(params: SamplingParams, vocab: int) -> bool:
+def _is_filtered(params: SamplingParams, vocab: int) -> bool:
     return 0 < params.top_k < vocab or params.top_p < 1.0 or params.min_p > 0.0
 
 
-def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+def _select_rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
     return logits if len(rows) == logits.shape[0] else logits[rows]
 
 
-def _argmax(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+def _find_best(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Lowest index of each row's maximum (int64 [R]) and the maximum; a NaN counts as the maximum."""
     if logits.device.type == "cpu":  # numpy's argmax is an order of magnitude faster there
         array = logits.numpy()
@@ -200,7 +200,7 @@ def _argmax(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     return both[:, 0].astype(np.int64), both[:, 1]
 
 
-def _mask(row: torch.Tensor, allowed: bytes) -> None:
+def _mask_tokens(row: torch.Tensor, allowed: bytes) -> None:
     """-inf for the tokens without a bit."""
     bits = np.unpackbits(np.frombuffer(allowed, np.uint8), count=row.shape[0], bitorder="little")
     row.masked_fill_(torch.from_numpy(bits == 0).to(row.device), -torch.inf)
@@ -212,7 +212,7 @@ def _add_bias(row: torch.Tensor, params: SamplingParams) -> None:
     row[tokens] += torch.tensor([bias for _, bias in pairs], dtype=row.dtype, device=row.device)
 
 
-def _penalize(row: torch.Tensor, counts: _TokenCounts, params: SamplingParams) -> None:
+def _penalize_tokens(row: torch.Tensor, counts: _TokenCounts, params: SamplingParams) -> None:
     """Repetition penalty of CTRL (arXiv:1909.05858), then OpenAI's presence and frequency penalties. A logit that was
     finite stays so: at the ends of float32 it is as likely, or unlikely, as can be."""
     host_tokens, host_counts = np.frombuffer(counts.ids, np.int64), np.frombuffer(counts.outputs, np.float32)
@@ -227,7 +227,7 @@ def _penalize(row: torch.Tensor, counts: _TokenCounts, params: SamplingParams) -
     row[tokens] = torch.where(values.isfinite(), edited.clamp(-limit, limit), values)
 
 
-def _weights(logits: torch.Tensor, peaks: np.ndarray, temperatures: Sequence[float]) -> torch.Tensor:
+def _compute_weights(logits: torch.Tensor, peaks: np.ndarray, temperatures: Sequence[float]) -> torch.Tensor:
     """exp((logit - peak) / temperature), float64 [R, blocks, _BLOCK], zero beyond the vocabulary."""
     rows, vocab = logits.shape
     blocks = div_ceil(vocab, _BLOCK)
@@ -246,13 +246,13 @@ def _weights(logits: torch.Tensor, peaks: np.ndarray, temperatures: Sequence[flo
     return weights.view(rows, blocks, _BLOCK)
 
 
-def _masses(weights: torch.Tensor) -> np.ndarray:
+def _sum_blocks(weights: torch.Tensor) -> np.ndarray:
     """Sum of each block, float64 [R, blocks]."""
     sums: np.ndarray = weights.sum(dim=-1).cpu().numpy()
     return sums
 
 
-def _pick(weights: np.ndarray, target: float) -> tuple[int, float]:
+def _pick_index(weights: np.ndarray, target: float) -> tuple[int, float]:
     """Index where the running sum of `weights` first exceeds `target`, and what is left of target before it.
 
     Never an entry of weight zero, however the sums were rounded.
@@ -262,44 +262,46 @@ def _pick(weights: np.ndarray, target: float) -> tuple[int, float]:
     return int(index), target - (float(sums[index - 1]) if index else 0.0)
 
 
-def _draw(logits: torch.Tensor, peaks: np.ndarray, slices: Sequence[SequenceSlice]) -> list[int]:
+def _draw_tokens(logits: torch.Tensor, peaks: np.ndarray, slices: Sequence[SequenceSlice]) -> list[int]:
     """Tokens of rows with temperature > 0, by inverting the cumulative distribution of what the filters leave."""
     vocab = logits.shape[1]
-    params = [_params(piece) for piece in slices]
-    numbers = [uniform(piece.seed, piece.start + len(piece.token_ids) - piece.prompt_len) for piece in slices]
+    params = [_require_params(piece) for piece in slices]
+    numbers = [draw_uniform(piece.seed, piece.start + len(piece.token_ids) - piece.prompt_len) for piece in slices]
     tokens = [-1] * len(slices)
 
     masses: dict[int, np.ndarray] = {}  # per row: the weight of each block of its whole distribution
-    whole = [r for r, p in enumerate(params) if not 0 < p.top_k < vocab and (p.top_p < 1.0 or not _filtered(p, vocab))]
+    whole = [
+        r for r, p in enumerate(params) if not 0 < p.top_k < vocab and (p.top_p < 1.0 or not _is_filtered(p, vocab))
+    ]
     if whole:
-        weights = _weights(_rows(logits, whole), peaks[whole], [params[r].temperature for r in whole])
-        masses = dict(zip(whole, _masses(weights), strict=True))
+        weights = _compute_weights(_select_rows(logits, whole), peaks[whole], [params[r].temperature for r in whole])
+        masses = dict(zip(whole, _sum_blocks(weights), strict=True))
         for i, r in enumerate(whole):
-            if not _filtered(params[r], vocab):
-                block, rest = _pick(masses[r], numbers[r] * float(np.cumsum(masses[r])[-1]))
-                tokens[r] = block * _BLOCK + _pick(weights[i, block].cpu().numpy(), rest)[0]
+            if not _is_filtered(params[r], vocab):
+                block, rest = _pick_index(masses[r], numbers[r] * float(np.cumsum(masses[r])[-1]))
+                tokens[r] = block * _BLOCK + _pick_index(weights[i, block].cpu().numpy(), rest)[0]
 
     filtered = [r for r, token in enumerate(tokens) if token < 0]
-    best = _candidates(_rows(logits, filtered), min(_CANDIDATES, vocab)) if filtered else []
+    best = _find_candidates(_select_rows(logits, filtered), min(_CANDIDATES, vocab)) if filtered else []
     for r, (ids, values) in zip(filtered, best, strict=True):
         mass = float(masses[r].sum()) if r in masses else None
-        kept = _filter(values, vocab, mass, params[r])
+        kept = _filter_candidates(values, vocab, mass, params[r])
         for count in (16 * _CANDIDATES, vocab):
             if kept is None:
-                [(ids, values)] = _candidates(logits[r : r + 1], min(count, vocab))
-                kept = _filter(values, vocab, mass, params[r])
+                [(ids, values)] = _find_candidates(logits[r : r + 1], min(count, vocab))
+                kept = _filter_candidates(values, vocab, mass, params[r])
         assert kept is not None
-        tokens[r] = int(ids[_pick(kept, numbers[r] * float(np.cumsum(kept)[-1]))[0]])
+        tokens[r] = int(ids[_pick_index(kept, numbers[r] * float(np.cumsum(kept)[-1]))[0]])
     return tokens
 
 
-def _candidates(logits: torch.Tensor, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def _find_candidates(logits: torch.Tensor, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Per row the ids and logits (float64) of at least its `count` best tokens, best first, lower id first on ties."""
     rows, vocab = logits.shape
     if count == vocab:
         values, ids = logits.sort(dim=-1, descending=True, stable=True)
         return list(zip(ids.cpu().numpy(), values.double().cpu().numpy(), strict=True))
-    least = _bound(logits, count)
+    least = _bound_candidates(logits, count)
     row_ids, ids = (logits >= least).nonzero(as_tuple=True)
     host_values, host_ids = logits[row_ids, ids].double().cpu().numpy(), ids.cpu().numpy()
     bounds = np.searchsorted(row_ids.cpu().numpy(), np.arange(rows + 1))
@@ -310,7 +312,7 @@ def _candidates(logits: torch.Tensor, count: int) -> list[tuple[np.ndarray, np.n
     return ordered
 
 
-def _bound(logits: torch.Tensor, count: int) -> torch.Tensor:
+def _bound_candidates(logits: torch.Tensor, count: int) -> torch.Tensor:
     """Per row a value that at least `count` logits reach, and usually few more do ([R, 1])."""
     rows, vocab = logits.shape
     groups = vocab // _GROUP
@@ -319,7 +321,7 @@ def _bound(logits: torch.Tensor, count: int) -> torch.Tensor:
     return logits.topk(count, dim=-1).values[:, -1:]
 
 
-def _filter(values: np.ndarray, vocab: int, mass: float | None, params: SamplingParams) -> np.ndarray | None:
+def _filter_candidates(values: np.ndarray, vocab: int, mass: float | None, params: SamplingParams) -> np.ndarray | None:
     """Weights of the leading candidates that top-k, then top-p, then min-p leave; None if more are needed to know.
 
     `values` are the best logits in order, `mass` the summed weight of the whole row, given when top-p goes without
@@ -344,13 +346,13 @@ def _filter(values: np.ndarray, vocab: int, mass: float | None, params: Sampling
     return kept
 
 
-def _logprobs(
+def _compute_logprobs(
     logits: torch.Tensor, peaks: np.ndarray, tokens: Sequence[int], tops: Sequence[int]
 ) -> list[TokenLogprob]:
     """Log-softmax of the chosen token and of the `tops[r]` best ones per row; impossible tokens are left out."""
-    sums = _masses(_weights(logits, peaks, [1.0] * len(tokens)))
+    sums = _sum_blocks(_compute_weights(logits, peaks, [1.0] * len(tokens)))
     chosen = logits[torch.arange(len(tokens)), torch.tensor(tokens)].double().cpu().numpy()
-    best = _candidates(logits, min(max(tops), logits.shape[1])) if max(tops) else []
+    best = _find_candidates(logits, min(max(tops), logits.shape[1])) if max(tops) else []
     results = []
     for r, token in enumerate(tokens):
         total = float(peaks[r]) + float(np.log(sums[r].sum()))

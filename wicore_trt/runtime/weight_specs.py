@@ -22,7 +22,7 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "fp
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """One weight, norm or scale as kernels take it, made of the tensors `parts` of the rank's file: `combine` "rows"
+    """Weight, norm or scale as kernels take it, made of the tensors `parts` of the rank's file: `combine` "rows"
     stacks them on dim 0, "max" takes the elementwise maximum."""
 
     name: str

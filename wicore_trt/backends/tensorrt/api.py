@@ -1,4 +1,4 @@
-"""Which TensorRT is here, and which GPU architectures it can build for.
+"""Find which TensorRT is here, and which GPU architectures it can build for.
 
 `tensorrt` (10.15 or later, from NVIDIA's index) builds for the GPU of this machine; TensorRT-RTX
 (`tensorrt_rtx_bindings`, on PyPI) builds for several architectures without a GPU, but not for sm90 and sm100. It must
@@ -44,7 +44,7 @@ class TensorRT:
 
 def find_tensorrt() -> TensorRT:
     """Full TensorRT where it and a GPU are, else TensorRT-RTX. Raises EnvironmentUnfitError without either."""
-    full = _full()
+    full = _find_full()
     if full is not None:
         return full
     try:
@@ -56,9 +56,9 @@ def find_tensorrt() -> TensorRT:
     return TensorRT(rtx, RTX, _wheel_version(), {name.lower(): getattr(rtx.ComputeCapability, name) for name in names})
 
 
-def _full() -> TensorRT | None:
+def _find_full() -> TensorRT | None:
     """`tensorrt` if it is whole, new enough and beside a GPU. The package of that name on PyPI alone is a stub."""
-    if not _installed("tensorrt"):  # asked first: the question for the GPU loads PyTorch, in every plan's process
+    if not _is_installed("tensorrt"):  # asked first: the question for the GPU loads PyTorch, in every plan's process
         return None
     capability = _gpu_capability()
     if capability is None:
@@ -73,8 +73,8 @@ def _full() -> TensorRT | None:
     return TensorRT(tensorrt, FULL, version, {f"sm{capability[0]}{capability[1]}": None})
 
 
-def _installed(name: str) -> bool:
-    """Whether the top-level module can be found; does not import it."""
+def _is_installed(name: str) -> bool:
+    """Tell whether the top-level module can be found; does not import it."""
     return name in sys.modules or find_spec(name) is not None
 
 

@@ -107,7 +107,7 @@ class TensorRTBackend:
 
 
 def plan_requests(checkpoint: Checkpoint, directory: Path, options: BuildOptions) -> list[PlanRequest]:
-    """One request per target and phase."""
+    """Make a request per target and phase."""
     spec, kv_dtype = checkpoint.spec, options.kv_dtype_of(checkpoint)
     assert options.max_context is not None, "build_engine fills it in"
     limits = PlanLimits(options.max_batch, min(options.max_chunk, options.max_context), options.max_context)
@@ -180,7 +180,7 @@ def build_plans(api: TensorRT, requests: list[PlanRequest], directory: Path, pro
 
 
 def _cache_file(api: TensorRT, target: str) -> Path | None:
-    """Where full TensorRT's timing cache of this version and target is kept; RTX has none."""
+    """Find where full TensorRT's timing cache of this version and target is kept; RTX has none."""
     if api.targets[target] is not None:
         return None
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

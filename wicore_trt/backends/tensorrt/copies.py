@@ -50,7 +50,7 @@ class TorchSlotCopier:
 
     def load(self, group: str, copies: Sequence[PageCopy]) -> None:
         pool, cache = self._pools[group], self._caches[group]
-        for page, token, slot, entry in self._indices(copies, pool):
+        for page, token, slot, entry in self._list_indices(copies, pool):
             if pool.dtype == E4M3:  # E4M3 has no indexing everywhere
                 values = pool.view(torch.uint8)[page, :, :, token].view(E4M3).float() * self._scales[group]
             else:
@@ -59,7 +59,7 @@ class TorchSlotCopier:
 
     def store(self, group: str, copies: Sequence[PageCopy]) -> None:
         pool, cache = self._pools[group], self._caches[group]
-        for page, token, slot, entry in self._indices(copies, pool):
+        for page, token, slot, entry in self._list_indices(copies, pool):
             values = cache[:, :, slot, :, entry]
             if pool.dtype == E4M3:
                 scaled = (values.float() / self._scales[group]).clamp(-E4M3_MAX, E4M3_MAX)
@@ -73,7 +73,7 @@ class TorchSlotCopier:
             kept = cache[:, :, move.slot, :, move.first : move.first + move.keep].clone()
             cache[:, :, move.slot, :, : move.keep] = kept
 
-    def _indices(self, copies: Sequence[PageCopy], pool: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    def _list_indices(self, copies: Sequence[PageCopy], pool: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
         """(page, token of the page, slot, entry) of each token, in pieces."""
         columns: list[list[torch.Tensor]] = [[], [], [], []]
         for copy in copies:

@@ -61,7 +61,7 @@ class TensorRTExecutor:
         self.max_batch_tokens, self.slice_tokens = settings.max_batch_tokens, GPU_SLICE_TOKENS
         plain = f"{engine.manifest.compiled['flavour']}-{trt.__version__}-{device.target}"
         self.kernels = kernels_name(plain, ("backends/tensorrt",), repr(sorted(engine.manifest.files.items())))
-        self.layout = _layout(engine, settings)
+        self.layout = _make_layout(engine, settings)
         with device.active():
             plans = load_plans(trt, engine, device.target)
             wanted = [tensor.weight for tensor in plans[DECODE].tensors.values() if tensor.kind == "weight"]
@@ -82,7 +82,7 @@ class TensorRTExecutor:
             self._copies = choose_copier(self.pools, caches, scales, device)
             device.synchronize()
         self._page_copies = make_copier(
-            self.pools, self.layout.page_tokens, device.stream, overlapping=self.layout.overlapping
+            self.pools, self.layout.page_tokens, device.stream, overlapping=self.layout.find_overlaps
         )
         self.copier: PageCopier = self._page_copies
         self._table = SlotTable(slots, memory.groups, page_tokens=self.layout.page_tokens, max_chunk=limits.max_chunk)
@@ -91,7 +91,7 @@ class TensorRTExecutor:
         self.score_rows = 0
         self.graph_sizes: dict[int, tuple[int, ...]] = {}
         self._sampler = Sampler()
-        self._prepare(limits.max_chunk)
+        self._warm_up(limits.max_chunk)
         log.info(
             "engine on %s, %s, %d slots, KV pages %s", device.torch_device, self.kernels, slots, self.layout.num_pages
         )
@@ -106,7 +106,7 @@ class TensorRTExecutor:
             logits = torch.empty((len(sampling), self.spec.vocab_size), device=self._device.torch_device)
             result_row = {index: row for row, index in enumerate(sampling)}
             for part in self._table.plan(batch.slices):
-                self._run(part)
+                self._run_part(part)
                 done = [row for row in part.rows if row.last and row.index in result_row]
                 if done:
                     own = [0 if part.phase == PREFILL else row.slot for row in done]
@@ -132,7 +132,7 @@ class TensorRTExecutor:
         self.pools = {}
         del self._session, self._copies, self.copier, self._page_copies
 
-    def _prepare(self, max_chunk: int) -> None:
+    def _warm_up(self, max_chunk: int) -> None:
         """Run the longest prefill and each size of decode once, in slots that no sequence has yet, so that no request
         waits for what TensorRT does in a first run; keep what it compiled."""
         entries = dict.fromkeys(self._table.groups, 0)
@@ -141,13 +141,13 @@ class TensorRTExecutor:
             parts.append(Part(DECODE, [Row(0, batch - 1, [0], 0, entries, last=True)]))
         with self._device.active(), torch.inference_mode():
             for part in parts:
-                self._run(part)
+                self._run_part(part)
             self._session.end_step()
         for cache in self._runtime_caches.values():
             cache.save()
 
-    def _run(self, part: Part) -> None:
-        """One part of a step, in the order that `Part` demands."""
+    def _run_part(self, part: Part) -> None:
+        """Run a part of a step, in the order that `Part` demands."""
         for slot in part.clears:
             self._copies.clear(slot)
         for group, copies in part.loads.items():
@@ -171,10 +171,10 @@ def open_executor(engine: EngineDir, settings: ExecutorOptions) -> TensorRTExecu
     except EnvironmentUnfitError as error:
         targets = ", ".join(engine.manifest.targets)
         raise EnvironmentUnfitError(f"{error.message} Engine {engine.path} is for {targets}.", fix=error.fix) from None
-    return TensorRTExecutor(engine, settings, _module(engine), device)
+    return TensorRTExecutor(engine, settings, _import_module(engine), device)
 
 
-def _module(engine: EngineDir) -> Any:
+def _import_module(engine: EngineDir) -> Any:
     """The TensorRT module of the engine's flavour, which need not be the one that a build would choose."""
     flavour = engine.manifest.compiled.get("flavour")
     name = "tensorrt_rtx_bindings" if flavour == RTX else "tensorrt"
@@ -203,7 +203,7 @@ def check_environment(engine: EngineDir, trt: Any, target: str) -> None:
         )
 
 
-def _layout(engine: EngineDir, settings: ExecutorOptions) -> KVLayout:
+def _make_layout(engine: EngineDir, settings: ExecutorOptions) -> KVLayout:
     manifest = engine.manifest
     max_context = min(settings.max_context or manifest.max_context, manifest.max_context)
     page_tokens = settings.page_tokens or manifest.page_tokens

@@ -28,7 +28,7 @@ class Graph:
         names = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "fp8": "FP8", "int32": "INT32"}
         self.dtypes = {ours: getattr(trt.DataType, theirs) for ours, theirs in names.items()}
 
-    def _add(self, what: str, layer: Any) -> Any:
+    def _name_layer(self, what: str, layer: Any) -> Any:
         name = f"{self.scope}.{what}.{self._count}"
         self._count += 1
         if layer is None:
@@ -36,8 +36,8 @@ class Graph:
         layer.name = name
         return layer
 
-    def _out(self, what: str, layer: Any) -> Tensor:
-        return self._add(what, layer).get_output(0)
+    def _name_output(self, what: str, layer: Any) -> Tensor:
+        return self._name_layer(what, layer).get_output(0)
 
     def input(self, tensor: TensorSpec) -> Tensor:
         shape = [d if isinstance(d, int) else -1 for d in tensor.shape]
@@ -61,13 +61,13 @@ class Graph:
         key = (array.dtype.str, array.shape, array.tobytes())
         if key not in self._constants:
             layer = self.network.add_constant(array.shape, self.trt.Weights(array.reshape(-1)))
-            self._constants[key] = array, self._out("constant", layer)
+            self._constants[key] = array, self._name_output("constant", layer)
         return self._constants[key][1]
 
     def cast(self, x: Tensor, dtype: str) -> Tensor:
         if x.dtype == self.dtypes[dtype]:
             return x
-        return self._out("cast", self.network.add_cast(x, self.dtypes[dtype]))
+        return self._name_output("cast", self.network.add_cast(x, self.dtypes[dtype]))
 
     def binary(self, op: str, a: Tensor, b: Tensor | float) -> Tensor:
         """An ElementWiseOperation; a number becomes a constant of a's kind."""
@@ -75,33 +75,33 @@ class Graph:
             integer = a.dtype in (self.trt.DataType.INT32, self.trt.DataType.INT64)
             b = self.constant(b, np.int32 if integer else np.float32, len(a.shape))
         operation = getattr(self.trt.ElementWiseOperation, op)
-        return self._out(op.lower(), self.network.add_elementwise(a, b, operation))
+        return self._name_output(op.lower(), self.network.add_elementwise(a, b, operation))
 
     def unary(self, op: str, x: Tensor) -> Tensor:
-        return self._out(op.lower(), self.network.add_unary(x, getattr(self.trt.UnaryOperation, op)))
+        return self._name_output(op.lower(), self.network.add_unary(x, getattr(self.trt.UnaryOperation, op)))
 
     def activation(self, op: str, x: Tensor) -> Tensor:
-        return self._out(op.lower(), self.network.add_activation(x, getattr(self.trt.ActivationType, op)))
+        return self._name_output(op.lower(), self.network.add_activation(x, getattr(self.trt.ActivationType, op)))
 
     def reduce_last(self, op: str, x: Tensor) -> Tensor:
         """Over the last dimension, which stays with size 1."""
         operation, axes = getattr(self.trt.ReduceOperation, op), 1 << (len(x.shape) - 1)
-        return self._out("reduce", self.network.add_reduce(x, operation, axes, True))
+        return self._name_output("reduce", self.network.add_reduce(x, operation, axes, True))
 
     def matmul_transposed(self, x: Tensor, w: Tensor) -> Tensor:
         """x [N, K] times w [M, K] transposed."""
         plain, transposed = self.trt.MatrixOperation.NONE, self.trt.MatrixOperation.TRANSPOSE
-        return self._out("matmul", self.network.add_matrix_multiply(x, plain, w, transposed))
+        return self._name_output("matmul", self.network.add_matrix_multiply(x, plain, w, transposed))
 
     def gather(self, x: Tensor, indices: Tensor, axis: int = 0) -> Tensor:
-        return self._out("gather", self.network.add_gather(x, indices, axis))
+        return self._name_output("gather", self.network.add_gather(x, indices, axis))
 
     def select(self, condition: Tensor, yes: Tensor, no: Tensor) -> Tensor:
-        return self._out("select", self.network.add_select(condition, yes, no))
+        return self._name_output("select", self.network.add_select(condition, yes, no))
 
     def reshape(self, x: Tensor, shape: Sequence[int] | Tensor, then: Sequence[int] | None = None) -> Tensor:
         """`shape`: numbers (one may be -1), or an int64 tensor of them; `then` permutes the result's dimensions."""
-        layer = self._add("reshape", self.network.add_shuffle(x))
+        layer = self._name_layer("reshape", self.network.add_shuffle(x))
         if isinstance(shape, (list, tuple)):
             layer.reshape_dims = tuple(shape)
         else:
@@ -112,51 +112,51 @@ class Graph:
 
     def transpose(self, x: Tensor, order: Sequence[int], shape: Sequence[int] | None = None) -> Tensor:
         """Permute dimensions, then reshape where `shape` is given."""
-        layer = self._add("transpose", self.network.add_shuffle(x))
+        layer = self._name_layer("transpose", self.network.add_shuffle(x))
         layer.first_transpose = tuple(order)
         if shape is not None:
             layer.reshape_dims = tuple(shape)
         return layer.get_output(0)
 
     def shape(self, x: Tensor) -> Tensor:
-        return self._out("shape", self.network.add_shape(x))
+        return self._name_output("shape", self.network.add_shape(x))
 
     def dims(self, *parts: Tensor | int) -> Tensor:
         """int64 [n] of shape pieces ([1] tensors) and numbers. Equal ones are one tensor."""
         key = tuple(p if isinstance(p, int) else p.name for p in parts)
         if key not in self._dims:
             pieces = [p if not isinstance(p, int) else self.constant([p], np.int64) for p in parts]
-            self._dims[key] = self._out("dims", self.network.add_concatenation(pieces))
+            self._dims[key] = self._name_output("dims", self.network.add_concatenation(pieces))
         return self._dims[key]
 
     def slice(self, x: Tensor, start: Sequence[int], size: Tensor) -> Tensor:
         """Contiguous part of x from `start`; `size` is an int64 tensor with a number per dimension."""
         ones = (1,) * len(start)
-        layer = self._add("slice", self.network.add_slice(x, tuple(start), ones, ones))
+        layer = self._name_layer("slice", self.network.add_slice(x, tuple(start), ones, ones))
         layer.set_input(2, size)
         return layer.get_output(0)
 
     def quantize(self, x: Tensor, scale: Tensor) -> Tensor:
         """E4M3 of x / scale, scale a scalar."""
-        return self._out("quantize", self.network.add_quantize(x, scale, self.dtypes["fp8"]))
+        return self._name_output("quantize", self.network.add_quantize(x, scale, self.dtypes["fp8"]))
 
     def dequantize(self, x: Tensor, scale: Tensor, dtype: str) -> Tensor:
         """x * scale, scale a scalar or one value per row of x."""
-        layer = self._add("dequantize", self.network.add_dequantize(x, scale, self.dtypes[dtype]))
+        layer = self._name_layer("dequantize", self.network.add_dequantize(x, scale, self.dtypes[dtype]))
         if len(scale.shape) == 1:
             layer.axis = 0
         return layer.get_output(0)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, size: int) -> Tensor:
         """Rotary embedding by halves of x [B, heads, T, size] at `positions` [B, T]."""
-        layer = self._add("rotate", self.network.add_rotary_embedding(x, cos, sin, False, size))
+        layer = self._name_layer("rotate", self.network.add_rotary_embedding(x, cos, sin, False, size))
         layer.set_input(3, positions)
         return layer.get_output(0)
 
     def update_cache(self, cache: Tensor, update: Tensor, first: Tensor) -> Tensor:
         """cache [B, heads, S, D] with update [B, heads, T, D] written at entries first[b], ... in place."""
         linear = self.trt.KVCacheMode.LINEAR
-        return self._out("kv_update", self.network.add_kv_cache_update(cache, update, first, linear))
+        return self._name_output("kv_update", self.network.add_kv_cache_update(cache, update, first, linear))
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, mask: Tensor | None, *, causal: bool
@@ -165,7 +165,7 @@ class Graph:
         others. `causal`: the last query sees all keys, the one before it one less, and so on."""
         kind = self.trt.CausalMaskKind.LOWER_RIGHT if causal else self.trt.CausalMaskKind.NONE
         softmax = self.trt.AttentionNormalizationOp.SOFTMAX
-        layer = self._add("attention", self.network.add_attention_v2(q, k, v, softmax, kind))
+        layer = self._name_layer("attention", self.network.add_attention_v2(q, k, v, softmax, kind))
         layer.key_value_lengths = lengths
         if mask is not None:
             layer.mask = mask
@@ -174,7 +174,7 @@ class Graph:
 
     def plugin(self, layer: Any, count: int) -> list[Tensor]:
         """The outputs of a plugin's layer that was added."""
-        layer = self._add("plugin", layer)
+        layer = self._name_layer("plugin", layer)
         return [layer.get_output(i) for i in range(count)]
 
     def all_ranks(self, op: str, x: Tensor, ranks: int) -> Tensor:
@@ -182,6 +182,6 @@ class Graph:
         collective = self.trt.CollectiveOperation
         kind = collective.ALL_REDUCE if op == "sum" else collective.ALL_GATHER
         reduce = self.trt.ReduceOperation.SUM if op == "sum" else self.trt.ReduceOperation.NONE
-        layer = self._add(op, self.network.add_dist_collective(x, kind, reduce, -1, list(range(ranks))))
+        layer = self._name_layer(op, self.network.add_dist_collective(x, kind, reduce, -1, list(range(ranks))))
         layer.num_ranks = ranks
         return layer.get_output(0)

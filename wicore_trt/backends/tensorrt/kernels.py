@@ -70,24 +70,24 @@ class KernelSlotCopier:
             memory.cache[:, :, slot].zero_()
 
     def load(self, group: str, copies: Sequence[PageCopy]) -> None:
-        self._copy("load", group, copies)
+        self._copy_pages("load", group, copies)
 
     def store(self, group: str, copies: Sequence[PageCopy]) -> None:
-        self._copy("store", group, copies)
+        self._copy_pages("store", group, copies)
 
     def slide(self, group: str, moves: Sequence[Slide]) -> None:
         memory = self._groups[group]
-        rows = self._ints([[move.slot, move.first, move.keep] for move in moves])
+        rows = self._upload_ints([[move.slot, move.first, move.keep] for move in moves])
         call = slide_launch((memory.cache.data_ptr(), memory.cache_shape()), rows.data_ptr(), len(moves))
         self._launcher.launch(self._kernels["slide"], call, self._stream)
 
-    def _copy(self, role: str, group: str, copies: Sequence[PageCopy]) -> None:
+    def _copy_pages(self, role: str, group: str, copies: Sequence[PageCopy]) -> None:
         memory, kernel = self._groups[group], self._kernels[role]
         length = max(len(copy.pages) for copy in copies)
         # One upload: the copies, then their page tables, each at a multiple of 16 bytes.
         rows = [value for copy in copies for value in (copy.slot, copy.offset, copy.tokens, copy.entry)]
         tables = [value for copy in copies for value in (*copy.pages, *[-1] * (length - len(copy.pages)))]
-        block = self._ints([*rows, *tables])
+        block = self._upload_ints([*rows, *tables])
         pool = Pool(memory.pool.data_ptr(), memory.pool_shape(), memory.scales.data_ptr())
         call = copy_pages_launch(
             kernel.constants,
@@ -99,7 +99,7 @@ class KernelSlotCopier:
         )
         self._launcher.launch(kernel, call, self._stream)
 
-    def _ints(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+    def _upload_ints(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
         """int32 on the device. The driver copies so few bytes from pageable memory at once, so nothing waits."""
         device = next(iter(self._groups.values())).cache.device
         return torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)

@@ -101,33 +101,33 @@ class TensorRTOps:
         return g.binary("PROD", rows, scale)
 
     def norm(self, residual: Tensor, weight: str) -> Tensor:
-        self._enter(weight)
+        self._enter_scope(weight)
         return self._rms_norm(residual, weight)
 
     def linear(self, x: Tensor, weight: str) -> Tensor:
-        self._enter(weight)
-        return self._product(x, weight)
+        self._enter_scope(weight)
+        return self._multiply(x, weight)
 
     def reduce(self, x: Tensor) -> Tensor:
         return self._g.all_ranks("sum", x, self._tp) if self._tp > 1 else x
 
     def qk_norm_rope_write(self, qkv: Tensor, layer: int) -> Tensor:
         g, group = self._g, self._groups[layer]
-        self._enter(layer_weight(layer, "attention.rope"))
+        self._enter_scope(layer_weight(layer, "attention.rope"))
         heads = group.num_heads + 2 * group.num_kv_heads
         shape = g.dims(self._batch, self._chunk, heads, group.head_dim)
         split = g.reshape(qkv, shape, then=(0, 2, 1, 3))  # [B, heads, T, D]
         normed = group.num_heads + group.num_kv_heads
-        unit = self._unit_rms(self._heads(split, 0, normed))
-        q, k = self._heads(unit, 0, group.num_heads), self._heads(unit, group.num_heads, group.num_kv_heads)
-        v = self._heads(split, normed, group.num_kv_heads)
-        q = self._rotated(g.binary("PROD", q, self._in[layer_weight(layer, "attention.q_layernorm")]), layer)
-        k = self._rotated(g.binary("PROD", k, self._in[layer_weight(layer, "attention.k_layernorm")]), layer)
-        self._write(layer, self._entry(k, layer), self._entry(v, layer))
+        unit = self._unit_rms(self._slice_heads(split, 0, normed))
+        q, k = self._slice_heads(unit, 0, group.num_heads), self._slice_heads(unit, group.num_heads, group.num_kv_heads)
+        v = self._slice_heads(split, normed, group.num_kv_heads)
+        q = self._rotate_heads(g.binary("PROD", q, self._in[layer_weight(layer, "attention.q_layernorm")]), layer)
+        k = self._rotate_heads(g.binary("PROD", k, self._in[layer_weight(layer, "attention.k_layernorm")]), layer)
+        self._write_entries(layer, self._round_entry(k, layer), self._round_entry(v, layer))
         # TensorRT's attention does not scale, so the queries are.
         return g.cast(g.binary("PROD", q, group.softmax_scale), self._dtype)
 
-    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+    def _write_entries(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Put entries [B, kv_heads, T, D] into the layer's caches."""
         first = self._in[plan_io.write_indices(self._spec.layer_groups[layer])]
         for part, values in (("k", k), ("v", v)):
@@ -136,7 +136,7 @@ class TensorRTOps:
 
     def attention(self, q: Tensor, layer: int) -> Tensor:
         g, group = self._g, self._groups[layer]
-        self._enter(layer_weight(layer, "attention.core"))
+        self._enter_scope(layer_weight(layer, "attention.core"))
         k, v = (self.updated[plan_io.cache(part, layer)] for part in ("k", "v"))
         mask, lengths = self._mask if group.window else None, self._in[plan_io.kv_lengths(group.name)]
         if self._in[plan_io.TOKEN_IDS].shape[1] == 1 and k.shape[2] > DIRECT_ENTRIES:
@@ -149,9 +149,9 @@ class TensorRTOps:
         return g.cast(g.transpose(attended, (0, 2, 1, 3), (-1, group.q_size)), "float32")
 
     def add_norm(self, residual: Tensor, x: Tensor, post_weight: str, next_weight: str) -> tuple[Tensor, Tensor]:
-        self._enter(post_weight)
+        self._enter_scope(post_weight)
         residual = self._g.binary("SUM", residual, self._rms_norm(x, post_weight))
-        self._enter(next_weight)
+        self._enter_scope(next_weight)
         return residual, self._rms_norm(residual, next_weight)
 
     def geglu(self, gate_up: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ class TensorRTOps:
 
     def logits(self, x: Tensor) -> Tensor:
         g = self._g
-        y = self._product(x, LM_HEAD)
+        y = self._multiply(x, LM_HEAD)
         cap = self._spec.final_logit_softcapping
         if cap is not None:
             y = g.binary("PROD", g.activation("TANH", g.binary("DIV", y, float(cap))), float(cap))
@@ -174,7 +174,7 @@ class TensorRTOps:
             y = g.transpose(g.all_ranks("gather", g.transpose(y, (1, 0)), self._tp), (1, 0))
         return y
 
-    def _enter(self, weight: str) -> None:
+    def _enter_scope(self, weight: str) -> None:
         self._g.scope = weight.removeprefix("transformer.").removesuffix(".weight")
 
     def _rms_norm(self, x: Tensor, weight: str) -> Tensor:
@@ -186,7 +186,7 @@ class TensorRTOps:
         mean = g.reduce_last("AVG", g.binary("PROD", x, x))
         return g.binary("DIV", x, g.unary("SQRT", g.binary("SUM", mean, self._spec.rms_norm_eps)))
 
-    def _product(self, x: Tensor, weight: str) -> Tensor:
+    def _multiply(self, x: Tensor, weight: str) -> Tensor:
         """float32 x [N, K] @ W.T; see the module's docstring for the rounding."""
         g, w = self._g, self._in[weight]
         quantized = w.dtype == g.dtypes["fp8"]
@@ -209,16 +209,16 @@ class TensorRTOps:
         y = g.binary("PROD", g.cast(g.matmul_transposed(g.cast(operand, self._dtype), w), "float32"), largest)
         return g.binary("PROD", y, self._in[weight_scale_name(weight)]) if quantized else y
 
-    def _heads(self, x: Tensor, first: int, count: int) -> Tensor:
+    def _slice_heads(self, x: Tensor, first: int, count: int) -> Tensor:
         size = self._g.dims(self._batch, count, self._chunk, x.shape[3])
         return self._g.slice(x, (0, first, 0, 0), size)
 
-    def _rotated(self, x: Tensor, layer: int) -> Tensor:
+    def _rotate_heads(self, x: Tensor, layer: int) -> Tensor:
         group = self._groups[layer]
         cos, sin = (self._in[rope_name(group.name, part)] for part in ("cos", "sin"))
         return self._g.rotate(x, cos, sin, self._in[plan_io.POSITIONS], group.head_dim)
 
-    def _entry(self, x: Tensor, layer: int) -> Tensor:
+    def _round_entry(self, x: Tensor, layer: int) -> Tensor:
         """Keys or values as the cache holds them. An FP8 page then holds exactly what the cache does."""
         g = self._g
         if self._kv_dtype == "fp8":
@@ -230,7 +230,7 @@ class TensorRTOps:
             x = g.binary("PROD", rounded, factor)
         return g.cast(x, self._dtype)
 
-    def _entries(self, group: str) -> Tensor:
+    def _find_entries(self, group: str) -> Tensor:
         """int32 [B, T]: the cache entry of each token."""
         g, positions = self._g, self._in[plan_io.POSITIONS]
         offset = g.binary("SUB", positions, g.slice(positions, (0, 0), g.dims(self._batch, 1)))
@@ -240,7 +240,7 @@ class TensorRTOps:
         """bool [B, 1, T, entries]: entry j is within the window that ends at the token's own entry."""
         g, group = self._g, self._spec.layer_group(LOCAL)
         g.scope = "window"
-        own = g.reshape(self._entries(LOCAL), g.dims(self._batch, 1, self._chunk, 1))
+        own = g.reshape(self._find_entries(LOCAL), g.dims(self._batch, 1, self._chunk, 1))
         entries = self._in[plan_io.cache("k", group.layers[0])].shape[2]
         j = g.constant(np.arange(entries).reshape(1, 1, 1, -1), np.int32)
         not_after = g.binary("LESS", j, g.binary("SUM", own, 1))
@@ -249,7 +249,7 @@ class TensorRTOps:
 
 
 class PluginOps(TensorRTOps):
-    """The same with WicoreCacheAttention in place of TensorRT's cache update and attention. `kernels` are the plugin's
+    """Operators with WicoreCacheAttention in place of TensorRT's cache update and attention. `kernels` are the plugin's
     for the target, `profile` is the phase's."""
 
     MASKS = False
@@ -261,7 +261,7 @@ class PluginOps(TensorRTOps):
         self._rows_of: dict[int, tuple[Tensor, Tensor]] = {}
         self._counted = int(profile[plan_io.BATCH][-1])
 
-    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+    def _write_entries(self, layer: int, k: Tensor, v: Tensor) -> None:
         """The plugin writes them when it attends."""
         group = self._groups[layer]
         order, shape = (0, 2, 1, 3), (-1, group.num_kv_heads, group.head_dim)
@@ -270,7 +270,7 @@ class PluginOps(TensorRTOps):
     def attention(self, q: Tensor, layer: int) -> Tensor:
         g, group = self._g, self._groups[layer]
         step = self._step.get(group.name) or self._step.setdefault(group.name, self._step_tensors(group))
-        self._enter(layer_weight(layer, "attention.core"))
+        self._enter_scope(layer_weight(layer, "attention.core"))
         names = [plan_io.cache(part, layer) for part in ("k", "v")]
         caches = [self._in[name] for name in names]
         config = plugin_config(group, caches[0].shape[2], self._dtype)
@@ -282,14 +282,14 @@ class PluginOps(TensorRTOps):
         return g.cast(g.reshape(attended, (-1, group.q_size)), "float32")
 
     def _step_tensors(self, group: LayerGroup) -> tuple[Tensor, ...]:
-        """What the plugin is told of a step, the same for all layers of a group: page table, entries, slots,
+        """Make what the plugin is told of a step, the same for all layers of a group: page table, entries, slots,
         cu_seqlens and first entries, as `CacheAttention` has them."""
         g = self._g
         g.scope = f"step.{group.name}"
         entries = self._in[plan_io.cache("k", group.layers[0])].shape[2]
         count = g.constant(np.arange(self._counted + 1), np.int32)
         slot = g.reshape(g.slice(count, (0,), self._batch), (-1, 1))
-        own = self._entries(group.name)
+        own = self._find_entries(group.name)
         places = g.constant(np.arange(entries // PAGE).reshape(1, -1), np.int32)
         table = g.binary("SUM", g.binary("PROD", slot, group.num_kv_heads * entries // PAGE), places)
         slots = g.reshape(g.binary("SUM", g.binary("PROD", own, 0), slot), (-1,))

@@ -47,7 +47,7 @@ def plan_limits(engine: EngineDir) -> PlanLimits:
             int(manifest.compiled["max_batch"]), int(manifest.compiled["max_chunk"]), manifest.max_context
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(engine, f"engine.json says {manifest.compiled!r} of its plans ({error!r})") from None
+        raise _make_damaged(engine, f"engine.json says {manifest.compiled!r} of its plans ({error!r})") from None
 
 
 def rebuild_plans(engine: EngineDir, *more: str) -> str:
@@ -64,7 +64,7 @@ def read_index(engine: EngineDir) -> dict[str, list[TensorSpec]]:
         data = engine.read_json(INDEX)["tensors"]
         index = {phase: [TensorSpec.from_dict(tensor) for tensor in data[phase]] for phase in PHASES}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(engine, f"{INDEX} cannot be read ({error!r})") from None
+        raise _make_damaged(engine, f"{INDEX} cannot be read ({error!r})") from None
     spec, limits, dtype = engine.manifest.spec, plan_limits(engine), engine.manifest.base_dtype
     caches = plan_io.cache_tensors(spec, limits, dtype)
     bound = [*plan_io.step_tensors(spec, limits), *caches, *plan_io.output_tensors(spec, caches)]
@@ -73,17 +73,17 @@ def read_index(engine: EngineDir) -> dict[str, list[TensorSpec]]:
         listed = {t.name: t for t in tensors if t.kind != "weight"}
         for name in sorted({*expected, *listed}):
             if expected.get(name) != listed.get(name):
-                raise _damaged(
+                raise _make_damaged(
                     engine, f"{INDEX}, {phase}: {name} is {listed.get(name)}, and this version has {expected.get(name)}"
                 )
     weights = [[t for t in index[phase] if t.kind == "weight"] for phase in PHASES]
     if weights[0] != weights[1]:
-        raise _damaged(engine, f"{INDEX}: the phases take different weights")
+        raise _make_damaged(engine, f"{INDEX}: the phases take different weights")
     return index
 
 
 def load_plans(trt: Any, engine: EngineDir, target: str, runtime: Any = None) -> dict[str, LoadedPlan]:
-    """Both phases' plans for `target`.
+    """Load the plans of both phases for `target`.
 
     Raises EngineFormatError for a plan that is not as the index says, EnvironmentUnfitError with TensorRT's words for
     one that it does not load.
@@ -104,7 +104,7 @@ def load_plans(trt: Any, engine: EngineDir, target: str, runtime: Any = None) ->
         profile = limits.profile(phase)
         problems = plan_problems(trt, loaded, index[phase], profile, plugin=plugin)
         if problems:
-            raise _damaged(engine, f"{name} is not as {INDEX} says: {'; '.join(problems[:3])}")
+            raise _make_damaged(engine, f"{name} is not as {INDEX} says: {'; '.join(problems[:3])}")
         tensors = {t.name: t for t in index[phase]}
         plans[phase] = LoadedPlan(phase, loaded, tensors, profile, engine.manifest.files[name].blake2b)
     return plans
@@ -118,7 +118,7 @@ def plan_problems(
     *,
     plugin: bool = False,
 ) -> list[str]:
-    """What TensorRT's `engine` has otherwise than `tensors` say, each with the tensor's name. `plugin`: the caches are
+    """List what TensorRT's `engine` has otherwise than `tensors` say, each with the tensor's name. `plugin`: caches are
     changed by the attention plugin, which looks at their addresses in every step; TensorRT need not call them aliases.
     """
     listed = {t.name: t for t in tensors}
@@ -152,5 +152,5 @@ def _tensor_problems(
     return [f"its {what} is {got}, expected {want}" for what, got, want in compared if got != want]
 
 
-def _damaged(engine: EngineDir, what: str) -> EngineFormatError:
+def _make_damaged(engine: EngineDir, what: str) -> EngineFormatError:
     return EngineFormatError(f"engine {engine.path}: {what}.", fix=rebuild_plans(engine))

@@ -1,4 +1,4 @@
-"""One TensorRT plan: define the network, build it for a target, say what came out.
+"""Build of a TensorRT plan: define the network, build it for a target, say what came out.
 
 Knows the TensorRT API and no files. Invariants: FP32 is FP32 (TF32 is off), and a plan needs no memory at run time that
 its context did not ask for, so that a step can be captured in a CUDA graph.
@@ -61,7 +61,7 @@ def build_plan(
     if api.targets[request.target] is not None:
         config.num_compute_capabilities = 1
         config.set_compute_capability(api.targets[request.target], 0)
-    config.add_optimization_profile(_profile(builder, request, tensors))
+    config.add_optimization_profile(_make_profile(builder, request, tensors))
     cache = None
     if api.flavour != RTX:  # TensorRT-RTX times nothing when it builds
         cache = config.create_timing_cache(timing_cache or b"")
@@ -115,7 +115,7 @@ def hash_network(network: Any) -> str:
     return hasher.hexdigest()
 
 
-def _profile(builder: Any, request: PlanRequest, tensors: Sequence[TensorSpec]) -> Any:
+def _make_profile(builder: Any, request: PlanRequest, tensors: Sequence[TensorSpec]) -> Any:
     profile, dims = builder.create_optimization_profile(), request.limits.profile(request.phase)
     for tensor in tensors:
         if tensor.kind != "output" and any(isinstance(d, str) for d in tensor.shape):

@@ -1,4 +1,4 @@
-"""What goes into a TensorRT plan of Gemma 3 and comes out: names, dtypes and shapes, as plain data.
+"""Inputs and outputs of a TensorRT plan of Gemma 3: names, dtypes and shapes, as plain data.
 
 The lowering adds exactly these inputs, the manifest records them and the runtime binds them. It must not know TensorRT,
 torch or files. Invariant: everything that differs from step to step is an input, so one plan serves every batch
@@ -58,7 +58,7 @@ def updated(cache_name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One input or output of a compiled step.
+    """Input or output of a compiled step.
 
     `shape` has numbers, or "B" (slots), "T" (tokens of a slot), "R" (sampled rows).
 
@@ -75,7 +75,7 @@ class TensorSpec:
     combine: str = "rows"
 
     def fixed(self, profile: Mapping[str, tuple[int, int, int]]) -> TensorSpec:
-        """With numbers for the dimensions that `profile` does not let vary."""
+        """Fill in numbers for the dimensions that `profile` does not let vary."""
         one_size = {letter: least for letter, (least, _, most) in profile.items() if least == most}
         return replace(self, shape=tuple(one_size.get(d, d) if isinstance(d, str) else d for d in self.shape))
 
@@ -93,7 +93,7 @@ class TensorSpec:
 
     @property
     def weight(self) -> WeightSpec:
-        """What `load_weights` takes, of a tensor of kind "weight"."""
+        """Specification that `load_weights` takes, of a tensor of kind "weight"."""
         return WeightSpec(self.name, self.dtype, self.bound({}, 0), self.parts, self.combine)
 
     @classmethod
@@ -144,7 +144,7 @@ class PlanLimits:
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """All that a plan depends on. `dtype` is that of the activations; `attention` is LAYERS or PLUGIN."""
+    """Inputs of a plan's build. `dtype` is that of the activations; `attention` is LAYERS or PLUGIN."""
 
     spec: Gemma3Spec
     limits: PlanLimits
@@ -157,7 +157,7 @@ class PlanRequest:
     attention: str = LAYERS
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """Convert to plain data."""
         weights = [tensor.to_dict() for tensor in self.weights]
         return {**asdict(self), "spec": self.spec.to_dict(), "limits": asdict(self.limits), "weights": weights}
 
@@ -170,7 +170,7 @@ class PlanRequest:
 
 
 def step_tensors(spec: Gemma3Spec, limits: PlanLimits, tp_size: int = 1) -> list[TensorSpec]:
-    """All inputs that are neither weights nor caches."""
+    """List inputs that are neither weights nor caches."""
     tensors = [
         TensorSpec(TOKEN_IDS, "int32", (BATCH, CHUNK), "step"),
         TensorSpec(POSITIONS, "int32", (BATCH, CHUNK), "step"),

@@ -1,4 +1,4 @@
-"""What TensorRT says while it builds: errors, memory, the kernels it chose, and how far it is.
+"""Words of TensorRT while it builds: errors, memory, the kernels it chose, and how far it is.
 
 Parses log lines, because a plan can only be inspected where it can be loaded, and that takes a GPU. It must not know
 networks or files. Invariant: a build that fails ends in an error that carries TensorRT's own words.
@@ -27,7 +27,7 @@ _DTYPES |= {"Int64": "int64", "Bool": "bool"}
 
 @dataclass(slots=True)
 class BuildLog:
-    """What was learnt from one build. `kernels` counts the plan's kernels by kind ("gemm", "attention", "kgen": fused
+    """Facts learnt from one build. `kernels` counts the plan's kernels by kind ("gemm", "attention", "kgen": fused
     elementwise, ...), `precisions` by the dtype that they write. `activation_bytes` is the device memory that the plan
     needs beside its inputs and outputs, 0 where TensorRT did not say. `rearranged` are weights that the plan transposes
     in every step before it can use them: bandwidth lost."""
@@ -48,9 +48,9 @@ class BuildLog:
             self.activation_bytes = max(self.activation_bytes, int(memory[1]))
         else:
             for part in text.split("\n"):
-                self._kernel(part)
+                self._count_kernel(part)
 
-    def _kernel(self, text: str) -> None:
+    def _count_kernel(self, text: str) -> None:
         kernel = _KERNEL.match(text)
         if kernel is None:
             return
@@ -96,14 +96,14 @@ def make_monitor(trt: Any, report: Callable[[float], None]) -> Any:
             with self._lock:
                 if name in self._phases:
                     self._phases[name][2] = step + 1
-                    self._advance(name)
+                    self._report_progress(name)
             return True
 
         def phase_finish(self, name: str) -> None:
             with self._lock:
                 self._phases.pop(name, None)
 
-        def _advance(self, name: str | None) -> None:
+        def _report_progress(self, name: str | None) -> None:
             """A phase is one step of its parent."""
             fraction = 0.0
             while name is not None and name in self._phases:

@@ -65,11 +65,11 @@ def finish(worker: subprocess.Popen[str], request: PlanRequest, report: Callable
     return Plan([TensorSpec.from_dict(tensor) for tensor in result["tensors"]], result["facts"])
 
 
-def _say(message: dict[str, Any]) -> None:
+def _send_message(message: dict[str, Any]) -> None:
     print(MARK + json.dumps(message), flush=True)
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write_file(path: Path, data: bytes) -> None:
     partial = path.with_name(f".{path.name}.{id(data)}")
     partial.write_bytes(data)
     partial.replace(path)
@@ -82,19 +82,19 @@ def main() -> int:
     try:
         request = PlanRequest.from_dict(job["request"])
         earlier = cache.read_bytes() if cache and cache.is_file() else None
-        report: Callable[[float], None] = lambda fraction: _say({"fraction": fraction})  # noqa: E731
+        report: Callable[[float], None] = lambda fraction: _send_message({"fraction": fraction})  # noqa: E731
         plan = build_plan(find_tensorrt(), request, timing_cache=earlier, report=report)
-        _write(Path(job["plan"]), plan.data)
+        _write_file(Path(job["plan"]), plan.data)
     except WicoreError as error:
-        _say({"error": error.message, "fix": error.fix})
+        _send_message({"error": error.message, "fix": error.fix})
         return error.exit_code
     if cache and plan.timing_cache is not None:
         try:
             cache.parent.mkdir(parents=True, exist_ok=True)
-            _write(cache, plan.timing_cache)
+            _write_file(cache, plan.timing_cache)
         except OSError as error:  # the next build takes longer, and no more
             print(f"the timing cache {cache} was not kept: {error}")
-    _say({"tensors": [tensor.to_dict() for tensor in plan.tensors], "facts": plan.facts})
+    _send_message({"tensors": [tensor.to_dict() for tensor in plan.tensors], "facts": plan.facts})
     return 0
 
 

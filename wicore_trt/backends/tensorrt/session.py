@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class BoundContext:
-    """One execution context and the tensors that it points at. Raises RuntimeError for what TensorRT refuses."""
+    """Execution context and the tensors that it points at. Raises RuntimeError for what TensorRT refuses."""
 
     def __init__(self, plan: LoadedPlan, context: Any, activations: torch.Tensor) -> None:
         self._plan, self._context = plan, context
@@ -45,8 +45,8 @@ class BoundContext:
         """Fix the dimensions B, T and R."""
         for tensor in self._plan.tensors.values():
             if tensor.kind != "output" and any(isinstance(d, str) for d in tensor.shape):
-                self._check(
-                    self._context.set_input_shape(tensor.name, _sized(tensor, sizes)), "set_input_shape", tensor
+                self._check_call(
+                    self._context.set_input_shape(tensor.name, _size_shape(tensor, sizes)), "set_input_shape", tensor
                 )
         missing = self._context.infer_shapes()
         if missing:
@@ -55,10 +55,10 @@ class BoundContext:
     def bind(self, name: str, memory: torch.Tensor, sizes: Mapping[str, int]) -> None:
         """Let tensor `name` of the plan be the beginning of `memory`, which is kept."""
         tensor = self._plan.tensors[name]
-        items = int(np.prod(_sized(tensor, sizes)))
+        items = int(np.prod(_size_shape(tensor, sizes)))
         assert memory.dtype == DTYPES[tensor.dtype] and memory.is_contiguous(), f"{name}: {memory.dtype}"
         assert memory.numel() >= items and memory.data_ptr() % ALIGNMENT == 0, f"{name}: {memory.shape}"
-        self._check(self._context.set_tensor_address(name, memory.data_ptr()), "set_tensor_address", tensor)
+        self._check_call(self._context.set_tensor_address(name, memory.data_ptr()), "set_tensor_address", tensor)
         self._held[name] = memory
 
     def run(self, stream: int) -> None:
@@ -68,13 +68,13 @@ class BoundContext:
         if not self._context.execute_async_v3(stream):
             raise RuntimeError(f"TensorRT refused to run {self._plan.phase}.")
 
-    def _check(self, ok: bool, call: str, tensor: TensorSpec) -> None:
+    def _check_call(self, ok: bool, call: str, tensor: TensorSpec) -> None:
         if not ok:
             raise RuntimeError(f"TensorRT refused {call} of {tensor.name} in {self._plan.phase}.")
 
 
 class PlanSession:
-    """Both phases of an engine on `device`.
+    """Contexts of both phases of an engine on `device`.
 
     `constants` are all weights, rope tables and the like by input name; `caches` the cache inputs [slots, kv_heads,
     entries, head_dim]. `logits` float32 [slots, vocab] is valid until the next run.
@@ -109,7 +109,7 @@ class PlanSession:
         sizes = {plan_io.BATCH: 1, plan_io.CHUNK: tokens, plan_io.ROWS: 1}
         if self._prefill_shape != (tokens, slot):
             self._prefill.shape(sizes)
-            self._bind(self._prefill, PREFILL, sizes, slot)
+            self._bind_slots(self._prefill, PREFILL, sizes, slot)
             self._prefill_shape = (tokens, slot)
         self._inputs.upload(inputs)
         self._prefill.run(self._device.stream)
@@ -124,7 +124,7 @@ class PlanSession:
         context = self._context(self._plans[DECODE], graph=True)
         sizes = {plan_io.BATCH: batch, plan_io.CHUNK: 1, plan_io.ROWS: batch}
         context.shape(sizes)
-        self._bind(context, DECODE, sizes, 0)
+        self._bind_slots(context, DECODE, sizes, 0)
 
         run: Callable[[], None] = partial(context.run, self._device.stream)
         run()  # what a context prepares in its first run must not be part of a graph
@@ -139,7 +139,7 @@ class PlanSession:
         self._device.synchronize()
         self._inputs.reuse()
 
-    def _bind(self, context: BoundContext, phase: str, sizes: Mapping[str, int], slot: int) -> None:
+    def _bind_slots(self, context: BoundContext, phase: str, sizes: Mapping[str, int], slot: int) -> None:
         for tensor in self._plans[phase].tensors.values():
             if tensor.kind == "step":
                 context.bind(tensor.name, self._inputs.fields[tensor.name], sizes)
@@ -220,7 +220,7 @@ def activation_bytes(plans: Mapping[str, LoadedPlan]) -> int:
     return max(1, *(int(plan.engine.device_memory_size_v2) for plan in plans.values()))
 
 
-def _sized(tensor: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+def _size_shape(tensor: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(d if isinstance(d, int) else sizes[d] for d in tensor.shape)
 
 

@@ -1,4 +1,4 @@
-"""How many KV slots fit into a device's memory, and the tensors that they are.
+"""Numbers of KV slots that fit into a device's memory, and the tensors that they are.
 
 Knows sizes and layouts; neither plans nor sequences. Invariant: the caches of one group are one allocation
 [layers, 2 (K, V), slots, kv_heads, entries, head_dim], so that a copy moves all layers at once, and each plan input
@@ -33,14 +33,14 @@ class SlotMemory:
             for group in spec.groups
         }
 
-    def _shape(self, group: str, slots: int) -> tuple[int, ...]:
+    def _cache_shape(self, group: str, slots: int) -> tuple[int, ...]:
         shape, entries = self._spec.layer_group(group), self.groups[group].usable + 1
         return (len(shape.layers), 2, slots, shape.num_kv_heads, entries, shape.head_dim)
 
     @property
     def slot_bytes(self) -> int:
         """Caches of a slot and its row of logits."""
-        items = sum(torch.Size(self._shape(group, 1)).numel() for group in self.groups)
+        items = sum(torch.Size(self._cache_shape(group, 1)).numel() for group in self.groups)
         return items * self._dtype.itemsize + 4 * self._spec.vocab_size
 
     def slots(self, free_bytes: int, layout: KVLayout, most: int) -> int:
@@ -57,7 +57,7 @@ class SlotMemory:
 
     def allocate(self, slots: int, device: Device) -> dict[str, torch.Tensor]:
         """Caches of all groups, zero: a value that is hidden has weight 0, and 0 times NaN would not be 0."""
-        return {group: device.empty(self._shape(group, slots), self._dtype).zero_() for group in self.groups}
+        return {group: device.empty(self._cache_shape(group, slots), self._dtype).zero_() for group in self.groups}
 
     def by_layer(self, caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The parts of `caches` under their names in a plan."""

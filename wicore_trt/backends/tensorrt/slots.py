@@ -1,4 +1,4 @@
-"""Which sequence sits in which linear KV slot of a TensorRT engine, and how a step runs on the slots: plain data.
+"""Places of sequences in the linear KV slots of a TensorRT engine, and how a step runs on the slots: plain data.
 
 A slot is a cache of KV pages: after every part of a step its new entries are stored to their pages, so a slot can be
 taken from a sequence at any time and filled again from pages. It must not know torch, TensorRT or devices. Invariants:
@@ -72,7 +72,7 @@ class Row:
 
 @dataclass(slots=True)
 class Part:
-    """One run of a plan and what belongs to it, in this order: clear slots, load from pages, slide, run, store to
+    """Run of a plan and what belongs to it, in this order: clear slots, load from pages, slide, run, store to
     pages. A prefill part has one row; a decode part has rows of one token."""
 
     phase: str
@@ -106,7 +106,7 @@ class SlotTable:
         self._clock = 0
 
     def plan(self, slices: Sequence[SequenceSlice]) -> list[Part]:
-        """What runs a batch, in order. The table then stands as after the step, so the parts must be run.
+        """Plan what runs a batch, in order. The table then stands as after the step, so the parts must be run.
 
         Sequences that sit in their slots go first; more sequences than slots take several rounds.
         """
@@ -119,7 +119,7 @@ class SlotTable:
         waiting = {s.seq_id for s in slices}
         parts: list[Part] = []
         for first in range(0, len(order), self.slots):
-            parts += self._round([(i, slices[i]) for i in order[first : first + self.slots]], waiting)
+            parts += self._plan_round([(i, slices[i]) for i in order[first : first + self.slots]], waiting)
         return parts
 
     def release(self, seq_id: int) -> None:
@@ -139,24 +139,24 @@ class SlotTable:
         first = self.groups[group].first_visible(position) // self._page_tokens
         return piece.pages[group][first : div_ceil(position, self._page_tokens)]
 
-    def _round(self, members: list[tuple[int, SequenceSlice]], waiting: set[int]) -> list[Part]:
+    def _plan_round(self, members: list[tuple[int, SequenceSlice]], waiting: set[int]) -> list[Part]:
         """Parts for at most as many sequences as there are slots. `waiting` are the sequences of the whole step."""
         staying = {piece.seq_id for _, piece in members}
         for _, piece in members:
             if piece.seq_id not in self._occupants:
-                self._admit(piece, staying, waiting)
+                self._admit_sequence(piece, staying, waiting)
         parts, decode = [], Part(DECODE)
         for index, piece in members:
             for first in range(0, len(piece.token_ids), self._max_chunk):
                 count = min(self._max_chunk, len(piece.token_ids) - first)
                 last = first + count == len(piece.token_ids)
                 part = decode if count == 1 and last else Part(PREFILL)
-                self._advance(part, index, piece, first, count)
+                self._append_tokens(part, index, piece, first, count)
                 if part is not decode:
                     parts.append(part)
         return [*parts, decode] if decode.rows else parts
 
-    def _admit(self, piece: SequenceSlice, staying: set[int], waiting: set[int]) -> None:
+    def _admit_sequence(self, piece: SequenceSlice, staying: set[int], waiting: set[int]) -> None:
         """Give the sequence the lowest free slot, else that of the sequence whose last step is longest ago."""
         taken = {occupant.slot for occupant in self._occupants.values()}
         slot = next((s for s in range(self.slots) if s not in taken), None)
@@ -167,7 +167,7 @@ class SlotTable:
         base = {name: group.first_visible(piece.start) for name, group in self.groups.items()}
         self._occupants[piece.seq_id] = _Occupant(slot, piece.start, base, {}, self._clock)
 
-    def _advance(self, part: Part, index: int, piece: SequenceSlice, first: int, count: int) -> None:
+    def _append_tokens(self, part: Part, index: int, piece: SequenceSlice, first: int, count: int) -> None:
         """Append to `part` the tokens [first, first + count) of a slice."""
         occupant, start = self._occupants[piece.seq_id], piece.start + first
         assert occupant.length == start
@@ -179,7 +179,7 @@ class SlotTable:
             held = start - occupant.base[name]
             if occupant.admitted and held:
                 loads = part.loads.setdefault(name, [])
-                loads.append(self._copy(piece, name, occupant.slot, 0, occupant.base[name], start))
+                loads.append(self._make_copy(piece, name, occupant.slot, 0, occupant.base[name], start))
             if held + count > group.usable:
                 assert group.window is not None, f"sequence {piece.seq_id} is longer than the engine's max_context"
                 keep = min(held, group.window - 1)
@@ -187,13 +187,13 @@ class SlotTable:
                 occupant.base[name], held = start - keep, keep
                 assert held + count <= group.usable
             entries[name] = held
-            part.stores.setdefault(name, []).append(self._copy(piece, name, occupant.slot, held, start, end))
+            part.stores.setdefault(name, []).append(self._make_copy(piece, name, occupant.slot, held, start, end))
             occupant.pages[name] = self._visible_pages(piece, name, end)
         occupant.length, occupant.stepped, occupant.admitted = end, self._clock, False
         token_ids = piece.token_ids[first : first + count]
         part.rows.append(Row(index, occupant.slot, token_ids, start, entries, first + count == len(piece.token_ids)))
 
-    def _copy(self, piece: SequenceSlice, group: str, slot: int, entry: int, start: int, end: int) -> PageCopy:
+    def _make_copy(self, piece: SequenceSlice, group: str, slot: int, entry: int, start: int, end: int) -> PageCopy:
         """Positions [start, end), of which `start` is at `entry`."""
         size = self._page_tokens
         pages = piece.pages[group][start // size : div_ceil(end, size)]
@@ -215,7 +215,7 @@ def part_batch(part: Part, slots: int) -> int:
 
 
 def step_inputs(part: Part, batch: int, groups: Mapping[str, GroupSlots]) -> dict[str, np.ndarray]:
-    """All inputs of kind "step", int32. Logits row b is that after slot b's last token; prefill has row 0 alone.
+    """Make all inputs of kind "step", int32. Logits row b is that after slot b's last token; prefill has row 0 alone.
 
     An idle slot has token 0 at position 0. Its global row sees entry 0 alone, because a row costs as much as it sees;
     its local row sees the window that ends at the scratch entry.

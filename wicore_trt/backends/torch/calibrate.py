@@ -64,7 +64,7 @@ class TextCalibration:
 
     def of_source(self, source: Source, tokenizer_files: Path, progress: Progress = ignore_progress) -> StaticScales:
         """Raises also ConfigError for a text that is not UTF-8 or too short, EngineFormatError for a bad tokenizer."""
-        return _calibrate(SourceTensors(source), Tokenizer.from_dir(tokenizer_files), self, progress)
+        return _measure_scales(SourceTensors(source), Tokenizer.from_dir(tokenizer_files), self, progress)
 
     def of_checkpoint(
         self, path: str | Path, output: str | Path, *, force: bool = False, progress: Progress = ignore_progress
@@ -85,14 +85,14 @@ class TextCalibration:
         with replacing(Path(output), CHECKPOINT, force=force, source=None if same else Path(path)) as scratch:
             files = {file.name: checkpoint.read(file.name) for file in checkpoint.tokenizer_files}
             tokenizer = Tokenizer.from_files(files, checkpoint.path)
-            found = _calibrate(CheckpointTensors(checkpoint), tokenizer, self, progress)
-            _rewrite(checkpoint, scratch.directory, found, self.kv_scales, progress)
+            found = _measure_scales(CheckpointTensors(checkpoint), tokenizer, self, progress)
+            _rewrite_checkpoint(checkpoint, scratch.directory, found, self.kv_scales, progress)
             open_checkpoint(scratch.directory)
             scratch.publish()
         return open_checkpoint(output)
 
 
-def _calibrate(
+def _measure_scales(
     whole: WholeTensors, tokenizer: Tokenizer, calibration: TextCalibration, progress: Progress
 ) -> StaticScales:
     token_ids = _token_ids(calibration, tokenizer, whole.spec.vocab_size)
@@ -157,7 +157,7 @@ class _StreamedModel(TorchModel):
         pools = {
             g.name: torch.zeros((STEP_PIECES, 1, 2, PIECE, g.num_kv_heads, g.head_dim), device=device) for g in groups
         }
-        rows = [_tensor(*whole.embedding_row(i)) for i in used_ids]
+        rows = [_make_tensor(*whole.embedding_row(i)) for i in used_ids]
         super().__init__(spec, whole.dtype, {EMBEDDING: torch.cat(rows)}, pools, device)
         self.index_in_group = dict.fromkeys(range(spec.num_layers), 0)
         self.weights = _Weights(whole, self.dtype, device, self.weights[EMBEDDING])
@@ -191,7 +191,7 @@ class _Weights(dict[str, torch.Tensor]):
             scales = [self._whole.weight_scale(t) for t in self._scales[name]]
             return torch.from_numpy(np.concatenate(scales)).to(self._device)
         blocks = [self._whole.read(t) for t in self._parts[name]]
-        tensor = _tensor(np.concatenate([block for block, _ in blocks]), blocks[0][1])
+        tensor = _make_tensor(np.concatenate([block for block, _ in blocks]), blocks[0][1])
         if self._device.type != "cuda" or tensor.dim() == 1:
             return tensor.to(self._device, torch.float32)
         return tensor.to(self._device, E4M3 if tensor.dtype == E4M3 else self._dtype)
@@ -206,7 +206,7 @@ class _RecordingOps(TorchOps):
 
     def linear(self, x: torch.Tensor, weight: str) -> torch.Tensor:
         for part in self._recorded.made_of[weight]:
-            self._note(part.activation_scale_name, x)
+            self._note_magnitude(part.activation_scale_name, x)
         return super().linear(x, weight)
 
     def qk_norm_rope_write(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
@@ -214,18 +214,18 @@ class _RecordingOps(TorchOps):
         pool = self._recorded.pools[self._spec.layer_groups[layer]]
         pool.zero_()  # the slots of this step hold another layer's values, the other slots an earlier step's
         q = super().qk_norm_rope_write(qkv, layer)
-        self._note(kv_scale_name(layer), pool)
+        self._note_magnitude(kv_scale_name(layer), pool)
         return q
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         return x  # the head is not quantized, and its matrix is the largest
 
-    def _note(self, name: str, x: torch.Tensor) -> None:
+    def _note_magnitude(self, name: str, x: torch.Tensor) -> None:
         found = max(abs(bound.item()) for bound in torch.aminmax(x)) if bool(x.isfinite().all()) else float("inf")
         self._recorded.amax[name] = max(found, self._recorded.amax.get(name, 0.0))
 
 
-def _tensor(block: np.ndarray, tag: str) -> torch.Tensor:
+def _make_tensor(block: np.ndarray, tag: str) -> torch.Tensor:
     """A block in the storage of `tag` as a tensor of its own."""
     tensor = torch.from_numpy(np.array(block))
     if tag == "BF16":
@@ -233,7 +233,9 @@ def _tensor(block: np.ndarray, tag: str) -> torch.Tensor:
     return tensor.view(E4M3) if tag == "F8_E4M3" else tensor
 
 
-def _rewrite(checkpoint: Checkpoint, directory: Path, found: StaticScales, kv_scales: bool, progress: Progress) -> None:
+def _rewrite_checkpoint(
+    checkpoint: Checkpoint, directory: Path, found: StaticScales, kv_scales: bool, progress: Progress
+) -> None:
     """Fill `directory` with the files of `checkpoint` and the scales, config.json last; a block at a time.
 
     Raises CheckpointError for a tensor that is not as the checkpoint recorded it."""

@@ -17,9 +17,9 @@ import torch
 
 from wicore_trt.backends.torch import native
 from wicore_trt.backends.torch.native import NativeLibrary
-from wicore_trt.backends.torch.native_ops import NativeOps, NativeWeights, unsupported
+from wicore_trt.backends.torch.native_ops import NativeOps, NativeWeights, explain_unsupported
 from wicore_trt.backends.torch.ops import TorchModel, TorchOps
-from wicore_trt.backends.torch.weights import EngineTensors, fuse, load_engine_tensors
+from wicore_trt.backends.torch.weights import EngineTensors, fuse_weights, load_engine_tensors
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.memory import check_room
 from wicore_trt.model.gemma3 import forward
@@ -61,23 +61,23 @@ class TorchExecutor:
         loaded = engine if isinstance(engine, EngineTensors) else load_engine_tensors(engine)
         self.spec = loaded.spec
         self.max_batch_tokens = settings.max_batch_tokens
-        self.device = _device(settings.device)
+        self.device = _find_device(settings.device)
         self.max_sequences: int | None = None
         self.score_rows = SCORE_ROWS
         self.graph_sizes: dict[int, tuple[int, ...]] = {}
         self.slice_tokens = CPU_SLICE_TOKENS if self.device.type == "cpu" else GPU_SLICE_TOKENS
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        self.layout = _layout(loaded, settings)
+        self.layout = _make_layout(loaded, settings)
         if self.device.type == "cpu":
             check_room(self.layout.memory_bytes, "kv.device_bytes", "Lower it (--kv-bytes) to {room} at most.")
         else:
             check_pool_room(self.layout, torch.cuda.mem_get_info(self.device)[0])
         empty = partial(torch.empty, device=self.device)
         self.pools = new_pools(self.spec, self.layout, lambda s, d: empty(s, dtype=d))
-        self._page_copies = make_copier(self.pools, self.layout.page_tokens, overlapping=self.layout.overlapping)
+        self._page_copies = make_copier(self.pools, self.layout.page_tokens, overlapping=self.layout.find_overlaps)
         self.copier: PageCopier = self._page_copies
-        self.kernels, self._step_ops = _operators(loaded, settings, self.layout, self.pools, self.device)
+        self.kernels, self._step_ops = _make_operators(loaded, settings, self.layout, self.pools, self.device)
         self._sampler = Sampler()
         self._probed_layers = cycle(self.spec.layers_of(GLOBAL))
         log.info("engine on %s, %s kernels, KV pages %s", self.device, self.kernels, self.layout.num_pages)
@@ -93,14 +93,14 @@ class TorchExecutor:
         kv_dtype: str | None = None,
     ) -> TorchExecutor:
         """An executor from the tensors of a unified checkpoint in memory. `dtype` is that of the activations."""
-        return cls(EngineTensors(spec, dtype, kv_dtype or dtype, fuse(tensors, spec)), settings)
+        return cls(EngineTensors(spec, dtype, kv_dtype or dtype, fuse_weights(tensors, spec)), settings)
 
     def execute(self, batch: StepBatch) -> StepResult:
         """Run one step: write the batch's KV, sample the slices that ask for it, measure attention if asked to."""
         assert batch.num_tokens <= self.max_batch_tokens, "the scheduler exceeded the step's token budget"
         inputs = StepInputs.from_batch(batch, self.layout, tuple(self.layout.num_pages))
         layer = next(self._probed_layers, None) if batch.measure_attention else None
-        probe = None if layer is None else AttentionProbe.of(layer, inputs)
+        probe = None if layer is None else AttentionProbe.from_inputs(layer, inputs)
         self._page_copies.begin_step(batch)
         with torch.inference_mode():
             logits = forward(self._step_ops(inputs, probe), self.spec)
@@ -109,7 +109,7 @@ class TorchExecutor:
                 return result
             group = self.spec.layer_group(GLOBAL)
             pool = self.pools[GLOBAL][:, group.layers.index(probe.layer)]
-            return replace(result, attention=probe.masses(pool, inputs, batch, group.softmax_scale))
+            return replace(result, attention=probe.compute_masses(pool, inputs, batch, group.softmax_scale))
 
     def logits(self, batch: StepBatch, rows: torch.Tensor) -> torch.Tensor:
         """Run one step like execute(), but return the logits [R, vocab] float32 of `rows` (int64[R], ascending) of the
@@ -126,10 +126,10 @@ class TorchExecutor:
         if self.pools:
             self._page_copies.close()
         self.pools = {}
-        self._step_ops = _closed
+        self._step_ops = _refuse_closed
 
 
-def _operators(
+def _make_operators(
     engine: EngineTensors,
     settings: ExecutorOptions,
     layout: KVLayout,
@@ -172,9 +172,9 @@ def _native_library(engine: EngineTensors, kernels: str, device: torch.device) -
     elif any(t.dtype == TORCH_DTYPES["fp8"] for t in engine.tensors.values()) and engine.dtype != "bfloat16":
         reason = f"FP8 weights with {engine.dtype} activations"
     else:
-        reason = unsupported(engine.spec, engine.kv_dtype, engine.tensors)
+        reason = explain_unsupported(engine.spec, engine.kv_dtype, engine.tensors)
     if reason is None:
-        library = native.load()
+        library = native.load_library()
         if library is None:
             reason, level = f"the library {why_lacking()}", logging.WARNING
     if reason and kernels == "native":
@@ -186,17 +186,17 @@ def _native_library(engine: EngineTensors, kernels: str, device: torch.device) -
     return library
 
 
-def _closed(_: StepInputs, __: AttentionProbe | None) -> Ops[torch.Tensor]:
+def _refuse_closed(_: StepInputs, __: AttentionProbe | None) -> Ops[torch.Tensor]:
     raise AssertionError("execute() after close()")
 
 
-def _layout(engine: EngineTensors, settings: ExecutorOptions) -> KVLayout:
+def _make_layout(engine: EngineTensors, settings: ExecutorOptions) -> KVLayout:
     page_tokens = settings.page_tokens or engine.page_tokens
     max_context = settings.max_context or engine.max_context or engine.spec.max_position_embeddings
     return layout_of(engine.spec, engine.kv_dtype, page_tokens, max_context, settings)
 
 
-def _device(name: str) -> torch.device:
+def _find_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)

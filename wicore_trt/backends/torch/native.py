@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from wicore_trt.backends.torch.native_args import DTYPE_CODES, Args, PackedWeight, address
+from wicore_trt.backends.torch.native_args import DTYPE_CODES, Args, PackedWeight, check_address
 from wicore_trt.plugins.cpu_library import library_name, open_library
 
 ISAS = ("avx512bf16", "avx2", "generic")
@@ -77,13 +77,13 @@ class NativeLibrary:
             self._lib.wicore_cpu_packed_bytes(n, k, code), dtype=torch.uint8
         )
         source = matrix.to(dtype).contiguous()
-        self._lib.wicore_cpu_pack(data.data_ptr(), address(source, dtype, n, k), 0, n, n, k, code)
+        self._lib.wicore_cpu_pack(data.data_ptr(), check_address(source, dtype, n, k), 0, n, n, k, code)
         if scale is not None:
             scale = scale.to(torch.float32).reshape(n).contiguous()
         return PackedWeight(data, n, k, dtype, scale)
 
 
-def load(path: Path | None = None) -> NativeLibrary | None:
+def load_library(path: Path | None = None) -> NativeLibrary | None:
     """The library installed with this package (or the one at `path`), set to all cores the process may use; None when
     it was not built or does not fit. Never raises."""
     lib = open_library(path)

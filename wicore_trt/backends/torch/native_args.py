@@ -30,53 +30,57 @@ class Args(ctypes.Structure):
     kept: tuple[Any, ...]
 
 
-def _int(*names: str) -> list[tuple[str, Any]]:
+def _int_fields(*names: str) -> list[tuple[str, Any]]:
     return [(name, c_int64) for name in names]
 
 
-def _pointer(*names: str) -> list[tuple[str, Any]]:
+def _pointer_fields(*names: str) -> list[tuple[str, Any]]:
     return [(name, c_void_p) for name in names]
 
 
 class Embed(Args):
     OP = 0
-    _fields_ = [*_int("rows", "k", "dtype"), ("scale", c_double), *_pointer("index", "weight", "out")]
+    _fields_ = [*_int_fields("rows", "k", "dtype"), ("scale", c_double), *_pointer_fields("index", "weight", "out")]
 
 
 class Norm(Args):
     OP = 1
-    _fields_ = [*_int("rows", "k", "dtype"), ("eps", c_double), *_pointer("x", "weight", "out")]
+    _fields_ = [*_int_fields("rows", "k", "dtype"), ("eps", c_double), *_pointer_fields("x", "weight", "out")]
 
 
 class AddNorm(Args):
     OP = 2
-    _fields_ = [*_int("rows", "k", "dtype"), ("eps", c_double), *_pointer("residual", "x", "post", "next", "out")]
+    _fields_ = [
+        *_int_fields("rows", "k", "dtype"),
+        ("eps", c_double),
+        *_pointer_fields("residual", "x", "post", "next", "out"),
+    ]
 
 
 class Geglu(Args):
     OP = 3
-    _fields_ = [*_int("rows", "k", "dtype"), *_pointer("x", "out")]
+    _fields_ = [*_int_fields("rows", "k", "dtype"), *_pointer_fields("x", "out")]
 
 
 class Linear(Args):
     OP = 4
     _fields_ = [
-        *_int("rows", "n", "k", "dtype"),
-        *_pointer("x", "weight", "row_scale", "quantized", "quantized_scale", "out"),
+        *_int_fields("rows", "n", "k", "dtype"),
+        *_pointer_fields("x", "weight", "row_scale", "quantized", "quantized_scale", "out"),
     ]
 
 
 class StepGeometry(Args):
     """A step's geometry for one layer group; `set_step` fills it."""
 
-    _fields_ = [*_int("num_seqs", "table_width"), *_pointer("cu_seqlens", "positions", "page_table")]
+    _fields_ = [*_int_fields("num_seqs", "table_width"), *_pointer_fields("cu_seqlens", "positions", "page_table")]
 
 
 class KV(Args):
     _fields_ = [
-        *_int("heads", "kv_heads", "head_dim", "page_tokens"),
-        *_int("page_stride", "layer_offset", "kv_dtype"),
-        *_pointer("pool"),
+        *_int_fields("heads", "kv_heads", "head_dim", "page_tokens"),
+        *_int_fields("page_stride", "layer_offset", "kv_dtype"),
+        *_pointer_fields("pool"),
         ("step", POINTER(StepGeometry)),
     ]
 
@@ -84,21 +88,26 @@ class KV(Args):
 class QKNormRopeWrite(Args):
     OP = 5
     _fields_ = [
-        *_int("rows", "dtype"),
+        *_int_fields("rows", "dtype"),
         ("eps", c_double),
-        *_pointer("qkv", "q_weight", "k_weight", "cos", "sin", "q"),
+        *_pointer_fields("qkv", "q_weight", "k_weight", "cos", "sin", "q"),
         ("kv", POINTER(KV)),
     ]
 
 
 class Attention(Args):
     OP = 6
-    _fields_ = [*_int("rows", "dtype", "window"), ("scale", c_double), *_pointer("q", "out"), ("kv", POINTER(KV))]
+    _fields_ = [
+        *_int_fields("rows", "dtype", "window"),
+        ("scale", c_double),
+        *_pointer_fields("q", "out"),
+        ("kv", POINTER(KV)),
+    ]
 
 
 class GatherRows(Args):
     OP = 7
-    _fields_ = [*_int("rows", "row_bytes"), *_pointer("index", "x", "out")]
+    _fields_ = [*_int_fields("rows", "row_bytes"), *_pointer_fields("index", "x", "out")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +121,7 @@ class PackedWeight:
     scale: torch.Tensor | None = None
 
 
-def address(tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> int:
+def check_address(tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> int:
     """Address of a contiguous CPU tensor whose dtype and shape are as a kernel expects."""
     assert tensor.device.type == "cpu" and tensor.is_contiguous(), "kernels take contiguous CPU tensors"
     assert tensor.dtype == dtype, f"{tensor.dtype} where a kernel takes {dtype}"
@@ -124,8 +133,8 @@ def make_embed(ids: torch.Tensor, weight: PackedWeight, scale: float, out: torch
     """out float32 [rows, k] = weight[ids int64 [rows]] * scale."""
     rows = out.shape[0]
     args = Embed(rows, weight.k, DTYPE_CODES[weight.dtype], scale)
-    args.index, args.weight = address(ids, torch.int64, rows), weight.data.data_ptr()
-    args.out = address(out, F32, rows, weight.k)
+    args.index, args.weight = check_address(ids, torch.int64, rows), weight.data.data_ptr()
+    args.out = check_address(out, F32, rows, weight.k)
     args.kept = (ids, weight, out)
     return args
 
@@ -133,8 +142,8 @@ def make_embed(ids: torch.Tensor, weight: PackedWeight, scale: float, out: torch
 def make_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype, out: torch.Tensor) -> Norm:
     """out operand [rows, k] = RMSNorm(x float32 [rows, k]) * weight float32 [k], rounded to dtype."""
     rows, k = out.shape
-    args = Norm(rows, k, DTYPE_CODES[dtype], eps, address(x, F32, rows, k), address(weight, F32, k))
-    args.out = address(out, OPERANDS[dtype])
+    args = Norm(rows, k, DTYPE_CODES[dtype], eps, check_address(x, F32, rows, k), check_address(weight, F32, k))
+    args.out = check_address(out, OPERANDS[dtype])
     args.kept = (x, weight, out)
     return args
 
@@ -149,9 +158,11 @@ def make_add_norm(
 ) -> AddNorm:
     """residual += RMSNorm(x) * weights[0], in place; out operand = RMSNorm(residual) * weights[1], rounded."""
     rows, k = out.shape
-    args = AddNorm(rows, k, DTYPE_CODES[dtype], eps, address(residual, F32, rows, k), address(x, F32, rows, k))
-    args.post, args.next = address(weights[0], F32, k), address(weights[1], F32, k)
-    args.out = address(out, OPERANDS[dtype])
+    args = AddNorm(
+        rows, k, DTYPE_CODES[dtype], eps, check_address(residual, F32, rows, k), check_address(x, F32, rows, k)
+    )
+    args.post, args.next = check_address(weights[0], F32, k), check_address(weights[1], F32, k)
+    args.out = check_address(out, OPERANDS[dtype])
     args.kept = (residual, x, weights, out)
     return args
 
@@ -159,7 +170,7 @@ def make_add_norm(
 def make_geglu(x: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> Geglu:
     """out operand [rows, k] = gelu_tanh(x[:, :k]) * x[:, k:], rounded; x float32 [rows, 2k]."""
     rows, k = out.shape
-    args = Geglu(rows, k, DTYPE_CODES[dtype], address(x, F32, rows, 2 * k), address(out, OPERANDS[dtype]))
+    args = Geglu(rows, k, DTYPE_CODES[dtype], check_address(x, F32, rows, 2 * k), check_address(out, OPERANDS[dtype]))
     args.kept = (x, out)
     return args
 
@@ -171,12 +182,15 @@ def make_linear(
     bfloat16 [>= rows * k] and float32 [>= rows]."""
     rows = out.shape[0]
     args = Linear(rows, weight.n, weight.k, DTYPE_CODES[weight.dtype])
-    args.x, args.weight = address(x, OPERANDS[weight.dtype], rows, weight.k), weight.data.data_ptr()
+    args.x, args.weight = check_address(x, OPERANDS[weight.dtype], rows, weight.k), weight.data.data_ptr()
     if weight.scale is not None:
         assert quantized is not None and quantized[0].numel() >= x.numel() and quantized[1].numel() >= rows
-        args.row_scale = address(weight.scale, F32, weight.n)
-        args.quantized, args.quantized_scale = address(quantized[0], torch.bfloat16), address(quantized[1], F32)
-    args.out = address(out, F32, rows, weight.n)
+        args.row_scale = check_address(weight.scale, F32, weight.n)
+        args.quantized, args.quantized_scale = (
+            check_address(quantized[0], torch.bfloat16),
+            check_address(quantized[1], F32),
+        )
+    args.out = check_address(out, F32, rows, weight.n)
     args.kept = (x, weight, out, quantized)
     return args
 
@@ -184,9 +198,9 @@ def make_linear(
 def set_step(step: StepGeometry, cu_seqlens: torch.Tensor, positions: torch.Tensor, page_table: torch.Tensor) -> None:
     """Point `step` to the geometry of a step: int32 [S + 1], [N], [S, P]."""
     step.num_seqs, step.table_width = page_table.shape
-    step.cu_seqlens = address(cu_seqlens, torch.int32, step.num_seqs + 1)
-    step.positions = address(positions, torch.int32)
-    step.page_table = address(page_table, torch.int32)
+    step.cu_seqlens = check_address(cu_seqlens, torch.int32, step.num_seqs + 1)
+    step.positions = check_address(positions, torch.int32)
+    step.page_table = check_address(page_table, torch.int32)
     step.kept = (cu_seqlens, positions, page_table)
 
 
@@ -197,7 +211,7 @@ def layer_kv(pool: torch.Tensor, layer: int, heads: int, step: StepGeometry) -> 
     assert head_dim % HEAD_DIM_MULTIPLE == 0 and head_dim <= MAX_HEAD_DIM
     args = KV(heads=heads, kv_heads=kv_heads, head_dim=head_dim, page_tokens=page_tokens, step=ctypes.pointer(step))
     args.page_stride, args.layer_offset = pool.stride(0), layer * pool.stride(1)
-    args.kv_dtype, args.pool = DTYPE_CODES[pool.dtype], address(pool, pool.dtype)
+    args.kv_dtype, args.pool = DTYPE_CODES[pool.dtype], check_address(pool, pool.dtype)
     args.kept = (pool, step)
     return args
 
@@ -215,10 +229,13 @@ def make_qk_norm_rope_write(
     D / 2]; k and v are written to `kv`."""
     rows, dim = q.shape[0], kv.head_dim
     args = QKNormRopeWrite(rows, DTYPE_CODES[dtype], eps)
-    args.qkv = address(qkv, F32, rows, (kv.heads + 2 * kv.kv_heads) * dim)
-    args.q_weight, args.k_weight = address(weights[0], F32, dim), address(weights[1], F32, dim)
-    args.cos, args.sin = address(rope[0], F32, len(rope[0]), dim // 2), address(rope[1], F32, len(rope[1]), dim // 2)
-    args.q, args.kv = address(q, OPERANDS[dtype], rows, kv.heads, dim), ctypes.pointer(kv)
+    args.qkv = check_address(qkv, F32, rows, (kv.heads + 2 * kv.kv_heads) * dim)
+    args.q_weight, args.k_weight = check_address(weights[0], F32, dim), check_address(weights[1], F32, dim)
+    args.cos, args.sin = (
+        check_address(rope[0], F32, len(rope[0]), dim // 2),
+        check_address(rope[1], F32, len(rope[1]), dim // 2),
+    )
+    args.q, args.kv = check_address(q, OPERANDS[dtype], rows, kv.heads, dim), ctypes.pointer(kv)
     args.kept = (qkv, weights, rope, q, kv)
     return args
 
@@ -230,9 +247,9 @@ def make_attention(
     all if 0."""
     rows, width = out.shape
     args = Attention(rows, DTYPE_CODES[dtype], window, scale)
-    args.q = address(q, OPERANDS[dtype], rows, kv.heads, kv.head_dim)
+    args.q = check_address(q, OPERANDS[dtype], rows, kv.heads, kv.head_dim)
     assert width == kv.heads * kv.head_dim
-    args.out, args.kv = address(out, OPERANDS[dtype]), ctypes.pointer(kv)
+    args.out, args.kv = check_address(out, OPERANDS[dtype]), ctypes.pointer(kv)
     args.kept = (q, kv, out)
     return args
 
@@ -240,7 +257,7 @@ def make_attention(
 def make_gather(x: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> GatherRows:
     """out[i] = x[index[i]]; index int64."""
     rows = out.shape[0]
-    args = GatherRows(rows, out[0].numel() * out.element_size(), address(index, torch.int64, rows))
-    args.x, args.out = address(x, out.dtype), address(out, out.dtype)
+    args = GatherRows(rows, out[0].numel() * out.element_size(), check_address(index, torch.int64, rows))
+    args.x, args.out = check_address(x, out.dtype), check_address(out, out.dtype)
     args.kept = (x, index, out)
     return args

@@ -30,7 +30,7 @@ from wicore_trt.runtime.step_inputs import StepInputs
 ROPE_BLOCK = 4096  # positions by which the rotary tables grow
 
 
-def unsupported(spec: Gemma3Spec, kv_dtype: str, tensor_names: Collection[str]) -> str | None:
+def explain_unsupported(spec: Gemma3Spec, kv_dtype: str, tensor_names: Collection[str]) -> str | None:
     """Why the native kernels cannot run an engine, or None if they can."""
     multiple, most = native_args.HEAD_DIM_MULTIPLE, native_args.MAX_HEAD_DIM
     sizes = [spec.layer_group(group).head_dim for group in spec.groups]
@@ -56,7 +56,7 @@ class NativeWeights:
     def from_tensors(
         cls, lib: NativeLibrary, tensors: Mapping[str, torch.Tensor], spec: Gemma3Spec, dtype: str
     ) -> NativeWeights:
-        """Pack `tensors`, which are as `weights.fuse` returns them.
+        """Pack `tensors`, which are as `weights.fuse_weights` returns them.
 
         `dtype` is that of the activations: "float32", "bfloat16" or "float16"; matrices are converted to it, E4M3
         ones (scales float32 [out] beside them) need "bfloat16". Packing copies: drop `tensors` afterwards.
@@ -136,66 +136,66 @@ class NativeOps:
             native_args.set_step(step, inputs.cu_seqlens, inputs.positions, inputs.page_tables[group])
 
     def embed(self) -> torch.Tensor:
-        out = self._buffer("residual", torch.float32, self._spec.hidden_size)
-        index = self._buffer("token index", torch.int64, 1).flatten()
+        out = self._find_buffer("residual", torch.float32, self._spec.hidden_size)
+        index = self._find_buffer("token index", torch.int64, 1).flatten()
         given = index, self._weights.packed[EMBEDDING], self._embedding_scale, out
-        return self._record("embed", out, native_args.make_embed, *given, index=self._inputs.token_ids)
+        return self._record_operator("embed", out, native_args.make_embed, *given, index=self._inputs.token_ids)
 
     def norm(self, residual: torch.Tensor, weight: str) -> torch.Tensor:
-        out = self._buffer("operand", self._operand, self._spec.hidden_size)
+        out = self._find_buffer("operand", self._operand, self._spec.hidden_size)
         given = residual, self._weights.norms[weight], self._spec.rms_norm_eps, self._dtype, out
-        return self._record(weight, out, native_args.make_norm, *given)
+        return self._record_operator(weight, out, native_args.make_norm, *given)
 
     def linear(self, x: torch.Tensor, weight: str, kind: str = "product", count: str = "tokens") -> torch.Tensor:
         """`kind` and `count` of the results' buffer are the operator set's own."""
         packed, quantized = self._weights.packed[weight], None
-        out = self._buffer(kind, torch.float32, packed.n, count)
+        out = self._find_buffer(kind, torch.float32, packed.n, count)
         if packed.scale is not None:
             quantized = (
-                self._buffer("quantized", torch.bfloat16, packed.k),
-                self._buffer("quantized_scale", torch.float32, 1),
+                self._find_buffer("quantized", torch.bfloat16, packed.k),
+                self._find_buffer("quantized_scale", torch.float32, 1),
             )
-        return self._record(weight, out, native_args.make_linear, x, packed, out, quantized, count=count)
+        return self._record_operator(weight, out, native_args.make_linear, x, packed, out, quantized, count=count)
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
     def qk_norm_rope_write(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
         group, norms = self._groups[layer], self._weights.norms
-        q = self._buffer("q", self._operand, group.q_size).view(-1, group.num_heads, group.head_dim)
+        q = self._find_buffer("q", self._operand, group.q_size).view(-1, group.num_heads, group.head_dim)
         weights = (
             norms[layer_weight(layer, "attention.q_layernorm")],
             norms[layer_weight(layer, "attention.k_layernorm")],
         )
         given = qkv, weights, self._rope[group.name], self._spec.rms_norm_eps, self._dtype, q, self._kv[layer]
-        return self._record(f"rope {layer}", q, native_args.make_qk_norm_rope_write, *given)
+        return self._record_operator(f"rope {layer}", q, native_args.make_qk_norm_rope_write, *given)
 
     def attention(self, q: torch.Tensor, layer: int) -> torch.Tensor:
         group = self._groups[layer]
-        out = self._buffer("operand", self._operand, group.q_size)
+        out = self._find_buffer("operand", self._operand, group.q_size)
         if self._probe is not None and self._probe.layer == layer:  # the next layer overwrites q
             kept = self._probe.queries = q.new_empty((self._probe.rows.shape[0], *q.shape[1:]))
             self._steps.append(native_args.make_gather(q, self._probe.rows, kept))
         given = q, self._kv[layer], group.window, group.softmax_scale, self._dtype, out
-        return self._record(f"attention {layer}", out, native_args.make_attention, *given)
+        return self._record_operator(f"attention {layer}", out, native_args.make_attention, *given)
 
     def add_norm(
         self, residual: torch.Tensor, x: torch.Tensor, post_weight: str, next_weight: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out = self._buffer("operand", self._operand, self._spec.hidden_size)
+        out = self._find_buffer("operand", self._operand, self._spec.hidden_size)
         weights = self._weights.norms[post_weight], self._weights.norms[next_weight]
         given = residual, x, weights, self._spec.rms_norm_eps, self._dtype, out
-        return residual, self._record(post_weight, out, native_args.make_add_norm, *given)
+        return residual, self._record_operator(post_weight, out, native_args.make_add_norm, *given)
 
     def geglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        out = self._buffer("operand", self._operand, self._spec.intermediate_size)
-        return self._record("geglu", out, native_args.make_geglu, gate_up, self._dtype, out)
+        out = self._find_buffer("operand", self._operand, self._spec.intermediate_size)
+        return self._record_operator("geglu", out, native_args.make_geglu, gate_up, self._dtype, out)
 
     def sampled_rows(self, x: torch.Tensor) -> torch.Tensor:
-        out = self._buffer("sampled", self._operand, self._spec.hidden_size, "samples")
-        index = self._buffer("sample index", torch.int64, 1, "samples").flatten()
+        out = self._find_buffer("sampled", self._operand, self._spec.hidden_size, "samples")
+        index = self._find_buffer("sample index", torch.int64, 1, "samples").flatten()
         given = x, index, out
-        return self._record(
+        return self._record_operator(
             "gather", out, native_args.make_gather, *given, index=self._inputs.sample_rows, count="samples"
         )
 
@@ -205,7 +205,7 @@ class NativeOps:
         cap = self._spec.final_logit_softcapping
         return out if cap is None else out.div_(cap).tanh_().mul_(cap)
 
-    def _record(
+    def _record_operator(
         self,
         key: str,
         out: torch.Tensor,
@@ -224,7 +224,7 @@ class NativeOps:
         self._steps.append(args)
         return out
 
-    def _buffer(self, kind: str, dtype: torch.dtype, width: int, count: str = "tokens") -> torch.Tensor:
+    def _find_buffer(self, kind: str, dtype: torch.dtype, width: int, count: str = "tokens") -> torch.Tensor:
         """Scratch [capacity, width]; buffers of a kind share memory whatever their width."""
         key = f"{kind} {width}"
         if key not in self._buffers:

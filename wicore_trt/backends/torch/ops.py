@@ -2,7 +2,7 @@
 
 It must not know files, requests or sampling. Invariants: the residual stream, the norms, softmax and all sums are
 float32; values are rounded to the engine's dtype at one place only, where they become operands of a matrix product
-(`_operand`) or keys, values and queries. A sequence reads only KV slots that its own tokens have written.
+(`_round_operand`) or keys, values and queries. A sequence reads only KV slots that its own tokens have written.
 
 Definition of an FP8 product (E4M3, arXiv:2209.05433): each row x of the operand, rounded to the dtype, gets the scale
 s = max(abs(x)) / 448 (1 for a row of zeros; or the checkpoint's static activation scale), and x / s saturates at
@@ -105,12 +105,12 @@ class TorchOps:
     def linear(self, x: torch.Tensor, weight: str) -> torch.Tensor:
         model = self._model
         w = model.weights[weight]
-        operand, scale = _operand(x, model.dtype)
+        operand, scale = _round_operand(x, model.dtype)
         if weight not in model.fp8:
-            return _matmul(operand, w, scale)
+            return _multiply(operand, w, scale)
         quantized, fp8_scale = quantize_rows(operand, model.scalars.get(activation_scale_name(weight)))
         # E4M3 is exact in float16, which every GPU multiplies with float32 sums.
-        y = _matmul(quantized.half(), w.half() if w.dtype == E4M3 else w, fp8_scale)
+        y = _multiply(quantized.half(), w.half() if w.dtype == E4M3 else w, fp8_scale)
         y = y * model.weights[weight_scale_name(weight)]
         return y if scale is None else y * scale
 
@@ -122,8 +122,8 @@ class TorchOps:
         group = model.groups[layer]
         q, k, v = torch.split(qkv, [group.q_size, group.kv_size, group.kv_size], dim=1)
         q, k, v = (t.view(len(t), -1, group.head_dim) for t in (q, k, v))
-        q = _rotate(self._rms_norm(q, layer_weight(layer, "attention.q_layernorm")), *self._rope[group.name])
-        k = _rotate(self._rms_norm(k, layer_weight(layer, "attention.k_layernorm")), *self._rope[group.name])
+        q = _rotate_heads(self._rms_norm(q, layer_weight(layer, "attention.q_layernorm")), *self._rope[group.name])
+        k = _rotate_heads(self._rms_norm(k, layer_weight(layer, "attention.k_layernorm")), *self._rope[group.name])
         pool = model.pools[group.name][:, model.index_in_group[layer]]
         kv = torch.stack((k, v), dim=1)  # [N, 2, kv_heads, D]
         if pool.dtype == E4M3:
@@ -144,10 +144,10 @@ class TorchOps:
         for (first, last), start, table in zip(self._rows, self._starts, self._tables[group.name], strict=True):
             for row in range(first, last, QUERY_BLOCK):
                 block = slice(row, min(row + QUERY_BLOCK, last))
-                k, v, low = self._gather(pool, table, start + row - first, start + block.stop - first, group)
+                k, v, low = self._gather_keys(pool, table, start + row - first, start + block.stop - first, group)
                 if scale is not None:
                     k, v = k * scale, v * scale
-                out[block] = self._attend(q[block], k, v, start + row - first, low, group)
+                out[block] = self._attend_block(q[block], k, v, start + row - first, low, group)
         return out.flatten(1)
 
     def add_norm(
@@ -164,8 +164,8 @@ class TorchOps:
         return x[self._sample_rows]
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        operand, scale = _operand(x, self._model.dtype)
-        logits = _matmul(operand, self._model.weights[LM_HEAD], scale)
+        operand, scale = _round_operand(x, self._model.dtype)
+        logits = _multiply(operand, self._model.weights[LM_HEAD], scale)
         cap = self._spec.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -175,7 +175,7 @@ class TorchOps:
     def _kv_scale(self, layer: int) -> float:
         return self._model.scalars.get(kv_scale_name(layer), 1.0)
 
-    def _gather(
+    def _gather_keys(
         self, pool: torch.Tensor, table: torch.Tensor, first: int, end: int, group: LayerGroup
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """K and V [kv_heads, keys, D] float32 of positions [low, end), and low: all that a query at `first` sees."""
@@ -188,7 +188,7 @@ class TorchOps:
         k, v = kv[:, low - skipped * size : end - skipped * size].float().transpose(1, 2)
         return k, v, low
 
-    def _attend(
+    def _attend_block(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, low: int, group: LayerGroup
     ) -> torch.Tensor:
         """[n, heads, D] for queries at positions first, first + 1, ...; keys begin at position low."""
@@ -216,13 +216,13 @@ def _rope_table(group: LayerGroup, positions: torch.Tensor) -> tuple[torch.Tenso
     return angles.cos(), angles.sin()
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate_heads(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary embedding of [N, heads, D] by halves: pair i is (x[i], x[i + D / 2])."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def _operand(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _round_operand(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rows as operands of a product in `dtype`, and the factor [N, 1] that the product's rows need, if any.
 
     A row with values beyond float16 is scaled by an exact power of two, never clipped: gate * up has no bound.
@@ -246,7 +246,7 @@ def quantize_rows(x: torch.Tensor, static_scale: float | None = None) -> tuple[t
     return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), scale
 
 
-def _matmul(x: torch.Tensor, w: torch.Tensor, row_scale: torch.Tensor | None) -> torch.Tensor:
+def _multiply(x: torch.Tensor, w: torch.Tensor, row_scale: torch.Tensor | None) -> torch.Tensor:
     """float32 (x @ w.T) * row_scale: exact products, summed in float32."""
     y = x.float() @ w.T if w.dtype == torch.float32 else torch.mm(x, w.T, out_dtype=torch.float32)
     return y if row_scale is None else y * row_scale

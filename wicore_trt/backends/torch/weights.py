@@ -29,7 +29,7 @@ MAX_LISTED = 6
 
 @dataclass(frozen=True, slots=True)
 class EngineTensors:
-    """An engine whose weights are in host memory. `tensors` are as `fuse` returns them; `dtype` is that of the
+    """An engine whose weights are in host memory. `tensors` are as `fuse_weights` returns them; `dtype` is that of the
     activations. `max_context` None is the model's own limit."""
 
     spec: Gemma3Spec
@@ -63,22 +63,22 @@ def load_tensors(file: Path, spec: Gemma3Spec) -> dict[str, torch.Tensor]:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         raise EngineFormatError(f"{file} cannot be read: {error}.", fix="Build the engine again.") from error
-    return fuse(tensors, spec)
+    return fuse_weights(tensors, spec)
 
 
-def fuse(tensors: Mapping[str, torch.Tensor], spec: Gemma3Spec) -> dict[str, torch.Tensor]:
+def fuse_weights(tensors: Mapping[str, torch.Tensor], spec: Gemma3Spec) -> dict[str, torch.Tensor]:
     """The unified `tensors` of a whole model, ready to run.
 
     Per layer, `mlp.fc` and `mlp.gate` become `mlp.gate_up` with rows [gate_proj; up_proj], scales included; FP8
     weight scales become float32 [out]; a tied head is the embedding itself. Tensors of the vision tower are left out.
     Raises EngineFormatError that names missing tensors or wrong shapes.
     """
-    _check(tensors, spec)
+    _check_tensors(tensors, spec)
     fused: dict[str, torch.Tensor] = {}
     for tensor in unified_tensors(spec):
         if tensor.name in tensors:
             fused[tensor.name] = tensors[tensor.name]
-            fused |= _scales(tensors, tensor.name, tensor.shape[0])
+            fused |= _read_scales(tensors, tensor.name, tensor.shape[0])
     for layer in range(spec.num_layers):
         parts = [layer_weight(layer, "mlp.fc"), layer_weight(layer, "mlp.gate")]
         whole = layer_weight(layer, "mlp.gate_up")
@@ -101,7 +101,7 @@ def _stack_rows(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def _scales(tensors: Mapping[str, torch.Tensor], weight: str, rows: int) -> dict[str, torch.Tensor]:
+def _read_scales(tensors: Mapping[str, torch.Tensor], weight: str, rows: int) -> dict[str, torch.Tensor]:
     """Scales beside `weight`: per output channel float32 [rows], and the static activation scale [1] if there."""
     if tensors[weight].dtype != E4M3:
         return {}
@@ -112,7 +112,7 @@ def _scales(tensors: Mapping[str, torch.Tensor], weight: str, rows: int) -> dict
     return scales
 
 
-def _check(tensors: Mapping[str, torch.Tensor], spec: Gemma3Spec) -> None:
+def _check_tensors(tensors: Mapping[str, torch.Tensor], spec: Gemma3Spec) -> None:
     missing, wrong = [], []
     for expected in unified_tensors(spec):
         tensor = tensors.get(expected.name)

@@ -158,7 +158,7 @@ class TritonExecutor:
         self._allocate_pools()
         digests, copied = loading.table.role_entries(PAGE_DIGEST), (self.pools, self.layout.page_tokens, device.stream)
         digest = digests[0].kernel if digests else None
-        self._page_copies = make_copier(*copied, overlapping=self.layout.overlapping, digest_kernel=digest)
+        self._page_copies = make_copier(*copied, overlapping=self.layout.find_overlaps, digest_kernel=digest)
         self.copier: PageCopier = self._page_copies
         if graphs:
             self._prepare_steps()

@@ -62,7 +62,7 @@ def load_constants(engine: EngineDir, shape: EngineShape, positions: int, device
 
 
 def place_constants(tensors: Mapping[str, torch.Tensor], shape: EngineShape, positions: int, device: Any) -> Constants:
-    """The tensors of `backends.torch.weights.fuse` on `device`, rounded to the engine's types."""
+    """The tensors of `backends.torch.weights.fuse_weights` on `device`, rounded to the engine's types."""
     moved: dict[int, torch.Tensor] = {}
     weights = {}
     for name, tensor in tensors.items():

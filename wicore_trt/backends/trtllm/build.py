@@ -71,7 +71,7 @@ class TensorRTLLMBackend:
         return limit
 
     def check(self, checkpoint: Checkpoint, options: BuildOptions) -> None:
-        _check(checkpoint, options)
+        _check_options(checkpoint, options)
 
     def compile(
         self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress
@@ -83,7 +83,7 @@ class TensorRTLLMBackend:
         missing or fails.
         """
         installed, command = require_tensorrt_llm(), find_trtllm_build()
-        kv_fp8 = _check(checkpoint, options)
+        kv_fp8 = _check_options(checkpoint, options)
         scratch, output = directory / _SCRATCH, directory / ENGINE_DIR
         arguments = build_arguments(checkpoint, options)
         paths = {
@@ -97,7 +97,7 @@ class TensorRTLLMBackend:
             export_checkpoint(checkpoint, scratch, kv_fp8=kv_fp8, progress=progress)
             progress("compile", 0, 1)
             flags = [part for name, value in (paths | arguments).items() for part in (name, str(value))]
-            _run([command, *flags], cwd=scratch)
+            _run_build([command, *flags], cwd=scratch)
             _check_engine(output, checkpoint, arguments, trtllm_config(checkpoint, kv_fp8=kv_fp8))
             progress("compile", 1, 1)
         except BaseException:
@@ -132,8 +132,8 @@ def build_arguments(checkpoint: Checkpoint, options: BuildOptions) -> dict[str, 
     }  # fmt: skip
 
 
-def _check(checkpoint: Checkpoint, options: BuildOptions) -> bool:
-    """Whether the KV cache is FP8. Raises ConfigError."""
+def _check_options(checkpoint: Checkpoint, options: BuildOptions) -> bool:
+    """Tell whether the KV cache is FP8. Raises ConfigError."""
     if options.kv_dtype not in ("auto", checkpoint.dtype, "fp8"):
         raise ConfigError(
             f"TensorRT-LLM's KV cache has the dtype of the model, {checkpoint.dtype}, or fp8; not {options.kv_dtype}.",
@@ -147,7 +147,7 @@ def _check(checkpoint: Checkpoint, options: BuildOptions) -> bool:
     return options.kv_dtype == "fp8"
 
 
-def _run(command: list[str], cwd: Path) -> None:
+def _run_build(command: list[str], cwd: Path) -> None:
     """Run the build, its output to the log line by line. Raises EnvironmentUnfitError with the last lines."""
     _log.info("running %s", " ".join(command))
     last: deque[str] = deque(maxlen=_LAST_LINES)
@@ -198,7 +198,7 @@ def _check_engine(
     model, build = made.get("pretrained_config", {}), made.get("build_config", {})
     wanted = {key: config[key] for key in ("architecture", "dtype", "rotary_scaling", "runtime_defaults", PATTERN_KEY)}
     wrong = [
-        f"{key} {model.get(key)!r}, not {value!r}" for key, value in wanted.items() if not _same(model, key, value)
+        f"{key} {model.get(key)!r}, not {value!r}" for key, value in wanted.items() if not _is_same(model, key, value)
     ]
     for key in ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width"):
         if build.get(key) != arguments[f"--{key}"]:
@@ -213,7 +213,7 @@ def _check_engine(
         )
 
 
-def _same(model: dict[str, Any], key: str, value: Any) -> bool:
+def _is_same(model: dict[str, Any], key: str, value: Any) -> bool:
     """Equal, where `runtime_defaults` may have gained keys of null."""
     have = model.get(key)
     if isinstance(value, dict) and isinstance(have, dict):

@@ -1,4 +1,4 @@
-"""From our unified checkpoint to one that `trtllm-build` of TensorRT-LLM 1.2 takes.
+"""Export of our unified checkpoint to one that `trtllm-build` of TensorRT-LLM 1.2 takes.
 
 The names are the same already; this module writes what differs: norms in the model's dtype, per-tensor FP8 scales,
 and a config.json that holds its fields and nothing of ours. Tensors pass through a few rows at a time. It must not know
@@ -59,7 +59,7 @@ def export_checkpoint(
     Raises ConfigError for a float32 checkpoint or missing static scales, CheckpointError for layers whose windows
     follow no period.
     """
-    _check(checkpoint, kv_fp8)
+    _check_export(checkpoint, kv_fp8)
     if checkpoint.dtype == "float16":
         _log.warning(
             "TensorRT-LLM keeps the residual stream of a float16 engine in float16, where Gemma 3 overflows (65,504): "
@@ -88,7 +88,7 @@ def trtllm_config(checkpoint: Checkpoint, *, kv_fp8: bool = False) -> dict[str, 
     return {**config, PATTERN_KEY: pattern}
 
 
-def _check(checkpoint: Checkpoint, kv_fp8: bool) -> None:
+def _check_export(checkpoint: Checkpoint, kv_fp8: bool) -> None:
     again = f"wicore convert {quoted(checkpoint.source)} OUTPUT"
     if checkpoint.dtype not in DTYPES:
         raise ConfigError(
@@ -122,7 +122,9 @@ def _write_rank(
     with SafetensorsWriter(path, entries) as writer:
         for tensor in unified_tensors(spec):
             fp8 = storage_tag(tensor.role, checkpoint.dtype, weights) == FP8_TAG
-            for block in _requantized(tensor, file, scales[tensor.name]) if fp8 else _blocks(file, tensor.name):
+            for block in (
+                _requantize_blocks(tensor, file, scales[tensor.name]) if fp8 else _read_blocks(file, tensor.name)
+            ):
                 writer.write(tensor.name, from_float32(block, norm_tag) if tensor.role is Role.NORM else block)
             if fp8:
                 writer.write(tensor.scale_name, np.array([scales[tensor.name]], np.float32))
@@ -130,7 +132,7 @@ def _write_rank(
                 writer.write(name, file.rows(name, 0, 1))
 
 
-def _blocks(file: SafetensorsFile, name: str) -> Iterator[np.ndarray]:
+def _read_blocks(file: SafetensorsFile, name: str) -> Iterator[np.ndarray]:
     """A tensor as it is stored, a few rows at a time."""
     rows, *rest = file.tensors[name].shape
     step = max(1, _BLOCK_ITEMS // max(1, prod(rest)))
@@ -138,17 +140,17 @@ def _blocks(file: SafetensorsFile, name: str) -> Iterator[np.ndarray]:
         yield file.rows(name, start, min(rows, start + step))
 
 
-def _dequantized(tensor: UnifiedTensor, file: SafetensorsFile) -> Iterator[np.ndarray]:
+def _dequantize_blocks(tensor: UnifiedTensor, file: SafetensorsFile) -> Iterator[np.ndarray]:
     """float32 weights of a linear, e4m3 * its channel's scale, a few rows at a time."""
     values, first = e4m3_values(), 0
-    for block in _blocks(file, tensor.name):
+    for block in _read_blocks(file, tensor.name):
         scale = file.rows(tensor.scale_name, first, first + len(block))
         first += len(block)
         yield values[block] * scale[:, None]
 
 
-def _requantized(tensor: UnifiedTensor, file: SafetensorsFile, scale: np.float32) -> Iterator[np.ndarray]:
-    return (e4m3_bits(block / scale) for block in _dequantized(tensor, file))
+def _requantize_blocks(tensor: UnifiedTensor, file: SafetensorsFile, scale: np.float32) -> Iterator[np.ndarray]:
+    return (e4m3_bits(block / scale) for block in _dequantize_blocks(tensor, file))
 
 
 def _tensor_scales(checkpoint: Checkpoint, files: list[SafetensorsFile]) -> dict[str, np.float32]:
@@ -156,7 +158,7 @@ def _tensor_scales(checkpoint: Checkpoint, files: list[SafetensorsFile]) -> dict
     amax: dict[str, float] = {}
     for tensor in unified_tensors(checkpoint.spec):
         if tensor.role is Role.LINEAR:
-            parts = [np.abs(block).max(initial=0.0) for file in files for block in _dequantized(tensor, file)]
+            parts = [np.abs(block).max(initial=0.0) for file in files for block in _dequantize_blocks(tensor, file)]
             amax[tensor.name] = float(np.max(parts))
             if not np.isfinite(amax[tensor.name]):
                 raise CheckpointError(f"{tensor.name} is not finite.")

@@ -43,7 +43,7 @@ _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel
 
 @dataclass(frozen=True, slots=True)
 class StepMoves:
-    """What the worker does around one forward pass: (request, page, block) before it, and after it."""
+    """Work around one forward pass: (request, page, block) before it, and after it."""
 
     loads: list[tuple[int, Page, int]] = field(default_factory=list)
     saves: list[tuple[int, Page, int]] = field(default_factory=list)
@@ -65,7 +65,7 @@ class _Sequence:
 
 
 class _Hub:
-    """What scheduler and worker of one engine share."""
+    """State that scheduler and worker of one engine share."""
 
     def __init__(self, llm_args: Any, settings: KVSettings) -> None:
         _check_arguments(llm_args, settings)
@@ -125,7 +125,7 @@ _pending: list[_Hub] = []
 """Hubs that wait for their other role."""
 
 
-def _join(role: str, llm_args: Any) -> _Hub:
+def _join_hub(role: str, llm_args: Any) -> _Hub:
     for hub in _pending:
         if role not in hub.roles and hub.llm_args == llm_args:
             _pending.remove(hub)
@@ -160,7 +160,7 @@ class TieredScheduler:
 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)  # type: ignore[call-arg] # TensorRT-LLM's class comes behind in the order
-        self.hub = _join("scheduler", llm_args)
+        self.hub = _join_hub("scheduler", llm_args)
         self._sequences: dict[int, _Sequence] = {}
         self._ignored: set[int] = set()
 
@@ -169,9 +169,9 @@ class TieredScheduler:
         the prompt is left to compute. Never asynchronous."""
         hub, size = self.hub, self.hub.page_tokens
         again = request.request_id in self._sequences or request.request_id in self._ignored
-        self._drop(request.request_id)
+        self._drop_sequence(request.request_id)
         tokens = list(request.get_tokens(0))
-        if hub.tiers is None or hub.chain is None or again or not self._ours(request, tokens):
+        if hub.tiers is None or hub.chain is None or again or not self._is_plain(request, tokens):
             # a request that comes a second time was paused: the engine no longer says which blocks are new
             self._ignored.add(request.request_id)
             return 0, False
@@ -180,7 +180,7 @@ class TieredScheduler:
         names.extend_keys(keys, tokens)
         first, matched = num_computed_tokens // size, list[Fetch]()
         if num_computed_tokens % size == 0:
-            pages = [_page(keys, i, names) for i in range(first, (len(tokens) - 1) // size)]
+            pages = [_make_page(keys, i, names) for i in range(first, (len(tokens) - 1) // size)]
             matched = hub.tiers.match(keys, pages, MATCH_S)
         promised = len(matched) * size
         hub.matched[request.request_id] = matched
@@ -202,7 +202,7 @@ class TieredScheduler:
             if sequence is not None:
                 # whether computed_position counts matched tokens differs by version; the smaller reading is safe
                 done = min(data.computed_position + sequence.promised, sequence.start)
-                self._advance(data, sequence, done + data.num_scheduled_tokens, moves)
+                self._save_full_pages(data, sequence, done + data.num_scheduled_tokens, moves)
                 first = (sequence.start - sequence.promised) // self.hub.page_tokens
                 for i, fetch in enumerate(sequence.matched, start=first):
                     moves.loads.append((data.request_id, fetch.page, sequence.blocks[i]))
@@ -210,13 +210,13 @@ class TieredScheduler:
         for data in scheduler_output.cached_requests:
             sequence = self._sequences.get(data.request_id)
             if sequence is not None:
-                self._advance(data, sequence, data.computed_position + data.num_scheduled_tokens, moves)
+                self._save_full_pages(data, sequence, data.computed_position + data.num_scheduled_tokens, moves)
         return moves
 
     def request_finished(self, request: Any, cache_block_ids: Sequence[int]) -> bool:
         """True while blocks of the request are being copied; `get_finished` of the worker says when that is over."""
         hub = self.hub
-        self._drop(request.request_id)
+        self._drop_sequence(request.request_id)
         self._ignored.discard(request.request_id)
         if hub.tiers is None:
             return False
@@ -226,7 +226,7 @@ class TieredScheduler:
             hub.stored[request.request_id] = under_way
         return bool(under_way)
 
-    def _advance(self, data: Any, sequence: _Sequence, computed: int, moves: StepMoves) -> None:
+    def _save_full_pages(self, data: Any, sequence: _Sequence, computed: int, moves: StepMoves) -> None:
         """Pages that are full when the pass has computed tokens below `computed` are to be saved."""
         hub = self.hub
         assert hub.tiers is not None
@@ -235,17 +235,17 @@ class TieredScheduler:
         sequence.names.extend_keys(sequence.keys, sequence.tokens)
         full = min(computed // hub.page_tokens, len(sequence.keys), len(sequence.blocks))
         for i in range(sequence.saved, full):  # the engine's own reuse may have found pages that our tiers lost
-            page = _page(sequence.keys, i, sequence.names)
-            if not hub.tiers.known(page):
+            page = _make_page(sequence.keys, i, sequence.names)
+            if not hub.tiers.has_page(page):
                 moves.saves.append((data.request_id, page, sequence.blocks[i]))
         sequence.saved = max(sequence.saved, full)
 
-    def _drop(self, request_id: int) -> None:
+    def _drop_sequence(self, request_id: int) -> None:
         self._sequences.pop(request_id, None)
         self.hub.unpin(request_id)
 
-    def _ours(self, request: Any, tokens: list[int]) -> bool:
-        """Whether KV values follow from the tokens alone: no LoRA, no images."""
+    def _is_plain(self, request: Any, tokens: list[int]) -> bool:
+        """Tell whether KV values follow from the tokens alone: no LoRA, no images."""
         other = (getattr(request, name, None) for name in ("lora_task_id", "multimodal_hashes"))
         return bool(tokens) and self.hub.identity.plain(tokens) and all(value is None for value in other)
 
@@ -255,7 +255,7 @@ class TieredWorker:
 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)  # type: ignore[call-arg] # TensorRT-LLM's class comes behind in the order
-        self.hub = _join("worker", llm_args)
+        self.hub = _join_hub("worker", llm_args)
         self._waiting: set[int] = set()
 
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
@@ -264,8 +264,8 @@ class TieredWorker:
 
     def start_load_kv(self, stream: Any) -> None:
         """Copy matched pages into their blocks, in order with the pass on `stream`."""
-        moves = self._moves()
-        with _on(stream):
+        moves = self._read_moves()
+        with _enter_stream(stream):
             for request_id, page, block in moves.loads:
                 fetches = self.hub.matched.get(request_id)
                 if not fetches or fetches[0].page != page:
@@ -281,10 +281,10 @@ class TieredWorker:
 
     def wait_for_save(self, stream: Any) -> None:
         """Copy full blocks to the host, in order with the pass on `stream`."""
-        moves, tiers = self._moves(), self.hub.tiers
+        moves, tiers = self._read_moves(), self.hub.tiers
         if tiers is None:
             return
-        with _on(stream):
+        with _enter_stream(stream):
             for request_id, page, block in moves.saves:
                 copy = tiers.store(page, block)
                 if copy is not None:
@@ -309,7 +309,7 @@ class TieredWorker:
             hub.stored.pop(request_id, None)
         return saved, []
 
-    def _moves(self) -> StepMoves:
+    def _read_moves(self) -> StepMoves:
         moves = self.get_connector_meta()  # type: ignore[attr-defined] # of TensorRT-LLM's class
         return moves if moves is not None else StepMoves()
 
@@ -325,11 +325,11 @@ def __getattr__(name: str) -> Any:
     return type(name, (TieredWorker, theirs.KvCacheConnectorWorker), {"__module__": __name__})
 
 
-def _page(keys: list[bytes], i: int, names: TenantNames) -> Page:
+def _make_page(keys: list[bytes], i: int, names: TenantNames) -> Page:
     return Page(keys[i], GROUP, i, keys[i - 1] if i else None, names.tag)
 
 
-def _on(stream: Any) -> AbstractContextManager[Any]:
+def _enter_stream(stream: Any) -> AbstractContextManager[Any]:
     if stream is None:
         return nullcontext()
     import torch

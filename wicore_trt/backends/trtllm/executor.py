@@ -68,7 +68,7 @@ class TrtllmExecutor:
             )
         except RuntimeError as error:
             raise EnvironmentUnfitError(
-                f"TensorRT-LLM {version} does not load engine {engine.path}: {_line(error)}.",
+                f"TensorRT-LLM {version} does not load engine {engine.path}: {_join_words(error)}.",
                 fix=rebuild_engine(engine.path, engine.manifest),
             ) from error
         self._sequences: dict[int, SequenceOutput] = {}  # by the library's request id
@@ -84,7 +84,7 @@ class TrtllmExecutor:
         try:
             number = int(self._executor.enqueue_request(theirs))
         except RuntimeError as error:
-            raise WicoreError(f"TensorRT-LLM refuses the request: {_line(error)}.") from error
+            raise WicoreError(f"TensorRT-LLM refuses the request: {_join_words(error)}.") from error
         self._sequences[number] = SequenceOutput(request, index, frozenset(stop_ids), stop_ids[0] if stop_ids else None)
         self._ids[request.request_key, index] = number
 
@@ -96,9 +96,9 @@ class TrtllmExecutor:
             if sequence is None:
                 continue
             failed = response.has_error()
-            outputs += [sequence.fail(_line(response.error_msg))] if failed else sequence.take(response.result)
+            outputs += [sequence.fail(_join_words(response.error_msg))] if failed else sequence.take(response.result)
             if sequence.finished:
-                self._forget(response.request_key, sequence)
+                self._forget_sequence(response.request_key, sequence)
                 if not failed and not response.result.is_final:
                     self._executor.cancel_request(response.request_key)  # it goes on behind a stop token
         return outputs
@@ -106,14 +106,14 @@ class TrtllmExecutor:
     def cancel(self, request_key: str, index: int) -> None:
         number = self._ids.get((request_key, index))
         if number is not None:
-            self._forget(number, self._sequences[number])
+            self._forget_sequence(number, self._sequences[number])
             self._executor.cancel_request(number)
 
     def close(self) -> None:
         """May be called once."""
         self._executor.shutdown()
 
-    def _forget(self, number: int, sequence: SequenceOutput) -> None:
+    def _forget_sequence(self, number: int, sequence: SequenceOutput) -> None:
         del self._sequences[number], self._ids[sequence.request.request_key, sequence.index]
 
 
@@ -175,6 +175,6 @@ def _read_config(engine: EngineDir) -> dict[str, Any]:
     return config
 
 
-def _line(words: object) -> str:
+def _join_words(words: object) -> str:
     """A text of the library on one line."""
     return " ".join(str(words).split()).rstrip(".")

@@ -1,4 +1,4 @@
-"""What KV blocks of a TensorRT-LLM PyTorch engine depend on besides tokens, as one name.
+"""Identity of what KV blocks of a TensorRT-LLM PyTorch engine depend on besides tokens, as one name.
 
 Reads its arguments and the model's files. It must not know the tiers. Invariant: engines with equal names compute equal
 blocks, up to the engine's own rounding between batch shapes.
@@ -40,17 +40,17 @@ class EngineIdentity:
         facts["files"] = {path.name: hash_file(path) for path in files}
         text = json.dumps(facts, sort_keys=True).encode()
         self.fingerprint = hashlib.blake2b(text, digest_size=32, person=b"wicore-trtllm-1").hexdigest()
-        self.kernels = f"tensorrt-llm/{_version()}"
+        self.kernels = f"tensorrt-llm/{_find_version()}"
         config = Door(directory, EnvironmentUnfitError).json(directory / "config.json")
         self._vocab = int((config.get("text_config") or config).get("vocab_size", 1 << 31))
         self._opaque = frozenset(config[key] for key in _OPAQUE if isinstance(config.get(key), int))
 
     def plain(self, tokens: list[int]) -> bool:
-        """Whether the tokens say all: no token stands for an image, whose content they do not name."""
+        """Tell whether the tokens say all: no token stands for an image, whose content they do not name."""
         return max(tokens) < self._vocab and self._opaque.isdisjoint(tokens)
 
 
-def _version() -> str:
+def _find_version() -> str:
     try:
         return version("tensorrt-llm")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Whether TensorRT-LLM is here, and in a version that this package works with.
+"""Find whether TensorRT-LLM is here, in a version that this package works with.
 
 Reads package metadata; importing tensorrt_llm starts MPI and CUDA. Invariant: nobody imports tensorrt_llm before this
 module has found the right version.

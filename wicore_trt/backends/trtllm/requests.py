@@ -53,7 +53,7 @@ def make_request(
         input_token_ids=list(prompt),
         max_tokens=min(room, params.max_tokens or room),
         streaming=True,
-        sampling_config=_sampling(bindings, params, seed),
+        sampling_config=_make_sampling(bindings, params, seed),
         output_config=bindings.OutputConfig(exclude_input_from_output=True),
         end_id=stop_ids[0] if stop_ids else None,
         stop_words=[[token] for token in stop_ids[1:]] or None,
@@ -68,7 +68,7 @@ def salt_id(salt: str) -> int | None:
     return int.from_bytes(blake2b(salt.encode(), digest_size=8, person=b"wicore-trtllm").digest(), "little") >> 1
 
 
-def _sampling(bindings: Any, params: SamplingParams, seed: int) -> Any:
+def _make_sampling(bindings: Any, params: SamplingParams, seed: int) -> Any:
     """top_p is always given: without top_k and top_p TensorRT-LLM is greedy, whatever the temperature."""
     optional: dict[str, Any] = {"min_tokens": params.min_tokens} if params.min_tokens else {}
     if params.repetition_penalty != 1.0:
@@ -84,7 +84,7 @@ def _sampling(bindings: Any, params: SamplingParams, seed: int) -> Any:
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """One sequence on its way. `stops` are its stop tokens, `end_id` the one that the engine knows as such."""
+    """Sequence on its way. `stops` are its stop tokens, `end_id` the one that the engine knows as such."""
 
     request: GenerateRequest
     index: int
@@ -94,7 +94,7 @@ class SequenceOutput:
     finished: bool = field(default=False)
 
     def take(self, result: Any) -> list[TokenOutput]:
-        """What a bindings.Result adds. `finished` tells whether this was the last."""
+        """Take what a bindings.Result adds. `finished` tells whether this was the last."""
         tokens = list(result.output_token_ids[0])
         name = result.finish_reasons[0].name if result.is_final and result.finish_reasons else ""
         reason = _FINISH.get(name)
@@ -111,17 +111,17 @@ class SequenceOutput:
             return [self.fail("TensorRT-LLM ended the sequence without a reason.")]
         if reason is FinishReason.STOP and tokens and tokens[-1] not in self.stops:
             # The engine kept the stop token to itself. The last token of an output that says STOP is no text.
-            return [self._output(tuple(tokens), None, None), self._output((), reason, None)]
+            return [self._make_output(tuple(tokens), None, None), self._make_output((), reason, None)]
         if not tokens and reason is None:
             return []
-        return [self._output(tuple(tokens), reason, tokens[-1] if stopped else None)]
+        return [self._make_output(tuple(tokens), reason, tokens[-1] if stopped else None)]
 
     def fail(self, error: str) -> TokenOutput:
         """End the sequence here with an error."""
         self.finished = True
-        return self._output((), FinishReason.ERROR, None, error)
+        return self._make_output((), FinishReason.ERROR, None, error)
 
-    def _output(
+    def _make_output(
         self, tokens: tuple[int, ...], reason: FinishReason | None, stop: int | None, error: str | None = None
     ) -> TokenOutput:
         # cached_tokens stays 0: its count of reused blocks is over all pools, and says nothing about tokens

@@ -61,7 +61,7 @@ class BlockTiers:
 
         def index(tier: str, slots: int) -> TierIndex:
             policy = make_policy(settings.policy, max(1, slots), page_tokens=namespace.page_tokens)
-            left = partial(_left, store if tier == "disk" else None)
+            left = partial(_erase_copy, store if tier == "disk" else None)
             quota = settings.tenant_quota
             return TierIndex(slots, slots_per_page, policy, primary=GROUP, quota=quota, on_evict=left)
 
@@ -71,8 +71,8 @@ class BlockTiers:
             save_early=settings.write_policy == "through",
         )  # fmt: skip
 
-    def known(self, page: Page) -> bool:
-        """Whether some tier has the page, or is getting it."""
+    def has_page(self, page: Page) -> bool:
+        """Tell whether some tier has the page, or is getting it."""
         return self.lower.where(*page.name) is not None
 
     def match(self, chain: Sequence[bytes], pages: Sequence[Page], timeout_s: float) -> list[Fetch]:
@@ -80,7 +80,7 @@ class BlockTiers:
         and whose checksums are right. Each is held until `release` or the end of `load`. `chain` has the keys of the
         whole prompt, from which the eviction policy learns."""
         self.lower.touch(chain, None)
-        wanted = list(takewhile(self.known, pages))
+        wanted = list(takewhile(self.has_page, pages))
         match = _Match(self.lower, wanted)
         end = time.monotonic() + timeout_s
         while not match.complete and (left := end - time.monotonic()) > 0:
@@ -104,7 +104,7 @@ class BlockTiers:
         self.lower.up.release_fetch(fetch)
 
     def storing(self, copy: TierCopy) -> bool:
-        """Whether its block is still being copied or checked."""
+        """Tell whether its block is still being copied or checked."""
         return copy.state is CopyState.WRITING
 
     def poll(self) -> None:
@@ -134,7 +134,7 @@ class _Match:
 
     @property
     def complete(self) -> bool:
-        """Whether every page before `_stop` has been answered."""
+        """Tell whether every page before `_stop` has been answered."""
         return self._started >= self._stop and all(place >= self._stop for place in self.waiting.values())
 
     def start(self) -> None:
@@ -167,6 +167,6 @@ class _Match:
         return [self._arrived[place] for place in range(run)]
 
 
-def _left(store: DiskStore | None, copy: TierCopy, cause: str) -> None:
+def _erase_copy(store: DiskStore | None, copy: TierCopy, cause: str) -> None:
     if store is not None:
         store.erase(copy.slots)
