@@ -86,5 +86,5 @@ class Digests:
         found: list[bytes] = []
         for address, count in pages:
             page = memoryview((ctypes.c_char * count).from_address(address)).cast("B")
-            lane.put(lambda page=page: found.append(self._digest.of([page])))
+            lane.put(lambda page=page: found.append(self._digest.compute_digest([page])))
         return lambda: found

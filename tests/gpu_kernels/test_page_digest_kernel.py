@@ -44,4 +44,4 @@ def test_a_gpu_and_a_cpu_have_the_same_digests(run: Runner) -> None:
     found = digests(run, memory, pages, digest)
     for (at, size), mine in zip(pages, found, strict=True):
         page = memoryview(memory[at : at + size].numpy())
-        assert mine == digest.of([page]), f"{size} bytes at {at}"
+        assert mine == digest.compute_digest([page]), f"{size} bytes at {at}"

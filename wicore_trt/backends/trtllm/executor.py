@@ -92,15 +92,15 @@ class TrtllmExecutor:
         """Raises RuntimeError with the library's words when it is broken."""
         outputs: list[TokenOutput] = []
         for response in self._executor.await_responses(timeout=timedelta(seconds=timeout_s)):
-            sequence = self._sequences.get(response.request_key)
+            sequence = self._sequences.get(response.request_id)
             if sequence is None:
                 continue
             failed = response.has_error()
             outputs += [sequence.fail(_join_words(response.error_msg))] if failed else sequence.take(response.result)
             if sequence.finished:
-                self._forget_sequence(response.request_key, sequence)
+                self._forget_sequence(response.request_id, sequence)
                 if not failed and not response.result.is_final:
-                    self._executor.cancel_request(response.request_key)  # it goes on behind a stop token
+                    self._executor.cancel_request(response.request_id)  # it goes on behind a stop token
         return outputs
 
     def cancel(self, request_key: str, index: int) -> None:
