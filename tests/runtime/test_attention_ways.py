@@ -71,7 +71,7 @@ class Step:
         return cls(bench, rng, pieces, layer, kv, cast, padded)
 
     def found(self) -> list[torch.Tensor]:
-        return self.bench.step(self.pieces, self.layer, padded=self.padded_arrays, queries=self.queries)
+        return self.bench.step(self.pieces, self.layer, padded=self.padded, queries=self.queries)
 
     def errors(self, found: list[torch.Tensor]) -> list[float]:
         """The largest of each piece, in units of what may be."""
@@ -84,7 +84,7 @@ class Step:
 
     def _count(self, piece: Piece, way: str) -> None:
         ways, s = self.bench.ways, self.bench.shape.segments
-        ways[way + (" padded" if self.padded_arrays else "")] += 1
+        ways[way + (" padded" if self.padded else "")] += 1
         if way != "large" or self.bench.model.segments is None or not s.dense_rows(piece.start, piece.tokens):
             return
         spans, rows = [*s.spans(piece.start)], s.dense_rows(piece.start, piece.tokens)
