@@ -123,7 +123,7 @@ async def test_a_bad_request_fails_in_its_own_thread_and_the_others_go_on(field)
     await engine.close()
 
 
-@pytest.mark.parametrize("where", ["lookup", "push", "second push", "names"])
+@pytest.mark.parametrize("where", ["find_prefix", "push", "second push", "derive_names"])
 async def test_a_request_that_the_engine_cannot_take_fails_alone(where, monkeypatch):
     """Whatever raises while it is queued; what was queued of it leaves the queue."""
     engine = await started(kv=KVSettings(host_bytes=200 * 4096), max_sequences=1)

@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 from schedule.simulated import H200, Seen, Simulated, ask, make_simulated, note, p99
 
-from wicore_trt.backends.triton.table import PROMPT_BUCKETS
+from wicore_trt.backends.triton.rows import PROMPT_BUCKETS
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.core.limits import Limits
 from wicore_trt.errors import QueueFullError
