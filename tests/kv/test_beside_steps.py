@@ -104,7 +104,7 @@ def test_what_breaks_beside_a_step_lets_it_land_first(monkeypatch: pytest.Monkey
     def breaks(tokens: int) -> None:
         raise RuntimeError("copies failed")
 
-    monkeypatch.setattr(core, "_land", lambda flight: (landed.append(flight), land(flight))[1])
+    monkeypatch.setattr(core, "_land_step", lambda flight: (landed.append(flight), land(flight))[1])
     monkeypatch.setattr(core.scheduler.manager, "work_beside_step", breaks)
     with pytest.raises(RuntimeError, match="copies failed"):
         core.step()
