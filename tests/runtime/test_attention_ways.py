@@ -133,7 +133,7 @@ def apart(step: Step) -> int:
     Of few rows that programs share keys for, only the padding makes no difference."""
     bench, rng, found = step.bench, step.rng, step.found()
     if not bench.shape.invariant:
-        if LAYERS[step.layer] == LOCAL or not step.padded_arrays:
+        if LAYERS[step.layer] == LOCAL or not step.padded:
             return 0
         again = bench.step(step.pieces, step.layer, padded=False, queries=step.queries)
         several = [(a, b) for a, b, p in zip(found, again, step.pieces, strict=True) if p.tokens > 1]
@@ -156,7 +156,7 @@ def apart(step: Step) -> int:
 def run(bench: Bench, rng: random.Random) -> None:
     step = Step.random(bench, rng)
     errors = step.errors(step.found())
-    assert max(errors) <= 1, (errors, step.layer, step.padded_arrays, step.pieces, bench.shape)
+    assert max(errors) <= 1, (errors, step.layer, step.padded, step.pieces, bench.shape)
     bench.ways["worst"] = max(bench.ways["worst"], int(100 * max(errors)))
     if rng.random() < 0.3:
         bench.ways["same bits"] += apart(step)
