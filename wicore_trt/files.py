@@ -1,8 +1,9 @@
 """The one door for files from outside: models, checkpoints, engines, recipes, downloads.
 
 Whoever reads a file that a user or a stranger made reads it through a `Door`. It knows sizes and JSON, and nothing of
-what the files mean. Invariant: what comes through is a regular file that was opened without blocking, that lies inside
-of the door's directory, and of which no more than the limit is read; everything else is the door's error, in one line.
+what the files mean. Invariant (I23): what comes through is a regular file that was opened without blocking, that lies
+inside of the door's directory, and of which no more than the limit is read; everything else is the door's error, in one
+line.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 Used by whatever writes an engine or a checkpoint. It knows files and names, not what they mean. Work goes on in a
 scratch directory beside the output: a random name, a marker that says whose output it is for, and a lock on the marker
-for as long as the process lives, in whatever container. Invariants: only a directory with our marker and a free lock is
-ever removed; what stands at the output is removed only when it is listed file by file, it was asked for, and the new
-one is there; a process that dies at any moment loses nothing, and the next run for the same output clears up after it.
-What was taken away goes only when the new one has its name (`new` is gone) or another whole one stands there. Where the
-file system exchanges two names in one call, a replaced output is never missing.
+for as long as the process lives, in whatever container. Invariants (I22): only a directory with our marker and a free
+lock is ever removed; what stands at the output is removed only when it is listed file by file, it was asked for, and
+the new one is there; a process that dies at any moment loses nothing, and the next run for the same output clears up
+after it. What was taken away goes only when the new one has its name (`new` is gone) or another whole one stands there.
+Where the file system exchanges two names in one call, a replaced output is never missing.
 
     .NAME.wicore-RANDOM/marker   "wicore scratch", NAME; flock
                        /new      what is being made

@@ -3,9 +3,9 @@
 Joins scheduler and executor; single-threaded, so that every state can be tested step by step. With an `AheadExecutor`
 the next decode step starts before the last one's tokens are read. A sequence that ends meanwhile computes a token that
 nobody wants, and keeps its pages until that step has landed. What may follow in a constrained sequence depends on its
-last token, so with one of those in a step the next step waits. It must not know text, threads or transports. Invariant:
-every sequence that was added ends with exactly one output that carries a finish reason, whatever happens to it, and no
-page is given back while a step that writes into it runs.
+last token, so with one of those in a step the next step waits. It must not know text, threads or transports. Invariant
+(I17): every sequence that was added ends with exactly one output that carries a finish reason, whatever happens to it,
+and no page is given back while a step that writes into it runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Bounds on how long requests wait and run, and the refusal of a request that would wait too long.
 
-Times are seconds, stamps those of the engine's clock. It must not know requests or queues. Invariant: a refusal says
-when to ask again.
+Times are seconds, stamps those of the engine's clock. It must not know requests or queues. Invariant (I16): a refusal
+says when to ask again.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Other threads put requests and aborts into an inbox; the loop drains it between steps, so an abort takes effect within
 one step. Outputs of a step leave through one callback. What a request needs to have prepared is done on a thread
-beside, and delays no step. It must not know text or asyncio. Invariants: every request
+beside, and delays no step. It must not know text or asyncio. Invariants (I13, I15): every request
 that `add` accepted gets its final output, also when the executor breaks (after that the loop refuses new ones) or when
 the engine cannot take the request (which fails alone); no tenant fills the queue.
 """

@@ -1,6 +1,6 @@
 """Checks of a request against an engine, and the seeds and stop ids of its sequences.
 
-Plain functions; they must not know engines. Invariant: a request that passes fits the context and the vocabulary.
+Plain functions; they must not know engines. Invariant (I15): a request that passes fits the context and the vocabulary.
 """
 
 from __future__ import annotations

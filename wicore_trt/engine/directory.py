@@ -1,6 +1,6 @@
 """Open an engine directory, verified, and describe one for its manifest.
 
-Knows files, sizes and digests, and nothing of what files mean. Invariants: an `EngineDir` that was opened with
+Knows files, sizes and digests, and nothing of what files mean. Invariants (I22): an `EngineDir` that was opened with
 `verify=True` has exactly the files and bytes that were built; what `EngineDir.read` returns is what was built, and a
 file that the manifest does not list is never read.
 """

@@ -1,9 +1,9 @@
 """Gate that every request passes: its id, its key, its place among the open calls, errors, the access line.
 
-Must not know what a route does. Invariants: nothing of a body is read before the key is known to be good; every answer
-has x-request-id and every error a body of the shape that its route's clients know; no text of an unexpected exception
-reaches the client; a request writes one access line. What a client still sends behind an error is not waited for: its
-connection closes.
+Must not know what a route does. Invariants (I19): nothing of a body is read before the key is known to be good; every
+answer has x-request-id and every error a body of the shape that its route's clients know; no text of an unexpected
+exception reaches the client; a request writes one access line. What a client still sends behind an error is not waited
+for: its connection closes.
 """
 
 from __future__ import annotations

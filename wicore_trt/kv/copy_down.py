@@ -1,9 +1,9 @@
 """The write policies: they decide when pages of the device are copied to the host.
 
 "through": when a page is finished. "selective": when a second request uses it. "back": when more than DEVICE_THRESHOLD
-of a pool's pages are in use or exist on the device alone, the coldest first, and at the latest when one is evicted.
-It must not know tokens or windows. Invariant: a slot in `_unsaved` holds a published page that no lower tier was given;
-a slot in `due` holds a published page that is trusted: a step with finite logits has read it.
+of a pool's pages are in use or exist on the device alone, the coldest first, and at the latest when one is evicted. It
+must not know tokens or windows. Invariant (I3): a slot in `_unsaved` holds a published page that no lower tier was
+given; a slot in `due` holds a published page that is trusted: a step with finite logits has read it.
 """
 
 from __future__ import annotations

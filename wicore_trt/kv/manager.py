@@ -1,12 +1,12 @@
 """The paged KV cache over layer groups: prefix look-up, page tables of sequences, windows, publication.
 
 Decides on plain data and imports no torch: slots, keys and token counts. Global layers keep every page of a sequence.
-Local (sliding-window) layers hold only the pages that the next token can still see; those that slide out stay
-cached only around resume points (end of prompt, branch points, every `checkpoint_tokens`), where a later request can
-start. With lower tiers (`LowerTiers`), finished pages are copied down from here; `prefix/loader` brings them back.
-Invariant: a hit of n tokens has every global page up to n and every local page that position n looks at; a page is
-findable only when all its tokens were written by steps of the sequence that publishes it or by a verified load; a
-lower tier gets a page only after a step with finite logits has read it.
+Local (sliding-window) layers hold only the pages that the next token can still see; those that slide out stay cached
+only around resume points (end of prompt, branch points, every `checkpoint_tokens`), where a later request can start.
+With lower tiers (`LowerTiers`), finished pages are copied down from here; `prefix/loader` brings them back. Invariant
+(I2, I3, I4): a hit of n tokens has every global page up to n and every local page that position n looks at; a page is
+findable only when all its tokens were written by steps of the sequence that publishes it or by a verified load; a lower
+tier gets a page only after a step with finite logits has read it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The device memory of the pools of all layer groups: who gets slots, and which cached pages leave for them.
 
 `Memory` is pools that share nothing; `SharedMemory` is one memory for both groups. They must not know sequences or
-tiers. Invariant: `allocate_slots` gives all groups what they ask for or changes nothing, and whatever is not used can
-be had.
+tiers. Invariant (I8): `allocate_slots` gives all groups what they ask for or changes nothing, and whatever is not used
+can be had.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The device pool of one layer group: which page slots are free, used or cached.
 
 Bookkeeping only: slots are integers and keys are bytes; the tensors live in the executor. Its memory may be shared with
-another group's pool (`kv/slabs.py`), of which it must not know more, nor of requests. Invariant (`check_integrity`):
-every slot is in exactly one of three states, free (no references, no page) or not its own, used (references > 0) or
-cached (no references, indexed under its key), the index names each key once, and what it names is written: a slot knows
-how many of its tokens its holder has written, and only a full one is published.
+another group's pool (`kv/slabs.py`), of which it must not know more, nor of requests. Invariant (I2)
+(`check_integrity`): every slot is in exactly one of three states, free (no references, no page) or not its own, used
+(references > 0) or cached (no references, indexed under its key), the index names each key once, and what it names is
+written: a slot knows how many of its tokens its holder has written, and only a full one is published.
 """
 
 from __future__ import annotations

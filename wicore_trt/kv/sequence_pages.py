@@ -1,7 +1,8 @@
 """Page tables of a sequence, the names of its pages, its loads and parked pages.
 
-Plain data that the manager and the loader keep; it must not know pools or tiers. Invariant: `keys` name a prefix of the
-sequence's tokens, a table never has a slot before a page that slid out, and tables with the same `stamp` are the same.
+Plain data that the manager and the loader keep; it must not know pools or tiers. Invariant (I7): `keys` name a prefix
+of the sequence's tokens, a table never has a slot before a page that slid out, and tables with the same `stamp` are the
+same.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The memory is cut into slabs. A slab holds a whole number of pages of any group, and page n of a group always lies at n
 times its page size from the one base, so it is in slab n // pages[group]. A slab belongs to one group at a time and
 goes to another one when none of its pages is used or cached. A pool of its own memory is one slab of one group. Knows
-slots, no keys and no order of eviction. Invariant (`check_integrity`): no byte is in two pages that are not free, and
-`free_room` says exactly what `take_slots` can give once all that is cached has left.
+slots, no keys and no order of eviction. Invariant (I8) (`check_integrity`): no byte is in two pages that are not free,
+and `free_room` says exactly what `take_slots` can give once all that is cached has left.
 
 A slab is the least common multiple of the page sizes, so that no byte is wasted at its end. Gemma 3 has 3 to 10 global
 layers and 15 to 52 local ones; with pages of 32 tokens in bfloat16 that makes slabs of 0.5 (270M), 1.4 (1B), 18 (4B),

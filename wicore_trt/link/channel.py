@@ -1,9 +1,9 @@
 """Messages over a stream socket between two processes of one server.
 
-Each message is its length (4 bytes, little endian) and its bytes. It must not know what they say. Invariants: messages
-arrive whole and in the order of `post`; `post` never waits for the other side; a side that does not read is cut off
-before it costs memory without bound; a message that its receiver cannot take ends the channel; `closed` is called once,
-on the loop's thread, whoever ends it.
+Each message is its length (4 bytes, little endian) and its bytes. It must not know what they say. Invariants (I24):
+messages arrive whole and in the order of `post`; `post` never waits for the other side; a side that does not read is
+cut off before it costs memory without bound; a message that its receiver cannot take ends the channel; `closed` is
+called once, on the loop's thread, whoever ends it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The front's end: an engine in another process, which may end and come back.
 
-It must not know text, transports or how processes are started. Invariants: every request that `add` took gets its final
-output, an error when its engine ends; an `add` that waits ends with its engine; nothing of a former engine reaches the
-next one.
+It must not know text, transports or how processes are started. Invariants (I13): every request that `add` took gets its
+final output, an error when its engine ends; an `add` that waits ends with its engine; nothing of a former engine
+reaches the next one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The operator set that Gemma 3 is written in; each operation is what one fused kernel does.
 
-A lowering (torch, native CPU kernels, triton, tensorrt) implements `Ops` for one engine and one step: it holds
-the weights, the KV pages and the step's geometry, and hands out opaque tensors `T`. The model definition never
-looks inside a `T`. Invariant shared by all lowerings, the cure for Gemma 3's FP16 overflow: the residual stream
-and every norm are FP32; only operands of matrix products and the KV cache are rounded to the engine's dtype.
+A lowering (torch, native CPU kernels, triton, tensorrt) implements `Ops` for one engine and one step: it holds the
+weights, the KV pages and the step's geometry, and hands out opaque tensors `T`. The model definition never looks inside
+a `T`. Invariant (I20) shared by all lowerings, the cure for Gemma 3's FP16 overflow: the residual stream and every norm
+are FP32; only operands of matrix products and the KV cache are rounded to the engine's dtype.
 
 Shapes: N tokens of the step, ragged over sequences; H hidden; D head_dim; R sampled rows.
 """

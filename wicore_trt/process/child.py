@@ -1,10 +1,10 @@
 """A process of this server, and what is said between it and the supervisor.
 
 Messages are small JSON objects over a socket pair that keeps their boundaries; file descriptors travel with them. It
-must not know what a process does. Invariants: the supervisor never waits for a child that hangs, nor a front for a
-supervisor that stands still; a child ends when its supervisor does, however and whenever that ends; a child leaves the
-signals that ask a server to end to the supervisor; a child imports from where its parent does, so a folder that happens
-to be the current one gives it nothing else.
+must not know what a process does. Invariants (I24): the supervisor never waits for a child that hangs, nor a front for
+a supervisor that stands still; a child ends when its supervisor does, however and whenever that ends; a child leaves
+the signals that ask a server to end to the supervisor; a child imports from where its parent does, so a folder that
+happens to be the current one gives it nothing else.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The name of what computes KV values: a plain one for people, and a digest of everything that the values rest on.
 
 Names of pages and the disk tier's namespace hold it, so that pages which a wrong kernel made are not found any more
-once it is mended. It must not know which kernels there are. Invariant: equal names mean equal sources, libraries and
-`parts`; a path or a time is never in it, so that equal installations share their pages.
+once it is mended. It must not know which kernels there are. Invariant (I1): equal names mean equal sources, libraries
+and `parts`; a path or a time is never in it, so that equal installations share their pages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Logits to tokens: bias, penalties, temperature, filters, seeded draws and log-probabilities.
 
-Knows rows of logits and their slices; it must not know the model, pages or requests. Invariant: a row's token is a
-function of that row's logits, parameters, earlier tokens and seed alone, so neither the other rows of the batch nor a
+Knows rows of logits and their slices; it must not know the model, pages or requests. Invariant (I14): a row's token is
+a function of that row's logits, parameters, earlier tokens and seed alone, so neither the other rows of the batch nor a
 preemption in between changes it. Every reduction that rounds therefore runs over fixed-size blocks of one row, and
 candidates have one order: higher logit first, lower token id first among equals.
 """

@@ -1,13 +1,13 @@
 """Waiting sequences in the order they should be admitted, and how long a newcomer would wait among them.
 
-Of the tenants that wait, one that holds the fewest places is next, and of several that which was given the fewest
-since it began to wait. So a tenant with a thousand sequences, also with many that lost their pages, delays another
-one by one sequence. Of one tenant the key is arrival + priority * AGEING_S + cost_s: a priority level is worth
-AGEING_S seconds of waiting, and a prompt that takes ten seconds to compute lets those pass that come in its first
-ten. All terms are fixed at arrival and priorities are bounded, so a heap is exact and nobody is overtaken by what
-came later than cost_s + 2 * MAX_PRIORITY * AGEING_S after it. A preempted sequence keeps its key, so it returns ahead
-of later arrivals. It must not know pages or who runs. Invariant: a sequence is in the queue once, and holds a place
-from `pop_next` until `push_sequence`, `undo_pops` or `end_place`.
+Of the tenants that wait, one that holds the fewest places is next, and of several that which was given the fewest since
+it began to wait. So a tenant with a thousand sequences, also with many that lost their pages, delays another one by one
+sequence. Of one tenant the key is arrival + priority * AGEING_S + cost_s: a priority level is worth AGEING_S seconds of
+waiting, and a prompt that takes ten seconds to compute lets those pass that come in its first ten. All terms are fixed
+at arrival and priorities are bounded, so a heap is exact and nobody is overtaken by what came later than cost_s + 2 *
+MAX_PRIORITY * AGEING_S after it. A preempted sequence keeps its key, so it returns ahead of later arrivals. It must not
+know pages or who runs. Invariant (I18): a sequence is in the queue once, and holds a place from `pop_next` until
+`push_sequence`, `undo_pops` or `end_place`.
 """
 
 from __future__ import annotations

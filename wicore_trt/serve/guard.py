@@ -1,8 +1,8 @@
 """The gate of every gRPC call: its key, its place among the open calls, reading, parsing, statuses, the access line.
 
-Must not know what a call does. Invariants: nothing of a call is read before its key is known to be good; a stream that
-sends nothing ends; a call of our service ends with OK, with a status made from a WicoreError, or by the client; no text
-of an make_internal_error exception reaches the client; a finished call writes one access line.
+Must not know what a call does. Invariants (I19): nothing of a call is read before its key is known to be good; a stream
+that sends nothing ends; a call of our service ends with OK, with a status made from a WicoreError, or by the client; no
+text of an make_internal_error exception reaches the client; a finished call writes one access line.
 
 All methods are served as streams, whatever the contract says, which looks the same on the wire: gRPC reads the message
 of a unary request before any handler runs, and a stream's only when its handler asks for it. gRPC's interceptors would

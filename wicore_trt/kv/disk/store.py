@@ -1,9 +1,9 @@
 """The disk tier's byte mover: pages between host buffers and slots on disk, in threads, checked on every read.
 
-It decides nothing about eviction and must not know requests. Invariant: a read ends with OK only when the buffers hold
-exactly the bytes that the last acknowledged write put into these slots for this page, in this life of the process or
-one before. The bytes of a page with a time to live are overwritten when it leaves, for whatever reason; until then an
-index record says when its time is over, also while it is being written, so that a restart ends it too.
+It decides nothing about eviction and must not know requests. Invariant (I10, I11): a read ends with OK only when the
+buffers hold exactly the bytes that the last acknowledged write put into these slots for this page, in this life of the
+process or one before. The bytes of a page with a time to live are overwritten when it leaves, for whatever reason;
+until then an index record says when its time is over, also while it is being written, so that a restart ends it too.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ The operator's secret keys all names. Of it, the engine's fingerprint (model, we
 the rank layout, the tenant and the salt a key is derived; under that key the name of page i is a hash of the name of
 page i - 1, the token ids of page i and its marks: content that ids do not tell (`mark_content`). So names are equal
 across processes and restarts that have the secret, differ as soon as one input differs, and cannot be computed or
-checked without the secret by one who knows parents and tokens.
-This module must not know pools, tiers or policies. Invariant: two pages with one name hold the same KV values and are
-of one tenant and salt; a page's layer group is named beside the name, never inside it.
+checked without the secret by one who knows parents and tokens. This module must not know pools, tiers or policies.
+Invariant (I1): two pages with one name hold the same KV values and are of one tenant and salt; a page's layer group is
+named beside the name, never inside it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Eviction policies: the chain bookkeeping that all of them share, LRU and LFU.
 
-A policy knows keys and scores, never slots, bytes or reference counts; the tier that owns the pages asks it for
-victims and reports what it then removed. One instance serves one tier (device, host or disk) of one layer group.
-Invariant: a page is offered as a victim only after every child of it in the tier, so that what stays is reachable.
+A policy knows keys and scores, never slots, bytes or reference counts; the tier that owns the pages asks it for victims
+and reports what it then removed. One instance serves one tier (device, host or disk) of one layer group. Invariant
+(I9): a page is offered as a victim only after every child of it in the tier, so that what stays is reachable.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Loads of prefixes from host memory and disk into page tables: look-up, choice, load, jump.
 
-Joins the manager's page tables, the lower tiers and the planner. It must not know steps, budgets or queues.
-Invariant: slots of a load belong to the sequence from `begin_load` until `end_load` or `cancel_load`; pages become
-findable at the jump, not before; a jump passes over no token whose page was neither written by the sequence nor
-brought by the load, and a sequence whose load fails computes what is missing.
+Joins the manager's page tables, the lower tiers and the planner. It must not know steps, budgets or queues. Invariant
+(I2): slots of a load belong to the sequence from `begin_load` until `end_load` or `cancel_load`; pages become findable
+at the jump, not before; a jump passes over no token whose page was neither written by the sequence nor brought by the
+load, and a sequence whose load fails computes what is missing.
 """
 
 from __future__ import annotations

@@ -6,14 +6,14 @@ loaded, windows first and then pages from back to front, while the device comput
 sequence jumps to `stop`. Loading back to front makes the meeting point adapt by itself: wrong rates move it and break
 nothing.
 
-Invariant (`decide_move`): a sequence with a load idles at most `wait_s`, as seen between steps; else it computes from
-the front, as without the load. So whatever the load does, time to first token <= recompute + wait_s and one step of
-others, which began while it waited; more only where copies to the device hold up the engine's thread. Proof: prefill
+Invariant (I18) (`decide_move`): a sequence with a load idles at most `wait_s`, as seen between steps; else it computes
+from the front, as without the load. So whatever the load does, time to first token <= recompute + wait_s and one step
+of others, which began while it waited; more only where copies to the device hold up the engine's thread. Proof: prefill
 seconds add up over slices of `slice_tokens` or more, so computing all tokens costs what recompute costs; a jump only
-removes work; what is added is idle time. wait_s is at most a slice and a quarter of what the load should save, and in
-a load-only choice the load's own time too, which is less than what computing takes. Beside sequences that decode,
-whose tokens computing holds up, a load from disk may idle longer, but idling and computing together take no more than
-1 + `others` times what computing takes, even if nothing comes any more: it computes no further than to what is there.
+removes work; what is added is idle time. wait_s is at most a slice and a quarter of what the load should save, and in a
+load-only choice the load's own time too, which is less than what computing takes. Beside sequences that decode, whose
+tokens computing holds up, a load from disk may idle longer, but idling and computing together take no more than 1 +
+`others` times what computing takes, even if nothing comes any more: it computes no further than to what is there.
 
 A disk is believed less. Its loads are asked for whole, so that they are as fast as loading all however fast it turns
 out; at every step `aim_meeting` finds the meeting point again from what came so far, and idling is a slice in all at

@@ -1,6 +1,6 @@
 """The way down: pages of the device to host memory, and of host memory to disk.
 
-Runs on the engine thread but for what it hands to the movers. It must not know who wants a page. Invariant: a host
+Runs on the engine thread but for what it hands to the movers. It must not know who wants a page. Invariant (I5): a host
 copy is READY only with the checksum of its bytes, and only bytes that still match it are written to disk; no buffer is
 used again while a copy or the disk may touch it.
 """

@@ -1,11 +1,11 @@
 """Which slots of the host or disk tier hold which pages: the books of one tier, on plain data.
 
 One free list serves all layer groups, so capacity is what the arithmetic says. The index decides what is evicted,
-through a policy over chain nodes; it must not know bytes, threads or clocks.
-A node is one page index of a chain; it has a copy per layer group. The primary group (global, where the model has it)
-carries the chain; a local copy leaves with its node, or earlier when no request is expected to resume there.
-Invariant (`check_integrity`): every slot is free or belongs to exactly one copy; a copy that is written, read or lost
-is never evicted and its slots are never handed out.
+through a policy over chain nodes; it must not know bytes, threads or clocks. A node is one page index of a chain; it
+has a copy per layer group. The primary group (global, where the model has it) carries the chain; a local copy leaves
+with its node, or earlier when no request is expected to resume there. Invariant (I6) (`check_integrity`): every slot is
+free or belongs to exactly one copy; a copy that is written, read or lost is never evicted and its slots are never
+handed out.
 """
 
 from __future__ import annotations

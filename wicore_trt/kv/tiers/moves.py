@@ -3,8 +3,8 @@
 Down go a `Store` (device to host) and a `Save` (host to disk), up go a `Read` (disk to host), a `Fetch` (to whoever
 asked, in host memory) and, of many pages, a `ChecksumJob` (in host memory) and an `Upload` (host to device). Only the
 engine thread changes them; a thread that moved or checked bytes puts a report into the mailbox and touches nothing
-else. Plain data; it must not know copiers, files or threads. Invariants: a move goes along its `LEGAL` stages only, so
-none is applied twice or after its end; a copy along `TRANSITIONS`, so that nothing freed is written or read.
+else. Plain data; it must not know copiers, files or threads. Invariants (I6): a move goes along its `LEGAL` stages
+only, so none is applied twice or after its end; a copy along `TRANSITIONS`, so that nothing freed is written or read.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Joins the two indexes, the two directions and the mailbox into which other threads put what happened. What came up may
 be waited for by the next step (`poll_up`); the books of what went down are kept while a step runs (`poll_down`). All
-decisions run on the engine thread. It must not know sequences' page tables or tokens. Invariant: what other threads
-report is applied once, in the order of the mailbox for each direction.
+decisions run on the engine thread. It must not know sequences' page tables or tokens. Invariant (I12): what other
+threads report is applied once, in the order of the mailbox for each direction.
 """
 
 from __future__ import annotations

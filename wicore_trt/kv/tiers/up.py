@@ -1,9 +1,9 @@
 """The way up: pages of the disk to host memory, and of host memory to the device, for the loads of sequences.
 
 Pages in host memory go to the device many at a time; one whose bytes are wrong fails alone. Runs on the engine thread
-but for what it hands to the movers. It must not know page tables or tokens. Invariants: an upload is reported as right
-only after its bytes matched its identity; each fetch and each load ends. Where the device computes digests, they are
-those on the device; elsewhere of bytes in host memory before they go.
+but for what it hands to the movers. It must not know page tables or tokens. Invariants (I5): an upload is reported as
+right only after its bytes matched its identity; each fetch and each load ends. Where the device computes digests, they
+are those on the device; elsewhere of bytes in host memory before they go.
 """
 
 from __future__ import annotations
