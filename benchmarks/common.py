@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wicore_trt.bench.report import ABSENT, versions
+from wicore_trt.bench.report import ABSENT, list_versions
 
 if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir
@@ -33,7 +33,7 @@ def note(text: str) -> None:
 
 def installed() -> dict[str, str]:
     """`versions()`. Raises SystemExit without the native library: nobody who installs the package has such figures."""
-    found = versions()
+    found = list_versions()
     if found["native"] == ABSENT:
         raise SystemExit(
             "error: wicore_trt has no native library here. Install it where a C++ compiler is: pip install -e ."
@@ -44,7 +44,7 @@ def installed() -> dict[str, str]:
 @contextmanager
 def measured_engine(path: Path | None, gguf: Path | None = None) -> Iterator[EngineDir]:
     """The engine at `path`, or Gemma 3 270M built with every option at its default, of `gguf` where it is given."""
-    from wicore_trt.checkpoint.demo import fetch
+    from wicore_trt.checkpoint.demo import fetch_model
     from wicore_trt.engine.build import build_engine
     from wicore_trt.engine.directory import open_engine
 
@@ -52,4 +52,4 @@ def measured_engine(path: Path | None, gguf: Path | None = None) -> Iterator[Eng
         yield open_engine(path)
         return
     with tempfile.TemporaryDirectory() as scratch:
-        yield build_engine(gguf or fetch("gemma3-270m"), Path(scratch) / "engine")
+        yield build_engine(gguf or fetch_model("gemma3-270m"), Path(scratch) / "engine")

@@ -18,7 +18,7 @@ TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ReplyPart:
     """Text that came, and the counts (prompt, completion, cached) where they are known."""
 
     text: str
@@ -31,7 +31,7 @@ class Partner:
     left in the middle of a step."""
 
     chats: bool
-    stream: Callable[[Prompt, Mapping[str, Any]], Iterator[Piece]]
+    stream: Callable[[Prompt, Mapping[str, Any]], Iterator[ReplyPart]]
     close: Callable[[], None]
     steps_here: bool = False
 
@@ -39,32 +39,32 @@ class Partner:
 def partner_of(where: str, *, api_key: str | None, ca: Path | None, threads: int) -> Partner:
     """By what `where` is: a URL, an engine's directory, else HOST:PORT of gRPC."""
     if where.startswith(("http://", "https://")):
-        return _http(where.rstrip("/"), api_key, ca)
+        return _open_http(where.rstrip("/"), api_key, ca)
     if Path(where).is_dir():
-        return _engine(Path(where), threads)
+        return _open_engine(Path(where), threads)
     if "/" in where:
         raise InvalidRequestError(f"{where} is neither a directory nor an address.", field="where")
-    return _grpc(where, api_key, ca)
+    return _open_grpc(where, api_key, ca)
 
 
-def _engine(path: Path, threads: int) -> Partner:
+def _open_engine(path: Path, threads: int) -> Partner:
     from wicore_trt.llm import LLM
 
     llm = LLM(path, executor__threads=threads)
-    return Partner(llm.info.chat, _typed(llm.stream), llm.close, steps_here=True)
+    return Partner(llm.info.chat, _adapt_stream(llm.stream), llm.close, steps_here=True)
 
 
-def _grpc(address: str, api_key: str | None, ca: Path | None) -> Partner:
+def _open_grpc(address: str, api_key: str | None, ca: Path | None) -> Partner:
     from wicore_trt.client import Client
 
     client = Client(address, api_key=api_key, ca=ca)
-    return Partner(client.has_chat_template(), _typed(client.stream), client.close)
+    return Partner(client.has_chat_template(), _adapt_stream(client.stream), client.close)
 
 
-def _typed(stream: Callable[..., Any]) -> Callable[[Prompt, Mapping[str, Any]], Iterator[Piece]]:
+def _adapt_stream(stream: Callable[..., Any]) -> Callable[[Prompt, Mapping[str, Any]], Iterator[ReplyPart]]:
     """`LLM.stream` and `Client.stream` in our terms."""
 
-    def pieces(prompt: Prompt, sampling: Mapping[str, Any]) -> Iterator[Piece]:
+    def pieces(prompt: Prompt, sampling: Mapping[str, Any]) -> Iterator[ReplyPart]:
         from wicore_trt.types import SamplingParams
 
         outputs = stream(prompt, SamplingParams(**sampling))
@@ -72,33 +72,33 @@ def _typed(stream: Callable[..., Any]) -> Callable[[Prompt, Mapping[str, Any]], 
             for output in outputs:
                 usage = output.usage
                 counts = (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) if usage else None
-                yield Piece(output.text, counts)
+                yield ReplyPart(output.text, counts)
         finally:
             outputs.close()
 
     return pieces
 
 
-def _http(url: str, api_key: str | None, ca: Path | None) -> Partner:
+def _open_http(url: str, api_key: str | None, ca: Path | None) -> Partner:
     def call(path: str, body: object = None) -> Any:
-        return _open(url, path, body, api_key, ca)
+        return _send_request(url, path, body, api_key, ca)
 
     with call("/status") as answer:
         model = json.load(answer)["model"]
     if model is None:
         raise UnavailableError(f"{url} is loading its engine.", fix="Try again in a moment.")
 
-    def stream(prompt: Prompt, sampling: Mapping[str, Any]) -> Iterator[Piece]:
+    def stream(prompt: Prompt, sampling: Mapping[str, Any]) -> Iterator[ReplyPart]:
         options = {"stream": True, "stream_options": {"include_usage": True}}
         body = {**options, **{name: value for name, value in sampling.items() if value is not None}}
         path, field = ("/v1/completions", "prompt") if isinstance(prompt, str) else ("/v1/chat/completions", "messages")
         with call(path, {**body, field: prompt}) as answer:
-            yield from _pieces(answer)
+            yield from _read_parts(answer)
 
     return Partner(model["chat"], stream, lambda: None)
 
 
-def _open(url: str, path: str, body: object, api_key: str | None, ca: Path | None) -> Any:
+def _send_request(url: str, path: str, body: object, api_key: str | None, ca: Path | None) -> Any:
     """The answer. Raises what the server's error stands for."""
     import ssl
     from urllib.error import HTTPError, URLError
@@ -120,7 +120,7 @@ def _open(url: str, path: str, body: object, api_key: str | None, ca: Path | Non
         raise UnavailableError(f"{url} does not answer: {error.reason}.") from None
 
 
-def _pieces(lines: Any) -> Iterator[Piece]:
+def _read_parts(lines: Any) -> Iterator[ReplyPart]:
     """The events of a streamed answer. Raises WicoreError for one that breaks off."""
     failed = False
     for raw in lines:
@@ -140,5 +140,5 @@ def _pieces(lines: Any) -> Iterator[Piece]:
         if usage:
             cached = usage["prompt_tokens_details"]["cached_tokens"]
             counts = (usage["prompt_tokens"], usage["completion_tokens"], cached)
-        yield Piece(text, counts)
+        yield ReplyPart(text, counts)
     raise WicoreError("The connection ended before the answer did.")

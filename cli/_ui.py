@@ -61,14 +61,14 @@ def progress(*, quiet: bool = False) -> Iterator[Progress]:
     if quiet:
         yield ignore_progress
     elif sys.stderr.isatty():
-        with _bars() as report:
+        with _show_bars() as report:
             yield report
     else:
-        yield _lines()
+        yield _print_lines()
 
 
 @contextmanager
-def _bars() -> Iterator[Progress]:
+def _show_bars() -> Iterator[Progress]:
     from rich import progress as bars
     from rich.console import Console
 
@@ -92,7 +92,7 @@ def _bars() -> Iterator[Progress]:
         yield report
 
 
-def _lines() -> Progress:
+def _print_lines() -> Progress:
     told: dict[str, float] = {}
 
     def report(phase: str, done: int, total: int) -> None:

@@ -101,13 +101,13 @@ def translate_options(args: list[str]) -> list[str]:
         if name == "--model":
             found.append(value if given else next(rest, ""))
         elif name in UNNEEDED:
-            _tell(name, UNNEEDED[name])
+            _report_ignored(name, UNNEEDED[name])
         elif name in RENAMED or name in UNNEEDED_VALUES or name in REFUSED:
             value = value if given else next(rest, "")
             if name in RENAMED:
-                found += _renamed(name, value)
+                found += _rename_flag(name, value)
             elif name in UNNEEDED_VALUES:
-                _tell(name, UNNEEDED_VALUES[name])
+                _report_ignored(name, UNNEEDED_VALUES[name])
             elif value not in REFUSED[name][0]:
                 raise typer.BadParameter(f"not served: {REFUSED[name][1]}.", param_hint=name)
         else:
@@ -115,7 +115,7 @@ def translate_options(args: list[str]) -> list[str]:
     return found
 
 
-def _renamed(name: str, value: str) -> list[str]:
+def _rename_flag(name: str, value: str) -> list[str]:
     if name == "--max-model-len" and value in ("auto", "-1"):
         return []
     if name == "--kv-offloading-size":
@@ -127,5 +127,5 @@ def _renamed(name: str, value: str) -> list[str]:
     return [RENAMED[name], value]
 
 
-def _tell(name: str, reason: str) -> None:
+def _report_ignored(name: str, reason: str) -> None:
     print(f"note: {name} changes nothing: {reason}.", file=sys.stderr)

@@ -26,7 +26,7 @@ PANELS = {
 _COMMANDS = [name for names in PANELS.values() for name in names]
 
 
-def _load(name: str, panel: str) -> Any:
+def _load_command(name: str, panel: str) -> Any:
     module = import_module(f"wicore_trt.cli.{name}")
     single = typer.Typer(add_completion=False, rich_markup_mode="rich")
     if hasattr(module, "app"):
@@ -67,7 +67,7 @@ class LazyGroup(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         for panel, names in PANELS.items():
             if cmd_name in names:
-                return _load(cmd_name, panel)
+                return _load_command(cmd_name, panel)
         return None
 
 
@@ -80,7 +80,7 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         from wicore_trt import __version__
 
@@ -91,7 +91,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", envvar="WICORE_DEBUG", help="Show tracebacks.")] = False,
 ) -> None:

@@ -38,7 +38,7 @@ SeedOption = Annotated[int, _WHAT(help="Seed of prompts.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
-def _list(text: str) -> list[int]:
+def _parse_list(text: str) -> list[int]:
     """ "1,8" -> [1, 8]."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
@@ -66,19 +66,19 @@ def latency(
 
     Figures are medians. A decode step is (time for all tokens - time for one token) / (output tokens - 1).
     """
-    _need("grpc")
+    _require_package("grpc")
     from wicore_trt.bench.report import LATENCY_COLUMNS, latency_result, latency_row
-    from wicore_trt.bench.runs import run_latency, sweep
+    from wicore_trt.bench.runs import list_cases, run_latency
     from wicore_trt.cli._ui import print_table, progress
 
-    cases = sweep(_list(batch), _list(input_tokens), _list(output_tokens))
+    cases = list_cases(_parse_list(batch), _parse_list(input_tokens), _parse_list(output_tokens))
     flags = {"scheduler.max_sequences": max(case.batch for case in cases), "executor.threads": threads}
-    session = _session(engine, target, recipe, flags, api_key, tls_ca)
+    session = _open_session(engine, target, recipe, flags, api_key, tls_ca)
     with progress(quiet=as_json) as report:
         report("measuring the machine", 0, 1)
-        roof = session.roof()
+        roof = session.measure_roof()
         report("measuring the machine", 1, 1)
-        points, model = session.run(
+        points, model = session.run_measurement(
             lambda server: run_latency(server, cases, repeats=repeats, warmups=warmups, seed=seed, progress=report)
         )
     results = [latency_result(point, roof) for point in points]
@@ -111,7 +111,7 @@ def throughput(
 
     Tokens are counted from the server's usage. Requests that fail are counted apart and give no latencies.
     """
-    _need("grpc")
+    _require_package("grpc")
     from wicore_trt.bench.report import throughput_result
     from wicore_trt.bench.runs import ThroughputCase, run_throughput
     from wicore_trt.cli._ui import progress
@@ -120,18 +120,18 @@ def throughput(
         raise typer.BadParameter("--shared-prefix must be less than --input-tokens.")
     case = ThroughputCase(requests, input_tokens, output_tokens, concurrency, shared_prefix, seed)
     flags = {"scheduler.max_sequences": concurrency, "executor.threads": threads}
-    session = _session(engine, target, recipe, flags, api_key, tls_ca)
+    session = _open_session(engine, target, recipe, flags, api_key, tls_ca)
     with progress(quiet=as_json) as report:
         report("measuring the machine", 0, 1)
-        roof = session.roof()
+        roof = session.measure_roof()
         report("measuring the machine", 1, 1)
         report("measuring requests", 0, 1)
-        measured, model = session.run(lambda server: run_throughput(server, case, warmups=warmups))
+        measured, model = session.run_measurement(lambda server: run_throughput(server, case, warmups=warmups))
         report("measuring requests", 1, 1)
     result = throughput_result(measured, case, roof)
     if as_json:
         parameters = {"warmups": warmups, "threads": threads, "recipe": recipe}
-        _print_report("throughput", session, model, {**_fields(case), **parameters}, roof, [result])
+        _print_report("throughput", session, model, {**_list_fields(case), **parameters}, roof, [result])
         return
     _print_head(session, model, roof)
     _print_throughput(result)
@@ -148,7 +148,7 @@ def perplexity(
     as_json: JsonOption = False,
 ) -> None:
     """Perplexity of engines on the same tokens, and how much each differs from the first."""
-    _need("torch")
+    _require_package("torch")
     from wicore_trt.bench.perplexity import COLUMNS, compare_engines, table_row
     from wicore_trt.bench.report import make_report
     from wicore_trt.cli._ui import print_json, print_table, progress
@@ -166,13 +166,13 @@ def perplexity(
     print_table("perplexity", COLUMNS, [table_row(result) for result in results])
 
 
-def _need(package: str) -> None:
+def _require_package(package: str) -> None:
     """Raise EnvironmentUnfitError when an optional package is missing."""
     if find_spec(package) is None and (lacking := missing_package(package)):
         raise lacking
 
 
-def _session(
+def _open_session(
     engine: Path | None,
     target: str | None,
     recipe: str | None,
@@ -187,7 +187,7 @@ def _session(
     return BenchSession(settings, target, api_key, tls_ca)
 
 
-def _fields(case: Any) -> dict[str, Any]:
+def _list_fields(case: Any) -> dict[str, Any]:
     from dataclasses import asdict
 
     return asdict(case)
@@ -206,17 +206,17 @@ def _print_report(
 
     rates = roof.rates if roof else None
     print_json(
-        make_report(command, target=session.where, model=model, parameters=parameters, rates=rates, results=results)
+        make_report(command, target=session.place, model=model, parameters=parameters, rates=rates, results=results)
     )
 
 
 def _print_head(session: BenchSession, model: dict[str, Any], roof: Roof | None) -> None:
     """What was measured on what."""
-    from wicore_trt.bench.report import machine
+    from wicore_trt.bench.report import describe_machine
 
-    about = machine()
+    about = describe_machine()
     engine = f"{model['dtype']}, {model['backend']} backend, {model['kernels']} kernels"
-    print(f"{model['model_id']}, {engine}, {session.where}")
+    print(f"{model['model_id']}, {engine}, {session.place}")
     gpus = "".join(f", {gpu['name']}" for gpu in about["gpus"])
     print(f"{about['cpu']}, {about['cores']} cores{gpus}")
     if roof is not None:

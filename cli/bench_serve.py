@@ -90,7 +90,7 @@ def serve(
     given = {name: value for name, value in locals().items() if name not in ("api_key", "as_json", "plot", "target")}
     from wicore_trt.bench.load import LoadOptions
     from wicore_trt.bench.measure import Slo
-    from wicore_trt.bench.plan import Shape, lengths
+    from wicore_trt.bench.plan import LoadShape, parse_lengths
     from wicore_trt.bench.report import make_report
     from wicore_trt.bench.serve import Offer, run_sweep
     from wicore_trt.bench.session import run_quickly
@@ -99,19 +99,19 @@ def serve(
 
     if (engine is None) == (not target):
         raise typer.BadParameter("Give --target URL or HOST:PORT, or --engine DIR.", param_hint="--target")
-    rates = _parsed("--rate", lambda: [float(r) for r in rate.split(",")] if rate else [None if trace else 1.0])
+    rates = _parse_option("--rate", lambda: [float(r) for r in rate.split(",")] if rate else [None if trace else 1.0])
     if not all(r is None or r > 0 for r in rates):
         raise typer.BadParameter(f"{rate!r} is not a list of rates.", param_hint="--rate")
     found = {
-        "input_tokens": _parsed("--input-tokens", lambda: lengths(input_tokens)),
-        "output_tokens": _parsed("--output-tokens", lambda: lengths(output_tokens)),
-        "turn_tokens": _parsed("--turn-tokens", lambda: lengths(turn_tokens)),
+        "input_tokens": _parse_option("--input-tokens", lambda: parse_lengths(input_tokens)),
+        "output_tokens": _parse_option("--output-tokens", lambda: parse_lengths(output_tokens)),
+        "turn_tokens": _parse_option("--turn-tokens", lambda: parse_lengths(turn_tokens)),
     }
-    fields = _parsed("--extra-body", lambda: dict(json.loads(extra_body)))
-    limits = _parsed("--slo", lambda: Slo.parse(slo) if slo else None)
+    fields = _parse_option("--extra-body", lambda: dict(json.loads(extra_body)))
+    limits = _parse_option("--slo", lambda: Slo.parse_limits(slo) if slo else None)
     options = LoadOptions(max_concurrency, pause, timeout, ignore_eos)
     offer = Offer(
-        Shape(**found, turns=turns, shared_prefix=shared_prefix, prefixes=prefixes),
+        LoadShape(**found, turns=turns, shared_prefix=shared_prefix, prefixes=prefixes),
         load_trace(trace, plain=True) if trace else (), burstiness, requests, duration, seed,
     )  # fmt: skip
     if plot is not None:
@@ -121,7 +121,9 @@ def serve(
         async with AsyncExitStack() as stack:
             targets: list[tuple[str, Target]] = []
             for where in target or (None,):
-                opened = await _open(where, engine, recipe, threads, api_key, tls_ca, (api == "chat", model, fields))
+                opened = await _open_target(
+                    where, engine, recipe, threads, api_key, tls_ca, (api == "chat", model, fields)
+                )
                 stack.push_async_callback(opened.close)
                 targets.append((where or "in process", opened))
             with progress(quiet=as_json) as report:
@@ -138,12 +140,12 @@ def serve(
         about = {"model_id": served}
         print_json(make_report("serve", target=where, model=about, parameters=given, rates=None, results=results))
     else:
-        _print(results, f"{served}, {where}")
+        _print_results(results, f"{served}, {where}")
     if not any(result["completed"] for result in results):
         raise WicoreError("Not one request was answered.")
 
 
-def _parsed(option: str, parse: Any) -> Any:
+def _parse_option(option: str, parse: Any) -> Any:
     """What `parse` returns; a ValueError becomes wrong usage."""
     try:
         return parse()
@@ -158,7 +160,7 @@ def _limits_ms(slo: Slo | None) -> dict[str, float]:
     return {name.removesuffix("_s"): value * 1e3 for name, value in values.items() if value is not None}
 
 
-async def _open(
+async def _open_target(
     where: str | None,
     engine: Path | None,
     recipe: str | None,
@@ -180,18 +182,18 @@ async def _open(
     return await BenchSession(settings, where, api_key, tls_ca).connect()
 
 
-def _print(results: Sequence[dict[str, Any]], head: str) -> None:
+def _print_results(results: Sequence[dict[str, Any]], head: str) -> None:
     from wicore_trt.bench.report import (
         LOAD_COLUMNS,
         LOAD_SUMMARY_COLUMNS,
+        describe_machine,
         load_row,
         load_summary_rows,
         load_warnings,
-        machine,
     )
     from wicore_trt.cli._ui import print_table
 
-    about = machine()
+    about = describe_machine()
     print(f"{head}\nclient: {about['cpu']}, {about['cores']} cores\n")
     several = len({result["target"] for result in results}) > 1
     print_table("load", LOAD_COLUMNS, [load_row(result, several=several) for result in results])

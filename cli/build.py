@@ -106,7 +106,7 @@ def command(
 
     dummy = None
     if dummy_weights or model:
-        dummy = _dummy(model, dummy_weights)
+        dummy = _parse_dummy(model, dummy_weights)
         source, output = model, output or (None if source is None else Path(source))
     flags = {
         "engine": None if output is None else str(output),
@@ -153,7 +153,7 @@ def command(
         print(f"built {engine.path}: {manifest.model_id}, {manifest.dtype}, {human_bytes(manifest.total_bytes)}")
 
 
-def _dummy(model: str | None, wanted: bool) -> DummyModel:
+def _parse_dummy(model: str | None, wanted: bool) -> DummyModel:
     """The sizes that --model names. Raises ConfigError for one flag without the other."""
     from wicore_trt.engine.options import DummyModel
     from wicore_trt.errors import ConfigError

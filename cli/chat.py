@@ -49,29 +49,29 @@ def command(
 
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     partner = partner_of(where, api_key=api_key, ca=ca, threads=threads)
-    talk = Conversation(partner, sampling, system, tty=sys.stdin.isatty() and sys.stdout.isatty())
+    talk = ChatSession(partner, sampling, system, tty=sys.stdin.isatty() and sys.stdout.isatty())
     try:
         if not partner.chats:
-            note(
+            print_note(
                 "This model has no chat template: it does not answer, it continues the text so far and what you write."
             )
-        talk.run()
+        talk.run_session()
     finally:
         partner.close()
 
 
-def note(text: str) -> None:
+def print_note(text: str) -> None:
     """A line to the user that is no answer."""
     print(f"\033[2m{text}\033[0m" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 
 
-def harmless(text: str) -> str:
+def strip_controls(text: str) -> str:
     """Text without what steers a terminal."""
     return "".join(c for c in text if c in "\n\t" or (ord(c) >= 32 and not 127 <= ord(c) < 160))
 
 
 @dataclass(slots=True)
-class Conversation:
+class ChatSession:
     """What was said. `tty`: somebody types and reads."""
 
     partner: Partner
@@ -81,94 +81,94 @@ class Conversation:
     turns: list[dict[str, str]] = field(default_factory=list)
     saved: set[str] = field(default_factory=set)  # files that are ours to write again
 
-    def run(self) -> None:
+    def run_session(self) -> None:
         """Until the end of input. Without a terminal the first failure ends it; there it is told."""
         if self.tty:
             import readline  # noqa: F401  (edits lines and remembers them)
 
-            note(HELP)
-        for line in self._lines():
+            print_note(HELP)
+        for line in self._read_lines():
             try:
                 if line.startswith("/") and not line.startswith("//"):
-                    self._order(line)
+                    self._obey_command(line)
                 elif line.strip():
-                    self._answer(line.removeprefix("/") if line.startswith("//") else line)
+                    self._print_answer(line.removeprefix("/") if line.startswith("//") else line)
             except WicoreError as error:
                 if not self.tty:
                     raise
-                note(f"error: {error}")
+                print_note(f"error: {error}")
 
-    def _lines(self) -> Iterator[str]:
+    def _read_lines(self) -> Iterator[str]:
         if not self.tty:
             yield from (line.rstrip("\r\n") for line in sys.stdin)
             return
         while True:
             try:
-                with on_interrupt(_raise):
+                with on_interrupt(_raise_interrupt):
                     line = input("> ")
             except EOFError:
                 print()
                 return
             except KeyboardInterrupt:
                 print()
-                note("Ctrl-D ends.")
+                print_note("Ctrl-D ends.")
                 continue
             yield line
 
-    def _order(self, line: str) -> None:
+    def _obey_command(self, line: str) -> None:
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         if name == "/reset":
             self.turns.clear()
-            note("A new conversation.")
+            print_note("A new conversation.")
         elif name == "/system":
             self.system = rest
-            note("The system prompt is set." if rest else "There is no system prompt any more.")
+            print_note("The system prompt is set." if rest else "There is no system prompt any more.")
             if not self.partner.chats:
-                note("A model without chat template does not see it.")
+                print_note("A model without chat template does not see it.")
         elif name == "/save" and rest:
-            self._save(rest)
+            self._save_transcript(rest)
         else:
-            note(HELP)
+            print_note(HELP)
 
-    def _messages(self) -> list[dict[str, str]]:
+    def _list_messages(self) -> list[dict[str, str]]:
         return ([{"role": "system", "content": self.system}] if self.system else []) + self.turns
 
-    def _save(self, name: str) -> None:
+    def _save_transcript(self, name: str) -> None:
         try:
             with Path(name).expanduser().open("w" if name in self.saved else "x", encoding="utf-8") as file:
-                json.dump(self._messages(), file, ensure_ascii=False, indent=1)
+                json.dump(self._list_messages(), file, ensure_ascii=False, indent=1)
                 file.write("\n")
         except OSError as error:
             raise WicoreError(f"{name}: {error.strerror}.") from None
         self.saved.add(name)
-        note(f"Saved to {name}.")
+        print_note(f"Saved to {name}.")
 
-    def _prompt(self) -> Any:
+    def _make_prompt(self) -> Any:
         """The conversation, or for a model without template all text so far."""
         if self.partner.chats:
-            return self._messages()
+            return self._list_messages()
         text = ""
         for turn in self.turns:
             apart = text and not text[-1].isspace() and not turn["content"][:1].isspace()
             text += ("\n" if apart else "") + turn["content"]
         return text
 
-    def _answer(self, line: str) -> None:
+    def _print_answer(self, line: str) -> None:
         """Say a line and print what comes. A turn that fails is taken back."""
         self.turns.append({"role": "user", "content": line})
         parts: list[str] = []
         started = first = time.perf_counter()
         counts, stopped = None, False
         try:
-            with self._stoppable() as asked:
-                pieces = self.partner.stream(self._prompt(), self.sampling)
+            with self._allow_interrupt() as asked:
+                pieces = self.partner.stream(self._make_prompt(), self.sampling)
                 try:
                     for piece in pieces:
                         first = first if parts else time.perf_counter()
                         parts.append(piece.text)
                         counts = piece.counts or counts
-                        sys.stdout.write(harmless(piece.text) if sys.stdout.isatty() else piece.text)
+                        sys.stdout.write(strip_controls(piece.text) if sys.stdout.isatty() else piece.text)
                         sys.stdout.flush()
                         if asked:
                             stopped = True
@@ -190,24 +190,24 @@ class Conversation:
         else:
             self.turns.pop()  # stopped before it began
         if self.tty:
-            note(_summary(counts, first - started, time.perf_counter() - first, stopped))
+            print_note(_format_summary(counts, first - started, time.perf_counter() - first, stopped))
 
     @contextmanager
-    def _stoppable(self) -> Iterator[list[int]]:
+    def _allow_interrupt(self) -> Iterator[list[int]]:
         """While somebody is there Ctrl-C ends the answer: at once, or behind the step that runs in this process, which
         must not be left half-way. The list then holds something."""
         asked: list[int] = []
         if not self.tty:
             yield asked
         elif not self.partner.steps_here:
-            with on_interrupt(_raise):
+            with on_interrupt(_raise_interrupt):
                 yield asked
         else:
             with on_interrupt(lambda *_: asked.append(1)):
                 yield asked
 
 
-def _raise(*_: object) -> None:
+def _raise_interrupt(*_: object) -> None:
     """Not what `cli.main` does: this interrupt is no reason to end."""
     raise KeyboardInterrupt
 
@@ -222,7 +222,7 @@ def on_interrupt(handler: Callable[..., object]) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _summary(counts: tuple[int, int, int] | None, first_s: float, rest_s: float, stopped: bool) -> str:
+def _format_summary(counts: tuple[int, int, int] | None, first_s: float, rest_s: float, stopped: bool) -> str:
     if counts is None:
         return "[stopped]"
     prompt, output, cached = counts

@@ -21,14 +21,14 @@ def command(
     """
     import sys
 
-    from wicore_trt.checkpoint.demo import MODELS, fetch, terms_file
+    from wicore_trt.checkpoint.demo import MODELS, fetch_model, terms_file
     from wicore_trt.cli._ui import print_json, progress
     from wicore_trt.errors import NotFoundError
 
     if model not in MODELS:
         raise NotFoundError(f"There is no demo model {model!r}.", fix=f"Known: {', '.join(MODELS)}.")
     with progress(quiet=json) as report:
-        path = fetch(model, output, report)
+        path = fetch_model(model, output, report)
     terms = terms_file(model)
     if json:
         print_json({"path": str(path), "bytes": path.stat().st_size, "terms": str(terms)})

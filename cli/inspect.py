@@ -36,19 +36,19 @@ def command(
 
     is_checkpoint = is_unified_checkpoint(path) and not (path / "engine.json").exists()
     with progress(quiet=json or not verify) as report_progress:
-        look = _checkpoint if is_checkpoint else _engine
+        look = _describe_checkpoint if is_checkpoint else _describe_engine
         report = look(path, verify=verify, progress=report_progress)
     again = report.pop("again")
     if json:
         print_json(report)
     else:
-        print_table(report["kind"], ("field", "value"), _rows(report["about"]))
-        print_table("model", ("field", "value"), _rows(report["spec"]))
+        print_table(report["kind"], ("field", "value"), _format_rows(report["about"]))
+        print_table("model", ("field", "value"), _format_rows(report["spec"]))
         columns = ("group", "layers", "bytes/token", "page tokens", "bytes/page")
         print_table("KV cache", columns, [tuple(row.values()) for row in report["kv"]])
         if report.get("compiled"):
             print_plans(report["compiled"])
-        files = [(name, human_bytes(size), state) for name, size, state in _gathered(report["files"])]
+        files = [(name, human_bytes(size), state) for name, size, state in _group_files(report["files"])]
         print_table("files", ("name", "size", "hash"), files)
     bad = [f"{f['name']} is {f['state']}" for f in report["files"] if f["state"] not in (_OK, _UNCHECKED)]
     if verify and bad:
@@ -57,7 +57,7 @@ def command(
         raise EngineFormatError(f"{report['kind']} {path}: {', '.join(bad)}.", fix=again)
 
 
-def _gathered(files: list[dict[str, Any]]) -> list[tuple[str, int, str]]:
+def _group_files(files: list[dict[str, Any]]) -> list[tuple[str, int, str]]:
     """(name, bytes, state) of files; the many of one directory that are alike in one row, those that are bad apart."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for file in files:
@@ -68,7 +68,7 @@ def _gathered(files: list[dict[str, Any]]) -> list[tuple[str, int, str]]:
     return [(name, sum(f["bytes"] for f in row), row[0]["state"]) for name, row in rows.items()]
 
 
-def _engine(path: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:
+def _describe_engine(path: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:
     from wicore_trt.cli._plans import plans_report
     from wicore_trt.engine.directory import file_state, open_engine
     from wicore_trt.progress import count_progress
@@ -82,7 +82,7 @@ def _engine(path: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:
     if engine.manifest.backend == "torch":
         about["cpu_kernels"] = _cpu_kernels(engine)
     if not engine.manifest.dummy_weights:
-        about |= _ends(engine)
+        about |= _describe_ends(engine)
     plans = plans_report(engine)
     moved = count_progress(progress, "verify", engine.manifest.total_bytes)
     return {
@@ -91,19 +91,19 @@ def _engine(path: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:
         "about": about,
         **({"compiled": plans} if plans else {}),
         "spec": spec,
-        "kv": _kv(engine.manifest.spec, engine.manifest.page_tokens, engine.manifest.kv_dtype),
+        "kv": _compute_kv_bytes(engine.manifest.spec, engine.manifest.page_tokens, engine.manifest.kv_dtype),
         "files": [
             *(
                 {"name": name, **entry, "state": file_state(engine, name, moved) if verify else _UNCHECKED}
                 for name, entry in sorted(entries.items())
             ),
-            *({"name": n, "bytes": (path / n).lstat().st_size, "state": _UNLISTED} for n in engine.unlisted()),
+            *({"name": n, "bytes": (path / n).lstat().st_size, "state": _UNLISTED} for n in engine.find_unlisted()),
         ],
-        "again": f"Move files that are not the engine's elsewhere. {engine.rebuild}",
+        "again": f"Move files that are not the engine's elsewhere. {engine.rebuild_advice}",
     }
 
 
-def _ends(engine: EngineDir) -> dict[str, str]:
+def _describe_ends(engine: EngineDir) -> dict[str, str]:
     """Ends of an answer with the places that name them, and a note on chats."""
     from wicore_trt.errors import EngineFormatError
     from wicore_trt.text.model_files import FILES
@@ -133,7 +133,7 @@ def _cpu_kernels(engine: EngineDir) -> str:
     return f"torch, not native: {reason}" if reason else "native"
 
 
-def _checkpoint(path: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:
+def _describe_checkpoint(path: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:
     from wicore_trt.checkpoint.format import open_checkpoint
     from wicore_trt.progress import count_progress
 
@@ -149,27 +149,31 @@ def _checkpoint(path: Path, *, verify: bool, progress: Progress) -> dict[str, An
             "tp_size": checkpoint.tp_size,
         },
         "spec": checkpoint.spec.to_dict(),
-        "kv": _kv(checkpoint.spec, 32, checkpoint.dtype),
+        "kv": _compute_kv_bytes(checkpoint.spec, 32, checkpoint.dtype),
         "files": [
-            {"name": name, "bytes": record.bytes, "state": _state(path / name, record, moved) if verify else _UNCHECKED}
+            {
+                "name": name,
+                "bytes": record.bytes,
+                "state": _describe_file(path / name, record, moved) if verify else _UNCHECKED,
+            }
             for name, record in sorted(checkpoint.files.items())
         ],
-        "again": checkpoint.again,
+        "again": checkpoint.rebuild_command,
     }
 
 
-def _state(file: Path, record: FileRecord, moved: Callable[[int], None]) -> str:
+def _describe_file(file: Path, record: FileRecord, moved: Callable[[int], None]) -> str:
     from wicore_trt.errors import CheckpointError
 
     try:
-        part = record.changed(file)
+        part = record.describe_change(file)
     except CheckpointError:
         part = file.name
     moved(record.bytes)
     return _OK if part is None else "corrupted" if part == file.name else f"corrupted ({part})"
 
 
-def _kv(spec: Gemma3Spec, page_tokens: int, kv_dtype: str) -> list[dict[str, Any]]:
+def _compute_kv_bytes(spec: Gemma3Spec, page_tokens: int, kv_dtype: str) -> list[dict[str, Any]]:
     """KV bytes over all ranks; a sequence holds all its tokens in "global" and one window of them in "local"."""
     from wicore_trt.model.spec import GROUPS
 
@@ -185,11 +189,11 @@ def _kv(spec: Gemma3Spec, page_tokens: int, kv_dtype: str) -> list[dict[str, Any
     ]
 
 
-def _rows(values: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(name, _text(name, value)) for name, value in values.items()]
+def _format_rows(values: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(name, _format_value(name, value)) for name, value in values.items()]
 
 
-def _text(name: str, value: Any) -> str:
+def _format_value(name: str, value: Any) -> str:
     if name == "layer_groups":
         return " ".join(f"{value.count(g)} {g}" for g in dict.fromkeys(value))
     if isinstance(value, dict):

@@ -84,8 +84,10 @@ def simulate(
     else:
         raise typer.BadParameter("Give --trace FILE or --generate N.", param_hint="--trace")
     unique = unique_blocks(requests)
-    lower = {name: _pages(text, unique, name) for name, text in (("host", host), ("disk", disk)) if text is not None}
-    sizes = [_pages(text, unique, "capacity") for text in capacity.split(",")]
+    lower = {
+        name: _parse_pages(text, unique, name) for name, text in (("host", host), ("disk", disk)) if text is not None
+    }
+    sizes = [_parse_pages(text, unique, "capacity") for text in capacity.split(",")]
     names = [*POLICIES, "belady"] if policy == "all" else policy.split(",")
     if workers is not None:
         _simulate_fleet(title, requests, names, sizes, lower, workers, routing, tokens_per_second, json=json)
@@ -107,7 +109,7 @@ def simulate(
     if json:
         print_json({"trace": str(trace or title), "unique_blocks": unique, "results": [r.to_dict() for r in reports]})
     else:
-        _print(f"{title}: {len(requests)} requests, {unique} unique blocks", reports)
+        _print_reports(f"{title}: {len(requests)} requests, {unique} unique blocks", reports)
 
 
 def _simulate_fleet(
@@ -150,7 +152,7 @@ def _simulate_fleet(
     print_table(f"{title}: {len(requests)} requests, {workers} workers", columns, rows)
 
 
-def _pages(text: str, unique: int, option: str) -> int:
+def _parse_pages(text: str, unique: int, option: str) -> int:
     """Pages of "1000" or "5%" (of the unique blocks)."""
     from wicore_trt.errors import ConfigError
 
@@ -163,7 +165,7 @@ def _pages(text: str, unique: int, option: str) -> int:
     return pages
 
 
-def _print(title: str, reports: list[SimulationReport]) -> None:
+def _print_reports(title: str, reports: list[SimulationReport]) -> None:
     from wicore_trt.cli._ui import human_bytes, print_table
 
     tiers, flows = list(reports[0].hit_tokens), list(reports[0].moved_bytes)

@@ -92,7 +92,7 @@ def purge(
     if salt is not None or tenant_name is not None:
         tag: bytes | None = _tag_of(path, recipe, tenant_name or "", salt or "")
     else:
-        tag = _tag(tenant)
+        tag = _parse_tag(tenant)
     if not yes:
         what = "everything" if namespace is None else f"namespace {namespace}"
         what = f"one tenant's pages in {what}" if tag is not None else what
@@ -133,7 +133,7 @@ def _tag_of(path: Path, recipe: str | None, who: str, salt: str) -> bytes:
     return tenant_tag(secret, who, salt)
 
 
-def _tag(text: str | None) -> bytes | None:
+def _parse_tag(text: str | None) -> bytes | None:
     from wicore_trt.errors import ConfigError
     from wicore_trt.kv.pages.page import TENANT_BYTES
 
@@ -166,7 +166,7 @@ def _print_directory(report: DirectoryReport) -> None:
             ("bytes used", human_bytes(found.used_slots * found.slot_bytes)),
             ("bytes allocated", human_bytes(found.allocated_bytes)),
             ("encrypted pages", f"{found.encrypted_pages} of {found.pages}"),
-            ("written by servers started", f"{_when(found.oldest)} to {_when(found.newest)}"),
+            ("written by servers started", f"{_format_time(found.oldest)} to {_format_time(found.newest)}"),
         ]
         print_table(f"Namespace {found.name}", ("made for", ""), rows)
         groups = [(name, use.pages, human_bytes(use.bytes)) for name, use in found.groups.items()]
@@ -177,5 +177,5 @@ def _print_directory(report: DirectoryReport) -> None:
         )
 
 
-def _when(seconds: float | None) -> str:
+def _format_time(seconds: float | None) -> str:
     return "-" if seconds is None else datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")

@@ -51,13 +51,14 @@ def plan(
     from wicore_trt.errors import ConfigError
     from wicore_trt.kv.sizing import SessionSize
 
-    geometry, longest = _geometry(model, page_tokens, kv_dtype)
+    geometry, longest = _find_geometry(model, page_tokens, kv_dtype)
     sizes = [
-        SessionSize(geometry, _tokens(text, longest, geometry.page_tokens), reply_tokens) for text in context.split(",")
+        SessionSize(geometry, _parse_tokens(text, longest, geometry.page_tokens), reply_tokens)
+        for text in context.split(",")
     ]
-    device, host, disk, rate = (_bytes(text) for text in (device_bytes, host_bytes, disk_bytes, disk_rate))
+    device, host, disk, rate = (_parse_bytes(text) for text in (device_bytes, host_bytes, disk_bytes, disk_rate))
     batch = max_batch_tokens or BATCH_TOKENS["cuda"]
-    rows = [_row(size, batch, device, host, disk, prefill_tokens_per_s, rate) for size in sizes]
+    rows = [_make_row(size, batch, device, host, disk, prefill_tokens_per_s, rate) for size in sizes]
     largest = max(sizes, key=lambda size: size.tokens)
     together = min(users, active or 8)
     if device is not None:
@@ -68,11 +69,11 @@ def plan(
                 fix="Take a shorter --context, fewer --active, more memory or --kv-dtype fp8.",
             )
         together = min(together, fit)
-    recipe = _recipe(largest, users, together, batch, host, disk)
+    recipe = _make_recipe(largest, users, together, batch, host, disk)
     if json:
-        print_json({"model": model, **_about(geometry), "sessions": rows, "recipe": recipe})
+        print_json({"model": model, **_describe_geometry(geometry), "sessions": rows, "recipe": recipe})
         return
-    _print(f"{model}, {geometry.kv_dtype}, {geometry.page_tokens} tokens per page", rows)
+    _print_rows(f"{model}, {geometry.kv_dtype}, {geometry.page_tokens} tokens per page", rows)
     print(f"\n# {recipe.pop('comment')}")
     for section, values in recipe.items():
         print(f"{section}:")
@@ -80,19 +81,19 @@ def plan(
             print(f"  {name}: {value}")
 
 
-def _geometry(model: str, page_tokens: int | None, kv_dtype: str | None) -> tuple[Geometry, int]:
+def _find_geometry(model: str, page_tokens: int | None, kv_dtype: str | None) -> tuple[Geometry, int]:
     """Geometry of a model's pages, and its longest context."""
     from wicore_trt.errors import ConfigError
     from wicore_trt.kv.sizing import Geometry
 
-    spec, own_dtype, own_page_tokens, longest = _open(model)
+    spec, own_dtype, own_page_tokens, longest = _read_model(model)
     dtype = kv_dtype or own_dtype
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"--kv-dtype {dtype!r} is not known.", fix=f"Take one of {', '.join(ITEM_BYTES)}.")
     return Geometry.from_spec(spec, page_tokens or own_page_tokens, dtype), longest
 
 
-def _open(model: str) -> tuple[Gemma3Spec, str, int, int]:
+def _read_model(model: str) -> tuple[Gemma3Spec, str, int, int]:
     """(spec, KV dtype, page size, longest context) of an engine, a checkpoint, a model's files or a name."""
     from pathlib import Path
 
@@ -119,7 +120,7 @@ def _open(model: str) -> tuple[Gemma3Spec, str, int, int]:
     return spec, "bfloat16", 32, spec.max_position_embeddings
 
 
-def _tokens(text: str, longest: int, least: int) -> int:
+def _parse_tokens(text: str, longest: int, least: int) -> int:
     """Tokens of "32K" or "32768"."""
     from wicore_trt.errors import ConfigError
 
@@ -133,7 +134,7 @@ def _tokens(text: str, longest: int, least: int) -> int:
     return tokens
 
 
-def _bytes(text: str | None) -> int | None:
+def _parse_bytes(text: str | None) -> int | None:
     from wicore_trt.config import parse_bytes
     from wicore_trt.errors import ConfigError
 
@@ -147,7 +148,7 @@ def _bytes(text: str | None) -> int | None:
     return count
 
 
-def _about(geometry: Geometry) -> dict[str, Any]:
+def _describe_geometry(geometry: Geometry) -> dict[str, Any]:
     return {
         "kv_dtype": geometry.kv_dtype,
         "page_tokens": geometry.page_tokens,
@@ -157,7 +158,7 @@ def _about(geometry: Geometry) -> dict[str, Any]:
     }
 
 
-def _row(
+def _make_row(
     size: SessionSize,
     batch: int,
     device: int | None,
@@ -193,7 +194,7 @@ def _row(
     return row
 
 
-def _recipe(
+def _make_recipe(
     size: SessionSize, users: int, active: int, max_batch_tokens: int, host: int | None, disk: int | None
 ) -> dict[str, Any]:
     """Settings that keep `users` conversations: `active` on the device, all of them below, since pages are copied down
@@ -204,25 +205,25 @@ def _recipe(
     comment = f"{users} conversations of {size.tokens:,} tokens: {active} on the device, {held} in host memory"
     kv: dict[str, Any] = {
         "page_tokens": geometry.page_tokens,
-        "device_bytes": _size(geometry.device_bytes(active, size.tokens, max_batch_tokens, loads=True)),
-        "host_bytes": _size(need if host is None else min(need, host), down=host is not None and host < need),
+        "device_bytes": _format_bytes(geometry.device_bytes(active, size.tokens, max_batch_tokens, loads=True)),
+        "host_bytes": _format_bytes(need if host is None else min(need, host), down=host is not None and host < need),
     }
     limit = geometry.disk_bytes(slots)
     on_disk = users if disk is None else min(users, geometry.disk_slots(disk) // size.slot_count)
-    kv["disk_bytes"] = _size(limit if disk is None else min(limit, disk), down=disk is not None and disk < limit)
+    kv["disk_bytes"] = _format_bytes(limit if disk is None else min(limit, disk), down=limit > (disk or limit))
     comment += f", {on_disk} on disk (with kv.disk_path)"
     scheduler = {"max_sequences": active, "max_batch_tokens": max_batch_tokens, "max_context": size.tokens}
     return {"comment": comment, "kv": kv, "scheduler": scheduler}
 
 
-def _size(count: int, *, down: bool = False) -> str:
+def _format_bytes(count: int, *, down: bool = False) -> str:
     """Bytes as a recipe writes them, rounded up (or down) to less than 1 % off."""
     unit, name, part = (GIB, "GiB", 100) if count >= GIB else (1 << 20, "MiB", 1)
     parts = count * part // unit if down else div_ceil(count * part, unit)
     return f"{parts / part:.10g}{name}"
 
 
-def _print(title: str, rows: list[dict[str, Any]]) -> None:
+def _print_rows(title: str, rows: list[dict[str, Any]]) -> None:
     from wicore_trt.cli._ui import human_bytes, print_table
 
     heads = {

@@ -29,26 +29,26 @@ _interrupts: list[int] = []
 def main(args: list[str] | None = None) -> None:
     """Run the command line and exit."""
     try:
-        signal.signal(signal.SIGINT, _interrupt)
+        signal.signal(signal.SIGINT, _handle_interrupt)
         _open_streams()
-        code = run(sys.argv[1:] if args is None else args)
+        code = run_command(sys.argv[1:] if args is None else args)
     except KeyboardInterrupt:  # before or behind the command
         code = INTERRUPTED
     if code == INTERRUPTED:
         # At once: what was begun is cleared up, and the interpreter's own end waits for threads and shows tracebacks.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _complain("interrupted")
+        _print_stderr("interrupted")
         os._exit(code)
     sys.exit(code)
 
 
-def _interrupt(number: int, frame: object) -> None:
+def _handle_interrupt(number: int, frame: object) -> None:
     """Of SIGINT: what libraries make of the exception, while they are imported for one, still counts as one."""
     _interrupts.append(number)
     raise KeyboardInterrupt
 
 
-def run(args: list[str]) -> int:
+def run_command(args: list[str]) -> int:
     """Run the command line; returns the exit code."""
     own = args[: args.index("--")] if "--" in args else args
     debug = "--debug" in own or os.environ.get("WICORE_DEBUG", "0") not in ("", "0")
@@ -69,12 +69,12 @@ def run(args: list[str]) -> int:
             return INTERRUPTED
         if debug:
             raise
-        _say(str(error))
+        _print_error(str(error))
         return error.exit_code
     except (OSError, MemoryError) as error:
         if debug:
             raise
-        _say(_of_the_machine(error))
+        _print_error(_of_the_machine(error))
         _forget_stdout()
         return EnvironmentUnfitError.exit_code
     except Exception as error:
@@ -84,10 +84,10 @@ def run(args: list[str]) -> int:
         if debug:
             raise
         if lacking := missing_package(error.name if isinstance(error, ModuleNotFoundError) else None):
-            _say(str(lacking))
+            _print_error(str(lacking))
             return lacking.exit_code
-        _say(f"unexpected {type(error).__name__}: {error}")
-        _complain("This is a bug in wicore. WICORE_DEBUG=1 shows the traceback.")
+        _print_error(f"unexpected {type(error).__name__}: {error}")
+        _print_stderr("This is a bug in wicore. WICORE_DEBUG=1 shows the traceback.")
         return 1
 
 
@@ -136,13 +136,13 @@ def _spelt_out(error: UnicodeError) -> tuple[bytes, int]:
     return b"".join(pieces), error.end
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     """An error on one line: line breaks of its parts become blanks, other control characters are spelt out."""
     line = " ".join(part.strip() for part in text.splitlines() if part.strip())
-    _complain("error: " + "".join(c if c.isprintable() else _escaped(c) for c in line))
+    _print_stderr("error: " + "".join(c if c.isprintable() else _escape_control(c) for c in line))
 
 
-def _complain(line: str) -> None:
+def _print_stderr(line: str) -> None:
     """Print to stderr, unless it is a pipe that is full and that nobody reads: a server has to end all the same."""
     with suppress(OSError, ValueError):
         poll = select.poll()
@@ -152,7 +152,7 @@ def _complain(line: str) -> None:
     print(line[:MAX_LINE], file=sys.stderr)
 
 
-def _escaped(c: str) -> str:
+def _escape_control(c: str) -> str:
     return c if "\udc80" <= c <= "\udcff" else c.encode("unicode_escape").decode("ascii")
 
 

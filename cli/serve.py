@@ -146,11 +146,11 @@ def command(
         return 0
     directory = loaded.settings.engine
     if recipe is not None and engine is None and directory is not None and not Path(directory).exists():
-        from wicore_trt.files import quoted
+        from wicore_trt.files import quote_arg
 
-        fix = f"Build it: wicore build --recipe {quoted(recipe)}"
+        fix = f"Build it: wicore build --recipe {quote_arg(recipe)}"
         raise EngineFormatError(f"engine {directory} does not exist.", fix=fix)
-    return serve(loaded, lambda: resolve_settings(recipe, overrides))
+    return run_server(loaded, lambda: resolve_settings(recipe, overrides))
 
 
 def _grpc_port(grpc_port: int | None, port: int | None, http_port: str | None) -> Any:
@@ -169,7 +169,7 @@ def _names_recipe(text: str) -> bool:
     return not Path(text).is_dir() and (Path(text).suffix in (".yaml", ".yml") or Path(text).name == text)
 
 
-def serve(loaded: Any, reread: Any) -> int:
+def run_server(loaded: Any, reread: Any) -> int:
     """Run the server with these LoadedSettings, which `reread` reads again; returns the exit code."""
     settings = loaded.settings
     check_extras("serve", "torch")

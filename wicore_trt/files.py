@@ -1,8 +1,8 @@
 """The one door for files from outside: models, checkpoints, engines, recipes, downloads.
 
-Whoever reads a file that a user or a stranger made reads it through a `Door`. It knows sizes and JSON, and nothing of
+Whoever reads a file that a user or a stranger made reads it through `UntrustedFiles`. It knows sizes and JSON, and nothing of
 what the files mean. Invariant (I23): what comes through is a regular file that was opened without blocking, that lies
-inside of the door's directory, and of which no more than the limit is read; everything else is the door's error, in one
+inside of the given directory, and of which no more than the limit is read; everything else is the given error, in one
 line.
 """
 
@@ -53,7 +53,7 @@ _LONE_SURROGATE = re.compile(r"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class UntrustedFiles:
     """How files of one directory are read.
 
     `within` is the directory that files must lie in when all links are followed (None: the user named the file itself,
@@ -69,97 +69,100 @@ class Door:
     seen: dict[str, tuple[int, ...]] | None = field(default=None, compare=False)
 
     @contextmanager
-    def open(self, path: Path, *, limit: int | None = None, buffering: int = -1) -> Iterator[BinaryIO]:
+    def open_file(self, path: Path, *, limit: int | None = None, buffering: int = -1) -> Iterator[BinaryIO]:
         """The file, opened for reading. OSError while it is being read becomes the door's error, too.
 
         `limit` is in bytes (None: any size, for readers that check every length against `size_of` the file).
         """
-        descriptor = self._descriptor(path, limit)
+        descriptor = self._open_descriptor(path, limit)
         with os.fdopen(descriptor, "rb", buffering=buffering) as file:
             try:
                 yield file
             except OSError as error:
-                raise self.refusal(path, f"cannot be read: {error.strerror or error}") from error
+                raise self.make_error(path, f"cannot be read: {error.strerror or error}") from error
 
-    def read(self, path: Path, *, limit: int = SMALL_BYTES) -> bytes:
+    def read_bytes(self, path: Path, *, limit: int = SMALL_BYTES) -> bytes:
         """All bytes of the file."""
-        with self.open(path, limit=limit, buffering=0) as file:
+        with self.open_file(path, limit=limit, buffering=0) as file:
             data = _read_at_most(file, limit + 1)
         if len(data) > limit:
             raise self._too_large(path, len(data), limit)
         return data
 
-    def text(self, path: Path, *, limit: int = SMALL_BYTES) -> str:
+    def read_text(self, path: Path, *, limit: int = SMALL_BYTES) -> str:
         """The file as UTF-8 text."""
-        return self.decode(self.read(path, limit=limit), path)
+        return self.decode_text(self.read_bytes(path, limit=limit), path)
 
-    def json(self, path: Path, *, limit: int = SMALL_BYTES) -> dict[str, Any]:
+    def read_json(self, path: Path, *, limit: int = SMALL_BYTES) -> dict[str, Any]:
         """The file as a JSON object; see `parse`."""
-        value = self.parse(self.read(path, limit=limit), path)
+        value = self.parse_json(self.read_bytes(path, limit=limit), path)
         if not isinstance(value, dict):
-            raise self.refusal(path, f"holds {_name_of(value)} where a JSON object belongs")
+            raise self.make_error(path, f"holds {_name_of(value)} where a JSON object belongs")
         return value
 
-    def parse(self, data: bytes, path: Path | str) -> Any:
+    def parse_json(self, data: bytes, path: Path | str) -> Any:
         """JSON of the file (or part of one) named `path`: UTF-8, no key twice in an object, no NaN or Infinity, nested
         at most MAX_DEPTH."""
-        text = self.decode(data, path)
+        text = self.decode_text(data, path)
         try:
             value = json.loads(
-                text, object_pairs_hook=_without_doubles, parse_constant=_refuse_constant, parse_float=_finite
+                text, object_pairs_hook=_without_doubles, parse_constant=_refuse_constant, parse_float=_parse_finite
             )
-            if _depth(value) > MAX_DEPTH:
+            if _measure_depth(value) > MAX_DEPTH:
                 raise RecursionError
             if _LONE_SURROGATE.search(text):
                 json.dumps(value, ensure_ascii=False).encode("utf-8")
         except RecursionError:
-            raise self.refusal(path, f"nests objects or lists more than {MAX_DEPTH} deep") from None
+            raise self.make_error(path, f"nests objects or lists more than {MAX_DEPTH} deep") from None
         except UnicodeEncodeError:
-            raise self.refusal(path, "holds half of a surrogate pair, which is no text") from None
+            raise self.make_error(path, "holds half of a surrogate pair, which is no text") from None
         except ValueError as error:
-            raise self.refusal(path, f"is not valid JSON: {error}") from error
+            raise self.make_error(path, f"is not valid JSON: {error}") from error
         return value
 
-    def decode(self, data: bytes, path: Path | str) -> str:
+    def decode_text(self, data: bytes, path: Path | str) -> str:
         """Bytes of the file `path` as text."""
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise self.refusal(path, f"cannot be read as UTF-8 (byte {error.start} is wrong)") from error
+            raise self.make_error(path, f"cannot be read as UTF-8 (byte {error.start} is wrong)") from error
 
-    def copy(self, path: Path, target: Path, *, limit: int) -> Path:
+    def copy_file(self, path: Path, target: Path, *, limit: int) -> Path:
         """Copy the file's bytes, at most `limit`, to `target`, which must not exist. OSError is the target's."""
-        with os.fdopen(self._descriptor(path, limit), "rb", buffering=0) as file, target.open("xb", buffering=0) as out:
+        with (
+            os.fdopen(self._open_descriptor(path, limit), "rb", buffering=0) as file,
+            target.open("xb", buffering=0) as out,
+        ):
             done = 0
-            while data := self._piece(path, file):
+            while data := self._read_piece(path, file):
                 done += len(data)
                 if done > limit:
                     raise self._too_large(path, done, limit)
                 write_all(out, data)
         return target
 
-    def check(self, path: Path, *, limit: int | None = None) -> int:
+    def check_file(self, path: Path, *, limit: int | None = None) -> int:
         """Open the file and close it again; returns its size in bytes."""
-        with self.open(path, limit=limit) as file:
+        with self.open_file(path, limit=limit) as file:
             return size_of(file)
 
     def check_unchanged(self) -> None:
         """Refuse when a file that was opened is another one by now, or was written to: what was read may be half of one
         version and half of another."""
         for path in self.seen or ():
-            self.check(Path(path))
+            self.check_file(Path(path))
 
-    def refusal(self, path: Path | str, reason: str) -> WicoreError:
+    def make_error(self, path: Path | str, reason: str) -> WicoreError:
         """The error that says `reason` of the file."""
         return self.error(f"{path} {reason}.", fix=self.fix)
 
-    def _piece(self, path: Path, file: BinaryIO) -> bytes:
+    def _read_piece(self, path: Path, file: BinaryIO) -> bytes:
         try:
             return file.read(_COPY_BYTES)
         except OSError as error:
-            raise self.refusal(path, f"cannot be read: {error.strerror}") from error
+            raise self.make_error(path, f"cannot be read: {error.strerror}") from error
 
-    def _descriptor(self, path: Path, limit: int | None) -> int:
+    def _open_descriptor(self, path: Path, limit: int | None) -> int:
         try:
             real = os.path.realpath(path, strict=True)
             self._check_inside(path, real)
@@ -170,9 +173,9 @@ class Door:
                 self._check_kind(path, os.stat(path), limit)
             dangling = os.path.islink(path)
             reason = f"is a link to {os.readlink(path)}, which does not exist" if dangling else "is missing"
-            raise self.refusal(path, reason) from None
+            raise self.make_error(path, reason) from None
         except (OSError, ValueError) as error:
-            raise self.refusal(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
+            raise self.make_error(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
         try:
             status = os.fstat(descriptor)
             self._check_kind(path, status, limit)
@@ -207,15 +210,15 @@ class Door:
 
     def _check_kind(self, path: Path, status: os.stat_result, limit: int | None) -> None:
         if not stat.S_ISREG(status.st_mode):
-            raise self.refusal(path, f"is {_KINDS.get(stat.S_IFMT(status.st_mode), 'special')}, not a regular file")
+            raise self.make_error(path, f"is {_KINDS.get(stat.S_IFMT(status.st_mode), 'special')}, not a regular file")
         if limit is not None and status.st_size > limit:
             raise self._too_large(path, status.st_size, limit)
 
     def _too_large(self, path: Path, size: int, limit: int) -> WicoreError:
-        return self.refusal(path, f"has {size} bytes, more than the {limit} that such a file may have")
+        return self.make_error(path, f"has {size} bytes, more than the {limit} that such a file may have")
 
 
-def present(path: Path) -> bool:
+def is_present(path: Path) -> bool:
     """Whether something has this name, be it a link that leads nowhere: what is there must be read or refused.
 
     A directory that may not be searched counts as present, so that the door says why it cannot be read.
@@ -234,7 +237,7 @@ def size_of(file: BinaryIO) -> int:
     return os.fstat(file.fileno()).st_size
 
 
-def quoted(path: object) -> str:
+def quote_arg(path: object) -> str:
     """A path or other argument as a shell takes it: blanks, quotes, control characters, a leading dash."""
     word = str(path)
     if word.startswith("-"):
@@ -249,7 +252,7 @@ def quoted(path: object) -> str:
     return "$'" + "".join(spelt) + "'"
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """The text with bytes of file names that are no UTF-8 spelt out (\\xff), so that it can be stored and sent."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
@@ -290,14 +293,14 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"the number {text[:40]} is beyond what a float holds")
     return value
 
 
-def _depth(value: Any) -> int:
+def _measure_depth(value: Any) -> int:
     """How many objects and lists of `json.loads` lie inside of one another, without recursion."""
     depth, values = 0, iter([value])
     while level := [item for item in values if type(item) is dict or type(item) is list]:

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from wicore_trt.errors import ConfigError
-from wicore_trt.files import Door
+from wicore_trt.files import UntrustedFiles
 
 PACKAGE = "wicore_trt.recipes"
 SUFFIX = ".yaml"
@@ -61,7 +61,7 @@ def read_recipe(path: Path, keys: Collection[str]) -> dict[str, tuple[Any, str]]
     Raises ConfigError with file and line for bad YAML, an unknown, repeated or misplaced key.
     """
     try:
-        loader = yaml.SafeLoader(Door(error=ConfigError, fix="Give a YAML file of settings.").text(path))
+        loader = yaml.SafeLoader(UntrustedFiles(error=ConfigError, fix="Give a YAML file of settings.").read_text(path))
     except yaml.YAMLError as error:
         raise ConfigError(f"recipe {path} cannot be read: {error}.") from error
     try:

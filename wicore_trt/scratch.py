@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
-from wicore_trt.files import present, quoted
+from wicore_trt.files import is_present, quote_arg
 
 MARKER = "marker"
 _NEW, _WORK, _TAKEN, _OLD = "new", "work", "taken", "old"
@@ -72,7 +72,7 @@ class Scratch:
         """An empty directory for files that vanish with the scratch."""
         return self.folder / _WORK
 
-    def publish(self) -> None:
+    def publish_output(self) -> None:
         """Give the finished directory its name: all of it reaches the disk first, and what it replaces is looked at
         again. Raises ConfigError when something came into its way; nothing is changed then."""
         _sync_tree(self.directory)
@@ -80,8 +80,8 @@ class Scratch:
         taken, old = self.folder / _TAKEN, self.folder / _OLD
         if _is_empty(self.output):  # a rename replaces it, unless something appears in it
             os.chmod(self.directory, stat.S_IMODE(os.lstat(self.output).st_mode))
-        elif present(self.output):
-            if self._exchange(taken):
+        elif is_present(self.output):
+            if self._exchange_directories(taken):
                 return
             os.rename(self.output, taken)  # from here on nobody puts anything into it by its name
             check_output(taken, self.product, force=self.force, source=None, name=self.output)
@@ -89,33 +89,33 @@ class Scratch:
         try:
             os.replace(self.directory, self.output)
         except OSError as error:
-            if not present(self.output):
+            if not is_present(self.output):
                 raise
             raise ConfigError(
                 f"{self.output} appeared while this ran, so it is left alone.", fix="Choose another output."
             ) from error
-        _sync(self.output.parent)
+        _sync_path(self.output.parent)
 
-    def _exchange(self, taken: Path) -> bool:
+    def _exchange_directories(self, taken: Path) -> bool:
         """Put the new directory in the place of the old one in one call, and look at the old one then; False when the
         file system has no such call. The new one waits at `taken`, so that whatever is found there after a kill is
         looked at before it goes."""
         os.rename(self.directory, taken)
-        if not exchange(taken, self.output):
+        if not exchange_names(taken, self.output):
             os.rename(taken, self.directory)
             return False
         try:
             check_output(taken, self.product, force=self.force, name=self.output)
         except (ConfigError, OSError):
-            exchange(taken, self.output)
+            exchange_names(taken, self.output)
             raise
         os.replace(taken, self.folder / _OLD)
-        _sync(self.output.parent)
+        _sync_path(self.output.parent)
         return True
 
     def publish_file(self, file: Path) -> None:
         """Give a finished file its name, which must be free. Raises ConfigError when it no longer is."""
-        _sync(file)
+        _sync_path(file)
         try:
             try:
                 os.link(file, self.output)
@@ -128,11 +128,13 @@ class Scratch:
             raise ConfigError(
                 f"{self.output} appeared while this ran, so it is left alone.", fix="Choose another output."
             ) from error
-        _sync(self.output.parent)
+        _sync_path(self.output.parent)
 
 
 @contextmanager
-def replacing(output: Path, product: Product, *, force: bool, source: str | Path | None = None) -> Iterator[Scratch]:
+def replace_output(
+    output: Path, product: Product, *, force: bool, source: str | Path | None = None
+) -> Iterator[Scratch]:
     """A Scratch to fill and publish. Whatever was not published vanishes with the block.
 
     `force` replaces a directory of the same kind; `source` is what is being read, which must not lie in it. What
@@ -141,12 +143,12 @@ def replacing(output: Path, product: Product, *, force: bool, source: str | Path
 
     Raises ConfigError when something is in the way, EnvironmentUnfitError in place of an OSError of the block.
     """
-    output = absolute(output)
+    output = resolve_parents(output)
     origin = None if source is None else Path(os.path.expanduser(source))
     try:
-        with _stale(output, product):
+        with _clear_stale(output, product):
             check_output(output, product, force=force, source=origin)
-            with _parents(output.parent), _folder(output, product) as folder:
+            with _make_parents(output.parent), _make_folder(output, product) as folder:
                 yield Scratch(output, folder, product, force, origin)
     except OSError as error:
         raise EnvironmentUnfitError(
@@ -154,7 +156,7 @@ def replacing(output: Path, product: Product, *, force: bool, source: str | Path
         ) from error
 
 
-def exchange(one: Path, other: Path) -> bool:
+def exchange_names(one: Path, other: Path) -> bool:
     """Exchange what two names of one file system stand for, in one step. False, and nothing done, where that cannot be:
     the reason is that of the renames which the caller tries then."""
     try:
@@ -166,11 +168,11 @@ def exchange(one: Path, other: Path) -> bool:
 
 def clear_up(output: Path, product: Product) -> None:
     """Remove what killed processes left behind beside a finished output."""
-    with suppress(OSError), _stale(output, product):
+    with suppress(OSError), _clear_stale(output, product):
         pass
 
 
-def absolute(path: Path | str) -> Path:
+def resolve_parents(path: Path | str) -> Path:
     """The absolute path that the kernel takes `path` for; its last part may be a link. Raises EnvironmentUnfitError
     when the current directory is gone."""
     path = Path(path)
@@ -198,7 +200,7 @@ def check_output(
     name = name or output
     if os.path.islink(output):
         raise ConfigError(
-            f"{name} is a symbolic link.", fix=f"Name the directory itself: {quoted(os.path.realpath(output))}"
+            f"{name} is a symbolic link.", fix=f"Name the directory itself: {quote_arg(os.path.realpath(output))}"
         )
     try:
         status = os.lstat(output)
@@ -224,7 +226,7 @@ def check_output(
         raise ConfigError(f"The {product.name} {name} already exists.", fix="Add --force to replace it.")
     if source is not None and Path(os.path.realpath(source)).is_relative_to(os.path.realpath(output)):
         raise ConfigError(f"The source {source} lies in {name}, which would be replaced.", fix="Choose another output.")
-    odd = unlisted(output, frozenset(listed))
+    odd = find_unlisted(output, frozenset(listed))
     if odd:
         more = f" and {len(odd) - _MAX_NAMED} more" if len(odd) > _MAX_NAMED else ""
         raise ConfigError(
@@ -233,7 +235,7 @@ def check_output(
         )
 
 
-def unlisted(directory: Path, listed: Collection[str]) -> list[str]:
+def find_unlisted(directory: Path, listed: Collection[str]) -> list[str]:
     """Files, links, and directories with nothing to look at in them, below `directory` that are not listed, by their
     POSIX names in it. Raises OSError for a directory that holds something listed and cannot be read."""
     parents = {str(parent) for name in listed for parent in Path(name).parents}
@@ -261,12 +263,12 @@ def unlisted(directory: Path, listed: Collection[str]) -> list[str]:
 
 
 @contextmanager
-def _folder(output: Path, product: Product) -> Iterator[Path]:
+def _make_folder(output: Path, product: Product) -> Iterator[Path]:
     """A scratch directory with marker and lock, settled at the end."""
     while True:
-        folder = output.parent / f"{_prefix(output)}{secrets.token_hex(16)}"
+        folder = output.parent / f"{_make_prefix(output)}{secrets.token_hex(16)}"
         folder.mkdir(mode=0o700)
-        lock = _mark(folder, output)
+        lock = _write_marker(folder, output)
         if lock is not None:
             break
     try:
@@ -274,11 +276,11 @@ def _folder(output: Path, product: Product) -> Iterator[Path]:
             (folder / name).mkdir()
         yield folder
     finally:
-        _settle(folder, output, product)
+        _settle_folder(folder, output, product)
         os.close(lock)
 
 
-def _mark(folder: Path, output: Path) -> int | None:
+def _write_marker(folder: Path, output: Path) -> int | None:
     """Lock and write the marker; None when another process took the new, still empty directory for a left-over."""
     try:
         lock = os.open(folder / MARKER, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -288,7 +290,7 @@ def _mark(folder: Path, output: Path) -> int | None:
         with suppress(OSError):  # a file system without locks: nobody can lock it later either, so it is never removed
             fcntl.flock(lock, fcntl.LOCK_EX)
         if os.fstat(lock).st_nlink:
-            os.write(lock, _content(output))
+            os.write(lock, _describe_marker(output))
             return lock
     except BaseException:
         os.close(lock)
@@ -299,27 +301,27 @@ def _mark(folder: Path, output: Path) -> int | None:
 
 
 @contextmanager
-def _stale(output: Path, product: Product) -> Iterator[None]:
+def _clear_stale(output: Path, product: Product) -> Iterator[None]:
     """Clear up after killed processes. A directory in which one of them left the only output is settled at the end."""
     held: list[tuple[Path, int]] = []
     try:
         for folder, lock in _left_behind(output):
-            free = not present(output) or _is_empty(output)
-            if not free or not any(present(folder / name) for name in (_TAKEN, _OLD)):
-                _settle(folder, output, product)
+            free = not is_present(output) or _is_empty(output)
+            if not free or not any(is_present(folder / name) for name in (_TAKEN, _OLD)):
+                _settle_folder(folder, output, product)
                 os.close(lock)
             else:
                 held.append((folder, lock))
         yield
     finally:
         for folder, lock in held:
-            _settle(folder, output, product)
+            _settle_folder(folder, output, product)
             os.close(lock)
 
 
 def _left_behind(output: Path) -> Iterator[tuple[Path, int]]:
     """Scratch directories for `output` whose process is gone, each with its lock, which is ours now."""
-    pattern = re.compile(re.escape(_prefix(output)) + "[0-9a-f]{32}")
+    pattern = re.compile(re.escape(_make_prefix(output)) + "[0-9a-f]{32}")
     try:
         names = sorted(os.listdir(output.parent))
     except (FileNotFoundError, NotADirectoryError, PermissionError):  # none yet, or not to be listed
@@ -340,7 +342,7 @@ def _left_behind(output: Path) -> Iterator[tuple[Path, int]]:
         except OSError:  # it lives, or the file system has no locks
             os.close(lock)
             continue
-        if stat.S_ISREG(status.st_mode) and status.st_nlink and content == _content(output):
+        if stat.S_ISREG(status.st_mode) and status.st_nlink and content == _describe_marker(output):
             yield folder, lock
             continue
         if not content and status.st_nlink:  # killed before it wrote the marker
@@ -350,11 +352,11 @@ def _left_behind(output: Path) -> Iterator[tuple[Path, int]]:
         os.close(lock)
 
 
-def _settle(folder: Path, output: Path, product: Product) -> None:
+def _settle_folder(folder: Path, output: Path, product: Product) -> None:
     """Remove a scratch directory, the marker last. What stood at the output goes back unless the new one is there."""
-    published = not present(folder / _NEW)
+    published = not is_present(folder / _NEW)
     for name in (_TAKEN,) if published else (_OLD, _TAKEN):  # an old one that was replaced may be half removed
-        if present(folder / name) and (not present(output) or (not published and _is_empty(output))):
+        if is_present(folder / name) and (not is_present(output) or (not published and _is_empty(output))):
             with suppress(OSError):  # something appeared there
                 os.rename(folder / name, output)
     replaced = published or _is_whole(output, product)
@@ -362,15 +364,15 @@ def _settle(folder: Path, output: Path, product: Product) -> None:
         if replaced:
             check_output(folder / _TAKEN, product, force=True)
             os.replace(folder / _TAKEN, folder / _OLD)  # whoever dies while it removes this has looked at it
-    if present(folder / _TAKEN) or (present(folder / _OLD) and not replaced):
-        _remove(folder / _WORK)  # its place is taken by something else: whoever put it there will look for it
+    if is_present(folder / _TAKEN) or (is_present(folder / _OLD) and not replaced):
+        _remove_tree(folder / _WORK)  # its place is taken by something else: whoever put it there will look for it
         if not published:
             for name in os.listdir(folder / _NEW):  # `new` itself says that nothing was published
-                _remove(folder / _NEW / name)
+                _remove_tree(folder / _NEW / name)
         return
     _remove_listed(folder / _OLD, product)
     for name in (_WORK, _NEW):
-        _remove(folder / name)
+        _remove_tree(folder / name)
     with suppress(OSError):
         if os.listdir(folder) == [MARKER]:  # without its marker nobody may remove what is left
             os.unlink(folder / MARKER)
@@ -398,7 +400,7 @@ def _is_whole(output: Path, product: Product) -> bool:
     if os.path.islink(output) or not os.path.isdir(output):
         return False
     listed = product.listed(output)
-    return listed is not None and all(present(output / name) for name in listed)
+    return listed is not None and all(is_present(output / name) for name in listed)
 
 
 def _remove_listed(directory: Path, product: Product) -> None:
@@ -415,7 +417,7 @@ def _remove_listed(directory: Path, product: Product) -> None:
             os.rmdir(folder)
 
 
-def _remove(path: Path) -> None:
+def _remove_tree(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
     with suppress(OSError):
         os.unlink(path)
@@ -429,18 +431,18 @@ def _own_directory(path: Path) -> bool:
     return False
 
 
-def _prefix(output: Path) -> str:
+def _make_prefix(output: Path) -> str:
     """`.NAME.wicore-`; of a NAME that leaves no room for the random part its digest."""
     name = os.fsencode(output.name)
     return f".{hashlib.sha256(name).hexdigest() if len(name) > _MAX_NAME else output.name}.wicore-"
 
 
-def _content(output: Path) -> bytes:
+def _describe_marker(output: Path) -> bytes:
     return b"wicore scratch\n" + os.fsencode(output.name)
 
 
 @contextmanager
-def _parents(parent: Path) -> Iterator[None]:
+def _make_parents(parent: Path) -> Iterator[None]:
     """Make a directory and what is missing above it; what is still empty at the end goes again."""
     missing = []
     while not os.path.isdir(parent) and parent != parent.parent:
@@ -462,11 +464,11 @@ def _parents(parent: Path) -> Iterator[None]:
 def _sync_tree(directory: Path) -> None:
     for folder, _, files in os.walk(directory, topdown=False):
         for name in files:
-            _sync(Path(folder, name))
-        _sync(Path(folder))
+            _sync_path(Path(folder, name))
+        _sync_path(Path(folder))
 
 
-def _sync(path: Path) -> None:
+def _sync_path(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -30,11 +30,11 @@ from wicore_trt.bench.perplexity import (
     ExecutorScorer,
     Scorer,
     chosen_logprobs,
-    perplexity,
+    compute_perplexity,
     read_tokens,
 )
 from wicore_trt.bench.report import Roof, make_report, time_figure
-from wicore_trt.checkpoint.demo import fetch
+from wicore_trt.checkpoint.demo import fetch_model
 from wicore_trt.engine.directory import EngineDir
 from wicore_trt.llm import LLM
 from wicore_trt.text.model_files import FILES
@@ -226,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         note(f"load average {load:.1f}: other work is running here, so these figures say little")
     torch.set_num_threads(args.threads)
     rates = measure_rates("cpu", threads=args.threads)
-    gguf = fetch("gemma3-270m")
+    gguf = fetch_model("gemma3-270m")
     with measured_engine(args.engine, gguf) as engine:
         manifest, tokenizer = engine.manifest, Tokenizer.from_files(engine.read_present(FILES), engine.path)
         assert tokenizer.bos_id is not None
@@ -268,9 +268,9 @@ def _quality(engine: EngineDir, text: Sequence[int], bos_id: int, reference: Any
         return lambda done, total: note(f"perplexity, {name}: {done} of {total} tokens")
 
     scorer = ExecutorScorer(engine, context=1024, threads=threads, device="cpu")
-    ours = perplexity(scorer, text, bos_id=bos_id, progress=tell(OURS))
+    ours = compute_perplexity(scorer, text, bos_id=bos_id, progress=tell(OURS))
     scorer.close()
-    theirs = perplexity(transformers_scorer(reference), text, bos_id=bos_id, progress=tell(FLOAT32))
+    theirs = compute_perplexity(transformers_scorer(reference), text, bos_id=bos_id, progress=tell(FLOAT32))
     assert ours.tokens == theirs.tokens
     return {
         "tokens": ours.tokens,

@@ -21,7 +21,7 @@ from typing import Any
 from wicore_trt.backends.tensorrt.api import find_tensorrt
 from wicore_trt.backends.tensorrt.build import PLANS, build_plans, plan_file
 from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits, PlanRequest, TensorSpec
-from wicore_trt.bench.report import KIND, SCHEMA, machine
+from wicore_trt.bench.report import KIND, SCHEMA, describe_machine
 from wicore_trt.checkpoint.format import rank_entries
 from wicore_trt.checkpoint.safetensors_io import TensorInfo
 from wicore_trt.kv.sizing import MODELS, builtin_spec
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     limits = PlanLimits(options.max_batch, options.max_chunk, options.max_context)
     api = find_tensorrt()
-    print(f"{api.flavour} {api.version}, {limits}, {datetime.now(UTC):%Y-%m-%d}, {machine()}\n{COLUMNS}")
+    print(f"{api.flavour} {api.version}, {limits}, {datetime.now(UTC):%Y-%m-%d}, {describe_machine()}\n{COLUMNS}")
     rows = []
     for model in options.models.split(","):
         for dtype in options.dtypes.split(","):
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "schema": SCHEMA,
             "command": "plans",
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": machine(),
+            "machine": describe_machine(),
             "versions": {api.flavour: api.version},
             "parameters": {"max_batch": limits.max_batch, "max_chunk": limits.max_chunk}
             | {"max_context": limits.max_context},

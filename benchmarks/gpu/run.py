@@ -44,7 +44,7 @@ from benchmarks.gpu.report import (
     save,
     svg,
 )
-from wicore_trt.bench.report import machine
+from wicore_trt.bench.report import describe_machine
 
 STAGES = ("bounds", "check", "ours", "startup", "vllm")
 FREE_SHARE, FREE_WAIT_S = 0.9, 20.0
@@ -345,7 +345,7 @@ def measure_command(argv: Sequence[str]) -> int:
     document = new_document(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         arguments={name: str(value) for name, value in vars(args).items()},
-        machine=machine(),
+        describe_machine=describe_machine(),
         versions=installed() | gpu_versions(),
         gpu=describe(),
     )

@@ -20,7 +20,7 @@ from benchmarks.common import measured_engine, note
 from benchmarks.kv.attention_trace import MeasuringExecutor, QuestionSessions, TouchedChain, record, replay_policy
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.torch.executor import TorchExecutor
-from wicore_trt.bench.report import machine, versions
+from wicore_trt.bench.report import describe_machine, list_versions
 from wicore_trt.config import load_settings
 from wicore_trt.core.assemble import load_engine
 from wicore_trt.engine.directory import EngineDir
@@ -181,8 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not args.cost and not args.ablation:
         parser.error("give --cost or --ablation")
-    cpu = machine()
-    print(f"{datetime.now(UTC).date()}, {cpu['cpu']}, {args.threads} threads, {versions()}\n")
+    cpu = describe_machine()
+    print(f"{datetime.now(UTC).date()}, {cpu['cpu']}, {args.threads} threads, {list_versions()}\n")
     worst = 0.0
     with measured_engine(args.engine) as engine:
         if args.cost:

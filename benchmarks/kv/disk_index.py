@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from hashlib import blake2b
 from pathlib import Path
 
-from wicore_trt.bench.report import machine, versions
+from wicore_trt.bench.report import describe_machine, list_versions
 from wicore_trt.kv.disk.format import BLOCK_BYTES, Namespace, SlotFormat
 from wicore_trt.kv.disk.store import DiskStore
 from wicore_trt.kv.pages.page import Page
@@ -154,7 +154,11 @@ def main() -> int:
     parser.add_argument("--slots", type=int, default=1_136_000, help="slots of the disk tier whose index is built")
     args = parser.parse_args()
     results = [measure_index(model, args.slots) for model in MODELS]
-    head = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine(), "versions": versions()}
+    head = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(),
+        "versions": list_versions(),
+    }
     print(json.dumps({**head, "policy": DEFAULT_POLICY, "goal_s_per_tb": GOAL_S, "results": results}, indent=2))
     return 0 if float(str(results[0]["seconds_per_tb"])) <= GOAL_S else 1
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.kv.planner_simulation import CellResult, Noise, grid, run_cell, run_stalls
-from wicore_trt.bench.report import machine
+from wicore_trt.bench.report import describe_machine
 
 ORACLE_GOAL, RECOMPUTE_GOAL = 1.10, 1.03
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--worst", type=int, default=0, help="print only this many worst cells; 0 prints all")
     options = parser.parse_args(arguments)
     noise, rng = Noise(options.noise, 2.5 * options.noise), random.Random(options.seed)
-    host = machine()
+    host = describe_machine()
     print(f"{datetime.date.today()}, simulated on {host['cpu']}; noise {noise.spread:g}, seed {options.seed}")
     outcomes = [run_cell(cell, noise, rng) for cell in grid(longest=options.longest)]
     stalls = [outcome for cell in grid(longest=options.longest) for outcome in run_stalls(cell, noise, rng)]

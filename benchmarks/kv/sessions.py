@@ -57,7 +57,7 @@ from benchmarks.kv.workload import (
 from wicore_trt.arithmetic import ITEM_BYTES
 from wicore_trt.bench.perplexity import read_tokens
 from wicore_trt.bench.report import make_report
-from wicore_trt.checkpoint.demo import fetch
+from wicore_trt.checkpoint.demo import fetch_model
 from wicore_trt.config import load_settings
 from wicore_trt.core.assemble import LoadedEngine, load_engine
 from wicore_trt.core.engine import EngineCore
@@ -262,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rounds = args.rounds or (1 if args.quick else 3)
     groups = args.groups if args.groups is not None else (1 if args.quick else 20)
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
-        path = args.engine or build_engine(fetch("gemma3-270m"), Path(scratch) / "engine").path
+        path = args.engine or build_engine(fetch_model("gemma3-270m"), Path(scratch) / "engine").path
         engine = open_engine(path)
         manifest, tokenizer = engine.manifest, Tokenizer.from_files(engine.read_present(FILES), engine.path)
         assert tokenizer.bos_id is not None

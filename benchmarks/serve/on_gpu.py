@@ -33,7 +33,7 @@ from typing import Any
 from benchmarks.common import installed, say
 from benchmarks.gpu.peer import peer_version, problem_of, run_script
 from wicore_trt.bench.client import GrpcTarget
-from wicore_trt.bench.workload import BenchRequest, Piece, Vocabulary
+from wicore_trt.bench.workload import BenchRequest, PromptPart, WordList
 
 TPOT_MARGIN = 0.95
 """Of the promised time per token, what the scheduler is told to keep."""
@@ -126,10 +126,10 @@ async def long_beside(address: str, tokens: int, count: int) -> dict[str, Any]:
     """Gaps between tokens of `count` streams, in ms, before a prompt of so many tokens comes and until it has its
     first token."""
     target = await GrpcTarget.connect(address)
-    vocabulary = Vocabulary(target.info.vocab_size, seed=1)
+    vocabulary = WordList(target.info.vocab_size, seed=1)
 
     async def one(name: str, prompt: int, output: int) -> Any:
-        record = await target.generate(BenchRequest(vocabulary.tokens(Piece(name, prompt)), output))
+        record = await target.generate(BenchRequest(vocabulary.tokens(PromptPart(name, prompt)), output))
         if record.error:
             raise RuntimeError(f"{name}: {record.error}")
         return record

@@ -23,7 +23,7 @@ from wicore_trt.backends.tensorrt.api import FULL, TensorRT, find_tensorrt
 from wicore_trt.backends.tensorrt.plan import rebuild_plans
 from wicore_trt.backends.tensorrt.plan_build import build_plan
 from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanRequest
-from wicore_trt.cli.main import run
+from wicore_trt.cli.main import run_command
 from wicore_trt.engine.build import build_engine
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 
@@ -159,7 +159,7 @@ def test_rtx_refuses_it_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     tiny_model(22, vocab_size=256, **TWO_LAYERS).hf.save_pretrained(tmp_path / "hf")
     write_tiny_tokenizer(tmp_path / "hf")
     arguments = ["build", str(tmp_path / "hf"), str(tmp_path / "engine"), "--backend", "tensorrt", "--target", "sm89"]
-    assert run([*arguments, "--attention", "plugin"]) == 4
+    assert run_command([*arguments, "--attention", "plugin"]) == 4
     [line] = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert "has networks without plugins" in line and not (tmp_path / "engine").exists()
 

@@ -23,7 +23,7 @@ from wicore_trt.backends.tensorrt.plan_io import PHASES, TensorSpec
 from wicore_trt.backends.tensorrt.plan_log import BuildLog, make_monitor
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
-from wicore_trt.cli.main import run
+from wicore_trt.cli.main import run_command
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import open_engine
 from wicore_trt.engine.options import BuildOptions
@@ -77,7 +77,7 @@ def test_several_targets_in_one_go(tmp_path: Path, capsys: pytest.CaptureFixture
     """One set of weights, a plan for each target and phase; `inspect` shows layers, precisions, memory and I/O."""
     source, output = write_tiny_source(tmp_path / "source"), tmp_path / "engine"
     flags = ["--backend", "tensorrt", "--target", "sm80,sm89", "--target", "sm120", "--max-batch", "3"]
-    assert run(["build", str(source), str(output), *flags]) == 0
+    assert run_command(["build", str(source), str(output), *flags]) == 0
     assert "plans ..." in capsys.readouterr().err
     manifest = open_engine(output).manifest
     assert manifest.targets == ["sm80", "sm89", "sm120"] and manifest.backend == "tensorrt"
@@ -90,7 +90,7 @@ def test_several_targets_in_one_go(tmp_path: Path, capsys: pytest.CaptureFixture
     plans = [f"plans/{target}.{phase}.plan" for target in manifest.targets for phase in PHASES]
     assert {*plans, INDEX, "rank0.safetensors"} <= set(manifest.files)
     assert all((output / name).stat().st_size > 10_000 for name in plans)
-    assert run(["inspect", str(output), "--json"]) == 0
+    assert run_command(["inspect", str(output), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)["compiled"]
     assert [plan["file"] for plan in report["plans"]] == sorted(plans)
     for plan in report["plans"]:
@@ -102,7 +102,7 @@ def test_several_targets_in_one_go(tmp_path: Path, capsys: pytest.CaptureFixture
     )
     names = {t["name"] for t in report["tensors"]["decode"]}
     assert {"token_ids", "logits", "cache.k.*", "cache.v.*.updated", "transformer.layers.*.mlp.gate_up.weight"} <= names
-    assert run(["inspect", str(output)]) == 0
+    assert run_command(["inspect", str(output)]) == 0
     out = capsys.readouterr().out
     assert "plans/sm89.decode.plan" in out and "KV of one slot" in out and "[B, 1]" in out
 

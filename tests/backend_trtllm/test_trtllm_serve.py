@@ -18,7 +18,7 @@ from backend_trtllm.trtllm_stand_in import Executor, next_token
 from grpc_health.v1 import health_pb2
 from serve.serving import Process, Running, failure, rest_of, serving, stats_now, until
 
-from wicore_trt.cli.main import run
+from wicore_trt.cli.main import run_command
 from wicore_trt.config import load_settings
 from wicore_trt.core.assemble import load_engine, make_executor
 from wicore_trt.core.port import LocalEngine
@@ -276,6 +276,6 @@ async def test_the_command_starts_the_engine_again_when_the_library_breaks(trtll
 def test_without_the_library_the_command_says_so_on_one_line(
     trtllm_built: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["serve", str(trtllm_built / "engine"), "--grpc-port", "0", "--http-port", "none"]) == 4
+    assert run_command(["serve", str(trtllm_built / "engine"), "--grpc-port", "0", "--http-port", "none"]) == 4
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert "TensorRT-LLM is not installed" in line

@@ -60,8 +60,8 @@ def load(settings: Settings) -> tuple[Core, ModelInfo]:
 
 
 if __name__ == "__main__":
-    from wicore_trt.cli.main import run
+    from wicore_trt.cli.main import run_command
 
     become(Path(sys.argv[1]))
     supervisor.Parts = partial(supervisor.Parts, load_engine="backend_trtllm.trtllm_machine:load")
-    raise SystemExit(run(sys.argv[2:]))
+    raise SystemExit(run_command(sys.argv[2:]))

@@ -22,7 +22,7 @@ from benchmarks.gpu import startup as gpu_startup
 from benchmarks.gpu import step_check as gpu_step_check
 from benchmarks.gpu.cases import CONFIGS, CONTEXT, DECODE, EXPECTED, FIGURES, GOALS, PREFILL, Rates, bound_s
 from benchmarks.gpu.report import drop_empty_columns, lines, load_document, markdown, new_document, save, svg
-from wicore_trt.bench.report import versions
+from wicore_trt.bench.report import list_versions
 
 H100 = {"name": "NVIDIA H100 80GB HBM3", "target": "sm90"}
 
@@ -263,10 +263,10 @@ def test_a_server_that_does_not_serve_is_no_figure(code, message, timeout_s, tmp
 
 
 def test_the_served_command_is_one_that_exists(tmp_path, capsys):
-    from wicore_trt.cli.main import run
+    from wicore_trt.cli.main import run_command
 
     _, *arguments = gpu_startup.command(tmp_path)[2:]
-    assert run([*arguments, "--print-config"]) == 0
+    assert run_command([*arguments, "--print-config"]) == 0
     assert f'engine: "{tmp_path}"  # argument' in capsys.readouterr().out
 
 
@@ -437,7 +437,7 @@ def test_figures_are_of_what_is_installed(faked, tmp_path, monkeypatch):
 def test_sources_without_their_history_have_the_commit_they_are_told(monkeypatch, tmp_path):
     monkeypatch.setenv("BENCH_COMMIT", "abc")
     monkeypatch.setattr("wicore_trt.bench.report.__file__", str(tmp_path / "report.py"))
-    assert versions()["commit"] == "abc"
+    assert list_versions()["commit"] == "abc"
 
 
 def test_the_five_rows_name_card_commit_and_library(tmp_path, capsys):
@@ -506,11 +506,11 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
 def test_clocks_are_read_and_their_absence_is_told(monkeypatch):
     said = "1980 MHz, 2619 MHz, 0x0000000000000000, 41, 120.50 W, 4 MiB\n"
 
-    def run(command, **_):
+    def run_command(command, **_):
         assert command[0] == "nvidia-smi" and not {"-lgc", "-pl", "-pm", "-ac", "-r"} & set(command)
         return type("Done", (), {"stdout": said})
 
-    monkeypatch.setattr(gpu_machine.subprocess, "run", run)
+    monkeypatch.setattr(gpu_machine.subprocess, "run", run_command)
     reading = gpu_machine.clocks("before", 1.0)
     assert reading["clocks.sm"] == "1980 MHz" and reading["power.draw"] == "120.50 W" and reading["when"] == "before"
     monkeypatch.setattr(gpu_machine.subprocess, "run", lambda *_, **__: Path("/nonexistent/nvidia-smi").read_text())

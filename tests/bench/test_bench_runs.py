@@ -23,7 +23,7 @@ from wicore_trt.bench.report import (
     SUMMARY_COLUMNS,
     THROUGHPUT_COLUMNS,
     Roof,
-    cell,
+    format_cell,
     latency_result,
     latency_row,
     make_report,
@@ -33,7 +33,7 @@ from wicore_trt.bench.report import (
     throughput_rows,
     time_figure,
 )
-from wicore_trt.bench.runs import LatencyCase, ThroughputCase, run_latency, run_throughput, sweep
+from wicore_trt.bench.runs import LatencyCase, ThroughputCase, list_cases, run_latency, run_throughput
 from wicore_trt.errors import ConfigError, WicoreError
 
 STEP_S = 0.004
@@ -65,7 +65,7 @@ def quiet(phase: str, done: int, total: int) -> None:
 
 
 def test_a_sweep_is_every_combination():
-    cases = sweep([1, 2], [10, 20], [3])
+    cases = list_cases([1, 2], [10, 20], [3])
     assert [(c.batch, c.input_tokens, c.output_tokens) for c in cases] == [
         (1, 10, 3), (2, 10, 3), (1, 20, 3), (2, 20, 3),
     ]  # fmt: skip
@@ -132,8 +132,8 @@ def test_figures_say_how_near_the_bound_they_are():
     assert rate_figure(60.0, "x/s", 80.0) == {"value": 60.0, "unit": "x/s", "bound": 80.0, "percent": 75.0}
     assert time_figure(None) is None and time_figure(1.0)["percent"] is None
     numbers = {1234567.8: "1,234,568", 123.45: "123.5", 12.345: "12.3", 0.0123: "0.0123"}
-    assert {value: cell({"v": value}, "v") for value in numbers} == numbers
-    assert cell(None, "v") == cell({"v": None}, "v") == "-"
+    assert {value: format_cell({"v": value}, "v") for value in numbers} == numbers
+    assert format_cell(None, "v") == format_cell({"v": None}, "v") == "-"
 
 
 async def test_report_of_latency():

@@ -17,8 +17,8 @@ from wicore_trt.bench.client import closed_loop
 from wicore_trt.bench.http import ANY_CONTEXT, ANY_VOCABULARY, HttpTarget, Stream
 from wicore_trt.bench.load import LoadOptions, run_load
 from wicore_trt.bench.measure import Slo
-from wicore_trt.bench.plan import Shape, sessions_of
-from wicore_trt.bench.workload import BenchRequest, Vocabulary, Workload
+from wicore_trt.bench.plan import LoadShape, sessions_of
+from wicore_trt.bench.workload import BenchRequest, WordList, Workload
 from wicore_trt.errors import ConfigError, UnavailableError, WicoreError
 
 ASKED = BenchRequest((5, 6, 7), 6)
@@ -184,7 +184,7 @@ def test_tokens_are_accounted_for_however_bytes_come(chunks, cuts):
     edges = sorted({cut % len(raw) for cut in cuts} | {len(raw)})
     stream, before = Stream(), 0
     for moment, edge in enumerate(edges):
-        stream.feed(raw[before:edge], float(moment))
+        stream.take_bytes(raw[before:edge], float(moment))
         before = edge
     wanted = []
     for end, tokens in ends:
@@ -262,8 +262,8 @@ async def test_refusals_are_counted_apart_and_are_not_good():
 
     async with scripted(script) as url:
         target = await HttpTarget.connect(url)
-        sessions = sessions_of(Shape((8,), (4,), turns=2), [0.0] * 9, seed=0, run="a")
-        load = await run_load(target, sessions, Vocabulary(1000, seed=0), LoadOptions(1), slo=Slo(ttft_s=60))
+        sessions = sessions_of(LoadShape((8,), (4,), turns=2), [0.0] * 9, seed=0, run="a")
+        load = await run_load(target, sessions, WordList(1000, seed=0), LoadOptions(1), slo=Slo(ttft_s=60))
         await target.close()
     assert load.planned == 18 and load.unsent + sum(load.statuses.values()) == 18
     assert load.statuses.keys() == {"OK", "429", "500"}

@@ -13,12 +13,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wicore_trt.bench.load import Conversation
+from wicore_trt.bench.load import ClientSession
 from wicore_trt.bench.measure import REFUSALS, ClientLag, Load, RequestRecord, Slo, Summary
-from wicore_trt.bench.plan import Session, Shape, Turn, fitting, lengths, made_up, replayed, sessions_of
+from wicore_trt.bench.plan import (
+    LoadShape,
+    PlannedTurn,
+    Session,
+    keep_fitting,
+    made_up,
+    parse_lengths,
+    replay_trace,
+    sessions_of,
+)
 from wicore_trt.bench.report import load_result, load_row, load_summary_rows, load_warnings
 from wicore_trt.bench.serve import Offer
-from wicore_trt.bench.workload import Piece, Vocabulary, arrivals
+from wicore_trt.bench.workload import PromptPart, WordList, draw_arrivals
 from wicore_trt.errors import ConfigError
 from wicore_trt.kv.study.trace import BLOCK_TOKENS, TraceRequest, generate_trace, load_trace
 
@@ -26,7 +35,7 @@ SEEDS = st.integers(0, 1 << 32)
 
 
 def gaps(count: int, rate: float, **kwargs) -> list[float]:
-    moments = list(islice(arrivals(rate, **kwargs), count))
+    moments = list(islice(draw_arrivals(rate, **kwargs), count))
     return [b - a for a, b in pairwise([0.0, *moments])]
 
 
@@ -50,22 +59,22 @@ def test_constant_arrivals_and_all_at_once():
 @settings(deadline=None)
 @given(SEEDS, st.floats(0.1, 100), st.sampled_from([0.5, 1.0, 3.0]))
 def test_a_rate_scales_the_same_arrivals(seed, rate, burstiness):
-    one = list(islice(arrivals(1.0, burstiness=burstiness, seed=seed), 20))
-    other = list(islice(arrivals(rate, burstiness=burstiness, seed=seed), 20))
+    one = list(islice(draw_arrivals(1.0, burstiness=burstiness, seed=seed), 20))
+    other = list(islice(draw_arrivals(rate, burstiness=burstiness, seed=seed), 20))
     assert other == pytest.approx([moment / rate for moment in one])
 
 
 def test_lengths_are_read():
-    assert list(lengths("7")) == [7]
-    assert list(lengths("64,128,128")) == [64, 128, 128]
-    assert list(lengths("3..6")) == [3, 4, 5, 6]
+    assert list(parse_lengths("7")) == [7]
+    assert list(parse_lengths("64,128,128")) == [64, 128, 128]
+    assert list(parse_lengths("3..6")) == [3, 4, 5, 6]
     for bad in ("", "0", "5..4", "1,x", "1..", "-3..4", "0..4"):
         with pytest.raises(ValueError):
-            lengths(bad)
+            parse_lengths(bad)
 
 
 SHAPES = st.builds(
-    Shape,
+    LoadShape,
     input_tokens=st.sampled_from([(50,), range(41, 90), (60, 60, 200)]),
     output_tokens=st.sampled_from([(1,), range(3, 9)]),
     turns=st.integers(1, 4),
@@ -75,13 +84,13 @@ SHAPES = st.builds(
 )
 
 
-def prompts(session: Session, vocabulary: Vocabulary, *, chat: bool = False) -> list:
+def prompts(session: Session, vocabulary: WordList, *, chat: bool = False) -> list:
     """The prompts of a session whose answers are known by their length alone."""
-    talk, found = Conversation(session, vocabulary, chat=chat), []
+    talk, found = ClientSession(session, vocabulary, chat=chat), []
     for number, turn in enumerate(session.turns):
-        request = talk.ask(number)
+        request = talk.make_request(number)
         found.append(request.messages if chat else request.prompt_token_ids)
-        talk.answered(number, RequestRecord(0, 1, output_tokens=turn.output_tokens, answer="text"))
+        talk.take_answer(number, RequestRecord(0, 1, output_tokens=turn.output_tokens, answer="text"))
     return found
 
 
@@ -90,7 +99,7 @@ def prompts(session: Session, vocabulary: Vocabulary, *, chat: bool = False) -> 
 def test_made_up_sessions_have_their_shape(shape, seed):
     sessions = sessions_of(shape, [0.5 * i for i in range(12)], seed=seed, run="a")
     assert sessions == sessions_of(shape, [0.5 * i for i in range(12)], seed=seed, run="a")
-    vocabulary = Vocabulary(32_000, seed=seed)
+    vocabulary = WordList(32_000, seed=seed)
     starts = set()
     for session in sessions:
         assert len(session.turns) == shape.turns
@@ -114,17 +123,17 @@ def test_made_up_sessions_have_their_shape(shape, seed):
 
 
 def test_all_prefixes_are_used_and_must_be_shorter_than_prompts():
-    shape = Shape((30,), (1,), shared_prefix=20, prefixes=3)
+    shape = LoadShape((30,), (1,), shared_prefix=20, prefixes=3)
     names = {s.turns[0].pieces[0].name for s in sessions_of(shape, [0.0] * 60, seed=0, run="a")}
     assert len(names) == 3
     with pytest.raises(ConfigError, match="longer than the prefix"):
-        Shape(range(20, 50), (1,), shared_prefix=20)
+        LoadShape(range(20, 50), (1,), shared_prefix=20)
 
 
 @settings(deadline=None)
 @given(st.integers(1, 3), st.integers(1, 40), SEEDS)
 def test_numbers_and_durations_of_runs(turns, requests, seed):
-    shape = Shape((8,), (2,), turns=turns)
+    shape = LoadShape((8,), (2,), turns=turns)
     made = made_up(shape, 6.0, burstiness=1.0, requests=requests, duration_s=None, seed=seed, run="a")
     assert requests <= sum(len(s.turns) for s in made) < requests + turns
     timed = made_up(shape, 6.0, burstiness=1.0, requests=1, duration_s=25.0, seed=seed, run="a")
@@ -135,11 +144,11 @@ def test_numbers_and_durations_of_runs(turns, requests, seed):
 
 def test_a_run_without_requests_is_refused():
     with pytest.raises(ConfigError, match="within 0.001 s"):
-        made_up(Shape((8,), (2,)), 0.1, burstiness=1.0, requests=9, duration_s=0.001, seed=0, run="a")
+        made_up(LoadShape((8,), (2,)), 0.1, burstiness=1.0, requests=9, duration_s=0.001, seed=0, run="a")
 
 
 def test_a_rate_is_of_requests_also_with_turns():
-    shape = Shape((8,), (2,), turns=4)
+    shape = LoadShape((8,), (2,), turns=4)
     made = made_up(shape, 8.0, burstiness=1.0, requests=1, duration_s=500.0, seed=1, run="a")
     assert sum(len(s.turns) for s in made) / 500 == pytest.approx(8.0, rel=0.1)
 
@@ -157,8 +166,8 @@ def written(path: Path, requests: list[TraceRequest], *, plain: bool = False) ->
 @given(SEEDS)
 def test_prompts_of_a_trace_share_what_their_ids_share(seed):
     trace = generate_trace(6, seed % 1000)[:25]
-    sessions = replayed(trace, rate=math.inf, requests=None, duration_s=None, run="r")
-    vocabulary = Vocabulary(50_000, seed=seed)
+    sessions = replay_trace(trace, rate=math.inf, requests=None, duration_s=None, run="r")
+    vocabulary = WordList(50_000, seed=seed)
     said = [prompts(session, vocabulary)[0] for session in sessions]
     assert [len(p) for p in said] == [r.tokens for r in trace]
     for i, (one, first) in enumerate(zip(said, trace, strict=True)):
@@ -180,18 +189,18 @@ def test_a_trace_is_replayed_at_its_times_or_at_a_rate(tmp_path):
     trace = [TraceRequest((i, 100 + i), 700 + i, i or None, at_s=2.0 + i * i) for i in range(6)]
     read = load_trace(written(tmp_path / "t", trace))
     assert read == trace
-    own = replayed(read, rate=None, requests=None, duration_s=None, run="r")
+    own = replay_trace(read, rate=None, requests=None, duration_s=None, run="r")
     assert [s.at_s for s in own] == [0.0, 1.0, 4.0, 9.0, 16.0, 25.0]
     assert [s.turns[0].output_tokens for s in own] == [128, 1, 2, 3, 4, 5]
     assert [[p.tokens for p in s.turns[0].pieces] for s in own][1] == [512, 189]
-    fast = replayed(read, rate=2.0, requests=None, duration_s=None, run="r")
+    fast = replay_trace(read, rate=2.0, requests=None, duration_s=None, run="r")
     assert 5 / fast[-1].at_s == pytest.approx(2.0) and fast[1].at_s == pytest.approx(0.1)
-    assert len(replayed(read, rate=None, requests=2, duration_s=None, run="r")) == 2
-    assert len(replayed(read, rate=None, requests=None, duration_s=4.5, run="r")) == 3
-    assert [s.name for s in fitting(own, 703 + 3)] == ["r/1", "r/2", "r/3"] and fitting(own, None) == own
+    assert len(replay_trace(read, rate=None, requests=2, duration_s=None, run="r")) == 2
+    assert len(replay_trace(read, rate=None, requests=None, duration_s=4.5, run="r")) == 3
+    assert [s.name for s in keep_fitting(own, 703 + 3)] == ["r/1", "r/2", "r/3"] and keep_fitting(own, None) == own
     at_once = [TraceRequest((1,), 10)] * 2
     with pytest.raises(ConfigError, match="no times"):
-        replayed(at_once, rate=2.0, requests=None, duration_s=None, run="r")
+        replay_trace(at_once, rate=2.0, requests=None, duration_s=None, run="r")
 
 
 def test_a_trace_without_ids_shares_nothing_and_wants_its_times_in_order(tmp_path):
@@ -200,8 +209,8 @@ def test_a_trace_without_ids_shares_nothing_and_wants_its_times_in_order(tmp_pat
     assert load_trace(path, plain=True) == trace
     with pytest.raises(ConfigError, match="t:1"):
         load_trace(path)
-    sessions = replayed(trace, rate=None, requests=None, duration_s=None, run="r")
-    said = [prompts(s, Vocabulary(32_000, seed=0))[0] for s in sessions]
+    sessions = replay_trace(trace, rate=None, requests=None, duration_s=None, run="r")
+    said = [prompts(s, WordList(32_000, seed=0))[0] for s in sessions]
     assert [len(p) for p in said] == [600] * 3 and len({p[:4] for p in said}) == 3
     with pytest.raises(ConfigError, match="t:2: the request came before"):
         load_trace(written(tmp_path / "t", trace[::-1], plain=True), plain=True)
@@ -211,25 +220,25 @@ def test_the_mooncake_trace_is_read_whole():
     where = os.environ.get("WICORE_TRACE")
     if not where:
         pytest.skip("set WICORE_TRACE to mooncake_conversation.jsonl (Mooncake, FAST 2025)")
-    offer = Offer(Shape((2,), (1,)), load_trace(Path(where), plain=True), requests=200)
-    sessions = offer.sessions(None, "r")
+    offer = Offer(LoadShape((2,), (1,)), load_trace(Path(where), plain=True), requests=200)
+    sessions = offer.make_sessions(None, "r")
     assert len(sessions) == 200 and sessions[0].turns[0].tokens == 6758
-    assert sessions[0].turns[0].pieces[0] == sessions[1].turns[0].pieces[0] == Piece("r/block/0", 512)
+    assert sessions[0].turns[0].pieces[0] == sessions[1].turns[0].pieces[0] == PromptPart("r/block/0", 512)
 
 
 def test_a_conversation_carries_the_answers_that_came():
-    session = Session("s", 0.0, (Turn((Piece("a", 3),), 2), Turn((Piece("b", 4),), 1)))
-    vocabulary = Vocabulary(1000, seed=1)
-    talk = Conversation(session, vocabulary, chat=False)
-    first = talk.ask(0).prompt_token_ids
-    talk.answered(0, RequestRecord(0, 1, output_tokens=2, answer=(7, 8)))
-    assert talk.ask(1).prompt_token_ids == (*first, 7, 8, *vocabulary.tokens(Piece("b", 4)))
-    chat = Conversation(session, vocabulary, chat=True)
-    request = chat.ask(0)
-    assert request.messages[0]["content"].split() == vocabulary.text(Piece("a", 3)).split()
+    session = Session("s", 0.0, (PlannedTurn((PromptPart("a", 3),), 2), PlannedTurn((PromptPart("b", 4),), 1)))
+    vocabulary = WordList(1000, seed=1)
+    talk = ClientSession(session, vocabulary, chat=False)
+    first = talk.make_request(0).prompt_token_ids
+    talk.take_answer(0, RequestRecord(0, 1, output_tokens=2, answer=(7, 8)))
+    assert talk.make_request(1).prompt_token_ids == (*first, 7, 8, *vocabulary.tokens(PromptPart("b", 4)))
+    chat = ClientSession(session, vocabulary, chat=True)
+    request = chat.make_request(0)
+    assert request.messages[0]["content"].split() == vocabulary.make_text(PromptPart("a", 3)).split()
     assert len(request.messages[0]["content"].split()) == 3
-    chat.answered(0, RequestRecord(0, 1, output_tokens=2, answer="well said"))
-    turns = chat.ask(1).messages
+    chat.take_answer(0, RequestRecord(0, 1, output_tokens=2, answer="well said"))
+    turns = chat.make_request(1).messages
     assert [t["role"] for t in turns] == ["user", "assistant", "user"] and turns[1]["content"] == "well said"
     assert len(request.messages) == 1  # what was asked before is left as it was
 
@@ -243,14 +252,14 @@ def test_a_conversation_carries_the_answers_that_came():
     ],
 )
 def test_objectives_are_read(text, slo):
-    found = Slo.parse(text)
+    found = Slo.parse_limits(text)
     assert (found.ttft_s, found.tpot_s, found.e2e_s) == pytest.approx((slo.ttft_s, slo.tpot_s, slo.e2e_s))
 
 
 @pytest.mark.parametrize("text", ["", "ttft", "ttft=450", "itl=3ms", "ttft=3ms,ttft=4ms", "ttft=ms", "ttft=1.2.3s"])
 def test_wrong_objectives_are_refused(text):
     with pytest.raises(ValueError):
-        Slo.parse(text)
+        Slo.parse_limits(text)
 
 
 @st.composite

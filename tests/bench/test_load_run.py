@@ -16,14 +16,14 @@ from web import make_engine, serving
 from wicore_trt.bench.client import GrpcTarget, LocalTarget
 from wicore_trt.bench.load import LoadOptions, run_load
 from wicore_trt.bench.measure import RequestRecord
-from wicore_trt.bench.plan import Session, Shape, Turn, sessions_of
+from wicore_trt.bench.plan import LoadShape, PlannedTurn, Session, sessions_of
 from wicore_trt.bench.serve import Offer, run_sweep
 from wicore_trt.bench.session import run_quickly
-from wicore_trt.bench.workload import BenchRequest, Piece, Vocabulary
-from wicore_trt.cli.main import run
+from wicore_trt.bench.workload import BenchRequest, PromptPart, WordList
+from wicore_trt.cli.main import run_command
 from wicore_trt.errors import ConfigError
 
-WORDS = Vocabulary(97, seed=0)
+WORDS = WordList(97, seed=0)
 
 
 class Info:
@@ -72,7 +72,7 @@ class Remembering:
 
 
 def plan(*moments: float, turns: int = 1) -> list[Session]:
-    return sessions_of(Shape((10,), (3,), turns=turns, turn_tokens=(4,)), moments, seed=0, run="a")
+    return sessions_of(LoadShape((10,), (3,), turns=turns, turn_tokens=(4,)), moments, seed=0, run="a")
 
 
 async def test_requests_go_out_when_they_are_due_and_wait_for_nobody():
@@ -112,7 +112,7 @@ async def test_waiting_for_a_place_counts_and_is_told():
 @pytest.mark.parametrize("places", [None, 8])
 async def test_a_client_that_is_slow_itself_says_so(places):
     load = await run_load(Remembering(hold=0.03), plan(*[0.0] * 8), WORDS, LoadOptions(places))
-    assert load.lag.late and load.lag.send.p99 > 0.1
+    assert load.lag.is_late and load.lag.send.p99 > 0.1
     assert (load.lag.place is None) if places is None else (load.lag.place.p99 == 0)  # a place was free all the time
     assert load.throughput.latencies.e2e.p99 > 0.1  # and what it delayed counts
 
@@ -149,7 +149,7 @@ async def test_more_prompts_than_are_made_ahead(monkeypatch):
 
 async def test_targets_get_like_requests_and_no_run_helps_another():
     one, other = Remembering(), Remembering()
-    offer = Offer(Shape(range(5, 30), (2,), shared_prefix=4), requests=6)
+    offer = Offer(LoadShape(range(5, 30), (2,), shared_prefix=4), requests=6)
     results = await run_sweep(
         [("one", one), ("other", other)], offer, [200.0, 400.0, float("inf")], LoadOptions(), warmups=2, slo=None
     )
@@ -159,8 +159,8 @@ async def test_targets_get_like_requests_and_no_run_helps_another():
     for target in (one, other):
         prompts = [request.prompt_token_ids for request in target.requests]
         runs = [prompts[:2], prompts[2:8], prompts[8:14], prompts[14:]]
-        assert [[len(prompt) for prompt in run] for run in runs[1:]] == [[len(p) for p in runs[1]]] * 3
-        starts = [{prompt[:4] for prompt in run} for run in runs]
+        assert [[len(prompt) for prompt in run_command] for run_command in runs[1:]] == [[len(p) for p in runs[1]]] * 3
+        starts = [{prompt[:4] for prompt in run_command} for run_command in runs]
         assert all(len(start) == 1 for start in starts)
         beginnings += starts
     assert len(set.union(*beginnings)) == 8
@@ -172,17 +172,17 @@ async def test_what_does_not_fit_the_context_is_left_out_and_told():
     target = Remembering()
     target.info = Info()
     target.info.max_context_tokens = 40
-    offer = Offer(Shape((20, 80), (2,)), requests=30)
+    offer = Offer(LoadShape((20, 80), (2,)), requests=30)
     (result,) = await run_sweep([("t", target)], offer, [float("inf")], LoadOptions(), warmups=0, slo=None)
     assert result["left_out"] > 0 and result["planned"] == 30 - result["left_out"] == len(target.requests)
     with pytest.raises(ConfigError, match="No request fits"):
-        await run_sweep([("t", target)], Offer(Shape((80,), (2,))), [1.0], LoadOptions(), warmups=0, slo=None)
+        await run_sweep([("t", target)], Offer(LoadShape((80,), (2,))), [1.0], LoadOptions(), warmups=0, slo=None)
 
 
 @pytest.mark.parametrize("kind", ["grpc", "local"])
 async def test_conversations_find_their_own_answers_in_the_cache(kind):
     """The answer's tokens are part of the next prompt: but for its last page it all comes from the cache."""
-    session = Session("s", 0.0, (Turn((Piece("a", 20),), 20), Turn((Piece("b", 4),), 4)))
+    session = Session("s", 0.0, (PlannedTurn((PromptPart("a", 20),), 20), PlannedTurn((PromptPart("b", 4),), 4)))
     if kind == "local":
         engine = make_grpc_engine()
         await engine.start()
@@ -206,7 +206,7 @@ SMALL = ["--input-tokens", "8..20", "--output-tokens", "3,5"]
 
 
 async def command(*arguments: str) -> int:
-    return await asyncio.to_thread(run, ["bench", "serve", *arguments])
+    return await asyncio.to_thread(run_command, ["bench", "serve", *arguments])
 
 
 async def test_the_command_over_both_transports(tmp_path: Path, capsys: Captured) -> None:
@@ -290,5 +290,5 @@ async def test_the_command_says_what_was_refused_and_fails_when_all_was(capsys: 
     ],
 )
 def test_user_errors(arguments: list[str], code: int, words: str, capsys: Captured) -> None:
-    assert run(["bench", "serve", *arguments]) == code
+    assert run_command(["bench", "serve", *arguments]) == code
     assert words in " ".join(capsys.readouterr().err.replace("│", " ").split())

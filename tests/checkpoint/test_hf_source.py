@@ -45,9 +45,9 @@ def test_all_spellings_give_the_same_tensors(tmp_path: Path, shards: int, prefix
     assert set(source.tensors) == set(tensors) and set(source.vision) == set(vision)
     for name, tensor in tensors.items():
         assert source.tensors[name].shape == tuple(tensor.shape)
-        np.testing.assert_array_equal(source.read(name), tensor.float().numpy())
+        np.testing.assert_array_equal(source.read_tensor(name), tensor.float().numpy())
     name = "model.layers.1.mlp.down_proj.weight"
-    rows, tag = source.rows(name, 3, 9)
+    rows, tag = source.read_rows(name, 3, 9)
     expected = tensors[name][3:9].float().numpy()
     np.testing.assert_array_equal(rows, from_float32(expected, tag))
     raw = b"".join(source.vision_blocks("multi_modal_projector.y"))
@@ -77,7 +77,7 @@ def test_what_transformers_saves(wrapped: bool, shard_size: str, tmp_path: Path)
     assert source.spec.layer_groups == SPEC.layer_groups and source.spec.query_pre_attn_scalar == 24
     theirs = {n.replace("model.language_model.", "model."): t for n, t in model.state_dict().items()}
     for name in source.tensors:
-        np.testing.assert_array_equal(source.read(name), theirs[name].float().numpy(), err_msg=name)
+        np.testing.assert_array_equal(source.read_tensor(name), theirs[name].float().numpy(), err_msg=name)
     others = {n.removeprefix("model.") for n in theirs if n not in source.tensors} - {"lm_head.weight"}
     assert len(source.vision) == len(others) and bool(others) == wrapped
 
@@ -92,7 +92,7 @@ def test_untied_head_is_read_and_a_missing_one_refused(tmp_path: Path) -> None:
     config = TEXT_CONFIG | {"tie_word_embeddings": False}
     tensors = random_tensors(Gemma3Spec.from_hf_config(config), seed=1)
     source = open_source(write_model(tmp_path / "a", tensors, config))
-    np.testing.assert_array_equal(source.read("lm_head.weight"), tensors["lm_head.weight"].float().numpy())
+    np.testing.assert_array_equal(source.read_tensor("lm_head.weight"), tensors["lm_head.weight"].float().numpy())
     with pytest.raises(CheckpointError, match="lm_head"):
         open_source(write_model(tmp_path / "b", random_tensors(SPEC, seed=1), config))
 

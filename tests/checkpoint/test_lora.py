@@ -110,7 +110,7 @@ def test_an_engine_computes_what_peft_computes(kind: str, base: Path, tmp_path: 
     plain = build_engine(base, tmp_path / "p", dtype="float32")
     assert np.abs(of_engine(tmp_path / "p") - expected).max() > 0.01
     assert engine.manifest.fingerprint != plain.manifest.fingerprint
-    assert engine.manifest.compiled["lora"] == str(path) and f"--lora {path}" in engine.rebuild
+    assert engine.manifest.compiled["lora"] == str(path) and f"--lora {path}" in engine.rebuild_advice
     assert f"merged {path}: rank 4, alpha 12" in notes[0]
     apart = kind in ("a trained head", "trained embeddings", "head, embeddings and norms", "the embedding", "the head",
                      "some layers and the head", "embeddings saved all over",
@@ -129,13 +129,13 @@ def test_merged_weights_are_rounded_once(base: Path, tmp_path: Path) -> None:
     name = "model.layers.2.mlp.down_proj"
     up, down = (low[f"base_model.model.{name}.lora_{side}.weight"].numpy() for side in "BA")
     merged = stored[f"{name}.weight"].float().numpy() + (up @ down) * np.float32(3)
-    np.testing.assert_allclose(source.read(f"{name}.weight"), merged, rtol=1e-6, atol=1e-6)
-    rows, tag = source.rows(f"{name}.weight", 3, 9)
-    np.testing.assert_array_equal(rows, source.read(f"{name}.weight")[3:9])
-    assert tag == "F32" and source.rows("model.norm.weight", 0, 4)[1] == "BF16"
+    np.testing.assert_allclose(source.read_tensor(f"{name}.weight"), merged, rtol=1e-6, atol=1e-6)
+    rows, tag = source.read_rows(f"{name}.weight", 3, 9)
+    np.testing.assert_array_equal(rows, source.read_tensor(f"{name}.weight")[3:9])
+    assert tag == "F32" and source.read_rows("model.norm.weight", 0, 4)[1] == "BF16"
     checkpoint = convert(tmp_path / "b", tmp_path / "c", lora=path)
     assert checkpoint.dtype == "bfloat16" and checkpoint.config["wicore"]["lora"] == str(path)
-    assert f"--lora {path}" in checkpoint.again
+    assert f"--lora {path}" in checkpoint.rebuild_command
 
 
 def test_an_adapter_beside_whole_weights_is_merged_when_it_is_named(base: Path, tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_added_tokens_come_with_their_rows(base: Path, tmp_path: Path) -> None:
         {n: torch.cat([t, t[:2]]) if n in names else t for n, t in tensors.items()}, path / "adapter_model.safetensors"
     )
     source = open_source(base, lora=path)
-    assert source.spec.vocab_size == 66 and source.read("lm_head.weight").shape == (66, 16)
+    assert source.spec.vocab_size == 66 and source.read_tensor("lm_head.weight").shape == (66, 16)
     save_file({n: t for n, t in tensors.items() if n != names[0]} | {names[1]: torch.zeros(66, 16)},
               path / "adapter_model.safetensors")  # fmt: skip
     with pytest.raises(CheckpointError, match=r"lm_head\.weight is \[64, 16\], not \[66, 16\]"):
@@ -196,12 +196,14 @@ def test_an_adapter_over_a_gguf_file(tmp_path: Path) -> None:
     low = {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up, "model.norm.weight": norm}
     save_file({f"base_model.model.{n}": t for n, t in low.items()}, tmp_path / "a" / "adapter_model.safetensors")
     source = open_source(tmp_path / "m.gguf", lora=tmp_path / "a")
-    merged = base.read(f"{name}.weight") + 2 * (up @ down).numpy()
-    np.testing.assert_allclose(source.read(f"{name}.weight"), merged, rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(source.norm("model.norm.weight", 0, 256), (1 + norm).numpy())
+    merged = base.read_tensor(f"{name}.weight") + 2 * (up @ down).numpy()
+    np.testing.assert_allclose(source.read_tensor(f"{name}.weight"), merged, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(source.read_norm("model.read_norm.weight", 0, 256), (1 + norm).numpy())
     other = "model.layers.0.input_layernorm.weight"
-    np.testing.assert_array_equal(source.norm(other, 0, 256), base.norm(other, 0, 256))
-    np.testing.assert_array_equal(source.read("model.embed_tokens.weight"), base.read("model.embed_tokens.weight"))
+    np.testing.assert_array_equal(source.read_norm(other, 0, 256), base.read_norm(other, 0, 256))
+    np.testing.assert_array_equal(
+        source.read_tensor("model.embed_tokens.weight"), base.read_tensor("model.embed_tokens.weight")
+    )
 
 
 def renamed(old: str, new: str) -> Callable[[dict[str, Any], dict[str, Any]], None]:

@@ -67,9 +67,9 @@ def test_the_head_is_the_one_of_transformers(
     theirs = kind.from_pretrained(path, dtype=torch.float32)
     source = open_source(path)
     assert source.spec.tie_word_embeddings is tied
-    head = source.read(EMBEDDING if tied else HEAD)
+    head = source.read_tensor(EMBEDDING if tied else HEAD)
     np.testing.assert_array_equal(head, theirs.get_output_embeddings().weight.detach().numpy())
-    np.testing.assert_array_equal(source.read(EMBEDDING), theirs.get_input_embeddings().weight.detach().numpy())
+    np.testing.assert_array_equal(source.read_tensor(EMBEDDING), theirs.get_input_embeddings().weight.detach().numpy())
     assert (HEAD in source.tensors) is not tied
     assert [n for n in source.notes if not n.startswith("tie_word")] == [n for n in source.notes if note and note in n]
     assert any(note in n for n in source.notes) if note else True
@@ -100,7 +100,7 @@ def test_wrappers_in_names_are_taken_off(outer: str, inner: str, bare: bool, tmp
     source = open_source(path)
     assert set(source.tensors) == set(tensors)
     for name, tensor in tensors.items():
-        np.testing.assert_array_equal(source.read(name), tensor.float().numpy())
+        np.testing.assert_array_equal(source.read_tensor(name), tensor.float().numpy())
 
 
 LEFT = [

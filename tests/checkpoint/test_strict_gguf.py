@@ -225,7 +225,7 @@ def test_a_split_model_is_read_from_any_of_its_parts(tmp_path: Path) -> None:
         source = open_source(given)
         assert source.spec == want.spec and source.tensors == want.tensors
         for name in want.tensors:
-            np.testing.assert_array_equal(source.read(name), want.read(name))
+            np.testing.assert_array_equal(source.read_tensor(name), want.read_tensor(name))
     assert open_source(directory).place_of("model.norm.weight").startswith(str(directory))
     parts[1].unlink()
     for given in (parts[2], directory):
@@ -263,7 +263,7 @@ def test_a_fused_projection_is_read_as_its_three_parts(tmp_path: Path) -> None:
         "_qkv.weight"
     )
     for name in want.tensors:
-        np.testing.assert_array_equal(source.rows(name, 3, 8)[0], want.rows(name, 3, 8)[0])
+        np.testing.assert_array_equal(source.read_rows(name, 3, 8)[0], want.read_rows(name, 3, 8)[0])
     refused(tmp_path / "x.gguf", models.gguf_file(keys(), [*rest, one, k]), "k_proj.weight twice")
 
 
@@ -291,6 +291,6 @@ def test_merges_beyond_any_model_are_not_made() -> None:
     gguf_tokenizer._MAX_MERGES, most = 1000, gguf_tokenizer._MAX_MERGES
     try:
         with pytest.raises(ValueError, match="more than 1000 ways"):
-            gguf_tokenizer._merges(tokens, {token: i for i, token in enumerate(tokens)})
+            gguf_tokenizer._find_merges(tokens, {token: i for i, token in enumerate(tokens)})
     finally:
         gguf_tokenizer._MAX_MERGES = most

@@ -13,7 +13,7 @@ from serve.serving import serving
 from tiny_source import write_tiny_source
 
 from wicore_trt.bench import bound
-from wicore_trt.cli.main import run
+from wicore_trt.cli.main import run_command
 from wicore_trt.engine.build import build_engine
 
 Captured = pytest.CaptureFixture[str]
@@ -52,7 +52,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_latency_table(engine: Path, capsys: Captured) -> None:
     arguments = ["--batch", "1,2", *SMALL, "--repeats", "1"]
-    assert run(["bench", "latency", "--engine", str(engine), *arguments]) == 0
+    assert run_command(["bench", "latency", "--engine", str(engine), *arguments]) == 0
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
     assert "kernels, in process" in lines[0] and lines[2].startswith("bounds: ")
@@ -64,7 +64,7 @@ def test_latency_table(engine: Path, capsys: Captured) -> None:
 
 def test_latency_json(engine: Path, capsys: Captured) -> None:
     arguments = ["--batch", "1", *SMALL, "--repeats", "2", "--seed", "7", "--json"]
-    assert run(["bench", "latency", "--engine", str(engine), *arguments]) == 0
+    assert run_command(["bench", "latency", "--engine", str(engine), *arguments]) == 0
     captured = capsys.readouterr()
     report = json.loads(captured.out)
     assert captured.err == "" and report["command"] == "latency" and report["target"] == "in process"
@@ -75,19 +75,19 @@ def test_latency_json(engine: Path, capsys: Captured) -> None:
 
 def test_throughput_of_an_engine(engine: Path, capsys: Captured) -> None:
     arguments = ["--requests", "5", "--concurrency", "2", *SMALL]
-    assert run(["bench", "throughput", "--engine", str(engine), *arguments, "--json"]) == 0
+    assert run_command(["bench", "throughput", "--engine", str(engine), *arguments, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     (result,) = report["results"]
     assert (result["completed"], result["prompt_tokens"], result["output_tokens"]) == (5, 60, 20)
     assert report["parameters"]["concurrency"] == 2
-    assert run(["bench", "throughput", "--engine", str(engine), *arguments, "--shared-prefix", "8"]) == 0
+    assert run_command(["bench", "throughput", "--engine", str(engine), *arguments, "--shared-prefix", "8"]) == 0
     text = capsys.readouterr().out
     assert "5 requests in " in text and "E2E" in text
 
 
 def test_load_on_an_engine(engine: Path, capsys: Captured) -> None:
     arguments = ["--rate", "50", "--requests", "6", "--turns", "2", "--turn-tokens", "3", *SMALL, "--json"]
-    assert run(["bench", "serve", "--engine", str(engine), *arguments]) == 0
+    assert run_command(["bench", "serve", "--engine", str(engine), *arguments]) == 0
     report = json.loads(capsys.readouterr().out)
     (result,) = report["results"]
     assert report["target"] == result["target"] == "in process"
@@ -99,14 +99,14 @@ async def test_a_running_server(engine: Path, capsys: Captured) -> None:
     async with serving() as running:
         where = ["--target", running.address]
         arguments = ["bench", "throughput", *where, "--requests", "6", "--concurrency", "3", *SMALL]
-        assert await asyncio.to_thread(run, arguments) == 0
+        assert await asyncio.to_thread(run_command, arguments) == 0
         text = capsys.readouterr().out
         assert f"fake kernels, {running.address}" in text and "bounds" not in text and "6 requests" in text
-        assert await asyncio.to_thread(run, ["bench", "latency", *where, "--batch", "2", *SMALL, "--json"]) == 0
+        assert await asyncio.to_thread(run_command, ["bench", "latency", *where, "--batch", "2", *SMALL, "--json"]) == 0
         report = json.loads(capsys.readouterr().out)
         assert report["rates"] is None and report["results"][0]["decode_step"]["bound"] is None
         other = ["bench", "latency", *where, "--engine", str(engine), *SMALL]
-        assert await asyncio.to_thread(run, other) == 3
+        assert await asyncio.to_thread(run_command, other) == 3
         assert "runs fake, another engine than" in capsys.readouterr().err
 
 
@@ -115,7 +115,7 @@ def test_perplexity_of_two_engines(engine: Path, tmp_path: Path, capsys: Capture
     text = tmp_path / "text"
     text.write_text("abc abd " * 40)
     where = ["--engine", str(float32), "--engine", str(engine), "--text", str(text), "--threads", "1"]
-    assert run(["bench", "perplexity", *where, "--tokens", "100", "--context", "32", "--json"]) == 0
+    assert run_command(["bench", "perplexity", *where, "--tokens", "100", "--context", "32", "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)["results"]
     assert (first["dtype"], second["dtype"]) == ("float32", "bfloat16")
     assert first["tokens"] == second["tokens"] >= 99
@@ -123,9 +123,9 @@ def test_perplexity_of_two_engines(engine: Path, tmp_path: Path, capsys: Capture
     assert first["difference_percent"] == 0 and 0 < abs(second["difference_percent"]) < 5
     ratio = second["perplexity"] / first["perplexity"]
     assert second["difference_percent"] == pytest.approx(100 * (ratio - 1))
-    assert run(["bench", "perplexity", *where, "--tokens", "50", "--context", "32"]) == 0
+    assert run_command(["bench", "perplexity", *where, "--tokens", "50", "--context", "32"]) == 0
     assert "+0.000 %" in capsys.readouterr().out
-    assert run(["bench", "perplexity", *where, "--tokens", "5000", "--context", "32"]) == 3
+    assert run_command(["bench", "perplexity", *where, "--tokens", "5000", "--context", "32"]) == 3
     assert "tokens, not 5000" in capsys.readouterr().err
 
 
@@ -141,10 +141,10 @@ def test_perplexity_of_two_engines(engine: Path, tmp_path: Path, capsys: Capture
     ],
 )
 def test_user_errors(arguments: list[str], code: int, words: str, capsys: Captured) -> None:
-    assert run(["bench", *arguments]) == code
+    assert run_command(["bench", *arguments]) == code
     assert words in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
 def test_lengths_beyond_the_context(engine: Path, capsys: Captured) -> None:
-    assert run(["bench", "latency", "--engine", str(engine), "--input-tokens", "100000"]) == 3
+    assert run_command(["bench", "latency", "--engine", str(engine), "--input-tokens", "100000"]) == 3
     assert "exceed the model's context" in capsys.readouterr().err

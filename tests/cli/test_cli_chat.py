@@ -16,7 +16,7 @@ import httpx
 import pytest
 from page.browser import KEY, answer_to, prompt_with, server
 
-from wicore_trt.cli.chat import harmless
+from wicore_trt.cli.chat import strip_controls
 
 WICORE = [sys.executable, "-m", "wicore_trt.cli.main", "chat"]
 GREEDY = ["--temperature", "0", "--top-p", "1"]
@@ -129,10 +129,10 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends(url):
     terminal.type("/reset\r")
     terminal.until("A new conversation.")
     terminal.type("hello\r")
-    assert harmless(answer_to("hello")) in terminal.until("from the cache").replace("\r\n", "\n")
+    assert strip_controls(answer_to("hello")) in terminal.until("from the cache").replace("\r\n", "\n")
     terminal.until("> ")
     assert terminal.end() == 0
 
 
 def test_what_a_model_writes_cannot_steer_a_terminal():
-    assert harmless("a\x1b]0;x\x07b\x9b2J\x7f\r\n\tc\u00e9") == "a]0;xb2J\n\tc\u00e9"
+    assert strip_controls("a\x1b]0;x\x07b\x9b2J\x7f\r\n\tc\u00e9") == "a]0;xb2J\n\tc\u00e9"

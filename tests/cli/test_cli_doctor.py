@@ -13,11 +13,11 @@ import pytest
 from tiny_source import write_tiny_source
 
 from wicore_trt.cli import _checks as checks
-from wicore_trt.cli.main import run
+from wicore_trt.cli.main import run_command
 from wicore_trt.engine.build import build_engine
 
 
-def rows_of(tmp_path: Path, engine: Path | None = None, port: int = 0) -> dict[str, checks.Row]:
+def rows_of(tmp_path: Path, engine: Path | None = None, port: int = 0) -> dict[str, checks.DoctorCheck]:
     return {row.name: row for row in checks.check_machine(engine=engine, cache_dir=tmp_path, port=port)}
 
 
@@ -45,10 +45,11 @@ def test_report_is_complete_and_every_finding_has_a_fix(tmp_path: Path) -> None:
 
 
 def test_a_broken_check_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> checks.Row:
+    def broken() -> checks.DoctorCheck:
         raise ValueError("no such file")
 
-    names = ["_python", "_cpu", "_memory", "_torch", "_native_kernels", "_gpu", "_versions", "_memlock", "_clock"]
+    names = [f"_check_{part}" for part in ("python", "cpu", "memory", "torch", "gpu", "memlock", "clock")]
+    names += ["_native_kernels", "_list_versions"]
     count = len(rows_of(tmp_path))
     for name in names:
         monkeypatch.setattr(checks, name, broken)
@@ -64,10 +65,10 @@ def test_engine_argument(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     engine.rank_files[0].write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     row = rows_of(tmp_path, engine.path)["engine"]
     assert row.state == checks.FAIL and "corrupted" in row.found and "--force" in row.fix
-    assert run(["doctor", str(engine.path), "--json"]) == 4
+    assert run_command(["doctor", str(engine.path), "--json"]) == 4
     report = json.loads(capsys.readouterr().out)
     assert report["fit"] is False
-    assert run(["doctor", str(tmp_path / "nothing")]) == 4
+    assert run_command(["doctor", str(tmp_path / "nothing")]) == 4
     assert "fail: engine:" in capsys.readouterr().out
 
 
@@ -103,7 +104,7 @@ def test_gpu_through_nvidia_smi(
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    row = checks._gpu()
+    row = checks._check_gpu()
     assert row.state == state and output in row.found
 
 

@@ -12,7 +12,7 @@ from disk_campaign import SLOT, Campaign, Waiter, make_page, namespace, open_sto
 from disk_damage import Damage, Vandal
 from fault_injection import FaultPlan
 
-from wicore_trt.cli.main import run
+from wicore_trt.cli.main import run_command
 from wicore_trt.kv.disk.cipher import PageCipher
 from wicore_trt.kv.disk.claim import secret_of
 from wicore_trt.kv.disk.files import aligned_buffer
@@ -35,44 +35,44 @@ def cache(tmp_path: Path) -> Path:
 
 
 def pages(path: Path, capsys: pytest.CaptureFixture[str]) -> int:
-    assert run(["kv", "inspect", str(path), "--json"]) == 0
+    assert run_command(["kv", "inspect", str(path), "--json"]) == 0
     return sum(found["pages"] for found in json.loads(capsys.readouterr().out)["namespaces"])
 
 
 def test_inspect(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     count = pages(cache, capsys)
     assert count > 10
-    assert run(["kv", "inspect", str(cache)]) == 0
+    assert run_command(["kv", "inspect", str(cache)]) == 0
     text = capsys.readouterr().out
     for word in (NAME, "engine", "page_tokens", "global", "local", tag_of("t").hex(), f"0 of {count}"):
         assert word in text
     assert "in motion" not in text
     store = open_store(cache)
-    assert run(["kv", "inspect", str(cache)]) == 0
+    assert run_command(["kv", "inspect", str(cache)]) == 0
     assert f"process {os.getpid()}: numbers may be in motion" in capsys.readouterr().out
     store.close()
     (cache / NAME / "namespace.json").write_text("{}")
-    assert run(["kv", "inspect", str(cache)]) == 0
+    assert run_command(["kv", "inspect", str(cache)]) == 0
     assert "cannot be used" in capsys.readouterr().out
 
 
 def test_verify(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     count = pages(cache, capsys)
-    assert run(["kv", "verify", str(cache)]) == 0
+    assert run_command(["kv", "verify", str(cache)]) == 0
     captured = capsys.readouterr()
     assert f"good                           {count}" in captured.out and captured.err == f"Checking {NAME[:8]} ...\n"
     assert Vandal(cache / NAME, SLOT).do(Damage.STALE_INDEX) is False
     slab = cache / NAME / "slab-00000"
     slab.write_bytes(bytes(slab.stat().st_size))
-    assert run(["kv", "verify", str(cache), "--dry-run", "--json"]) == 1
+    assert run_command(["kv", "verify", str(cache), "--dry-run", "--json"]) == 1
     captured = capsys.readouterr()
     report = json.loads(captured.out)
     assert report["faults"] == {"header checksum": report["pages"] - report["good"]} and not captured.err
     assert pages(cache, capsys) == count
-    assert run(["kv", "verify", str(cache)]) == 1
+    assert run_command(["kv", "verify", str(cache)]) == 1
     assert "damaged: header checksum" in capsys.readouterr().out
     assert pages(cache, capsys) == report["good"] < count
-    assert run(["kv", "verify", str(cache)]) == 0
+    assert run_command(["kv", "verify", str(cache)]) == 0
 
 
 def test_verify_with_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,15 +82,15 @@ def test_verify_with_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     key = tmp_path / "my key"
     key.write_bytes(b"k" * 32)
     verify = ["kv", "verify", str(tmp_path / "cache")]
-    assert run([*verify, "--key-file", str(key)]) == 3
+    assert run_command([*verify, "--key-file", str(key)]) == 3
     assert f"chmod 600 '{key}'" in capsys.readouterr().err
     key.chmod(0o600)
-    assert run([*verify, "--key-file", str(key)]) == 0
+    assert run_command([*verify, "--key-file", str(key)]) == 0
     assert "--key-file" not in capsys.readouterr().out
-    assert run(verify) == 0
+    assert run_command(verify) == 0
     assert "tag not checked (--key-file)" in capsys.readouterr().out
     key.write_bytes(b"x" * 32)
-    assert run([*verify, "--key-file", str(key)]) == 3
+    assert run_command([*verify, "--key-file", str(key)]) == 3
     assert "Nothing was cleared" in capsys.readouterr().err
 
 
@@ -98,12 +98,12 @@ def test_purge_asks(cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     count = pages(cache, capsys)
     for answer, code, said in (("n\n", 1, "Nothing was del"), ("\n", 1, "Nothing was del"), ("", 3, "Give --yes.")):
         monkeypatch.setattr("sys.stdin", io.StringIO(answer))
-        assert run(["kv", "purge", str(cache)]) == code
+        assert run_command(["kv", "purge", str(cache)]) == code
         told = capsys.readouterr()
         assert "Delete everything" in told.err and said in told.out + told.err
     assert pages(cache, capsys) == count
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
-    assert run(["kv", "purge", str(cache)]) == 0
+    assert run_command(["kv", "purge", str(cache)]) == 0
     assert f"Removed {count} pages" in capsys.readouterr().out
     assert pages(cache, capsys) == 0 and not (cache / NAME).exists()
 
@@ -111,9 +111,9 @@ def test_purge_asks(cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 @pytest.mark.parametrize("how", [["--salt", "t"], ["--tenant", tag_of("t").hex()], ["--namespace", NAME[:8]]])
 def test_purge_a_part(cache: Path, capsys: pytest.CaptureFixture[str], how: list[str]) -> None:
     count = pages(cache, capsys)
-    assert run(["kv", "purge", str(cache), "--yes", "--json", "--salt", "nobody"]) == 0
+    assert run_command(["kv", "purge", str(cache), "--yes", "--json", "--salt", "nobody"]) == 0
     assert json.loads(capsys.readouterr().out)["pages"] == 0 < count == pages(cache, capsys)
-    assert run(["kv", "purge", str(cache), "--yes", *how]) == 0
+    assert run_command(["kv", "purge", str(cache), "--yes", *how]) == 0
     text = capsys.readouterr().out
     assert f"Removed {count} pages" in text and NAME in text
     assert ("deleted" in text) is (how[0] == "--namespace")
@@ -139,14 +139,17 @@ def test_purge_takes_the_servers_secret(
         monkeypatch.setenv("WICORE_KV__SALT", "servers salt")
     purge = ["kv", "purge", str(path), "--yes", "--json"]
     for how, removed in ((["--tenant-name", "c"], 0), (["--tenant-name", "alice"], 1), (["--salt", "alice"], 1)):
-        assert run([*purge, *how]) == 0
+        assert run_command([*purge, *how]) == 0
         assert json.loads(capsys.readouterr().out)["pages"] == removed, how
     assert pages(path, capsys) == 1
     monkeypatch.delenv("WICORE_KV__SALT", raising=False)
     (path / "secret").unlink()
-    assert run([*purge, "--salt", "alice"]) == 3 and "WICORE_KV__SALT" in capsys.readouterr().err
+    assert run_command([*purge, "--salt", "alice"]) == 3 and "WICORE_KV__SALT" in capsys.readouterr().err
     (path / "secret").symlink_to("elsewhere")
-    assert run([*purge, "--salt", "alice"]) == 4 and f"{path / 'secret'}: a symbolic link" in capsys.readouterr().err
+    assert (
+        run_command([*purge, "--salt", "alice"]) == 4
+        and f"{path / 'secret'}: a symbolic link" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,7 +169,7 @@ def test_mistakes_are_told_with_the_fix(
     cache: Path, capsys: pytest.CaptureFixture[str], args: list[str], code: int, words: str
 ) -> None:
     where = {"none": str(cache / "none"), "cache": str(cache)}
-    assert run(["kv", *(arg.format(**where) for arg in args)]) == code
+    assert run_command(["kv", *(arg.format(**where) for arg in args)]) == code
     error = capsys.readouterr().err
     assert words in error and error.startswith("error: ") and error.count("\n") == 1
 
@@ -174,6 +177,6 @@ def test_mistakes_are_told_with_the_fix(
 def test_a_server_keeps_its_directory(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = open_store(cache)
     for args in (["verify", str(cache)], ["purge", str(cache), "--yes"]):
-        assert run(["kv", *args]) == 4
+        assert run_command(["kv", *args]) == 4
         assert f"process {os.getpid()}. Stop the server first" in capsys.readouterr().err
     store.close()

@@ -11,7 +11,7 @@ import yaml
 from tiny_source import write_tiny_source
 
 from wicore_trt.cli._ui import human_bytes
-from wicore_trt.cli.main import run
+from wicore_trt.cli.main import run_command
 from wicore_trt.config import BATCH_TOKENS, load_settings, parse_bytes
 from wicore_trt.kv.sizing import MODELS, Geometry, SessionSize, builtin_spec
 from wicore_trt.model.spec import GLOBAL
@@ -20,7 +20,7 @@ from wicore_trt.runtime.pool_sizes import pool_sizes
 
 
 def plan(capsys, *options: str) -> str:
-    code = run(["kv", "plan", *options])
+    code = run_command(["kv", "plan", *options])
     captured = capsys.readouterr()
     assert code == 0, captured.err
     return captured.out
@@ -117,8 +117,10 @@ def test_given_tiers_bound_the_plan(capsys):
 
 def test_a_model_directory_and_an_engine_are_taken_as_they_are(capsys, tmp_path):
     source = write_tiny_source(tmp_path / "source")
-    assert run(["build", str(source), str(tmp_path / "engine"), "--dtype", "float32", "--page-tokens", "8"]) == 0
-    assert run(["convert", str(source), str(tmp_path / "checkpoint")]) == 0
+    assert (
+        run_command(["build", str(source), str(tmp_path / "engine"), "--dtype", "float32", "--page-tokens", "8"]) == 0
+    )
+    assert run_command(["convert", str(source), str(tmp_path / "checkpoint")]) == 0
     capsys.readouterr()
     report = plan_json(capsys, "--model", str(tmp_path / "engine"), "--context", "32")
     assert (report["kv_dtype"], report["page_tokens"]) == ("float32", 8)
@@ -144,7 +146,7 @@ def test_a_model_directory_and_an_engine_are_taken_as_they_are(capsys, tmp_path)
     ],
 )
 def test_what_is_wrong_is_named_with_its_fix(capsys, options, what):
-    assert run(["kv", "plan", *options]) == 3
+    assert run_command(["kv", "plan", *options]) == 3
     error = capsys.readouterr().err
     assert what in error and error.startswith("error: ") and error.count("\n") == 1
 
@@ -160,13 +162,13 @@ def test_the_device_limits_what_is_active(capsys, name):
     size = f"{geometry.device_bytes(3, 8192, BATCH_TOKENS['cuda'], loads=True)}"
     found = plan_json(capsys, "--model", name, "--context", "8K", "--device-bytes", size)
     assert found["sessions"][0]["sessions_on_device"] == found["recipe"]["scheduler"]["max_sequences"] == 3
-    assert run(["kv", "plan", "--model", name, "--context", "8K", "--device-bytes", size, "--active", "4"]) == 3
+    assert run_command(["kv", "plan", "--model", name, "--context", "8K", "--device-bytes", size, "--active", "4"]) == 3
     assert "3 conversations of 8,192 tokens fit" in capsys.readouterr().err
 
 
 def test_the_figures_of_the_document_are_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     text = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
     (command,) = re.findall(r"    wicore (kv plan .*)", text)
-    assert run(command.split()) == 0
+    assert run_command(command.split()) == 0
     sizes = re.findall(r"(?:device|host|disk)_bytes: ([\d.]+)GiB", capsys.readouterr().out)
     assert "{} GiB of device memory for KV, {} GiB of host memory, {} GiB of disk".format(*sizes) in text

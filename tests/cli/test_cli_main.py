@@ -70,7 +70,7 @@ def test_help_imports_nothing_heavy() -> None:
 def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for args in [*([name] for name in COMMANDS), *INNER]:
-        assert cli.run([*args, "--help"]) == 0
+        assert cli.run_command([*args, "--help"]) == 0
         assert "…" not in capsys.readouterr().out, f"{args}: something is cut"
 
 
@@ -87,7 +87,7 @@ def test_the_shell_completes_names_of_backends_and_recipes() -> None:
 def test_every_command_is_its_own_file_and_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     module = import_module(f"wicore_trt.cli.{name}")
     assert hasattr(module, "command") or hasattr(module, "app")
-    assert cli.run([name, "--help"]) == 0
+    assert cli.run_command([name, "--help"]) == 0
     assert f"wicore {name}" in capsys.readouterr().out
 
 
@@ -110,7 +110,7 @@ def test_version() -> None:
 
 @pytest.mark.parametrize("args", [["no-such"], ["doctor", "--no-such"], ["recipes", "no-such"], ["recipes", "show"]])
 def test_usage_errors_exit_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(args) == 2
+    assert cli.run_command(args) == 2
     captured = capsys.readouterr()
     assert not captured.out and "Usage" in captured.err
 
@@ -130,7 +130,7 @@ def test_known_errors_are_one_line_and_their_code(
     command: Any, capsys: pytest.CaptureFixture[str], error: errors.WicoreError, code: int
 ) -> None:
     command(raising(error))
-    assert cli.run(["doctor"]) == code
+    assert cli.run_command(["doctor"]) == code
     captured = capsys.readouterr()
     assert captured.err == f"error: {' '.join(str(error).split())}\n" and captured.out == ""
 
@@ -138,17 +138,17 @@ def test_known_errors_are_one_line_and_their_code(
 @pytest.mark.parametrize(("module", "extra"), [("torch", "torch"), ("grpc.aio", "serve"), ("triton", "triton")])
 def test_a_missing_extra_is_named(command: Any, capsys: pytest.CaptureFixture[str], module: str, extra: str) -> None:
     command(raising(ModuleNotFoundError(f"No module named {module!r}", name=module)))
-    assert cli.run(["doctor"]) == 4
+    assert cli.run_command(["doctor"]) == 4
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and f"pip install -e '.[{extra}]'" in err and "bug" not in err
     command(raising(ModuleNotFoundError("No module named 'wicore_trt.x'", name="wicore_trt.x")))
-    assert cli.run(["doctor"]) == 1 and "bug in wicore" in capsys.readouterr().err
+    assert cli.run_command(["doctor"]) == 1 and "bug in wicore" in capsys.readouterr().err
 
 
 def test_interrupt_exits_130(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for error in (KeyboardInterrupt(), typer.Abort()):
         command(raising(error))
-        assert cli.run(["doctor"]) == 130
+        assert cli.run_command(["doctor"]) == 130
         assert capsys.readouterr().err == ""
 
 
@@ -164,17 +164,17 @@ def test_unexpected_errors_are_short_and_say_how_to_see_more(
     command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command(raising(ZeroDivisionError("division by zero")))
-    assert cli.run(["doctor"]) == 1
+    assert cli.run_command(["doctor"]) == 1
     err = capsys.readouterr().err
     assert "unexpected ZeroDivisionError" in err and "WICORE_DEBUG=1" in err and "Traceback" not in err
     monkeypatch.setenv("WICORE_DEBUG", "1")
     with pytest.raises(ZeroDivisionError):
-        cli.run(["doctor"])
+        cli.run_command(["doctor"])
     monkeypatch.setenv("WICORE_DEBUG", "0")
     with pytest.raises(ZeroDivisionError):
-        cli.run(["--debug", "doctor"])
+        cli.run_command(["--debug", "doctor"])
     with pytest.raises(ZeroDivisionError):
-        cli.run(["doctor", "--debug"])
+        cli.run_command(["doctor", "--debug"])
 
 
 def test_returned_and_exited_codes(command: Any) -> None:
@@ -182,11 +182,11 @@ def test_returned_and_exited_codes(command: Any) -> None:
         raise typer.Exit(4)
 
     command(leave)
-    assert cli.run(["doctor"]) == 4
+    assert cli.run_command(["doctor"]) == 4
     command(lambda: 7)
-    assert cli.run(["doctor"]) == 7
+    assert cli.run_command(["doctor"]) == 7
     command(lambda: None)
-    assert cli.run(["doctor"]) == 0
+    assert cli.run_command(["doctor"]) == 0
 
 
 def test_closed_pipe_is_quiet() -> None:
@@ -208,7 +208,7 @@ def test_bad_recipe_exits_3() -> None:
 
 @pytest.mark.parametrize("command", [[], ["serve"], ["build"], ["bench", "serve"], ["kv", "plan"], ["kv", "purge"]])
 def test_help_shows_no_type_beside_a_flag(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run([*command, "--help"]) == 0
+    assert cli.run_command([*command, "--help"]) == 0
     told = capsys.readouterr().out
     assert "--help" in told and "<bool>" not in told and "BOOL" not in told
 
@@ -221,6 +221,6 @@ def test_a_server_that_is_not_there_is_told_without_grpcs_words(capsys: pytest.C
     with socket.socket() as taken:  # bound and not listening: connections are refused
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert cli.run(["chat", address]) == 1
+        assert cli.run_command(["chat", address]) == 1
     told = capsys.readouterr().err
     assert told.startswith(f"error: No server answers at {address}: Connection refused. Start one (wicore serve)")

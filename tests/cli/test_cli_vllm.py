@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from wicore_trt.cli import _vllm
-from wicore_trt.cli.main import run
+from wicore_trt.cli.main import run_command
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "vllm.md"
 
 
 def print_config(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
     """(exit code, settings as printed, standard error) of `wicore serve . ARGS --print-config`."""
-    code = run(["serve", ".", *args, "--print-config"])
+    code = run_command(["serve", ".", *args, "--print-config"])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 

@@ -12,7 +12,7 @@ import pytest
 
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.format import write_config
-from wicore_trt.cli.main import run
+from wicore_trt.cli.main import run_command
 from wicore_trt.engine.build import build_engine
 from wicore_trt.errors import CheckpointError
 
@@ -38,9 +38,9 @@ def test_a_damaged_checkpoint_makes_no_engine(
         with pytest.raises(CheckpointError, match=file.name):
             build_engine(checkpoint.path, tmp_path / "bad")
         assert not (tmp_path / "bad").exists()
-        assert run(["inspect", str(checkpoint.path), "--verify"]) in (1, 4), (file.name, at)
+        assert run_command(["inspect", str(checkpoint.path), "--verify"]) in (1, 4), (file.name, at)
         file.write_bytes(content)
-    assert run(["inspect", str(checkpoint.path), "--verify"]) == 0
+    assert run_command(["inspect", str(checkpoint.path), "--verify"]) == 0
     assert "ok" in capsys.readouterr().out
 
 
@@ -60,7 +60,7 @@ def test_the_damaged_tensor_is_named(
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match=f"rank0.safetensors is damaged: {name} has changed.*wicore convert"):
         build_engine(checkpoint.path, tmp_path / "e")
-    assert run(["inspect", str(checkpoint.path), "--verify"]) == 4
+    assert run_command(["inspect", str(checkpoint.path), "--verify"]) == 4
     assert f"corrupted ({name})" in capsys.readouterr().err
 
 
@@ -82,7 +82,7 @@ def test_config_of_a_checkpoint_is_under_its_seal(make_source: MakeSource, tmp_p
         path.write_text(json.dumps(config))
         with pytest.raises(CheckpointError, match=f"edited or damaged: .*{key}"):
             build_engine(checkpoint.path, tmp_path / "e")
-        assert run(["inspect", str(checkpoint.path)]) == 1
+        assert run_command(["inspect", str(checkpoint.path)]) == 1
     write_config(checkpoint.path, whole | {"num_hidden_layers": 9})
     with pytest.raises(CheckpointError, match="num_hidden_layers does not agree with wicore.spec"):
         build_engine(checkpoint.path, tmp_path / "e")

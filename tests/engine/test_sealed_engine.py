@@ -17,7 +17,7 @@ import pytest
 import wicore_trt.engine.build as build_module
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.digest import SEAL, broken_seal, seal_of
-from wicore_trt.cli.main import run
+from wicore_trt.cli.main import run_command
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import EngineDir, open_engine
 from wicore_trt.engine.manifest import MANIFEST_NAME, read_manifest
@@ -69,7 +69,7 @@ def test_an_edited_field_is_refused_by_name(engine: EngineDir, name: str) -> Non
     with pytest.raises(EngineFormatError, match=name) as caught:
         open_engine(engine.path, verify=False)
     assert "wicore build" in str(caught.value)
-    assert run(["inspect", str(engine.path)]) == 4
+    assert run_command(["inspect", str(engine.path)]) == 4
     write(engine.path, {k: v for k, v in data.items() if k != name})
     with pytest.raises(EngineFormatError):
         open_engine(engine.path, verify=False)
@@ -171,17 +171,17 @@ def test_a_file_that_is_not_listed_is_refused_and_never_read(
     loaded = open_engine(engine.path, verify=False)
     after = Tokenizer.from_files(loaded.read_present(FILES), loaded.path)
     assert (after.eos_ids, after.bos_id, after.has_chat) == (before.eos_ids, before.bos_id, before.has_chat)
-    assert run(["inspect", str(engine.path)]) == 0
-    assert run(["inspect", str(engine.path), "--verify"]) == 4
+    assert run_command(["inspect", str(engine.path)]) == 0
+    assert run_command(["inspect", str(engine.path), "--verify"]) == 4
     assert f"{name} is not listed" in capsys.readouterr().err
 
 
 def test_what_file_systems_and_file_managers_leave_is_no_harm(engine: EngineDir) -> None:
     (engine.path / "lost+found").mkdir()
     (engine.path / ".DS_Store").write_text("x")
-    assert open_engine(engine.path).unlisted() == []
+    assert open_engine(engine.path).find_unlisted() == []
     (engine.path / "link").symlink_to(engine.path.parent, target_is_directory=True)
-    assert engine.unlisted() == ["link"]
+    assert engine.find_unlisted() == ["link"]
 
 
 def test_directories_that_were_not_built_count(engine: EngineDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,13 +196,13 @@ def test_directories_that_were_not_built_count(engine: EngineDir, monkeypatch: p
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refusing)
-    assert engine.unlisted() == ["closed", "empty"]
+    assert engine.find_unlisted() == ["closed", "empty"]
     with pytest.raises(EngineFormatError, match="holds closed and 1 more"):
         open_engine(engine.path)
-    assert run(["inspect", str(engine.path), "--verify"]) == 4
+    assert run_command(["inspect", str(engine.path), "--verify"]) == 4
     monkeypatch.setattr(os, "scandir", lambda path: refusing(Path("closed")))
     with pytest.raises(EngineFormatError, match="closed cannot be read: Permission denied"):
-        engine.unlisted()
+        engine.find_unlisted()
 
 
 def test_a_file_is_compared_when_it_is_read(engine: EngineDir) -> None:
@@ -243,7 +243,7 @@ def test_the_commit_of_a_hub_model_is_recorded(
         return snapshot
 
     monkeypatch.setattr("wicore_trt.checkpoint.hub.download", download)
-    assert run(["build", "owner/model", str(tmp_path / "e"), "--revision", "v1"]) == 0
+    assert run_command(["build", "owner/model", str(tmp_path / "e"), "--revision", "v1"]) == 0
     assert asked == ["v1"] and read_manifest(tmp_path / "e").revision == commit
     checkpoint = convert("owner/model", tmp_path / "c", revision="v1")
     assert build_engine(checkpoint.path, tmp_path / "f").manifest.revision == commit

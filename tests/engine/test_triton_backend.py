@@ -25,7 +25,7 @@ from wicore_trt.backends.triton.kernel_list import list_kernels  # noqa: E402
 from wicore_trt.backends.triton.roles import KERNEL, KERNEL8, LINEARS, MM, MM16, SCALED_MM, parse_role, step_role  # noqa: E402
 from wicore_trt.backends.triton.table import ANY, CROSSOVER, EngineShape  # noqa: E402
 from wicore_trt.backends.triton.weights import engine_shape  # noqa: E402
-from wicore_trt.cli.build import _dummy  # noqa: E402
+from wicore_trt.cli.build import _parse_dummy  # noqa: E402
 from wicore_trt.config import load_settings  # noqa: E402
 from wicore_trt.core.assemble import make_executor  # noqa: E402
 from wicore_trt.engine.build import build_engine  # noqa: E402
@@ -159,10 +159,10 @@ def test_a_machine_without_a_gpu_is_refused(source: Path) -> None:
 
 
 def test_flags_of_engines_without_weights_go_together() -> None:
-    assert _dummy("gemma3-27b", True) == DummyModel("gemma3-27b", builtin_spec("gemma3-27b"))
+    assert _parse_dummy("gemma3-27b", True) == DummyModel("gemma3-27b", builtin_spec("gemma3-27b"))
     for model, wanted in (("gemma3-27b", False), (None, True), ("gemma4", True)):
         with pytest.raises(ConfigError, match="go together"):
-            _dummy(model, wanted)
+            _parse_dummy(model, wanted)
 
 
 @pytest.mark.parametrize("target", ["sm80", "sm89", "sm90", "sm100", "sm120"])

@@ -14,7 +14,7 @@ from tiny_source import write_tiny_source
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.engine.build import build_engine
 from wicore_trt.errors import CheckpointError
-from wicore_trt.files import Door
+from wicore_trt.files import UntrustedFiles
 
 NAMES = ("model.safetensors", "config.json", "tokenizer.json")
 
@@ -58,15 +58,15 @@ def test_a_source_that_changes_refuses(
 def test_a_door_that_remembers(tmp_path: Path) -> None:
     file = tmp_path / "x"
     file.write_bytes(b"one")
-    door, forgetful = Door(tmp_path, seen={}), Door(tmp_path)
-    assert door.read(file) == forgetful.read(file) == b"one"
+    door, forgetful = UntrustedFiles(tmp_path, seen={}), UntrustedFiles(tmp_path)
+    assert door.read_bytes(file) == forgetful.read_bytes(file) == b"one"
     door.check_unchanged()
     file.write_bytes(b"three")
-    for again in (lambda: door.read(file), door.check_unchanged):
+    for again in (lambda: door.read_bytes(file), door.check_unchanged):
         with pytest.raises(CheckpointError, match="x changed while it was being read"):
             again()
     forgetful.check_unchanged()
-    assert forgetful.read(file) == b"three"
+    assert forgetful.read_bytes(file) == b"three"
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["written to", "made again"])
@@ -74,8 +74,8 @@ def test_a_time_that_is_set_back_hides_nothing(again: bool, tmp_path: Path) -> N
     file = tmp_path / "x"
     file.write_bytes(b"one")
     os.utime(file, ns=(0, 0))  # as archives and images with fixed times have it
-    door = Door(tmp_path, seen={})
-    door.check(file)
+    door = UntrustedFiles(tmp_path, seen={})
+    door.check_file(file)
     time.sleep(0.02)  # longer than a tick of the file system's clock
     if again:
         file.unlink()

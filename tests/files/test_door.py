@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from wicore_trt.errors import CheckpointError, EngineFormatError
-from wicore_trt.files import MAX_DEPTH, Door, present, printable, quoted
+from wicore_trt.files import MAX_DEPTH, UntrustedFiles, is_present, make_printable, quote_arg
 
 
 def fifo(path: Path) -> None:
@@ -54,21 +54,26 @@ def test_what_is_no_file_of_that_size_is_refused(
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "config.json"
     make(path)
-    door = Door(tmp_path if within else None, EngineFormatError, fix="Download it again.")
-    for read in (door.read, door.text, door.json, lambda p: door.copy(p, tmp_path / "copy", limit=1 << 20)):
+    door = UntrustedFiles(tmp_path if within else None, EngineFormatError, fix="Download it again.")
+    for read in (
+        door.read_bytes,
+        door.read_text,
+        door.read_json,
+        lambda p: door.copy_file(p, tmp_path / "copy", limit=1 << 20),
+    ):
         with pytest.raises(EngineFormatError, match=r"config\.json") as caught:
             read(path)
         assert "\n" not in str(caught.value)
-    assert present(path)
+    assert is_present(path)
     assert not (tmp_path / "copy").exists()
 
 
 def test_missing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"x\.json is missing"):
-        Door().json(tmp_path / "x.json")
-    assert not present(tmp_path / "x.json")
+        UntrustedFiles().read_json(tmp_path / "x.json")
+    assert not is_present(tmp_path / "x.json")
     (tmp_path / "file").write_text("x")
-    assert not present(tmp_path / "file/below")
+    assert not is_present(tmp_path / "file/below")
 
 
 def test_links_stay_inside(tmp_path: Path) -> None:
@@ -79,14 +84,14 @@ def test_links_stay_inside(tmp_path: Path) -> None:
     (model / "inside.json").symlink_to("real/a.json")
     (model / "outside.json").symlink_to("../secret.json")
     (model / "folder").symlink_to("..")
-    door = Door(model)
-    assert door.json(model / "inside.json") == {}
+    door = UntrustedFiles(model)
+    assert door.read_json(model / "inside.json") == {}
     for name in ("outside.json", "folder/secret.json"):
         with pytest.raises(CheckpointError, match="outside of"):
-            door.json(model / name)
-    assert Door().json(model / "outside.json") == {"secret": 1}  # named by the user himself
+            door.read_json(model / name)
+    assert UntrustedFiles().read_json(model / "outside.json") == {"secret": 1}  # named by the user himself
     (tmp_path / "alias").symlink_to("model")
-    assert Door(tmp_path / "alias").json(tmp_path / "alias/inside.json") == {}
+    assert UntrustedFiles(tmp_path / "alias").read_json(tmp_path / "alias/inside.json") == {}
 
 
 def test_snapshots_of_the_hub_cache_link_to_their_own_blobs(tmp_path: Path) -> None:
@@ -98,10 +103,10 @@ def test_snapshots_of_the_hub_cache_link_to_their_own_blobs(tmp_path: Path) -> N
     (tmp_path / "secret.json").write_text("{}")
     (snapshot / "config.json").symlink_to("../../blobs/0123")
     (snapshot / "other.json").symlink_to("../../../secret.json")
-    door = Door(snapshot)
-    assert door.json(snapshot / "config.json") == {}
+    door = UntrustedFiles(snapshot)
+    assert door.read_json(snapshot / "config.json") == {}
     with pytest.raises(CheckpointError, match="outside of"):
-        door.json(snapshot / "other.json")
+        door.read_json(snapshot / "other.json")
 
 
 @pytest.mark.parametrize(
@@ -126,31 +131,37 @@ def test_bad_json(data: bytes, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "engine.json"
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match=rf"engine\.json .*{reason}"):
-        Door(tmp_path).json(path)
+        UntrustedFiles(tmp_path).read_json(path)
 
 
 def test_good_json(tmp_path: Path) -> None:
     value = {"a": [1, 2.5, None, True, {"b": "ü \U0001f600"}], "deep": json.loads("[" * 30 + "]" * 30)}
     for ascii_only in (True, False):
         (tmp_path / "x.json").write_text(json.dumps(value, ensure_ascii=ascii_only), encoding="utf-8")
-        assert Door(tmp_path).json(tmp_path / "x.json") == value
+        assert UntrustedFiles(tmp_path).read_json(tmp_path / "x.json") == value
 
 
 def test_limits_are_exact(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"x" * 100)
-    assert Door().read(path, limit=100) == b"x" * 100
-    assert Door().copy(path, tmp_path / "copy", limit=100).read_bytes() == b"x" * 100
-    for refused in (lambda: Door().read(path, limit=99), lambda: Door().copy(path, tmp_path / "c2", limit=99)):
+    assert UntrustedFiles().read_bytes(path, limit=100) == b"x" * 100
+    assert UntrustedFiles().copy_file(path, tmp_path / "copy", limit=100).read_bytes() == b"x" * 100
+    for refused in (
+        lambda: UntrustedFiles().read_bytes(path, limit=99),
+        lambda: UntrustedFiles().copy_file(path, tmp_path / "c2", limit=99),
+    ):
         with pytest.raises(CheckpointError, match="has 100 bytes, more than the 99"):
             refused()
     with pytest.raises(FileExistsError):
-        Door().copy(path, tmp_path / "copy", limit=100)
+        UntrustedFiles().copy_file(path, tmp_path / "copy", limit=100)
 
 
 def test_errors_while_reading_are_the_doors(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match="x cannot be read: Input/output error"), Door().open(tmp_path / "x"):
+    with (
+        pytest.raises(CheckpointError, match="x cannot be read: Input/output error"),
+        UntrustedFiles().open_file(tmp_path / "x"),
+    ):
         raise OSError(5, "Input/output error")
 
 
@@ -168,12 +179,12 @@ def test_quoted_words_come_back_from_a_shell() -> None:
         "\udcff",
     ]
     for word in words:
-        text = quoted(word)
+        text = quote_arg(word)
         assert "\n" not in text
         out = subprocess.run(["bash", "-c", f"printf %s {text}"], capture_output=True, check=True).stdout
         assert out == os.fsencode(word)
-    assert shlex.split(quoted("-rf")) == ["./-rf"]
+    assert shlex.split(quote_arg("-rf")) == ["./-rf"]
 
 
 def test_printable_spells_bytes_out() -> None:
-    assert printable("by\udcfftes ü") == "by\\xfftes ü"
+    assert make_printable("by\udcfftes ü") == "by\\xfftes ü"

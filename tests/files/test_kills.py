@@ -21,7 +21,7 @@ from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.format import open_checkpoint
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import open_engine
-from wicore_trt.scratch import MARKER, exchange
+from wicore_trt.scratch import MARKER, exchange_names
 
 MODEL = random.Random(0).randbytes(3 << 20)
 
@@ -73,14 +73,14 @@ def run(command: str, source: Path, output: Path, force: bool) -> None:
     elif command == "convert":
         convert(source, output, force=force)
     else:
-        demo.fetch("gemma3-270m", output)
+        demo.fetch_model("gemma3-270m", output)
 
 
 def campaign(tmp_path: Path, seed: int, kills: int) -> dict[str, int]:
     """`kills` kills of each command, with and without --force by turns; returns how many hit a living process."""
     chance, hits = random.Random(seed), {}
     old, new = write_tiny_source(tmp_path / "old", 1), write_tiny_source(tmp_path / "new", 2)
-    exchanges = exchange(tmp_path / "old", tmp_path / "new")
+    exchanges = exchange_names(tmp_path / "old", tmp_path / "new")
     for command, content in (("build", engine_of), ("convert", checkpoint_of), ("fetch", model_of)):
         where = tmp_path / command
         where.mkdir()

@@ -15,7 +15,7 @@ import pytest
 
 from wicore_trt import scratch as scratch_module
 from wicore_trt.errors import ConfigError
-from wicore_trt.scratch import Product, replacing
+from wicore_trt.scratch import Product, replace_output
 
 
 def listed(path: Path) -> list[str] | None:
@@ -33,9 +33,9 @@ def fill(directory: Path, text: str) -> None:
 
 
 def make(output: Path, text: str, *, force: bool = False, source: Path | None = None) -> None:
-    with replacing(output, BOX, force=force, source=source) as scratch:
+    with replace_output(output, BOX, force=force, source=source) as scratch:
         fill(scratch.directory, text)
-        scratch.publish()
+        scratch.publish_output()
 
 
 def content(output: Path) -> str:
@@ -88,11 +88,11 @@ def test_unlisted_files_refuse_and_stay(add: Callable[[Path], None], late: bool,
     if not late:
         add(out)
     with pytest.raises(ConfigError, match=r"does not list: (notes|kvcache|sub)"):  # noqa: SIM117
-        with replacing(out, BOX, force=True) as scratch:
+        with replace_output(out, BOX, force=True) as scratch:
             fill(scratch.directory, "two")
             if late:
                 add(out)
-            scratch.publish()
+            scratch.publish_output()
     kept = names(out), names(out / "sub")
     add_again = tmp_path / "again"
     make(add_again, "one")
@@ -107,8 +107,8 @@ def exchanges(
 ) -> bool:
     """Whether the file system exchanges names, which some do not."""
     if not request.param:
-        monkeypatch.setattr(scratch_module, "exchange", lambda one, other: False)
-    elif not scratch_module.exchange(tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("other")):
+        monkeypatch.setattr(scratch_module, "exchange_names", lambda one, other: False)
+    elif not scratch_module.exchange_names(tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("other")):
         pytest.skip("this file system does not exchange names")
     return bool(request.param)
 
@@ -118,7 +118,7 @@ def test_what_appears_between_the_last_look_and_the_rename_comes_back(
 ) -> None:
     out = tmp_path / "out"
     make(out, "one")
-    rename, exchange = os.rename, scratch_module.exchange
+    rename, exchange = os.rename, scratch_module.exchange_names
 
     def late(source: Path, target: Path) -> None:
         if Path(source) == out:
@@ -131,7 +131,7 @@ def test_what_appears_between_the_last_look_and_the_rename_comes_back(
         return exchange(one, other)
 
     monkeypatch.setattr(os, "rename", late)
-    monkeypatch.setattr(scratch_module, "exchange", late_exchange)
+    monkeypatch.setattr(scratch_module, "exchange_names", late_exchange)
     with pytest.raises(ConfigError, match="does not list: thesis"):
         make(out, "two", force=True)
     assert (out / "thesis").read_text() == "mine" and names(tmp_path) == ["out"]
@@ -141,7 +141,7 @@ def test_what_comes_into_the_old_one_after_the_last_look_stays(
     exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who has the old one open, or as current directory, still writes into it."""
-    out, sync = tmp_path / "out", scratch_module._sync
+    out, sync = tmp_path / "out", scratch_module._sync_path
     make(out, "one")
     inside = os.open(out, os.O_RDONLY)
 
@@ -152,7 +152,7 @@ def test_what_comes_into_the_old_one_after_the_last_look_stays(
                 file.write("mine")
 
     with monkeypatch.context() as patch:
-        patch.setattr(scratch_module, "_sync", late)
+        patch.setattr(scratch_module, "_sync_path", late)
         make(out, "two", force=True)
     os.close(inside)
     make(out, "three", force=True)
@@ -164,11 +164,11 @@ def test_what_comes_into_the_old_one_after_the_last_look_stays(
 @pytest.mark.parametrize("force", [False, True])
 def test_what_appears_at_a_free_output_stays(force: bool, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(ConfigError), replacing(out, BOX, force=force) as scratch:
+    with pytest.raises(ConfigError), replace_output(out, BOX, force=force) as scratch:
         fill(scratch.directory, "one")
         out.mkdir()
         (out / "thesis").write_text("mine")
-        scratch.publish()
+        scratch.publish_output()
     assert names(out) == ["thesis"] and names(tmp_path) == ["out"]
 
 
@@ -254,7 +254,7 @@ def killed_at(stop: int, out: Path, force: bool) -> bool:
         if event in EVENTS and next(seen) == stop:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    exchange = scratch_module.exchange
+    exchange = scratch_module.exchange_names
 
     def dying_exchange(one: Path, other: Path) -> bool:
         dying("open", None)
@@ -263,7 +263,7 @@ def killed_at(stop: int, out: Path, force: bool) -> bool:
         return done
 
     try:
-        vars(scratch_module)["exchange"] = dying_exchange
+        vars(scratch_module)["exchange_names"] = dying_exchange
         sys.addaudithook(dying)
         make(out, "two", force=force)
         os._exit(0)
@@ -287,7 +287,7 @@ def test_a_kill_at_every_system_call_loses_nothing(old: bool, exchanges: bool, t
         if out.exists():
             assert content(out) in ("one", "two")
         assert out.exists() or not (old and exchanges), "what is exchanged is never missing"
-        with pytest.raises(LookupError), replacing(out, BOX, force=True):  # a run that fails
+        with pytest.raises(LookupError), replace_output(out, BOX, force=True):  # a run that fails
             raise LookupError
         assert out.exists() or not old, "the old one is back"
         assert set(names(folder)) <= {"out", "thesis"}, stop
@@ -314,7 +314,7 @@ def test_the_old_one_survives_a_directory_in_its_place_and_a_failed_run(tmp_path
     out = tmp_path / "out"
     killed_between_the_renames(out)
     out.mkdir()  # what `mkdir -p` in a script does
-    with pytest.raises(LookupError), replacing(out, BOX, force=True):
+    with pytest.raises(LookupError), replace_output(out, BOX, force=True):
         raise LookupError
     assert content(out) == "one" and names(tmp_path) == ["out"]
 
@@ -350,7 +350,7 @@ def test_an_old_one_that_is_half_removed_does_not_come_back(tmp_path: Path) -> N
     next(tmp_path.glob(".out.*/new")).rename(out)
     next(tmp_path.glob(".out.*/old/sub/data")).unlink()
     out.rename(tmp_path / "kept")
-    with pytest.raises(LookupError), replacing(out, BOX, force=True):
+    with pytest.raises(LookupError), replace_output(out, BOX, force=True):
         raise LookupError
     assert content(tmp_path / "kept") == "two" and names(tmp_path) == ["kept"]
 
@@ -385,7 +385,7 @@ def test_the_current_directory_is_not_replaced(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_mount_point_refuses_before_the_work() -> None:
-    with pytest.raises(ConfigError, match="is a mount point"), replacing(Path("/proc"), BOX, force=True):
+    with pytest.raises(ConfigError, match="is a mount point"), replace_output(Path("/proc"), BOX, force=True):
         raise AssertionError
 
 
@@ -398,9 +398,9 @@ def test_an_empty_output_keeps_its_mode(tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", [100, 101, 200, 255])
 def test_names_of_any_length(length: int, tmp_path: Path) -> None:
     out = tmp_path / ("n" * length)
-    with replacing(out, BOX, force=False) as scratch:
+    with replace_output(out, BOX, force=False) as scratch:
         assert len(scratch.folder.name) <= 143, "what file systems that encrypt names allow"
         fill(scratch.directory, "one")
-        scratch.publish()
+        scratch.publish_output()
     make(out, "two", force=True)
     assert content(out) == "two" and names(tmp_path) == [out.name]

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .runner import case_of, judge, run
+from .runner import case_of, judge, run_command
 
 
 def main() -> int:
@@ -28,7 +28,7 @@ def main() -> int:
         result, detail = judge(case, scratch, command=True)
         print(f"{kind}, {case.target}: {result}\n{detail}\n{scratch}")
         return 0
-    report = run(options.seed, range(options.first, options.first + options.inputs), options.jobs)
+    report = run_command(options.seed, range(options.first, options.first + options.inputs), options.jobs)
     print(f"seed {options.seed}, cases {options.first} to {options.first + options.inputs - 1}\n{report.table()}")
     for number, kind, result, detail in report.failures[:40]:
         print(f"case {number} ({kind}): {result}: {detail[:400]}")

@@ -72,7 +72,7 @@ def case_of(seed: int, number: int) -> tuple[str, Case]:
     return kind, KINDS[kind](rng)
 
 
-def run(seed: int, numbers: range, jobs: int = 1) -> Report:
+def run_command(seed: int, numbers: range, jobs: int = 1) -> Report:
     """Run the cases and report."""
     import wicore_trt.checkpoint.convert
     import wicore_trt.checkpoint.gguf
@@ -168,7 +168,7 @@ def judge(case: Case, scratch: Path, *, command: bool = False) -> tuple[str, str
 
 
 def _in_process(arguments: list[str]) -> tuple[int | None, str, str]:
-    from wicore_trt.cli.main import run as wicore
+    from wicore_trt.cli.main import run_command as wicore
 
     out, err = io.StringIO(), io.StringIO()
     try:

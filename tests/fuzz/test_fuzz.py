@@ -39,7 +39,7 @@ def test_the_oracle_sees_one_changed_weight(tmp_path, monkeypatch) -> None:
     from wicore_trt.checkpoint import convert
 
     _, case = case_of(SEED, 0)
-    cast = convert._Conversion._cast
+    cast = convert._Conversion._cast_rows
 
     def wrong(self, tensor, name, rows, tag):
         block, scale = cast(self, tensor, name, rows, tag)

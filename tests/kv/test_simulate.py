@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from wicore_trt.cli.kv import app
-from wicore_trt.cli.main import run
+from wicore_trt.cli.main import run_command
 from wicore_trt.errors import ConfigError
 from wicore_trt.kv.policy.by_name import POLICIES
 from wicore_trt.kv.study.simulate import KVBytes, recompute_cost, simulate
@@ -39,10 +39,10 @@ def test_made_up_conversations_are_a_trace_that_repeats(capsys: pytest.CaptureFi
     for request in requests:
         for parent, block in itertools.pairwise((-1, *request.blocks)):
             assert parents.setdefault(block, parent) == parent, "a block has one parent"
-    assert run(["kv", "simulate", "--generate", "50", "--capacity", "20%", "--json"]) == 0
+    assert run_command(["kv", "simulate", "--generate", "50", "--capacity", "20%", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["trace"] == "50 made-up conversations" and 0 < report["results"][0]["hit_rate"] < 1
-    assert run(["kv", "simulate"]) == 2 and "--generate N" in capsys.readouterr().err
+    assert run_command(["kv", "simulate"]) == 2 and "--generate N" in capsys.readouterr().err
 
 
 def lru_hits(requests: list[TraceRequest], capacity: int) -> int:

@@ -17,7 +17,7 @@ from serving import expected, process
 from tiny_source import write_tiny_source
 
 from wicore_trt.cli import build, serve
-from wicore_trt.cli.main import run
+from wicore_trt.cli.main import run_command
 from wicore_trt.config import load_settings
 from wicore_trt.engine.build import build_engine
 
@@ -34,7 +34,7 @@ def test_flags_beat_the_environment_and_secrets_are_not_printed(tmp_path, capsys
     monkeypatch.setenv("WICORE_SERVER__PORT", "7001")
     monkeypatch.setenv("WICORE_SERVER__GRACE_S", "9")
     monkeypatch.setenv("WICORE_SERVER__API_KEY", "hidden")
-    assert run(["serve", str(tmp_path), "--grpc-port", "7002", "--no-reflection", "--print-config"]) == 0
+    assert run_command(["serve", str(tmp_path), "--grpc-port", "7002", "--no-reflection", "--print-config"]) == 0
     out = capsys.readouterr().out
     for line in (
         "port: 7002  # --grpc-port",
@@ -46,7 +46,7 @@ def test_flags_beat_the_environment_and_secrets_are_not_printed(tmp_path, capsys
 
 
 def test_settings_are_explained_without_an_engine_and_help_shows_their_defaults(capsys):
-    assert run(["serve", "--print-config"]) == 0
+    assert run_command(["serve", "--print-config"]) == 0
     out = capsys.readouterr().out
     assert (
         "  # Which pages leave a full tier first;" in out and "  # policies on a trace. One of cost, lru, a2cr." in out
@@ -97,7 +97,7 @@ def value_of(settings, key):
 )
 def test_errors_are_one_line_and_an_exit_code(args, code, text, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert run(args) == code
+    assert run_command(args) == code
     err = capsys.readouterr().err
     assert text in err and "Traceback" not in err
     assert code == 2 or (err.startswith("error: ") and err.count("\n") == 1)

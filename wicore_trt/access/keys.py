@@ -21,7 +21,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from wicore_trt.errors import ConfigError
-from wicore_trt.files import LIST_BYTES, Door, quoted
+from wicore_trt.files import LIST_BYTES, UntrustedFiles, quote_arg
 
 TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 KEY = re.compile(r"[!-9;-~]{16,512}")  # visible ASCII but the colon
@@ -92,9 +92,11 @@ def _digest_key(key: str) -> bytes:
 
 def read_keys(path: str) -> dict[str, Identity]:
     """Identities by key from a keys file. Raises ConfigError; no key is in its message."""
-    door = Door(error=ConfigError, fix="Give a regular file: each process of the server reads it, and again on reload.")
+    door = UntrustedFiles(
+        error=ConfigError, fix="Give a regular file: each process of the server reads it, and again on reload."
+    )
     try:
-        with door.open(Path(path), limit=LIST_BYTES) as file:
+        with door.open_file(Path(path), limit=LIST_BYTES) as file:
             status = os.fstat(file.fileno())
             lines = file.read(LIST_BYTES).decode().splitlines()
     except UnicodeDecodeError:
@@ -103,7 +105,7 @@ def read_keys(path: str) -> dict[str, Identity]:
         reason = error.message.removeprefix(f"{path} ")
         raise ConfigError(f"server.keys_file: cannot read {path}: it {reason}", fix=error.fix) from None
     if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(f"server.keys_file: {path} is open to other users.", fix=f"Run: chmod 600 {quoted(path)}")
+        raise ConfigError(f"server.keys_file: {path} is open to other users.", fix=f"Run: chmod 600 {quote_arg(path)}")
     found: dict[str, Identity] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):

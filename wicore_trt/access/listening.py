@@ -17,7 +17,7 @@ from pathlib import Path
 
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
-from wicore_trt.files import Door
+from wicore_trt.files import UntrustedFiles
 
 CURVES = ("secp256r1", "secp384r1", "secp521r1")
 KINDS = "Use a PEM certificate with a key of RSA, ECDSA on P-256, P-384 or P-521, or Ed25519."
@@ -25,7 +25,7 @@ KINDS = "Use a PEM certificate with a key of RSA, ECDSA on P-256, P-384 or P-521
 
 def _read_file(name: str, path: str) -> bytes:
     try:
-        return Door(error=ConfigError).read(Path(path))
+        return UntrustedFiles(error=ConfigError).read_bytes(Path(path))
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
 

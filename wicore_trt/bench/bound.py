@@ -66,7 +66,7 @@ class ModelCost:
     def kv_read_bytes(self, context: int) -> int:
         """Bytes of keys and values that a token with `context` visible tokens, itself included, reads."""
         groups = map(self.spec.layer_group, self.spec.groups)
-        return sum(2 * group.kv_size * self.kv_bytes * _visible(group, context) for group in groups)
+        return sum(2 * group.kv_size * self.kv_bytes * _count_visible_keys(group, context) for group in groups)
 
     def decode_bytes(self, batch: int, input_tokens: int, output_tokens: int) -> float:
         """Mean bytes of the decode steps that follow the first token; every sequence has the same lengths."""
@@ -78,7 +78,9 @@ class ModelCost:
         """Mean FLOPs of those steps."""
         steps = range(input_tokens + 1, input_tokens + output_tokens)
         groups = [self.spec.layer_group(name) for name in self.spec.groups]
-        attention = sum(4 * g.q_size * _visible(g, context) for context in steps for g in groups) / len(steps)
+        attention = sum(4 * g.q_size * _count_visible_keys(g, context) for context in steps for g in groups) / len(
+            steps
+        )
         return batch * (2 * (self.linear_parameters + self.head_parameters) + attention)
 
     def prefill_flops(self, input_tokens: int) -> float:
@@ -91,7 +93,7 @@ class ModelCost:
         return 2 * self.linear_parameters * input_tokens + attention + 2 * self.head_parameters
 
 
-def _visible(group: LayerGroup, context: int) -> int:
+def _count_visible_keys(group: LayerGroup, context: int) -> int:
     """Keys that one token attends to, summed over the layers of `group`."""
     return len(group.layers) * min(context, group.window or context)
 

@@ -69,16 +69,16 @@ class Target(Protocol):
     async def close(self) -> None: ...
 
 
-def fulfilled(request: BenchRequest, tokens: int) -> bool:
+def has_enough_tokens(request: BenchRequest, tokens: int) -> bool:
     """Whether so many tokens are what was asked for."""
     return tokens == request.output_tokens or not request.ignore_eos and 0 < tokens < request.output_tokens
 
 
-def incomplete(request: BenchRequest, counted: int, received: int) -> str:
+def describe_shortfall(request: BenchRequest, counted: int, received: int) -> str:
     return f"INCOMPLETE: asked for {request.output_tokens} tokens, usage says {counted}, {received} came"
 
 
-def ended(
+def record_stream(
     request: BenchRequest,
     times: tuple[float, float],
     arrivals: Sequence[tuple[float, int]],
@@ -93,8 +93,8 @@ def ended(
     error = None
     if usage is None:
         error = "INCOMPLETE: the stream ended without usage"
-    elif usage.completion_tokens != received or not fulfilled(request, received):
-        error = incomplete(request, usage.completion_tokens, received)
+    elif usage.completion_tokens != received or not has_enough_tokens(request, received):
+        error = describe_shortfall(request, usage.completion_tokens, received)
     if usage is None or error:
         return RequestRecord(started, finished, error=error, sent=sent)
     counts = (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
@@ -139,7 +139,7 @@ class GrpcTarget:
                 raise UnavailableError(
                     f"No server answers at {address}.", fix="Start one: wicore serve ENGINE."
                 ) from None
-            raise WicoreError(f"{address}: {_status(error)}.") from None
+            raise WicoreError(f"{address}: {_name_status(error)}.") from None
         if answer is None or not answer.vocab_size:
             await channel.close()
             raise WicoreError(f"{address} does not answer as our servers do.")
@@ -170,8 +170,8 @@ class GrpcTarget:
                     counts = response.finish.usage
                     usage = Usage(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens)
         except grpc.aio.AioRpcError as error:
-            return RequestRecord(started, time.perf_counter(), error=_status(error), sent=sent)
-        return ended(request, (started, sent), arrivals, usage, answer)
+            return RequestRecord(started, time.perf_counter(), error=_name_status(error), sent=sent)
+        return record_stream(request, (started, sent), arrivals, usage, answer)
 
     async def tier_hits(self) -> dict[str, int]:
         try:
@@ -184,7 +184,7 @@ class GrpcTarget:
         await self._channel.close()
 
 
-def _status(error: grpc.aio.AioRpcError) -> str:
+def _name_status(error: grpc.aio.AioRpcError) -> str:
     return f"{error.code().name}: {error.details()}"
 
 
@@ -247,7 +247,7 @@ class LocalTarget:
                     usage = output.usage or usage
         except WicoreError as error:
             return RequestRecord(started, time.perf_counter(), error=f"{error.grpc_code}: {error.message}", sent=sent)
-        return ended(request, (started, sent), arrivals, usage, answer)
+        return record_stream(request, (started, sent), arrivals, usage, answer)
 
     async def tier_hits(self) -> dict[str, int]:
         kv = (await self._engine.read_stats()).kv

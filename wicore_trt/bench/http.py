@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import aiohttp
 import msgspec
 
-from wicore_trt.bench.client import CONNECT_TIMEOUT_S, fulfilled, incomplete
+from wicore_trt.bench.client import CONNECT_TIMEOUT_S, describe_shortfall, has_enough_tokens
 from wicore_trt.bench.measure import RequestRecord
 from wicore_trt.bench.workload import BenchRequest
 from wicore_trt.errors import ConfigError, UnavailableError, WicoreError, shortened
@@ -102,7 +102,7 @@ class Stream:
     error: str | None = None
     _rest: bytes = b""
 
-    def feed(self, data: bytes, now: float) -> None:
+    def take_bytes(self, data: bytes, now: float) -> None:
         """Take bytes that came at `now`. Raises UNREADABLE for what is no chunk."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
@@ -111,9 +111,9 @@ class Stream:
                 if event == b"[DONE]":
                     self.done = True
                 elif event:
-                    self._take(_decode(event), now)
+                    self._take_chunk(_decode(event), now)
 
-    def _take(self, chunk: Chunk, now: float) -> None:
+    def _take_chunk(self, chunk: Chunk, now: float) -> None:
         if chunk.error is not None:
             error = chunk.error
             self.error = str(error.get("message", error) if isinstance(error, Mapping) else error)
@@ -194,7 +194,7 @@ class HttpTarget:
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
         )
         try:
-            return cls(session, url, await _served(session, url, model), chat, extra or {})
+            return cls(session, url, await _read_model_list(session, url, model), chat, extra or {})
         except BaseException:
             await session.close()
             raise
@@ -219,18 +219,18 @@ class HttpTarget:
             async with self._session.post(self._path, data=data, headers=headers) as response:
                 if response.status == 200:
                     async for block in response.content.iter_any():
-                        stream.feed(block, time.perf_counter())
+                        stream.take_bytes(block, time.perf_counter())
                 else:
-                    error = f"{response.status}: {_message(await response.read())}"
+                    error = f"{response.status}: {_find_message(await response.read())}"
         except aiohttp.ClientConnectorError as failure:
             error = f"CONNECT: {failure}"
         except (aiohttp.ClientError, OSError) as failure:
             error = f"BROKEN: {failure or type(failure).__name__}"
         except UNREADABLE as failure:
             error = f"INVALID: {failure}"
-        return self._record(request, started, sent, stream, error)
+        return self._make_record(request, started, sent, stream, error)
 
-    def _record(
+    def _make_record(
         self, request: BenchRequest, started: float, sent: float, stream: Stream, error: str | None
     ) -> RequestRecord:
         finished, arrivals, usage = time.perf_counter(), stream.arrivals(), stream.usage
@@ -239,8 +239,8 @@ class HttpTarget:
             error = f"ERROR: {stream.error}"
         elif error is None and not stream.done:
             error = "BROKEN: the stream ended before its end"
-        elif error is None and (not arrivals or usage is not None and not fulfilled(request, tokens)):
-            error = incomplete(request, tokens, sum(count for _, count in arrivals))
+        elif error is None and (not arrivals or usage is not None and not has_enough_tokens(request, tokens)):
+            error = describe_shortfall(request, tokens, sum(count for _, count in arrivals))
         if error is not None:
             return RequestRecord(started, finished, error=shortened(error), sent=sent)
         cached = usage.prompt_tokens_details.cached_tokens if usage and usage.prompt_tokens_details else None
@@ -268,7 +268,7 @@ class HttpTarget:
         await self._session.close()
 
 
-async def _served(session: aiohttp.ClientSession, url: str, model: str | None) -> HttpServed:
+async def _read_model_list(session: aiohttp.ClientSession, url: str, model: str | None) -> HttpServed:
     """What /v1/models says of `model`, or of the first one; our own servers tell their vocabulary too. A server without
     that list has any model."""
     try:
@@ -276,7 +276,7 @@ async def _served(session: aiohttp.ClientSession, url: str, model: str | None) -
             async with session.get(f"{url}/v1/models") as answer:
                 body = await answer.read()
                 if answer.status in (401, 403) or answer.status != 200 and model is None:
-                    raise WicoreError(f"{url}: {answer.status}: {_message(body)}.")
+                    raise WicoreError(f"{url}: {answer.status}: {_find_message(body)}.")
                 if answer.status == 200:
                     models = msgspec.json.decode(body, type=ModelList).data
                 else:
@@ -293,15 +293,15 @@ async def _served(session: aiohttp.ClientSession, url: str, model: str | None) -
     size = None
     with suppress(*UNREADABLE, KeyError, TypeError):  # another server's /status is anything
         size = msgspec.json.decode(status)["model"]["vocab_size"]
-    return HttpServed(known.id, _told(size, ANY_VOCABULARY), _told(known.max_model_len, ANY_CONTEXT))
+    return HttpServed(known.id, _parse_size(size, ANY_VOCABULARY), _parse_size(known.max_model_len, ANY_CONTEXT))
 
 
-def _told(value: Any, otherwise: int) -> int:
+def _parse_size(value: Any, otherwise: int) -> int:
     """A size that a server tells, where it can be one."""
     return value if type(value) is int and 0 < value < 1 << 31 else otherwise
 
 
-def _message(body: bytes) -> str:
+def _find_message(body: bytes) -> str:
     """The message of an error's body, or its beginning."""
     with suppress(*UNREADABLE, KeyError, TypeError):
         error = msgspec.json.decode(body)["error"]

@@ -19,7 +19,7 @@ from itertools import chain, islice
 from wicore_trt.bench.client import Target
 from wicore_trt.bench.measure import ClientLag, Load, RequestRecord, Slo, Summary
 from wicore_trt.bench.plan import Session
-from wicore_trt.bench.workload import BenchRequest, Piece, Vocabulary
+from wicore_trt.bench.workload import BenchRequest, PromptPart, WordList
 from wicore_trt.progress import Progress, ignore_progress
 
 AHEAD = 512
@@ -38,40 +38,40 @@ class LoadOptions:
     ignore_eos: bool = True
 
 
-class Conversation:
+class ClientSession:
     """A session's prompts. Where an answer is not known as tokens, made-up ones of its length stand for it."""
 
-    def __init__(self, session: Session, vocabulary: Vocabulary, *, chat: bool, ignore_eos: bool = True) -> None:
+    def __init__(self, session: Session, vocabulary: WordList, *, chat: bool, ignore_eos: bool = True) -> None:
         self._session, self._vocabulary, self._ignore_eos = session, vocabulary, ignore_eos
         self._chat = chat
         self._said: list[tuple[int, ...]] = []
         self._messages: list[dict[str, str]] = []
 
-    def ask(self, number: int) -> BenchRequest:
+    def make_request(self, number: int) -> BenchRequest:
         """The request of a turn; each turn once and in order, the one before `answered`."""
         turn = self._session.turns[number]
         if self._chat:
-            text = "".join(self._vocabulary.text(piece) for piece in turn.pieces)
+            text = "".join(self._vocabulary.make_text(piece) for piece in turn.pieces)
             self._messages.append({"role": "user", "content": text})
             return BenchRequest((), turn.output_tokens, self._ignore_eos, tuple(self._messages))
         self._said += [self._vocabulary.tokens(piece) for piece in turn.pieces]
         prompt = tuple(chain.from_iterable(self._said))
         return BenchRequest(prompt, turn.output_tokens, self._ignore_eos)
 
-    def answered(self, number: int, record: RequestRecord) -> None:
+    def take_answer(self, number: int, record: RequestRecord) -> None:
         if self._chat:
             self._messages.append({"role": "assistant", "content": str(record.answer)})
         elif isinstance(record.answer, tuple):
             self._said.append(record.answer)
         else:
-            made_up = Piece(f"{self._session.name}/{number}/answer", record.output_tokens)
+            made_up = PromptPart(f"{self._session.name}/{number}/answer", record.output_tokens)
             self._said.append(self._vocabulary.tokens(made_up))
 
 
 async def run_load(
     target: Target,
     sessions: Sequence[Session],
-    vocabulary: Vocabulary,
+    vocabulary: WordList,
     options: LoadOptions,
     *,
     slo: Slo | None = None,
@@ -82,7 +82,7 @@ async def run_load(
     last = max(session.at_s for session in sessions)
     planned = sum(len(session.turns) for session in sessions)
     run = _Run(target, options, progress, phase, planned, closed=last == 0.0)
-    await run.all(sessions, vocabulary)
+    await run.run_sessions(sessions, vocabulary)
     return Load.of(
         run.records, planned=run.planned, offered_per_s=run.planned / last if last else math.inf, slo=slo,
         lag=ClientLag(
@@ -111,47 +111,47 @@ class _Run:
         self.beats: list[float] = []
         self.places: list[float] = []
 
-    async def all(self, sessions: Sequence[Session], vocabulary: Vocabulary) -> None:
-        coming = self._prepared(sessions, vocabulary)
+    async def run_sessions(self, sessions: Sequence[Session], vocabulary: WordList) -> None:
+        coming = self._prepare_sessions(sessions, vocabulary)
         ready = deque(islice(coming, AHEAD))
         self._progress(self._phase, 0, self.planned)
-        beat = asyncio.create_task(self._beat())
+        beat = asyncio.create_task(self._measure_lag())
         try:
             async with asyncio.TaskGroup() as tasks:
                 origin = time.perf_counter()
                 while ready:
                     session, talk, first = ready.popleft()
                     due = origin + session.at_s
-                    await _until(due)
-                    tasks.create_task(self._session(session, talk, first, due))
+                    await _sleep_until(due)
+                    tasks.create_task(self._run_session(session, talk, first, due))
                     if (more := next(coming, None)) is not None:
                         ready.append(more)
         finally:
             beat.cancel()
 
-    def _prepared(
-        self, sessions: Sequence[Session], vocabulary: Vocabulary
-    ) -> Iterator[tuple[Session, Conversation, BenchRequest]]:
+    def _prepare_sessions(
+        self, sessions: Sequence[Session], vocabulary: WordList
+    ) -> Iterator[tuple[Session, ClientSession, BenchRequest]]:
         for session in sessions:
-            talk = Conversation(
+            talk = ClientSession(
                 session, vocabulary, chat=self._target.chat, ignore_eos=self._options.ignore_eos
             )  # fmt: skip
-            yield session, talk, talk.ask(0)
+            yield session, talk, talk.make_request(0)
 
-    async def _session(self, session: Session, talk: Conversation, request: BenchRequest, due: float) -> None:
+    async def _run_session(self, session: Session, talk: ClientSession, request: BenchRequest, due: float) -> None:
         for number in range(len(session.turns)):
             if number:
-                request = talk.ask(number)
-                await _until(due)
-            record = await self._one(request, due)
+                request = talk.make_request(number)
+                await _sleep_until(due)
+            record = await self._run_request(request, due)
             self.records.append(record)
             self._progress(self._phase, len(self.records), self.planned)
             if record.error is not None:
                 return
-            talk.answered(number, record)
+            talk.take_answer(number, record)
             due = record.finished + self._options.pause_s
 
-    async def _one(self, request: BenchRequest, due: float) -> RequestRecord:
+    async def _run_request(self, request: BenchRequest, due: float) -> RequestRecord:
         full = self._places is not None and self._places.locked()
         async with self._places or nullcontext():
             ready = time.perf_counter() if full else due  # where a place was free, being late is the client's own
@@ -171,7 +171,7 @@ class _Run:
             self.late.append(record.sent - ready)
         return record
 
-    async def _beat(self) -> None:
+    async def _measure_lag(self) -> None:
         """Ask for a moment's sleep again and again, and note how much longer it was."""
         while True:
             wanted = time.perf_counter() + BEAT_S
@@ -179,7 +179,7 @@ class _Run:
             self.beats.append(time.perf_counter() - wanted)
 
 
-async def _until(due: float) -> None:
+async def _sleep_until(due: float) -> None:
     """Timers of event loops go off up to a millisecond early; what was sent then would seem to be answered sooner."""
     await asyncio.sleep(0.0)
     while (left := due - time.perf_counter()) > 0.0:

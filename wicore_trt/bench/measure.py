@@ -158,7 +158,7 @@ class Slo:
     e2e_s: float | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Slo:
+    def parse_limits(cls, text: str) -> Slo:
         """Of "ttft=450ms,tpot=40ms,e2e=20s". Raises ValueError."""
         limits: dict[str, float] = {}
         for part in text.split(","):
@@ -186,7 +186,7 @@ class ClientLag:
     most_open: int
 
     @property
-    def late(self) -> bool:
+    def is_late(self) -> bool:
         return any(lag is not None and lag.p99 > LATE_S for lag in (self.send, self.loop))
 
 

@@ -48,7 +48,7 @@ class Perplexity:
         return math.exp(self.nll)
 
 
-def windows(count: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
+def cut_windows(count: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
     """(begin, end, first): tokens [begin, end) of a text of `count` are one window, of which [first, end) are new.
     A window has at most `context` tokens."""
     first = begin = 0
@@ -58,8 +58,8 @@ def windows(count: int, context: int, stride: int) -> Iterator[tuple[int, int, i
         first, begin = end, begin + stride
 
 
-def perplexity(
-    score: Scorer,
+def compute_perplexity(
+    score_tokens: Scorer,
     token_ids: Sequence[int],
     *,
     bos_id: int | None,
@@ -78,11 +78,11 @@ def perplexity(
     if not 1 <= stride <= room - (not head):
         raise ConfigError(f"stride {stride} does not fit a context of {context} tokens.", fix="Choose a smaller one.")
     total, scored = 0.0, 0
-    for begin, end, first in windows(len(token_ids), room, stride):
+    for begin, end, first in cut_windows(len(token_ids), room, stride):
         if progress:
             progress(begin, len(token_ids))
         window = [*head, *token_ids[begin:end]]
-        logprobs = score(window, max(1, len(head) + first - begin))
+        logprobs = score_tokens(window, max(1, len(head) + first - begin))
         total -= math.fsum(logprobs)
         scored += len(logprobs)
     return Perplexity(scored, total / scored)
@@ -106,7 +106,7 @@ class ExecutorScorer:
         self.executor = TorchExecutor(engine, settings)
 
     def __call__(self, token_ids: Sequence[int], first: int) -> list[float]:
-        return score(self.executor, token_ids, first)
+        return score_tokens(self.executor, token_ids, first)
 
     def close(self) -> None:
         self.executor.close()
@@ -117,7 +117,7 @@ def pages_for(context: int, page_tokens: int) -> dict[str, int]:
     return dict.fromkeys(("global", "local"), div_ceil(context, page_tokens))
 
 
-def score(executor: TorchExecutor, token_ids: Sequence[int], first: int) -> list[float]:
+def score_tokens(executor: TorchExecutor, token_ids: Sequence[int], first: int) -> list[float]:
     """The Scorer of an executor with `pages_for(len(token_ids), ...)` or more pages in each group."""
     assert first >= 1
     pages = {group: list(range(count)) for group, count in executor.layout.num_pages.items()}
@@ -186,7 +186,7 @@ def compare_engines(
         expected = token_ids
         scorer = ExecutorScorer(engine, context=context, threads=threads)
         try:
-            measured = perplexity(
+            measured = compute_perplexity(
                 scorer,
                 token_ids,
                 bos_id=tokenizer.bos_id,

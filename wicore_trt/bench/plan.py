@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 
 from wicore_trt.arithmetic import div_ceil
-from wicore_trt.bench.workload import Piece, arrivals
+from wicore_trt.bench.workload import PromptPart, draw_arrivals
 from wicore_trt.errors import ConfigError
 from wicore_trt.kv.study.trace import BLOCK_TOKENS, TraceRequest
 
@@ -25,10 +25,10 @@ Lengths = Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class PlannedTurn:
     """What a turn adds to the conversation, and how many tokens the answer has."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PromptPart, ...]
     output_tokens: int
 
     @property
@@ -43,7 +43,7 @@ class Session:
 
     name: str
     at_s: float
-    turns: tuple[Turn, ...]
+    turns: tuple[PlannedTurn, ...]
 
     @property
     def context_tokens(self) -> int:
@@ -52,7 +52,7 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LoadShape:
     """Lengths of made-up sessions in tokens. A first turn has `input_tokens`, of which the first `shared_prefix` are
     those of one of `prefixes` system prompts; further turns add `turn_tokens`."""
 
@@ -68,7 +68,7 @@ class Shape:
             raise ConfigError("Each prompt must be longer than the prefix that it shares.")
 
 
-def lengths(text: str) -> Lengths:
+def parse_lengths(text: str) -> Lengths:
     """Of "128", "64,128,128" (one of these) or "256..2048" (any from the first to the last). Raises ValueError."""
     low, dots, high = text.partition("..")
     found: Lengths = range(int(low), int(high) + 1) if dots else tuple(int(part) for part in text.split(","))
@@ -77,7 +77,7 @@ def lengths(text: str) -> Lengths:
     return found
 
 
-def sessions_of(shape: Shape, moments: Iterable[float], *, seed: int, run: str) -> list[Session]:
+def sessions_of(shape: LoadShape, moments: Iterable[float], *, seed: int, run: str) -> list[Session]:
     """One session for each of `moments`, in seconds. Their lengths depend on the seed alone, so that runs compare."""
     rng = random.Random(seed)
 
@@ -87,22 +87,24 @@ def sessions_of(shape: Shape, moments: Iterable[float], *, seed: int, run: str) 
     found = []
     for number, at_s in enumerate(moments):
         name = f"{run}/{number}"
-        prefix = Piece(f"{run}/prefix/{one(range(shape.prefixes))}", shape.shared_prefix)
+        prefix = PromptPart(f"{run}/prefix/{one(range(shape.prefixes))}", shape.shared_prefix)
         turns = []
         for turn in range(shape.turns):
             asks = one(shape.turn_tokens) if turn else one(shape.input_tokens) - shape.shared_prefix
-            asked = Piece(f"{name}/{turn}", asks)
-            turns.append(Turn((asked,) if turn or not prefix.tokens else (prefix, asked), one(shape.output_tokens)))
+            asked = PromptPart(f"{name}/{turn}", asks)
+            turns.append(
+                PlannedTurn((asked,) if turn or not prefix.tokens else (prefix, asked), one(shape.output_tokens))
+            )
         found.append(Session(name, at_s, tuple(turns)))
     return found
 
 
 def made_up(
-    shape: Shape, rate: float, *, burstiness: float, requests: int, duration_s: float | None, seed: int, run: str
+    shape: LoadShape, rate: float, *, burstiness: float, requests: int, duration_s: float | None, seed: int, run: str
 ) -> list[Session]:
     """Sessions that bring `rate` requests a second in the mean, turns included: as many as have `requests` turns, or
     with `duration_s` those that begin within it. Raises ConfigError when there are none."""
-    moments = arrivals(rate / shape.turns, burstiness=burstiness, seed=seed)
+    moments = draw_arrivals(rate / shape.turns, burstiness=burstiness, seed=seed)
     chosen: Iterable[float] = islice(moments, div_ceil(requests, shape.turns))
     if duration_s is not None and not math.isinf(rate):
         chosen = takewhile(lambda at: at < duration_s, moments)
@@ -112,7 +114,7 @@ def made_up(
     return found
 
 
-def replayed(
+def replay_trace(
     trace: Sequence[TraceRequest], *, rate: float | None, requests: int | None, duration_s: float | None, run: str
 ) -> list[Session]:
     """The trace's requests, each a session of one turn, at its own times or stretched to `rate` requests a second.
@@ -133,20 +135,20 @@ def replayed(
         if duration_s is not None and at_s >= duration_s:
             break
         name = f"{run}/{number}"
-        full, rest = [Piece(f"{run}/block/{block}", BLOCK_TOKENS) for block in request.blocks], request.tokens
+        full, rest = [PromptPart(f"{run}/block/{block}", BLOCK_TOKENS) for block in request.blocks], request.tokens
         if not full:
-            full = [Piece(name, request.tokens)]
+            full = [PromptPart(name, request.tokens)]
         pieces = []
         for piece in full:
-            pieces.append(Piece(piece.name, rest if piece is full[-1] else min(piece.tokens, rest)))
+            pieces.append(PromptPart(piece.name, rest if piece is full[-1] else min(piece.tokens, rest)))
             rest -= pieces[-1].tokens
         output = TYPICAL_OUTPUT if request.answer is None else request.answer
-        found.append(Session(name, at_s, (Turn(tuple(p for p in pieces if p.tokens), max(1, output)),)))
+        found.append(Session(name, at_s, (PlannedTurn(tuple(p for p in pieces if p.tokens), max(1, output)),)))
     if not found:
         raise ConfigError("No request of the trace is left.")
     return found
 
 
-def fitting(sessions: Sequence[Session], context_tokens: int | None) -> list[Session]:
+def keep_fitting(sessions: Sequence[Session], context_tokens: int | None) -> list[Session]:
     """Those that a context of so many tokens can hold to their end."""
     return [s for s in sessions if context_tokens is None or s.context_tokens <= context_tokens]

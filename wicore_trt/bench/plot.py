@@ -22,8 +22,8 @@ def write_load_plot(results: Sequence[Mapping[str, Any]], path: Path, limits_ms:
     names = list(dict.fromkeys(result["target"] for result in results))
     good, tokens, *latencies = axes.flat
     for at, name in enumerate(names):
-        runs = sorted((r for r in results if r["target"] == name), key=_offered)
-        rates = [_offered(run) for run in runs]
+        runs = sorted((r for r in results if r["target"] == name), key=_find_rate)
+        rates = [_find_rate(run) for run in runs]
         style: dict[str, Any] = {"color": f"C{at}", "marker": "o", "markersize": 4}
         answered = [100 * (run["completed"] / run["planned"]) for run in runs]
         good.plot(rates, answered, ":", label=f"{name} answered", **style)
@@ -50,6 +50,6 @@ def write_load_plot(results: Sequence[Mapping[str, Any]], path: Path, limits_ms:
         figure.savefig(path, format="svg", metadata={"Date": None})
 
 
-def _offered(result: Mapping[str, Any]) -> float:
+def _find_rate(result: Mapping[str, Any]) -> float:
     """Requests a second; all at once count as what was answered."""
     return float(result["offered_per_s"] or result["requests"]["value"])

@@ -53,15 +53,15 @@ def time_figure(seconds: float | None, bound_s: float | None = None) -> Figure |
     """Milliseconds; the bound is the shortest time."""
     if seconds is None:
         return None
-    return _figure(seconds * 1e3, "ms", None if bound_s is None else bound_s * 1e3, larger_is_better=False)
+    return _make_figure(seconds * 1e3, "ms", None if bound_s is None else bound_s * 1e3, larger_is_better=False)
 
 
 def rate_figure(value: float, unit: str, bound: float | None = None) -> Figure:
     """Something per second; the bound is the highest rate."""
-    return _figure(value, unit, bound, larger_is_better=True)
+    return _make_figure(value, unit, bound, larger_is_better=True)
 
 
-def _figure(value: float, unit: str, bound: float | None, *, larger_is_better: bool) -> Figure:
+def _make_figure(value: float, unit: str, bound: float | None, *, larger_is_better: bool) -> Figure:
     percent = None
     if bound is not None:
         percent = 100 * (value / bound if larger_is_better else bound / value)
@@ -88,7 +88,7 @@ def latency_result(point: LatencyPoint, roof: Roof | None) -> dict[str, Any]:
         "decode_step": time_figure(point.step_s, step_bound),
         "decode_rate": decode,
         "total": time_figure(point.total_s),
-        **_distributions(point.latencies),
+        **_report_distributions(point.latencies),
     }
 
 
@@ -99,10 +99,10 @@ def throughput_result(result: Throughput, case: ThroughputCase, roof: Roof | Non
         lengths = (case.concurrency, case.input_tokens, case.output_tokens)
         bound = 1 / request_bound_s(roof.cost, roof.rates, *lengths, cached_tokens=case.shared_prefix)
     output_bound = None if bound is None else bound * case.output_tokens
-    return {"errors": result.errors, **_rates(result, bound, output_bound)}
+    return {"errors": result.errors, **_report_rates(result, bound, output_bound)}
 
 
-def _rates(result: Throughput, bound: float | None, output_bound: float | None) -> dict[str, Any]:
+def _report_rates(result: Throughput, bound: float | None, output_bound: float | None) -> dict[str, Any]:
     """Counts, rates and latencies of the requests that were answered."""
     return {
         "duration_s": result.duration_s,
@@ -113,14 +113,14 @@ def _rates(result: Throughput, bound: float | None, output_bound: float | None) 
         "requests": rate_figure(result.requests_per_s, "requests/s", bound),
         "output": rate_figure(result.output_tokens_per_s, "tokens/s", output_bound),
         "total": rate_figure(result.total_tokens_per_s, "tokens/s"),
-        **_distributions(result.latencies),
+        **_report_distributions(result.latencies),
     }
 
 
 def load_result(load: Load, *, target: str, rate: float | None, tier_hits: Mapping[str, int]) -> dict[str, Any]:
     """One run of a load test. `rate` None: a trace at its own times."""
     finite = load.offered_per_s if math.isfinite(load.offered_per_s) else None
-    answered = _rates(load.throughput, None, None)
+    answered = _report_rates(load.throughput, None, None)
     goodput = None
     if load.good is not None:
         goodput = rate_figure(load.good / load.throughput.duration_s, "requests/s")
@@ -138,7 +138,7 @@ def load_result(load: Load, *, target: str, rate: float | None, tier_hits: Mappi
         "tier_hit_tokens": dict(tier_hits),
         "uncounted": load.uncounted,
         "client": {
-            "late": load.lag.late,
+            "late": load.lag.is_late,
             "most_open": load.lag.most_open,
             **{name: _in_ms(getattr(load.lag, name)) for name in ("send", "loop", "place")},
         },
@@ -152,7 +152,7 @@ def _in_ms(summary: Summary | None) -> dict[str, Any] | None:
     return {"unit": "ms", "count": summary.count, **values}
 
 
-def _distributions(latencies: Distributions) -> dict[str, Any]:
+def _report_distributions(latencies: Distributions) -> dict[str, Any]:
     """ttft, tpot, itl, e2e: {unit: "ms", count, mean, p50, p90, p99} or null."""
     return {name: _in_ms(getattr(latencies, name)) for name in ("ttft", "tpot", "itl", "e2e")}
 
@@ -172,8 +172,8 @@ def make_report(
         "schema": SCHEMA,
         "command": command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "versions": versions(),
+        "machine": describe_machine(),
+        "versions": list_versions(),
         "target": target,
         "model": dict(model),
         "parameters": dict(parameters),
@@ -182,7 +182,7 @@ def make_report(
     }
 
 
-def machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     """This machine: CPU, cores that the process may use, memory, load, GPUs with their clocks."""
     return {
         "cpu": _cpu_name(),
@@ -190,7 +190,7 @@ def machine() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_1m": os.getloadavg()[0],
         "system": platform.platform(),
-        "gpus": _gpus(),
+        "gpus": _list_gpus(),
     }
 
 
@@ -204,7 +204,7 @@ def _cpu_name() -> str:
     return platform.machine()
 
 
-def _gpus() -> list[dict[str, str]]:
+def _list_gpus() -> list[dict[str, str]]:
     """What nvidia-smi says now; none without it."""
     if shutil.which("nvidia-smi") is None:
         return []
@@ -213,13 +213,15 @@ def _gpus() -> list[dict[str, str]]:
         lines = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return []
-    return [dict(zip(GPU_FIELDS, (cell.strip() for cell in line.split(",")), strict=False)) for line in lines]
+    return [
+        dict(zip(GPU_FIELDS, (format_cell.strip() for format_cell in line.split(",")), strict=False)) for line in lines
+    ]
 
 
-def versions() -> dict[str, str]:
+def list_versions() -> dict[str, str]:
     """Commit, native library (or ABSENT), Python and the packages that figures depend on."""
     library = open_library()
-    found = {"commit": _commit(), "native": ABSENT if library is None else library_name(library)}
+    found = {"commit": _find_commit(), "native": ABSENT if library is None else library_name(library)}
     found |= {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -229,7 +231,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _commit() -> str:
+def _find_commit() -> str:
     """Commit of the sources that run, "+" behind it where they were changed. BENCH_COMMIT goes before it: copies of a
     checkout may have come without their history, or with the beginning of it."""
     if given := os.environ.get("BENCH_COMMIT"):
@@ -253,10 +255,10 @@ def latency_row(result: Mapping[str, Any]) -> Row:
     prefill, step, rate = result["prefill"], result["decode_step"], result["decode_rate"]
     return (
         *(str(result[name]) for name in ("batch", "input_tokens", "output_tokens")),
-        *(cell(prefill, key) for key in ("value", "percent")),
-        *(cell(step, key) for key in ("value", "bound", "percent")),
-        cell(rate, "value"),
-        *(cell(result[name], key) for name, key in (("ttft", "p50"), ("tpot", "p50"), ("itl", "p99"))),
+        *(format_cell(prefill, key) for key in ("value", "percent")),
+        *(format_cell(step, key) for key in ("value", "bound", "percent")),
+        format_cell(rate, "value"),
+        *(format_cell(result[name], key) for name, key in (("ttft", "p50"), ("tpot", "p50"), ("itl", "p99"))),
     )
 
 
@@ -268,14 +270,15 @@ def throughput_rows(result: Mapping[str, Any]) -> list[Row]:
     """Rates of a throughput result under THROUGHPUT_COLUMNS."""
     names = {"requests": "requests/s", "output": "output tokens/s", "total": "total tokens/s"}
     return [
-        (label, *(cell(result[name], key) for key in ("value", "bound", "percent"))) for name, label in names.items()
+        (label, *(format_cell(result[name], key) for key in ("value", "bound", "percent")))
+        for name, label in names.items()
     ]
 
 
 def summary_rows(result: Mapping[str, Any]) -> list[Row]:
     """Latencies of a throughput result under SUMMARY_COLUMNS."""
     return [
-        (name.upper(), *(cell(result[name], key) for key in ("mean", "p50", "p90", "p99")))
+        (name.upper(), *(format_cell(result[name], key) for key in ("mean", "p50", "p90", "p99")))
         for name in ("ttft", "tpot", "itl", "e2e")
     ]
 
@@ -295,12 +298,12 @@ def load_row(result: Mapping[str, Any], *, several: bool) -> Row:
         _load_name(result, several=several),
         str(result["planned"]),
         "-" if share is None else f"{100 * share:.1f}",
-        cell(result["goodput"], "value"),
+        format_cell(result["goodput"], "value"),
         *(str(result[name]) for name in ("completed", "refused", "failed")),
-        *(cell(result[name], "value") for name in ("requests", "output")),
+        *(format_cell(result[name], "value") for name in ("requests", "output")),
         "-" if cached is None else f"{100 * cached / max(1, result['prompt_tokens']):.1f}",
         str(client["most_open"]),
-        cell(client["send"], "p99"),
+        format_cell(client["send"], "p99"),
     )
 
 
@@ -313,7 +316,7 @@ def load_summary_rows(result: Mapping[str, Any], *, several: bool) -> list[Row]:
             "" if at else _load_name(result, several=several),
             name.upper(),
             str(result[name]["count"]),
-            *(cell(result[name], key) for key in keys),
+            *(format_cell(result[name], key) for key in keys),
         )
         for at, name in enumerate(names)
     ]
@@ -339,7 +342,7 @@ def load_warnings(result: Mapping[str, Any]) -> list[str]:
     if tpot is not None and counted < result["output_tokens"] - result["completed"]:
         found.append("Chunks of some answers had an unknown number of tokens: these have a TPOT, and no ITL.")
     if result["client"]["late"]:
-        send, loop = (cell(result["client"][name], "p99") for name in ("send", "loop"))
+        send, loop = (format_cell(result["client"][name], "p99") for name in ("send", "loop"))
         found.append(
             f"This client was late itself (p99: sending {send} ms, event loop {loop} ms), so latencies are its own "
             "too. Use a faster or an idle machine, or a lower rate."
@@ -347,7 +350,7 @@ def load_warnings(result: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def cell(figure: Mapping[str, Any] | None, key: str) -> str:
+def format_cell(figure: Mapping[str, Any] | None, key: str) -> str:
     """A number with three significant digits at least, or "-"."""
     value = None if figure is None else figure[key]
     if value is None:

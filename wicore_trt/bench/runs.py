@@ -43,7 +43,7 @@ class LatencyPoint:
     latencies: Distributions
 
 
-def sweep(batches: Sequence[int], inputs: Sequence[int], outputs: Sequence[int]) -> list[LatencyCase]:
+def list_cases(batches: Sequence[int], inputs: Sequence[int], outputs: Sequence[int]) -> list[LatencyCase]:
     """Every combination, batch varying fastest."""
     return [LatencyCase(b, i, o) for o in outputs for i in inputs for b in batches]
 
@@ -62,18 +62,20 @@ async def run_latency(
     for case in cases:
         phase = f"batch {case.batch}, {case.input_tokens} + {case.output_tokens} tokens"
         progress(phase, 0, 1)
-        points.append(await _latency(target, case, workload, repeats, warmups))
+        points.append(await _measure_latency(target, case, workload, repeats, warmups))
         progress(phase, 1, 1)
     return points
 
 
-async def _latency(target: Target, case: LatencyCase, workload: Workload, repeats: int, warmups: int) -> LatencyPoint:
+async def _measure_latency(
+    target: Target, case: LatencyCase, workload: Workload, repeats: int, warmups: int
+) -> LatencyPoint:
     prefills, totals, records = [], [], []
     for repeat in range(-warmups, repeats):
-        prefill, first = await _together(target, workload.take(case.batch, case.input_tokens, 1))
+        prefill, first = await _run_together(target, workload.take(case.batch, case.input_tokens, 1))
         total, all_tokens = prefill, first
         if case.output_tokens > 1:
-            total, all_tokens = await _together(
+            total, all_tokens = await _run_together(
                 target, workload.take(case.batch, case.input_tokens, case.output_tokens)
             )
         if repeat >= 0:
@@ -85,7 +87,7 @@ async def _latency(target: Target, case: LatencyCase, workload: Workload, repeat
     return LatencyPoint(case, prefill, total, (total - prefill) / steps if steps else None, Distributions.of(records))
 
 
-async def _together(target: Target, requests: Sequence[BenchRequest]) -> tuple[float, list[RequestRecord]]:
+async def _run_together(target: Target, requests: Sequence[BenchRequest]) -> tuple[float, list[RequestRecord]]:
     """Seconds until all of `requests`, sent at once, are done."""
     started = time.perf_counter()
     records = await closed_loop(target, requests, len(requests))

@@ -14,9 +14,9 @@ from typing import Any
 from wicore_trt.bench.client import Target
 from wicore_trt.bench.load import LoadOptions, run_load
 from wicore_trt.bench.measure import Slo
-from wicore_trt.bench.plan import Session, Shape, fitting, made_up, replayed, sessions_of
+from wicore_trt.bench.plan import LoadShape, Session, keep_fitting, made_up, replay_trace, sessions_of
 from wicore_trt.bench.report import load_result
-from wicore_trt.bench.workload import Vocabulary
+from wicore_trt.bench.workload import WordList
 from wicore_trt.errors import ConfigError
 from wicore_trt.kv.study.trace import TraceRequest
 from wicore_trt.progress import Progress, ignore_progress
@@ -26,28 +26,28 @@ from wicore_trt.progress import Progress, ignore_progress
 class Offer:
     """What is sent at a rate: requests of a trace, or made-up ones of a shape."""
 
-    shape: Shape
+    shape: LoadShape
     trace: Sequence[TraceRequest] = ()
     burstiness: float = 1.0
     requests: int = 100
     duration_s: float | None = None
     seed: int = 0
 
-    def sessions(self, rate: float | None, run: str) -> list[Session]:
+    def make_sessions(self, rate: float | None, run: str) -> list[Session]:
         """The plan of a run. `rate` None: a trace at its own times. Raises ConfigError for a plan without requests."""
         if self.trace:
             requests = None if self.duration_s is not None else self.requests
-            return replayed(self.trace, rate=rate, requests=requests, duration_s=self.duration_s, run=run)
+            return replay_trace(self.trace, rate=rate, requests=requests, duration_s=self.duration_s, run=run)
         assert rate is not None
         return made_up(
             self.shape, rate, burstiness=self.burstiness, requests=self.requests, duration_s=self.duration_s,
             seed=self.seed, run=run,
         )  # fmt: skip
 
-    def warm(self, count: int, run: str) -> list[Session]:
+    def make_warm_sessions(self, count: int, run: str) -> list[Session]:
         """So many sessions like those of a run, all at once."""
         if self.trace:
-            return replayed(self.trace, rate=float("inf"), requests=count, duration_s=None, run=run)
+            return replay_trace(self.trace, rate=float("inf"), requests=count, duration_s=None, run=run)
         return sessions_of(self.shape, [0.0] * count, seed=self.seed, run=run)
 
 
@@ -66,18 +66,18 @@ async def run_sweep(
     Raises ConfigError when no request of a run fits the context of every target.
     """
     context = min(target.info.max_context_tokens for _, target in targets)
-    vocabulary = Vocabulary(min(target.info.vocab_size for _, target in targets), seed=offer.seed)
+    vocabulary = WordList(min(target.info.vocab_size for _, target in targets), seed=offer.seed)
     if warmups:
         for index, (name, target) in enumerate(targets):
-            warm = fitting(offer.warm(warmups, f"warm-up {index}"), context)
+            warm = keep_fitting(offer.make_warm_sessions(warmups, f"warm-up {index}"), context)
             if warm:
                 await run_load(target, warm, vocabulary, options, progress=progress, phase=f"warm-up of {name}")
     results = []
     for at, rate in enumerate(rates):
         order = list(enumerate(targets))
         for index, (name, target) in order if at % 2 == 0 else reversed(order):
-            planned = offer.sessions(rate, f"run {at} {index}")
-            sessions = fitting(planned, context)
+            planned = offer.make_sessions(rate, f"run {at} {index}")
+            sessions = keep_fitting(planned, context)
             if not sessions:
                 raise ConfigError(f"No request fits a context of {context} tokens.", fix="Lower the lengths.")
             phase = f"{name}, {'the trace' if rate is None else f'{rate:g} requests/s'}"

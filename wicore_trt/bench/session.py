@@ -39,26 +39,26 @@ class BenchSession:
             raise ConfigError("Nothing to measure.", fix="Give --engine DIR or --target HOST:PORT.")
 
     @property
-    def where(self) -> str:
+    def place(self) -> str:
         return self.address or "in process"
 
-    def roof(self) -> Roof | None:
+    def measure_roof(self) -> Roof | None:
         """Measure this machine; None without an engine to compute bounds for. Raises EngineFormatError."""
         if self.settings.engine is None:
             return None
         manifest = read_manifest(Path(self.settings.engine))
         cost = ModelCost.of(manifest.spec, manifest.dtype, manifest.base_dtype, manifest.kv_dtype)
         threads = self.settings.executor.threads or len(os.sched_getaffinity(0))
-        return Roof(cost, measure_rates(_device(self.settings.executor.device), threads=threads))
+        return Roof(cost, measure_rates(_name_device(self.settings.executor.device), threads=threads))
 
-    def run(self, measure: Callable[[Target], Awaitable[T]]) -> tuple[T, dict[str, Any]]:
+    def run_measurement(self, measure: Callable[[Target], Awaitable[T]]) -> tuple[T, dict[str, Any]]:
         """Open the target, measure it, close it; returns what `measure` did and the model that it measured.
 
         Raises what opening and measuring raise, and ConfigError when the server runs another engine than the named.
         """
-        return run_quickly(self._run(measure))
+        return run_quickly(self._run_async(measure))
 
-    async def _run(self, measure: Callable[[Target], Awaitable[T]]) -> tuple[T, dict[str, Any]]:
+    async def _run_async(self, measure: Callable[[Target], Awaitable[T]]) -> tuple[T, dict[str, Any]]:
         target = await self.connect(awaited=False)
         try:
             return await measure(target), asdict(target.info)
@@ -71,13 +71,13 @@ class BenchSession:
             return await LocalTarget.load(self.settings, awaited=awaited)
         target = await GrpcTarget.connect(self.address, api_key=self.api_key, tls_ca=self.tls_ca)
         try:
-            self._check(target)
+            self._check_model(target)
         except BaseException:
             await target.close()
             raise
         return target
 
-    def _check(self, target: GrpcTarget) -> None:
+    def _check_model(self, target: GrpcTarget) -> None:
         if self.settings.engine is None:
             return
         if read_manifest(Path(self.settings.engine)).fingerprint != target.info.fingerprint:
@@ -93,7 +93,7 @@ def run_quickly(work: Coroutine[Any, Any, T]) -> T:
         return runner.run(work)
 
 
-def _device(name: str) -> str:
+def _name_device(name: str) -> str:
     if name != "auto":
         return name
     import torch

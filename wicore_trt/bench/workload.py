@@ -28,7 +28,7 @@ WORDS = _TEXT.split()
 """Each is one token after a blank in the vocabularies of today, so that a text has about as many tokens as words."""
 
 
-class Piece(NamedTuple):
+class PromptPart(NamedTuple):
     """Consecutive tokens of a prompt. What they are follows from the name, and from a seed."""
 
     name: str
@@ -46,25 +46,25 @@ class BenchRequest:
     messages: tuple[Mapping[str, str], ...] = ()
 
 
-class Vocabulary:
+class WordList:
     """Tokens and words of pieces."""
 
     def __init__(self, size: int, *, seed: int) -> None:
         self._seed = seed
         self._low = size // SPECIAL_SHARE
         self._span = size - 2 * self._low
-        self.tokens = lru_cache(4096)(self._tokens)  # of a trace, prompts share most of their pieces
+        self.tokens = lru_cache(4096)(self._draw_tokens)  # of a trace, prompts share most of their pieces
 
-    def _tokens(self, piece: Piece) -> tuple[int, ...]:
-        drawn = struct.unpack(f"<{piece.tokens}I", self._drawn(piece, 4))
+    def _draw_tokens(self, piece: PromptPart) -> tuple[int, ...]:
+        drawn = struct.unpack(f"<{piece.tokens}I", self._draw_bytes(piece, 4))
         return tuple([self._low + number % self._span for number in drawn])
 
-    def text(self, piece: Piece) -> str:
+    def make_text(self, piece: PromptPart) -> str:
         """As many words as the piece has tokens, a blank before each."""
-        numbers = struct.unpack(f"<{piece.tokens}H", self._drawn(piece, 2))
+        numbers = struct.unpack(f"<{piece.tokens}H", self._draw_bytes(piece, 2))
         return "".join([" " + WORDS[number % len(WORDS)] for number in numbers])
 
-    def _drawn(self, piece: Piece, size: int) -> bytes:
+    def _draw_bytes(self, piece: PromptPart, size: int) -> bytes:
         return shake_128(f"{self._seed}/{piece.name}".encode()).digest(size * piece.tokens)
 
 
@@ -72,8 +72,8 @@ class Workload:
     """An endless supply of requests. The first `shared_prefix` tokens of all prompts are the same."""
 
     def __init__(self, vocab_size: int, *, seed: int, shared_prefix: int = 0) -> None:
-        self._vocabulary = Vocabulary(vocab_size, seed=seed)
-        self._prefix = self._vocabulary.tokens(Piece("shared", shared_prefix))
+        self._vocabulary = WordList(vocab_size, seed=seed)
+        self._prefix = self._vocabulary.tokens(PromptPart("shared", shared_prefix))
         self._taken = 0
 
     def take(self, count: int, input_tokens: int, output_tokens: int) -> list[BenchRequest]:
@@ -82,11 +82,11 @@ class Workload:
         assert own > 0, "a prompt has a token of its own"
         names = range(self._taken, self._taken + count)
         self._taken += count
-        prompts = [self._prefix + self._vocabulary.tokens(Piece(str(name), own)) for name in names]
+        prompts = [self._prefix + self._vocabulary.tokens(PromptPart(str(name), own)) for name in names]
         return [BenchRequest(prompt, output_tokens) for prompt in prompts]
 
 
-def arrivals(rate: float, *, burstiness: float = 1.0, seed: int) -> Iterator[float]:
+def draw_arrivals(rate: float, *, burstiness: float = 1.0, seed: int) -> Iterator[float]:
     """Ascending moments in seconds, without end; the gaps between them are 1 / rate on average.
 
     Gaps are drawn from a gamma distribution of shape `burstiness`: 1 is a Poisson process, less comes in bursts, and

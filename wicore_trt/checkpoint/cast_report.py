@@ -25,7 +25,7 @@ class CastReport:
         self._flushed = {tag: Counter[str]() for tag in _SMALL}
         self._rounded = {tag: Counter[str]() for tag in _NORMAL}
 
-    def count(self, name: str, values: np.ndarray, stored: np.ndarray, tag: str) -> None:
+    def count_losses(self, name: str, values: np.ndarray, stored: np.ndarray, tag: str) -> None:
         """Note what of the float32 `values` of tensor `name` was lost in `stored`: F16 values, BF16 or E4M3 bits."""
         if flushed := flushed_to_zero(values, stored):
             self._flushed[tag][name] += flushed
@@ -33,11 +33,11 @@ class CastReport:
             self._rounded[tag][name] += rounded
 
     @property
-    def flushed(self) -> int:
+    def flushed_to_zero(self) -> int:
         """Weights that became 0, of all tensors and formats."""
         return sum(found.total() for found in self._flushed.values())
 
-    def lines(self) -> list[str]:
+    def describe_losses(self) -> list[str]:
         """One sentence per format that lost something, with the tensor that lost most."""
         said = []
         for tag, found in self._flushed.items():

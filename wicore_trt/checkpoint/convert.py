@@ -38,10 +38,10 @@ from wicore_trt.checkpoint.safetensors_io import TAG_BYTES, SafetensorsWriter
 from wicore_trt.checkpoint.sharding import Shard, shard_of
 from wicore_trt.checkpoint.source import TEXT_TAGS, Source, open_source
 from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitError
-from wicore_trt.files import present, printable
+from wicore_trt.files import is_present, make_printable
 from wicore_trt.model.gemma3 import LM_HEAD
 from wicore_trt.progress import Progress, count_progress, ignore_progress
-from wicore_trt.scratch import replacing
+from wicore_trt.scratch import replace_output
 from wicore_trt.weight_format import PLAIN, QUANTIZED
 
 DTYPES = ("auto", *PLAIN, *QUANTIZED)
@@ -106,24 +106,26 @@ def convert(  # noqa: PLR0913 -- the public call is flat
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown.", fix=f"Use one of {', '.join(DTYPES)}.")
-    if lora is not None and present(Path(source) / "rank0.safetensors"):
+    if lora is not None and is_present(Path(source) / "rank0.safetensors"):
         raise ConfigError(
             f"{source} is a checkpoint, and an adapter is merged into a source.",
             fix="Give the model that it was converted from.",
         )
-    if calibration and present(Path(source) / "rank0.safetensors"):
+    if calibration and is_present(Path(source) / "rank0.safetensors"):
         _check_same(open_checkpoint(source), dtype, tp_size)
         return calibration.of_checkpoint(source, output, force=force, progress=progress)
     if calibration and dtype not in QUANTIZED and not calibration.kv_scales:
         raise ConfigError(f"Without KV scales a {dtype} checkpoint has nothing to calibrate.", fix="Use --dtype fp8.")
-    with replacing(Path(output), CHECKPOINT, force=force, source=source) as scratch:
+    with replace_output(Path(output), CHECKPOINT, force=force, source=source) as scratch:
         progress("read", 0, 1)
         opened = open_source(source, revision=revision, lora=lora)
         opened.spec.shard(0, tp_size)
-        lost = _Conversion(opened, scratch.directory, dtype, tp_size, calibration, progress).run(for_engine, lora)
+        lost = _Conversion(opened, scratch.directory, dtype, tp_size, calibration, progress).write_checkpoint(
+            for_engine, lora
+        )
         opened.check_unchanged()
         open_checkpoint(scratch.directory)  # a checkpoint that does not open replaces none
-        scratch.publish()
+        scratch.publish_output()
     if note:
         for line in lost:
             note(line)
@@ -152,7 +154,7 @@ class _Conversion:
         progress: Progress,
     ) -> None:
         self._source, self._directory, self._tp = source, directory, tp_size
-        self._dtype = _resolve(dtype, source)
+        self._dtype = _resolve_dtype(dtype, source)
         weights = QUANTIZED.get(dtype, PLAIN[self._dtype])
         self._weights = weights.calibrated if calibration else weights
         self._calibration = calibration
@@ -167,21 +169,21 @@ class _Conversion:
         ]
         vision = [(n, i.dtype, i.shape) for n, i in source.vision.items()]
         self._vision: list[tuple[str, str, tuple[int, ...]]] = vision
-        self._total = sum(_bytes(entries) for entries in (*self._entries, vision))
+        self._total = sum(_count_bytes(entries) for entries in (*self._entries, vision))
 
-    def run(self, for_engine: bool, lora: Path | None = None) -> list[str]:
+    def write_checkpoint(self, for_engine: bool, lora: Path | None = None) -> list[str]:
         """Returns what casts lost and tokens that the model lacks, in sentences."""
         tied = self._source.spec.tie_word_embeddings  # the engine leaves the second embedding out, so it is no link
         placed = [entry for entries in self._entries for entry in entries if entry[0] != LM_HEAD]
-        check_disk_room(self._directory, self._total + (_bytes(placed) if for_engine and tied else 0))
+        check_disk_room(self._directory, self._total + (_count_bytes(placed) if for_engine and tied else 0))
         tokenizer = self._source.write_tokenizer(self._directory)
         if for_engine:  # an engine needs one, and weights take hours
             check_has_tokenizer(self._source.name, tokenizer)
         from wicore_trt.checkpoint.tokenizer_check import check_tokenizer
 
         notes = check_tokenizer(self._directory, self._source.name, self._source.spec.vocab_size)
-        adapter = None if lora is None else printable(str(lora))
-        origin = Origin(printable(self._source.name), self._source.revision, lora=adapter)
+        adapter = None if lora is None else make_printable(str(lora))
+        origin = Origin(make_printable(self._source.name), self._source.revision, lora=adapter)
         if self._calibration:
             found = self._calibration.of_source(self._source, self._directory, self._progress)
             self._scales, origin = found.scales, replace(origin, calibration=found.origin)
@@ -194,11 +196,11 @@ class _Conversion:
             files[file.name] = record_of(file)
         keys = ("vision_config", "mm_tokens_per_image", "image_token_index", "boi_token_index", "eoi_token_index")
         vision = {k: self._source.config[k] for k in keys if k in self._source.config} if self._vision else {}
-        origin = replace(origin, flushed_to_zero=self._report.flushed, vision=vision)
+        origin = replace(origin, flushed_to_zero=self._report.flushed_to_zero, vision=vision)
         spec, kv_scales = self._source.spec, self._kv_scales
         config = build_config(spec, self._dtype, self._weights, self._tp, files, origin, kv_scales=kv_scales)
         write_config(self._directory, config)
-        return [*self._source.notes, *notes, *self._report.lines()]
+        return [*self._source.notes, *notes, *self._report.describe_losses()]
 
     def _write_ranks(self) -> dict[str, FileRecord]:
         with ExitStack() as stack:
@@ -219,27 +221,29 @@ class _Conversion:
             step = max(1, _BLOCK_ITEMS // max(1, prod(rest)))
             for start in range(0, rows, step):
                 stop = min(rows, start + step)
-                block, scale = self._cast(tensor, name, (start, stop), tag)
+                block, scale = self._cast_rows(tensor, name, (start, stop), tag)
                 for shard, writer, kept in zip(shards, writers, scales, strict=True):
                     low, high = max(start, shard.rows[part][0]), min(stop, shard.rows[part][1])
                     if low < high:
-                        self._put(writer, tensor.name, _columns(block[low - start : high - start], shard))
+                        self._write_block(writer, tensor.name, _take_columns(block[low - start : high - start], shard))
                         kept.append(scale[low - start : high - start])
         if tag == FP8_TAG:
             for writer, kept in zip(writers, scales, strict=True):
-                self._put(writer, tensor.scale_name, np.concatenate(kept))
+                self._write_block(writer, tensor.scale_name, np.concatenate(kept))
         for name in self._static[tensor.name]:
             for writer in writers:
-                self._put(writer, name, self._scales[name])
+                self._write_block(writer, name, self._scales[name])
 
-    def _cast(self, tensor: UnifiedTensor, name: str, rows: tuple[int, int], tag: str) -> tuple[np.ndarray, np.ndarray]:
+    def _cast_rows(
+        self, tensor: UnifiedTensor, name: str, rows: tuple[int, int], tag: str
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Rows of one source tensor stored as `tag`, and their FP8 scales (empty if not quantized)."""
         none, place = np.empty(0, np.float32), self._source.place_of(name)
         if tensor.role is Role.NORM:
-            stored = self._source.norm(name, *rows)
+            stored = self._source.read_norm(name, *rows)
             check_finite_rows(place, name, rows[0], stored, "F32")
             return stored, none
-        block, have = self._source.rows(name, *rows)
+        block, have = self._source.read_rows(name, *rows)
         if tag in (have, FP8_TAG):
             check_finite_rows(place, name, rows[0], block, have)
         if tag == have:
@@ -252,7 +256,7 @@ class _Conversion:
             check_cast(place, name, rows[0], values, stored, tag)
         tied_copy = tensor.sources == (HF_EMBEDDING,) and tensor.role is not Role.EMBEDDING
         if tag != "F32" and not tied_copy:
-            self._report.count(name, values, stored, tag)
+            self._report.count_losses(name, values, stored, tag)
         return stored, scale
 
     def _write_vision(self) -> FileRecord:
@@ -262,14 +266,14 @@ class _Conversion:
                 for block in self._source.vision_blocks(name):
                     if tag in TEXT_TAGS:
                         check_finite_rows(place, name, 0, np.frombuffer(block, STORAGE[tag])[None], tag)
-                    self._put(writer, name, block)
+                    self._write_block(writer, name, block)
         return FileRecord(writer.size, writer.digest, writer.digests)
 
-    def _put(self, writer: SafetensorsWriter, name: str, block: np.ndarray | bytes) -> None:
+    def _write_block(self, writer: SafetensorsWriter, name: str, block: np.ndarray | bytes) -> None:
         self._moved(writer.write(name, block))
 
 
-def _resolve(dtype: str, source: Source) -> str:
+def _resolve_dtype(dtype: str, source: Source) -> str:
     if dtype in QUANTIZED:
         return "bfloat16"
     if dtype != "auto":
@@ -287,7 +291,7 @@ def _check_same(checkpoint: Checkpoint, dtype: str, tp_size: int) -> None:
         )
 
 
-def _bytes(entries: list[tuple[str, str, tuple[int, ...]]]) -> int:
+def _count_bytes(entries: list[tuple[str, str, tuple[int, ...]]]) -> int:
     return sum(prod(shape) * TAG_BYTES[tag] for _, tag, shape in entries)
 
 
@@ -296,15 +300,15 @@ def check_disk_room(directory: Path, nbytes: int) -> None:
     free, needed = shutil.disk_usage(directory).free, nbytes + _SPARE_BYTES
     if free < needed:
         raise EnvironmentUnfitError(
-            f"This needs {_size(needed)} on disk, and {_size(free)} are free there.",
+            f"This needs {_format_bytes(needed)} on disk, and {_format_bytes(free)} are free there.",
             fix="Free some space or choose another output.",
         )
 
 
-def _size(count: int) -> str:
+def _format_bytes(count: int) -> str:
     """A number of bytes in GB, or in MB below one."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
-def _columns(block: np.ndarray, shard: Shard) -> np.ndarray:
+def _take_columns(block: np.ndarray, shard: Shard) -> np.ndarray:
     return block if shard.columns is None else block[:, shard.columns[0] : shard.columns[1]]

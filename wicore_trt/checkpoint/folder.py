@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from wicore_trt.errors import CheckpointError, named
-from wicore_trt.files import present, quoted
+from wicore_trt.files import is_present, quote_arg
 
 ADAPTER = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -53,7 +53,7 @@ _OTHER_FORMS = (  # the same weights once more, for other programs
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".npz", ".npy", ".ckpt", ".pkl", ".h5", ".msgpack", ".nemo")
 
 
-def entries(path: Path) -> list[str]:
+def list_entries(path: Path) -> list[str]:
     """Names in a directory, sorted. Raises CheckpointError for one that cannot be read."""
     try:
         return sorted(os.listdir(path))
@@ -64,7 +64,7 @@ def entries(path: Path) -> list[str]:
 def name_kind(path: Path) -> CheckpointError | None:
     """Name what a directory is that is no whole model, None where nothing in it says so."""
     for name, (what, fix) in _KINDS.items():
-        if present(path / name) and ("." in name or not present(path / "config.json")):
+        if is_present(path / name) and ("." in name or not is_present(path / "config.json")):
             return CheckpointError(f"{path} is {what}: it holds {name}.", fix=fix)
     return None
 
@@ -76,17 +76,17 @@ def check_folder(path: Path, read: Collection[str], *, merges_adapter: bool = Fa
     kind = name_kind(path)
     if kind is not None:
         raise kind
-    if present(path / ADAPTER) and not merges_adapter:
+    if is_present(path / ADAPTER) and not merges_adapter:
         raise CheckpointError(
             f"{path} holds whole weights and an adapter, {ADAPTER}, that may be in them or not.",
-            fix=f"Add --lora {quoted(path)} to merge it, or move {ADAPTER} away if it is merged already.",
+            fix=f"Add --lora {quote_arg(path)} to merge it, or move {ADAPTER} away if it is merged already.",
         )
     forms, unread, notes = list[str](), list[str](), list[str]()
-    for name in sorted({*entries(path)} - {*read, *((ADAPTER, ADAPTER_WEIGHTS) if merges_adapter else ())}):
+    for name in sorted({*list_entries(path)} - {*read, *((ADAPTER, ADAPTER_WEIGHTS) if merges_adapter else ())}):
         if os.path.isdir(path / name):
-            if present(path / name / ADAPTER) and not name.startswith("checkpoint-"):
+            if is_present(path / name / ADAPTER) and not name.startswith("checkpoint-"):
                 notes.append(
-                    f"{named(name)} holds an adapter that is not merged; --lora {quoted(path / name)} merges it."
+                    f"{named(name)} holds an adapter that is not merged; --lora {quote_arg(path / name)} merges it."
                 )
             if name == "additional_chat_templates":
                 notes.append(f"{name} was left aside: the model's own chat template serves every chat.")
@@ -101,11 +101,11 @@ def check_folder(path: Path, read: Collection[str], *, merges_adapter: bool = Fa
             fix="Move it away if the model is whole without it.",
         )
     if forms:
-        notes.append(f"left aside, other forms of the weights: {_some(forms)}.")
+        notes.append(f"left aside, other forms of the weights: {_list_some(forms)}.")
     if unread:
-        notes.append(f"left aside, read by nobody: {_some([named(name) for name in unread])}.")
+        notes.append(f"left aside, read by nobody: {_list_some([named(name) for name in unread])}.")
     return notes
 
 
-def _some(names: list[str], most: int = 4) -> str:
+def _list_some(names: list[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -29,7 +29,7 @@ from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
 from wicore_trt.checkpoint.sharding import shard_of
 from wicore_trt.checkpoint.source import TOKENIZER_FILES
 from wicore_trt.errors import CheckpointError, shown
-from wicore_trt.files import LIST_BYTES, TOKENIZER_BYTES, Door, present, quoted
+from wicore_trt.files import LIST_BYTES, TOKENIZER_BYTES, UntrustedFiles, is_present, quote_arg
 from wicore_trt.model.spec import GLOBAL, Gemma3Spec
 from wicore_trt.scratch import Product
 from wicore_trt.weight_format import PLAIN, WeightFormat, find_format
@@ -73,22 +73,22 @@ class Checkpoint:
 
     def read(self, name: str) -> bytes:
         """The bytes of the listed file `name`, a small one. Raises CheckpointError where they are not as recorded."""
-        data = Door(self.path, fix=self.again).read(self.path / name, limit=TOKENIZER_BYTES)
+        data = UntrustedFiles(self.path, fix=self.rebuild_command).read_bytes(self.path / name, limit=TOKENIZER_BYTES)
         if hash_bytes(data) != self.files[name].blake2b:
-            raise self.damaged(name, name)
+            raise self.make_damage_error(name, name)
         return data
 
-    def damaged(self, name: str, part: str) -> CheckpointError:
+    def make_damage_error(self, name: str, part: str) -> CheckpointError:
         """The error for file `name` of which `part` is not as recorded."""
         what = "it" if part == name else part
         return CheckpointError(
-            f"{self.path / name} is damaged: {what} has changed since it was written.", fix=self.again
+            f"{self.path / name} is damaged: {what} has changed since it was written.", fix=self.rebuild_command
         )
 
     @property
-    def again(self) -> str:
+    def rebuild_command(self) -> str:
         """The command that makes the checkpoint again."""
-        return _command(self.path, self.config)
+        return _find_rebuild_command(self.path, self.config)
 
     @property
     def revision(self) -> str | None:
@@ -198,7 +198,7 @@ def build_config(
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:
     """Seal config.json, write it and wait until it is on disk."""
-    block = {**config["wicore"], SEAL: seal_of(_unsealed(config))}
+    block = {**config["wicore"], SEAL: seal_of(_check_seal(config))}
     config = {**config, "wicore": block}
     with (directory / CONFIG).open("w", encoding="utf-8") as stream:
         json.dump(config, stream, indent=2)
@@ -207,7 +207,7 @@ def write_config(directory: Path, config: Mapping[str, Any]) -> None:
         os.fsync(stream.fileno())
 
 
-def _unsealed(config: Mapping[str, Any]) -> dict[str, Any]:
+def _check_seal(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "wicore": {key: value for key, value in config["wicore"].items() if key != SEAL}}
 
 
@@ -218,10 +218,10 @@ def window_pattern(spec: Gemma3Spec) -> int | None:
     return pattern if globals_ == tuple(range(pattern - 1, spec.num_layers, pattern)) else None
 
 
-def _listed(path: Path) -> set[str] | None:
+def _find_file_names(path: Path) -> set[str] | None:
     """Names of the files of a checkpoint, damaged or not; None when the directory is none."""
     try:
-        config = Door(path).json(path / CONFIG, limit=LIST_BYTES)
+        config = UntrustedFiles(path).read_json(path / CONFIG, limit=LIST_BYTES)
     except CheckpointError:
         return None
     block = config.get("wicore")
@@ -229,7 +229,7 @@ def _listed(path: Path) -> set[str] | None:
     return {CONFIG, *files} if isinstance(files, dict) and "architecture" in config else None
 
 
-CHECKPOINT = Product("checkpoint", CONFIG, _listed)
+CHECKPOINT = Product("checkpoint", CONFIG, _find_file_names)
 """What `wicore convert --force` may replace."""
 
 
@@ -252,8 +252,8 @@ def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
             f"{path} has checkpoint format {shown(block.get('format_version'))}; this version reads {FORMAT_VERSION}.",
             fix="Convert it again or update wicore-trt.",
         )
-    again = _command(path, config)
-    broken = broken_seal(_unsealed(config), block.get(SEAL))
+    again = _find_rebuild_command(path, config)
+    broken = broken_seal(_check_seal(config), block.get(SEAL))
     if broken:
         raise CheckpointError(f"{path / CONFIG} was edited or damaged: {broken}.", fix=again)
     try:
@@ -286,40 +286,42 @@ def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
         vision_file=path / VISION if VISION in files else None, files=files,
     )  # fmt: skip
     for name, record in files.items() if verify else ():
-        part = record.changed(path / name)
+        part = record.describe_change(path / name)
         if part:
-            raise checkpoint.damaged(name, part)
+            raise checkpoint.make_damage_error(name, part)
     return checkpoint
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise CheckpointError(
-            f"{path} is not a checkpoint directory.", fix=f"Make it: wicore convert SOURCE {quoted(path)}"
+            f"{path} is not a checkpoint directory.", fix=f"Make it: wicore convert SOURCE {quote_arg(path)}"
         )
-    if not present(path / CONFIG):
+    if not is_present(path / CONFIG):
         raise CheckpointError(
             f"{path} has no {CONFIG}: it is not a checkpoint.",
             fix="Run: wicore convert SOURCE OUTPUT, to a new directory",
         )
-    return Door(path, fix="Convert the original model again, to a new directory.").json(path / CONFIG, limit=LIST_BYTES)
+    return UntrustedFiles(path, fix="Convert the original model again, to a new directory.").read_json(
+        path / CONFIG, limit=LIST_BYTES
+    )
 
 
-def _command(path: Path, config: Mapping[str, Any]) -> str:
+def _find_rebuild_command(path: Path, config: Mapping[str, Any]) -> str:
     """The command that makes the checkpoint again, as far as a damaged config tells."""
     block, mapping, quant = config["wicore"], config.get("mapping"), config.get("quantization")
     dtype = "fp8" if isinstance(quant, dict) and quant.get("quant_algo") else config.get("dtype", "auto")
     tp = mapping.get("tp_size", 1) if isinstance(mapping, dict) else 1
-    options = f" --revision {quoted(block['revision'])}" if block.get("revision") else ""
-    options += f" --lora {quoted(block['lora'])}" if block.get("lora") else ""
+    words: list[object] = [block.get("source", "SOURCE"), path]
+    flags: list[tuple[str, object]] = [("dtype", dtype), ("tp", tp)]
+    flags += [(name, block[name]) for name in ("revision", "lora") if block.get(name)]
     calibration = block.get("calibration")
     if isinstance(calibration, dict):
-        options += (
-            f" --calibrate {quoted(calibration.get('text'))} --calibrate-tokens {quoted(calibration.get('tokens'))}"
-        )
-        options += "" if isinstance(quant, dict) and quant.get("kv_cache_quant_algo") else " --no-kv-scales"
-    source = quoted(block.get("source", "SOURCE"))
-    return f"Run: wicore convert {source} {quoted(path)} --dtype {quoted(dtype)} --tp {quoted(tp)}{options} --force"
+        flags += [("calibrate", calibration.get("text")), ("calibrate-tokens", calibration.get("tokens"))]
+    options = "".join(f" --{name} {quote_arg(value)}" for name, value in flags)
+    if isinstance(calibration, dict) and not (isinstance(quant, dict) and quant.get("kv_cache_quant_algo")):
+        options += " --no-kv-scales"
+    return f"Run: wicore convert {' '.join(quote_arg(word) for word in words)}{options} --force"
 
 
 def _check_files(path: Path, files: Mapping[str, FileRecord], ranks: list[str], again: str) -> None:
@@ -328,15 +330,15 @@ def _check_files(path: Path, files: Mapping[str, FileRecord], ranks: list[str], 
         raise CheckpointError(f"{path / CONFIG} does not list {', '.join(unlisted)}.", fix=again)
     for name, record in files.items():
         file = path / name
-        if Path(name).name != name or not present(file):
+        if Path(name).name != name or not is_present(file):
             raise CheckpointError(f"{path} lacks {name}.", fix=again)
-        size = Door(path, fix=again).check(file)
+        size = UntrustedFiles(path, fix=again).check_file(file)
         if size != record.bytes:
             raise CheckpointError(f"{file} has {size} bytes, not {record.bytes}.", fix=again)
 
 
 def _check_rank(file: Path, entries: list[tuple[str, str, tuple[int, ...]]], again: str) -> None:
-    found_tensors = SafetensorsFile(file, Door(file.parent, fix=again)).tensors
+    found_tensors = SafetensorsFile(file, UntrustedFiles(file.parent, fix=again)).tensors
     for name, tag, shape in entries:
         info = found_tensors.get(name)
         if info is None or info.dtype != tag or info.shape != shape:

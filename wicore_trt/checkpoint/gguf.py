@@ -92,7 +92,7 @@ class GgufSource(Source):
         self.tensors = {}
         for name, tensor in self._file.tensors.items():
             if not name.startswith(_VISION_TENSORS):
-                self._place(name, tensor)
+                self._enter_tensor(name, tensor)
         check_tensors(self.spec, {n: info.shape for n, info in self.tensors.items()}, str(path))
         odd = next((n for n, info in self.tensors.items() if info.dtype not in TYPES), None)
         if odd is not None:
@@ -108,7 +108,7 @@ class GgufSource(Source):
         self.notes += self._vocabulary.notes
         self.generation_config = {"bos_token_id": self._vocabulary.bos, "eos_token_id": self._vocabulary.ends}
 
-    def _place(self, name: str, tensor: GgufTensor) -> None:
+    def _enter_tensor(self, name: str, tensor: GgufTensor) -> None:
         """Enter a tensor of the file; what converters fuse (--fuse-qkv) as its three parts."""
         layer, parts = _FUSED.fullmatch(name), {_hf_name(name): tensor.shape[0]}
         group = self.spec.layer_group(GLOBAL)
@@ -123,7 +123,7 @@ class GgufSource(Source):
             self._places[hf] = name, first
             first += rows
 
-    def rows(self, name: str, start: int, stop: int) -> tuple[np.ndarray, str]:
+    def read_rows(self, name: str, start: int, stop: int) -> tuple[np.ndarray, str]:
         gguf = import_gguf()
         stored, first = self._places[name]
         tensor = self._file.tensors[stored]
@@ -137,8 +137,8 @@ class GgufSource(Source):
                 block, tag = gguf.quants.dequantize(blocks.reshape(stop - start, -1), kind).reshape(shape), "F32"
         return block, tag
 
-    def norm(self, name: str, start: int, stop: int) -> np.ndarray:
-        return to_float32(*self.rows(name, start, stop))  # llama.cpp's converter has added 1, whatever the type
+    def read_norm(self, name: str, start: int, stop: int) -> np.ndarray:
+        return to_float32(*self.read_rows(name, start, stop))  # llama.cpp's converter has added 1, whatever the type
 
     def vision_blocks(self, name: str) -> Iterator[bytes]:
         raise KeyError(name)
@@ -163,37 +163,37 @@ def gguf_spec(file: GgufFile, note: Callable[[str], None] = lambda text: None) -
     if embedding is None:
         raise CheckpointError(f"{file.path} has no token_embd.weight.")
     keys = _ModelKeys(file, note)
-    layers, heads = keys.whole("block_count", MAX_LAYERS), keys.whole("attention.head_count", 4096)
-    hidden = keys.whole("embedding_length")
-    head_dim = keys.whole("attention.key_length", default=hidden // heads)
+    layers, heads = keys.read_int("block_count", MAX_LAYERS), keys.read_int("attention.head_count", 4096)
+    hidden = keys.read_int("embedding_length")
+    head_dim = keys.read_int("attention.key_length", default=hidden // heads)
     # llama.cpp's rule: the 27B alone scales by hidden / heads (168), the others by head_dim.
     scalar = hidden // heads if layers == _LAYERS_OF_27B else head_dim
     try:
         spec = Gemma3Spec(
             vocab_size=embedding.shape[0], hidden_size=hidden, num_layers=layers, num_heads=heads,
-            num_kv_heads=keys.whole("attention.head_count_kv", default=heads), head_dim=head_dim,
-            intermediate_size=keys.whole("feed_forward_length"), query_pre_attn_scalar=float(scalar),
-            rms_norm_eps=keys.real("attention.layer_norm_rms_epsilon", 1e-6 if keys.ollamas else ...),
-            rope_theta=keys.theta("rope.freq_base", 1e6 if keys.ollamas else _DEFAULT_THETA),
-            rope_local_theta=keys.theta("rope.freq_base_swa", _DEFAULT_THETA),
+            num_kv_heads=keys.read_int("attention.head_count_kv", default=heads), head_dim=head_dim,
+            intermediate_size=keys.read_int("feed_forward_length"), query_pre_attn_scalar=float(scalar),
+            rms_norm_eps=keys.read_float("attention.layer_norm_rms_epsilon", 1e-6 if keys.ollamas else ...),
+            rope_theta=keys.read_theta("rope.freq_base", 1e6 if keys.ollamas else _DEFAULT_THETA),
+            rope_local_theta=keys.read_theta("rope.freq_base_swa", _DEFAULT_THETA),
             rope_scaling_factor=_rope_factor(keys, layers),
-            sliding_window=keys.whole("attention.sliding_window"), layer_groups=_layer_groups(keys, layers),
-            max_position_embeddings=keys.whole("context_length"),
+            sliding_window=keys.read_int("attention.sliding_window"), layer_groups=_layer_groups(keys, layers),
+            max_position_embeddings=keys.read_int("context_length"),
             tie_word_embeddings="output.weight" not in file.tensors,
-            final_logit_softcapping=_softcap(keys, layers),
+            final_logit_softcapping=_read_softcap(keys, layers),
         )  # fmt: skip
     except SpecError as error:
         raise error.name_place(str(file.path), _KEYS) from error
-    keys.expect("vocab_size", spec.vocab_size)
+    keys.expect_value("vocab_size", spec.vocab_size)
     for key in ("attention.value_length", "rope.dimension_count"):
-        keys.expect(key, spec.head_dim)
-        keys.expect(f"{key}_swa", spec.head_dim)
-    keys.expect("attention.key_length_swa", spec.head_dim)
-    scale = keys.real("attention.scale", None)
+        keys.expect_value(key, spec.head_dim)
+        keys.expect_value(f"{key}_swa", spec.head_dim)
+    keys.expect_value("attention.key_length_swa", spec.head_dim)
+    scale = keys.read_float("attention.scale", None)
     if scale is not None and not abs(scale * scale * spec.query_pre_attn_scalar - 1) < 1e-4:
-        raise keys.wrong("attention.scale", scale, f"{spec.query_pre_attn_scalar**-0.5:g} for this model")
+        raise keys.make_value_error("attention.scale", scale, f"{spec.query_pre_attn_scalar**-0.5:g} for this model")
     for key, only in _ONLY.items():
-        keys.expect(key, only)
+        keys.expect_value(key, only)
     keys.refuse_others()
     return spec
 
@@ -221,45 +221,45 @@ class _ModelKeys(MetadataKeys):
         super().__init__(file.metadata, str(file.path), _PREFIX)
         self._asked, self.note = set(_HARMLESS), note
         vision = any(key.startswith(f"{_PREFIX}vision.") for key in file.metadata)
-        plain = self.value("attention.layer_norm_rms_epsilon") is None and vision
-        self.ollamas = plain or any(self.value(key) is not None for key in _OLLAMA.values())
+        plain = self.find_metadata("attention.layer_norm_rms_epsilon") is None and vision
+        self.ollamas = plain or any(self.find_metadata(key) is not None for key in _OLLAMA.values())
 
-    def get(self, key: str) -> Any:
+    def find_value(self, key: str) -> Any:
         self._asked.add(key)
-        return self.value(key)
+        return self.find_metadata(key)
 
-    def whole(self, key: str, most: int = 1 << 24, default: int | None = None) -> int:
-        value = self.get(key)
+    def read_int(self, key: str, most: int = 1 << 24, default: int | None = None) -> int:
+        value = self.find_value(key)
         value = default if value is None else value
         if value is None:
-            raise self.missing(key)
+            raise self.make_missing_error(key)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise self.wrong(key, value, f"a whole number from 1 to {most:,}")
+            raise self.make_value_error(key, value, f"a whole number from 1 to {most:,}")
         return value
 
-    def real(self, key: str, default: float | None | EllipsisType = ...) -> Any:
+    def read_float(self, key: str, default: float | None | EllipsisType = ...) -> Any:
         """A float; `default` for an absent key, which is an error without one."""
-        value = self.get(key)
+        value = self.find_value(key)
         if value is None:
             if default is ...:
-                raise self.missing(key)
+                raise self.make_missing_error(key)
             return default
         if not isinstance(value, float):
-            raise self.wrong(key, value, "a floating-point number")
-        return _shortest(value)
+            raise self.make_value_error(key, value, "a floating-point number")
+        return _shorten_decimal(value)
 
-    def theta(self, key: str, default: float) -> float:
+    def read_theta(self, key: str, default: float) -> float:
         """A base of rope, under llama.cpp's name for it or Ollama's."""
-        ours, theirs = self.real(key, None), self.real(_OLLAMA[key], None)
+        ours, theirs = self.read_float(key, None), self.read_float(_OLLAMA[key], None)
         if None not in (ours, theirs) and ours != theirs:
-            raise self.wrong(_OLLAMA[key], theirs, f"{ours}, as {key} is")
+            raise self.make_value_error(_OLLAMA[key], theirs, f"{ours}, as {key} is")
         return float(next((value for value in (ours, theirs) if value is not None), default))
 
-    def expect(self, key: str, only: object) -> None:
+    def expect_value(self, key: str, only: object) -> None:
         """Refuse a key that is there with another value than `only`."""
-        value = self.get(key)
+        value = self.find_value(key)
         if value is not None and (value != only or isinstance(value, bool) != isinstance(only, bool)):
-            raise self.wrong(key, value, f"{only!r} for Gemma 3")
+            raise self.make_value_error(key, value, f"{only!r} for Gemma 3")
 
     def refuse_others(self) -> None:
         names = [key.removeprefix(_PREFIX) for key in self._metadata if key.startswith(_PREFIX)]
@@ -271,9 +271,9 @@ class _ModelKeys(MetadataKeys):
             )
 
 
-def _softcap(keys: _ModelKeys, layers: int) -> float | None:
+def _read_softcap(keys: _ModelKeys, layers: int) -> float | None:
     """The cap of logits, of which 0 is none. Ollama's converter gave the 1B model one that it does not have."""
-    cap = keys.real("final_logit_softcapping", None)
+    cap = keys.read_float("final_logit_softcapping", None)
     if keys.ollamas and layers == _LAYERS_OF_1B and cap is not None:
         keys.note(f"final_logit_softcapping {cap:g} is left aside: Gemma 3 1B has none, Ollama's converter wrote it.")
         return None
@@ -283,19 +283,19 @@ def _softcap(keys: _ModelKeys, layers: int) -> float | None:
 def _rope_factor(keys: _ModelKeys, layers: int) -> float:
     """The linear factor, which old files call scale_linear. llama.cpp takes a factor without a type for linear; its
     converter always writes both, so such a file is not its work and refused. Ollama's never writes it."""
-    kind = keys.get("rope.scaling.type")
-    factor, old = keys.real("rope.scaling.factor", None), keys.real("rope.scale_linear", None)
+    kind = keys.find_value("rope.scaling.type")
+    factor, old = keys.read_float("rope.scaling.factor", None), keys.read_float("rope.scale_linear", None)
     if kind not in (None, "none", "linear"):
-        raise keys.wrong("rope.scaling.type", kind, "'linear' or 'none' for Gemma 3")
+        raise keys.make_value_error("rope.scaling.type", kind, "'linear' or 'none' for Gemma 3")
     if kind is None and factor is not None:
-        raise keys.wrong("rope.scaling.type", None, f"'linear' where rope.scaling.factor is {factor}")
+        raise keys.make_value_error("rope.scaling.type", None, f"'linear' where rope.scaling.factor is {factor}")
     if kind == "none":
         return 1.0
     if None not in (factor, old) and factor != old:
-        raise keys.wrong("rope.scale_linear", old, f"{factor}, as rope.scaling.factor is")
+        raise keys.make_value_error("rope.scale_linear", old, f"{factor}, as rope.scaling.factor is")
     if factor is None and old is None:
         if kind == "linear":
-            raise keys.wrong("rope.scaling.factor", None, "there when rope.scaling.type is 'linear'")
+            raise keys.make_value_error("rope.scaling.factor", None, "there when rope.scaling.type is 'linear'")
         if keys.ollamas and layers in _SCALED:
             keys.note(f"rope's linear factor 8 of Gemma 3 with {layers} layers is taken, which the file leaves out.")
             return 8.0
@@ -305,12 +305,12 @@ def _rope_factor(keys: _ModelKeys, layers: int) -> float:
 
 def _layer_groups(keys: _ModelKeys, layers: int) -> tuple[str, ...]:
     """Kinds from a period (every pattern-th layer is global) or from one flag per layer (true: sliding)."""
-    pattern = keys.get("attention.sliding_window_pattern")
+    pattern = keys.find_value("attention.sliding_window_pattern")
     if isinstance(pattern, list):
         if any(not isinstance(sliding, bool) for sliding in pattern) or len(pattern) != layers:
-            raise keys.wrong("attention.sliding_window_pattern", pattern, f"{layers} booleans, or a period")
+            raise keys.make_value_error("attention.sliding_window_pattern", pattern, f"{layers} booleans, or a period")
         return tuple(LOCAL if sliding else GLOBAL for sliding in pattern)
-    period = keys.whole("attention.sliding_window_pattern", default=_DEFAULT_PATTERN)
+    period = keys.read_int("attention.sliding_window_pattern", default=_DEFAULT_PATTERN)
     return tuple(LOCAL if (i + 1) % period else GLOBAL for i in range(layers))
 
 
@@ -323,7 +323,7 @@ def _hf_name(name: str) -> str:
     return f"model.layers.{match[1]}.{_LAYER[match[2]]}.weight"
 
 
-def _shortest(value: float) -> float:
+def _shorten_decimal(value: float) -> float:
     """The decimal that was meant: 1e-06 for the float32 that GGUF stores as 9.99999997e-07."""
     with np.errstate(over="ignore"):
         return float(str(np.float32(value)))

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.checkpoint.safetensors_io import read_at
 from wicore_trt.errors import CheckpointError, EnvironmentUnfitError, install_command, named, shown
-from wicore_trt.files import Door, present, quoted, size_of
+from wicore_trt.files import UntrustedFiles, is_present, quote_arg, size_of
 
 ALIGNMENT = "general.alignment"
 _MAGIC = b"GGUF"
@@ -62,12 +62,12 @@ class GgufFile:
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
-    door: Door = Door(fix=_AGAIN)
+    door: UntrustedFiles = UntrustedFiles(fix=_AGAIN)
 
     def read_rows(self, name: str, start: int, stop: int) -> bytes:
         """Raw blocks of rows [start, stop)."""
         tensor = self.tensors[name]
-        with self.door.open(tensor.path, buffering=0) as file:
+        with self.door.open_file(tensor.path, buffering=0) as file:
             offset = tensor.offset + start * tensor.row_bytes
             return read_at(file, offset, (stop - start) * tensor.row_bytes, tensor.path)
 
@@ -78,14 +78,14 @@ class MetadataKeys:
     def __init__(self, metadata: Mapping[str, Any], place: str, prefix: str) -> None:
         self._metadata, self._place, self._prefix = metadata, place, prefix
 
-    def value(self, key: str) -> Any:
+    def find_metadata(self, key: str) -> Any:
         """What is there, None for nothing."""
         return self._metadata.get(self._prefix + key)
 
-    def wrong(self, key: str, value: object, expected: str) -> CheckpointError:
+    def make_value_error(self, key: str, value: object, expected: str) -> CheckpointError:
         return CheckpointError(f"{self._place}: {self._prefix}{key} is {shown(value)}; it must be {expected}.")
 
-    def missing(self, key: str) -> CheckpointError:
+    def make_missing_error(self, key: str) -> CheckpointError:
         return CheckpointError(f"{self._place} lacks the key {self._prefix}{key}.")
 
 
@@ -104,34 +104,36 @@ def open_gguf(path: Path) -> GgufFile:
     """Parse and check a little-endian GGUF file of version 2 or 3, and the other parts of a split one. Raises
     CheckpointError for any other file."""
     import_gguf()
-    door = Door(fix=_AGAIN, seen={})
+    door = UntrustedFiles(fix=_AGAIN, seen={})
     file = _open_one(path, door)
     count = _split_key(file, "split.count")
-    return file if count < 2 else _join(path, count, door)
+    return file if count < 2 else _join_parts(path, count, door)
 
 
-def _open_one(path: Path, door: Door) -> GgufFile:
-    with door.open(path, buffering=1 << 20) as file:
+def _open_one(path: Path, door: UntrustedFiles) -> GgufFile:
+    with door.open_file(path, buffering=1 << 20) as file:
         size = size_of(file)
         reader = _Reader(file, path, min(size, _MAX_HEADER))
-        start = reader.take(4, "the file's start") if size >= len(_MAGIC) else b""
+        start = reader.take_bytes(4, "the file's start") if size >= len(_MAGIC) else b""
         if start != _MAGIC:
             raise CheckpointError(
                 f"{path} is not a GGUF file.", fix=_other_kind(path, start + file.read(_MAX_MANIFEST))
             )
-        version = reader.scalar("I", "the version")
+        version = reader.read_scalar("I", "the version")
         if version not in _VERSIONS:
             turned = "It is big-endian: convert the model anew for this machine." if version % 65536 == 0 else None
             raise CheckpointError(f"{path} is GGUF version {version}; versions 2 and 3 are read.", fix=turned)
-        tensors = reader.count("the number of tensors", _MAX_TENSORS, 24)
-        keys = reader.count("the number of keys", _MAX_KEYS, 13)
-        metadata = reader.metadata(keys)
-        table = [reader.tensor() for _ in range(tensors)]
+        tensors = reader.read_count("the number of tensors", _MAX_TENSORS, 24)
+        keys = reader.read_count("the number of keys", _MAX_KEYS, 13)
+        metadata = reader.read_metadata(keys)
+        table = [reader.read_tensor_entry() for _ in range(tensors)]
         align = metadata.get(ALIGNMENT, 32)
         if type(align) is not int or not 1 <= align <= _MAX_ALIGNMENT or align & align - 1:
-            raise _damaged(f"{path}: {ALIGNMENT} is {shown(align)}; it must be a power of two up to {_MAX_ALIGNMENT}.")
+            raise _make_damage_error(
+                f"{path}: {ALIGNMENT} is {shown(align)}; it must be a power of two up to {_MAX_ALIGNMENT}."
+            )
         data = div_ceil(file.tell(), align) * align
-    return GgufFile(path, metadata, _tensors(path, table, data, align, size), door)
+    return GgufFile(path, metadata, _check_tensor_table(path, table, data, align, size), door)
 
 
 def _other_kind(path: Path, start: bytes) -> str:
@@ -142,7 +144,7 @@ def _other_kind(path: Path, start: bytes) -> str:
         blobs = next(up / "blobs" for up in path.absolute().parents if (up / "blobs").is_dir())
     except (ValueError, KeyError, TypeError, StopIteration, RecursionError):
         return "Git LFS pointers are fetched by `git lfs pull`."
-    return f"It is a manifest of Ollama; its weights are {quoted(blobs / str(digest).replace(':', '-'))}."
+    return f"It is a manifest of Ollama; its weights are {quote_arg(blobs / str(digest).replace(':', '-'))}."
 
 
 def choose_gguf(directory: Path) -> Path | None:
@@ -166,7 +168,7 @@ def _split_key(file: GgufFile, key: str) -> int:
     return value
 
 
-def _join(path: Path, count: int, door: Door) -> GgufFile:
+def _join_parts(path: Path, count: int, door: UntrustedFiles) -> GgufFile:
     """The model whose `count` parts lie beside its part `path`."""
     match = _PART.fullmatch(path.name)
     if match is None or int(match[3]) != count:
@@ -175,7 +177,7 @@ def _join(path: Path, count: int, door: Door) -> GgufFile:
             fix="Call the parts NAME-00001-of-0000N.gguf, or merge them with `llama-gguf-split --merge`.",
         )
     paths = [path.with_name(f"{match[1]}-{part:05d}-of-{count:05d}.gguf") for part in range(1, count + 1)]
-    lacking = [part.name for part in paths if not present(part)]
+    lacking = [part.name for part in paths if not is_present(part)]
     if lacking:
         raise CheckpointError(
             f"{path} is one of {count} parts, of which {len(lacking)} are missing: {named(lacking[0])}.",
@@ -196,7 +198,7 @@ def _join(path: Path, count: int, door: Door) -> GgufFile:
     return replace(parts[0], tensors=tensors)
 
 
-def _tensors(
+def _check_tensor_table(
     path: Path, table: list[tuple[str, list[int], int, int]], data: int, align: int, size: int
 ) -> dict[str, GgufTensor]:
     """The table checked: known types, whole blocks, and each tensor where the one before it ends."""
@@ -223,15 +225,17 @@ def _tensors(
         start = div_ceil(end, align) * align
         end = start + size_bytes
         if data + end > size:
-            raise _damaged(f"{path} is truncated: {name} ends at byte {data + end}, the file at {size}.")
+            raise _make_damage_error(f"{path} is truncated: {name} ends at byte {data + end}, the file at {size}.")
         if offset != start:
-            raise _damaged(f"{path} is damaged: {name} is placed at byte {offset} of the data, where {start} is due.")
+            raise _make_damage_error(
+                f"{path} is damaged: {name} is placed at byte {offset} of the data, where {start} is due."
+            )
         row_bytes = block_bytes if len(dims) == 1 else dims[0] // block_items * block_bytes
         tensors[raw_name] = GgufTensor(tuple(reversed(dims)), kind.name, data + offset, row_bytes, path)
     return tensors
 
 
-def _damaged(message: str) -> CheckpointError:
+def _make_damage_error(message: str) -> CheckpointError:
     return CheckpointError(message, fix=_AGAIN)
 
 
@@ -241,64 +245,66 @@ class _Reader:
     def __init__(self, file: BinaryIO, path: Path, limit: int) -> None:
         self._file, self._path, self._left, self._values = file, path, limit, _MAX_VALUES
 
-    def damaged(self, reason: str) -> CheckpointError:
-        return _damaged(f"{self._path} is truncated or damaged: {reason}.")
+    def make_damage_error(self, reason: str) -> CheckpointError:
+        return _make_damage_error(f"{self._path} is truncated or damaged: {reason}.")
 
-    def take(self, size: int, what: str) -> bytes:
+    def take_bytes(self, size: int, what: str) -> bytes:
         if size > self._left:
-            raise self.damaged(f"{what} needs {size} bytes, {self._left} are left of the file or of a header's limit")
+            raise self.make_damage_error(
+                f"{what} needs {size} bytes, {self._left} are left of the file or of a header's limit"
+            )
         self._left -= size
         data = self._file.read(size)
         if len(data) != size:
-            raise self.damaged(f"it ends in {what}")
+            raise self.make_damage_error(f"it ends in {what}")
         return data
 
-    def scalar(self, code: str, what: str) -> Any:
-        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code), what))[0]
+    def read_scalar(self, code: str, what: str) -> Any:
+        return struct.unpack("<" + code, self.take_bytes(struct.calcsize("<" + code), what))[0]
 
-    def count(self, what: str, most: int, item_bytes: int) -> int:
+    def read_count(self, what: str, most: int, item_bytes: int) -> int:
         """A count of things of at least `item_bytes` each."""
-        count: int = self.scalar("Q", what)
+        count: int = self.read_scalar("Q", what)
         if count > most or count * item_bytes > self._left:
-            raise self.damaged(f"{what} is {count}")
+            raise self.make_damage_error(f"{what} is {count}")
         return count
 
-    def string(self, what: str) -> str:
-        data = self.take(self.count(f"the length of {what}", _MAX_HEADER, 1), what)
+    def read_string(self, what: str) -> str:
+        data = self.take_bytes(self.read_count(f"the length of {what}", _MAX_HEADER, 1), what)
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise self.damaged(f"{what} is not UTF-8 (its byte {error.start})") from error
+            raise self.make_damage_error(f"{what} is not UTF-8 (its byte {error.start})") from error
 
-    def metadata(self, keys: int) -> dict[str, Any]:
+    def read_metadata(self, keys: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for index in range(keys):
-            key = self.string(f"the name of key {index}")
+            key = self.read_string(f"the name of key {index}")
             if key in found:
-                raise self.damaged(f"the key {named(key)} stands twice")
-            found[key] = self._value(self.scalar("I", named(key)), named(key), 0)
+                raise self.make_damage_error(f"the key {named(key)} stands twice")
+            found[key] = self._read_value(self.read_scalar("I", named(key)), named(key), 0)
         return found
 
-    def _value(self, kind: int, key: str, depth: int) -> Any:
+    def _read_value(self, kind: int, key: str, depth: int) -> Any:
         if kind == _STRING:
-            return self.string(key)
+            return self.read_string(key)
         if kind in _SCALARS:
-            return self._checked(_SCALARS[kind], 1, key)[0]
+            return self._read_scalars(_SCALARS[kind], 1, key)[0]
         if kind != _ARRAY:
-            raise self.damaged(f"{key} has the unknown type {kind}")
+            raise self.make_damage_error(f"{key} has the unknown type {kind}")
         if depth == _MAX_NESTING:
-            raise self.damaged(f"{key} nests more than {_MAX_NESTING} arrays")
-        item = self.scalar("I", key)
+            raise self.make_damage_error(f"{key} nests more than {_MAX_NESTING} arrays")
+        item = self.read_scalar("I", key)
         smallest = struct.calcsize("<" + _SCALARS[item]) if item in _SCALARS else 8 if item == _STRING else 12
-        count = self.count(f"the length of {key}", self._values, smallest)
+        count = self.read_count(f"the length of {key}", self._values, smallest)
         self._values -= count
         if item in _SCALARS:
-            return list(self._checked(_SCALARS[item], count, key))
+            return list(self._read_scalars(_SCALARS[item], count, key))
         if item == _STRING:
-            return self._strings(count, key)
-        return [self._value(item, key, depth + 1) for _ in range(count)]
+            return self._read_strings(count, key)
+        return [self._read_value(item, key, depth + 1) for _ in range(count)]
 
-    def _strings(self, count: int, key: str) -> list[str]:
+    def _read_strings(self, count: int, key: str) -> list[str]:
         """As `string`, `count` times: a vocabulary's 262,144 without a call for each."""
         read, length_of, found, left = self._file.read, struct.Struct("<Q").unpack, [], self._left
         try:
@@ -306,32 +312,34 @@ class _Reader:
                 (size,) = length_of(read(8))
                 left -= 8 + size
                 if left < 0:
-                    raise self.damaged(f"a string of {key} needs {size} bytes, more than are left")
+                    raise self.make_damage_error(f"a string of {key} needs {size} bytes, more than are left")
                 found.append(read(size).decode("utf-8"))
         except UnicodeDecodeError as error:
-            raise self.damaged(f"string {len(found)} of {key} is not UTF-8 (its byte {error.start})") from error
+            raise self.make_damage_error(
+                f"string {len(found)} of {key} is not UTF-8 (its byte {error.start})"
+            ) from error
         except struct.error as error:
-            raise self.damaged(f"it ends in {key}") from error
+            raise self.make_damage_error(f"it ends in {key}") from error
         self._left = left
         return found
 
-    def _checked(self, code: str, count: int, key: str) -> tuple[Any, ...]:
+    def _read_scalars(self, code: str, count: int, key: str) -> tuple[Any, ...]:
         """Scalars of one kind; a boolean is a byte of 0 or 1."""
         layout = f"<{count}{'B' if code == '?' else code}"
-        values = struct.unpack(layout, self.take(struct.calcsize(layout), key))
+        values = struct.unpack(layout, self.take_bytes(struct.calcsize(layout), key))
         if code != "?":
             return values
         if any(value > 1 for value in values):
-            raise self.damaged(f"{key} holds a boolean that is neither 0 nor 1")
+            raise self.make_damage_error(f"{key} holds a boolean that is neither 0 nor 1")
         return tuple(map(bool, values))
 
-    def tensor(self) -> tuple[str, list[int], int, int]:
-        name = self.string("a tensor's name")
+    def read_tensor_entry(self) -> tuple[str, list[int], int, int]:
+        name = self.read_string("a tensor's name")
         what = f"the entry of {named(name)}"
-        rank = self.scalar("I", what)
+        rank = self.read_scalar("I", what)
         if not 1 <= rank <= _MAX_RANK:
-            raise self.damaged(f"{named(name)} has {rank} dimensions")
-        dims = [self.scalar("Q", what) for _ in range(rank)]
+            raise self.make_damage_error(f"{named(name)} has {rank} dimensions")
+        dims = [self.read_scalar("Q", what) for _ in range(rank)]
         if any(not 1 <= dim <= 1 << 48 for dim in dims):
-            raise self.damaged(f"{named(name)} has the dimensions {dims}")
-        return name, dims, self.scalar("I", what), self.scalar("Q", what)
+            raise self.make_damage_error(f"{named(name)} has the dimensions {dims}")
+        return name, dims, self.read_scalar("I", what), self.read_scalar("Q", what)

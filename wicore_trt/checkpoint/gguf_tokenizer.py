@@ -54,7 +54,7 @@ _BOS = re.compile(r"[^\s$:]+")  # what a template of `tokenizers` can name
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class GgufVocabulary:
     """What a GGUF says of its tokenizer. `pieces[i]` is token i as the file spells it, `kinds[i]` SentencePiece's type
     of it; `bos` and the like are ids or None; `ends` are all ids that end a generation, ascending. `merges` are the
     file's own, None where they follow from the pieces; `templates` are the chat templates beside `chat_template` by
@@ -75,7 +75,7 @@ class Vocabulary:
     notes: list[str] = field(default_factory=list)
 
 
-def read_vocabulary(metadata: Mapping[str, Any], size: int, place: str) -> Vocabulary:
+def read_vocabulary(metadata: Mapping[str, Any], size: int, place: str) -> GgufVocabulary:
     """The tokenizer in the metadata of the file `place`, whose embedding has `size` rows.
 
     End ids are eos, end of turn if named, and `<end_of_turn>` when the model has a chat template. Raises
@@ -88,33 +88,36 @@ def read_vocabulary(metadata: Mapping[str, Any], size: int, place: str) -> Vocab
             f"{place}: its tokenizer is {shown(model)}; Gemma's is 'llama' (SentencePiece) or 'gpt2'."
         )
     if pre is not None and pre not in _PRE:
-        raise keys.wrong("pre", pre, "one of " + ", ".join(map(repr, _PRE)) + " for Gemma")
-    pieces = keys.pieces(size)
+        raise keys.make_value_error("pre", pre, "one of " + ", ".join(map(repr, _PRE)) + " for Gemma")
+    pieces = keys.read_pieces(size)
     if model != "llama" and not {SPACE, "<0x00>", "<0xFF>"} <= set(pieces):
         raise CheckpointError(
             f"{place}: its tokenizer is {model!r} of bytes spelt as letters, as Llama 3's is, not Gemma's."
         )
-    kinds = keys.kinds(pieces)
+    kinds = keys.read_kinds(pieces)
     marked = _mark_specials(pieces, kinds, keys.named_ids(size))
     keys.check_pieces(pieces, kinds)
     if model == "llama":  # merges decide elsewhere; Ollama's converter writes ids as scores there
         keys.check_scores(pieces, kinds)
     keys.refuse_others()
-    template, templates = _templates(metadata, place)
-    bos = keys.token("bos_token_id", size)
+    template, templates = _read_templates(metadata, place)
+    bos = keys.read_token_id("bos_token_id", size)
     if bos is not None and not _BOS.fullmatch(pieces[bos]):
-        raise keys.wrong("bos_token_id", pieces[bos], "a word such as <bos>")
-    eos, unk = keys.token("eos_token_id", size), keys.token("unknown_token_id", size)
-    ends = {*(keys.token(f"{end}_token_id", size) for end in _ENDS), *keys.tokens("eos_token_ids", size)}
+        raise keys.make_value_error("bos_token_id", pieces[bos], "a word such as <bos>")
+    eos, unk = keys.read_token_id("eos_token_id", size), keys.read_token_id("unknown_token_id", size)
+    ends = {
+        *(keys.read_token_id(f"{end}_token_id", size) for end in _ENDS),
+        *keys.read_token_ids("eos_token_ids", size),
+    }
     if template is not None and _END_OF_TURN in pieces:
         ends.add(pieces.index(_END_OF_TURN))
     if unk is None and size <= _UNK:
-        raise keys.missing("unknown_token_id")
-    merges, notes = keys.merges(pieces, needed=model != "llama"), list[str]()
+        raise keys.make_missing_error("unknown_token_id")
+    merges, notes = keys.read_merges(pieces, needed=model != "llama"), list[str]()
     if merges is not None:
         made, vocab = {"".join(pair) for pair in merges}, set(pieces)
         texts = (p for p, k in zip(pieces, kinds, strict=True) if k == _NORMAL)
-        lost = [p for p in texts if p not in made and _splits(p, vocab)]
+        lost = [p for p in texts if p not in made and _is_made_of_two(p, vocab)]
         if lost:
             notes.append(
                 f"{len(lost)} pieces, as {shown(lost[0])}, come from no merge of the file: text becomes others."
@@ -122,15 +125,15 @@ def read_vocabulary(metadata: Mapping[str, Any], size: int, place: str) -> Vocab
     if marked:
         names = ", ".join(map(named, marked[:4])) + (f" and {len(marked) - 4} more" if len(marked) > 4 else "")
         notes.append(f"the file types {names} as text; each is read as one special token.")
-    return Vocabulary(
+    return GgufVocabulary(
         place=place, pieces=pieces, kinds=kinds, bos=bos, eos=eos, unk=unk,
-        pad=keys.token("padding_token_id", size), ends=sorted(end for end in ends if end is not None),
-        adds_bos=keys.get("add_bos_token", bool, "a boolean") is not False,
+        pad=keys.read_token_id("padding_token_id", size), ends=sorted(end for end in ends if end is not None),
+        adds_bos=keys.find_value("add_bos_token", bool, "a boolean") is not False,
         chat_template=template, templates=templates, merges=merges, notes=notes,
     )  # fmt: skip
 
 
-def _templates(metadata: Mapping[str, Any], place: str) -> tuple[str | None, dict[str, str]]:
+def _read_templates(metadata: Mapping[str, Any], place: str) -> tuple[str | None, dict[str, str]]:
     """The chat template, and the others by name."""
     found: dict[str, str] = {}
     for key, value in metadata.items():
@@ -152,14 +155,14 @@ def _mark_specials(pieces: list[str], kinds: list[int], ids: set[int]) -> list[s
         if kind in (_CONTROL, _USER_DEFINED, _BYTE) or not _MARK.fullmatch(piece) or _BYTES.fullmatch(piece):
             continue
         special = index in ids or _SPECIAL.fullmatch(piece) is not None
-        if special or (kind <= _NORMAL and not _splits(piece, vocab)):
+        if special or (kind <= _NORMAL and not _is_made_of_two(piece, vocab)):
             kinds[index] = _CONTROL if special else _USER_DEFINED
             if kind == _NORMAL:
                 marked.append(piece)
     return marked
 
 
-def _splits(piece: str, vocab: Container[str]) -> bool:
+def _is_made_of_two(piece: str, vocab: Container[str]) -> bool:
     """Whether a piece is two others put together."""
     return any(piece[:cut] in vocab and piece[cut:] in vocab for cut in range(1, len(piece)))
 
@@ -167,103 +170,115 @@ def _splits(piece: str, vocab: Container[str]) -> bool:
 class _TokenizerKeys(MetadataKeys):
     """Typed access to the keys `tokenizer.ggml.*`."""
 
-    def get(self, key: str, kind: type, expected: str) -> Any:
-        value = self.value(key)
+    def find_value(self, key: str, kind: type, expected: str) -> Any:
+        value = self.find_metadata(key)
         if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
-            raise self.wrong(key, value, expected)
+            raise self.make_value_error(key, value, expected)
         return value
 
-    def token(self, key: str, size: int) -> int | None:
+    def read_token_id(self, key: str, size: int) -> int | None:
         """An id, or None when the key is absent."""
-        value: int | None = self.get(key, int, "a token id")
+        value: int | None = self.find_value(key, int, "a token id")
         if value is not None and not 0 <= value < size:
-            raise self.wrong(key, value, f"an id below {size}, the size of the vocabulary")
+            raise self.make_value_error(key, value, f"an id below {size}, the size of the vocabulary")
         return value
 
-    def tokens(self, key: str, size: int) -> list[int]:
+    def read_token_ids(self, key: str, size: int) -> list[int]:
         """A list of ids, empty when the key is absent."""
-        values: list[Any] = self.get(key, list, "a list of token ids") or []
+        values: list[Any] = self.find_value(key, list, "a list of token ids") or []
         if not all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v < size for v in values):
-            raise self.wrong(key, values, f"a list of ids below {size}, the size of the vocabulary")
+            raise self.make_value_error(key, values, f"a list of ids below {size}, the size of the vocabulary")
         return values
 
-    def pieces(self, size: int) -> list[str]:
+    def read_pieces(self, size: int) -> list[str]:
         """The tokens: as many as the embedding has rows, each once, none empty or so long that merging takes ages."""
-        pieces = self.get("tokens", list, "a list of tokens")
+        pieces = self.find_value("tokens", list, "a list of tokens")
         if pieces is None:
-            raise self.missing("tokens")
+            raise self.make_missing_error("tokens")
         if not all(isinstance(piece, str) for piece in pieces):
-            raise self.wrong("tokens", pieces, "a list of text")
+            raise self.make_value_error("tokens", pieces, "a list of text")
         if len(pieces) != size:
             raise CheckpointError(
                 f"{self._place}: {_PREFIX}tokens has {len(pieces)} tokens, but the embedding has {size} rows."
             )
         for index, piece in enumerate(pieces):
             if not 0 < len(piece) <= MAX_PIECE:
-                raise self.wrong(f"tokens[{index}]", piece, f"1 to {MAX_PIECE} characters long, not {len(piece)}")
+                raise self.make_value_error(
+                    f"tokens[{index}]", piece, f"1 to {MAX_PIECE} characters long, not {len(piece)}"
+                )
         if sum(map(len, pieces)) > _MAX_CHARACTERS:
             raise CheckpointError(f"{self._place}: {_PREFIX}tokens has more than {_MAX_CHARACTERS} characters.")
         places: dict[str, int] = {}
-        for index, piece in enumerate(map(_respelled, pieces)):
+        for index, piece in enumerate(map(_respell_spaces, pieces)):
             if places.setdefault(piece, index) != index:
-                raise self.wrong(f"tokens[{index}]", piece, f"another one than token {places[piece]}")
+                raise self.make_value_error(f"tokens[{index}]", piece, f"another one than token {places[piece]}")
         return list[str](pieces)
 
-    def kinds(self, pieces: list[str]) -> list[int]:
+    def read_kinds(self, pieces: list[str]) -> list[int]:
         """SentencePiece's type of each piece, a list of its own; 0 where the file has none. What is spelt as a byte and
         typed as text is a byte: BPE has no type for those."""
         size = len(pieces)
-        kinds = self.get("token_type", list, "a list of types") or [0] * size
+        kinds = self.find_value("token_type", list, "a list of types") or [0] * size
         if len(kinds) != size or not all(type(k) is int and 0 <= k <= _MAX_TYPE for k in kinds):
-            raise self.wrong("token_type", kinds, f"{size} types from 0 to {_MAX_TYPE}, one per token")
+            raise self.make_value_error("token_type", kinds, f"{size} types from 0 to {_MAX_TYPE}, one per token")
         return [_BYTE if k == _NORMAL and _BYTES.fullmatch(p) else k for p, k in zip(pieces, kinds, strict=True)]
 
     def named_ids(self, size: int) -> set[int]:
         """The ids of special tokens that keys name."""
-        return {*(i for name in _IDS if (i := self.token(f"{name}_token_id", size)) is not None),
-                *self.tokens("eos_token_ids", size)}  # fmt: skip
+        return {*(i for name in _IDS if (i := self.read_token_id(f"{name}_token_id", size)) is not None),
+                *self.read_token_ids("eos_token_ids", size)}  # fmt: skip
 
-    def merges(self, pieces: list[str], *, needed: bool) -> list[tuple[str, str]] | None:
+    def read_merges(self, pieces: list[str], *, needed: bool) -> list[tuple[str, str]] | None:
         """The file's merges. Those beside SentencePiece's scores are not used, but must come to the same pieces."""
-        merges = self.get("merges", list, "a list of merges")
+        merges = self.find_value("merges", list, "a list of merges")
         if needed and not merges:
-            raise self.missing("merges")
+            raise self.make_missing_error("merges")
         if not merges:
             return None
         pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else () for merge in merges]
         odd = next((index for index, pair in enumerate(pairs) if len(pair) != 2), None)
         if odd is not None:
-            raise self.wrong(f"merges[{odd}]", merges[odd], "two pieces with a space between them")
+            raise self.make_value_error(f"merges[{odd}]", merges[odd], "two pieces with a space between them")
         if needed:
             return pairs  # type: ignore[return-value]
         vocab = {piece: index for index, piece in enumerate(pieces)}
         order = [vocab.get("".join(pair), -1) for pair in pairs]
         if -1 in order or order != sorted(order):
-            raise self.wrong("merges", merges, "in the order of the pieces that they make, as SentencePiece's are")
+            raise self.make_value_error(
+                "merges", merges, "in the order of the pieces that they make, as SentencePiece's are"
+            )
         return None
 
     def check_pieces(self, pieces: list[str], kinds: list[int]) -> None:
         """Bytes are spelt <0x00> to <0xFF>, and nothing else is a byte: the spelling is what text meets."""
         for index, (piece, kind) in enumerate(zip(pieces, kinds, strict=True)):
             if kind == _BYTE and not _BYTES.fullmatch(piece):
-                raise self.wrong(f"tokens[{index}]", piece, "spelt as <0x0A> is, because its type is a byte's")
+                raise self.make_value_error(
+                    f"tokens[{index}]", piece, "spelt as <0x0A> is, because its type is a byte's"
+                )
             if kind not in (0, _BYTE) and _BYTES.fullmatch(piece):
-                raise self.wrong(f"token_type[{index}]", kind, f"{_BYTE}, a byte's, as the token {piece} is spelt")
+                raise self.make_value_error(
+                    f"token_type[{index}]", kind, f"{_BYTE}, a byte's, as the token {piece} is spelt"
+                )
 
     def check_scores(self, pieces: list[str], kinds: list[int]) -> None:
         """Text merges by score, in SentencePiece the higher first, and here by id: both must give one order."""
-        scores = self.get("scores", list, "a list of numbers")
+        scores = self.find_value("scores", list, "a list of numbers")
         if scores is None:
             return
         if len(scores) != len(kinds) or not all(isinstance(score, float) for score in scores):
-            raise self.wrong("scores", scores, f"{len(kinds)} numbers, one per token")
+            raise self.make_value_error("scores", scores, f"{len(kinds)} numbers, one per token")
         vocab = set(pieces)
         normal = [index for index, kind in enumerate(kinds) if kind == _NORMAL]
         if any(not scores[after] < scores[index] for index, after in pairwise(normal)):
-            made = (index for index in normal if _splits(pieces[index], vocab))  # the others' scores decide nothing
+            made = (
+                index for index in normal if _is_made_of_two(pieces[index], vocab)
+            )  # the others' scores decide nothing
             for index, after in pairwise(made):
                 if not scores[after] < scores[index]:
-                    raise self.wrong(f"scores[{after}]", scores[after], f"below {scores[index]}, that of token {index}")
+                    raise self.make_value_error(
+                        f"scores[{after}]", scores[after], f"below {scores[index]}, that of token {index}"
+                    )
 
     def refuse_others(self) -> None:
         for name, value in self._metadata.items():
@@ -276,17 +291,17 @@ class _TokenizerKeys(MetadataKeys):
             if key not in _ONLY:
                 raise CheckpointError(f"{self._place}: WiCore does not know what {named(name)} asks for.")
             if value != _ONLY[key] or isinstance(value, bool) != isinstance(_ONLY[key], bool):
-                raise self.wrong(key, value, f"{_ONLY[key]!r} for Gemma")
+                raise self.make_value_error(key, value, f"{_ONLY[key]!r} for Gemma")
 
 
-def write_tokenizer(vocabulary: Vocabulary, generation_config: Mapping[str, Any], directory: Path) -> list[Path]:
+def write_tokenizer(vocabulary: GgufVocabulary, generation_config: Mapping[str, Any], directory: Path) -> list[Path]:
     """Write tokenizer.json, tokenizer_config.json and generation_config.json; returns their paths.
 
     Raises CheckpointError when `tokenizers` cannot make a tokenizer of the vocabulary.
     """
     paths = [directory / n for n in ("tokenizer.json", "tokenizer_config.json", "generation_config.json")]
     try:
-        tokenizer = _build(vocabulary)
+        tokenizer = _build_tokenizer(vocabulary)
     except Exception as error:  # tokenizers raises bare Exception
         raise CheckpointError(f"{vocabulary.place}: no tokenizer can be made of its tokens: {error}.") from error
     paths[0].write_text(tokenizer.to_str(pretty=False), encoding="utf-8")  # its own save hides what failed
@@ -309,14 +324,14 @@ def write_tokenizer(vocabulary: Vocabulary, generation_config: Mapping[str, Any]
     return paths
 
 
-def _build(vocabulary: Vocabulary) -> Any:
+def _build_tokenizer(vocabulary: GgufVocabulary) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     raw = vocabulary.pieces
-    tokens = [_respelled(t) for t in raw]
+    tokens = [_respell_spaces(t) for t in raw]
     vocab = {token: index for index, token in enumerate(tokens)}
     unk = tokens[_UNK if vocabulary.unk is None else vocabulary.unk]
-    merges = _merges(tokens, vocab) if vocabulary.merges is None else vocabulary.merges
+    merges = _find_merges(tokens, vocab) if vocabulary.merges is None else vocabulary.merges
     bpe = models.BPE(vocab=vocab, merges=merges, unk_token=unk, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(bpe)
     tokenizer.normalizer = normalizers.Replace(" ", SPACE)
@@ -336,12 +351,12 @@ def _build(vocabulary: Vocabulary) -> Any:
     return tokenizer
 
 
-def _respelled(token: str) -> str:
+def _respell_spaces(token: str) -> str:
     """GGUF spells runs of spaces with spaces; the normalizer turns text's spaces into the visible one."""
     return SPACE * len(token) if " " in token and not token.strip() else token
 
 
-def _merges(tokens: list[str], vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+def _find_merges(tokens: list[str], vocab: Mapping[str, int]) -> list[tuple[str, str]]:
     """All splits of each token into two tokens, by the token's id and then longest left part first."""
     splits = (
         (token[:cut], token[cut:])

@@ -20,7 +20,7 @@ def is_hub_id(ref: str) -> bool:
     return _HUB_ID.fullmatch(ref) is not None and not ref.endswith((".gguf", ".safetensors"))
 
 
-def download(repo_id: str, revision: str | None) -> Path:
+def download_snapshot(repo_id: str, revision: str | None) -> Path:
     """The snapshot directory of a model; its name is the commit that `revision` (default: main) stands for.
 
     Raises CheckpointError when the model is gated, unknown, or neither cached nor reachable.

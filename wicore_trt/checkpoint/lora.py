@@ -25,7 +25,7 @@ from wicore_trt.checkpoint.quantize import to_float32
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, TensorInfo
 from wicore_trt.checkpoint.source import GENERATION, TEXT_TAGS, TOKENIZER_FILES, Source
 from wicore_trt.errors import CheckpointError, first_fault, named, shown
-from wicore_trt.files import TOKENIZER_BYTES, Door, present
+from wicore_trt.files import TOKENIZER_BYTES, UntrustedFiles, is_present
 from wicore_trt.model.spec import Gemma3Spec
 
 _PARTS = re.compile(
@@ -75,7 +75,7 @@ class _LowRank:
     parts: dict[str, str]
     scale: float
 
-    def arrays(self, read: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    def read_factors(self, read: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """left, right and lengths, float32."""
         if "lora_embedding_A" in self.parts:
             return read(self.parts["lora_embedding_A"]).T, read(self.parts["lora_embedding_B"]).T, None
@@ -90,35 +90,35 @@ class LoraSource(Source):
         self._base, self._path = base, path
         self.name, self.revision, self.config = base.name, base.revision, base.config
         self.door, self.vision, self.generation_config = base.door, base.vision, base.generation_config
-        self._door = Door(path, fix="Save the adapter again.", seen={})
+        self._door = UntrustedFiles(path, fix="Save the adapter again.", seen={})
         self._config = self._read_config()
-        if not present(path / ADAPTER_WEIGHTS):
+        if not is_present(path / ADAPTER_WEIGHTS):
             raise CheckpointError(f"{path} lacks {ADAPTER_WEIGHTS}.", fix="Save the adapter with peft as safetensors.")
         self._file = SafetensorsFile(path / ADAPTER_WEIGHTS, self._door)
-        self._full, parts, aside = self._sort()
+        self._full, parts, aside = self._sort_tensors()
         self._shared: str | None = None  # what stands in the place of embedding and head of a tied base
         self.spec = self._settle_head(set(parts))
         self._low = {name: self._low_rank(name, kinds) for name, kinds in parts.items()}
         needed = hf_shapes(self.spec)
-        self.tensors = {name: self._info(name) for name in needed}
+        self.tensors = {name: self._find_info(name) for name in needed}
         check_tensors(self.spec, {name: info.shape for name, info in self.tensors.items()}, f"{path} with {base.name}")
         self._check_targets(parts)
         self._held: tuple[str, Any] = "", None
-        self._own = os.path.realpath(path) != os.path.realpath(base.name) and present(path / "tokenizer.json")
-        self.notes = [*base.notes, *self._describe(aside)]
+        self._own = os.path.realpath(path) != os.path.realpath(base.name) and is_present(path / "tokenizer.json")
+        self.notes = [*base.notes, *self._describe_adapter(aside)]
 
-    def rows(self, name: str, start: int, stop: int) -> tuple[np.ndarray, str]:
-        source, stored = self._origin(name)
+    def read_rows(self, name: str, start: int, stop: int) -> tuple[np.ndarray, str]:
+        source, stored = self._find_origin(name)
         block, tag = (
-            self._base.rows(stored, start, stop)
+            self._base.read_rows(stored, start, stop)
             if source is None
-            else (source.rows(stored, start, stop), source.tensors[stored].dtype)
+            else (source.read_rows(stored, start, stop), source.tensors[stored].dtype)
         )
         low = self._low.get(name)
         if low is None:
             return block, tag
         if self._held[0] != name:
-            self._held = name, low.arrays(self._read)
+            self._held = name, low.read_factors(self._read_array)
         left, right, lengths = self._held[1]
         with np.errstate(over="ignore", invalid="ignore"):  # the converter refuses what is not finite
             merged = to_float32(block, tag) + (left[start:stop] @ right) * np.float32(low.scale)
@@ -126,8 +126,8 @@ class LoraSource(Source):
                 merged *= (lengths[start:stop] / np.linalg.norm(merged, axis=1))[:, None]
         return merged, "F32"
 
-    def norm(self, name: str, start: int, stop: int) -> np.ndarray:
-        return super().norm(name, start, stop) if name in self._full else self._base.norm(name, start, stop)
+    def read_norm(self, name: str, start: int, stop: int) -> np.ndarray:
+        return super().read_norm(name, start, stop) if name in self._full else self._base.read_norm(name, start, stop)
 
     def vision_blocks(self, name: str) -> Iterator[bytes]:
         return self._base.vision_blocks(name)
@@ -139,12 +139,12 @@ class LoraSource(Source):
         for file in files:
             if file.name in _TOKENIZER:
                 file.unlink()
-        names = [name for name in _TOKENIZER if present(self._path / name)]
-        copied = [self._door.copy(self._path / n, directory / n, limit=TOKENIZER_BYTES) for n in names]
+        names = [name for name in _TOKENIZER if is_present(self._path / name)]
+        copied = [self._door.copy_file(self._path / n, directory / n, limit=TOKENIZER_BYTES) for n in names]
         return [*(file for file in files if file.name not in _TOKENIZER), *copied]
 
     def place_of(self, name: str) -> str:
-        source, stored = self._origin(name)
+        source, stored = self._find_origin(name)
         place = self._base.place_of(stored) if source is None else str(source.path)
         return f"{place} with {self._path}" if name in self._low else place
 
@@ -154,9 +154,9 @@ class LoraSource(Source):
 
     def _read_config(self) -> _Config:
         place = self._path / ADAPTER
-        if not present(place):
+        if not is_present(place):
             raise CheckpointError(f"{self._path} is no adapter: it has no {ADAPTER}.", fix="Give a directory of PEFT.")
-        said = self._door.json(place)
+        said = self._door.read_json(place)
         if "fine_tune_type" in said or "lora_parameters" in said:
             raise CheckpointError(f"{self._path} is an adapter of MLX.", fix="Fuse it with mlx_lm.fuse.")
         try:
@@ -181,7 +181,7 @@ class LoraSource(Source):
             )
         return config
 
-    def _sort(self) -> tuple[dict[str, str], dict[str, dict[str, str]], int]:
+    def _sort_tensors(self) -> tuple[dict[str, str], dict[str, dict[str, str]], int]:
         """Tensors that stand in the place of the base's, and those that are added to them, by canonical name; and how
         many belong to the vision tower."""
         full, low, aside = dict[str, str](), dict[str, dict[str, str]](), 0
@@ -197,7 +197,7 @@ class LoraSource(Source):
                 raise CheckpointError(f"{self._file.path}: {named(raw)} is nothing that can be merged into Gemma 3.")
             elif match:
                 low.setdefault(name, {})[match[2]] = raw
-            elif name in full and self._equal(raw, full[name]):
+            elif name in full and self._have_equal_values(raw, full[name]):
                 full[name] = max(full[name], raw, key=len)  # the one that says whose it is
             elif name in full:
                 raise CheckpointError(f"{self._file.path} holds {name} twice: {named(full[name])}, {named(raw)}.")
@@ -207,10 +207,10 @@ class LoraSource(Source):
             raise CheckpointError(f"{self._file.path} holds nothing that changes the text model.")
         return full, low, aside
 
-    def _equal(self, one: str, other: str) -> bool:
+    def _have_equal_values(self, one: str, other: str) -> bool:
         """Whether two tensors of the file are the same."""
         infos = self._file.tensors[one], self._file.tensors[other]
-        return infos[0] == infos[1] and np.array_equal(self._read(one), self._read(other))
+        return infos[0] == infos[1] and np.array_equal(self._read_array(one), self._read_array(other))
 
     def _settle_head(self, lowered: set[str]) -> Gemma3Spec:
         """The spec with the adapter: tied embeddings of which it changes one side are tied no more; a saved copy of the
@@ -242,14 +242,14 @@ class LoraSource(Source):
             raise CheckpointError(
                 f"{place}: use_dora is {self._config.use_dora}, and {name} has {has} lora_magnitude_vector."
             )
-        module = _module(parts)
-        rank = _of(self._config.rank_pattern, module, self._config.r)
-        alpha = _of(self._config.alpha_pattern, module, self._config.lora_alpha)
+        module = _name_module(parts)
+        rank = _find_pattern_value(self._config.rank_pattern, module, self._config.r)
+        alpha = _find_pattern_value(self._config.alpha_pattern, module, self._config.lora_alpha)
         shapes = {kind: self._file.tensors[raw].shape for kind, raw in parts.items()}
         down = shapes["lora_embedding_A" if embedding else "lora_A"]
         up = shapes["lora_embedding_B" if embedding else "lora_B"]
         rows, columns = (down[-1], up[0]) if embedding else (up[0], down[-1])
-        want = self._info(name).shape
+        want = self._find_info(name).shape
         if len(down) != 2 or len(up) != 2 or down[0] != up[1] or (rows, columns) != want:
             raise CheckpointError(f"{place}: {list(up)} x {list(down)} does not fit {name}, which is {list(want)}.")
         if down[0] != rank:
@@ -261,12 +261,12 @@ class LoraSource(Source):
     def _check_targets(self, low: dict[str, dict[str, str]]) -> None:
         """Compare target_modules, with its layers, with the modules that have tensors."""
         both = (HF_EMBEDDING, HF_LM_HEAD) if self._config.ensure_weight_tying else ()  # either stands for both
-        strangers = [n for n, parts in low.items() if n not in both and not self._is_targeted(_module(parts))]
+        strangers = [n for n, parts in low.items() if n not in both and not self._is_targeted(_name_module(parts))]
         if strangers:
             raise CheckpointError(
                 f"{self._file.path} holds {named(strangers[0])}, which target_modules of {ADAPTER} does not name."
             )
-        inner = [_module(parts).partition("layers.")[0] for name, parts in low.items() if ".layers." in name]
+        inner = [_name_module(parts).partition("layers.")[0] for name, parts in low.items() if ".layers." in name]
         lost = [
             name
             for name, info in self.tensors.items()
@@ -305,7 +305,7 @@ class LoraSource(Source):
             among(targets) and layer is not None and int(layer[1]) in ([layers] if isinstance(layers, int) else layers)
         )
 
-    def _origin(self, name: str) -> tuple[SafetensorsFile | None, str]:
+    def _find_origin(self, name: str) -> tuple[SafetensorsFile | None, str]:
         """Where the rows of a tensor come from before anything is added: the adapter's file, or None for the base, and
         the name there."""
         if name in self._full:
@@ -315,15 +315,15 @@ class LoraSource(Source):
         tied = name == HF_LM_HEAD and self._base.spec.tie_word_embeddings
         return None, HF_EMBEDDING if tied else name
 
-    def _info(self, name: str) -> TensorInfo:
-        source, stored = self._origin(name)
+    def _find_info(self, name: str) -> TensorInfo:
+        source, stored = self._find_origin(name)
         return (self._base if source is None else source).tensors[stored]
 
-    def _read(self, raw: str) -> np.ndarray:
+    def _read_array(self, raw: str) -> np.ndarray:
         info = self._file.tensors[raw]
-        return to_float32(self._file.rows(raw, 0, info.shape[0]), info.dtype)
+        return to_float32(self._file.read_rows(raw, 0, info.shape[0]), info.dtype)
 
-    def _describe(self, aside: int) -> list[str]:
+    def _describe_adapter(self, aside: int) -> list[str]:
         config, trained = self._config, self._config.base_model_name_or_path
         many = f"{len(self._low)} weights" + (f", {len(self._full)} replaced" if self._full else "")
         notes = [f"merged {self._path}: rank {config.r}, alpha {config.lora_alpha:g}, {many}."]
@@ -341,19 +341,19 @@ class LoraSource(Source):
         if self._own:
             notes.append("tokenizer and chat template are those beside the adapter.")
         if os.path.realpath(self._path) != os.path.realpath(self._base.name):
-            beside = [name for name in _TOKENIZER if present(self._path / name)]
+            beside = [name for name in _TOKENIZER if is_present(self._path / name)]
             if beside and not self._own:
                 notes.append(f"{', '.join(beside)} of the adapter left aside: it has no tokenizer.json.")
             notes += check_folder(self._path, (ADAPTER, ADAPTER_WEIGHTS, *_TOKENIZER), merges_adapter=True)
         return notes
 
 
-def _module(parts: dict[str, str]) -> str:
+def _name_module(parts: dict[str, str]) -> str:
     """The module that low-rank tensors belong to, as peft called it when they were saved."""
     return next(iter(parts.values())).split(".lora_")[0].removeprefix("base_model.model.")
 
 
-def _of(pattern: dict[str, float] | None, module: str, default: float) -> float:
+def _find_pattern_value(pattern: dict[str, float] | None, module: str, default: float) -> float:
     """The value that the first key of a pattern gives a module (peft's get_pattern_key)."""
     return next((v for key, v in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module)), default)
 

@@ -184,21 +184,23 @@ def check_tensors(spec: Gemma3Spec, present: Mapping[str, tuple[int, ...]], plac
             fix="Set tie_word_embeddings to true if the model has no head of its own; else add the file that holds it.",
         )
     if missing:
-        others = f", and holds {len(unknown)} that it does not have: {_listed(unknown)}" if unknown else ""
+        others = f", and holds {len(unknown)} that it does not have: {_list_names(unknown)}" if unknown else ""
         raise CheckpointError(
-            f"{place} lacks {len(missing)} tensors of Gemma 3: {_listed(missing)}{others}.",
+            f"{place} lacks {len(missing)} tensors of Gemma 3: {_list_names(missing)}{others}.",
             fix="Its names must be those that transformers saves."
             if unknown
             else "Download it again, all files of it.",
         )
     if unknown:
-        raise CheckpointError(f"{place} holds {len(unknown)} tensors that Gemma 3 does not have: {_listed(unknown)}.")
+        raise CheckpointError(
+            f"{place} holds {len(unknown)} tensors that Gemma 3 does not have: {_list_names(unknown)}."
+        )
     wrong = [f"{n} is {list(present[n])}, not {list(s)}" for n, s in needed.items() if tuple(present[n]) != s]
     if wrong:
-        raise CheckpointError(f"{place}: its tensors do not fit its configuration: {_listed(wrong)}.")
+        raise CheckpointError(f"{place}: its tensors do not fit its configuration: {_list_names(wrong)}.")
 
 
-def _listed(names: Iterable[str]) -> str:
+def _list_names(names: Iterable[str]) -> str:
     names = list(names)
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return ", ".join(map(named, names[:_MAX_LISTED])) + more

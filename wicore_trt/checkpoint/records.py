@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wicore_trt.checkpoint.digest import ANYWHERE, HEADER, combined, hash_file, hash_parts
+from wicore_trt.checkpoint.digest import ANYWHERE, HEADER, combine_digests, hash_file, hash_parts
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
-from wicore_trt.files import Door
+from wicore_trt.files import UntrustedFiles
 
 WEIGHTS = ".safetensors"
 
@@ -33,12 +33,12 @@ class FileRecord:
     def from_dict(cls, data: Mapping[str, Any]) -> FileRecord:
         return cls(int(data["bytes"]), str(data["blake2b"]), dict(data.get("parts", {})))
 
-    def changed(self, file: Path) -> str | None:
+    def describe_change(self, file: Path) -> str | None:
         """What of `file` is not as recorded, None for nothing. Raises CheckpointError for a file that cannot be read,
         and for a weight file whose header is damaged."""
         if not self.parts:
             return None if hash_file(file) == self.blake2b else file.name
-        return self.changed_part(hash_parts(file, SafetensorsFile(file).parts()))
+        return self.changed_part(hash_parts(file, SafetensorsFile(file).locate_parts()))
 
     def changed_part(self, found: Mapping[str, str]) -> str | None:
         """The first part with another digest than recorded, None where `found` has all parts."""
@@ -52,11 +52,11 @@ def file_entries(files: Mapping[str, FileRecord]) -> dict[str, dict[str, Any]]:
     return {name: record.to_dict() for name, record in sorted(files.items())}
 
 
-def record_of(file: Path, door: Door = ANYWHERE) -> FileRecord:
+def record_of(file: Path, door: UntrustedFiles = ANYWHERE) -> FileRecord:
     """The record of a file on disk. Raises the door's error for a file that cannot be read, and CheckpointError for a
     weight file whose header is damaged."""
-    size = door.check(file)
+    size = door.check_file(file)
     if file.suffix != WEIGHTS:
         return FileRecord(size, hash_file(file, door))
-    parts = hash_parts(file, SafetensorsFile(file).parts(), door)
-    return FileRecord(size, combined(parts), parts)
+    parts = hash_parts(file, SafetensorsFile(file).locate_parts(), door)
+    return FileRecord(size, combine_digests(parts), parts)

@@ -19,10 +19,10 @@ from typing import Annotated, Any, BinaryIO
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from wicore_trt.checkpoint.digest import HEADER, READ_BYTES, Digest, combined, hash_bytes
+from wicore_trt.checkpoint.digest import HEADER, READ_BYTES, Digest, combine_digests, hash_bytes
 from wicore_trt.checkpoint.quantize import STORAGE
 from wicore_trt.errors import CheckpointError, first_fault, named, shown
-from wicore_trt.files import SMALL_BYTES, Door, size_of
+from wicore_trt.files import SMALL_BYTES, UntrustedFiles, size_of
 
 TAG_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -60,37 +60,37 @@ class SafetensorsFile:
     file, naming the tensor.
     """
 
-    def __init__(self, path: Path, door: Door | None = None) -> None:
-        self.path, self._door = path, door or Door(fix=_AGAIN)
+    def __init__(self, path: Path, door: UntrustedFiles | None = None) -> None:
+        self.path, self._door = path, door or UntrustedFiles(fix=_AGAIN)
         self._entries = _read_header(path, self._door)
         self.tensors = {name: entry.info for name, entry in self._entries.items()}
 
-    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows [start, stop) of a tensor as stored; BF16 and 8-bit floats come as their bits (uint16, uint8)."""
         info, offset = self._entries[name].info, self._entries[name].offset
         if info.dtype not in STORAGE:
             raise CheckpointError(f"{self.path}: {name} is stored as {info.dtype}, which is not a float format.")
         row_items = prod(info.shape[1:])
-        raw = self._read(
+        raw = self._read_bytes(
             offset + start * row_items * TAG_BYTES[info.dtype], (stop - start) * row_items * TAG_BYTES[info.dtype]
         )
         return np.frombuffer(raw, STORAGE[info.dtype]).reshape(stop - start, *info.shape[1:])
 
-    def blocks(self, name: str) -> Iterator[bytes]:
+    def read_blocks(self, name: str) -> Iterator[bytes]:
         """The bytes of a tensor's buffer, READ_BYTES or less at a time."""
         size = self.tensors[name].bytes
         for start in range(0, size, READ_BYTES):
-            yield self._read(self._entries[name].offset + start, min(READ_BYTES, size - start))
+            yield self._read_bytes(self._entries[name].offset + start, min(READ_BYTES, size - start))
 
-    def parts(self) -> dict[str, tuple[int, int]]:
+    def locate_parts(self) -> dict[str, tuple[int, int]]:
         """Where the bytes of each part lie, [first, end): the header as `digest.HEADER`, and the tensors by name."""
         sizes = {name: info.bytes for name, info in self.tensors.items()}
         offsets = {name: entry.offset for name, entry in self._entries.items()}
         header = min(offsets.values(), default=self.path.stat().st_size)
         return {HEADER: (0, header), **{name: (at, at + sizes[name]) for name, at in offsets.items()}}
 
-    def _read(self, offset: int, size: int) -> bytes:
-        with self._door.open(self.path, buffering=0) as file:
+    def _read_bytes(self, offset: int, size: int) -> bytes:
+        with self._door.open_file(self.path, buffering=0) as file:
             return read_at(file, offset, size, self.path)
 
 
@@ -120,46 +120,46 @@ _HEADER = TypeAdapter(dict[str, _Item])
 _METADATA = TypeAdapter(dict[str, str], config=ConfigDict(strict=True))
 
 
-def _read_header(path: Path, door: Door) -> dict[str, _Entry]:
-    with door.open(path) as file:
+def _read_header(path: Path, door: UntrustedFiles) -> dict[str, _Entry]:
+    with door.open_file(path) as file:
         size = size_of(file)
         start = file.read(len(_LFS_POINTER))
         if start == _LFS_POINTER:
             raise CheckpointError(f"{path} is a Git LFS pointer, not the weights.", fix="Run `git lfs pull` there.")
         length = int.from_bytes(start[:8], "little")
         if size < 8 or length > size - 8:
-            raise door.refusal(path, f"is truncated or not a safetensors file ({size} bytes)")
+            raise door.make_error(path, f"is truncated or not a safetensors file ({size} bytes)")
         if length > SMALL_BYTES:
-            raise door.refusal(path, f"has a header of {length} bytes, more than the {SMALL_BYTES} that it may have")
+            raise door.make_error(path, f"has a header of {length} bytes, more than the {SMALL_BYTES} that it may have")
         file.seek(8)
-        header = door.parse(file.read(length), f"the header of {path}")
+        header = door.parse_json(file.read(length), f"the header of {path}")
     try:
         if isinstance(header, dict):
             _METADATA.validate_python(header.pop("__metadata__", {}))
         items = _HEADER.validate_python(header)
     except ValidationError as error:
         fault = first_fault(error, "its header")
-        raise door.refusal(path, f"is not a readable safetensors file: {fault}") from error
+        raise door.make_error(path, f"is not a readable safetensors file: {fault}") from error
     entries: dict[str, _Entry] = {}
     end = 0
     for name, item in sorted(items.items(), key=lambda pair: pair[1].data_offsets):
         first_byte, last = item.data_offsets
         if item.dtype not in TAG_BYTES:
-            raise door.refusal(path, f"stores {named(name)} as {shown(item.dtype)}, which is unknown")
+            raise door.make_error(path, f"stores {named(name)} as {shown(item.dtype)}, which is unknown")
         info = TensorInfo(tuple(item.shape), item.dtype)
         expected = info.bytes
         if last - first_byte != expected:
-            raise door.refusal(
+            raise door.make_error(
                 path,
                 f"gives {named(name)} the bytes {item.data_offsets}, but {info.dtype} {item.shape} needs {expected}",
             )
         if first_byte != end:
             before = named(next(reversed(entries))) if entries else "the start"
             kind = f"overlaps {before}" if first_byte < end else f"leaves a gap behind {before}"
-            raise door.refusal(path, f"places {named(name)} at byte {first_byte} of the data, not {end}: it {kind}")
+            raise door.make_error(path, f"places {named(name)} at byte {first_byte} of the data, not {end}: it {kind}")
         entries[name], end = _Entry(info, 8 + length + first_byte), last
     if size != 8 + length + end:
-        raise door.refusal(path, f"is truncated: {size} bytes of {8 + length + end}")
+        raise door.make_error(path, f"is truncated: {size} bytes of {8 + length + end}")
     return entries
 
 
@@ -186,7 +186,7 @@ class SafetensorsWriter:
         self._hash = Digest()
         self._file = path.open("wb", buffering=0)
         head = len(text).to_bytes(8, "little") + text
-        self._put(head)
+        self._append_bytes(head)
         self.digests[HEADER] = hash_bytes(head)
 
     def write(self, name: str, block: np.ndarray | bytes) -> int:
@@ -200,7 +200,7 @@ class SafetensorsWriter:
         ).cast("B")
         assert data.nbytes <= self._left, f"{name}: too many bytes"
         self._hash.update(data)
-        self._put(data)
+        self._append_bytes(data)
         self._left -= data.nbytes
         if not self._left:
             self.digests[name] = self._hash.hexdigest()
@@ -211,9 +211,9 @@ class SafetensorsWriter:
         assert not self._pending and not self._left, "tensors are missing"
         os.fsync(self._file.fileno())
         self._file.close()
-        self.digest = combined(self.digests)
+        self.digest = combine_digests(self.digests)
 
-    def _put(self, data: bytes | memoryview) -> None:
+    def _append_bytes(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
         while view.nbytes:
             view = view[self._file.write(view) :]

@@ -35,12 +35,12 @@ def shard_of(tensor: UnifiedTensor, spec: Gemma3Spec, rank: int, tp_size: int) -
     if tp_size == 1 or tensor.split is Split.NONE:
         return Shard(((0, rows),), None, tensor.shape)
     if tensor.split is Split.ROWS:
-        span = _even(rows, rank, tp_size)
+        span = _divide_evenly(rows, rank, tp_size)
         return Shard((span,), None, (span[1] - span[0], *rest))
-    span = _even(rest[0], rank, tp_size)
+    span = _divide_evenly(rest[0], rank, tp_size)
     return Shard(((0, rows),), span, (rows, span[1] - span[0]))
 
 
-def _even(size: int, rank: int, tp_size: int) -> tuple[int, int]:
+def _divide_evenly(size: int, rank: int, tp_size: int) -> tuple[int, int]:
     part = size // tp_size
     return rank * part, (rank + 1) * part

@@ -20,12 +20,12 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from wicore_trt.checkpoint import hub
-from wicore_trt.checkpoint.folder import ADAPTER, check_folder, entries, name_kind
+from wicore_trt.checkpoint.folder import ADAPTER, check_folder, list_entries, name_kind
 from wicore_trt.checkpoint.names import HF_EMBEDDING, HF_LM_HEAD, canonical_name, check_tensors, is_vision
 from wicore_trt.checkpoint.quantize import to_float32
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, TensorInfo
 from wicore_trt.errors import CheckpointError, first_fault, named, shown
-from wicore_trt.files import CONFIG_ENDS, TOKENIZER_BYTES, Door, present, quoted
+from wicore_trt.files import CONFIG_ENDS, TOKENIZER_BYTES, UntrustedFiles, is_present, quote_arg
 from wicore_trt.model.hf_config import compare_config
 from wicore_trt.model.spec import Gemma3Spec
 
@@ -60,7 +60,7 @@ class Source(ABC):
     """
 
     spec: Gemma3Spec
-    door: Door
+    door: UntrustedFiles
     name: str
     revision: str | None
     tensors: Mapping[str, TensorInfo]
@@ -70,7 +70,7 @@ class Source(ABC):
     notes: Sequence[str] = ()
 
     @abstractmethod
-    def rows(self, name: str, start: int, stop: int) -> tuple[np.ndarray, str]:
+    def read_rows(self, name: str, start: int, stop: int) -> tuple[np.ndarray, str]:
         """Rows [start, stop) of a text tensor and the format they are in: F32, F16 or BF16 bits (uint16)."""
 
     @abstractmethod
@@ -89,14 +89,14 @@ class Source(ABC):
         """Refuse when a file that was read has changed since it was opened."""
         self.door.check_unchanged()
 
-    def read(self, name: str) -> np.ndarray:
+    def read_tensor(self, name: str) -> np.ndarray:
         """A whole text tensor as float32."""
-        return to_float32(*self.rows(name, 0, self.tensors[name].shape[0]))
+        return to_float32(*self.read_rows(name, 0, self.tensors[name].shape[0]))
 
-    def norm(self, name: str, start: int, stop: int) -> np.ndarray:
+    def read_norm(self, name: str, start: int, stop: int) -> np.ndarray:
         """What rows [start, stop) of a norm multiply by, 1 + w, float32 [stop - start]."""
         with np.errstate(invalid="ignore"):  # a NaN may be a signalling one; whether values are finite is asked later
-            return to_float32(*self.rows(name, start, stop)) + np.float32(1.0)
+            return to_float32(*self.read_rows(name, start, stop)) + np.float32(1.0)
 
 
 def open_source(ref: str | Path, *, revision: str | None = None, lora: Path | None = None) -> Source:
@@ -118,16 +118,18 @@ def _open_base(ref: str | Path, revision: str | None, lora: Path | None) -> Sour
     from wicore_trt.checkpoint.gguf_file import choose_gguf
 
     path = Path(os.path.expanduser(ref))  # an unknown ~name stays as it is
-    if present(path) and not os.path.isdir(path):
+    if is_present(path) and not os.path.isdir(path):
         if path.suffix == ".safetensors":
-            raise CheckpointError(f"{path} is one file of a model.", fix=f"Give its directory: {quoted(path.parent)}")
+            raise CheckpointError(
+                f"{path} is one file of a model.", fix=f"Give its directory: {quote_arg(path.parent)}"
+            )
         return GgufSource(path)
     if os.path.isdir(path):
-        safetensors = present(path / "config.json") and any(path.glob("*.safetensors"))
+        safetensors = is_present(path / "config.json") and any(path.glob("*.safetensors"))
         gguf = None if safetensors else choose_gguf(path)
         if gguf is None:
             return HfSource(path, name=str(ref), lora=lora)
-        Door(path, fix="Give the path of the GGUF file itself.").check(gguf)
+        UntrustedFiles(path, fix="Give the path of the GGUF file itself.").check_file(gguf)
         return GgufSource(gguf)
     if not isinstance(ref, str) or not hub.is_hub_id(ref):
         raise CheckpointError(
@@ -135,7 +137,7 @@ def _open_base(ref: str | Path, revision: str | None, lora: Path | None) -> Sour
             fix="Give a model directory, a .gguf file or a hub id such as google/gemma-3-27b-it, or run: wicore fetch "
             "gemma3-270m",
         )
-    snapshot = hub.download(ref, revision)
+    snapshot = hub.download_snapshot(ref, revision)
     return HfSource(snapshot, name=ref, revision=snapshot.name)
 
 
@@ -148,13 +150,13 @@ class HfSource(Source):
 
     def __init__(self, path: Path, *, name: str, revision: str | None = None, lora: Path | None = None) -> None:
         self.path, self.name, self.revision = path, name, revision
-        self.door = Door(path, fix=_AGAIN, seen={})
-        if not present(path / "config.json"):
+        self.door = UntrustedFiles(path, fix=_AGAIN, seen={})
+        if not is_present(path / "config.json"):
             raise _no_config(path)
-        self.config = self.door.json(path / "config.json")
+        self.config = self.door.read_json(path / "config.json")
         self.spec = Gemma3Spec.from_hf_config(self.config, str(path / "config.json"))
         generation = path / GENERATION
-        self.generation_config = self.door.json(generation) if present(generation) else {}
+        self.generation_config = self.door.read_json(generation) if is_present(generation) else {}
         check_generation(self.generation_config, self.spec.vocab_size, str(generation))
         files, self.notes = _weight_files(path, self.door)
         asked = self.generation_config or self.config
@@ -167,7 +169,7 @@ class HfSource(Source):
         self._files: dict[str, tuple[SafetensorsFile, str]] = {}  # name -> file, name in the file
         self.tensors, self.vision = {}, {}
         for file in files:
-            self._take(file)
+            self._note_file(file)
         self._settle_head()
         place = str(path / SINGLE) if len({f.path for f, _ in self._files.values()}) == 1 else str(path)
         check_tensors(self.spec, {n: info.shape for n, info in self.tensors.items()}, place)
@@ -179,7 +181,7 @@ class HfSource(Source):
                     fix="Use a BF16, F16 or F32 source, or a GGUF file.",
                 )
 
-    def _take(self, file: SafetensorsFile) -> None:
+    def _note_file(self, file: SafetensorsFile) -> None:
         """Note down where the tensors of one weight file lie."""
         for raw, info in file.tensors.items():
             kind = self.vision if is_vision(raw) else self.tensors
@@ -207,7 +209,7 @@ class HfSource(Source):
                 "and its configuration ties them.",
                 fix="Set tie_word_embeddings to false if both are meant.",
             )
-        elif self._equal(HF_LM_HEAD, HF_EMBEDDING):
+        elif self._have_equal_values(HF_LM_HEAD, HF_EMBEDDING):
             del self.tensors[HF_LM_HEAD]
         else:
             self.spec = replace(self.spec, tie_word_embeddings=False)
@@ -215,26 +217,27 @@ class HfSource(Source):
                 f"{HF_LM_HEAD} differs from the embedding though config.json ties them: the head of the files is used."
             )
 
-    def _equal(self, one: str, other: str) -> bool:
+    def _have_equal_values(self, one: str, other: str) -> bool:
         """Whether two tensors of one shape have the same values, some MiB at a time."""
         rows, width = self.tensors[one].shape
         step = max(1, _COMPARE_ITEMS // width)
         spans = ((at, min(rows, at + step)) for at in range(0, rows, step))
         return all(
-            np.array_equal(to_float32(*self.rows(one, *span)), to_float32(*self.rows(other, *span))) for span in spans
+            np.array_equal(to_float32(*self.read_rows(one, *span)), to_float32(*self.read_rows(other, *span)))
+            for span in spans
         )
 
-    def rows(self, name: str, start: int, stop: int) -> tuple[np.ndarray, str]:
+    def read_rows(self, name: str, start: int, stop: int) -> tuple[np.ndarray, str]:
         file, raw = self._files[name]
-        return file.rows(raw, start, stop), self.tensors[name].dtype
+        return file.read_rows(raw, start, stop), self.tensors[name].dtype
 
     def vision_blocks(self, name: str) -> Iterator[bytes]:
         file, raw = self._files[name]
-        return file.blocks(raw)
+        return file.read_blocks(raw)
 
     def write_tokenizer(self, directory: Path) -> list[Path]:
-        names = [name for name in TOKENIZER_FILES if present(self.path / name)]
-        paths = [self.door.copy(self.path / n, directory / n, limit=TOKENIZER_BYTES) for n in names]
+        names = [name for name in TOKENIZER_FILES if is_present(self.path / name)]
+        paths = [self.door.copy_file(self.path / n, directory / n, limit=TOKENIZER_BYTES) for n in names]
         texts = [self.config, self.config.get("text_config")]  # where config.json names ends
         given = [text.get("eos_token_id") for text in texts if isinstance(text, Mapping)]
         ids = [i for value in given for i in (value if isinstance(value, list) else [value])]
@@ -274,28 +277,28 @@ class _Index(BaseModel):
 
 def _no_config(path: Path) -> CheckpointError:
     """The error for a directory without config.json, as far as its files tell what it is."""
-    if present(path / ADAPTER):
-        base = Door(path, fix=_AGAIN).json(path / ADAPTER).get("base_model_name_or_path")
+    if is_present(path / ADAPTER):
+        base = UntrustedFiles(path, fix=_AGAIN).read_json(path / ADAPTER).get("base_model_name_or_path")
         return CheckpointError(
             f"{path} is an adapter of {shown(base)}, no whole model.",
-            fix=f"Build its base with it: wicore build BASE OUTPUT --lora {quoted(path)}",
+            fix=f"Build its base with it: wicore build BASE OUTPUT --lora {quote_arg(path)}",
         )
     return name_kind(path) or CheckpointError(
         f"{path / 'config.json'} is missing.", fix="Give the directory of a Hugging Face model."
     )
 
 
-def _weight_files(path: Path, door: Door) -> tuple[list[SafetensorsFile], list[str]]:
+def _weight_files(path: Path, door: UntrustedFiles) -> tuple[list[SafetensorsFile], list[str]]:
     """The files that hold the weights, and sentences on how they were found."""
     index = path / INDEX
-    if not present(index):
-        shards = [name for name in entries(path) if _SHARD.fullmatch(name)]
-        if present(path / SINGLE):
+    if not is_present(index):
+        shards = [name for name in list_entries(path) if _SHARD.fullmatch(name)]
+        if is_present(path / SINGLE):
             return [SafetensorsFile(path / SINGLE, door)], []
         if shards and len(shards) == int(shards[0][15:20]) and len({name[15:20] for name in shards}) == 1:
             note = f"{INDEX} is missing: all {len(shards)} shards are read."
             return [SafetensorsFile(path / name, door) for name in shards], [note]
-        pickled = [name for name in entries(path) if name.endswith((".bin", ".pt", ".pth", ".h5", ".msgpack"))]
+        pickled = [name for name in list_entries(path) if name.endswith((".bin", ".pt", ".pth", ".h5", ".msgpack"))]
         if pickled and not shards:
             raise name_kind(path) or CheckpointError(
                 f"{path} holds its weights as {named(pickled[0])}, which can run code when it is read.",
@@ -306,19 +309,19 @@ def _weight_files(path: Path, door: Door) -> tuple[list[SafetensorsFile], list[s
             fix="Download all files of it." if shards else "WiCore reads safetensors and GGUF.",
         )
     try:
-        listed = _Index.model_validate(door.json(index))
+        listed = _Index.model_validate(door.read_json(index))
     except ValidationError as error:
-        raise door.refusal(index, f"has no weight_map to use: {first_fault(error)}") from error
+        raise door.make_error(index, f"has no weight_map to use: {first_fault(error)}") from error
     weight_map, notes = listed.weight_map, list[str]()
     shards = sorted(set(weight_map.values()))
     odd = [s for s in shards if s in (".", "..") or not _FILE_NAME.fullmatch(s)]
     if odd:
-        raise door.refusal(index, f"names files outside its directory: {shown(odd)}")
-    if present(path / SINGLE) and SINGLE not in shards:
+        raise door.make_error(index, f"names files outside its directory: {shown(odd)}")
+    if is_present(path / SINGLE) and SINGLE not in shards:
         raise CheckpointError(
             f"{path} holds both {SINGLE} and {INDEX}, which does not name it.", fix="Remove the one that is not meant."
         )
-    missing = [s for s in shards if not present(path / s)]
+    missing = [s for s in shards if not is_present(path / s)]
     if missing:
         raise CheckpointError(
             f"{path} lacks {len(missing)} of {len(shards)} shards: {', '.join(map(named, missing[:8]))}.",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from wicore_trt.errors import CheckpointError, EngineFormatError, shown
-from wicore_trt.files import TOKENIZER_BYTES, Door, present
+from wicore_trt.files import TOKENIZER_BYTES, UntrustedFiles, is_present
 from wicore_trt.text.tokenizer import Tokenizer
 
 _CONFIG, _ROLES, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
@@ -49,17 +49,17 @@ def check_tokenizer(directory: Path, source: str, vocab_size: int) -> list[str]:
 def _compare_places(directory: Path, source: str) -> list[str]:
     """Compare what the tokenizer's other files say with tokenizer.json and with each other. Returns sentences on what
     does not count. Raises CheckpointError for a token that tokenizer.json does not hold as another file has it."""
-    door, names = Door(directory), ("tokenizer.json", _CONFIG, _ROLES, _ADDED)
-    files = (door.json(directory / n, limit=TOKENIZER_BYTES) if present(directory / n) else {} for n in names)
+    door, names = UntrustedFiles(directory), ("tokenizer.json", _CONFIG, _ROLES, _ADDED)
+    files = (door.read_json(directory / n, limit=TOKENIZER_BYTES) if is_present(directory / n) else {} for n in names)
     backend, config, roles, added = files
     told = [(_ADDED, {"content": content, "id": index}) for content, index in added.items()]
-    decoder = _object(config.get("added_tokens_decoder"))
-    told += [(_CONFIG, {**_object(t), "id": int(i) if i.isdecimal() else i}) for i, t in decoder.items()]
+    decoder = _as_object(config.get("added_tokens_decoder"))
+    told += [(_CONFIG, {**_as_object(t), "id": int(i) if i.isdecimal() else i}) for i, t in decoder.items()]
     for place, file in ((_CONFIG, config), (_ROLES, roles)):
         for key in ("additional_special_tokens", "extra_special_tokens"):
             more = file.get(key) or ()
             for token in more.values() if isinstance(more, dict) else more:
-                told.append((place, {**_object(token)} or {"content": token}))
+                told.append((place, {**_as_object(token)} or {"content": token}))
     known = {token["content"]: token for token in backend.get("added_tokens", ())}
     for place, token in told:
         have = known.get(str(token.get("content")))
@@ -74,10 +74,10 @@ def _compare_places(directory: Path, source: str) -> list[str]:
 def _compare_roles(backend: Mapping[str, Any], config: Mapping[str, Any], roles: Mapping[str, Any]) -> list[str]:
     """Sentences on a BOS that two files name, and on what tokenizer.json puts around a text."""
     notes = list[str]()
-    one, two = (_object(file.get("bos_token")).get("content", file.get("bos_token")) for file in (config, roles))
+    one, two = (_as_object(file.get("bos_token")).get("content", file.get("bos_token")) for file in (config, roles))
     if None not in (one, two) and one != two:
         notes.append(f"bos_token is {shown(one)} in {_CONFIG}, {shown(two)} in {_ROLES}: the first counts.")
-    single = _object(backend.get("post_processor")).get("single") or [{}]
+    single = _as_object(backend.get("post_processor")).get("single") or [{}]
     before, behind = ("SpecialToken" in single[at] for at in (0, -1))
     adds = (one or two) is not None and config.get("add_bos_token") is not False
     if before != adds:
@@ -89,15 +89,15 @@ def _compare_roles(backend: Mapping[str, Any], config: Mapping[str, Any], roles:
 
 def _compare_templates(directory: Path, config: Mapping[str, Any]) -> list[str]:
     """Sentences on chat templates that do not count."""
-    door, given, notes = Door(directory), config.get("chat_template"), list[str]()
+    door, given, notes = UntrustedFiles(directory), config.get("chat_template"), list[str]()
     if isinstance(given, list):
         named = {t.get("name"): t.get("template") for t in given if isinstance(t, dict)}
         given = named.pop("default", None)
         notes += [f"the chat template {shown(name)} is left aside: default serves every chat." for name in named]
     outer, jinja = directory / "chat_template.json", directory / "chat_template.jinja"
     told = {
-        jinja.name: door.text(jinja) if present(jinja) else None,
-        outer.name: door.json(outer).get("chat_template") if present(outer) else None,
+        jinja.name: door.read_text(jinja) if is_present(jinja) else None,
+        outer.name: door.read_json(outer).get("chat_template") if is_present(outer) else None,
         _CONFIG: given,
     }
     texts = {name: text.strip() for name, text in told.items() if isinstance(text, str)}
@@ -106,5 +106,5 @@ def _compare_templates(directory: Path, config: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def _object(value: object) -> Mapping[str, Any]:
+def _as_object(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}

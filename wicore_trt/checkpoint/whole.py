@@ -29,7 +29,7 @@ class WholeTensors(ABC):
     quantized: bool
 
     @abstractmethod
-    def read(self, tensor: UnifiedTensor) -> tuple[np.ndarray, str]:
+    def read_whole(self, tensor: UnifiedTensor) -> tuple[np.ndarray, str]:
         """The tensor, of shape `tensor.shape`; a norm as 1 + w in float32."""
 
     @abstractmethod
@@ -51,16 +51,16 @@ class SourceTensors(WholeTensors):
         linear = next(t for t in unified_tensors(self.spec) if t.role is Role.LINEAR)
         self.dtype = _DTYPES.get(source.tensors[linear.sources[0]].dtype, "float32")
 
-    def read(self, tensor: UnifiedTensor) -> tuple[np.ndarray, str]:
+    def read_whole(self, tensor: UnifiedTensor) -> tuple[np.ndarray, str]:
         if tensor.role is Role.NORM:
-            return self._source.norm(tensor.sources[0], 0, tensor.shape[0]), "F32"
-        return np.concatenate([self._source.read(name) for name in tensor.sources]), "F32"
+            return self._source.read_norm(tensor.sources[0], 0, tensor.shape[0]), "F32"
+        return np.concatenate([self._source.read_tensor(name) for name in tensor.sources]), "F32"
 
     def weight_scale(self, tensor: UnifiedTensor) -> np.ndarray:
         raise AssertionError(f"{tensor.name} of a source is not quantized")
 
     def embedding_row(self, token_id: int) -> tuple[np.ndarray, str]:
-        return self._source.rows(HF_EMBEDDING, token_id, token_id + 1)
+        return self._source.read_rows(HF_EMBEDDING, token_id, token_id + 1)
 
 
 class CheckpointTensors(WholeTensors):
@@ -72,23 +72,23 @@ class CheckpointTensors(WholeTensors):
         self._embedding = next(t for t in unified_tensors(self.spec) if t.role is Role.EMBEDDING)
         self._rows = {name: shape[0] for name, shape in hf_shapes(self.spec).items()}
 
-    def read(self, tensor: UnifiedTensor) -> tuple[np.ndarray, str]:
-        return self._assemble(tensor, tensor.name, tensor.shape)
+    def read_whole(self, tensor: UnifiedTensor) -> tuple[np.ndarray, str]:
+        return self._assemble_shards(tensor, tensor.name, tensor.shape)
 
     def weight_scale(self, tensor: UnifiedTensor) -> np.ndarray:
-        return self._assemble(tensor, tensor.scale_name, tensor.shape[:1])[0]
+        return self._assemble_shards(tensor, tensor.scale_name, tensor.shape[:1])[0]
 
     def embedding_row(self, token_id: int) -> tuple[np.ndarray, str]:
         name, per_rank = self._embedding.name, self.spec.vocab_size // len(self._files)
         file, row = self._files[token_id // per_rank], token_id % per_rank
-        return file.rows(name, row, row + 1), file.tensors[name].dtype
+        return file.read_rows(name, row, row + 1), file.tensors[name].dtype
 
-    def _assemble(self, tensor: UnifiedTensor, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, str]:
+    def _assemble_shards(self, tensor: UnifiedTensor, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, str]:
         """`tensor`, or the scale `name` of its rows, from the shards of all ranks."""
         whole: np.ndarray | None = None
         for rank, file in enumerate(self._files):
             shard = shard_of(tensor, self.spec, rank, len(self._files))
-            part = file.rows(name, 0, shard.row_count)
+            part = file.read_rows(name, 0, shard.row_count)
             whole = np.empty(shape, part.dtype) if whole is None else whole
             first = taken = 0
             for (low, high), source in zip(shard.rows, tensor.sources, strict=True):

@@ -34,10 +34,10 @@ from wicore_trt.engine.manifest import (
 from wicore_trt.engine.options import LAYERS, PLUGIN, Backend, BuildOptions, DummyModel, find_backend, split_targets
 from wicore_trt.engine.weights import WeightFile, hash_weights, place_weights
 from wicore_trt.errors import CheckpointError, ConfigError, EngineFormatError
-from wicore_trt.files import present, printable
+from wicore_trt.files import is_present, make_printable
 from wicore_trt.model.spec import MAX_RANKS
 from wicore_trt.progress import Progress, count_progress, ignore_progress
-from wicore_trt.scratch import replacing
+from wicore_trt.scratch import replace_output
 from wicore_trt.weight_format import PLAIN, QUANTIZED
 
 if TYPE_CHECKING:
@@ -93,30 +93,30 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
         backend, dtype, kv_dtype, tp_size, page_tokens, split_targets(targets), max_context, max_batch,
         max_chunk, calibration, dummy, revision, attention, lora,
     )  # fmt: skip
-    created = _created()
+    created = _format_build_time()
     _check_options(options, source)
     if options.dtype == "auto" and not (dummy or is_unified_checkpoint(Path(source))):
         options = replace(options, dtype="bfloat16")
     compiler = find_backend(options.backend)
-    with replacing(output, ENGINE, force=force, source=None if dummy else source) as scratch:
+    with replace_output(output, ENGINE, force=force, source=None if dummy else source) as scratch:
         options = replace(options, targets=tuple(compiler.targets(options)))
         checkpoint = _checkpoint_of(source, scratch.work / "checkpoint", options, progress, note)
         _check_fit(checkpoint, options)
         compiler.check(checkpoint, options)
         limit = checkpoint.spec.max_position_embeddings
         options = replace(options, max_context=options.max_context or compiler.default_context(limit))
-        name = f"{DUMMY_SOURCE}{dummy.name}" if dummy else printable(str(source))
+        name = f"{DUMMY_SOURCE}{dummy.name}" if dummy else make_printable(str(source))
         manifest = _lay_out(checkpoint, scratch.directory, options, compiler, name, progress)
         manifest = replace(manifest, created=created)
         (scratch.directory / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-        engine = _open(scratch.directory, scratch.output, name)
-        scratch.publish()
+        engine = _open_finished(scratch.directory, scratch.output, name)
+        scratch.publish_output()
     return replace(engine, path=scratch.output)
 
 
 def is_unified_checkpoint(path: Path) -> bool:
     """True for a directory with `config.json` and `rank0.safetensors`."""
-    return os.path.isdir(path) and present(path / "rank0.safetensors") and present(path / "config.json")
+    return os.path.isdir(path) and is_present(path / "rank0.safetensors") and is_present(path / "config.json")
 
 
 def _check_options(options: BuildOptions, source: str | Path) -> None:
@@ -133,7 +133,7 @@ def _check_options(options: BuildOptions, source: str | Path) -> None:
             "an adapter is merged into a source, which a checkpoint or made-up weights are not.",
             fix="Give the model that the adapter was trained on, or convert it with --lora.",
         )
-    if options.revision and (present(Path(source)) or not is_hub_id(str(source))):
+    if options.revision and (is_present(Path(source)) or not is_hub_id(str(source))):
         raise ConfigError(
             f"--revision is a commit, branch or tag of a hub id, and {source} is none.", fix="Leave --revision out."
         )
@@ -143,7 +143,7 @@ def _check_options(options: BuildOptions, source: str | Path) -> None:
         raise ConfigError(f"tp must be 1 to {MAX_RANKS}, got {options.tp_size}.")
 
 
-def _open(directory: Path, output: Path, source: str) -> EngineDir:
+def _open_finished(directory: Path, output: Path, source: str) -> EngineDir:
     """Open the finished engine where it was made: nothing that does not open gets the output's name. Weights are not
     read again, their digests were computed while they were written."""
     try:
@@ -155,7 +155,7 @@ def _open(directory: Path, output: Path, source: str) -> EngineDir:
         ) from error
 
 
-def _created() -> str:
+def _format_build_time() -> str:
     """The time for the manifest, ISO 8601 in UTC. Raises ConfigError for a SOURCE_DATE_EPOCH that is no time."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
     try:
@@ -226,14 +226,14 @@ def _lay_out(
             partial / path.name,
             checkpoint.files[path.name],
             drop=(*_tied_head(checkpoint, path), *_idle_scales(checkpoint, kv_dtype)),
-            damaged=lambda part, name=path.name: checkpoint.damaged(name, part),  # type: ignore[misc]
+            damaged=lambda part, name=path.name: checkpoint.make_damage_error(name, part),  # type: ignore[misc]
             moved=moved,
         )
     for path in checkpoint.tokenizer_files:
         (partial / path.name).write_bytes(checkpoint.read(path.name))
     compiled = compiler.compile(checkpoint, partial, options, progress)
     if options.lora is not None:
-        compiled |= {LORA: printable(str(options.lora))}
+        compiled |= {LORA: make_printable(str(options.lora))}
     if options.dummy:
         compiled |= {DUMMY_WEIGHTS: True}
         _write_dummy_tokenizer(partial)
@@ -253,7 +253,7 @@ def _lay_out(
         **computed, fingerprint=compute_fingerprint(**computed), model_id=model_id(checkpoint.source),
         backend=options.backend, targets=list(options.targets), compiled=compiled,
         page_tokens=options.page_tokens,
-        max_context=options.max_context or checkpoint.spec.max_position_embeddings, files=files, tools=_tools(),
+        max_context=options.max_context or checkpoint.spec.max_position_embeddings, files=files, tools=_list_versions(),
         source=source, revision=checkpoint.revision, created="",
     )  # fmt: skip
 
@@ -297,14 +297,14 @@ def model_id(source: str) -> str:
     """The model's name for clients: a hub id as it is, that of a snapshot in the hub's cache, else the file or
     directory name without `.gguf`."""
     path = Path(source)
-    if is_hub_id(source) and not present(path):
+    if is_hub_id(source) and not is_present(path):
         return source
     if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
         return path.parent.parent.name.removeprefix("models--").replace("--", "/")
     return path.name.removesuffix(".gguf")
 
 
-def _tools() -> dict[str, str]:
+def _list_versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in TOOLS:
         try:

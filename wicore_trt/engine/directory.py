@@ -17,9 +17,9 @@ from wicore_trt.checkpoint.records import WEIGHTS, record_of
 from wicore_trt.engine.manifest import KIND, MANIFEST_NAME, FileEntry, Manifest, read_manifest, rebuild_engine
 from wicore_trt.engine.weights import WeightFile, hash_weights, read_weights
 from wicore_trt.errors import CheckpointError, EngineFormatError
-from wicore_trt.files import LIST_BYTES, Door
+from wicore_trt.files import LIST_BYTES, UntrustedFiles
 from wicore_trt.model.spec import RankSpec
-from wicore_trt.scratch import Product, unlisted
+from wicore_trt.scratch import Product, find_unlisted
 
 _SYSTEM = "lost+found"
 """What file systems put into a directory, beside names that begin with a dot."""
@@ -33,12 +33,12 @@ class EngineDir:
     manifest: Manifest
 
     @property
-    def door(self) -> Door:
+    def door(self) -> UntrustedFiles:
         """How files of the engine are read."""
-        return Door(self.path, EngineFormatError, fix=self.rebuild)
+        return UntrustedFiles(self.path, EngineFormatError, fix=self.rebuild_advice)
 
     @property
-    def rebuild(self) -> str:
+    def rebuild_advice(self) -> str:
         """The sentence that says how to build the engine again."""
         return rebuild_engine(self.path, self.manifest)
 
@@ -62,33 +62,33 @@ class EngineDir:
         was not built with, is missing, damaged or cannot be read."""
         entry = self.manifest.files.get(name)
         if entry is None:
-            raise self.damaged(f"{name} is not in {MANIFEST_NAME}")
-        data = self.door.read(self.path / name, limit=entry.bytes)
+            raise self.make_damage_error(f"{name} is not in {MANIFEST_NAME}")
+        data = self.door.read_bytes(self.path / name, limit=entry.bytes)
         if hash_bytes(data) != entry.blake2b:
-            raise self.damaged(_corrupted(name))
+            raise self.make_damage_error(_describe_corruption(name))
         return data
 
     def read_json(self, name: str) -> Any:
         """The value of the JSON file `name`, read by `read`. Raises EngineFormatError for what is not JSON, too."""
-        return self.door.parse(self.read(name), self.path / name)
+        return self.door.parse_json(self.read(name), self.path / name)
 
     def read_present(self, names: Iterable[str]) -> dict[str, bytes]:
         """`read` of those of `names` that the engine was built with, by name."""
         return {name: self.read(name) for name in names if name in self.manifest.files}
 
-    def unlisted(self) -> list[str]:
+    def find_unlisted(self) -> list[str]:
         """Files and directories that the engine was not built with, sorted: nothing reads them. Raises
         EngineFormatError for a directory that cannot be read."""
         try:
-            found = unlisted(self.path, {MANIFEST_NAME, *self.manifest.files})
+            found = find_unlisted(self.path, {MANIFEST_NAME, *self.manifest.files})
         except OSError as error:
-            raise self.damaged(f"{error.filename} cannot be read: {error.strerror}") from error
+            raise self.make_damage_error(f"{error.filename} cannot be read: {error.strerror}") from error
         tops = {name: name.split("/")[0] for name in found}
         return sorted(name for name, top in tops.items() if not top.startswith(".") and top != _SYSTEM)
 
-    def damaged(self, what: str) -> EngineFormatError:
+    def make_damage_error(self, what: str) -> EngineFormatError:
         """The error for an engine of which `what` is wrong."""
-        return EngineFormatError(f"engine {self.path}: {what}.", fix=self.rebuild)
+        return EngineFormatError(f"engine {self.path}: {what}.", fix=self.rebuild_advice)
 
 
 def open_engine(path: Path, *, verify: bool = True) -> EngineDir:
@@ -103,45 +103,45 @@ def open_engine(path: Path, *, verify: bool = True) -> EngineDir:
         _check_size(engine, name)
     if not verify:
         return engine
-    extra = engine.unlisted()
+    extra = engine.find_unlisted()
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise EngineFormatError(
             f"engine {path} holds {extra[0]}{more}, which it was not built with.",
-            fix=f"Move what is not the engine's elsewhere. {engine.rebuild}",
+            fix=f"Move what is not the engine's elsewhere. {engine.rebuild_advice}",
         )
     weights: dict[str, WeightFile] = {}
     for name, entry in engine.manifest.files.items():
-        if _digest(engine, name, weights, lambda count: None) != entry.blake2b:
-            raise engine.damaged(_corrupted(name))
+        if _compute_digest(engine, name, weights, lambda count: None) != entry.blake2b:
+            raise engine.make_damage_error(_describe_corruption(name))
     if not engine.manifest.dummy_weights:
         ranks = [weights[file.name] for file in engine.rank_files]
         if hash_weights(ranks) != engine.manifest.weights_hash:
-            raise engine.damaged(f"the weights are not those that weights_hash in {MANIFEST_NAME} names")
+            raise engine.make_damage_error(f"the weights are not those that weights_hash in {MANIFEST_NAME} names")
     return engine
 
 
 def file_state(engine: EngineDir, name: str, moved: Callable[[int], None]) -> str:
     """ "ok" or "corrupted": the named file's content against the manifest. `moved` is told how many bytes are done."""
-    return "ok" if _digest(engine, name, {}, moved) == engine.manifest.files[name].blake2b else "corrupted"
+    return "ok" if _compute_digest(engine, name, {}, moved) == engine.manifest.files[name].blake2b else "corrupted"
 
 
 def _is_weights(name: str) -> bool:
     return name.endswith(WEIGHTS)
 
 
-def _corrupted(name: str) -> str:
+def _describe_corruption(name: str) -> str:
     return f"{name} is corrupted (its digest differs from {MANIFEST_NAME})"
 
 
 def _check_size(engine: EngineDir, name: str) -> None:
-    size, expected = engine.door.check(engine.path / name), engine.manifest.files[name].bytes
+    size, expected = engine.door.check_file(engine.path / name), engine.manifest.files[name].bytes
     if size != expected:
         state = "truncated" if size < expected else "too long"
-        raise engine.damaged(f"{name} is {state}: {size} bytes, built with {expected}")
+        raise engine.make_damage_error(f"{name} is {state}: {size} bytes, built with {expected}")
 
 
-def _digest(engine: EngineDir, name: str, weights: dict[str, WeightFile], moved: Callable[[int], None]) -> str:
+def _compute_digest(engine: EngineDir, name: str, weights: dict[str, WeightFile], moved: Callable[[int], None]) -> str:
     """Of a listed file; what a weight file holds goes into `weights`. Of a weight file without a header it is ""."""
     try:
         if not _is_weights(name):
@@ -157,7 +157,7 @@ def _digest(engine: EngineDir, name: str, weights: dict[str, WeightFile], moved:
 def _listed(path: Path) -> set[str] | None:
     """Names of the files of an engine, damaged or not; None when the directory is none."""
     try:
-        data = Door(path, EngineFormatError).json(path / MANIFEST_NAME, limit=LIST_BYTES)
+        data = UntrustedFiles(path, EngineFormatError).read_json(path / MANIFEST_NAME, limit=LIST_BYTES)
     except EngineFormatError:
         return None
     files = data.get("files")

@@ -20,7 +20,7 @@ from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, Strict, 
 
 from wicore_trt.checkpoint.digest import DIGEST_BYTES, SEAL, broken_seal, canonical_json, seal_of
 from wicore_trt.errors import CheckpointError, EngineFormatError
-from wicore_trt.files import LIST_BYTES, Door, present, quoted
+from wicore_trt.files import LIST_BYTES, UntrustedFiles, is_present, quote_arg
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.weight_format import FORMATS, PLAIN, WeightFormat, find_format
 
@@ -173,15 +173,17 @@ def compute_fingerprint(
 def rebuild_command(path: Path, source: str = "") -> str:
     """The sentence that says how to replace a bad engine of which no more is known; `source` "" is unknown, too."""
     head = DUMMY_SOURCE if source.startswith(DUMMY_SOURCE) else ""
-    return f"Rebuild it: wicore build {head}{quoted(source.removeprefix(head) or 'SOURCE')} {quoted(path)} --force"
+    return (
+        f"Rebuild it: wicore build {head}{quote_arg(source.removeprefix(head) or 'SOURCE')} {quote_arg(path)} --force"
+    )
 
 
 def rebuild_engine(path: Path, manifest: Manifest, targets: Iterable[str] = (), page_tokens: int = 0) -> str:
     """The sentence that says how to build the engine at `path` again: as it is, or with more `targets`, other pages."""
     limit, pages = manifest.spec.max_position_embeddings, page_tokens or manifest.page_tokens
     options = {
-        "--revision": quoted(manifest.revision) if manifest.revision else None,
-        "--lora": quoted(manifest.compiled[LORA]) if LORA in manifest.compiled else None,
+        "--revision": quote_arg(manifest.revision) if manifest.revision else None,
+        "--lora": quote_arg(manifest.compiled[LORA]) if LORA in manifest.compiled else None,
         "--dtype": manifest.dtype if manifest.dtype != "bfloat16" else None,
         "--kv-dtype": manifest.kv_dtype if manifest.kv_dtype != manifest.base_dtype else None,
         "--tp": manifest.tp_size if manifest.tp_size > 1 else None,
@@ -201,17 +203,17 @@ def read_manifest(path: Path) -> Manifest:
     Raises EngineFormatError when the directory or the manifest is missing, when the manifest is not JSON, belongs to
     another program, has another format, was edited or damaged (naming the key), or does not agree with itself.
     """
-    build = f"Build one: wicore build SOURCE {quoted(path)}"
-    if not present(path):
+    build = f"Build one: wicore build SOURCE {quote_arg(path)}"
+    if not is_present(path):
         raise EngineFormatError(f"engine {path} does not exist.", fix=build)
     if not os.path.isdir(path):
         raise EngineFormatError(
             f"{path} is a file; an engine is a directory.", fix="Build one: wicore build SOURCE OUTPUT"
         )
     manifest_path = path / MANIFEST_NAME
-    if not present(manifest_path):
+    if not is_present(manifest_path):
         raise EngineFormatError(f"{path} is not an engine: it has no {MANIFEST_NAME}.", fix=build)
-    data = Door(path, EngineFormatError, fix=rebuild_command(path)).json(manifest_path, limit=LIST_BYTES)
+    data = UntrustedFiles(path, EngineFormatError, fix=rebuild_command(path)).read_json(manifest_path, limit=LIST_BYTES)
     if data.get("kind") != KIND:
         raise EngineFormatError(f"{manifest_path} was not written by wicore: its kind is not {KIND!r}.", fix=build)
     _check_version(path, data.get("format_version"))

@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from wicore_trt.checkpoint.digest import ANYWHERE, DIGEST_BYTES, HEADER, combined, hash_parts
+from wicore_trt.checkpoint.digest import ANYWHERE, DIGEST_BYTES, HEADER, combine_digests, hash_parts
 from wicore_trt.checkpoint.records import FileRecord
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, SafetensorsWriter, TensorInfo
 from wicore_trt.errors import CheckpointError
-from wicore_trt.files import Door, link_or_copy
+from wicore_trt.files import UntrustedFiles, link_or_copy
 
 Moved = Callable[[int], None]
 
@@ -33,14 +33,14 @@ class WeightFile:
     @property
     def digest(self) -> str:
         """The digest of the whole file."""
-        return combined(self.parts)
+        return combine_digests(self.parts)
 
 
-def read_weights(path: Path, door: Door = ANYWHERE, moved: Moved = lambda count: None) -> WeightFile:
+def read_weights(path: Path, door: UntrustedFiles = ANYWHERE, moved: Moved = lambda count: None) -> WeightFile:
     """Hash a weight file. `moved` is told how many bytes more are done. Raises the door's error when it cannot be read,
     CheckpointError for a damaged header."""
-    size, file = door.check(path), SafetensorsFile(path)
-    return WeightFile(size, file.tensors, hash_parts(path, file.parts(), door, moved))
+    size, file = door.check_file(path), SafetensorsFile(path)
+    return WeightFile(size, file.tensors, hash_parts(path, file.locate_parts(), door, moved))
 
 
 def hash_weights(ranks: Sequence[WeightFile]) -> str:
@@ -75,11 +75,11 @@ def place_weights(
         if part := record.changed_part(placed.parts):
             raise damaged(part)
         return placed
-    spans = {name: span for name, span in file.parts().items() if name == HEADER or name in drop}
+    spans = {name: span for name, span in file.locate_parts().items() if name == HEADER or name in drop}
     found = hash_parts(source, spans, moved=moved)
     with SafetensorsWriter(target, kept) as writer:
         for name, _, _ in kept:
-            for block in file.blocks(name):
+            for block in file.read_blocks(name):
                 moved(writer.write(name, block))
             if writer.digests[name] != record.parts.get(name):
                 raise damaged(name)

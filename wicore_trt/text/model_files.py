@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 
 from wicore_trt.errors import EngineFormatError, shown
-from wicore_trt.files import CONFIG_ENDS, Door
+from wicore_trt.files import CONFIG_ENDS, UntrustedFiles
 from wicore_trt.text.chat import ChatTemplate
 
 TOKENIZER = "tokenizer.json"
@@ -29,7 +29,7 @@ class ModelFiles:
 
     def __init__(self, files: Mapping[str, bytes], path: Path, backend: tokenizers.Tokenizer) -> None:
         self._files, self._path = files, path
-        self._door = Door(path, EngineFormatError, REBUILD)
+        self._door = UntrustedFiles(path, EngineFormatError, REBUILD)
         self._backend = backend
         self.tokenizer_config = self._read_json("tokenizer_config.json")
         self._names = self._read_json("special_tokens_map.json") | self.tokenizer_config
@@ -45,7 +45,7 @@ class ModelFiles:
         """A JSON object, {} when there is no such file."""
         if name not in self._files:
             return {}
-        value = self._door.parse(self._files[name], self._path / name)
+        value = self._door.parse_json(self._files[name], self._path / name)
         if not isinstance(value, dict):
             raise EngineFormatError(f"{self._path / name} must hold a JSON object.", fix=REBUILD)
         return value
@@ -86,7 +86,7 @@ class ModelFiles:
     def _find_template(self) -> tuple[str | None, Path]:
         jinja = "chat_template.jinja"
         if jinja in self._files:
-            return self._door.decode(self._files[jinja], self._path / jinja), self._path / jinja
+            return self._door.decode_text(self._files[jinja], self._path / jinja), self._path / jinja
         for name in ("chat_template.json", "tokenizer_config.json"):
             value, path = self._read_json(name).get("chat_template"), self._path / name
             if isinstance(value, list):  # several named templates

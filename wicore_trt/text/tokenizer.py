@@ -21,7 +21,7 @@ import tokenizers
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import ConfigError, ContextLengthError, EngineFormatError, InvalidRequestError, shown
-from wicore_trt.files import LIST_BYTES, TOKENIZER_BYTES, Door, present
+from wicore_trt.files import LIST_BYTES, TOKENIZER_BYTES, UntrustedFiles, is_present
 from wicore_trt.text.chat import ANSWER, CALL_TOKENS, PROBE, SAID, ChatTemplate, checked_variables
 from wicore_trt.text.model_files import FILES, REBUILD, TOKENIZER, ModelFiles
 from wicore_trt.text.tokenizer_file import find_byte_ids, longest_token, read_tokenizer
@@ -85,10 +85,12 @@ class Tokenizer:
     @classmethod
     def from_dir(cls, path: Path) -> Tokenizer:
         """`from_files` of the files that a directory holds. Raises EngineFormatError for what cannot be read, too."""
-        door = Door(path, EngineFormatError, REBUILD)
+        door = UntrustedFiles(path, EngineFormatError, REBUILD)
         limits = {name: TOKENIZER_BYTES if name == TOKENIZER else LIST_BYTES for name in FILES}
         files = {
-            n: door.read(path / n, limit=size) for n, size in limits.items() if n == TOKENIZER or present(path / n)
+            n: door.read_bytes(path / n, limit=size)
+            for n, size in limits.items()
+            if n == TOKENIZER or is_present(path / n)
         }
         return cls.from_files(files, path)
 

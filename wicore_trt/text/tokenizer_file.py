@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from wicore_trt.collector import collection_paused
 from wicore_trt.errors import EngineFormatError, first_fault, shown
-from wicore_trt.files import Door
+from wicore_trt.files import UntrustedFiles
 
 MAX_GROWTH = 8
 """How many times longer normalizing or decoding may make a text; Gemma's replace one character by one."""
@@ -158,28 +158,28 @@ class _File(_Part):
 def read_tokenizer(data: bytes, path: Path, fix: str) -> tokenizers.Tokenizer:
     """The tokenizer in the bytes of the file `path`, without padding and truncation. Raises EngineFormatError with
     `fix`, naming the key, for what is not Gemma's kind or does not fit together."""
-    door = Door(path.parent, EngineFormatError, fix)
+    door = UntrustedFiles(path.parent, EngineFormatError, fix)
     if data.count(b",") > _MAX_VALUES or data.count(b"[") + data.count(b"{") > _MAX_GROUPS:
-        raise door.refusal(path, f"has more than {_MAX_VALUES} values or {_MAX_GROUPS} objects and lists")
+        raise door.make_error(path, f"has more than {_MAX_VALUES} values or {_MAX_GROUPS} objects and lists")
     try:
-        file = _File.model_validate(door.parse(data, path))
+        file = _File.model_validate(door.parse_json(data, path))
     except ValidationError as error:
-        raise door.refusal(path, f"is not a tokenizer of Gemma 3: {first_fault(error)}") from error
+        raise door.make_error(path, f"is not a tokenizer of Gemma 3: {first_fault(error)}") from error
     wrong = _find_contradiction(file)
     if wrong:
-        raise door.refusal(path, wrong)
+        raise door.make_error(path, wrong)
     try:
         backend = tokenizers.Tokenizer.from_buffer(data)
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # Rust's, of no Exception's kind
-            raise door.refusal(path, f"cannot be read: {' '.join(str(error).split())[:_SAID]}") from error
+            raise door.make_error(path, f"cannot be read: {' '.join(str(error).split())[:_SAID]}") from error
         raise
     backend.no_padding()
     backend.no_truncation()
     loaded = {index: token.content for index, token in backend.get_added_tokens_decoder().items()}
     for token in file.added_tokens:  # the library numbers a token that the vocabulary lacks as it likes
         if loaded.get(token.id) != token.content:
-            raise door.refusal(
+            raise door.make_error(
                 path, f"gives the added token {shown(token.content)} the id {token.id}, which it cannot have"
             )
     return backend

@@ -38,14 +38,14 @@ from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, SafetensorsWri
 from wicore_trt.checkpoint.source import Source
 from wicore_trt.checkpoint.whole import CheckpointTensors, SourceTensors, WholeTensors
 from wicore_trt.errors import CheckpointError, ConfigError
-from wicore_trt.files import Door, link_or_copy
+from wicore_trt.files import UntrustedFiles, link_or_copy
 from wicore_trt.model.gemma3 import EMBEDDING, forward
 from wicore_trt.progress import Progress, count_progress, ignore_progress
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.dtypes import E4M3
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.runtime.step_inputs import StepInputs
-from wicore_trt.scratch import replacing
+from wicore_trt.scratch import replace_output
 from wicore_trt.text.tokenizer import Tokenizer, check_rows
 
 DEFAULT_TOKENS = 2048
@@ -82,13 +82,13 @@ class TextCalibration:
                 fix="Convert its source with --dtype fp8.",
             )
         same = os.path.realpath(path) == os.path.realpath(output)
-        with replacing(Path(output), CHECKPOINT, force=force, source=None if same else Path(path)) as scratch:
+        with replace_output(Path(output), CHECKPOINT, force=force, source=None if same else Path(path)) as scratch:
             files = {file.name: checkpoint.read(file.name) for file in checkpoint.tokenizer_files}
             tokenizer = Tokenizer.from_files(files, checkpoint.path)
             found = _measure_scales(CheckpointTensors(checkpoint), tokenizer, self, progress)
             _rewrite_checkpoint(checkpoint, scratch.directory, found, self.kv_scales, progress)
             open_checkpoint(scratch.directory)
-            scratch.publish()
+            scratch.publish_output()
         return open_checkpoint(output)
 
 
@@ -115,7 +115,7 @@ def _measure_scales(
 
 def _token_ids(calibration: TextCalibration, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     path = calibration.text
-    text = Door(error=ConfigError, fix="Give a plain text file.").text(path, limit=_TEXT_BYTES)
+    text = UntrustedFiles(error=ConfigError, fix="Give a plain text file.").read_text(path, limit=_TEXT_BYTES)
     token_ids = tokenizer.encode(text, add_bos=False)
     if len(token_ids) < max(1, calibration.tokens):
         raise ConfigError(
@@ -190,7 +190,7 @@ class _Weights(dict[str, torch.Tensor]):
         if name in self._scales:
             scales = [self._whole.weight_scale(t) for t in self._scales[name]]
             return torch.from_numpy(np.concatenate(scales)).to(self._device)
-        blocks = [self._whole.read(t) for t in self._parts[name]]
+        blocks = [self._whole.read_whole(t) for t in self._parts[name]]
         tensor = _make_tensor(np.concatenate([block for block, _ in blocks]), blocks[0][1])
         if self._device.type != "cuda" or tensor.dim() == 1:
             return tensor.to(self._device, torch.float32)
@@ -253,15 +253,15 @@ def _rewrite_checkpoint(
                 if name in static:
                     writer.write(name, found.scales[name])
                     continue
-                for piece in old.blocks(name):
+                for piece in old.read_blocks(name):
                     moved(writer.write(name, piece))
                 if writer.digests[name] != files[path.name].parts[name]:
-                    raise checkpoint.damaged(path.name, name)
+                    raise checkpoint.make_damage_error(path.name, name)
         files[path.name] = FileRecord(writer.size, writer.digest, writer.digests)
     for name in set(files) - {path.name for path in checkpoint.rank_files}:
         link_or_copy(checkpoint.path / name, directory / name)
-        if part := files[name].changed(directory / name):
-            raise checkpoint.damaged(name, part)
+        if part := files[name].describe_change(directory / name):
+            raise checkpoint.make_damage_error(name, part)
     quantization = {**checkpoint.config["quantization"], "quant_algo": weights.algo}
     quantization["kv_cache_quant_algo"] = KV_FP8 if kv_scales else None
     block = {**checkpoint.config["wicore"], "calibration": found.origin, "files": file_entries(files)}

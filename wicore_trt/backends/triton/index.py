@@ -17,7 +17,7 @@ from wicore_trt.backends.triton.roles import KernelRole, parse_role
 from wicore_trt.backends.triton.table import EngineShape, KernelEntry, KernelTable, parse_config
 from wicore_trt.engine.manifest import rebuild_engine
 from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError
-from wicore_trt.files import Door
+from wicore_trt.files import UntrustedFiles
 from wicore_trt.plugins.aot import CompiledKernel, load_kernel, save_kernel
 
 if TYPE_CHECKING:
@@ -52,7 +52,9 @@ def read_table(read: Callable[[str], bytes], directory: Path, target: str) -> Ke
 
     Raises EngineFormatError for files that do not fit, and what `read` raises but OSError."""
     try:
-        index = Door(error=EngineFormatError, fix="Build the engine again.").parse(read(INDEX), directory / INDEX)
+        index = UntrustedFiles(error=EngineFormatError, fix="Build the engine again.").parse_json(
+            read(INDEX), directory / INDEX
+        )
         if index["format"] != FORMAT:
             raise ValueError(f"format {index['format']}")
         rows = index["targets"].get(target)

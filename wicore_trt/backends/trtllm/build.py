@@ -23,7 +23,7 @@ from wicore_trt.backends.trtllm.installed import find_trtllm_build, require_tens
 from wicore_trt.checkpoint.format import Checkpoint
 from wicore_trt.engine.options import BuildOptions
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
-from wicore_trt.files import Door
+from wicore_trt.files import UntrustedFiles
 
 if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir
@@ -194,7 +194,7 @@ def _check_engine(
     ]
     if missing:
         raise EnvironmentUnfitError(f"trtllm-build ended without error and did not write {', '.join(missing)}.")
-    made = Door(output, EnvironmentUnfitError).json(output / "config.json")
+    made = UntrustedFiles(output, EnvironmentUnfitError).read_json(output / "config.json")
     model, build = made.get("pretrained_config", {}), made.get("build_config", {})
     wanted = {key: config[key] for key in ("architecture", "dtype", "rotary_scaling", "runtime_defaults", PATTERN_KEY)}
     wrong = [

@@ -38,7 +38,7 @@ from wicore_trt.checkpoint.quantize import E4M3_MAX, e4m3_bits, e4m3_values, fro
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, SafetensorsWriter
 from wicore_trt.checkpoint.sharding import shard_of
 from wicore_trt.errors import CheckpointError, ConfigError
-from wicore_trt.files import quoted
+from wicore_trt.files import quote_arg
 from wicore_trt.model.spec import GLOBAL
 from wicore_trt.progress import Progress, ignore_progress
 
@@ -89,7 +89,7 @@ def trtllm_config(checkpoint: Checkpoint, *, kv_fp8: bool = False) -> dict[str, 
 
 
 def _check_export(checkpoint: Checkpoint, kv_fp8: bool) -> None:
-    again = f"wicore convert {quoted(checkpoint.source)} OUTPUT"
+    again = f"wicore convert {quote_arg(checkpoint.source)} OUTPUT"
     if checkpoint.dtype not in DTYPES:
         raise ConfigError(
             f"TensorRT-LLM's attention runs in {' or '.join(DTYPES)}, not {checkpoint.dtype}.",
@@ -129,7 +129,7 @@ def _write_rank(
             if fp8:
                 writer.write(tensor.scale_name, np.array([scales[tensor.name]], np.float32))
             for name in static[tensor.name]:
-                writer.write(name, file.rows(name, 0, 1))
+                writer.write(name, file.read_rows(name, 0, 1))
 
 
 def _read_blocks(file: SafetensorsFile, name: str) -> Iterator[np.ndarray]:
@@ -137,14 +137,14 @@ def _read_blocks(file: SafetensorsFile, name: str) -> Iterator[np.ndarray]:
     rows, *rest = file.tensors[name].shape
     step = max(1, _BLOCK_ITEMS // max(1, prod(rest)))
     for start in range(0, rows, step):
-        yield file.rows(name, start, min(rows, start + step))
+        yield file.read_rows(name, start, min(rows, start + step))
 
 
 def _dequantize_blocks(tensor: UnifiedTensor, file: SafetensorsFile) -> Iterator[np.ndarray]:
     """float32 weights of a linear, e4m3 * its channel's scale, a few rows at a time."""
     values, first = e4m3_values(), 0
     for block in _read_blocks(file, tensor.name):
-        scale = file.rows(tensor.scale_name, first, first + len(block))
+        scale = file.read_rows(tensor.scale_name, first, first + len(block))
         first += len(block)
         yield values[block] * scale[:, None]
 

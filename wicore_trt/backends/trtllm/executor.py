@@ -19,7 +19,7 @@ from wicore_trt.backends.trtllm.installed import require_tensorrt_llm
 from wicore_trt.backends.trtllm.requests import SequenceOutput, check_request, make_request
 from wicore_trt.engine.manifest import rebuild_engine
 from wicore_trt.errors import ConfigError, EngineFormatError, EnvironmentUnfitError, WicoreError
-from wicore_trt.files import Door
+from wicore_trt.files import UntrustedFiles
 from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.types import GenerateRequest, TokenOutput
 
@@ -158,7 +158,9 @@ def _read_config(engine: EngineDir) -> dict[str, Any]:
     """The library's config.json. Raises EngineFormatError."""
     directory = engine.path / ENGINE_DIR
     try:
-        config = Door(directory, EngineFormatError, fix="Build it again.").json(Path(directory) / "config.json")
+        config = UntrustedFiles(directory, EngineFormatError, fix="Build it again.").read_json(
+            Path(directory) / "config.json"
+        )
         model, build = config["pretrained_config"], config["build_config"]
         windows, world = model["runtime_defaults"]["max_attention_window"], int(model["mapping"]["world_size"])
         sizes = [int(build[name]) for name in ("max_seq_len", "max_batch_size", "max_num_tokens")]

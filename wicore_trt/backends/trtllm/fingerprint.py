@@ -14,7 +14,7 @@ from typing import Any
 
 from wicore_trt.checkpoint.digest import hash_file
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.files import Door
+from wicore_trt.files import UntrustedFiles
 
 _ARGUMENTS = ("dtype", "load_format", "model_kwargs", "quant_config", "attn_backend")
 _FILES = ("*.json", "*.safetensors", "*.bin")
@@ -41,7 +41,7 @@ class EngineIdentity:
         text = json.dumps(facts, sort_keys=True).encode()
         self.fingerprint = hashlib.blake2b(text, digest_size=32, person=b"wicore-trtllm-1").hexdigest()
         self.kernels = f"tensorrt-llm/{_find_version()}"
-        config = Door(directory, EnvironmentUnfitError).json(directory / "config.json")
+        config = UntrustedFiles(directory, EnvironmentUnfitError).read_json(directory / "config.json")
         self._vocab = int((config.get("text_config") or config).get("vocab_size", 1 << 31))
         self._opaque = frozenset(config[key] for key in _OPAQUE if isinstance(config.get(key), int))
 
