@@ -1,9 +1,8 @@
 """The one door for files from outside: models, checkpoints, engines, recipes, downloads.
 
-Whoever reads a file that a user or a stranger made reads it through `UntrustedFiles`. It knows sizes and JSON, and nothing of
-what the files mean. Invariant (I23): what comes through is a regular file that was opened without blocking, that lies
-inside of the given directory, and of which no more than the limit is read; everything else is the given error, in one
-line.
+Code that reads a file of a user or a stranger goes through `UntrustedFiles`. The module knows sizes and JSON, not the
+meaning of files. Invariant (I23): a file read here is regular, was opened without blocking, lies inside of the given
+directory, and is read up to its limit; everything else is the given error, in one line.
 """
 
 from __future__ import annotations
