@@ -144,7 +144,7 @@ class Core:
         self.executor = FakeExecutor({"global": 4, "local": 4}, 4, 8, 64)
         self.waiting, self._tokens, self._reason = [], tokens, reason
 
-    def pace(self, *, awaited: bool) -> None:
+    def set_pace(self, *, awaited: bool) -> None:
         assert not awaited
 
     def add(self, request) -> None:

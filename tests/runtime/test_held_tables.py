@@ -233,8 +233,8 @@ def long_tables_leave_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "plant",
     [
-        changes_without_a_stamp("put"),
-        changes_without_a_stamp("extend"),
+        changes_without_a_stamp("replace_slots"),
+        changes_without_a_stamp("extend_table"),
         one_row_is_left_out,
         failures_are_not_told,
         long_tables_leave_their_ends,
