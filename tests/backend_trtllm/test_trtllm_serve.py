@@ -153,7 +153,7 @@ async def test_abort_and_clients_that_leave(trtllm_engine: Path) -> None:
         runs = next(s.request for s in live if s.turn is not None)
         waits = next(s.request for s in live if s.turn is None)
         names = {key: stream.request_id for key, stream in running.engine._streams.items()}
-        ended = [int(names[request.request_id]) for request in (runs, waits)]
+        ended = [int(names[request.request_key]) for request in (runs, waits)]
         for number in ended:
             assert (await running.stub.Abort(pb2.AbortRequest(request_id=str(number)))).aborted
             rest = await rest_of(calls[number])
