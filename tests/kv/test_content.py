@@ -26,7 +26,7 @@ from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.link.messages import Add, decode_to_engine, encode
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch, StepResult
-from wicore_trt.serve.worker import _runs
+from wicore_trt.serve.worker import _find_runs
 from wicore_trt.types import ContentSpan, GenerateRequest, SamplingParams, TextRequest
 
 PAGE = 4
@@ -219,7 +219,7 @@ def test_events_name_each_content_apart(make_stack) -> None:
         pages = [page for event in stored for page in event.pages if page.index]
         names[name] = {page.key for page in pages}
         assert {bool(page.tokens) for page in pages} == {not content}
-        assert [page.index for run in _runs(pages) for page in run] == ([*range(1, 10)] if not content else [])
+        assert [page.index for run in _find_runs(pages) for page in run] == ([*range(1, 10)] if not content else [])
     assert not names["a"] & names["b"] and not (names["a"] | names["b"]) & names["plain"]
 
 
