@@ -253,8 +253,8 @@ class Engine:
                 self.events.until(max(when, self.events.now))
                 asked[self.ask(tokens)] = when
             for output in self.step():
-                if output.token_ids and output.request_id not in found:
-                    found[output.request_id] = self.events.now - asked[output.request_id]
+                if output.token_ids and output.request_key not in found:
+                    found[output.request_key] = self.events.now - asked[output.request_key]
         return list(found.values())
 
 

@@ -78,11 +78,11 @@ def play(world: World, sizes: Sizes, conversations: int, history: int, turns: in
                     live[name := engine.ask(said[number], OUT)] = number
                     came[name] = engine.events.now
                 for output in engine.step():
-                    if output.token_ids and (asked_at := came.pop(output.request_id, None)) is not None:
+                    if output.token_ids and (asked_at := came.pop(output.request_key, None)) is not None:
                         first.append(engine.events.now - asked_at)
-                    said[live[output.request_id]] += output.token_ids
+                    said[live[output.request_key]] += output.token_ids
                     if output.finish_reason is not None:
-                        del live[output.request_id]
+                        del live[output.request_key]
             row = {"round": turn + 1, "turns/s": conversations / (engine.events.now - begun)}
             row["found"] = (engine.core.stats().cached_prompt_tokens - before) / asked
             row |= {"first token p50, s": median(first), "p90, s": quantiles(first, n=10)[-1]}
