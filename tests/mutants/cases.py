@@ -372,7 +372,7 @@ MUTANTS = (
     ),
     Mutant(
         "core/engine.py",
-        "        for sequence in flight.ended:\n            self._release(sequence)\n",
+        "        for sequence in flight.ended:\n            self._release_sequence(sequence)\n",
         "",
     ),
 )
