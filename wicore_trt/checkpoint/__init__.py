@@ -1,1 +1,1 @@
-"""From a source (Hugging Face, GGUF) to the unified checkpoint."""
+"""Convert sources (Hugging Face, GGUF) to unified checkpoints."""

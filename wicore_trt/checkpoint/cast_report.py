@@ -1,7 +1,7 @@
-"""What a cast may not do to a weight, and what it did: not finite is refused, too small is counted.
+"""Check casts of weights: values that are not finite are refused, values that are too small are counted.
 
-Looks at blocks that are converted anyway. It knows neither files nor formats of checkpoints. Invariant: every block
-that reaches a checkpoint is finite in the format that it is stored in.
+Knows neither files nor formats of checkpoints. Invariant: every block in a checkpoint is finite in its stored
+format.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ _NORMAL = {"F16": "6.1e-05", "BF16": "1.2e-38"}  # the smallest number with all 
 
 
 class CastReport:
-    """Weights that became 0 or lost bits for being too small, counted per format and tensor."""
+    """Counts, by format and tensor, weights that became 0 or lost bits because they are too small."""
 
     def __init__(self) -> None:
         self._flushed = {tag: Counter[str]() for tag in _SMALL}
         self._rounded = {tag: Counter[str]() for tag in _NORMAL}
 
     def count_losses(self, name: str, values: np.ndarray, stored: np.ndarray, tag: str) -> None:
-        """Note what of the float32 `values` of tensor `name` was lost in `stored`: F16 values, BF16 or E4M3 bits."""
+        """Count the float32 `values` of tensor `name` that lost something in `stored`: F16 values, BF16 or E4M3
+        bits."""
         if flushed := flushed_to_zero(values, stored):
             self._flushed[tag][name] += flushed
         if tag in _NORMAL and (rounded := rounded_subnormals(values, stored, tag)):
@@ -34,11 +35,11 @@ class CastReport:
 
     @property
     def flushed_to_zero(self) -> int:
-        """Weights that became 0, of all tensors and formats."""
+        """Number of weights, of all tensors and formats, that became 0."""
         return sum(found.total() for found in self._flushed.values())
 
     def describe_losses(self) -> list[str]:
-        """One sentence per format that lost something, with the tensor that lost most."""
+        """Return one sentence for each format that lost something, naming the tensor that lost most."""
         said = []
         for tag, found in self._flushed.items():
             for worst, most in found.most_common(1):
@@ -56,8 +57,8 @@ class CastReport:
 
 
 def check_finite_rows(place: str, name: str, first_row: int, block: np.ndarray, tag: str) -> None:
-    """Raise CheckpointError when a block of rows from `first_row` on, in the format `tag` (F32, F16 or BF16 bits),
-    holds an infinity or a NaN; `place` is the file."""
+    """Raise CheckpointError when a block in format `tag` (F32, F16 or BF16 bits) holds an infinity or a NaN.
+    `first_row` is the block's first row in the tensor, `place` the file."""
     row = bad_row(block, tag)
     if row is None:
         return
@@ -67,7 +68,8 @@ def check_finite_rows(place: str, name: str, first_row: int, block: np.ndarray, 
 
 
 def check_cast(place: str, name: str, first_row: int, values: np.ndarray, stored: np.ndarray, tag: str) -> None:
-    """As check_finite_rows for float32 `values` and what they became in format `tag`: beyond its range is refused."""
+    """Raise CheckpointError for float32 `values` that are not finite, or beyond the range of format `tag` in
+    `stored`."""
     row = bad_row(stored, tag)
     if row is None:
         return

@@ -1,8 +1,8 @@
-"""From a source to a unified checkpoint, a few rows at a time.
+"""Convert a source to a unified checkpoint.
 
-Streams: whatever the model's size, only a block of rows is in memory. The directory appears under its name when
-everything is on disk (`wicore_trt.scratch`). Knows no file format but through `source` and `safetensors_io`.
-Invariant: an interrupted run leaves nothing that open_checkpoint accepts.
+Only a block of rows is in memory, whatever the model's size. The directory gets its name when everything is on disk
+(`wicore_trt.scratch`). Files are read and written by `source` and `safetensors_io` alone. Invariant: an interrupted
+run leaves nothing that open_checkpoint accepts.
 """
 
 from __future__ import annotations
@@ -54,26 +54,26 @@ _DTYPE_OF_SOURCE = {"BF16": "bfloat16", "F16": "float16"}
 
 @dataclass(frozen=True, slots=True)
 class StaticScales:
-    """`scales`: float32 [1] by the name of the tensor in a checkpoint; `origin`: what `wicore.calibration` records."""
+    """Static scales: float32 [1] by tensor name of the checkpoint; `origin` is what `wicore.calibration` records."""
 
     scales: dict[str, np.ndarray]
     origin: dict[str, str | int]
 
 
 class Calibration(Protocol):
-    """Measures the scales of activations, and with `kv_scales` those of the KV cache."""
+    """Measures the scales of activations and, with `kv_scales`, of the KV cache."""
 
     @property
     def kv_scales(self) -> bool: ...
 
     def of_source(self, source: Source, tokenizer_files: Path, progress: Progress = ignore_progress) -> StaticScales:
-        """Scales of a source, whose tokenizer lies in `tokenizer_files`. Raises CheckpointError when the model computes
-        no finite numbers."""
+        """Measure the scales of a source whose tokenizer lies in `tokenizer_files`.
+        Raises CheckpointError when the model computes numbers that are not finite."""
 
     def of_checkpoint(
         self, path: str | Path, output: str | Path, *, force: bool = False, progress: Progress = ignore_progress
     ) -> Checkpoint:
-        """Write the unified checkpoint `path` with static scales as `output`, which may be the same."""
+        """Write the unified checkpoint `path`, with static scales, to `output`, which may be the same directory."""
 
 
 def convert(  # noqa: PLR0913 -- the public call is flat
@@ -91,19 +91,15 @@ def convert(  # noqa: PLR0913 -- the public call is flat
     note: Note | None = None,
 ) -> Checkpoint:
     """Convert `source` (see open_source) into the unified checkpoint directory `output`.
-
-    `dtype` auto keeps the source's bfloat16 or float16 and otherwise takes bfloat16; fp8 quantizes the linears
-    (`weight_format.FP8`) and keeps embedding and head in bfloat16; norms are float32 in all of them. `calibration` adds
-    static scales measured in the source's own precision: of activations to fp8, of KV to any dtype; with it the
-    source may be a unified checkpoint (see Calibration.of_checkpoint). `force` replaces an existing directory at
-    the end. `lora` is the directory of a LoRA adapter that is merged. `for_engine` asks for room on the disk for an
-    engine of it too. `note` gets a sentence for every decision between contradictions and every kind of loss.
-
-    Raises CheckpointError for a bad source, a model that tp_size does not divide, and a weight that is not finite or
-    beyond the range of the new dtype, naming tensor and row;
-    ConfigError for an unknown dtype, a bad calibration text or an output that exists; EnvironmentUnfitError when the
-    disk is too small.
-    """
+    `dtype` "auto" keeps bfloat16 or float16 of the source and otherwise takes bfloat16. "fp8" quantizes the linears
+    (`weight_format.FP8`); embedding and head are bfloat16. Norms are always float32. `calibration` adds static
+    scales, measured in the source's precision: of activations for fp8, of KV for any dtype. With it the source may
+    be a unified checkpoint (see Calibration.of_checkpoint). `lora` is the directory of an adapter to merge. `force`
+    replaces an existing directory at the end. `for_engine` requires disk space for an engine, too. `note` gets a
+    sentence for each loss, and for each decision between contradictions.
+    Raises CheckpointError for a bad source and for a model that tp_size does not divide. It is raised, too, for a
+    weight that is not finite or beyond the range of the new dtype, naming tensor and row. Raises ConfigError for an
+    unknown dtype, a bad calibration text or an output that exists; EnvironmentUnfitError when the disk is too small."""
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown.", fix=f"Use one of {', '.join(DTYPES)}.")
     if lora is not None and is_present(Path(source) / "rank0.safetensors"):
@@ -133,7 +129,7 @@ def convert(  # noqa: PLR0913 -- the public call is flat
 
 
 def check_has_tokenizer(source: str, files: Iterable[Path]) -> None:
-    """Raise CheckpointError for the files of a source without tokenizer.json: its engine could answer nothing."""
+    """Raise CheckpointError for a source without tokenizer.json, whose engine could not answer text."""
     if not any(file.name == "tokenizer.json" for file in files):
         raise CheckpointError(
             f"{source} has no tokenizer.json, and an engine without one can answer nothing.",
@@ -142,7 +138,7 @@ def check_has_tokenizer(source: str, files: Iterable[Path]) -> None:
 
 
 class _Conversion:
-    """One run; `run` fills `directory`, config.json last."""
+    """Conversion of one source; fills `directory`, config.json last."""
 
     def __init__(
         self,
@@ -172,7 +168,7 @@ class _Conversion:
         self._total = sum(_count_bytes(entries) for entries in (*self._entries, vision))
 
     def write_checkpoint(self, for_engine: bool, lora: Path | None = None) -> list[str]:
-        """Returns what casts lost and tokens that the model lacks, in sentences."""
+        """Return sentences on what casts lost, and on tokens that the model lacks."""
         tied = self._source.spec.tie_word_embeddings  # the engine leaves the second embedding out, so it is no link
         placed = [entry for entries in self._entries for entry in entries if entry[0] != LM_HEAD]
         check_disk_room(self._directory, self._total + (_count_bytes(placed) if for_engine and tied else 0))
@@ -237,7 +233,7 @@ class _Conversion:
     def _cast_rows(
         self, tensor: UnifiedTensor, name: str, rows: tuple[int, int], tag: str
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of one source tensor stored as `tag`, and their FP8 scales (empty if not quantized)."""
+        """Return rows of one source tensor stored as `tag`, and their FP8 scales (empty if not quantized)."""
         none, place = np.empty(0, np.float32), self._source.place_of(name)
         if tensor.role is Role.NORM:
             stored = self._source.read_norm(name, *rows)
@@ -296,7 +292,7 @@ def _count_bytes(entries: list[tuple[str, str, tuple[int, ...]]]) -> int:
 
 
 def check_disk_room(directory: Path, nbytes: int) -> None:
-    """Raises EnvironmentUnfitError where weights of so many bytes, and what goes with them, do not fit on the disk."""
+    """Raise EnvironmentUnfitError when `nbytes` of weights, and the files that go with them, do not fit on the disk."""
     free, needed = shutil.disk_usage(directory).free, nbytes + _SPARE_BYTES
     if free < needed:
         raise EnvironmentUnfitError(
@@ -306,7 +302,6 @@ def check_disk_room(directory: Path, nbytes: int) -> None:
 
 
 def _format_bytes(count: int) -> str:
-    """A number of bytes in GB, or in MB below one."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 

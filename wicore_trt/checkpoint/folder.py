@@ -1,8 +1,7 @@
-"""Names in the directory of a Hugging Face model beside its configuration, and what each means.
+"""Classify the files beside the configuration in a Hugging Face model's directory.
 
-One table of names as hubs, trainers and converters leave them. It knows no contents. Invariant: every entry of a
-directory is read by its source, is known to mean nothing to the model, is told to the user as left aside, or is
-refused by name.
+One table has the names that hubs, trainers and converters leave. It knows no contents. Invariant: every entry of a
+directory is read, known to mean nothing to the model, reported to the user as ignored, or refused by name.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".npz", ".npy", ".ckpt", ".pk
 
 
 def list_entries(path: Path) -> list[str]:
-    """Names in a directory, sorted. Raises CheckpointError for one that cannot be read."""
+    """List the names in a directory, sorted. Raises CheckpointError when it cannot be read."""
     try:
         return sorted(os.listdir(path))
     except OSError as error:
@@ -62,7 +61,7 @@ def list_entries(path: Path) -> list[str]:
 
 
 def name_kind(path: Path) -> CheckpointError | None:
-    """Name what a directory is that is no whole model, None where nothing in it says so."""
+    """Make the error for a directory that is no whole model, naming what it is; None where nothing in it tells."""
     for name, (what, fix) in _KINDS.items():
         if is_present(path / name) and ("." in name or not is_present(path / "config.json")):
             return CheckpointError(f"{path} is {what}: it holds {name}.", fix=fix)
@@ -70,9 +69,9 @@ def name_kind(path: Path) -> CheckpointError | None:
 
 
 def check_folder(path: Path, read: Collection[str], *, merges_adapter: bool = False) -> list[str]:
-    """Look at every entry of `path`, of which the source reads the files `read`; with `merges_adapter` its adapter is
-    merged. Returns sentences on what was left aside. Raises CheckpointError for what changes the model and is not
-    applied, and for weights that nobody reads and whose name is not known."""
+    """Check every entry of `path`, of which the source reads the files `read`; returns sentences on ignored ones.
+    With `merges_adapter` the adapter in it is merged. Raises CheckpointError for files that change the model and are
+    not applied, and for weights of unknown name that are not read."""
     kind = name_kind(path)
     if kind is not None:
         raise kind

@@ -1,16 +1,7 @@
-"""The unified checkpoint directory: config.json, rank{N}.safetensors, tokenizer files, vision.safetensors.
+"""Read and write the unified checkpoint directory: config.json, rank{N}.safetensors, tokenizer, vision.safetensors.
 
-The layout and field names are TensorRT-LLM's (docs/source/legacy/architecture/checkpoint.md and
-models/gemma/config.py of 1.2); what it cannot express stands in the block `wicore`. Norm weights are stored as 1 + w
-in float32 whatever the dtype (TensorRT-LLM's own converter rounds them), the embedding unscaled, the head always
-written out. FP8 (quant_algo FP8_PER_CHANNEL_PER_TOKEN): the five linears of a layer are E4M3 with
-`<weight>s_scaling_factor`, float32 [out], so that w = e4m3 * scale; embedding and head are BF16. A calibrated one has
-quant_algo FP8, and its linears `<linear>.activation_scaling_factor`; kv_cache_quant_algo is FP8 when each layer has
-`attention.kv_cache_scaling_factor`. Both are float32 [1] = amax / 448, the same on every rank.
-`wicore.files` has a digest of every other file, of weight files one per tensor (`checkpoint.digest`), and `wicore.seal`
-one of config.json itself (`checkpoint.digest`); who reads a file compares what he has read.
-This module reads and writes no weight values. Invariant: a directory that `open_checkpoint` accepts is complete, and
-its config.json is as it was written.
+It touches no weight values. Invariant: a directory that `open_checkpoint` accepts is complete, and its config.json
+is as it was written.
 """
 
 from __future__ import annotations
@@ -34,6 +25,15 @@ from wicore_trt.model.spec import GLOBAL, Gemma3Spec
 from wicore_trt.scratch import Product
 from wicore_trt.weight_format import PLAIN, WeightFormat, find_format
 
+# The layout and field names are TensorRT-LLM's (docs/source/legacy/architecture/checkpoint.md and
+# models/gemma/config.py of 1.2); fields that it lacks are in the block `wicore`. Norm weights are 1 + w in float32
+# whatever the dtype (TensorRT-LLM's own converter rounds them), the embedding is unscaled, the head always written.
+# FP8 (quant_algo FP8_PER_CHANNEL_PER_TOKEN): the five linears of a layer are E4M3 with `<weight>s_scaling_factor`,
+# float32 [out], so that w = e4m3 * scale; embedding and head are BF16. Calibrated: quant_algo FP8, linears have
+# `<linear>.activation_scaling_factor`; kv_cache_quant_algo is FP8 when each layer has
+# `attention.kv_cache_scaling_factor`. Both are float32 [1] = amax / 448, equal on all ranks. `wicore.files` has a
+# digest of every other file, of weight files one per tensor, and `wicore.seal` that of config.json
+# (`checkpoint.digest`); readers compare what they have read.
 FORMAT_VERSION = 2
 CONFIG = "config.json"
 VISION = "vision.safetensors"
@@ -45,8 +45,8 @@ _STORAGE_TAGS = {**TAGS, "fp8": FP8_TAG}
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a checkpoint came from: its source, the hub commit if any, casts worth knowing about, and the text
-    (`text`, `tokens`, `text_blake2b`) that its static scales come from, and the adapter `lora` that was merged."""
+    """Source of a checkpoint: its name, the hub commit if any, notable casts, and the merged adapter `lora`.
+    `calibration` is the text (`text`, `tokens`, `text_blake2b`) that the static scales come from."""
 
     source: str
     revision: str | None = None
@@ -58,7 +58,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An opened unified checkpoint. `dtype` is that of embedding and head, `weights` how the linears are stored."""
+    """Opened unified checkpoint. `dtype` is that of embedding and head, `weights` the format of the linears."""
 
     path: Path
     config: dict[str, Any]
@@ -72,14 +72,13 @@ class Checkpoint:
     files: Mapping[str, FileRecord]
 
     def read(self, name: str) -> bytes:
-        """The bytes of the listed file `name`, a small one. Raises CheckpointError where they are not as recorded."""
+        """Read the listed file `name`, a small one. Raises CheckpointError when its bytes are not as recorded."""
         data = UntrustedFiles(self.path, fix=self.rebuild_command).read_bytes(self.path / name, limit=TOKENIZER_BYTES)
         if hash_bytes(data) != self.files[name].blake2b:
             raise self.make_damage_error(name, name)
         return data
 
     def make_damage_error(self, name: str, part: str) -> CheckpointError:
-        """The error for file `name` of which `part` is not as recorded."""
         what = "it" if part == name else part
         return CheckpointError(
             f"{self.path / name} is damaged: {what} has changed since it was written.", fix=self.rebuild_command
@@ -87,35 +86,36 @@ class Checkpoint:
 
     @property
     def rebuild_command(self) -> str:
-        """The command that makes the checkpoint again."""
+        """Command that makes the checkpoint again."""
         return _find_rebuild_command(self.path, self.config)
 
     @property
     def revision(self) -> str | None:
-        """The hub commit that the checkpoint was converted from, if any."""
+        """Hub commit that the checkpoint was converted from, if any."""
         revision: str | None = self.config["wicore"].get("revision")
         return revision
 
     @property
     def source(self) -> str:
-        """Name of the source that the checkpoint was converted from."""
         return str(self.config["wicore"]["source"])
 
     @property
     def kv_scales(self) -> bool:
-        """Whether every layer has a scale for an FP8 KV cache."""
+        """True when every layer has a scale for an FP8 KV cache."""
         return self.config["quantization"]["kv_cache_quant_algo"] is not None
 
 
 def storage_tag(role: Role, dtype: str, weights: WeightFormat) -> str:
-    """How a tensor is stored. Norms are float32 always: 1 + w in bfloat16 would move them by up to 0.4 %."""
+    """Return the safetensors tag that a tensor is stored as."""
     if role is Role.NORM:
+        # 1 + w of norms in bfloat16 would move them by up to 0.4 %, so they are float32.
         return "F32"
     return _STORAGE_TAGS[weights.storage if role is Role.LINEAR else dtype]
 
 
 def static_scales(spec: Gemma3Spec, weights: WeightFormat, kv_scales: bool) -> dict[str, tuple[str, ...]]:
-    """Names of the static scales, float32 [1] each, that follow each tensor in a rank file, by the tensor's name."""
+    """Return the names of the static scales, float32 [1] each, that follow a tensor in a rank file, by the tensor's
+    name."""
 
     def names(tensor: UnifiedTensor) -> Iterator[str]:
         if weights.static_activations and tensor.role is Role.LINEAR:
@@ -129,7 +129,7 @@ def static_scales(spec: Gemma3Spec, weights: WeightFormat, kv_scales: bool) -> d
 def rank_entries(
     spec: Gemma3Spec, dtype: str, weights: WeightFormat, rank: int, tp_size: int, *, kv_scales: bool = False
 ) -> list[tuple[str, str, tuple[int, ...]]]:
-    """(name, safetensors tag, shape) of every tensor in rank{rank}.safetensors, in file order."""
+    """List (name, safetensors tag, shape) of every tensor in rank{rank}.safetensors, in file order."""
     entries: list[tuple[str, str, tuple[int, ...]]] = []
     static = static_scales(spec, weights, kv_scales)
     for tensor in unified_tensors(spec):
@@ -142,8 +142,8 @@ def rank_entries(
 
 
 def model_fields(spec: Gemma3Spec, dtype: str, tp_size: int, weights: WeightFormat, *, kv_fp8: bool) -> dict[str, Any]:
-    """The fields of config.json that TensorRT-LLM reads, but for the period of the windows: its versions name it
-    differently."""
+    """Make the fields of config.json that TensorRT-LLM reads."""
+    # Without the period of the windows, which its versions name differently.
     config: dict[str, Any] = {
         "architecture": "Gemma3ForCausalLM", "dtype": dtype, "logits_dtype": "float32",
         "vocab_size": spec.vocab_size, "hidden_size": spec.hidden_size,
@@ -181,7 +181,6 @@ def build_config(
     *,
     kv_scales: bool = False,
 ) -> dict[str, Any]:
-    """Contents of config.json."""
     config = model_fields(spec, dtype, tp_size, weights, kv_fp8=kv_scales)
     pattern = window_pattern(spec)
     if pattern:  # both spellings occur among TensorRT-LLM's versions
@@ -212,14 +211,14 @@ def _check_seal(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def window_pattern(spec: Gemma3Spec) -> int | None:
-    """n when exactly every n-th layer is global, None when the layers follow no such period."""
+    """Return n when exactly every n-th layer is global, None when the layers follow no such period."""
     globals_ = spec.layers_of(GLOBAL)
     pattern = globals_[0] + 1 if globals_ else spec.num_layers + 1
     return pattern if globals_ == tuple(range(pattern - 1, spec.num_layers, pattern)) else None
 
 
 def _find_file_names(path: Path) -> set[str] | None:
-    """Names of the files of a checkpoint, damaged or not; None when the directory is none."""
+    """Return the names of a checkpoint's files, damaged or not; None when the directory is no checkpoint."""
     try:
         config = UntrustedFiles(path).read_json(path / CONFIG, limit=LIST_BYTES)
     except CheckpointError:
@@ -234,12 +233,11 @@ CHECKPOINT = Product("checkpoint", CONFIG, _find_file_names)
 
 
 def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
-    """Open and check a unified checkpoint: every file present and of its recorded size, every tensor of the spec in
-    every rank file with its shape and dtype, config.json as it was written. `verify` compares every byte of the other
-    files as well; who reads them without it compares what he reads (`Checkpoint.read`, `FileRecord.parts`).
-
-    Raises CheckpointError that says what is wrong and how to make the directory again.
-    """
+    """Open and check a unified checkpoint.
+    Every file must have its recorded size, every rank file every tensor of the spec with its shape and dtype, and
+    config.json must be as written. `verify` compares every byte of the other files, too; without it, readers compare
+    what they read (`Checkpoint.read`, `FileRecord.parts`). Raises CheckpointError that says what is wrong and how to
+    make the directory again."""
     path = Path(path)
     config = _read_config(path)
     block = config.get("wicore")
@@ -308,7 +306,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _find_rebuild_command(path: Path, config: Mapping[str, Any]) -> str:
-    """The command that makes the checkpoint again, as far as a damaged config tells."""
+    """Return the command that makes the checkpoint again, as far as a damaged config tells."""
     block, mapping, quant = config["wicore"], config.get("mapping"), config.get("quantization")
     dtype = "fp8" if isinstance(quant, dict) and quant.get("quant_algo") else config.get("dtype", "auto")
     tp = mapping.get("tp_size", 1) if isinstance(mapping, dict) else 1

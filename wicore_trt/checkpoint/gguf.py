@@ -1,8 +1,8 @@
-"""Gemma 3 from a GGUF file: names, spec and dequantized rows.
+"""Read Gemma 3 from a GGUF file: names, spec and dequantized rows.
 
-Follows what llama.cpp's converter wrote and its Gemma 3 graph assumes (convert_hf_to_gguf.py, src/llama-model.cpp),
-because GGUF carries no config.json. It knows nothing of the unified checkpoint. Invariant: tensors come out under
-Hugging Face's names with the file's values, and `norm` gives a norm's factor as the file has it, bit for bit.
+GGUF has no config.json, so this follows llama.cpp's converter and its Gemma 3 graph (convert_hf_to_gguf.py,
+src/llama-model.cpp). It knows nothing of the unified checkpoint. Invariant: tensors have Hugging Face's names and
+the file's values; `read_norm` gives a norm's factor as the file has it, bit for bit.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _VISION_KEYS, _VISION_TENSORS = ("vision.", "mm."), ("v.", "mm.")  # Ollama keep
 
 
 class GgufSource(Source):
-    """An opened GGUF file of architecture gemma3."""
+    """Opened GGUF file of architecture gemma3."""
 
     tensors: dict[str, TensorInfo]
 
@@ -109,7 +109,7 @@ class GgufSource(Source):
         self.generation_config = {"bos_token_id": self._vocabulary.bos, "eos_token_id": self._vocabulary.ends}
 
     def _enter_tensor(self, name: str, tensor: GgufTensor) -> None:
-        """Enter a tensor of the file; what converters fuse (--fuse-qkv) as its three parts."""
+        """Enter a tensor of the file; tensors that converters fuse (--fuse-qkv) are entered as three parts."""
         layer, parts = _FUSED.fullmatch(name), {_hf_name(name): tensor.shape[0]}
         group = self.spec.layer_group(GLOBAL)
         heads = (group.q_size, group.kv_size, group.kv_size)
@@ -152,12 +152,10 @@ class GgufSource(Source):
 
 
 def gguf_spec(file: GgufFile, note: Callable[[str], None] = lambda text: None) -> Gemma3Spec:
-    """The model's spec from GGUF metadata, with what llama.cpp's loader takes for a key that is absent. In a file of
-    Ollama's converter, which leaves more out, it is what Gemma 3 of that many layers has; `note` is told.
-
-    Raises CheckpointError for another kind of file, a missing key, a value of the wrong type or range, and a key of
-    gemma3 that is not known.
-    """
+    """Make the model's spec from GGUF metadata, with the defaults of llama.cpp's loader for absent keys.
+    Ollama's converter leaves out more keys: these take the values of the Gemma 3 with that many layers, and `note`
+    gets a sentence on it. Raises CheckpointError for another kind of file, a missing key, a value of the wrong type
+    or range, and an unknown key of gemma3."""
     _refuse_other_kinds(file)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
@@ -214,8 +212,8 @@ def _refuse_other_kinds(file: GgufFile) -> None:
 
 
 class _ModelKeys(MetadataKeys):
-    """Typed access to the keys `gemma3.*` of a file; remembers which were asked for. `ollamas` says whether Ollama's
-    converter wrote the file, `note` is told what that leaves out."""
+    """Reads the keys `gemma3.*` of a file and remembers which were read.
+    `ollamas`: Ollama's converter wrote the file; `note` gets a sentence on keys that it leaves out."""
 
     def __init__(self, file: GgufFile, note: Callable[[str], None]) -> None:
         super().__init__(file.metadata, str(file.path), _PREFIX)
@@ -238,7 +236,7 @@ class _ModelKeys(MetadataKeys):
         return value
 
     def read_float(self, key: str, default: float | None | EllipsisType = ...) -> Any:
-        """A float; `default` for an absent key, which is an error without one."""
+        """Read a float; `default` for an absent key, which is an error without one."""
         value = self.find_value(key)
         if value is None:
             if default is ...:
@@ -249,14 +247,14 @@ class _ModelKeys(MetadataKeys):
         return _shorten_decimal(value)
 
     def read_theta(self, key: str, default: float) -> float:
-        """A base of rope, under llama.cpp's name for it or Ollama's."""
+        """Read a rope base, under llama.cpp's or Ollama's name."""
         ours, theirs = self.read_float(key, None), self.read_float(_OLLAMA[key], None)
         if None not in (ours, theirs) and ours != theirs:
             raise self.make_value_error(_OLLAMA[key], theirs, f"{ours}, as {key} is")
         return float(next((value for value in (ours, theirs) if value is not None), default))
 
     def expect_value(self, key: str, only: object) -> None:
-        """Refuse a key that is there with another value than `only`."""
+        """Refuse a key that has another value than `only`."""
         value = self.find_value(key)
         if value is not None and (value != only or isinstance(value, bool) != isinstance(only, bool)):
             raise self.make_value_error(key, value, f"{only!r} for Gemma 3")
@@ -272,7 +270,7 @@ class _ModelKeys(MetadataKeys):
 
 
 def _read_softcap(keys: _ModelKeys, layers: int) -> float | None:
-    """The cap of logits, of which 0 is none. Ollama's converter gave the 1B model one that it does not have."""
+    """Read the cap of logits; 0 means none. Ollama's converter gave the 1B model a cap that it does not have."""
     cap = keys.read_float("final_logit_softcapping", None)
     if keys.ollamas and layers == _LAYERS_OF_1B and cap is not None:
         keys.note(f"final_logit_softcapping {cap:g} is left aside: Gemma 3 1B has none, Ollama's converter wrote it.")
@@ -281,8 +279,9 @@ def _read_softcap(keys: _ModelKeys, layers: int) -> float | None:
 
 
 def _rope_factor(keys: _ModelKeys, layers: int) -> float:
-    """The linear factor, which old files call scale_linear. llama.cpp takes a factor without a type for linear; its
-    converter always writes both, so such a file is not its work and refused. Ollama's never writes it."""
+    """Read the linear rope factor, which old files call scale_linear.
+    llama.cpp takes a factor without a type for linear. Its converter always writes both and Ollama's never does, so
+    a file with one of them is refused."""
     kind = keys.find_value("rope.scaling.type")
     factor, old = keys.read_float("rope.scaling.factor", None), keys.read_float("rope.scale_linear", None)
     if kind not in (None, "none", "linear"):
@@ -304,7 +303,8 @@ def _rope_factor(keys: _ModelKeys, layers: int) -> float:
 
 
 def _layer_groups(keys: _ModelKeys, layers: int) -> tuple[str, ...]:
-    """Kinds from a period (every pattern-th layer is global) or from one flag per layer (true: sliding)."""
+    """Return the kinds of layers, from a period (every pattern-th is global) or a flag for each layer (true:
+    sliding)."""
     pattern = keys.find_value("attention.sliding_window_pattern")
     if isinstance(pattern, list):
         if any(not isinstance(sliding, bool) for sliding in pattern) or len(pattern) != layers:
@@ -324,6 +324,6 @@ def _hf_name(name: str) -> str:
 
 
 def _shorten_decimal(value: float) -> float:
-    """The decimal that was meant: 1e-06 for the float32 that GGUF stores as 9.99999997e-07."""
+    """Return the decimal that was meant: 1e-06 for 9.99999997e-07, the float32 in the file."""
     with np.errstate(over="ignore"):
         return float(str(np.float32(value)))

@@ -1,11 +1,9 @@
-"""The GGUF container: metadata and the table of tensors, read in one pass without mapping the file.
+"""Parse GGUF containers: metadata and the table of tensors, in one pass without mapping the file.
 
-A model may be split over files NAME-00001-of-0000N.gguf; they are read as one, whichever of them is given.
-
-gguf.GGUFReader makes several Python objects per token (716 MB and seconds for Gemma's 262,144); this parser keeps
-plain lists. Layout: github.com/ggml-org/ggml, docs/gguf.md; what it leaves open is as in ggml's gguf.cpp, which loads
-what llama.cpp loads. It knows nothing of Gemma. Invariants: nothing is allocated from a count before the file is known
-to hold that many bytes; a file's tensors lie one behind the other, aligned; each name and key stands once in the model.
+Files NAME-00001-of-0000N.gguf are read as one model, whichever is given. Must not know Gemma. Layout:
+github.com/ggml-org/ggml, docs/gguf.md, and ggml's gguf.cpp. Invariants: nothing is allocated from a count before the
+file is known to hold as many bytes; tensors lie one behind the other, aligned; names and keys are unique in the
+model.
 """
 
 from __future__ import annotations
@@ -44,8 +42,11 @@ _MAX_MANIFEST = 1 << 16  # bytes
 
 
 @dataclass(frozen=True, slots=True)
+# gguf.GGUFReader makes several Python objects per token (716 MB and seconds for Gemma's 262,144 tokens); this parser
+# keeps plain lists.
 class GgufTensor:
-    """A tensor: shape [out, in] (row-major, so the reverse of the file's), type name, place in the file `path`."""
+    """Tensor of shape [out, in] (row-major, the reverse of the file's), with its type name and its place in file
+    `path`."""
 
     shape: tuple[int, ...]
     type_name: str
@@ -56,8 +57,8 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """Metadata by key (arrays are lists, floats are exact float32 widened) and tensors by GGUF name. Of a split model
-    `path` and `metadata` are those of the first part, and `tensors` are those of all."""
+    """Metadata by key (arrays are lists, floats are float32 widened exactly) and tensors by GGUF name.
+    Of a split model, `path` and `metadata` are those of the first part, `tensors` those of all parts."""
 
     path: Path
     metadata: dict[str, Any]
@@ -65,7 +66,7 @@ class GgufFile:
     door: UntrustedFiles = UntrustedFiles(fix=_AGAIN)
 
     def read_rows(self, name: str, start: int, stop: int) -> bytes:
-        """Raw blocks of rows [start, stop)."""
+        """Read the raw blocks of rows [start, stop)."""
         tensor = self.tensors[name]
         with self.door.open_file(tensor.path, buffering=0) as file:
             offset = tensor.offset + start * tensor.row_bytes
@@ -73,13 +74,12 @@ class GgufFile:
 
 
 class MetadataKeys:
-    """The keys of `metadata` that begin with `prefix`; errors name them, and the file as `place`."""
+    """Keys of `metadata` that begin with `prefix`; errors name them, and the file as `place`."""
 
     def __init__(self, metadata: Mapping[str, Any], place: str, prefix: str) -> None:
         self._metadata, self._place, self._prefix = metadata, place, prefix
 
     def find_metadata(self, key: str) -> Any:
-        """What is there, None for nothing."""
         return self._metadata.get(self._prefix + key)
 
     def make_value_error(self, key: str, value: object, expected: str) -> CheckpointError:
@@ -90,7 +90,7 @@ class MetadataKeys:
 
 
 def import_gguf() -> Any:
-    """The gguf package. Raises EnvironmentUnfitError when the extra is not installed."""
+    """Import the gguf package. Raises EnvironmentUnfitError when the extra is not installed."""
     try:
         import gguf
     except ImportError as error:
@@ -101,8 +101,8 @@ def import_gguf() -> Any:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Parse and check a little-endian GGUF file of version 2 or 3, and the other parts of a split one. Raises
-    CheckpointError for any other file."""
+    """Parse and check a little-endian GGUF file of version 2 or 3, with the other parts of a split model.
+    Raises CheckpointError for any other file."""
     import_gguf()
     door = UntrustedFiles(fix=_AGAIN, seen={})
     file = _open_one(path, door)
@@ -137,7 +137,7 @@ def _open_one(path: Path, door: UntrustedFiles) -> GgufFile:
 
 
 def _other_kind(path: Path, start: bytes) -> str:
-    """Say what to do about a file that begins with `start` and is no GGUF: a manifest of Ollama names one."""
+    """Describe what to do about a file that begins with `start` and is no GGUF; a manifest of Ollama names one."""
     try:
         layers = json.loads(start)["layers"]
         digest = next(layer["digest"] for layer in layers if layer["mediaType"] == _OLLAMA_MODEL)
@@ -148,11 +148,9 @@ def _other_kind(path: Path, start: bytes) -> str:
 
 
 def choose_gguf(directory: Path) -> Path | None:
-    """The GGUF file that is the model in a directory, of a split model its first part; None without any.
-
-    Vision towers (mmproj) and imatrix files are left aside, by their names, where others are there. Raises
-    CheckpointError when several models are.
-    """
+    """Find the GGUF file that is the model in a directory, of a split model the first part; None when there is none.
+    Files named as vision towers (mmproj) or imatrix are ignored beside others. Raises CheckpointError for several
+    models."""
     files = sorted(directory.glob("*.gguf"))
     models = [file for file in files if not _SIDE_FILE.search(file.name.lower())] or files
     parts = {match[1] for file in models if (match := _PART.fullmatch(file.name))}
@@ -169,7 +167,7 @@ def _split_key(file: GgufFile, key: str) -> int:
 
 
 def _join_parts(path: Path, count: int, door: UntrustedFiles) -> GgufFile:
-    """The model whose `count` parts lie beside its part `path`."""
+    """Join the `count` parts of a model, which lie beside its part `path`."""
     match = _PART.fullmatch(path.name)
     if match is None or int(match[3]) != count:
         raise CheckpointError(
@@ -201,7 +199,7 @@ def _join_parts(path: Path, count: int, door: UntrustedFiles) -> GgufFile:
 def _check_tensor_table(
     path: Path, table: list[tuple[str, list[int], int, int]], data: int, align: int, size: int
 ) -> dict[str, GgufTensor]:
-    """The table checked: known types, whole blocks, and each tensor where the one before it ends."""
+    """Check the table: known types, whole blocks, and each tensor where the one before it ends."""
     gguf = import_gguf()
     tensors: dict[str, GgufTensor] = {}
     end = 0
@@ -240,7 +238,7 @@ def _make_damage_error(message: str) -> CheckpointError:
 
 
 class _Reader:
-    """Little-endian values from a stream, of which `limit` bytes may be read."""
+    """Reads little-endian values from a stream, at most `limit` bytes."""
 
     def __init__(self, file: BinaryIO, path: Path, limit: int) -> None:
         self._file, self._path, self._left, self._values = file, path, limit, _MAX_VALUES
@@ -263,7 +261,7 @@ class _Reader:
         return struct.unpack("<" + code, self.take_bytes(struct.calcsize("<" + code), what))[0]
 
     def read_count(self, what: str, most: int, item_bytes: int) -> int:
-        """A count of things of at least `item_bytes` each."""
+        """Read a count of things of at least `item_bytes` each."""
         count: int = self.read_scalar("Q", what)
         if count > most or count * item_bytes > self._left:
             raise self.make_damage_error(f"{what} is {count}")
@@ -305,7 +303,7 @@ class _Reader:
         return [self._read_value(item, key, depth + 1) for _ in range(count)]
 
     def _read_strings(self, count: int, key: str) -> list[str]:
-        """As `string`, `count` times: a vocabulary's 262,144 without a call for each."""
+        """Read `count` strings without a call for each: a vocabulary has 262,144."""
         read, length_of, found, left = self._file.read, struct.Struct("<Q").unpack, [], self._left
         try:
             for _ in range(count):
@@ -324,7 +322,7 @@ class _Reader:
         return found
 
     def _read_scalars(self, code: str, count: int, key: str) -> tuple[Any, ...]:
-        """Scalars of one kind; a boolean is a byte of 0 or 1."""
+        """Read scalars of one kind; a boolean is a byte of 0 or 1."""
         layout = f"<{count}{'B' if code == '?' else code}"
         values = struct.unpack(layout, self.take_bytes(struct.calcsize(layout), key))
         if code != "?":

@@ -1,11 +1,7 @@
-"""Gemma's tokenizer from GGUF metadata, as the files Hugging Face's tokenizers read.
+"""Make Gemma's tokenizer files, as Hugging Face's `tokenizers` reads them, from GGUF metadata.
 
-GGUF of model "llama" stores SentencePiece pieces without merges; they follow from the vocabulary: each piece can come
-from any two pieces it splits into, and pieces merge in the order of their ids. Model "gpt2" is what llama.cpp's
-converter writes where tokenizer.model is not there: the same pieces, and the merges of tokenizer.json. Gemma's
-normalizer, splitter and decoder are those of its published tokenizer.json. It knows nothing of weights. Invariants: a
-vocabulary has one piece per row of the embedding and ids inside of it; the ids equal those of transformers'
-AutoTokenizer for the same file (checked in tests), but for special tokens that the file types as text.
+It knows nothing of weights. Invariants: a vocabulary has one piece per row of the embedding and ids inside of it;
+ids equal those of transformers' AutoTokenizer for the same file, but for special tokens that the file types as text.
 """
 
 from __future__ import annotations
@@ -54,11 +50,16 @@ _BOS = re.compile(r"[^\s$:]+")  # what a template of `tokenizers` can name
 
 
 @dataclass(frozen=True, slots=True)
+# GGUF of model "llama" stores SentencePiece pieces without merges, which follow from the vocabulary: a piece can come
+# from any two pieces that it splits into, and pieces merge in the order of their ids. llama.cpp's converter writes
+# model "gpt2" where tokenizer.model is missing: the same pieces, and the merges of tokenizer.json. Normalizer,
+# splitter and decoder are those of Gemma's published tokenizer.json.
 class GgufVocabulary:
-    """What a GGUF says of its tokenizer. `pieces[i]` is token i as the file spells it, `kinds[i]` SentencePiece's type
-    of it; `bos` and the like are ids or None; `ends` are all ids that end a generation, ascending. `merges` are the
-    file's own, None where they follow from the pieces; `templates` are the chat templates beside `chat_template` by
-    name. `place` is the file, for errors; `notes` are sentences that the user should know."""
+    """Tokenizer of a GGUF file. `pieces[i]` is the spelling of token i in the file, `kinds[i]` its SentencePiece
+    type.
+    `bos` and the like are ids or None; `ends` are all ids that end a generation, ascending. `merges` are the file's
+    own, None where they follow from the pieces. `templates` are the chat templates beside `chat_template`, by name.
+    `place` is the file, for errors; `notes` are sentences for the user."""
 
     place: str
     pieces: list[str]
@@ -76,11 +77,9 @@ class GgufVocabulary:
 
 
 def read_vocabulary(metadata: Mapping[str, Any], size: int, place: str) -> GgufVocabulary:
-    """The tokenizer in the metadata of the file `place`, whose embedding has `size` rows.
-
-    End ids are eos, end of turn if named, and `<end_of_turn>` when the model has a chat template. Raises
-    CheckpointError, naming the key, for another kind of tokenizer and for anything that does not fit together.
-    """
+    """Read the tokenizer from the metadata of the file `place`, whose embedding has `size` rows.
+    End ids are eos, end of turn if named, and `<end_of_turn>` when there is a chat template. Raises CheckpointError,
+    naming the key, for another kind of tokenizer and for contradictions."""
     keys = _TokenizerKeys(metadata, place, _PREFIX)
     model, pre = metadata.get(f"{_PREFIX}model"), metadata.get(f"{_PREFIX}pre")
     if model not in _MODELS:
@@ -134,7 +133,6 @@ def read_vocabulary(metadata: Mapping[str, Any], size: int, place: str) -> GgufV
 
 
 def _read_templates(metadata: Mapping[str, Any], place: str) -> tuple[str | None, dict[str, str]]:
-    """The chat template, and the others by name."""
     found: dict[str, str] = {}
     for key, value in metadata.items():
         if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}."):
@@ -145,11 +143,9 @@ def _read_templates(metadata: Mapping[str, Any], place: str) -> tuple[str | None
 
 
 def _mark_specials(pieces: list[str], kinds: list[int], ids: set[int]) -> list[str]:
-    """Type special tokens as such where a converter forgot, in `kinds`, and return them.
-
-    Those are Gemma's own, the `ids` that keys name, and pieces spelt as marks that no two pieces merge to: text could
-    never become those. No piece of Gemma's vocabulary that is typed as text is one.
-    """
+    """Correct `kinds` of special tokens that a converter typed as text; returns the pieces corrected.
+    Special are Gemma's own, the `ids` that keys name, and pieces spelt as marks that no two pieces merge to: text
+    could never become those. No piece that Gemma's vocabulary types as text is one."""
     vocab, marked = set(pieces), []
     for index, (piece, kind) in enumerate(zip(pieces, kinds, strict=True)):
         if kind in (_CONTROL, _USER_DEFINED, _BYTE) or not _MARK.fullmatch(piece) or _BYTES.fullmatch(piece):
@@ -163,13 +159,10 @@ def _mark_specials(pieces: list[str], kinds: list[int], ids: set[int]) -> list[s
 
 
 def _is_made_of_two(piece: str, vocab: Container[str]) -> bool:
-    """Whether a piece is two others put together."""
     return any(piece[:cut] in vocab and piece[cut:] in vocab for cut in range(1, len(piece)))
 
 
 class _TokenizerKeys(MetadataKeys):
-    """Typed access to the keys `tokenizer.ggml.*`."""
-
     def find_value(self, key: str, kind: type, expected: str) -> Any:
         value = self.find_metadata(key)
         if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
@@ -177,21 +170,19 @@ class _TokenizerKeys(MetadataKeys):
         return value
 
     def read_token_id(self, key: str, size: int) -> int | None:
-        """An id, or None when the key is absent."""
         value: int | None = self.find_value(key, int, "a token id")
         if value is not None and not 0 <= value < size:
             raise self.make_value_error(key, value, f"an id below {size}, the size of the vocabulary")
         return value
 
     def read_token_ids(self, key: str, size: int) -> list[int]:
-        """A list of ids, empty when the key is absent."""
         values: list[Any] = self.find_value(key, list, "a list of token ids") or []
         if not all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v < size for v in values):
             raise self.make_value_error(key, values, f"a list of ids below {size}, the size of the vocabulary")
         return values
 
     def read_pieces(self, size: int) -> list[str]:
-        """The tokens: as many as the embedding has rows, each once, none empty or so long that merging takes ages."""
+        """Read the tokens: one per row of the embedding, each once, none empty or so long that merging takes ages."""
         pieces = self.find_value("tokens", list, "a list of tokens")
         if pieces is None:
             raise self.make_missing_error("tokens")
@@ -215,8 +206,8 @@ class _TokenizerKeys(MetadataKeys):
         return list[str](pieces)
 
     def read_kinds(self, pieces: list[str]) -> list[int]:
-        """SentencePiece's type of each piece, a list of its own; 0 where the file has none. What is spelt as a byte and
-        typed as text is a byte: BPE has no type for those."""
+        """Read SentencePiece's type of each piece as a new list; 0 where the file has none.
+        Pieces spelt as a byte and typed as text become bytes: BPE has no type for those."""
         size = len(pieces)
         kinds = self.find_value("token_type", list, "a list of types") or [0] * size
         if len(kinds) != size or not all(type(k) is int and 0 <= k <= _MAX_TYPE for k in kinds):
@@ -224,12 +215,12 @@ class _TokenizerKeys(MetadataKeys):
         return [_BYTE if k == _NORMAL and _BYTES.fullmatch(p) else k for p, k in zip(pieces, kinds, strict=True)]
 
     def named_ids(self, size: int) -> set[int]:
-        """The ids of special tokens that keys name."""
+        """Return the ids of special tokens that keys name."""
         return {*(i for name in _IDS if (i := self.read_token_id(f"{name}_token_id", size)) is not None),
                 *self.read_token_ids("eos_token_ids", size)}  # fmt: skip
 
     def read_merges(self, pieces: list[str], *, needed: bool) -> list[tuple[str, str]] | None:
-        """The file's merges. Those beside SentencePiece's scores are not used, but must come to the same pieces."""
+        """Read the file's merges. Merges beside SentencePiece's scores are not used, but must give the same pieces."""
         merges = self.find_value("merges", list, "a list of merges")
         if needed and not merges:
             raise self.make_missing_error("merges")
@@ -250,7 +241,7 @@ class _TokenizerKeys(MetadataKeys):
         return None
 
     def check_pieces(self, pieces: list[str], kinds: list[int]) -> None:
-        """Bytes are spelt <0x00> to <0xFF>, and nothing else is a byte: the spelling is what text meets."""
+        """Check that exactly the pieces <0x00> to <0xFF> are bytes: text meets the spelling."""
         for index, (piece, kind) in enumerate(zip(pieces, kinds, strict=True)):
             if kind == _BYTE and not _BYTES.fullmatch(piece):
                 raise self.make_value_error(
@@ -262,7 +253,8 @@ class _TokenizerKeys(MetadataKeys):
                 )
 
     def check_scores(self, pieces: list[str], kinds: list[int]) -> None:
-        """Text merges by score, in SentencePiece the higher first, and here by id: both must give one order."""
+        """Check that scores (SentencePiece merges the higher first) give the same order as ids, by which text merges
+        here."""
         scores = self.find_value("scores", list, "a list of numbers")
         if scores is None:
             return
@@ -296,9 +288,7 @@ class _TokenizerKeys(MetadataKeys):
 
 def write_tokenizer(vocabulary: GgufVocabulary, generation_config: Mapping[str, Any], directory: Path) -> list[Path]:
     """Write tokenizer.json, tokenizer_config.json and generation_config.json; returns their paths.
-
-    Raises CheckpointError when `tokenizers` cannot make a tokenizer of the vocabulary.
-    """
+    Raises CheckpointError when `tokenizers` cannot make a tokenizer of the vocabulary."""
     paths = [directory / n for n in ("tokenizer.json", "tokenizer_config.json", "generation_config.json")]
     try:
         tokenizer = _build_tokenizer(vocabulary)
@@ -352,12 +342,12 @@ def _build_tokenizer(vocabulary: GgufVocabulary) -> Any:
 
 
 def _respell_spaces(token: str) -> str:
-    """GGUF spells runs of spaces with spaces; the normalizer turns text's spaces into the visible one."""
+    """Respell runs of spaces, which GGUF has as spaces: the normalizer turns spaces of text into the visible one."""
     return SPACE * len(token) if " " in token and not token.strip() else token
 
 
 def _find_merges(tokens: list[str], vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-    """All splits of each token into two tokens, by the token's id and then longest left part first."""
+    """List all splits of each token into two tokens, by the token's id and then longest left part first."""
     splits = (
         (token[:cut], token[cut:])
         for token in tokens

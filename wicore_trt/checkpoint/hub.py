@@ -1,7 +1,7 @@
-"""Model files from the Hugging Face hub, with errors that say what to do.
+"""Download model files from the Hugging Face hub, with errors that say what to do.
 
-A thin face on huggingface_hub.snapshot_download, which honours HF_TOKEN, HF_HOME and HF_HUB_OFFLINE. It knows nothing
-of tensors. Invariant: it is only called for a hub id, never for a path that exists.
+Wraps huggingface_hub.snapshot_download, which honours HF_TOKEN, HF_HOME and HF_HUB_OFFLINE. It knows nothing of
+tensors. Invariant: it is only called for a hub id, never for a path that exists.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ _FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
 
 
 def is_hub_id(ref: str) -> bool:
-    """True when `ref` reads as owner/name on the hub."""
+    """Return True when `ref` reads as owner/name on the hub."""
     return _HUB_ID.fullmatch(ref) is not None and not ref.endswith((".gguf", ".safetensors"))
 
 
 def download_snapshot(repo_id: str, revision: str | None) -> Path:
-    """The snapshot directory of a model; its name is the commit that `revision` (default: main) stands for.
-
-    Raises CheckpointError when the model is gated, unknown, or neither cached nor reachable.
-    """
+    """Download a model; the returned directory's name is the commit of `revision` (default: main).
+    Raises CheckpointError when the model is gated, unknown, or neither cached nor reachable."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,

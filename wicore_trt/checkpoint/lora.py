@@ -1,9 +1,8 @@
-"""A LoRA adapter of PEFT merged into a source, a few rows at a time.
+"""Merge a LoRA adapter of PEFT into a source, a few rows at a time.
 
-Reads adapter_config.json and adapter_model.safetensors as peft 0.21 does (tuners/lora/layer.py: W + s * B A, with DoRA
-its rows brought to the trained lengths). Weights are merged in float32 and rounded once, by the converter; what counts
-is the model that was trained, unmerged: an adapter of tied embeddings changes the side that it names and unties them.
-It knows a base only as a Source. Invariant: every tensor of the adapter is in the result, or the adapter is refused.
+Reads adapter_config.json and adapter_model.safetensors as peft 0.21 does (tuners/lora/layer.py: W + s * B A; DoRA
+brings the rows to the trained lengths). It knows a base only as a Source. Invariant: every tensor of the adapter is
+in the result, or the adapter is refused.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _Pattern = Annotated[dict[str, float], Field(max_length=4096)]
 
 
 class _Config(BaseModel):
-    """adapter_config.json, as far as it changes what is computed."""
+    """Fields of adapter_config.json that change what is computed."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     peft_type: str
@@ -69,22 +68,24 @@ class _Config(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class _LowRank:
-    """Addition to one weight: scale * left @ right, left [rows, rank] and right [rank, columns]; `lengths` [rows]
-    are those of the merged rows, None without DoRA. Tensors by their names in the file."""
+    """Addition to one weight: scale * left @ right, left [rows, rank] and right [rank, columns].
+    `lengths` [rows] are those of the merged rows, None without DoRA. Tensors are named as in the file."""
 
     parts: dict[str, str]
     scale: float
 
     def read_factors(self, read: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """left, right and lengths, float32."""
+        """Read left, right and lengths as float32."""
         if "lora_embedding_A" in self.parts:
             return read(self.parts["lora_embedding_A"]).T, read(self.parts["lora_embedding_B"]).T, None
         lengths = self.parts.get("lora_magnitude_vector")
         return read(self.parts["lora_B"]), read(self.parts["lora_A"]), None if lengths is None else read(lengths)
 
 
+# Weights are merged in float32, and the converter rounds them once. The result is the model that was trained,
+# unmerged: an adapter of tied embeddings changes the side that it names and unties them.
 class LoraSource(Source):
-    """`base` with the adapter in the directory `path` merged into it."""
+    """Source `base` with the adapter in the directory `path` merged into it."""
 
     def __init__(self, base: Source, path: Path) -> None:
         self._base, self._path = base, path
@@ -182,8 +183,8 @@ class LoraSource(Source):
         return config
 
     def _sort_tensors(self) -> tuple[dict[str, str], dict[str, dict[str, str]], int]:
-        """Tensors that stand in the place of the base's, and those that are added to them, by canonical name; and how
-        many belong to the vision tower."""
+        """Return tensors that replace the base's, tensors that are added to them, and the number of vision tensors.
+        Both are by canonical name."""
         full, low, aside = dict[str, str](), dict[str, dict[str, str]](), 0
         known = hf_shapes(replace(self._base.spec, tie_word_embeddings=False))
         for raw, info in self._file.tensors.items():
@@ -208,13 +209,13 @@ class LoraSource(Source):
         return full, low, aside
 
     def _have_equal_values(self, one: str, other: str) -> bool:
-        """Whether two tensors of the file are the same."""
         infos = self._file.tensors[one], self._file.tensors[other]
         return infos[0] == infos[1] and np.array_equal(self._read_array(one), self._read_array(other))
 
     def _settle_head(self, lowered: set[str]) -> Gemma3Spec:
-        """The spec with the adapter: tied embeddings of which it changes one side are tied no more; a saved copy of the
-        base's own (peft's save_embedding_layers) changes both. More rows than the base has are added tokens."""
+        """Return the spec with the adapter: tied embeddings of which it changes one side are tied no more.
+        A saved copy of the base's own (peft's save_embedding_layers) changes both sides. Rows beyond the base's are
+        added tokens."""
         spec, both = self._base.spec, (HF_EMBEDDING, HF_LM_HEAD)
         if spec.tie_word_embeddings:
             copies = [name for name in both if name in self._full and not self._is_saved(self._full[name])]
@@ -226,7 +227,7 @@ class LoraSource(Source):
         return replace(spec, vocab_size=self._file.tensors[embedding].shape[0]) if embedding else spec
 
     def _is_saved(self, raw: str) -> bool:
-        """Whether a whole tensor belongs to one module alone (modules_to_save)."""
+        """Return True for a whole tensor that belongs to one module alone (modules_to_save)."""
         if ".base_layer." in raw or ".modules_to_save." in raw:
             return ".modules_to_save." in raw
         module = raw.removesuffix(".weight")
@@ -259,7 +260,7 @@ class LoraSource(Source):
         return _LowRank(parts, alpha / (sqrt(rank) if self._config.use_rslora else rank))
 
     def _check_targets(self, low: dict[str, dict[str, str]]) -> None:
-        """Compare target_modules, with its layers, with the modules that have tensors."""
+        """Compare target_modules and their layers with the modules that have tensors."""
         both = (HF_EMBEDDING, HF_LM_HEAD) if self._config.ensure_weight_tying else ()  # either stands for both
         strangers = [n for n, parts in low.items() if n not in both and not self._is_targeted(_name_module(parts))]
         if strangers:
@@ -283,7 +284,7 @@ class LoraSource(Source):
             )
 
     def _is_targeted(self, module: str) -> bool:
-        """Whether peft's check_target_module_exists takes a module for one of the adapter's."""
+        """Return True when peft's check_target_module_exists would match this module."""
         config, targets = self._config, self._config.target_modules
 
         def among(names: list[str] | str) -> bool:
@@ -306,8 +307,8 @@ class LoraSource(Source):
         )
 
     def _find_origin(self, name: str) -> tuple[SafetensorsFile | None, str]:
-        """Where the rows of a tensor come from before anything is added: the adapter's file, or None for the base, and
-        the name there."""
+        """Find the rows of a tensor before anything is added: the adapter's file, or None for the base, and the name
+        there."""
         if name in self._full:
             return self._file, self._full[name]
         if name in (HF_EMBEDDING, HF_LM_HEAD) and self._shared:
@@ -349,15 +350,15 @@ class LoraSource(Source):
 
 
 def _name_module(parts: dict[str, str]) -> str:
-    """The module that low-rank tensors belong to, as peft called it when they were saved."""
+    """Return the module of low-rank tensors, as peft called it when they were saved."""
     return next(iter(parts.values())).split(".lora_")[0].removeprefix("base_model.model.")
 
 
 def _find_pattern_value(pattern: dict[str, float] | None, module: str, default: float) -> float:
-    """The value that the first key of a pattern gives a module (peft's get_pattern_key)."""
+    """Return the value of the first key of a pattern that matches a module (peft's get_pattern_key)."""
     return next((v for key, v in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
 def _plain_name(name: str) -> str:
-    """A model's name without its owner and without what trainers append to it."""
+    """Return a model's name without its owner and without suffixes of trainers."""
     return re.sub(r"(-unsloth)?(-bnb-4bit)?(\.gguf)?$", "", os.path.basename(os.path.normpath(name)).lower())

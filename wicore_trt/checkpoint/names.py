@@ -1,12 +1,8 @@
-"""Names of Gemma 3's tensors: Hugging Face's on one side, the unified checkpoint's on the other.
+"""Map the names of Gemma 3's tensors between Hugging Face and the unified checkpoint.
 
-One table: which unified tensor is stacked from which Hugging Face tensors, its whole shape, and how tensor parallelism
-splits it. Sources put the text model below `model.`, below wrappers of other models, of trainers and compilers, or
-below nothing; everything behind this module sees `model.*` only. It knows neither files nor torch.
-Invariant: every tensor of a source is either in the table, a vision tensor carried along, or an error by name.
-
-The unified names and the trap in them (HF gate_proj is `mlp.fc`, up_proj is `mlp.gate`, post_attention_layernorm is
-`post_layernorm`) are TensorRT-LLM's, as in its examples/models/core/gemma/convert_checkpoint.py.
+One table says which Hugging Face tensors are stacked into a unified tensor, its whole shape and its tensor-parallel
+split. It knows neither files nor torch. Invariant: every tensor of a source is in the table, a vision tensor that is
+carried along, or an error by name.
 """
 
 from __future__ import annotations
@@ -45,17 +41,21 @@ _MAX_LISTED = 8
 
 
 def weight_scale_name(weight: str) -> str:
-    """Name of a weight's scales: "x.weight" -> "x.weights_scaling_factor", as in the unified checkpoint."""
+    """Return the name of a weight's scales: "x.weight" -> "x.weights_scaling_factor"."""
     return weight + "s_scaling_factor"
 
 
 def activation_scale_name(weight: str) -> str:
-    """Name of a static activation scale: "x.weight" -> "x.activation_scaling_factor"."""
+    """Return the name of a static activation scale: "x.weight" -> "x.activation_scaling_factor"."""
     return weight.removesuffix("weight") + "activation_scaling_factor"
 
 
+# Sources put the text model below `model.`, below wrappers of other models, trainers and compilers, or below nothing;
+# behind this module there is `model.*` only. The unified names, and the trap in them (HF gate_proj is `mlp.fc`,
+# up_proj is `mlp.gate`, post_attention_layernorm is `post_layernorm`), are TensorRT-LLM's:
+# examples/models/core/gemma/convert_checkpoint.py.
 class Role(Enum):
-    """What a tensor is to the converter: norms get +1, linears are the ones that FP8 quantizes."""
+    """Role of a tensor for the converter: norms get +1, linears are quantized for FP8."""
 
     EMBEDDING = "embedding"
     HEAD = "head"
@@ -64,7 +64,7 @@ class Role(Enum):
 
 
 class Split(Enum):
-    """How tensor parallelism divides a tensor. QKV splits each of the three stacked parts by heads."""
+    """Tensor-parallel division of a tensor. QKV splits each of the three stacked parts by heads."""
 
     NONE = "none"
     ROWS = "rows"
@@ -74,7 +74,7 @@ class Split(Enum):
 
 @dataclass(frozen=True, slots=True)
 class UnifiedTensor:
-    """One tensor of the whole (unsharded) unified checkpoint: `sources` stacked on dim 0."""
+    """Tensor of the whole (unsharded) unified checkpoint: `sources` stacked on dim 0."""
 
     name: str
     sources: tuple[str, ...]
@@ -84,7 +84,7 @@ class UnifiedTensor:
 
     @property
     def scale_name(self) -> str:
-        """Name of the FP8 scale per output channel that belongs to this weight."""
+        """Name of this weight's FP8 scale per output channel."""
         return weight_scale_name(self.name)
 
     @property
@@ -110,12 +110,12 @@ _LAYER: tuple[tuple[str, tuple[str, ...], Role, Split], ...] = (
 
 
 def is_vision(name: str) -> bool:
-    """True for tensors of the vision tower and its projector, whose names are kept as they are."""
+    """Return True for tensors of the vision tower and its projector, whose names are kept as they are."""
     return _VISION.fullmatch(_WRAPPERS.sub("", name)) is not None
 
 
 def canonical_name(name: str) -> str:
-    """The un-prefixed Hugging Face spelling of a text tensor's name; other names come back unchanged."""
+    """Strip the prefix of a text tensor's Hugging Face name; other names are returned unchanged."""
     match = _TEXT.fullmatch(_WRAPPERS.sub("", name).replace(".base_layer.", "."))
     if match is None:
         return name
@@ -123,12 +123,13 @@ def canonical_name(name: str) -> str:
 
 
 def kv_scale_name(layer: int) -> str:
-    """Name of a layer's one scale for keys and values."""
+    """Return the name of a layer's one scale for keys and values."""
     return layer_weight(layer, "attention").removesuffix("weight") + "kv_cache_scaling_factor"
 
 
 def hf_shapes(spec: Gemma3Spec) -> dict[str, tuple[int, ...]]:
-    """Every text tensor that a Hugging Face checkpoint of `spec` must hold, with its shape [out, in] or [size]."""
+    """Return every text tensor that a Hugging Face checkpoint of `spec` must hold, with its shape [out, in] or
+    [size]."""
     hidden, mlp = spec.hidden_size, spec.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {HF_EMBEDDING: (spec.vocab_size, hidden), HF_FINAL_NORM: (hidden,)}
     if not spec.tie_word_embeddings:
@@ -147,7 +148,7 @@ def hf_shapes(spec: Gemma3Spec) -> dict[str, tuple[int, ...]]:
 
 
 def unified_tensors(spec: Gemma3Spec) -> tuple[UnifiedTensor, ...]:
-    """All tensors of the unified checkpoint in file order. A tied head is read from the embedding."""
+    """List the tensors of the unified checkpoint in file order. A tied head is read from the embedding."""
     shapes = hf_shapes(spec)
     head = HF_EMBEDDING if spec.tie_word_embeddings else HF_LM_HEAD
 
@@ -166,11 +167,9 @@ def unified_tensors(spec: Gemma3Spec) -> tuple[UnifiedTensor, ...]:
 
 
 def check_tensors(spec: Gemma3Spec, present: Mapping[str, tuple[int, ...]], place: str = "The source") -> None:
-    """Compare a source's canonical text tensors with what `spec` needs; errors call the source `place`.
-
+    """Compare a source's canonical text tensors with those that `spec` needs; errors call the source `place`.
     A tied model may carry a copy of its head, which is not read. Raises CheckpointError that lists missing tensors,
-    unknown tensors or wrong shapes.
-    """
+    unknown tensors or wrong shapes."""
     needed = hf_shapes(spec)
     unknown = [name for name in present if name not in needed and name != HF_LM_HEAD]
     for part, work in _FOREIGN:
@@ -207,7 +206,8 @@ def _list_names(names: Iterable[str]) -> str:
 
 
 def run_weights(spec: Gemma3Spec) -> dict[str, list[UnifiedTensor]]:
-    """What each weight of a step is made of, by rows: `mlp.gate_up` of `mlp.fc` and `mlp.gate`, the others of one."""
+    """Return the tensors that each weight of a step stacks: `mlp.gate_up` is `mlp.fc` and `mlp.gate`, others are
+    one."""
     made: dict[str, list[UnifiedTensor]] = {}
     for tensor in unified_tensors(spec):
         made.setdefault(re.sub(r"\.mlp\.(fc|gate)\.", ".mlp.gate_up.", tensor.name), []).append(tensor)

@@ -1,13 +1,8 @@
-"""Casts between the number formats of checkpoints, in numpy alone.
+"""Cast between the number formats of checkpoints, in numpy alone.
 
-BF16 travels as its bits in uint16 and E4M3 as its bits in uint8, so nothing here needs torch. Every cast rounds to
-nearest, ties to even. Format tags are safetensors': F32, F16, BF16, F8_E4M3. This module knows neither names nor
-files. Invariant: a cast to the format the values already have returns the same bits.
-
-FP8 weights are E4M3 (no infinities, largest 448; arXiv:2209.05433) with one float32 scale per output channel:
-`weight[o, i] ~= e4m3[o, i] * scale[o]`. The scale is max(abs(row)) / 448 times the factor in [1, 2) that makes the
-row's squared rounding error least, and 1 for a row of zeros. A factor moves the grid within a binade, where rounding
-differs by up to 2; beyond 2 the grid repeats, below 1 the largest weight would saturate.
+BF16 is its bits in uint16 and E4M3 its bits in uint8. Casts round to nearest, ties to even. Format tags are those of
+safetensors: F32, F16, BF16, F8_E4M3. Must not know names or files. Invariant: a cast to the format that the values
+already have returns the same bits.
 """
 
 from __future__ import annotations
@@ -26,7 +21,7 @@ STORAGE = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "F8_E4M3": n
 
 
 def to_float32(block: np.ndarray, tag: str) -> np.ndarray:
-    """Values of a block stored as `tag` (F32, F16 or BF16 bits), as float32 of the same shape."""
+    """Convert a block stored as `tag` (F32, F16 or BF16 bits) to float32 of the same shape."""
     if tag == "F32":
         return block
     if tag == "F16":
@@ -37,7 +32,7 @@ def to_float32(block: np.ndarray, tag: str) -> np.ndarray:
 
 
 def from_float32(block: np.ndarray, tag: str) -> np.ndarray:
-    """float32 values as the storage of `tag`: F32, F16 (overflow becomes infinity) or BF16 bits."""
+    """Convert float32 values to the storage of `tag`: F32, F16 (overflow becomes infinity) or BF16 bits."""
     if tag == "F32":
         return block
     if tag == "F16":
@@ -57,12 +52,14 @@ def _bf16_bits(block: np.ndarray) -> np.ndarray:
     return (rounded >> np.uint32(16)).astype(np.uint16)
 
 
+# FP8 weights are E4M3 (no infinities, largest 448; arXiv:2209.05433) with one float32 scale per output channel:
+# `weight[o, i] ~= e4m3[o, i] * scale[o]`. The scale is max(abs(row)) / 448 times the factor in [1, 2) with the least
+# squared rounding error of the row, and 1 for a row of zeros. A factor moves the grid within a binade, where rounding
+# differs by up to 2; beyond 2 the grid repeats, below 1 the largest weight would saturate.
 def quantize_e4m3_per_channel(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantize w [out, in] float32: (E4M3 bits uint8 [out, in], scales float32 [out]).
-
+    """Quantize w [out, in] float32 to (E4M3 bits uint8 [out, in], scales float32 [out]).
     The quotient w / scale is taken in float32, saturates at +-448 and rounds to nearest even. Raises CheckpointError
-    when w is not finite. torch reads the result as `torch.from_numpy(q).view(torch.float8_e4m3fn)`.
-    """
+    when w is not finite. torch reads the result as `torch.from_numpy(q).view(torch.float8_e4m3fn)`."""
     amax = np.abs(w).max(axis=1)
     if not np.isfinite(amax).all():
         raise CheckpointError("A weight to quantize is not finite.")
@@ -71,11 +68,9 @@ def quantize_e4m3_per_channel(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _best_scale(w: np.ndarray, amax: np.ndarray) -> np.ndarray:
-    """amax / 448 [out] times the factor of least squared error per row; the smaller factor on a tie.
-
-    Errors are those of rows brought to an amax in [1, 4) by a power of two, which changes no bit of any quotient and
-    keeps the squares of very large and very small rows inside of float32.
-    """
+    """Return amax / 448 [out] times the factor of least squared error per row; the smaller factor on a tie.
+    Errors are measured on rows brought to an amax in [1, 4) by a power of two. This changes no bit of a quotient,
+    and keeps squares of very large and very small rows inside of float32."""
     smallest = (amax / np.float32(E4M3_MAX)).astype(np.float32)
     with np.errstate(over="ignore"):  # the largest float32 / 448 rounds up
         smallest = np.where(np.isinf(smallest * np.float32(E4M3_MAX)), np.nextafter(smallest, np.float32(0)), smallest)
@@ -98,10 +93,9 @@ def _best_scale(w: np.ndarray, amax: np.ndarray) -> np.ndarray:
 
 
 def bad_row(block: np.ndarray, tag: str) -> int | None:
-    """The first row of a block stored as `tag` (F32, F16 or BF16 bits) that holds an infinity or a NaN, or None.
-
-    As integers those are the largest values of either sign, so two maxima find them without a copy.
-    """
+    """Find the first row of a block stored as `tag` (F32, F16 or BF16 bits) that holds an infinity or a NaN, or
+    None.
+    As integers those are the largest values of either sign, so two maxima find them without a copy."""
     bits, signed, top = {
         "F32": (np.uint32, np.int32, 0x7F800000),
         "F16": (np.uint16, np.int16, 0x7C00),
@@ -117,39 +111,37 @@ def bad_row(block: np.ndarray, tag: str) -> int | None:
 
 
 def flushed_to_zero(values: np.ndarray, stored: np.ndarray) -> int:
-    """How many float32 `values` that are not 0 became 0 as `stored`, F16 values or E4M3 bits."""
+    """Count float32 `values` that are not 0 but became 0 in `stored`, F16 values or E4M3 bits."""
     bits = stored.view(np.uint8) if stored.itemsize == 1 else stored.view(np.uint16)
     zeros = stored.size - int(np.count_nonzero(bits & bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)))
     return zeros - (values.size - int(np.count_nonzero(values)))
 
 
 def rounded_subnormals(values: np.ndarray, stored: np.ndarray, tag: str) -> int:
-    """How many float32 `values` are below the smallest normal number of `tag` (F16 or BF16) and lost bits as `stored`,
-    those that became 0 left out."""
+    """Count float32 `values` that lost bits in `stored` below the smallest normal number of `tag` (F16 or BF16).
+    Values that became 0 are not counted."""
     bits, exponent, sign = stored.view(np.uint16), {"F16": 0x7C00, "BF16": 0x7F80}[tag], 0x8000
     small = ((bits & exponent) == 0) & ((bits & (sign - 1)) != 0)
     return int((to_float32(stored[small], tag) != values[small]).sum()) if small.any() else 0
 
 
 def e4m3_bits(x: np.ndarray) -> np.ndarray:
-    """float32 values as E4M3 bits (uint8, same shape), saturating; NaN becomes 0x7F.
-
-    The upper 16 bits of a float32, with a sticky lowest bit for what is cut off, keep everything that rounding to
-    3 mantissa bits depends on, so the cast is one look-up in a table of 65,536 entries.
-    """
+    """Cast float32 values to E4M3 bits (uint8, same shape), saturating; NaN becomes 0x7F.
+    The cast is one look-up in a table of 65,536 entries. Rounding to 3 mantissa bits depends only on the upper 16
+    bits of a float32 and a sticky lowest bit for the bits cut off."""
     codes: np.ndarray = _e4m3_table().take(_upper_half(x))
     return codes
 
 
 def _upper_half(x: np.ndarray) -> np.ndarray:
-    """The index of float32 values in a table of upper halves, of the type that look-ups are fastest with."""
+    """Return indices of float32 values in a table of upper halves, of the type with the fastest look-ups."""
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
     index: np.ndarray = ((bits >> np.uint32(16)) | ((bits & np.uint32(0xFFFF)) != 0)).astype(np.intp)
     return index
 
 
 def e4m3_values() -> np.ndarray:
-    """Value of every E4M3 bit pattern, float32 [256]; 0x7F and 0xFF are NaN."""
+    """Return the value of every E4M3 bit pattern, float32 [256]; 0x7F and 0xFF are NaN."""
     code = np.arange(256)
     exponent, mantissa = (code >> 3) & 15, code & 7
     magnitude = np.where(

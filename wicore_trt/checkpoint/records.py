@@ -1,6 +1,6 @@
-"""What a checkpoint records of its files: size and digest, of weight files the digest of every tensor.
+"""Record size and digest of a checkpoint's files, of weight files the digest of every tensor.
 
-It must not know which files a checkpoint has. Invariant: a file of which nothing has `changed` has every byte that was
+It must not know which files a checkpoint has. Invariant: a file without a described change has every byte that was
 recorded.
 """
 
@@ -34,27 +34,27 @@ class FileRecord:
         return cls(int(data["bytes"]), str(data["blake2b"]), dict(data.get("parts", {})))
 
     def describe_change(self, file: Path) -> str | None:
-        """What of `file` is not as recorded, None for nothing. Raises CheckpointError for a file that cannot be read,
-        and for a weight file whose header is damaged."""
+        """Describe how `file` differs from the record, None for no difference.
+        Raises CheckpointError for a file that cannot be read, and for a weight file whose header is damaged."""
         if not self.parts:
             return None if hash_file(file) == self.blake2b else file.name
         return self.changed_part(hash_parts(file, SafetensorsFile(file).locate_parts()))
 
     def changed_part(self, found: Mapping[str, str]) -> str | None:
-        """The first part with another digest than recorded, None where `found` has all parts."""
+        """Return the first part whose digest differs from the record, None where `found` has all parts."""
         names = (name for name in (*self.parts, *found) if self.parts.get(name) != found.get(name))
         name = next(names, None)
         return "the header" if name == HEADER else name
 
 
 def file_entries(files: Mapping[str, FileRecord]) -> dict[str, dict[str, Any]]:
-    """The block `wicore.files` of config.json."""
+    """Make the block `wicore.files` of config.json."""
     return {name: record.to_dict() for name, record in sorted(files.items())}
 
 
 def record_of(file: Path, door: UntrustedFiles = ANYWHERE) -> FileRecord:
-    """The record of a file on disk. Raises the door's error for a file that cannot be read, and CheckpointError for a
-    weight file whose header is damaged."""
+    """Record a file on disk. Raises the door's error when it cannot be read, CheckpointError for a damaged weight
+    header."""
     size = door.check_file(file)
     if file.suffix != WEIGHTS:
         return FileRecord(size, hash_file(file, door))

@@ -1,9 +1,9 @@
-"""Reading and writing safetensors files a few rows at a time.
+"""Read and write safetensors files a few rows at a time.
 
-The library's own writer takes all tensors at once and its reader maps the file, which counts as resident memory;
-a 54 GB checkpoint must pass through a small machine. Layout: u64 little-endian header size, JSON header
-{name: {dtype, shape, data_offsets}}, raw buffers without gaps (github.com/huggingface/safetensors, README "Format").
-This module knows no tensor names. Invariant: a file for which `SafetensorsWriter.close` returned is complete, on disk.
+The library's writer takes all tensors at once and its reader maps the file, which counts as resident memory; a 54 GB
+checkpoint must pass through a small machine. Layout: u64 little-endian header size, JSON header {name: {dtype,
+shape, data_offsets}}, buffers without gaps (github.com/huggingface/safetensors, "Format"). Must not know tensor
+names. Invariant: a file for which `SafetensorsWriter.close` returned is complete, on disk.
 """
 
 from __future__ import annotations
@@ -53,12 +53,9 @@ class _Entry:
 
 
 class SafetensorsFile:
-    """Tensors of one file, read with plain file I/O. Opening checks that the header describes every byte of the file
-    once: types, shapes and offsets, no gap, no overlap, no tensor twice.
-
-    `door` is how the file is read, by default from anywhere. Raises CheckpointError for a missing, truncated or foreign
-    file, naming the tensor.
-    """
+    """Opens a file and reads its tensors with plain file I/O, through `door` (by default from anywhere).
+    The header must describe every byte once: types, shapes and offsets, no gap, no overlap, no tensor twice. Raises
+    CheckpointError for a missing, truncated or foreign file, naming the tensor."""
 
     def __init__(self, path: Path, door: UntrustedFiles | None = None) -> None:
         self.path, self._door = path, door or UntrustedFiles(fix=_AGAIN)
@@ -66,7 +63,7 @@ class SafetensorsFile:
         self.tensors = {name: entry.info for name, entry in self._entries.items()}
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows [start, stop) of a tensor as stored; BF16 and 8-bit floats come as their bits (uint16, uint8)."""
+        """Read rows [start, stop) of a tensor as stored; BF16 and 8-bit floats as their bits (uint16, uint8)."""
         info, offset = self._entries[name].info, self._entries[name].offset
         if info.dtype not in STORAGE:
             raise CheckpointError(f"{self.path}: {name} is stored as {info.dtype}, which is not a float format.")
@@ -77,13 +74,13 @@ class SafetensorsFile:
         return np.frombuffer(raw, STORAGE[info.dtype]).reshape(stop - start, *info.shape[1:])
 
     def read_blocks(self, name: str) -> Iterator[bytes]:
-        """The bytes of a tensor's buffer, READ_BYTES or less at a time."""
+        """Yield the bytes of a tensor's buffer, READ_BYTES or less at a time."""
         size = self.tensors[name].bytes
         for start in range(0, size, READ_BYTES):
             yield self._read_bytes(self._entries[name].offset + start, min(READ_BYTES, size - start))
 
     def locate_parts(self) -> dict[str, tuple[int, int]]:
-        """Where the bytes of each part lie, [first, end): the header as `digest.HEADER`, and the tensors by name."""
+        """Return the byte range [first, end) of each part: the header as `digest.HEADER`, and the tensors by name."""
         sizes = {name: info.bytes for name, info in self.tensors.items()}
         offsets = {name: entry.offset for name, entry in self._entries.items()}
         header = min(offsets.values(), default=self.path.stat().st_size)
@@ -95,7 +92,7 @@ class SafetensorsFile:
 
 
 def read_at(file: BinaryIO, offset: int, size: int, path: Path) -> bytes:
-    """`size` bytes of an unbuffered file from `offset`. Raises CheckpointError when it ends before them."""
+    """Read `size` bytes of an unbuffered file from `offset`. Raises CheckpointError when it ends before them."""
     file.seek(offset)
     parts, left = [], size
     while left:  # one read gives at most 2 GiB
@@ -108,8 +105,6 @@ def read_at(file: BinaryIO, offset: int, size: int, path: Path) -> bytes:
 
 
 class _Item(BaseModel):
-    """One tensor of a header."""
-
     model_config = ConfigDict(strict=True)
     dtype: str
     shape: Annotated[list[Annotated[int, Field(ge=1, le=1 << 48)]], Field(max_length=8)]
@@ -165,10 +160,8 @@ def _read_header(path: Path, door: UntrustedFiles) -> dict[str, _Entry]:
 
 class SafetensorsWriter:
     """Writes tensors in the order of `entries` (name, dtype tag, shape), each in any number of pieces.
-
-    Used as a context manager; leaving it without an exception closes the file. `digests` has those of the header and of
-    every tensor that is complete (see `digest`), `digest` is that of the file and known after `close`.
-    """
+    As a context manager it closes the file when no exception leaves it. `digests` has those of the header and of
+    every complete tensor (see `digest`); `digest` is that of the file, known after `close`."""
 
     def __init__(self, path: Path, entries: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
         self.path = path

@@ -1,7 +1,7 @@
-"""Which part of each unified tensor a tensor-parallel rank holds.
+"""Compute the part of each unified tensor that a tensor-parallel rank holds.
 
-Pure arithmetic on shapes; knows neither files nor values. Invariant: for every tensor the ranks' parts, put back by
-these ranges, are the whole, with KV heads repeated when there are fewer of them than ranks.
+Knows neither files nor values. Invariant: for every tensor the ranks' parts, put back by these ranges, are the
+whole, with KV heads repeated when there are fewer of them than ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from wicore_trt.model.spec import Gemma3Spec
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's part: for each stacked source a range of its rows, and a range of columns (None: all)."""
+    """Part of one rank: a range of rows for each stacked source, and a range of columns (None: all)."""
 
     rows: tuple[tuple[int, int], ...]
     columns: tuple[int, int] | None
@@ -26,7 +26,7 @@ class Shard:
 
 
 def shard_of(tensor: UnifiedTensor, spec: Gemma3Spec, rank: int, tp_size: int) -> Shard:
-    """The part of `tensor` on `rank` of `tp_size`. Raises what `Gemma3Spec.shard` raises."""
+    """Compute the part of `tensor` on `rank` of `tp_size`. Raises what `Gemma3Spec.shard` raises."""
     part, (rows, *rest) = spec.shard(rank, tp_size), tensor.shape
     if tensor.split is Split.QKV:
         size = rows // (spec.num_heads + 2 * spec.num_kv_heads)

@@ -1,8 +1,8 @@
-"""Where weights come from: a Hugging Face directory, a hub id or a GGUF file, behind one face.
+"""Open sources of weights: a Hugging Face directory, a hub id or a GGUF file.
 
-A source gives the model's spec, its tensors under canonical Hugging Face names (`checkpoint.names`), rows of any
-tensor on demand, and the files of its tokenizer. It does not know the unified checkpoint. Invariant: a source that
-was opened holds exactly the tensors its configuration asks for, and a local path never touches the network.
+A source gives the spec, tensors under canonical Hugging Face names (`checkpoint.names`), their rows, and tokenizer
+files. It does not know the unified checkpoint. Invariant: an opened source holds exactly the tensors that its
+configuration asks for, and a local path never touches the network.
 """
 
 from __future__ import annotations
@@ -51,13 +51,11 @@ _COMPARE_ITEMS = 1 << 22
 
 
 class Source(ABC):
-    """An opened source.
-
-    `tensors`: canonical text tensors; `vision`: tensors of the vision tower under their own names; `name` is
-    the reference it was opened by and `revision` the hub commit; `generation_config` is {} when there is none; `notes`
-    are sentences on what was decided between contradictions and what was left aside.
-    All files are read through `door`, which remembers them.
-    """
+    """Opened source.
+    `tensors` are canonical text tensors, `vision` tensors of the vision tower under their own names. `name` is the
+    reference that was opened and `revision` the hub commit; `generation_config` is {} when there is none. `notes`
+    are sentences on decisions between contradictions and on ignored files. All files are read through `door`, which
+    remembers them."""
 
     spec: Gemma3Spec
     door: UntrustedFiles
@@ -71,11 +69,11 @@ class Source(ABC):
 
     @abstractmethod
     def read_rows(self, name: str, start: int, stop: int) -> tuple[np.ndarray, str]:
-        """Rows [start, stop) of a text tensor and the format they are in: F32, F16 or BF16 bits (uint16)."""
+        """Read rows [start, stop) of a text tensor, with their format: F32, F16 or BF16 bits (uint16)."""
 
     @abstractmethod
     def vision_blocks(self, name: str) -> Iterator[bytes]:
-        """The bytes of a vision tensor as stored, some MiB at a time."""
+        """Yield the bytes of a vision tensor as stored, some MiB at a time."""
 
     @abstractmethod
     def write_tokenizer(self, directory: Path) -> list[Path]:
@@ -83,29 +81,27 @@ class Source(ABC):
 
     @abstractmethod
     def place_of(self, name: str) -> str:
-        """The file that holds a text or vision tensor, for errors."""
+        """Return the file that holds a text or vision tensor, for errors."""
 
     def check_unchanged(self) -> None:
         """Refuse when a file that was read has changed since it was opened."""
         self.door.check_unchanged()
 
     def read_tensor(self, name: str) -> np.ndarray:
-        """A whole text tensor as float32."""
+        """Read a whole text tensor as float32."""
         return to_float32(*self.read_rows(name, 0, self.tensors[name].shape[0]))
 
     def read_norm(self, name: str, start: int, stop: int) -> np.ndarray:
-        """What rows [start, stop) of a norm multiply by, 1 + w, float32 [stop - start]."""
+        """Read the factors 1 + w of rows [start, stop) of a norm, float32 [stop - start]."""
         with np.errstate(invalid="ignore"):  # a NaN may be a signalling one; whether values are finite is asked later
             return to_float32(*self.read_rows(name, start, stop)) + np.float32(1.0)
 
 
 def open_source(ref: str | Path, *, revision: str | None = None, lora: Path | None = None) -> Source:
-    """Open a directory, a GGUF file or a hub id (`owner/name`, at `revision`), with the adapter in the directory `lora`
-    merged into it.
-
-    Raises CheckpointError for anything missing, truncated, gated, unreachable or not Gemma 3, and
-    EnvironmentUnfitError when a GGUF file is given and the extra `gguf` is not installed.
-    """
+    """Open a directory, a GGUF file or a hub id (`owner/name`, at `revision`); merge the adapter in the directory
+    `lora`.
+    Raises CheckpointError for anything missing, truncated, gated, unreachable or not Gemma 3. Raises
+    EnvironmentUnfitError for a GGUF file when the extra `gguf` is not installed."""
     if lora is not None:
         from wicore_trt.checkpoint.lora import LoraSource
 
@@ -142,7 +138,7 @@ def _open_base(ref: str | Path, revision: str | None, lora: Path | None) -> Sour
 
 
 class HfSource(Source):
-    """A directory with config.json and model.safetensors, or shards listed in model.safetensors.index.json."""
+    """Directory with config.json and model.safetensors, or shards listed in model.safetensors.index.json."""
 
     tensors: dict[str, TensorInfo]
     vision: dict[str, TensorInfo]
@@ -182,7 +178,6 @@ class HfSource(Source):
                 )
 
     def _note_file(self, file: SafetensorsFile) -> None:
-        """Note down where the tensors of one weight file lie."""
         for raw, info in file.tensors.items():
             kind = self.vision if is_vision(raw) else self.tensors
             key = raw if is_vision(raw) else canonical_name(raw)
@@ -194,8 +189,8 @@ class HfSource(Source):
             self._files[key] = (file, raw)
 
     def _settle_head(self) -> None:
-        """Settle what a configuration with tied embeddings and the files say of the head, as transformers 5 does
-        (PreTrainedModel.tie_weights): of two tensors a head that differs is used, of one tensor it is both."""
+        """Decide between configuration and files on tied embeddings as transformers 5 (PreTrainedModel.tie_weights).
+        Of two tensors, a head that differs is used; a single tensor is both."""
         head, embedding = self.tensors.get(HF_LM_HEAD), self.tensors.get(HF_EMBEDDING)
         if head is None or not self.spec.tie_word_embeddings:
             return
@@ -218,7 +213,7 @@ class HfSource(Source):
             )
 
     def _have_equal_values(self, one: str, other: str) -> bool:
-        """Whether two tensors of one shape have the same values, some MiB at a time."""
+        """Compare two tensors of one shape, some MiB at a time."""
         rows, width = self.tensors[one].shape
         step = max(1, _COMPARE_ITEMS // width)
         spans = ((at, min(rows, at + step)) for at in range(0, rows, step))
@@ -255,8 +250,8 @@ class HfSource(Source):
 
 
 def check_generation(config: Mapping[str, Any], vocab_size: int, place: str) -> None:
-    """Raise CheckpointError when the contents of a generation_config.json, which errors call `place`, name token ids
-    that are no numbers below `vocab_size`."""
+    """Raise CheckpointError for a generation_config.json (`place`) with token ids that are no numbers below
+    `vocab_size`."""
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = config.get(key)
         for token in value if isinstance(value, list) and key == "eos_token_id" else [value]:
@@ -268,7 +263,7 @@ def check_generation(config: Mapping[str, Any], vocab_size: int, place: str) -> 
 
 
 class _Index(BaseModel):
-    """model.safetensors.index.json: which file holds which tensor."""
+    """Maps tensors to files (model.safetensors.index.json)."""
 
     model_config = ConfigDict(strict=True)
     weight_map: Annotated[dict[str, str], Field(min_length=1)]
@@ -276,7 +271,7 @@ class _Index(BaseModel):
 
 
 def _no_config(path: Path) -> CheckpointError:
-    """The error for a directory without config.json, as far as its files tell what it is."""
+    """Make the error for a directory without config.json, naming what it is as far as its files tell."""
     if is_present(path / ADAPTER):
         base = UntrustedFiles(path, fix=_AGAIN).read_json(path / ADAPTER).get("base_model_name_or_path")
         return CheckpointError(
@@ -289,7 +284,7 @@ def _no_config(path: Path) -> CheckpointError:
 
 
 def _weight_files(path: Path, door: UntrustedFiles) -> tuple[list[SafetensorsFile], list[str]]:
-    """The files that hold the weights, and sentences on how they were found."""
+    """Find the weight files; returns sentences on how they were found, too."""
     index = path / INDEX
     if not is_present(index):
         shards = [name for name in list_entries(path) if _SHARD.fullmatch(name)]

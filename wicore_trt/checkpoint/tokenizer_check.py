@@ -1,8 +1,7 @@
-"""Whether the tokenizer files that go into a checkpoint make a tokenizer of its model.
+"""Check that the tokenizer files of a checkpoint make a tokenizer of its model, before hours of work build on them.
 
-Loads them as an engine will, before hours of work are built on them. It knows nothing of weights. Invariant: a
-tokenizer that passes loads in the engine, the ids of its model are rows of the embedding, and who builds is told where
-answers end and why the model cannot chat, if so.
+It knows nothing of weights. Invariant: a tokenizer that passes loads in the engine, and its model's ids are rows of
+the embedding. The builder is told where answers end and, if so, why the model cannot chat.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ _FLAGS = ("id", "lstrip", "rstrip", "normalized", "single_word")  # which text b
 
 
 def check_tokenizer(directory: Path, source: str, vocab_size: int) -> list[str]:
-    """Check the files of `directory`, which come from `source`, against an embedding of `vocab_size` rows. Without a
-    tokenizer.json there is nothing to check. Returns sentences that the user should know. Raises CheckpointError in
-    terms of the source."""
+    """Check the files of `directory`, which come from `source`, against an embedding of `vocab_size` rows.
+    Without tokenizer.json there is nothing to check. Returns sentences for the user. Raises CheckpointError in terms
+    of the source."""
     if not (directory / "tokenizer.json").is_file():
         return []
     try:
@@ -47,8 +46,9 @@ def check_tokenizer(directory: Path, source: str, vocab_size: int) -> list[str]:
 
 
 def _compare_places(directory: Path, source: str) -> list[str]:
-    """Compare what the tokenizer's other files say with tokenizer.json and with each other. Returns sentences on what
-    does not count. Raises CheckpointError for a token that tokenizer.json does not hold as another file has it."""
+    """Compare the tokenizer's other files with tokenizer.json and each other; returns sentences on what does not
+    count.
+    Raises CheckpointError for a token that tokenizer.json does not hold as another file has it."""
     door, names = UntrustedFiles(directory), ("tokenizer.json", _CONFIG, _ROLES, _ADDED)
     files = (door.read_json(directory / n, limit=TOKENIZER_BYTES) if is_present(directory / n) else {} for n in names)
     backend, config, roles, added = files
@@ -72,7 +72,7 @@ def _compare_places(directory: Path, source: str) -> list[str]:
 
 
 def _compare_roles(backend: Mapping[str, Any], config: Mapping[str, Any], roles: Mapping[str, Any]) -> list[str]:
-    """Sentences on a BOS that two files name, and on what tokenizer.json puts around a text."""
+    """Return sentences on a BOS that two files name, and on what tokenizer.json puts around a text."""
     notes = list[str]()
     one, two = (_as_object(file.get("bos_token")).get("content", file.get("bos_token")) for file in (config, roles))
     if None not in (one, two) and one != two:
@@ -88,7 +88,7 @@ def _compare_roles(backend: Mapping[str, Any], config: Mapping[str, Any], roles:
 
 
 def _compare_templates(directory: Path, config: Mapping[str, Any]) -> list[str]:
-    """Sentences on chat templates that do not count."""
+    """Return sentences on chat templates that do not count."""
     door, given, notes = UntrustedFiles(directory), config.get("chat_template"), list[str]()
     if isinstance(given, list):
         named = {t.get("name"): t.get("template") for t in given if isinstance(t, dict)}

@@ -1,7 +1,7 @@
-"""Whole unified tensors, one at a time, of a model that lies in a source or in the ranks of a checkpoint.
+"""Read whole unified tensors, one at a time, from a source or from the ranks of a checkpoint.
 
-For what looks at a model tensor by tensor, calibration for one. Knows sources and checkpoint files; it must not know
-what a tensor is used for. Invariant: nothing is kept, so a reader's memory is that of the tensors it has given out.
+Must not know what a tensor is used for. Invariant: nothing is kept, so a reader's memory is that of the tensors it
+has handed out.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _DTYPES = {tag: dtype for dtype, tag in TAGS.items()}
 
 
 class WholeTensors(ABC):
-    """A model's unified tensors. `dtype` is the precision that the model has, `quantized` whether its linears are
-    E4M3. Blocks come with their safetensors tag; BF16 and E4M3 as their bits."""
+    """Unified tensors of a model of precision `dtype`; `quantized`: its linears are E4M3.
+    Blocks come with their safetensors tag; BF16 and E4M3 as their bits."""
 
     spec: Gemma3Spec
     dtype: str
@@ -30,19 +30,19 @@ class WholeTensors(ABC):
 
     @abstractmethod
     def read_whole(self, tensor: UnifiedTensor) -> tuple[np.ndarray, str]:
-        """The tensor, of shape `tensor.shape`; a norm as 1 + w in float32."""
+        """Read the tensor, of shape `tensor.shape`; a norm as 1 + w in float32."""
 
     @abstractmethod
     def weight_scale(self, tensor: UnifiedTensor) -> np.ndarray:
-        """float32 [out], the scale per output channel of a linear of a quantized model."""
+        """Read the scale per output channel of a linear of a quantized model, float32 [out]."""
 
     @abstractmethod
     def embedding_row(self, token_id: int) -> tuple[np.ndarray, str]:
-        """[1, hidden] of the embedding."""
+        """Read one row of the embedding, [1, hidden]."""
 
 
 class SourceTensors(WholeTensors):
-    """A source, whose F32 and GGUF tensors count as float32."""
+    """Tensors of a source; F32 and GGUF tensors count as float32."""
 
     quantized = False
 
@@ -64,7 +64,7 @@ class SourceTensors(WholeTensors):
 
 
 class CheckpointTensors(WholeTensors):
-    """A unified checkpoint, its ranks put back together."""
+    """Tensors of a unified checkpoint, its ranks put back together."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.spec, self.dtype, self.quantized = checkpoint.spec, checkpoint.dtype, checkpoint.weights.quantized
@@ -84,7 +84,7 @@ class CheckpointTensors(WholeTensors):
         return file.read_rows(name, row, row + 1), file.tensors[name].dtype
 
     def _assemble_shards(self, tensor: UnifiedTensor, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, str]:
-        """`tensor`, or the scale `name` of its rows, from the shards of all ranks."""
+        """Assemble `tensor`, or the scale `name` of its rows, from the shards of all ranks."""
         whole: np.ndarray | None = None
         for rank, file in enumerate(self._files):
             shard = shard_of(tensor, self.spec, rank, len(self._files))
