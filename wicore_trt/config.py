@@ -1,8 +1,8 @@
-"""The one settings tree, and where each value came from.
+"""Load the one settings tree, with the origin of each value.
 
 A value comes from a flag, else from an environment variable (`WICORE_KV__DEVICE_BYTES`), else from the recipe, else
-from the default below. It must not know what the settings do. Invariant: every key that a user wrote is either a
-setting or an error that names the file and line, the variable or the flag.
+from the default below. Must not know what settings do. Invariant: every key that a user wrote is a setting, or an
+error that names file and line, variable or flag.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _UNITS = {"": 1, "B": 1, **{f"{p}{s}": b**e for e, p in enumerate("KMGT", 1) for
 
 
 def parse_bytes(value: object) -> object:
-    """Bytes from "2GiB", "512 MB" or a plain number. Raises ValueError for anything else written as text."""
+    """Parse bytes from "2GiB", "512 MB" or a plain number. Raises ValueError for other text."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
@@ -232,7 +232,7 @@ class BuildSettings:
 
 @settings(config=_STRICT, frozen=True)
 class Settings:
-    """All settings, validated."""
+    """Settings tree, validated."""
 
     engine: str | None = None
     """Engine directory to load."""
@@ -249,7 +249,7 @@ _TREE = TypeAdapter(Settings)
 
 
 def value_of(settings: Settings, key: str) -> Any:
-    """The value behind a dotted key."""
+    """Return the value of a dotted key."""
     found: Any = settings
     for part in key.split("."):
         found = getattr(found, part)
@@ -264,7 +264,7 @@ class LoadedSettings:
     sources: Mapping[str, str]
 
     def rows(self) -> list[tuple[str, Any, str]]:
-        """(key, value, source) of every setting in the tree's order; secrets are masked."""
+        """List (key, value, source) of every setting in the tree's order; secrets are masked."""
         found = []
         for key in KEYS:
             value = value_of(self.settings, key)
@@ -273,8 +273,8 @@ class LoadedSettings:
         return found
 
     def render(self, *, meanings: bool = False) -> str:
-        """The settings as a recipe, each line with the source of its value as a comment, and with `meanings` what it
-        means above it."""
+        """Render the settings as a recipe, with each value's source as a comment, and with `meanings` its meaning
+        above it."""
         lines: list[str] = []
         section = ""
         for key, value, source in self.rows():
@@ -290,7 +290,7 @@ class LoadedSettings:
 
 
 def _meaning(key: str) -> str:
-    """What a setting means, and the values that it takes where these are a list."""
+    """Describe a setting, and list its values where they are few."""
     section, _, leaf = key.rpartition(".")
     found: Any = getattr(Settings(), section) if section else Settings()
     about = type(found).__pydantic_fields__[leaf]
@@ -312,14 +312,14 @@ KEYS = tuple(_leaf_keys(Settings))
 
 
 class Flag(NamedTuple):
-    """A value of the command line, None where it was not given, and the option that gives it, as errors name it."""
+    """Value of the command line, None where it was not given, and its option, as errors name it."""
 
     name: str
     value: Any
 
 
 def load_settings(recipe: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Settings:
-    """Settings from flags, environment, recipe and defaults; see `resolve_settings`."""
+    """Load settings from flags, environment, recipe and defaults; see `resolve_settings`."""
     return resolve_settings(recipe, overrides).settings
 
 
@@ -328,12 +328,9 @@ def resolve_settings(
     overrides: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> LoadedSettings:
-    """Settings and their sources. Precedence: flag > environment > recipe > default.
-
-    `recipe` is a packaged recipe's name or a path. `overrides` are what the caller gives, {"kv.page_tokens": 16} or
-    nested, a value or a Flag; None means that it was not given.
-    Raises ConfigError naming where the bad value was written.
-    """
+    """Load settings and their sources. Precedence: flag > environment > recipe > default.
+    `recipe` is a packaged recipe's name or a path. `overrides` are the caller's values or Flags, {"kv.page_tokens":
+    16} or nested; None means not given. Raises ConfigError that names where the bad value was written."""
     values: dict[str, tuple[Any, str]] = {}
     if recipe is not None:
         values |= read_recipe(resolve_recipe(recipe), KEYS)
@@ -351,12 +348,12 @@ def resolve_settings(
 
 
 def settings_to_json(settings: Settings) -> str:
-    """Settings as another process of this server reads them; secrets are in it."""
+    """Encode settings, secrets included, for another process of this server."""
     return _TREE.dump_json(settings).decode()
 
 
 def settings_from_json(text: str) -> Settings:
-    """The inverse of `settings_to_json`."""
+    """Decode the text of `settings_to_json`."""
     return _TREE.validate_json(text)
 
 

@@ -1,8 +1,8 @@
-"""The one door for files from outside: models, checkpoints, engines, recipes, downloads.
+"""Read files from outside: models, checkpoints, engines, recipes, downloads.
 
-Code that reads a file of a user or a stranger goes through `UntrustedFiles`. The module knows sizes and JSON, not the
-meaning of files. Invariant (I23): a file read here is regular, was opened without blocking, lies inside of the given
-directory, and is read up to its limit; everything else is the given error, in one line.
+All code that reads a file of a user or stranger does so through `UntrustedFiles`. Knows sizes and JSON, not the
+meaning of files. Invariant (I23): a file read here is regular, opened without blocking, inside of the given
+directory, and read up to its limit; everything else is the given error, in one line.
 """
 
 from __future__ import annotations
@@ -53,14 +53,11 @@ _LONE_SURROGATE = re.compile(r"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
 
 @dataclass(frozen=True, slots=True)
 class UntrustedFiles:
-    """How files of one directory are read.
-
-    `within` is the directory that files must lie in when all links are followed (None: the user named the file itself,
-    so it may lie anywhere). A snapshot of the Hugging Face cache, models--*/snapshots/COMMIT, may link into the blobs
-    of its own model. `error` is raised for everything that is wrong with a file, with `fix` as its remedy. With
-    `seen` = {} the door remembers what it opened, and refuses a file that has been replaced or written to since, or
-    given another mode or name.
-    """
+    """Reader of the files of one directory.
+    Files must lie in `within` when all links are followed (None: the user named the file, so it may lie anywhere). A
+    snapshot of the Hugging Face cache, models--*/snapshots/COMMIT, may link into the blobs of its own model. `error`
+    is raised for everything that is wrong with a file, with `fix` as its remedy. With `seen` = {} the reader
+    remembers what it opened, and refuses a file that was replaced, written to, or given another mode or name since."""
 
     within: Path | None = None
     error: type[WicoreError] = CheckpointError
@@ -69,10 +66,8 @@ class UntrustedFiles:
 
     @contextmanager
     def open_file(self, path: Path, *, limit: int | None = None, buffering: int = -1) -> Iterator[BinaryIO]:
-        """The file, opened for reading. OSError while it is being read becomes the door's error, too.
-
-        `limit` is in bytes (None: any size, for readers that check every length against `size_of` the file).
-        """
+        """Open the file for reading; an OSError of the block becomes `error`, too. `limit` is in bytes (None: any
+        size, for readers that check every length against `size_of` the file)."""
         descriptor = self._open_descriptor(path, limit)
         with os.fdopen(descriptor, "rb", buffering=buffering) as file:
             try:
@@ -81,7 +76,6 @@ class UntrustedFiles:
                 raise self.make_error(path, f"cannot be read: {error.strerror or error}") from error
 
     def read_bytes(self, path: Path, *, limit: int = SMALL_BYTES) -> bytes:
-        """All bytes of the file."""
         with self.open_file(path, limit=limit, buffering=0) as file:
             data = _read_at_most(file, limit + 1)
         if len(data) > limit:
@@ -89,19 +83,19 @@ class UntrustedFiles:
         return data
 
     def read_text(self, path: Path, *, limit: int = SMALL_BYTES) -> str:
-        """The file as UTF-8 text."""
+        """Read the file as UTF-8 text."""
         return self.decode_text(self.read_bytes(path, limit=limit), path)
 
     def read_json(self, path: Path, *, limit: int = SMALL_BYTES) -> dict[str, Any]:
-        """The file as a JSON object; see `parse`."""
+        """Read the file as a JSON object; see `parse_json`."""
         value = self.parse_json(self.read_bytes(path, limit=limit), path)
         if not isinstance(value, dict):
             raise self.make_error(path, f"holds {_name_of(value)} where a JSON object belongs")
         return value
 
     def parse_json(self, data: bytes, path: Path | str) -> Any:
-        """JSON of the file (or part of one) named `path`: UTF-8, no key twice in an object, no NaN or Infinity, nested
-        at most MAX_DEPTH."""
+        """Parse JSON of the file named `path`, or of part of one. It must be UTF-8, without duplicate keys, NaN or
+        Infinity, and nested at most MAX_DEPTH."""
         text = self.decode_text(data, path)
         try:
             value = json.loads(
@@ -120,7 +114,6 @@ class UntrustedFiles:
         return value
 
     def decode_text(self, data: bytes, path: Path | str) -> str:
-        """Bytes of the file `path` as text."""
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -146,13 +139,11 @@ class UntrustedFiles:
             return size_of(file)
 
     def check_unchanged(self) -> None:
-        """Refuse when a file that was opened is another one by now, or was written to: what was read may be half of one
-        version and half of another."""
+        """Refuse when a file that was opened has been replaced or written to: the bytes read may be of two versions."""
         for path in self.seen or ():
             self.check_file(Path(path))
 
     def make_error(self, path: Path | str, reason: str) -> WicoreError:
-        """The error that says `reason` of the file."""
         return self.error(f"{path} {reason}.", fix=self.fix)
 
     def _read_piece(self, path: Path, file: BinaryIO) -> bytes:
@@ -218,10 +209,8 @@ class UntrustedFiles:
 
 
 def is_present(path: Path) -> bool:
-    """Whether something has this name, be it a link that leads nowhere: what is there must be read or refused.
-
-    A directory that may not be searched counts as present, so that the door says why it cannot be read.
-    """
+    """Return True when something has this name, even a link that leads nowhere: it must be read or refused. A
+    directory that may not be searched counts as present, so that reading it says why it cannot be read."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -232,12 +221,11 @@ def is_present(path: Path) -> bool:
 
 
 def size_of(file: BinaryIO) -> int:
-    """Size of an open file in bytes."""
     return os.fstat(file.fileno()).st_size
 
 
 def quote_arg(path: object) -> str:
-    """A path or other argument as a shell takes it: blanks, quotes, control characters, a leading dash."""
+    """Quote a path or other argument for a shell: blanks, quotes, control characters, a leading dash."""
     word = str(path)
     if word.startswith("-"):
         word = f"./{word}"
@@ -252,12 +240,12 @@ def quote_arg(path: object) -> str:
 
 
 def make_printable(text: str) -> str:
-    """The text with bytes of file names that are no UTF-8 spelt out (\\xff), so that it can be stored and sent."""
+    r"""Escape bytes of file names that are no UTF-8 (\xff), so that the text can be stored and sent."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def _read_at_most(file: BinaryIO, size: int) -> bytes:
-    """Up to `size` bytes: fewer only at the end of the file."""
+    """Read up to `size` bytes: fewer only at the end of the file."""
     parts = io.BytesIO()
     while parts.tell() < size and (data := file.read(min(_COPY_BYTES, size - parts.tell()))):
         parts.write(data)
@@ -265,7 +253,7 @@ def _read_at_most(file: BinaryIO, size: int) -> bytes:
 
 
 def write_all(out: io.FileIO, data: bytes) -> None:
-    """Write all of the bytes to an unbuffered file, which takes at most 2 GiB at a time."""
+    """Write all bytes to an unbuffered file, which takes at most 2 GiB at a time."""
     view = memoryview(data)
     while view.nbytes:
         view = view[out.write(view) :]
@@ -300,7 +288,7 @@ def _parse_finite(text: str) -> float:
 
 
 def _measure_depth(value: Any) -> int:
-    """How many objects and lists of `json.loads` lie inside of one another, without recursion."""
+    """Return how deep objects and lists of `json.loads` are nested, without recursion."""
     depth, values = 0, iter([value])
     while level := [item for item in values if type(item) is dict or type(item) is list]:
         depth += 1

@@ -1,7 +1,7 @@
-"""Recipes: YAML files of settings, by name from the package or by path.
+"""Read recipes: YAML files of settings, by name from the package or by path.
 
-Reads YAML with line numbers and knows the settings by name only. Invariant: every value that is returned has a known
-key and carries "file:line" of where it was written.
+Knows settings by name only. Invariant: every returned value has a known key and the "file:line" where it was
+written.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ REMOVED = dict.fromkeys(("server.fronts", "WICORE_SERVER__FRONTS"), "Remove it: 
 
 
 def list_recipes() -> list[str]:
-    """Names of the packaged recipes."""
+    """List the names of the packaged recipes."""
     return sorted(p.name.removesuffix(SUFFIX) for p in files(PACKAGE).iterdir() if p.name.endswith(SUFFIX))
 
 
 def resolve_recipe(recipe: str | Path) -> Path:
-    """The file of a packaged recipe's name, or of a path. Raises ConfigError with the names that exist."""
+    """Find the file of a packaged recipe's name, or of a path. Raises ConfigError with the names that exist."""
     path = Path(recipe)
     if os.path.exists(path) and not os.path.isdir(path):
         return path
@@ -45,7 +45,8 @@ def resolve_recipe(recipe: str | Path) -> Path:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence with the nearest known names; when nothing is near with all of them, or where all settings are."""
+    """Suggest the nearest known names in a sentence; when none is near, all of them, or where all settings are
+    listed."""
     if name in REMOVED:
         return REMOVED[name]
     known = list(known)
@@ -56,10 +57,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def read_recipe(path: Path, keys: Collection[str]) -> dict[str, tuple[Any, str]]:
-    """{dotted key: (value, "recipe file:line")} of a recipe whose keys must all be in `keys`.
-
-    Raises ConfigError with file and line for bad YAML, an unknown, repeated or misplaced key.
-    """
+    """Read a recipe as {dotted key: (value, "recipe file:line")}; all its keys must be in `keys`. Raises ConfigError
+    with file and line for bad YAML, an unknown, repeated or misplaced key."""
     try:
         loader = yaml.SafeLoader(UntrustedFiles(error=ConfigError, fix="Give a YAML file of settings.").read_text(path))
     except yaml.YAMLError as error:

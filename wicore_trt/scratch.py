@@ -1,19 +1,8 @@
-"""A directory that appears whole under its name, and takes the place of nothing but its own kind.
+"""Write a directory that appears whole under its name and replaces nothing but its own kind.
 
-Used by whatever writes an engine or a checkpoint. It knows files and names, not what they mean. Work goes on in a
-scratch directory beside the output: a random name, a marker that says whose output it is for, and a lock on the marker
-for as long as the process lives, in whatever container. Invariants (I22): only a directory with our marker and a free
-lock is ever removed; what stands at the output is removed only when it is listed file by file, it was asked for, and
-the new one is there; a process that dies at any moment loses nothing, and the next run for the same output clears up
-after it. What was taken away goes only when the new one has its name (`new` is gone) or another whole one stands there.
-Where the file system exchanges two names in one call, a replaced output is never missing.
-
-    .NAME.wicore-RANDOM/marker   "wicore scratch", NAME; flock
-                       /new      what is being made
-                       /work     files that are needed meanwhile
-                       /taken    what stood at the output, not looked at yet: goes back, is never removed unseen
-                                 (just before an exchange, what is to stand there)
-                       /old      the same, when it was looked at; its listed files are removed, anything else stays
+It knows files and names, not what they mean. Invariants (I22): only a directory with our marker and a free lock is
+removed; what is at the output is removed only if listed file by file, asked for, and replaced already. A process
+that dies at any moment loses nothing; the next run for the same output cleans up.
 """
 
 from __future__ import annotations
@@ -43,18 +32,28 @@ _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """What a command makes. `listed` gives the names of all files of such a directory (POSIX, relative), or None for a
-    directory that is none; it must not raise for one that is damaged, because that is what --force is for. `manifest`
-    is the file that it reads."""
+    """Kind of directory that a command makes; `manifest` is the file that `listed` reads.
+    `listed` returns the names of all files of such a directory (POSIX, relative), or None for a directory of another
+    kind. It must not raise for a damaged directory, because --force must replace one."""
 
     name: str
     manifest: str
     listed: Callable[[Path], Collection[str] | None]
 
 
+# A scratch directory lies beside the output and has a random name. Its process keeps the marker locked, in whatever
+# container:
+# .NAME.wicore-RANDOM/marker   "wicore scratch", NAME; flock
+#                   /new      the directory that is being made
+#                   /work     files that are needed meanwhile
+#                   /taken    found at the output, not looked at yet: goes back, never removed unseen
+#                             (just before an exchange, the directory to be put there)
+#                   /old      the same after a look; listed files are removed, others stay
+# /taken and /old are removed only when the new directory has its name (`new` is gone), or another whole one stands
+# there. Where the file system exchanges two names in one call, a replaced output is never missing.
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """A directory to fill for `output`, and to publish."""
+    """Directory to fill for `output`, and to publish."""
 
     output: Path
     folder: Path
@@ -64,17 +63,17 @@ class Scratch:
 
     @property
     def directory(self) -> Path:
-        """What gets the name `output` in `publish`."""
+        """Directory that gets the name `output` in `publish_output`."""
         return self.folder / _NEW
 
     @property
     def work(self) -> Path:
-        """An empty directory for files that vanish with the scratch."""
+        """Empty directory for files that vanish with the scratch."""
         return self.folder / _WORK
 
     def publish_output(self) -> None:
-        """Give the finished directory its name: all of it reaches the disk first, and what it replaces is looked at
-        again. Raises ConfigError when something came into its way; nothing is changed then."""
+        """Give the finished directory its name, after all of it is on disk and the output was checked again. Raises
+        ConfigError when something else is there by now; nothing is changed then."""
         _sync_tree(self.directory)
         check_output(self.output, self.product, force=self.force, source=self.source)
         taken, old = self.folder / _TAKEN, self.folder / _OLD
@@ -97,9 +96,9 @@ class Scratch:
         _sync_path(self.output.parent)
 
     def _exchange_directories(self, taken: Path) -> bool:
-        """Put the new directory in the place of the old one in one call, and look at the old one then; False when the
-        file system has no such call. The new one waits at `taken`, so that whatever is found there after a kill is
-        looked at before it goes."""
+        """Exchange the new directory with the old one in one call, then check the old one. Returns False when the
+        file system has no such call."""
+        # The new one waits at `taken`, so that whatever is found there after a kill is checked before it is removed.
         os.rename(self.directory, taken)
         if not exchange_names(taken, self.output):
             os.rename(taken, self.directory)
@@ -135,14 +134,11 @@ class Scratch:
 def replace_output(
     output: Path, product: Product, *, force: bool, source: str | Path | None = None
 ) -> Iterator[Scratch]:
-    """A Scratch to fill and publish. Whatever was not published vanishes with the block.
-
-    `force` replaces a directory of the same kind; `source` is what is being read, which must not lie in it. What
-    earlier processes for this output left behind when they were killed is removed, and an output that one of them had
-    taken away comes back unless this block publishes one.
-
-    Raises ConfigError when something is in the way, EnvironmentUnfitError in place of an OSError of the block.
-    """
+    """Yield a Scratch to fill and publish; it is removed with the block if it was not published.
+    `force` replaces a directory of the same kind, in which `source`, which is being read, must not lie. Leftovers of
+    killed processes for this output are removed. An output that one of them had taken away comes back unless this
+    block publishes one. Raises ConfigError when something is in the way, EnvironmentUnfitError for an OSError of the
+    block."""
     output = resolve_parents(output)
     origin = None if source is None else Path(os.path.expanduser(source))
     try:
@@ -157,24 +153,24 @@ def replace_output(
 
 
 def exchange_names(one: Path, other: Path) -> bool:
-    """Exchange what two names of one file system stand for, in one step. False, and nothing done, where that cannot be:
-    the reason is that of the renames which the caller tries then."""
+    """Exchange two names of one file system in one step. Returns False, and does nothing, where that is impossible."""
     try:
         call = ctypes.CDLL(None).renameat2
     except AttributeError:  # a C library older than the call
         return False
+    # On failure the caller renames instead, and those calls tell the reason.
     return bool(call(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0)
 
 
 def clear_up(output: Path, product: Product) -> None:
-    """Remove what killed processes left behind beside a finished output."""
+    """Remove leftovers of killed processes beside a finished output."""
     with suppress(OSError), _clear_stale(output, product):
         pass
 
 
 def resolve_parents(path: Path | str) -> Path:
-    """The absolute path that the kernel takes `path` for; its last part may be a link. Raises EnvironmentUnfitError
-    when the current directory is gone."""
+    """Return the absolute path that the kernel takes `path` for; its last part may be a link. Raises
+    EnvironmentUnfitError when the current directory is gone."""
     path = Path(path)
     try:
         if ".." not in path.parts:
@@ -192,11 +188,10 @@ def resolve_parents(path: Path | str) -> Path:
 def check_output(
     output: Path, product: Product, *, force: bool, source: Path | None = None, name: Path | None = None
 ) -> None:
-    """Refuse an output that is in the way: anything but an empty directory, or with `force` a directory of the same
-    kind that holds its listed files and nothing else, and not the source; in any case a mount point, and the current
-    directory, because whoever works in it would be left in a deleted one. `name` is what to call it.
-
-    Raises ConfigError, and OSError for what may not be looked at."""
+    """Refuse an output that is in the way; errors call it `name`.
+    Allowed are an empty directory and, with `force`, one of the same kind that holds only its listed files and is
+    not the source. Never allowed are a mount point and the current directory, which would be deleted under its
+    users. Raises ConfigError, and OSError for paths that may not be read."""
     name = name or output
     if os.path.islink(output):
         raise ConfigError(
@@ -236,8 +231,8 @@ def check_output(
 
 
 def find_unlisted(directory: Path, listed: Collection[str]) -> list[str]:
-    """Files, links, and directories with nothing to look at in them, below `directory` that are not listed, by their
-    POSIX names in it. Raises OSError for a directory that holds something listed and cannot be read."""
+    """List files, links and unreadable or empty directories below `directory` that are not in `listed`, as relative
+    POSIX names. Raises OSError for a directory that holds something listed and cannot be read."""
     parents = {str(parent) for name in listed for parent in Path(name).parents}
     found: list[str] = []
 
@@ -264,7 +259,7 @@ def find_unlisted(directory: Path, listed: Collection[str]) -> list[str]:
 
 @contextmanager
 def _make_folder(output: Path, product: Product) -> Iterator[Path]:
-    """A scratch directory with marker and lock, settled at the end."""
+    """Make a scratch directory with marker and lock; settle it at the end."""
     while True:
         folder = output.parent / f"{_make_prefix(output)}{secrets.token_hex(16)}"
         folder.mkdir(mode=0o700)
@@ -281,7 +276,7 @@ def _make_folder(output: Path, product: Product) -> Iterator[Path]:
 
 
 def _write_marker(folder: Path, output: Path) -> int | None:
-    """Lock and write the marker; None when another process took the new, still empty directory for a left-over."""
+    """Lock and write the marker; None when another process took the new, still empty directory for a leftover."""
     try:
         lock = os.open(folder / MARKER, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
@@ -302,7 +297,7 @@ def _write_marker(folder: Path, output: Path) -> int | None:
 
 @contextmanager
 def _clear_stale(output: Path, product: Product) -> Iterator[None]:
-    """Clear up after killed processes. A directory in which one of them left the only output is settled at the end."""
+    """Clean up after killed processes. A directory in which one of them left the only output is settled at the end."""
     held: list[tuple[Path, int]] = []
     try:
         for folder, lock in _left_behind(output):
@@ -320,7 +315,7 @@ def _clear_stale(output: Path, product: Product) -> Iterator[None]:
 
 
 def _left_behind(output: Path) -> Iterator[tuple[Path, int]]:
-    """Scratch directories for `output` whose process is gone, each with its lock, which is ours now."""
+    """Yield scratch directories for `output` whose process is gone, each with its lock, which we hold now."""
     pattern = re.compile(re.escape(_make_prefix(output)) + "[0-9a-f]{32}")
     try:
         names = sorted(os.listdir(output.parent))
@@ -353,7 +348,7 @@ def _left_behind(output: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _settle_folder(folder: Path, output: Path, product: Product) -> None:
-    """Remove a scratch directory, the marker last. What stood at the output goes back unless the new one is there."""
+    """Remove a scratch directory, the marker last. The old output goes back unless the new one is there."""
     published = not is_present(folder / _NEW)
     for name in (_TAKEN,) if published else (_OLD, _TAKEN):  # an old one that was replaced may be half removed
         if is_present(folder / name) and (not is_present(output) or (not published and _is_empty(output))):
@@ -380,14 +375,14 @@ def _settle_folder(folder: Path, output: Path, product: Product) -> None:
 
 
 def _is_empty(directory: Path) -> bool:
-    """Whether it is a directory, and no link to one, with nothing in it."""
+    """Return True for an empty directory that is no link."""
     with suppress(OSError):
         return stat.S_ISDIR(os.lstat(directory).st_mode) and not os.listdir(directory)
     return False
 
 
 def _is_mounted(directory: Path) -> bool:
-    """Whether something is mounted there, be it a directory of the same file system; False without /proc."""
+    """Return True for a mount point, also of a directory of the same file system; False without /proc."""
     with suppress(OSError):
         points = [line.split(b" ")[4] for line in Path("/proc/self/mountinfo").read_bytes().splitlines()]
         name = os.fsencode(os.path.realpath(directory))
@@ -396,7 +391,7 @@ def _is_mounted(directory: Path) -> bool:
 
 
 def _is_whole(output: Path, product: Product) -> bool:
-    """Whether a product with all of its files stands at the output."""
+    """Return True when a product with all of its files is at the output."""
     if os.path.islink(output) or not os.path.isdir(output):
         return False
     listed = product.listed(output)
@@ -404,8 +399,8 @@ def _is_whole(output: Path, product: Product) -> bool:
 
 
 def _remove_listed(directory: Path, product: Product) -> None:
-    """Remove the files that a product lists, its manifest last, and directories that are empty then. What came in since
-    it was looked at, from a process that works in it, stays."""
+    """Remove the files that a product lists, its manifest last, and directories that are empty then. Files that came
+    since the check, from a process that works in it, stay."""
     listed = product.listed(directory) or ()
     for folder, folders, files in os.walk(directory, topdown=False):
         for name in sorted((*folders, *files), key=product.manifest.__eq__):
@@ -424,7 +419,7 @@ def _remove_tree(path: Path) -> None:
 
 
 def _own_directory(path: Path) -> bool:
-    """Whether this user made the directory, which is none by a link: strangers' markers count for nothing."""
+    """Return True for a directory, no link, of this user: markers of strangers count for nothing."""
     with suppress(OSError):
         status = os.lstat(path)
         return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
@@ -432,7 +427,7 @@ def _own_directory(path: Path) -> bool:
 
 
 def _make_prefix(output: Path) -> str:
-    """`.NAME.wicore-`; of a NAME that leaves no room for the random part its digest."""
+    """Return `.NAME.wicore-`; a NAME too long for the random part is replaced by its digest."""
     name = os.fsencode(output.name)
     return f".{hashlib.sha256(name).hexdigest() if len(name) > _MAX_NAME else output.name}.wicore-"
 
@@ -443,7 +438,7 @@ def _describe_marker(output: Path) -> bytes:
 
 @contextmanager
 def _make_parents(parent: Path) -> Iterator[None]:
-    """Make a directory and what is missing above it; what is still empty at the end goes again."""
+    """Make a directory and its missing parents; those still empty at the end are removed."""
     missing = []
     while not os.path.isdir(parent) and parent != parent.parent:
         missing.append(parent)

@@ -280,8 +280,8 @@ def _read_softcap(keys: _ModelKeys, layers: int) -> float | None:
 
 def _rope_factor(keys: _ModelKeys, layers: int) -> float:
     """Read the linear rope factor, which old files call scale_linear.
-    llama.cpp takes a factor without a type for linear. Its converter always writes both and Ollama's never does, so
-    a file with one of them is refused."""
+    llama.cpp takes a factor without a type for linear. Its converter always writes both and Ollama's neither, so a
+    file with only one of them is refused."""
     kind = keys.find_value("rope.scaling.type")
     factor, old = keys.read_float("rope.scaling.factor", None), keys.read_float("rope.scale_linear", None)
     if kind not in (None, "none", "linear"):

@@ -41,9 +41,9 @@ _OLLAMA_MODEL = "application/vnd.ollama.image.model"  # media type of the weight
 _MAX_MANIFEST = 1 << 16  # bytes
 
 
-@dataclass(frozen=True, slots=True)
 # gguf.GGUFReader makes several Python objects per token (716 MB and seconds for Gemma's 262,144 tokens); this parser
 # keeps plain lists.
+@dataclass(frozen=True, slots=True)
 class GgufTensor:
     """Tensor of shape [out, in] (row-major, the reverse of the file's), with its type name and its place in file
     `path`."""

@@ -49,11 +49,11 @@ _IDLE = {"tokenizer.chat_templates", "tokenizer.huggingface.json", "tokenizer.rw
 _BOS = re.compile(r"[^\s$:]+")  # what a template of `tokenizers` can name
 
 
-@dataclass(frozen=True, slots=True)
 # GGUF of model "llama" stores SentencePiece pieces without merges, which follow from the vocabulary: a piece can come
 # from any two pieces that it splits into, and pieces merge in the order of their ids. llama.cpp's converter writes
 # model "gpt2" where tokenizer.model is missing: the same pieces, and the merges of tokenizer.json. Normalizer,
 # splitter and decoder are those of Gemma's published tokenizer.json.
+@dataclass(frozen=True, slots=True)
 class GgufVocabulary:
     """Tokenizer of a GGUF file. `pieces[i]` is the spelling of token i in the file, `kinds[i]` its SentencePiece
     type.

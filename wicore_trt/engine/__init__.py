@@ -1,1 +1,1 @@
-"""The engine directory: build, manifest, verified load."""
+"""Engine directory: build, manifest, verified load."""

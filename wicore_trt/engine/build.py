@@ -1,8 +1,8 @@
-"""Turn a source or a unified checkpoint into an engine directory.
+"""Build an engine directory from a source or a unified checkpoint.
 
-Lays out files and writes the manifest; converting is `checkpoint.convert`'s work and computing the executor's. It
-must not know how a backend runs. Invariants: the output appears whole or not at all, and only when it opens; every byte
-that an engine is made of was compared with its checkpoint's digests while it was read.
+Lays out files and writes the manifest; `checkpoint.convert` converts, executors compute. It must not know how a
+backend runs. Invariants: the output appears whole or not at all, and only when it opens; every byte of an engine was
+compared with its checkpoint's digests while it was read.
 """
 
 from __future__ import annotations
@@ -73,22 +73,19 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     progress: Progress = ignore_progress,
     note: Callable[[str], None] | None = None,
 ) -> EngineDir:
-    """Build the engine `output` from a source (hub id, directory, GGUF) or a unified checkpoint directory, or with
-    `dummy` from a model's sizes alone: its weights are made up when it is loaded, and the manifest says so.
-
-    `dtype="auto"` keeps a checkpoint's dtype and converts a source to bfloat16; `kv_dtype="auto"` is the dtype of the
-    activations. "fp8" is a KV cache in E4M3, with the checkpoint's KV scales or else unscaled. `page_tokens` is the KV
-    page size in tokens; `max_context` limits sequences in tokens (None: the backend's choice, at most the model's
-    limit); `max_batch` and `max_chunk` limit the steps of compiled engines; `calibration` measures static scales on
-    the way; `revision` is the commit, branch or tag of a hub id; `lora` is an adapter's directory, merged; `attention`
-    is "layers", or "plugin" for backend tensorrt. An existing engine is replaced only with `force`. `note` gets a
-    sentence for every kind of loss that converting the source brought. The manifest's `created` is the time in the
-    environment variable
-    SOURCE_DATE_EPOCH (seconds since 1970) where it is set.
-
-    Raises ConfigError for options that do not fit the checkpoint or an output that is in the way, CheckpointError
-    for a bad source or a damaged checkpoint, EnvironmentUnfitError for a backend that is not here or a full disk.
-    """
+    """Build the engine `output` from a source (hub id, directory, GGUF) or a unified checkpoint directory.
+    With `dummy` only a model's sizes are given: weights are made up at load, and the manifest says so.
+    `dtype="auto"` keeps a checkpoint's dtype and converts a source to bfloat16. `kv_dtype="auto"` is the dtype of
+    the activations; "fp8" is a KV cache in E4M3, with the checkpoint's KV scales or else unscaled. `page_tokens` is
+    the KV page size in tokens. `max_context` limits sequences in tokens (None: the backend's choice, at most the
+    model's limit); `max_batch` and `max_chunk` limit the steps of compiled engines. `calibration` measures static
+    scales on the way; `revision` is the commit, branch or tag of a hub id; `lora` is the directory of an adapter to
+    merge. `attention` is "layers", or "plugin" for backend tensorrt. An existing engine is replaced only with
+    `force`. `note` gets a sentence for each kind of loss in converting. The environment variable SOURCE_DATE_EPOCH
+    (seconds since 1970) sets the manifest's `created`.
+    Raises ConfigError for options that do not fit the checkpoint or an output that is in the way. Raises
+    CheckpointError for a bad source or a damaged checkpoint, EnvironmentUnfitError for a backend that is not here or
+    a full disk."""
     options = BuildOptions(
         backend, dtype, kv_dtype, tp_size, page_tokens, split_targets(targets), max_context, max_batch,
         max_chunk, calibration, dummy, revision, attention, lora,
@@ -115,7 +112,7 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
 
 
 def is_unified_checkpoint(path: Path) -> bool:
-    """True for a directory with `config.json` and `rank0.safetensors`."""
+    """Return True for a directory with `config.json` and `rank0.safetensors`."""
     return os.path.isdir(path) and is_present(path / "rank0.safetensors") and is_present(path / "config.json")
 
 
@@ -144,9 +141,9 @@ def _check_options(options: BuildOptions, source: str | Path) -> None:
 
 
 def _open_finished(directory: Path, output: Path, source: str) -> EngineDir:
-    """Open the finished engine where it was made: nothing that does not open gets the output's name. Weights are not
-    read again, their digests were computed while they were written."""
+    """Open the finished engine before it gets the output's name."""
     try:
+        # Weights are not read again: their digests were computed while they were written.
         return open_engine(directory, verify=False)
     except EngineFormatError as error:
         said = error.message.replace(str(directory), output.name)
@@ -156,7 +153,7 @@ def _open_finished(directory: Path, output: Path, source: str) -> EngineDir:
 
 
 def _format_build_time() -> str:
-    """The time for the manifest, ISO 8601 in UTC. Raises ConfigError for a SOURCE_DATE_EPOCH that is no time."""
+    """Format the manifest's time, ISO 8601 in UTC. Raises ConfigError for a SOURCE_DATE_EPOCH that is no time."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
     try:
         now = datetime.fromtimestamp(int(epoch), UTC) if epoch else datetime.now(UTC)
@@ -191,7 +188,7 @@ def _checkpoint_of(
 
 
 def _check_fit(checkpoint: Checkpoint, options: BuildOptions) -> None:
-    """Options must describe the checkpoint that is there: building does not convert a second time."""
+    """Check that options describe the checkpoint: building does not convert a second time."""
     have = checkpoint.weights.storage
     if options.dtype not in ("auto", have):
         raise ConfigError(
@@ -259,7 +256,7 @@ def _lay_out(
 
 
 def _write_dummy_tokenizer(directory: Path) -> None:
-    """A tokenizer of one token, so that an engine without a source can be loaded and served by token ids."""
+    """Write a tokenizer of one token, so that an engine without a source can be served by token ids."""
     model = {"type": "WordLevel", "vocab": {"<eos>": 1}, "unk_token": "<eos>"}
     files = {"tokenizer.json": {"version": "1.0", "model": model}, "tokenizer_config.json": {"eos_token": "<eos>"}}
     for name, content in files.items():
@@ -267,7 +264,8 @@ def _write_dummy_tokenizer(directory: Path) -> None:
 
 
 def _dummy_checkpoint(model: DummyModel, dtype: str) -> Checkpoint:
-    """A checkpoint of `model` in `dtype` ("auto" is bfloat16; "fp8" has 16-bit parts in bfloat16), without files."""
+    """Make a checkpoint of `model` without files; `dtype` "auto" is bfloat16, "fp8" has bfloat16 for its 16-bit
+    parts."""
     config = {"wicore": {"source": f"{model.name} (dummy weights)"}, "quantization": {"kv_cache_quant_algo": None}}
     base = dtype if dtype in PLAIN else "bfloat16"
     return Checkpoint(
@@ -278,7 +276,7 @@ def _dummy_checkpoint(model: DummyModel, dtype: str) -> Checkpoint:
 
 
 def _tied_head(checkpoint: Checkpoint, rank_file: Path) -> tuple[str, ...]:
-    """The LM head is the embedding when they are tied, so an engine keeps one copy."""
+    """Name the LM head when it is the embedding, of which an engine keeps one copy."""
     if not checkpoint.spec.tie_word_embeddings:
         if LM_HEAD not in SafetensorsFile(rank_file).tensors:
             raise CheckpointError(f"{rank_file} has no {LM_HEAD}, and the embeddings are not tied.")
@@ -287,15 +285,16 @@ def _tied_head(checkpoint: Checkpoint, rank_file: Path) -> tuple[str, ...]:
 
 
 def _idle_scales(checkpoint: Checkpoint, kv_dtype: str) -> tuple[str, ...]:
-    """KV scales mean nothing to an engine whose KV cache is not FP8, and kernels that know none would refuse it."""
+    """Name the KV scales that an engine without FP8 KV cache does not need; kernels that know none would refuse
+    them."""
     if kv_dtype == "fp8":
         return ()
     return tuple(kv_scale_name(layer) for layer in range(checkpoint.spec.num_layers))
 
 
 def model_id(source: str) -> str:
-    """The model's name for clients: a hub id as it is, that of a snapshot in the hub's cache, else the file or
-    directory name without `.gguf`."""
+    """Return the model's name for clients. A hub id is kept, also that of a snapshot in the hub's cache; else it is
+    the file's or directory's name without `.gguf`."""
     path = Path(source)
     if is_hub_id(source) and not is_present(path):
         return source

@@ -1,8 +1,8 @@
 """Open an engine directory, verified, and describe one for its manifest.
 
-Knows files, sizes and digests, and nothing of what files mean. Invariants (I22): an `EngineDir` that was opened with
-`verify=True` has exactly the files and bytes that were built; what `EngineDir.read` returns is what was built, and a
-file that the manifest does not list is never read.
+Knows files, sizes and digests, not what files mean. Invariants (I22): an `EngineDir` opened with `verify=True` has
+exactly the files and bytes that were built; `EngineDir.read` returns what was built; a file that the manifest does
+not list is never read.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _SYSTEM = "lost+found"
 
 @dataclass(frozen=True, slots=True)
 class EngineDir:
-    """An engine on disk. Made by `open_engine` only, so its manifest is valid and its files have their sizes."""
+    """Engine on disk. Made by `open_engine` only, so its manifest is valid and its files have their sizes."""
 
     path: Path
     manifest: Manifest
 
     @property
     def door(self) -> UntrustedFiles:
-        """How files of the engine are read."""
+        """Reader of the engine's files."""
         return UntrustedFiles(self.path, EngineFormatError, fix=self.rebuild_advice)
 
     @property
     def rebuild_advice(self) -> str:
-        """The sentence that says how to build the engine again."""
+        """Sentence that says how to build the engine again."""
         return rebuild_engine(self.path, self.manifest)
 
     @property
@@ -58,7 +58,7 @@ class EngineDir:
         return self.manifest.spec.shard(0, self.manifest.tp_size)
 
     def read(self, name: str) -> bytes:
-        """The bytes of file `name`, compared with the manifest. Raises EngineFormatError for a file that the engine
+        """Read the file `name` and compare it with the manifest. Raises EngineFormatError for a file that the engine
         was not built with, is missing, damaged or cannot be read."""
         entry = self.manifest.files.get(name)
         if entry is None:
@@ -69,15 +69,15 @@ class EngineDir:
         return data
 
     def read_json(self, name: str) -> Any:
-        """The value of the JSON file `name`, read by `read`. Raises EngineFormatError for what is not JSON, too."""
+        """Read the JSON file `name` as `read` does. Raises EngineFormatError for invalid JSON, too."""
         return self.door.parse_json(self.read(name), self.path / name)
 
     def read_present(self, names: Iterable[str]) -> dict[str, bytes]:
-        """`read` of those of `names` that the engine was built with, by name."""
+        """Read those of `names` that the engine was built with; returns contents by name."""
         return {name: self.read(name) for name in names if name in self.manifest.files}
 
     def find_unlisted(self) -> list[str]:
-        """Files and directories that the engine was not built with, sorted: nothing reads them. Raises
+        """List files and directories that the engine was not built with, sorted; nothing reads them. Raises
         EngineFormatError for a directory that cannot be read."""
         try:
             found = find_unlisted(self.path, {MANIFEST_NAME, *self.manifest.files})
@@ -87,16 +87,13 @@ class EngineDir:
         return sorted(name for name, top in tops.items() if not top.startswith(".") and top != _SYSTEM)
 
     def make_damage_error(self, what: str) -> EngineFormatError:
-        """The error for an engine of which `what` is wrong."""
         return EngineFormatError(f"engine {self.path}: {what}.", fix=self.rebuild_advice)
 
 
 def open_engine(path: Path, *, verify: bool = True) -> EngineDir:
-    """Open the engine at `path`. `verify=False` checks engine.json and the sizes of the files that it lists, but not
-    their digests, and leaves unlisted files alone.
-
-    Raises EngineFormatError, naming the first bad file, and the command that mends it.
-    """
+    """Open the engine at `path`.
+    `verify=False` checks engine.json and the sizes of listed files, but no digests, and ignores unlisted files.
+    Raises EngineFormatError that names the first bad file and the command that mends it."""
     path = Path(path)
     engine = EngineDir(path, read_manifest(path))
     for name in engine.manifest.files:
@@ -122,7 +119,8 @@ def open_engine(path: Path, *, verify: bool = True) -> EngineDir:
 
 
 def file_state(engine: EngineDir, name: str, moved: Callable[[int], None]) -> str:
-    """ "ok" or "corrupted": the named file's content against the manifest. `moved` is told how many bytes are done."""
+    """Compare a file's content with the manifest: "ok" or "corrupted". `moved` is called with the number of bytes
+    done."""
     return "ok" if _compute_digest(engine, name, {}, moved) == engine.manifest.files[name].blake2b else "corrupted"
 
 
@@ -142,7 +140,8 @@ def _check_size(engine: EngineDir, name: str) -> None:
 
 
 def _compute_digest(engine: EngineDir, name: str, weights: dict[str, WeightFile], moved: Callable[[int], None]) -> str:
-    """Of a listed file; what a weight file holds goes into `weights`. Of a weight file without a header it is ""."""
+    """Compute a listed file's digest, "" for a weight file without a header; a weight file's contents go into
+    `weights`."""
     try:
         if not _is_weights(name):
             record = record_of(engine.path / name, engine.door)
@@ -155,7 +154,7 @@ def _compute_digest(engine: EngineDir, name: str, weights: dict[str, WeightFile]
 
 
 def _listed(path: Path) -> set[str] | None:
-    """Names of the files of an engine, damaged or not; None when the directory is none."""
+    """Return the names of an engine's files, damaged or not; None when the directory is no engine."""
     try:
         data = UntrustedFiles(path, EngineFormatError).read_json(path / MANIFEST_NAME, limit=LIST_BYTES)
     except EngineFormatError:
@@ -169,7 +168,7 @@ ENGINE = Product("engine", MANIFEST_NAME, _listed)
 
 
 def describe_files(partial: Path, weights: Mapping[str, WeightFile] | None = None) -> dict[str, FileEntry]:
-    """Sizes and digests of all files below `partial`, by POSIX name; those in `weights` are not read again."""
+    """Return sizes and digests of all files below `partial`, by POSIX name; those in `weights` are not read again."""
     entries = {name: FileEntry(file.bytes, file.digest) for name, file in (weights or {}).items()}
     for path in sorted(p for p in partial.rglob("*") if p.is_file() and p.name != MANIFEST_NAME):
         name = path.relative_to(partial).as_posix()

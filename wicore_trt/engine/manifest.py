@@ -1,8 +1,7 @@
-"""`engine.json`: what an engine directory is, as plain data.
+"""Parse, validate and write `engine.json`, which describes an engine directory as plain data.
 
-Parses, validates and writes the manifest; it opens no weights and runs no backend. Invariant: a `Manifest` that was
-read is as it was written (its seal is whole), of this format, consistent in itself and with its spec, and its file
-names stay inside the directory.
+It opens no weights and runs no backend. Invariant: a `Manifest` that was read is as it was written (its seal is
+unbroken), has this format and agrees with itself and its spec. Its file names stay inside the directory.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ _STRICT = ConfigDict(extra="forbid")
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """Size in bytes and digest (see `directory.digest_of`) of one file of the engine."""
+    """Size in bytes and digest (see `checkpoint.digest`) of one file of the engine."""
 
     __pydantic_config__ = _STRICT
     bytes: Annotated[int, Strict(), Field(ge=0, le=1 << 62)]
@@ -86,14 +85,12 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything `engine.json` records, its seal apart.
-
-    `dtype` is that of the linear weights; for "fp8", `quantization` has "algo" and "base_dtype" (the dtype of
-    everything that is not FP8). `page_tokens` is the default KV page size. `max_context` is the longest sequence in
-    tokens. `weights_hash` is over tensor contents, not over file bytes. `fingerprint` names what a KV page computed
-    with this engine depends on. `revision` is the hub commit of the source, if any. `created` is ISO 8601, UTC.
-    `compiled` is what the backend says of its files. Types and ranges are checked by `read_manifest`.
-    """
+    """Everything in `engine.json` but its seal.
+    `dtype` is that of the linear weights; for "fp8", `quantization` has "algo" and "base_dtype" (the dtype of all
+    else). `page_tokens` is the default KV page size, `max_context` the longest sequence in tokens. `weights_hash` is
+    over tensor contents, not over file bytes. `fingerprint` names what a KV page computed with this engine depends
+    on. `revision` is the hub commit of the source, if any. `created` is ISO 8601, UTC. `compiled` is the backend's
+    record of its files. `read_manifest` checks types and ranges."""
 
     __pydantic_config__ = _STRICT
     model_id: str
@@ -123,12 +120,12 @@ class Manifest:
 
     @property
     def weights(self) -> WeightFormat:
-        """How linears are stored. Raises KeyError for an unknown algo or dtype."""
+        """Storage format of linears. Raises KeyError for an unknown algo or dtype."""
         return find_format(self.quantization["algo"] if self.quantization else None, self.base_dtype)
 
     @property
     def dummy_weights(self) -> bool:
-        """Whether the engine has no weights and computes nothing sensible."""
+        """True when the engine has no weights and computes nothing sensible."""
         return bool(self.compiled.get(DUMMY_WEIGHTS))
 
     @property
@@ -137,14 +134,15 @@ class Manifest:
 
     @property
     def seal(self) -> str:
-        """Name of this build alone, be another of the same source: digests of all files and the time are in it."""
+        """Name of this build, which another build of the same source does not have: it covers all digests and the
+        time."""
         return str(seal_of(self.to_dict())["digest"])
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": KIND, **asdict(self), "spec": self.spec.to_dict()}
 
     def to_json(self) -> str:
-        """What `engine.json` holds: `to_dict` and its seal."""
+        """Encode the contents of `engine.json`: `to_dict` and its seal."""
         data = self.to_dict()
         return json.dumps({**data, SEAL: seal_of(data)}, indent=2, sort_keys=True) + "\n"
 
@@ -158,7 +156,7 @@ def compute_fingerprint(
     quantization: Mapping[str, Any] | None,
     tp_size: int,
 ) -> str:
-    """Hex blake2b over the canonical JSON of all that the content of a KV page depends on, page size apart."""
+    """Return the hex blake2b of the canonical JSON of all that a KV page's content depends on, except page size."""
     facts = {
         "spec": spec.to_dict(),
         "weights_hash": weights_hash,
@@ -171,7 +169,7 @@ def compute_fingerprint(
 
 
 def rebuild_command(path: Path, source: str = "") -> str:
-    """The sentence that says how to replace a bad engine of which no more is known; `source` "" is unknown, too."""
+    """Return the sentence that says how to replace a bad engine whose manifest is not known; nor is `source` ""."""
     head = DUMMY_SOURCE if source.startswith(DUMMY_SOURCE) else ""
     return (
         f"Rebuild it: wicore build {head}{quote_arg(source.removeprefix(head) or 'SOURCE')} {quote_arg(path)} --force"
@@ -179,7 +177,8 @@ def rebuild_command(path: Path, source: str = "") -> str:
 
 
 def rebuild_engine(path: Path, manifest: Manifest, targets: Iterable[str] = (), page_tokens: int = 0) -> str:
-    """The sentence that says how to build the engine at `path` again: as it is, or with more `targets`, other pages."""
+    """Return the sentence that says how to build the engine at `path` again: as it is, or with more `targets` or
+    other pages."""
     limit, pages = manifest.spec.max_position_embeddings, page_tokens or manifest.page_tokens
     options = {
         "--revision": quote_arg(manifest.revision) if manifest.revision else None,
@@ -199,10 +198,9 @@ def rebuild_engine(path: Path, manifest: Manifest, targets: Iterable[str] = (), 
 
 def read_manifest(path: Path) -> Manifest:
     """Read and validate `path/engine.json`.
-
-    Raises EngineFormatError when the directory or the manifest is missing, when the manifest is not JSON, belongs to
-    another program, has another format, was edited or damaged (naming the key), or does not agree with itself.
-    """
+    Raises EngineFormatError when the directory or the manifest is missing, is not JSON, or belongs to another
+    program. It is raised, too, for another format, a manifest that was edited or damaged (naming the key) or
+    contradicts itself."""
     build = f"Build one: wicore build SOURCE {quote_arg(path)}"
     if not is_present(path):
         raise EngineFormatError(f"engine {path} does not exist.", fix=build)
@@ -235,7 +233,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 class _InvalidFieldError(ValueError):
-    """Fields of the manifest do not agree; read_manifest adds the path."""
+    """Contradiction between fields of the manifest; read_manifest adds the path."""
 
 
 _ADAPTER = TypeAdapter(Manifest)
@@ -259,7 +257,7 @@ def _check_version(path: Path, version: object) -> None:
 
 
 def _check_agreement(manifest: Manifest) -> None:
-    """Raises _InvalidFieldError or CheckpointError for fields that do not agree with one another."""
+    """Raise _InvalidFieldError or CheckpointError for fields that contradict one another."""
     quantization, spec = manifest.quantization, manifest.spec
     if (manifest.dtype not in PLAIN) != (quantization is not None):
         raise _InvalidFieldError("dtype and quantization do not agree.")
@@ -281,7 +279,7 @@ def _check_agreement(manifest: Manifest) -> None:
 
 
 def fingerprint_of(manifest: Manifest) -> str:
-    """The fingerprint that a manifest with these fields must have."""
+    """Return the fingerprint that a manifest with these fields must have."""
     return compute_fingerprint(
         spec=manifest.spec,
         weights_hash=manifest.weights_hash,

@@ -1,4 +1,4 @@
-"""What to build, and what a backend is: the terms between `engine.build` and the backends.
+"""Define build options and the protocol of backends, which `engine.build` and backends share.
 
 It must not know any backend's compiler. Invariant: a backend is found by name, and loaded only when it is asked for.
 """
@@ -29,7 +29,7 @@ LAYERS, PLUGIN = "layers", "plugin"
 
 @dataclass(frozen=True, slots=True)
 class DummyModel:
-    """A model without weights, for measurements of speed: whoever loads the engine makes some up."""
+    """Model without weights, to measure speed; its weights are made up at load."""
 
     name: str
     spec: Gemma3Spec
@@ -37,10 +37,10 @@ class DummyModel:
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """The arguments of `build_engine` that say what to build. `max_batch` and `max_chunk` limit a step of a compiled
-    engine: sequences of a decode step, and tokens of a prefill step. `dummy` stands in for a source, and `revision` is
-    the source's hub commit, branch or tag, `lora` the directory of an adapter to merge. `attention` is LAYERS, or
-    PLUGIN for backend tensorrt."""
+    """Arguments of `build_engine` that say what to build.
+    `max_batch` limits the sequences of a compiled engine's decode step, `max_chunk` the tokens of its prefill step.
+    `dummy` replaces a source. `revision` is the source's hub commit, branch or tag, `lora` the directory of an
+    adapter to merge. `attention` is LAYERS, or PLUGIN for backend tensorrt."""
 
     backend: str
     dtype: str
@@ -58,8 +58,8 @@ class BuildOptions:
     lora: Path | None = None
 
     def kv_dtype_of(self, checkpoint: Checkpoint, *, compiled: bool = False) -> str:
-        """The dtype of the KV cache; "auto" is that of the activations. Raises ConfigError for a dtype that no
-        `compiled` step converts to."""
+        """Return the dtype of the KV cache; "auto" is that of the activations. Raises ConfigError for a dtype that
+        no `compiled` step converts to."""
         dtype = checkpoint.dtype if self.kv_dtype == "auto" else self.kv_dtype
         if compiled and dtype not in (checkpoint.dtype, "fp8"):
             raise ConfigError(
@@ -70,27 +70,27 @@ class BuildOptions:
 
 
 class Backend(Protocol):
-    """How an engine is compiled and opened. An attribute of a module, named in BACKENDS."""
+    """Compiles and opens engines. Implemented by the modules named in BACKENDS."""
 
     def targets(self, options: BuildOptions) -> list[str]:
-        """GPU architectures that will be compiled for. Raises ConfigError or EnvironmentUnfitError before work."""
+        """List the GPU architectures to compile for. Raises ConfigError or EnvironmentUnfitError before work."""
 
     def default_context(self, limit: int) -> int:
-        """max_context of an engine for which none is given; `limit` is the model's."""
+        """Return max_context of an engine for which none is given; `limit` is the model's."""
 
     def check(self, checkpoint: Checkpoint, options: BuildOptions) -> None:
-        """Raises ConfigError for a checkpoint that this backend does not build, before anything is copied."""
+        """Raise ConfigError for a checkpoint that this backend does not build, before anything is copied."""
 
     def compile(
         self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress
     ) -> dict[str, Any]:
-        """Put the compiled files into the engine `directory`, whose weights are there, and return what the manifest
-        says of them. `options` have their targets and max_context filled in."""
+        """Put the compiled files into the engine `directory`, whose weights are there; return the manifest's
+        `compiled`. `options` have their targets and max_context filled in."""
 
     def open(self, engine: EngineDir, settings: ExecutorOptions) -> Executor | RequestExecutor:
-        """The executor of an engine of this backend: a RequestExecutor of those in SCHEDULE_THEMSELVES. Raises
-        EnvironmentUnfitError where this machine cannot run it, EngineFormatError for files that do not fit, ConfigError
-        for settings that do not."""
+        """Return the executor of an engine of this backend, a RequestExecutor for those in SCHEDULE_THEMSELVES.
+        Raises EnvironmentUnfitError where this machine cannot run it, EngineFormatError for files that do not fit,
+        ConfigError for settings that do not."""
 
 
 BACKENDS = {
@@ -105,7 +105,7 @@ SCHEDULE_THEMSELVES = frozenset({"tensorrt-llm"})
 
 
 def find_backend(name: str) -> Backend:
-    """The backend of this name. Raises EnvironmentUnfitError for one that does not exist."""
+    """Find a backend by name. Raises EnvironmentUnfitError for one that does not exist."""
     if name not in BACKENDS:
         raise EnvironmentUnfitError(
             f"backend {name!r} is not built in this version; there is: {', '.join(BACKENDS)}.",
@@ -117,6 +117,6 @@ def find_backend(name: str) -> Backend:
 
 
 def split_targets(values: Sequence[str]) -> tuple[str, ...]:
-    """ "sm80,sm89" and "sm120" given one by one are the same as all in one. Order is kept, doubles are dropped."""
+    """Split lists such as "sm80,sm89" and join them with the others, in order and without duplicates."""
     names = [part.strip().lower() for value in values for part in value.split(",")]
     return tuple(dict.fromkeys(name for name in names if name))

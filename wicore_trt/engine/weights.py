@@ -1,7 +1,7 @@
-"""Weight files of an engine: place them, compare them with what their checkpoint recorded, name their contents.
+"""Place an engine's weight files, compare them with their checkpoint's records, and hash their contents.
 
-Moves bytes in pieces of a few MB, so a 54 GB file needs no more. It must not know what the tensors mean. Invariants:
-every byte that is placed was compared with its record while it was read; the hash of weights depends on names, dtypes,
+Moves bytes in pieces of a few MB, so a 54 GB file needs no more memory. Must not know what tensors mean. Invariants:
+every placed byte was compared with its record while it was read; the hash of weights depends on names, dtypes,
 shapes and contents of tensors, not on their order in the file nor on metadata.
 """
 
@@ -24,7 +24,7 @@ Moved = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """What a weight file of `bytes` bytes holds: its tensors, and the digests of its parts (`checkpoint.digest`)."""
+    """Contents of a weight file of `bytes` bytes: its tensors, and the digests of its parts (`checkpoint.digest`)."""
 
     bytes: int
     tensors: Mapping[str, TensorInfo]
@@ -32,19 +32,19 @@ class WeightFile:
 
     @property
     def digest(self) -> str:
-        """The digest of the whole file."""
         return combine_digests(self.parts)
 
 
 def read_weights(path: Path, door: UntrustedFiles = ANYWHERE, moved: Moved = lambda count: None) -> WeightFile:
-    """Hash a weight file. `moved` is told how many bytes more are done. Raises the door's error when it cannot be read,
-    CheckpointError for a damaged header."""
+    """Hash a weight file. `moved` is called with the number of bytes done since its last call. Raises the door's
+    error when it cannot be read, CheckpointError for a damaged header."""
     size, file = door.check_file(path), SafetensorsFile(path)
     return WeightFile(size, file.tensors, hash_parts(path, file.locate_parts(), door, moved))
 
 
 def hash_weights(ranks: Sequence[WeightFile]) -> str:
-    """Hex blake2b over (rank, name, dtype, shape, digest of the content) of every tensor, sorted by rank and name."""
+    """Return the hex blake2b over (rank, name, dtype, shape, content digest) of every tensor, sorted by rank and
+    name."""
     hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for rank, file in enumerate(ranks):
         for name, info in sorted(file.tensors.items()):
@@ -61,12 +61,10 @@ def place_weights(
     damaged: Callable[[str], CheckpointError],
     moved: Moved = lambda count: None,
 ) -> WeightFile:
-    """Put `source` at `target` without the tensors named in `drop`, compared with `record` while it is read.
-
-    With nothing to drop the file is hard-linked, or copied where the file system cannot link. Raises `damaged` of the
-    first part that is not as recorded, dropped ones included: what is wrong with a checkpoint is said at once. `moved`
-    is told how many bytes more are done.
-    """
+    """Place `source` at `target` without the tensors named in `drop`, comparing it with `record` while it is read.
+    With nothing to drop the file is hard-linked, or copied where the file system cannot link. Raises `damaged` of
+    the first part that is not as recorded, also of a dropped one. `moved` is called with the number of bytes done
+    since its last call."""
     file = SafetensorsFile(source)
     kept = [(name, info.dtype, info.shape) for name, info in file.tensors.items() if name not in drop]
     if len(kept) == len(file.tensors):
