@@ -1,7 +1,7 @@
-"""Estimates of what prompts will take: alone, beside what runs, and with a load from disk that turns out slow.
+"""Estimate how long prompts take: alone, beside running sequences, and beside a slow load from disk.
 
-Plain functions over running sequences and what was measured; they decide nothing. Invariant: a newcomer's share and
-delay count all that is computed before or beside it, and no more.
+Plain functions over running sequences and measurements; they decide nothing. Invariant: a newcomer's share and delay
+count all that is computed before or beside it, and no more.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ LEARNT, DRAGGED = 4, 4
 def learn_step(
     prefill: PrefillMeter, loader: PrefixLoader | None, slices: Seq[tuple[int, int]], seconds: float, slice_tokens: int
 ) -> None:
-    """Learn from a step that computed (start, count) of each sequence and took so long: beside a load from disk that
-    tells how much it slows steps down, once it is known what they take without."""
+    """Learn from a step that computed (start, count) of each sequence in `seconds`. Once LEARNT steps are known, steps
+    beside a load from disk teach only how much it slows them down."""
     if loader is None or not loader.reads_disk or prefill.observed < LEARNT:
         prefill.observe_step(slices, seconds, slice_tokens)
     elif sum(n for _, n in slices if n > 1) >= DRAGGED * slice_tokens:
@@ -41,7 +41,7 @@ def learn_step(
 def estimate_prompt(
     sequence: Sequence, time: StepTime | None, manager: KVCacheManager, loader: PrefixLoader | None, rate: ComputeRate
 ) -> float:
-    """Seconds that the prompt of a newcomer will take, cached parts aside; 0 without `time`."""
+    """Estimate the seconds that a newcomer's prompt takes without its cached part; 0 without `time`."""
     if time is None:
         return 0.0
     pages, total = sequence.pages, len(sequence.tokens)
@@ -56,7 +56,7 @@ def estimate_prompt(
 
 
 def raise_cost(sequence: Sequence, time: StepTime | None, loader: PrefixLoader) -> None:
-    """Raise the cost of a sequence whose load from disk turns out slow: it has more to compute, and comes later."""
+    """Raise the cost of a sequence whose load from disk is slow: it has more to compute and comes later."""
     meet = loader.meeting_token(sequence.pages)
     if meet is not None and time is not None:
         begun = sequence.cached or 0
@@ -65,7 +65,7 @@ def raise_cost(sequence: Sequence, time: StepTime | None, loader: PrefixLoader) 
 
 
 def lower_cost(sequence: Sequence, time: StepTime | None, computed: int) -> None:
-    """Lower the cost of a sequence after a jump from `computed`: what was loaded is no cost."""
+    """Lower the cost of a sequence after a jump from `computed`: loaded tokens cost nothing."""
     if time is not None:
         begun = sequence.cached or 0
         seconds = time.prompt_s(begun, max(0, computed - begun)) + time.prompt_s(
@@ -77,7 +77,7 @@ def lower_cost(sequence: Sequence, time: StepTime | None, computed: int) -> None
 def prefill_rate_beside(
     running: Seq[Sequence], prefill: PrefillMeter, time: StepTime | None, max_tokens: int, slice_tokens: int
 ) -> ComputeRate:
-    """Estimate the prefill rate of a sequence that has its turn, beside those that decode."""
+    """Estimate the prefill rate of a sequence whose turn it is, beside those that decode."""
     decoding = [s for s in running if s.remaining_tokens == 1]
     left = max(1, max_tokens - len(decoding))
     share = min(left / max_tokens, _prompt_share(decoding, prefill, time, left, slice_tokens))
@@ -94,9 +94,9 @@ def prefill_rate_behind(
     max_tokens: int,
     slice_tokens: int,
 ) -> ComputeRate:
-    """Estimate the prefill rate of a newcomer, or of the running `chooser`: its turn comes after what is being
-    prefilled, each step gives a token to every sequence that decodes, and those that compute beside their loads go
-    on. More than that must not count for a load, or its request waits longer for it than computing takes."""
+    """Estimate the prefill rate of a newcomer, or of the running `chooser`. Its turn comes after the prompts being
+    prefilled. Each step gives a token to every sequence that decodes, and sequences that compute beside their loads go
+    on. Counting more would make a request wait longer for its load than for computing."""
     busy = [s for s in running if s.pages.load is None and s is not chooser]
     ahead = sum(s.remaining_tokens for s in busy if s.remaining_tokens > 1)
     decoding = [s for s in busy if s.remaining_tokens == 1]
@@ -108,7 +108,7 @@ def prefill_rate_behind(
 
 
 def _benefit_to_others(decoding: Seq[Sequence]) -> float:
-    """Benefit to others (`ComputeRate.others`): they wait for the prompts in each of their steps."""
+    """Return `ComputeRate.others`: sequences that decode wait for the prompts in each of their steps."""
     each, most = OTHERS
     return min(most, each * len(decoding))
 
@@ -116,8 +116,8 @@ def _benefit_to_others(decoding: Seq[Sequence]) -> float:
 def _prompt_share(
     decoding: Seq[Sequence], prefill: PrefillMeter, time: StepTime | None, left: int, slice_tokens: int
 ) -> float:
-    """The part of the device's time that steps with `left` tokens for prompts leave them beside those that decode, who
-    are not to wait: the meter knows only steps that prompts fill."""
+    """Return the share of the device's time that prompts get, in steps with `left` tokens for them, beside sequences
+    that decode. The meter knows only steps that prompts fill."""
     if time is None or not decoding:
         return 1.0
     load, budget = StepLoad(len(decoding), sum(s.computed for s in decoding)), Budget(left)

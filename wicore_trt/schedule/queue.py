@@ -1,13 +1,9 @@
-"""Waiting sequences in the order they should be admitted, and how long a newcomer would wait among them.
+"""Order waiting sequences for admission, and estimate how long a newcomer waits among them.
 
-Of the tenants that wait, one that holds the fewest places is next, and of several that which was given the fewest since
-it began to wait. So a tenant with a thousand sequences, also with many that lost their pages, delays another one by one
-sequence. Of one tenant the key is arrival + priority * AGEING_S + cost_s: a priority level is worth AGEING_S seconds of
-waiting, and a prompt that takes ten seconds to compute lets those pass that come in its first ten. All terms are fixed
-at arrival and priorities are bounded, so a heap is exact and nobody is overtaken by what came later than cost_s + 2 *
-MAX_PRIORITY * AGEING_S after it. A preempted sequence keeps its key, so it returns ahead of later arrivals. It must not
-know pages or who runs. Invariant (I18): a sequence is in the queue once, and holds a place from `pop_next` until
-`push_sequence`, `undo_pops` or `end_place`.
+The next tenant holds the fewest places; among equals, it was given the fewest since it began to wait. So a tenant with
+a thousand sequences, preempted ones too, delays another one by one sequence. It must not know pages or running
+sequences. Invariant (I18): a sequence is in the queue once, and holds a place from `pop_next` until `push_sequence`,
+`undo_pops` or `end_place`.
 """
 
 from __future__ import annotations
@@ -38,13 +34,16 @@ S = TypeVar("S", bound=Queued)
 
 
 def order_key(sequence: Queued) -> tuple[float, int]:
-    """Smaller runs earlier; ties by seq_id."""
+    """Sort key within a tenant, smallest first: arrival + priority * AGEING_S + cost_s; ties by seq_id. A prompt that
+    takes ten seconds lets those pass that arrive in its first ten. All terms are fixed at arrival and priorities are
+    bounded. So a heap is exact, and nobody is overtaken by a sequence that came later than cost_s + 2 * MAX_PRIORITY *
+    AGEING_S after it. A preempted sequence keeps its key and returns ahead of later arrivals."""
     return (sequence.arrival + sequence.request.priority * AGEING_S + sequence.cost_s, sequence.seq_id)
 
 
 @dataclass(slots=True)
 class QueueEntry(Generic[S]):
-    """A place in a heap. Its sequence is None when that was taken out from the middle."""
+    """Entry of a heap. Its sequence is None once taken out from the middle."""
 
     key: tuple[float, int]
     sequence: S | None
@@ -55,9 +54,9 @@ class QueueEntry(Generic[S]):
 
 @dataclass(slots=True)
 class _TenantQueue(Generic[S]):
-    """Waiting sequences of one tenant, a heap, and the places that others of it hold. `turns` counts the places it was
-    given, beginning at no fewer than any that came to their end before. The first entry of the heap has a sequence, and
-    so has at least every second one."""
+    """Waiting sequences of one tenant in a heap, and the places that it holds. `turns` counts the places it was given,
+    beginning at no fewer than any that ended before. The first entry of the heap has a sequence, and so has at least
+    every second one."""
 
     turns: int = 0
     held: int = 0
@@ -65,7 +64,7 @@ class _TenantQueue(Generic[S]):
     heap: list[QueueEntry[S]] = field(default_factory=list)
 
     def drop_removed(self) -> None:
-        """Drop entries whose sequence was taken out, so that a thousand removals cost no thousand heaps."""
+        """Drop entries without a sequence; rebuild the heap only when they are the majority."""
         if 2 * self.count < len(self.heap):
             self.heap = [entry for entry in self.heap if entry.sequence is not None]
             heapq.heapify(self.heap)
@@ -74,7 +73,7 @@ class _TenantQueue(Generic[S]):
 
 
 class WaitingQueue(Generic[S]):
-    """Taking is linear in the number of tenants that wait."""
+    """Queue of all tenants. Taking a member is linear in the number of tenants that wait."""
 
     def __init__(self) -> None:
         self._members: dict[int, QueueEntry[S]] = {}
@@ -88,19 +87,19 @@ class WaitingQueue(Generic[S]):
         return sequence.seq_id in self._members
 
     def __iter__(self) -> Iterator[S]:
-        """Members in no particular order."""
+        """Yield members in no particular order."""
         return iter([entry.sequence for entry in self._members.values() if entry.sequence is not None])
 
     def count_by_tenant(self) -> Mapping[str, int]:
-        """Members by tenant, of those that have any."""
+        """Count members by tenant, without tenants that have none."""
         return {name: tenant.count for name, tenant in self._tenants.items() if tenant.count}
 
     def copy_entries(self) -> dict[str, list[QueueEntry[S]]]:
-        """Copy the waiting entries, by tenant and in no particular order, for any thread to read later."""
+        """Copy the waiting entries by tenant, in no particular order, for any thread to read later."""
         return {name: tenant.heap.copy() for name, tenant in self._tenants.items() if tenant.count}
 
     def push_sequence(self, sequence: S) -> None:
-        """Add a sequence; one that has a place gives it up."""
+        """Add a sequence; it gives up the place that it may hold."""
         assert sequence.seq_id not in self._members
         tenant = self._tenants.setdefault(sequence.request.tenant, _TenantQueue())
         if sequence.turn is not None:
@@ -131,19 +130,19 @@ class WaitingQueue(Generic[S]):
         tenant.count += 1
 
     def remove_member(self, sequence: S) -> None:
-        """Take a member out; not being there is a bug of the caller."""
+        """Take a member out; an absent one is a bug of the caller."""
         self._members.pop(sequence.seq_id).sequence = None
         tenant = self._tenants[sequence.request.tenant]
         tenant.count -= 1
         tenant.drop_removed()
 
     def peek_next(self) -> S | None:
-        """The member to admit next, or None when empty."""
+        """Return the member to admit next, or None when empty."""
         tenant = self._next_tenant()
         return tenant.heap[0].sequence if tenant is not None else None
 
     def pop_next(self) -> S | None:
-        """Take out the member to admit next and give it a place, or None when empty."""
+        """Take out the member to admit next and give it a place; None when empty."""
         tenant = self._next_tenant()
         if tenant is None:
             return None
@@ -168,7 +167,7 @@ class WaitingQueue(Generic[S]):
 
 
 class Newcomers:
-    """Requests that came since the outlook was made: sequences and tokens of prompts, by tenant and priority."""
+    """Counts of requests that came since the outlook was made: sequences and prompt tokens, by tenant and priority."""
 
     def __init__(self) -> None:
         self._sequences, self._tokens = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
@@ -179,7 +178,7 @@ class Newcomers:
         self._tokens[name] += len(request.prompt_token_ids)
 
     def count_before(self, request: GenerateRequest) -> tuple[int, int]:
-        """Sequences of its tenant that came before a request and have a priority no less urgent, and their tokens."""
+        """Count the tenant's earlier sequences of the same or a more urgent priority, and their tokens."""
         sequences = tokens = 0
         for priority in range(-MAX_PRIORITY, request.priority + 1):
             name = request.tenant, priority
@@ -187,7 +186,6 @@ class Newcomers:
         return sequences, tokens
 
     def count_by_tenant(self) -> Counter[str]:
-        """Sequences by tenant."""
         found = Counter[str]()
         for (tenant, _), count in self._sequences.items():
             found[tenant] += count
@@ -200,10 +198,13 @@ class Newcomers:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """The queue as it is between two steps. `prompts` that run: (tenant, place in the order, seconds left). `queued`:
-    who waits, by tenant. `share` of the time is the prompts', and a token of a prompt takes `token_s` of it. `free`:
-    places; of those taken one becomes free every `turnover_s`, 0 where that is not known. They were taken at `begun`,
-    the first one first, and `hold_s` is for how long as a rule, by a clock that said `now`."""
+    """Queue as it is between two steps. Times are seconds.
+
+    `prompts` that run: (tenant, order key, seconds left). `queued`: waiting entries by tenant. `share` of the time is
+    the prompts', and a prompt token takes `token_s` of it. `free`: places. A taken one becomes free every `turnover_s`,
+    0 if unknown. The taken places began at `begun`, first one first, and last `hold_s` as a rule, by a clock that said
+    `now`.
+    """
 
     prompts: Sequence[tuple[str, float, float]] = ()
     queued: Mapping[str, list[QueueEntry[Any]]] = field(default_factory=dict)
@@ -216,8 +217,8 @@ class Outlook:
     now: float = 0.0
 
     def wait_s(self, tenant: str, key: float, cost_s: float, more: int = 0, more_s: float = 0.0) -> float:
-        """Until the first step of a newcomer with this place in the order and these seconds of its own, behind `more`
-        others that take `more_s`. Other tenants have one turn for each of the tenant's own."""
+        """Estimate the seconds until a newcomer's first step, from its order `key` and `cost_s`. `more` others that
+        take `more_s` are ahead. Other tenants have one turn for each of the tenant's own."""
         ahead, seconds = more, more_s
         for name, place, left in self.prompts:
             seconds += min(left, cost_s) if name != tenant else left if place <= key else 0.0
@@ -234,8 +235,8 @@ class Outlook:
         return max(seconds / self.share, self.place_s(ahead + 1 - self.free))
 
     def place_s(self, count: int) -> float:
-        """Until so many more places are free: no sooner than evenly, and not before who holds them has had its time,
-        as places that were taken all at once become free all at once."""
+        """Estimate the seconds until `count` more places are free. At the soonest they become free evenly, and not
+        before their holders have had their time: places that were taken all at once become free all at once."""
         if count <= 0 or not self.turnover_s:
             return 0.0
         evenly, taken = count * self.turnover_s, len(self.begun)

@@ -1,13 +1,7 @@
-"""The scheduler: it decides which sequences compute how many tokens in the next step.
+"""Scheduler: it decides which sequences compute how many tokens in the next step.
 
-Sequences that decode have their token first. What the step's tokens and time leave (`schedule/budget.py`) goes to
-prompts, those that run and those that wait: tenants in turn, each one's in the order of the queue, so that a short
-prompt passes a long one that is under way, and the first one in that order gets on in every step. Preempts the one that
-would be admitted last when pages run out, and parks its pages in host memory where there is one. When a tenant waits
-that has at least two places fewer than another one, the latter's newest sequence gives way in the same manner. A
-sequence whose prefix is being loaded from a lower tier runs without computing, or computes from the front meanwhile.
-Decides on plain data: it never sees tensors or transports. Invariant: a schedule's slices fit the budget and their
-pages are reserved, and if any sequence lives, the schedule is empty only while something is being loaded.
+It decides on plain data and must not know tensors or transports. Invariant: a schedule's slices fit the budget and
+their pages are reserved. While any sequence lives, the schedule is empty only while something is being loaded.
 """
 
 from __future__ import annotations
@@ -56,10 +50,15 @@ PREFETCHED = 4
 class Scheduler:
     """Continuous batching with chunked prefill over a KVCacheManager.
 
+    Sequences that decode go first. Prompts, running and waiting, share what the step's tokens and time leave
+    (`step_time.Budget`): tenants in turn, each in the order of the queue. So a short prompt passes a long one, and the
+    first one advances in every step. When pages run out, the sequence that would be admitted last is preempted, and
+    parked if there is host memory. When a waiting tenant has at least two places fewer than another, so is the other's
+    newest sequence. A sequence with a load idles, or computes from the front.
+
     `max_batch_tokens` bounds the tokens of a step, `max_sequences` the sequences that hold pages. `loader` brings
-    prefixes up from lower tiers; the engine tells `prefill` and `step_time` how long steps took. Without `step_time`
-    steps have all their tokens whoever decodes. `slice_tokens`: with fewer tokens a step gets no shorter, because the
-    device reads its weights all the same. `score_rows` bounds the tokens of a step that are of prompts whose
+    prefixes up from lower tiers. Without `step_time`, time limits no step. With fewer than `slice_tokens` a step gets
+    no shorter, as the device reads its weights all the same. `score_rows` bounds a step's tokens of prompts whose
     log-probabilities are wanted; those take nothing from the cache. `graph_sizes`: see `Executor`.
     """
 
@@ -110,7 +109,7 @@ class Scheduler:
         return self.loader is not None and len([s for s in self.running if s.pages.load is not None]) > 0
 
     def add_sequence(self, sequence: Sequence) -> None:
-        """Queue a new sequence. If it has to wait, what it will need from disk is fetched meanwhile."""
+        """Queue a new sequence, and prefetch from disk if it has to wait."""
         if self.loader is not None and len(self.waiting) < PREFETCHED:
             self._newcomers.append(sequence)
         blocked = self.loader is not None and bool(self.running) and self._is_blocked()
@@ -120,11 +119,8 @@ class Scheduler:
             self._prefetch_waiting(None)
 
     def _prefetch_waiting(self, first: Sequence | None) -> None:
-        """Read from disk what the newcomers that wait will need, and the `first` of the queue.
-
-        Each is asked for once, and only when it is known to wait: one that enters in the step after it came asks for
-        its own pages, and reads that were asked for just before would be ahead of those.
-        """
+        """Prefetch for the newcomers that wait, and for the `first` of the queue, once each. A sequence that enters in
+        the step after its arrival asks for its own pages; reads asked for just before would be ahead of those."""
         waiting, self._newcomers = self._newcomers, []
         if first is not None:
             waiting.append(first)
@@ -137,19 +133,19 @@ class Scheduler:
                 self.loader.prefetch_prefix(sequence.pages, len(sequence.tokens), hit, self.newcomer_rate())
 
     def estimate_cost(self, sequence: Sequence) -> float:
-        """Seconds that the prompt of a newcomer will take, cached parts aside; 0 without `step_time`."""
+        """Estimate the seconds that a newcomer's prompt takes without its cached part; 0 without `step_time`."""
         rate = self.prefill.compute_rate(slice_tokens=self.slice_tokens)
         return estimate_prompt(sequence, self.step_time, self.manager, self.loader, rate)
 
     def observe_step(self, load: StepLoad, slices: list[tuple[int, int]], seconds: float) -> None:
-        """A step took so long that computed (start, count) tokens of each sequence; [] where all counts are one."""
+        """Learn from a step that computed (start, count) tokens of each sequence; [] where all counts are one."""
         if slices:
             learn_step(self.prefill, self.loader, slices, seconds, self.slice_tokens)
         if self.step_time is not None:
             self.step_time.observe_step(load, seconds)
 
     def make_outlook(self, begun: tuple[float, ...] = (), hold_s: float = 0.0, now: float = 0.0) -> Outlook:
-        """Tell what a newcomer finds before it at `now`, if places were taken at `begun` and are held for `hold_s`."""
+        """Return the outlook of a newcomer at `now`, if places were taken at `begun` and are held for `hold_s`."""
         blocked, queued, time = bool(self.running) and self._is_blocked(), self.waiting.copy_entries(), self.step_time
         free = 0 if blocked else self.max_sequences - len(self.running)
         places = len(self.running) + max(0, free)
@@ -179,7 +175,7 @@ class Scheduler:
         sequence.change_state(SequenceState.FINISHED)
 
     def _release_pages(self, sequence: Sequence) -> None:
-        """Give back every slot of a sequence."""
+        """Release all slots of a sequence."""
         if self.loader is not None:
             self.loader.cancel_load(sequence.pages)
         self.manager.free_pages(sequence.pages)
@@ -204,7 +200,7 @@ class Scheduler:
         return schedule
 
     def _shorten_beside_disk(self, budget: Budget) -> bool:
-        """Keep a step short in which pages come from disk; True if any do."""
+        """Keep a step short in which pages come from disk; return whether any do."""
         if self.loader is None or not self.loader.reads_disk:
             return False
         tokens = int(DISK_SHARE * self.loader.newest_read_s / self.prefill.compute_rate().per_token_s)
@@ -213,7 +209,7 @@ class Scheduler:
         return True
 
     def _schedule_prompts(self, schedule: StepSchedule, budget: Budget) -> None:
-        """Give the rest of the step to prompts that run and that wait. Nobody is admitted while pages are short."""
+        """Give the rest of the step to running and waiting prompts. Nobody is admitted while pages are short."""
         short = bool(schedule.preempted)
         if not short and self._is_blocked() and (victim := self._find_in_the_way()) is not None:
             victim.gave_way += 1
@@ -240,9 +236,9 @@ class Scheduler:
         return self._given.get(sequence.request.tenant, 0), order_key(sequence)
 
     def schedule_ahead(self, schedule: StepSchedule) -> StepSchedule | None:
-        """Make up the step after `schedule` while that one still runs: a token more for each sequence that needs one
-        unless what is sampled now ends it. None when the next step should wait for this one: a sequence loads or is not
-        decoding, one could be admitted or would have to be preempted, or none goes on."""
+        """Make up the step after `schedule` while that one still runs: one token for each sequence that its sampled
+        token cannot have ended. None when the next step should wait for this one: a sequence loads or is not decoding,
+        one could be admitted or would have to be preempted, or none goes on."""
         # a page that arrives now would be copied into a slot that the step under way writes, and the next one reads
         if self.is_loading:
             return None
@@ -262,7 +258,7 @@ class Scheduler:
         return StepSchedule([(s, 1) for s in following])
 
     def _is_full(self) -> bool:
-        """Say whether another sequence would be more than there are places, or than the target of a step allows."""
+        """Say whether one more sequence exceeds the places or the target time of a step."""
         time, running = self.step_time, len(self.running)
         if running >= self.max_sequences or time is None or time.target_s is None or not running:
             return running >= self.max_sequences
@@ -274,9 +270,9 @@ class Scheduler:
         return self._is_full() or (bool(self._too_few) and all(map(le, self.manager.memory.free_counts, self._too_few)))
 
     def _find_in_the_way(self) -> Sequence | None:
-        """The sequence that should give its place or pages to the head of the queue, which cannot be admitted: the
-        newest one of the tenant that has most places, if that tenant still has as many as the head's when both have
-        changed. Each such change makes the numbers of places more equal, so none of them is undone by another."""
+        """Find the sequence that should yield its place or pages to the head of the queue, which cannot be admitted. It
+        is the newest of the tenant with most places, if that tenant still has as many as the head's after the change.
+        Each such change evens out the places, so no other change undoes it."""
         head = self.waiting.peek_next()
         if head is None:
             return None
@@ -338,7 +334,7 @@ class Scheduler:
         )
 
     def _advance_load(self, sequence: Sequence) -> int:
-        """Tokens that a running sequence should compute now, budget aside."""
+        """Return the tokens that a running sequence should compute now, budget aside."""
         if sequence.pages.load is None:
             return sequence.remaining_tokens
         assert self.loader is not None
@@ -368,7 +364,7 @@ class Scheduler:
         return 0 if sequence.pages.load is not None else sequence.remaining_tokens
 
     def _start_over(self, sequence: Sequence) -> int:
-        """The parked pages of a sequence are lost."""
+        """Requeue a sequence whose parked pages are lost."""
         assert self.loader is not None
         self._release_pages(sequence)
         self.loader.parking.release_parked(sequence.pages)
@@ -381,13 +377,13 @@ class Scheduler:
         self._too_few = []
 
     def _spare_for_load(self, sequence: Sequence) -> int:
-        """Local pages to leave when a load takes its window: those of the chunk that the sequence may compute
-        meanwhile, and a page more for each that runs, or one of them would be preempted at once."""
+        """Count the local pages to leave when a load takes its window: the chunk the sequence may compute meanwhile,
+        and one for each running sequence, lest one be preempted at once."""
         chunk = min(sequence.remaining_tokens, self.max_batch_tokens)
         return self.manager.count_pages(chunk) + 1 + len(self.running)
 
     def _preempt_sequence(self, victim: Sequence, schedule: StepSchedule) -> int:
-        """Send `victim` back to the queue; returns the tokens it had in this step."""
+        """Send `victim` back to the queue; return the tokens it had in this step."""
         refund = sum(count for sequence, count in schedule.slices if sequence is victim)
         schedule.slices = [entry for entry in schedule.slices if entry[0] is not victim]
         schedule.preempted.append(victim)
@@ -410,11 +406,9 @@ class Scheduler:
     def _admit_waiting(
         self, schedule: StepSchedule, budget: Budget, passed_over: list[Sequence], before: Sequence | None = None
     ) -> None:
-        """Admit waiting sequences in order while budget, pages and places last, and while they come `before` a prompt
-        that runs and leave it the pages of its part. `passed_over` must be put back.
-
-        The first one that does not fit stops admission, so that a big request is not starved by small ones.
-        """
+        """Admit waiting sequences in order while budget, pages and places last. With `before`, admit only those that
+        come before that running prompt and leave it pages. The caller puts `passed_over` back. The first sequence that
+        does not fit stops admission, so that small requests do not starve a big one."""
         if self.running and self._too_few and all(map(le, self.manager.memory.free_counts, self._too_few)):
             return  # looking up a long prompt again at every step would cost more than the step's other decisions
         while (
@@ -454,7 +448,7 @@ class Scheduler:
                         break
 
     def _comes_before(self, prompt: Sequence, budget: Budget) -> bool:
-        """Say whether the head of the queue has its turn before a prompt that runs, and pages for both of them."""
+        """Say whether the head of the queue has its turn before a running prompt, with pages for both."""
         head = self.waiting.peek_next()
         if head is None or self._prompt_order(head) > self._prompt_order(prompt):
             return False
@@ -467,11 +461,9 @@ class Scheduler:
         return PrefixHit(0, 0, in_flight=False) if sequence.scoring else hit
 
     def _give_pages(self, sequence: Sequence, hit: PrefixHit | None, budget: Budget) -> int | None:
-        """Give a waiting sequence its cached prefix and pages, or a parked one (`hit` is None) those it had.
-
-        Returns the tokens to compute in this step, or None and no change when there is no room for it and one more page
-        of each running sequence: without those the newcomer would be preempted at once.
-        """
+        """Give a waiting sequence its cached prefix and pages, or a parked one (`hit` is None) those it had. Return the
+        tokens to compute in this step. None, and no change, without room for it and one more page of each running
+        sequence: it would be preempted at once."""
         pages, total, running = sequence.pages, len(sequence.tokens), len(self.running)
         if hit is None:
             assert self.loader is not None and pages.parked is not None
@@ -501,7 +493,6 @@ class Scheduler:
         return count
 
     def newcomer_rate(self, chooser: Sequence | None = None) -> ComputeRate:
-        """Estimate the prefill rate of a newcomer, or of the running `chooser`."""
         slice_tokens = min(self.slice_tokens, self.max_batch_tokens)
         meters = self.prefill, self.step_time, self.loader
         return prefill_rate_behind(self.running, chooser, *meters, self.max_batch_tokens, slice_tokens)

@@ -1,7 +1,7 @@
-"""Sequence of a request, as the scheduler sees it: its state, tokens, how many are computed, its pages.
+"""Sequence of a request as the scheduler sees it: its state, tokens, how many are computed, its pages.
 
-There is no prefill and no decode phase: a sequence has computed and total tokens, and a step computes some of the
-difference. Invariant: computed < len(tokens) while the sequence lives, so there is always a next token to compute.
+There is no prefill or decode phase: a step computes some of the tokens that are not computed yet. Invariant: computed <
+len(tokens) while the sequence lives, so there is always a next token to compute.
 """
 
 from __future__ import annotations
@@ -31,14 +31,18 @@ TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`tokens` is prompt + output; `computed` of them are in the KV pages. `cached` of the prompt came from the cache
-    at first admission (None before it); of a `requeued` one, which lost its pages, nothing more counts. `arrival` is a
-    stamp of the engine's clock in seconds, and `begun` that of the first step that computed for it. `prefetched`: what
-    it will need from disk was asked for. `turn`: how many places its tenant had been given before the one that this
-    sequence has; None while it has none. `ran`: steps that computed for it since its last admission; `gave_way`: how
-    often it gave its place to another tenant. `scored`: tokens of the prompt whose log-probabilities were put out;
-    `scoring`: some are still to be, so that all of it must be computed. `cost_s`: seconds that computing its prompt was
-    expected to take when it came. `longest`: tokens that it ends with at the latest."""
+    """Sequence with its state, tokens and pages.
+
+    - `tokens`: prompt + output; `computed` of them are in the KV pages
+    - `cached`: prompt tokens found in the cache; None before first admission. It does not grow once the sequence is
+      `requeued`, i.e. lost its pages
+    - `arrival`, `begun`: seconds of the engine's clock, at arrival and at the first step that computed for it
+    - `prefetched`: its pages on disk were asked for
+    - `turn`: places its tenant had been given before the one it holds; None without one
+    - `ran`: steps that computed for it since its last admission; `gave_way`: times it left its place to another tenant
+    - `scored`: prompt tokens whose log-probabilities were put out; `scoring`: some are wanted, so all is computed
+    - `cost_s`: expected seconds to compute its prompt, at arrival; `longest`: tokens that it ends with at the latest
+    """
 
     seq_id: int
     request: GenerateRequest
@@ -92,8 +96,7 @@ class Sequence:
 
 @dataclass(slots=True)
 class StepSchedule:
-    """Schedule of one step: (sequence, tokens to compute) pairs and the sequences that lost their pages to make
-    room."""
+    """Schedule of one step: (sequence, tokens to compute) pairs, and the sequences preempted to make room."""
 
     slices: list[tuple[Sequence, int]] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)

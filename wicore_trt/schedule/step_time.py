@@ -1,13 +1,9 @@
-"""Time of a step, learnt from those that were made, and the budget of one while it is made up.
+"""Time of a step, learnt from earlier steps, and the token budget of the next one.
 
     seconds = hypot(weights, computed * c) + rows * a + keys * b + pairs * d, no coefficient negative
 
-This is a roofline with a round corner. `weights` are read once a step however little it does; the arithmetic of the
-tokens that it computes (c for each) hides behind that, or that behind it, and where they are equal half of the shorter
-one shows. A row that decodes costs its sampling (a) and reads its context (b for each key); tokens of prompts are
-attended to with the keys before them (d for each pair). Plain numbers; it must not know sequences, clocks or devices.
-Invariant: whatever is observed, estimates are positive and finite, one odd step moves them by a few percent, and two in
-a row that are off alike bring them there.
+Plain numbers; it must not know sequences, clocks or devices. Invariant: whatever is observed, estimates are positive
+and finite. One odd step moves them by a few percent, and two in a row that are off alike bring them there.
 """
 
 from __future__ import annotations
@@ -36,8 +32,8 @@ and more, in part of which the device waits: steps that were to take 38 ms took 
 
 
 class StepLoad(NamedTuple):
-    """Work of a step: `rows` decode a token each over `keys` of context, and `tokens` of prompts are computed that
-    form `pairs` with themselves and keys before them."""
+    """Work of a step: `rows` decode a token each over `keys` of context. `tokens` of prompts form `pairs` with
+    themselves and the keys before them."""
 
     rows: int = 0
     keys: int = 0
@@ -45,21 +41,28 @@ class StepLoad(NamedTuple):
     pairs: float = 0.0
 
     def with_prompt(self, start: int, count: int) -> StepLoad:
-        """Return the load with tokens [start, start + count) of a prompt more."""
+        """Return the load plus tokens [start, start + count) of a prompt."""
         return StepLoad(self.rows, self.keys, self.tokens + count, self.pairs + count * (start + count / 2))
 
 
 def load_of(slices: Sequence[tuple[int, int]]) -> StepLoad:
-    """The load of a step that computes (start, count) of each sequence. One token counts as decoded."""
+    """Load of a step that computes (start, count) of each sequence. One token counts as decoded."""
     keys, prompts = [start for start, count in slices if count == 1], [(s, n) for s, n in slices if n > 1]
     pairs = sum(count * (start + count / 2) for start, count in prompts)
     return StepLoad(len(keys), sum(keys), sum(count for _, count in prompts), pairs)
 
 
 class StepTime:
-    """Times are seconds. `target_s` is how long a step may take that decodes, prompts included; None is FLUENT_S, or
-    STRETCH times what it takes without them, and no limit while no token is `awaited`: larger steps get more done.
-    `share` of the steps with prompts in them was the prompts' time."""
+    """Estimates of step times in seconds.
+
+    The formula is a roofline with a round corner. `weights` are read once a step. The arithmetic of computed tokens (c
+    each) hides behind that, or that behind it; where they are equal, half of the shorter one shows. A row that decodes
+    costs its sampling (a) and reads its context (b a key); prompt tokens attend to the keys before them (d a pair).
+
+    `target_s` bounds a step that decodes, prompts included. None means FLUENT_S or, if more, STRETCH times the step's
+    time without prompts; and no bound while no token is `awaited`, as larger steps get more done. `share` of the steps
+    with prompts was the prompts' time.
+    """
 
     def __init__(self, target_s: float | None = None) -> None:
         self.target_s = target_s
@@ -69,7 +72,7 @@ class StepTime:
         self._fit = PositiveSum(PRIOR, rate=RATE, clip=CLIP)
 
     def observe_step(self, load: StepLoad, seconds: float) -> None:
-        """Learn from a step that took so long."""
+        """Learn from a step of this load."""
         if not 0 < seconds < math.inf or not load.rows + load.tokens:
             return
         self._fit.update(self._fit_terms(load), seconds)
@@ -79,7 +82,7 @@ class StepTime:
             self.share += (part - self.share) * min(1.0, seconds / SHARE_S)
 
     def step_s(self, load: StepLoad) -> float:
-        """Estimate the seconds of such a step."""
+        """Estimate the seconds of a step of this load."""
         return self._fit.predict(self._fit_terms(load))
 
     def prompt_s(self, start: int, count: int) -> float:
@@ -87,7 +90,7 @@ class StepTime:
         return self._prompt_s(count, count * (start + count / 2))
 
     def limit_s(self, decoding: StepLoad) -> float:
-        """Seconds that a step may take in which these decode; without end where none does."""
+        """Return the seconds that a step with this decode load may take; infinite without one."""
         if not decoding.rows or not (self.awaited or self.target_s):
             return math.inf
         return self.target_s or max(FLUENT_S, STRETCH * self.step_s(decoding))
@@ -97,8 +100,8 @@ class StepTime:
         return tokens * token + pairs * pair
 
     def _fit_terms(self, load: StepLoad) -> tuple[float, ...]:
-        """Terms that the coefficients are multiplied with. The two that hide each other have their parts of both, by
-        which they also learn."""
+        """Return the terms of the coefficients. Weights and arithmetic, which hide each other, share the hypotenuse in
+        proportion to their squares, by which they also learn."""
         weights, _, _, token, _ = self._fit.p
         computed = load.rows + load.tokens
         work = computed * token
@@ -107,11 +110,9 @@ class StepTime:
 
 
 class Budget:
-    """`tokens` that the step may still compute. Prompts may have them all until `set_time` says what time they have.
-
-    Invariants: the tokens given never pass the tokens that there were; prompts are given no more than the step's time
-    allows, but always `least` tokens in all, so that they get on however slow the step is.
-    """
+    """Budget of a step: `tokens` it may still compute. Prompts may take all until `set_time` limits their time.
+    Invariants: the tokens given never exceed those there were. Prompts get no more than the step's time allows, but at
+    least `least` tokens in all, so that they advance however slow the step is."""
 
     __slots__ = ("_ends", "_least", "_limit_s", "_load", "_rest", "_sizes", "_slice", "_time", "tokens")
 
@@ -123,16 +124,15 @@ class Budget:
         self._slice, self._rest, self._ends = 1 << 30, 0, False
 
     def set_time(self, time: StepTime, decoding: StepLoad, least: int, sizes: Sequence[int] = ()) -> None:
-        """Give prompts the time that a step in which these decode has for them, with the tokens that pad it
-        to one of `sizes` (`Executor.graph_sizes`). Of a larger one, launches take as long as FEW_MORE times as many."""
+        """Limit prompts to the time that a step with this decode load has for them, padded to one of `sizes`
+        (`Executor.graph_sizes`). Above the largest, launches take as long as for FEW_MORE times as many tokens."""
         self._time, self._load, self._limit_s = time, decoding, time.limit_s(decoding)
         self._sizes = (*sizes, FEW_MORE * sizes[-1]) if sizes else ()
         self._least = self._pad_tokens(least)  # the step takes as long with fewer
 
     def shorten_step(self, tokens: int, slice_tokens: int) -> None:
-        """The step is to have no more than so many tokens more. A prompt that would leave less than a slice for the
-        next step has the rest as well; and where one ends, the others have no more than what makes it a slice, as it
-        would wait for them."""
+        """Limit the step to `tokens` more. A prompt that would leave less than a slice for the next step gets the rest
+        too. Where a prompt ends, the others get only what completes a slice, as it would wait for them."""
         self._slice, before = slice_tokens, self.tokens
         self.tokens = min(before, tokens)
         self._rest = max(self._rest, min(slice_tokens, before - self.tokens))
