@@ -40,7 +40,7 @@ shares nothing between requests anyway."""
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """An engine that is ready to step, its tokenizer and what it is."""
+    """Engine that is ready to step, its tokenizer and its description."""
 
     core: Core
     tokenizer: Tokenizer
@@ -48,19 +48,17 @@ class LoadedEngine:
 
     @property
     def engine_core(self) -> EngineCore:
-        """The core of an engine whose steps are made here, for measurements of its parts."""
+        """Return the core of an engine whose steps `core.engine` makes, for measurements."""
         assert isinstance(self.core, EngineCore)
         return self.core
 
 
 def load_engine(settings: Settings, executor: Executor | None = None, *, serves: bool = False) -> LoadedEngine:
-    """Load the engine that `settings.engine` names, or put a cache and a scheduler of its own on an `executor` of that
-    engine which runs already. One that `serves` makes ready for constraints meanwhile, others when the first one comes,
-    and has the limits of `settings.scheduler` for who waits.
-
-    Raises ConfigError when none is named, EngineFormatError when it cannot be trusted, EnvironmentUnfitError when
-    this machine cannot run it or the KV pool is too small for one sequence of max_context tokens.
-    """
+    """Load the engine that `settings.engine` names. A running `executor` of that engine gets a new cache and scheduler.
+    `serves`: prepare constraints now instead of at the first one, and apply the waiting limits of `settings.scheduler`.
+    Raises ConfigError when no engine is named, EngineFormatError when it cannot be trusted. Raises
+    EnvironmentUnfitError when this machine cannot run it or the KV pool is too small for one sequence of max_context
+    tokens."""
     if settings.engine is None:
         raise ConfigError("No engine is named.", fix="Give its directory: wicore serve ENGINE.")
     engine = open_engine(Path(settings.engine))
@@ -91,7 +89,8 @@ def load_engine(settings: Settings, executor: Executor | None = None, *, serves:
 
 
 def _make_request_core(engine: EngineDir, settings: Settings, tokenizer: Tokenizer, max_context: int) -> RequestCore:
-    """Raises ConfigError for settings of a KV cache that is not ours."""
+    """Make the core of a backend that schedules itself. Raises ConfigError for settings of a KV cache that is not
+    ours."""
     for setting in fields(KVSettings):
         if setting.name not in THEIR_KV and getattr(settings.kv, setting.name) != getattr(KVSettings(), setting.name):
             name = f"kv.{setting.name}"
@@ -106,7 +105,6 @@ def _make_request_core(engine: EngineDir, settings: Settings, tokenizer: Tokeniz
 def _make_core(
     engine: EngineDir, settings: Settings, executor: Executor, grammars: Grammars, max_context: int
 ) -> EngineCore:
-    """A core with a cache and a scheduler of its own on `executor`."""
     manifest, layout = engine.manifest, executor.layout
     manager, loader = make_cache(
         settings.kv,
@@ -138,8 +136,8 @@ def _make_core(
 
 
 def make_executor(engine: EngineDir, settings: Settings) -> Executor:
-    """The executor of the engine's backend. Raises EnvironmentUnfitError where this machine cannot run that, or for a
-    backend that makes its steps itself."""
+    """Open the executor of the engine's backend. Raises EnvironmentUnfitError where this machine cannot run it, and for
+    a backend that makes its steps itself."""
     backend = engine.manifest.backend
     if backend in SCHEDULE_THEMSELVES:
         raise EnvironmentUnfitError(f"Engines of backend {backend} make their steps themselves; this needs one step.")
@@ -147,7 +145,6 @@ def make_executor(engine: EngineDir, settings: Settings) -> Executor:
 
 
 def executor_options(settings: Settings) -> ExecutorOptions:
-    """Settings of an executor."""
     return ExecutorOptions(
         device=settings.executor.device, kernels=settings.executor.kernels, threads=settings.executor.threads,
         page_tokens=settings.kv.page_tokens, kv_bytes=settings.kv.device_bytes,
@@ -158,7 +155,7 @@ def executor_options(settings: Settings) -> ExecutorOptions:
 
 
 def batch_tokens_of(settings: Settings) -> int:
-    """Tokens of a step, by the device where no number is set."""
+    """Return the tokens of a step: as set, else by device."""
     if settings.scheduler.max_batch_tokens is not None:
         return settings.scheduler.max_batch_tokens
     device = settings.executor.device
@@ -170,7 +167,6 @@ def batch_tokens_of(settings: Settings) -> int:
 
 
 def limits_of(settings: SchedulerSettings) -> Limits:
-    """Limits on how long requests wait and run."""
     return Limits(settings.max_queue_s, _to_seconds(settings.target_ttft_ms), settings.timeout_s)
 
 

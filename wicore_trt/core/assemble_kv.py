@@ -1,4 +1,4 @@
-"""Makes the KV cache of one engine from settings: pools, policies, tiers, and what joins them.
+"""Makes the KV cache of one engine from settings: pools, policies, tiers, and their connections.
 
 Knows which classes make up the cache, and nothing of models. Invariant: everything that KV values depend on enters the
 names of pages and the namespace on disk.
@@ -46,11 +46,9 @@ def make_cache(
     copier: PageCopier,
     files: Files | None = None,
 ) -> tuple[KVCacheManager, PrefixLoader | None]:
-    """The cache of an engine with fingerprint `engine` that `kernels` compute. `files`: what the disk tier does to the
-    operating system goes through it.
-
-    Raises ConfigError for settings that fit no page, EnvironmentUnfitError for a disk directory that cannot be used.
-    """
+    """Make the cache of an engine with fingerprint `engine` that `kernels` compute. `files` makes the disk tier's
+    system calls. Raises ConfigError for settings that fit no page, EnvironmentUnfitError for a disk directory that
+    cannot be used."""
     events = KVEventLog(MAX_EVENT_LOG_PAGES)
     chain_group = GLOBAL if GLOBAL in layout.num_pages else LOCAL
     tiers, store = None, None
@@ -96,7 +94,6 @@ def _make_tiers(
     events: KVEventLog,
     files: Files | None,
 ) -> tuple[LowerTiers, DiskStore | None]:
-    """The tiers, and the store of the disk tier."""
     slot_bytes, slots_per_page = slot_geometry(dict(namespace.layout))
     num_slots = settings.host_bytes // slot_bytes
     if num_slots < 2 * sum(slots_per_page.values()):
@@ -132,7 +129,7 @@ def _make_tiers(
 
 
 def _keep_times(retention: Retention, tiers: LowerTiers) -> None:
-    """Have times to live written down with the pages on disk, and go on with those of an earlier process."""
+    """Write times to live to the disk tier as they change, and restore those of an earlier process."""
     if tiers.movers.disk is None:
         return
     books, store = tiers.movers.disk
@@ -149,7 +146,7 @@ def _keep_times(retention: Retention, tiers: LowerTiers) -> None:
             copy = books.get(group, key)
             if copy is not None and copy.ready:
                 known = store.expires(copy.slots)
-                # what is used all the time need not be written each time: an earlier end only costs a later restart
+                # skip most writes for pages in constant use: an earlier end on disk only matters after a restart
                 if not known or not end or end < known or known - store.now < (left or 0.0) / 2:
                     store.stamp(copy.page, copy.slots, end)
 
@@ -158,7 +155,7 @@ def _keep_times(retention: Retention, tiers: LowerTiers) -> None:
 
 
 def _note_eviction(events: KVEventLog, tier: str, store: DiskStore | None, copy: TierCopy, cause: str) -> None:
-    if copy.found:  # nobody was told of one that was not
+    if copy.found:  # a copy that was never found was never announced
         events.append_removed(tier, copy.page.group, copy.page.key, cause)
     if store is not None:
         store.erase(copy.slots)

@@ -1,11 +1,10 @@
 """The engine core: requests in, one step at a time, token outputs out.
 
-Joins scheduler and executor; single-threaded, so that every state can be tested step by step. With an `AheadExecutor`
-the next decode step starts before the last one's tokens are read. A sequence that ends meanwhile computes a token that
-nobody wants, and keeps its pages until that step has landed. What may follow in a constrained sequence depends on its
-last token, so with one of those in a step the next step waits. It must not know text, threads or transports. Invariant
-(I17): every sequence that was added ends with exactly one output that carries a finish reason, whatever happens to it,
-and no page is given back while a step that writes into it runs.
+Joins scheduler and executor; single-threaded, so that every state can be tested step by step. An `AheadExecutor` starts
+the next decode step before the last one's tokens are read. A sequence that ends meanwhile computes one useless token
+and keeps its pages until that step has landed. A constrained sequence's mask depends on its last token, so its next
+step waits. It must not know text, threads or transports. Invariant (I17): every added sequence ends with exactly one
+output that carries a finish reason, and no page is given back while a step that writes into it runs.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ ATTENTION_STEPS = 32
 
 @dataclass(slots=True)
 class Flight:
-    """A step that was started. `started` is a stamp of the engine's clock; `result` is there at once unless the
-    executor runs ahead; `ended` are sequences of the schedule that ended before the step did. `again`: it failed, and
-    its sequences ran each alone."""
+    """Step that was started. `started`: stamp of the engine's clock. `result`: set at once unless the executor runs
+    ahead. `ended`: sequences of the schedule that ended before the step did. `again`: the step failed, and its
+    sequences ran each alone."""
 
     schedule: StepSchedule
     batch: StepBatch
@@ -65,7 +64,7 @@ class Flight:
 
 
 class EngineCore(Core):
-    """Runs requests on one executor. Without `grammars` it takes none with a constraint."""
+    """Runs requests on one executor. Without `grammars` it refuses constraints."""
 
     def __init__(
         self,
@@ -80,7 +79,7 @@ class EngineCore(Core):
         super().__init__(eos_ids, max_context, clock)
         self._grammars = grammars
         self._matchers: dict[int, Matcher] = {}  # of constrained sequences that live, by seq_id
-        self._uncounted: set[int] = set()  # penalized sequences whose tokens the executor does not know
+        self._uncounted: set[int] = set()  # penalized sequences whose earlier tokens the executor lacks
         self.executor = executor
         self.scheduler = scheduler
         self._step_seconds, self._step_tokens = 0.0, Histogram(STEP_TOKENS)
@@ -163,7 +162,7 @@ class EngineCore(Core):
         self._register_request(request, sequences, start_by)
 
     def step(self) -> list[TokenOutput]:
-        """Bring one step to its end; where the executor can, the next one has then been started."""
+        """Finish one step; where the executor runs ahead, the next one is then already started."""
         outputs, flight = self._end_expired(), self._flight
         if flight is None:
             schedule = self.scheduler.schedule_step()
@@ -175,11 +174,11 @@ class EngineCore(Core):
                 return outputs + self._wait_or_fail(schedule)
             flight = self._start_step(schedule)
         self._flight = self._start_next(flight)
-        if self._flight is not None:  # those that wait were passed over
+        if self._flight is not None:  # a next step was scheduled, without those that still wait
             outputs += self._end_overdue_waits()
         try:
             self.scheduler.manager.work_beside_step(flight.batch.num_tokens)
-        finally:  # whatever breaks there, this step lands before the one after it
+        finally:  # also after an error this step must land before the next one
             outputs += self._land_step(flight)
         if not self.scheduler.has_work:
             self.scheduler.manager.work_beside_step(0)  # nobody waits for the device
@@ -203,9 +202,9 @@ class EngineCore(Core):
         return flight
 
     def _run_again(self, flight: Flight, failure: Exception) -> None:
-        """Run the sequences of a step that failed each alone, while no other step is under way, and let those fail that
-        fail alone. What they kept on the device is forgotten before, so that nothing of the failed step counts. Raises
-        `failure` where the first two raise, or the only one: then it is not a request that is at fault."""
+        """Run the sequences of a failed step each alone, while no other step runs, and fail those that fail alone. The
+        device forgets them first, so that nothing of the failed step counts. Raises `failure` when the first two (or
+        the only one) raise: then no single request is at fault."""
         log.exception("a step failed; its sequences run again, each alone")
         flight.again, flight.result = True, StepResult([])
         flight.schedule.slices = [(s, count) for s, count in flight.schedule.slices if s.finish_reason is None]
@@ -228,7 +227,8 @@ class EngineCore(Core):
             flight.result.prompt_logprobs.update(found.prompt_logprobs)
 
     def _start_next(self, flight: Flight) -> Flight | None:
-        """Start the step after `flight` before that one has ended, if its tokens make no difference to the schedule."""
+        """Start the next step before `flight` has ended, if the tokens of `flight` make no difference to the
+        schedule."""
         if self._ahead is None or flight.again or not self._ahead.leads(flight.batch):
             return None
         if self._matchers and any(s.seq_id in self._matchers for s, _ in flight.schedule.slices):
@@ -236,24 +236,24 @@ class EngineCore(Core):
         schedule = self.scheduler.schedule_ahead(flight.schedule)
         try:
             return None if schedule is None else self._start_step(schedule, ahead=True)
-        except Exception:  # then it is tried again when this one has landed, with its sequences alone if need be
+        except Exception:  # tried again when this step has landed
             log.exception("a step could not be started before the last one ended")
             return None
 
     def _discard_next(self) -> None:
-        """Wait for the step after a failed one, if it was started, and forget it, as it went on from what that one did.
-        It wrote where nothing counts as written; its sequences compute those positions again."""
+        """Wait for the step that started after a failed one and drop its result, which builds on the failure. Its
+        writes do not count as written, so its sequences compute those positions again."""
         following, self._flight = self._flight, None
         if following is None:
             return
         assert self._ahead is not None
         try:
             self._ahead.collect()
-        except Exception:  # who is at fault is found when they run alone
+        except Exception:  # running each sequence alone finds the one at fault
             log.exception("the step after a failed one failed too")
 
     def _land_step(self, flight: Flight) -> list[TokenOutput]:
-        """Wait for a step and take what it brings; `self._flight` is the one after it."""
+        """Wait for a step and apply its result; `self._flight` is the next step."""
         if flight.result is None:
             assert self._ahead is not None
             try:
@@ -277,7 +277,7 @@ class EngineCore(Core):
         return outputs
 
     def _apply_result(self, flight: Flight, result: StepResult) -> list[TokenOutput]:
-        """Take what a step brings to those sequences that did not end while it ran."""
+        """Apply a step's result to the sequences that did not end while it ran."""
         failed, attention, plain = result.failed, result.attention, 0
         manager, matchers = self.scheduler.manager, self._matchers
         sampled = {found.seq_id: found for found in result.sampled}
@@ -305,7 +305,7 @@ class EngineCore(Core):
                 ends = length >= sequence.longest or not sequence.stop_set.isdisjoint(new)
                 if ends or len(known) == prompt_len or found.logprobs or matchers:
                     outputs.append(self._append_tokens(sequence, found))
-                else:  # nearly always; `_append` does all the rest
+                else:  # the usual case, inlined for speed; `_append_tokens` does the rest
                     known += new
                     plain += len(new)
                     usage = Usage(prompt_len, length - prompt_len, sequence.cached or 0)
@@ -328,7 +328,6 @@ class EngineCore(Core):
             self._land_step(flight)
 
     def do_housekeeping(self) -> bool:
-        """Apply finished transfers and publish KV events."""
         manager = self.scheduler.manager
         manager.do_housekeeping()
         manager.events.publish_step()
@@ -338,7 +337,7 @@ class EngineCore(Core):
         return self.scheduler.manager.retention.rest_s()
 
     def _wait_or_fail(self, schedule: StepSchedule) -> list[TokenOutput]:
-        """Nothing to compute: wait a moment for the pages that are being loaded, else somebody is stuck."""
+        """Wait a moment for pages that are being loaded; if nothing loads or runs, fail the next waiting sequence."""
         manager = self.scheduler.manager
         if manager.tiers is not None and self.scheduler.is_loading:
             manager.tiers.wait(0 if self.scheduler.held_back else LOAD_WAIT_S)
@@ -346,11 +345,12 @@ class EngineCore(Core):
         sequence = self.scheduler.waiting.peek_next()
         if schedule.preempted or self.scheduler.running or sequence is None:
             return []
-        # it waits while the pools are empty, so it will never run
+        # it waits although no other sequence holds pages, so it will never run
         return [self._finish_sequence(sequence, FinishReason.ERROR, error="The KV pool is too small for this request.")]
 
     def _make_batch(self, schedule: StepSchedule, *, ahead: bool) -> StepBatch:
-        """`ahead`: the token to compute is the one after all that are known."""
+        """Make the batch of a schedule. `ahead`: each slice is one token, the one after all known ones, which is not
+        read yet."""
         slices, matchers, uncounted, unread = [], self._matchers, self._uncounted, [UNREAD]
         for sequence, count in schedule.slices:
             tokens, params, pages = sequence.tokens, sequence.params, sequence.pages
@@ -376,17 +376,18 @@ class EngineCore(Core):
         return StepBatch(slices, measure_attention=wanted)
 
     def _set_mask(self, piece: SequenceSlice) -> None:
-        """Let a slice sample what its matcher allows."""
+        """Restrict a slice's sampling to what its matcher allows."""
         assert piece.params is not None
         held = piece.stop_ids if piece.suppress_eos else self.eos_ids if piece.params.ignore_eos else ()
         try:
             piece.mask = self._matchers[piece.seq_id].allowed(held)
-        except Exception as error:  # of this sequence alone
+        except Exception as error:  # fails this sequence alone
             piece.mask = str(error)
         piece.suppress_eos = False
 
     def _output_scores(self, sequence: Sequence, start: int, found: list[TokenLogprob]) -> TokenOutput:
-        """Put out what a slice from `start` on found of the prompt, but for what was put out before a preemption."""
+        """Output the prompt log-probabilities of a slice from `start` on, without those that were output before a
+        preemption."""
         new = found[max(0, sequence.scored - start - 1) :]
         if not sequence.scored:
             new = [TokenLogprob(sequence.tokens[0], 0.0), *new]
@@ -395,7 +396,7 @@ class EngineCore(Core):
         return self._make_output(sequence, (), (), prompt_logprobs=tuple(new))
 
     def _append_tokens(self, sequence: Sequence, found: SampledTokens) -> TokenOutput:
-        """Add sampled tokens, up to one that ends the sequence. None are added where none are wanted."""
+        """Add sampled tokens, up to one that ends the sequence; none for `max_tokens` 0."""
         if sequence.params.max_tokens == 0:
             return self._finish_sequence(sequence, FinishReason.LENGTH)
         tokens, ids, logprobs = sequence.tokens, found.token_ids, found.logprobs
@@ -415,7 +416,7 @@ class EngineCore(Core):
                 try:
                     matcher.take(token)
                 except MatcherError as error:
-                    tokens.pop()  # it is not put out, so it does not count
+                    tokens.pop()  # a token that is not output does not count
                     return self._finish_sequence(sequence, FinishReason.ERROR, last=last[:-1], error=str(error))
         return self._make_output(sequence, ids, logprobs)
 
@@ -449,13 +450,13 @@ class EngineCore(Core):
         return self._make_output(sequence, last, logprobs, error, field=field, retry_s=retry_s)
 
     def _release_sequence(self, sequence: Sequence) -> None:
-        """Give back what an ended sequence holds."""
         self.scheduler.end_sequence(sequence)
         self.executor.release(sequence.seq_id)
         self._uncounted.discard(sequence.seq_id)
 
     def _forget_counts(self, sequence: Sequence) -> None:
-        """Let the executor forget a sequence that goes on; its next sample needs all of its tokens."""
+        """Make the executor forget a sequence that continues; a penalized one then sends all of its tokens with its
+        next sample."""
         self.executor.release(sequence.seq_id)
         if sequence.params.penalized:
             self._uncounted.add(sequence.seq_id)
@@ -480,7 +481,8 @@ class EngineCore(Core):
         )  # fmt: skip
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Let writes to the KV tiers end, for at most `timeout_s` seconds, then free the device. The end of it."""
+        """Let writes to the KV tiers end, for at most `timeout_s` seconds, then free the device. Nothing may be called
+        after it."""
         try:
             flight, self._flight = self._flight, None
             if flight is not None:

@@ -23,8 +23,9 @@ def read_engine_stats(
     running: int,
     step_tokens: Histogram,
 ) -> Callable[[], EngineStats]:
-    """`counts` has "prompt", "cached" and "generated" tokens and "steps"; `finished` requests by reason; `times` are
-    seconds, of which the latter were in steps. All is read now; what comes back puts it together, on any thread."""
+    """Read all statistics now and return a function that assembles them on any thread. `counts`: "prompt", "cached"
+    and "generated" tokens, and "steps". `finished`: requests by reason. `times`: seconds of uptime, and seconds in
+    steps."""
     manager, loader, counts, finished = scheduler.manager, scheduler.loader, dict(counts), dict(finished)
     pools = [
         (name, pool.num_pages, pool.used_slots, pool.cached_slots, pool.evictions)

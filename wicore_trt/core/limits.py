@@ -1,6 +1,6 @@
 """Bounds on how long requests wait and run, and the refusal of a request that would wait too long.
 
-Times are seconds, stamps those of the engine's clock. It must not know requests or queues. Invariant (I16): a refusal
+Times are seconds, stamps are of the engine's clock. It must not know requests or queues. Invariant (I16): a refusal
 says when to ask again.
 """
 
@@ -26,9 +26,9 @@ HOLD_RATE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits in seconds, None for no limit. `max_queue_s`: until the first step of a request. `target_ttft_s`: until
-    its first token, or twice what its prompt takes where that is more. `timeout_s`: until its end, where it has no
-    deadline of its own."""
+    """Limits in seconds, None for no limit. `max_queue_s`: until a request's first step. `target_ttft_s`: until its
+    first token, or twice its prefill time where that is more. `timeout_s`: until its end, where it has no deadline of
+    its own."""
 
     max_queue_s: float | None = None
     target_ttft_s: float | None = None
@@ -39,8 +39,8 @@ class Limits:
         return self.max_queue_s is not None or self.target_ttft_s is not None
 
     def patience_s(self, prompt_s: float, left_s: float | None = None) -> float:
-        """Seconds that a request may wait if its prompt then takes `prompt_s`; `left_s` are left of its own
-        deadline."""
+        """Return the seconds that a request may wait if its prefill takes `prompt_s` and its own deadline is `left_s`
+        away."""
         least = math.inf if left_s is None else left_s
         if self.max_queue_s is not None:
             least = min(least, self.max_queue_s)
@@ -50,7 +50,7 @@ class Limits:
 
 
 class Alarms(dict[str, float]):
-    """Stamps by name. Asking costs nothing until one may have come."""
+    """Stamps by name. `due_names` returns at once until the earliest stamp has come."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Alarms(dict[str, float]):
         self._soonest = min(self._soonest, at)
 
     def due_names(self, now: float) -> list[str]:
-        """Names whose time has come; they stay."""
+        """List the names whose time has come; they stay until they are deleted."""
         if now < self._soonest:
             return []
         found = [name for name, at in self.items() if at <= now]
@@ -70,7 +70,7 @@ class Alarms(dict[str, float]):
 
 
 def long_wait_error(wait_s: float, limit_s: float) -> QueueFullError:
-    """Make the refusal of a request that would wait longer than the limit. It does not tell how many others wait."""
+    """Make the refusal of a request that would wait longer than the limit. It does not reveal how many others wait."""
     return QueueFullError(
         "The server is too busy to begin this request in time.",
         retry_after_s=max(UNAVAILABLE_RETRY_S, wait_s - limit_s),
@@ -78,17 +78,16 @@ def long_wait_error(wait_s: float, limit_s: float) -> QueueFullError:
 
 
 class Hints:
-    """Times to retry for refused requests. Each request of a tenant gets a later time than the one before, by the
-    pace at which places become free, so that clients do not all come back at once. If that is too late, the time is
-    random."""
+    """Retry times for refused requests. Each request of a tenant gets a later time than its last, by the pace at which
+    places become free, so that clients do not all return at once. A time that would be too late is random instead."""
 
     def __init__(self) -> None:
-        self._last: dict[str, float] = {}  # when the last one was told to come, by tenant
+        self._last: dict[str, float] = {}  # latest stamp given to a tenant's request
         self._pace_s = 0.0
 
     def retry_s(self, tenant: str, now: float, least_s: float, pace_s: float | None = None) -> float:
-        """Seconds, `least_s` at least, up to LONGEST_S. `pace_s` between two places that become free; None: as it was
-        last."""
+        """Return seconds until a retry, from `least_s` up to about LONGEST_S. `pace_s`: seconds between two places that
+        become free; None for the last known pace."""
         self._pace_s, least_s = pace_s or self._pace_s, min(least_s, LONGEST_S)
         at = max(now + least_s, self._last.get(tenant, 0.0) + self._pace_s)
         if (at - now) * (1 + SPREAD) > LATEST_S:

@@ -1,10 +1,9 @@
 """The thread that steps the engine.
 
 Other threads put requests and aborts into an inbox; the loop drains it between steps, so an abort takes effect within
-one step. Outputs of a step leave through one callback. What a request needs to have prepared is done on a thread
-beside, and delays no step. It must not know text or asyncio. Invariants (I13, I15): every request
-that `add` accepted gets its final output, also when the executor breaks (after that the loop refuses new ones) or when
-the engine cannot take the request (which fails alone); no tenant fills the queue.
+one step. Outputs of a step leave through one callback. A second thread prepares requests, so that steps do not wait. It
+must not know text or asyncio. Invariant (I13): every accepted request gets its final output, also when the executor
+breaks (the loop then refuses new ones) or the engine cannot take it (it fails alone). (I15): no tenant fills the queue.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ Abort = tuple[str, int | None]
 
 
 class Core(ABC):
-    """Steps requests for the loop: `core.engine.EngineCore` over an executor of steps,
-    `core.request_core.RequestCore` over one that takes whole requests. `eos_ids` end a sequence unless it ignores
-    them; `max_context` bounds prompt + output tokens. Single-threaded, except for `validate` and the KV events.
-    Invariant: every sequence that was added ends with exactly one output that carries a finish reason."""
+    """Steps requests for the loop: `core.engine.EngineCore` over an executor of steps, `core.request_core.RequestCore`
+    over one that takes whole requests. `eos_ids` end a sequence unless it ignores them; `max_context` bounds prompt +
+    output tokens. Single-threaded, except for `validate_request`, `prepare_request` and the KV events. Invariant: every
+    added sequence ends with exactly one output that carries a finish reason."""
 
     def __init__(self, eos_ids: tuple[int, ...], max_context: int, clock: Callable[[], float]) -> None:
         self.eos_ids, self.max_context = eos_ids, max_context
@@ -66,12 +65,12 @@ class Core(ABC):
     @property
     @abstractmethod
     def kv_events(self) -> KVEventLog:
-        """KV events of all tenants; any thread may read them. Raises EnvironmentUnfitError for an engine that
-        does not tell."""
+        """Return the KV events of all tenants, for any thread. Raises EnvironmentUnfitError for an engine that reports
+        none."""
 
     @abstractmethod
     def kv_events_of(self, tenant: str) -> EventFeed:
-        """KV events of one tenant's pages alone."""
+        """Return the KV events of one tenant's pages."""
 
     @abstractmethod
     def validate_request(self, request: GenerateRequest) -> None:
@@ -79,65 +78,64 @@ class Core(ABC):
         call it."""
 
     def prepare_request(self, request: GenerateRequest) -> None:  # noqa: B027 -- most requests need nothing
-        """Do what takes time before `add`, where that is not to wait for it. Any thread. Raises InvalidRequestError."""
+        """Do the slow part of `add` ahead of it, on any thread. Raises InvalidRequestError."""
 
     def set_pace(self, *, awaited: bool) -> None:  # noqa: B027 -- not every engine makes its steps itself
-        """Say whether somebody waits for each token of the next steps. If not, they are as large as gets most done."""
+        """Say whether somebody awaits each token of the next steps; if not, steps grow to the size of the highest
+        throughput."""
 
     @abstractmethod
     def add(self, request: GenerateRequest) -> None:
-        """Queue a validated request with an id that is not live. Where that raises nothing of the request is left."""
+        """Queue a validated request whose key is not live. When it raises, nothing of the request is left."""
 
     def abort(
         self, request_key: str, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED
     ) -> list[TokenOutput]:
-        """End the live sequences of a request (or one of them); returns their last outputs. Unknown ids: none."""
+        """End the live sequences of a request, or one of them, and return their last outputs. Unknown keys return
+        none."""
         live = [s for s in self._sequences.get(request_key, {}).values() if index is None or s.index == index]
         return [self._finish_sequence(sequence, reason) for sequence in live]
 
     def abort_all(self) -> list[TokenOutput]:
-        """End every live sequence, for shutdown."""
         return [output for request_key in list(self._sequences) for output in self.abort(request_key)]
 
     @abstractmethod
     def step(self) -> list[TokenOutput]:
-        """Run a step and return what sequences gained. Raises what the executor raises when it is broken; outputs of
-        this step are then lost."""
+        """Run a step and return its outputs. Raises the executor's error when that is broken; the step's outputs are
+        then lost."""
 
     def settle_flight(self) -> None:  # noqa: B027 -- most have nothing to land
-        """Land what nobody waits for any more, for callers that do not go on stepping."""
+        """Land a started step whose sequences have all ended, for callers that stop stepping."""
 
     def do_housekeeping(self) -> bool:
-        """Housekeeping between requests. True while more is under way."""
+        """Do the work between requests; return True while more is under way."""
         return False
 
     def rest_s(self) -> float | None:
-        """Seconds until `tidy` has something to do again although no request comes; None for never."""
+        """Return the seconds until `do_housekeeping` is due again without a request; None for never."""
         return None
 
     def is_live(self, request_key: str) -> bool:
-        """Tell whether any sequence of the request still runs or waits."""
         return request_key in self._sequences
 
     @abstractmethod
     def count_sequences(self) -> tuple[Counter[str], Counter[str]]:
-        """Sequences that run and that wait, by tenant."""
+        """Count running and waiting sequences, by tenant."""
 
     @abstractmethod
     def make_outlook(self) -> Outlook:
         """Describe the queue that a new request finds; any thread may read the result."""
 
     def stats(self) -> EngineStats:
-        """Counters and gauges now."""
         return self.defer_stats()()
 
     @abstractmethod
     def defer_stats(self) -> Callable[[], EngineStats]:
-        """Read counters and gauges now; any thread may put them together later."""
+        """Read counters and gauges now; the returned function assembles them, on any thread."""
 
     @abstractmethod
     def close(self) -> None:
-        """The end of it; frees the device."""
+        """Free the device. Nothing may be called after it."""
 
     @abstractmethod
     def _finish_sequence(
@@ -147,11 +145,11 @@ class Core(ABC):
 
     @abstractmethod
     def _is_waiting(self, sequence: Any) -> bool:
-        """Tell whether a sequence has not had a place yet."""
+        """Tell whether a sequence has never had a place."""
 
     def _latest_start(self, request: GenerateRequest, now: float, cost_s: float) -> float:
-        """Latest time at which a request may begin if its prompt takes `cost_s`. Raises QueueFullError where it is
-        expected to wait longer."""
+        """Return the stamp by which a request must begin if its prefill takes `cost_s`. Raises QueueFullError when it
+        is expected to wait longer."""
         if not self.limits.bound_waits:
             return math.inf
         outlook, left_s = self.make_outlook(), None if request.deadline is None else request.deadline - now
@@ -162,7 +160,6 @@ class Core(ABC):
         return now + limit
 
     def _register_request(self, request: GenerateRequest, sequences: Iterable[Any], start_by: float) -> None:
-        """Take the sequences of a request into the books."""
         name, deadline = request.request_key, request.deadline
         self._sequences[name] = {sequence.index: sequence for sequence in sequences}
         self._counts["prompt"] += len(request.prompt_token_ids) * request.params.n
@@ -174,7 +171,6 @@ class Core(ABC):
             self._start_by[name] = start_by
 
     def _drop_sequence(self, sequence: Any, reason: FinishReason) -> None:
-        """Take an ended sequence out of the books."""
         name = sequence.request.request_key
         del self._sequences[name][sequence.index]
         if not self._sequences[name]:
@@ -188,19 +184,18 @@ class Core(ABC):
             self._hold_s += (held - self._hold_s) * (HOLD_RATE if self._hold_s else 1.0)
 
     def _begin_sequence(self, sequence: Any) -> None:
-        """A sequence has its first step, and with it its request, of which others may wait for however long."""
+        """Record a sequence's first step. Its request has begun in time then, however long its other sequences wait."""
         self._start_by.pop(sequence.request.request_key, None)
         sequence.begun = self._begun[id(sequence)] = self.clock()
         if sequence.index == 0:
             self.began([TokenOutput(sequence.request.request_key, 0, ())])
 
     def _end_expired(self) -> list[TokenOutput]:
-        """End what is late."""
         late = self._deadlines.due_names(self.clock())
         return [output for request_key in late for output in self.abort(request_key, reason=FinishReason.DEADLINE)]
 
     def _end_overdue_waits(self) -> list[TokenOutput]:
-        """End the requests that have waited as long as they may, and still do now that places were given."""
+        """End requests that have waited as long as they may and still got no place."""
         outputs = []
         for name in self._start_by.due_names(self.clock()):
             del self._start_by[name]
@@ -213,11 +208,9 @@ class Core(ABC):
 
 
 class EngineLoop:
-    """Owns a Core and the thread that steps it. `sink` is called on that thread, once per step.
-
-    `max_waiting` bounds the sequences that wait for their first step. A named tenant may have as many waiting as there
-    is room left: one that floods gets half of the queue, and the next one finds room.
-    """
+    """Owns a Core and the thread that steps it. `sink` is called on that thread, once per step. `max_waiting` bounds
+    the sequences that wait for their first step. A named tenant may have as many waiting as there is room left: a
+    flooding tenant gets half of the queue, and the next one finds room."""
 
     def __init__(self, core: Core, sink: Sink, *, max_waiting: int) -> None:
         self._core = core
@@ -225,8 +218,10 @@ class EngineLoop:
         self._max_waiting = max_waiting
         self._wake, self._ended = threading.Condition(), threading.Event()
         self._inbox: list[GenerateRequest | TokenOutput | Abort] = []  # in order: an abort follows its request
-        self._newcomers, self._taken = Newcomers(), Newcomers()  # in the inbox, and taken from it since the last look
-        self._preparing: dict[str, tuple[GenerateRequest, list[Abort]]] = {}  # and the aborts that came meanwhile
+        self._newcomers, self._taken = Newcomers(), Newcomers()  # in the inbox; taken from it since `_outlook` was made
+        self._preparing: dict[
+            str, tuple[GenerateRequest, list[Abort]]
+        ] = {}  # each with the aborts that arrived meanwhile
         self._to_prepare: queue.SimpleQueue[GenerateRequest | None] = queue.SimpleQueue()
         self._preparer: threading.Thread | None = None
         self._live: set[str] = set()
@@ -243,34 +238,33 @@ class EngineLoop:
 
     @property
     def dead(self) -> str | None:
-        """Why the loop ended, if it broke."""
+        """Return why the loop broke; None while it has not."""
         return self._dead
 
     @property
     def live(self) -> int:
-        """Requests accepted and not finished."""
+        """Count the requests accepted and not finished."""
         return len(self._live)
 
     def live_ids(self) -> list[str]:
-        """Ids of the requests accepted and not finished."""
+        """List the keys of the requests accepted and not finished."""
         with self._wake:
             return list(self._live)
 
     @property
     def progress(self) -> int | None:
-        """Another number after each step, also those of a step that runs again; None while there is nothing to do."""
+        """Return a number that changes with each step, also of a step that runs again; None while there is nothing to
+        do."""
         return None if self._rests else self._turns + self._core.alone
 
     def wait_ended(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end of the loop, at most `timeout_s` seconds; true when it has ended."""
+        """Wait for the end of the loop, at most `timeout_s` seconds; return whether it has ended."""
         return self._ended.wait(timeout_s)
 
     def add(self, request: GenerateRequest) -> None:
-        """Accept a request, whose id must not be live.
-
-        Raises InvalidRequestError, QueueFullError when its sequences find no room among the waiting, UnavailableError
-        after `stop`, EngineDeadError when the loop broke.
-        """
+        """Accept a request, whose key must not be live. Raises InvalidRequestError; QueueFullError when its sequences
+        find no room in the queue or would wait too long; UnavailableError after `stop`; EngineDeadError when the loop
+        broke."""
         self._core.validate_request(request)
         n, tenant = request.params.n, request.tenant
         if n > self._max_waiting:
@@ -283,7 +277,7 @@ class EngineLoop:
             assert request.request_key not in self._live
             queued = self._count_queued()
             total, own = queued.total(), queued[tenant]
-            # One text for both: that the others have filled the queue is none of a tenant's business.
+            # one text for both: a tenant must not learn that others have filled the queue
             if total + n > self._max_waiting or (tenant and not fits_share(self._max_waiting, total - own, own, n)):
                 full = QueueFullError("There is no room in the queue for this request now.")
                 full.pace_s = self._outlook.turnover_s
@@ -298,9 +292,9 @@ class EngineLoop:
             self._live.add(request.request_key)
 
     def _refuse_long_wait(self, request: GenerateRequest) -> None:
-        """Raise QueueFullError for a request that would wait too long as of the last step, so that it need not wait for
-        the next one to be told. What it finds in the cache is not known here: it counts as one that takes no time, and
-        may wait as one that takes all. With the lock held."""
+        """Raise QueueFullError now for a request that would wait too long, by the state after the last step. The lock
+        is held. Its prefix hits are not known here, so the check favours it: it counts as a prompt that takes no time,
+        and may wait as long as the better of no hit and a full hit allows."""
         limits, now = self._core.limits, self._core.clock()
         if not limits.bound_waits:
             return
@@ -318,15 +312,15 @@ class EngineLoop:
             raise refusal
 
     def _count_queued(self) -> Counter[str]:
-        """Sequences that wait for their first step, by tenant; with the lock held."""
+        """Count sequences that wait for their first step, by tenant. The lock is held."""
         queued = self._waiting + self._newcomers.count_by_tenant()
         for request, _ in self._preparing.values():
             queued[request.tenant] += request.params.n
         return queued
 
     def _begin_preparing(self, request: GenerateRequest) -> None:
-        """Hand a request to the preparer; called with the lock held. If no thread can be started it raises, and
-        nothing is left of the request."""
+        """Hand a request to the preparer. The lock is held. When no thread can be started it raises, and nothing of the
+        request is left."""
         if self._preparer is None:
             preparer = _DeepThread(target=self._run_preparer, name="wicore-prepare", daemon=True)
             preparer.start()
@@ -335,7 +329,6 @@ class EngineLoop:
         self._to_prepare.put(request)
 
     def _run_preparer(self) -> None:
-        """The life of the thread that prepares requests."""
         while (request := self._to_prepare.get()) is not None:
             item: GenerateRequest | TokenOutput = request
             try:
@@ -350,7 +343,7 @@ class EngineLoop:
                     self._wake.notify()
 
     def abort(self, request_key: str, index: int | None = None) -> bool:
-        """Ask for the end of a request, or of one of its sequences; false when it is not live."""
+        """Ask for the end of a request, or of one of its sequences; return False when it is not live."""
         with self._wake:
             if request_key not in self._live:
                 return False
@@ -362,7 +355,7 @@ class EngineLoop:
             return True
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Cancel what is live and end the thread; waits for that at most `timeout_s` seconds."""
+        """Cancel live requests and end the thread; wait for that at most `timeout_s` seconds."""
         with self._wake:
             self._open = False
             self._wake.notify()
@@ -370,8 +363,8 @@ class EngineLoop:
             self._thread.join(timeout_s)
 
     def stats(self, tenant: str | None = None) -> EngineStats:
-        """Counters as of the last step; uptime and the number of waiting sequences as of now. Of one tenant: the
-        uptime, and its sequences that run and that wait."""
+        """Return counters as of the last step, and uptime and waiting sequences as of now. With `tenant`: only the
+        uptime and that tenant's running and waiting sequences."""
         with self._wake:
             stats = self._stats()
             uptime_s = stats.uptime_s + time.monotonic() - self._stats_time
@@ -394,16 +387,16 @@ class EngineLoop:
                 self._open = False
                 live, self._live = self._live, set()
                 self._preparing.clear()
-            # Not by way of the core, which may have been left half-way through a change.
+            # made without the core, whose state may be half changed
             self._sink([TokenOutput(name, 0, (), finish_reason=FinishReason.ERROR, error=dead) for name in live])
-            with suppress(Exception):  # free the device, the threads and the disk's lock; why it ended is logged
+            with suppress(Exception):  # frees device, threads and the disk's lock; the first error is logged
                 self._core.close()
         finally:
             self._to_prepare.put(None)
             self._ended.set()
 
     def _cancel_unprepared(self) -> list[TokenOutput]:
-        """The last outputs of requests that are being prepared when the loop ends."""
+        """Make the last outputs of requests that are being prepared when the loop ends."""
         with self._wake:
             preparing, self._preparing = self._preparing, {}
         return [
@@ -413,7 +406,7 @@ class EngineLoop:
         ]
 
     def _take_inbox(self) -> bool:
-        """Apply what other threads asked for; sleeps when there is nothing to do. False when asked to stop."""
+        """Apply what other threads asked for; sleep while there is nothing to do. Return False when asked to stop."""
         with self._wake:
             while self._open and not self._inbox and not self._core.has_work:
                 timeout_s = TIDY_S if self._core.do_housekeeping() else self._core.rest_s()
@@ -421,7 +414,7 @@ class EngineLoop:
                 self._wake.wait(timeout_s)
                 self._turns, self._rests = self._turns + 1, False
                 self._note_state()
-            # also while it is empty: what others put into this list from now on belongs to the next turn
+            # swap it even when empty: later additions belong to the next turn
             keep_on, inbox, self._inbox = self._open, self._inbox, []
             if inbox:  # else there are no newcomers
                 self._waiting += self._newcomers.count_by_tenant()
@@ -442,7 +435,7 @@ class EngineLoop:
         return keep_on
 
     def _note_state(self) -> None:
-        """Note the engine's present state for other threads; with the lock held."""
+        """Publish the engine's state to other threads. The lock is held."""
         self._running, self._waiting = self._core.count_sequences()
         self._stats, self._stats_time = self._core.defer_stats(), time.monotonic()
         self._outlook = self._core.make_outlook()
@@ -459,7 +452,7 @@ class EngineLoop:
 
 
 class _DeepThread(threading.Thread):
-    """A daemon thread with a stack of STACK bytes."""
+    """Daemon thread with a stack of STACK bytes."""
 
     def start(self) -> None:
         former = threading.stack_size(STACK)
@@ -470,7 +463,7 @@ class _DeepThread(threading.Thread):
 
 
 def _refusal_output(request: GenerateRequest, error: Exception) -> TokenOutput:
-    """The last output of a request that the engine could not take; called where `error` is handled."""
+    """Make the last output of a request that the engine could not take; call it while `error` is being handled."""
     facts = {"facts": {"id": request.log_id}}
     retry_s = error.retry_after_s if isinstance(error, QueueFullError) else None
     if isinstance(error, (InvalidRequestError, QueueFullError)):

@@ -1,8 +1,7 @@
-"""Work that takes time, on threads, for callers on an event loop.
+"""Runs slow work on threads, for callers on an event loop.
 
-It must not know what the work is. Invariants: at most so many functions run at the same time, and of one tenant at most
-one waits for a thread or has one, so that a tenant with much work delays another one by one piece of it; threads never
-keep the process alive.
+It must not know what the work is. Invariants: at most `workers` functions run at a time. At most one per named tenant
+runs or waits for a thread, so a busy tenant delays another by one function. Threads never keep the process alive.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ T = TypeVar("T")
 
 
 def on_daemon_thread(function: Callable[[], T]) -> asyncio.Future[T]:
-    """Run a function that may take long, on a thread that does not keep the process alive when it is not wanted."""
+    """Run a slow function on a thread that does not keep the process alive."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -43,7 +42,7 @@ def on_daemon_thread(function: Callable[[], T]) -> asyncio.Future[T]:
 
 
 class Offload:
-    """`workers` functions at a time; a named tenant has one of them at most, and tenants come in turn."""
+    """Runs `workers` functions at a time; a named tenant has one of them at most, and tenants take turns."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -51,7 +50,8 @@ class Offload:
         self._tenants: dict[str, asyncio.Semaphore] = {}
 
     async def run_function(self, tenant: str, function: Callable[[], T]) -> T:
-        """The result of `function`. When the caller is cancelled it still runs to its end, if it has begun."""
+        """Return the result of `function`. A function that has begun runs to its end even if the caller is
+        cancelled."""
         wanted = True
         own = self._tenants.setdefault(tenant, asyncio.Semaphore(1 if tenant else self._workers))
 
@@ -71,6 +71,6 @@ class Offload:
 
 
 def _retrieve_outcome(task: asyncio.Task[Any]) -> None:
-    """Nobody waits for the outcome any more."""
+    """Retrieve an outcome that nobody awaits, so that asyncio logs no warning."""
     if not task.cancelled():
         task.exception()

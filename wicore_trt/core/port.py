@@ -1,6 +1,6 @@
 """Port of an engine for a front, wherever the engine runs, and the engine that runs in this process.
 
-Everything here is called on the front's event loop and answers there. It must not know text, transports or processes.
+Every call is made on the front's event loop and answers there. It must not know text, transports or processes.
 Invariant: a request that `add` took gets its final output through the sink, also when the engine breaks.
 """
 
@@ -25,9 +25,8 @@ Change = tuple[int, EventSnapshot | list[Event]]
 
 
 class EnginePort(ABC):
-    """Engine as a front sees it. `sink` is called on the event loop's thread with what each step made. `recovers`: an
-    engine that broke is followed by another one, and `dead` is then None again. Ids of requests must begin with
-    `prefix`."""
+    """Engine as a front sees it. `sink` gets the outputs of each step, on the event loop's thread. `recovers`: a broken
+    engine is followed by another one, and `dead` is then None again. Request keys must begin with `prefix`."""
 
     recovers = False
     prefix = ""
@@ -37,40 +36,38 @@ class EnginePort(ABC):
     @property
     @abstractmethod
     def dead(self) -> str | None:
-        """Why the engine takes no requests, if it broke."""
+        """Return why the engine takes no requests; None unless it broke."""
 
     @abstractmethod
     async def start(self, sink: Sink) -> None:
-        """Take requests from now on."""
+        """Begin to take requests."""
 
     @abstractmethod
     async def add(self, request: GenerateRequest) -> None:
-        """Hand over a request whose id is not live. Outputs may come before this returns.
-
-        Raises InvalidRequestError, QueueFullError, UnavailableError or EngineDeadError; there is then no output.
-        """
+        """Hand over a request whose key is not live. Outputs may come before this returns. Raises InvalidRequestError,
+        QueueFullError, UnavailableError or EngineDeadError; there is then no output."""
 
     @abstractmethod
     def abort(self, request_key: str, index: int | None = None) -> None:
-        """Ask for the end of a request, or of one of its sequences; nothing when it is not live."""
+        """Ask for the end of a request, or of one of its sequences; ignore keys that are not live."""
 
     @abstractmethod
     async def stats(self, tenant: str | None = None) -> EngineStats:
-        """Counters and gauges of the engine; of one tenant alone its uptime and load."""
+        """Return counters and gauges of the engine; with `tenant` only uptime and that tenant's load."""
 
     @abstractmethod
     def kv_events(self, tenant: str | None, after: Position) -> AsyncGenerator[Change, None]:
-        """Yield what the KV cache gains and loses from `after` on, of one tenant's pages or (None) of all: the epoch,
-        and a snapshot where events were missed, else events. Ends only by its closing. Raises EnvironmentUnfitError
-        for an engine that does not tell."""
+        """Yield what the KV cache gains and loses from `after` on, of one tenant's pages or (None) of all. Yields the
+        epoch with a snapshot where events were missed, else with events. Ends only when it is closed. Raises
+        EnvironmentUnfitError for an engine that reports none."""
 
     @abstractmethod
     async def stop(self, timeout_s: float) -> None:
-        """Cancel what is live and end the engine; a step that hangs longer than `timeout_s` is left behind."""
+        """Cancel live requests and end the engine; a step that hangs longer than `timeout_s` seconds is abandoned."""
 
 
 class LocalEngine(EnginePort):
-    """An engine on a thread of this process. `max_waiting` bounds the sequences that wait for their first step."""
+    """Engine on a thread of this process. `max_waiting` bounds the sequences that wait for their first step."""
 
     def __init__(self, core: Core, *, max_waiting: int = 1024) -> None:
         self._core = core
@@ -100,21 +97,21 @@ class LocalEngine(EnginePort):
         return follow_feed(self.find_feed(tenant), after)
 
     def find_feed(self, tenant: str | None) -> EventFeed:
-        """The events of one tenant's pages, or (None) of all. Raises EnvironmentUnfitError."""
+        """Return the events of one tenant's pages, or (None) of all. Raises EnvironmentUnfitError."""
         return self._core.kv_events if tenant is None else self._core.kv_events_of(tenant)
 
     async def stop(self, timeout_s: float) -> None:
         await asyncio.to_thread(self._loop.stop, timeout_s)
 
     def _emit_outputs(self, outputs: list[TokenOutput]) -> None:
-        """The EngineLoop's callback, on its thread."""
+        """Pass outputs from the loop's thread to the event loop."""
         assert self._asyncio is not None
         with suppress(RuntimeError):  # the loop is closed: the server has ended
             self._asyncio.call_soon_threadsafe(self._sink, outputs)
 
 
 async def follow_feed(feed: EventFeed, after: Position) -> AsyncGenerator[Change, None]:
-    """Yield the changes of a feed from `after` on as they happen; the feed is read no faster than the result."""
+    """Yield the changes of a feed from `after` on as they happen; read the feed no faster than the caller does."""
     loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
     def on_event() -> None:  # on the engine's thread

@@ -13,7 +13,7 @@ from wicore_trt.types import GenerateRequest, SamplingParams
 
 
 def sequence_seed(seed: int | None, index: int) -> int:
-    """64-bit seed of the index-th sequence of a request; random when the request names none."""
+    """Derive the 64-bit seed of the index-th sequence of a request; random when the request names none."""
     if seed is None:
         return secrets.randbits(64)
     return int.from_bytes(blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")
@@ -37,6 +37,7 @@ def check_tokens(request: GenerateRequest, max_context: int, vocab: int) -> None
 
 
 def stop_ids_of(params: SamplingParams, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Tokens that end a sequence, each once. Under a constraint eos does in any case, once nothing else may follow."""
+    """Return the tokens that end a sequence, each once. Under a constraint eos counts even with `ignore_eos`: nothing
+    else may follow."""
     goes_on = params.ignore_eos and params.constraint is None
     return tuple(dict.fromkeys((*(() if goes_on else eos_ids), *params.stop_token_ids)))

@@ -1,9 +1,9 @@
-"""The core over an engine that takes whole requests: it queues them, hands them on, and hands out what comes back.
+"""The core over an engine that takes whole requests: queues them, submits them and returns the engine's outputs.
 
-Stands where `core.engine.EngineCore` does, so that the loop, the text layer and the server are the same for both. The
-engine gets `max_sequences` sequences at most; others wait here, where tenants take turns and an abort costs nothing.
-It must not know the engine's library, text or threads. Invariant: every sequence that was added ends with exactly one
-output that carries a finish reason, whatever the engine says or does not say of it.
+Replaces `core.engine.EngineCore`, so that the loop, the text layer and the server are the same for both. The engine
+gets `max_sequences` sequences at most; others wait here, where tenants take turns and an abort costs nothing. It must
+not know the engine's library, text or threads. Invariant: every added sequence ends with exactly one output that
+carries a finish reason, whatever the engine reports.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ WAIT_S = 0.005
 
 @dataclass(slots=True, eq=False)
 class RequestSequence:
-    """Sequence of a request. `turn`: it was handed to the engine, at `begun`; `produced`: tokens that came back."""
+    """Sequence of a request. `turn`: set once it was handed to the engine, at `begun`; `produced`: tokens that came
+    back."""
 
     seq_id: int
     request: GenerateRequest
@@ -46,8 +47,6 @@ class RequestSequence:
 
 
 class RequestCore(Core):
-    """Hands requests to one executor."""
-
     def __init__(
         self,
         executor: RequestExecutor,
@@ -74,7 +73,7 @@ class RequestCore(Core):
 
     def validate_request(self, request: GenerateRequest) -> None:
         check_tokens(request, self.max_context, self.executor.spec.vocab_size)
-        if request.content:  # this engine's own cache tells prompts apart by their token ids alone
+        if request.content:  # its cache distinguishes prompts by their token ids alone
             raise InvalidRequestError("This engine takes token ids alone.", field="content")
         self.executor.check(request, stop_ids_of(request.params, self.eos_ids))
 
@@ -91,7 +90,6 @@ class RequestCore(Core):
         self._register_request(request, sequences, start_by)
 
     def step(self) -> list[TokenOutput]:
-        """End what is late, hand on what has a place, and take what the engine made."""
         outputs = self._end_expired() + self._hand_on() + self._end_overdue_waits()
         if self._running:
             for output in self.executor.poll(WAIT_S):
@@ -122,7 +120,7 @@ class RequestCore(Core):
         return sequence.turn is None
 
     def defer_stats(self) -> Callable[[], EngineStats]:
-        """The engine does not tell its steps and pools."""
+        # the engine does not report its steps and pools
         stats = EngineStats(
             uptime_s=self.clock() - self._started,
             requests_running=self._running,
@@ -138,7 +136,7 @@ class RequestCore(Core):
         self.executor.close()
 
     def _hand_on(self) -> list[TokenOutput]:
-        """Give the engine waiting sequences; the last outputs of those that it does not take."""
+        """Submit waiting sequences to the engine; return the last outputs of those that it refuses."""
         outputs = []
         while self._running < self.executor.max_sequences and (sequence := self._waiting.pop_next()) is not None:
             self._running += 1
@@ -167,7 +165,6 @@ class RequestCore(Core):
         )
 
     def _forget_sequence(self, sequence: RequestSequence, reason: FinishReason) -> None:
-        """Take an ended sequence out of the books."""
         if sequence.turn is None:
             self._waiting.remove_member(sequence)
         else:

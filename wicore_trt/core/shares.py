@@ -1,8 +1,8 @@
-"""Shares of one tenant in places that all tenants use, and such places: calls that may be open at the same time.
+"""Shares of one tenant in places that all tenants use, and a gate for concurrent calls.
 
-Knows names and numbers; it must not know calls. Invariant: a tenant gets at most as many places as it leaves free, so
-that one that takes all it gets has half of them and the next one finds room; and where it is refused tells it no more
-of the others than in which of STEPS equal parts the number of their places lies.
+Knows names and numbers; it must not know calls. Invariants: a tenant gets at most as many places as it leaves free, so
+a greedy one gets half and the next one finds room. A refusal reveals only in which of STEPS equal parts the number of
+the others' places lies.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ STEPS = 16
 
 
 def fits_share(places: int, others: int, own: int, more: int = 1) -> bool:
-    """Tell whether a tenant with `own` places may have `more` of them while all others together have `others`.
-
-    A tenant that has none may ask for more at once than its share, if there is room for it.
-    """
+    """Tell whether a tenant with `own` places may have `more` while all others together have `others`. A tenant without
+    a place may exceed its share at once if there is room."""
     step = max(1, places // STEPS)
     room = places - div_ceil(others, step) * step
     if others + own + more > places:
@@ -30,7 +28,7 @@ def fits_share(places: int, others: int, own: int, more: int = 1) -> bool:
 
 
 class Gate:
-    """`places` calls at a time. `what` names them in errors."""
+    """Limits concurrent calls to `places`. `what` names them in errors."""
 
     def __init__(self, places: int, what: str) -> None:
         self._places = places
@@ -45,7 +43,7 @@ class Gate:
     def hold_place(self, tenant: str = "") -> Iterator[None]:
         """Hold a place. Raises QueueFullError when there is none for this tenant; "" is not limited to a share."""
         taken, own = self._taken.total(), self._taken[tenant]
-        # One text for both: that the others have filled the places is none of a tenant's business.
+        # one text for both: a tenant must not learn that others have filled the places
         if taken >= self._places or (tenant and not fits_share(self._places, taken - own, own)):
             raise QueueFullError(f"There is no room for more {self._what} of yours now.")
         self._taken[tenant] += 1

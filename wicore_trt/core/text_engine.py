@@ -1,9 +1,9 @@
 """The asyncio face of an engine: text requests in, streams of text out.
 
-Tokenizes, hands requests to an engine, turns its token outputs into text on the event loop's thread and ends sequences
-on stop strings. It must not know gRPC or HTTP, nor in which process the engine runs. Invariants: an iterator that
-`submit` returned ends (with a finish reason or an exception) or its closing aborts the request; a slow reader costs
-memory bounded by its own output; request ids, `abort` and `stats` of a tenant know that tenant's requests alone.
+Tokenizes, hands requests to an engine, turns token outputs into text on the event loop's thread and ends sequences at
+stop strings. It must not know gRPC or HTTP, nor the engine's process. Invariants: an iterator from `submit` ends (with
+a finish reason or an exception), or closing it aborts the request. A slow reader costs memory bounded by its own
+output. Request ids, `abort_request` and `read_tenant_stats` see one tenant's requests alone.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ INLINE_CHARS = 2048
 
 
 def encode_request(tokenizer: Tokenizer, request: TextRequest, info: ModelInfo) -> tuple[int, ...]:
-    """Prompt token ids of a request. Raises InvalidRequestError unless exactly one kind of prompt is given, and
-    ContextLengthError for one that does not fit the context of `info`."""
+    """Return the prompt token ids of a request. Raises InvalidRequestError unless exactly one kind of prompt is given,
+    and ContextLengthError for a prompt that does not fit the context of `info`."""
     limit, built = info.max_context_tokens, info.engine_context_tokens
     field = "prompt" if request.messages is None else "messages"
     keep = request.truncate_prompt_tokens
@@ -72,7 +72,8 @@ def encode_request(tokenizer: Tokenizer, request: TextRequest, info: ModelInfo) 
 
 
 def tokenize_prompt(tokenizer: Tokenizer, request: TextRequest, max_tokens: int | None = None) -> tuple[int, ...]:
-    """Prompt token ids of any number; a text with more than `max_tokens` tokens for certain is ContextLengthError."""
+    """Return the prompt token ids, however many. Raises ContextLengthError for a text that certainly has more than
+    `max_tokens` tokens."""
     given = [request.prompt is not None, request.prompt_token_ids is not None, request.messages is not None]
     if sum(given) != 1:
         raise InvalidRequestError("Give exactly one of prompt, prompt_token_ids and messages.", field="prompt")
@@ -95,8 +96,8 @@ def tokenize_prompt(tokenizer: Tokenizer, request: TextRequest, max_tokens: int 
 
 
 def apply_turn_end(tokenizer: Tokenizer, request: TextRequest) -> TextRequest:
-    """A conversation ends with its turn, also where the model names no end of a turn; and a model whose template writes
-    calls writes them as it learnt to, unless it must call."""
+    """Add the end of a turn to a conversation's stop tokens, for models that do not name it as eos. Drop the constraint
+    of optional tool calls where the model's template writes calls itself."""
     if request.functions and tokenizer.takes_tools and lets_text_be(request.params.constraint):
         request = replace(request, params=replace(request.params, constraint=None))
     end, params = tokenizer.turn_end, request.params
@@ -106,11 +107,9 @@ def apply_turn_end(tokenizer: Tokenizer, request: TextRequest) -> TextRequest:
 
 
 class TextStream:
-    """Async iterator over one request's outputs. What a reader has not taken yet is merged per sequence.
-
-    `request_key` names the request on the engine. It is never used twice. The client's `request_id` is free again while
-    the engine's last outputs for it are still on their way.
-    """
+    """Async iterator over one request's outputs; outputs not read yet are merged per sequence. `request_key` names the
+    request on the engine and is never used twice: the client's `request_id` is free again while the engine's last
+    outputs for it are still on their way."""
 
     def __init__(
         self, engine: TextEngine, request_key: str, request: TextRequest, tokenizer: Tokenizer, since: float = 0.0
@@ -120,9 +119,12 @@ class TextStream:
         self.tenant = request.tenant
         self._engine = engine
         self._texts = [SequenceText(self.request_id, tokenizer, request.params) for _ in range(request.params.n)]
-        self._since = since  # when it was asked for
-        self._first, self._last = [0.0] * request.params.n, [0.0] * request.params.n  # had its first and last tokens
-        self.parts: tuple[float, float] | None = None  # what its first sequence waited, and took to its first tokens
+        self._since = since  # when the request came
+        self._first, self._last = (
+            [0.0] * request.params.n,
+            [0.0] * request.params.n,
+        )  # stamps of the first and last tokens
+        self.parts: tuple[float, float] | None = None  # seconds of the first sequence: queued, prefill
         self.log_id = request.log_id
         self._pending: dict[int, list[TextOutput]] = {}
         self._error: WicoreError | None = None
@@ -130,7 +132,7 @@ class TextStream:
         self.prompt_token_ids: tuple[int, ...] = ()
         self._longest = 0  # output tokens
         self._computes = False
-        self.begun = asyncio.Event()  # the engine computes, or it has ended before
+        self.begun = asyncio.Event()  # set when the engine computes, or when the request ended before
 
     @property
     def finished(self) -> bool:
@@ -142,11 +144,10 @@ class TextStream:
 
     @property
     def admitted(self) -> bool:
-        """True once the engine has begun with the request, unless it failed."""
+        """Tell whether the engine has begun with the request, which has not failed."""
         return self._computes and self._error is None
 
     def count_unfinished(self) -> int:
-        """Sequences that have not ended."""
         return sum(not text.finished for text in self._texts)
 
     def push_output(self, output: TokenOutput) -> None:
@@ -156,7 +157,7 @@ class TextStream:
         if output.finish_reason is FinishReason.ERROR:
             dead = self._engine.dead
             if dead is None and self._texts[output.index].finished:
-                return  # by a stop string, which the engine did not know yet
+                return  # a stop string ended it before the engine knew
             self._engine.find_tally(self.tenant).finished[FinishReason.ERROR.value] += 1
             why, field = output.error or "The step failed.", output.field
             failed = WicoreError(why) if field is None else InvalidRequestError(why, field=field)
@@ -186,7 +187,7 @@ class TextStream:
         self._changed.set()
 
     def _observe_begin(self, prefill_s: float) -> None:
-        """Observe the time to the first tokens. Time that is no prefill counts as waiting, the way through processes
+        """Observe the time to the first tokens. Time that is no prefill counts as waiting, that between processes
         too."""
         times = self._engine.times
         queued_s = max(0.0, times.now - self._since - prefill_s)
@@ -194,7 +195,7 @@ class TextStream:
         self.parts = self.parts or (queued_s, prefill_s)
 
     def fail_stream(self, error: WicoreError) -> None:
-        """End the stream with `error`; nobody is left to compute for."""
+        """End the stream with `error` and abort the request."""
         self._error = error
         self._engine.engine.abort(self.request_key)
         self._changed.set()
@@ -236,10 +237,7 @@ class Tally:
 
 
 class TextEngine:
-    """Serves one engine on one event loop.
-
-    Construct and `start` it on that loop; all methods run there.
-    """
+    """Serves one engine on one event loop. Construct and `start` it on that loop; all methods run there."""
 
     def __init__(
         self,
@@ -248,7 +246,8 @@ class TextEngine:
         info: ModelInfo,
         check_constraint: Callable[[Constraint], None] = check_constraint,
     ) -> None:
-        """`check_constraint` raises InvalidRequestError for one that cannot be kept; it is called on a thread."""
+        """`check_constraint` raises InvalidRequestError for a constraint that cannot be kept; it is called on a
+        thread."""
         self.tokenizer = tokenizer
         self._check_constraint = check_constraint
         self.info = info
@@ -272,16 +271,15 @@ class TextEngine:
 
     @property
     def dead(self) -> str | None:
-        """Why the engine takes no requests, if it broke."""
+        """Return why the engine takes no requests; None unless it broke."""
         return self.engine.dead
 
     async def start(self) -> None:
-        """Take requests from now on."""
         await self.engine.start(self._deliver_outputs)
         self._started = True
 
     async def encode_long_prompt(self, request: TextRequest) -> TextRequest:
-        """The request with a long text as token ids, and its constraint checked, on a thread. Raises
+        """Check the request's constraint and replace a long text by token ids, both on a thread. Raises
         InvalidRequestError."""
         started, constraint = time.monotonic(), request.params.constraint
         request = apply_turn_end(self.tokenizer, request)
@@ -296,16 +294,14 @@ class TextEngine:
         return replace(request, prompt=None, messages=None, prompt_token_ids=token_ids, timeout_s=left)
 
     def add_retry_hint(self, error: QueueFullError, tenant: str) -> QueueFullError:
-        """Give a refusal its own time to retry."""
+        """Set the refusal's time to retry and return it."""
         error.retry_after_s = self._hints.retry_s(tenant, time.monotonic(), error.retry_after_s, error.pace_s)
         return error
 
     async def submit(self, request: TextRequest) -> TextStream:
-        """Queue a request and return its stream. A text is tokenized here, so pass long ones through `encode` first.
-
+        """Queue a request and return its stream. Tokenizes here, so pass long texts through `encode_long_prompt` first.
         Raises InvalidRequestError, QueueFullError, UnavailableError (starting or draining) or EngineDeadError; the
-        stream raises EngineDeadError when the engine breaks later.
-        """
+        stream raises EngineDeadError when the engine breaks later."""
         if self.draining or not self._started:
             raise UnavailableError("The server is draining." if self.draining else "The engine has not started.")
         since, name = time.monotonic(), (request.tenant, request.request_id)
@@ -325,7 +321,7 @@ class TextEngine:
         )  # fmt: skip
         try:
             await self.engine.add(made)
-        except BaseException as error:  # refused, or nobody waits any more
+        except BaseException as error:  # refused, or the caller was cancelled
             self.forget_stream(stream, refused=not isinstance(error, asyncio.CancelledError))
             if isinstance(error, QueueFullError):
                 self.add_retry_hint(error, request.tenant)
@@ -334,18 +330,17 @@ class TextEngine:
         return stream
 
     def find_tally(self, tenant: str) -> Tally:
-        """The counts of one tenant."""
         return self._tallies.setdefault(tenant, Tally())
 
     def abort_request(self, request_id: str, tenant: str = "") -> bool:
-        """End a tenant's request with FinishReason.CANCELLED; false when it is not live."""
+        """End a tenant's request with FinishReason.CANCELLED; return False when it is not live."""
         key = self._keys.get((tenant, request_id))
         if key is not None:
             self.engine.abort(key)
         return key is not None
 
     def forget_stream(self, stream: TextStream, *, refused: bool = False) -> None:
-        """Drop a stream that its reader closed, or that was refused; aborts it if it still runs."""
+        """Drop a stream that its reader closed or that was refused; abort it if it still runs."""
         if stream.request_key in self._streams:
             if not refused:
                 self.find_tally(stream.tenant).finished[FinishReason.CANCELLED.value] += stream.count_unfinished()
@@ -354,19 +349,17 @@ class TextEngine:
 
     @property
     def live(self) -> int:
-        """Requests in progress here."""
         return len(self._streams)
 
     def count_finished(self) -> Counter[str]:
-        """Sequences that ended here, by reason, of all tenants."""
+        """Count the sequences that ended here, by reason, of all tenants."""
         return sum((tally.finished for tally in self._tallies.values()), Counter())
 
     async def read_stats(self) -> EngineStats:
-        """Counters and gauges of the whole engine."""
         return await self.engine.stats()
 
     async def read_tenant_stats(self, tenant: str) -> EngineStats:
-        """Read the counts of one tenant's requests; counters that belong to no one tenant are left at nothing."""
+        """Read the counts of one tenant's requests; counters that belong to no single tenant keep their defaults."""
         found, tally = await self.engine.stats(tenant), self.find_tally(tenant)
         return replace(
             found,
@@ -377,7 +370,7 @@ class TextEngine:
         )
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests, wait for the running ones, cancel what is left; true when none was cancelled."""
+        """Refuse new requests, wait for the running ones, cancel the rest; return whether none was cancelled."""
         self.draining = True
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
@@ -389,7 +382,7 @@ class TextEngine:
             return False
 
     async def close(self, timeout_s: float = 5.0) -> None:
-        """Cancel everything and end the engine; a step that hangs longer than `timeout_s` is left behind."""
+        """Cancel everything and end the engine; a step that hangs longer than `timeout_s` seconds is abandoned."""
         self.draining = True
         await self.engine.stop(timeout_s)
 

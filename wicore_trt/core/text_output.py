@@ -1,7 +1,7 @@
-"""Token outputs to text outputs, for one sequence.
+"""Turns the token outputs of one sequence into text outputs.
 
-Detokenizes incrementally and finds stop strings; knows neither engine nor transport. Invariant: the concatenated
-deltas are the decoded output up to the stop, and exactly one output carries the finish reason.
+Detokenizes incrementally and finds stop strings; knows neither engine nor transport. Invariant: the concatenated deltas
+are the decoded output up to the stop, and exactly one output carries the finish reason.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class SequenceText:
         self.finished = False
 
     def push_output(self, output: TokenOutput) -> TextOutput | None:
-        """Text of a token output, or None after the end. When `finished` turns true on a stop string the engine
-        still runs the sequence: the caller aborts it."""
+        """Return the text of a token output, or None after the end. When a stop string sets `finished`, the engine
+        still runs the sequence, and the caller aborts it."""
         if self.finished:
             return None
         shown = output.token_ids
@@ -53,7 +53,7 @@ class SequenceText:
         )  # fmt: skip
 
     def _end_at_stop(self, output: TokenOutput, text: str, count: int) -> TextOutput:
-        """The last output of a sequence that a stop string ended after `count` of this output's tokens."""
+        """Make the last output of a sequence that a stop string ended after `count` of this output's tokens."""
         self.finished = True
         usage = output.usage
         if usage is not None:

@@ -1,7 +1,7 @@
-"""Histograms of how long requests took, which a front fills as it delivers.
+"""Histograms of request times, which a front fills as it delivers.
 
-Plain numbers; it must not know who reads them. Invariant: an observation costs less than a microsecond, so that each
-output of each sequence can be one.
+Plain numbers; it must not know who reads them. Invariant: an observation costs less than a microsecond, so that every
+output of every sequence can be observed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOKENS = (1.0, 2.0, 5.0, *(float(k * 10**e) for e in range(1, 5) for k in (1, 2,
 
 
 class Histogram:
-    """Observations by upper bound, the last one without any. `counts` are not cumulative."""
+    """Observations by upper bound; the last bucket has none. `counts` are not cumulative."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -40,7 +40,7 @@ class Histogram:
 
 
 class Times:
-    """Histograms of a front's requests. `now` is the time, of time.monotonic(), of the outputs that are delivered."""
+    """Histograms of a front's requests. `now`: time.monotonic() of the outputs that are being delivered."""
 
     __slots__ = ("decode", "first", "gap", "generated", "longest", "now", "prefill", "prompt", "queue", "whole")
 
@@ -58,11 +58,10 @@ class Times:
 
     @property
     def histograms(self) -> dict[str, Histogram]:
-        """Histograms by name."""
         return {name: getattr(self, name) for name in self.__slots__ if name != "now"}
 
     def observe_output(self, since: float, last: float) -> float:
-        """Tokens came of a sequence that was asked for at `since` and had its last ones at `last` (0: none); returns
+        """Observe tokens of a sequence that was requested at `since` and had its last ones at `last` (0: none); return
         the new `last`."""
         now = self.now
         if last:
@@ -72,13 +71,12 @@ class Times:
         return now
 
     def observe_begin(self, queued_s: float, prefill_s: float) -> None:
-        """A sequence had its first tokens: how long it waited for its first step, and what it took from there."""
+        """Observe a sequence's first tokens: its wait for the first step, and the time from there."""
         self.queue.observe(queued_s)
         self.prefill.observe(prefill_s)
 
     def observe_end(self, since: float, first: float, last: float, reason: FinishReason, usage: Usage | None) -> None:
-        """A sequence ended, whose first and last tokens came at these times (0: it had none). One that failed tells
-        nothing of how long they take."""
+        """Observe a sequence's end, and its first and last tokens' stamps (0: none). Failed sequences are left out."""
         if reason is FinishReason.ERROR:
             return
         self.whole.observe(self.now - since)
