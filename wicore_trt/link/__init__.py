@@ -1,1 +1,1 @@
-"""Between the process that serves clients and the one that runs the engine."""
+"""Link between the front and the engine process."""

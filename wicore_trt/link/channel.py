@@ -1,9 +1,9 @@
 """Messages over a stream socket between two processes of one server.
 
-Each message is its length (4 bytes, little endian) and its bytes. It must not know what they say. Invariants (I24):
-messages arrive whole and in the order of `post`; `post` never waits for the other side; a side that does not read is
-cut off before it costs memory without bound; a message that its receiver cannot take ends the channel; `closed` is
-called once, on the loop's thread, whoever ends it.
+Each message is its length (4 bytes, little endian) and its bytes. It must not know their content. Invariants (I24):
+messages arrive whole and in the order of `post`; `post` never waits; a peer that does not read is cut off at
+MAX_BACKLOG; a message that its receiver cannot handle ends the channel; `closed` is called once, on the loop's thread,
+whoever ends the channel.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Channel:
         return self._waiting
 
     def post(self, message: bytes) -> None:
-        """Send a message, from any thread; nothing when the channel has ended."""
+        """Send a message, from any thread; do nothing when the channel has ended."""
         data = memoryview(len(message).to_bytes(_HEAD, "little") + message)
         with self._lock:
             if not self._open:
@@ -88,7 +88,7 @@ class Channel:
             self._loop.call_soon_threadsafe(function)
 
     def _send_now(self, data: memoryview) -> memoryview:
-        """Send what the socket takes now and return the rest. A broken socket is found by `_read_messages`."""
+        """Send what the socket takes now and return the rest. `_read_messages` detects a broken socket."""
         with suppress(BlockingIOError, InterruptedError, BrokenPipeError, ConnectionResetError):
             return data[self._sock.send(data) :]
         return data
@@ -109,7 +109,7 @@ class Channel:
         self._loop.remove_writer(self._sock.fileno())
         with self._lock:
             again = bool(self._out)
-        if again:  # something was posted in between
+        if again:  # posted in between
             self._write_later()
 
     def _read_messages(self) -> None:
@@ -130,7 +130,7 @@ class Channel:
                 break
             try:
                 self._received(bytes(self._in[start + _HEAD : stop]))
-            except Exception:  # a bug of ours; whoever waits for what it said is told that the channel has ended
+            except Exception:  # a bug of ours; ending the channel fails its waiting calls
                 log.exception("a message between front and engine could not be handled; closing the link")
                 self.close()
             if not self._open:

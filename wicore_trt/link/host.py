@@ -1,8 +1,8 @@
-"""The engine's end: an EngineLoop whose requests come from, and whose outputs go to, other processes.
+"""The engine's end of links: an EngineLoop that serves fronts in other processes.
 
-One thread reads what the fronts say; the engine's thread sends each front what a step made for it, as one message. It
-must not know text, clients or processes. Invariants: what a front does delays no step but by what its messages cost to
-read; a front that leaves takes its requests with it, and nobody else's.
+The link thread reads the fronts' messages; the engine's thread sends each front one message of outputs a step. It must
+not know text, clients or processes. Invariants: a front delays steps only by the cost of reading its messages; a front
+that leaves takes its own requests with it, and no others.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SNAPSHOT_BACKLOG = 4 << 20
 
 
 class EngineHost:
-    """Runs `core` for the fronts that are attached."""
+    """Runs `core` for the attached fronts."""
 
     def __init__(self, core: Core, info: ModelInfo, *, max_waiting: int) -> None:
         self.core = core
@@ -76,7 +76,8 @@ class EngineHost:
         done.result()
 
     def stop(self, timeout_s: float) -> None:
-        """Cancel what is live, tell the fronts, end the engine; a step that hangs is left behind."""
+        """Cancel live requests, tell the fronts, end the engine. Waits `timeout_s` seconds for each of its two threads;
+        a step that hangs is abandoned."""
         self.engine.stop(timeout_s)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout_s)
@@ -94,12 +95,12 @@ class EngineHost:
         for output in outputs:
             batches.setdefault(output.request_key.partition("/")[0], []).append(output)
         for number, batch in batches.items():
-            served = self._links.get(f"{number}/")  # the link thread takes one out at any time
+            served = self._links.get(f"{number}/")  # the link thread may remove it at any time
             if served is not None:
                 served.send_message(Outputs(batch))
 
     def drop_front(self, prefix: str) -> None:
-        """A front has gone; on the link thread."""
+        """Abort the requests of a front that left; on the link thread."""
         self._links.pop(prefix, None)
         for request_key in self.engine.live_ids():
             if request_key.startswith(prefix):
@@ -158,7 +159,7 @@ class _Link:
                     self.send_message(part)
                     while self.channel.backlog > SNAPSHOT_BACKLOG:
                         await asyncio.sleep(0.01)
-                    await asyncio.sleep(0)  # others have their turn between the parts of a snapshot
+                    await asyncio.sleep(0)  # lets other messages in between the parts of a snapshot
                 await wanted.wait()
                 wanted.clear()
         except WicoreError as error:

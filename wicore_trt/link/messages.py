@@ -1,7 +1,7 @@
 """Messages between the processes of one server, as msgpack.
 
-Both ends are of one version, so there is no room for others. Plain data; it must not know sockets. Invariant: a message
-that was decoded holds values of the types that it names; requests are checked again when they are made.
+Both ends have the same version, so fields need no compatibility. Plain data; it must not know sockets. Invariant: a
+decoded message holds values of its declared types, and decoded requests are validated again.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ PAGES = 1024
 
 
 class Add(Struct, tag=0, array_like=True):
-    """A request for the engine. Answered by Done or Refused."""
+    """Request for the engine. Answered by Done or Refused."""
 
     call: int
     request: GenerateRequest
 
 
 class Abort(Struct, tag=1, array_like=True):
-    """The end of a request, or of one of its sequences. Not answered."""
+    """Ends a request, or one of its sequences. Not answered."""
 
     request_key: str
     index: int | None
 
 
 class AskStats(Struct, tag=2, array_like=True):
-    """Answered by Done with the statistics of the engine, or of one tenant."""
+    """Asks for the statistics of the engine, or of one tenant. Answered by Done."""
 
     call: int
     tenant: str | None
 
 
 class Follow(Struct, tag=3, array_like=True):
-    """Send what the KV cache gains and loses from this position on, one Change at a time, or answer Refused."""
+    """Asks for the changes of the KV cache from this position on. Answered by one change at a time, or Refused."""
 
     call: int
     tenant: str | None
@@ -58,7 +58,7 @@ class Follow(Struct, tag=3, array_like=True):
 
 
 class More(Struct, tag=4, array_like=True):
-    """The follower took a Change and waits for the next one."""
+    """Asks for the next change."""
 
     call: int
 
@@ -73,7 +73,7 @@ ToEngine = Add | Abort | AskStats | Follow | More | Unfollow
 
 
 class Welcome(Struct, tag=0, array_like=True):
-    """The first message. Ids of requests of this link begin with `prefix`; `pid` is the engine's process."""
+    """First message. Request keys of this link begin with `prefix`; `pid` is the engine's process."""
 
     prefix: str
     info: ModelInfo
@@ -92,7 +92,7 @@ class Done(Struct, tag=2, array_like=True):
 
 
 class Refused(Struct, tag=3, array_like=True):
-    """An error of `wicore_trt.errors`, by the name of its class."""
+    """Error of `wicore_trt.errors`, by the name of its class."""
 
     call: int
     kind: str
@@ -117,7 +117,7 @@ class Refused(Struct, tag=3, array_like=True):
 
 
 class KVChange(Struct, array_like=True):
-    """An event, or pages of a snapshot (`cause` and `keys` are then unset), as its fields say."""
+    """Event, or pages of a snapshot (`cause` and `keys` are then unset), depending on `kind`."""
 
     kind: str
     sequence: int
@@ -147,7 +147,7 @@ class KVChange(Struct, array_like=True):
 
 
 class KVChanges(Struct, tag=4, array_like=True):
-    """Events, or a part of a snapshot; `last` with the last part. Answered by More after the last part."""
+    """Events, or a part of a snapshot; `last` marks the last part, which More answers."""
 
     call: int
     epoch: int
@@ -158,7 +158,7 @@ class KVChanges(Struct, tag=4, array_like=True):
 
 
 class Down(Struct, tag=5, array_like=True):
-    """The engine broke and takes no more requests. The outputs that end those it had follow."""
+    """Says that the engine broke and takes no more requests. Outputs that end its requests follow."""
 
     why: str
 
@@ -167,7 +167,8 @@ FromEngine = Welcome | Outputs | Done | Refused | KVChanges | Down
 
 
 def split_change(call: int, epoch: int, found: EventSnapshot | list[Event]) -> Iterator[KVChanges]:
-    """The messages that tell a change."""
+    """Split a change into messages: events in one, a snapshot in parts of at most PAGES pages and a last one
+    without."""
     if isinstance(found, list):
         yield KVChanges(call, epoch, found[-1].sequence, False, True, [KVChange.from_event(event) for event in found])
         return
@@ -179,7 +180,7 @@ def split_change(call: int, epoch: int, found: EventSnapshot | list[Event]) -> I
 
 
 def join_change(parts: list[KVChanges]) -> tuple[int, EventSnapshot | list[Event]]:
-    """The change that these messages tell, the last one included."""
+    """Join all messages of a change, the last one included."""
     end = parts[-1]
     if not end.snapshot:
         return end.epoch, [item.to_event() for part in parts for item in part.items]

@@ -1,8 +1,8 @@
-"""The front's end: an engine in another process, which may end and come back.
+"""The front's end of a link: an engine in another process, which may end and come back.
 
 It must not know text, transports or how processes are started. Invariants (I13): every request that `add` took gets its
-final output, an error when its engine ends; an `add` that waits ends with its engine; nothing of a former engine
-reaches the next one.
+final output, an error when its engine ends; a waiting `add` ends with its engine; nothing of a former engine reaches
+the next one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ENDED = "its process ended"
 
 
 class RemoteEngine(EnginePort):
-    """Engine of another process, one at a time. Construct it on the event loop. `changed` is called there when the
+    """Engine of another process, one at a time. Construct it on the event loop, where `changed` is called when the
     engine comes (`dead` is then None) and when it has ended."""
 
     recovers = True
@@ -51,7 +51,7 @@ class RemoteEngine(EnginePort):
         self._channel: Channel | None = None
         self._down: str | None = STARTING
         self._calls = itertools.count()
-        self._pending: dict[int, tuple[asyncio.Future[Done], str]] = {}  # with the request that is being added
+        self._pending: dict[int, tuple[asyncio.Future[Done], str]] = {}  # with the key of the request being added
         self._followers: dict[int, asyncio.Queue[KVChanges | WicoreError]] = {}
         self._live: dict[str, int] = {}  # sequences that have not ended, by request
 
@@ -61,14 +61,14 @@ class RemoteEngine(EnginePort):
 
     @property
     def has_channel(self) -> bool:
-        """True where there is a channel, though its engine may not have said anything yet."""
+        """Tell whether there is a channel, though its engine may not have sent anything yet."""
         return self._channel is not None
 
     async def start(self, sink: Sink) -> None:
         self._sink = sink
 
     def connect(self, sock: socket.socket) -> None:
-        """Talk to the engine at the other end of this socket, which takes requests once it has said so."""
+        """Connect to the engine at the other end of this socket, which takes requests once its Welcome has come."""
         if self._channel is not None:
             self._channel.close()
         channel = Channel(sock, asyncio.get_running_loop(), self._take_message, self._end_channel)
@@ -111,7 +111,7 @@ class RemoteEngine(EnginePort):
             channel.post(encode(Unfollow(call)))
 
     async def stop(self, timeout_s: float) -> None:
-        """Leave the engine, which runs on; requests of ours end."""
+        """Leave the engine, which runs on without this front's requests."""
         if self._channel is not None:
             self._channel.close()
 
@@ -129,7 +129,7 @@ class RemoteEngine(EnginePort):
             return await reply
         finally:
             self._pending.pop(call, None)
-            del reply  # an error in it has this frame in its traceback
+            del reply  # breaks a cycle: its error has this frame in the traceback
 
     def _take_message(self, data: bytes) -> None:
         message = decode_from_engine(data)
@@ -159,20 +159,20 @@ class RemoteEngine(EnginePort):
         found = self._pending.get(call)
         if found is not None and not found[0].done():
             found[0].set_exception(error)
-            self._live.pop(found[1], None)  # `add` tells of it, and no output does
+            self._live.pop(found[1], None)  # `add` raises the error, so no output reports it
         elif call in self._followers:
             self._followers[call].put_nowait(error)
 
     def _count_end(self, output: TokenOutput) -> None:
         left = self._live.get(output.request_key, 0) - 1
-        whole = output.finish_reason is FinishReason.ERROR and output.usage is None  # it is of no one sequence
+        whole = output.finish_reason is FinishReason.ERROR and output.usage is None  # the error is the whole request's
         if left > 0 and not whole:
             self._live[output.request_key] = left
         else:
             self._live.pop(output.request_key, None)
 
     def _end_channel(self) -> None:
-        """The channel has ended, and with it all that its engine had of us."""
+        """Fail all that waits for the engine: calls, followers and live requests."""
         self._channel, self.pid, self._down = None, None, self._down or ENDED
         error = EngineDeadError(f"The engine stopped: {self._down}.")
         for call in (*self._pending, *self._followers):

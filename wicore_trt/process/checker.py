@@ -1,8 +1,8 @@
-"""Checks constraints in a process of its own, which may end by what it checks.
+"""Checks constraints in a process of its own, which a constraint may crash.
 
-Some kilobytes of grammar can overflow the stack of a compiler of grammars, or take minutes and gigabytes. It must not
-know requests. Invariants: whatever comes, a check ends after about CPU_S of processor time and costs the process that
-asked neither its life nor memory; what passes here was built on a STACK far below the engine's.
+Some kilobytes of grammar can overflow the stack of a grammar compiler, or take minutes and gigabytes. It must not know
+requests. Invariants: a check ends after about CPU_S of processor time and costs the asking process neither its life nor
+memory. A constraint that passes was compiled on STACK bytes, far fewer than the engine's.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Con
 
 
 class Checker:
-    """Checks constraints, on any thread. The process is started when the first constraint comes, and again when
-    it has ended."""
+    """Checks constraints, on any thread. The process starts with the first constraint, and again after it has ended."""
 
     def __init__(self) -> None:
         self._asked: queue.SimpleQueue[tuple[bytes, Future[str]]] = queue.SimpleQueue()
@@ -58,14 +57,14 @@ class Checker:
         self._ended = QuietLog(log, logging.WARNING)
 
     def check(self, constraint: Constraint) -> None:
-        """Raises InvalidRequestError (field "constraint") for one that cannot be kept or takes too much to check, and
-        UnavailableError where no process can be started."""
+        """Raise InvalidRequestError (field "constraint") for a constraint that cannot be kept or takes too much to
+        check, and UnavailableError when no process can be started."""
         raw = _encode(constraint)
         name = blake2b(raw, digest_size=16).digest()
         with self._lock:
-            if self._thread is None:  # one that stays: a child ends with the thread that started it
+            if self._thread is None:  # a lasting thread: a child ends with the thread that started it
                 thread = threading.Thread(target=self._run_checks, name="wicore-checker", daemon=True)
-                thread.start()  # where there is no room for it, the next constraint tries again
+                thread.start()  # may raise; the next constraint tries again
                 self._thread = thread
             reason = self._known.get(name)
         if reason is None:
@@ -100,7 +99,7 @@ class Checker:
 
 
 class _CheckerProcess:
-    """A running process, and the socket on which it is asked."""
+    """Running process, and the socket to it."""
 
     def __init__(self) -> None:
         self._sock, theirs = socket.socketpair()
@@ -111,12 +110,13 @@ class _CheckerProcess:
         self._stream = self._sock.makefile("rwb")
 
     def ask(self, raw: bytes) -> str:
-        """Why not, "" for nothing. Raises OSError or EOFError when the process ends or hangs."""
+        """Return why the constraint is refused, "" if it is not. Raises OSError or EOFError when the process ends or
+        hangs."""
         _write_frame(self._stream, raw)
         return _read_frame(self._stream).decode()
 
     def end(self) -> str:
-        """End it; returns how it ended."""
+        """End the process; return how it ended."""
         with suppress(OSError):
             self._stream.close()
         self._sock.close()
@@ -138,7 +138,7 @@ def _read_frame(stream: BufferedIOBase) -> bytes:
 
 
 def main(fd: int) -> int:
-    """The life of the process; `fd` is its control socket. Returns the exit code."""
+    """Run the checker process; `fd` is its control socket. Return the exit code."""
     received = Control.from_fd(fd).receive_message()
     if received is None:
         return 0
@@ -152,8 +152,10 @@ def main(fd: int) -> int:
 
 def _serve_checks(stream: BufferedIOBase) -> None:
     with suppress(InvalidRequestError):
-        check_constraint(Constraint(ConstraintKind.REGEX, "a"))  # so that what is loaded once is no constraint's
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # who ends here has the log told by the other side
+        check_constraint(
+            Constraint(ConstraintKind.REGEX, "a")
+        )  # loads modules now, so that no constraint pays for them
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the asking process logs how this one ends
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, now + MEMORY))

@@ -1,10 +1,9 @@
-"""A process of this server, and what is said between it and the supervisor.
+"""A process of this server, and its messages to and from the supervisor.
 
-Messages are small JSON objects over a socket pair that keeps their boundaries; file descriptors travel with them. It
-must not know what a process does. Invariants (I24): the supervisor never waits for a child that hangs, nor a front for
-a supervisor that stands still; a child ends when its supervisor does, however and whenever that ends; a child leaves
-the signals that ask a server to end to the supervisor; a child imports from where its parent does, so a folder that
-happens to be the current one gives it nothing else.
+Messages are small JSON objects, and file descriptors, over a socket pair that keeps boundaries. It must not know what a
+process does. Invariants (I24): the supervisor never waits for a hanging child, nor a front for a stopped supervisor; a
+child ends when its supervisor does, however that ends; a child ignores the signals that end a server; a child imports
+from where its parent does, so the current folder adds nothing.
 """
 
 from __future__ import annotations
@@ -58,9 +57,8 @@ sys.exit(import_module(module).main(int(fd)))
 
 
 def tie_to_parent(parent: int) -> None:
-    """Have this process killed when the one that made it ends, also if it has ended already. SIGTERM, SIGINT and SIGHUP
-    are the supervisor's: some service managers send them to every process of a service, and a child that obeyed would
-    end requests that the supervisor lets finish."""
+    """Kill this process when its parent ends, also if that has ended already, and ignore SIGTERM, SIGINT and SIGHUP."""
+    # some service managers signal every process of a service: a child that obeyed would end requests too early
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -69,20 +67,18 @@ def tie_to_parent(parent: int) -> None:
 
 
 class Control:
-    """An end of the socket pair between supervisor and child."""
+    """End of the socket pair between supervisor and child."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
 
     @staticmethod
     def make_pair() -> tuple[QueuedControl, Control]:
-        """Make the supervisor's end and the child's."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return QueuedControl(ours, MAX_WAITING), Control(theirs)
 
     @classmethod
     def from_fd(cls, fd: int) -> Self:
-        """Make the child's end of the file descriptor that it was started with."""
         os.set_inheritable(fd, False)
         return cls(socket.socket(fileno=fd))
 
@@ -90,7 +86,7 @@ class Control:
         return self.sock.fileno()
 
     def send(self, kind: str, fds: Sequence[int] = (), **facts: Any) -> None:
-        """Send a message; nothing happens when the other side has ended, which `receive` tells."""
+        """Send a message; ignore that the other side has ended, which `receive_message` reports."""
         data = json.dumps({"kind": kind, **facts}).encode()
         assert len(data) <= MAX_MESSAGE, "a control message is too long"
         self._write(data, fds)
@@ -105,7 +101,7 @@ class Control:
         self.send("failed", error=type(error).__name__, message=message, fix=fix)
 
     def receive_message(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Receive the next message and its file descriptors, which the caller closes; None at the end."""
+        """Receive the next message and its file descriptors, which the caller closes; return None at the end."""
         try:
             data, fds, _, _ = socket.recv_fds(self.sock, MAX_MESSAGE, MAX_FDS)
         except ConnectionResetError:
@@ -117,11 +113,8 @@ class Control:
 
 
 class QueuedControl(Control):
-    """An end on an event loop: the supervisor's, or a front's.
-
-    While the loop runs `send` never waits: messages are kept until the other side takes them. A child that leaves more
-    than `most` messages is cut off, which ends it.
-    """
+    """End on an event loop: the supervisor's, or a front's. While the loop runs `send` never waits: messages are queued
+    until the other side takes them. A child that leaves more than `most` messages is cut off, which ends it."""
 
     def __init__(self, sock: socket.socket, most: int | None = None) -> None:
         super().__init__(sock)
@@ -136,7 +129,7 @@ class QueuedControl(Control):
         return not self._waiting
 
     def leave_loop(self) -> None:
-        """Send what waits now that the loop has ended; from now on `send` waits for the other side."""
+        """Send the queued messages after the loop has ended; from now on `send` waits for the other side."""
         self.sock.setblocking(True)
         while self._waiting:
             self._try_write(*self._waiting[0])
@@ -149,7 +142,7 @@ class QueuedControl(Control):
                 asyncio.get_running_loop().add_writer(self.fileno(), self._write_waiting)
         if self._most is not None and len(self._waiting) > self._most:
             log.error("the process of control socket %d does not read its messages; ending it", self.fileno())
-            self.sock.shutdown(socket.SHUT_RDWR)  # `receive` then says that the other side ended
+            self.sock.shutdown(socket.SHUT_RDWR)  # `receive_message` then reports the end
             self._drop_waiting()
 
     def _try_write(self, data: bytes, fds: Sequence[int]) -> bool:
@@ -181,17 +174,16 @@ class QueuedControl(Control):
 
 
 def read_error(message: dict[str, Any]) -> WicoreError:
-    """Read the error that a child reported."""
     return error_named(message["error"], message["message"], fix=message["fix"])
 
 
 class Child:
-    """A running process of `module`, whose `main(fd)` gets the number of its control socket."""
+    """Running process of `module`, whose `main(fd)` gets the number of its control socket."""
 
     def __init__(self, module: str) -> None:
         self.control, theirs = Control.make_pair()
         fd = theirs.fileno()
-        # A session of its own: what a terminal sends to all processes of the foreground reaches the supervisor alone.
+        # a session of its own, so that a terminal's signals reach the supervisor alone
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _CODE, str(fd), module, json.dumps(sys.path), str(os.getpid())],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(fd,), start_new_session=True,
@@ -202,11 +194,12 @@ class Child:
         self._process.kill()
 
     def dump_stacks(self) -> None:
-        """Have the process write the stacks of its threads to its log, if it still can."""
+        """Make the process write its threads' stacks to its log, if it still can."""
         self._process.send_signal(DUMP)
 
     def wait_for_end(self, timeout_s: float) -> int:
-        """Wait for the end of the process, kill it after `timeout_s`; return the exit code, negative for a signal."""
+        """Wait for the end of the process, kill it after `timeout_s` seconds; return the exit code, negative for a
+        signal."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -215,7 +208,7 @@ class Child:
 
 
 async def wait_for_exit(process: Child, timeout_s: float) -> int:
-    """Return what `Child.wait` returns, waiting on a thread; where no thread can be started, as soon as one can."""
+    """Return the exit code of `Child.wait_for_end`, waiting on a thread; retry while no thread can be started."""
     while True:
         try:
             return await asyncio.to_thread(process.wait_for_end, timeout_s)
@@ -231,7 +224,6 @@ def import_named(place: str) -> Any:
 
 
 def describe_exit(code: int) -> str:
-    """Put an exit code into words."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -241,14 +233,12 @@ def describe_exit(code: int) -> str:
 
 
 class ChildSlot:
-    """The place of one process of the server: the running process, why it ended, when to start the next one.
-
-    On the supervisor's event loop.
-    """
+    """Place of one process of the server, on the supervisor's event loop: the running process, why it ended, when to
+    start the next one."""
 
     def __init__(self) -> None:
         self.process: Child | None = None
-        self.error: WicoreError | None = None  # why the process ends, as it says
+        self.error: WicoreError | None = None  # why the process ends, as reported by it
         self.restarts = -1
         self.build: str | None = None  # of the engine directory that the process has opened
         self.loaded = False  # the process has told its build
@@ -263,9 +253,7 @@ class ChildSlot:
         self, module: str, on_message: Callable[[dict[str, Any]], None], on_exit: Callable[[int], None]
     ) -> Child:
         """Start a process of `module`; `on_message` gets its messages and `on_exit` its exit code, on the event loop.
-
-        Raises OSError where the system has no room for it.
-        """
+        Raises OSError when the system has no room for it."""
         process = self.process = Child(module)
         self.error, self.build, self.loaded, self._killed = None, None, False, False
         self.started_at, self.silent_s, self._ready_at = time.monotonic(), 0.0, None
@@ -292,7 +280,6 @@ class ChildSlot:
         return process
 
     def close_process(self) -> None:
-        """Kill the process and stop reading its messages."""
         if self.process is not None:
             asyncio.get_running_loop().remove_reader(self.process.control.fileno())
             self.process.kill()
@@ -304,17 +291,15 @@ class ChildSlot:
             self.process.kill()
 
     def explain_exit(self, code: int) -> object:
-        """Say why the process ended with this exit code."""
         guess = ", probably out of memory" if -code == signal.SIGKILL and not self._killed else ""
         return self.error or describe_exit(code) + guess
 
     def mark_ready(self) -> None:
-        """Note that the process does what it is for."""
         self._ready_at = time.monotonic()
 
     def choose_pause(self) -> float:
-        """Return the seconds to wait before the next start: 0, unless the process keeps ending (killed for its memory,
-        for example)."""
+        """Return the seconds to wait before the next start: 0, unless the process keeps ending (say, for lack of
+        memory)."""
         quick = self._ready_at is None or time.monotonic() - self._ready_at < QUICK_S
         self._quick_ends = self._quick_ends + 1 if quick else 0
         more = self._quick_ends - PATIENCE

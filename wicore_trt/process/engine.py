@@ -1,7 +1,7 @@
-"""The engine process: loads the engine, serves the front it is linked to, ends when told or when the engine breaks.
+"""The engine process: loads the engine, serves its front, ends when told or when the engine breaks.
 
 It must not know clients or text. Invariants: it tells the supervisor why it ends, unless it is killed, and every BEAT_S
-seconds whether it makes progress; on DUMP it writes the stacks of its threads to standard error, whatever they do.
+seconds whether it makes progress. On DUMP it writes the stacks of its threads to standard error, whatever they do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def load_engine(settings: Settings) -> tuple[Core, ModelInfo]:
-    """Load the engine that the settings name. Raises what `core.assemble.load_engine` raises."""
+    """Load the engine that the settings name. Raises the errors of `core.assemble.load_engine`."""
     from wicore_trt.core import assemble
 
     loaded = assemble.load_engine(settings, serves=True)
@@ -33,7 +33,7 @@ def load_engine(settings: Settings) -> tuple[Core, ModelInfo]:
 
 
 def main(fd: int) -> int:
-    """Run the engine process; `fd` is its control socket. Returns the exit code."""
+    """Run the engine process; `fd` is its control socket. Return the exit code."""
     control = Control.from_fd(fd)
     first = control.receive_message()
     if first is None:
@@ -63,14 +63,12 @@ def main(fd: int) -> int:
     if host.engine.dead is not None:
         control.send("broke", why=shortened(host.engine.dead, MAX_TEXT))
     logging.shutdown()
-    os._exit(1 if host.engine.dead is not None else 0)  # threads that hang in a device or a disk are left behind
+    os._exit(1 if host.engine.dead is not None else 0)  # not sys.exit, which would wait for hanging threads
 
 
 def _send_beats(control: Control, host: EngineHost) -> None:
-    """Report until the engine has ended for how long it has had work and ended no step.
-
-    Beats are counted rather than time, so that a machine that stands still for a while counts as one beat.
-    """
+    """Report, until the engine ends, for how long it has had work and ended no step."""
+    # counts beats, not time, so that a suspended machine counts as one beat
     last, same = host.engine.progress, 0
     while not host.engine.wait_ended(BEAT_S):
         now = host.engine.progress
@@ -79,11 +77,10 @@ def _send_beats(control: Control, host: EngineHost) -> None:
 
 
 def _obey_supervisor(control: Control, host: EngineHost) -> None:
-    """Obey the supervisor until it says stop or ends."""
     while (received := control.receive_message()) is not None:
         message, fds = received
         if message["kind"] == "link":
-            if fds:  # else this process has too many files open; the front finds its end closed, and asks again
+            if fds:  # else too many files are open here; the front finds its end closed and asks again
                 host.attach(socket.socket(fileno=fds[0]))
         elif message["kind"] == "level":
             log_lines.set_level(message["level"])

@@ -1,7 +1,7 @@
-"""Settings read again while the server runs: those that change at once, and those that need a restart.
+"""Rereads settings while the server runs: some change at once, others need a restart.
 
-Plain data and the checks of files; it must not know processes. Invariant: settings that `check_reload` returns can be
-applied by every process without failing.
+Plain data and the checks of files; it must not know processes. Invariant: every process can apply the settings that
+`check_reload` returns without failing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TERMINAL = "/dev/tty"
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Settings to apply, the keys that differ from the former ones, and those that differ but need a restart."""
+    """Settings to apply, the keys that change now, and the keys that differ but need a restart."""
 
     loaded: LoadedSettings
     changed: tuple[str, ...]
@@ -35,10 +35,8 @@ class Change:
 
 
 def check_reload(given: LoadedSettings, read: Callable[[], LoadedSettings]) -> Change:
-    """Compute the change from the running settings to those written now.
-
-    Raises ConfigError for settings or files that are wrong; then nothing changes.
-    """
+    """Compute the change from the running settings to those written now. Raises ConfigError for wrong settings or
+    files; nothing changes then."""
     written = read()
     running, wanted = given.settings, written.settings
     differ = [key for key in KEYS if value_of(wanted, key) != value_of(running, key)]
@@ -59,7 +57,7 @@ def check_reload(given: LoadedSettings, read: Callable[[], LoadedSettings]) -> C
 
 
 def has_terminal() -> bool:
-    """Return whether this process has a controlling terminal that is still open."""
+    """Tell whether this process has a controlling terminal that is still open."""
     try:
         os.close(os.open(TERMINAL, os.O_RDWR | os.O_NOCTTY))
     except OSError:

@@ -1,10 +1,10 @@
-"""Starts the engine process and the front, joins them, and starts again whichever ends.
+"""Starts the engine process and the front, joins them, and restarts whichever ends. Answers operators
+(`http/admin.py`).
 
-Operators' calls (`http/admin.py`) are answered here, whatever the others do. It must not know messages, models or
-devices, and imports nothing that could bring it down but the listener for those calls. Invariants: an engine and a
-front run or are being started; no hanging process holds the supervisor up; an engine that has work and ends no step for
-server.watchdog_s is ended, with its stacks in the log; a silent front is ended; both have opened the same build of the
-engine directory; no process outlives the supervisor; a second signal ends everything at once.
+It must not know messages, models or devices, and imports nothing that could crash it but the operators' listener.
+Invariants: engine and front run or are being started; no hanging process blocks the supervisor. An engine that has work
+and ends no step for server.watchdog_s is ended, its stacks logged; a silent front is ended. Both have opened the same
+build of the engine directory; no process outlives the supervisor; a second signal ends everything at once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ANSWER_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Modules and functions that the processes run, as "module" or "module:name"; tests put their own in place."""
+    """Modules and functions that the processes run, as "module" or "module:name"; tests replace them."""
 
     engine: str = "wicore_trt.process.engine"
     front: str = "wicore_trt.serve.front"
@@ -63,8 +63,8 @@ class Parts:
 
 
 class Supervisor:
-    """Runs one server. `report_bound` is called when the ports are taken, `report_serving` when requests are taken for
-    the first time. `reread` reads the settings again from where they were written."""
+    """Runs one server. `report_bound` is called when the ports are taken, `report_serving` when the first requests are
+    taken. `reread` reads the settings again from their files."""
 
     def __init__(
         self,
@@ -87,8 +87,8 @@ class Supervisor:
         self._engine, self._front = ChildSlot(), ChildSlot()
         self._slots = {"front": self._front, "engine": self._engine}
         self._front_bound = self._was_bound = self._served = self._stopping = self._refusing = False
-        self._links = 0  # that the front was given
-        self._stuck_s = 0.0  # for how long the engine has had work and ended no step, as it says
+        self._links = 0  # links given to the front
+        self._stuck_s = 0.0  # seconds that the engine has had work and ended no step, by its beats
         self._idle = asyncio.Event()  # the front refuses generations and has none
         self._metrics: dict[int, tuple[list[str], asyncio.Future[str]]] = {}  # parts of answers, by call
         self._calls = itertools.count()
@@ -97,14 +97,11 @@ class Supervisor:
 
     def run(self) -> int:
         """Serve until a signal; return the exit code: 0 when every request could finish, 1 when some were cancelled,
-        130 for Ctrl-C before it served. The log has been written then, so that a caller has the last word.
-
-        Raises what the engine or the front report at their first start.
-        """
+        130 for Ctrl-C before it served. Raises the error that engine or front report at their first start."""
         try:
             return asyncio.run(self._supervise())
         finally:
-            logging.shutdown()
+            logging.shutdown()  # flushes the log, so that a caller prints last
 
     async def _supervise(self) -> int:
         loop = asyncio.get_running_loop()
@@ -149,7 +146,7 @@ class Supervisor:
         self._watch_front(child)
 
     def _watch_front(self, front: Child) -> None:
-        """Look at the front every BEAT_S seconds, and end it when it has been silent for too long."""
+        """Check the front every BEAT_S seconds, and end it when it has been silent for too long."""
         if front is not self._front.process or self._stopping:
             return
         if self._front.silent_s >= (FRONT_S if self._front_bound else FRONT_START_S):
@@ -160,7 +157,7 @@ class Supervisor:
         asyncio.get_running_loop().call_later(BEAT_S, self._watch_front, front)
 
     def _watch_engine(self, engine: Child | None) -> None:
-        """Look at a loaded engine every BEAT_S seconds, and end it when it is stuck or silent."""
+        """Check a loaded engine every BEAT_S seconds, and end it when it is stuck or silent."""
         limit_s = self._loaded.settings.server.watchdog_s
         if engine is None or engine is not self._engine.process or self._stopping or limit_s is None:
             return
@@ -197,7 +194,7 @@ class Supervisor:
             front.control.send("link", [other.fileno()])
 
     def _join_again(self, engine: Child, front: Child) -> None:
-        """Join them, unless one of them has ended: the next one was joined when it had loaded."""
+        """Join them unless one has ended: its successor joins when it has loaded."""
         if self._engine.process is engine and self._front.process is front:
             self._join_processes()
 
@@ -224,7 +221,7 @@ class Supervisor:
             case "bound":
                 front.mark_ready()
                 self._front_bound = True
-                # The next front listens where this one does, also where the system chose the port.
+                # the next front listens on the same ports, also where the system chose them
                 self._ports = message["ports"]
                 self._keep_settings(self._loaded)
                 if not self._was_bound:
@@ -248,7 +245,7 @@ class Supervisor:
                 front.error = read_error(message)
 
     def _on_engine_exit(self, code: int) -> None:
-        # An engine that reports why it cannot be loaded will not load the next time.
+        # an engine that reports why it cannot load will not load the next time
         fatal = self._engine.error if self._engine.ended_unready else None
         self._restart_process("engine", code, self._start_engine, fatal)
 
@@ -256,7 +253,7 @@ class Supervisor:
         self._restart_process("front", code, self._start_front, self._front.error if not self._served else None)
 
     def _restart_process(self, name: str, code: int, start: Callable[[], None], fatal: WicoreError | None) -> None:
-        """Start a process again that has ended, unless its end is `fatal` or it keeps ending and never served."""
+        """Restart a process that has ended, unless its end is `fatal` or it keeps ending and never served."""
         if self._stopping:
             return
         slot = self._slots[name]
@@ -283,7 +280,7 @@ class Supervisor:
     # --- settings that change ------------------------------------------------------------------------------------
 
     def _on_hangup(self) -> None:
-        """Read the settings again; but when its terminal was closed, end what was started in it."""
+        """Reload the settings; but after its terminal was closed, end the server."""
         if self._had_terminal and not has_terminal():
             self._on_signal(signal.SIGHUP)
         elif not self._stopping:
@@ -294,7 +291,7 @@ class Supervisor:
         self._settings = settings_to_json(replace(settings, server=replace(settings.server, **self._ports)))
 
     def reload_settings(self) -> dict[str, Any]:
-        """Apply what the settings' files say now where it can change; return "changed" and "restart" (keys of settings)
+        """Apply the settings as written now, where they can change. Return "changed" and "restart" (keys of settings)
         and "error" (why nothing was changed, or None)."""
         result: dict[str, Any] = {"changed": (), "restart": (), "error": None}
         try:
@@ -319,7 +316,8 @@ class Supervisor:
     # --- operators' calls ----------------------------------------------------------------------------------------
 
     async def drain(self, wait_s: float) -> bool:
-        """Have this front, and every later one, refuse generations; return whether none is left after `wait_s`."""
+        """Make this front, and every later one, refuse generations; return whether none is left after `wait_s`
+        seconds."""
         if not self._refusing:
             self._refusing = True
             log.info("generations are refused from now on")
@@ -335,7 +333,7 @@ class Supervisor:
 
     async def collect_metrics(self) -> tuple[str, dict[str, tuple[bool, int]]]:
         """Return the front's metrics as Prometheus text ("" while it hangs), and for each process whether it runs and
-        how often it was started again."""
+        how often it was restarted."""
         text = ""
         if self._front.process is not None:
             call, answer = next(self._calls), asyncio.get_running_loop().create_future()
