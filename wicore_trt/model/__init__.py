@@ -1,1 +1,1 @@
-"""The model: what Gemma 3 is (`spec`), written once (`gemma3`) against an operator set (`ops`), and its lowerings."""
+"""Gemma 3: sizes (`spec`), the definition (`gemma3`) against a set of operators (`ops`), and readers of configs."""

@@ -1,9 +1,8 @@
-"""Gemma 3, written once against `Ops`.
+"""Gemma 3, written once against `Ops`: the only place that knows the order of operations.
 
-This is the only place that knows the order of operations. It imports only `ops` and `spec`; it must not know
-tensors, devices, paging or batching. Weight names are those of the unified checkpoint (`checkpoint.names`), with
-gate and up fused by the executor under `mlp.gate_up`. Invariant: what is proved for this function on one
-lowering holds for another lowering up to that lowering's operators.
+Imports `ops` and `spec` alone; must not know tensors, devices, pages or batches. Weight names are those of the unified
+checkpoint (`checkpoint.names`), but executors fuse gate and up as `mlp.gate_up`. Invariant: lowerings differ by their
+operators alone.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ LM_HEAD = "lm_head.weight"
 
 
 def layer_weight(layer: int, name: str) -> str:
-    """Full name of a layer's tensor, e.g. layer_weight(3, "attention.qkv")."""
+    """Name a layer's tensor in full, e.g. layer_weight(3, "attention.qkv")."""
     return f"transformer.layers.{layer}.{name}.weight"
 
 

@@ -1,9 +1,8 @@
-"""Gemma 3's config.json, as transformers reads it, to a spec.
+"""Reads Gemma 3's config.json, as transformers does, into a spec: `gemma3_text` and the multimodal wrapper `gemma3`.
 
-Both `gemma3_text` and the multimodal wrapper `gemma3`, both spellings of the rope and window keys; what is left out has
-the default of transformers' Gemma3TextConfig (27B-IT leaves out most). It knows no files. Invariant: a key that changes
-what transformers' Gemma 3 computes is either in the spec, at the one value that Gemma 3 has, or refused by name; other
-keys mean nothing to transformers' Gemma 3 and nothing here.
+Takes both spellings of rope and window keys. Missing keys have the defaults of transformers' Gemma3TextConfig (27B-IT
+omits most). Must not know files. Invariant: a key that changes what transformers' Gemma 3 computes is in the spec, has
+Gemma 3's only value, or is refused by name. Other keys mean nothing to transformers' Gemma 3.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _OTHER_HEADS = {
 
 
 class _Rope(BaseModel):
-    """Rotary embedding of one kind of layer; a key of another scheme is refused."""
+    """Rotary embedding of one kind of layer. Keys of other schemes are refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     rope_type: str | None = None
@@ -72,7 +71,7 @@ class _Ropes(BaseModel):
 
 
 class _TextConfig(BaseModel):
-    """Keys that Gemma 3 computes with. Ranges are the spec's to check."""
+    """Keys that Gemma 3 computes with; the spec checks their ranges."""
 
     model_config = _STRICT
     hidden_size: int
@@ -108,11 +107,8 @@ class _Wrapper(BaseModel):
 
 
 def read_hf_config(config: Mapping[str, Any], place: str) -> Gemma3Spec:
-    """The spec of the contents of a config.json, which errors call `place`.
-
-    Raises CheckpointError for another architecture, a missing key, a value of the wrong type or range, and a meaningful
-    key that is not Gemma 3's.
-    """
+    """Read the contents of a config.json, which errors call `place`. Raises CheckpointError for another architecture, a
+    missing key, a value of the wrong type or range, and a meaningful key that Gemma 3 does not have."""
     kind = config.get("model_type")
     if kind not in ("gemma3", "gemma3_text"):
         family = max((m for m in _OTHER_MODELS if str(kind).startswith(m)), key=len, default=None)
@@ -151,8 +147,8 @@ def read_hf_config(config: Mapping[str, Any], place: str) -> Gemma3Spec:
 
 
 def compare_config(config: Mapping[str, Any]) -> list[str]:
-    """Sentences on keys that a config.json gives twice with two values, where transformers has a rule which one counts.
-    `config` was read by read_hf_config."""
+    """Describe keys that a config.json gives twice with different values where transformers prefers one by rule.
+    `config` has passed read_hf_config."""
     text, notes = config.get("text_config"), list[str]()
     if isinstance(text, dict):
         for key in ("tie_word_embeddings", *_TextConfig.model_fields):
@@ -216,7 +212,7 @@ def _parse_fields(model: type[_Model], data: Mapping[str, Any], place: str) -> _
 
 
 def _read_rope(text: _TextConfig, place: str) -> tuple[float, float, float]:
-    """Global base, local base and linear factor, from the old keys or from rope_parameters (transformers 5)."""
+    """Read global base, local base and linear factor from the old keys or from rope_parameters (transformers 5)."""
     parameters = text.rope_parameters or _Ropes()
     full, sliding = parameters.full_attention, parameters.sliding_attention
     if (sliding.rope_type or sliding.type or "default") != "default" or sliding.factor is not None:
@@ -229,8 +225,8 @@ def _read_rope(text: _TextConfig, place: str) -> tuple[float, float, float]:
 
 
 def _check_one(key: str, said: tuple[float | None, ...], default: float, place: str) -> float:
-    """The number that a key and its other spellings give; they must agree, because which one wins has changed between
-    versions of transformers."""
+    """Read a number from a key or its other spellings, which must agree: versions of transformers prefer different
+    ones."""
     numbers = {float(number) for number in said if number is not None}
     if len(numbers) > 1:
         both = " and ".join(map(str, sorted(numbers)))
@@ -254,7 +250,7 @@ def _read_factor(rope: _Rope, place: str) -> float:
 
 
 def _layer_groups(text: _TextConfig, place: str) -> tuple[str, ...]:
-    """Layer kinds from `layer_types`, or from the window pattern: every pattern-th layer is global."""
+    """Read layer kinds from `layer_types`, or from the window pattern: every pattern-th layer is global."""
     if text.layer_types is not None:
         unknown = sorted(set(text.layer_types) - set(_KINDS))
         if unknown:

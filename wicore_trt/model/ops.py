@@ -1,11 +1,9 @@
-"""The operator set that Gemma 3 is written in; each operation is what one fused kernel does.
+"""Operators that Gemma 3 is written in; each is what one fused kernel does.
 
-A lowering (torch, native CPU kernels, triton, tensorrt) implements `Ops` for one engine and one step: it holds the
-weights, the KV pages and the step's geometry, and hands out opaque tensors `T`. The model definition never looks inside
-a `T`. Invariant (I20) shared by all lowerings, the cure for Gemma 3's FP16 overflow: the residual stream and every norm
-are FP32; only operands of matrix products and the KV cache are rounded to the engine's dtype.
-
-Shapes: N tokens of the step, ragged over sequences; H hidden; D head_dim; R sampled rows.
+A lowering (torch, native CPU kernels, triton, tensorrt) implements `Ops` for one engine and one step. It holds weights,
+KV pages and the step's geometry; the model passes its tensors `T` on unread. Invariant (I20), against Gemma 3's FP16
+overflow: residual stream and norms are FP32; only operands of products and the KV cache are rounded to the engine's
+dtype. Shapes: N tokens of the step, ragged over sequences; H hidden; D head_dim; R sampled rows.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ T = TypeVar("T")
 
 
 class Ops(Protocol[T]):
-    """Operations of a step. `layer` selects weights, rope table, window and KV pages."""
+    """Operators of a step. `layer` selects weights, rope table, window and KV pages."""
 
     def embed(self) -> T:
         """[N, H] float32: embedding rows of the step's token ids times embedding_scale."""
@@ -28,7 +26,7 @@ class Ops(Protocol[T]):
         """[N, out]: x @ W.T with float32 accumulation; FP8 engines quantize x per token first."""
 
     def reduce(self, x: T) -> T:
-        """[N, H]: sum over the ranks of x, a product by columns of which each rank holds a part; x on one rank."""
+        """[N, H]: sum over ranks of x, a product whose inner dimension ranks share; x itself on one rank."""
 
     def qk_norm_rope_write(self, qkv: T, layer: int) -> T:
         """Split [N, (heads + 2 kv_heads) D]; RMSNorm q and k per head, rotate both by position, round, write

@@ -1,9 +1,8 @@
-"""Sizes and constants of a Gemma 3 text model, checked in one place for every source of them.
+"""Sizes and constants of a Gemma 3 text model, checked in one place before anything is allocated from them.
 
-Readers of Hugging Face's config.json (`model.hf_config`), of GGUF metadata, of our checkpoints and of manifests hand
-over plain values; types and ranges are checked here before anything is allocated from them. This module knows neither
-files nor tensors nor torch. Invariant: a constructed spec is consistent (heads divide, one kind per layer) and every
-value lies within the limits below.
+Values come from Hugging Face's config.json (`model.hf_config`), GGUF metadata, our checkpoints and manifests. Must not
+know files, tensors or torch. Invariant: a constructed spec is consistent (heads divide, one kind per layer) and within
+the limits below.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ _REAL: dict[str, tuple[float, float]] = {
 
 
 class SpecError(CheckpointError):
-    """A value is of the wrong type or out of range. `field` is the spec's name for it, `problem` the sentence behind
-    the name; `at` words it for the file that it was read from."""
+    """Value of the wrong type or range. `field` is the spec's name for it, and `problem` follows that name."""
 
     def __init__(self, message: str, *, field: str = "", problem: str = "", fix: str | None = None) -> None:
         super().__init__(message, fix=fix)
@@ -48,7 +46,6 @@ class SpecError(CheckpointError):
 
     @classmethod
     def from_field(cls, field: str, problem: str) -> SpecError:
-        """`problem` is what stands behind the field's name."""
         return cls(f"model spec: {field} {problem}", field=field, problem=problem)
 
     def name_place(self, place: str, keys: Mapping[str, str]) -> CheckpointError:
@@ -89,12 +86,10 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class Gemma3Spec:
-    """Sizes of one Gemma 3 decoder.
-
-    `layer_groups[i]` is "global" (full attention, `rope_theta`, positions divided by `rope_scaling_factor`) or
-    "local" (the last `sliding_window` tokens with self, `rope_local_theta`, no scaling). Attention scores are
-    scaled by `query_pre_attn_scalar ** -0.5`. Making one raises SpecError for a value that cannot be right.
-    """
+    """Sizes of one Gemma 3 decoder. Raises SpecError for a value that cannot be right. `layer_groups[i]` is "global"
+    (full attention, `rope_theta`, positions divided by `rope_scaling_factor`) or "local" (the last `sliding_window`
+    tokens with self, `rope_local_theta`, no scaling). Attention scores are scaled by `query_pre_attn_scalar **
+    -0.5`."""
 
     vocab_size: int
     hidden_size: int
@@ -141,16 +136,14 @@ class Gemma3Spec:
             raise SpecError.from_field("head_dim", f"is {self.head_dim}; it must be even.")
 
     def layers_of(self, group: str) -> tuple[int, ...]:
-        """Indices of the layers whose KV belongs to `group`, ascending."""
+        """List indices of the layers whose KV belongs to `group`, ascending."""
         return tuple(i for i, g in enumerate(self.layer_groups) if g == group)
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Members of GROUPS that have layers."""
         return tuple(group for group in GROUPS if group in self.layer_groups)
 
     def layer_group(self, name: str) -> LayerGroup:
-        """Describe the attention of the layers of one of GROUPS."""
         local = name == LOCAL
         return LayerGroup(
             name,
@@ -166,7 +159,6 @@ class Gemma3Spec:
 
     @property
     def attention_by_layer(self) -> list[LayerGroup]:
-        """Group of each layer."""
         groups = {name: self.layer_group(name) for name in self.groups}
         return [groups[name] for name in self.layer_groups]
 
@@ -207,8 +199,8 @@ class Gemma3Spec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], place: str = "model spec") -> Gemma3Spec:
-        """Inverse of to_dict; `place` names the file. Raises CheckpointError on unknown or missing keys and for values
-        that cannot be right."""
+        """Invert to_dict; `place` names the file. Raises CheckpointError for unknown or missing keys and for bad
+        values."""
         names = {f.name for f in fields(cls)}
         if not isinstance(data, Mapping) or set(data) != names:
             given = set(data) if isinstance(data, Mapping) else set()
@@ -222,10 +214,8 @@ class Gemma3Spec:
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any], place: str = "config.json") -> Gemma3Spec:
-        """Read the contents of a Hugging Face config.json of model_type gemma3_text or gemma3; `place` names the file.
-
-        Raises CheckpointError for another architecture, a missing key or a value that cannot be right, naming the key.
-        """
+        """Read a Hugging Face config.json of model_type gemma3_text or gemma3; `place` names the file. Raises
+        CheckpointError, naming the key, for another architecture, a missing key or a bad value."""
         from wicore_trt.model.hf_config import read_hf_config
 
         return read_hf_config(config, place)
@@ -233,8 +223,8 @@ class Gemma3Spec:
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """Part of the model `whole` that rank `rank` of `ranks` holds: ranges of its heads, KV heads (neighbours share one
-    where there are fewer than ranks), rows of gate and up, and token ids of embedding and head."""
+    """Part of the model `whole` that rank `rank` of `ranks` holds: ranges of heads, KV heads, rows of gate and up,
+    token ids. Neighbours share a KV head where there are fewer than ranks."""
 
     whole: Gemma3Spec
     rank: int
@@ -258,7 +248,7 @@ def _split_range(size: int, rank: int, ranks: int) -> range:
 
 
 def check_whole(name: str, value: object, low: int, high: int) -> int:
-    """`value` when it is an int (no bool) from `low` to `high`. Raises SpecError otherwise."""
+    """Return `value` if it is an int (no bool) from `low` to `high`. Raises SpecError otherwise."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise SpecError.from_field(name, f"is {shown(value)}; it must be a whole number from {low:,} to {high:,}.")
     return value

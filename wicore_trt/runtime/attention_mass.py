@@ -1,9 +1,8 @@
-"""Attention that each KV page of a sequence receives: the measurement behind the A2CR policy.
+"""Measures the attention that each KV page of a sequence receives, for the A2CR policy.
 
-A probe takes the queries of one global layer from a step's operators; the masses are computed after the step by torch,
-from those queries and the keys in the pages. `plugins.kernels.page_masses` does the same on a GPU. It must not know
-policies, requests or which page is which. Invariant: it only reads, so a measured step gives the same tokens and KV as
-one that is not measured.
+A probe takes queries of one global layer from a step's operators; after the step torch computes masses from them and
+the keys in the pages. `plugins.kernels.page_masses` does the same on a GPU. Must not know policies or requests.
+Invariant: measuring only reads, so it changes neither tokens nor KV.
 """
 
 from __future__ import annotations
@@ -25,11 +24,9 @@ KEY_BLOCK = 1024
 
 @dataclass(slots=True)
 class AttentionProbe:
-    """Asks a step's operators for the last query of each slice at `layer`.
-
-    `rows` int64 [S] are those queries' rows in the step. The operators set `queries`, [S, heads, head_dim] in any
-    float dtype, and `key_scale`, the factor from stored keys to keys; both are valid until the next step.
-    """
+    """Request for the last query of each slice at `layer`. `rows` int64 [S] are those queries' rows in the step. The
+    operators set `queries` [S, heads, head_dim] of any float dtype and `key_scale`, the factor from stored keys to
+    keys. Both are valid until the next step."""
 
     layer: int
     rows: torch.Tensor
@@ -43,13 +40,10 @@ class AttentionProbe:
     def compute_masses(
         self, pool: torch.Tensor, inputs: StepInputs, batch: StepBatch, scale: float
     ) -> dict[int, list[float]]:
-        """Compute by seq_id the softmax mass that the slice's last query gives to each page up to its own.
-
-        Masses are means over heads, times the number of pages: the mean over pages is 1.
-
-        `pool` is the layer's [pages, 2, page_tokens, kv_heads, head_dim]; `inputs` the step made from `batch`; `scale`
-        multiplies q . k. A sequence whose masses are not finite is left out.
-        """
+        """Compute by seq_id the softmax mass that the slice's last query gives to each page up to its own. Masses are
+        means over heads, times the number of pages, so their mean is 1. Sequences with masses that are not finite are
+        left out. `pool` is the layer's [pages, 2, page_tokens, kv_heads, head_dim], `inputs` was made from `batch`, and
+        `scale` multiplies q . k."""
         assert self.queries is not None, "the operators did not pass the probed layer"
         keys, tables = pool[:, 0], inputs.page_tables[GLOBAL]
         ends = inputs.positions[self.rows] + 1
@@ -69,8 +63,8 @@ class AttentionProbe:
 
 
 def _page_masses(query: torch.Tensor, keys: torch.Tensor, table: torch.Tensor, end: int, scale: float) -> torch.Tensor:
-    """float32 [pages up to position `end`] for one query [heads, head_dim], keys [slots, page_tokens, kv_heads,
-    head_dim] and the sequence's page table."""
+    """Compute float32 [pages up to position `end`] from a query [heads, head_dim] and keys [slots, page_tokens,
+    kv_heads, D]."""
     size, kv_heads = keys.shape[1], keys.shape[2]
     count = div_ceil(end, size)
     pages = table[:count].long()
@@ -91,7 +85,7 @@ def _page_masses(query: torch.Tensor, keys: torch.Tensor, table: torch.Tensor, e
 
 
 def _select_pages(keys: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """keys[pages], faster, and also for E4M3, which has no index_select."""
+    """Return keys[pages], faster, and also for E4M3, which has no index_select."""
     if keys.dtype == torch.float8_e4m3fn:
         return keys.view(torch.uint8).index_select(0, pages).view(keys.dtype)
     return keys.index_select(0, pages)
@@ -99,7 +93,7 @@ def _select_pages(keys: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """The operations are too small to share: with more threads they take longer, on a busy machine many times so."""
+    """Run torch on one thread: the operations are too small to share, and many times slower so on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,7 +1,6 @@
-"""The GPU as executors use it: memory, one stream, graphs. Everything that only a GPU can do is here.
+"""The GPU as executors use it: memory, one stream, graphs.
 
-It must not know backends or KV. Invariant: all work of an executor goes through one stream of its own, in the order in
-which it was asked for.
+Must not know backends or KV. Invariant: all work of an executor runs on one stream of its own, in the order of calls.
 """
 
 from __future__ import annotations
@@ -26,41 +25,38 @@ class Device(Protocol):
     stream: int
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised contiguous memory on the device, at a multiple of ALIGNMENT."""
+        """Allocate uninitialised contiguous memory on the device, at a multiple of ALIGNMENT."""
 
     def staging(self, shape: Sequence[int]) -> torch.Tensor:
-        """int32 zeros in host memory that the device can copy from while the host goes on."""
+        """Allocate int32 zeros in host memory that the device can copy from while the host goes on."""
 
     def free_bytes(self) -> int:
-        """Memory that `empty` can still give."""
+        """Count bytes that `empty` can still give."""
 
     def unclaimed_bytes(self) -> int:
-        """`free_bytes`, less what was used since and freed, and is kept for the next time."""
+        """Count `free_bytes` less freed memory that the allocator keeps for the next time."""
 
     def total_bytes(self) -> int:
         """Count all memory of the device."""
 
     def active(self) -> AbstractContextManager[object]:
-        """Inside, torch's work goes to `stream`; outside, what a thread gives torch is in order with it once the thread
-        was here."""
+        """Direct torch's work inside to `stream`. Afterwards the thread's work stays in order with it."""
 
     def synchronize(self) -> None:
         """Wait until the stream has done everything."""
 
     def record(self) -> Callable[[], None]:
-        """A mark behind all that is on the stream; calling it waits until the stream has passed it."""
+        """Mark the present end of the stream; calling the result waits until the stream has passed the mark."""
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record what `work` puts on the stream, without running it; what comes back runs it. The caller keeps all
+        """Record what `work` puts on the stream, without running it; calling the result runs it. The caller keeps all
         memory that it uses."""
 
 
 class CudaDevice:
-    """Implements `Device` on one NVIDIA GPU."""
-
     def __init__(self, name: str = "auto", backend: str = "triton") -> None:
-        """`name`: "auto", "cuda" or "cuda:1". Raises EnvironmentUnfitError without such a GPU, for an engine of
-        `backend`."""
+        """Open GPU `name`: "auto", "cuda" or "cuda:1". Raises EnvironmentUnfitError, naming `backend`, without such a
+        GPU."""
         if name == "cpu" or not torch.cuda.is_available():
             why = "executor.device is cpu" if name == "cpu" else "PyTorch finds none"
             raise EnvironmentUnfitError(
@@ -98,8 +94,8 @@ class CudaDevice:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """The stream becomes the thread's own for good. To give the thread its stream back, in order, would make that
-        one wait for each step and the next step for it: two streams that take turns between any two steps."""
+        """Make the stream the thread's own for good. Giving the thread its stream back, in order, would make both wait
+        for each other between any two steps."""
         caller = torch.cuda.current_stream(self.torch_device)
         if caller != self._stream:
             self._stream.wait_stream(caller)

@@ -1,7 +1,7 @@
-"""Streams of a GPU as the page copier uses them: work in order within a lane, events between lanes, pinned memory.
+"""Streams of a GPU for the page copier: work in order within a lane, events between lanes, pinned memory.
 
-Everything of page copies that only a GPU can do is here; it must not know pages or steps. Invariant: what a lane is
-given runs in the order in which it was given, and not before the events that the lane was told to wait for.
+Holds everything of page copies that needs a GPU; must not know pages or steps. Invariant: a lane's work runs in the
+order of calls, and not before events that the lane was told to wait for.
 """
 
 from __future__ import annotations
@@ -30,32 +30,28 @@ log = logging.getLogger(__name__)
 
 
 class Event(Protocol):
-    """A point in a lane."""
-
     def synchronize(self) -> None:
-        """Sleep until the lane has come here. Any thread may."""
+        """Sleep until the lane has passed this point. Any thread may."""
 
     def seconds_after(self, earlier: Any) -> float:
-        """Between two points of one lane that it has passed."""
+        """Measure the time between two points of one lane that it has passed."""
 
 
 class Lane(Protocol):
     """A queue of work that runs beside other lanes."""
 
     def record(self) -> Event:
-        """The point behind all that was given so far."""
+        """Mark the point behind all work so far."""
 
     def wait(self, event: Any) -> None:
-        """Let work that is given from now on start after `event`."""
+        """Start later work after `event`."""
 
     def copy(self, pieces: Iterable[tuple[int, int, int]]) -> None:
-        """Copy (target, source, bytes), addresses of which one is on the device and one in host memory, which the
-        caller keeps. Host memory that is not pinned is right but slow, and the call then waits."""
+        """Copy (target, source, bytes) between device addresses and host addresses, whose memory the caller keeps. Host
+        memory that is not pinned is right but slow, and the call then waits."""
 
 
 class CudaEvent:
-    """Implements `Event`."""
-
     def __init__(self, stream: Any) -> None:
         self.event: Any = torch.cuda.Event(blocking=True, enable_timing=True)  # type: ignore[no-untyped-call]
         self.event.record(stream)
@@ -68,10 +64,9 @@ class CudaEvent:
 
 
 def copy_all(memcpy: Any) -> Callable[[Sequence[tuple[int, int, int]], int], int]:
-    """Make the call that puts copies (target, source, bytes) on a stream by `memcpy`, cuMemcpyAsync of ctypes.
-
-    It gives the first status that is not 0. One call of the library for all, because `memcpy` waits while the driver's
-    queue is full: other threads run meanwhile, and get their turn once and not for each copy."""
+    """Make a call that puts copies (target, source, bytes) on a stream by `memcpy`, cuMemcpyAsync of ctypes. It returns
+    the first status that is not 0. `memcpy` waits while the driver's queue is full; one call of the library for all
+    copies lets other threads run meanwhile, and take turns once."""
     address, library = ctypes.cast(memcpy, ctypes.c_void_p), open_library()
     if library is None:
         memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
@@ -91,10 +86,8 @@ def copy_all(memcpy: Any) -> Callable[[Sequence[tuple[int, int, int]], int], int
 
 
 class CudaLane:
-    """Implements `Lane` on a CUDA stream."""
-
     def __init__(self, device: torch.device, stream: int | None = None) -> None:
-        """`stream`: the handle of one that is there (0: the default stream), in place of a new one."""
+        """Make a stream, or take the one with the handle `stream` (0: the default stream)."""
         if stream is None:
             self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         elif stream:
@@ -117,8 +110,8 @@ class CudaLane:
 
 
 class _Scratch:
-    """Memory of one batch of digests. `asked` and `found` are int64 in pinned memory, `words` on the device, all of
-    4 * `pages`: the places of n pages in words, their n lengths and n sums of two words, one after the other."""
+    """Memory for one batch of digests, each array 4 * `pages` int64; `asked` and `found` are pinned, `words` on the
+    device. For n pages an array holds n places in words, n lengths and n sums of two words."""
 
     def __init__(self, asked: torch.Tensor, words: torch.Tensor, found: torch.Tensor) -> None:
         self.asked, self.words, self.found = asked, words, found
@@ -126,11 +119,11 @@ class _Scratch:
 
 
 class CudaDigests:
-    """Digests of pages, of memory behind `base`, by `kernels.page_digest`. Its memory is taken ahead, and used again by
-    whichever thread comes next: to pin some while copies are under way stops the driver for a tenth of a second."""
+    """Digests of pages in memory behind `base`, by `kernels.page_digest`; any thread may reuse the scratch. Scratch is
+    allocated ahead: pinning memory while copies run stops the driver for a tenth of a second."""
 
     def __init__(self, kernel: CompiledKernel, digest: PageDigest, base: int, device: torch.device, pages: int) -> None:
-        """At most `pages` in a batch."""
+        """Allow at most `pages` in a batch."""
         self._kernel, self._second_pairs, self._base, self._device = kernel, digest.second_pairs, base, device
         self._key = torch.from_numpy(digest.words.view("<i4")).to(device)
         self._pages = pages
@@ -144,7 +137,7 @@ class CudaDigests:
         self._free.extend(map(_Scratch, asked, words, found))
 
     def start(self, lane: CudaLane, pages: Sequence[tuple[int, int]]) -> Callable[[], list[bytes]]:
-        """See `page_copier.DeviceDigests`."""
+        """Implement `page_copier.DeviceDigests.start`."""
         count = len(pages)
         assert count <= self._pages
         try:
@@ -188,8 +181,8 @@ class CudaHostMemory:
         self._library.cuMemHostUnregister.argtypes = (ctypes.c_void_p,)
 
     def pin(self, memory: memoryview) -> bool:
-        """Lock writable memory, so that copies run at the bus's speed beside the host. False, with a warning, where the
-        system refuses; then copies pass through the driver's own buffers."""
+        """Lock writable memory, so that copies run at the bus's speed beside the host. Returns False, with a warning,
+        where the system refuses; copies then pass through the driver's own buffers."""
         begun = time.perf_counter()
         self._library.cuCtxSetCurrent(self._context)
         status = int(self._library.cuMemHostRegister_v2(host_address(memory), memory.nbytes, _PORTABLE))
@@ -205,7 +198,7 @@ class CudaHostMemory:
         return False
 
     def unpin_all(self) -> None:
-        """Only when no copy is under way. Nothing is pinned afterwards."""
+        """Unpin everything, for good. No copy may be under way."""
         with self._lock:
             pinned, self._pinned = self._pinned, None
         for memory in pinned or ():
@@ -213,5 +206,4 @@ class CudaHostMemory:
 
 
 def host_address(memory: memoryview) -> int:
-    """Find the address of writable memory."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))

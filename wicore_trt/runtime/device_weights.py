@@ -24,11 +24,8 @@ MAX_LISTED = 6
 
 
 def load_weights(path: Path, wanted: Sequence[WeightSpec], spec: Gemma3Spec, device: Device) -> dict[str, torch.Tensor]:
-    """Load the weights `wanted`, by name, in their shapes and dtypes.
-
-    Raises EngineFormatError for a file that cannot be read, that lacks a part or holds a tensor too many, and for a
-    part of another dtype or size.
-    """
+    """Load the weights `wanted`, by name, in their shapes and dtypes. Raises EngineFormatError for a file that cannot
+    be read, lacks a part or holds an extra tensor, and for a part of another dtype or size."""
     try:
         with safe_open(path, framework="pt") as file:
             names = {*file.keys()}
@@ -49,8 +46,9 @@ def load_weights(path: Path, wanted: Sequence[WeightSpec], spec: Gemma3Spec, dev
 
 
 def make_rope_tables(spec: Gemma3Spec, positions: int, device: Device) -> dict[str, torch.Tensor]:
-    """Make rope tables float32 [positions, head_dim / 2] of each layer group by `rope_name`: cos and sin of
-    position / factor * theta ** (-2 i / head_dim), in float64, rounded. The factor stretches global layers only."""
+    """Make rope tables float32 [positions, head_dim / 2] of each layer group by `rope_name`. They are cos and sin of
+    position / factor * theta ** (-2 i / head_dim), computed in float64 and rounded. The factor stretches global layers
+    only."""
     tables = {}
     for group in spec.groups:
         shape = spec.layer_group(group)
@@ -63,7 +61,6 @@ def make_rope_tables(spec: Gemma3Spec, positions: int, device: Device) -> dict[s
 
 
 def _assemble_weight(tensor: WeightSpec, parts: Sequence[torch.Tensor], path: Path, device: Device) -> torch.Tensor:
-    """Parts stacked by rows, or their elementwise maximum, flat on the device."""
     dtype, shape = TORCH_DTYPES[tensor.dtype], tensor.shape
     for name, part in zip(tensor.parts, parts, strict=True):
         if part.dtype != dtype:
@@ -82,7 +79,7 @@ def _assemble_weight(tensor: WeightSpec, parts: Sequence[torch.Tensor], path: Pa
 
 
 def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """E4M3 as its bits, which every device copies."""
+    """View E4M3 as its bits, which every device copies."""
     bits: torch.Tensor = tensor.view(torch.uint8) if tensor.dtype == TORCH_DTYPES["fp8"] else tensor
     return bits
 
@@ -94,8 +91,8 @@ def _check_size(tensor: WeightSpec, items: int, path: Path) -> None:
 
 
 def _is_idle(name: str, spec: Gemma3Spec) -> bool:
-    """True for what an engine may hold and its kernels not need: a tied model's head, scales of a KV cache or of
-    activations that are not quantized by them."""
+    """Tell whether kernels may ignore a tensor: a tied model's head, or scales of a KV cache or activations not
+    quantized."""
     kv_scales = {kv_scale_name(layer) for layer in range(spec.num_layers)}
     return (
         name in kv_scales

@@ -1,8 +1,8 @@
-"""The contracts between the engine loop and what computes.
+"""Protocols between the engine loop and executors.
 
-An `Executor` loads an engine and runs one step: batch in, sampled tokens out. It must not know requests, queues or
-prefix reuse. A `RequestExecutor` takes whole requests and makes its steps itself. Invariant: a sequence's tokens depend
-on that sequence alone (and its seed), not on the batch.
+An `Executor` runs one step: batch in, sampled tokens out. It must not know requests, queues or prefix reuse. A
+`RequestExecutor` takes whole requests and schedules steps itself. Invariant: a sequence's tokens depend on that
+sequence and its seed alone, not on the batch.
 """
 
 from __future__ import annotations
@@ -19,14 +19,11 @@ from wicore_trt.types import GenerateRequest, TokenOutput
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Geometry of the paged KV cache.
-
-    A page holds K and V of all layers of one group for `page_tokens` tokens, contiguous:
-    [layers_in_group, 2 (K, V), page_tokens, kv_heads, head_dim] in `kv_dtype` ("float32", "bfloat16", ...).
-    `num_pages[group]` is the pool's size. With `slab_pages` both pools are the same memory, so that `num_pages` is what
-    each could have alone: a slab of `slab_pages[group]` pages holds pages of one group at a time (`kv/slabs.py`), and
-    slot n of a group begins n page sizes behind the one base.
-    """
+    """Geometry of the paged KV cache. A page holds K and V of all layers of one group for `page_tokens` tokens,
+    contiguous: [layers_in_group, 2 (K, V), page_tokens, kv_heads, head_dim] in `kv_dtype` ("float32", "bfloat16", ...).
+    `num_pages[group]` is the pool's size. With `slab_pages` both pools share one memory, and `num_pages` is what each
+    could have alone. A slab of `slab_pages[group]` pages holds pages of one group at a time (`kv/slabs.py`), and slot n
+    of a group begins n page sizes behind the common base."""
 
     page_tokens: int
     kv_dtype: str
@@ -36,12 +33,11 @@ class KVLayout:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of all pools."""
         sizes = [self.num_pages[g] * self.page_bytes[g] for g in self.num_pages]
         return max(sizes) if self.slab_pages is not None else sum(sizes)
 
     def separate_slots(self) -> dict[str, range]:
-        """Slots of each group that have no byte in common, for who gives out slots without slabs."""
+        """List slots of each group such that no two share a byte, for pools without slabs."""
         found, begin = {}, 0
         for group, count in self.num_pages.items():
             size = self.page_bytes[group]
@@ -52,7 +48,7 @@ class KVLayout:
         return found
 
     def find_overlaps(self, group: str, slot: int) -> list[tuple[str, int]]:
-        """(group, slot) of all slots that have a byte in common with this one, itself first."""
+        """List (group, slot) of all slots that share a byte with this one, itself first."""
         found = [(group, slot)]
         if self.slab_pages is not None:
             size = self.page_bytes[group]
@@ -71,22 +67,22 @@ CameIn = Callable[[Sequence[bytes | None], float], None]
 
 
 class PageCopier(Protocol):
-    """Moves pages between a device pool and host buffers, in order with the executor's steps and with each other:
-    values read are those before any step that starts later, and `done` of `to_device` is called when later steps see
-    the pages; it takes many pages of one group at a time, each in its parts, and no slot twice. The device slot may be
-    written by later steps as soon as `to_host` returns. Host buffers belong to the copy until `done`, which any thread
-    may call, also before the call returns. Copies of one direction end in order.
-    `settled`: whatever steps wrote into the page was there when the last collected step had ended, and no step that is
-    under way writes it, so that it need not wait for those.
-    `broken`: why no copy will end any more; `done` of those under way is then never called. `checks`: `done` has
-    digests; else they are None, and who needs them takes `digest` of the bytes in host memory."""
+    """Copier of pages between a device pool and host buffers, in order with the executor's steps and with other copies.
+
+    `to_host` reads values from before any later step, and the slot may be written by later steps once it returns.
+    `to_device` takes many pages of one group, each in its parts, and no slot twice; later steps see the pages when
+    `done` is called. Host buffers belong to the copy until `done`, which any thread may call, also before the call
+    returns. Copies of one direction end in order. `settled`: the page was complete when the last collected step ended
+    and no step under way writes it, so the copy need not wait for steps. `broken`: why no copy will end any more;
+    `done` of those under way is then never called. `checks`: `done` gets digests; otherwise they are None, and callers
+    use `digest` of the bytes in host memory."""
 
     broken: BaseException | None
     checks: bool
 
     def pin(self, memory: memoryview, /) -> bool:
-        """Lock host memory that copies will use for as long as the copier lives, where that makes them faster. True:
-        it is backed by memory now. Any thread."""
+        """Lock host memory for copies, where that is faster, as long as the copier lives. Any thread. Returns True if
+        the memory is backed now."""
         ...
 
     def to_host(
@@ -98,23 +94,25 @@ class PageCopier(Protocol):
     ) -> None: ...
 
     def flush(self) -> None:
-        """Begin the copies asked for so far, which begin in batches. So does the next step."""
+        """Begin the copies asked for so far. They begin in batches, at the latest before the next step."""
         ...
 
     def digest(self, parts: Sequence[memoryview], /) -> bytes:
-        """The digest of a page's bytes that lie in host memory: all parts but the last are multiples of 4,096 bytes.
-        Any thread."""
+        """Compute the digest of a page's bytes in host memory. Any thread. All parts but the last are multiples of
+        4,096 bytes."""
         ...
 
 
 class Executor(Protocol):
-    """Engine loaded on one device. `kernels` names the implementation of the operators, because KV values of
-    different ones differ in their last bits. `copier` moves pages between its pools and host memory. With
-    fewer than `slice_tokens` tokens a step gets no shorter, because the weights are read all the same. More than
-    `max_sequences` running sequences are right but slow; None is no such limit. `score_rows`: targets that the slices
-    of one step may have together, 0 where it reports none. `graph_sizes`: by how many sequences at most decode a
-    token each, to how many tokens of prompts beside them steps are padded, both ascending, so that they start at once;
-    the kernels of all others are launched one by one, for which the device may wait. Empty where nothing is padded."""
+    """Engine loaded on one device.
+
+    `kernels` names the operators' implementation, because KV values of different ones differ in their last bits.
+    `copier` moves pages between pools and host memory. A step of fewer than `slice_tokens` tokens is no shorter,
+    because it reads all weights. More than `max_sequences` running sequences are right but slow; None: no such
+    limit. `score_rows`: most targets of one step's slices, 0 where it reports none. `graph_sizes` tells to which
+    numbers of prompt tokens steps are padded, by the most sequences that decode beside them; both ascend. Padded
+    steps start at once. The kernels of others are launched one by one, for which the device may wait. Empty where
+    nothing is padded."""
 
     spec: Gemma3Spec
     kernels: str
@@ -135,23 +133,22 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """Free device memory. The executor is unusable afterwards."""
+        """Free device memory, for good."""
         ...
 
 
 @runtime_checkable
 class AheadExecutor(Executor, Protocol):
-    """An executor that can start a step before the tokens of the last one are read, so that the device never waits for
-    the host. `execute(batch)` is `submit(batch)`, then `collect()`. Steps run in the order of their submission; at most
-    two are submitted and not collected."""
+    """Executor that can start a step before the last one's tokens are read, so that the device never waits for the
+    host. `execute(batch)` is `submit(batch)`, then `collect()`. Steps run in the order of submission; at most two are
+    submitted and not collected."""
 
     def submit(self, batch: StepBatch) -> None:
-        """Start a step; what the batch refers to may change afterwards. One that raises was not submitted."""
+        """Start a step; the batch's data may change afterwards. If it raises, nothing was submitted."""
         ...
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step that was submitted and not collected. Where it raises, that step is over all the
-        same."""
+        """Wait for the oldest submitted step. It is over even if this raises."""
         ...
 
     def leads(self, batch: StepBatch) -> bool:
@@ -160,8 +157,8 @@ class AheadExecutor(Executor, Protocol):
 
 
 class RequestExecutor(Protocol):
-    """Engine that schedules by itself: sequences of requests in, their tokens out as they come. At most
-    `max_sequences` are submitted and not ended. All calls but `check` come from one thread."""
+    """Engine that schedules by itself: sequences of requests in, their tokens out as they come. At most `max_sequences`
+    may run. All calls but `check` come from one thread."""
 
     spec: Gemma3Spec
     kernels: str
@@ -173,18 +170,18 @@ class RequestExecutor(Protocol):
 
     def submit(self, request: GenerateRequest, index: int, seed: int, stop_ids: tuple[int, ...]) -> None:
         """Start the index-th sequence of a checked request; `seed` is in [0, 2**64). `stop_ids` end it, and are
-        reported as its last token. Raises WicoreError where the engine does not take it, which fails alone."""
+        reported as its last token. Raises WicoreError where the engine refuses this sequence alone."""
         ...
 
     def poll(self, timeout_s: float) -> list[TokenOutput]:
-        """Take what sequences gained; waits at most `timeout_s` seconds for something. The last output of a sequence
-        has a finish reason. Raises when the engine is broken."""
+        """Take new outputs; waits at most `timeout_s` seconds for some. A sequence's last output has a finish reason.
+        Raises when the engine is broken."""
         ...
 
     def cancel(self, request_key: str, index: int) -> None:
-        """End a sequence that was submitted; nothing of it is reported any more. Unknown ones are ignored."""
+        """End a submitted sequence and report nothing more of it. Unknown ones are ignored."""
         ...
 
     def close(self) -> None:
-        """Stop the engine and free device memory. The executor is unusable afterwards."""
+        """Stop the engine and free device memory, for good."""
         ...

@@ -1,8 +1,8 @@
-"""The name of what computes KV values: a plain one for people, and a digest of everything that the values rest on.
+"""Name of what computes KV values: plain text for people, and a digest of everything that the values depend on.
 
-Names of pages and the disk tier's namespace hold it, so that pages which a wrong kernel made are not found any more
-once it is mended. It must not know which kernels there are. Invariant (I1): equal names mean equal sources, libraries
-and `parts`; a path or a time is never in it, so that equal installations share their pages.
+Page keys and the disk tier's namespace contain it, so pages of a wrong kernel are not found once it is mended. Must not
+know which kernels exist. Invariant (I1): equal names mean equal sources, libraries and `parts`. Paths and times are
+left out, so equal installations share pages.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ LIBRARIES = ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu12", "nvidia
 
 
 def kernels_name(plain: str, folders: Sequence[str], *parts: bytes | str) -> str:
-    """`plain`, "-" and 8 bytes in hex: of the Python sources in `folders` of the package and in COMMON, of the
-    libraries that torch was built with and those it finds, and of `parts`, such as compiled kernels."""
+    """Join `plain`, "-" and a digest of 8 bytes in hex. The digest covers Python sources in `folders` of the package
+    and in COMMON, torch's build and libraries, and `parts`, such as compiled kernels."""
     digest = blake2b(digest_size=8)
     for piece in (*_list_libraries(), *_read_sources(folders), *parts):
         data = piece if isinstance(piece, bytes) else piece.encode()

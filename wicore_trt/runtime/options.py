@@ -12,16 +12,14 @@ CPU_SLICE_TOKENS, GPU_SLICE_TOKENS = 32, 256
 
 @dataclass(frozen=True, slots=True)
 class ExecutorOptions:
-    """Options of an engine on this machine.
+    """Options of an engine on this machine. None takes the engine's own value where nothing else is said.
 
     `device`: "auto" (a GPU that PyTorch can use, else the CPU), "cpu", "cuda" or "cuda:1". `kernels`: "native",
     "torch", or "auto": native on a CPU when the library was built and covers the engine. `threads`: CPU threads of a
-    step, 0 for PyTorch's choice. `kv_pages` gives the pages of each layer group outright; otherwise `kv_bytes` is
-    divided between the groups. With neither, backend triton takes what memory is left, up to `kv_fraction` of the GPU,
-    and the others DEFAULT_KV_BYTES. Else None takes the engine's own value. `batch_invariant`: kernels that do not
-    change with the size of a step; backend triton alone has a choice. `loads`: prefixes will be loaded from lower
-    tiers, which takes KV pages of its own.
-    """
+    step, 0 for PyTorch's choice. `kv_pages` sets each layer group's pages; otherwise `kv_bytes` is divided between the
+    groups. With neither, backend triton takes the memory left, up to `kv_fraction` of the GPU, others DEFAULT_KV_BYTES.
+    `batch_invariant`: kernels do not change with the size of a step; only backend triton has a choice. `loads`:
+    prefixes will be loaded from lower tiers, which takes KV pages of its own."""
 
     device: str = "auto"
     kernels: str = "auto"

@@ -1,18 +1,17 @@
 """Copies KV pages between a torch device's pools and host buffers: the copy engine of the KV tiers.
 
-It must not know which pages are where or why. Invariant (`executor.PageCopier`): copies and steps see pages in the
-order of the calls, whatever runs at the same time. `TorchPageCopier` has it because it copies at once.
-`StreamPageCopier` has it by events:
+Must not know which pages are where or why. Invariant (`executor.PageCopier`): copies and steps see pages in the order
+of the calls. `TorchPageCopier` copies at once; `StreamPageCopier` keeps the order by events:
 
-- a copy starts after every step that was put on the device before it was asked for, and after copies of its slot; a
-  settled one, whose page no such step writes, after the latter alone;
-- a step that writes a slot starts after the copies of that slot (`begin_step`); reading needs no such wait, because a
-  page on its way to the device is used by nobody before `done`, and a copy to the host only reads;
-- where layer groups share memory, copies of a slot are copies of all slots that have a byte of it (`overlapping`);
-- a thread for each direction puts batches on the device, in the order of the calls and after those that they wait for:
-  a driver whose queue is full (1,024 copies) makes its caller wait, which must not be the engine's thread;
+- a copy starts after all steps that were on the device when it was asked for, and after copies of its slot; a settled
+  one, whose page no such step writes, starts after the copies alone;
+- a step that writes a slot starts after copies of that slot (`begin_step`). Reading needs no wait: nobody uses a page
+  on its way to the device before `done`, and a copy to the host only reads;
+- where layer groups share memory, copies of a slot are copies of all slots that share a byte (`overlapping`);
+- a thread for each direction puts batches on the device, in the order of calls: a driver whose queue is full (1,024
+  copies) makes its caller wait, which must not be the engine's thread;
 - `done` is called when the copy is over, so nobody reuses or reads a host buffer before;
-- a digest is of the page's bytes on the device: before they leave, and after they came.
+- digests are of the page's bytes on the device: before a copy to the host, after a copy to the device.
 """
 
 from __future__ import annotations
@@ -43,14 +42,12 @@ BATCH = 64
 
 
 class StepCopier(PageCopier, Protocol):
-    """Copier as an executor needs it, beyond what the tiers need."""
-
     def begin_step(self, batch: StepBatch) -> None:
-        """Call it before any work of a step is put on the device."""
+        """Order copies before a step. Call it before any work of the step is put on the device."""
         ...
 
     def close(self) -> None:
-        """Wait for copies under way; there will be no more calls. Call it before the pools go."""
+        """Wait for copies under way; no calls may follow. Call it before the pools are freed."""
         ...
 
 
@@ -66,13 +63,12 @@ class DeviceDigests(Protocol):
     """Part of `cuda_lanes.CudaDigests` that `StreamPageCopier` needs."""
 
     def start(self, lane: Any, pages: Sequence[tuple[int, int]]) -> Callable[[], Sequence[bytes]]:
-        """Compute, on the lane, the digests of pages (address, bytes); what comes back gives them once the lane has
-        passed here."""
+        """Compute on the lane the digests of pages (address, bytes); call the result once the lane has passed this
+        point."""
         ...
 
 
 def share_nothing(group: str, slot: int) -> list[SlotKey]:
-    """The slots that share memory with one, in pools of their own."""
     return [(group, slot)]
 
 
@@ -84,9 +80,9 @@ def make_copier(
     overlapping: Callable[[str, int], list[SlotKey]] = share_nothing,
     digest_kernel: CompiledKernel | None = None,
 ) -> StepCopier:
-    """The copier for `pools`, whose steps run on the CUDA stream of this handle (0: the default stream).
-    `overlapping(group, slot)` are all slots with a byte of that one, itself included, that one first. With
-    `digest_kernel` the GPU computes the digests of pages; without it the CPU checks them."""
+    """Make the copier for `pools`, whose steps run on the CUDA stream of this handle (0: the default stream).
+    `overlapping(group, slot)` lists all slots that share a byte with that one, itself first. With `digest_kernel` the
+    GPU computes digests of pages; without it the CPU checks them."""
     device = next(iter(pools.values())).device
     if device.type == "cpu":
         return TorchPageCopier(pools)
@@ -99,12 +95,11 @@ def make_copier(
 
 
 def new_digest(pools: Mapping[str, torch.Tensor]) -> PageDigest:
-    """Digests of the pages of `pools` under a key that nobody else has: they never leave this process."""
+    """Make digests of the pages of `pools` under a random key, because they never leave this process."""
     return PageDigest(secrets.token_bytes(KEY_BYTES), max(pool[0].nbytes for pool in pools.values()))
 
 
 def written_slots(batch: StepBatch, page_tokens: int) -> Iterator[SlotKey]:
-    """The slots that a step writes."""
     for piece in batch.slices:
         first, last = piece.start // page_tokens, (piece.start + len(piece.token_ids) - 1) // page_tokens
         for group, table in piece.pages.items():
@@ -113,11 +108,9 @@ def written_slots(batch: StepBatch, page_tokens: int) -> Iterator[SlotKey]:
 
 
 class TorchPageCopier:
-    """`pools[group]` is the pool tensor, the page first; a page's bytes go out in the order of its memory. A copy is
-    over when the call returns; on a GPU it takes its turn in the caller's stream. Pages have no digests on the device.
-
-    On the CPU numpy copies, because torch would wake its thread pool for each page, which costs more than the copy.
-    """
+    """Copier that is done when a call returns; on a GPU it takes its turn in the caller's stream. `pools[group]` is the
+    pool tensor, the page first; a page's bytes are in the order of its memory. There are no digests on the device. On
+    the CPU numpy copies: waking torch's thread pool for each page costs more than the copy."""
 
     broken: BaseException | None = None
     checks = False
@@ -134,7 +127,6 @@ class TorchPageCopier:
         return self._digest.compute_digest(parts)
 
     def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done, *, settled: bool = False) -> None:
-        """Copy a page into `parts`, whose lengths add up to the page's bytes."""
         begun = time.perf_counter()
         for piece, part in self._cut_pieces(group, slot, parts):
             if isinstance(piece, torch.Tensor):
@@ -144,7 +136,6 @@ class TorchPageCopier:
         done(None, time.perf_counter() - begun)
 
     def to_device(self, group: str, slots: Sequence[int], pages: Sequence[Sequence[memoryview]], done: CameIn) -> None:
-        """Fill pages from their parts."""
         begun = time.perf_counter()
         for slot, parts in zip(slots, pages, strict=True):
             for piece, part in self._cut_pieces(group, slot, parts):
@@ -173,8 +164,8 @@ class TorchPageCopier:
 
 @dataclass(slots=True)
 class _Copies:
-    """Pages of one size that one call asked for, by their addresses on the device and `keys`; `parts` keep their host
-    memory alive. `shared` are all slots with a byte of them."""
+    """Pages of one size from one call: device addresses, `keys`, host memory kept alive by `parts`. `shared` are all
+    slots that share a byte with them."""
 
     addresses: list[int]
     count: int
@@ -186,7 +177,7 @@ class _Copies:
 
 @dataclass(slots=True)
 class _Asked:
-    """Copies of one direction that have not begun: `pages` of them. `pieces` are (target, source, bytes)."""
+    """Copies of one direction that have not begun: `pages` counts pages, `pieces` are (target, source, bytes)."""
 
     copies: list[_Copies] = field(default_factory=list)
     pieces: list[tuple[int, int, int]] = field(default_factory=list)
@@ -195,12 +186,12 @@ class _Asked:
 
 
 class Starter(Protocol):
-    """Does what it is given, one after the other."""
+    """Runner of work in the order of its submission."""
 
     def submit(self, work: Callable[[], None], /) -> object: ...
 
     def shutdown(self) -> None:
-        """Returns when all is done."""
+        """Wait until all work is done."""
         ...
 
 
@@ -209,11 +200,10 @@ def new_starter() -> Starter:
 
 
 class StreamPageCopier:
-    """Copies beside the steps: a lane for each direction, and for each a thread that puts copies on it and one that
-    calls `done`. Copies begin in batches of at most BATCH, at `flush` and before a step. `lanes` are the steps' own,
-    the one to the host and the one to the device. All calls but `digest` come from one thread.
-
-    `digests` computes digests on the device; without it pages have none."""
+    """Copier beside the steps: per direction a lane, a thread that puts copies on it and one that calls `done`. Batches
+    of at most BATCH pages begin at `flush` and before a step. `lanes` are those of the steps, to the host and to the
+    device. `digests` computes digests on the device; without it pages have none. All calls but `digest` come from one
+    thread."""
 
     def __init__(
         self,
@@ -252,14 +242,12 @@ class StreamPageCopier:
         return self._digest.compute_digest(parts)
 
     def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done, *, settled: bool = False) -> None:
-        """Copy a page into `parts`, whose lengths add up to the page's bytes."""
         copies = self._make_copies(group, [slot], [parts], partial(_tell_one, done))
         asked = self._leaving
         asked.pieces += [(host, device, size) for device, host, size in self._cut_pieces(copies)]
         self._add_copies(asked, copies, settled=settled)
 
     def to_device(self, group: str, slots: Sequence[int], pages: Sequence[Sequence[memoryview]], done: CameIn) -> None:
-        """Fill pages from their parts."""
         begun = 0
         while begun < len(slots):
             end = begun + BATCH - self._coming.pages
@@ -269,7 +257,6 @@ class StreamPageCopier:
             begun = end
 
     def flush(self) -> None:
-        """Begin what was asked for."""
         leaving, self._leaving = self._leaving, _Asked()
         coming, self._coming = self._coming, _Asked()
         if leaving.copies:
@@ -301,7 +288,7 @@ class StreamPageCopier:
     def _make_copies(
         self, group: str, slots: Sequence[int], pages: Sequence[Sequence[memoryview]], done: CameIn
     ) -> _Copies:
-        """Pages of one call, of which none has a byte in a slot of those asked for and not begun."""
+        """Make the pages of one call; copies that were asked for and share a byte with them begin first."""
         (base, count), sharing = self._places[group], self._sharing
         keys = [(group, slot) for slot in slots]
         for key in keys:
@@ -314,7 +301,7 @@ class StreamPageCopier:
         return _Copies([base + slot * count for slot in slots], count, keys, shared, pages, done)
 
     def _cut_pieces(self, copies: _Copies) -> list[tuple[int, int, int]]:
-        """(device, host, bytes) of what is copied in one piece: parts side by side are."""
+        """Cut copies into pieces (device, host, bytes), joining parts that lie side by side in host memory."""
         pieces, pinned = list[tuple[int, int, int]](), self._pinned
         for address, parts in zip(copies.addresses, copies.parts, strict=True):
             at, end = address, -1
@@ -337,7 +324,6 @@ class StreamPageCopier:
             self.flush()
 
     def _submit_batch(self, way: _Way, asked: _Asked) -> None:
-        """Have a batch put on its lane."""
         touched = frozenset[SlotKey]().union(*[copies.shared for copies in asked.copies])
         batch, under_way = _Batch(asked.copies, asked.pieces, touched), self._under_way
         try:
@@ -391,9 +377,9 @@ class StreamPageCopier:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Copies that begin together, after the point `behind` of the steps' lane, unless all are settled, and after the
-    batches `before`, and lie between two points of their own lane once they have `started`. `pieces` as in `_Asked`;
-    `touched` are all slots with a byte of them."""
+    """Copies that begin together, after the batches `before` and, unless all are settled, after `behind` of the steps'
+    lane. Once `started` they lie between two points of their own lane. `pieces` are as in `_Asked`; `touched` are all
+    slots that share a byte with them."""
 
     copies: list[_Copies]
     pieces: list[tuple[int, int, int]]
@@ -405,7 +391,7 @@ class _Batch:
     ended: Event | None = None
 
     def end(self) -> Event:
-        """Waits until the batch is on its lane. Raises RuntimeError when it could not be put there."""
+        """Wait until the batch is on its lane. Raises RuntimeError when it could not be put there."""
         self.started.wait()
         if self.ended is None:
             raise RuntimeError("page copies could not begin")
@@ -422,7 +408,7 @@ class _Way:
 
 
 class _Finisher:
-    """A thread that sleeps until a lane's batches are over, one after the other, and tells."""
+    """Thread that waits for a lane's batches in order and reports them."""
 
     def __init__(self, over: Callable[[_Batch], None], broke: Callable[[BaseException], None]) -> None:
         self._over = over
@@ -432,7 +418,7 @@ class _Finisher:
         self._thread.start()
 
     def put(self, batch: _Batch, digests: Callable[[], Sequence[bytes]] | None) -> None:
-        """`digests()` are the pages' once the batch is over."""
+        """Report `batch` when it is over, with its pages' `digests()`."""
         self._queue.put((batch, digests))
 
     def close(self) -> None:
@@ -463,5 +449,5 @@ def _tell_one(done: Done, digests: Sequence[bytes | None], seconds: float) -> No
 
 
 def _flatten_pools(pools: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """uint8 [pages, bytes of a page]."""
+    """View each pool as uint8 [pages, bytes of a page]."""
     return {group: pool.view(pool.shape[0], -1).view(torch.uint8) for group, pool in pools.items()}

@@ -1,8 +1,8 @@
-"""The digest of a KV page's bytes, by which every tier knows that no bit of them changed.
+"""Digest of a KV page's bytes, by which every tier knows that no bit of them changed.
 
-A CPU and a GPU compute the same 128 bits (`plugins/cpu`, `plugins/kernels/page_digest.py`, numpy where neither is). It
-must not know tiers or what a page holds. Invariant: equal bytes and key give equal digests; two pages of one length
-that differ, and were made without knowledge of the key, have equal digests with a chance of at most 2^-63.
+CPU and GPU compute the same 128 bits (`plugins/cpu`, `plugins/kernels/page_digest.py`, else numpy). Must not know tiers
+or what a page holds. Invariant: equal bytes and key give equal digests. Two different pages of one length, made without
+knowledge of the key, have equal digests with a chance of at most 2^-63.
 
 The function is NH of UMAC (Black, Halevi, Krawczyk, Krovetz, Rogaway, CRYPTO 1999; RFC 4418), two Toeplitz iterations,
 two levels. Words are 32 bits, little endian. A chunk of 1,024 words m has, for iteration t in {0, 1},
@@ -10,7 +10,7 @@ two levels. Words are 32 bits, little endian. A chunk of 1,024 words m has, for 
     s[t] = sum over i < 512 of ((m[i] + a[i + t]) mod 2^32) ((m[512 + i] + b[i + t]) mod 2^32)   mod 2^64
 
 with the key's words a, b [513]; the last chunk is filled with zeros. The halves of its two sums, low half first, are
-two pairs (x, y) of the second level's message, and the digest is the two sums of that level, with a key of its own:
+two pairs (x, y) of the second level's message. The digest is the two sums of that level, with a key of its own:
 
     d[t] = sum over pairs j of ((x[j] + c[j + t]) mod 2^32) ((y[j] + e[j + t]) mod 2^32)         mod 2^64
 
@@ -65,8 +65,8 @@ class PageDigest:
         self._library = _library()
 
     def compute_digest(self, parts: Sequence[memoryview]) -> bytes:
-        """Compute 16 bytes for a page in `parts`: all but the last are multiples of 4,096 bytes, and the last one of 4.
-        Any thread; lets others run."""
+        """Compute 16 bytes for a page in `parts`: all but the last are multiples of 4,096 bytes, the last one of 4. Any
+        thread may call; other threads run meanwhile."""
         sizes = [part.nbytes for part in parts]
         assert not sum([size % CHUNK_BYTES for size in sizes[:-1]]) and sizes[-1] % 4 == 0
         arrays = [np.frombuffer(part, np.uint8) for part in parts]
@@ -89,7 +89,7 @@ class PageDigest:
         return np.array(digest, "<u8").tobytes()
 
     def _sum_chunks(self, message: Words) -> NDArray[np.uint64]:
-        """[chunks, 2]: the sums of both iterations."""
+        """Compute both iterations' sums, [chunks, 2]."""
         a, b = self.words[: 2 * (PAIRS + 1)].reshape(2, -1)
         found = np.empty((len(message), 2), "<u8")
         for at in range(0, len(message), _BLOCK):
@@ -102,12 +102,11 @@ class PageDigest:
 
 
 def _sum_nh(x: Words, y: Words, key_x: Words, key_y: Words, *, axis: int) -> Any:
-    """Sums over `axis` modulo 2^64."""
     return np.multiply(x + key_x, y + key_y, dtype=np.uint64).sum(axis=axis, dtype=np.uint64)
 
 
 def _pad_words(array: NDArray[np.uint8]) -> Words:
-    """[chunks, 2 PAIRS] words."""
+    """Pad with zeros and view as words [chunks, 2 PAIRS]."""
     missing = -array.nbytes % CHUNK_BYTES
     if missing:
         array = np.concatenate([array, np.zeros(missing, np.uint8)])

@@ -1,7 +1,7 @@
 """Numbers of KV pages of each layer group within a memory budget: plain arithmetic, no torch.
 
-It must not know devices or sequences that run. Invariant: the pools fit the budget and hold at least one sequence
-of the longest length, whatever else.
+Must not know devices or running sequences. Invariant: pools fit the budget and hold at least one sequence of the
+longest length.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ TYPICAL_WINDOWS = 4
 
 @dataclass(frozen=True, slots=True)
 class SharedPages:
-    """Memory shared by both layer groups: pages of each group that it could have alone, and those in a slab."""
+    """Memory shared by both layer groups: pages of each group if it had all, and pages of each in a slab."""
 
     num_pages: dict[str, int]
     slab_pages: dict[str, int]
 
 
 def pages_per_sequence(spec: Gemma3Spec, group: str, page_tokens: int, tokens: int) -> int:
-    """Pages of `group` that a sequence of `tokens` tokens holds between two steps.
-
-    A window that is not aligned to pages touches one page more than it fills.
-    """
+    """Count pages of `group` that a sequence of `tokens` tokens holds between two steps. A window that is not aligned
+    to pages touches one page more than it fills."""
     pages, window = div_ceil(tokens, page_tokens), spec.layer_group(group).window
     return min(pages, div_ceil(window, page_tokens) + 1) if window else pages
 
@@ -42,11 +40,9 @@ def shared_pages(
     max_batch_tokens: int,
     loads: bool = False,
 ) -> SharedPages | None:
-    """Share at most `budget_bytes` between both layer groups. `loads` as in `pool_sizes`.
-
-    None for a model with one group, and where the memory has too few slabs to hold one sequence of `max_context` tokens
-    however its pages lie: then the split of `pool_sizes` is better.
-    """
+    """Share at most `budget_bytes` between both layer groups. `loads` as in `pool_sizes`. Returns None for a model with
+    one group, and where too few slabs fit to hold a sequence of `max_context` tokens however its pages lie: then the
+    split of `pool_sizes` is better."""
     page_bytes = {g: spec.page_bytes(g, page_tokens, kv_bytes_per_elem) for g in spec.groups}
     if len(page_bytes) == 1:
         return None
@@ -73,14 +69,13 @@ def pool_sizes(
     max_sequences: int,
     loads: bool = False,
 ) -> dict[str, int]:
-    """Pages per layer group of `spec` within `budget_bytes`, each group in memory of its own. `loads`: there are lower
-    tiers, so a sequence may hold the window of a prefix that is being loaded beside its own.
+    """Count pages per layer group of `spec` within `budget_bytes`, each group in memory of its own.
 
-    Most sequences are far shorter than the longest one, and a short one needs as many local pages as a long one. So
-    the local pool gets the windows of as many sequences of TYPICAL_WINDOWS windows as the budget holds, at most
-    `max_sequences`, and the tokens of one step, which keep their pages until the step is over; the global pool gets
-    the rest, at least one sequence of `max_context` tokens. Raises ConfigError when that one does not fit.
-    """
+    `loads`: lower tiers exist, so a sequence may hold its own window and that of a prefix being loaded. Most sequences
+    are far shorter than the longest one, and a short one needs as many local pages as a long one. So the local pool
+    gets two parts: windows of as many sequences of TYPICAL_WINDOWS windows as fit, at most `max_sequences`, and the
+    tokens of one step, whose pages stay until it ends. The global pool gets the rest, at least one sequence of
+    `max_context` tokens. Raises ConfigError when that one does not fit."""
     groups = spec.groups
     page_bytes = {g: spec.page_bytes(g, page_tokens, kv_bytes_per_elem) for g in groups}
     if len(groups) == 1:

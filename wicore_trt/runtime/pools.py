@@ -1,7 +1,7 @@
-"""The KV page pools of an executor: how many pages, how much memory they may take, and the tensors that they are.
+"""KV page pools of an executor: number of pages, memory they may take, and their tensors.
 
-Shared by the executors of all backends. It must not know kernels, batches or which pages hold what. Invariant: what the
-pools take leaves free what was asked to stay free, so a step that a warm-up has covered never runs out of memory.
+Shared by all backends' executors. Must not know kernels, batches or the pages' content. Invariant: pools leave free
+what was asked to stay free, so a step that a warm-up covered never runs out of memory.
 """
 
 from __future__ import annotations
@@ -32,11 +32,9 @@ def layout_of(
     settings: ExecutorOptions,
     kv_bytes: int | None = None,
 ) -> KVLayout:
-    """Pools of `settings.kv_pages`, else one memory of `kv_bytes`, by default `settings.kv_bytes`, for all groups of
-    layers, or a pool for each where that is too small to be shared.
-
-    Raises ConfigError where that does not hold one sequence of `max_context` tokens.
-    """
+    """Plan pools of `settings.kv_pages`, else one memory of `kv_bytes` (default `settings.kv_bytes`) for all layer
+    groups. Memory too small to be shared is split into a pool for each group. Raises ConfigError where it does not hold
+    one sequence of `max_context` tokens."""
     itemsize = ITEM_BYTES[kv_dtype]
     if kv_bytes is None:
         kv_bytes = DEFAULT_KV_BYTES if settings.kv_bytes is None else settings.kv_bytes
@@ -54,7 +52,6 @@ def layout_of(
 
 
 def sized_layout(spec: Gemma3Spec, kv_dtype: str, page_tokens: int, pages: Callable[[str], int]) -> KVLayout:
-    """Pools of `pages(group)` pages."""
     page_bytes = {g: spec.page_bytes(g, page_tokens, ITEM_BYTES[kv_dtype]) for g in spec.groups}
     return KVLayout(page_tokens, kv_dtype, {g: pages(g) for g in spec.groups}, page_bytes)
 
@@ -62,10 +59,9 @@ def sized_layout(spec: Gemma3Spec, kv_dtype: str, page_tokens: int, pages: Calla
 def new_pools(
     spec: Gemma3Spec, layout: KVLayout, empty: Callable[[Sequence[int], torch.dtype], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Make for each layer group [pages, layers, 2 (K, V), page_tokens, kv_heads, head_dim], filled with NaN.
-
-    Reading a slot before it is written so ends in a failed sequence and not in text. With `layout.slab_pages` they are
-    views of the same memory. `empty(shape, dtype)` gives memory."""
+    """Make for each layer group [pages, layers, 2 (K, V), page_tokens, kv_heads, head_dim], filled with NaN. So reading
+    an unwritten slot fails the sequence instead of making text. With `layout.slab_pages` the pools are views of one
+    memory. `empty(shape, dtype)` allocates."""
     dtype = TORCH_DTYPES[layout.kv_dtype]
     groups = {name: spec.layer_group(name) for name in layout.num_pages}
     shapes = {
@@ -87,8 +83,8 @@ def _of_nan(memory: torch.Tensor) -> torch.Tensor:
 
 
 def spare_bytes(unclaimed: int, total: int, fraction: float) -> int:
-    """Bytes for pages when `unclaimed` of a GPU's `total` are left after everything else was allocated and the largest
-    steps were run: 1 - `fraction` of the GPU stays free, and at least RESERVE_BYTES."""
+    """Count bytes for pages when `unclaimed` of a GPU's `total` are left after all other allocations and the largest
+    steps. 1 - `fraction` of the GPU stays free, and at least RESERVE_BYTES."""
     return max(0, unclaimed - max(RESERVE_BYTES, int((1.0 - fraction) * total)))
 
 

@@ -1,9 +1,8 @@
 """Logits to tokens: bias, penalties, temperature, filters, seeded draws and log-probabilities.
 
-Knows rows of logits and their slices; it must not know the model, pages or requests. Invariant (I14): a row's token is
-a function of that row's logits, parameters, earlier tokens and seed alone, so neither the other rows of the batch nor a
-preemption in between changes it. Every reduction that rounds therefore runs over fixed-size blocks of one row, and
-candidates have one order: higher logit first, lower token id first among equals.
+Knows rows of logits and their slices; must not know the model, pages or requests. Invariant (I14): a row's token
+depends on that row's logits, parameters, earlier tokens and seed alone, not on other rows or preemptions. So reductions
+that round run over fixed-size blocks of one row, and candidates have one order: higher logit, then lower token id.
 """
 
 from __future__ import annotations
@@ -29,18 +28,16 @@ _ROWS_AT_ONCE = 16  # bounds the float64 working memory
 
 
 class Sampler:
-    """Samples one token per row; keeps token counts per `seq_id` for penalties until `release`."""
+    """Sampler of one token per row; keeps token counts per `seq_id` for penalties until `release`."""
 
     def __init__(self) -> None:
         self._counts: dict[int, _TokenCounts] = {}
 
     def sample(self, logits: torch.Tensor, slices: Sequence[SequenceSlice]) -> StepResult:
-        """Sample from `logits` (float32 [R, V], any device, left as they were); `slices[r]` is the slice of row r.
-
-        A row with NaN or +inf, or without any finite logit, is reported in `failed`; -inf entries are masked tokens.
-        Only `logits` as they came decide that: no client's bias, penalty or stop tokens can make a row fail. A
-        constraint can: a row is also reported when making its mask fails, or the mask leaves no finite logit.
-        """
+        """Sample from `logits` (float32 [R, V], any device, unchanged); `slices[r]` is the slice of row r. A row with
+        NaN or +inf, or without any finite logit, is reported in `failed`; -inf entries are masked tokens. `logits` as
+        given decide that, so bias, penalties and stop tokens cannot make a row fail. A constraint can: its mask cannot
+        be made, or leaves no finite logit."""
         assert logits.ndim == 2 and logits.dtype == torch.float32 and len(slices) == logits.shape[0]
         best, raw_peaks = _find_best(logits)
         finite, failed = np.isfinite(raw_peaks), dict[int, str]()  # by row
@@ -74,7 +71,7 @@ class Sampler:
         )
 
     def step(self, logits: torch.Tensor, slices: Sequence[SequenceSlice]) -> StepResult:
-        """Score the targets of a step's slices and sample those that ask for it. `logits` [R, V] float32 are those of
+        """Score the targets of a step's slices and sample those that ask for it. `logits` float32 [R, V] are those of
         `StepInputs.sample_rows`, in their order."""
         if not any(piece.targets for piece in slices):
             sampling = [piece for piece in slices if piece.sample]
@@ -97,14 +94,13 @@ class Sampler:
         return replace(result, failed=failed | result.failed, prompt_logprobs=scored)
 
     def release(self, seq_id: int) -> None:
-        """Forget a sequence. Unknown ids are ignored."""
         self._counts.pop(seq_id, None)
 
     def _edit_logits(
         self, logits: torch.Tensor, slices: Sequence[SequenceSlice], finite: np.ndarray, failed: dict[int, str]
     ) -> torch.Tensor:
-        """Logits after bias, penalties, eos suppression and masks: a copy if any row asks for one of these. Rows whose
-        mask cannot be made go into `failed`."""
+        """Apply bias, penalties, eos suppression and masks, on a copy if any row needs one. Rows whose mask cannot be
+        made go into `failed`."""
         edited = logits
         for row, piece in enumerate(slices):
             params = _require_params(piece)
@@ -139,7 +135,7 @@ class Sampler:
 
 
 def _score_targets(logits: torch.Tensor, piece: SequenceSlice) -> list[TokenLogprob] | None:
-    """Log-probabilities of a slice's targets, None where logits are not finite."""
+    """Compute log-probabilities of a slice's targets; None where logits are not finite."""
     if not piece.targets:
         return []
     _, peaks = _find_best(logits)
@@ -160,7 +156,6 @@ class _TokenCounts:
         self._slots: dict[int, int] = {}
 
     def add(self, token_ids: Sequence[int], prompt_len: int) -> None:
-        """Count the next tokens of the sequence."""
         for position, token in enumerate(token_ids, self.length):
             slot = self._slots.setdefault(token, len(self.ids))
             if slot == len(self.ids):
@@ -171,8 +166,8 @@ class _TokenCounts:
 
 
 def draw_uniform(seed: int, position: int) -> float:
-    """The uniform number in [0, 1) of an output position: Philox4x64-10 (Salmon et al., SC 2011), whose key is the
-    sequence's seed and whose counter is the position + 1 (numpy steps it first); 53 bits of the first word."""
+    """Draw the uniform number in [0, 1) of an output position, by Philox4x64-10 (Salmon et al., SC 2011). The key is
+    the sequence's seed and the counter the position + 1 (numpy steps it first); 53 bits of the first word."""
     return (int(Philox(key=seed & (2**64 - 1), counter=position).random_raw()) >> 11) * 2.0**-53
 
 
@@ -190,7 +185,7 @@ def _select_rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
 
 
 def _find_best(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Lowest index of each row's maximum (int64 [R]) and the maximum; a NaN counts as the maximum."""
+    """Find the lowest index of each row's maximum (int64 [R]) and the maximum; a NaN counts as the maximum."""
     if logits.device.type == "cpu":  # numpy's argmax is an order of magnitude faster there
         array = logits.numpy()
         best = array.argmax(axis=-1)
@@ -201,7 +196,7 @@ def _find_best(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mask_tokens(row: torch.Tensor, allowed: bytes) -> None:
-    """-inf for the tokens without a bit."""
+    """Set tokens without a bit to -inf."""
     bits = np.unpackbits(np.frombuffer(allowed, np.uint8), count=row.shape[0], bitorder="little")
     row.masked_fill_(torch.from_numpy(bits == 0).to(row.device), -torch.inf)
 
@@ -213,8 +208,8 @@ def _add_bias(row: torch.Tensor, params: SamplingParams) -> None:
 
 
 def _penalize_tokens(row: torch.Tensor, counts: _TokenCounts, params: SamplingParams) -> None:
-    """Repetition penalty of CTRL (arXiv:1909.05858), then OpenAI's presence and frequency penalties. A logit that was
-    finite stays so: at the ends of float32 it is as likely, or unlikely, as can be."""
+    """Apply the repetition penalty of CTRL (arXiv:1909.05858), then OpenAI's presence and frequency penalties. Finite
+    logits stay finite, clamped to float32's range."""
     host_tokens, host_counts = np.frombuffer(counts.ids, np.int64), np.frombuffer(counts.outputs, np.float32)
     known = host_tokens < row.shape[0]
     tokens = torch.from_numpy(host_tokens[known]).to(row.device)
@@ -228,7 +223,7 @@ def _penalize_tokens(row: torch.Tensor, counts: _TokenCounts, params: SamplingPa
 
 
 def _compute_weights(logits: torch.Tensor, peaks: np.ndarray, temperatures: Sequence[float]) -> torch.Tensor:
-    """exp((logit - peak) / temperature), float64 [R, blocks, _BLOCK], zero beyond the vocabulary."""
+    """Compute exp((logit - peak) / temperature), float64 [R, blocks, _BLOCK], zero beyond the vocabulary."""
     rows, vocab = logits.shape
     blocks = div_ceil(vocab, _BLOCK)
     weights = torch.zeros((rows, blocks * _BLOCK), dtype=torch.float64, device=logits.device)
@@ -247,23 +242,20 @@ def _compute_weights(logits: torch.Tensor, peaks: np.ndarray, temperatures: Sequ
 
 
 def _sum_blocks(weights: torch.Tensor) -> np.ndarray:
-    """Sum of each block, float64 [R, blocks]."""
     sums: np.ndarray = weights.sum(dim=-1).cpu().numpy()
     return sums
 
 
 def _pick_index(weights: np.ndarray, target: float) -> tuple[int, float]:
-    """Index where the running sum of `weights` first exceeds `target`, and what is left of target before it.
-
-    Never an entry of weight zero, however the sums were rounded.
-    """
+    """Find the index where the running sum of `weights` first exceeds `target`, and the part of target that remains
+    there. Never an entry of weight zero, however the sums were rounded."""
     sums = np.cumsum(weights)
     index = min(np.searchsorted(sums, target, side="right"), np.searchsorted(sums, sums[-1], side="left"))
     return int(index), target - (float(sums[index - 1]) if index else 0.0)
 
 
 def _draw_tokens(logits: torch.Tensor, peaks: np.ndarray, slices: Sequence[SequenceSlice]) -> list[int]:
-    """Tokens of rows with temperature > 0, by inverting the cumulative distribution of what the filters leave."""
+    """Draw tokens of rows with temperature > 0, by inverting the cumulative distribution of what the filters leave."""
     vocab = logits.shape[1]
     params = [_require_params(piece) for piece in slices]
     numbers = [draw_uniform(piece.seed, piece.start + len(piece.token_ids) - piece.prompt_len) for piece in slices]
@@ -296,7 +288,8 @@ def _draw_tokens(logits: torch.Tensor, peaks: np.ndarray, slices: Sequence[Seque
 
 
 def _find_candidates(logits: torch.Tensor, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Per row the ids and logits (float64) of at least its `count` best tokens, best first, lower id first on ties."""
+    """Find for each row ids and logits (float64) of at least its `count` best tokens, best first, lower id first on
+    ties."""
     rows, vocab = logits.shape
     if count == vocab:
         values, ids = logits.sort(dim=-1, descending=True, stable=True)
@@ -313,7 +306,7 @@ def _find_candidates(logits: torch.Tensor, count: int) -> list[tuple[np.ndarray,
 
 
 def _bound_candidates(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """Per row a value that at least `count` logits reach, and usually few more do ([R, 1])."""
+    """Find for each row a value that at least `count` logits reach, and usually few more do ([R, 1])."""
     rows, vocab = logits.shape
     groups = vocab // _GROUP
     if groups >= 2 * count:
@@ -322,11 +315,9 @@ def _bound_candidates(logits: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _filter_candidates(values: np.ndarray, vocab: int, mass: float | None, params: SamplingParams) -> np.ndarray | None:
-    """Weights of the leading candidates that top-k, then top-p, then min-p leave; None if more are needed to know.
-
-    `values` are the best logits in order, `mass` the summed weight of the whole row, given when top-p goes without
-    top-k. The smallest nucleus whose probability reaches top_p stays, and so does at least one candidate.
-    """
+    """Apply top-k, then top-p, then min-p to the leading candidates; None if more candidates are needed. `values` are
+    the best logits in order; `mass` is the summed weight of the row, given for top-p without top-k. The smallest
+    nucleus whose probability reaches top_p stays, and at least one candidate."""
     limit = min(params.top_k or vocab, vocab)
     with np.errstate(over="ignore"):
         weights = np.exp((values[:limit] - values[0]) / params.temperature)
@@ -349,7 +340,7 @@ def _filter_candidates(values: np.ndarray, vocab: int, mass: float | None, param
 def _compute_logprobs(
     logits: torch.Tensor, peaks: np.ndarray, tokens: Sequence[int], tops: Sequence[int]
 ) -> list[TokenLogprob]:
-    """Log-softmax of the chosen token and of the `tops[r]` best ones per row; impossible tokens are left out."""
+    """Compute the log-softmax of the chosen token and of the `tops[r]` best ones per row, without impossible tokens."""
     sums = _sum_blocks(_compute_weights(logits, peaks, [1.0] * len(tokens)))
     chosen = logits[torch.arange(len(tokens)), torch.tensor(tokens)].double().cpu().numpy()
     best = _find_candidates(logits, min(max(tops), logits.shape[1])) if max(tops) else []

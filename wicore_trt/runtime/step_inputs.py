@@ -1,7 +1,7 @@
-"""A step's geometry as tensors: what every lowering reads, built once per step from the plain batch.
+"""Geometry of a step as tensors, which every lowering reads; built once per step from the plain batch.
 
-Knows the batch and the page size; it must not know weights, devices or operators. Invariant: the tensors say all
-that `StepBatch` says about computing (sampling parameters apart), in the order of the batch's slices.
+Knows the batch and the page size; must not know weights, devices or operators. Invariant: the tensors hold all that
+`StepBatch` says about computing (sampling parameters apart), in the order of its slices.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ ABSENT = -1
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """CPU tensors of a step with N tokens in S slices, of which R are sampled. All are contiguous.
-
-    Tokens of slice s are rows [cu_seqlens[s], cu_seqlens[s + 1]) with consecutive positions.
-    `page_tables[group][s, j]` is the pool slot of positions [j * page_tokens, (j + 1) * page_tokens) of slice s, or
-    -1 for a page that slid out of the window or lies after the slice's end. `sample_rows`, ascending, are the rows
-    before the slices' targets and the last rows of the slices that sample.
-    """
+    """Contiguous CPU tensors of a step with N tokens in S slices, of which R are sampled. Tokens of slice s are rows
+    [cu_seqlens[s], cu_seqlens[s + 1]) with consecutive positions. `page_tables[group][s, j]` is the pool slot of
+    positions [j * page_tokens, (j + 1) * page_tokens) of slice s; -1 for a page that slid out of the window or lies
+    after the slice's end. `sample_rows`, ascending, are the rows before the slices' targets and the last rows of the
+    slices that sample."""
 
     token_ids: torch.Tensor  # int64[N]
     positions: torch.Tensor  # int32[N]
@@ -37,10 +35,8 @@ class StepInputs:
 
     @classmethod
     def from_batch(cls, batch: StepBatch, layout: KVLayout, groups: Sequence[str]) -> StepInputs:
-        """Flatten `batch`; `groups` are the layer groups that the model has.
-
-        A constant number of tensor operations and one list copy per slice: cheap enough for every decode step.
-        """
+        """Flatten `batch`; `groups` are the model's layer groups. Cheap enough for every decode step: a constant number
+        of tensor operations and one list copy per slice."""
         slices = batch.slices
         counts = [len(s.token_ids) for s in slices]
         lengths = np.array(counts, np.int32)
@@ -72,8 +68,8 @@ class StepInputs:
 
 
 def page_table(tables: list[Sequence[int]], used: np.ndarray, inside: np.ndarray, num_pages: int) -> np.ndarray:
-    """int32 of the shape of `inside` [S, pages]: the first used[s] pages of each table, where that is set, and ABSENT.
-    Asserts that they are there and in the pool."""
+    """Make an int32 table of the shape of `inside` [S, pages]: the first used[s] pages where that is set, else ABSENT.
+    Asserts that those pages are present and in the pool."""
     lengths = np.array([len(table) for table in tables])
     if (lengths != used).any():  # some were reserved ahead
         assert (lengths >= used).all(), "a sequence lacks pages"

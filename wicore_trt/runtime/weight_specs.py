@@ -1,4 +1,4 @@
-"""Weights, norms and scales as kernels take them, and the tensors of a weight file that each is made of.
+"""Weights, norms and scales as kernels take them, and the tensors of a weight file that make up each.
 
 Reads headers, no values; must not know torch or a backend. Invariant: the weights cover exactly what the model
 definition asks for, and every rank of a checkpoint gets the same list.
@@ -22,8 +22,8 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "fp
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """Weight, norm or scale as kernels take it, made of the tensors `parts` of the rank's file: `combine` "rows"
-    stacks them on dim 0, "max" takes the elementwise maximum."""
+    """Weight, norm or scale as kernels take it, made of the tensors `parts` of the rank's file. `combine` "rows" stacks
+    them on dim 0, "max" takes the elementwise maximum."""
 
     name: str
     dtype: str
@@ -33,16 +33,14 @@ class WeightSpec:
 
 
 def rope_name(group: str, part: str) -> str:
-    """Name of a table float32 [positions, head_dim / 2]: `part` "cos" or "sin" of position times frequency."""
+    """Name a table float32 [positions, head_dim / 2]: `part` "cos" or "sin" of position times frequency."""
     return f"rope.{group}.{part}"
 
 
 def list_weights(rank_files: Sequence[Path], spec: Gemma3Spec, kv_dtype: str) -> list[WeightSpec]:
-    """List the weights over `rank_files`, all of which must hold the same shapes.
-
-    Gate and up are one weight, so that one product computes both. A tied head is a weight of its own, made of the
-    embedding. Raises CheckpointError for files that miss a tensor or differ.
-    """
+    """List the weights over `rank_files`, all of which must hold the same shapes. Gate and up are one weight, so that
+    one product computes both. A tied head is a weight of its own, made of the embedding. Raises CheckpointError for
+    files that miss a tensor or differ."""
     lists = [find_weights(SafetensorsFile(path).tensors, spec, kv_dtype) for path in rank_files]
     if any(other != lists[0] for other in lists[1:]):
         raise CheckpointError("The ranks of the checkpoint hold tensors of different shapes.")
@@ -50,7 +48,7 @@ def list_weights(rank_files: Sequence[Path], spec: Gemma3Spec, kv_dtype: str) ->
 
 
 def find_weights(found: Mapping[str, TensorInfo], spec: Gemma3Spec, kv_dtype: str) -> list[WeightSpec]:
-    """List the weights over a rank file with the tensors `found`. Raises CheckpointError for one that is missing."""
+    """List the weights over a rank file with the tensors `found`. Raises CheckpointError for a missing one."""
     tensors: list[WeightSpec] = []
     for name, made_of in run_weights(spec).items():
         parts = tuple(part.name for part in made_of)
@@ -68,7 +66,6 @@ def find_weights(found: Mapping[str, TensorInfo], spec: Gemma3Spec, kv_dtype: st
 def _weight_and_scales(
     found: Mapping[str, TensorInfo], name: str, parts: tuple[str, ...], *, head_norm: bool
 ) -> list[WeightSpec]:
-    """The weight and, for FP8, its scales."""
     missing = [part for part in parts if part not in found]
     if missing:
         raise CheckpointError(f"The checkpoint lacks {', '.join(missing)}.", fix="Convert the source again.")
