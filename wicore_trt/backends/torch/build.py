@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TorchBackend:
-    """Implements `Backend`: runs wherever PyTorch does."""
+    """Implements `Backend` wherever PyTorch runs."""
 
     def targets(self, options: BuildOptions) -> list[str]:
         if options.targets:

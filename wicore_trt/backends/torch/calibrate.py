@@ -1,12 +1,12 @@
-"""Static FP8 scales of activations and of the KV cache, from what a calibration text makes a model compute.
+"""Static FP8 scales of activations and of the KV cache, measured over a calibration text.
 
-Runs the model through the torch operators, unchanged but for noting the largest magnitude of each linear's input and
-of each layer's keys and values, and writes scales = amax / 448 (E4M3's largest value). Invariant: no more than one
-matrix of the model is in memory at a time, and a checkpoint is replaced whole or not at all.
+Runs the torch operators and notes the largest magnitude of each linear's input and of each layer's keys and values.
+Scales are amax / 448 (E4M3's largest value). Invariant: at most one matrix of the model is in memory, and a checkpoint
+is replaced whole or not at all.
 
-The text is cut into pieces of up to 512 tokens that each begin with BOS, as sequences of their own, and nothing but the
-head is left out of the pass. The precision is the model's own: float32 for F32 and GGUF weights, dynamic FP8 for an FP8
-checkpoint. A static scale is one number for a whole tensor, so it does not depend on tensor parallelism.
+The text becomes sequences of up to 512 tokens, each beginning with BOS. Only the head is left out of the pass. The
+precision is the model's: float32 for F32 and GGUF weights, dynamic FP8 for an FP8 checkpoint. A static scale is one
+number for a whole tensor, so it does not depend on tensor parallelism.
 """
 
 from __future__ import annotations
@@ -56,25 +56,24 @@ _TEXT_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class TextCalibration:
-    """Implements `checkpoint.convert.Calibration`, with the first `tokens` tokens of a UTF-8 file."""
+    """Implements `checkpoint.convert.Calibration` with the first `tokens` tokens of a UTF-8 file."""
 
     text: Path
     tokens: int = DEFAULT_TOKENS
     kv_scales: bool = True
 
     def of_source(self, source: Source, tokenizer_files: Path, progress: Progress = ignore_progress) -> StaticScales:
-        """Raises also ConfigError for a text that is not UTF-8 or too short, EngineFormatError for a bad tokenizer."""
+        """Measure `source`. Raises also ConfigError for a text that is short or not UTF-8, EngineFormatError for a bad
+        tokenizer."""
         return _measure_scales(SourceTensors(source), Tokenizer.from_dir(tokenizer_files), self, progress)
 
     def of_checkpoint(
         self, path: str | Path, output: str | Path, *, force: bool = False, progress: Progress = ignore_progress
     ) -> Checkpoint:
-        """Write the unified checkpoint `path` with static scales as `output`, which may be the same.
-
-        An FP8 checkpoint gets activation scales, any checkpoint KV scales when asked for; scales of an earlier
-        calibration are dropped. Raises what `of_source` and `scratch.replacing` raise, and ConfigError when the
-        checkpoint is not FP8 and no KV scales are asked for.
-        """
+        """Write the unified checkpoint `path` with static scales as `output`, which may be the same. An FP8 checkpoint
+        gets activation scales; any checkpoint gets KV scales when asked for. Earlier scales are dropped. Raises what
+        `of_source` and `scratch.replacing` raise, and ConfigError when the checkpoint is not FP8 and no KV scales are
+        asked for."""
         checkpoint = open_checkpoint(path)
         if not checkpoint.weights.quantized and not self.kv_scales:
             raise ConfigError(
@@ -129,8 +128,8 @@ def _token_ids(calibration: TextCalibration, tokenizer: Tokenizer, vocab_size: i
 def measure_magnitudes(
     whole: WholeTensors, token_ids: Sequence[int], bos_id: int | None, progress: Progress = ignore_progress
 ) -> dict[str, float]:
-    """Largest magnitude over the text, by the name of the scale that it gives: of each linear's input, and of the keys
-    (normed and rotated) and values of each layer together."""
+    """Measure largest magnitudes over the text, by the name of the scale that each gives. These are each linear's
+    input, and each layer's keys (normed and rotated) and values together."""
     head = [] if bos_id is None else [bos_id]
     room = PIECE - len(head)
     pieces = [[*head, *token_ids[i : i + room]] for i in range(0, len(token_ids), room)]
@@ -148,8 +147,8 @@ def measure_magnitudes(
 
 
 class _StreamedModel(TorchModel):
-    """A model whose matrices are read when they are used, and whose layers share the KV pages of one: a step begins
-    its sequences, so no page is read after its layer. `amax` collects what `measure_magnitudes` returns."""
+    """Model whose matrices are read when used, and whose layers share one layer's KV pages. That works because a step
+    begins its sequences, so no page is read after its layer. `amax` collects the result of `measure_magnitudes`."""
 
     def __init__(self, whole: WholeTensors, used_ids: list[int]) -> None:
         spec, device = whole.spec, torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -168,7 +167,7 @@ class _StreamedModel(TorchModel):
         self._index = {token_id: i for i, token_id in enumerate(used_ids)}
 
     def inputs(self, pieces: list[list[int]]) -> StepInputs:
-        """A step over `pieces`; token ids become rows of the embedding that was read."""
+        """Make a step over `pieces`; token ids become rows of the embedding that was read."""
         layout = KVLayout(PIECE, "float32", dict.fromkeys(self.pools, STEP_PIECES), {})
         slices = [
             SequenceSlice(i, [self._index[t] for t in piece], 0, dict.fromkeys(self.pools, [i]))
@@ -178,7 +177,7 @@ class _StreamedModel(TorchModel):
 
 
 class _Weights(dict[str, torch.Tensor]):
-    """Reads a tensor on each access, placed as TorchModel places it, and keeps none but the rows of the embedding."""
+    """Reader of a tensor on each access, placed as TorchModel places it. Keeps only the rows of the embedding."""
 
     def __init__(self, whole: WholeTensors, dtype: torch.dtype, device: torch.device, embedding: torch.Tensor) -> None:
         super().__init__({EMBEDDING: embedding})
@@ -198,7 +197,7 @@ class _Weights(dict[str, torch.Tensor]):
 
 
 class _RecordingOps(TorchOps):
-    """The torch operators, which note what they are given."""
+    """Torch operators that record magnitudes of their inputs."""
 
     def __init__(self, model: _StreamedModel, inputs: StepInputs, report: Callable[[int], None]) -> None:
         super().__init__(model, inputs)
@@ -226,7 +225,7 @@ class _RecordingOps(TorchOps):
 
 
 def _make_tensor(block: np.ndarray, tag: str) -> torch.Tensor:
-    """A block in the storage of `tag` as a tensor of its own."""
+    """Copy a block stored as `tag` into a tensor."""
     tensor = torch.from_numpy(np.array(block))
     if tag == "BF16":
         return tensor.view(torch.bfloat16)
@@ -236,9 +235,8 @@ def _make_tensor(block: np.ndarray, tag: str) -> torch.Tensor:
 def _rewrite_checkpoint(
     checkpoint: Checkpoint, directory: Path, found: StaticScales, kv_scales: bool, progress: Progress
 ) -> None:
-    """Fill `directory` with the files of `checkpoint` and the scales, config.json last; a block at a time.
-
-    Raises CheckpointError for a tensor that is not as the checkpoint recorded it."""
+    """Fill `directory` with the files of `checkpoint` and the scales, config.json last; a block at a time. Raises
+    CheckpointError for a tensor that differs from the checkpoint's record."""
     weights = checkpoint.weights.calibrated
     static = {n for names in static_scales(checkpoint.spec, weights, kv_scales).values() for n in names}
     files = dict(checkpoint.files)

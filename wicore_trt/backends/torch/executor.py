@@ -1,7 +1,7 @@
 """Executor of the torch backend: any GPU, or the CPU with the native kernels where they were built.
 
-Owns the weights, the KV pools and the sampler of one engine. It must not know requests, queues or which pages hold
-what; the batch says that. Invariant: an execute() call touches only the KV slots of the batch's own pages.
+Owns an engine's weights, KV pools and sampler. Must not know requests, queues or which pages hold what. Invariant:
+execute() touches only the KV slots of the batch's own pages.
 """
 
 from __future__ import annotations
@@ -48,16 +48,14 @@ StepOps = Callable[[StepInputs, AttentionProbe | None], Ops[torch.Tensor]]
 
 
 class TorchExecutor:
-    """Implements `Executor`. `pools[group]` is the device tensor of the group's KV pages, shaped as in KVLayout with
-    the page first; `kernels` is "native-" and the instruction set, or "torch-" and what torch computes on, and a digest
+    """Implements `Executor`. `pools[group]` is the device tensor of the group's KV pages, as in KVLayout, the page
+    first. `kernels` is "native-" and the instruction set, or "torch-" and torch's device, and a digest
     (`runtime/kernels_name.py`)."""
 
     def __init__(self, engine: EngineDir | EngineTensors, settings: ExecutorOptions) -> None:
-        """Load `engine` from disk, or run the tensors of one that is in memory.
-
-        Raises EngineFormatError for weights that do not fit or tp > 1, EnvironmentUnfitError for a device or kernels
-        that are not here, ConfigError for too little KV memory.
-        """
+        """Load `engine` from disk, or run the tensors of one that is in memory. Raises EngineFormatError for weights
+        that do not fit or tp > 1, EnvironmentUnfitError for a missing device or missing kernels, ConfigError for too
+        little KV memory."""
         loaded = engine if isinstance(engine, EngineTensors) else load_engine_tensors(engine)
         self.spec = loaded.spec
         self.max_batch_tokens = settings.max_batch_tokens
@@ -92,7 +90,7 @@ class TorchExecutor:
         *,
         kv_dtype: str | None = None,
     ) -> TorchExecutor:
-        """An executor from the tensors of a unified checkpoint in memory. `dtype` is that of the activations."""
+        """Make an executor from a unified checkpoint's tensors in memory. `dtype` is that of the activations."""
         return cls(EngineTensors(spec, dtype, kv_dtype or dtype, fuse_weights(tensors, spec)), settings)
 
     def execute(self, batch: StepBatch) -> StepResult:
@@ -112,8 +110,8 @@ class TorchExecutor:
             return replace(result, attention=probe.compute_masses(pool, inputs, batch, group.softmax_scale))
 
     def logits(self, batch: StepBatch, rows: torch.Tensor) -> torch.Tensor:
-        """Run one step like execute(), but return the logits [R, vocab] float32 of `rows` (int64[R], ascending) of the
-        batch's tokens. For evaluation; valid until the next step."""
+        """Run one step like execute(), but return logits [R, vocab] float32 of `rows` (int64[R], ascending) of its
+        tokens. For evaluation; valid until the next step."""
         inputs = StepInputs.from_batch(batch, self.layout, tuple(self.layout.num_pages))
         with torch.inference_mode():
             return forward(self._step_ops(replace(inputs, sample_rows=rows), None), self.spec)
@@ -136,7 +134,7 @@ def _make_operators(
     pools: dict[str, torch.Tensor],
     device: torch.device,
 ) -> tuple[str, StepOps]:
-    """The kernels' name, and what makes a step's operators from its geometry."""
+    """Return the kernels' name and a factory of a step's operators."""
     library = None if settings.kernels == "torch" else _native_library(engine, settings.kernels, device)
     if library is None:
         model = TorchModel(engine.spec, engine.dtype, engine.tensors, pools, device)
@@ -156,8 +154,8 @@ def _make_operators(
 
 
 def torch_kernels(device: torch.device) -> str:
-    """The name of the torch operators on a device, like "torch-2.9.1-cpu-avx2" or "torch-2.9.1+cu130-cuda-NVIDIA H200":
-    its libraries choose their order of summation by their version and the processor, so KV values differ."""
+    """Name the torch operators on a device, like "torch-2.9.1-cpu-avx2" or "torch-2.9.1+cu130-cuda-NVIDIA H200". Its
+    libraries choose their order of summation by version and processor, so KV values differ."""
     if device.type == "cpu":
         return f"torch-{torch.__version__}-cpu-{torch.backends.cpu.get_cpu_capability().lower()}"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -165,7 +163,7 @@ def torch_kernels(device: torch.device) -> str:
 
 
 def _native_library(engine: EngineTensors, kernels: str, device: torch.device) -> NativeLibrary | None:
-    """The library if it can run `engine` on `device`. Raises EnvironmentUnfitError if it cannot and must."""
+    """Find the library if it can run `engine` on `device`. Raises EnvironmentUnfitError if it cannot and must."""
     library, reason, level = None, None, logging.INFO
     if device.type != "cpu":
         reason = f"they run on the CPU, and the engine on {device}"

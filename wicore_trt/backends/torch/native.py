@@ -1,7 +1,7 @@
-"""ctypes binding of libwicore_cpu, the native CPU kernels (plugins/cpu): loading, packing, running.
+"""Binding of libwicore_cpu, the native CPU kernels (plugins/cpu), by ctypes: loading, packing, running.
 
-It must not know the model. Invariant: a call drops the GIL for as long as its commands run, and calls from several
-threads are serialized by the library. The operators' arguments are in native_args.
+Must not know the model. Invariant: a call drops the GIL while its commands run, and the library serializes calls of
+several threads. native_args makes the operators' arguments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Command(ctypes.Structure):
 
 
 class NativeLibrary:
-    """The loaded library. Threads and instruction set are the process's, not one object's."""
+    """Loaded library. Threads and instruction set belong to the process, not to an object."""
 
     def __init__(self, lib: ctypes.CDLL) -> None:
         lib.wicore_cpu_set_threads.argtypes = [c_int64]
@@ -55,7 +55,7 @@ class NativeLibrary:
         return int(self._lib.wicore_cpu_set_isa(name.encode())) == 0
 
     def set_threads(self, threads: int) -> None:
-        """Threads that run a step, the calling one included."""
+        """Set the threads that run a step, the calling one included."""
         assert threads >= 1
         self._lib.wicore_cpu_set_threads(threads)
 
@@ -69,8 +69,8 @@ class NativeLibrary:
         assert status == 0, "unknown operator"
 
     def pack(self, matrix: torch.Tensor, scale: torch.Tensor | None = None) -> PackedWeight:
-        """Pack a matrix [n, k]. An E4M3 one needs `scale` (float32 [n]) and becomes bfloat16, which holds its values
-        exactly. Inputs are only read."""
+        """Pack a matrix [n, k]. Inputs are only read. An E4M3 one needs `scale` (float32 [n]) and becomes bfloat16,
+        which holds its values exactly."""
         dtype = torch.bfloat16 if matrix.dtype == torch.float8_e4m3fn else matrix.dtype
         (n, k), code = matrix.shape, DTYPE_CODES[dtype]
         data = (torch.zeros if n % 64 or k % 2 else torch.empty)(
@@ -84,8 +84,8 @@ class NativeLibrary:
 
 
 def load_library(path: Path | None = None) -> NativeLibrary | None:
-    """The library installed with this package (or the one at `path`), set to all cores the process may use; None when
-    it was not built or does not fit. Never raises."""
+    """Load the library of this package (or at `path`), set to all cores the process may use. Never raises. Returns None
+    when it was not built or does not fit."""
     lib = open_library(path)
     if lib is None:
         return None

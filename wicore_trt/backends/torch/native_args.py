@@ -1,8 +1,8 @@
 """Arguments of the native operators: the C structs of plugins/cpu/include/wicore_cpu.h, built from tensors.
 
-Each function checks dtypes, shapes and contiguity by assertion, and returns a struct that `NativeLibrary.run` takes.
-`rows` of a struct may be lowered afterwards, so one struct serves steps of any size up to its buffers'. The header
-states what each operator computes. Invariant: a struct keeps alive every tensor that it points to.
+Functions assert dtypes, shapes and contiguity, and return a struct for `NativeLibrary.run`. A struct's `rows` may be
+lowered afterwards, so one struct serves steps of any size up to its buffers'. The header states what each operator
+computes. Invariant: a struct keeps alive every tensor that it points to.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class PackedWeight:
 
 
 def check_address(tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> int:
-    """Address of a contiguous CPU tensor whose dtype and shape are as a kernel expects."""
+    """Return the address of a contiguous CPU tensor, whose dtype and shape it asserts."""
     assert tensor.device.type == "cpu" and tensor.is_contiguous(), "kernels take contiguous CPU tensors"
     assert tensor.dtype == dtype, f"{tensor.dtype} where a kernel takes {dtype}"
     assert not shape or tuple(tensor.shape) == shape, f"shape {tuple(tensor.shape)} where a kernel takes {shape}"
@@ -178,8 +178,8 @@ def make_geglu(x: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> Geglu:
 def make_linear(
     x: torch.Tensor, weight: PackedWeight, out: torch.Tensor, quantized: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> Linear:
-    """out float32 [rows, n] = x operand [rows, k] @ weight.T. A weight with a scale needs `quantized`: scratch
-    bfloat16 [>= rows * k] and float32 [>= rows]."""
+    """out float32 [rows, n] = x operand [rows, k] @ weight.T. A weight with a scale needs `quantized`: scratch bfloat16
+    [>= rows * k] and float32 [>= rows]."""
     rows = out.shape[0]
     args = Linear(rows, weight.n, weight.k, DTYPE_CODES[weight.dtype])
     args.x, args.weight = check_address(x, OPERANDS[weight.dtype], rows, weight.k), weight.data.data_ptr()
@@ -205,7 +205,8 @@ def set_step(step: StepGeometry, cu_seqlens: torch.Tensor, positions: torch.Tens
 
 
 def layer_kv(pool: torch.Tensor, layer: int, heads: int, step: StepGeometry) -> KV:
-    """KV of the group's layer number `layer` in its pool [pages, layers, 2, page_tokens, kv_heads, head_dim]."""
+    """Make the KV of layer number `layer` of the group in its pool [pages, layers, 2, page_tokens, kv_heads,
+    head_dim]."""
     _, layers, two, page_tokens, kv_heads, head_dim = pool.shape
     assert two == 2 and layer < layers and heads % kv_heads == 0
     assert head_dim % HEAD_DIM_MULTIPLE == 0 and head_dim <= MAX_HEAD_DIM
@@ -225,8 +226,8 @@ def make_qk_norm_rope_write(
     q: torch.Tensor,
     kv: KV,
 ) -> QKNormRopeWrite:
-    """q operand [rows, heads, D] from qkv float32; weights (q, k) float32 [D]; rope (cos, sin) float32 [positions,
-    D / 2]; k and v are written to `kv`."""
+    """Make q operand [rows, heads, D] from qkv float32, and write k and v to `kv`. Weights (q, k) are float32 [D]; rope
+    (cos, sin) float32 [positions, D / 2]."""
     rows, dim = q.shape[0], kv.head_dim
     args = QKNormRopeWrite(rows, DTYPE_CODES[dtype], eps)
     args.qkv = check_address(qkv, F32, rows, (kv.heads + 2 * kv.kv_heads) * dim)
@@ -243,8 +244,8 @@ def make_qk_norm_rope_write(
 def make_attention(
     q: torch.Tensor, kv: KV, window: int, scale: float, dtype: torch.dtype, out: torch.Tensor
 ) -> Attention:
-    """out operand [rows, heads * D]: causal attention of q operand [rows, heads, D] over the last `window` keys,
-    all if 0."""
+    """Attend causally with q operand [rows, heads, D] over the last `window` keys (0: all); out operand [rows, heads *
+    D]."""
     rows, width = out.shape
     args = Attention(rows, DTYPE_CODES[dtype], window, scale)
     args.q = check_address(q, OPERANDS[dtype], rows, kv.heads, kv.head_dim)

@@ -1,11 +1,11 @@
 """Gemma 3's operators on the native CPU kernels (plugins/cpu).
 
-The operators of a step are recorded and run in one call of the library when the logits are asked for, so a step takes
-and gives up the GIL once. It must not know files, requests or sampling. Invariants: steady state allocates nothing;
-a row's results are the same bits in any batch, chunking or page slots, and for any number of threads.
+Operators are recorded, and run in one call of the library when logits are asked for. So a step releases the GIL once.
+Must not know files, requests or sampling. Invariants: steady state allocates nothing; a row's bits are the same in any
+batch, chunking, page slots and number of threads (I21).
 
-A T here is a scratch buffer. There is one per kind of value, so a T is valid until the next operator that makes one of
-its kind: `model.gemma3.forward` uses each at once, except for the residual, which is updated in place.
+A T here is a scratch buffer, one per kind of value, valid until the next operator of its kind. That suffices because
+`model.gemma3.forward` uses each at once, except for the residual, which is updated in place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROPE_BLOCK = 4096  # positions by which the rotary tables grow
 
 
 def explain_unsupported(spec: Gemma3Spec, kv_dtype: str, tensor_names: Collection[str]) -> str | None:
-    """Why the native kernels cannot run an engine, or None if they can."""
+    """Explain why the native kernels cannot run an engine; None if they can."""
     multiple, most = native_args.HEAD_DIM_MULTIPLE, native_args.MAX_HEAD_DIM
     sizes = [spec.layer_group(group).head_dim for group in spec.groups]
     if wrong := [size for size in sizes if size % multiple or size > most]:
@@ -56,11 +56,9 @@ class NativeWeights:
     def from_tensors(
         cls, lib: NativeLibrary, tensors: Mapping[str, torch.Tensor], spec: Gemma3Spec, dtype: str
     ) -> NativeWeights:
-        """Pack `tensors`, which are as `weights.fuse_weights` returns them.
-
-        `dtype` is that of the activations: "float32", "bfloat16" or "float16"; matrices are converted to it, E4M3
-        ones (scales float32 [out] beside them) need "bfloat16". Packing copies: drop `tensors` afterwards.
-        """
+        """Pack `tensors`, which are as `weights.fuse_weights` returns them. Packing copies: drop `tensors` afterwards.
+        `dtype` of the activations is "float32", "bfloat16" or "float16"; matrices are converted to it. E4M3 ones
+        (scales float32 [out] beside them) need "bfloat16"."""
         packed: dict[str, PackedWeight] = {}
         norms: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
@@ -77,11 +75,8 @@ class NativeWeights:
 
 
 class NativeOps:
-    """`Ops` of one engine, reused for every step: `begin`, then `model.gemma3.forward`.
-
-    `pools[group]` is [pages, layers_in_group, 2, page_tokens, kv_heads, head_dim]. One thread at a time. The logits
-    are a buffer too: they are valid until the next step.
-    """
+    """`Ops` of one engine, reused for every step by one thread: `begin`, then `model.gemma3.forward`. `pools[group]` is
+    [pages, layers_in_group, 2, page_tokens, kv_heads, head_dim]. Logits are valid until the next step."""
 
     def __init__(
         self,
@@ -118,8 +113,8 @@ class NativeOps:
         self._probe: AttentionProbe | None = None
 
     def begin(self, inputs: StepInputs, probe: AttentionProbe | None = None) -> None:
-        """Take the next step's geometry. Scratch grows to the largest step seen. `probe` has its queries when the
-        logits are there."""
+        """Take the next step's geometry. Scratch grows to the largest step seen. `probe` has its queries once logits
+        are there."""
         self._inputs, self._probe, self._steps = inputs, probe, []
         last = int(inputs.positions.max())
         self._rows = {"tokens": inputs.token_ids.shape[0], "samples": inputs.sample_rows.shape[0]}
@@ -147,7 +142,7 @@ class NativeOps:
         return self._record_operator(weight, out, native_args.make_norm, *given)
 
     def linear(self, x: torch.Tensor, weight: str, kind: str = "product", count: str = "tokens") -> torch.Tensor:
-        """`kind` and `count` of the results' buffer are the operator set's own."""
+        """Extends `Ops.linear`: `kind` and `count` choose the results' buffer."""
         packed, quantized = self._weights.packed[weight], None
         out = self._find_buffer(kind, torch.float32, packed.n, count)
         if packed.scale is not None:
@@ -214,7 +209,8 @@ class NativeOps:
         index: torch.Tensor | None = None,
         count: str = "tokens",
     ) -> torch.Tensor:
-        """Append an operator to the step, `make(*given)` for full buffers at its first use. `index` is the step's."""
+        """Append an operator to the step, made by `make(*given)` for full buffers at its first use. `index` is the
+        step's."""
         args = self._args.get(key)
         if args is None:
             args = self._args[key] = make(*given)
@@ -225,7 +221,7 @@ class NativeOps:
         return out
 
     def _find_buffer(self, kind: str, dtype: torch.dtype, width: int, count: str = "tokens") -> torch.Tensor:
-        """Scratch [capacity, width]; buffers of a kind share memory whatever their width."""
+        """Find or make scratch [capacity, width]; buffers of a kind share memory whatever their width."""
         key = f"{kind} {width}"
         if key not in self._buffers:
             rows = self._capacity[count]
@@ -236,11 +232,8 @@ class NativeOps:
 
 
 def rope_table(group: LayerGroup, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin float32 [length, head_dim / 2] of one layer group, by position.
-
-    Angles are float32 products as in transformers; their cosine is taken in float64 and rounded, so that a table's
-    values do not depend on its length.
-    """
+    """Make cos and sin float32 [length, head_dim / 2] of one layer group, by position. Angles are float32 products as
+    in transformers. Cosines are taken in float64 and rounded, so that values do not depend on the table's length."""
     exponents = torch.arange(0, group.head_dim, 2, dtype=torch.float32) / group.head_dim
     frequencies = 1.0 / group.rope_theta**exponents / group.rope_factor
     angles = (torch.arange(length, dtype=torch.float32)[:, None] * frequencies).double()

@@ -1,12 +1,12 @@
-"""Gemma 3's operators in plain PyTorch, for the CPU and any GPU: the oracle that other lowerings are held to.
+"""Gemma 3's operators in plain PyTorch, for the CPU and any GPU: the oracle of other lowerings.
 
-It must not know files, requests or sampling. Invariants: the residual stream, the norms, softmax and all sums are
-float32; values are rounded to the engine's dtype at one place only, where they become operands of a matrix product
-(`_round_operand`) or keys, values and queries. A sequence reads only KV slots that its own tokens have written.
+Must not know files, requests or sampling. Invariants (I20): residual stream, norms, softmax and sums are float32.
+Values are rounded to the engine's dtype only as operands of a matrix product (`_round_operand`) or as keys, values and
+queries. A sequence reads only KV slots that its own tokens have written.
 
-Definition of an FP8 product (E4M3, arXiv:2209.05433): each row x of the operand, rounded to the dtype, gets the scale
-s = max(abs(x)) / 448 (1 for a row of zeros; or the checkpoint's static activation scale), and x / s saturates at
-+-448 and is rounded to E4M3, to nearest even. The result is (q @ W.T) * s * weight_scale, the sum in float32.
+Definition of an FP8 product (E4M3, arXiv:2209.05433): each row x of the operand, rounded to the dtype, gets the scale s
+= max(abs(x)) / 448 (1 for a row of zeros; or the checkpoint's static activation scale), and x / s saturates at +-448
+and is rounded to E4M3, to nearest even. The result is (q @ W.T) * s * weight_scale, the sum in float32.
 """
 
 from __future__ import annotations
@@ -29,15 +29,11 @@ QUERY_BLOCK = 256  # rows of attention scores held at once: heads * 256 * contex
 
 
 class TorchModel:
-    """Weights and KV pages on one device, as `TorchOps` needs them.
-
-    `tensors` are a tp=1 unified checkpoint's with gate and up fused (`backends.torch.weights`). `dtype` is that of the
-    activations: "float32", "bfloat16" or "float16"; a linear is FP8 when its weight is E4M3. `pools[group]` is
-    [pages, layers_in_group, 2, page_tokens, kv_heads, head_dim].
-
-    A GPU multiplies in `dtype` with a float32 result. Elsewhere weights are widened to float32 here, once:
-    products of 16-bit or E4M3 values are then exact.
-    """
+    """Weights and KV pages on one device, as `TorchOps` needs them. `tensors` are a tp=1 unified checkpoint's with gate
+    and up fused (`backends.torch.weights`). `dtype` of the activations is "float32", "bfloat16" or "float16"; a linear
+    is FP8 when its weight is E4M3. `pools[group]` is [pages, layers_in_group, 2, page_tokens, kv_heads, head_dim]. A
+    GPU multiplies in `dtype` with a float32 result. Elsewhere weights are widened to float32 once, here, so products of
+    16-bit or E4M3 values are exact."""
 
     def __init__(
         self,
@@ -71,11 +67,8 @@ class TorchModel:
 
 
 class TorchOps:
-    """`Ops` of one step; T is a tensor, always float32 between operators.
-
-    Not bitwise independent of the batch: BLAS picks its blocking by the number of rows, so a sequence's logits move
-    by float32 rounding with its company.
-    """
+    """`Ops` of one step; T is a tensor, always float32 between operators. Not bitwise independent of the batch: BLAS
+    picks its blocking by the number of rows, so logits move by float32 rounding."""
 
     def __init__(self, model: TorchModel, inputs: StepInputs, probe: AttentionProbe | None = None) -> None:
         device, spec = model.device, model.spec
@@ -178,7 +171,8 @@ class TorchOps:
     def _gather_keys(
         self, pool: torch.Tensor, table: torch.Tensor, first: int, end: int, group: LayerGroup
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """K and V [kv_heads, keys, D] float32 of positions [low, end), and low: all that a query at `first` sees."""
+        """Gather K and V [kv_heads, keys, D] float32 of positions [low, end), all that a query at `first` sees; and
+        low."""
         size = self._model.page_tokens
         low = first_visible(first, group.window) if group.window else 0
         skipped = low // size
@@ -191,7 +185,7 @@ class TorchOps:
     def _attend_block(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, low: int, group: LayerGroup
     ) -> torch.Tensor:
-        """[n, heads, D] for queries at positions first, first + 1, ...; keys begin at position low."""
+        """Compute [n, heads, D] for queries at positions first, first + 1, ...; keys begin at position low."""
         n, kv_heads, keys = q.shape[0], k.shape[0], k.shape[1]
         # query head h reads KV head h // (heads / kv_heads)
         grouped = q.view(n, kv_heads, -1, q.shape[2]).permute(1, 2, 0, 3)  # [kv_heads, repeat, n, D]
@@ -209,7 +203,7 @@ class TorchOps:
 
 
 def _rope_table(group: LayerGroup, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [N, 1, D / 2] float32; the linear factor stretches global layers only."""
+    """Make cos and sin float32 [N, 1, D / 2]; the linear factor stretches global layers only."""
     exponents = torch.arange(0, group.head_dim, 2, dtype=torch.float32) / group.head_dim
     frequencies = (1.0 / group.rope_theta**exponents / group.rope_factor).to(positions.device)
     angles = positions.float()[:, None, None] * frequencies
@@ -223,10 +217,8 @@ def _rotate_heads(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
 
 
 def _round_operand(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows as operands of a product in `dtype`, and the factor [N, 1] that the product's rows need, if any.
-
-    A row with values beyond float16 is scaled by an exact power of two, never clipped: gate * up has no bound.
-    """
+    """Round rows to operands in `dtype`; also return the factor [N, 1] that the product's rows need, if any. A row with
+    values beyond float16 is scaled by an exact power of two, never clipped: gate * up has no bound."""
     if dtype != torch.float16:
         return x.to(dtype), None
     exponent = torch.frexp(x.abs().amax(-1, keepdim=True)).exponent
@@ -235,7 +227,7 @@ def _round_operand(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
 
 
 def quantize_rows(x: torch.Tensor, static_scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """E4M3 rows of x [N, K] and their scales float32 [N, 1], by the definition in the module's docstring."""
+    """Quantize x [N, K] to E4M3 rows and scales float32 [N, 1], as the module's docstring defines."""
     x = x.float()
     if static_scale is None:
         largest = x.abs().amax(-1, keepdim=True)
@@ -247,6 +239,6 @@ def quantize_rows(x: torch.Tensor, static_scale: float | None = None) -> tuple[t
 
 
 def _multiply(x: torch.Tensor, w: torch.Tensor, row_scale: torch.Tensor | None) -> torch.Tensor:
-    """float32 (x @ w.T) * row_scale: exact products, summed in float32."""
+    """Compute float32 (x @ w.T) * row_scale: exact products, summed in float32."""
     y = x.float() @ w.T if w.dtype == torch.float32 else torch.mm(x, w.T, out_dtype=torch.float32)
     return y if row_scale is None else y * row_scale

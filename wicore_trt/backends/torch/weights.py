@@ -1,7 +1,7 @@
-"""Weights of an engine or a unified checkpoint, read into the tensors that the CPU and torch operators use.
+"""Weights of an engine or a unified checkpoint, read into the tensors of the CPU and torch operators.
 
-Knows the unified names and safetensors; it must not know devices or operators. Invariant: what comes back is
-complete, of the shapes that the spec implies, and free of NaN-producing gaps: every linear in FP8 has its scale.
+Knows the unified names and safetensors; must not know devices or operators. Invariant: results are complete and shaped
+as the spec implies, and every FP8 linear has its scale.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MAX_LISTED = 6
 
 @dataclass(frozen=True, slots=True)
 class EngineTensors:
-    """An engine whose weights are in host memory. `tensors` are as `fuse_weights` returns them; `dtype` is that of the
-    activations. `max_context` None is the model's own limit."""
+    """Engine whose weights are in host memory, as `fuse_weights` returns them. `dtype` is that of the activations.
+    `max_context` None is the model's own limit."""
 
     spec: Gemma3Spec
     dtype: str
@@ -41,8 +41,8 @@ class EngineTensors:
 
 
 def load_engine_tensors(engine: EngineDir) -> EngineTensors:
-    """Read the weights of an engine directory. Raises what `load_tensors` raises, and EngineFormatError for more than
-    one rank."""
+    """Read an engine directory's weights. Raises what `load_tensors` raises, and EngineFormatError for several
+    ranks."""
     manifest, part = engine.manifest, engine.local_part()
     return EngineTensors(
         part.spec,
@@ -55,10 +55,8 @@ def load_engine_tensors(engine: EngineDir) -> EngineTensors:
 
 
 def load_tensors(file: Path, spec: Gemma3Spec) -> dict[str, torch.Tensor]:
-    """Tensors of a rank's file, memory-mapped where they are used as they are.
-
-    Raises EngineFormatError for an unreadable file, or tensors that do not fit `spec`, the rank's.
-    """
+    """Load the tensors of a rank's file, memory-mapped where they are used unchanged. Raises EngineFormatError for an
+    unreadable file, or tensors that do not fit `spec`, the rank's."""
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
@@ -67,12 +65,10 @@ def load_tensors(file: Path, spec: Gemma3Spec) -> dict[str, torch.Tensor]:
 
 
 def fuse_weights(tensors: Mapping[str, torch.Tensor], spec: Gemma3Spec) -> dict[str, torch.Tensor]:
-    """The unified `tensors` of a whole model, ready to run.
-
-    Per layer, `mlp.fc` and `mlp.gate` become `mlp.gate_up` with rows [gate_proj; up_proj], scales included; FP8
-    weight scales become float32 [out]; a tied head is the embedding itself. Tensors of the vision tower are left out.
-    Raises EngineFormatError that names missing tensors or wrong shapes.
-    """
+    """Fuse the unified `tensors` of a whole model for running. Per layer, `mlp.fc` and `mlp.gate` become `mlp.gate_up`
+    with rows [gate_proj; up_proj], scales included. FP8 weight scales become float32 [out]; a tied head is the
+    embedding itself. Tensors of the vision tower are left out. Raises EngineFormatError that names missing tensors or
+    wrong shapes."""
     _check_tensors(tensors, spec)
     fused: dict[str, torch.Tensor] = {}
     for tensor in unified_tensors(spec):
@@ -95,14 +91,15 @@ def fuse_weights(tensors: Mapping[str, torch.Tensor], spec: Gemma3Spec) -> dict[
 
 
 def _stack_rows(parts: list[torch.Tensor]) -> torch.Tensor:
-    """torch.cat of rows, through bytes for E4M3, which torch does not concatenate everywhere."""
+    """Concatenate rows, through bytes for E4M3, which torch does not concatenate everywhere."""
     if parts[0].dtype == E4M3:
         return torch.cat([p.view(torch.uint8) for p in parts]).view(E4M3)
     return torch.cat(parts)
 
 
 def _read_scales(tensors: Mapping[str, torch.Tensor], weight: str, rows: int) -> dict[str, torch.Tensor]:
-    """Scales beside `weight`: per output channel float32 [rows], and the static activation scale [1] if there."""
+    """Read scales beside `weight`: per output channel float32 [rows], and the static activation scale [1] if
+    present."""
     if tensors[weight].dtype != E4M3:
         return {}
     scale = tensors[weight_scale_name(weight)].float().flatten()

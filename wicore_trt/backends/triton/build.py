@@ -1,7 +1,7 @@
-"""Backend `triton`: kernels compiled ahead of time for each target, beside the weights that they all share.
+"""Backend `triton`: kernels compiled ahead of time for each target, beside the weights that targets share.
 
-Files in the engine directory are `backends.triton.index`'s. It must not know how a step runs. Invariants: what cannot
-be built is refused before any work; building needs Triton and no GPU, running needs a GPU and no Triton.
+`backends.triton.index` defines the files. Must not know how a step runs. Invariants: what cannot be built is refused
+before any work; building needs Triton and no GPU, running needs a GPU and no Triton.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ SIZES = 16
 
 
 class TritonBackend:
-    """Implements `engine.options.Backend`."""
-
     def targets(self, options: BuildOptions) -> list[str]:
         known = ", ".join(TARGETS)
         if not options.targets:
@@ -82,7 +80,7 @@ class TritonBackend:
 
 
 def shape_of(checkpoint: Checkpoint, options: BuildOptions) -> EngineShape:
-    """The shape that the kernels are made for. Raises ConfigError for what no kernel computes."""
+    """Make the shape that kernels are compiled for. Raises ConfigError for what no kernel computes."""
     dtype = checkpoint.dtype
     if dtype not in DTYPES:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Compiles a list of kernels in several processes.
 
-Loads Triton. It must not know where kernels go. Invariant: every kernel of a list is compiled once, whatever its roles;
-a worker makes the list anew, since what Triton compiles cannot be sent.
+Loads Triton. Must not know where kernels are stored. Invariant: every kernel of a list is compiled once, whatever its
+roles. Workers make the list anew, because Triton's functions cannot be sent.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ KERNELS_PER_WORKER = 4
 def compile_listed(
     shape: EngineShape, target: str, workers: int | None = None, report: Callable[[int, int], None] | None = None
 ) -> tuple[list[Row], dict[str, CompiledKernel]]:
-    """Rows of the index and kernels by name, for `target`. `report(done, total)` counts kernels.
-
-    Raises ConfigError for shapes or kernels that do not fit the target, EnvironmentUnfitError without Triton.
-    """
+    """Compile kernels for `target`: rows of the index, and kernels by name. `report(done, total)` counts kernels.
+    Raises ConfigError for shapes or kernels that do not fit the target, EnvironmentUnfitError without Triton."""
     listed = list_kernels(shape, target)
     names = sorted({p.spec.name for p in listed})
     count = min(workers or os.cpu_count() or 1, len(names) // KERNELS_PER_WORKER)
@@ -60,14 +58,13 @@ def compile_listed(
 
 
 def compile_table(shape: EngineShape, target: str, workers: int | None = None) -> KernelTable:
-    """Compile all kernels of an engine now."""
     rows, kernels = compile_listed(shape, target, workers)
     return KernelTable(target, [KernelEntry(r, b, kernels[name], parse_config(r, c)) for r, b, name, c in rows])
 
 
 @contextmanager
 def _hold_interrupts() -> Iterator[None]:
-    """Processes that are started meanwhile never see Ctrl-C, which a terminal sends to all: this one ends them."""
+    """Start processes meanwhile that never see Ctrl-C, which a terminal sends to all; this process ends them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -77,7 +74,7 @@ def _hold_interrupts() -> Iterator[None]:
 
 @contextmanager
 def _kill_on_failure(pool: ProcessPoolExecutor) -> Iterator[ProcessPoolExecutor]:
-    """A pool whose workers are killed when the block fails: a kernel takes seconds, and nobody waits for it then."""
+    """Kill the pool's workers when the block fails, because a kernel takes seconds."""
     others = {child.pid for child in active_children()}
     try:
         with pool:
@@ -95,7 +92,7 @@ def _kill_on_failure(pool: ProcessPoolExecutor) -> Iterator[ProcessPoolExecutor]
 
 
 def _start_worker(crossover: dict[str, dict[str, int]]) -> None:
-    """Start a worker with what the parent measured, on which its list depends. It ends with the parent."""
+    """Start a worker with the parent's measurements, on which its list depends. It ends with the parent."""
     triton_table.CROSSOVER.update(crossover)
     threading.Thread(target=_follow_parent, daemon=True).start()
 

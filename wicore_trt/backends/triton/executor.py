@@ -1,18 +1,18 @@
 """Executor of the triton backend: kernels that were compiled ahead of time, decode and small steps in CUDA graphs.
 
-Owns the weights, the page pools, the working memory and the sampler of one engine. It must not know requests, queues or
-which pages hold what. Invariants: a step allocates nothing on the device that a warm-up did not, and waits for the
-device once, for its tokens; a step touches only the KV slots of the batch's own pages.
+Owns an engine's weights, page pools, working memory and sampler. Must not know requests, queues or which pages hold
+what. Invariants: a step allocates nothing on the device that a warm-up did not, and waits for the device once, for its
+tokens; it touches only the KV slots of the batch's own pages.
 
-A step whose sequences all have one token, or that has few prompts and few tokens, runs in the smallest CUDA graph that
-holds it, padded by rows of nobody. All others are launched kernel by kernel. Attention is measured behind the graph,
-from queries that it leaves, else within the layer; both only read what the step made. Tokens are chosen on the device,
-greedily within the graph, with temperature and filters right behind it. Rows that ask for more (penalties, bias,
-log-probabilities) go through the `Sampler`, on logits that stay on the device.
+A step of single tokens, or with few prompts and few tokens, runs in the smallest CUDA graph that holds it, padded by
+rows of nobody. All others are launched kernel by kernel. Attention is measured behind the graph, from queries that it
+leaves, else within the layer; both only read. Tokens are chosen on the device, greedily within the graph, with
+temperature and filters right behind it. Rows with penalties, bias or log-probabilities go through the `Sampler`, on
+logits that stay on the device.
 
-Nothing waits before `collect`. Sampled tokens lie in `StepMemory.results`, from where the next step's token ids are
-taken on the device when it is submitted before they are read. All of it is on one stream, so no step sees another one's
-half-written memory; what the host writes for a step, and reads of it, has two places in turn.
+Nothing waits before `collect`. A step submitted before the last one's tokens are read takes them on the device from
+`StepMemory.results`. All work is on one stream, so no step sees another one's half-written memory. Host memory that a
+step reads or writes exists twice, used in turn.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ MOST = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
 
 @dataclass(frozen=True)
 class Loading:
-    """An engine for a `TritonExecutor`: constants come from `constants(positions)`, once the device is ready."""
+    """Engine for a `TritonExecutor`: `constants(positions)` is called once the device is ready."""
 
     shape: EngineShape
     table: KernelTable
@@ -80,7 +80,7 @@ class Loading:
 
 @dataclass(frozen=True)
 class MeasuredMasses:
-    """`masses` float32 [rows, pages] on the host; each sequence has the first of its `counts` of its one of `rows`."""
+    """Masses float32 [rows, pages] on the host; each sequence has the first of its `counts` of its one of `rows`."""
 
     seq_ids: list[int]
     rows: list[int]
@@ -88,15 +88,15 @@ class MeasuredMasses:
     masses: torch.Tensor
 
     def finite_masses(self) -> dict[int, list[float]]:
-        """Masses by seq_id, but for sequences with a NaN or an infinity."""
+        """Collect masses by seq_id, without sequences that have a NaN or an infinity."""
         rows = zip(self.seq_ids, self.counts, self.masses.numpy()[self.rows], strict=True)
         return {seq_id: row[:count].tolist() for seq_id, count, row in rows if np.isfinite(row[:count]).all()}
 
 
 @dataclass(frozen=True)
 class SubmittedStep:
-    """A step on the stream: its `slices` that sample and the `rows` of their logits, those whose tokens the host
-    chooses at the indices `left`; `results` and what was `measured` are good on the host after `wait()`."""
+    """Step on the stream: its sampling `slices`, the `rows` of their logits, and indices `left` for the host to choose.
+    `results` and `measured` are valid on the host after `wait()`."""
 
     slices: list[SequenceSlice]
     rows: list[int]
@@ -107,10 +107,9 @@ class SubmittedStep:
 
 
 class TritonExecutor:
-    """Implements `AheadExecutor`. `pools[group]` is the device tensor of the group's KV pages, shaped as in KVLayout,
-    the page first. `kernels` names target, kernels and mode, because all of them move KV values by rounding. `model`,
-    `memory`, `block` and `graphs` (of decode steps by rows) and `prompt_graphs` are what a step is made of, for
-    measurements."""
+    """Implements `AheadExecutor`. `pools[group]` is the device tensor of the group's KV pages, as in KVLayout, the page
+    first. `kernels` names target, kernels and mode, because each moves KV values by rounding. Measurements use `model`,
+    `memory`, `block`, `graphs` (of decode steps by rows) and `prompt_graphs`."""
 
     def __init__(
         self,
@@ -121,8 +120,8 @@ class TritonExecutor:
         *,
         graphs: bool = True,
     ) -> None:
-        """Raises ConfigError for too little memory for `settings.kv_bytes`, or for one sequence in what is left,
-        EnvironmentUnfitError for too little memory for the engine."""
+        """Raises ConfigError for too little memory for `settings.kv_bytes` or one sequence, EnvironmentUnfitError for
+        the engine."""
         self.spec, self.device, self._closed = loading.shape.spec, device, False
         self.max_batch_tokens = settings.max_batch_tokens
         self.max_sequences: int | None = settings.max_sequences
@@ -165,7 +164,7 @@ class TritonExecutor:
         log.info("engine on %s, %s, KV pages %s", device.torch_device, self.kernels, self.layout.num_pages)
 
     def _choose_graphs(self, loading: Loading, settings: ExecutorOptions, graphs: bool) -> StepLimits:
-        """Plans of the graphs to be recorded, and the limits of a step, which all of them fit."""
+        """Choose the plans of graphs to be recorded, and the limits of a step, which all of them fit."""
         largest = next((b for b in DECODE_BUCKETS if b >= settings.max_sequences), DECODE_BUCKETS[-1])
         self._buckets = [b for b in DECODE_BUCKETS if b <= largest] if graphs else []
         self._prompt_plans = prompt_plans(settings.max_batch_tokens, largest) if graphs else []
@@ -175,7 +174,7 @@ class TritonExecutor:
         return StepLimits(tokens, rows + PROMPT_CHUNKS, positions)
 
     def _load_model(self, loading: Loading, limits: StepLimits, launcher: Launcher, *, invariant: bool) -> TritonModel:
-        """Weights, tables and the memory of a step on the device; pages come last, into `pools`."""
+        """Load weights, tables and a step's memory; `pools` are filled last."""
         constants, shape, table = loading.constants(limits.positions), loading.shape, loading.table
         segments = None if invariant else make_segment_attention(shape, table, limits, self.device.empty)
         spare = segments.segments.rows if segments else 0
@@ -191,7 +190,7 @@ class TritonExecutor:
             self.pools.update(new_pools(self.spec, self.layout, self.device.empty))
 
     def _measure_room(self, fraction: float) -> int:
-        """Bytes for pages beside everything else, which is prepared once for pools of a page to find out."""
+        """Measure bytes for pages by preparing everything else once, with pools of one page."""
         self.device.free_bytes()  # what loading kept goes back
         self._allocate_pools()
         with _must_fit():
@@ -208,12 +207,10 @@ class TritonExecutor:
         return room
 
     def execute(self, batch: StepBatch) -> StepResult:
-        """Run one step: write the batch's KV, sample the slices that ask for it, measure attention if asked to."""
         self.submit(batch)
         return self.collect()
 
     def submit(self, batch: StepBatch) -> None:
-        """Put a step on the stream; see `AheadExecutor`."""
         assert not self._closed, "a step after close()"
         assert batch.num_tokens <= self.max_batch_tokens, "the scheduler exceeded the step's token budget"
         assert len(self._steps) < 2, "two steps are under way"
@@ -225,7 +222,6 @@ class TritonExecutor:
             raise
 
     def _submit_batch(self, batch: StepBatch) -> None:
-        """Put all of a step on the stream."""
         slices, plan = self.block.arrange_slices(batch.slices)
         ways = self.sampler.choose_ways(slices)
         layer = next(self._measured_layers, None) if batch.measure_attention else None
@@ -248,7 +244,7 @@ class TritonExecutor:
         self._hosts.reverse()
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step under way. This is where the host waits for the device."""
+        """Wait for the oldest step under way, the only place where the host waits for the device."""
         step = self._steps.popleft()
         step.wait()
         assert not (step.left and self._steps), "a step was started whose tokens the host has yet to choose"
@@ -256,11 +252,11 @@ class TritonExecutor:
         return result if step.measured is None else replace(result, attention=step.measured.finite_masses())
 
     def leads(self, batch: StepBatch) -> bool:
-        """True if the device chooses all tokens of the last step."""
+        """Tell whether the device chooses all tokens of the last step."""
         return bool(self._steps) and not self._steps[-1].left
 
     def rows_of(self, slices: Sequence[SequenceSlice]) -> list[int]:
-        """Rows of `memory.logits` that the last step has for sampled slices of it."""
+        """Find the rows of `memory.logits` that hold the last step's logits of these sampling slices."""
         (seq_ids, rows), wanted = self._rows, [s.seq_id for s in slices]
         if wanted == seq_ids:  # nearly always
             return rows
@@ -284,8 +280,8 @@ class TritonExecutor:
     def _enqueue_step(
         self, slices: list[SequenceSlice], plan: RowPlan, ways: list[str], measured: int | None
     ) -> tuple[list[int], list[int]]:
-        """Put a step on the stream, whose slices lie as in `plan`, and attention at layer `measured`. Per slice the row
-        of its logits, if it samples, and that of its masses."""
+        """Put a step whose slices lie as in `plan` on the stream, with attention at layer `measured`. Returns for each
+        slice the row of its logits, if it samples, and that of its masses."""
         unread = None
         if waiting := [s.token_ids for s in slices].count([UNREAD]):
             assert waiting == len(slices), "tokens are read, or they are not"
@@ -313,8 +309,8 @@ class TritonExecutor:
         return rows, places
 
     def _find_graph(self, slices: list[SequenceSlice], plan: RowPlan, measured: int | None) -> Graph | None:
-        """Find the graph that runs a step, and the plan to pad it to; None where there is no graph for it: a graph of
-        many tokens neither keeps queries nor has segments."""
+        """Find the graph that runs a step, and the plan to pad it to, or None. A graph of many tokens neither keeps
+        queries nor has segments."""
         first, large = plan.decode.sequences, self.model.segments
         if not plan.prefill.sequences:
             return next(((decode_plan(n), graph) for n, graph in self.graphs.items() if n >= first), None)
@@ -327,7 +323,7 @@ class TritonExecutor:
         return None if long or measured is not None else found
 
     def _fetch_masses(self, slices: list[SequenceSlice], places: list[int], host: torch.Tensor) -> MeasuredMasses:
-        """Start the transfer of the masses of a step's slices, in the rows `places`, to `host`."""
+        """Start the transfer of a step's masses, in the rows `places`, to `host`."""
         counts = self._count_pages(slices)
         count, pages = places[-1] + 1, max(counts)
         found = host.view(torch.float32)[: count * pages]
@@ -335,7 +331,7 @@ class TritonExecutor:
         return MeasuredMasses([s.seq_id for s in slices], places, counts, found.view(count, pages))
 
     def _count_pages(self, slices: list[SequenceSlice]) -> list[int]:
-        """Pages that each slice looks at."""
+        """Count the pages that each slice sees."""
         return [div_ceil(s.start + len(s.token_ids), self.layout.page_tokens) for s in slices]
 
     def run(self, arrays: StepArrays, measured: int | None = None) -> None:
@@ -346,8 +342,8 @@ class TritonExecutor:
             ops.choose_greedy(logits)
 
     def _prepare_steps(self, *, sizing: bool = False) -> None:
-        """Run the largest steps once, so that every library has its workspace and every kernel is loaded, and record
-        the graphs. All rows are of nobody and all pages absent, so no page is written."""
+        """Run the largest steps once, so that libraries have workspaces and kernels are loaded, and record the graphs.
+        All rows are of nobody and all pages absent, so no page is written."""
         with self.device.active(), torch.inference_mode():
             if self.model.segments:
                 self.model.segments.check_library(self.memory.q)
@@ -370,7 +366,6 @@ class TritonExecutor:
             self.device.synchronize()
 
     def _record_graph(self, plan: RowPlan) -> Callable[[], None]:
-        """Record the graph of steps that are padded to this plan."""
         arrays, tokens = self.block.padded_arrays(plan), 1 if plan.decode.sequences else 2
         self.block.upload_padded([self._dummy_slice(0, tokens)], plan_rows([tokens]), plan, self.layout.num_pages)
         self.run(arrays)
@@ -378,18 +373,17 @@ class TritonExecutor:
         return self.device.capture(lambda: self.run(arrays))
 
     def make_inputs(self, slices: list[SequenceSlice]) -> StepInputs:
-        """The geometry of a step of these slices."""
         return StepInputs.from_batch(StepBatch(slices), self.layout, tuple(self.layout.num_pages))
 
     def _dummy_slice(self, seq_id: int, tokens: int) -> SequenceSlice:
-        """Tokens of nobody, whose pages are absent."""
+        """Make a slice of tokens of nobody, whose pages are absent."""
         pages = [-1] * div_ceil(tokens, self.layout.page_tokens)
         return SequenceSlice(seq_id, [0] * tokens, 0, dict.fromkeys(GROUPS, pages), sample=True, params=FILTERED)
 
 
 def open_executor(engine: EngineDir, settings: ExecutorOptions) -> TritonExecutor:
-    """An executor of `engine` on this machine's GPU. Raises EnvironmentUnfitError without one or without kernels for
-    it, EngineFormatError for files that do not fit, ConfigError for too little memory."""
+    """Open `engine` on this machine's GPU. Raises EnvironmentUnfitError without a GPU or kernels for it. Also raises
+    EngineFormatError for files that do not fit and ConfigError for too little memory."""
     manifest = engine.manifest
     device = CudaDevice(settings.device)
     shape = engine_shape(engine, settings.page_tokens)

@@ -1,8 +1,8 @@
 """Compiled kernels of an engine as files: `kernels/<target>/<name>.cubin` and `.json`, and `kernels/kernels.json`.
 
-Needs no Triton, but where an engine has no kernels for a machine and they are compiled on it. It must not know how
-kernels are chosen. Invariants: a table that was read is complete for its target, every role, bucket and cubin that was
-written; what runs was compiled for this GPU and for the page size that the pools have.
+Needs Triton only to compile missing kernels on the machine that runs them. Must not know how kernels are chosen.
+Invariants: a table that was read has every role, bucket and cubin that was written for its target. Kernels that run
+were compiled for this GPU and for the pools' page size.
 """
 
 from __future__ import annotations
@@ -47,10 +47,9 @@ def write_kernels(directory: Path, tables: Mapping[str, tuple[Sequence[Row], Map
 
 
 def read_table(read: Callable[[str], bytes], directory: Path, target: str) -> KernelTable | None:
-    """The kernels for `target`, None where there are none. `read` gives the bytes of a file in `directory` by its POSIX
-    name: `EngineDir.read`, so that nothing reaches a GPU that was not built.
-
-    Raises EngineFormatError for files that do not fit, and what `read` raises but OSError."""
+    """Read the kernels for `target`; None where there are none. `read` gives the bytes of a file in `directory` by its
+    POSIX name. It is `EngineDir.read`, so that only verified bytes reach a GPU. Raises EngineFormatError for files that
+    do not fit, and what `read` raises but OSError."""
     try:
         index = UntrustedFiles(error=EngineFormatError, fix="Build the engine again.").parse_json(
             read(INDEX), directory / INDEX
@@ -80,11 +79,9 @@ def read_table(read: Callable[[str], bytes], directory: Path, target: str) -> Ke
 
 
 def load_table(engine: EngineDir, shape: EngineShape, target: str) -> KernelTable:
-    """The kernels for `target`. Where the engine has none for it or for `shape`'s page size, they are compiled if
-    Triton is here, which takes a minute, and a warning says so.
-
-    Raises EngineFormatError for files that do not fit, EnvironmentUnfitError where neither kernels nor Triton are here.
-    """
+    """Load the kernels for `target`, or compile them with a warning if Triton is installed, which takes a minute. That
+    happens where the engine has none for the target or for `shape`'s page size. Raises EngineFormatError for files that
+    do not fit, EnvironmentUnfitError with neither kernels nor Triton."""
     manifest = engine.manifest
     if shape.page_tokens == manifest.page_tokens:
         table = read_table(engine.read, engine.path, target)

@@ -1,8 +1,8 @@
-"""A step's geometry on the device: one upload of one block of int32 from pinned memory.
+"""Geometry of a step on the device: one upload of one block of int32 from pinned memory.
 
-Knows batches and page tables; neither weights nor kernels. Invariants: rows lie as `rows.RowPlan` says; a
-block of a padded step lies at addresses that its plan fixes, so a CUDA graph may read it; what pads it are rows of
-nobody, token -1, position -1, length 0, pages -1, and chunks of no tokens.
+Knows batches and page tables; neither weights nor kernels. Invariants: rows lie as `rows.RowPlan` says. A padded step's
+block lies at addresses that its plan fixes, so a CUDA graph may read it. Padding is rows of nobody: token -1, position
+-1, length 0, pages -1, and chunks of no tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ CHANGED = 64
 
 
 def array_sizes(plan: RowPlan, groups: Sequence[str], pages: int = 0) -> dict[str, int]:
-    """int32s of each array of a step, in the order of the block: tables of `pages` for each sequence come last."""
+    """Count int32s of each array of a step, in the order of the block; tables of `pages` for each sequence come
+    last."""
     return {
         **dict.fromkeys(("token_ids", "positions", "sequences"), plan.tokens),
         "sample_rows": plan.sampled,
@@ -48,7 +49,7 @@ def array_sizes(plan: RowPlan, groups: Sequence[str], pages: int = 0) -> dict[st
 
 
 def array_offsets(plan: RowPlan, groups: Sequence[str], pages: int = 0) -> tuple[dict[str, int], int]:
-    """Offsets of the arrays in the block, in int32s, and the end of the block."""
+    """Compute offsets of the arrays in the block, in int32s, and the end of the block."""
     found, at = {}, 0
     for name, size in array_sizes(plan, groups, pages).items():
         found[name] = at
@@ -58,8 +59,8 @@ def array_offsets(plan: RowPlan, groups: Sequence[str], pages: int = 0) -> tuple
 
 @dataclass(frozen=True)
 class Unread:
-    """The token ids of a step of sequences with one token each are on the device: those of `rows` of `tokens` (int32),
-    which the step before sampled."""
+    """Token ids that the step before sampled and left on the device: those of `rows` of `tokens` (int32). Sequences of
+    the step have one token each."""
 
     tokens: torch.Tensor
     rows: Sequence[int]
@@ -67,8 +68,7 @@ class Unread:
 
 @dataclass(frozen=True)
 class Padding:
-    """Padding for steps of one plan: a `blank` block, all of whose rows are of nobody, the arrays in each of the host's
-    two blocks, and where they begin and end."""
+    """Padding for steps of one plan: a `blank` block with rows of nobody, and arrays and bounds in both host blocks."""
 
     blank: np.ndarray
     arrays: Sequence[Mapping[str, np.ndarray]]
@@ -82,7 +82,7 @@ NOBODY, EMPTY = object(), array("i")
 
 @dataclass(frozen=True)
 class TableUpdate:
-    """Rows to be written, and what: `tables` int32 [groups, rows, width], of width 0 for no rows."""
+    """Rows to be written and their `tables` int32 [groups, rows, width]; width 0 for no rows."""
 
     rows: list[int]
     tables: np.ndarray
@@ -91,11 +91,11 @@ class TableUpdate:
 class HeldTables:
     """Page tables of padded steps on the device, a row for each sequence, sent again only where one changed.
 
-    A sequence that decodes keeps its row from step to step. What a row holds is known by the stamp of the tables that
-    it was filled from (`SequenceSlice.stamp`): with the wanted stamp it is good, whoever joined, left or came back
-    meanwhile. Invariant: a row is ABSENT behind its table, and as a whole if it is nobody's.
-    `on_device` int32 [groups, rows, pages]; who takes `changes` writes them there before a step reads it. `tokens`:
-    for how many each row has pages, at least."""
+    A sequence that decodes keeps its row from step to step. A row is valid if the stamp of the tables that filled it
+    (`SequenceSlice.stamp`) is the wanted one, whoever joined, left or came back meanwhile (I7). Invariant: a row is
+    ABSENT behind its table, and as a whole if it is nobody's. `on_device` is int32 [groups, rows, pages]; the caller
+    of `find_changes` writes the changes there before a step reads it. `tokens`: for how many each row has pages, at
+    least."""
 
     def __init__(self, groups: Sequence[str], rows: int, pages: int, page_tokens: int, device: Device) -> None:
         self.on_device = device.empty((len(groups), rows, pages), torch.int32).fill_(ABSENT)
@@ -107,13 +107,11 @@ class HeldTables:
         self._order: list[int] = []
 
     def forget_rows(self) -> None:
-        """Treat all rows on the device as unknown."""
         self._stamps = [object()] * len(self._stamps)
         self._most = [self.pages] * len(self._most)
 
     def assign_rows(self, seq_ids: list[int]) -> list[int]:
-        """Assign a sequence (by index) to each row, from the first row on: sequences that have a row keep it, but for
-        the last ones, which fill free rows."""
+        """Assign a sequence (by index) to each of the first rows. Sequences keep their rows; others fill gaps."""
         if seq_ids != self._seq_ids:
             count = len(seq_ids)
             had = {self._seq_ids[i]: row for row, i in enumerate(self._order[:count])}
@@ -129,8 +127,7 @@ class HeldTables:
         return self._order
 
     def find_changes(self, owners: Sequence[SequenceSlice | None], num_pages: Mapping[str, int]) -> TableUpdate:
-        """Find the update that makes the first rows those of `owners`, None is nobody. The pools have
-        `num_pages`."""
+        """Find the update that makes the first rows those of `owners` (None: nobody). Pools have `num_pages`."""
         wanted = [NOBODY if piece is None else piece.stamp or object() for piece in owners]
         changed = [*compress(range(len(wanted)), map(ne, wanted, self._stamps))]
         if not changed:
@@ -157,19 +154,19 @@ NO_CHANGES = TableUpdate([], np.zeros((0, 0, 0), np.int32))
 
 
 def _pad_row(table: Sequence[int], width: int) -> bytes:
-    """The first `width` pages of a table, and ABSENT behind it."""
+    """Pack the first `width` pages of a table, padded with ABSENT."""
     pages = table if isinstance(table, array) else array("i", table)
     return pages.tobytes()[: 4 * width].ljust(4 * width, b"\xff")
 
 
 class StepBlock:
-    """The block on both sides, and for graphs page tables of full length, whose rows do not move. The host has two, in
-    turn: a step may be put on the stream while the device still reads what the one before it sent, and no more."""
+    """Block of a step on host and device, and for graphs page tables of full length, whose rows do not move. The host
+    has two blocks, used in turn: a step may be submitted while the device still reads the one before."""
 
     def __init__(
         self, limits: StepLimits, groups: Sequence[str], page_tokens: int, padded: int, device: Device
     ) -> None:
-        """`padded`: the most sequences, and sampled rows, of a padded step, 0 for none."""
+        """Allocate; `padded` is the most sequences, and sampled rows, of a padded step, 0 for none."""
         self._groups, self._page_tokens = tuple(groups), page_tokens
         pages = div_ceil(limits.positions, page_tokens)
         tokens = max(limits.tokens, padded)
@@ -186,7 +183,7 @@ class StepBlock:
         self._changed: dict[tuple[int, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def upload_step(self, inputs: StepInputs, plan: RowPlan, unread: Unread | None = None) -> StepArrays:
-        """A step as it is; its slices lie as in `plan`. Nothing waits."""
+        """Upload a step unpadded; its slices lie as in `plan`. Nothing waits."""
         lengths, starts = inputs.cu_seqlens.diff().numpy(), inputs.cu_seqlens.numpy()
         pages, first = next(iter(inputs.page_tables.values())).shape[1], plan.decode.sequences
         plan = plan._replace(sampled=len(inputs.sample_rows))
@@ -219,9 +216,9 @@ class StepBlock:
         num_pages: Mapping[str, int],
         unread: Unread | None = None,
     ) -> None:
-        """A step of slices that lie as in `plan`, padded for the graph of `padded(size)`: behind the rows of each
-        group. Rows of logits are those of the sequences that decode, then the last one of each other sequence. The
-        pools have `num_pages`."""
+        """Upload slices that lie as in `plan`, padded behind the rows of each group for the graph of
+        `padded_arrays(size)`. Logits have rows for sequences that decode, then the last row of each other sequence.
+        Pools have `num_pages`."""
         host, padding = self._next_host(), self._find_padding(size)
         arrays, begin, first = padding.arrays[self._turn], size.decode.sequences, plan.decode.sequences
         decoding, others, positions = slices[:first], slices[first:], arrays["positions"]
@@ -259,7 +256,7 @@ class StepBlock:
         arrays["cu_seqlens"][count + 1 :] = bounds[-1]
 
     def _write_update(self, host: np.ndarray, changes: TableUpdate, at: int) -> tuple[int, int]:
-        """Write changes to the host's block from `at` on, their rows as int64: where the tables lie, and the end."""
+        """Write changes to the host's block from `at` on, rows as int64; returns where the tables lie, and the end."""
         if not changes.rows:
             return at, at
         rows, values = np.array(changes.rows, np.int64), changes.tables.ravel()
@@ -270,7 +267,6 @@ class StepBlock:
         return tables, end
 
     def _apply_update(self, changes: TableUpdate, at: int, tables: int) -> None:
-        """Put changes from the device's block where the kernels read them."""
         if not changes.rows:
             return
         where = at, changes.tables.shape
@@ -284,12 +280,12 @@ class StepBlock:
         table.index_copy_(1, rows, new)
 
     def forget_tables(self) -> None:
-        """A step did not get on the stream as a whole: the device may lack tables that it was to be sent."""
+        """Forget page tables on the device after a step failed to reach the stream whole."""
         self._held.forget_rows()
 
     def arrange_slices(self, slices: Sequence[SequenceSlice]) -> tuple[list[SequenceSlice], RowPlan]:
-        """The slices as their rows lie, and the plan. Of those that decode each keeps the row where its page table is,
-        if it can."""
+        """Order the slices as their rows lie, and make the plan. Those that decode keep the row of their page table if
+        possible."""
         counts = [len(s.token_ids) for s in slices]
         plan = plan_rows(counts)
         if not plan.prefill.sequences:
@@ -300,19 +296,16 @@ class StepBlock:
         return [*(decoding[i] for i in places), *others], plan
 
     def padded_arrays(self, size: RowPlan) -> StepArrays:
-        """Addresses at which `upload_padded` puts a step of this size."""
         held = zip(self._groups, self._held.on_device, strict=True)
         tables = {group: (table.data_ptr(), self._held.pages) for group, table in held}
         return self._place_arrays(size, array_offsets(size, self._groups)[0], tables)
 
     def _next_host(self) -> np.ndarray:
-        """The host's block whose turn it is."""
         self._turn ^= 1
         return self._host[self._turn]
 
     @staticmethod
     def _view_arrays(host: np.ndarray, sizes: Mapping[str, int], offsets: Mapping[str, int]) -> dict[str, np.ndarray]:
-        """The arrays of a step in a block."""
         return {name: host[offsets[name] : offsets[name] + size] for name, size in sizes.items()}
 
     def _find_padding(self, size: RowPlan) -> Padding:
@@ -329,7 +322,7 @@ class StepBlock:
         return found
 
     def _send_block(self, end: int) -> None:
-        """Send the block up to `end`, and what lies behind it up to the end of a part."""
+        """Send the block up to `end`, rounded up to whole parts."""
         end = min(div_ceil(end, SENT) * SENT, len(self._host[0]))
         if (parts := self._sent.get(end)) is None:
             parts = self._sent[end] = self._block[:end], [host[:end] for host in self._hosts]
@@ -344,7 +337,7 @@ class StepBlock:
         return StepArrays(plan, **at, tables=tables, sampled=sampled)
 
     def _copy_unread(self, unread: Unread | None, offsets: Mapping[str, int]) -> None:
-        """Put the tokens that the step before sampled where this one takes its token ids from."""
+        """Copy tokens that the step before sampled into this step's token ids."""
         if unread is None:
             return
         count, at, to = len(unread.rows), offsets["sources"], offsets["token_ids"]

@@ -1,8 +1,8 @@
 """Lists the kernels that an engine needs on a target: every role of `backends.triton.roles`, bucket by bucket.
 
-Loads Triton, because a kernel's specification holds its function; so only builders import this. It must not know how
-kernels are compiled or stored. Invariant: a list depends on the engine's shape and the target alone, so another process
-makes the same one.
+Loads Triton, because a kernel's specification holds its function; so only builders import this. Must not know how
+kernels are compiled or stored. Invariant: a list depends on the engine's shape and the target alone, so that another
+process makes the same one.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _ROWS = (*DECODE_BUCKETS, ANY)
 
 @dataclass(frozen=True)
 class ListedKernel:
-    """A kernel to compile: `backends.triton.table.KernelEntry` with a specification in place of the kernel, and its
-    configuration as plain data."""
+    """Kernel to compile: a `KernelEntry` with a specification in place of the kernel, its configuration as plain
+    data."""
 
     role: KernelRole
     bucket: int
@@ -62,7 +62,6 @@ class ListedKernel:
 
 
 def list_kernels(shape: EngineShape, target: str) -> list[ListedKernel]:
-    """List all kernels of an engine for `target`. Raises ConfigError for shapes that a kernel does not take."""
     listed = [*_list_norms(shape, target), *_list_linears(shape, target), *_list_attention(shape, target)]
     listed += _list_sampling(shape, target)
     listed.append(ListedKernel(roles.PAGE_DIGEST, ANY, page_digest_spec()))
@@ -70,7 +69,7 @@ def list_kernels(shape: EngineShape, target: str) -> list[ListedKernel]:
 
 
 def _chain_kernel(listed: ListedKernel, target: str) -> KernelSpec:
-    """A kernel as part of a step, where kernels wait for each other instead of the GPU for them."""
+    """Specify a kernel as part of a step, where kernels wait for each other instead of the GPU for them."""
     spec, function, role = listed.spec, listed.spec.function.__name__, listed.role
     behind = ("gate_up",) if role.rows == roles.NARROW else ("o", "down")
     mode = find_mode(function, target, crowds=function == "linear_matrix" and role.operation in behind)
@@ -80,7 +79,7 @@ def _chain_kernel(listed: ListedKernel, target: str) -> KernelSpec:
 def _merge_buckets(
     role: KernelRole, spec_for: Callable[[int], KernelSpec], config_for: Callable[[int], DecodeConfig] | None = None
 ) -> list[ListedKernel]:
-    """A kernel per bucket of rows; neighbours that are the same become one."""
+    """Make a kernel per bucket of rows, and merge equal neighbours."""
     listed: list[ListedKernel] = []
     for rows in _ROWS:
         spec, data = spec_for(rows), asdict(config_for(rows)) if config_for else None
@@ -91,7 +90,6 @@ def _merge_buckets(
 
 
 def _list_sampling(shape: EngineShape, target: str) -> list[ListedKernel]:
-    """Kernels for greedy rows alone, and those that draw."""
     vocab, softcap = shape.spec.vocab_size, shape.spec.final_logit_softcapping or 0.0
     listed = []
     for sampled in (False, True):

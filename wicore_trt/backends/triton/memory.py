@@ -1,4 +1,4 @@
-"""Device memory that a step of the triton backend works in: allocated once, for the largest step.
+"""Device memory of a triton step's intermediate values, allocated once, for the largest step.
 
 Knows shapes, types and the kernels' scratch; neither weights nor pages. Invariant: a step within the limits allocates
 nothing, so it cannot run out of memory, and a CUDA graph may hold the addresses.
@@ -39,14 +39,15 @@ class StepLimits:
 
 
 class StepMemory:
-    """Buffers by what they hold; [tokens, ...] unless said otherwise. `wide` is float32, or bfloat16 behind products
-    with such results: qkv, gate and up, or the output of o and down, one after the other. `largest` holds
-    those of the rows of gate * up until they are quantised (`kernels.linear_quantize`). `sampled_residual`
-    [rows, H] is the residual of the sampled rows of a large step's last layer; `counting`, int32 [tokens + 1], is
-    0, 1, 2, ...: where sequences of one token begin, or rows that are all there are. `queries` [global layers,
-    KEPT_TOKENS at most, Q] outlive their layer; `masses` float32 [rows * pages of a sequence] are measured from them
-    by way of `logsums`. `split_tokens`: the most tokens of a step whose prompts' keys are split, `split_sums` float32
-    [splits * split_tokens, Q] and `split_lse` [splits * split_tokens, heads] what their programs give."""
+    """Buffers by content; [tokens, ...] unless said otherwise.
+
+    `wide` holds qkv, gate and up, or the output of o and down in turn: float32, or bfloat16 where products give that.
+    `largest` holds the largest values of rows of gate * up until they are quantised (`kernels.linear_quantize`).
+    `sampled_residual` [rows, H] is the residual of the sampled rows of a large step's last layer. `counting`, int32
+    [tokens + 1], is 0, 1, 2, ...: where sequences of one token begin, or all rows. `queries` [global layers,
+    KEPT_TOKENS at most, Q] outlive their layer. `masses` float32 [rows * pages of a sequence] are measured from them
+    through `logsums`. `split_tokens`: most tokens of a step whose prompts' keys are split over programs. Their results
+    are `split_sums` float32 [splits * split_tokens, Q] and `split_lse` [splits * split_tokens, heads]."""
 
     def __init__(
         self,
@@ -58,7 +59,8 @@ class StepMemory:
         invariant: bool,
         spare_queries: int = 0,
     ) -> None:
-        """`spare_queries`: rows of `q` behind those of the largest step, for products that take so many at once."""
+        """Allocate; `spare_queries` are rows of `q` behind the largest step's, for products of a fixed number of
+        rows."""
         spec, dtype, tokens = shape.spec, TORCH_DTYPES[shape.dtype], limits.tokens
         q_size = shape.linear_shape("o").k
         self.limits = limits
@@ -87,16 +89,15 @@ class StepMemory:
         self._allocate_scratch(shape, table, empty, variant=roles.INVARIANT if invariant else "")
 
     def view_wide(self, dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
-        """[rows, columns] of `dtype` at the start of `wide`."""
+        """View [rows, columns] of `dtype` at the start of `wide`."""
         flat: torch.Tensor = self._wide if dtype == torch.float32 else self._wide.view(dtype)
         return flat[: rows * columns].view(rows, columns)
 
     def view_narrow(self, rows: int, columns: int) -> torch.Tensor:
-        """uint8 [rows, columns] for E4M3 operands."""
         return self.bytes8[: rows * columns].view(rows, columns)
 
     def _allocate_scratch(self, shape: EngineShape, table: KernelTable, empty: Allocator, variant: str) -> None:
-        """Working memory of the kernels themselves. Counters are zero before and after every launch."""
+        """Allocate the kernels' working memory. Counters are zero before and after every launch."""
         limits, partials, counters = self.limits, 0, 0
         for role in roles.LINEARS:
             most = limits.rows if role == "head" else limits.tokens
@@ -134,8 +135,8 @@ class StepMemory:
 
 
 def wide_floats(shape: EngineShape, target: str, tokens: int, *, invariant: bool) -> int:
-    """float32 elements that hold the widest results of a layer's product in any step of up to `tokens` rows, and those
-    of attention whose keys are divided, which are float32 whatever products give."""
+    """Count float32 elements for the widest results of a layer's product in any step of up to `tokens` rows. They also
+    hold attention with divided keys, which is float32 whatever products give."""
     most = 0  # in units of 16 bits
     narrow = max(shape.linear_shape(role).n for role in ("qkv", "o", "down"))
     gate_up = max(narrow, 2 * shape.spec.intermediate_size, 2 * shape.linear_shape("o").k)
@@ -153,7 +154,7 @@ def wide_floats(shape: EngineShape, target: str, tokens: int, *, invariant: bool
 
 
 def count_allocated(empty: Allocator) -> tuple[Callable[[], int], Allocator]:
-    """(bytes asked for so far, an allocator that counts them)."""
+    """Wrap an allocator to count bytes; returns the count so far as a function, and the wrapper."""
     total = 0
 
     def counting(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

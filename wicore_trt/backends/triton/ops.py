@@ -1,23 +1,22 @@
 """Gemma 3's operators as launches of compiled kernels over memory that is allocated once.
 
-It must not know files, requests, sampling parameters or CUDA: a `Launcher` starts kernels by addresses. Invariants: the
-residual stream, norms and all sums are float32; values are rounded where they become operands, keys, values or queries;
-page -1 is neither read nor written, so rows of nobody may pad a step.
+Must not know files, requests, sampling parameters or CUDA: a `Launcher` starts kernels by addresses. Invariants: the
+residual stream, norms and sums are float32 (I20); values are rounded where they become operands, keys, values or
+queries; page -1 is neither read nor written, so rows of nobody may pad a step.
 
-How a step multiplies follows from its number of rows (`EngineShape.product`): few rows by Triton kernels that read
-weights once (E4M3 weights with 16-bit activations; from some number on, where measured, with E4M3 ones), many by cuBLAS
-(E4M3 weights with E4M3 activations), whose results are bfloat16 but in float16 engines without FP8. E4M3 rows have one
+The number of rows chooses how a step multiplies (`EngineShape.choose_product`). Few rows use Triton kernels that read
+weights once (E4M3 weights with 16-bit activations; from a measured number on with E4M3 ones). Many rows use cuBLAS
+(E4M3 weights with E4M3 activations), with bfloat16 results but in float16 engines without FP8. E4M3 rows have one
 dynamic scale each; a checkpoint's static scales are not used, because a row's own is never worse.
 
-Behind the attention of the last layer a step of many rows goes on with those that are sampled, as one of so few rows.
-So a row's logits move within rounding, and for FP8 within the activations' quantisation, when the number of rows, or of
-sampled ones, crosses such a number. `invariant` gives that speed up: one configuration of every kernel, no cuBLAS, and
-one attention kernel for single tokens and many, whatever the step; then a row's result depends on its own sequence
-alone. Large steps are several times slower, and so is attention of single tokens behind a long context, whose keys are
-not split.
+Behind the last layer's attention, a step of many rows continues with the sampled rows, as one of so few rows. So a
+row's logits move when the number of rows, or of sampled ones, crosses such a number: within rounding, and for FP8
+within the activations' quantisation. `invariant` (I21) avoids that: one configuration of every kernel, no cuBLAS, one
+attention kernel for single tokens and many. Then a row's result depends on its own sequence alone. Large steps are
+several times slower, and so is attention of single tokens behind a long context, whose keys are not split.
 
-float16: gate * up may exceed 65,504, so it is scaled by a power of two that the weights prove to be enough
-(`linear_layout.geglu_exponent`), and the product after it is scaled back: exact.
+In float16, gate * up may exceed 65,504. It is scaled by a power of two that the weights prove to suffice
+(`linear_layout.geglu_exponent`), and the product after it is scaled back, which is exact.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ from wicore_trt.plugins.layout import Launch, Pool, Slices, Tables
 
 
 class Value(NamedTuple):
-    """Rows of a step; `scales` float32 [rows] where `rows` are E4M3 bytes. The value is rows * scales * 2**exponent,
-    but for gate and up, where the exponent is what their product is divided by."""
+    """Rows of a step; `scales` float32 [rows] where `rows` are E4M3 bytes. The value is rows * scales * 2**exponent;
+    for gate and up the exponent is what their product is divided by."""
 
     rows: torch.Tensor
     scales: torch.Tensor | None = None
@@ -80,10 +79,10 @@ class StepArrays:
 
 @dataclass(frozen=True)
 class TritonModel:
-    """State that all steps share, on one device. `weights` are the engine's under the fused names of
-    `backends.torch.weights`, linears E4M3 or of the engine's dtype, norms and scales float32; `rope[group]` cos and sin
-    float32 [positions, D / 2]; `pools[group]` the pages; `exponents` says by which power of two gate * up is divided,
-    by the name of the gate_up weight."""
+    """State that all steps share, on one device. `weights` have the fused names of `backends.torch.weights`; linears
+    are E4M3 or of the engine's dtype, norms and scales float32. `rope[group]` is cos and sin float32 [positions, D /
+    2]; `pools[group]` the pages. `exponents` has the power of two that gate * up is divided by, by the name of the
+    gate_up weight."""
 
     shape: EngineShape
     table: KernelTable
@@ -99,16 +98,14 @@ class TritonModel:
 
     @cached_property
     def embedding_scale(self) -> float:
-        """Rounded to the embedding's type, as transformers does."""
+        """Scale rounded to the embedding's type, as transformers does."""
         return float(torch.tensor(self.shape.spec.embedding_scale).to(self.weights[EMBEDDING].dtype))
 
     @cached_property
     def groups(self) -> list[LayerGroup]:
-        """Group of each layer."""
         return self.shape.spec.attention_by_layer
 
     def find_kernel(self, role: KernelRole, rows: int) -> KernelEntry:
-        """The kernel of a role for a step of `rows` rows."""
         if not self.invariant:
             return self.table.find_entry(role, rows)
         own = self.table.role_entries(roles.linear_role(role.operation, variant=roles.INVARIANT))
@@ -139,7 +136,7 @@ class TritonOps:
         )
 
     def embed(self) -> Value:
-        """Nothing yet: the kernel of the norm that follows writes the residual too."""
+        """Return the residual unwritten: the kernel of the norm that follows writes it."""
         return Value(self._residual[: self._n])
 
     def norm(self, residual: Value, weight: str) -> Value:
@@ -203,7 +200,8 @@ class TritonOps:
         return Value(q)
 
     def attention(self, q: Value, layer: int) -> Value:
-        """The decode rows by the decode kernel, the others by the prefill kernel; all by that if invariant."""
+        """Run decode rows by the decode kernel, others by the prefill kernel; if invariant, all by the prefill
+        kernel."""
         step, spec, decode, prefill = self._step, self._spec, self._plan.decode, self._plan.prefill
         group = spec.layer_groups[layer]
         out = self._memory.attended[: self._n]
@@ -229,11 +227,10 @@ class TritonOps:
         return Value(out)
 
     def measure_masses(self, layer: int, sequences: int, pages: int) -> None:
-        """Measure what the last query of each of the first `sequences` sequences gives to its pages at a global layer,
-        as `StepResult.attention`, into the memory's masses, float32 [sequences, pages].
-
-        `pages`: of a sequence at most. The queries must be there still: until the next step if the memory keeps those
-        of so many tokens, as of graphs, else until the next layer."""
+        """Measure at a global layer what the last query of each of the first `sequences` sequences gives to its pages.
+        Masses are as `StepResult.attention`, float32 [sequences, pages], in the memory's `masses`; `pages` is the most
+        of a sequence. Queries must still be there: until the next step if the memory keeps those of so many tokens, as
+        of graphs, else until the next layer."""
         model, step, memory = self._model, self._step, self._memory
         entries = [model.find_kernel(role, sequences) for role in (roles.PAGE_LOGSUMS, roles.PAGE_MASSES)]
         heads, scale = self._groups[layer].num_heads, self._groups[layer].softmax_scale
@@ -250,8 +247,8 @@ class TritonOps:
                 model.launch_kernel(entry, call)
 
     def add_norm(self, residual: Value, x: Value, post_weight: str, next_weight: str) -> tuple[Value, Value]:
-        """Behind the last layer only the sampled rows go on, if they are not alone already. The residual is the one
-        that the step goes on with, of fewer rows than the caller's behind `_narrowed`."""
+        """Add and norm; behind the last layer only the sampled rows go on. The residual returned is the step's, of
+        fewer rows than the caller's behind `_narrowed`."""
         model, last = self._model, next_weight == FINAL_NORM
         rows = self._plan.sampled if last else self._n
         out = Value(self._memory.head_in[:rows]) if last else self._norm_output()
@@ -270,7 +267,7 @@ class TritonOps:
         return residual, out
 
     def geglu(self, gate_up: Value) -> Value:
-        """Done already where a kernel multiplies."""
+        """Run GeGLU unless the kernel that multiplied has applied it."""
         if self._product.kernels:
             return gate_up
         model, n = self._model, self._n
@@ -288,11 +285,11 @@ class TritonOps:
         return out
 
     def sampled_rows(self, x: Value) -> Value:
-        """They are all that the last norm computed."""
+        """Return x: the last norm computed sampled rows alone."""
         return x
 
     def logits(self, x: Value) -> Value:
-        """Logits without soft-capping: the sampler caps the values that it reads."""
+        """Compute logits without soft-capping: the sampler caps the values that it reads."""
         rows, out = self._plan.sampled, self._memory.logits[: self._plan.sampled]
         if rows and self._model.choose_product("head", rows) == roles.KERNEL:
             self._launch_linear("head", x, LM_HEAD, out, 1.0)
@@ -301,7 +298,7 @@ class TritonOps:
         return Value(out)
 
     def choose_greedy(self, logits: Value) -> None:
-        """Tokens and status of each row (`kernels.sample`) into the memory's results."""
+        """Choose tokens and status of each row (`kernels.sample`) into the memory's results."""
         memory, rows = self._memory, self._plan.sampled
         arrays = step_layout.SampleArrays(
             memory.results[0].data_ptr(),
@@ -317,14 +314,13 @@ class TritonOps:
             self._model.launch_kernel(entry, calls[role])
 
     def _query_rows(self, layer: int) -> torch.Tensor:
-        """Memory of a layer's queries."""
         memory, tokens = self._memory, self._plan.tokens
         if tokens > memory.queries.shape[1] or self._spec.layer_groups[layer] == LOCAL:
             return memory.q[:tokens]
         return memory.queries[self._index[layer], :tokens]
 
     def _keep_sampled(self, attended: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
-        """Go on with the sampled rows alone: what is left of the last layer is a step of that many rows."""
+        """Continue with the sampled rows alone; the rest of the last layer is a step of that many rows."""
         memory, tokens, rows = self._memory, self._n, self._plan.sampled
         torch.index_select(self._residual[:tokens], 0, sampled, out=memory.sampled_residual[:rows])
         torch.index_select(attended, 0, sampled, out=memory.q[:rows])
@@ -342,7 +338,7 @@ class TritonOps:
         model.launch_kernel(entry, call)
 
     def _attend_split(self, q: torch.Tensor, out: torch.Tensor, layer: int, slices: Slices, tables: Tables) -> None:
-        """`_prefill` of a global layer for few tokens, whose keys programs share."""
+        """Run `_prefill` of a global layer for few tokens, whose keys several programs share."""
         model, memory, scale = self._model, self._memory, self._groups[layer].softmax_scale
         prefill, adding = (model.find_kernel(role, self._n) for role in (roles.PREFILL_SPLITS, roles.ADD_SPLITS))
         sums, rows = (memory.split_sums.data_ptr(), memory.split_lse.data_ptr()), memory.split_tokens
@@ -357,7 +353,7 @@ class TritonOps:
     def _attend_segments(
         self, segments: SegmentAttention, out: torch.Tensor, layer: int, slices: Slices, tables: Tables
     ) -> None:
-        """`_prefill` of a global layer, where keys of long slices go another way."""
+        """Run `_prefill` of a global layer, where cuDNN takes keys of long slices."""
         model, step = self._model, self._step
         q, pool = self._memory.q[self._plan.decode.rows :], self._layer_pool(layer)
         sums = self._memory.view_wide(torch.float32, *out.shape)  # nobody needs the queries' product any more
@@ -397,8 +393,8 @@ class TritonOps:
         model.launch_kernel(entry, linear_layout.linear_launch(shape, entry.config, arrays, rows, alpha))
 
     def _quantize_operand(self, x: Value, role: str) -> Value:
-        """The operand of `role`, o or down, as E4M3. That of o clears the largest values of rows, which gate_up then
-        finds and that of down takes."""
+        """Quantize the operand of `role`, o or down, to E4M3. That of o clears the rows' largest values, which gate_up
+        then finds and that of down takes."""
         model, out = self._model, self._narrow_value(x.rows.shape[1])._replace(exponent=x.exponent)
         entry = model.find_kernel(roles.QUANTIZE_ACT if role == "down" else roles.QUANTIZE, self._n)
         to, largest = _norm_out(out), self._memory.largest.data_ptr()
@@ -409,7 +405,6 @@ class TritonOps:
         return out
 
     def _norm_output(self) -> Value:
-        """Memory of the operands of the next product."""
         if self._product.rows == roles.NARROW:
             return self._narrow_value(self._spec.hidden_size)
         return Value(self._memory.x[: self._n])
@@ -421,7 +416,7 @@ class TritonOps:
         return self._cached_view(torch.bfloat16 if self._product.results == "bfloat16" else torch.float32, columns)
 
     def _cached_view(self, dtype: torch.dtype, columns: int) -> torch.Tensor:
-        """Part of the step's memory. Layers share views: making one costs as much as a launch."""
+        """View part of the step's memory. Layers share views, because making one costs as much as a launch."""
         key, memory = (self._n, columns, dtype), self._memory
         if key not in self._views:
             eight = dtype == torch.uint8

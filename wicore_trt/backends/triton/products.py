@@ -1,7 +1,7 @@
-"""Products by cuBLAS and attention by cuDNN for large steps, and how large a layer's products can become.
+"""Products by cuBLAS and attention by cuDNN for large steps, and a bound on a layer's products.
 
-Knows tensors; neither layers nor steps. Invariant: sums of 16-bit products are float32. Off a GPU plain operators do it
-for tests.
+Knows tensors; neither layers nor steps. Invariant: sums of 16-bit products are float32. Off a GPU plain operators serve
+tests.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def _scaled_mm(
 def full_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of rows that see all keys: [rows, heads, D] of q's type, and float32 [heads, rows], the natural
-    logarithm of the sum of exp(scale * score) over the keys. q [rows, heads, D]; k, v [keys, kv_heads, D]."""
+    """Attend with rows that see all keys. q [rows, heads, D]; k, v [keys, kv_heads, D]. Returns [rows, heads, D] of q's
+    type, and float32 [heads, rows]: ln of the sum of exp(scale * score) over the keys."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     if q.is_cuda:
         found = torch.ops.aten._scaled_dot_product_cudnn_attention(  # noqa: SLF001 -- the public call gives no sums
@@ -90,8 +90,8 @@ def full_attention(
 
 
 def gate_up_bound(gate_up: torch.Tensor, scale: torch.Tensor | None, norm: torch.Tensor) -> float:
-    """Find `largest` of `linear_layout.geglu_exponent` for gate_up [2 I, H], its scales [2 I] if it is E4M3, and the
-    weights [H] of the norm in front."""
+    """Find `largest` of `linear_layout.geglu_exponent` for gate_up [2 I, H], its scales [2 I] if E4M3, and the norm
+    [H]."""
     lengths = torch.cat([(rows.float() * norm).norm(dim=1) for rows in torch.split(gate_up, 4096)])
     if scale is not None:
         lengths = lengths * scale.view(-1).abs()

@@ -1,6 +1,6 @@
 """Roles of kernels in a step as plain data: products, and the names by which an engine's kernels are listed and found.
 
-It must not know shapes, targets or how kernels are chosen. Invariant: the spelling of a role never changes, because
+Must not know shapes, targets or how kernels are chosen. Invariant: the spelling of a role never changes, because
 engines on disk list their kernels by it.
 """
 
@@ -16,8 +16,8 @@ WIDE, NARROW = "16-bit", "fp8"
 
 
 class Product(NamedTuple):
-    """A way to multiply by a layer's weights: the storage of the `rows` that it takes, the dtype of its `results`,
-    and whether Triton's `kernels` do it or cuBLAS (torch.mm, torch._scaled_mm)."""
+    """Way to multiply by a layer's weights: storage of the `rows` that it takes, dtype of `results`, Triton `kernels`
+    or not. Without them cuBLAS multiplies (torch.mm, torch._scaled_mm)."""
 
     rows: str
     results: str
@@ -30,13 +30,11 @@ SCALED_MM = Product(NARROW, "bfloat16", False)
 
 
 class KernelRole(NamedTuple):
-    """The role of a kernel in a step. `operation`: "embed_norm", "add_norm", "final_norm", "qk_rope", one of LINEARS,
-    "geglu", "quantize", "decode", "prefill" and so on. `rows` and `results` are those of the products around it (a
-    linear: of itself). `variant`: INVARIANT for any number of rows, SAMPLED for rows that are drawn, SEGMENTED and
-    SPLIT for prefill that leaves keys to cuDNN or shares them between programs.
-
-    Engines hold those that their target, weights and time of building gave them; `str(role)` is the spelling on disk.
-    """
+    """Role of a kernel in a step; `str(role)` is its spelling on disk. `operation`: "embed_norm", "add_norm",
+    "final_norm", "qk_rope", one of LINEARS, "geglu", "quantize", "decode", "prefill" and so on. `rows` and `results`
+    are those of the products around it (a linear: its own). `variant`: INVARIANT for any number of rows, SAMPLED for
+    rows that are drawn, SEGMENTED and SPLIT for prefill that leaves keys to cuDNN or shares them between programs.
+    Engines hold roles by their target, weights and time of building."""
 
     operation: str
     rows: str = WIDE
@@ -67,7 +65,7 @@ DRAW_WIDE = KernelRole("wide")
 
 
 def parse_role(text: str) -> KernelRole:
-    """The role that is spelled so on disk."""
+    """Parse a role's spelling on disk."""
     operation, dot, suffix = text.partition(".")
     for (rows, results), known in _SUFFIXES.items():
         if dot + suffix == known:
@@ -77,8 +75,8 @@ def parse_role(text: str) -> KernelRole:
 
 @cache
 def step_role(operation: str, product: Product) -> KernelRole:
-    """The role of an operation between a step's products. One kernel serves all products that it treats alike: an
-    embedding takes no results, and behind float32 results the last norm and the rope give no narrow rows."""
+    """Make the role of an operation between a step's products; products that it treats alike share one kernel. An
+    embedding takes no results; behind float32 results the last norm and the rope give no narrow rows."""
     rows, results = product.rows, product.results
     if operation == "embed_norm" and rows == NARROW:
         results = "bfloat16"
@@ -89,5 +87,5 @@ def step_role(operation: str, product: Product) -> KernelRole:
 
 @cache
 def linear_role(operation: str, rows: str = WIDE, variant: str = "") -> KernelRole:
-    """`KernelRole`, of which a step makes hundreds."""
+    """Make a `KernelRole`, cached because a step makes hundreds."""
     return KernelRole(operation, rows, variant=variant)

@@ -1,7 +1,7 @@
-"""The rows of a step: in which order they lie, and which kernel computes the attention of each group of them.
+"""Rows of a step: their order, and which kernel computes the attention of each group of them.
 
-Plain data, no torch; it must not know pages or memory. Invariant: the `RowPlan` of a step alone decides what it
-launches and where its arrays lie. So a CUDA graph belongs to a plan, and runs any step that the plan holds.
+Plain data, no torch; must not know pages or memory. Invariant: a step's `RowPlan` alone decides what it launches and
+where its arrays lie, so a CUDA graph belongs to a plan and runs any step that the plan holds.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ run in graphs of up to 1,536, because beside threads that read a disk the host t
 
 
 class RowGroup(NamedTuple):
-    """Consecutive rows of a step: those of so many sequences, one sequence after the other."""
+    """Consecutive rows of a step: number of sequences, one after the other, and of rows."""
 
     sequences: int
     rows: int
 
 
 class RowPlan(NamedTuple):
-    """The `tokens` rows of a step, of which so many are `sampled`. First come the rows of sequences that `decode`,
-    DECODE_ROWS of each, whose attention is the decode kernel's; then those of `prefill`, any number of each, the
-    prefill kernel's. (A batch-invariant engine computes both by the prefill kernel.)"""
+    """Plan of the `tokens` rows of a step, of which `sampled` are sampled. First come the rows of sequences that
+    `decode`, DECODE_ROWS of each, for the decode kernel; then those of `prefill`, any number of each, for the prefill
+    kernel. Batch-invariant engines compute both by the prefill kernel."""
 
     tokens: int
     sampled: int
@@ -50,7 +50,7 @@ class RowPlan(NamedTuple):
         return self.decode.sequences + self.prefill.sequences
 
     def holds(self, step: RowPlan) -> bool:
-        """True if a step can be padded to this plan."""
+        """Tell whether a step can be padded to this plan."""
         return (
             step.prefill.rows <= self.prefill.rows
             and step.prefill.sequences <= self.prefill.sequences
@@ -59,25 +59,25 @@ class RowPlan(NamedTuple):
 
 
 def make_plan(tokens: int, decoding: int, prefilling: int, sampled: int) -> RowPlan:
-    """A plan by its numbers of rows, of sequences in each group and of sampled rows."""
+    """Make a plan from numbers of rows, of sequences in each group and of sampled rows."""
     rows = decoding * DECODE_ROWS
     return RowPlan(tokens, sampled, RowGroup(decoding, rows), RowGroup(prefilling, tokens - rows))
 
 
 def plan_rows(counts: Sequence[int]) -> RowPlan:
-    """The plan of a step by the rows of its sequences, in any order; one row of each is sampled."""
+    """Plan a step by the rows of its sequences, in any order; one row of each is sampled."""
     decoding = counts.count(DECODE_ROWS)
     return make_plan(sum(counts), decoding, len(counts) - decoding, len(counts))
 
 
 @cache
 def decode_plan(sequences: int) -> RowPlan:
-    """A padded step in which all sequences decode."""
+    """Plan a padded step in which all sequences decode."""
     return make_plan(sequences * DECODE_ROWS, sequences, 0, sequences)
 
 
 def prompt_plans(tokens: int, sequences: int) -> list[RowPlan]:
-    """Padded steps with prompts, those of the fewest tokens first: of at most `tokens`, in which at most `sequences`
+    """Plan padded steps with prompts, fewest tokens first: at most `tokens`, of which at most `sequences` sequences
     decode."""
     found = [
         make_plan(count, decoding, PROMPT_CHUNKS, decoding + PROMPT_CHUNKS)
@@ -89,7 +89,7 @@ def prompt_plans(tokens: int, sequences: int) -> list[RowPlan]:
 
 
 def prompt_room(plans: Sequence[RowPlan]) -> dict[int, tuple[int, ...]]:
-    """Tokens of prompts that padded steps have room for, by how many sequences decode beside them
+    """Count tokens of prompts that padded steps hold, by the sequences that decode beside them
     (`Executor.graph_sizes`)."""
     decoding = sorted({plan.decode.sequences for plan in plans})
     return {n: tuple(sorted({p.prefill.rows for p in plans if p.decode.sequences >= n})) for n in decoding}

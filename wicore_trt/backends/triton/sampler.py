@@ -1,9 +1,9 @@
 """Chooses tokens: on the device, with temperature, top-k, top-p and min-p, and on the host for all other parameters.
 
-Tokens drawn by kernels are those of `runtime.sampler.Sampler`: the same random number of seed and index, the same order
-of candidates, sums in float64; only where that number lies within rounding of a border may they differ. This module
-must not know requests, pages or when anyone reads the tokens. Invariants: a row's token depends on that row's logits,
-parameters, seed and index alone; drawing allocates nothing after construction and does not wait for the device.
+Kernels draw the tokens of `runtime.sampler.Sampler`: same random number of seed and index, same order of candidates,
+sums in float64. Only where that number lies within rounding of a border may they differ. Must not know requests, pages
+or readers of tokens. Invariants: a row's token depends on that row's logits, parameters, seed and index alone (I14);
+drawing allocates nothing after construction and does not wait for the device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GREEDY, DRAWN, HOST = "greedy", "drawn", "host"
 
 
 def choose_way(params: SamplingParams | None) -> str:
-    """GREEDY, DRAWN or HOST by parameters; GREEDY where a slice has none, whose token nobody takes."""
+    """Choose GREEDY, DRAWN or HOST by parameters; GREEDY for a slice without any, whose token nobody takes."""
     if params is None:
         return GREEDY
     if params.logprobs is not None or params.logit_bias or params.penalized:
@@ -47,10 +47,10 @@ def _has_filters(piece: SequenceSlice) -> bool:
 
 
 class DeviceSampler:
-    """Draws from `model.memory.logits` into `model.memory.results` on the model's stream."""
+    """Sampler that draws from `model.memory.logits` into `model.memory.results` on the model's stream."""
 
     def __init__(self, model: TritonModel, device: Device) -> None:
-        """An engine that was built without these kernels gets a sampler that is not `available`."""
+        """Prepare the kernels; without them in the engine the sampler is not `available`."""
         self._model, self._rows, self._vocab = model, model.memory.limits.rows, model.shape.spec.vocab_size
         self.available = all(model.table.role_entries(role) for role in (*DRAWING.values(), DRAW_WIDE))
         if not self.available:
@@ -69,8 +69,8 @@ class DeviceSampler:
         self._weights = device.empty((min(WIDE_ROWS, self._rows) * self._vocab,), torch.float64)
 
     def draw_rows(self, rows: int, drawn: Mapping[int, SequenceSlice]) -> None:
-        """Choose tokens of the first `rows` rows of logits: `drawn` ones by their parameters, the others greedily.
-        Every row gets a token, or a status that is not 0: its logits are not finite."""
+        """Choose a token or status for each of the first `rows` rows: `drawn` ones by their parameters, others
+        greedily. A status that is not 0 marks logits that are not finite."""
         assert self.available and rows <= self._rows
         self._staging.reverse()
         self._fill_parameters(rows, drawn)
@@ -111,7 +111,6 @@ class DeviceSampler:
             view[where] = np.array(values[name], view.dtype)
 
     def _parameter_offsets(self) -> dict[str, int]:
-        """Offsets of the parameters in a block, in int32s."""
         found, at = {}, 0
         for name, words in WORDS.items():
             found[name] = at
@@ -120,8 +119,8 @@ class DeviceSampler:
 
 
 class StepSampler:
-    """Chooses the tokens of steps of `model`: the kernels of the graph and `drawing` on the device, and a `Sampler` on
-    the host for what they do not know, on logits that stay on the device."""
+    """Chooser of a step's tokens: the graph's kernels and `drawing` on the device, a `Sampler` on the host for the
+    rest. Logits stay on the device."""
 
     def __init__(self, model: TritonModel, device: Device, drawing: DeviceSampler | None = None) -> None:
         self._model, self._device, self.host = model, device, Sampler()
@@ -130,7 +129,6 @@ class StepSampler:
         """Of the last step: parameters, and who chooses by them."""
 
     def choose_ways(self, slices: Sequence[SequenceSlice]) -> list[str]:
-        """Choose GREEDY, DRAWN or HOST for the token of each slice, if it samples."""
         params = [s.params for s in slices]
         if params != self._last[0]:  # else it is as in the last step, since parameters do not change
             self._last = params, [choose_way(p) for p in params]
@@ -142,7 +140,7 @@ class StepSampler:
         return ways
 
     def draw_tokens(self, count: int, sampled: Iterable[tuple[int, SequenceSlice, str]]) -> None:
-        """Draw for the slices of DRAWN ways, given with the rows of their logits, of which there are `count`."""
+        """Draw for slices of DRAWN ways, given with the rows of their logits, of which there are `count`."""
         drawn = {row: piece for row, piece, way in sampled if piece.sample and way is DRAWN}
         if drawn:
             self.drawing.draw_rows(count, drawn)
@@ -150,8 +148,8 @@ class StepSampler:
     def take_tokens(
         self, slices: Sequence[SequenceSlice], rows: list[int], left: list[int], results: np.ndarray
     ) -> StepResult:
-        """The tokens of a step that is over: `results` int32 [2, rows] of the device (token, status), and those that
-        the host chooses, for the slices at the indices `left`."""
+        """Collect the tokens of a step that is over, with those that the host chooses for slices at the indices `left`.
+        `results` int32 [2, rows] are the device's tokens and statuses."""
         tokens, status = results.tolist()
         if rows != [*range(len(tokens))]:
             tokens, status = [tokens[row] for row in rows], [status[row] for row in rows]
@@ -168,7 +166,6 @@ class StepSampler:
         return StepResult([found[s.seq_id] for s in slices if s.seq_id in found], failed)
 
     def sample_on_host(self, slices: Sequence[SequenceSlice], rows: list[int]) -> StepResult:
-        """Sample what the device did not, from these rows of the logits."""
         logits, cap = self._model.memory.logits, self._model.shape.spec.final_logit_softcapping
         with self._device.active(), torch.inference_mode():
             logits = logits[: len(rows)] if rows == list(range(len(rows))) else logits[rows]

@@ -1,12 +1,12 @@
 """Attention of long slices: keys that all rows of a slice see go to cuDNN, the rest to the kernel that knows pages.
 
-Knows a layer's queries and pages and where a step's slices lie; neither models nor requests. Invariants: the keys of a
-row are divided between both without overlap, by `plugins.decode_layout.Segments`, which the kernel reckons with too; a
-page that is absent makes every row that sees it NaN; what cuDNN computes was compared with plain operators by each
-process before it is used, because the meaning of the sums that it returns is promised by no interface.
+Knows a layer's queries and pages and where a step's slices lie; neither models nor requests. Invariants:
+`plugins.decode_layout.Segments`, which the kernel uses too, divides a row's keys between both without overlap; an
+absent page makes every row that sees it NaN; each process compares cuDNN with plain operators before using it, because
+no interface promises the meaning of the sums that it returns.
 
-A segment's pages are gathered side by side, as the queries' type: 16 KB a token and layer of 27B twice over, a few
-percent of what the product over them takes.
+Pages of a segment are gathered side by side in the queries' type. For 27B that moves 16 KB a token and layer twice, a
+few percent of the product's time.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ TOLERANCE = 0.02
 
 
 class LongSlice(NamedTuple):
-    """Tokens of one sequence in a step: `row` of the first, counted from the first of all such slices, how many, the
-    position of the first, and the row of the page tables, counted likewise."""
+    """Tokens of one sequence in a step: `row` of the first, `length`, `first` position, and row of the page tables.
+    Both rows count from the first of all such slices."""
 
     row: int
     length: int
@@ -46,7 +46,7 @@ class LongSlice(NamedTuple):
 
 
 class SegmentAttention:
-    """`segments` and the memory that they take: `lse` float32 [tokens, heads], keys and values of one product."""
+    """Attention of `segments` with its memory: `lse` float32 [tokens, heads], keys and values of one product."""
 
     def __init__(
         self, shape: EngineShape, table: KernelTable, limits: StepLimits, segments: Segments, empty: Allocator
@@ -62,7 +62,7 @@ class SegmentAttention:
         """Whether cuDNN was found to do what it should."""
 
     def find_long_slices(self, slices: Sequence[LongSlice]) -> list[tuple[LongSlice, int]]:
-        """Slices whose segments are taken here, and of how many of their rows."""
+        """List slices with segments, and how many of their rows take part."""
         found = [(piece, self.segments.dense_rows(piece.first, piece.length)) for piece in slices]
         return [(piece, rows) for piece, rows in found if rows and self.wanted]
 
@@ -77,7 +77,7 @@ class SegmentAttention:
         slices: Sequence[LongSlice],
     ) -> None:
         """Complete `out` [tokens, heads * D] from `sums` (float32, same shape) and `lse`, which the kernel left. q has
-        `segments.rows` rows more than there are tokens, whatever they hold."""
+        `segments.rows` rows more than there are tokens, of any content."""
         start = 0
         for piece, rows in self.find_long_slices(slices):
             out[start : piece.row].copy_(sums[start : piece.row])
@@ -116,8 +116,8 @@ class SegmentAttention:
                 launcher[0].launch(adding, call, launcher[1])
 
     def check_library(self, q: torch.Tensor) -> None:
-        """Prepare this thread's products and compare a few of their rows. q: memory of `segments.rows` rows of queries,
-        which are overwritten. A library that does something else is not used."""
+        """Prepare this thread's products and compare a few rows; a library that computes something else is not used. q:
+        memory of `segments.rows` rows of queries, which are overwritten."""
         if threading.get_ident() in self._checked:
             return
         self._checked.add(threading.get_ident())
@@ -142,8 +142,8 @@ class SegmentAttention:
 def make_segment_attention(
     shape: EngineShape, table: KernelTable, limits: StepLimits, empty: Allocator
 ) -> SegmentAttention | None:
-    """Make a SegmentAttention; None where a step or a sequence cannot be long enough, a page is longer than a segment,
-    or the engine's kernels do not know of segments."""
+    """Make a SegmentAttention, or None if no step can use one. That is where a step or a sequence cannot be long
+    enough, a page is longer than a segment, or kernels lack segments."""
     segments = MEASURED_SEGMENTS.get((table.target, shape.spec.head_dim))
     if segments is None or not all(map(table.role_entries, SEGMENT_ROLES)) or segments.tokens % shape.page_tokens:
         return None
@@ -155,7 +155,7 @@ def make_segment_attention(
 def _attend_plainly(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`products.full_attention` in float32, KV head by KV head."""
+    """Compute `products.full_attention` in float32, KV head by KV head."""
     repeat, out, sums = q.shape[1] // k.shape[1], [], []
     for head in range(k.shape[1]):
         rows = q[:, head * repeat : (head + 1) * repeat].float()

@@ -1,8 +1,7 @@
 """Chooses the kernel of an operation by role and number of rows; describes the shapes of an engine's kernels.
 
-Plain data: it loads neither Triton nor torch, so that an engine's kernels can be listed, loaded and launched without
-them. It must not know how kernels are compiled or stored. Invariant: the kernel of a role depends on the bucket of the
-number of rows alone.
+Plain data without Triton or torch, so that kernels can be listed, loaded and launched without them. Must not know how
+kernels are compiled or stored. Invariant: the kernel of a role depends on the bucket of the number of rows alone.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ SCALED_PRODUCTS = {"fp8": 89}
 
 @dataclass(frozen=True)
 class EngineShape:
-    """Shapes and types that an engine's kernels are made for. `dtype` is that of activations and 16-bit weights,
-    "bfloat16" or "float16"; `weights`: how the linears of the layers are stored; `kv_dtype` is `dtype` or "fp8"."""
+    """Shapes and types that an engine's kernels are made for. `dtype` of activations and 16-bit weights is "bfloat16"
+    or "float16"; `weights` is the storage of the layers' linears; `kv_dtype` is `dtype` or "fp8"."""
 
     spec: Gemma3Spec
     dtype: str
@@ -101,12 +100,12 @@ class EngineShape:
         return LinearShape(n, k, self.dtype, weights, out, narrow, geglu, largest=narrow and geglu)
 
     def has_scaled_products(self, target: str) -> bool:
-        """True if large steps quantize activations and multiply them by the weights as they are stored."""
+        """Tell whether large steps quantize activations and multiply them by the weights as stored."""
         first = SCALED_PRODUCTS.get(self.weights.storage)
         return first is not None and int(target.removeprefix("sm")) >= first
 
     def most_kernel_rows(self, target: str, role: str) -> int:
-        """Most rows for which a linear runs as a Triton kernel. Quantized weights that no product takes: always."""
+        """Most rows for which a linear runs as a Triton kernel; ANY for quantized weights without scaled products."""
         if role == "head" or not self.weights.quantized:
             return self._row_limits(target)["16-bit"]
         return self._row_limits(target)[self.weights.storage] if self.has_scaled_products(target) else ANY
@@ -120,7 +119,7 @@ class EngineShape:
         return self._row_limits(target)["float32 results"]
 
     def has_narrow_results(self, target: str) -> bool:
-        """True if steps exist whose products are MM16."""
+        """Tell whether steps exist whose products are MM16."""
         return self.choose_product(target, "qkv", ANY) == MM16
 
     @staticmethod
@@ -128,7 +127,6 @@ class EngineShape:
         return DEFAULT_CROSSOVER | CROSSOVER.get(target, {})
 
     def choose_product(self, target: str, role: str, rows: int) -> Product:
-        """Choose how a step of `rows` rows multiplies by the weights of a linear."""
         if rows <= self.most_kernel_rows(target, role):
             return KERNEL
         if not self.weights.quantized or role == "head":
@@ -139,8 +137,8 @@ class EngineShape:
 
 @dataclass(frozen=True)
 class KernelEntry:
-    """The kernel of a role for up to `bucket` rows. `config` is the LinearConfig, DecodeConfig or PrefillConfig that it
-    was made from, None for roles whose launch follows from the kernel's constants."""
+    """Kernel of a role for up to `bucket` rows. `config` is the LinearConfig, DecodeConfig or PrefillConfig that it was
+    made from, None for roles whose launch follows from the kernel's constants."""
 
     role: KernelRole
     bucket: int
@@ -154,14 +152,12 @@ _CONFIGS: dict[str, Any] = {
 
 
 def parse_config(role: KernelRole, data: dict[str, Any] | None) -> Any:
-    """The configuration of a role from plain data. Raises TypeError for other fields."""
+    """Read a role's configuration from plain data. Raises TypeError for other fields."""
     kind = _CONFIGS.get(role.operation)
     return kind(**data) if kind and data is not None else None
 
 
 class KernelTable:
-    """Kernels of an engine for one target, found by role and rows."""
-
     def __init__(self, target: str, entries: Iterable[KernelEntry]) -> None:
         self.target = target
         self._roles: dict[KernelRole, list[KernelEntry]] = {}
@@ -170,13 +166,13 @@ class KernelTable:
         self._buckets = {role: [entry.bucket for entry in found] for role, found in self._roles.items()}
 
     def find_entry(self, role: KernelRole, rows: int) -> KernelEntry:
-        """The entry of the smallest bucket that holds `rows`, else the largest bucket's."""
+        """Find the smallest bucket that holds `rows`, else the largest bucket."""
         entries = self._roles[role]
         at = bisect_left(self._buckets[role], rows)
         return entries[min(at, len(entries) - 1)]
 
     def role_entries(self, role: KernelRole) -> list[KernelEntry]:
-        """Entries of a role by bucket, ascending; none for a role that the engine does not need."""
+        """List a role's entries by ascending bucket; empty for a role that the engine does not need."""
         return list(self._roles.get(role, ()))
 
     def all_entries(self) -> list[KernelEntry]:

@@ -1,8 +1,8 @@
 """Weights and tables of the triton backend on a device: read from an engine, placed from memory, or made up.
 
 Knows names and types; neither kernels nor steps. Invariants: linears keep the engine's type, norms and scales are
-float32, gate and up are one tensor, a tied head is the embedding; every FP8 KV cache has a scale per layer; in float16
-no norm can overflow, which is proved from its weights.
+float32, gate and up are one tensor, a tied head is the embedding; every FP8 KV cache has a scale per layer. In float16
+the weights prove that no norm overflows.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ E4M3_SPREAD = 64.0  # of made-up E4M3 values
 
 @dataclass(frozen=True)
 class Constants:
-    """Everything that no step changes. `weights` under the fused names of `backends.torch.weights`; `rope[group]` cos
-    and sin float32 [positions, D / 2]; `exponents` as `TritonModel` has them."""
+    """Everything that no step changes. `weights` have the fused names of `backends.torch.weights`; `rope[group]` is cos
+    and sin float32 [positions, D / 2]; `exponents` as in `TritonModel`."""
 
     weights: dict[str, torch.Tensor]
     rope: dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -44,16 +44,13 @@ class Constants:
 
 
 def engine_shape(engine: EngineDir, page_tokens: int | None = None) -> EngineShape:
-    """The shape that the engine's kernels are made for."""
     m, tokens = engine.manifest, page_tokens or engine.manifest.page_tokens
     return EngineShape(engine.local_part().spec, m.base_dtype, m.weights, m.kv_dtype, tokens)
 
 
 def load_constants(engine: EngineDir, shape: EngineShape, positions: int, device: Any) -> Constants:
-    """The engine's weights on `device` (`runtime.cuda_device.Device`), made up for an engine without any.
-
-    Raises EngineFormatError for files that do not fit.
-    """
+    """Load the engine's weights onto `device` (`runtime.cuda_device.Device`), or make them up for an engine without
+    any. Raises EngineFormatError for files that do not fit."""
     if engine.manifest.dummy_weights:
         return finish_constants(shape, make_dummy_weights(shape, device.torch_device), positions, device)
     listed = list_weights(engine.rank_files, shape.spec, shape.kv_dtype)
@@ -62,7 +59,7 @@ def load_constants(engine: EngineDir, shape: EngineShape, positions: int, device
 
 
 def place_constants(tensors: Mapping[str, torch.Tensor], shape: EngineShape, positions: int, device: Any) -> Constants:
-    """The tensors of `backends.torch.weights.fuse_weights` on `device`, rounded to the engine's types."""
+    """Place the tensors of `backends.torch.weights.fuse_weights` on `device`, rounded to the engine's types."""
     moved: dict[int, torch.Tensor] = {}
     weights = {}
     for name, tensor in tensors.items():
@@ -98,8 +95,7 @@ def finish_constants(shape: EngineShape, weights: Mapping[str, torch.Tensor], po
 
 
 def make_dummy_weights(shape: EngineShape, device: torch.device) -> dict[str, torch.Tensor]:
-    """Small normal weights made on the device, for measurements of speed: they have the right shapes and types and say
-    nothing sensible."""
+    """Make small normal weights of the right shapes and types on the device, for measurements of speed."""
     spec, dtype = shape.spec, TORCH_DTYPES[shape.dtype]
     generator = torch.Generator(device).manual_seed(0)
     weights: dict[str, torch.Tensor] = {}
@@ -122,7 +118,7 @@ def make_dummy_weights(shape: EngineShape, device: torch.device) -> dict[str, to
 
 
 def _prove_norms(spec: Gemma3Spec, weights: Mapping[str, torch.Tensor]) -> None:
-    """|norm(x) * w| <= sqrt(n) max|w|, for norms whose results become float16."""
+    """Prove |norm(x) * w| <= sqrt(n) max|w| to fit float16, for norms whose results become float16."""
     for name, weight in weights.items():
         if not name.endswith(("layernorm.weight", "ln_f.weight")) or ".post_" in name:
             continue
