@@ -1,9 +1,9 @@
-"""The write policies: they decide when pages of the device are copied to the host.
+"""Write policies: they decide when pages are copied from the device to the host.
 
-"through": when a page is finished. "selective": when a second request uses it. "back": when more than DEVICE_THRESHOLD
-of a pool's pages are in use or exist on the device alone, the coldest first, and at the latest when one is evicted. It
-must not know tokens or windows. Invariant (I3): a slot in `_unsaved` holds a published page that no lower tier was
-given; a slot in `due` holds a published page that is trusted: a step with finite logits has read it.
+"through": when a page is full. "selective": when a second request uses it. "back": coldest first, once more than
+DEVICE_THRESHOLD of a pool's pages are in use or on the device alone; at the latest at eviction. It must not know tokens
+or windows. Invariant (I3): a slot in `_unsaved` holds a published page that no lower tier was given. A slot in `due`
+holds a published, trusted page: a step with finite logits has read it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,8 @@ thread. Two for the tokens of a page, so that what is due does not grow."""
 
 
 class CopyDown:
-    """Copies from `pools` to `tiers`; without tiers it does nothing.
-
-    `due` are the pages, by group and slot, whose copies have not begun. They begin beside a step: between steps the
-    device has nothing to do.
-    """
+    """Copies from `pools` to `tiers`; without tiers it does nothing. `due` are the pages, by group and slot, whose
+    copies have not begun. They begin beside a step, when the device is busy."""
 
     def __init__(self, pools: Mapping[str, PagePool], tiers: LowerTiers | None, policy: WritePolicy) -> None:
         self.due: dict[tuple[str, int], None] = {}
@@ -51,7 +48,7 @@ class CopyDown:
         return slot not in self._unsaved[group]
 
     def request_copy(self, group: str, slot: int, policy: WritePolicy) -> None:
-        """Copy a page soon if it is trusted and this is the write policy."""
+        """Copy a page soon if it is trusted and `policy` is the write policy."""
         if policy == self._policy and self._tiers is not None:
             pool = self._pools[group]
             if pool.page_of(slot) is not None and pool.is_trusted(slot):
@@ -70,7 +67,6 @@ class CopyDown:
         self.due.pop((group, slot), None)
 
     def forget_cleared(self, group: str) -> None:
-        """Forget the slots of a pool whose cached pages were cleared."""
         pool = self._pools[group]
         slots = [*self._unsaved[group], *(slot for name, slot in self.due if name == group)]
         for slot in slots:
@@ -78,8 +74,7 @@ class CopyDown:
                 self.forget_slot(group, slot)
 
     def begin_copies(self, tokens: int = 0, *, all_due: bool = False) -> None:
-        """Begin copies that are due, beside a step of so many tokens; get below the threshold if the policy is
-        "back"."""
+        """Begin due copies beside a step of `tokens`; with the policy "back", also get below the threshold."""
         if self._tiers is None:
             return
         for group, slot in list(islice(self.due, None if all_due else COPIES_AT_ONCE + tokens // TOKENS_A_COPY)):

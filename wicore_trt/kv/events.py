@@ -1,12 +1,9 @@
-"""KV events: pages that the tiers gained and lost, numbered, for routers and observers.
+"""KV events: numbered changes of the pages in each tier, for routers and observers.
 
-The engine thread tells the log of pages as they come and go and calls `publish_step` between steps; other threads
-read. The log must not know who listens, and nobody who listens can hold up the engine: a feed keeps a bounded tail of
-events and the set of pages that all events together make, and who fell behind the tail starts again from that set.
-The log is the feed of all pages, for the operator; `KVEventLog.tenant_feed` gives one tenant a feed of its own pages.
-Invariants: sequence numbers of a feed have no gaps and start at 1; a snapshot with all events after its `sequence`
-applied is exactly the pages that the tiers hold. An event is idempotent: storing a page that is there, or removing
-one that is not, changes nothing. A tenant's feed is what it would be if nobody else used the server, evictions apart.
+The engine thread appends changes and calls `publish_step` between steps; other threads read. It must not know the
+readers, and no reader can hold up the engine. Invariants: a feed's sequence numbers start at 1 and have no gaps. A
+snapshot plus all events after its `sequence` is exactly the pages that the tiers hold. Events are idempotent. A
+tenant's feed is what it would be if nobody else used the server, evictions apart.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ TENANT_SHARE = 16
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Pages of one layer group that can be found in a tier from now on."""
+    """Stored pages of one layer group: they can be found in a tier from now on."""
 
     sequence: int
     tier: str
@@ -40,7 +37,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Keys of one layer group that left a tier. `cause` is that of TierStats.evictions or .failures."""
+    """Removed keys of one layer group. `cause` is that of TierStats.evictions or .failures."""
 
     sequence: int
     tier: str
@@ -51,7 +48,7 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """A tier that holds no page of any group any more."""
+    """Cleared tier: it holds no page of any group any more."""
 
     sequence: int
     tier: str
@@ -73,7 +70,8 @@ class EventSnapshot:
 
 @dataclass(slots=True)
 class _Batch:
-    """Changes of one kind within one step; `group` is None for a cleared tier, `cause` for all but removed pages."""
+    """Changes of one kind within one step. `group` is None for a cleared tier; `cause` is set for removed pages
+    only."""
 
     tier: str
     group: str | None
@@ -89,11 +87,9 @@ class _Batch:
 
 
 class EventFeed:
-    """Events of some pages, with numbers and an epoch of their own, and the pages that they make. For any thread.
-
-    `limit` is the number of pages that the kept events may name together; older events are dropped. `pages`, by tier
-    and group, are those before the first event.
-    """
+    """Feed of events about some pages, with its own numbers and epoch, and the pages that they make. For any thread. It
+    keeps a bounded tail: the kept events name at most `limit` pages together. A reader that fell behind the tail takes
+    a snapshot. `pages`, by tier and group, are those before the first event."""
 
     def __init__(self, limit: int, pages: Mapping[tuple[str, str], dict[bytes, Page]] | None = None) -> None:
         self.epoch = 1 + secrets.randbelow(2**64 - 1)  # 0 is left to mean "none seen"
@@ -107,8 +103,8 @@ class EventFeed:
         self._listeners: list[Callable[[], None]] = []
 
     def list_since(self, sequence: int) -> list[Event] | None:
-        """Events after number `sequence`, oldest first. None when some of them were dropped, or `sequence` is beyond
-        the newest (it is of another epoch): take a snapshot."""
+        """List events after number `sequence`, oldest first. None when some were dropped, or `sequence` is beyond the
+        newest (of another epoch): take a snapshot."""
         with self._changed:
             if not self.sequence - len(self._events) <= sequence <= self.sequence:
                 return None
@@ -126,15 +122,15 @@ class EventFeed:
             return self._changed.wait_for(lambda: self.sequence > sequence, timeout)
 
     def take_snapshot(self) -> EventSnapshot:
-        """Copy all pages; `list_since(snapshot.sequence)` goes on from there without a gap. Some 20 ms per million
+        """Copy all pages; `list_since(snapshot.sequence)` continues without a gap. Takes some 20 ms per million
         pages."""
         with self._changed:
             pages = {name: tuple(found.values()) for name, found in self._pages.items() if found}
             return EventSnapshot(self.sequence, self.epoch, pages)
 
     def add_listener(self, listener: Callable[[], None]) -> Callable[[], None]:
-        """Have `listener` called on the engine thread after each new event; it must return at once and not raise.
-        Returns the function that ends this."""
+        """Call `listener` on the engine thread after each new event; it must return at once and not raise. Returns the
+        function that removes it."""
         with self._changed:
             self._listeners.append(listener)
 
@@ -145,11 +141,10 @@ class EventFeed:
         return end
 
     def has_pages(self, tier: str) -> bool:
-        """Say whether there is a page in a tier."""
         return any(pages for (name, _), pages in self._pages.items() if name == tier)
 
     def append_batches(self, batches: list[_Batch]) -> None:
-        """Number and show a step's changes, and tell the listeners. The engine thread's alone."""
+        """Number and show a step's changes, and call the listeners. Engine thread only."""
         with self._changed:
             for batch in batches:
                 self.sequence += 1
@@ -175,11 +170,9 @@ class EventFeed:
 
 
 class KVEventLog(EventFeed):
-    """The feed of all pages, and where the engine tells of them.
-
-    `append_*` and `publish_step` belong to the engine thread, all else to any thread. The first `publish_step` calls
-    `snapshot_source`, if it is set, for all pages of all tiers: what an earlier process left on disk.
-    """
+    """Log: the feed of all pages, for the operator, to which the engine reports. `append_*` and `publish_step` belong
+    to the engine thread, the rest to any. If set, `snapshot_source` gives the first `publish_step` all pages of all
+    tiers, as an earlier process may have left some on disk."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(limit)
@@ -190,12 +183,9 @@ class KVEventLog(EventFeed):
         self._showing = threading.Lock()  # a feed begins between steps, never in the middle of one
 
     def tenant_feed(self, tenant: bytes) -> EventFeed:
-        """The feed of the pages that one tenant made; `tenant` is its tag: `manager.names(who, salt).tag`.
-
-        Numbers, epoch and the tail that is kept are this feed's own, so that neither gaps nor order nor the way events
-        are cut tell of other tenants. A feed is made when it is first asked for and then stays: ask for tenants that
-        the server knows, not for whatever a client names.
-        """
+        """Return the feed of the pages that one tenant made; `tenant` is its tag: `manager.derive_names(who,
+        salt).tag`. Its numbers, epoch, tail and the way its events are cut tell nothing of other tenants. A feed is
+        made when first asked for and then stays: ask only for tenants that the server knows."""
         with self._showing, self._changed:
             feed = self._tenants.get(tenant)
             if feed is None:
@@ -209,7 +199,7 @@ class KVEventLog(EventFeed):
     # --- engine thread -------------------------------------------------------------------------------------------
 
     def append_stored(self, tier: str, *pages: Page) -> None:
-        """Pages of one layer group can be found in a tier."""
+        """Append that pages of one layer group can be found in a tier."""
         begun = 0
         while begun < len(pages):
             items = self._open_batch(tier, pages[0].group, None)
@@ -218,17 +208,17 @@ class KVEventLog(EventFeed):
             begun = end
 
     def append_removed(self, tier: str, group: str, key: bytes, cause: str) -> None:
-        """A page left a tier."""
+        """Append that a page left a tier."""
         self._open_batch(tier, group, cause).append(key)
 
     def append_cleared(self, tier: str) -> None:
-        """A tier forgot all its pages."""
+        """Append that a tier forgot all its pages."""
         for name in [name for name in self._open if name[0] == tier]:
             del self._open[name]
         self._pending.append(_Batch(tier, None, None, []))
 
     def publish_step(self) -> None:
-        """End of a step: number and show what was appended. O(appended pages); nothing at all when there are none."""
+        """Publish what a step appended. O(appended pages); free when there are none."""
         source, self.snapshot_source = self.snapshot_source, None
         if source is not None:  # events of the pages that are there already, those appended until now among them
             self._pending.clear()
@@ -254,11 +244,8 @@ class KVEventLog(EventFeed):
         return batch.items
 
     def _share_by_tenant(self, pending: list[_Batch]) -> dict[bytes, list[_Batch]]:
-        """Split a step's changes among the tenants that have a feed.
-
-        Its batches follow tiers and groups, and are cut where its own changes make it so: the order in which all
-        tenants' changes came would show that there were others.
-        """
+        """Split a step's changes among the tenants that have a feed. Batches follow tiers and groups, and are cut by
+        the tenant's own changes alone: the order in which all tenants' changes came would reveal others."""
         owners = {page.key: page.tenant for batch in pending if batch.cause is None for page in batch.items}
         shares: dict[bytes, list[_Batch]] = {}
         for batch in _by_set(pending):
@@ -277,7 +264,7 @@ class KVEventLog(EventFeed):
 
 
 def _by_set(pending: list[_Batch]) -> list[_Batch]:
-    """Batches by tier and group. Those of one set keep their order, and so does a tier's being cleared."""
+    """Sort batches by tier and group. Those of one set keep their order, and so does clearing a tier."""
     cleared: Counter[str] = Counter()
     order = []
     for number, batch in enumerate(pending):
@@ -287,7 +274,6 @@ def _by_set(pending: list[_Batch]) -> list[_Batch]:
 
 
 def _append_change(batches: list[_Batch], kind: _Batch, item: Any) -> None:
-    """Put one change behind others of one tenant."""
     last = batches[-1] if batches else None
     if (
         last is None

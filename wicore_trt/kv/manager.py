@@ -1,12 +1,9 @@
-"""The paged KV cache over layer groups: prefix look-up, page tables of sequences, windows, publication.
+"""Paged KV cache over layer groups: prefix look-up, page tables of sequences, windows, publication.
 
-Decides on plain data and imports no torch: slots, keys and token counts. Global layers keep every page of a sequence.
-Local (sliding-window) layers hold only the pages that the next token can still see; those that slide out stay cached
-only around resume points (end of prompt, branch points, every `checkpoint_tokens`), where a later request can start.
-With lower tiers (`LowerTiers`), finished pages are copied down from here; `prefix/loader` brings them back. Invariant
-(I2, I3, I4): a hit of n tokens has every global page up to n and every local page that position n looks at; a page is
-findable only when all its tokens were written by steps of the sequence that publishes it or by a verified load; a lower
-tier gets a page only after a step with finite logits has read it.
+Plain data: slots, keys and token counts; it must not import torch. Invariant (I2, I3, I4): a hit of n tokens has every
+global page up to n and every local page that position n looks at. A page is findable only when all its tokens were
+written by steps of the sequence that publishes it, or by a verified load. A lower tier gets a page only after a step
+with finite logits has read it.
 """
 
 from __future__ import annotations
@@ -36,9 +33,9 @@ from wicore_trt.types import CachePriority
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """`prefix_cache`: keep and find pages of other requests. `checkpoint_tokens`: how often a long prompt keeps a local
-    window on the device. `write_policy`: see `copy_down`. `measure_attention`: keep measured attention mass for the
-    policy. `slab_pages`: see `KVLayout`."""
+    """Options of the cache. `prefix_cache`: keep and find pages of other requests. `write_policy`: see `copy_down`.
+    `checkpoint_tokens`: how often a long prompt keeps a local window on the device. `measure_attention`: keep measured
+    attention mass for the policy. `slab_pages`: see `KVLayout`."""
 
     prefix_cache: bool = True
     checkpoint_tokens: int = 4096
@@ -50,10 +47,14 @@ class CacheOptions:
 class KVCacheManager:
     """Device pages of all layer groups of one engine.
 
-    `num_pages` maps "global" and "local" to pool sizes (a model without layers of a kind has no entry for it). With
-    `options.slab_pages` the groups share one memory, in which each could have so many pages: see `KVLayout`.
-    `policy` orders the evictions of the group that carries the chains; `events` hears of every page that comes or goes;
-    `retention` knows what clients want to keep.
+    Global layers keep every page of a sequence. Local (sliding-window) layers hold only pages that the next token sees.
+    Those that slide out stay cached only around resume points, where a later request can start: end of prompt, branch
+    points, every `checkpoint_tokens`.
+
+    `num_pages` maps "global" and "local" to pool sizes, without an entry for a group that the model lacks. With
+    `options.slab_pages` the groups share one memory, in which each could have so many pages: see `KVLayout`. `policy`
+    orders evictions of the group that carries the chains. `events` gets every page that comes or goes. `retention`
+    knows what clients want to keep. Full pages are copied down to `tiers`; `prefix/loader` brings them back.
     """
 
     def __init__(
@@ -109,8 +110,8 @@ class KVCacheManager:
         """Failed steps so far. What a sequence shares with others or loads may have been condemned by one."""
 
     def derive_names(self, who: str, salt: str) -> TenantNames:
-        """Derive the page names of tenant `who` under this cache_salt; `.tag` stands for the tenant in
-        events, quotas and disk headers. For any thread; see `KeyChain.derive_names`."""
+        """Derive the page names of tenant `who` under this cache_salt, on any thread; see `KeyChain.derive_names`.
+        Their `.tag` stands for the tenant in events, quotas and disk headers."""
         return self._chain.derive_names(who, salt)
 
     def first_visible_page(self, position: int) -> int:
@@ -122,7 +123,7 @@ class KVCacheManager:
 
     def can_run(self, tokens: int, chunk: int) -> bool:
         """Say whether a lone sequence of `tokens`, computed `chunk` tokens at a time, fits the empty pools; with lower
-        tiers, beside the window of a prefix that is being loaded for it."""
+        tiers, beside the window of a prefix being loaded for it."""
         whole = self.count_pages(tokens)
         local = min(self.count_pages(self.window + chunk) + 1, whole)
         if self.tiers is not None:
@@ -130,7 +131,7 @@ class KVCacheManager:
         return self.memory.holds_alone(whole, local, self.count_pages(self.window) + 1)
 
     def find_prefix(self, pages: SequencePages, tokens: Sequence[int]) -> PrefixHit:
-        """Find the longest cached prefix that leaves at least one token of `tokens` to compute. Changes nothing but
+        """Find the longest cached prefix that leaves at least one token of `tokens` to compute. Changes only
         `pages.keys`."""
         if not self._prefix_cache:
             return PrefixHit(0, 0, in_flight=False)
@@ -145,7 +146,7 @@ class KVCacheManager:
         return PrefixHit(best * self.page_tokens, reachable, in_flight)
 
     def find_longest_window(self, keys: list[bytes], reachable: int, found: Callable[[bytes], bool]) -> int:
-        """Largest n <= reachable such that `found` holds for every local page of the window before it."""
+        """Find the largest n <= reachable such that `found` holds for every local page of the window before it."""
         if LOCAL not in self.pools:
             return reachable
         n = reachable
@@ -177,7 +178,7 @@ class KVCacheManager:
         pages.resume_points.update(ends | {hit.reachable})
 
     def touch_chain(self, pages: SequencePages, hit_tokens: int) -> None:
-        """Tell the policies of all tiers that a request looked up this chain, and what of it the device had. Once per
+        """Tell the policies of all tiers that a request looked up this chain, and count its device hit. Once per
         request."""
         self.hit_tokens += hit_tokens
         self.memory.revive_chain(pages.keys)
@@ -190,17 +191,17 @@ class KVCacheManager:
 
     @property
     def has_transfers(self) -> bool:
-        """True while any page is on its way to a tier or is to go there."""
+        """True while any page is on its way to a tier or due to go there."""
         return self.tiers is not None and (self.tiers.busy or bool(self._copies.due))
 
     def close(self, timeout_s: float) -> None:
-        """Let what is on its way to the tiers arrive, for at most `timeout_s` seconds. The end of it."""
+        """Close the tiers, giving pages on their way at most `timeout_s` seconds to arrive."""
         if self.tiers is not None:
             self._copies.begin_copies(all_due=True)
             self.tiers.close(timeout_s)
 
     def do_housekeeping(self) -> None:
-        """While no step is to be made: apply finished transfers, copy pages down, drop pages whose time is over."""
+        """Apply finished transfers, copy pages down and drop expired pages, while no step is to be made."""
         if self.tiers is not None:
             self.tiers.poll()
             self._copies.begin_copies()
@@ -213,7 +214,7 @@ class KVCacheManager:
         self._drop_expired()
 
     def work_beside_step(self, tokens: int) -> None:
-        """Do the rest of the housekeeping, while a step of so many tokens runs."""
+        """Do the rest of the housekeeping beside a step of `tokens`."""
         if self.tiers is not None:
             self.tiers.poll_down()
             self._copies.begin_copies(tokens)
@@ -232,12 +233,12 @@ class KVCacheManager:
         )
 
     def announce_pages(self, pages: SequencePages) -> None:
-        """Say that a sequence is computing its unpublished prompt pages, so that equal requests wait for them."""
+        """Announce that a sequence computes its unpublished prompt pages, so that equal requests wait for them."""
         for key in pages.keys[pages.published :]:
             self._computing.setdefault(key, pages)
 
     def expect_pages(self, keys: Iterable[bytes]) -> None:
-        """Say that a sequence waits for these pages: their time to live does not end before `stop_expecting`."""
+        """Note that a sequence waits for these pages: their TTL does not end before `stop_expecting`."""
         for key in keys:
             self._expected[key] = self._expected.get(key, 0) + 1
 
@@ -249,8 +250,8 @@ class KVCacheManager:
                 self._expected[key] = count
 
     def reserve_pages(self, pages: SequencePages, tokens: int, *, total: int = 0, spare: int = 0) -> bool:
-        """Extend the tables to hold positions below `tokens`, the global one below `total` if that is more. False, and
-        no change, when that would leave a pool with fewer than `spare` available slots."""
+        """Extend the tables to hold positions below `tokens`; the global one below `total` if that is more. False, and
+        no change, when a pool would have fewer than `spare` available slots left."""
         count, whole, tables = self.count_pages(tokens), self.count_pages(max(tokens, total)), pages.tables
         if len(tables[LOCAL]) >= count and len(tables[GLOBAL]) >= whole:
             return True
@@ -258,7 +259,7 @@ class KVCacheManager:
         return self._extend_tables({g: [(pages, max(0, need[g] - len(tables[g])))] for g in self.pools}, spare)
 
     def reserve_for_all(self, wanted: Iterable[tuple[SequencePages, int]]) -> bool:
-        """Reserve pages of (pages, tokens) of several sequences at once. False, and no change, when not all have
+        """Reserve pages of several sequences, given as (pages, tokens). False, and no change, when not all have
         room."""
         counts = [(pages, self.count_pages(tokens)) for pages, tokens in wanted]
         return self._extend_tables(
@@ -266,7 +267,7 @@ class KVCacheManager:
         )
 
     def _extend_tables(self, lacking: dict[str, list[tuple[SequencePages, int]]], spare: int = 0) -> bool:
-        """Put so many slots more at the end of each one's table of a group, or of none: False."""
+        """Append so many slots to each table of a group; False, and no change, unless all have room."""
         need = {group: count for group, short in lacking.items() if (count := sum([count for _, count in short]))}
         if spare and not self.memory.can_allocate({group: count + spare for group, count in need.items()}):
             return False
@@ -279,9 +280,9 @@ class KVCacheManager:
         return found is not None
 
     def commit_tokens(self, pages: SequencePages, tokens: Sequence[int], begin: int, end: int, *, finite: bool) -> None:
-        """Record that a step wrote positions [begin, end): publish full pages, let local pages slide out. `finite`: it
-        had logits, and they were finite, which vouches for all pages that it read. Raises UnwrittenPageError when
-        positions before `begin` were never written."""
+        """Record that a step wrote positions [begin, end): publish full pages, let local pages slide out. `finite`: its
+        logits were finite, which vouches for all pages that it read. Raises UnwrittenPageError when positions before
+        `begin` were never written."""
         size, tables, full = self.page_tokens, pages.tables, end // self.page_tokens
         index, start, left = begin // size, begin % size, end - begin
         while left > 0:
@@ -307,8 +308,8 @@ class KVCacheManager:
             self.slide_window(pages, full * size)
 
     def _publish_computed(self, pages: SequencePages, full: int) -> None:
-        """Make the first `full` pages findable but for local ones that slide out now, before anybody could find them.
-        Raises UnwrittenPageError."""
+        """Publish the first `full` pages, except local ones that slide out now, before anybody could find them. Raises
+        UnwrittenPageError."""
         gone = self._windows.unwanted_pages(pages.published, full, pages.resume_points)
         for group, pool in self.pools.items():
             table, places = pages.tables[group], range(pages.published, full)
@@ -319,8 +320,8 @@ class KVCacheManager:
             self.publish_pages(pages, group, [i for i in places if table[i] >= 0 and i not in passing])
 
     def publish_pages(self, pages: SequencePages, group: str, places: Sequence[int], *, saved: bool = False) -> None:
-        """Make full pages of a table findable, unless other slots hold them already. `saved`: a lower tier has them.
-        Raises UnwrittenPageError."""
+        """Publish full pages of a table, unless other slots hold them already. `saved`: a lower tier has them. Raises
+        UnwrittenPageError."""
         table, pool = pages.tables[group], self.pools[group]
         found = pool.publish_slots([table[i] for i in places], pages.make_pages(group, places))
         if not saved and pages.hints.priority is not CachePriority.LOW:
@@ -355,7 +356,7 @@ class KVCacheManager:
         self.events.append_removed("device", group, page.key, "capacity")
 
     def slide_window(self, pages: SequencePages, position: int) -> bool:
-        """Give up the local pages that no token from `position` on looks at; whether there were any."""
+        """Drop the local pages that no token from `position` on looks at; return whether there were any."""
         first = min(self.first_visible_page(position), len(pages.tables[LOCAL]))
         if LOCAL not in self.pools or first <= pages.first_local:
             return False
@@ -388,13 +389,13 @@ class KVCacheManager:
         pages.replace_slots(LOCAL, dict.fromkeys(gone, -1))
 
     def replace_global(self, pages: SequencePages, slots: Mapping[int, int]) -> None:
-        """Put `slots` into the global table, by page index, in place of those it has there, which are released."""
+        """Replace slots of the global table, by page index, and release the old ones."""
         table = pages.tables[GLOBAL]
         self.pools[GLOBAL].release_slots([table[i] for i in slots])
         pages.replace_slots(GLOBAL, slots)
 
     def replace_window(self, pages: SequencePages, first: int, slots: Sequence[int]) -> None:
-        """Put `slots` into the local table as pages first, first + 1, ... in place of all it holds."""
+        """Replace all that the local table holds by `slots`, as pages first, first + 1, ..."""
         self._drop_local_pages(pages, pages.first_local, len(pages.tables[LOCAL]))
         pages.cut_table(LOCAL, first)
         pages.extend_table(LOCAL, [-1] * (first - len(pages.tables[LOCAL])))
@@ -415,7 +416,7 @@ class KVCacheManager:
                     self.events.append_removed("device", group, page.key, "released")
 
     def free_pages(self, pages: SequencePages) -> None:
-        """Release everything the sequence holds; published pages stay cached. The tables become empty."""
+        """Release all slots of a sequence and empty its tables; published pages stay cached."""
         self.stop_computing(pages, pages.keys[pages.published :])
         for group in self.pools:
             self._release_slots(group, [slot for slot in reversed(pages.tables[group]) if slot >= 0], keep=True)
@@ -424,11 +425,10 @@ class KVCacheManager:
         pages.left.clear()
 
     def condemn_pages(self, pages: SequencePages) -> None:
-        """Forget the pages of a sequence of which a step had logits that are not finite: any page that it read may be
-        why, so no tier keeps one. Nor does the device keep a page that no other step has vouched for: it may have
-        been computed from one of those, by a request that was cut short. Sequences that share them go on, publish
-        nothing more until a step of theirs has finite logits, and give up what they load; nobody finds the pages
-        again."""
+        """Forget the pages of a sequence whose step had logits that are not finite: any page that it read may be why.
+        No tier keeps them, nor the device a page that no other step has vouched for: one of those may have been
+        computed from them, by a request that was cut short. Sequences that share them go on, but publish nothing until
+        a step of theirs has finite logits, and give up their loads."""
         self.failures += 1
         for group, pool in self.pools.items():
             for key in {*pages.keys[: pages.published], *pool.list_doubtful()}:
@@ -441,7 +441,7 @@ class KVCacheManager:
                 self.tiers.condemn(key, "failed")
 
     def end_request(self, pages: SequencePages, prompt_tokens: int, found_tokens: int) -> None:
-        """Note that a request ended, its pages still held: the next one of its conversation starts at its end. The
+        """Note that a request ended, while its pages are held: the next one of its conversation starts at its end. The
         first `found_tokens` of its prompt had been cached."""
         indexes = [] if self.tiers is None else list(self.tiers.indexes.values())
         keys, found = pages.keys[: pages.published], found_tokens // self.page_tokens
@@ -476,7 +476,7 @@ class KVCacheManager:
             self.tiers.clear()
 
     def drop_page(self, key: bytes, cause: str) -> None:
-        """Forget a page in every tier; on the device, unless it is in use."""
+        """Drop a page in every tier; on the device, unless it is in use."""
         for group, pool in self.pools.items():
             slot = pool.find_slot(key)
             pool.drop_page(key)

@@ -1,8 +1,8 @@
-"""The device memory of the pools of all layer groups: who gets slots, and which cached pages leave for them.
+"""Memory of the pools of all layer groups: it allots slots and evicts cached pages for them.
 
 `Memory` is pools that share nothing; `SharedMemory` is one memory for both groups. They must not know sequences or
-tiers. Invariant (I8): `allocate_slots` gives all groups what they ask for or changes nothing, and whatever is not used
-can be had.
+tiers. Invariant (I8): `allocate_slots` gives all groups what they ask for or changes nothing, and all that is not used
+can be allocated.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Memory:
 
     @property
     def free_counts(self) -> list[int]:
-        """Slots that the pools could give; while no number is larger than before, nothing fits that did not."""
+        """Slots that the pools could give. While none of them grows, nothing fits that did not fit before."""
         return [pool.available_slots for pool in self._pools.values()]
 
     def holds_alone(self, whole: int, local: int, window: int) -> bool:
-        """Say whether a sequence that has the memory alone always finds room: `whole` global pages, `local` local
-        ones at most, and those of a `window` for long."""
+        """Say whether a lone sequence always finds room: `whole` global pages, at most `local` local ones, and those of
+        a `window` for long."""
         need = {GLOBAL: whole, LOCAL: local}
         return all(need[group] <= pool.num_pages for group, pool in self._pools.items())
 
@@ -45,8 +45,8 @@ class Memory:
         return {group: self._pools[group].allocate_slots(count) or [] for group, count in need.items()}
 
     def evict_all(self) -> bool:
-        """Have all cached pages leave, when a sequence that has the memory alone gets no slots because the pages that
-        it found lie in too many slabs. False: it would change nothing."""
+        """Evict all cached pages, for a lone sequence that gets no slots because the pages it found lie in too many
+        slabs. False if that changes nothing."""
         return False
 
     # --- what the pages of a chain are worth ---------------------------------------------------------------------
@@ -58,8 +58,8 @@ class Memory:
         """Make cached pages spare that nobody can find, of slots that a sequence released."""
 
     def spare_windows(self, keys: list[bytes], needed: set[int]) -> None:
-        """Make local pages of a request that ended spare, but those at the `needed` indices and before a branch: there
-        a later request will start."""
+        """Make local pages of a request that ended spare, except those where a later request starts: at the `needed`
+        indices and before a branch."""
 
     def check_integrity(self) -> None:
         """Assert the invariants."""
@@ -68,13 +68,12 @@ class Memory:
 
 
 class SharedMemory(Memory):
-    """`pools` of both groups over `slabs`. `first_of_window(n)` is the first local page that a request looks at which
-    starts behind `n` pages.
+    """Memory in which `pools` of both groups share `slabs`.
 
-    The policy of the global group orders conversations. Pages leave from the end of one, and both pages of an index
-    together, since either is worthless without the other. When that breaks the last window in which a request could
-    start, the global pages down to the next window serve nobody: they leave before any other conversation is touched.
-    Spare local pages leave before all of them: windows at checkpoints and of earlier turns.
+    `first_of_window(n)` is the first local page that a request sees which starts behind `n` pages. `policy`, of the
+    global group, orders conversations. Pages leave from the end of one, both pages of an index together, since either
+    is worthless alone. When that breaks the last window in which a request could start, the global pages down to the
+    next window are dead: they leave before any other conversation is touched. Spare local pages leave first of all.
     """
 
     def __init__(
@@ -143,8 +142,7 @@ class SharedMemory(Memory):
         return count > 0
 
     def _make_room(self, group: str, count: int, leave: int) -> None:
-        """Have pages leave until there are `count` free slots of a group, in slabs of which at least `leave` others
-        stay without a used page."""
+        """Evict until a group has `count` free slots, with at least `leave` other slabs without a used page."""
         if self.slabs.free_slots(group) < count:
             self._policy.adapt_capacity()
         while self.slabs.free_slots(group) < count:
@@ -155,8 +153,8 @@ class SharedMemory(Memory):
             self._close_up(group, count)
 
     def _close_up(self, group: str, count: int) -> None:
-        """Memory is short: have `count` slots lie in as few more slabs as possible, at whatever price. What it looks at
-        are `count` pages, and those of slabs without a used page, which are fewer than `count`: never all pages."""
+        """Pack `count` slots into as few more slabs as possible, at any price, as memory is short. It looks at `count`
+        pages and at those of slabs without a used page, fewer than `count`: never at all pages."""
         pool, slabs = self._pools[group], self.slabs
         beside = (slot for slot in pool.iterate_oldest() if slabs.in_use(group, slot))
         for slot in list(islice(beside, max(0, count - slabs.free_beside(group)))):
@@ -200,7 +198,7 @@ class SharedMemory(Memory):
         return False
 
     def _evict_place(self, key: bytes, slot: int) -> bytes | None:
-        """Evict both pages of an index of a chain; returns the key of the page before."""
+        """Evict both pages of an index of a chain; return the key of the page before."""
         chain, local = self._pools[GLOBAL], self._pools[LOCAL]
         page = chain.page_of(slot)
         assert page is not None
@@ -211,7 +209,7 @@ class SharedMemory(Memory):
         return page.parent
 
     def _mark_dead(self, key: bytes | None) -> None:
-        """Mark pages dead that lie behind the last window of a chain, which ends at this page now."""
+        """Mark pages dead that lie behind the last window of a chain, which now ends at this page."""
         chain, children = self._pools[GLOBAL], 0
         while key is not None:
             slot = chain.find_slot(key)
@@ -225,8 +223,8 @@ class SharedMemory(Memory):
             key, children = page.parent, 1
 
     def _starts_here(self, key: bytes | None, count: int) -> bool:
-        """Say whether all local pages are there that a request looks at which starts behind `count` pages, `key`
-        last."""
+        """Say whether a request can start behind `count` pages, of which `key` is the last: all its local pages are
+        there."""
         chain, local = self._pools[GLOBAL], self._pools[LOCAL]
         if key is None or local.find_slot(key) is None:
             return False  # nearly always

@@ -1,10 +1,9 @@
-"""The device pool of one layer group: which page slots are free, used or cached.
+"""Pool of the device pages of one layer group: which slots are free, used or cached.
 
-Bookkeeping only: slots are integers and keys are bytes; the tensors live in the executor. Its memory may be shared with
-another group's pool (`kv/slabs.py`), of which it must not know more, nor of requests. Invariant (I2)
-(`check_integrity`): every slot is in exactly one of three states, free (no references, no page) or not its own, used
-(references > 0) or cached (no references, indexed under its key), the index names each key once, and what it names is
-written: a slot knows how many of its tokens its holder has written, and only a full one is published.
+Slots are integers and keys are bytes; the tensors live in the executor. It must not know requests, or more of another
+pool that shares its memory than `kv/slabs.py`. Invariant (I2) (`check_integrity`): every slot of the pool is in exactly
+one of three states. Free: no references, no page. Used: references > 0. Cached: no references, indexed under its key.
+The index names each key once, and all tokens of a page that it names are written.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ from wicore_trt.kv.slabs import Slabs
 class PagePool:
     """Slots 0..num_pages-1 of one layer group, `page_tokens` tokens each, with reference counts and a key index.
 
-    `slabs` is the memory that it takes its slots from as `group`, by default one of its own. In shared memory the slots
-    that it has at a time are fewer, and `make_room` says which pages leave for `count` slots, those of others too.
+    `slabs` is the memory that it takes its slots from as `group`, by default its own. In shared memory it has fewer
+    slots at a time, and `make_room` evicts pages, also of others, until `count` slots are free.
 
-    Cached slots are taken back in the order of `policy`, or least recently released first without one, and before all
-    others those released as `spare`. A sequence releases its pages tail first, so that the pages of a chain leave
-    before their parents and what is left stays reachable. `on_evict` is told of a cached page and its slot just before
-    the slot is taken.
+    Cached slots are taken in the order of `policy`, or least recently released first without one; `spare` ones before
+    all others. A sequence releases its pages tail first, so a chain's pages leave before their parents and the rest
+    stays reachable. `on_evict` is called with a cached page and its slot just before the slot is taken.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class PagePool:
 
     @property
     def num_pages(self) -> int:
-        """Slots that are its own, or nobody's."""
+        """Slots of slabs that are its own or nobody's."""
         return self._slabs.count_slots(self._group)
 
     @property
@@ -97,7 +95,7 @@ class PagePool:
         return slots
 
     def acquire_slots(self, slots: Iterable[int]) -> None:
-        """Add a reference to each of some used or cached slots."""
+        """Add a reference to each of these used or cached slots."""
         pinned: list[bytes] = []
         for slot in slots:
             if self._references[slot] == 0:
@@ -115,11 +113,9 @@ class PagePool:
         return slot in self._cached or slot in self._spare
 
     def write_tokens(self, slot: int, begin: int, end: int) -> None:
-        """Note that the holder of a slot wrote tokens [begin, end) of its page by a step.
-
-        Raises UnwrittenPageError, and changes nothing, when tokens before `begin` were never written or the page is
-        published, so that others may read it.
-        """
+        """Note that a step of the slot's holder wrote tokens [begin, end) of its page. Raises UnwrittenPageError, and
+        changes nothing, when tokens before `begin` were never written or the page is published, so that others may read
+        it."""
         written = self.written[slot]
         if begin > written or self._page_of[slot] is not None:
             state = f"has {written} tokens" if self._page_of[slot] is None else "is published"
@@ -128,8 +124,7 @@ class PagePool:
             self.written[slot] = end
 
     def fill_slots(self, slots: Iterable[int], tokens: int) -> None:
-        """Note that a verified load brought the first `tokens` tokens of the page of each slot that is not
-        published."""
+        """Note that a verified load brought the first `tokens` tokens of each slot's page that is not published."""
         written, page_of = self.written, self._page_of
         for slot in slots:
             if page_of[slot] is None and written[slot] < tokens:
@@ -148,11 +143,11 @@ class PagePool:
         return True
 
     def is_trusted(self, slot: int) -> bool:
-        """Say whether any step that read this page had finite logits, since it came into its slot."""
+        """Say whether a step that read this page had finite logits, since it came into its slot."""
         return bool(self._trusted[slot])
 
     def list_doubtful(self) -> list[bytes]:
-        """Names of the published pages that are not trusted."""
+        """List the keys of the published pages that are not trusted."""
         return [page.key for page, trusted in zip(self._page_of, self._trusted, strict=True) if page and not trusted]
 
     def page_of(self, slot: int) -> Page | None:
@@ -164,9 +159,9 @@ class PagePool:
         return [page for page in self._page_of if page is not None]
 
     def publish_slots(self, slots: Sequence[int], pages: Sequence[Page]) -> dict[int, Page]:
-        """Make used slots findable, each as its page; first pages of a chain first. Returns those that now are: not one
-        whose key is held elsewhere, nor one that was published before. Raises UnwrittenPageError, and changes nothing,
-        unless all tokens of each are written."""
+        """Publish used slots as these pages, first pages of a chain first. Returns the newly findable ones: without
+        keys held elsewhere and slots published before. Raises UnwrittenPageError, and changes nothing, unless all
+        tokens of each are written."""
         references, written, full = self._references, self.written, self.page_tokens
         for slot, page in zip(slots, pages, strict=True):
             assert references[slot] > 0, "only a used page can be published (I2)"
@@ -193,8 +188,8 @@ class PagePool:
         return found
 
     def release_slots(self, slots: Iterable[int], *, keep: bool = True, spare: bool = False) -> None:
-        """Drop one reference of each slot, in order. A slot nobody uses becomes cached if it was published and
-        `keep` is set, else free; a `spare` one leaves first. Callers pass a chain's tail first."""
+        """Drop one reference of each slot, in order; pass a chain's tail first. An unused slot becomes cached if it was
+        published and `keep` is set, else free; `spare` ones leave first."""
         cached, unpinned = self._spare if spare else self._cached, []
         for slot in slots:
             assert self._references[slot] > 0, f"slot {slot} released twice"
@@ -219,7 +214,7 @@ class PagePool:
             self._free_cached(slot)
 
     def condemn_page(self, key: bytes) -> int | None:
-        """Make a page unfindable, also one in use, whose slot is then free after its last user. Returns the slot."""
+        """Make a page unfindable, even in use: its slot becomes free after its last user. Returns the slot."""
         slot = self._slot_of.get(key)
         if slot is None:
             return None
@@ -230,26 +225,26 @@ class PagePool:
         return slot
 
     def make_spare(self, key: bytes) -> None:
-        """Have a cached page leave before those that are not spare."""
+        """Make a cached page leave before those that are not spare."""
         slot = self._slot_of.get(key)
         if slot is not None and slot in self._cached:
             del self._cached[slot]
             self._spare[slot] = None
 
     def first_spare(self) -> int | None:
-        """The slot of the spare page that leaves first."""
+        """Return the slot of the spare page that leaves first."""
         return next(iter(self._spare), None)
 
     def first_cached(self) -> int | None:
-        """The slot of the cached page that was released first, spare ones aside."""
+        """Return the slot of the cached page that was released first, spare ones aside."""
         return next(iter(self._cached), None)
 
     def iterate_oldest(self) -> Iterator[int]:
-        """Cached slots, spare ones first, in the order of their release. Change nothing meanwhile."""
+        """Yield cached slots in the order of their release, spare ones first. Change nothing meanwhile."""
         return chain(self._spare, self._cached)
 
     def list_coldest(self, count: int) -> list[int]:
-        """Cached slots in the order in which they would be taken, `count` at most."""
+        """List at most `count` cached slots in the order in which they would be taken."""
         if self.policy is None:
             return list(islice(chain(self._spare, self._cached), count))
         keys = self.policy.choose_victims(min(count, len(self._cached)))
@@ -277,7 +272,6 @@ class PagePool:
             self.evict_slot(slot)
 
     def _free_cached(self, slot: int) -> None:
-        """Free a cached slot."""
         self._uncache(slot)
         self._unpublish(slot)
         self._slabs.return_slot(self._group, slot)
@@ -294,7 +288,7 @@ class PagePool:
                 self.policy.remove_page(page.key)
 
     def list_states(self) -> tuple[set[int], set[int]]:
-        """The slots that are used, and those that are cached."""
+        """List the used slots and the cached slots."""
         return {slot for slot, count in enumerate(self._references) if count > 0}, {*self._cached, *self._spare}
 
     def check_integrity(self) -> None:

@@ -1,8 +1,8 @@
-"""Page tables of a sequence, the names of its pages, its loads and parked pages.
+"""Page tables of a sequence, the keys of its pages, its loads and parked pages.
 
 Plain data that the manager and the loader keep; it must not know pools or tiers. Invariant (I7): `keys` name a prefix
-of the sequence's tokens, a table never has a slot before a page that slid out, and tables with the same `stamp` are the
-same.
+of the sequence's tokens, a table never has a slot before a page that slid out, and tables with the same `stamp` are
+equal.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ STAMPS = itertools.count(1)
 
 @dataclass(slots=True)
 class ParkedPages:
-    """Pages that a preempted sequence goes on with: `tokens` are computed; `pages[group]` are the pages it needs, by
-    index, and `copies` keeps them in host memory. `private` ones, by group and index, have names that no look-up can
-    make: the last page may be partly filled, and pages that no step with finite logits has read are for this sequence
-    alone. `expected` are the names of all that the manager was told to expect."""
+    """Parked pages with which a preempted sequence goes on; `tokens` are computed.
+
+    `pages[group]` are the needed pages by index, and `copies` keeps them in host memory. `private` ones, by group and
+    index, have names that no look-up can make: a last page may be partly filled, and untrusted pages are for this
+    sequence alone. `expected` are the keys passed to `expect_pages`.
+    """
 
     tokens: int
     pages: dict[str, dict[int, Page]] = field(default_factory=dict)
@@ -38,26 +40,28 @@ class ParkedPages:
 
 
 def empty_tables() -> dict[str, array[int]]:
-    """Empty page tables. They are arrays of C ints because each step copies all of them into its tensors."""
+    """Make empty page tables: arrays of C ints, because each step copies all of them into its tensors."""
     return {GLOBAL: array("i"), LOCAL: array("i")}
 
 
 @dataclass(slots=True)
 class SequencePages:
-    """Page tables of one sequence.
+    """Page tables of one sequence; only the methods here change them.
 
-    `names` says what pages of whoever asks are called, and `marks` what content is in them (`mark_content`).
-    `tables[group][i]` is the slot of page i, -1 where a local page slid out. `keys[i]` names page i, whose tokens are
-    `blocks[i]`; `known` are identities, by group and index, that a tier has of pages which are being loaded.
-    `published` pages are findable; of those the first `trusted` were read by a step of this sequence with finite
-    logits, and the first `attached` were on the device when it came. `first_local` is the first page index still held
-    in the local table. `resume_points` are page counts whose local windows stay cached when they slide out; `left` are
-    slots of such pages, by index, that slid out before they were trusted.
-    `failures` is the manager's count of failed steps when what this sequence holds was last known to be good. `load`
-    brings the prefix up from lower tiers; `prefetch` brings what it will need from disk to host memory while it waits;
-    `parked` is where the pages of a preempted sequence wait. `stamp` stands for
-    what the tables hold: each change brings another number, so that who keeps it beside a copy of the tables knows by
-    it alone whether the copy is good. Tables are changed by the methods here and nowhere else.
+    - `names`: makes the page keys of its tenant and salt; `marks`: content that token ids do not tell (`mark_content`)
+    - `tables[group][i]`: slot of page i, -1 where a local page slid out; `first_local`: first page of the local table
+    - `stamp`: changes with the tables, so that a copy of them with the same stamp is good
+    - `keys[i]`: key of page i, whose token bytes are `blocks[i]`
+    - `known`: identities, by group and index, that a tier has of pages being loaded
+    - `published` pages are findable; the first `trusted` of them were read by a step of this sequence with finite
+      logits,
+      and the first `attached` were on the device when it came
+    - `resume_points`: page counts whose local windows stay cached when they slide out; `left`: slots of such pages, by
+      index, that slid out before they were trusted
+    - `failures`: the manager's count of failed steps when this sequence's pages were last known to be good
+    - `load` brings the prefix up from lower tiers; `prefetch` brings it from disk to host memory while the sequence
+      waits;
+      `parked` keeps the pages of a preempted sequence
     """
 
     names: TenantNames
@@ -85,27 +89,27 @@ class SequencePages:
         self.stamp = next(STAMPS)
 
     def replace_slots(self, group: str, slots: Mapping[int, int]) -> None:
-        """Put `slots` into a table, by page index, in place of those it has there."""
+        """Replace slots of a table, by page index."""
         table = self.tables[group]
         for i, slot in slots.items():
             table[i] = slot
         self.stamp = next(STAMPS)
 
     def cut_table(self, group: str, length: int) -> None:
-        """Take from a table what is behind its first `length` pages."""
+        """Cut a table to its first `length` pages."""
         del self.tables[group][length:]
         self.stamp = next(STAMPS)
 
     def clear_tables(self) -> None:
-        """Empty tables in place of these."""
+        """Replace the tables by empty ones."""
         self.tables, self.stamp = empty_tables(), next(STAMPS)
 
     def name_pages(self, tokens: Sequence[int]) -> None:
-        """Give all full pages of `tokens` their names."""
+        """Make the keys of all full pages of `tokens`."""
         self.blocks += self.names.extend_keys(self.keys, tokens, self.marks)
 
     def make_page(self, group: str, index: int) -> Page:
-        """The identity of a full page; its key must be there."""
+        """Make the identity of a full page, whose key must be there."""
         parent = self.keys[index - 1] if index else None
         return Page(self.keys[index], group, index, parent, self.names.tag, self.blocks[index])
 
@@ -117,10 +121,8 @@ class SequencePages:
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """Longest usable cached prefix: `tokens` computed tokens; `reachable` pages have all their global KV.
-
-    `in_flight`: the page after the hit is being computed by a running sequence; waiting for it saves the work.
-    """
+    """Prefix that is cached and usable, the longest: `tokens` are computed; the first `reachable` pages have all global
+    KV. `in_flight`: a running sequence computes the page after the hit; waiting for it saves the work."""
 
     tokens: int
     reachable: int
@@ -128,11 +130,9 @@ class PrefixHit:
 
 
 class Windows:
-    """Local pages of a chain that a later request can want: the window before each point where it may start.
-
-    A point is a number of pages. `first_visible(n)` is the first page that a request looks at which starts behind `n`
-    pages; a long prompt keeps a window every `checkpoint` pages.
-    """
+    """Windows of local pages that a later request may want: one before each point where it may start. A point is a
+    number of pages. `first_visible(n)` is the first page that a request sees which starts behind `n` pages; a long
+    prompt keeps a window every `checkpoint` pages."""
 
     def __init__(self, first_visible: Callable[[int], int], checkpoint: int) -> None:
         self._first_visible, self._checkpoint = first_visible, checkpoint

@@ -1,8 +1,8 @@
-"""Bytes that conversations take in each KV tier: the arithmetic behind `wicore kv plan`.
+"""Bytes that conversations take in each KV tier: the arithmetic of `wicore kv plan`.
 
-Counts what the tiers' books count: full pages, whole slots, the disk's headers. It must not know engines that run.
-Invariant: a host or disk tier with the bytes said here holds the sessions said here, without an eviction; what no
-arithmetic can know (prefixes that sessions share) only makes room.
+Counts what the tiers count: full pages, whole slots, the disk's headers. It must not know running engines. Invariant: a
+host or disk tier of the bytes computed here holds the sessions computed here without an eviction; prefixes that
+sessions share only make room.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODELS = tuple(_SIZES)
 
 
 def builtin_spec(name: str) -> Gemma3Spec:
-    """The published sizes of a Gemma 3 model; KeyError for a name that is not in MODELS."""
+    """Return the published sizes of a Gemma 3 model; KeyError for a name that is not in MODELS."""
     layers, hidden, heads, kv_heads, head_dim, intermediate, window, longest = _SIZES[name]
     return Gemma3Spec.from_hf_config(
         {
@@ -75,11 +75,10 @@ class Geometry:
         return {group: count * self.slot_bytes for group, count in self.slots_per_page.items()}
 
     def first_visible_page(self, tokens: int) -> int:
-        """First page that the token at position `tokens` looks at in local layers."""
+        """Index of the first local page that the token at position `tokens` looks at."""
         return first_visible_page(tokens, self.spec.sliding_window, self.page_tokens)
 
     def host_slots(self, nbytes: int) -> int:
-        """Slots of a host tier of `nbytes`."""
         return nbytes // self.slot_bytes
 
     def disk_slots(self, nbytes: int) -> int:
@@ -87,7 +86,7 @@ class Geometry:
         return self._disk_space(nbytes).slots_within(nbytes - _DIRECTORY_BYTES)
 
     def disk_bytes(self, slots: int) -> int:
-        """A limit under which a disk tier holds `slots` slots."""
+        """Limit under which a disk tier holds `slots` slots, in bytes."""
         return self._disk_space(SLAB_BYTES).bytes_of(slots) + _DIRECTORY_BYTES
 
     def _disk_space(self, limit: int) -> Space:
@@ -95,7 +94,7 @@ class Geometry:
         return Space(self.slot_bytes, max(1, slab_bytes // (BLOCK_BYTES + self.slot_bytes)), self.page_tokens)
 
     def device_bytes(self, sessions: int, tokens: int, max_batch_tokens: int, *, loads: bool = False) -> int:
-        """A budget from which `runtime.pool_sizes` makes memory for so many sequences of `tokens` tokens, when
+        """Budget from which `runtime.pool_sizes` makes memory for `sessions` sequences of `tokens` tokens, when
         scheduler.max_sequences is `sessions`; `loads` as there."""
         pages = self._device_pages(sessions, tokens, max_batch_tokens, loads)
         apart = sum(pages[group] * size for group, size in self.page_bytes.items())
@@ -106,7 +105,7 @@ class Geometry:
 
     @property
     def slab_bytes(self) -> int:
-        """Bytes of what changes hands between the layer groups on the device."""
+        """Bytes of a slab, which changes hands between the layer groups on the device."""
         return lcm(*self.page_bytes.values())
 
     def _device_pages(self, sessions: int, tokens: int, max_batch_tokens: int, loads: bool) -> dict[str, int]:
@@ -121,7 +120,7 @@ class Geometry:
         return sum(div_ceil(pages[group], count) for group, count in per_slab.items())
 
     def _least_slabs(self, tokens: int, max_batch_tokens: int, loads: bool) -> int | None:
-        """Slabs from which on the groups share the memory, as `runtime.pool_sizes` has it; None for one group."""
+        """Slabs from which on the groups share the memory, as in `runtime.pool_sizes`; None for one group."""
         if len(self.page_bytes) == 1:
             return None
         per_slab = pages_per_slab(self.page_bytes)
@@ -131,7 +130,7 @@ class Geometry:
         return least_slabs((whole, per_slab[GLOBAL]), (local, per_slab[LOCAL]), pages)
 
     def device_sessions(self, nbytes: int, tokens: int, max_batch_tokens: int, *, loads: bool = False) -> int:
-        """Count the sequences of `tokens` tokens that a budget of `nbytes` is enough for; see `device_bytes`."""
+        """Count the sequences of `tokens` tokens for which `nbytes` are enough; see `device_bytes`."""
 
         least = self._least_slabs(tokens, max_batch_tokens, loads)
 
@@ -149,11 +148,9 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class SessionSize:
-    """Pages that one conversation of `tokens` tokens leaves in a lower tier while it waits for its next turn.
-
-    `local` are the page indices of the windows at its two resume points: the end of the last prompt (for another
-    answer to it) and the end of the last reply, which is `reply_tokens` long. Windows of earlier turns leave first.
-    """
+    """Pages that one conversation of `tokens` tokens leaves in a lower tier while it waits for its next turn. Local
+    ones are the windows at its two resume points: the end of the last prompt, for another answer to it, and the end of
+    the last reply, of `reply_tokens`. Windows of earlier turns leave first."""
 
     geometry: Geometry
     tokens: int

@@ -1,15 +1,9 @@
-"""Slabs: the parts of the device memory for KV pages, and the layer group that has each.
+"""Slabs: parts of the device memory for KV pages, each owned by one layer group at a time.
 
-The memory is cut into slabs. A slab holds a whole number of pages of any group, and page n of a group always lies at n
-times its page size from the one base, so it is in slab n // pages[group]. A slab belongs to one group at a time and
-goes to another one when none of its pages is used or cached. A pool of its own memory is one slab of one group. Knows
-slots, no keys and no order of eviction. Invariant (I8) (`check_integrity`): no byte is in two pages that are not free,
-and `free_room` says exactly what `take_slots` can give once all that is cached has left.
-
-A slab is the least common multiple of the page sizes, so that no byte is wasted at its end. Gemma 3 has 3 to 10 global
-layers and 15 to 52 local ones; with pages of 32 tokens in bfloat16 that makes slabs of 0.5 (270M), 1.4 (1B), 18 (4B),
-10 (12B) and 65 MiB (27B), half of that in FP8. What it costs: the pages of one group can keep a slab that the other
-one wants, which is at most a slab less one page for each slab in use; `take_slots` fills slabs in use first.
+A slab holds a whole number of pages of any group. Page n of a group always lies at n times its page size from the
+common base, so in slab n // pages[group]. A slab changes groups when none of its pages is used or cached. It must not
+know keys or the order of eviction. Invariant (I8) (`check_integrity`): no byte is in two pages that are not free, and
+`free_room` says exactly what `take_slots` can give once all cached pages left.
 """
 
 from __future__ import annotations
@@ -22,14 +16,21 @@ from wicore_trt.arithmetic import div_ceil
 
 
 class FreeSlots(NamedTuple):
-    """Memory that is not used: `slabs` without a used page, and by group the slots of slabs in use (`beside`)."""
+    """Unused memory: `slabs` without a used page, and by group the free slots `beside` used pages."""
 
     slabs: int
     beside: tuple[int, ...]
 
 
 class Slabs:
-    """`count` slabs; `pages[group]` pages of a group fill one."""
+    """Slabs, `count` of them; `pages[group]` pages of a group fill one. A pool of its own memory is one slab of one
+    group.
+
+    A slab is the least common multiple of the page sizes, so no byte is wasted at its end. Gemma 3 has 3 to 10 global
+    layers and 15 to 52 local ones. Pages of 32 tokens in bfloat16 make slabs of 0.5 (270M), 1.4 (1B), 18 (4B), 10 (12B)
+    and 65 MiB (27B), half of that in FP8. One group's pages can keep a slab that the other wants: at most a slab less
+    one page for each slab in use.
+    """
 
     def __init__(self, count: int, pages: Mapping[str, int]) -> None:
         self.count = count
@@ -55,19 +56,18 @@ class Slabs:
     # --- what there is -------------------------------------------------------------------------------------------
 
     def used_slots(self, group: str) -> int:
-        """Slots in use."""
         return self._slots_used[group]
 
     def count_slots(self, group: str) -> int:
-        """Slots of the slabs that a group has or that nobody has."""
+        """Count the slots of the slabs that a group has or that nobody has."""
         return self.pages[group] * (self._owned[group] + len(self._empty))
 
     def free_slots(self, group: str) -> int:
-        """Slots that `take_slots` can give at once, if it may use any slab."""
+        """Count the slots that `take_slots` can give at once, if it may use any slab."""
         return self._loose[group] + self.pages[group] * len(self._empty)
 
     def free_beside(self, group: str) -> int:
-        """Slots of them that are in slabs in use."""
+        """Count the free slots that are in slabs in use."""
         return self._beside[group]
 
     @property
@@ -81,21 +81,21 @@ class Slabs:
         return FreeSlots(self.unused_slabs, beside)
 
     def available_slots(self, group: str) -> int:
-        """Slots that a group could have alone, when all that is cached leaves."""
+        """Count the slots that a group alone could have when all cached pages leave."""
         others = sum(count for name, count in self._pinned.items() if name != group)
         return self.pages[group] * (self.count - others) - self._slots_used[group]
 
     def needed_slabs(self, group: str, count: int) -> int:
-        """Slabs without a used page that `count` slots more take at least."""
+        """Count the slabs without a used page that `count` more slots take at least."""
         beside = self.pages[group] * self._pinned[group] - self._slots_used[group]
         return div_ceil(max(0, count - beside), self.pages[group])
 
     def can_take(self, need: Mapping[str, int]) -> bool:
-        """Say whether all groups can have so many slots more at the same time."""
+        """Say whether all groups can have so many more slots at the same time."""
         return sum([self.needed_slabs(group, count) for group, count in need.items()]) <= self.unused_slabs
 
     def would_pin(self, group: str, count: int) -> int:
-        """Slabs without a used page that `take_slots` would use."""
+        """Count the slabs without a used page that `take_slots` would use."""
         left, slabs = count - self._beside[group], 0
         for slab in self._partial[group][0]:
             if left <= 0:
@@ -109,7 +109,7 @@ class Slabs:
         return self._used[slot // self.pages[group]] > 0
 
     def idle_slots(self, group: str) -> list[int]:
-        """The cached slots of a group's slabs without a used page, slab by slab."""
+        """List the cached slots of a group's slabs without a used page, slab by slab."""
         size = self.pages[group]
         return [
             slot
@@ -120,8 +120,8 @@ class Slabs:
     # --- changes -------------------------------------------------------------------------------------------------
 
     def take_slots(self, group: str, count: int) -> list[int]:
-        """Take `count` <= `free_slots` slots, which are used from now on: of slabs in use first, then of those with
-        cached pages, then of slabs that nobody has."""
+        """Take `count` <= `free_slots` slots, used from now on: of slabs in use first, then of slabs with cached pages,
+        then of slabs that nobody has."""
         taken: list[int] = []
         unpinned, pinned = self._partial[group]
         while len(taken) < count:
@@ -170,7 +170,7 @@ class Slabs:
             self._move_partial(group, slab, 1)
 
     def return_slot(self, group: str, slot: int) -> None:
-        """Take back a cached slot; a slab without any other becomes nobody's."""
+        """Take back a cached slot; a slab whose slots are all free has no owner then."""
         slab = slot // self.pages[group]
         free = self._free[slab]
         free.append(slot)
@@ -214,7 +214,7 @@ class Slabs:
     # --- the invariant -------------------------------------------------------------------------------------------
 
     def check_integrity(self, states: Mapping[str, tuple[set[int], set[int]]]) -> None:
-        """Assert the invariant; `states[group]` are the slots of a group that are used and those that are cached."""
+        """Assert the invariant; `states[group]` are the used and the cached slots of a group."""
         assert sorted(self._empty) == [s for s, owner in enumerate(self._owner) if owner is None], "a slab is lost"
         for group, size in self.pages.items():
             used, cached = states[group]
