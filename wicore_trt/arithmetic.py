@@ -10,28 +10,29 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
 def div_ceil(a: int, b: int) -> int:
-    """a / b rounded up, for b > 0: how many parts of b hold a."""
+    """Divide a by b > 0, rounded up."""
     return -(-a // b)
 
 
 def first_visible(position: int, window: int) -> int:
-    """The first position that a query at `position` sees through a sliding `window`, which holds the query's own."""
+    """Return the first position that a query at `position` sees through a sliding `window`, which includes the query's
+    own."""
     return max(0, position - window + 1)
 
 
 def first_visible_page(position: int, window: int, page_tokens: int) -> int:
-    """Index of the first page of `page_tokens` tokens that a query at `position` sees through a sliding `window`."""
+    """Return the index of the first page that a query at `position` sees through a sliding `window`."""
     return first_visible(position, window) // page_tokens
 
 
 def pages_per_slab(page_bytes: Mapping[str, int]) -> dict[str, int]:
-    """Pages of each layer group in a slab, the least memory that a whole number of pages of any group fills."""
+    """Return the pages of each layer group in a slab: the least memory that whole pages of any group fill."""
     slab_bytes = lcm(*page_bytes.values())
     return {group: slab_bytes // size for group, size in page_bytes.items()}
 
 
 def least_slabs(whole: tuple[int, int], local: tuple[int, int], window: int) -> int:
-    """Slabs in which one sequence finds room whatever happens: `whole` and `local` are (pages, pages per slab) of its
-    global pages and of its local ones at most. Those of a `window`, so many pages, may lie in a slab each, with a
-    page more that is being written; the global ones are together, at least after it has started afresh."""
+    """Return the slabs that always suffice for one sequence. `whole`, `local`: (pages, pages per slab) of its global
+    pages and of the most local ones it has. `window`: pages of a window; each may lie in its own slab, and so may the
+    page that is being written. Global pages lie together, at least after the sequence has started again."""
     return div_ceil(*whole) + max(div_ceil(*local), window + 2)

@@ -1,7 +1,7 @@
 """Checks of single values that a client sends: type, range, Unicode.
 
-Knows values and the names of their fields; it must not know requests. Invariant: whatever object comes in, the answer
-is None or an InvalidRequestError that names the field in one short line.
+Knows values and the names of their fields; it must not know requests. Invariant: for any object, a check returns or
+raises an InvalidRequestError that names the field in one short line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ def check_integer(name: str, value: object, low: int, high: int) -> None:
 
 
 def check_flag(name: str, value: object) -> None:
-    """Raise unless `value` is True or False."""
     if not isinstance(value, bool):
         raise InvalidRequestError(f"{name} must be true or false, got {shown(value)}.", field=name)
 
@@ -86,7 +85,7 @@ def check_field(row: RequestField, value: object) -> None:
 
 
 def as_token_ids(name: str, ids: object) -> tuple[int, ...]:
-    """The ids as plain ints. Raises for anything but integers in [0, 2**31); flags are no integers here."""
+    """Convert ids to plain ints. Raises for anything but integers in [0, 2**31); bools are no integers here."""
     if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
         raise InvalidRequestError(f"{name} must be a sequence of token ids, got {shown(ids)}.", field=name)
     found = ids if isinstance(ids, tuple) else tuple(ids)

@@ -1,8 +1,7 @@
 """A client of a running server with the calls of `LLM`: `Client(address).generate(...)`, `.chat(...)`, `.stream(...)`.
 
-Talks the contract of serve/proto; needs the extra `serve` and no engine. It must not know how a server works.
-Invariants: a call fails with the exception that `LLM` would raise; a stream that is dropped half-way cancels its call.
-For any thread.
+Uses the API in serve/proto; needs the extra `serve` and no engine. Any thread may use it. It must not know how a server
+works. Invariants: a call fails with the exception that `LLM` would raise; dropping a stream cancels its call.
 """
 
 from __future__ import annotations
@@ -71,11 +70,10 @@ _WIRE_NAMES = {f"{name}_seconds": f"{name}_time" for name in ("step", "read", "w
 
 
 class Client:
-    """`address` is HOST:PORT. `ca` is a file of certificates to trust and turns TLS on; `api_key` stands for a tenant.
-
-    Calls raise the exceptions of `wicore_trt.errors`: InvalidRequestError with the name of the field, QueueFullError
-    with `retry_after_s`, UnavailableError where no server answers or it is loading, AuthenticationError, DeadlineError.
-    """
+    """Client of the server at `address`, HOST:PORT. `ca` is a file of trusted certificates and turns TLS on; `api_key`
+    identifies a tenant. Calls raise the exceptions of `wicore_trt.errors`: InvalidRequestError with the name of the
+    field, QueueFullError with `retry_after_s`, UnavailableError where no server answers or it is loading,
+    AuthenticationError, DeadlineError."""
 
     def __init__(
         self, address: str = "127.0.0.1:50051", *, api_key: str | None = None, ca: str | Path | None = None
@@ -87,13 +85,14 @@ class Client:
         else:
             self._channel = grpc.insecure_channel(address, options)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        self._health = health_pb2_grpc.HealthStub(self._channel)  # made of a closed channel it would crash
+        self._health = health_pb2_grpc.HealthStub(self._channel)  # made now: of a closed channel it would crash
         self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
         self.address = address
         self._closed = False
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """Return when the server takes requests. Raises UnavailableError when it does not within `timeout_s`."""
+        """Return when the server takes requests. Raises UnavailableError when it does not within `timeout_s`
+        seconds."""
         replies = self._ask_server(
             self._health.Watch, health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True
         )
@@ -116,8 +115,8 @@ class Client:
         cache: CacheHints | None = None,
         timeout_s: float | None = None,
     ) -> list[list[Completion]]:
-        """Complete prompts (text, or token ids) together; result[i][j] is sequence j of prompt i. `params` are those of
-        all prompts, or a list of each one's; `timeout_s` bounds each call."""
+        """Complete prompts (text, or token ids) together; result[i][j] is sequence j of prompt i. `params` are for all
+        prompts, or a list with one for each; `timeout_s` bounds each call."""
         many = prompt_list(prompts)
         each = zip(many, params_list(params, len(many)), strict=True)
         calls = [self._start_call(prompt, its, cache, timeout_s) for prompt, its in each]
@@ -135,8 +134,8 @@ class Client:
         cache: CacheHints | None = None,
         timeout_s: float | None = None,
     ) -> list[Completion]:
-        """The model's next turn in a conversation of {"role", "content"} turns, by the model's own chat template;
-        `params.n` of them."""
+        """Return `params.n` next turns of a conversation of {"role", "content"} turns, by the model's own chat
+        template."""
         return _complete(self._start_call(messages, params, cache, timeout_s))
 
     def stream(
@@ -151,21 +150,20 @@ class Client:
         return _read_outputs(self._start_call(prompt, params, cache, timeout_s))
 
     def info(self) -> ModelInfo:
-        """Facts of the served engine; `build` is not told."""
+        """Return facts of the served engine; `build` is left empty."""
         found: ModelInfo = _to_plain(self._ask_server(self._stub.GetModelInfo, pb2.GetModelInfoRequest()))
         return found
 
     def stats(self) -> EngineStats:
-        """Load and counters since the server's start: an operator's of all, else those of the key's own requests."""
+        """Return load and counters since the server's start: for an operator of all, else of the key's own requests."""
         found: EngineStats = _to_plain(self._ask_server(self._stub.GetStats, pb2.GetStatsRequest()))
         return found
 
     def has_chat_template(self) -> bool:
-        """True when the served model takes conversations; one without completes text alone."""
+        """Tell whether the served model takes conversations; without a template it only completes text."""
         return self.info().chat
 
     def close(self) -> None:
-        """End all calls."""
         self._closed = True
         self._channel.close()
 
@@ -198,7 +196,7 @@ class Client:
         return self._ask_server(self._stub.Generate, message, timeout=timeout_s)
 
     def _ask_server(self, method: Callable[..., Any], message: Message, **options: Any) -> Any:
-        """The answer of a method, or its stream. Raises WicoreError where this client was closed."""
+        """Call a method and return its answer or stream. Raises WicoreError when this client was closed."""
         if not self._closed:
             try:
                 return method(message, metadata=self._metadata, **options)
@@ -211,7 +209,7 @@ class Client:
 
 
 def _to_plain(told: Any) -> Any:
-    """A message, or a value inside of one, as a plain type: durations in seconds, None for what is unset."""
+    """Convert a message, or a value in one, to a plain type: durations in seconds, None for unset."""
     if isinstance(told, Duration):
         return told.ToNanoseconds() / 1e9
     if isinstance(told, Message):
@@ -239,7 +237,7 @@ def _make_sampling(params: SamplingParams) -> pb2.SamplingParams:
 
 
 def constraint_message(given: Constraint) -> pb2.Constraint:
-    """Raises InvalidRequestError for choices that are no list of texts."""
+    """Convert a constraint. Raises InvalidRequestError for choices that are no list of texts."""
     match given.kind:
         case ConstraintKind.JSON_OBJECT:
             return pb2.Constraint(json_object=True)
@@ -300,10 +298,10 @@ def _read_logprobs(entries: Iterable[pb2.TokenLogprob]) -> tuple[TokenLogprob, .
 
 
 def _error_of(error: Any) -> WicoreError:
-    """The exception that a server's status stands for; a status without our details goes by its code."""
+    """Make the exception for a server's status; a status without our details is mapped by its code."""
     code, text = error.code(), error.details() or error.code().name
     status = rpc_status.from_call(error)
-    if status is None and code is grpc.StatusCode.UNAVAILABLE:  # of gRPC, not of a server of ours
+    if status is None and code is grpc.StatusCode.UNAVAILABLE:  # made by gRPC, not by our server
         address, why = re.search(r"(?:ipv[46]|unix|for):? ?(\S+): ", text), text.rpartition(": ")[2].rstrip("]")
         fix = "Start one (wicore serve) or give another address; where it has TLS, its certificates."
         return errors.UnavailableError(f"No server answers{f' at {address[1]}' if address else ''}: {why}.", fix=fix)

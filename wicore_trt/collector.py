@@ -1,7 +1,6 @@
-"""Python's cyclic garbage collector where very many objects are made that stay, or go without its help.
+"""Python's cyclic garbage collector, kept from running in vain over many long-lived objects.
 
-Each collection on the way walks what was made and frees nothing. It must not know what is made. Invariant: behind
-`collection_paused` collection is on exactly where it was on before.
+It must not know what is made. Invariant: after `collection_paused`, collection is on exactly if it was on before.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ fifth of the time of looking up, loading and evicting pages goes into collection
 
 
 def collect_rarely() -> None:
-    """Freeze what a process has loaded, so that no collection looks at it again, and collect rarely from then on."""
+    """Freeze what a process has loaded, so that no collection walks it again, and collect rarely from then on."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*RARELY)
@@ -24,7 +23,7 @@ def collect_rarely() -> None:
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Process-wide, so only where no other thread makes much garbage meanwhile, as at start-up."""
+    """Pause collection process-wide: use it only while no other thread makes much garbage, as at start-up."""
     enabled = gc.isenabled()
     gc.disable()
     try:

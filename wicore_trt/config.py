@@ -1,8 +1,8 @@
-"""Load the one settings tree, with the origin of each value.
+"""The one settings tree, and the source of each value.
 
 A value comes from a flag, else from an environment variable (`WICORE_KV__DEVICE_BYTES`), else from the recipe, else
-from the default below. Must not know what settings do. Invariant: every key that a user wrote is a setting, or an
-error that names file and line, variable or flag.
+from the default below. It must not know what the settings do. Invariant: every key that a user wrote is either a
+setting or an error that names the file and line, the variable or the flag.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _UNITS = {"": 1, "B": 1, **{f"{p}{s}": b**e for e, p in enumerate("KMGT", 1) for
 
 
 def parse_bytes(value: object) -> object:
-    """Parse bytes from "2GiB", "512 MB" or a plain number. Raises ValueError for other text."""
+    """Parse "2GiB", "512 MB" or a plain number into bytes. Raises ValueError for any other text; values of other types
+    pass."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
@@ -232,7 +233,7 @@ class BuildSettings:
 
 @settings(config=_STRICT, frozen=True)
 class Settings:
-    """Settings tree, validated."""
+    """Tree of all settings, validated."""
 
     engine: str | None = None
     """Engine directory to load."""
@@ -249,7 +250,6 @@ _TREE = TypeAdapter(Settings)
 
 
 def value_of(settings: Settings, key: str) -> Any:
-    """Return the value of a dotted key."""
     found: Any = settings
     for part in key.split("."):
         found = getattr(found, part)
@@ -273,7 +273,7 @@ class LoadedSettings:
         return found
 
     def render(self, *, meanings: bool = False) -> str:
-        """Render the settings as a recipe, with each value's source as a comment, and with `meanings` its meaning
+        """Render the settings as a recipe, each line with its source as a comment; `meanings` adds the description
         above it."""
         lines: list[str] = []
         section = ""
@@ -290,7 +290,7 @@ class LoadedSettings:
 
 
 def _meaning(key: str) -> str:
-    """Describe a setting, and list its values where they are few."""
+    """Describe a setting, with its possible values where these are a list."""
     section, _, leaf = key.rpartition(".")
     found: Any = getattr(Settings(), section) if section else Settings()
     about = type(found).__pydantic_fields__[leaf]
@@ -312,7 +312,7 @@ KEYS = tuple(_leaf_keys(Settings))
 
 
 class Flag(NamedTuple):
-    """Value of the command line, None where it was not given, and its option, as errors name it."""
+    """Value of the command line (None: not given), and the name of its option for errors."""
 
     name: str
     value: Any
@@ -328,9 +328,9 @@ def resolve_settings(
     overrides: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> LoadedSettings:
-    """Load settings and their sources. Precedence: flag > environment > recipe > default.
-    `recipe` is a packaged recipe's name or a path. `overrides` are the caller's values or Flags, {"kv.page_tokens":
-    16} or nested; None means not given. Raises ConfigError that names where the bad value was written."""
+    """Resolve settings and their sources. Precedence: flag > environment > recipe > default. `recipe` is a packaged
+    recipe's name or a path. `overrides` maps keys, dotted ({"kv.page_tokens": 16}) or nested, to values or Flags; None
+    means not given. Raises ConfigError naming where the bad value was written."""
     values: dict[str, tuple[Any, str]] = {}
     if recipe is not None:
         values |= read_recipe(resolve_recipe(recipe), KEYS)
@@ -348,12 +348,11 @@ def resolve_settings(
 
 
 def settings_to_json(settings: Settings) -> str:
-    """Encode settings, secrets included, for another process of this server."""
+    """Serialize settings for another process of this server; the text contains secrets."""
     return _TREE.dump_json(settings).decode()
 
 
 def settings_from_json(text: str) -> Settings:
-    """Decode the text of `settings_to_json`."""
     return _TREE.validate_json(text)
 
 
@@ -386,7 +385,7 @@ def _as_config_error(error: ValidationError, sources: Mapping[str, str]) -> Conf
     parts = []
     for detail in error.errors(include_url=False, include_context=False, include_input=False):
         key = ".".join(str(part) for part in detail["loc"] if isinstance(part, str) and not part.isdigit())
-        told = re.findall(r"\w+", detail["msg"])  # of several fields it is the section's error, and names them
+        told = re.findall(r"\w+", detail["msg"])  # an error about several fields is the section's and names them
         fields = (w for k, w in sources.items() if k.startswith(f"{key}.") and k.rpartition(".")[2] in told)
         written = sources.get(key) or next(fields, "default")
         name = written if written.startswith("--") else f"{written}: {key}"

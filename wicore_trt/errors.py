@@ -1,24 +1,26 @@
 """Exceptions for every failure that a user can meet, as one tree.
 
-Each class carries the process exit code and the gRPC status name that it maps to, so that the command line and the
-server never decide these on their own. This module knows nothing of gRPC or torch. Invariant: a message says what is
-wrong, and `fix`, when given, says what to do about it.
+Each class carries the process exit code and the gRPC status name that it maps to. This module knows nothing of gRPC or
+torch. Invariant: a message says what is wrong, and `fix`, when given, says what to do about it.
 
     WicoreError                     1    INTERNAL
-    ├── InvalidRequestError         1    INVALID_ARGUMENT     one bad field of one request
-    │   └── ContextLengthError      1    INVALID_ARGUMENT     a prompt that does not fit the context
-    ├── NotFoundError               1    NOT_FOUND            unknown model, unknown request
-    ├── QueueFullError              1    RESOURCE_EXHAUSTED   try again after `retry_after_s`
-    │   └── RateLimitError          1    RESOURCE_EXHAUSTED   the tenant's requests or tokens of this minute
-    ├── UnavailableError            1    UNAVAILABLE          starting or draining
-    ├── DeadlineError               1    DEADLINE_EXCEEDED
-    ├── RequestCancelledError       1    CANCELLED
-    ├── AuthenticationError         1    UNAUTHENTICATED
-    ├── CheckpointError             1    FAILED_PRECONDITION  unreadable, incomplete or unknown source
-    ├── ConfigError                 3    INVALID_ARGUMENT     recipe, environment variable or flag
-    ├── EnvironmentUnfitError       4    FAILED_PRECONDITION  missing extra, no GPU, used port
-    ├── EngineFormatError           4    FAILED_PRECONDITION  corrupted, foreign or newer engine
-    └── EngineDeadError             1    UNAVAILABLE          the step loop ended; the next engine may answer
+    |-- InvalidRequestError         1    INVALID_ARGUMENT     one bad field of one request
+    |   |-- ContextLengthError      1    INVALID_ARGUMENT     a prompt that does not fit the context
+    |-- NotFoundError               1    NOT_FOUND            unknown model, unknown request
+    |   |-- ModelNotFoundError      1    NOT_FOUND            another model than the served one
+    |-- QueueFullError              1    RESOURCE_EXHAUSTED   try again after `retry_after_s`
+    |   |-- RateLimitError          1    RESOURCE_EXHAUSTED   the tenant's requests or tokens of this minute
+    |-- UnavailableError            1    UNAVAILABLE          starting or draining
+    |-- DeadlineError               1    DEADLINE_EXCEEDED
+    |-- RequestCancelledError       1    CANCELLED
+    |-- AuthenticationError         1    UNAUTHENTICATED
+    |-- ForbiddenError              1    PERMISSION_DENIED
+    |-- CheckpointError             1    FAILED_PRECONDITION  unreadable, incomplete or unknown source
+    |-- ConfigError                 3    INVALID_ARGUMENT     recipe, environment variable or flag
+    |-- EnvironmentUnfitError       4    FAILED_PRECONDITION  missing extra, no GPU, used port
+    |-- EngineFormatError           4    FAILED_PRECONDITION  corrupted, foreign or newer engine
+    |-- EngineDeadError             1    UNAVAILABLE          the step loop ended; the next engine may answer
+    |-- UnwrittenPageError          1    INTERNAL             a defect of ours
 """
 
 from __future__ import annotations
@@ -66,8 +68,8 @@ class InvalidRequestError(WicoreError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """A prompt of `tokens` tokens, at least, of which `most` fit the context. Where another process told of it, these
-    are 0."""
+    """Prompt of at least `tokens` tokens, of which `most` fit the context. Both are 0 when another process reported the
+    error."""
 
     def __init__(self, message: str, *, field: str, fix: str | None = None, tokens: int = 0, most: int = 0) -> None:
         super().__init__(message, field=field, fix=fix)
@@ -75,8 +77,8 @@ class ContextLengthError(InvalidRequestError):
 
     @classmethod
     def of(cls, tokens: int, context: int, field: str, *, built: int = 0, least: bool = False) -> ContextLengthError:
-        """Make the error in the words that clients look for. `context` counts the tokens of prompt and output, and
-        `built` is what the engine itself takes, where that is known; with `least` there may be more than `tokens`."""
+        """Make the error in the words that clients search for. `context` counts the tokens of prompt and output;
+        `built` is the engine's own limit, where known. With `least` the prompt may have more than `tokens`."""
         message = (
             f"This model's maximum context length is {context} tokens, one of them for the output, and the prompt has "
             f"{'at least ' if least else ''}{tokens}."
@@ -175,21 +177,21 @@ class EngineFormatError(WicoreError):
 
 
 class EngineDeadError(WicoreError):
-    """The step loop ended on an unexpected error; every waiter is told with this."""
+    """The step loop ended on an unexpected error; every waiting request fails with this."""
 
     grpc_code = "UNAVAILABLE"
 
 
 class UnwrittenPageError(WicoreError):
-    """KV of tokens that nobody computed or loaded was about to be used: a defect of ours, stopped before it is a wrong
-    token. It ends the sequence that it concerns."""
+    """KV of tokens that nobody computed or loaded was about to be used: a defect of ours, caught before a wrong token.
+    It ends the sequence that it concerns."""
 
 
 def error_named(
     kind: str, message: str, *, fix: str | None, field: str | None = None, retry_after_s: float | None = None
 ) -> WicoreError:
-    """An error that another process told by the name of its class; a plain one where that class is not of this module
-    or wants more than was told."""
+    """Make an error that another process sent by the name of its class. It is a WicoreError where that class is not of
+    this module or needs more arguments than were sent."""
     given = {"fix": fix, "field": field, "retry_after_s": retry_after_s}
     made: Any = globals().get(kind, WicoreError)
     try:
@@ -200,13 +202,13 @@ def error_named(
 
 
 def install_command(*extras: str) -> str:
-    """The sentence that says how to install extras: the package is on no index, so from the clone or a wheel."""
+    """Return the sentence that says how to install extras: from the clone or a wheel, as the package is on no index."""
     names = ",".join(extras)
     return f"Run in the clone: pip install -e '.[{names}]' (of a wheel: pip install 'FILE.whl[{names}]')."
 
 
 def missing_package(module: str | None) -> EnvironmentUnfitError | None:
-    """The error for a module that cannot be found, None for one that no extra brings."""
+    """Make the error for a module that cannot be found; None for a module that no extra brings."""
     top = (module or "").partition(".")[0]
     if top not in _EXTRAS:
         return None
@@ -214,7 +216,7 @@ def missing_package(module: str | None) -> EnvironmentUnfitError | None:
 
 
 def check_extras(*extras: str) -> None:
-    """Raise EnvironmentUnfitError where a module of one of these extras is lacking, before processes need it."""
+    """Raise EnvironmentUnfitError when a module of these extras is missing, before processes need it."""
     for module, extra in _EXTRAS.items():
         if extra in extras and find_spec(module) is None and (lacking := missing_package(module)):
             raise lacking
@@ -227,7 +229,7 @@ _BRIEF.maxstring = _BRIEF.maxlong = _BRIEF.maxother = 2 * MAX_SHOWN  # what is l
 
 
 def shown(value: object) -> str:
-    """A value as an error shows it: one line, and not long, whatever it is."""
+    """Format any value for an error: one line, and short."""
     try:
         text = repr(value[:MAX_SHOWN]) if isinstance(value, (str, bytes)) else _BRIEF.repr(value)
     except Exception:  # an int of more digits than Python prints, or an object whose __repr__ fails
@@ -236,17 +238,17 @@ def shown(value: object) -> str:
 
 
 def shortened(text: str, most: int = MAX_SHOWN) -> str:
-    """The text, or its beginning and dots when it is longer than `most` characters."""
+    """Return the text, cut and ended with dots when it is longer than `most` characters."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def first_fault(error: Any, whole: str = "it") -> str:
-    """Tell what pydantic's ValidationError says first: where, what stands there, and why it is wrong. `whole`: its
-    name."""
+    """Describe the first error of pydantic's ValidationError: place, value and reason. `whole` names the validated
+    object."""
     first = error.errors(include_url=False)[0]
     return f"{named('.'.join(map(str, first['loc']))) or whole} is {shown(first['input'])}: {first['msg']}"
 
 
 def named(name: str) -> str:
-    """A name that a file gives something, as an error shows it: as it is when that is one line and not long."""
+    """Format a name from a file for an error: unchanged when it is one line and not long."""
     return name if name.isprintable() and len(name) <= 2 * MAX_SHOWN else shown(name)

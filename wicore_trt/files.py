@@ -1,8 +1,8 @@
-"""Read files from outside: models, checkpoints, engines, recipes, downloads.
+"""The one door for files from outside: models, checkpoints, engines, recipes, downloads.
 
-All code that reads a file of a user or stranger does so through `UntrustedFiles`. Knows sizes and JSON, not the
-meaning of files. Invariant (I23): a file read here is regular, opened without blocking, inside of the given
-directory, and read up to its limit; everything else is the given error, in one line.
+All code reads files of users and strangers through `UntrustedFiles`. The module knows sizes and JSON, not the meaning
+of files. Invariant (I23): a file read here is regular, was opened without blocking, lies inside of the given directory,
+and is read up to its limit; everything else is the given error, in one line.
 """
 
 from __future__ import annotations
@@ -53,11 +53,14 @@ _LONE_SURROGATE = re.compile(r"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
 
 @dataclass(frozen=True, slots=True)
 class UntrustedFiles:
-    """Reader of the files of one directory.
-    Files must lie in `within` when all links are followed (None: the user named the file, so it may lie anywhere). A
-    snapshot of the Hugging Face cache, models--*/snapshots/COMMIT, may link into the blobs of its own model. `error`
-    is raised for everything that is wrong with a file, with `fix` as its remedy. With `seen` = {} the reader
-    remembers what it opened, and refuses a file that was replaced, written to, or given another mode or name since."""
+    """Reads files of one directory.
+
+    Files must lie in `within` when all links are followed (None: the user named the file itself, so it may lie
+    anywhere). A snapshot of the Hugging Face cache, models--*/snapshots/COMMIT, may link into the blobs of its own
+    model. `error` is raised for everything that is wrong with a file, with `fix` as its remedy. With `seen` = {} the
+    door remembers opened files, and refuses one that has since been replaced, written to, or given another mode or
+    name.
+    """
 
     within: Path | None = None
     error: type[WicoreError] = CheckpointError
@@ -66,8 +69,8 @@ class UntrustedFiles:
 
     @contextmanager
     def open_file(self, path: Path, *, limit: int | None = None, buffering: int = -1) -> Iterator[BinaryIO]:
-        """Open the file for reading; an OSError of the block becomes `error`, too. `limit` is in bytes (None: any
-        size, for readers that check every length against `size_of` the file)."""
+        """Open the file for reading. OSError while it is being read becomes the door's error, too. `limit` is in bytes
+        (None: any size, for readers that check every length against `size_of` the file)."""
         descriptor = self._open_descriptor(path, limit)
         with os.fdopen(descriptor, "rb", buffering=buffering) as file:
             try:
@@ -94,8 +97,8 @@ class UntrustedFiles:
         return value
 
     def parse_json(self, data: bytes, path: Path | str) -> Any:
-        """Parse JSON of the file named `path`, or of part of one. It must be UTF-8, without duplicate keys, NaN or
-        Infinity, and nested at most MAX_DEPTH."""
+        """Parse JSON of the file (or part of one) named `path`: UTF-8, no key twice in an object, no NaN or Infinity,
+        nested at most MAX_DEPTH."""
         text = self.decode_text(data, path)
         try:
             value = json.loads(
@@ -134,12 +137,12 @@ class UntrustedFiles:
         return target
 
     def check_file(self, path: Path, *, limit: int | None = None) -> int:
-        """Open the file and close it again; returns its size in bytes."""
+        """Open the file and close it again; return its size in bytes."""
         with self.open_file(path, limit=limit) as file:
             return size_of(file)
 
     def check_unchanged(self) -> None:
-        """Refuse when a file that was opened has been replaced or written to: the bytes read may be of two versions."""
+        """Refuse when an opened file has been replaced or written to since: what was read may mix two versions."""
         for path in self.seen or ():
             self.check_file(Path(path))
 
@@ -159,7 +162,7 @@ class UntrustedFiles:
             self._check_kind(path, os.stat(real, follow_symlinks=False), limit)  # opening a device can have effects
             descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOCTTY)
         except FileNotFoundError:
-            if os.path.exists(path):  # by a name that only leads to what is open: a pipe in /dev/fd
+            if os.path.exists(path):  # a name that only leads to something open: a pipe in /dev/fd
                 self._check_kind(path, os.stat(path), limit)
             dangling = os.path.islink(path)
             reason = f"is a link to {os.readlink(path)}, which does not exist" if dangling else "is missing"
@@ -190,8 +193,8 @@ class UntrustedFiles:
 
     def _check_same(self, path: Path, status: os.stat_result) -> None:
         if self.seen is not None:
-            # Who writes can set mtime back, and a file that is made again may have the inode: ctime tells both. A new
-            # link or mode changes it, too, and refuses what did not change; the bytes cannot be asked.
+            # a writer can reset mtime, and a new file can get the old inode: ctime shows both; a new link or mode
+            # changes it, too, so that some unchanged files are refused
             now = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
             if self.seen.setdefault(str(path), now) != now:
                 raise self.error(
@@ -209,8 +212,8 @@ class UntrustedFiles:
 
 
 def is_present(path: Path) -> bool:
-    """Return True when something has this name, even a link that leads nowhere: it must be read or refused. A
-    directory that may not be searched counts as present, so that reading it says why it cannot be read."""
+    """Tell whether something has this name, even a link that leads nowhere: it must then be read or refused. A
+    directory that may not be searched counts as present, so that the door reports why it cannot be read."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -240,7 +243,7 @@ def quote_arg(path: object) -> str:
 
 
 def make_printable(text: str) -> str:
-    r"""Escape bytes of file names that are no UTF-8 (\xff), so that the text can be stored and sent."""
+    r"""Spell out the bytes of file names that are no UTF-8 (\xff), so that the text can be stored and sent."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
@@ -288,7 +291,7 @@ def _parse_finite(text: str) -> float:
 
 
 def _measure_depth(value: Any) -> int:
-    """Return how deep objects and lists of `json.loads` are nested, without recursion."""
+    """Measure how deep objects and lists of `json.loads` nest, without recursion; stops beyond MAX_DEPTH."""
     depth, values = 0, iter([value])
     while level := [item for item in values if type(item) is dict or type(item) is list]:
         depth += 1

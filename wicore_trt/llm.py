@@ -1,7 +1,7 @@
 """The offline API: `LLM(engine).generate(...)`, `.chat(...)` and `.stream(...)`, without a server.
 
-Steps the engine in the caller's thread. It must not know gRPC. Invariant: a stream that is dropped half-way aborts its
-request, so an LLM object never computes for nobody. For any thread: one at a time steps, for the requests of all.
+Steps the engine in the caller's thread; of several threads one at a time steps, for the requests of all. It must not
+know gRPC. Invariant: dropping a stream aborts its request, so an LLM object never computes for nobody.
 """
 
 from __future__ import annotations
@@ -37,12 +37,9 @@ from wicore_trt.types import (
 
 
 class LLM:
-    """An engine directory, loaded. Keyword arguments are settings by dotted path with `__` for the dot, e.g.
-    `LLM(path, executor__threads=1, kv__device_bytes="2GiB")`.
-
-    Raises EngineFormatError for an engine that cannot be loaded, ConfigError for a setting that is wrong, and
-    EnvironmentUnfitError for an extra that is not installed.
-    """
+    """Loaded engine directory. Keyword arguments are settings by dotted path with `__` for the dot, e.g. `LLM(path,
+    executor__threads=1, kv__device_bytes="2GiB")`. Raises EngineFormatError for an engine that cannot be loaded,
+    ConfigError for a setting that is wrong, and EnvironmentUnfitError for an extra that is not installed."""
 
     def __init__(self, engine: str | Path, **settings: object) -> None:
         overrides = {name.replace("__", "."): value for name, value in settings.items()}
@@ -57,7 +54,7 @@ class LLM:
         self._core = loaded.core
         self._ids = (f"llm-{i}" for i in itertools.count())
         self._closed = False
-        self._lock = threading.RLock()  # a stream that is collected while a step runs aborts its request in between
+        self._lock = threading.RLock()  # re-entrant: a stream collected during a step aborts its request
         self._inboxes: dict[str, deque[TokenOutput]] = {}
 
     def generate(
@@ -67,12 +64,9 @@ class LLM:
         *,
         cache: CacheHints | None = None,
     ) -> list[list[Completion]]:
-        """Complete prompts (text, or token ids) together; result[i][j] is sequence j of prompt i. `params` are those of
-        all prompts, or a list of each one's.
-
-        `cache` says, of each prompt, how long its pages are worth keeping.
-        Raises InvalidRequestError before anything runs when a prompt is wrong.
-        """
+        """Complete prompts (text, or token ids) together; result[i][j] is sequence j of prompt i. `params` are for all
+        prompts, or a list with one for each. `cache` says how long each prompt's pages are worth keeping. Raises
+        InvalidRequestError before anything runs when a prompt is wrong."""
         many = prompt_list(prompts)
         each = zip(many, params_list(params, len(many)), strict=True)
         return self._complete_requests([self._make_request(prompt, its, cache) for prompt, its in each])
@@ -94,17 +88,17 @@ class LLM:
         *,
         cache: CacheHints | None = None,
     ) -> list[Completion]:
-        """The model's next turn in a conversation of {"role", "content"} turns, by the model's own chat template;
-        `params.n` of them."""
+        """Return `params.n` next turns of a conversation of {"role", "content"} turns, by the model's own chat
+        template."""
         return self._complete_requests([self._make_request(messages, params, cache)])[0]
 
     def stats(self) -> EngineStats:
-        """Counters since the engine was loaded."""
+        """Return counters since the engine was loaded."""
         with self._lock_engine():
             return self._core.stats()
 
     def close(self) -> None:
-        """Free the engine's memory. Streams that are open fail."""
+        """Free the engine's memory. Open streams fail."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -140,15 +134,15 @@ class LLM:
 
     @contextmanager
     def _lock_engine(self) -> Iterator[None]:
-        """The engine for one thread alone. Raises WicoreError where it was closed."""
+        """Hold the engine for this thread alone. Raises WicoreError when it was closed."""
         with self._lock:
             if self._closed:
                 raise WicoreError("This LLM was closed.", fix="Load the engine again.")
             yield
 
     def _run_requests(self, requests: list[GenerateRequest], *, awaited: bool) -> Iterator[TextOutput]:
-        """Step the engine until `requests` end, at the pace of a reader where their tokens are `awaited`; what other
-        open streams gain meanwhile waits in their inboxes."""
+        """Step the engine until `requests` end, at a reader's pace where their tokens are `awaited`. Outputs of other
+        open streams wait in their inboxes."""
         texts = {
             (r.request_key, i): SequenceText(r.request_key, self.tokenizer, r.params)
             for r in requests

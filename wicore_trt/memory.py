@@ -1,9 +1,7 @@
-"""Measures how much memory this process may still take: what the machine has, and the control groups that a container
-is.
+"""Measures how much memory this process may still take, on this machine and in the control groups of its container.
 
-Asked before memory is taken, so that too much is an error with figures and not a process that the system kills. It must
-not know what the memory is for. Invariant: what cannot be read bounds nothing, and memory that the system gets back by
-dropping cached files counts as free.
+Callers ask before they take memory, so that too much is an error with figures and no killed process. It must not know
+the memory's purpose. Invariant: unreadable figures bound nothing; memory of cached files counts as free.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ what stands before those of `memory.stat` that count the groups below."""
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes that can still be taken, and None where nothing says: MemAvailable, or less where a control group or one
-    around it allows less. `root`: where /proc and /sys are."""
+    """Return the bytes that can still be taken, None when unknown: MemAvailable, or less where a control group or one
+    around it allows less. `root`: the folder of /proc and /sys."""
     found = []
     with suppress(OSError, StopIteration, ValueError):
         lines = (root / "proc/meminfo").read_text().splitlines()
@@ -39,7 +37,7 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 
 def check_room(needed: int, what: str, fix: str) -> None:
-    """Raise EnvironmentUnfitError when `what` ("kv.host_bytes", say) wants more memory than can be had."""
+    """Raise EnvironmentUnfitError when `what` ("kv.host_bytes", say) wants more memory than is available."""
     have = available_bytes()
     if have is not None and needed > (room := max(0, have - RESERVE_BYTES)):
         raise EnvironmentUnfitError(
@@ -57,7 +55,8 @@ def _group_room(group: Path, limit: str, usage: str, total: str) -> int:
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """The folders of the control groups of memory that this process is in, from the innermost out."""
+    """Yield the folders of this process's memory control groups, from the innermost out, with the names of their
+    files."""
     with suppress(OSError, ValueError):
         own = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
         for line in (root / "proc/self/mountinfo").read_text().splitlines():

@@ -9,11 +9,11 @@ Progress = Callable[[str, int, int], None]
 
 
 def ignore_progress(phase: str, done: int, total: int) -> None:
-    """The `Progress` of nobody."""
+    """Ignore the report."""
 
 
 def count_progress(progress: Progress, phase: str, total: int) -> Callable[[int], None]:
-    """A function that takes how many more of `total` are done, and reports the sum."""
+    """Return a function that adds to `done` and reports the sum."""
     done = 0
 
     def moved(count: int) -> None:

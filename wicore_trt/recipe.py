@@ -1,7 +1,7 @@
-"""Read recipes: YAML files of settings, by name from the package or by path.
+"""Recipes: YAML files of settings, by name from the package or by path.
 
-Knows settings by name only. Invariant: every returned value has a known key and the "file:line" where it was
-written.
+Reads YAML with line numbers and knows the settings by name only. Invariant: every value that is returned has a known
+key and carries "file:line" of where it was written.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from wicore_trt.files import UntrustedFiles
 
 PACKAGE = "wicore_trt.recipes"
 SUFFIX = ".yaml"
-_LISTED = 20  # names at most; only settings are more
+_LISTED = 20  # most names in a message; only settings are more
 REMOVED = dict.fromkeys(("server.fronts", "WICORE_SERVER__FRONTS"), "Remove it: a server has one front.")
 """What to do about settings that are no more."""
 
 
 def list_recipes() -> list[str]:
-    """List the names of the packaged recipes."""
     return sorted(p.name.removesuffix(SUFFIX) for p in files(PACKAGE).iterdir() if p.name.endswith(SUFFIX))
 
 
@@ -45,8 +44,8 @@ def resolve_recipe(recipe: str | Path) -> Path:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Suggest the nearest known names in a sentence; when none is near, all of them, or where all settings are
-    listed."""
+    """Suggest the nearest known names in a sentence. When none is near, list all of them, or say what prints all
+    settings."""
     if name in REMOVED:
         return REMOVED[name]
     known = list(known)
@@ -57,8 +56,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def read_recipe(path: Path, keys: Collection[str]) -> dict[str, tuple[Any, str]]:
-    """Read a recipe as {dotted key: (value, "recipe file:line")}; all its keys must be in `keys`. Raises ConfigError
-    with file and line for bad YAML, an unknown, repeated or misplaced key."""
+    """Read {dotted key: (value, "recipe file:line")} of a recipe whose keys must all be in `keys`. Raises ConfigError
+    with file and line for bad YAML and for an unknown, repeated or misplaced key."""
     try:
         loader = yaml.SafeLoader(UntrustedFiles(error=ConfigError, fix="Give a YAML file of settings.").read_text(path))
     except yaml.YAMLError as error:

@@ -1,7 +1,7 @@
 """The fields of a generation, one row each: kind, limits, and the name that each API gives it.
 
 Plain data; must not know transports, bodies or messages. Invariant: the rows SAMPLING are the fields of
-`types.SamplingParams` but its constraint, and a limit of a field stands in its row alone.
+`types.SamplingParams` but its constraint, and only the row of a field holds its limit.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ MAX_TOKENS = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class RequestField:
-    """One field of `types.SamplingParams`, `types.TextRequest` or `types.CacheHints`.
+    """Field of `types.SamplingParams`, `types.TextRequest` or `types.CacheHints`.
 
-    `low` and `high` bound numbers, and the items of collections: numbers of `biases`, lengths of `texts` and of a
-    `text`. `open_low`: `low` itself is out. `most`: items at most. `optional`: None is a value. `http` and `grpc` are
-    paths in a body and in GenerateRequest, "" where that API lacks it; those of SAMPLING have `name` where theirs is
-    none of their own. `router` is the name in the routers' protocol; `unset` says how that protocol leaves it out:
-    never, by absence, by 0, or always ("unserved").
+    `low` and `high` bound numbers, the numbers of `biases`, the lengths of `texts` and of a `text`. `open_low`: `low`
+    itself is excluded. `most`: items at most. `optional`: None is a value. `http` and `grpc` are paths in a body and in
+    GenerateRequest, "" where that API lacks the field; rows of SAMPLING default to `name`. `router` is the name in the
+    routers' protocol; `unset` says how that protocol omits it: never, by absence, by 0, or always ("unserved").
     """
 
     name: str

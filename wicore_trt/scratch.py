@@ -1,8 +1,19 @@
-"""Write a directory that appears whole under its name and replaces nothing but its own kind.
+"""A directory that appears whole under its name, and replaces nothing but its own kind.
 
-It knows files and names, not what they mean. Invariants (I22): only a directory with our marker and a free lock is
-removed; what is at the output is removed only if listed file by file, asked for, and replaced already. A process
-that dies at any moment loses nothing; the next run for the same output cleans up.
+Used to write engines and checkpoints; knows files and names, not their meaning. Work happens in a scratch directory
+beside the output: a random name, a marker that names the output, and a lock on the marker while the process lives, in
+whatever container. Invariants (I22): only a directory with our marker and a free lock is ever removed. A former output
+is removed only when it is listed file by file, that was asked for, and the new one is there. A process that dies at any
+moment loses nothing, and the next run for this output clears up. A removed output goes only when the new one has its
+name (`new` is gone) or another whole one stands there. A replaced output is never missing where the file system
+exchanges two names in one call.
+
+    .NAME.wicore-RANDOM/marker   "wicore scratch", NAME; flock
+                       /new      the directory that is being made
+                       /work     files that are needed meanwhile
+                       /taken    the former output, not checked yet: goes back, is never removed unchecked
+                                 (just before an exchange, the new output)
+                       /old      the former output, checked; its listed files are removed, anything else stays
 """
 
 from __future__ import annotations
@@ -32,9 +43,9 @@ _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Kind of directory that a command makes; `manifest` is the file that `listed` reads.
-    `listed` returns the names of all files of such a directory (POSIX, relative), or None for a directory of another
-    kind. It must not raise for a damaged directory, because --force must replace one."""
+    """Kind of directory that a command makes. `listed` returns the names of all files of such a directory (POSIX,
+    relative), or None for another directory; it must not raise for a damaged one, which --force replaces. `manifest` is
+    the file that `listed` reads."""
 
     name: str
     manifest: str
@@ -72,8 +83,8 @@ class Scratch:
         return self.folder / _WORK
 
     def publish_output(self) -> None:
-        """Give the finished directory its name, after all of it is on disk and the output was checked again. Raises
-        ConfigError when something else is there by now; nothing is changed then."""
+        """Give the finished directory its name, after all of it has reached the disk and the output has been checked
+        again. Raises ConfigError, with nothing changed, when something came into its way."""
         _sync_tree(self.directory)
         check_output(self.output, self.product, force=self.force, source=self.source)
         taken, old = self.folder / _TAKEN, self.folder / _OLD
@@ -82,7 +93,7 @@ class Scratch:
         elif is_present(self.output):
             if self._exchange_directories(taken):
                 return
-            os.rename(self.output, taken)  # from here on nobody puts anything into it by its name
+            os.rename(self.output, taken)  # from here on nobody can add to it by its name
             check_output(taken, self.product, force=self.force, source=None, name=self.output)
             os.replace(taken, old)
         try:
@@ -96,8 +107,9 @@ class Scratch:
         _sync_path(self.output.parent)
 
     def _exchange_directories(self, taken: Path) -> bool:
-        """Exchange the new directory with the old one in one call, then check the old one. Returns False when the
-        file system has no such call."""
+        """Exchange the new directory with the old one in one call, then check the old one; False when the file system
+        has no such call. The new one waits at `taken`, so that whatever is there after a kill is checked before it
+        goes."""
         # The new one waits at `taken`, so that whatever is found there after a kill is checked before it is removed.
         os.rename(self.directory, taken)
         if not exchange_names(taken, self.output):
@@ -113,7 +125,7 @@ class Scratch:
         return True
 
     def publish_file(self, file: Path) -> None:
-        """Give a finished file its name, which must be free. Raises ConfigError when it no longer is."""
+        """Give a finished file its name. Raises ConfigError when that is no longer free."""
         _sync_path(file)
         try:
             try:
@@ -134,10 +146,10 @@ class Scratch:
 def replace_output(
     output: Path, product: Product, *, force: bool, source: str | Path | None = None
 ) -> Iterator[Scratch]:
-    """Yield a Scratch to fill and publish; it is removed with the block if it was not published.
-    `force` replaces a directory of the same kind, in which `source`, which is being read, must not lie. Leftovers of
-    killed processes for this output are removed. An output that one of them had taken away comes back unless this
-    block publishes one. Raises ConfigError when something is in the way, EnvironmentUnfitError for an OSError of the
+    """Yield a Scratch to fill and publish. Whatever was not published vanishes with the block. `force` replaces a
+    directory of the same kind; `source` is the directory being read, which must not lie in it. Remains of killed
+    processes for this output are removed. An output that one of them had taken away comes back unless this block
+    publishes one. Raises ConfigError when something is in the way, EnvironmentUnfitError for an OSError of the
     block."""
     output = resolve_parents(output)
     origin = None if source is None else Path(os.path.expanduser(source))
@@ -153,7 +165,8 @@ def replace_output(
 
 
 def exchange_names(one: Path, other: Path) -> bool:
-    """Exchange two names of one file system in one step. Returns False, and does nothing, where that is impossible."""
+    """Exchange two names of one file system in one step. Return False, with nothing done, where that cannot be; the
+    caller's renames then fail for the same reason, or work."""
     try:
         call = ctypes.CDLL(None).renameat2
     except AttributeError:  # a C library older than the call
@@ -163,7 +176,7 @@ def exchange_names(one: Path, other: Path) -> bool:
 
 
 def clear_up(output: Path, product: Product) -> None:
-    """Remove leftovers of killed processes beside a finished output."""
+    """Remove what killed processes left beside a finished output."""
     with suppress(OSError), _clear_stale(output, product):
         pass
 
@@ -188,10 +201,10 @@ def resolve_parents(path: Path | str) -> Path:
 def check_output(
     output: Path, product: Product, *, force: bool, source: Path | None = None, name: Path | None = None
 ) -> None:
-    """Refuse an output that is in the way; errors call it `name`.
-    Allowed are an empty directory and, with `force`, one of the same kind that holds only its listed files and is
-    not the source. Never allowed are a mount point and the current directory, which would be deleted under its
-    users. Raises ConfigError, and OSError for paths that may not be read."""
+    """Refuse an output that is in the way. Allowed are nothing, an empty directory, and with `force` a directory of the
+    same kind that holds its listed files and nothing else, and not the source. Refused in any case are a mount point
+    and the current directory, which would leave its users in a deleted one. `name` is the output's name in errors.
+    Raises ConfigError, and OSError for what may not be read."""
     name = name or output
     if os.path.islink(output):
         raise ConfigError(
@@ -231,8 +244,8 @@ def check_output(
 
 
 def find_unlisted(directory: Path, listed: Collection[str]) -> list[str]:
-    """List files, links and unreadable or empty directories below `directory` that are not in `listed`, as relative
-    POSIX names. Raises OSError for a directory that holds something listed and cannot be read."""
+    """Find the files, links and empty or unreadable directories below `directory` that are not listed, by POSIX names
+    in it. Raises OSError for a directory that holds something listed and cannot be read."""
     parents = {str(parent) for name in listed for parent in Path(name).parents}
     found: list[str] = []
 
@@ -276,7 +289,7 @@ def _make_folder(output: Path, product: Product) -> Iterator[Path]:
 
 
 def _write_marker(folder: Path, output: Path) -> int | None:
-    """Lock and write the marker; None when another process took the new, still empty directory for a leftover."""
+    """Lock and write the marker; None when another process took the new, still empty directory for a left-over."""
     try:
         lock = os.open(folder / MARKER, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
@@ -297,7 +310,7 @@ def _write_marker(folder: Path, output: Path) -> int | None:
 
 @contextmanager
 def _clear_stale(output: Path, product: Product) -> Iterator[None]:
-    """Clean up after killed processes. A directory in which one of them left the only output is settled at the end."""
+    """Clear up after killed processes. A directory in which one of them left the only output is settled at the end."""
     held: list[tuple[Path, int]] = []
     try:
         for folder, lock in _left_behind(output):
@@ -315,7 +328,8 @@ def _clear_stale(output: Path, product: Product) -> Iterator[None]:
 
 
 def _left_behind(output: Path) -> Iterator[tuple[Path, int]]:
-    """Yield scratch directories for `output` whose process is gone, each with its lock, which we hold now."""
+    """Yield scratch directories for `output` whose process is gone, each with its lock, which this process now
+    holds."""
     pattern = re.compile(re.escape(_make_prefix(output)) + "[0-9a-f]{32}")
     try:
         names = sorted(os.listdir(output.parent))
@@ -334,7 +348,7 @@ def _left_behind(output: Path) -> Iterator[tuple[Path, int]]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             status, content = os.fstat(lock), os.read(lock, 1 << 16)
-        except OSError:  # it lives, or the file system has no locks
+        except OSError:  # its process lives, or the file system has no locks
             os.close(lock)
             continue
         if stat.S_ISREG(status.st_mode) and status.st_nlink and content == _describe_marker(output):
@@ -348,9 +362,9 @@ def _left_behind(output: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _settle_folder(folder: Path, output: Path, product: Product) -> None:
-    """Remove a scratch directory, the marker last. The old output goes back unless the new one is there."""
+    """Remove a scratch directory, the marker last. The former output goes back unless the new one is there."""
     published = not is_present(folder / _NEW)
-    for name in (_TAKEN,) if published else (_OLD, _TAKEN):  # an old one that was replaced may be half removed
+    for name in (_TAKEN,) if published else (_OLD, _TAKEN):  # a replaced `old` may be half removed
         if is_present(folder / name) and (not is_present(output) or (not published and _is_empty(output))):
             with suppress(OSError):  # something appeared there
                 os.rename(folder / name, output)
@@ -358,9 +372,9 @@ def _settle_folder(folder: Path, output: Path, product: Product) -> None:
     with suppress(ConfigError, OSError):
         if replaced:
             check_output(folder / _TAKEN, product, force=True)
-            os.replace(folder / _TAKEN, folder / _OLD)  # whoever dies while it removes this has looked at it
+            os.replace(folder / _TAKEN, folder / _OLD)  # checked: a later process may remove it
     if is_present(folder / _TAKEN) or (is_present(folder / _OLD) and not replaced):
-        _remove_tree(folder / _WORK)  # its place is taken by something else: whoever put it there will look for it
+        _remove_tree(folder / _WORK)  # its place is taken, and its owner will look for it
         if not published:
             for name in os.listdir(folder / _NEW):  # `new` itself says that nothing was published
                 _remove_tree(folder / _NEW / name)
@@ -375,14 +389,14 @@ def _settle_folder(folder: Path, output: Path, product: Product) -> None:
 
 
 def _is_empty(directory: Path) -> bool:
-    """Return True for an empty directory that is no link."""
+    """Tell whether it is an empty directory, and no link to one."""
     with suppress(OSError):
         return stat.S_ISDIR(os.lstat(directory).st_mode) and not os.listdir(directory)
     return False
 
 
 def _is_mounted(directory: Path) -> bool:
-    """Return True for a mount point, also of a directory of the same file system; False without /proc."""
+    """Tell whether something is mounted there, even a directory of the same file system; False without /proc."""
     with suppress(OSError):
         points = [line.split(b" ")[4] for line in Path("/proc/self/mountinfo").read_bytes().splitlines()]
         name = os.fsencode(os.path.realpath(directory))
@@ -391,7 +405,7 @@ def _is_mounted(directory: Path) -> bool:
 
 
 def _is_whole(output: Path, product: Product) -> bool:
-    """Return True when a product with all of its files is at the output."""
+    """Tell whether a product with all of its files stands at the output."""
     if os.path.islink(output) or not os.path.isdir(output):
         return False
     listed = product.listed(output)
@@ -399,8 +413,8 @@ def _is_whole(output: Path, product: Product) -> bool:
 
 
 def _remove_listed(directory: Path, product: Product) -> None:
-    """Remove the files that a product lists, its manifest last, and directories that are empty then. Files that came
-    since the check, from a process that works in it, stay."""
+    """Remove the files that a product lists, its manifest last, and the directories that are empty then. Files that a
+    process added since the check stay."""
     listed = product.listed(directory) or ()
     for folder, folders, files in os.walk(directory, topdown=False):
         for name in sorted((*folders, *files), key=product.manifest.__eq__):
@@ -419,7 +433,7 @@ def _remove_tree(path: Path) -> None:
 
 
 def _own_directory(path: Path) -> bool:
-    """Return True for a directory, no link, of this user: markers of strangers count for nothing."""
+    """Tell whether it is a directory that this user made, and no link: strangers' markers count for nothing."""
     with suppress(OSError):
         status = os.lstat(path)
         return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
@@ -427,7 +441,7 @@ def _own_directory(path: Path) -> bool:
 
 
 def _make_prefix(output: Path) -> str:
-    """Return `.NAME.wicore-`; a NAME too long for the random part is replaced by its digest."""
+    """Return `.NAME.wicore-`, with the digest of a NAME that leaves no room for the random part."""
     name = os.fsencode(output.name)
     return f".{hashlib.sha256(name).hexdigest() if len(name) > _MAX_NAME else output.name}.wicore-"
 
@@ -438,7 +452,7 @@ def _describe_marker(output: Path) -> bytes:
 
 @contextmanager
 def _make_parents(parent: Path) -> Iterator[None]:
-    """Make a directory and its missing parents; those still empty at the end are removed."""
+    """Make a directory and its missing parents; remove those that are still empty at the end."""
     missing = []
     while not os.path.isdir(parent) and parent != parent.parent:
         missing.append(parent)

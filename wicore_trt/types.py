@@ -1,8 +1,8 @@
 """Requests, sampling parameters and results as plain data.
 
-Shared by every layer from the scheduler to the clients; imports neither torch nor any transport. Invariant: what a
-client sends (`SamplingParams`, `CacheHints`, `TextRequest`, `GenerateRequest`) is valid once it was constructed, in the
-thread of who asks, so nothing behind the front door checks it again but what depends on the engine.
+Every layer from the scheduler to the clients shares them; imports neither torch nor any transport. Invariant: a
+client's values (`SamplingParams`, `CacheHints`, `TextRequest`, `GenerateRequest`) are valid once constructed, in the
+caller's thread, so later code checks only what depends on the engine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_CONSTRAINT = 1 << 17
 
 
 class FinishReason(enum.Enum):
-    """Why a sequence ended."""
+    """Reason for the end of a sequence."""
 
     STOP = "stop"  # eos, stop token or stop string
     LENGTH = "length"  # max_tokens or the context limit
@@ -38,7 +38,7 @@ class FinishReason(enum.Enum):
 
 
 class ConstraintKind(enum.Enum):
-    """Kind of text that a `Constraint` has."""
+    """Kind of a `Constraint`'s text."""
 
     JSON_OBJECT = "json_object"  # nothing: any JSON object
     JSON_SCHEMA = "json_schema"
@@ -50,8 +50,8 @@ class ConstraintKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """Constraint on every finished output of a request: tokens that do not lead there are never sampled. What the
-    text means is looked at by `wicore_trt.grammar`, which takes time."""
+    """Constraint on every finished output of a request: tokens that do not lead there are never sampled.
+    `wicore_trt.grammar` parses the text, which takes time."""
 
     kind: ConstraintKind
     text: str = ""
@@ -71,16 +71,16 @@ class Constraint:
 class SamplingParams:
     """Parameters of sampling: how the next token is chosen and when a sequence ends.
 
-    Meanings and order follow the field's convention: logit bias and penalties on the raw logits, then the constraint,
-    then temperature, then top-k, top-p and min-p. `temperature=0` is greedy. `top_k=0` and `top_p=1` mean off.
-    `repetition_penalty` divides positive and multiplies negative logits of tokens seen in prompt or output
-    (CTRL, arXiv:1909.05858); presence and frequency penalties count output tokens only (OpenAI's definition).
-    `logprobs` is the number of alternatives reported per token (None: none at all, 0: the chosen token only),
-    taken from the untempered, unfiltered distribution, which no constraint changes. `prompt_logprobs` is the same for
-    the prompt's own tokens; nothing of such a prompt comes from the KV cache, and `max_tokens` may then be 0.
-    `max_tokens=None` means up to the context limit. Under a `constraint` eos can be chosen only where the output may
-    end, and is where nothing else may follow, whatever `min_tokens` and `ignore_eos` say; an output that ends for
-    another reason is the beginning of one. Unless `skip_special_tokens`, the text has special tokens by their names.
+    Logit bias and penalties apply to the raw logits, then the constraint, then temperature, then top-k, top-p and
+    min-p. `temperature=0` is greedy. `top_k=0` and `top_p=1` mean off. `repetition_penalty` divides positive and
+    multiplies negative logits of tokens seen in prompt or output (CTRL, arXiv:1909.05858); presence and frequency
+    penalties count output tokens only (OpenAI's definition). `logprobs` is the number of alternatives reported per
+    token (None: none at all, 0: the chosen token only), taken from the untempered, unfiltered distribution, which no
+    constraint changes. `prompt_logprobs` is the same for the prompt's own tokens; nothing of such a prompt comes from
+    the KV cache, and `max_tokens` may then be 0. `max_tokens=None` means up to the context limit. Under a `constraint`
+    eos can be chosen only where the output may end, and is chosen where nothing else may follow, whatever `min_tokens`
+    and `ignore_eos` say. An output that ends for another reason is the beginning of a valid one. Unless
+    `skip_special_tokens`, the text has special tokens by their names.
 
     Raises InvalidRequestError with the field's name for values of another type, NaN, infinite or out of range.
     """
@@ -122,19 +122,19 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"constraint must be a Constraint, got {type(self.constraint).__name__}.", field="constraint"
             )
-        # Copies: what the caller does with its own afterwards must not reach a step that runs.
+        # copies, so that later changes by the caller do not reach a running step
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
     @property
     def greedy(self) -> bool:
-        """True when the most probable token is always taken."""
+        """Tell whether the most probable token is always taken."""
         return self.temperature == 0.0
 
     @property
     def penalized(self) -> bool:
-        """True when logits depend on which tokens the sequence has already."""
+        """Tell whether logits depend on the sequence's earlier tokens."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
@@ -155,8 +155,8 @@ class TokenLogprob(Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class CachePriority(enum.Enum):
-    """Rank of a request's pages in the cache: LOW ones are never copied from the device to another tier, HIGH ones
-    are held like a session's."""
+    """Rank of a request's pages in the cache: LOW ones are never copied from the device to another tier, HIGH ones are
+    held like a session's."""
 
     LOW = "low"
     NORMAL = "normal"
@@ -165,12 +165,10 @@ class CachePriority(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class CacheHints:
-    """Hints of a client about the future of its pages.
-
-    `session` names a conversation: the pages of its latest request stay pinned in host memory and on disk until it has
-    been silent for `ttl_s` (default: the server's kv.pin_s), within the server's kv.pin_share. `ttl_s` also bounds
-    how long the pages of this request are kept after their last use, whatever space there is; 0 < ttl_s <= 30 days.
-    """
+    """Hints of a client about the future of its pages. `session` names a conversation: the pages of its latest request
+    stay pinned in host memory and on disk until it has been silent for `ttl_s` (default: the server's kv.pin_s), within
+    the server's kv.pin_share. `ttl_s` also bounds how long the pages of this request are kept after their last use,
+    whatever space there is; 0 < ttl_s <= 30 days."""
 
     session: str = ""
     priority: CachePriority = CachePriority.NORMAL
@@ -185,8 +183,8 @@ class CacheHints:
 
 @dataclass(frozen=True, slots=True)
 class ContentSpan:
-    """Prompt tokens [begin, end) stand for content that their ids do not tell, such as an image. `digest`
-    (CONTENT_DIGEST_BYTES) is a cryptographic hash of that content: KV pages are shared between requests by it."""
+    """Prompt tokens [begin, end) that stand for content, such as an image, which their ids do not identify. `digest`
+    (CONTENT_DIGEST_BYTES) is a cryptographic hash of that content; requests share KV pages by it."""
 
     begin: int
     end: int
@@ -200,7 +198,8 @@ class ContentSpan:
 
 
 def _check_content(content: Sequence[ContentSpan], prompt_tokens: int) -> tuple[ContentSpan, ...]:
-    """The spans of one prompt. Raises InvalidRequestError unless they are in order, apart and inside the prompt."""
+    """Return the spans of one prompt. Raises InvalidRequestError unless they are in order, apart and inside the
+    prompt."""
     begun = 0
     for span in content:
         if not isinstance(span, ContentSpan) or not begun <= span.begin < span.end <= prompt_tokens:
@@ -214,13 +213,12 @@ class GenerateRequest:
     """Request of a client after validation and tokenization.
 
     `deadline` is a time.monotonic() stamp or None. `priority`, in [-2, 2]: of one tenant's requests lower runs first, 0
-    is normal. `tenant` is who asks, as the server knows it; no client sets it. `cache_salt` is the client's own: two
-    requests share pages only when their tenants and their salts are equal. `log_id`: what lines of the log name it by.
-    `name`: the tenant's, which no other live one of its requests has, "" for none. `content`: spans of the prompt that
-    token ids do not tell, in order and apart.
+    is normal. `tenant` is set by the server, never by a client. `cache_salt` is the client's own: two requests share
+    pages only when their tenants and their salts are equal. `log_id` names the request in the log. `content`: spans of
+    the prompt that token ids do not identify, in order and apart.
 
-    Raises InvalidRequestError with the field's name for values of another type or out of range; integers of numpy
-    among the token ids become plain ones.
+    Raises InvalidRequestError with the field's name for values of another type or out of range; integers of numpy among
+    the token ids become plain ones.
     """
 
     request_key: str
@@ -247,13 +245,13 @@ class GenerateRequest:
 class TokenOutput(Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """Tokens that one sequence of one request gained in one or more steps; the engine loop's only output.
 
-    `index` is the sequence in [0, n). `usage` counts up to and including this output. `finish_reason` is set on
-    the last output of the sequence; `stop_reason` is the stop token id or stop string that ended it, if one did.
-    `error` is set with FinishReason.ERROR, and `field` too where a field of the request is why; without `usage` it is
-    the whole request's. `prompt_logprobs`, where they were asked for, come before the first token, one for each token
-    of the prompt, in parts; the first one, which nothing comes before, is 0 and has no alternatives. `prefill_s`, with
-    a sequence's first tokens: seconds since its first step began. `retry_s`: it was refused; ask again then.
-    It may cross to another process, so it is a msgspec.Struct.
+    `index` is the sequence in [0, n). `usage` counts up to and including this output. `finish_reason` is set on the
+    last output of the sequence; `stop_reason` is the stop token id or stop string that ended it, if one did. `error` is
+    set with FinishReason.ERROR, and `field` when a field of the request is the cause. An error without `usage` is the
+    whole request's. `prompt_logprobs`, where requested, come before the first token, one for each token of the prompt,
+    in parts; the first token has no predecessor, so 0 and no alternatives. `prefill_s`, with a sequence's first tokens:
+    seconds since its first step began. `retry_s`: the request was refused; retry after so many seconds. A
+    msgspec.Struct, because it may cross to another process.
     """
 
     request_key: str
@@ -271,11 +269,9 @@ class TokenOutput(Struct, frozen=True, array_like=True, omit_defaults=True, gc=F
 
 
 class TextOutput(Struct, frozen=True):
-    """A TokenOutput after detokenization: `text` is the delta, with partial UTF-8 and partial stops held back.
-
-    `usage` and `finish_reason` are set on the last output of the sequence. A front makes one for every token, so it is
-    what is made fastest.
-    """
+    """TokenOutput after detokenization: `text` is the delta, with partial UTF-8 and partial stops held back. `usage`
+    and `finish_reason` are set on the last output of the sequence. A Struct for speed: a front makes one for every
+    token."""
 
     request_id: str
     index: int
@@ -289,7 +285,7 @@ class TextOutput(Struct, frozen=True):
 
 
 def merge_outputs(parts: Sequence[TextOutput]) -> TextOutput:
-    """Consecutive outputs of one sequence as one."""
+    """Merge consecutive outputs of one sequence."""
     if len(parts) == 1:
         return parts[0]
     return structs.replace(
@@ -315,7 +311,7 @@ class Completion:
 
     @classmethod
     def from_outputs(cls, parts: Sequence[TextOutput]) -> Completion:
-        """The outputs of one sequence, its last included, put together."""
+        """Make the completion of all outputs of one sequence."""
         whole = merge_outputs(parts)
         assert whole.finish_reason is not None and whole.usage is not None
         return cls(
@@ -329,13 +325,12 @@ Prompt = str | Sequence[int] | Mapping[str, object]
 
 
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Make a list of one prompt or several."""
     single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
     return [prompts] if single else prompts  # type: ignore[return-value, list-item]
 
 
 def params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """Make a list of SamplingParams, for each of `count` prompts. Raises InvalidRequestError for another number."""
+    """Make a list of SamplingParams, one for each of `count` prompts. Raises InvalidRequestError for another number."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
@@ -346,7 +341,7 @@ def params_list(params: SamplingParams | Sequence[SamplingParams] | None, count:
 
 
 def prompt_fields(prompt: Prompt | Sequence[Mapping[str, str]]) -> dict[str, Any]:
-    """The field of TextRequest that a prompt, or a conversation of {"role", "content"} turns, goes into. Raises
+    """Return the field of TextRequest for a prompt, or for a conversation of {"role", "content"} turns. Raises
     InvalidRequestError for a dict that is no prompt."""
     if isinstance(prompt, str):
         return {"prompt": prompt}
@@ -367,12 +362,12 @@ def prompt_fields(prompt: Prompt | Sequence[Mapping[str, str]]) -> dict[str, Any
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """A request at the text level; exactly one of `prompt`, `prompt_token_ids`, `messages` is given.
+    """Request at the text level; exactly one of `prompt`, `prompt_token_ids`, `messages` is given.
 
-    `messages` are chat turns ({"role", "content"}), rendered by the model's own template, `functions`
-    ({"name", "description", "parameters"}) what it is told that it may call in them, and `chat_template_kwargs` the
-    template's other variables. `timeout_s` counts from submission. `add_bos` applies to `prompt` only, and `content` to
-    the whole of `prompt_token_ids`. The rest is as in GenerateRequest, which checks the token ids.
+    `messages` are chat turns ({"role", "content"}), rendered by the model's own template. `functions` ({"name",
+    "description", "parameters"}) are those that the model may call, and `chat_template_kwargs` the template's other
+    variables. `timeout_s` counts from submission. `add_bos` applies to `prompt` only, and `content` to the whole of
+    `prompt_token_ids`. The rest is as in GenerateRequest, which checks the token ids.
 
     Raises InvalidRequestError with the field's name for values of another type or out of range.
     """
@@ -412,7 +407,6 @@ class TextRequest:
 
 
 def _check_request(request: GenerateRequest | TextRequest) -> None:
-    """The fields that both kinds of requests have."""
     if not isinstance(request.params, SamplingParams):
         raise InvalidRequestError(
             f"params must be SamplingParams, got {type(request.params).__name__}.", field="params"
@@ -426,8 +420,9 @@ def _check_request(request: GenerateRequest | TextRequest) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Description of a loaded engine, for GetModelInfo and `wicore inspect`. `page_tokens` is 0 where KV is others';
-    `max_context_tokens` is what it serves of the `engine_context_tokens` that it was built for."""
+    """Description of a loaded engine, for GetModelInfo and `wicore inspect`. `page_tokens` is 0 where the backend
+    keeps the KV cache to itself; `max_context_tokens` is served of the `engine_context_tokens` that the engine was
+    built for."""
 
     model_id: str
     backend: str
@@ -459,7 +454,8 @@ class ModelInfo:
         return (self.model_id, *self.aliases)
 
     def shown_as(self, name: str | None) -> str:
-        """The name that an answer shows to who asked for `name`. Raises ModelNotFoundError for another model's."""
+        """Return the model name for the answer to a client that asked for `name`. Raises ModelNotFoundError for another
+        model's."""
         if name is not None and name not in self.names:
             raise ModelNotFoundError(
                 f"Model {shown(name)} is not served here; {', '.join(map(repr, self.names))} is.",
@@ -505,8 +501,9 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class KVStats:
-    """The KV cache as a whole. `decisions` counts the planner's choices ("compute", "load", "split"); `parked` and
-    `resumed` count preempted sequences whose pages waited in host memory; `event_sequence` is the last KV event's."""
+    """Statistics of the whole KV cache. `decisions` counts the planner's choices ("compute", "load", "split");
+    `parked` and `resumed` count preempted sequences whose pages waited in host memory; `event_sequence` is the last
+    KV event's."""
 
     tiers: tuple[TierStats, ...] = ()
     decisions: Mapping[str, int] = field(default_factory=dict)
@@ -517,8 +514,8 @@ class KVStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since start (tokens, requests, steps) and gauges (running, waiting, pools). Those behind the tokens are
-    left at nothing where they are not known, or belong to no one tenant."""
+    """Counters since start (tokens, requests, steps) and gauges (running, waiting, pools). Fields with a default keep
+    it where they are unknown or belong to no single tenant."""
 
     uptime_s: float
     requests_running: int

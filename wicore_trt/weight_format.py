@@ -1,4 +1,4 @@
-"""How the weights of a model's linears are stored: the one list of formats, for checkpoints, engines and kernels.
+"""Formats of the weights of a model's linears: the one list, for checkpoints, engines and kernels.
 
 Plain data; it must not know tensors, files or kernels. Invariant: `algo` and `storage` are spelled as in the files of
 checkpoints and engines, so a format that is in use keeps its spelling.
@@ -15,7 +15,7 @@ from wicore_trt.arithmetic import ITEM_BYTES, div_ceil
 class WeightFormat:
     """Storage of a layer's linears; embedding, head and norms have the base dtype. `storage` is the dtype of the
     values. A quantized format has the `algo` of a checkpoint's config.json, and a float32 scale per `group` values of
-    an output channel (0: per channel). `static_activations`: each linear has a scale of its input beside it."""
+    an output channel (0: per channel). `static_activations`: each linear also stores a scale of its input."""
 
     storage: str
     algo: str | None = None
@@ -28,11 +28,11 @@ class WeightFormat:
 
     @property
     def calibrated(self) -> WeightFormat:
-        """The format with static scales of activations; an unquantized one needs none."""
+        """Return the format with static scales of activations; an unquantized one needs none."""
         return next((f for f in FORMATS.values() if f.storage == self.storage and f.static_activations), self)
 
     def row_bytes(self, k: int) -> int:
-        """Bytes of one output channel of `k` values, its scales included."""
+        """Return the bytes of one output channel of `k` values, its scales included."""
         scales = div_ceil(k, self.group or k) if self.quantized else 0
         return k * ITEM_BYTES[self.storage] + 4 * scales
 
@@ -49,5 +49,5 @@ QUANTIZED = {"fp8": FP8}
 
 
 def find_format(algo: str | None, base_dtype: str) -> WeightFormat:
-    """The format with this `algo`, None for unquantized weights. Raises KeyError for an unknown algo or dtype."""
+    """Find the format with this `algo`, None for unquantized weights. Raises KeyError for an unknown algo or dtype."""
     return PLAIN[base_dtype] if algo is None else FORMATS[algo]
