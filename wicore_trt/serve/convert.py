@@ -1,8 +1,8 @@
-"""Messages of the wire contract to plain types and back.
+"""Converts messages of the wire contract to plain types and back.
 
-Pure functions; must not know engines or calls. Invariants: an unset optional field takes the default of the plain
-type (no default is repeated here); errors name the field by its path in the request message; sampling fields follow
-from `request_fields`.
+Pure functions; must not know engines or calls. Invariants: an unset optional field takes the default of the plain type
+(no default is repeated here); errors name the field by its path in the request message; `request_fields` defines the
+sampling fields.
 """
 
 from __future__ import annotations
@@ -58,17 +58,14 @@ _PRIORITY = {kv_pb2.CACHE_PRIORITY_UNSPECIFIED: CachePriority.NORMAL} | {
 
 
 def check_count(items: Sized, most: int, field: str) -> None:
-    """Raise InvalidRequestError for more than `most` items, before anything of them is converted."""
+    """Raise InvalidRequestError for more than `most` items, before any is converted."""
     if len(items) > most:
         raise InvalidRequestError(f"{field} has {len(items)} items; at most {most} are taken.", field=field)
 
 
 def read_sampling(message: Message, *, router: bool = False) -> dict[str, Any]:
-    """Read the fields of SamplingParams that a message sets, by the table `request_fields`.
-
-    With `router` they have the names, and the ways of leaving one out, of the routers' protocol. Raises
-    InvalidRequestError for too many items.
-    """
+    """Read the fields of SamplingParams that a message sets, by the table `request_fields`. `router`: they have the
+    names of the routers' protocol, and its ways of leaving one out. Raises InvalidRequestError for too many items."""
     found: dict[str, Any] = {}
     for row in SAMPLING:
         name, unset = (row.router, row.unset) if router else (row.name, "absent")
@@ -82,7 +79,7 @@ def read_sampling(message: Message, *, router: bool = False) -> dict[str, Any]:
 
 
 def read_sampling_params(message: pb2.SamplingParams) -> SamplingParams:
-    """Raises InvalidRequestError for values out of range."""
+    """Convert sampling parameters. Raises InvalidRequestError for values out of range."""
     given = read_sampling(message)
     if message.HasField("constraint"):
         given["constraint"] = read_constraint(message.constraint)
@@ -90,7 +87,7 @@ def read_sampling_params(message: pb2.SamplingParams) -> SamplingParams:
 
 
 def read_constraint(message: pb2.Constraint) -> Constraint:
-    """Raises InvalidRequestError for one that is empty or too long."""
+    """Convert a constraint. Raises InvalidRequestError for one that is empty or too long."""
     name = message.WhichOneof("kind")
     if name is None or (name == "json_object" and not message.json_object):
         raise InvalidRequestError("A constraint has exactly one kind.", field="constraint")
@@ -98,10 +95,8 @@ def read_constraint(message: pb2.Constraint) -> Constraint:
 
 
 def make_constraint(name: str, message: Message, choices: Iterable[str]) -> Constraint:
-    """Make the constraint that a message's field `name` is; `choices` are its texts where that is a choice.
-
-    Raises InvalidRequestError for one that is empty or too long.
-    """
+    """Make the constraint of a message's field `name`; `choices` are its texts where that is a choice. Raises
+    InvalidRequestError for one that is empty or too long."""
     match kind := ConstraintKind(name):
         case ConstraintKind.JSON_OBJECT:
             return Constraint(kind)
@@ -122,7 +117,7 @@ def find_field_path(name: str, prompt_kind: str | None) -> str:
 
 
 def read_positive_seconds(message: Duration, field: str) -> float:
-    """Seconds of a positive, well-formed duration; raises InvalidRequestError for others."""
+    """Read a positive, well-formed duration in seconds. Raises InvalidRequestError for others."""
     seconds = message.seconds + message.nanos / 1e9
     if not (abs(message.nanos) < 1_000_000_000 and seconds > 0):
         raise InvalidRequestError(f"{field} must be a positive duration, got {seconds:g} s.", field=field)
@@ -130,7 +125,7 @@ def read_positive_seconds(message: Duration, field: str) -> float:
 
 
 def read_cache_hints(message: kv_pb2.CacheHints) -> CacheHints:
-    """Raises InvalidRequestError for values out of range."""
+    """Convert cache hints. Raises InvalidRequestError for values out of range."""
     if message.priority not in _PRIORITY:
         raise InvalidRequestError(f"{message.priority} is no CachePriority.", field="cache.priority")
     ttl_s = read_positive_seconds(message.ttl, "cache.ttl") if message.HasField("ttl") else None
@@ -138,13 +133,13 @@ def read_cache_hints(message: kv_pb2.CacheHints) -> CacheHints:
 
 
 def make_duration(seconds: float) -> Duration:
-    """A span of non-negative seconds as a message, to the nanosecond."""
+    """Convert non-negative seconds, to the nanosecond."""
     fraction, whole = math.modf(seconds)
     return Duration(seconds=int(whole), nanos=int(fraction * 1e9))
 
 
 def read_chat_messages(chat: pb2.Chat, most: int) -> tuple[dict[str, object], ...]:
-    """The turns as the chat template takes them. Raises InvalidRequestError when there is none, or more than `most`."""
+    """Convert turns for the chat template. Raises InvalidRequestError when there is none, or more than `most`."""
     if not chat.messages:
         raise InvalidRequestError("A chat needs at least one message.", field="chat.messages")
     check_count(chat.messages, most, "chat.messages")
@@ -162,7 +157,7 @@ def _read_message(message: pb2.ChatMessage) -> dict[str, object]:
 
 
 def read_tools(message: pb2.Tools, read_constraint: Constraint | None) -> Tools | None:
-    """Read the tools; None where no function may be called. `constraint` is what an answer is held to. Raises
+    """Read the tools; None where no function may be called. `read_constraint` is the request's own constraint. Raises
     InvalidRequestError."""
     check_count(message.functions, MAX_TOOLS, "tools.functions")
     functions = [_read_function(f"tools.functions[{i}]", function) for i, function in enumerate(message.functions)]
@@ -190,7 +185,7 @@ def _fill_delta(delta: pb2.Delta, output: TextOutput, finder: CallFinder | None)
         delta.text, calls = gather_parts(pieces)
         for call in calls:
             delta.tool_calls.add(index=call.call, id=call.id, name=call.name, arguments=call.arguments)
-    if len(output.token_ids) == 1:  # nearly always, and for one `extend` costs twice as much
+    if len(output.token_ids) == 1:  # the usual case, for which `extend` costs twice as much
         delta.token_ids.append(output.token_ids[0])
     else:
         delta.token_ids.extend(output.token_ids)
@@ -202,7 +197,7 @@ def _fill_delta(delta: pb2.Delta, output: TextOutput, finder: CallFinder | None)
 
 
 def _cut_output(output: TextOutput) -> Iterator[TextOutput]:
-    """An output cut to at most MAX_TOKENS_PER_MESSAGE tokens each; text and tokens need not be aligned."""
+    """Cut an output into parts of at most MAX_TOKENS_PER_MESSAGE tokens; text and tokens need not be aligned."""
     scored = output.prompt_logprobs
     for i in range(0, len(scored), MAX_TOKENS_PER_MESSAGE):
         part = scored[i : i + MAX_TOKENS_PER_MESSAGE]
@@ -224,17 +219,15 @@ def _cut_output(output: TextOutput) -> Iterator[TextOutput]:
 def make_responses(
     output: TextOutput, *, first_token_s: float | None, total_s: float, finder: CallFinder | None = None
 ) -> Iterator[pb2.GenerateResponse]:
-    """Messages for one output: one, or more when a reader that fell behind gets its backlog.
-
-    `first_token_s` and `total_s` are seconds since the request arrived; they go into the finish event. `finder` is that
-    of the sequence, where it may have calls.
-    """
+    """Make the messages for one output: several when a reader that fell behind gets its backlog. `first_token_s` and
+    `total_s` are seconds since the request arrived; they go into the finish event. `finder` is the sequence's, where it
+    may have calls."""
     size = max(len(output.token_ids), len(output.prompt_logprobs))
     for piece in _cut_output(output) if size > MAX_TOKENS_PER_MESSAGE else (output,):
         message = pb2.GenerateResponse(request_id=piece.request_id, index=piece.index)
         if piece.finish_reason is None:
             delta = message.delta
-            delta.SetInParent()  # an event of this kind, even when nothing is in it
+            delta.SetInParent()  # marks the event's kind even when it is empty
             _fill_delta(delta, piece, finder)
         else:
             _fill_delta(message.finish.delta, piece, finder)
@@ -259,14 +252,14 @@ def _fill_finish(finish: pb2.Finish, output: TextOutput, first_token_s: float | 
 
 
 def make_model_info(info: ModelInfo) -> pb2.GetModelInfoResponse:
-    """The fields have the same names; None is left unset, and what the wire has no field for (`build`) stays inside."""
+    """Convert fields of the same names; None is left unset, and fields that the wire lacks (`build`) are left out."""
     known = pb2.GetModelInfoResponse.DESCRIPTOR.fields_by_name
     given = {name: value for name, value in dataclasses.asdict(info).items() if value is not None and name in known}
     return pb2.GetModelInfoResponse(**given)
 
 
 def make_stats(now: EngineStats, streams_open: int) -> pb2.GetStatsResponse:
-    """Counters and gauges, with the number of open Generate calls added."""
+    """Convert counters and gauges, and add the number of open Generate calls."""
     return pb2.GetStatsResponse(
         uptime=make_duration(now.uptime_s), requests_running=now.requests_running,
         requests_waiting=now.requests_waiting, streams_open=streams_open,
@@ -282,14 +275,14 @@ def make_stats(now: EngineStats, streams_open: int) -> pb2.GetStatsResponse:
 
 
 def _tier_stats(tier: TierStats) -> kv_pb2.TierStats:
-    """The fields have the same names, but for the two times."""
+    """Convert fields of the same names, but for the two times."""
     given = dataclasses.asdict(tier)
     read_time, write_time = make_duration(given.pop("read_seconds")), make_duration(given.pop("write_seconds"))
     return kv_pb2.TierStats(**given, read_time=read_time, write_time=write_time)
 
 
 def make_kv_snapshot(snapshot: EventSnapshot) -> Iterator[kv_pb2.SubscribeKVEventsResponse]:
-    """A snapshot as messages: at least one, the first and the last marked."""
+    """Convert a snapshot to messages: at least one, the first and the last marked."""
     size = MAX_PAGES_PER_MESSAGE
     slices = [(*name, i) for name, pages in snapshot.pages.items() for i in range(0, len(pages), size)]
     for number, piece in enumerate(slices or [None]):
@@ -303,7 +296,7 @@ def make_kv_snapshot(snapshot: EventSnapshot) -> Iterator[kv_pb2.SubscribeKVEven
 
 
 def make_kv_events(epoch: int, events: list[Event]) -> Iterator[kv_pb2.SubscribeKVEventsResponse]:
-    """Events as messages of about MAX_PAGES_PER_MESSAGE pages; an event is never cut."""
+    """Convert events to messages of about MAX_PAGES_PER_MESSAGE pages; an event is never cut."""
     message, size = kv_pb2.SubscribeKVEventsResponse(epoch=epoch), 0
     for event in events:
         size += _fill_event(message.events.events.add(sequence=event.sequence), event)
@@ -314,7 +307,7 @@ def make_kv_events(epoch: int, events: list[Event]) -> Iterator[kv_pb2.Subscribe
 
 
 def _fill_event(message: kv_pb2.KVEvent, event: Event) -> int:
-    """Returns about how many pages the message is worth."""
+    """Convert an event; return its approximate size in pages."""
     if isinstance(event, Stored):
         _fill_pages(message.stored, event.tier, event.group, event.pages)
         return 1 + len(event.pages)

@@ -1,7 +1,7 @@
-"""Exceptions to gRPC statuses with google.rpc details.
+"""Converts exceptions to gRPC statuses with google.rpc details.
 
-The only place that knows how a WicoreError looks on the wire; must not know services or engines. Invariant: a status
-never carries a traceback, and its text stays within the metadata limits of gRPC clients (8 KiB by default).
+Only this module knows how a WicoreError looks on the wire; must not know services or engines. Invariant: a status never
+carries a traceback, and its text stays within the metadata limits of gRPC clients (8 KiB by default).
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ DETAILS = "grpc-status-details-bin"
 
 
 class DuplicateRequestError(InvalidRequestError):
-    """The client chose a request id that a running request has."""
+    """Request id of the client's choice that a running request has."""
 
     grpc_code = "ALREADY_EXISTS"
 
 
 def find_reason(error: WicoreError) -> str:
-    """ErrorInfo.reason of an error: QueueFullError -> QUEUE_FULL."""
+    """Return ErrorInfo.reason of an error: QueueFullError -> QUEUE_FULL."""
     kind = InvalidRequestError if isinstance(error, ContextLengthError) else type(error)
     name = kind.__name__.removesuffix("Error")
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).upper()
 
 
 def make_status(error: WicoreError, call_id: str) -> status_pb2.Status:
-    """The google.rpc.Status of an error: ErrorInfo and RequestInfo always, BadRequest and RetryInfo where they fit."""
+    """Make the google.rpc.Status of an error: always ErrorInfo and RequestInfo, BadRequest and RetryInfo where they
+    fit."""
     text = shortened(str(error), MAX_MESSAGE_CHARS)
     details: list[message.Message] = [
         error_details_pb2.ErrorInfo(reason=find_reason(error), domain=DOMAIN),
@@ -58,15 +59,13 @@ def make_status(error: WicoreError, call_id: str) -> status_pb2.Status:
 
 
 async def abort_call(context: grpc.aio.ServicerContext, error: WicoreError, call_id: str) -> None:
-    """End the call with the error's status, and its id. Raises CancelledError where the client has left before it could
-    be told. gRPC keeps its exception and raises it again when the handler has returned: with the frames that it came
-    through, which have the call, each would wait for the collector of such circles, and that takes longer than all
-    else."""
+    """End the call with the error's status, and its id. Raises CancelledError when the client has left already."""
     status = make_status(error, call_id)
     metadata = ((DETAILS, status.SerializeToString()), (REQUEST_ID_HEADER, call_id))
     try:
         await context.abort(grpc.StatusCode[error.grpc_code], status.message, metadata)
     except grpc.aio.AbortError as ended:
+        # gRPC keeps and re-raises it: its frames hold the call, and collecting such cycles would cost most of the time
         ended.__traceback__ = ended.__context__ = None
     except grpc.aio.InternalError:
         raise asyncio.CancelledError from None

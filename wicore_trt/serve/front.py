@@ -1,7 +1,7 @@
 """The front: the process that clients talk to. It tokenizes, serves, and hands requests to the engine process.
 
-It must not know the engine's devices. Invariant: a front serves again when a new engine comes, without a new start of
-its own.
+It must not know the engine's devices. Invariant: a front serves again when a new engine comes, without being restarted
+itself.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def load_tokenizer(settings: Settings) -> Tokenizer:
 
 
 def main(fd: int) -> int:
-    """Run a front; `fd` is its control socket. Returns the exit code."""
+    """Run a front; `fd` is its control socket. Return the exit code."""
     control = Control.from_fd(fd)
     received = control.receive_message()
     if received is None:
@@ -67,7 +67,7 @@ def main(fd: int) -> int:
     tracing.start_tracing()
     try:
         tokenizer = import_named(start["loader"])(settings)
-    except Exception as error:  # told when the engine, whose error says more, has been loaded
+    except Exception as error:  # raised once the engine has loaded, whose own error would say more
         tokenizer = error
     control.send("loaded", build=getattr(tokenizer, "build", None))  # None where it could not be loaded
     collect_rarely()
@@ -83,7 +83,7 @@ def main(fd: int) -> int:
         code = 1
     tracing.stop_tracing()
     logging.shutdown()
-    os._exit(code)  # nothing that hangs holds up the end
+    os._exit(code)  # not sys.exit, which would wait for hanging threads
 
 
 class FrontProcess(ServingProcess):
@@ -121,7 +121,7 @@ class FrontProcess(ServingProcess):
         self._control.send("serving", address=address, url=url)
 
     def _send_beat(self) -> None:
-        """Tell the supervisor every BEAT_S seconds that this front makes progress."""
+        """Report every BEAT_S seconds that this front makes progress."""
         self._control.offer_message("beat")
         asyncio.get_running_loop().call_later(BEAT_S, self._send_beat)
 
@@ -131,7 +131,7 @@ class FrontProcess(ServingProcess):
             asyncio.get_running_loop().call_later(RELINK_S, self._ask_for_link)
 
     def _ask_for_link(self) -> None:
-        """Ask for a link where there is none: it may have ended without its engine, if one side hung for too long."""
+        """Ask for a link if there is none: a link may end without its engine, if one side hung for too long."""
         if not self._remote.has_channel:
             self._control.send("unlinked", links=self._links)
 
@@ -158,7 +158,7 @@ class FrontProcess(ServingProcess):
                 log_lines.set_level(settings.log.level)
                 try:
                     self._servers.apply_settings(settings.server)
-                except WicoreError as error:  # a file that was good a moment ago
+                except WicoreError as error:  # a file that was valid when the supervisor checked it
                     log.error("keys and certificates were not reloaded: %s", error)
 
     def _spawn_task(self, work: Coroutine[Any, Any, None]) -> None:
@@ -167,7 +167,7 @@ class FrontProcess(ServingProcess):
         task.add_done_callback(self._tasks.discard)
 
     async def _refuse_generations(self) -> None:
-        """Refuse generations from now on, and report when those that are open have ended."""
+        """Refuse generations from now on, and report when the open ones have ended."""
         await self._servers.set_draining()
         await self._servers.wait_until_idle()
         self._control.send("idle")

@@ -1,12 +1,12 @@
-"""The gate of every gRPC call: its key, its place among the open calls, reading, parsing, statuses, the access line.
+"""Guards every gRPC call: its key, its place among the open calls, reading, parsing, statuses, the access line.
 
-Must not know what a call does. Invariants (I19): nothing of a call is read before its key is known to be good; a stream
-that sends nothing ends; a call of our service ends with OK, with a status made from a WicoreError, or by the client; no
-text of an make_internal_error exception reaches the client; a finished call writes one access line.
+Must not know what a call does. Invariants (I19): nothing of a call is read before its key is known to be good; a silent
+stream ends; a call of our service ends with OK, with a status made from a WicoreError, or by the client. No text of an
+unexpected exception reaches the client; a finished call writes one access line.
 
-All methods are served as streams, whatever the contract says, which looks the same on the wire: gRPC reads the message
-of a unary request before any handler runs, and a stream's only when its handler asks for it. gRPC's interceptors would
-cost each call a chain of coroutines, so this is one generic handler around those of the services.
+All methods are served as streams, which look the same on the wire: gRPC reads a unary request's message before any
+handler runs, and a stream's only when its handler asks. This is one generic handler around those of the services,
+because gRPC's interceptors would cost each call a chain of coroutines.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Run: TypeAlias = "Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Awa
 
 
 def read_metadata(details: grpc.HandlerCallDetails, key: str) -> str | None:
-    """First value of a metadata key as text, or None."""
+    """Return the first value of a metadata key as text, or None."""
     for name, value in details.invocation_metadata or ():
         if name == key:
             return value if isinstance(value, str) else value.decode("latin-1")
@@ -52,40 +52,34 @@ def read_metadata(details: grpc.HandlerCallDetails, key: str) -> str | None:
 
 
 class CallReply:
-    """The answer to one call: messages, before which the call's id is told.
-
-    The id is not told before there is something to tell: its metadata cost the system a write of their own, and a
-    refused call has the id in the metadata of its status.
-    """
+    """Answer to one call: the call's id in initial metadata, then messages. The metadata is sent with the first
+    message, as it costs a write of its own; a refused call has the id in its status."""
 
     def __init__(self, context: grpc.aio.ServicerContext, call_id: str) -> None:
         self._context, self._call_id = context, call_id
         self._begun = False
 
     def time_remaining(self) -> float | None:
-        """Seconds to the call's deadline, None without one."""
+        """Return the seconds to the call's deadline, None without one."""
         left: float | None = self._context.time_remaining()
         return left
 
     async def send_metadata(self) -> None:
-        """The call was taken, though its first message takes a while; the client hears of it."""
+        """Send the call's id early, so that the client knows that the call was taken though its first message takes a
+        while."""
         if not self._begun:
             self._begun = True
             await self._context.send_initial_metadata(((REQUEST_ID_HEADER, self._call_id),))
 
     async def write_message(self, message: Message) -> None:
-        """Send a message."""
         if not self._begun:
             await self.send_metadata()
         await self._context.write(message)
 
 
 class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Wraps the methods of all `services`. Health checks need no key.
-
-    Requests are parsed by us, not by gRPC, so that a malformed one (invalid UTF-8, truncated) is INVALID_ARGUMENT with
-    our details rather than a bare UNKNOWN.
-    """
+    """Wraps the methods of all `services`. Health checks need no key. Requests are parsed here, not by gRPC, so that a
+    malformed one (invalid UTF-8, truncated) is INVALID_ARGUMENT with our details rather than a bare UNKNOWN."""
 
     def __init__(self, admission: Admission, services: Sequence[grpc.GenericRpcHandler]) -> None:
         self._services = services
@@ -132,7 +126,6 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
     async def _answer_call(
         self, call: Call, handler: grpc.RpcMethodHandler, context: grpc.aio.ServicerContext, reply: CallReply
     ) -> None:
-        """Take a place, read, parse and handle one call of our service."""
         with self._calls.hold_place(call.who.tenant):
             request = parse_request(handler, await self._requests.read_request(context))
             if handler.response_streaming:
@@ -141,7 +134,8 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
                 await reply.write_message(await handler.unary_unary(request, reply))
 
     def _handle_health(self, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """A health check, or a watch, which stays open. Anybody may call, so places go by the caller's address."""
+        """Handle a health check, or a watch, which stays open. Anybody may call, so places go by the caller's
+        address."""
 
         async def run(_: object, context: grpc.aio.ServicerContext) -> None:
             host = find_host(context.peer())
@@ -158,7 +152,7 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
         )
 
     def _handle_foreign(self, handler: grpc.RpcMethodHandler, who: Identity) -> grpc.RpcMethodHandler:
-        """A stream of another service, which is reflection: it has a place, and ends when it falls silent."""
+        """Handle a stream of another service, which is reflection: it takes a place, and ends when it falls silent."""
 
         async def run(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
             with self._calls.hold_place(who.tenant):
@@ -194,7 +188,7 @@ async def run_foreign_call(run: Run, requests: AsyncIterator[bytes], context: gr
     except WicoreError as error:
         await abort_call(context, error, make_call_id())
     except grpc.aio.BaseError:
-        raise  # the handler has told a status, or the client has left
+        raise  # the handler has sent a status, or the client has left
     except Exception:
         call_id = make_call_id()
         log.exception("call %s failed unexpectedly", call_id)
@@ -202,7 +196,7 @@ async def run_foreign_call(run: Run, requests: AsyncIterator[bytes], context: gr
 
 
 def make_internal_error(call_id: str) -> WicoreError:
-    """Make the error that a client is told of an make_internal_error exception."""
+    """Make the error that hides an unexpected exception from the client."""
     return WicoreError(f"Internal error; the server's log has it as {call_id}.")
 
 
@@ -223,7 +217,7 @@ async def run_call(call: Call, answer: Callable[[], Awaitable[None]], context: g
         call.note_error(error)
         await abort_call(context, error, call.call_id)
     except grpc.aio.InternalError:
-        # The transport took no more messages: the client has left, and gRPC is about to cancel this task for it.
+        # the client has left: the transport takes no messages, and gRPC is about to cancel this task
         code = "CANCELLED"
         await asyncio.sleep(1.0)
         raise

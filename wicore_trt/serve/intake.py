@@ -1,4 +1,4 @@
-"""Requests of gRPC calls: read, bounded, parsed.
+"""Reads, bounds and parses the requests of gRPC calls.
 
 Must not know what a call does or who may make it. Invariants: a request that does not come ends its call; bytes that
 are no message of the call are INVALID_ARGUMENT; of requests that need no key at most READS are in memory at a time.
@@ -31,7 +31,7 @@ MAX_HEALTH_BYTES = 1024
 
 
 def parse_request(handler: grpc.RpcMethodHandler, raw: bytes) -> Any:
-    """The message of a method. Raises InvalidRequestError for bytes that are none."""
+    """Parse the message of a method. Raises InvalidRequestError for invalid bytes."""
     try:
         return handler.request_deserializer(raw)
     except DecodeError:
@@ -41,14 +41,15 @@ def parse_request(handler: grpc.RpcMethodHandler, raw: bytes) -> Any:
 
 
 class RequestReader:
-    """Reads the requests of calls. One timer looks after all: one for each would cost a refusal a tenth of itself."""
+    """Reads the requests of calls. One timer serves all: a timer for each would cost a refusal a tenth of its time."""
 
     def __init__(self) -> None:
         self._since: dict[asyncio.Task[Any], float] = {}  # by the loop's time
         self._clock: asyncio.TimerHandle | None = None
 
     async def read_request(self, context: grpc.aio.ServicerContext) -> bytes:
-        """The request of a call, unparsed. Raises DeadlineError when it does not come, InvalidRequestError for none."""
+        """Read the request of a call, unparsed. Raises DeadlineError when it does not come, InvalidRequestError when
+        there is none."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         self._since[task] = loop.time()
@@ -57,7 +58,7 @@ class RequestReader:
         try:
             raw = await context.read()
         except asyncio.CancelledError:
-            if task in self._since or task.uncancel():  # by somebody else
+            if task in self._since or task.uncancel():  # cancelled by another caller
                 raise
             raise DeadlineError(f"No request came within {READ_S:g} s.") from None
         finally:
@@ -76,7 +77,7 @@ class RequestReader:
 
 
 async def read_stream(requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Requests of a stream as they come, until there is none for a while."""
+    """Yield the requests of a stream, until none comes for READ_S seconds."""
     stream = aiter(requests)
     while True:
         try:
@@ -88,21 +89,20 @@ async def read_stream(requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 class BriefRequestReader:
-    """Reads requests of a few bytes, READS at a time: hosts in turn, those of one host in the order of their calls.
-
-    A call that sends nothing has its place for READ_S, and for HURRY_S or less while others wait: whoever sends its
-    request with its call, as clients do, comes to its turn soon however many calls are silent.
-    """
+    """Reads requests of a few bytes, READS at a time: hosts in turn, those of one host in the order of their calls. A
+    silent call keeps its place for READ_S seconds, and for HURRY_S or less while others wait. So a client that sends
+    its request with its call gets its turn soon, however many calls are silent."""
 
     def __init__(self) -> None:
         self._requests = RequestReader()
         self._free = READS
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by host, the next one first
-        self._count = 0  # of those that wait
+        self._count = 0  # requests that wait
         self._reading: dict[asyncio.Timeout, float] = {}  # with the loop's time at which each began
 
     async def read_request(self, context: grpc.aio.ServicerContext, host: str) -> bytes:
-        """Raises DeadlineError when the request does not come, InvalidRequestError for none or one that is too long."""
+        """Read a request. Raises DeadlineError when it does not come, InvalidRequestError when there is none or it is
+        too long."""
         await self._take_place(host)
         limit = asyncio.timeout(None)
         try:
@@ -131,14 +131,13 @@ class BriefRequestReader:
             self._shorten_limits()
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it was given a place in this moment
+            if not turn.cancelled():  # it got a place just now
                 self._free_place()
             raise
         finally:
             self._count -= 1
 
     def _free_place(self) -> None:
-        """Give a place to the next one that still waits."""
         while self._waiting:
             host = next(iter(self._waiting))
             turns = self._waiting.pop(host)
@@ -159,8 +158,8 @@ class BriefRequestReader:
 
 
 def find_host(peer: str) -> str:
-    """Find the host behind `context.peer()`, without the port: an IPv4 address, the /64 of an IPv6 address,
-    else the kind."""
+    """Find the host behind `context.peer()`, without the port: an IPv4 address, the /64 of an IPv6 address, else the
+    kind."""
     kind, _, rest = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return kind or "unknown"

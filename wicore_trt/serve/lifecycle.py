@@ -1,9 +1,9 @@
 """The life of a process that serves clients: start order, engine changes, drain, exit code.
 
-Order: bind the ports (a used port fails in milliseconds, not after the engine was loaded), wait for the engine, report
-SERVING; while an engine has ended and the next one has not come, report NOT_SERVING; when told to stop report
-NOT_SERVING, refuse new requests, let running ones finish, cancel the rest, close. It must not know messages or models.
-Invariant: once told to stop, the process ends within the grace time plus a few seconds.
+Order: bind the ports, so that a used port fails at once; wait for the engine; report SERVING. Without an engine report
+NOT_SERVING. When told to stop report NOT_SERVING, refuse new requests, let running ones finish, cancel the rest, close.
+It must not know messages or models. Invariant: once told to stop, the process ends within the grace time plus a few
+seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ FLUSH_S = 0.5  # for the last bytes of small calls when the port closes
 
 
 def choose_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return uvloop's, by which a streamed message costs a third less; None (asyncio's own) where it has no wheel."""
+    """Return uvloop's factory, which makes a streamed message a third cheaper; None (asyncio's own) where it has no
+    wheel."""
     try:
         import uvloop
     except ImportError:
@@ -43,10 +44,11 @@ def choose_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 class Servers:
-    """Construct it on the event loop that will run them. Without server.http_port there is no HTTP."""
+    """The gRPC server and, with server.http_port, the HTTP server. Construct it on the event loop that will run
+    them."""
 
     def __init__(self, settings: ServerSettings, max_context: int | None = None) -> None:
-        """`max_context` is that of the engine, where it is known. Raises ConfigError for bad TLS or keys files."""
+        """`max_context` is the engine's, where it is known. Raises ConfigError for bad TLS or keys files."""
         admission = self._admission = Admission.from_settings(settings)
         self._grpc = GrpcServer(settings, max_context, admission)
         self._http = HttpServer(settings, max_context, admission)
@@ -58,19 +60,19 @@ class Servers:
         return address, await self._http.start() if self._serves_http else None
 
     def attach_engine(self, engine: TextEngine) -> None:
-        """Take requests from now on."""
+        """Begin to take requests."""
         self._grpc.service.attach_engine(engine)
         self._http.attach(engine)
 
     def apply_settings(self, settings: ServerSettings) -> None:
-        """Other keys, rates, origins and certificates from now on. Raises ConfigError."""
+        """Apply other keys, rates, origins and certificates from now on. Raises ConfigError."""
         self._grpc.apply_settings(settings)
         self._http.change(settings)
         self._admission.apply_settings(settings)
 
     @property
     def streams_open(self) -> int:
-        """Generations in progress."""
+        """Count the generations in progress."""
         return self._grpc.service.streams_open + self._http.context.open.total()
 
     async def wait_until_idle(self) -> None:
@@ -79,7 +81,7 @@ class Servers:
         await self._http.context.idle.wait()
 
     async def set_serving(self, serving: bool = True) -> None:
-        """Tell probes whether requests are taken now. HTTP looks at the engine itself."""
+        """Tell gRPC's probes whether requests are taken; HTTP asks the engine itself."""
         await self._grpc.set_serving(serving)
 
     async def set_draining(self) -> None:
@@ -88,7 +90,6 @@ class Servers:
         await self._grpc.set_draining()
 
     async def render_metrics(self) -> str:
-        """Render the metrics as Prometheus text."""
         return render_metrics(await collect_metrics(self._http.context))[0].decode()
 
     async def stop_listening(self, grace_s: float) -> None:
@@ -97,24 +98,22 @@ class Servers:
 
 
 class ServingProcess(ABC):
-    """Serves an engine that comes when it is loaded, may end, and come again; subclasses find it and report.
-
-    `changed` is to be set whenever the engine came or ended, and when `stopping` was set.
-    """
+    """Serves an engine that loads, may end, and come again; subclasses find it and report. They set `changed` whenever
+    the engine came or ended, and after they set `stopping`."""
 
     def __init__(self, settings: ServerSettings, max_context: int | None = None) -> None:
-        """`max_context` is the engine's: the largest message follows from it, unless the settings say."""
+        """`max_context` is the engine's; the largest message follows from it unless it is set."""
         self._settings, self._max_context = settings, max_context
         self.changed = asyncio.Event()
         self.stopping = False
 
     @abstractmethod
     def begin_watching(self, servers: Servers) -> None:
-        """Begin to look for the engine and for the end; on the event loop, before the servers listen."""
+        """Begin to watch for the engine and for the end; on the event loop, before the servers listen."""
 
     @abstractmethod
     def find_engine(self) -> TextEngine | None:
-        """Return the engine when it is loaded. Raises WicoreError where it cannot be."""
+        """Return the engine when it is loaded, else None. Raises WicoreError when it cannot be loaded."""
 
     def report_bound(self, address: str, url: str | None) -> None:  # noqa: B027
         """Report that the ports are taken: the address of gRPC and the URL of HTTP, None where that is not served."""
@@ -123,13 +122,13 @@ class ServingProcess(ABC):
         """Report that requests are taken."""
 
     def stop_serving(self) -> None:
-        """Have the server drain and end."""
+        """Make the server drain and end."""
         self.stopping = True
         self.changed.set()
 
     def run(self) -> int:
         """Serve until told to stop; return the exit code: 0 when every request could finish, 1 when some were
-        cancelled. Raises EnvironmentUnfitError, ConfigError and what `find_engine` raises before serving."""
+        cancelled. Raises EnvironmentUnfitError, ConfigError and, before serving, the errors of `find_engine`."""
         with asyncio.Runner(loop_factory=choose_loop_factory()) as runner:
             return runner.run(self._serve_until_stopped())
 
@@ -186,7 +185,7 @@ async def _drain_requests(servers: Servers, engine: TextEngine, grace_s: float) 
     clean = False
     with suppress(TimeoutError):
         clean = await asyncio.wait_for(engine.drain(grace_s), grace_s + CANCEL_S)
-        # Streams still open wait for readers that have not taken their output yet.
+        # streams still open wait for their readers
         await asyncio.wait_for(servers.wait_until_idle(), max(end - time.monotonic(), FLUSH_S))
     clean = clean and not servers.streams_open
     await servers.stop_listening(FLUSH_S)

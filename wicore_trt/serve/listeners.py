@@ -1,10 +1,10 @@
-"""The servers that share the listening address, and what happens when one of them breaks.
+"""The servers that share the listening address, and the replacement of broken ones.
 
-grpc.aio ends its loop that accepts calls, and with it the port, when a call cannot be decoded: one HTTP/2 request whose
-:path is not UTF-8 is enough, before any code of ours runs. Streams that are open then go on. So several servers listen
-on one TCP address (SO_REUSEPORT): while one is replaced, clients find the others. Must not know services. Invariants:
-while it is not stopped, each server that broke is replaced; neither a server that broke nor what it still waits for is
-ever freed while calls are open that use it, which would end the process with a segmentation fault.
+grpc.aio ends its accept loop, and with it the port, when a call cannot be decoded: one HTTP/2 request whose :path is
+not UTF-8 is enough, before our code runs. Open streams go on. So several servers listen on one TCP address
+(SO_REUSEPORT): while one is replaced, clients find the others. Must not know services. Invariants: until stopped, each
+broken server is replaced. Neither a broken server nor anything that it waits for is freed while open calls use it: that
+would end the process with a segmentation fault.
 """
 
 from __future__ import annotations
@@ -37,17 +37,14 @@ _BROKEN: list[grpc.aio.Server] = []
 
 class Services:
     """Collects the handlers of services in place of a server, so that their methods are not registered one by one.
-
     grpc.aio waits for a call of each registered method. When its loop breaks it cancels these waits and frees the
-    memory that gRPC's core writes the calls into; the core then writes. A server of generic handlers has one wait,
-    which is over whenever the loop breaks.
-    """
+    memory into which gRPC's core then still writes calls. A server of generic handlers has one wait, which is over
+    whenever the loop breaks."""
 
     def __init__(self) -> None:
         self.handlers: list[grpc.GenericRpcHandler] = []
 
     def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
-        """Add the handlers of a service."""
         self.handlers.extend(handlers)
 
     def add_registered_method_handlers(self, service: str, handlers: object) -> None:
@@ -55,7 +52,7 @@ class Services:
 
 
 class Listeners:
-    """Servers made by `make`, each bound by `bind` (raises RuntimeError when the address is taken). One whose Unix
+    """Servers made by `make`, each bound by `bind` (raises RuntimeError when the address is taken). A server whose Unix
     socket was removed counts as broken."""
 
     def __init__(self, make: Callable[[], grpc.aio.Server], bind: Callable[[grpc.aio.Server, str], int]) -> None:
@@ -78,10 +75,9 @@ class Listeners:
         return address
 
     async def _start_server(self, place: int) -> asyncio.Task[None]:
-        """Start the server at this place; return gRPC's task that accepts its calls, which ends when the server breaks.
-        (`wait_for_termination` tells of that only when its time is over.)"""
+        """Start the server at this place; return gRPC's accept task, which ends when the server breaks."""
         async with self._starting:
-            before = asyncio.all_tasks()
+            before = asyncio.all_tasks()  # `wait_for_termination` reports a break only when its time is over
             await self._servers[place].start()
             return next(
                 task
@@ -93,8 +89,7 @@ class Listeners:
         """Replace the server at this place whenever it has broken."""
         while True:
             await asyncio.wait((accepting,), timeout=LOOK_S if address.startswith("unix:") else None)
-            # gRPC removes the file of a Unix socket when it closes the port of a server that broke, and may do so
-            # after the next one has made it anew.
+            # gRPC removes a broken server's Unix socket file, perhaps after the next server has made it anew
             removed = address.startswith("unix:") and not os.path.exists(address.removeprefix("unix:"))
             if not (removed or accepting.done()):
                 continue
@@ -125,6 +120,6 @@ class Listeners:
         if stopping:
             await asyncio.wait(stopping, timeout=grace_s + STOP_S)
         for ended in stopping:
-            with suppress(Exception):  # it broke in this moment
+            with suppress(Exception):  # it broke just now
                 if ended.done():
                     ended.result()

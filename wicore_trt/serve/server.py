@@ -1,7 +1,7 @@
 """The listening gRPC server: options, TLS, services, health, reflection.
 
-Must not know what the engine is or when it is ready; the lifecycle tells it. Invariant: health is NOT_SERVING from the
-first moment of listening until `set_serving`, and for ever after `set_draining`.
+Must not know the engine or when it is ready; the lifecycle tells it. Invariant: health is NOT_SERVING from the first
+moment of listening until `set_serving`, and for ever after `set_draining`.
 """
 
 from __future__ import annotations
@@ -52,14 +52,13 @@ KEEPALIVE_OPTIONS = (
 
 
 def find_connection_limit() -> int:
-    """Connections of each listener, so that all of them fit what the process may open."""
+    """Return the connections of each listener, such that all fit the files that the process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(soft - FILES_KEPT, soft // 2)
     return max(1, min(MAX_CONNECTIONS, files) // LISTENERS)
 
 
 def make_channel_options(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
-    """Options of the listening server."""
     return (
         ("grpc.so_reuseport", 1),  # for our own listeners; `check_free` sees the port of another process
         ("grpc.max_receive_message_length", max_message_bytes),
@@ -95,7 +94,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._changed = asyncio.Event()
 
     def retire_status(self) -> None:
-        """NOT_SERVING from now on, whatever is set."""
+        """Set NOT_SERVING and ignore later changes."""
         self.set_status(Status.NOT_SERVING)
         self._retired = True
 
@@ -124,28 +123,26 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 
 class TlsCredentials:
-    """TLS files as gRPC takes them. Each handshake uses the newest certificate that was good."""
+    """TLS files as gRPC credentials. Each handshake uses the newest certificate that was good."""
 
     def __init__(self, cert: str | None, key: str | None, client_ca: str | None) -> None:
-        """PEM files; with `client_ca` clients must show a certificate.
-
-        Raises ConfigError for a missing, unreadable, malformed or mismatched file.
-        """
+        """`cert`, `key` and `client_ca` are PEM files; with `client_ca` clients must show a certificate. Raises
+        ConfigError for a missing, unreadable, malformed or mismatched file."""
         self._clients = client_ca is not None
         self._newest = _read_configuration(cert, key, client_ca)
 
     def change_files(self, cert: str | None, key: str | None, client_ca: str | None) -> None:
-        """Show others to who comes from now on. Raises ConfigError as the constructor does, and changes nothing."""
+        """Use other files for new connections. Raises ConfigError as the constructor does, and changes nothing."""
         self._newest = _read_configuration(cert, key, client_ca)
 
     def make_credentials(self) -> grpc.ServerCredentials | None:
-        """Credentials for a server, None without files."""
+        """Make credentials for a server; None without files."""
         if self._newest is None:
             return None
         return grpc.dynamic_ssl_server_credentials(self._newest, self._fetch_configuration, self._clients)
 
     def _fetch_configuration(self) -> grpc.ServerCertificateConfiguration | None:
-        """gRPC asks before each handshake, and takes over what differs from what it has."""
+        """Return the newest configuration; gRPC asks before each handshake, and adopts changes."""
         return self._newest
 
 
@@ -164,8 +161,8 @@ class GrpcServer:
     def __init__(
         self, settings: ServerSettings, max_context: int | None = None, admission: Admission | None = None
     ) -> None:
-        """`max_context` is that of the engine, where it is known; `admission` is what other servers of this process
-        share. Raises ConfigError for bad TLS or keys files."""
+        """`max_context` is the engine's, where it is known; all servers of this process share `admission`. Raises
+        ConfigError for bad TLS or keys files."""
         self._settings = settings
         admission = admission or Admission.from_settings(settings)
         self._max_message_bytes = find_message_limit(max_context, settings.max_message_mb)
@@ -177,7 +174,7 @@ class GrpcServer:
         self._listeners = Listeners(self._make_server, self._bind_server)
 
     def apply_settings(self, settings: ServerSettings) -> None:
-        """Another certificate for who comes from now on. Raises ConfigError for files that do not fit."""
+        """Use another certificate for new connections. Raises ConfigError for files that do not fit."""
         self._certificates.change_files(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
     def _make_services(self) -> list[grpc.GenericRpcHandler]:
@@ -193,16 +190,14 @@ class GrpcServer:
         return services.handlers
 
     def _make_server(self) -> grpc.aio.Server:
-        """A server of all services that does not listen yet."""
+        """Make a server of all services that does not listen yet."""
         server = grpc.aio.server(options=make_channel_options(self._max_message_bytes))
         server.add_generic_rpc_handlers((self._guard,))
         return server
 
     async def start_listening(self) -> str:
-        """Listen and return the address, with the port chosen by the system when the settings say 0.
-
-        Raises EnvironmentUnfitError for an address that cannot be used.
-        """
+        """Listen and return the address, with the port chosen by the system when the settings say 0. Raises
+        EnvironmentUnfitError for an address that cannot be used."""
         host, port = self._settings.host, self._settings.port
         check_free(host, port)
         count = 1 if host.startswith("unix:") else LISTENERS
@@ -214,7 +209,7 @@ class GrpcServer:
             raise EnvironmentUnfitError(f"Cannot listen on {format_address(host, port)}: {error}.") from None
 
     def _bind_server(self, server: grpc.aio.Server, address: str) -> int:
-        """Raises RuntimeError when the address is taken."""
+        """Bind the address and return the port. Raises RuntimeError when the address is taken."""
         if self._credentials is None:
             port: int = server.add_insecure_port(address)
         else:
@@ -226,7 +221,7 @@ class GrpcServer:
         self._health.set_status(Status.SERVING if serving else Status.NOT_SERVING)
 
     async def set_draining(self) -> None:
-        """Tell health checks, once and for all, that requests are not taken any more, and refuse them."""
+        """Refuse requests from now on, and tell health checks once and for all."""
         self.service.draining = True
         self._health.retire_status()
 

@@ -1,9 +1,9 @@
-"""The calls of wicore.inference.v1.InferenceService.
+"""Serves the calls of wicore.inference.v1.InferenceService.
 
 Translates between messages and a TextEngine and owns nothing else: no scheduling, no text work, no error formatting
-(the guard turns WicoreError into statuses). Invariants: a stream that was opened on the engine is closed when its
-call ends, however it ends; the engine never waits for a reader (TextEngine merges what is unread); sizes and counts of
-a message are checked before anything of it is converted; a tenant's answer tells of that tenant's requests alone.
+(the guard turns WicoreError into statuses). Invariants: a call that ends in any way closes its stream on the engine;
+the engine never waits for a reader (TextEngine merges unread outputs); sizes and counts of a message are checked before
+it is converted; a tenant's answer reports that tenant's requests alone.
 """
 
 from __future__ import annotations
@@ -62,21 +62,21 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self.idle.set()
 
     def attach_engine(self, engine: TextEngine) -> None:
-        """Take requests from now on."""
+        """Begin to take requests."""
         self._engine = engine
 
     @property
     def serving(self) -> bool:
-        """Say whether requests are taken."""
+        """Tell whether requests are taken."""
         return self._engine is not None and self._engine.ready and not self.draining
 
     @property
     def streams_open(self) -> int:
-        """Generate calls in progress."""
+        """Count the Generate calls in progress."""
         return self.open.total()
 
     def get_engine(self) -> TextEngine:
-        """The engine. Raises UnavailableError before there is one."""
+        """Return the engine. Raises UnavailableError before there is one."""
         if self._engine is None:
             raise UnavailableError("The engine is still loading.", fix="Wait until the health check says SERVING.")
         return self._engine
@@ -87,7 +87,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             own_s = convert.read_positive_seconds(request.timeout, "timeout") if request.HasField("timeout") else None
             timeout_s = min((limit for limit in (own_s, find_time_left(context)) if limit is not None), default=None)
             made, finders = self._make_request(engine, request, call, timeout_s)
-            with _name_fields(request):  # also a constraint that could not be kept to the end
+            with _name_fields(request):  # covers the stream, too: a constraint may fail late
 
                 def messages(output: TextOutput, first_s: float | None, total_s: float) -> Iterator[Message]:
                     finder = finders[output.index] if finders is not None else None
@@ -99,8 +99,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     @asynccontextmanager
     async def open_generation(self, call: Call) -> AsyncIterator[tuple[TextEngine, Meter]]:
-        """The engine, and what counts a generation against its tenant's rates. Raises UnavailableError where none is
-        taken."""
+        """Yield the engine, and the meter that charges a generation to its tenant's rates. Raises UnavailableError when
+        no generations are taken."""
         engine = self.get_engine()
         if self.draining:
             raise UnavailableError("The server is shutting down.", fix="Send the request to another server.")
@@ -118,8 +118,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     def _make_request(
         engine: TextEngine, request: pb2.GenerateRequest, call: Call, timeout_s: float | None
     ) -> tuple[TextRequest, Finders | None]:
-        """The plain form of a request; errors name fields by their path in the message. With what finds calls in its
-        sequences, where they may have some."""
+        """Convert a request; errors name fields by their path in the message. The finders of calls are None where the
+        request has no functions."""
         if request.HasField("request_id"):
             request_id = check_request_id(request.request_id)
         else:
@@ -183,8 +183,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return convert.make_stats(*await self.collect_stats(get_current_call().who))
 
     async def collect_stats(self, who: Identity) -> tuple[EngineStats, int]:
-        """Collect counters, gauges and the number of open Generate calls: of all for an operator, else of the
-        tenant."""
+        """Collect statistics and the number of open Generate calls: of all for an operator, else of the tenant."""
         engine = self.get_engine()
         if who.operator:
             return await engine.read_stats(), self.open.total()
@@ -203,7 +202,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     @asynccontextmanager
     async def follow_kv_events(self, call: Call, after: Position) -> AsyncIterator[AsyncGenerator[Change, None]]:
         """Follow what the KV cache gains and loses: all pages for an operator, else the tenant's own. Raises
-        AuthenticationError when its key is taken back."""
+        AuthenticationError when the caller's key is revoked or stands for another caller."""
         who = call.who
         with self._subscribers.hold_place(who.tenant):
             async with aclosing(
@@ -229,11 +228,9 @@ async def relay_outputs(
     reply: CallReply,
     messages: Callable[[TextOutput, float | None, float], Iterable[Message]],
 ) -> set[FinishReason]:
-    """Run a request and write its outputs as `messages` makes them, from an output and the seconds to its sequence's
-    first token and to now; while a write waits for its reader, the engine merges what follows.
-
-    Returns the reasons for which the sequences ended.
-    """
+    """Run a request and write its outputs; return the reasons for which its sequences ended. `messages` makes the
+    messages of an output, the seconds to its sequence's first token, and the seconds to now. While a write waits for
+    its reader, the engine merges later outputs."""
     first_token_s: dict[int, float] = {}
     reasons: set[FinishReason] = set()
     tokens = 0
@@ -264,14 +261,14 @@ async def relay_outputs(
 
 
 def find_time_left(context: CallReply) -> float | None:
-    """Seconds to the call's deadline, more than 0; None without one."""
+    """Return the seconds to the call's deadline, more than 0; None without one."""
     left = context.time_remaining()
     return None if left is None else max(left, 1e-3)
 
 
 @contextmanager
 def _name_fields(request: pb2.GenerateRequest) -> Iterator[None]:
-    """Errors name fields by their path in the message."""
+    """Rename the fields of errors to their paths in the message."""
     try:
         yield
     except InvalidRequestError as error:
@@ -286,7 +283,7 @@ def _name_fields(request: pb2.GenerateRequest) -> Iterator[None]:
 def _text_request(
     engine: TextEngine, request: pb2.GenerateRequest, request_id: str, tenant: str, timeout_s: float | None
 ) -> TextRequest:
-    """The plain form of a request. Raises InvalidRequestError."""
+    """Convert a request. Raises InvalidRequestError."""
     kind, limit = request.WhichOneof("prompt"), engine.info.max_context_tokens
     params = convert.read_sampling_params(request.sampling)
     tools = convert.read_tools(request.tools, params.constraint)

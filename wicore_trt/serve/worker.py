@@ -1,11 +1,9 @@
-"""The worker protocol of routers: vllm.grpc.engine.VllmEngine, which SMG speaks to its workers, from smg-grpc-proto.
+"""The worker protocol of routers: vllm.grpc.engine.VllmEngine of smg-grpc-proto, which SMG speaks to its workers.
 
-Prompts come as token ids, and the router makes text of the tokens. It translates and owns nothing; it must not know how
-routers choose. Invariants: a field that would change the answer and is not served is refused; what a router is told of
-pages, with all events after it, is what the caches hold; calls it does not have are UNIMPLEMENTED.
-
-The numbers of KV batches name their feed. So a router that comes back after a restart of the worker is not taken for
-one that has its pages.
+Prompts come as token ids, and the router detokenizes. The module translates and owns nothing; it must not know how
+routers choose. Invariants: an unserved field that would change the answer is refused; a snapshot of pages plus all
+later events is what the caches hold; unserved calls are UNIMPLEMENTED. Numbers of KV batches identify their feed: after
+a restart of the worker, a returning router does not pass for one that has the new feed's pages.
 """
 
 from __future__ import annotations
@@ -67,7 +65,6 @@ _UNSERVED = ("kv_transfer_params", "mm_inputs", "kv_transfer_params_json", "medi
 
 
 def make_handlers(service: WorkerService) -> grpc.GenericRpcHandler:
-    """The calls of the protocol that are served."""
     kinds = {True: grpc.unary_stream_rpc_method_handler, False: grpc.unary_unary_rpc_method_handler}
     methods = {
         method.name: kinds[method.server_streaming](
@@ -82,7 +79,7 @@ def make_handlers(service: WorkerService) -> grpc.GenericRpcHandler:
 
 
 class WorkerService:
-    """Serves the engine of `service`, under its limits; requests of both are one another's to drain and to count."""
+    """Serves the engine of `service`, under its limits. Draining and open counts cover the requests of both."""
 
     def __init__(self, service: InferenceService) -> None:
         self._service = service
@@ -116,7 +113,7 @@ class WorkerService:
         return pb2.GetModelInfoResponse(
             model_path=info.model_id, is_generation=True, max_context_length=info.max_context_tokens,
             vocab_size=info.vocab_size, served_model_name=info.model_id,
-            tokenizer_path=f"worker:{info.model_id}",  # no path and no name of a hub, so that it is asked for here
+            tokenizer_path=f"worker:{info.model_id}",  # no path and no hub's name: routers then ask this worker
             model_type="gemma3_text", architectures=["Gemma3ForCausalLM"], eos_token_ids=info.eos_token_ids,
             bos_token_id=info.bos_token_id or 0, max_req_input_len=info.max_context_tokens,
         )  # fmt: skip
@@ -149,8 +146,8 @@ class WorkerService:
             await context.write_message(common_pb2.GetTokenizerChunk(data=data, sha256=digest if last else ""))
 
     async def SubscribeKvEvents(self, request: common_pb2.SubscribeKvEventsRequest, context: CallReply) -> None:
-        """An operator's router is told of all pages, any other of its tenant's own. That a tier was cleared is told as
-        a new snapshot: the protocol knows no such event for one tier."""
+        """Send an operator's router all pages, any other its tenant's own. A cleared tier is sent as a new snapshot,
+        because the protocol has no such event for one tier."""
         engine, call = self._service.get_engine(), get_current_call()
         after = self._numbers.position(request.start_sequence_number)
         while True:
@@ -170,9 +167,9 @@ class WorkerService:
 
 
 def _make_load(stats: EngineStats, page_tokens: int) -> pb2.SchedulerLoad:
-    """Pages that nobody uses, with what they have cached, count as free: they are taken before anybody waits. Tokens
-    are those of full attention. No throughput is told: it says what a server was asked, not what
-    it can do, and routers that divide a queue by it send little to one that has just started."""
+    """Make the load. Unused pages count as free, cached ones too, since they are taken before anybody waits. Tokens are
+    those of full attention."""
+    # throughput is left out: it measures load, not capacity, and routers that divide by it starve a new server
     running, waiting = stats.requests_running, stats.requests_waiting
     whole = next((pool for pool in stats.pools if pool.group == GLOBAL), None)
     return pb2.SchedulerLoad(
@@ -187,7 +184,8 @@ def _make_load(stats: EngineStats, page_tokens: int) -> pb2.SchedulerLoad:
 
 
 def _make_bundle(tokenizer: Tokenizer) -> tuple[bytes, str]:
-    """A tokenizer's files as a ZIP archive, and its digest. Gemma's take up to a second, so they are packed once."""
+    """Pack a tokenizer's files as a ZIP archive, with its digest. Gemma's take up to a second, so they are packed
+    once."""
     if tokenizer.home is None:
         raise NotFoundError("The tokenizer of this engine has no files.")
     files = open_engine(tokenizer.home, verify=False).read_present(FILES)
@@ -205,7 +203,7 @@ def _make_bundle(tokenizer: Tokenizer) -> tuple[bytes, str]:
 def _text_request(
     engine: TextEngine, request: pb2.GenerateRequest, tenant: str, timeout_s: float | None
 ) -> TextRequest:
-    """The plain form of a request. Raises InvalidRequestError."""
+    """Convert a request. Raises InvalidRequestError."""
     for name in _UNSERVED:
         if request.HasField(name):
             raise InvalidRequestError(f"{name} is not served here.", field=name)
@@ -228,7 +226,7 @@ def _text_request(
 
 
 def sampling_params(message: pb2.SamplingParams) -> SamplingParams:
-    """Raises InvalidRequestError for what is out of range or not served."""
+    """Convert sampling parameters. Raises InvalidRequestError for values out of range or not served."""
     given = convert.read_sampling(message, router=True)
     if message.HasField("truncate_prompt_tokens"):
         raise InvalidRequestError("Prompts are not cut here.", field="truncate_prompt_tokens")
@@ -241,7 +239,8 @@ def sampling_params(message: pb2.SamplingParams) -> SamplingParams:
 
 
 class _AnswerMaker:
-    """Messages for a request's outputs. Where they are not streamed, a sequence's come together when it has ended."""
+    """Makes messages for a request's outputs. Without streaming, a sequence's outputs come in one message at its
+    end."""
 
     def __init__(self, request: TextRequest, stream: bool, eos: frozenset[int]) -> None:
         self._stream, self._eos = stream, eos
@@ -296,7 +295,7 @@ def _fill_logprobs(
         _fill_top(message.output_logprobs, entry)
     for entry in prompt_logprobs:
         given = message.input_logprobs.token_logprobs.add()
-        if entry.top or entry.logprob:  # the first token's is unset
+        if entry.top or entry.logprob:  # left unset for the first token
             given.value = entry.logprob
         _fill_top(message.input_logprobs, entry)
 
@@ -313,7 +312,8 @@ def _fill_top(message: Any, entry: TokenLogprob) -> None:
 
 
 class _BatchNumbers:
-    """Numbers of batches for the events of feeds that begin anew when an engine does. A later feed's are higher."""
+    """Numbers of batches for the events of feeds, which begin anew when an engine does. A later feed has higher
+    numbers."""
 
     def __init__(self) -> None:
         self._bases: dict[int, int] = {}  # by epoch
@@ -334,7 +334,7 @@ class _BatchNumbers:
 
 
 def _cut_batches(found: EventSnapshot) -> list[list[tuple[str, str, list[Page]]]]:
-    """The runs of pages in each batch of a snapshot. Parents come before their children, also those in other tiers."""
+    """Cut a snapshot into batches of runs of pages. Parents come before their children, also those in other tiers."""
     runs = [(run[0].index, name, run) for name, pages in found.pages.items() for run in _find_runs(pages)]
     runs.sort(key=lambda entry: entry[0])
     batches: list[list[tuple[str, str, list[Page]]]] = [[]]
@@ -351,7 +351,8 @@ def _cut_batches(found: EventSnapshot) -> list[list[tuple[str, str, list[Page]]]
 
 
 def _make_snapshot(batches: list[list[tuple[str, str, list[Page]]]], number: int) -> Iterator[common_pb2.KvEventBatch]:
-    """Numbered up to `number`. Each is made when it is wanted: all of a large cache at once would hold up others."""
+    """Yield batches numbered up to `number`. Each is made on demand: all of a large cache at once would hold up
+    others."""
     blocks = sum(len(part) for batch in batches for _, _, part in batch)
     for i, parts in enumerate(batches):
         made = common_pb2.KvEventBatch(sequence_number=number - len(batches) + 1 + i, timestamp=time.time())
@@ -377,8 +378,8 @@ def _make_event(event: Event, number: int) -> common_pb2.KvEventBatch:
 
 
 def _find_runs(pages: Iterable[Page]) -> Iterator[list[Page]]:
-    """Pages of one layer group as runs in which each follows its parent. Routers match prompts by token ids, so pages
-    whose content those do not tell are left out."""
+    """Split pages of one layer group into runs in which each page follows its parent. Pages whose token ids do not
+    identify their content are left out, because routers match prompts by token ids."""
     held = {page.key: page for page in pages if page.tokens}
     children: dict[bytes, list[Page]] = {}
     waiting: list[Page] = []

@@ -1,8 +1,8 @@
 """Compiles the .proto files into `wicore_trt/serve/gen/`: `python -m wicore_trt.serve.proto.generate`.
 
-Needs grpcio-tools (dependency group `dev`). protoc writes imports that start at `wicore`, a name that this project
-does not own at the top level, so they are moved under the package. Invariant: the same grpcio-tools version gives
-the same bytes; a test compares them with the committed files.
+Needs grpcio-tools (dependency group `dev`). protoc writes imports that start at `wicore`, a top-level name that this
+project does not own, so they are moved under the package. Invariant: the same grpcio-tools version writes the same
+bytes; a test compares them with the committed files.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ GEN_PACKAGE = "wicore_trt.serve.gen"
 
 
 def generate(output: Path = GEN_DIR) -> list[Path]:
-    """Write pb2, pb2.pyi and pb2_grpc for every .proto below PROTO_DIR to `output`; returns the files written.
-
-    Raises RuntimeError when protoc reports an error (it prints the reason to stderr itself).
-    """
+    """Write pb2, pb2.pyi and pb2_grpc for every .proto below PROTO_DIR to `output`; return the files written. Raises
+    RuntimeError when protoc reports an error (it prints the reason to stderr itself)."""
     from grpc_tools import protoc
 
     protos = sorted(path.relative_to(PROTO_DIR) for path in PROTO_DIR.rglob("*.proto"))
