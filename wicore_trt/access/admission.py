@@ -1,9 +1,9 @@
 """Limits for every way into the server: keys, open calls, rates of requests and tokens, counts of ended calls.
 
-One Admission for all servers of a process, so that a tenant's limits are the same whatever it speaks. It must not know
-what a call does. A token bucket holds a minute's worth and fills evenly; a request reserves what it may use at most and
-settles the difference when it ends. Invariants: over any span a tenant starts at most one bucket more than its rate
-gives; what was reserved is settled once; names that strangers write (methods, paths) add no row to the counts.
+All servers of a process share one Admission, so that a tenant's limits hold over all protocols. It must not know what a
+call does. A token bucket holds a minute's worth and fills evenly; a request reserves its maximum and settles when it
+ends. Invariants: over any span a tenant starts at most one bucket more than its rate gives; a reservation is settled
+once; names that strangers write (methods, paths) add no row to the counts.
 """
 
 from __future__ import annotations
@@ -35,14 +35,12 @@ VERBS = frozenset(("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "WEBSOCKET
 
 @dataclass(slots=True)
 class CallCounts:
-    """Ended calls of one process."""
-
     http: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # by method, path and status
     grpc: Counter[tuple[str, str]] = field(default_factory=Counter)  # by method and code
     refused: Counter[str] = field(default_factory=Counter)  # without a valid key, by "http" and "grpc"
 
     def count_http(self, method: str, path: str, status: int) -> None:
-        """`path` is a route's, or OTHER."""
+        """Count a request; `path` is a route's, or OTHER."""
         self.http[method if method in VERBS else OTHER, path, str(status)] += 1
 
 
@@ -50,7 +48,7 @@ MINUTE_S = 60.0
 
 
 class Bucket:
-    """`per_minute` units, full at first. It can be in debt, and then nothing is granted until that is paid."""
+    """Token bucket of `per_minute` units, full at first. While it is in debt, nothing is granted."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
         self.capacity = per_minute
@@ -60,14 +58,13 @@ class Bucket:
 
     @property
     def level(self) -> float:
-        """Units that are there now."""
         now = self._clock()
         self._level = min(float(self.capacity), self._level + (now - self._stamp) * self._per_s)
         self._stamp = now
         return self._level
 
     def wait_s(self, units: float) -> float:
-        """Seconds until `units` are there, 0 when they are."""
+        """Return the seconds until `units` are there, 0 when they are."""
         return max(0.0, units - self.level) / self._per_s
 
     def change_rate(self, per_minute: int) -> None:
@@ -77,13 +74,13 @@ class Bucket:
         self._level = min(level, float(per_minute))
 
     def add_units(self, units: float) -> None:
-        """Put units in, or take them out."""
+        """Add units; negative ones are taken."""
         self._level = min(float(self.capacity), self.level + units)
 
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """State of one limit of a tenant. `reset_s` is the time until the bucket is full again."""
+    """State of one limit of a tenant. `reset_s`: seconds until the bucket is full again."""
 
     limit: int
     remaining: int
@@ -92,20 +89,20 @@ class Allowance:
 
 @dataclass(slots=True)
 class Grant:
-    """Tokens that requests reserved in a bucket, None where they have no limit."""
+    """Tokens that requests reserved in a bucket; `bucket` is None where they have no limit."""
 
     bucket: Bucket | None = None
     reserved: int = 0
 
     def settle_tokens(self, used: int) -> None:
-        """Give back what was not used, or take what was used more. Only the first call counts."""
+        """Return unused tokens, or take those used beyond the reservation. Only the first call counts."""
         if self.bucket is not None:
             self.bucket.add_units(self.reserved - used)
             self.bucket = None
 
 
 class Rates:
-    """A bucket for each tenant, and for each key that has a rate of its own; None is no limit."""
+    """Buckets: one for each tenant, and for each key that has its own rate; None is no limit."""
 
     def __init__(
         self,
@@ -118,10 +115,8 @@ class Rates:
         self._buckets: dict[tuple[str | bytes, str], Bucket] = {}
 
     def reserve_units(self, who: Identity, tokens: int, requests: int = 1) -> Grant:
-        """Count `requests` and reserve `tokens`. What is more than a bucket holds counts as a full one.
-
-        Raises RateLimitError, and takes nothing, when one of the two is not there.
-        """
+        """Count `requests` and reserve `tokens`; more than a bucket holds counts as a full bucket. Raises
+        RateLimitError, and takes nothing, when either is lacking."""
         taken: list[tuple[Bucket, int]] = []
         grant = Grant()
         for kind, units in (("requests", requests), ("tokens", tokens)):
@@ -142,8 +137,8 @@ class Rates:
     def change_limits(
         self, requests_per_minute: int | None, tokens_per_minute: int | None, own: Mapping[bytes, Identity]
     ) -> None:
-        """Apply other limits from now on, with the `own` ones of keys, by their names. What was taken counts, and for
-        the time that has passed buckets fill at their former pace."""
+        """Apply other limits from now on, with the `own` ones of keys, by the keys' names. Units taken stay taken, and
+        for the time that has passed buckets fill at their former pace."""
         self._limits = {"requests": requests_per_minute, "tokens": tokens_per_minute}
         for (name, kind), bucket in self._buckets.items():
             limit = self._limits[kind] if isinstance(name, str) else getattr(own.get(name), f"{kind}_per_minute", None)
@@ -176,7 +171,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Keys, places and rates, and how many calls ended how."""
+    """Keys, places, rates, and counts of ended calls."""
 
     keys: KeyRing
     calls: Gate
@@ -185,7 +180,7 @@ class Admission:
 
     @classmethod
     def from_settings(cls, settings: ServerSettings) -> Admission:
-        """Raises ConfigError for a bad keys file."""
+        """Make an admission of settings. Raises ConfigError for a bad keys file."""
         return cls(
             KeyRing.from_files(settings.api_key, settings.keys_file),
             Gate(MAX_CALLS, "calls"),
@@ -193,13 +188,12 @@ class Admission:
         )
 
     def apply_settings(self, settings: ServerSettings) -> None:
-        """Other keys and rates from now on. Raises ConfigError, and changes nothing, for a bad keys file."""
+        """Apply other keys and rates from now on. Raises ConfigError, and changes nothing, for a bad keys file."""
         self.keys.replace_keys(KeyRing.from_files(settings.api_key, settings.keys_file))
         self.rates.change_limits(settings.requests_per_minute, settings.tokens_per_minute, self.keys.named)
 
     def check_identity(self, who: Identity) -> Identity:
-        """Look up again what the key of an open connection stands for. Raises AuthenticationError if it was
-        taken back."""
+        """Look up again whose key an open connection uses. Raises AuthenticationError if the key was revoked."""
         found = self.keys.refresh_identity(who)
         if found is None:
             raise AuthenticationError("The API key of this connection is not valid any more.", fix="Use another one.")
@@ -207,7 +201,7 @@ class Admission:
 
     @contextmanager
     def open_meter(self, who: Identity) -> Iterator[Meter]:
-        """The tokens of one call, settled when it ends."""
+        """Meter the tokens of one call; settle when it ends."""
         meter = Meter(self.rates, who)
         try:
             yield meter
@@ -217,7 +211,7 @@ class Admission:
 
 @dataclass(slots=True)
 class Meter:
-    """Counts what the generation requests of one call reserve and use."""
+    """Counts the tokens that the generation requests of one call reserve and use."""
 
     rates: Rates
     who: Identity
@@ -225,26 +219,26 @@ class Meter:
     grant: Grant | None = None
 
     def reserve_tokens(self, requests: Sequence[TextRequest]) -> None:
-        """Reserve what the requests may use at most. Raises RateLimitError."""
+        """Reserve the most that the requests may use. Raises RateLimitError."""
         tokens = 0
         for request in requests:
             tokens += estimate_tokens(request)
         self.grant = self.rates.reserve_units(self.who, tokens, len(requests))
 
     def settle_tokens(self) -> None:
-        """Settle what was reserved: the call has ended."""
+        """Settle the reservation when the call has ended."""
         if self.grant is not None:
             self.grant.settle_tokens(self.used)
 
 
 def find_message_limit(max_context: int | None, megabytes: int | None = None) -> int:
-    """Bytes of the largest request: what the settings say, else what a context of so many tokens can take."""
+    """Return the bytes of the largest request: as set, else what a context of `max_context` tokens can take."""
     return megabytes << 20 if megabytes is not None else max(LEAST_MESSAGE_BYTES, BYTES_PER_TOKEN * (max_context or 0))
 
 
 def estimate_tokens(request: TextRequest) -> int:
-    """Estimate the tokens of a prompt that is not tokenized yet, and of what a request may put out: OPEN_OUTPUT for
-    each sequence without a limit of its own. The difference is settled when the request has ended."""
+    """Estimate the tokens of a prompt that is not tokenized yet, plus the most that the request may output: OPEN_OUTPUT
+    for each sequence without max_tokens. The difference is settled when the request has ended."""
     if request.prompt_token_ids is not None:
         prompt = len(request.prompt_token_ids)
     else:

@@ -1,8 +1,7 @@
 """Books of a client's call: its id, its key, its access line.
 
-Knows nothing of gRPC or HTTP: both read the same headers under the same rules. Invariants: an id stands in logs and
-headers as it is; a finished call writes one access line; what a client wrote into prompts is in no line, and neither
-are answers.
+Knows nothing of gRPC or HTTP, which read the same headers under the same rules. Invariants: logs and headers show an id
+unchanged; a finished call writes one access line; no line holds prompts or answers.
 """
 
 from __future__ import annotations
@@ -32,16 +31,14 @@ span_sender: Callable[[Call], None] | None = None
 
 
 def make_call_id() -> str:
-    """An id that no other call has. It is no secret, and must cost no system call; forks draw others."""
+    """Make a unique id. It is no secret and costs no system call; forks draw other ids."""
     return f"{random.getrandbits(128):032x}"
 
 
 @dataclass(slots=True)
 class Call:
-    """A call in progress. Handlers put what the access line should tell into `facts`.
-
-    `who` calls. `from_client` says that the client chose `call_id`, so that another call may have the same.
-    """
+    """Call in progress by `who`. Handlers add facts of the access line to `facts`. `from_client`: the client chose
+    `call_id`, so another call may have the same."""
 
     call_id: str
     method: str
@@ -50,7 +47,7 @@ class Call:
     started: float = field(default_factory=time.monotonic)  # time.monotonic(), seconds
     facts: dict[str, object] = field(default_factory=dict)
     code: str = ""  # how it ended
-    error: type[WicoreError] | None = None  # an error itself has frames that have the call: a circle for the collector
+    error: type[WicoreError] | None = None  # no instance, whose frames would hold the call in a reference cycle
     model: str = ""  # what is asked of it, for traces
     chat: bool = False
     anthropic: bool = False  # whether the client knows the shapes of Anthropic's API
@@ -59,8 +56,8 @@ class Call:
 
     @classmethod
     def from_headers(cls, method: str, who: Identity, header: Callable[[str], str | None]) -> Call:
-        """A call under the id that the client offered if that is one, else under a new one. `header` gives a header by
-        its name."""
+        """Make a call under the id that the client offered if that is valid, else under a new one. `header` returns a
+        header by name."""
         offered_id = header(REQUEST_ID_HEADER) or ""
         from_client = VALID_ID.fullmatch(offered_id) is not None
         made = cls(offered_id if from_client else make_call_id(), method, from_client, who)
@@ -69,17 +66,17 @@ class Call:
         return made
 
     def note_request(self, model: str, request: TextRequest) -> TextRequest:
-        """Note what the call wants of a model; return the request with the id under which other processes log."""
+        """Note the model and parameters of the request; return it with the id under which other processes log."""
         self.model, self.chat, self.params = model, request.messages is not None, request.params
         return replace(request, log_id=self.call_id)
 
     def note_first_token(self, queued_s: float, prefill_s: float) -> None:
-        """Note how long the first tokens waited and were computed, seconds."""
+        """Note the seconds for which the first tokens waited and were computed."""
         self.facts.setdefault("queue_ms", round(queued_s * 1000, 1))
         self.facts.setdefault("prefill_ms", round(prefill_s * 1000, 1))
 
     def note_error(self, error: WicoreError) -> None:
-        """Note an error. Messages about a request quote what it says, so of these the kind and the field are told."""
+        """Note an error: its kind and field alone where its message quotes the request."""
         self.error = type(error)
         quotes = isinstance(error, (InvalidRequestError, NotFoundError)) or type(error) is WicoreError
         self.facts["error"] = type(error).__name__ if quotes else str(error)
@@ -92,28 +89,27 @@ CURRENT: ContextVar[Call | None] = ContextVar("wicore_call", default=None)
 
 
 def get_current_call() -> Call:
-    """The call that this code runs for."""
     call = CURRENT.get()
     assert call is not None
     return call
 
 
 def read_key(header: Callable[[str], str | None]) -> str:
-    """The key in `authorization: Bearer KEY` or `x-api-key: KEY`; `header` gives a header by its name."""
+    """Read the key in `authorization: Bearer KEY` or `x-api-key: KEY`; `header` returns a header by name."""
     scheme, _, token = (header("authorization") or "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else header("x-api-key") or ""
 
 
 def check_request_id(request_id: str) -> str:
-    """The id itself; raises InvalidRequestError unless it can stand in logs and metadata."""
+    """Return the id. Raises InvalidRequestError unless it can stand in logs and metadata."""
     if not VALID_ID.fullmatch(request_id):
         raise InvalidRequestError("request_id must be 1 to 128 visible ASCII characters.", field="request_id")
     return request_id
 
 
 def check_host(host: str | None, allowed: Sequence[str]) -> None:
-    """Raise ForbiddenError for a Host header with a name that is neither this machine's own nor `allowed`. A page whose
-    name was made to lead here (DNS rebinding) sends its own; one that sends no Host header is no page."""
+    """Raise ForbiddenError for a Host header whose name is neither this machine's own nor `allowed`."""
+    # a page behind DNS rebinding sends its own name; a client without Host header is no page
     name = (host or "localhost").rpartition("]")[0].removeprefix("[") or (host or "localhost").partition(":")[0]
     name = name.lower()
     if name == "localhost" or name.endswith(".localhost") or name in allowed or "*" in allowed:
@@ -127,8 +123,8 @@ def check_host(host: str | None, allowed: Sequence[str]) -> None:
 
 
 def find_network(host: str) -> str | None:
-    """Find the network that one client can choose its addresses from: an IPv4 address, the /64 of an IPv6
-    address. None for neither."""
+    """Find the network from which one client can choose addresses: an IPv4 address, or the /64 of an IPv6 address. None
+    for neither."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -139,7 +135,8 @@ def find_network(host: str) -> str | None:
 
 
 def write_access_line(call: Call, code: str, *, generates: bool) -> None:
-    """The line of a finished call, and its span if it `generates`; `code` is how it ended. The small ones are DEBUG."""
+    """Write the line of a finished call, and its span if it `generates`; other calls are logged at DEBUG. `code`: its
+    outcome."""
     call.code = code
     if generates and span_sender is not None:
         span_sender(call)

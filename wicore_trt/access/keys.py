@@ -1,12 +1,11 @@
-"""API keys, and the tenant that each stands for.
+"""API keys, and the tenant of each.
 
-Knows keys and the file that holds them; it must not know calls. Invariants: no key is in an error, a log line or a
-repr; how long a look-up takes tells nothing of the keys, because it compares digests under a random key of this
-server.
+Knows keys and their file; it must not know calls. Invariants: no key is in an error, a log line or a repr; the time of
+a look-up reveals nothing of the keys, as it compares digests under a random key of this server.
 
-A keys file has a line for each key, `TENANT:KEY`, and behind it `:operator`, `:requests=N` and `:tokens=N`, which is
-what the key may take in a minute; empty lines and lines that begin with # say nothing. A tenant may have several keys,
-so that one can follow another.
+A keys file has a line `TENANT:KEY` for each key. After it may stand `:operator`, and `:requests=N` and `:tokens=N` for
+the key's own rates a minute. Empty lines and lines that begin with # are skipped. A tenant may have several keys, so
+that one can replace another.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ ROLE = re.compile(r"(?P<operator>operator)|requests=(?P<requests>[1-9]\d{0,11})|
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The caller that a key stands for. An operator sees the counts and KV events of everybody, a tenant those
-    of its own requests. Rates are the key's own, in place of the tenant's; `key` names it, in every process and
-    also later, and is not the key."""
+    """Caller that a key stands for. An operator sees the counts and KV events of everybody, a tenant those of its own
+    requests. Rates are the key's own, in place of the tenant's. `key` names the key, stably and in every process,
+    without revealing it."""
 
     tenant: str = ""
     operator: bool = False
@@ -47,8 +46,8 @@ EVERYBODY = Identity("", operator=True)
 
 
 class KeyRing:
-    """Identities by key, and by the keys' names. `needed` is false when there are no keys: everybody is then the one
-    trusted user."""
+    """Identities by key, and by the keys' names. `needed` is False without keys: everybody is then the one trusted
+    user."""
 
     def __init__(self, identities: Mapping[str, Identity]) -> None:
         named = {key: replace(identity, key=_name_key(key)) for key, identity in identities.items()}
@@ -58,10 +57,8 @@ class KeyRing:
 
     @classmethod
     def from_files(cls, api_key: str | None, keys_file: str | None) -> KeyRing:
-        """The keys of `server.api_key`, which is the operator's, and of `server.keys_file`.
-
-        Raises ConfigError for a file that cannot be read, that others may read, or whose lines are no keys.
-        """
+        """Read the operator's key `server.api_key` and the keys of `server.keys_file`. Raises ConfigError for a file
+        that cannot be read, that others may read, or that has invalid lines."""
         found = read_keys(keys_file) if keys_file is not None else {}
         if api_key is not None:
             if found.get(api_key, EVERYBODY) != EVERYBODY:
@@ -70,7 +67,8 @@ class KeyRing:
         return cls(found)
 
     def replace_keys(self, other: KeyRing) -> None:
-        """Have the other one's keys from now on. Calls that are open keep their identity, and ask with `now`."""
+        """Replace the keys by those of another ring. Open calls keep their identity, and check it with
+        `refresh_identity`."""
         self._identities, self.named, self.needed = other._identities, other.named, other.needed
 
     def find_identity(self, key: str) -> Identity | None:
@@ -78,7 +76,7 @@ class KeyRing:
         return self._identities.get(_digest_key(key)) if self.needed else EVERYBODY
 
     def refresh_identity(self, who: Identity) -> Identity | None:
-        """Find the identity that the key of `who` stands for now, None where it was taken back."""
+        """Find the present identity of `who`'s key, None where the key was revoked."""
         return self.named.get(who.key) if self.needed else EVERYBODY
 
 
@@ -91,7 +89,7 @@ def _digest_key(key: str) -> bytes:
 
 
 def read_keys(path: str) -> dict[str, Identity]:
-    """Identities by key from a keys file. Raises ConfigError; no key is in its message."""
+    """Read identities by key from a keys file. Raises ConfigError; no key is in its message."""
     door = UntrustedFiles(
         error=ConfigError, fix="Give a regular file: each process of the server reads it, and again on reload."
     )

@@ -1,7 +1,7 @@
 """Address and TLS files of a server, checked before a library sees them.
 
-Libraries report a used port or a bad certificate late, unclearly or not at all, so this module finds out first. It must
-not know services. Invariant: what passes here can be bound and can shake hands, short of a race for the port.
+Libraries report a used port or a bad certificate late, unclearly or not at all. It must not know services. Invariant:
+checked addresses can be bound and checked files can shake hands, short of a race for the port.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ def _read_file(name: str, path: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Contents of PEM files that fit each other, and the context that they make. With `roots` clients must show a
-    certificate."""
+    """Contents of PEM files that fit each other, and their context. With `roots` clients must show a certificate."""
 
     chain: bytes
     secret: bytes
@@ -42,12 +41,12 @@ class TlsFiles:
 
 
 def _strip_preamble(raw: bytes) -> bytes:
-    """Without what stands in front of the first block, say a mark of byte order: OpenSSL skips that, gRPC does not."""
+    """Strip text before the first block, say a byte order mark: OpenSSL skips it, gRPC does not."""
     return raw[max(raw.find(b"-----BEGIN"), 0) :]
 
 
 def _check_kind(path: str, chain: bytes) -> None:
-    """Raise ConfigError for a certificate with a kind of key that gRPC's TLS does not know, though OpenSSL does."""
+    """Raise ConfigError for a certificate with a kind of key that OpenSSL knows and gRPC's TLS does not."""
     from cryptography import x509
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
@@ -65,10 +64,8 @@ def _check_kind(path: str, chain: bytes) -> None:
 
 
 def read_tls(cert: str | None, key: str | None, client_ca: str | None) -> TlsFiles | None:
-    """The TLS files of a server, or None when no file is named.
-
-    Raises ConfigError for a missing, unreadable, malformed or mismatched file.
-    """
+    """Read the TLS files of a server; None when no file is named. Raises ConfigError for a missing, unreadable,
+    malformed or mismatched file."""
     if cert is None and key is None and client_ca is None:
         return None
     if cert is None or key is None:
@@ -92,14 +89,13 @@ def read_tls(cert: str | None, key: str | None, client_ca: str | None) -> TlsFil
 
 
 def find_http_host(settings: ServerSettings) -> str:
-    """Find the address on which HTTP listens."""
     if settings.http_host is not None:
         return settings.http_host
     return f"{settings.host}.http" if settings.host.startswith("unix:") else settings.host
 
 
 def is_local(host: str) -> bool:
-    """Say whether this machine alone reaches an address. Names count as others', but localhost."""
+    """Tell whether only this machine reaches an address. Names except localhost count as reachable by others."""
     if host.startswith("unix:") or host == "localhost":
         return True
     try:
@@ -109,7 +105,7 @@ def is_local(host: str) -> bool:
 
 
 def check_exposure(settings: ServerSettings) -> None:
-    """Raise ConfigError where other machines reach the server and it has no keys, or no TLS that hides them."""
+    """Raise ConfigError when other machines reach the server and it has no keys, or no TLS to hide them."""
     doors = [(find_http_host(settings), settings.http_port), (settings.admin_host, settings.admin_port)]
     hosts = [settings.host, *(host for host, port in doors if port is not None)]
     reached = [host for host in hosts if not is_local(host)]
@@ -140,7 +136,7 @@ def check_server(settings: ServerSettings) -> None:
 
 
 def format_address(host: str, port: int) -> str:
-    """Address of a host and port; `unix:/path` hosts are addresses already."""
+    """Format a host and port; `unix:/path` hosts are addresses already."""
     if host.startswith("unix:"):
         return host
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -174,8 +170,8 @@ def check_free(host: str, port: int, flag: str = "--grpc-port") -> None:
 
 
 def _check_socket_path(path: Path) -> None:
-    """gRPC silently replaces a socket file, that of a running server included, and we do so too; so look whether one
-    answers."""
+    """Raise EnvironmentUnfitError when a server answers at the socket, because gRPC and we silently replace socket
+    files."""
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise EnvironmentUnfitError(f"Cannot create the socket {path}: {path.parent} is no writable directory.")
     if not path.exists():

@@ -1,9 +1,8 @@
 """Log output of the server process: short lines for people or JSON lines for machines, to stderr.
 
-Invariants: a line that was logged for a call has its id; one record is one line of printable characters and of bounded
-length, whatever a client put into its names and texts; in the form for people a traceback follows on lines of its own.
-Nobody who logs ever waits for who reads: lines that find no room are dropped, and counted in a line of their own when
-there is room again.
+Invariants: a line that was logged for a call has its id. One record is one line of printable characters and bounded
+length, whatever a client wrote; in the form for people a traceback follows on its own lines. Logging never waits for
+the log's reader: lines without room are dropped, and counted in a line when there is room again.
 """
 
 from __future__ import annotations
@@ -51,14 +50,12 @@ def _collect_facts(record: logging.LogRecord) -> dict[str, object]:
 
 
 class _Bounded(logging.Formatter):
-    """Formats tracebacks of bounded length."""
-
     def formatException(self, ei: Any) -> str:
         return shortened(super().formatException(ei), MAX_TRACEBACK)
 
 
 class LineFormatter(_Bounded):
-    """`2026-01-31 12:00:00 INFO message key=value ...`; values with spaces or quotes are quoted as in JSON."""
+    """Formats `2026-01-31 12:00:00 INFO message key=value ...`; values with spaces or quotes are quoted as in JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         message = shortened(record.getMessage(), MAX_MESSAGE)
@@ -92,7 +89,8 @@ class JsonFormatter(_Bounded):
 
 
 class DroppingHandler(logging.Handler):
-    """Writes lines on a thread of its own, by `write`, which may wait for ever; what came meanwhile at once."""
+    """Writes lines on its own thread by `write`, which may block for ever; lines that arrive meanwhile are written
+    together."""
 
     def __init__(self, write: Callable[[bytes], None], max_lines: int = MAX_LINES) -> None:
         super().__init__()
@@ -123,7 +121,7 @@ class DroppingHandler(logging.Handler):
             self.handleError(record)
 
     def close(self) -> None:
-        """Let the lines that wait be written, for a moment."""
+        """Wait up to CLOSE_S seconds for the queued lines to be written."""
         self._closed = True
         self._came.set()
         self._thread.join(CLOSE_S)
@@ -141,12 +139,12 @@ class DroppingHandler(logging.Handler):
                 lines: list[str] = []
                 while self._lines and len(lines) < MOST_AT_ONCE:
                     lines.append(self._lines.popleft())
-                with suppress(OSError, ValueError):  # nobody is there to read it
+                with suppress(OSError, ValueError):  # nobody reads it
                     self._write(("\n".join(lines) + "\n").encode(errors="backslashreplace"))
 
 
 class QuietFilter(logging.Filter):
-    """Lets a logger's record pass at most every QUIET_S seconds: strangers make libraries log."""
+    """Passes a logger's records at most every QUIET_S seconds, because strangers can make libraries log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +178,8 @@ class QuietLog:
 
 
 def _open_stderr() -> Callable[[bytes], None]:
-    """Writes to standard error past Python's own buffer, whose lock would hold up the end of the process."""
+    """Return a function that writes to stderr without Python's buffer, whose lock would hold up the end of the
+    process."""
     stream = sys.stderr
     try:
         number = stream.fileno()
@@ -202,15 +201,14 @@ UNTOLD = ("logThreads", "logProcesses", "logMultiprocessing", "logAsyncioTasks")
 
 
 def set_level(level: str) -> None:
-    """Log from this level on: debug, info, warning or error."""
     logging.getLogger("wicore_trt").setLevel(level.upper())
 
 
 def configure_logging(*, json_lines: bool = False, level: str = "INFO") -> None:
-    """Send this package's log to stderr, and warnings of the libraries below it. Calling it again replaces the former
-    set-up. To be called before grpc is imported: its core writes to stderr itself, and waits for whoever reads it."""
+    """Send this package's log, and the errors of OTHERS, to stderr; replace any former set-up. Call it before grpc is
+    imported, whose core writes to stderr itself and waits for its reader."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    for name in UNTOLD:  # which no line tells and each would look up
+    for name in UNTOLD:  # facts that no line shows, yet each record would look up
         setattr(logging, name, False)
     handler = DroppingHandler(_open_stderr())
     handler.setFormatter(JsonFormatter() if json_lines else LineFormatter())
@@ -226,4 +224,4 @@ def configure_logging(*, json_lines: bool = False, level: str = "INFO") -> None:
         logger.setLevel(logging.ERROR)
         logger.filters[:] = [QuietFilter()]
     logging.getLogger(SILENT).setLevel(logging.CRITICAL)
-    logging.lastResort = handler  # whatever other libraries log
+    logging.lastResort = handler  # for all other libraries

@@ -1,9 +1,8 @@
-"""A span for each generation call, sent by OpenTelemetry's exporter (extra `otel`), by its GenAI conventions.
+"""Sends a span for each generation call by OpenTelemetry's exporter (extra `otel`), by its GenAI conventions.
 
 On where the environment names a collector (OTEL_EXPORTER_OTLP_ENDPOINT, or ..._TRACES_ENDPOINT); sampler, headers and
-resource are its standard variables too. A span is made from the books of a call when it has ended, so that a call costs
-nothing for it before. Must not know transports. Invariants: no prompt, answer or key is in a span; a collector that
-does not answer holds up nobody.
+resource are its standard variables too. A span is made from a call's books after its end, so a call costs nothing
+before. Must not know transports. Invariants: no prompt, answer or key is in a span; nothing waits for a collector.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _spans: _Spans | None = None
 
 
 def start_tracing() -> None:
-    """Begin, where the environment says so; in the process that answers calls, as it starts a thread."""
+    """Start where the environment says so. Call it in the process that answers calls, as it starts a thread."""
     global _spans
     env = os.environ
     off = env.get("OTEL_SDK_DISABLED", "").lower() == "true" or env.get("OTEL_TRACES_EXPORTER") == "none"
@@ -46,7 +45,7 @@ def start_tracing() -> None:
 
 
 def stop_tracing() -> None:
-    """Send what waits, for CLOSE_S seconds at most."""
+    """Send queued spans, for CLOSE_S seconds at most."""
     if _spans is not None:
         ending = threading.Thread(target=_spans.provider.shutdown, daemon=True)
         ending.start()
@@ -54,7 +53,7 @@ def stop_tracing() -> None:
 
 
 class _Spans:
-    """OpenTelemetry, set up."""
+    """OpenTelemetry's provider and tracer."""
 
     def __init__(self, protocol: str) -> None:
         from opentelemetry import trace
@@ -97,7 +96,7 @@ class _Spans:
 
 
 def _attributes(call: Call) -> dict[str, Any]:
-    """Collect the attributes of a call's span; unknown ones are left out."""
+    """Collect the attributes of a call's span, without unknown ones."""
     facts = call.facts
     found: dict[str, Any] = {"gen_ai.provider.name": "wicore-trt", "gen_ai.request.model": call.model}
     found |= {"gen_ai.response.model": call.model, "wicore.method": call.method, "wicore.status": call.code}

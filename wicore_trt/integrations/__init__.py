@@ -1,1 +1,1 @@
-"""Other projects' programs that stand between clients and servers of ours."""
+"""Programs of other projects that stand between clients and our servers."""

@@ -1,11 +1,10 @@
 """A worker of NVIDIA Dynamo for one server: `python -m wicore_trt.integrations.dynamo --server HOST:PORT`.
 
-It runs beside `wicore serve`, in an environment of its own with ai-dynamo-runtime, and speaks the server's worker
-protocol (serve/worker.py): token ids in and out, KV events, load. Dynamo's frontend makes tokens and text and moves the
-streams of a worker that dies to another. It must not know engines. Invariants: a stream ends with a finish reason, with
-an error that Dynamo moves requests for, or with one that is the request's own; when the server takes no more requests
-this worker leaves, and whoever started it starts it again. The frontend counts tokens itself: for a request that was
-moved, what a worker would say of its prompt counts the answer's beginning too.
+Runs beside `wicore serve` in its own environment with ai-dynamo-runtime, and speaks the worker protocol
+(serve/worker.py): token ids, KV events, load. Dynamo's frontend tokenizes, detokenizes, counts tokens itself, and moves
+streams of a dead worker to another. It must not know engines. Invariants: a stream ends with a finish reason, an error
+after which Dynamo moves the request, or an error of the request; when the server takes no more requests this worker
+exits, and its starter restarts it.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 
 
 class WicoreEngine(LLMEngine):
-    """The server at the other end of `stub`."""
+    """Dynamo's engine: the server at the other end of `stub`."""
 
     def __init__(self, stub: vllm_engine_pb2_grpc.VllmEngineStub, info: Any, page_tokens: int, model: Path) -> None:
         self._stub, self._info, self._page_tokens, self._model = stub, info, page_tokens, model
@@ -120,7 +119,7 @@ class WicoreEngine(LLMEngine):
             raise _convert_error(error) from None
         finally:
             self._open -= 1
-            call.cancel()  # nothing when it has ended
+            call.cancel()  # does nothing after its end
 
     async def cleanup(self) -> None:
         for task in self._tasks:
@@ -139,14 +138,14 @@ class WicoreEngine(LLMEngine):
         self._loads = publisher
 
     def _follow_events(self, publisher: Any) -> None:
-        """Dynamo takes events, perhaps on a thread of its own."""
+        """Start publishing on the event loop; Dynamo may call this on its own thread."""
         self._loop.call_soon_threadsafe(
             lambda: self._tasks.append(self._loop.create_task(self._tell_events(publisher)))
         )
 
     async def _tell_events(self, publisher: Any) -> None:
-        """Publish what the caches gain and lose. Dynamo asks who has a page, not where, so copies in several tiers
-        are one."""
+        """Publish the pages that the caches gain and lose. Dynamo asks whether a worker has a page, so copies in
+        several tiers count as one."""
         tiers: dict[int, set[int]] = {}
         with suppress(grpc.aio.AioRpcError):  # the server has ended, and `_watch_server` sees it
             async for batch in self._stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()):
@@ -171,7 +170,7 @@ class WicoreEngine(LLMEngine):
                                 publisher.publish_removed(gone)
 
     async def _watch_server(self) -> None:
-        """Tell Dynamo the server's load, until it takes no more requests; then leave when streams have ended."""
+        """Report the server's load to Dynamo until it takes no more requests; then leave when streams have ended."""
         while True:
             try:
                 health = await self._stub.HealthCheck(pb2.HealthCheckRequest(), timeout=10 * POLL_S)
@@ -187,7 +186,7 @@ class WicoreEngine(LLMEngine):
             await asyncio.sleep(POLL_S)
         log.warning("the server takes no more requests; leaving")
         if self._endpoint is not None:
-            await self._endpoint.unregister_endpoint_instance()  # nobody is sent here any more
+            await self._endpoint.unregister_endpoint_instance()  # no more requests come here
         while self._open:  # the server ends them, at the latest with itself
             await asyncio.sleep(POLL_S / 10)
         os.environ[GRACE] = "0"
@@ -204,7 +203,7 @@ def _publish_events(publisher: Any, stored: Any) -> None:
 
 
 def _request(request: Mapping[str, Any], name: str) -> Any:
-    """Raises InvalidArgument for what the server's protocol cannot say."""
+    """Convert a request. Raises InvalidArgument for options that the server's protocol lacks."""
     sampling, stopping, output = (
         {key: value for key, value in (request.get(part) or {}).items() if value is not None}
         for part in ("sampling_options", "stop_conditions", "output_options")
@@ -259,7 +258,7 @@ def _make_chunk(chunk: Any) -> dict[str, Any]:
 
 
 def _convert_error(error: grpc.aio.AioRpcError) -> Any:
-    """The error as Dynamo knows it: requests are moved for StreamIncomplete."""
+    """Convert the error for Dynamo, which moves requests on StreamIncomplete."""
     text = error.details() or error.code().name
     match error.code():
         case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.NOT_FOUND | grpc.StatusCode.ALREADY_EXISTS:
@@ -272,8 +271,8 @@ def _convert_error(error: grpc.aio.AioRpcError) -> Any:
 
 
 async def _model_files(stub: Any, info: Any, cache: Path) -> Path:
-    """A folder as Dynamo registers models: the server's tokenizer files, and a configuration where it has none. Workers
-    of one model have folders of one name, or the frontend takes them for different models."""
+    """Write a model folder as Dynamo registers it: the server's tokenizer files, and a configuration where it has none.
+    Its name follows from its content, because the frontend takes folders of different names for different models."""
     chunks = [chunk async for chunk in stub.GetTokenizer(common_pb2.GetTokenizerRequest())]
     bundle = b"".join(chunk.data for chunk in chunks)
     if not chunks or hashlib.sha256(bundle).hexdigest() != chunks[-1].sha256:
@@ -296,13 +295,13 @@ async def _model_files(stub: Any, info: Any, cache: Path) -> Path:
         (made / name).write_bytes(content)
     try:
         made.rename(folder)
-    except OSError:  # another worker was here before
+    except OSError:  # another worker made it first
         shutil.rmtree(made)
     return folder
 
 
 class _UnaryKey(grpc.aio.UnaryUnaryClientInterceptor):
-    """Puts the operator's key into calls."""
+    """Puts the operator's key into unary calls."""
 
     def __init__(self, key: str) -> None:
         self._key = key
@@ -312,7 +311,7 @@ class _UnaryKey(grpc.aio.UnaryUnaryClientInterceptor):
 
 
 class _StreamKey(grpc.aio.UnaryStreamClientInterceptor):
-    """Interceptor of calls with streams of answers: grpc.aio takes an object for one kind of calls alone."""
+    """Puts the operator's key into streaming calls: grpc.aio takes an interceptor for one kind of calls only."""
 
     def __init__(self, key: str) -> None:
         self._key = key

@@ -1,8 +1,8 @@
-"""Metrics of a server, as Prometheus reads them.
+"""Metrics of a server in Prometheus' format.
 
-A snapshot of plain data goes in, families of samples come out. Names are stable: `wicore_` is ours, `vllm:` are the
-names that routers and dashboards look for, given where they mean the same. It must not know how the data was come by.
-Invariant: of an engine that does not answer nothing is told, rather than something old.
+Turns a snapshot of plain data into families of samples. Names are stable: `wicore_` is ours; `vllm:` names, which
+routers and dashboards expect, are given where they mean the same. It must not know the source of the data. Invariant:
+an engine that does not answer has no samples, rather than old ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VLLM_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "deadl
 
 @dataclass(frozen=True, slots=True)
 class MetricsSnapshot:
-    """Everything at one moment. `finished` are sequences by reason, `processes` go by "front" and "engine"."""
+    """State of the server at one moment. `finished`: sequences by reason; `processes`: by "front" and "engine"."""
 
     version: str
     state: str
@@ -42,7 +42,7 @@ class MetricsSnapshot:
 
 
 def render_metrics(found: Iterable[Metric], accept: str = "") -> tuple[bytes, str]:
-    """The text of a scrape and its content type, in the form that the scraper accepts."""
+    """Return the text of a scrape and its content type, in the form that the scraper accepts."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Once(found))
     encode, content_type = choose_encoder(accept)
@@ -50,7 +50,6 @@ def render_metrics(found: Iterable[Metric], accept: str = "") -> tuple[bytes, st
 
 
 def collect_families(snapshot: MetricsSnapshot) -> Iterator[Metric]:
-    """Make all families of a snapshot."""
     yield from _describe_server(snapshot)
     model = snapshot.model.model_id if snapshot.engine is not None and snapshot.model is not None else None
     yield from _describe_calls(snapshot)
@@ -67,7 +66,7 @@ def collect_families(snapshot: MetricsSnapshot) -> Iterator[Metric]:
 
 
 def describe_processes(processes: Mapping[str, tuple[bool, int]]) -> Iterator[Metric]:
-    """Describe the processes of a supervisor: whether each runs, and how often it was started again."""
+    """Describe the supervisor's processes: whether each runs, and how often it was restarted."""
     about = "1 while a process runs; on the port of the operator's calls alone."
     rows = [(name, int(up)) for name, (up, _) in processes.items()]
     yield make_family(GaugeMetricFamily, "wicore_process_up", about, ["process"], rows)
@@ -95,7 +94,7 @@ def make_counter(name: str, about: str, value: float) -> Metric:
 def make_family(
     kind: type[Metric], name: str, about: str, labels: Sequence[str], rows: Iterable[Sequence[object]]
 ) -> Metric:
-    """A family whose rows are the values of its labels and the number behind them."""
+    """Make a family; each row holds the values of its labels, then the number."""
     made = kind(name, about, labels=list(labels))  # type: ignore[call-arg]
     for *values, number in rows:
         made.add_metric([str(value) for value in values], number)  # type: ignore[attr-defined]
@@ -229,7 +228,7 @@ def _describe_tiers(tiers: Sequence[TierStats]) -> Iterator[Metric]:
 
 
 def _describe_engine_as_vllm(s: MetricsSnapshot, e: EngineStats, name: str) -> Iterator[Metric]:
-    """Make the families that vLLM names, whose label `model_name` each has."""
+    """Make the families that vLLM names, each with the label `model_name`."""
     label = {"model_name": name}
 
     def one(kind: type[Metric], metric: str, about: str, value: float) -> Metric:

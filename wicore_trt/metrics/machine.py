@@ -1,7 +1,7 @@
 """Figures of the system about this server's processes and the GPUs.
 
-Reads /proc, and NVML where nvidia-ml-py is installed. It must not know engines. Invariant: what cannot be read is left
-out, and never raises.
+Reads /proc, and NVML where nvidia-ml-py is installed. It must not know engines. Invariant: unreadable figures are left
+out and never raise.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ProcessUse:
-    """Resources of a process."""
-
     cpu_seconds: float
     resident_bytes: int
     open_files: int | None
@@ -41,7 +39,7 @@ class GpuUse:
 
 
 def read_process_use(pid: int) -> ProcessUse | None:
-    """Read what a process has used so far, None when it has ended."""
+    """Read a process's use so far, None when it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -55,7 +53,8 @@ def read_process_use(pid: int) -> ProcessUse | None:
 
 
 def read_gpu_use() -> Sequence[GpuUse]:
-    """The GPUs of this machine; none where there is no NVML. Takes milliseconds, and with a broken driver for ever."""
+    """Read the GPUs of this machine; none without NVML. Takes milliseconds, and may hang for ever with a broken
+    driver."""
     nvml = _load_nvml()
     try:
         count = 0 if nvml is None else nvml.nvmlDeviceGetCount()
@@ -66,12 +65,12 @@ def read_gpu_use() -> Sequence[GpuUse]:
 
 @cache
 def _load_nvml() -> Any:
-    """NVML, initialized, or None."""
+    """Return NVML, initialized, or None."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception as error:  # no package, no library, no driver, or a package of that name that is another
+    except Exception as error:  # no package, library or driver, or another package of that name
         log.debug("no GPU metrics: %s", error)
         return None
     return pynvml
@@ -81,7 +80,7 @@ def _read_gpu(nvml: Any, index: int) -> GpuUse:
     def read_figure(name: str, *more: Any) -> Any:
         try:
             return getattr(nvml, name)(*more)
-        except Exception:  # a virtual GPU, or a part of one, tells less, and a lost one nothing
+        except Exception:  # virtual GPUs and slices report less, a lost one nothing
             return None
 
     handle = read_figure("nvmlDeviceGetHandleByIndex", index)
