@@ -51,7 +51,7 @@ def other_rank(path: Path) -> Path:
         for part, buffer in enumerate(buffers):
             buffer[:] = content(page, -1, part)
         waiter = Waiter(1)
-        assert store.write(page, slots, buffers, waiter.callback(0)) and waiter.wait() == [Outcome.OK]
+        assert store.write_page(page, slots, buffers, waiter.callback(0)) and waiter.wait() == [Outcome.OK]
     store.close()
     return path / namespace(1).digest.hex()
 
@@ -171,7 +171,7 @@ class Campaign:
             for part, buffer in enumerate(buffers):
                 buffer[:] = content(page, self.versions[i], part)
             tried.append((place, i, slots))
-            if not self.store.write(page, slots, buffers, waiter.callback(place)):
+            if not self.store.write_page(page, slots, buffers, waiter.callback(place)):
                 waiter.refused(place)
         outcomes = waiter.wait()
         for place, i, slots in tried:
@@ -194,7 +194,9 @@ class Campaign:
         waiter = Waiter(len(chosen))
         for place, i in enumerate(chosen):
             slots = self.held[i][0]
-            if not self.store.read(self.pages[i], slots, self.buffers[place][: len(slots)], waiter.callback(place)):
+            if not self.store.read_page(
+                self.pages[i], slots, self.buffers[place][: len(slots)], waiter.callback(place)
+            ):
                 waiter.refused(place)
         for place, (i, outcome) in enumerate(zip(chosen, waiter.wait(), strict=True)):
             self.outcomes["read", outcome] += 1
@@ -211,7 +213,7 @@ class Campaign:
 
     def _erase(self, i: int) -> None:
         slots = self.held.pop(i)[0]
-        self.store.erase(slots)
+        self.store.erase_slots(slots)
         self.free += slots
 
     def restart(self, *kinds: Damage, remember: bool = False) -> None:
@@ -223,7 +225,7 @@ class Campaign:
             self.damage[kind] += self.vandal.do(kind)
         self.store = self._open()
         # Any version that this life or an earlier one wrote may come back from old files, but nothing else.
-        found = [(self.number[page.key], page, slots) for page, slots in self.store.recover()]
+        found = [(self.number[page.key], page, slots) for page, slots in self.store.recover_pages()]
         assert all(page == self.pages[i] for i, page, _ in found), "a page that was never written"
         self.held = {i: (slots, range(1, self.versions[i] + 1)) for i, _, slots in found}
         used = [slot for _, _, slots in found for slot in slots]

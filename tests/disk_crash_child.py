@@ -36,7 +36,7 @@ def work(path: Path, seed: int, cipher: bool, out: int) -> None:
     """Never returns."""
     choose = random.Random(seed)
     store = open_store(path, **settings(cipher))
-    held = {page.index: slots for page, slots in store.recover()}
+    held = {page.index: slots for page, slots in store.recover_pages()}
     free = sorted(set(range(store.num_slots)) - {slot for slots in held.values() for slot in slots})
     room = threading.Semaphore(6)
     version = seed << 20
@@ -52,7 +52,7 @@ def work(path: Path, seed: int, cipher: bool, out: int) -> None:
         while number in held or len(free) < parts:
             gone = number if number in held else choose.choice([n for n in held if n not in busy])
             say(f"e {gone}")
-            store.erase(held[gone])
+            store.erase_slots(held[gone])
             free.extend(held.pop(gone))
         version += 1
         slots = tuple(free.pop(choose.randrange(len(free))) for _ in range(parts))
@@ -66,7 +66,9 @@ def work(path: Path, seed: int, cipher: bool, out: int) -> None:
             busy.discard(number)
             room.release()
 
-        store.write(make_page(number), slots, buffers([content(number, part, version) for part in range(parts)]), done)
+        store.write_page(
+            make_page(number), slots, buffers([content(number, part, version) for part in range(parts)]), done
+        )
 
 
 def serve() -> None:

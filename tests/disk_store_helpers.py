@@ -78,10 +78,10 @@ def wait_for(call: Callable[..., bool], *args: Any, timeout_s: float = 30.0) -> 
 
 
 def put(store: DiskStore, page: Page, slots: Sequence[int], parts: Sequence[bytes]) -> Outcome:
-    return wait_for(store.write, page, slots, buffers(parts))
+    return wait_for(store.write_page, page, slots, buffers(parts))
 
 
 def get(store: DiskStore, page: Page, slots: Sequence[int], nbytes: int = SLOT) -> tuple[Outcome, list[bytes]]:
     found = [aligned_buffer(nbytes) for _ in slots]
-    outcome = wait_for(store.read, page, slots, found)
+    outcome = wait_for(store.read_page, page, slots, found)
     return outcome, [bytes(buffer) for buffer in found]

@@ -76,7 +76,7 @@ def build_index(home: Path, geometry: Geometry, slots: int) -> int:
         with (home / f"slab-{number:05d}").open("wb") as slab:
             slab.truncate(min(per_slab, slots - first) * (BLOCK_BYTES + geometry.slot_bytes))
     slot_format = SlotFormat(namespace_of(geometry), None)
-    record, size = slot_format.record, slot_format.record_bytes
+    record, size = slot_format.make_record, slot_format.record_bytes
     free = random.sample(range(slots), slots)
     records = bytearray(slots * size)
     sessions = itertools.chain.from_iterable(session(number, geometry) for number in itertools.count())
@@ -122,11 +122,11 @@ def measure_index(model: str, slots: int) -> dict[str, object]:
         watch = Stopwatch()
         store = open_store(path, geometry, slots)
         watch.lap("open")
-        found = store.recover()
+        found = store.recover_pages()
         watch.lap("recover")
         policy = make_policy(DEFAULT_POLICY, store.num_slots, page_tokens=PAGE_TOKENS)
         books = TierIndex(store.num_slots, dict(geometry.slots_per_page), policy, primary=GLOBAL)
-        books.restore(found)
+        books.restore_pages(found)
         watch.lap("restore")
         store.close()
     assert books.pages.total() == pages, f"{books.pages.total()} of {pages} pages were found"

@@ -67,7 +67,7 @@ def tier(store: DiskStore, slots: list[memoryview], pages: int, *, write: bool) 
     for i in range(pages):
         page = Page(i.to_bytes(32, "little"), "global", i, None, bytes(16))
         room.acquire()
-        move: Callable[..., bool] = store.write if write else store.read
+        move: Callable[..., bool] = store.write_page if write else store.read_page
         while not move(page, (i,), [slots[i % BUFFERS]], done):
             time.sleep(0.001)
     over.wait()

@@ -95,7 +95,7 @@ class _Host(HostTier):
     def __init__(self, index: TierIndex, slot_bytes: int) -> None:
         self.index, self.slot_bytes, self.page_bytes = index, slot_bytes, PAGE_BYTES
 
-    def payload(self, copy: TierCopy, *, clear: bool = False) -> list[memoryview]:
+    def page_parts(self, copy: TierCopy, *, clear: bool = False) -> list[memoryview]:
         return []
 
     def cut_slots(self, slots: Iterable[int]) -> list[memoryview]:
@@ -212,15 +212,15 @@ class Engine:
         for i in range(full):
             for group in (GLOBAL, LOCAL):
                 if i in wanted[group]:
-                    copy = disk.reserve(pages.make_page(group, i))
+                    copy = disk.reserve_copy(pages.make_page(group, i))
                     assert copy is not None
-                    disk.commit(copy)
+                    disk.commit_copy(copy)
                     if i < host_pages:
-                        here = self.tiers.host.reserve(copy.page)
+                        here = self.tiers.host.reserve_copy(copy.page)
                         assert here is not None
                         here.checksum = (DIGEST, copy.page)
                         self.tiers.host.mark_saved(here)
-                        self.tiers.host.commit(here)
+                        self.tiers.host.commit_copy(here)
 
     @contextmanager
     def running(self) -> Iterator[None]:

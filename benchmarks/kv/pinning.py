@@ -163,7 +163,7 @@ def by_the_product(
     ready = time.perf_counter() - begun
     backing.working = lambda: working
     begun = time.perf_counter()
-    backing.start(lambda first, stop: told.append(stop - first))
+    backing.start_threads(lambda first, stop: told.append(stop - first))
 
     def over() -> bool:
         return backing.ready + sum(told) == slots or time.perf_counter() - begun > limit_s

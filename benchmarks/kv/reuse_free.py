@@ -97,9 +97,9 @@ def copying(engine: Any, count: int) -> Iterator[list[int]]:
         begun = 0
         for pool, page, slot in itertools.islice(turn, count):
             if pool.page_of(slot) is page:
-                known = tiers.host.get(*page.name)
+                known = tiers.host.find_copy(*page.name)
                 if known is not None and known.ready and not known.readers:
-                    tiers.host.drop(known, "cleared")
+                    tiers.host.drop_copy(known, "cleared")
                 begun += tiers.down.store_page(page, slot) is not None
         copied.append(begun)
 

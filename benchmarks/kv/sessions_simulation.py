@@ -43,9 +43,9 @@ def usable(engine: Engine, tokens: Sequence[int]) -> dict[str, int]:
 
     places: tuple[tuple[Place, ...], ...] = (
         (device,),
-        (host.ready,),
-        (device, host.ready),
-        (device, host.ready, disk.ready),
+        (host.find_ready,),
+        (device, host.find_ready),
+        (device, host.find_ready, disk.find_ready),
     )
     found = {}
     for name, tiers in zip(PLACES, places, strict=True):

@@ -146,7 +146,7 @@ class Disk:
     def rate(self, now: float) -> float:
         return [rate for when, rate in self._world.disk if when <= now][-1]
 
-    def read(
+    def read_page(
         self, page: Page, slots: Sequence[int], parts: object, done: Told, *, seen: Callable[[], None],
         wanted: Callable[[], bool] = lambda: True,
     ) -> bool:  # fmt: skip
@@ -158,7 +158,7 @@ class Disk:
 
         return self._put(urgent=True, page=page, done=over, wanted=wanted)
 
-    def write(self, page: Page, slots: Sequence[int], parts: object, done: Told, **_: object) -> bool:
+    def write_page(self, page: Page, slots: Sequence[int], parts: object, done: Told, **_: object) -> bool:
         taken = self._put(urgent=False, page=page, done=done)
         self.write_bytes += taken * PAGE_BYTES[page.group]
         return taken
@@ -209,13 +209,13 @@ class Disk:
         op.done(Outcome.OK)
         self._turn()
 
-    def erase(self, slots: Sequence[int]) -> None:
+    def erase_slots(self, slots: Sequence[int]) -> None:
         pass
 
-    def stamp(self, page: Page, slots: Sequence[int], expires: int) -> None:
+    def stamp_page(self, page: Page, slots: Sequence[int], expires: int) -> None:
         pass
 
-    def expires(self, slots: Sequence[int]) -> int:
+    def get_expiry(self, slots: Sequence[int]) -> int:
         return 0
 
     def close(self, timeout_s: float) -> None:

@@ -92,7 +92,7 @@ def test_a_page_is_saved_when_it_is_full(make: Make) -> None:
     for count, pages in ((3, 0), (1, 1), (7, 2), (5, 4)):
         engine.step(running, count)
         engine.settle()
-        assert len(list(engine.hub.tiers.lower.host.copies())) == pages
+        assert len(list(engine.hub.tiers.lower.host.iterate_copies())) == pages
     engine.finish(running)
     engine.check_idle()
 
@@ -174,8 +174,8 @@ def test_corruption_in_memory_is_a_shorter_match(make: Make, monkeypatch: pytest
     engine.serve(tokens)
     engine.settle()
     host = engine.hub.tiers.lower.movers.host
-    third = next(copy for copy in host.index.copies() if copy.page.index == 2)
-    host.payload(third)[0][5] ^= 1
+    third = next(copy for copy in host.index.iterate_copies() if copy.page.index == 2)
+    host.page_parts(third)[0][5] ^= 1
     assert engine.serve(tokens) == 8
     engine.settle()
     assert engine.serve(tokens) == 20  # computed again, and saved again
@@ -188,8 +188,8 @@ def test_corruption_on_disk_is_a_shorter_match(make: Make, tmp_path: Path) -> No
     engine.serve(tokens)
     engine.settle()
     host = engine.hub.tiers.lower.movers.host
-    third = next(copy for copy in host.index.copies() if copy.page.index == 2)
-    content = bytes(host.payload(third)[0])
+    third = next(copy for copy in host.index.iterate_copies() if copy.page.index == 2)
+    content = bytes(host.page_parts(third)[0])
     engine.close()
     spoiled = 0
     for path in (path for path in (tmp_path / "tier").rglob("*") if path.is_file()):
@@ -212,7 +212,7 @@ def test_an_aborted_request_gives_its_pages_back(make: Make) -> None:
     running = engine.add(tokens)
     assert running.matched == 20
     host = engine.hub.tiers.lower.host
-    assert sum(copy.readers for copy in host.copies()) == 5  # what was promised cannot leave
+    assert sum(copy.readers for copy in host.iterate_copies()) == 5  # what was promised cannot leave
     engine.finish(running)
     running = engine.add(prompt(20, 4))
     engine.step(running, 6)
@@ -304,7 +304,7 @@ def test_requests_that_tokens_do_not_name(make: Make, attributes: dict) -> None:
         engine.prefill(running)
         engine.finish(running)
         engine.settle()
-    assert not list(engine.hub.tiers.lower.host.copies())
+    assert not list(engine.hub.tiers.lower.host.iterate_copies())
 
 
 def test_a_paused_request_is_left_alone(make: Make) -> None:
@@ -314,11 +314,11 @@ def test_a_paused_request_is_left_alone(make: Make) -> None:
     running = engine.add(tokens)
     engine.step(running, 8)
     assert engine.scheduler.get_num_new_matched_tokens(running.request, 0) == (0, False)
-    before = len(list(engine.hub.tiers.lower.host.copies()))
+    before = len(list(engine.hub.tiers.lower.host.iterate_copies()))
     engine.prefill(running)
     engine.finish(running)
     engine.settle()
-    assert len(list(engine.hub.tiers.lower.host.copies())) == before == 2
+    assert len(list(engine.hub.tiers.lower.host.iterate_copies())) == before == 2
 
 
 @pytest.mark.parametrize("disk", [True, False])

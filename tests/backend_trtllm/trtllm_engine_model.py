@@ -157,7 +157,7 @@ class EngineModel:
         """Nothing is held for requests that ended."""
         self.settle()
         index = self.hub.tiers.lower.host
-        assert not any(copy.readers for copy in index.copies()) and len(self.free) == len(self.pool)
+        assert not any(copy.readers for copy in index.iterate_copies()) and len(self.free) == len(self.pool)
         assert not self.hub.stored and not any(self.hub.matched.values())
         index.check_integrity()
 

@@ -133,7 +133,7 @@ def test_purge_takes_the_servers_secret(
         page, waiter = make_page(number + 1, tag), Waiter(1)
         slots = range(4 * number, 4 * number + part_count(page))
         parts = [aligned_buffer(SLOT) for _ in slots]
-        assert store.write(page, slots, parts, waiter.callback(0)) and waiter.wait() == [Outcome.OK]
+        assert store.write_page(page, slots, parts, waiter.callback(0)) and waiter.wait() == [Outcome.OK]
     store.close()
     if not kept:
         monkeypatch.setenv("WICORE_KV__SALT", "servers salt")

@@ -236,8 +236,8 @@ class Stack:
 
     def step(self) -> None:
         while self.loads_first and self.tiers.loads.loads:
-            self.tiers.wait(0.01)
-            self.tiers.poll()
+            self.tiers.wait_for_report(0.01)
+            self.tiers.poll_all()
         for output in self.core.step():
             self._take(output)
 
@@ -286,17 +286,17 @@ class Stack:
         self.manager.tiers = tiers
 
     def forget_host(self) -> None:
-        for copy in list(self.tiers.host.copies()):
+        for copy in list(self.tiers.host.iterate_copies()):
             if copy.ready:
-                self.tiers.host.drop(copy, "test")
+                self.tiers.host.drop_copy(copy, "test")
 
     def flip_host(self, share: float = 1.0) -> int:
         """Flip one random bit in each of this share of the host's pages; returns how many. A page that is on its way
         to the device is left alone: nothing can notice a bit that flips between the check and the copy."""
         flipped, moving = 0, self.moving
-        for copy in list(self.tiers.host.copies()):
+        for copy in list(self.tiers.host.iterate_copies()):
             if copy.ready and not (moving and copy.readers) and self.rng.random() < share:
-                flip_bit(self.tiers.movers.host.payload(copy), self.rng.randrange(8 * 8 * self.shape.page_tokens))
+                flip_bit(self.tiers.movers.host.page_parts(copy), self.rng.randrange(8 * 8 * self.shape.page_tokens))
                 flipped += 1
         return flipped
 
@@ -336,8 +336,8 @@ class Stack:
         """Wait for all that is under way. Writes that wait for a bad disk to get better are not waited for."""
         end = time.monotonic() + timeout_s
         while self.moving or self.tiers.loads.loads:
-            self.tiers.wait(0.01)
-            self.tiers.poll()
+            self.tiers.wait_for_report(0.01)
+            self.tiers.poll_all()
             assert time.monotonic() < end, self.under_way()
         if self.tiers.down.no_writes_before > time.monotonic():
             self.tiers.down.to_save.clear()
@@ -364,7 +364,7 @@ class Stack:
 def check_idle_index(index: TierIndex) -> None:
     state = index.inspect()
     assert not state.lost_copies, "slots that never came back"
-    for copy in index.copies():
+    for copy in index.iterate_copies():
         assert copy.state is CopyState.READY and not copy.readers, "a copy is held for ever"
         assert copy.page.parent is not None or copy.page.index == 0, "a private page was left"
     assert not state.users, "a page is in use for ever"

@@ -284,7 +284,7 @@ class Disk:
     def now(self) -> float:
         return self._world.now
 
-    def recover(self) -> Any:
+    def recover_pages(self) -> Any:
         return [(page, slots) for slots, (page, _) in self.kept.items()]
 
     def _begin(self, work: Callable[[], Outcome], done: Any) -> bool:
@@ -307,9 +307,9 @@ class Disk:
         self._world.put(self._rng.choice(["disk 0", "disk 1"]), run)
         return True
 
-    def write(self, page: Any, slots: Any, parts: Any, done: Any, *, right: Any, expires: int) -> bool:
+    def write_page(self, page: Any, slots: Any, parts: Any, done: Any, *, right: Any, expires: int) -> bool:
         def work() -> Outcome:
-            self.erase(slots)
+            self.erase_slots(slots)
             if self._rng.random() < self.odds:
                 return self._rng.choice([Outcome.FAILED, Outcome.NO_SPACE])
             if not right():
@@ -319,7 +319,7 @@ class Disk:
 
         return self._begin(work, done)
 
-    def read(self, page: Any, slots: Any, parts: Any, done: Any, *, seen: Any, wanted: Any) -> bool:
+    def read_page(self, page: Any, slots: Any, parts: Any, done: Any, *, seen: Any, wanted: Any) -> bool:
         def work() -> Outcome:
             if not wanted():
                 return Outcome.UNWANTED
@@ -337,14 +337,14 @@ class Disk:
 
         return self._begin(work, done)
 
-    def erase(self, slots: Any) -> None:
+    def erase_slots(self, slots: Any) -> None:
         for gone in [kept for kept in self.kept if not set(kept).isdisjoint(slots)]:
             del self.kept[gone]
 
-    def stamp(self, page: Any, slots: Any, expires: int) -> None:
+    def stamp_page(self, page: Any, slots: Any, expires: int) -> None:
         pass
 
-    def expires(self, slots: Any) -> int:
+    def get_expiry(self, slots: Any) -> int:
         return 0
 
     def close(self, timeout_s: float) -> None:

@@ -46,7 +46,7 @@ def test_pieces_are_locked_once_and_told_of_when_they_are(monkeypatch: pytest.Mo
             with lock:
                 told.extend(range(first, stop))
 
-        backing.start(tell)
+        backing.start_threads(tell)
         for thread in backing._threads:
             thread.join()
         assert sorted(told) == list(range(backing.ready, slots))
@@ -67,7 +67,7 @@ def test_memory_that_cannot_be_locked_is_of_use_all_the_same(monkeypatch: pytest
         return True
 
     backing = Backing(aligned_buffer(30 * SLOT), SLOT, pin)
-    backing.start(lambda first, stop: told.extend(range(first, stop)))
+    backing.start_threads(lambda first, stop: told.extend(range(first, stop)))
     for thread in backing._threads:
         thread.join()
     assert sorted(told) == list(range(1, 30))
@@ -75,7 +75,7 @@ def test_memory_that_cannot_be_locked_is_of_use_all_the_same(monkeypatch: pytest
 
 def test_memory_that_need_not_be_locked_is_of_use_at_once() -> None:
     backing = Backing(aligned_buffer(9 * SLOT), SLOT, lambda memory: False)
-    backing.start(lambda first, stop: pytest.fail("nothing is to be told"))
+    backing.start_threads(lambda first, stop: pytest.fail("nothing is to be told"))
     assert backing.ready == 9 and not backing.locked
     backing.close()
 
@@ -91,7 +91,7 @@ def test_a_tier_that_is_closed_waits_for_no_more_than_a_piece(monkeypatch: pytes
         return True
 
     backing = Backing(aligned_buffer(500 * SLOT), SLOT, pin)
-    backing.start(lambda first, stop: None)
+    backing.start_threads(lambda first, stop: None)
     closing = threading.Thread(target=backing.close)
     while len(begun) < 2:
         time.sleep(0.001)
@@ -125,10 +125,10 @@ def test_memory_is_taken_in_small_steps_and_by_fewer_beside_work(monkeypatch: py
     for working in (True, False):
         most.update(clear=0, pin=0)
         backing = Backing(aligned_buffer(400 * SLOT), SLOT, pin)
-        monkeypatch.setattr(backing, "_advise", lambda begin, count, advice: busy("clear", count))
+        monkeypatch.setattr(backing, "_advise_system", lambda begin, count, advice: busy("clear", count))
         backing.working = lambda working=working: working
         begun = time.perf_counter()
-        backing.start(lambda first, stop: None)
+        backing.start_threads(lambda first, stop: None)
         for thread in backing._threads:
             thread.join()
         seconds = time.perf_counter() - begun
@@ -143,7 +143,7 @@ def test_who_closes_waits_for_no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOCKING_REST", 1e9)
     backing = Backing(aligned_buffer(500 * SLOT), SLOT, lambda memory: True)
     backing.working = lambda: True
-    backing.start(lambda first, stop: None)
+    backing.start_threads(lambda first, stop: None)
     time.sleep(0.05)
     begun = time.perf_counter()
     backing.close()
@@ -170,7 +170,7 @@ def test_conversations_are_right_while_the_tier_grows(tmp_path: Path, monkeypatc
     for _ in range(40):
         held.release()
     while index.inspect().withheld_slots:
-        stack.tiers.wait(0.05)
+        stack.tiers.wait_for_report(0.05)
     assert sizes[0] == 16 and stack.wrong == 0
     stack.serve(4)
     stack.check_idle()

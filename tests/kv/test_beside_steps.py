@@ -21,7 +21,7 @@ def core_of(monkeypatch: pytest.MonkeyPatch) -> tuple[EngineCore, list[tuple[str
     sizes, kv = {"page_tokens": 4, "window": 8, "max_context": 512}, KVSettings(host_bytes=4000 * 4096)
     core = make_core(pages={GLOBAL: 400, LOCAL: 400}, max_batch_tokens=128, ahead=5, kv=kv, **sizes)
     device, seen, under_way = core.executor, [], [False]
-    submit, collect, to_host, apply = device.submit, device.collect, device.to_host, LowerTiers._apply
+    submit, collect, to_host, apply = device.submit, device.collect, device.to_host, LowerTiers._apply_report
 
     def submitted(batch):
         submit(batch)
@@ -44,7 +44,7 @@ def core_of(monkeypatch: pytest.MonkeyPatch) -> tuple[EngineCore, list[tuple[str
     monkeypatch.setattr(device, "submit", submitted)
     monkeypatch.setattr(device, "collect", collected)
     monkeypatch.setattr(device, "to_host", copied)
-    monkeypatch.setattr(LowerTiers, "_apply", applied)
+    monkeypatch.setattr(LowerTiers, "_apply_report", applied)
     return core, seen
 
 

@@ -66,7 +66,7 @@ def run(path: Path, kills: int, cipher: bool) -> tuple[int, int, int]:
             amid += any(line[0] == "w" for line in said)
             found = {}
             store = open_store(path, **settings(cipher))
-            pages = list(store.recover())
+            pages = list(store.recover_pages())
             assert len({slot for _, slots in pages for slot in slots}) == sum(len(slots) for _, slots in pages)
             for page, slots in pages:
                 outcome, parts = get(store, page, slots)

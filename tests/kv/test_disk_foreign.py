@@ -147,7 +147,7 @@ def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: int) -> None:
     for entry in [tmp_path / "new", *(tmp_path / "new").rglob("*")]:
         assert stat.S_IMODE(entry.lstat().st_mode) == (0o700 if entry.is_dir() else 0o600), entry
     store = open_store(path)
-    assert len(list(store.recover())) == 1
+    assert len(list(store.recover_pages())) == 1
     store.close()
 
 
@@ -191,7 +191,7 @@ def test_names_of_others_are_left_alone(cache: Path, tmp_path: Path) -> None:
     (cache / HOME / "link").symlink_to(tmp_path)
     (cache / "lost+found").mkdir(mode=0o777)
     store = open_store(cache, files=Files())
-    assert len(list(store.recover())) == 1
+    assert len(list(store.recover_pages())) == 1
     store.close()
     assert (cache / "pipe").is_fifo() and (cache / HOME / "link").is_symlink()
 

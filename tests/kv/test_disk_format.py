@@ -113,7 +113,7 @@ def test_no_changed_bit_opens(cipher: PageCipher | None) -> None:
 
 
 def test_a_record_has_the_fields_that_numpy_reads() -> None:
-    record = SlotFormat(SPACE, None).record(PAGE, 1, 3, 9, 77)
+    record = SlotFormat(SPACE, None).make_record(PAGE, 1, 3, 9, 77)
     found = np.frombuffer(record, dtype=record_type(SPACE))[0]
     assert (found["part"], found["parts"], found["slot"], found["write_id"], found["index"]) == (1, 3, 9, 77, 4)
     assert found["key"].item() == PAGE.key and SPACE.groups[found["group"]] == PAGE.group

@@ -16,7 +16,7 @@ from benchmarks.kv.disk_index import MODELS, measure_index
 from wicore_trt.kv.disk.cipher import PageCipher
 from wicore_trt.kv.disk.files import Files, write_buffers
 from wicore_trt.kv.disk.format import SlotFormat
-from wicore_trt.kv.disk.index import SlotIndex, adjacent
+from wicore_trt.kv.disk.index import SlotIndex, find_runs
 from wicore_trt.kv.pages.page import Page
 
 PLAIN = SlotFormat(SPACE, None)
@@ -24,12 +24,12 @@ PLAIN = SlotFormat(SPACE, None)
 
 def open_index(path: Path, records: int = 64, files: Files | None = None) -> SlotIndex:
     index = SlotIndex(path / "index", SPACE, PLAIN, files or Files())
-    index.grow(records)
+    index.grow_to(records)
     return index
 
 
 def pages(index: SlotIndex) -> list[tuple[Page, tuple[int, ...]]]:
-    return list(index.load())
+    return list(index.load_pages())
 
 
 def simply(records: dict[int, tuple[Page, int, int, int]]) -> list[tuple[Page, tuple[int, ...]]]:
@@ -63,13 +63,13 @@ def test_records_in_any_disorder(tmp_path: Path, round_: int) -> None:
             records[slot] = (page, part, parts, write_id)
     data = bytearray(64 * RECORD_BYTES)
     for slot, (page, part, parts, write_id) in records.items():
-        data[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES] = PLAIN.record(page, part, parts, slot, write_id)
+        data[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES] = PLAIN.make_record(page, part, parts, slot, write_id)
     for slot in choose.sample(range(64), 2):  # damage
         data[slot * RECORD_BYTES + choose.randrange(112)] ^= 1 << choose.randrange(8)
         records.pop(slot, None)
     (tmp_path / "index").write_bytes(data)
     index = open_index(tmp_path)
-    found = index.load()
+    found = index.load_pages()
     expected = simply(records)
     assert list(found) == expected
     used = {slot for _, slots in expected for slot in slots}
@@ -83,24 +83,28 @@ def test_records_in_any_disorder(tmp_path: Path, round_: int) -> None:
 def test_records_for_another_slot_cipher_or_with_absurd_write_ids_are_damage(tmp_path: Path) -> None:
     other = SlotFormat(SPACE, PageCipher(b"k" * 32))
     page, data = make_page(1), bytearray(8 * RECORD_BYTES)
-    bad = [PLAIN.record(page, 0, 1, 5, 9), other.record(page, 0, 1, 1, 9)]
-    bad += [PLAIN.record(page, 0, 1, 2, 1 << 63), PLAIN.record(page, 0, 1, 3, 0), PLAIN.record(page, 1, 1, 4, 9)]
+    bad = [PLAIN.make_record(page, 0, 1, 5, 9), other.make_record(page, 0, 1, 1, 9)]
+    bad += [
+        PLAIN.make_record(page, 0, 1, 2, 1 << 63),
+        PLAIN.make_record(page, 0, 1, 3, 0),
+        PLAIN.make_record(page, 1, 1, 4, 9),
+    ]
     data[: len(bad) * RECORD_BYTES] = b"".join(bad)
     (tmp_path / "index").write_bytes(data)
     index = open_index(tmp_path, 8)
-    found = index.load()
+    found = index.load_pages()
     assert not list(found) and found.stale == [0, 1, 2, 3, 4]
     index.close()
 
 
 def test_a_record_written_after_a_forget_stays(tmp_path: Path) -> None:
     index, page = open_index(tmp_path), make_page(1, "global")
-    index.put(make_page(2), [3], 1)
-    index.forget([3, 4, 9])
-    index.put(page, [4, 3], 2)
-    index.flush()
+    index.put_records(make_page(2), [3], 1)
+    index.forget_slots([3, 4, 9])
+    index.put_records(page, [4, 3], 2)
+    index.flush_records()
     assert pages(index) == [(page, (4, 3))]
-    index.forget([3])
+    index.forget_slots([3])
     assert pages(index) == [(page, (4, 3))], "only noted"
     index.close()
     index = open_index(tmp_path)
@@ -119,32 +123,36 @@ def test_a_clear_that_failed_is_tried_again(tmp_path: Path) -> None:
 
     files = Failing()
     index = open_index(tmp_path, files=files)
-    index.put(make_page(1), [3], 1)
-    index.put(make_page(2), [5], 2)
-    index.forget([3])
+    index.put_records(make_page(1), [3], 1)
+    index.put_records(make_page(2), [5], 2)
+    index.forget_slots([3])
     files.fails = True
     with pytest.raises(OSError):
-        index.flush()
+        index.flush_records()
     files.fails = False
-    index.flush()
+    index.flush_records()
     assert pages(index) == [(make_page(2), (5,))]
     index.close()
 
 
-@pytest.mark.parametrize("leave", ["forget", "put", "leave"])
+@pytest.mark.parametrize("leave", ["forget_slots", "put_records", "leave_records"])
 def test_a_new_end_does_not_bring_a_record_back(tmp_path: Path, leave: str) -> None:
     """It was noted, the page left, and only then the index was brought up to date."""
     index = open_index(tmp_path)
-    index.put(make_page(1), [3, 5], 10)
-    index.stamp(make_page(1), [3, 5], 10, 1 << 31)
-    if leave == "put":
-        index.put(make_page(2), [3], 11)
-        index.put(make_page(3), [5], 12)
+    index.put_records(make_page(1), [3, 5], 10)
+    index.stamp_records(make_page(1), [3, 5], 10, 1 << 31)
+    if leave == "put_records":
+        index.put_records(make_page(2), [3], 11)
+        index.put_records(make_page(3), [5], 12)
     else:
         getattr(index, leave)([3, 5])
-    index.flush()
-    left = {"forget": [], "put": [(make_page(2), (3,)), (make_page(3), (5,))], "leave": [(make_page(1), (3, 5))]}
-    assert pages(index) == left[leave] and not index.load().ending()
+    index.flush_records()
+    left = {
+        "forget_slots": [],
+        "put_records": [(make_page(2), (3,)), (make_page(3), (5,))],
+        "leave_records": [(make_page(1), (3, 5))],
+    }
+    assert pages(index) == left[leave] and not index.load_pages().find_ends()
     index.close()
 
 
@@ -153,23 +161,23 @@ def test_a_page_ends_with_the_soonest_of_its_parts(tmp_path: Path) -> None:
     index = open_index(tmp_path)
     for number, ends in ((1, (0, 50)), (2, (70, 0)), (3, (90, 80)), (4, (0, 0))):
         for part, end in enumerate(ends):
-            record = PLAIN.record(make_page(number), part, 2, 2 * number + part, number, end)
+            record = PLAIN.make_record(make_page(number), part, 2, 2 * number + part, number, end)
             write_buffers(Files(), index._fd, [record], (2 * number + part) * RECORD_BYTES)
     ends = {make_page(1).key: 50, make_page(2).key: 70, make_page(3).key: 80}
-    assert index.load().ending() == ends
-    found = index.load(now=75.0)
+    assert index.load_pages().find_ends() == ends
+    found = index.load_pages(now=75.0)
     assert {page.index for page, _ in found} == {3, 4} and found.stale == [2, 3, 4, 5] and found.passing == [3, 4]
-    assert found.ending() == {make_page(3).key: 80}
+    assert found.find_ends() == {make_page(3).key: 80}
     index.close()
 
 
 def test_growing_keeps_and_cutting_drops(tmp_path: Path) -> None:
     index = open_index(tmp_path, 4)
-    index.put(make_page(1), [3], 1)
-    index.grow(8)
-    index.put(make_page(2), [7], 2)
+    index.put_records(make_page(1), [3], 1)
+    index.grow_to(8)
+    index.put_records(make_page(2), [7], 2)
     assert len(pages(index)) == 2
-    index.cut(5)
+    index.cut_to(5)
     assert pages(index) == [(make_page(1), (3,))]
     index.close()
     assert (tmp_path / "index").stat().st_size == 5 * RECORD_BYTES
@@ -181,27 +189,27 @@ def test_pages_come_back_with_their_tokens(tmp_path: Path, cipher: PageCipher | 
     encrypted has its tokens nowhere in the file, and another key gets none of them."""
     slot_format = SlotFormat(SPACE, cipher)
     index = SlotIndex(tmp_path / "index", SPACE, slot_format, Files())
-    index.grow(16)
+    index.grow_to(16)
     made = [make_page(number) for number in range(5)]
     for number, page in enumerate(made):
-        index.put(page, [3 * number + 1, 3 * number], number + 1)
-    index.stamp(made[1], [4, 3], 2, 99)
-    index.flush()
-    assert [page.tokens for page, _ in index.load()] == [page.tokens for page in made]
+        index.put_records(page, [3 * number + 1, 3 * number], number + 1)
+    index.stamp_records(made[1], [4, 3], 2, 99)
+    index.flush_records()
+    assert [page.tokens for page, _ in index.load_pages()] == [page.tokens for page in made]
     assert {len(page.tokens) for page in made} == {0, 64}
     index.close()
     stored = (tmp_path / "index").read_bytes()
     assert [page.tokens in stored for page in made[1:4]] == [cipher is None] * 3
     if cipher is not None:
         other = SlotIndex(tmp_path / "index", SPACE, SlotFormat(SPACE, PageCipher(b"x" * 32)), Files())
-        found = list(other.load())
+        found = list(other.load_pages())
         assert [page for page, _ in found] == made and not any(page.tokens for page, _ in found)
         other.close()
 
 
 def test_adjacent() -> None:
-    assert list(adjacent([3, 4, 5, 9, 8, 1, 2])) == [(0, 3), (3, 4), (4, 5), (5, 7)]
-    assert list(adjacent([])) == [] and list(adjacent([7])) == [(0, 1)]
+    assert list(find_runs([3, 4, 5, 9, 8, 1, 2])) == [(0, 3), (3, 4), (4, 5), (5, 7)]
+    assert list(find_runs([])) == [] and list(find_runs([7])) == [(0, 1)]
 
 
 def test_the_measurement_finds_all_pages() -> None:

@@ -44,11 +44,11 @@ class Hang:
 
 def test_reads_pass_writes() -> None:
     pool, first, order = make(), Hang(), []
-    pool.submit(first.run, first.done)
+    pool.submit_operation(first.run, first.done)
     first.started.wait(10)
     finished = threading.Semaphore(0)
     for name, urgent in (("write 1", False), ("write 2", False), ("read 1", True), ("read 2", True)):
-        assert pool.submit(
+        assert pool.submit_operation(
             lambda op, name=name: order.append(name) or Outcome.OK, lambda o: finished.release(), urgent=urgent
         )
     first.go.set()
@@ -60,11 +60,11 @@ def test_reads_pass_writes() -> None:
 
 def test_a_full_queue_refuses_and_reads_have_their_own() -> None:
     pool, hangs = make(queue_limit=2), [Hang() for _ in range(6)]
-    assert pool.submit(hangs[0].run, hangs[0].done)
+    assert pool.submit_operation(hangs[0].run, hangs[0].done)
     hangs[0].started.wait(10)
-    assert pool.submit(hangs[1].run, hangs[1].done) and pool.submit(hangs[2].run, hangs[2].done)
-    assert not pool.submit(hangs[3].run, hangs[3].done)
-    assert pool.submit(hangs[4].run, hangs[4].done, urgent=True)
+    assert pool.submit_operation(hangs[1].run, hangs[1].done) and pool.submit_operation(hangs[2].run, hangs[2].done)
+    assert not pool.submit_operation(hangs[3].run, hangs[3].done)
+    assert pool.submit_operation(hangs[4].run, hangs[4].done, urgent=True)
     assert pool.depth == 4
     for hang in hangs:
         hang.go.set()
@@ -76,13 +76,13 @@ def test_a_full_queue_refuses_and_reads_have_their_own() -> None:
 
 def test_a_hang_times_out_then_returns_and_the_queue_behind_it_too() -> None:
     pool, running, queued = make(), Hang(), Hang()
-    pool.submit(running.run, running.done)
+    pool.submit_operation(running.run, running.done)
     assert running.started.wait(10)
-    pool.submit(queued.run, queued.done)
+    pool.submit_operation(queued.run, queued.done)
     hurry(pool, 0.05)
     assert running.wait(1) == [Outcome.TIMEOUT] and pool.stalled
     refused = Hang()
-    assert not pool.submit(refused.run, refused.done), "all threads hang"
+    assert not pool.submit_operation(refused.run, refused.done), "all threads hang"
     assert queued.wait(2) == [Outcome.TIMEOUT, Outcome.RETURNED] and not queued.started.is_set()
     assert running.seen == [Outcome.TIMEOUT] and pool.depth == 1
     running.go.set()
@@ -90,7 +90,7 @@ def test_a_hang_times_out_then_returns_and_the_queue_behind_it_too() -> None:
     again = Hang()
     again.go.set()
     hurry(pool, 30.0)
-    assert not pool.stalled and pool.submit(again.run, again.done) and again.wait(1) == [Outcome.OK]
+    assert not pool.stalled and pool.submit_operation(again.run, again.done) and again.wait(1) == [Outcome.OK]
     assert pool.depth == 0
     pool.close(10)
 
@@ -104,11 +104,11 @@ def test_who_waits_behind_urgent_ones_is_not_late_while_they_are_done() -> None:
         return Outcome.OK
 
     told: list[Outcome] = []
-    assert pool.submit(read, told.append, urgent=True)
+    assert pool.submit_operation(read, told.append, urgent=True)
     for begun in (write, last):
-        assert pool.submit(begun.run, begun.done)
+        assert pool.submit_operation(begun.run, begun.done)
     for _ in range(11):
-        assert pool.submit(read, told.append, urgent=True)
+        assert pool.submit_operation(read, told.append, urgent=True)
         while len(told) < 1:
             time.sleep(0.001)
     assert write.started.wait(10) and not write.seen and told[:5] == [Outcome.OK] * 5
@@ -124,7 +124,7 @@ def test_who_waits_behind_urgent_ones_is_not_late_while_they_are_done() -> None:
 def test_a_hanging_chore_stalls_the_pool_as_well() -> None:
     go = threading.Event()
     pool = make(timeout_s=0.05, chore=lambda: go.wait(30))
-    pool.nudge()
+    pool.request_chore()
     deadline = time.monotonic() + 25
     while not pool.stalled:
         assert time.monotonic() < deadline
@@ -141,13 +141,13 @@ def test_a_chore_gets_its_turn_under_load(monkeypatch: pytest.MonkeyPatch) -> No
 
     def again(outcome: Outcome) -> None:
         if not over.is_set():
-            pool.submit(lambda op: Outcome.OK, again)
+            pool.submit_operation(lambda op: Outcome.OK, again)
 
     hang = Hang()
-    pool.submit(hang.run, hang.done)
+    pool.submit_operation(hang.run, hang.done)
     for _ in range(4):
-        pool.submit(lambda op: Outcome.OK, again)
-    pool.nudge()
+        pool.submit_operation(lambda op: Outcome.OK, again)
+    pool.request_chore()
     hang.go.set()
     assert done.wait(20)
     over.set()
@@ -156,12 +156,12 @@ def test_a_chore_gets_its_turn_under_load(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_close_does_not_wait_for_a_hang() -> None:
     pool, running, queued = make(), Hang(), Hang()
-    pool.submit(running.run, running.done)
+    pool.submit_operation(running.run, running.done)
     running.started.wait(10)
-    pool.submit(queued.run, queued.done)
+    pool.submit_operation(queued.run, queued.done)
     pool.close(0.1)
     assert queued.seen == [Outcome.FAILED] and running.seen == [Outcome.TIMEOUT]
-    assert not pool.submit(queued.run, queued.done)
+    assert not pool.submit_operation(queued.run, queued.done)
     running.go.set()
     assert running.wait(2)[-1] is Outcome.RETURNED
     pool.close(10)
@@ -177,16 +177,16 @@ def test_an_exception_is_a_failure_and_the_thread_lives_on() -> None:
         after.done(outcome)
         raise KeyError("bug")
 
-    assert pool.submit(broken, bad_callback) and after.wait(1) == [Outcome.FAILED]
+    assert pool.submit_operation(broken, bad_callback) and after.wait(1) == [Outcome.FAILED]
     after.go.set()
-    assert pool.submit(after.run, after.done) and after.wait(2)[-1] is Outcome.OK
+    assert pool.submit_operation(after.run, after.done) and after.wait(2)[-1] is Outcome.OK
     pool.close(10)
 
 
 def test_close_finishes_what_was_accepted() -> None:
     pool, seen = make(threads=2, queue_limit=100), []
     for _ in range(50):
-        assert pool.submit(lambda op: time.sleep(0.001) or Outcome.OK, seen.append)
+        assert pool.submit_operation(lambda op: time.sleep(0.001) or Outcome.OK, seen.append)
     pool.close(10)
     assert seen == [Outcome.OK] * 50
 
@@ -198,7 +198,9 @@ def test_every_operation_is_answered_once_whatever_its_duration() -> None:
     for _ in range(300):
         seen: list[Outcome] = []
         nap = random.uniform(0.017, 0.022) if random.random() < 0.3 else 0
-        if pool.submit(lambda op, nap=nap: time.sleep(nap) or Outcome.OK, seen.append, urgent=random.random() < 0.5):
+        if pool.submit_operation(
+            lambda op, nap=nap: time.sleep(nap) or Outcome.OK, seen.append, urgent=random.random() < 0.5
+        ):
             answers.append(seen)
         if random.random() < 0.2:
             time.sleep(0.005)

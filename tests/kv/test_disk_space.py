@@ -151,13 +151,13 @@ def test_a_smaller_limit_cuts_the_slabs(tmp_path: Path) -> None:
     store = open_store(tmp_path, limit_bytes=500_000)
     assert used(tmp_path) <= 500_000 and store.num_slots < count
     assert sum(path.stat().st_size for path in tmp_path.rglob("slab-*")) == store.num_slots * 2 * SLOT
-    found = dict(store.recover())
+    found = dict(store.recover_pages())
     assert sorted(found.values()) == [(slot,) for slot in range(store.num_slots)]
     for page, slots in found.items():
         assert get(store, page, slots) == (Outcome.OK, [content(slots[0], 0)])
     store.close()
     store = open_store(tmp_path, limit_bytes=1_000_000)
-    kept = len(dict(store.recover()))
+    kept = len(dict(store.recover_pages()))
     assert kept == len(found) and fill(store, tmp_path, 1_000_000, first=kept) == count
     store.close()
 
@@ -167,10 +167,10 @@ def test_another_geometry_starts_over(tmp_path: Path) -> None:
     put(store, make_page(0), [0], [content(0, 0)])
     store.close()
     store = open_store(tmp_path, slot_bytes=2 * SLOT)
-    assert not list(store.recover())
+    assert not list(store.recover_pages())
     store.close()
     store = open_store(tmp_path)
-    assert not list(store.recover())
+    assert not list(store.recover_pages())
     store.close()
 
 
@@ -183,7 +183,7 @@ def test_a_damaged_description_starts_over(tmp_path: Path, text: str) -> None:
     assert json.loads(description.read_text())["namespace"] == json.loads(json.dumps(SPACE.facts))
     description.write_bytes(text.encode("latin-1"))
     store = open_store(tmp_path)
-    assert not list(store.recover())
+    assert not list(store.recover_pages())
     assert put(store, make_page(0), [0], [content(0, 0)]) is Outcome.OK
     store.close()
 
@@ -225,10 +225,10 @@ def test_a_full_file_system_is_no_space_and_what_exists_goes_on(tmp_path: Path) 
         assert put(store, make_page(slot), [slot], [content(slot, 0, 1)]) is Outcome.OK
         assert get(store, make_page(slot), [slot]) == (Outcome.OK, [content(slot, 0, 1)])
     beyond = buffers([content(0, 0)])
-    assert wait_for(store.write, make_page(0), [written], beyond) is Outcome.NO_SPACE
+    assert wait_for(store.write_page, make_page(0), [written], beyond) is Outcome.NO_SPACE
     store.close()
     store = open_store(tmp_path)
-    assert len(list(store.recover())) == written
+    assert len(list(store.recover_pages())) == written
     store.close()
 
 

@@ -36,7 +36,7 @@ def test_a_page_comes_back_now_and_after_a_restart(tmp_path: Path, slots: tuple[
     assert get(store, page, slots) == (Outcome.OK, parts)
     store.close()
     store = open_store(tmp_path, cipher=cipher)
-    assert list(store.recover()) == [(page, slots)]
+    assert list(store.recover_pages()) == [(page, slots)]
     assert get(store, page, slots) == (Outcome.OK, parts)
     store.close()
 
@@ -67,10 +67,10 @@ def test_another_namespace_finds_nothing(tmp_path: Path, change: dict) -> None:
     put(store, page, [3], PARTS[:1])
     store.close()
     other = open_store(tmp_path, namespace=dataclasses.replace(SPACE, **change))
-    assert not list(other.recover()) and get(other, page, [3])[0] is Outcome.CORRUPT
+    assert not list(other.recover_pages()) and get(other, page, [3])[0] is Outcome.CORRUPT
     other.close()
     store = open_store(tmp_path)
-    assert list(store.recover()) == [(page, (3,))], "the first one is still there"
+    assert list(store.recover_pages()) == [(page, (3,))], "the first one is still there"
     store.close()
 
 
@@ -82,7 +82,7 @@ def test_encrypted_and_plain_pages_do_not_mix(tmp_path: Path, ciphers: tuple) ->
     slab = next(tmp_path.rglob("slab-*")).read_bytes()
     assert (PARTS[0] in slab) == (ciphers[0] is None)
     store = open_store(tmp_path, cipher=ciphers[1])
-    assert not list(store.recover()) and get(store, page, [3])[0] is Outcome.CORRUPT
+    assert not list(store.recover_pages()) and get(store, page, [3])[0] is Outcome.CORRUPT
     store.close()
 
 
@@ -97,7 +97,7 @@ def test_a_read_shows_the_page_and_nothing_that_changed_since_its_check(tmp_path
             shown.append([bytes(part) for part in target])
             target[1][7] ^= damaged
 
-        outcome = wait_for(partial(store.read, seen=seen), page, (3, 4), target)
+        outcome = wait_for(partial(store.read_page, seen=seen), page, (3, 4), target)
         assert shown == [PARTS]
         # what is encrypted is shown behind its check: whoever compares notices this bit, but the store does not
         assert outcome is (Outcome.CORRUPT if damaged and cipher is None else Outcome.OK)
@@ -109,7 +109,7 @@ def test_another_key_reads_nothing(tmp_path: Path) -> None:
     put(store, page, [3], PARTS[:1])
     store.close()
     store = open_store(tmp_path, cipher=PageCipher(b"j" * 32))
-    assert [slots for _, slots in store.recover()] == [(3,)]
+    assert [slots for _, slots in store.recover_pages()] == [(3,)]
     assert get(store, page, [3])[0] is Outcome.CORRUPT
     store.close()
 
@@ -118,12 +118,12 @@ def test_erased_pages_stay_away_also_when_their_slots_were_used_again(tmp_path: 
     store, old, new = open_store(tmp_path), make_page(1, "global"), make_page(2)
     put(store, old, (3, 4), PARTS)
     put(store, make_page(5), (9,), PARTS[:1])
-    store.erase((3, 4))
+    store.erase_slots((3, 4))
     assert get(store, old, (3, 4))[0] is Outcome.CORRUPT
     put(store, new, (3,), PARTS[:1])
     store.close()
     store = open_store(tmp_path)
-    assert list(store.recover()) == [(make_page(5), (9,)), (new, (3,))]
+    assert list(store.recover_pages()) == [(make_page(5), (9,)), (new, (3,))]
     assert get(store, old, (3, 4))[0] is Outcome.CORRUPT
     store.close()
 
@@ -134,13 +134,13 @@ def test_the_newest_of_two_copies_wins_and_the_older_is_gone_for_good(tmp_path: 
     put(store, page, (8,), [content(1, 0, 2)])
     store.close()
     store = open_store(tmp_path)
-    assert list(store.recover()) == [(page, (8,))]
+    assert list(store.recover_pages()) == [(page, (8,))]
     assert get(store, page, (8,)) == (Outcome.OK, [content(1, 0, 2)])
     assert get(store, page, (3,))[0] is Outcome.CORRUPT
-    store.erase((8,))
+    store.erase_slots((8,))
     store.close()
     store = open_store(tmp_path)
-    assert not list(store.recover())
+    assert not list(store.recover_pages())
     store.close()
 
 
@@ -150,7 +150,9 @@ def test_write_ids_grow_over_restarts_even_when_the_clock_does_not(
     monkeypatch.setattr("time.time_ns", lambda: 1000)
     for number in range(4):
         store = open_store(tmp_path)
-        assert [slots for _, slots in store.recover()] == [(slot,) for slot in range(number)], "oldest write first"
+        assert [slots for _, slots in store.recover_pages()] == [(slot,) for slot in range(number)], (
+            "oldest write first"
+        )
         put(store, make_page(number), (number,), [content(number, 0)])
         store.close()
 
@@ -169,14 +171,14 @@ def test_random_interleavings_against_a_dictionary(tmp_path: Path, cipher: objec
             version += 1
             parts = [content(page.index, part, version) for part in range(len(slots))]
             lost = [key for key in model if set(key[1]) & set(slots)]
-            store.erase([slot for key in lost for slot in key[1]] if choose.random() < 0.5 else [])
+            store.erase_slots([slot for key in lost for slot in key[1]] if choose.random() < 0.5 else [])
             assert put(store, page, slots, parts) is Outcome.OK
             for key in lost:
                 del model[key]
             model[page, slots] = (version, parts)
         elif action < 0.5 and model:
             key = choose.choice(list(model))
-            store.erase(key[1])
+            store.erase_slots(key[1])
             del model[key]
         elif action < 0.55:
             store.close()
@@ -185,7 +187,7 @@ def test_random_interleavings_against_a_dictionary(tmp_path: Path, cipher: objec
             for (kept, slots), (when, parts) in sorted(model.items(), key=lambda item: item[1][0]):
                 newest[kept.name] = ((kept, slots), (when, parts))
             model = dict(sorted(newest.values(), key=lambda item: item[1][0]))
-            assert list(store.recover()) == list(model)
+            assert list(store.recover_pages()) == list(model)
         elif model and action < 0.9:
             key = choose.choice(list(model))
             assert get(store, *key) == (Outcome.OK, model[key][1])
@@ -207,12 +209,12 @@ def test_many_at_once(tmp_path: Path) -> None:
 
     pages = {make_page(number): (number, number + 50) for number in range(50)}
     for page, slots in pages.items():
-        assert store.write(page, slots, buffers([content(page.index, 0), content(page.index, 1)]), done)
+        assert store.write_page(page, slots, buffers([content(page.index, 0), content(page.index, 1)]), done)
     for _ in pages:
         assert ended.acquire(timeout=30)
     targets = {page: [aligned_buffer(SLOT), aligned_buffer(SLOT)] for page in pages for _ in range(3)}
     for page, slots in pages.items():
-        assert store.read(page, slots, targets[page], done)
+        assert store.read_page(page, slots, targets[page], done)
     for _ in pages:
         assert ended.acquire(timeout=30)
     assert outcomes == [Outcome.OK] * 100 and store.queue_depth == 0
@@ -280,7 +282,7 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
             assert get(store, page, (3,))[0] is Outcome.CORRUPT
     store.close()
     store = open_store(tmp_path)
-    assert not list(store.recover())
+    assert not list(store.recover_pages())
     store.close()
 
 
@@ -292,10 +294,12 @@ def test_no_record_names_what_is_being_overwritten(tmp_path: Path) -> None:
     assert index.read_bytes().strip(b"\0")
     files.gate.clear()
     ended, files.seen = threading.Semaphore(0), []
-    assert store.write(make_page(2), (9,), buffers(PARTS[:1]), lambda outcome: ended.release())  # keeps the thread busy
-    store.erase((3,))
+    assert store.write_page(
+        make_page(2), (9,), buffers(PARTS[:1]), lambda outcome: ended.release()
+    )  # keeps the thread busy
+    store.erase_slots((3,))
     files.gated_bytes = SLOT
-    assert store.write(make_page(5), (3,), buffers(PARTS[1:]), lambda outcome: ended.release())
+    assert store.write_page(make_page(5), (3,), buffers(PARTS[1:]), lambda outcome: ended.release())
     while not files.seen:
         time.sleep(0.001)
     gate, files.gate = files.gate, threading.Event()
@@ -312,7 +316,7 @@ def test_a_page_of_which_one_slot_was_erased_is_gone(tmp_path: Path) -> None:
     store, page = open_store(tmp_path), make_page(1, "global")
     for gone in (3, 4):
         assert put(store, page, (3, 4), PARTS) is Outcome.OK
-        store.erase((gone,))
+        store.erase_slots((gone,))
         assert get(store, page, (3, 4))[0] is Outcome.CORRUPT
     store.close()
 
@@ -332,13 +336,13 @@ def test_a_write_that_hung_is_not_found_again_though_it_succeeded(tmp_path: Path
             seen.append(outcome)
             told.notify_all()
 
-    assert store.write(page, (3,), buffers(PARTS[:1]), done)
+    assert store.write_page(page, (3,), buffers(PARTS[:1]), done)
     while not store._pool._running:
         time.sleep(0.001)
     hurry(store._pool, 0.05)
     with told:
         assert told.wait_for(lambda: seen == [Outcome.TIMEOUT], 30) and store.stalled
-        assert not store.read(make_page(2), (0,), buffers(PARTS[:1]), done)
+        assert not store.read_page(make_page(2), (0,), buffers(PARTS[:1]), done)
         files.gate.set()
         assert told.wait_for(lambda: seen == [Outcome.TIMEOUT, Outcome.RETURNED], 30)
     hurry(store._pool, 30.0)
@@ -346,7 +350,7 @@ def test_a_write_that_hung_is_not_found_again_though_it_succeeded(tmp_path: Path
     assert get(store, make_page(2), (0,)) == (Outcome.OK, PARTS[:1])
     store.close()
     store = open_store(tmp_path)
-    assert list(store.recover()) == [(make_page(2), (0,))]
+    assert list(store.recover_pages()) == [(make_page(2), (0,))]
     store.close()
 
 
@@ -354,7 +358,7 @@ def test_a_store_that_hangs_keeps_the_directory_until_it_comes_back(tmp_path: Pa
     files = Weak()
     store = open_store(tmp_path, files=files)
     files.gate.clear()
-    assert store.write(make_page(1), (3,), buffers(PARTS[:1]), lambda outcome: None)
+    assert store.write_page(make_page(1), (3,), buffers(PARTS[:1]), lambda outcome: None)
     store.close(0.1)
     with pytest.raises(Exception, match="in use by process"):
         open_store(tmp_path)
@@ -373,7 +377,7 @@ def test_lost_writes_and_lost_records_are_misses(tmp_path: Path) -> None:
     newer: dict[Page, tuple[tuple[int, ...], list[bytes]]] = {}
     for version in range(2):
         store = open_store(tmp_path)
-        list(store.recover())
+        list(store.recover_pages())
         for number in range(30):
             page, slots = make_page(number), ((number * 7) % 31, 31 + number)
             parts = [content(number, part, version) for part in range(2)]
@@ -392,7 +396,7 @@ def test_lost_writes_and_lost_records_are_misses(tmp_path: Path) -> None:
                 data[at : at + step] = old[at : at + step]
         path.write_bytes(data)
     store, outcomes = open_store(tmp_path), set()
-    for page, slots in store.recover():
+    for page, slots in store.recover_pages():
         outcome, found = get(store, page, slots)
         outcomes.add(outcome)
         expected = [[content(page.index, part, version) for part in range(2)] for version in range(2)]
@@ -423,8 +427,8 @@ def test_an_index_that_cannot_be_read_recovers_nothing(tmp_path: Path) -> None:
     files = Weak()
     store = open_store(tmp_path, files=files)
     files.read_error = errno.EIO
-    assert not list(store.recover())
-    assert wait_for(store.read, make_page(1), (3,), [aligned_buffer(SLOT)]) is Outcome.CORRUPT
+    assert not list(store.recover_pages())
+    assert wait_for(store.read_page, make_page(1), (3,), [aligned_buffer(SLOT)]) is Outcome.CORRUPT
     store.close()
 
 

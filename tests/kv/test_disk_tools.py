@@ -37,13 +37,13 @@ def put(store: DiskStore, pages: list[Page], first: int = 0) -> dict[Page, tuple
         for part, buffer in enumerate(buffers):
             buffer[:] = content(page, 1, part)
         waiter = Waiter(1)
-        assert store.write(page, slots, buffers, waiter.callback(0)) and waiter.wait() == [Outcome.OK]
+        assert store.write_page(page, slots, buffers, waiter.callback(0)) and waiter.wait() == [Outcome.OK]
     return places
 
 
 def get(store: DiskStore, page: Page, slots: tuple[int, ...]) -> Outcome | None:
     buffers, waiter = [aligned_buffer(SLOT) for _ in slots], Waiter(1)
-    assert store.read(page, slots, buffers, waiter.callback(0))
+    assert store.read_page(page, slots, buffers, waiter.callback(0))
     (outcome,) = waiter.wait()
     right = [bytes(buffer) for buffer in buffers] == [content(page, 1, part) for part in range(len(slots))]
     assert right or outcome is not Outcome.OK
@@ -60,7 +60,7 @@ def fill(path: Path, **more: object) -> dict[Page, tuple[int, ...]]:
 def kept(path: Path, **more: object) -> set[Page]:
     """Pages that a server finds and can read."""
     store = open_store(path, **more)
-    found = {page for page, slots in list(store.recover()) if get(store, page, slots) is Outcome.OK}
+    found = {page for page, slots in list(store.recover_pages()) if get(store, page, slots) is Outcome.OK}
     store.close()
     return found
 
@@ -236,7 +236,7 @@ def test_verify_with_the_wrong_key_clears_nothing(tmp_path: Path) -> None:
 def test_verify_finds_pages_under_an_older_key(tmp_path: Path) -> None:
     fill(tmp_path, cipher=PageCipher(b"x" * 32))
     store = open_store(tmp_path, cipher=PageCipher(KEY))
-    old = list(store.recover())
+    old = list(store.recover_pages())
     new = replace(make_page(50), tenant=tag_of("a"))
     put(store, [new], first=60)
     store.close()
@@ -274,7 +274,7 @@ def test_purge_one_tenant_leaves_no_byte_of_it(tmp_path: Path, sealed: bool) -> 
     places = put(store, PAGES)
     mine = {page for page in PAGES if page.tenant == tag_of("b")}
     gone = sorted(mine, key=lambda page: page.index)[0]
-    store.erase(places[gone])  # evicted: no record any more, but the bytes are there
+    store.erase_slots(places[gone])  # evicted: no record any more, but the bytes are there
     store.close()
     report = purge_directory(tmp_path, tenant=tag_of("b"))
     assert report.pages == len(mine) - 1 and report.slots == sum(len(places[page]) for page in mine)
@@ -304,7 +304,7 @@ def test_another_tenant_gets_nothing_from_the_store(tmp_path: Path) -> None:
         for place, tag in enumerate(tags):
             names = (replace(page, tenant=tag), replace(page, tenant=tag, key=os.urandom(32)))
             for side, thief in enumerate(names):
-                assert store.read(thief, slots, buffers, waiter.callback(2 * place + side))
+                assert store.read_page(thief, slots, buffers, waiter.callback(2 * place + side))
         outcomes = waiter.wait()
         probes, hits = probes + len(outcomes), hits + sum(outcome is not Outcome.CORRUPT for outcome in outcomes)
         assert get(store, page, slots) is Outcome.OK

@@ -46,7 +46,7 @@ def on_disk(path: Path) -> bytes:
 def put_until(store: DiskStore, number: int, slots: list[int], expires: int) -> Page:
     page = make_page(number)
     parts = buffers([content(number, part) for part in range(len(slots))])
-    assert wait_for(lambda *args: store.write(*args, expires=expires), page, slots, parts) is Outcome.OK
+    assert wait_for(lambda *args: store.write_page(*args, expires=expires), page, slots, parts) is Outcome.OK
     return page
 
 
@@ -65,7 +65,7 @@ def test_no_byte_of_it_is_left_when_it_leaves(tmp_path: Path, sealed: bool) -> N
     was = slab.read_bytes()
     stride, places = 2 * 4096, (2, 7)
     assert all(any(was[at * stride : (at + 1) * stride]) for at in places)
-    store.erase([2, 7])
+    store.erase_slots([2, 7])
     eventually(lambda: make_page(1).key not in on_disk(tmp_path))
     now = slab.read_bytes()
     assert not any(any(now[at * stride : (at + 1) * stride]) for at in places)
@@ -81,22 +81,22 @@ def test_a_restart_neither_forgets_nor_lengthens_a_time(tmp_path: Path, how: str
     put_until(store, 2, [4], 0)
     if how == "half written":
         # as a server leaves it that dies between the bytes and their record
-        with mock.patch.object(store._index, "put", side_effect=[None, OSError(errno.EIO, "died")]) as record:
-            store._index.put = lambda *args: record(*args) or type(store._index).put(store._index, *args)
-            store.erase = lambda slots: None
-            write = lambda *args: store.write(*args, expires=end)  # noqa: E731
+        with mock.patch.object(store._index, "put_records", side_effect=[None, OSError(errno.EIO, "died")]) as record:
+            store._index.put_records = lambda *args: record(*args) or type(store._index).put(store._index, *args)
+            store.erase_slots = lambda slots: None
+            write = lambda *args: store.write_page(*args, expires=end)  # noqa: E731
             assert wait_for(write, make_page(3), [6], buffers([content(3, 0)])) is Outcome.FAILED
     store.close()
     later = {"over": end + 1, "over while it ran": end, "clock set back": end - 5000}.get(how, end - 500)
     if how == "clock set back":  # to long before the page was written; its writer started after its end
         store = open_store(tmp_path)
-        list(store.recover())
+        list(store.recover_pages())
         store._last_id = (end + 1) * 10**9
         put_until(store, 5, [9], 0)
         store.close()
     with mock.patch("wicore_trt.kv.disk.store.time.time", lambda: later):
         store = open_store(tmp_path)
-        found = {page.index for page, _ in store.recover()}
+        found = {page.index for page, _ in store.recover_pages()}
     if how in ("not over", "half written"):
         assert found == {1, 2} and store.ending == {make_page(1).key: end}
         assert get(store, make_page(1), [0, 1])[0] is Outcome.OK
@@ -124,17 +124,17 @@ def test_a_clock_set_back_lengthens_no_time_by_what_the_last_life_lasted(tmp_pat
         store.close()
         clock.now = began - hour  # 49 hours back
         store = open_store(tmp_path)
-        assert {page.index for page, _ in store.recover()} == {1, 2, 3}
+        assert {page.index for page, _ in store.recover_pages()} == {1, 2, 3}
         assert store.ending[make_page(2).key] - store.now <= hour
         assert store.ending[make_page(1).key] - store.now <= 2 * hour
         store.close()
         clock.now = began + 48 * hour + 60  # page 3 is over, which was written last
         store = open_store(tmp_path)
-        assert {page.index for page, _ in store.recover()} == {1, 2}
+        assert {page.index for page, _ in store.recover_pages()} == {1, 2}
         store.close()
         clock.now = began
         store = open_store(tmp_path)
-        list(store.recover())
+        list(store.recover_pages())
         assert store.ending[make_page(2).key] - store.now <= hour
         store.close()
 
@@ -166,7 +166,7 @@ def test_a_server_that_dies_while_it_writes_leaves_what_the_next_one_overwrites(
         return
     with mock.patch("wicore_trt.kv.disk.store.time.time", lambda: FAR + 1):
         store = open_store(copies[moment])
-        assert [page.index for page, _ in store.recover()] == [9]
+        assert [page.index for page, _ in store.recover_pages()] == [9]
     eventually(lambda: gone(copies[moment], 1, 3))
     store.close()
 
@@ -181,7 +181,7 @@ def test_a_new_page_in_the_slot_is_not_overwritten(tmp_path: Path) -> None:
         slot = rng.randrange(24)
         if slot in held:
             old.append(held.pop(slot))
-            store.erase([slot])
+            store.erase_slots([slot])
         put_until(store, number, [slot], rng.choice([0, FAR]))
         held[slot] = number
         if rng.random() < 0.3:
@@ -189,7 +189,7 @@ def test_a_new_page_in_the_slot_is_not_overwritten(tmp_path: Path) -> None:
             assert get(store, make_page(held[some]), [some]) == (Outcome.OK, [content(held[some], 0)]), SEED
     for slot, number in held.items():
         assert get(store, make_page(number), [slot]) == (Outcome.OK, [content(number, 0)]), SEED
-    store.erase(sorted(held))
+    store.erase_slots(sorted(held))
     store.close()
     data = on_disk(tmp_path)
     assert not any(content(number, 0) in data for number in old), "all slots were written again, or overwritten"
@@ -199,17 +199,17 @@ def test_an_end_moves_with_the_page_alone(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     one, two = put_until(store, 1, [0, 3], FAR), put_until(store, 2, [1], FAR)
     three, four = put_until(store, 3, [2], 0), put_until(store, 4, [5], FAR)
-    store.stamp(one, [0, 3], FAR + 7)
-    store.stamp(two, [1], 0)
-    store.stamp(three, [2], FAR + 9)
-    store.erase([5])
-    store.stamp(four, [5], FAR + 9)  # it has left: nothing brings it back
-    store.stamp(one, [0, 3], FAR + 8)
+    store.stamp_page(one, [0, 3], FAR + 7)
+    store.stamp_page(two, [1], 0)
+    store.stamp_page(three, [2], FAR + 9)
+    store.erase_slots([5])
+    store.stamp_page(four, [5], FAR + 9)  # it has left: nothing brings it back
+    store.stamp_page(one, [0, 3], FAR + 8)
     store.close()
     store = open_store(tmp_path)
-    assert {page.index for page, _ in store.recover()} == {1, 2, 3}
+    assert {page.index for page, _ in store.recover_pages()} == {1, 2, 3}
     assert store.ending == {one.key: FAR + 8, three.key: FAR + 9}
-    assert [store.expires([slot]) for slot in (0, 1, 2)] == [FAR + 8, 0, FAR + 9]
+    assert [store.get_expiry([slot]) for slot in (0, 1, 2)] == [FAR + 8, 0, FAR + 9]
     assert all(get(store, p, s)[0] is Outcome.OK for p, s in ((one, [0, 3]), (two, [1]), (three, [2])))
     store.close()
     assert gone(tmp_path, 4)
@@ -230,10 +230,10 @@ def test_what_could_not_be_overwritten_is_tried_again(tmp_path: Path) -> None:
     put_until(store, 1, [0], FAR)
     put_until(store, 2, [1], FAR)
     files.refuse = 1
-    store.erase([0])
+    store.erase_slots([0])
     eventually(lambda: not files.refuse)
     assert not gone(tmp_path, 1), "the record stays as long as the bytes do"
-    store.erase([1])
+    store.erase_slots([1])
     eventually(lambda: gone(tmp_path, 1) and gone(tmp_path, 2))
     store.close()
 
@@ -257,11 +257,11 @@ def test_a_write_that_hung_until_its_page_was_over_leaves_nothing(tmp_path: Path
     files.hangs = True
     outcomes: list[Outcome] = []
     data = buffers([content(1, 0)])
-    assert store.write(make_page(1), [0], data, outcomes.append, expires=FAR)
+    assert store.write_page(make_page(1), [0], data, outcomes.append, expires=FAR)
     assert files.reached.wait(30)
     hurry(store._pool, 0.01)
     eventually(lambda: outcomes == [Outcome.TIMEOUT])
-    store.erase([0])
+    store.erase_slots([0])
     eventually(lambda: not store._wiper.pending)
     files.go_on.set()
     eventually(lambda: outcomes == [Outcome.TIMEOUT, Outcome.RETURNED])
@@ -282,15 +282,15 @@ def test_erased_twice_the_record_still_stays_as_long_as_the_bytes(tmp_path: Path
 
     files = Refusing()
     store = open_store(tmp_path, files=files)
-    write = lambda *args: store.write(*args, right=lambda: False, expires=FAR)  # noqa: E731
+    write = lambda *args: store.write_page(*args, right=lambda: False, expires=FAR)  # noqa: E731
     assert wait_for(write, make_page(1), [0], buffers([content(1, 0)])) is Outcome.CORRUPT
-    store.erase([0])
+    store.erase_slots([0])
     put(store, make_page(2), [1], [content(2, 0)])  # what is to be forgotten is, by now
     store.close()
     assert not gone(tmp_path, 1)
     files.on = False
     store = open_store(tmp_path, files=files)
-    assert [page.index for page, _ in store.recover()] == [2]
+    assert [page.index for page, _ in store.recover_pages()] == [2]
     eventually(lambda: gone(tmp_path, 1))
     store.close()
 
@@ -331,8 +331,8 @@ def test_nothing_of_a_request_with_a_ttl_outlives_it(tmp_path: Path, after: str)
     stack.settle_transfers()
     assert min(digests_on_disk(stack, short), digests_on_disk(stack, kept)) >= 40
     if after == "in a full tier":
-        for copy in [c for c in stack.tiers.disk.copies() if c.ready]:
-            stack.tiers.disk.drop(copy, "capacity")
+        for copy in [c for c in stack.tiers.disk.iterate_copies() if c.ready]:
+            stack.tiers.disk.drop_copy(copy, "capacity")
     elif after == "in the same life":
         stack.now += 1001
         stack.manager.do_housekeeping()
@@ -358,7 +358,9 @@ def test_a_restart_goes_on_with_the_time_that_is_left(tmp_path: Path) -> None:
     stack.settle()
     stack.settle_transfers()
     stack.restart()
-    ends = [stack.manager.retention.left(page.key) for tier, page in stack.manager.list_pages() if tier == "disk"]
+    ends = [
+        stack.manager.retention.seconds_left(page.key) for tier, page in stack.manager.list_pages() if tier == "disk"
+    ]
     assert ends and all(end is not None and 900 < end <= 1000 for end in ends)
     stack.now += 1001
     stack.manager.do_housekeeping()
@@ -441,6 +443,6 @@ def test_an_end_that_moves_while_the_page_is_written_is_that_of_the_record(tmp_p
     files.go_on.set()
     stack.settle_transfers()
     store = stack.tiers.movers.disk[1]
-    ends = {copy.page.index: store.expires(copy.slots) for copy in stack.tiers.disk.copies()}
+    ends = {copy.page.index: store.get_expiry(copy.slots) for copy in stack.tiers.disk.iterate_copies()}
     assert len(ends) >= 9 and not any(ends[index] for index in range(9))
     stack.close()

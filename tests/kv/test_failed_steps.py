@@ -59,7 +59,7 @@ def serve(core, name: str, prompt: list[int], answer: int = 4, **request: object
         for output in core.step():
             got += output.token_ids
     while core.do_housekeeping():
-        core.scheduler.manager.tiers.wait(0.01)
+        core.scheduler.manager.tiers.wait_for_report(0.01)
     if output.finish_reason is not FinishReason.ERROR:
         assert got == greedy(prompt, answer, ignore_eos=True)
     core.scheduler.check_integrity()
@@ -104,8 +104,8 @@ def test_lower_tiers_get_nothing_of_a_prompt_that_no_step_has_vouched_for(hints)
     assert manager.pools[GLOBAL].list_pages(), "the device shares pages at once"
     core.abort("cut short")
     while core.do_housekeeping():
-        manager.tiers.wait(0.01)
-    assert not list(manager.tiers.host.copies())
+        manager.tiers.wait_for_report(0.01)
+    assert not list(manager.tiers.host.iterate_copies())
     assert serve(core, "next", list(range(10, 60))).finish_reason is FinishReason.ERROR  # the device had them
     assert serve(core, "last", list(range(10, 60))).finish_reason is FinishReason.LENGTH
 
@@ -116,10 +116,10 @@ def test_lower_tiers_keep_no_page_that_a_failed_step_read():
     host = core.scheduler.manager.tiers.host
     prompt = list(range(10, 58))
     assert serve(core, "first", prompt).finish_reason is FinishReason.LENGTH
-    assert {copy.page.index for copy in host.copies()} == set(range(12))
+    assert {copy.page.index for copy in host.iterate_copies()} == set(range(12))
     Spoiler(core).count = 1
     assert serve(core, "fails", [*prompt, 5]).finish_reason is FinishReason.ERROR
-    assert not list(host.copies())
+    assert not list(host.iterate_copies())
 
 
 @pytest.mark.parametrize("tiers", [False, True])
@@ -149,15 +149,15 @@ def test_a_preempted_prompt_is_parked_under_no_name_that_others_find():
     (sequence,) = scheduler.running
     scheduler._preempt_sequence(sequence, StepSchedule())
     assert scheduler.loader.parking.parked == 1
-    assert not {copy.page.key for copy in manager.tiers.host.copies()} & set(sequence.pages.keys)
+    assert not {copy.page.key for copy in manager.tiers.host.iterate_copies()} & set(sequence.pages.keys)
     got = []
     while core.has_work:
         for output in core.step():
             got += output.token_ids
     assert got == greedy(prompt, 4, ignore_eos=True) and scheduler.loader.parking.resumed == 1
     while core.do_housekeeping():
-        manager.tiers.wait(0.01)
-    keys = {copy.page.key for copy in manager.tiers.host.copies()}
+        manager.tiers.wait_for_report(0.01)
+    keys = {copy.page.key for copy in manager.tiers.host.iterate_copies()}
     assert set(sequence.pages.keys[:12]) <= keys, "what was vouched for in the end is kept"
 
 
@@ -181,7 +181,7 @@ def test_those_who_share_a_condemned_page_go_on_and_nobody_finds_it_again():
             if output.error is not None:
                 found = manager.find_prefix(failing.pages, [*shared, 52])
                 assert found.tokens == 0
-                assert not any(manager.tiers.where(GLOBAL, key) for key in failing.pages.keys[:8])
+                assert not any(manager.tiers.find_tier(GLOBAL, key) for key in failing.pages.keys[:8])
         core.scheduler.check_integrity()
     assert got == greedy([*shared, 50], 30, ignore_eos=True)
     assert serve(core, "after", [*shared, 53]).finish_reason is FinishReason.LENGTH
@@ -220,11 +220,11 @@ def test_a_page_that_is_condemned_while_it_is_written_to_disk_is_not_there_after
     assert [o.finish_reason for o in core.step()] == [FinishReason.ERROR]
     gate.opened.set()
     assert manager.tiers.wait_idle(10)
-    assert not any(manager.tiers.where(g, key) for g in (GLOBAL, LOCAL) for key in sequence.pages.keys)
+    assert not any(manager.tiers.find_tier(g, key) for g in (GLOBAL, LOCAL) for key in sequence.pages.keys)
     manager.check_integrity()
     core.close()
     shutil.copytree(tmp_path / "kv", tmp_path / "copy")
     core = make_core(kv=kv)
     disk = core.scheduler.manager.tiers.disk
-    assert not any(disk.get(g, key) for g in (GLOBAL, LOCAL) for key in sequence.pages.keys)
+    assert not any(disk.find_copy(g, key) for g in (GLOBAL, LOCAL) for key in sequence.pages.keys)
     core.close()

@@ -60,7 +60,7 @@ def take_all_room(path: Path) -> None:
 
 
 def pages(stack: Stack) -> int:
-    return sum(copy.ready for copy in stack.tiers.disk.copies())
+    return sum(copy.ready for copy in stack.tiers.disk.iterate_copies())
 
 
 def serve(stack: Stack, count: int) -> None:

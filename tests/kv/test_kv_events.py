@@ -294,14 +294,14 @@ def test_a_page_that_could_not_be_found_yet_does_not_leave() -> None:
         4, {"global": 1}, make_policy("lru", 4), primary="global", on_evict=partial(_note_eviction, log, "host", None)
     )
     pages = [Page(bytes([n]) * 32, "global", 0, None, b"t" * 32, b"b") for n in range(3)]
-    index.restore([(pages[0], (0,))])
+    index.restore_pages([(pages[0], (0,))])
     for page in pages[1:]:
-        copy = index.reserve(page)
+        copy = index.reserve_copy(page)
         assert copy is not None
         if page is pages[1]:
-            index.abort(copy, "unwanted")
+            index.abort_copy(copy, "unwanted")
         else:
-            index.commit(copy)
+            index.commit_copy(copy)
     for page in (pages[0], pages[2]):
         index.drop_key(page.key, "gone")
     assert told == [(pages[0].key, "gone"), (pages[2].key, "gone")]

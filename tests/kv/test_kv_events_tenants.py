@@ -115,7 +115,7 @@ def test_tenants_of_an_engine_see_their_own_pages() -> None:
             core.step()
         end = time.monotonic() + 10
         while core.do_housekeeping() and time.monotonic() < end:
-            manager.tiers.wait(0.01)
+            manager.tiers.wait_for_report(0.01)
         manager.events.publish_step()
         after = {asker: plain(feed) for asker, feed in feeds.items()}
         for asker, was in seen.items():

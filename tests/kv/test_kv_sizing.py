@@ -71,9 +71,9 @@ def index_of(geometry: Geometry, slots: int) -> TierIndex:
 
 def store(index: TierIndex, session: int, group: str, number: int) -> None:
     key, parent = (b"%d/%d" % (session, n) for n in (number, number - 1))
-    copy = index.reserve(Page(key, group, number, parent if number else None, b"t"))
+    copy = index.reserve_copy(Page(key, group, number, parent if number else None, b"t"))
     assert copy is not None
-    index.commit(copy)
+    index.commit_copy(copy)
 
 
 def fill(index: TierIndex, size: SessionSize, session: int) -> None:
@@ -88,7 +88,7 @@ def fill(index: TierIndex, size: SessionSize, session: int) -> None:
     for number in sorted(set(size.page_indices[GLOBAL]) - set(size.page_indices.get(LOCAL, ())))[-3:]:
         if LOCAL in size.page_indices and index.num_slots - index.used_slots >= index.slots_per_page[LOCAL]:
             store(index, session, LOCAL, number)
-            index.spare(LOCAL, [b"%d/%d" % (session, number)])
+            index.spare_copies(LOCAL, [b"%d/%d" % (session, number)])
 
 
 @settings(max_examples=40, deadline=None)
@@ -173,7 +173,7 @@ def test_an_engine_keeps_the_pages_of_a_session_that_the_plan_counts(seed):
     geometry = Geometry.from_spec(tiny_spec(window), page_tokens, "float32")
     size = SessionSize(geometry, held, reply - 1)
     found = {GLOBAL: set(), LOCAL: set()}
-    for copy in tiers.host.copies():
+    for copy in tiers.host.iterate_copies():
         if copy.page.group == GLOBAL or copy.page.key not in tiers.host._spare:
             found[copy.page.group].add(copy.page.index)
     assert found[GLOBAL] == set(size.page_indices[GLOBAL]) and found[LOCAL] <= set(size.page_indices[LOCAL])

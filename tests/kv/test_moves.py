@@ -44,9 +44,9 @@ def test_what_is_not_legal_is_refused(make):
             move = make()
             move.stage = start
             if stage in legal:
-                move.go(stage)
+                move.enter_stage(stage)
                 assert move.stage is stage
             else:
                 with pytest.raises(AssertionError, match=type(move).__name__):
-                    move.go(stage)
+                    move.enter_stage(stage)
                 assert move.stage is start

@@ -153,7 +153,7 @@ def test_bits_flipped_while_parked(tmp_path: Path, which: str, disk: bool) -> No
         stack.settle_transfers()
     copies = victim.pages.parked.copies
     for copy in copies if which == "all" else copies[:1] if which == "first" else copies[-1:]:
-        flip_bit(stack.tiers.movers.host.payload(copy), stack.rng.randrange(8 * 32))
+        flip_bit(stack.tiers.movers.host.page_parts(copy), stack.rng.randrange(8 * 32))
     stack.forget_device()
     stack.settle(check=True)
     assert stack.wrong == 0 and stack.counts()["host corrupt"] >= 1
@@ -172,7 +172,7 @@ def test_a_parked_sequence_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -
     fill(stack)
     victim = until_parked(stack)
     stack.settle_transfers()
-    saved = [copy for copy in victim.pages.parked.copies if stack.tiers.disk.get(*copy.page.name) is not None]
+    saved = [copy for copy in victim.pages.parked.copies if stack.tiers.disk.find_copy(*copy.page.name) is not None]
     assert len(saved) >= 5
     for copy in saved:
         flip_bit(stack.tiers.movers.host.cut_slots(copy.slots), 5)

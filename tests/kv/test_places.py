@@ -29,7 +29,7 @@ def core():
 
 def a_load(core) -> PrefixLoad:
     """Of all global pages that host memory has, back to front, into slots of the same numbers."""
-    copies = [copy for copy in core.scheduler.manager.tiers.host.copies() if copy.page.group == GLOBAL]
+    copies = [copy for copy in core.scheduler.manager.tiers.host.iterate_copies() if copy.page.group == GLOBAL]
     pages = sorted((copy.page for copy in copies), key=lambda page: -page.index)
     assert len(pages) >= PAGES
     return PrefixLoad(4 * len(pages), len(pages), [LoadItem(page, page.index) for page in pages])
@@ -39,12 +39,12 @@ def run(core, load: PrefixLoad) -> None:
     tiers = core.scheduler.manager.tiers
     tiers.loads.begin_load(load)
     while tiers.loads.loads:
-        tiers.wait(0.05)
-        tiers.poll()
+        tiers.wait_for_report(0.05)
+        tiers.poll_all()
 
 
 def held(core) -> list[object]:
-    return [copy for copy in core.scheduler.manager.tiers.host.copies() if copy.readers]
+    return [copy for copy in core.scheduler.manager.tiers.host.iterate_copies() if copy.readers]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -52,7 +52,7 @@ def test_a_page_that_comes_wrong_fails_alone(core, seed):
     """Whatever pieces the copier reports in, and however many of them are wrong."""
     rng, device, tiers = random.Random(seed), core.executor, core.scheduler.manager.tiers
     into, wrong = device.to_device, set(rng.sample(range(PAGES), rng.choice([1, 1, 10, 100])))
-    kept = {copy.page.index: copy.checksum[0] for copy in tiers.host.copies() if copy.page.group == GLOBAL}
+    kept = {copy.page.index: copy.checksum[0] for copy in tiers.host.iterate_copies() if copy.page.group == GLOBAL}
 
     def to_device(group, slots, pages, done):
         into(group, slots, pages, lambda *_: None)
@@ -68,14 +68,14 @@ def test_a_page_that_comes_wrong_fails_alone(core, seed):
     assert load.here[GLOBAL] == set(range(load.stop)) - wrong and load.failed and not load.in_flight
     assert load.meeting_page() == max(wrong) + 1
     assert tiers.movers.host_traffic.failures["corrupt"] == len(wrong)
-    names = {copy.page.index for copy in tiers.host.copies() if copy.page.group == GLOBAL}
+    names = {copy.page.index for copy in tiers.host.iterate_copies() if copy.page.group == GLOBAL}
     assert names == set(range(load.stop)) - wrong and not held(core) and not tiers.movers.outstanding
 
 
 def test_bits_that_flipped_in_host_memory_take_their_page_alone(core):
     """The CPU looks before anything goes to the device."""
     tiers, placed, into = core.scheduler.manager.tiers, [], core.executor.to_device
-    bad = next(copy for copy in tiers.host.copies() if copy.page.group == GLOBAL and copy.page.index == 70)
+    bad = next(copy for copy in tiers.host.iterate_copies() if copy.page.group == GLOBAL and copy.page.index == 70)
     tiers.movers.host.cut_slots(bad.slots)[0][0] ^= 1
     core.executor.to_device = lambda group, slots, *more: (placed.extend(slots), into(group, slots, *more))
     load = a_load(core)
@@ -93,11 +93,11 @@ def test_what_was_given_up_while_it_was_checked_goes_to_no_slot(core):
     load = a_load(core)
     tiers.loads.begin_load(load)
     assert jobs and held(core)
-    load.cancel()
+    load.cancel_load()
     for job in jobs:
         submit(*job)
     while tiers.movers.outstanding:
-        tiers.wait(0.05)
+        tiers.wait_for_report(0.05)
     assert not placed and not held(core) and not load.in_flight
 
 
@@ -113,8 +113,8 @@ def test_pages_that_were_computed_while_they_were_checked_are_passed_over(core):
     for job in jobs:
         submit(*job)
     while tiers.loads.loads:
-        tiers.wait(0.05)
-        tiers.poll()
+        tiers.wait_for_report(0.05)
+        tiers.poll_all()
     assert sorted(placed) == list(range(100, load.stop)) and load.meeting_page() == 100
     assert not load.failed and load.finished and not held(core)
 
@@ -127,7 +127,7 @@ def test_a_page_that_comes_wrong_from_every_tier_is_given_up(tmp_path):
     tiers, asked = core.scheduler.manager.tiers, Counter[int]()
     while core.do_housekeeping():
         pass
-    pages = sorted((copy.page for copy in tiers.disk.copies()), key=lambda page: -page.index)
+    pages = sorted((copy.page for copy in tiers.disk.iterate_copies()), key=lambda page: -page.index)
 
     def to_device(group, slots, parts, done):
         asked.update(slots)

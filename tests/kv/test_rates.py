@@ -222,7 +222,7 @@ def test_who_waits_for_its_load_leaves_the_device_to_others():
         manager.clear_cache()
     loader, scheduler.prefill = scheduler.loader, PrefillMeter()
     loader._host_meter, loader._clock = TierMeter(HOST_PRIOR), lambda: 0.0
-    manager.tiers.poll = lambda: False  # the loads hang
+    manager.tiers.poll_all = lambda: False  # the loads hang
     add("second")
     core.step()
     loads = [sequence.pages.load for sequence in scheduler.running]
@@ -252,23 +252,23 @@ def test_a_load_that_came_during_a_long_step_was_not_late(comes, tmp_path):
             break
         while core.has_work or core.do_housekeeping():
             core.step()
-        for copy in list(tiers.host.copies()):
-            tiers.host.drop(copy, "test")
+        for copy in list(tiers.host.iterate_copies()):
+            tiers.host.drop_copy(copy, "test")
         with mock.patch.object(manager, "tiers", None):
             manager.clear_cache()
         scheduler.prefill.observe_step([(0, 64)], 64.0)
     loader, heard, now = scheduler.loader, [], 0.0
     loader._clock, loader._disk_meter.observe_overdue = lambda: now, lambda *read, **more: heard.append(read)
-    poll, tiers.poll = tiers.poll, lambda: False
+    poll, tiers.poll_all = tiers.poll_all, lambda: False
     schedule = scheduler.schedule_step()
     assert not schedule.slices and loader._begun[scheduler.running[0].pages.load].from_disk
     while comes and tiers.loads.loads:
-        tiers.wait(0.01)
+        tiers.wait_for_report(0.01)
         poll()
     now = 1e6
     loader.next_move(scheduler.running[0].pages, 0, compute=scheduler.prefill.compute_rate())
     assert bool(heard) != comes
-    tiers.poll = poll
+    tiers.poll_all = poll
     core.abort_all()
     core.close()
 
@@ -282,9 +282,9 @@ def test_reads_that_fail_at_once_do_not_make_a_disk_fast(tmp_path):
     while core.has_work or core.do_housekeeping():
         core.step()
     tiers.up.disk_rate = lambda *read: heard.append(read)
-    kept = [copy.page for copy in tiers.movers.disk[0].copies()]
-    for copy in list(tiers.host.copies()):
-        tiers.host.drop(copy, "test")
+    kept = [copy.page for copy in tiers.movers.disk[0].iterate_copies()]
+    for copy in list(tiers.host.iterate_copies()):
+        tiers.host.drop_copy(copy, "test")
     for pages, rates, stage in ((kept[:5], {Fault.READ_EIO: 1.0}, Stage.FAILED), (kept[5:], {}, Stage.HERE)):
         plan.rates = rates
         fetches = [tiers.up.fetch_page(page, inbox) for page in pages]

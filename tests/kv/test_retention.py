@@ -35,10 +35,10 @@ def tier(slots: int = 400, pin_share: float = 1.0) -> TierIndex:
 
 def store(index: TierIndex, keys: list[bytes], tenant: bytes = TENANTS[0]) -> None:
     for i, key in enumerate(keys):
-        if index.get("global", key) is None:
-            copy = index.reserve(Page(key, "global", i, keys[i - 1] if i else None, tenant))
+        if index.find_copy("global", key) is None:
+            copy = index.reserve_copy(Page(key, "global", i, keys[i - 1] if i else None, tenant))
             assert copy is not None
-            index.commit(copy)
+            index.commit_copy(copy)
 
 
 def held(index: TierIndex) -> set[bytes]:
@@ -74,7 +74,7 @@ class Sessions(RuleBasedStateMachine):
     @rule(tenant=st.sampled_from(TENANTS), path=CHAINS, hints=HINTS)
     def used(self, tenant: bytes, path: list[int], hints: CacheHints) -> None:
         keys = chain(tenant, path)
-        self.retention.used(keys, hints, tenant)
+        self.retention.renew_ends(keys, hints, tenant)
         self.model_used(keys, hints, tenant)
 
     @rule(tenant=st.sampled_from(TENANTS), path=CHAINS, hints=HINTS, found=st.integers(0, 4), late=st.booleans())
@@ -82,7 +82,7 @@ class Sessions(RuleBasedStateMachine):
         keys = chain(tenant, path)
         if not late:
             store(self.tiers[0], keys, tenant)
-        self.retention.finished(keys, hints, tenant, self.tiers, found=found)
+        self.retention.end_request(keys, hints, tenant, self.tiers, found=found)
         store(self.tiers[1], keys, tenant)  # a write that ends after the request is held too
         self.model_used(keys, hints, tenant)
         if hints.ttl_s is not None:
@@ -99,7 +99,7 @@ class Sessions(RuleBasedStateMachine):
         self.now += seconds
         over = {key for key, (end, _) in self.ends.items() if end <= self.now}
         spared = {key for key in over if key.startswith(tuple(busy))}
-        due = self.retention.due(self.now, lambda key: key.startswith(tuple(busy)))
+        due = self.retention.take_due(self.now, lambda key: key.startswith(tuple(busy)))
         assert len(due) == len(set(due)) and set(due) == over - spared
         for key in due:
             del self.ends[key]
@@ -114,7 +114,7 @@ class Sessions(RuleBasedStateMachine):
         expected = {key for keys, _ in self.sessions.values() for key in keys}
         for index in self.tiers:
             index.check_integrity()
-            assert held(index) == expected & {copy.page.key for copy in index.copies()}
+            assert held(index) == expected & {copy.page.key for copy in index.iterate_copies()}
         self.retention.check_integrity()
 
 
@@ -134,15 +134,15 @@ def test_a_full_tier_keeps_the_latest_chain_of_a_session() -> None:
     first, second = chain(b"a", [1, 1, 1]), chain(b"a", [2, 2])
     for keys in (first, second):
         store(index, keys)
-        retention.finished(keys, talk, TENANTS[0], [index])
+        retention.end_request(keys, talk, TENANTS[0], [index])
     for i in range(20):
         store(index, chain(b"other" + bytes([i]), [0]))
-    assert all(index.get("global", key) for key in second)
-    assert not any(index.get("global", key) for key in first)
-    retention.due(PIN_S)
+    assert all(index.find_copy("global", key) for key in second)
+    assert not any(index.find_copy("global", key) for key in first)
+    retention.take_due(PIN_S)
     for i in range(20):
         store(index, chain(b"more" + bytes([i]), [0]))
-    assert not any(index.get("global", key) for key in second)
+    assert not any(index.find_copy("global", key) for key in second)
 
 
 def test_equal_session_names_of_two_tenants_are_two_sessions() -> None:
@@ -150,7 +150,7 @@ def test_equal_session_names_of_two_tenants_are_two_sessions() -> None:
     retention = Retention(PIN_S, lambda: 0.0)
     for tenant in TENANTS:
         store(index, chain(tenant, [1]), tenant)
-        retention.finished(chain(tenant, [1]), CacheHints(session="same"), tenant, [index])
+        retention.end_request(chain(tenant, [1]), CacheHints(session="same"), tenant, [index])
     assert held(index) == {key for tenant in TENANTS for key in chain(tenant, [1])}
 
 
@@ -159,7 +159,7 @@ def test_a_session_holds_the_head_of_its_chain_up_to_the_share() -> None:
     retention = Retention(PIN_S, lambda: 0.0)
     keys = chain(b"a", [0] * 7)
     store(index, keys)
-    retention.finished(keys, CacheHints(session="s"), TENANTS[0], [index])
+    retention.end_request(keys, CacheHints(session="s"), TENANTS[0], [index])
     assert held(index) == set(keys[:5]) and index.pinned_slots == 5
 
 
@@ -169,14 +169,14 @@ def test_clients_cannot_fill_memory() -> None:
     retention = Retention(PIN_S, lambda: now, max_keys=100)
     for i in range(50):
         keys = chain(b"a%d" % i, [0] * 10)
-        retention.finished(keys, CacheHints(session=str(i), ttl_s=1000.0 + i), TENANTS[0], [tier(slots=1)])
-        due = retention.due(now)
+        retention.end_request(keys, CacheHints(session=str(i), ttl_s=1000.0 + i), TENANTS[0], [tier(slots=1)])
+        due = retention.take_due(now)
         assert due == (chain(b"a%d" % (i - 10), [0] * 10) if i >= 10 else [])
         retention.check_integrity()
         assert len(retention._pinned) <= 10 and len(retention._ends) <= 100
     for _ in range(1000):
-        retention.finished([b"k"], CacheHints(ttl_s=9e5), TENANTS[0], [])
-        retention.used([b"k"], CacheHints(), TENANTS[0])
+        retention.end_request([b"k"], CacheHints(ttl_s=9e5), TENANTS[0], [])
+        retention.renew_ends([b"k"], CacheHints(), TENANTS[0])
     assert len(retention._ends._heap) < 500
 
 
@@ -184,13 +184,13 @@ def test_pages_that_others_made_get_no_time_to_live() -> None:
     now = 0.0
     retention = Retention(PIN_S, lambda: now)
     keys = chain(b"a", [0] * 4)
-    retention.finished(keys[:2], CacheHints(), TENANTS[0], [])
-    retention.finished(keys, CacheHints(ttl_s=5.0), TENANTS[0], [], found=2)
-    assert retention.due(4.9) == [] and retention.due(5.0) == keys[2:]
+    retention.end_request(keys[:2], CacheHints(), TENANTS[0], [])
+    retention.end_request(keys, CacheHints(ttl_s=5.0), TENANTS[0], [], found=2)
+    assert retention.take_due(4.9) == [] and retention.take_due(5.0) == keys[2:]
 
 
 def test_a_time_too_short_to_count_ends_when_its_page_is_free() -> None:
     retention = Retention(PIN_S, lambda: 1e9)
-    retention.finished([b"k"], CacheHints(ttl_s=1e-12), TENANTS[0], [])
-    assert retention.due(1e9, lambda key: True) == []
-    assert retention.due(1e9 + 1) == [b"k"]
+    retention.end_request([b"k"], CacheHints(ttl_s=1e-12), TENANTS[0], [])
+    assert retention.take_due(1e9, lambda key: True) == []
+    assert retention.take_due(1e9 + 1) == [b"k"]

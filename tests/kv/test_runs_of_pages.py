@@ -119,10 +119,10 @@ class Campaign:
         self.manager.tiers = None
         self.manager.clear_cache()
         self.manager.tiers = self.tiers
-        for copy in list(self.tiers.host.copies()) if self.rng.random() < 0.3 else ():
+        for copy in list(self.tiers.host.iterate_copies()) if self.rng.random() < 0.3 else ():
             if copy.ready:
                 self.seen["dropped in use"] += copy.readers > 0
-                self.tiers.host.drop(copy, "test")
+                self.tiers.host.drop_copy(copy, "test")
 
     def settle(self) -> None:
         for _ in range(20_000):
@@ -135,7 +135,7 @@ class Campaign:
             self.core.do_housekeeping()
             if not (tiers.movers.outstanding or self.tiers.loads.loads or any(self.world.lanes.values())):
                 break
-            tiers.wait(0.01)
+            tiers.wait_for_report(0.01)
         assert (
             not tiers.movers.outstanding
             and not self.tiers.loads.fetching
@@ -144,7 +144,9 @@ class Campaign:
         )
         assert not any(pool.used_slots for pool in self.manager.pools.values()), "a page leaks"
         for index in self.tiers.indexes.values():
-            assert not index.inspect().lost_copies and all(copy.ready and not copy.readers for copy in index.copies())
+            assert not index.inspect().lost_copies and all(
+                copy.ready and not copy.readers for copy in index.iterate_copies()
+            )
         self.check()
 
     def check(self) -> None:
@@ -198,7 +200,7 @@ class NoBacking:
     def __init__(self, slab: memoryview, slot_bytes: int, pin: object) -> None:
         self.ready = len(slab) // slot_bytes
 
-    def start(self, tell: object) -> None:
+    def start_threads(self, tell: object) -> None:
         pass
 
     def close(self) -> None:

@@ -52,9 +52,9 @@ def test_a_flipped_page_is_right_after_no_crash(tmp_path: Path, sealed: bool) ->
     save = stack.tiers.down.queue_save
 
     def flip_and_save(copy) -> None:
-        right[copy.page.name] = b"".join(stack.tiers.movers.host.payload(copy))
+        right[copy.page.name] = b"".join(stack.tiers.movers.host.page_parts(copy))
         if len(right) % 3 == 1:
-            flip_bit(stack.tiers.movers.host.payload(copy), rng.randrange(8 * 32))
+            flip_bit(stack.tiers.movers.host.page_parts(copy), rng.randrange(8 * 32))
             flipped.append(copy.page.name)
         save(copy)
 
@@ -71,9 +71,9 @@ def test_a_flipped_page_is_right_after_no_crash(tmp_path: Path, sealed: bool) ->
         stack.files = None
         stack.open()
         store: DiskStore = stack.tiers.movers.disk[1]
-        for copy in stack.tiers.disk.copies():
+        for copy in stack.tiers.disk.iterate_copies():
             parts = [aligned_buffer(SLOT) for _ in copy.slots]
-            if wait_for(store.read, copy.page, copy.slots, parts) is Outcome.OK:
+            if wait_for(store.read_page, copy.page, copy.slots, parts) is Outcome.OK:
                 page = right[copy.page.name]
                 assert b"".join(parts)[: len(page)] == page, f"life {life}, seed {SEED}"
                 good += 1
@@ -91,7 +91,7 @@ def test_the_question_comes_between_the_bytes_and_the_record(tmp_path: Path) -> 
         return len(asked) > 1
 
     store = open_store(tmp_path)
-    write = lambda *args: store.write(*args, right=right)  # noqa: E731
+    write = lambda *args: store.write_page(*args, right=right)  # noqa: E731
     parts = buffers([content(1, 0)])
     assert wait_for(write, make_page(1), [0], parts) is Outcome.CORRUPT
     assert get(store, make_page(1), [0])[0] is Outcome.CORRUPT
@@ -122,15 +122,15 @@ def test_saves_do_not_pile_up_while_disks_hang(tmp_path: Path) -> None:
         hardly run, the host would be full of pages that are not ready, and nothing would be to save."""
         stack.add(stack.tokens(24), answer=1)
         stack.settle()
-        while any(copy.state is CopyState.WRITING for copy in stack.tiers.host.copies()):
-            stack.tiers.wait(0.01)
+        while any(copy.state is CopyState.WRITING for copy in stack.tiers.host.iterate_copies()):
+            stack.tiers.wait_for_report(0.01)
             assert time.monotonic() < end
 
     while len(store._pool._running) < 2 or store.queue_depth < 10:  # enough failures for a pause
         converse()
     stack.hurry_disk(0.01)
     while not store.stalled or stack.tiers.movers.outstanding > 2:
-        stack.tiers.wait(0.01)
+        stack.tiers.wait_for_report(0.01)
         assert time.monotonic() < end
     assert stack.tiers.down.no_writes_before > time.monotonic()
     stack.tiers.down.no_writes_before = math.inf

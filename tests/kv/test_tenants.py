@@ -66,7 +66,7 @@ def test_a_hundred_thousand_probes_across_tenants(tmp_path: Path, where: str) ->
     assert in_tiers(stack, owned) == len(owned)
     finders = [pool.find_slot for pool in stack.manager.pools.values()]
     finders += [
-        lambda key, index=index, group=group: index.get(group, key)
+        lambda key, index=index, group=group: index.find_copy(group, key)
         for index in stack.tiers.indexes.values()
         for group in (GLOBAL, LOCAL)
     ]
@@ -138,7 +138,11 @@ def test_with_its_own_key_a_restart_finds_everything(tmp_path: Path) -> None:
     key.chmod(0o600)
     stack = Stack(tmp_path / "kv", seed=SEED, host_slots=400, disk_key_file=str(key))
     owned = fill(stack, ["", "a"], 3)
-    digests = {bytes(part[:8]) for copy in stack.tiers.host.copies() for part in stack.tiers.movers.host.payload(copy)}
+    digests = {
+        bytes(part[:8])
+        for copy in stack.tiers.host.iterate_copies()
+        for part in stack.tiers.movers.host.page_parts(copy)
+    }
     stack.restart()
     data = b"".join(file.read_bytes() for file in stack.home().glob("slab-*"))
     assert len(digests) > 20 and not any(digest in data for digest in digests), "plain text on disk"
@@ -159,7 +163,7 @@ def test_a_flood_takes_no_more_than_its_quota(tmp_path: Path, policy: str) -> No
         shape=Shape(pages={GLOBAL: 60, LOCAL: 60}),
     )  # fmt: skip
     owned = fill(stack, ["victim"], 3)
-    had = {name: {copy.page.name for copy in index.copies()} for name, index in stack.tiers.indexes.items()}
+    had = {name: {copy.page.name for copy in index.iterate_copies()} for name, index in stack.tiers.indexes.items()}
     assert all(len(pages) > 20 for pages in had.values())
     flood = stack.manager.derive_names("", "flood").tag
     for _ in range(15):
@@ -168,11 +172,11 @@ def test_a_flood_takes_no_more_than_its_quota(tmp_path: Path, policy: str) -> No
         stack.settle()
         stack.settle_transfers()
         for index in stack.tiers.indexes.values():
-            used = sum(len(copy.slots) for copy in index.copies() if copy.page.tenant == flood)
+            used = sum(len(copy.slots) for copy in index.iterate_copies() if copy.page.tenant == flood)
             assert used <= index.num_slots // 2
     for name, index in stack.tiers.indexes.items():
         assert index.evictions["quota"] > 0, name
-        assert had[name] <= {copy.page.name for copy in index.copies()}, f"{name}: pages of the victim left"
+        assert had[name] <= {copy.page.name for copy in index.iterate_copies()}, f"{name}: pages of the victim left"
     stack.forget_device()
     assert in_tiers(stack, owned) == len(owned) and stack.wrong == 0
     stack.check_idle()

@@ -64,12 +64,12 @@ class Conversations:
     def store(self, name: int) -> int:
         """Number of pages of one more conversation."""
         keys = [b"%d %d" % (name, i) for i in range(self.pages)]
-        self.index.touch(keys)
+        self.index.touch_chain(keys)
         for i, key in enumerate(keys):
             for group in (GLOBAL, LOCAL) if i in self.windows else (GLOBAL,):
-                copy = self.index.reserve(Page(key, group, i, keys[i - 1] if i else None, b"tenant"))
+                copy = self.index.reserve_copy(Page(key, group, i, keys[i - 1] if i else None, b"tenant"))
                 assert copy is not None
-                self.index.commit(copy)
+                self.index.commit_copy(copy)
         return self.pages + len(self.windows)
 
 

@@ -12,13 +12,13 @@ from wicore_trt.kv.tiers.moves import CopyState
 
 def filled(index: TierIndex, keys: list[bytes], group: str = "global") -> None:
     for key in keys:
-        copy = index.reserve(page_of(key, group))
+        copy = index.reserve_copy(page_of(key, group))
         assert copy is not None
-        index.commit(copy)
+        index.commit_copy(copy)
 
 
 def left(index: TierIndex, group: str, keys: list[bytes]) -> list[bytes]:
-    return [key for key in keys if index.get(group, key) is None]
+    return [key for key in keys if index.find_copy(group, key) is None]
 
 
 def test_spare_copies_leave_first_oldest_first() -> None:
@@ -27,7 +27,7 @@ def test_spare_copies_leave_first_oldest_first() -> None:
     filled(index, keys)
     filled(index, keys, "local")
     for i in (3, 1, 2):
-        index.spare("local", [keys[i]])
+        index.spare_copies("local", [keys[i]])
     more = chain(b"B", [0] * 4)
     for gone in (keys[3:4], [keys[1], keys[3]], keys[1:4]):
         filled(index, [more.pop(0)])
@@ -40,10 +40,10 @@ def test_a_quota_of_everything_leaves_the_choice_to_the_policy() -> None:
     index = TierIndex(4, {"global": 1}, make_policy("lfu", 4), primary="global", quota=1.0)
     often, once = chain(b"A", [0, 0]), [chain(b"A", [i])[0] for i in (1, 2, 3)]
     for _ in range(3):
-        index.touch(often)
+        index.touch_chain(often)
     filled(index, often)
     for key in once:
-        index.touch([key])
+        index.touch_chain([key])
         filled(index, [key])
     assert not left(index, "global", often) and index.evictions == {"capacity": 1}
 
@@ -56,7 +56,7 @@ def test_at_its_quota_a_tenant_loses_spare_copies_then_the_tails_of_its_oldest_c
         filled(index, keys)
     filled(index, old[:1], "local")
     if spare:
-        index.spare("local", [old[0]])
+        index.spare_copies("local", [old[0]])
     filled(index, chain(b"A", [2, 2, 2]))
     assert left(index, "global", old) == (old[2:] if spare else old[1:])
     assert left(index, "local", old[:1]) == (old[:1] if spare else [])
@@ -81,14 +81,14 @@ def test_a_dropped_copy_keeps_its_slots_until_its_last_reader_is_done() -> None:
     index = TierIndex(4, {"global": 1}, make_policy("lru", 4), primary="global")
     key = chain(b"A", [0])[0]
     filled(index, [key])
-    copy = index.get("global", key)
+    copy = index.find_copy("global", key)
     assert copy is not None
-    index.acquire([copy])
-    index.acquire([copy])
-    index.drop(copy, "corrupt")
+    index.acquire_copies([copy])
+    index.acquire_copies([copy])
+    index.drop_copy(copy, "corrupt")
     filled(index, [key])  # written anew meanwhile, elsewhere
-    index.release([copy])
+    index.release_copies([copy])
     assert copy.state is CopyState.LOST and index.used_slots == 2
-    index.release([copy])
+    index.release_copies([copy])
     assert copy.state is CopyState.FREE and index.used_slots == 1
     index.check_integrity()

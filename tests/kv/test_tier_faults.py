@@ -63,7 +63,7 @@ def ask_for(stack: Stack, page: Page) -> bool:
 def sweep(stack: Stack) -> None:
     """Ask for every page of the host, as a load does; those that are refused leave."""
     stack.settle_transfers()
-    for copy in list(stack.tiers.host.copies()):
+    for copy in list(stack.tiers.host.iterate_copies()):
         if copy.ready:
             ask_for(stack, copy.page)
     stack.settle_transfers()
@@ -119,10 +119,10 @@ def read_disk(stack: Stack) -> None:
     """Ask for every page of the disk, as many at a time as the host has room for."""
     stack.settle_transfers()
     stack.forget_host()
-    for copy in list(stack.tiers.disk.copies()):
-        if copy.ready and stack.tiers.host.get(*copy.page.name) is None:
+    for copy in list(stack.tiers.disk.iterate_copies()):
+        if copy.ready and stack.tiers.host.find_copy(*copy.page.name) is None:
             while not ask_for(stack, copy.page):
-                stack.tiers.wait(0.01)
+                stack.tiers.wait_for_report(0.01)
     stack.settle_transfers()
 
 
@@ -238,14 +238,14 @@ def test_the_host_pool_is_full_of_held_pages(tmp_path: Path) -> None:
         stack.serve(1, cache=CacheHints(session=f"s{i}"), answer=12)
     stack.settle_transfers()
     host = stack.tiers.host
-    taken = [copy for copy in host.copies() if copy.ready]
-    host.acquire(taken)
+    taken = [copy for copy in host.iterate_copies() if copy.ready]
+    host.acquire_copies(taken)
     stack.forget_device()
     for _ in range(6):
         stack.add(answer=60)
     stack.settle(check=True)
     assert stack.wrong == 0 and stack.counts()["host no room"] > 0 and stack.finished == stack.added
-    host.release(taken)
+    host.release_copies(taken)
     stack.serve(6)
     stack.check_idle()
     stack.close()
@@ -275,7 +275,7 @@ def test_a_page_of_another_place_is_refused(tmp_path: Path) -> None:
     stack.loads_first = True
     stack.serve(8)
     stack.settle_transfers()
-    copies = [copy for copy in stack.tiers.host.copies() if copy.ready and copy.page.group == GLOBAL]
+    copies = [copy for copy in stack.tiers.host.iterate_copies() if copy.ready and copy.page.group == GLOBAL]
     for one, two in zip(copies, copies[1:] + copies[:1], strict=True):
         stack.tiers.movers.host.cut_slots(two.slots)[0][:] = stack.tiers.movers.host.cut_slots(one.slots)[0]
         two.checksum = one.checksum
@@ -292,11 +292,11 @@ def test_bits_that_flip_before_a_page_is_saved_do_not_reach_the_disk(tmp_path: P
     stack.tiers.down.no_writes_before = time.monotonic() + 3600  # hold the saves back
     stack.serve(8)
     while stack.moving:
-        stack.tiers.wait(0.01)
+        stack.tiers.wait_for_report(0.01)
     flipped = stack.flip_host()
     stack.tiers.down.no_writes_before = 0.0
     stack.settle_transfers()
-    assert stack.counts()["host corrupt"] == flipped > 20 and not list(stack.tiers.disk.copies())
+    assert stack.counts()["host corrupt"] == flipped > 20 and not list(stack.tiers.disk.iterate_copies())
     stack.forget_device()
     stack.forget_host()
     stack.serve(8)
@@ -373,7 +373,7 @@ def test_a_copier_that_broke_ends_the_engine_instead_of_a_wait_for_ever(tmp_path
     with pytest.raises(RuntimeError, match="Copies of KV pages failed"):
         stack.step()
     with pytest.raises(RuntimeError, match="Copies of KV pages failed"):
-        stack.tiers.wait(0.01)
+        stack.tiers.wait_for_report(0.01)
     stack.executor.broken = None
     stack.settle()
     stack.close()

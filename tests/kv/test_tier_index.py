@@ -144,7 +144,7 @@ class Tier(RuleBasedStateMachine):
 
     def reserve_page(self, page: Page) -> TierCopy | None:
         self.look_at_pins()
-        copy = self.index.reserve(page)
+        copy = self.index.reserve_copy(page)
         self.made_room(page)
         if copy is None:
             among = self.full(page)
@@ -184,7 +184,7 @@ class Tier(RuleBasedStateMachine):
         for key in keys:
             for group in self.groups if windows or key == keys[-1] else self.groups[:1]:
                 if (group, key) not in self.model.copies and (copy := self.reserve_page(page_of(key, group))):
-                    self.index.commit(copy)
+                    self.index.commit_copy(copy)
                     self.model.writing.remove(copy)
 
     def some(self, pick: int, *states: CopyState, readers: bool = False) -> TierCopy | None:
@@ -196,7 +196,7 @@ class Tier(RuleBasedStateMachine):
     def commit(self, pick: int) -> None:
         copy = self.some(pick, CopyState.WRITING)
         if copy is not None:
-            self.index.commit(copy)
+            self.index.commit_copy(copy)
             self.model.writing.remove(copy)
             assert copy.ready
 
@@ -204,7 +204,7 @@ class Tier(RuleBasedStateMachine):
     def abort(self, pick: int, touched: bool) -> None:
         copy = self.some(pick, CopyState.WRITING)
         if copy is not None:
-            self.index.abort(copy, "failed", touched=touched)
+            self.index.abort_copy(copy, "failed", touched=touched)
             self.explicit([copy], "failed")
             if touched:
                 self.model.lost[copy] = True
@@ -215,10 +215,10 @@ class Tier(RuleBasedStateMachine):
         lost = [copy for copy, by_reclaim in self.model.lost.items() if by_reclaim]
         if lost:
             copy = lost[pick % len(lost)]
-            self.index.abort(copy, "again", touched=True)
+            self.index.abort_copy(copy, "again", touched=True)
             assert copy.state is CopyState.LOST
-            {"reclaim": self.index.reclaim, "commit": self.index.commit}.get(
-                how, lambda c: self.index.abort(c, "failed")
+            {"reclaim": self.index.reclaim_slots, "commit": self.index.commit_copy}.get(
+                how, lambda c: self.index.abort_copy(c, "failed")
             )(copy)
             assert copy.state is CopyState.FREE
             del self.model.lost[copy]
@@ -229,13 +229,13 @@ class Tier(RuleBasedStateMachine):
     def acquire(self, pick: int) -> None:
         copy = self.some(pick, CopyState.READY)
         if copy is not None:
-            self.index.acquire([copy])
+            self.index.acquire_copies([copy])
 
     @rule(pick=PICK)
     def release(self, pick: int) -> None:
         copy = self.some(pick, CopyState.READY, CopyState.LOST, readers=True)
         if copy is not None:
-            self.index.release([copy])
+            self.index.release_copies([copy])
             if copy in self.model.lost and not copy.readers:
                 assert copy.state is CopyState.FREE
                 del self.model.lost[copy]
@@ -243,7 +243,7 @@ class Tier(RuleBasedStateMachine):
     @rule(tenant=TENANT, path=PATHS, signal=st.one_of(st.none(), st.floats(0, 3)))
     def touch(self, tenant: bytes, path: list[int], signal: float | None) -> None:
         keys = chain(tenant, path)
-        self.index.touch(keys, None if signal is None else [signal] * len(keys))
+        self.index.touch_chain(keys, None if signal is None else [signal] * len(keys))
         here = set(self.chained())
         self.model.links |= {(child, parent) for parent, child in itertools.pairwise(keys) if {child, parent} <= here}
 
@@ -253,7 +253,7 @@ class Tier(RuleBasedStateMachine):
     def drop(self, pick: int) -> None:
         copy = self.some(pick, CopyState.READY)
         if copy is not None:
-            self.dropped([copy], lambda: self.index.drop(copy, "corrupt"), "corrupt")
+            self.dropped([copy], lambda: self.index.drop_copy(copy, "corrupt"), "corrupt")
 
     @rule(tenant=TENANT, path=PATHS)
     def drop_key(self, tenant: bytes, path: list[int]) -> None:
@@ -277,7 +277,7 @@ class Tier(RuleBasedStateMachine):
     @rule(tenant=TENANT, path=PATHS)
     def spare(self, tenant: bytes, path: list[int]) -> None:
         for key in chain(tenant, path):
-            self.index.spare("local", [key])
+            self.index.spare_copies("local", [key])
             if self.primary != "local" and ("local", key) in self.model.copies:
                 self.model.spare.add(key)
 
@@ -300,8 +300,8 @@ class Tier(RuleBasedStateMachine):
     @rule(slots=st.integers(0, 20))
     def cold(self, slots: int) -> None:
         self.look_at_pins()
-        everything = self.index.cold(1 << 30)
-        some = self.index.cold(slots)
+        everything = self.index.find_cold(1 << 30)
+        some = self.index.find_cold(slots)
         assert some == everything[: len(some)]
         assert some == everything or sum(len(copy.slots) for copy in some) >= slots
         assert all(c.ready and not c.saved and self.idle(c.page.key) for c in everything)
@@ -329,8 +329,8 @@ class Tier(RuleBasedStateMachine):
         model, index = self.model, self.index
         index.check_integrity()
         assert not self.left, "a copy left that nobody asked for"
-        assert {copy.page.name: copy for copy in index.copies()} == model.copies
-        assert all(index.get(*name) is copy for name, copy in model.copies.items())
+        assert {copy.page.name: copy for copy in index.iterate_copies()} == model.copies
+        assert all(index.find_copy(*name) is copy for name, copy in model.copies.items())
         slots = [slot for copy in (*model.copies.values(), *model.lost) for slot in copy.slots]
         assert len(slots) == len(set(slots)) == index.used_slots, "slots are shared or lost"
         assert all(self.used(tenant) <= self.quota for tenant in TENANTS)
@@ -348,13 +348,13 @@ class Tier(RuleBasedStateMachine):
             self.index.unpin_keys(keys)
         for copy in [*self.model.copies.values(), *self.model.lost]:
             if copy.state is CopyState.WRITING:
-                self.index.abort(copy, "end")
+                self.index.abort_copy(copy, "end")
             elif self.model.lost.get(copy):
-                self.index.reclaim(copy)
+                self.index.reclaim_slots(copy)
             while copy.readers:
-                self.index.release([copy])
+                self.index.release_copies([copy])
             if copy.ready:
-                self.index.drop(copy, "end")
+                self.index.drop_copy(copy, "end")
         self.index.check_integrity()
         assert (
             self.index.used_slots == self.index.pinned_slots == self.index.unsaved_slots == len(self.index.policy) == 0
@@ -379,11 +379,11 @@ def test_illegal_transitions_are_refused(old: CopyState, new: CopyState) -> None
     legal |= {("ready", "lost"), ("ready", "free"), ("lost", "free")}
     copy = TierCopy(page_of(b"A0", "global"), (0,), old)
     if (old.value, new.value) in legal:
-        copy.move(new)
+        copy.change_state(new)
         assert copy.state is new
     else:
         with pytest.raises(AssertionError):
-            copy.move(new)
+            copy.change_state(new)
         assert copy.state is old
 
 
@@ -392,26 +392,30 @@ def test_illegal_transitions_are_refused(old: CopyState, new: CopyState) -> None
     [
         (state, call, state in legal)
         for call, legal in {
-            "commit": (CopyState.WRITING, CopyState.LOST),
-            "abort": (CopyState.WRITING, CopyState.LOST),
-            "reclaim": (CopyState.LOST,),
-            "acquire": (CopyState.READY,),
-            "drop": (CopyState.READY,),
-            "release": (),
+            "commit_copy": (CopyState.WRITING, CopyState.LOST),
+            "abort_copy": (CopyState.WRITING, CopyState.LOST),
+            "reclaim_slots": (CopyState.LOST,),
+            "acquire_copies": (CopyState.READY,),
+            "drop_copy": (CopyState.READY,),
+            "release_copies": (),
         }.items()
         for state in CopyState
     ],
 )
 def test_calls_in_the_wrong_state_are_refused_and_change_nothing(state: CopyState, call: str, legal: bool) -> None:
     index = TierIndex(4, {"global": 2}, make_policy("lru", 4), primary="global")
-    copy = index.reserve(page_of(b"A0", "global"))
+    copy = index.reserve_copy(page_of(b"A0", "global"))
     assert copy is not None
     if state is CopyState.READY:
-        index.commit(copy)
+        index.commit_copy(copy)
     elif state is not CopyState.WRITING:
-        index.abort(copy, "failed", touched=state is CopyState.LOST)
+        index.abort_copy(copy, "failed", touched=state is CopyState.LOST)
     assert copy.state is state
-    arguments = (copy, "cause") if call in ("abort", "drop") else ([copy] if call in ("acquire", "release") else copy,)
+    arguments = (
+        (copy, "cause")
+        if call in ("abort_copy", "drop_copy")
+        else ([copy] if call in ("acquire_copies", "release_copies") else copy,)
+    )
     if legal:
         getattr(index, call)(*arguments)
     else:
@@ -428,8 +432,8 @@ def test_the_policy_of_a_full_tier_knows_how_many_pages_it_holds() -> None:
     index = TierIndex(600, {"global": 3, "local": 16}, policy, primary="global")
     for number in range(60):
         for group in ("global", "local"):
-            copy = index.reserve(page_of(b"A" + bytes([number]), group))
+            copy = index.reserve_copy(page_of(b"A" + bytes([number]), group))
             assert copy is not None
-            index.commit(copy)
+            index.commit_copy(copy)
     assert 0 <= policy.capacity - len(policy) <= 1 and len(policy) == 600 // 19
     index.check_integrity()

@@ -103,9 +103,9 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def drop_host_pages(self) -> None:
-        for copy in list(self.stack.tiers.host.copies()):
+        for copy in list(self.stack.tiers.host.iterate_copies()):
             if copy.ready and self.stack.rng.random() < 0.4:
-                self.stack.tiers.host.drop(copy, "test")
+                self.stack.tiers.host.drop_copy(copy, "test")
         self.did("drop host")
 
     @rule(share=st.sampled_from([0.1, 1.0]))

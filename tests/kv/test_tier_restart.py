@@ -62,7 +62,7 @@ def test_another_engine_finds_nothing(tmp_path: Path, changed: dict) -> None:
     stack, prompts = first_life(tmp_path)
     old = {key: getattr(stack.shape, key) for key in changed}
     stack.restart(**changed)
-    assert len(list(stack.tiers.disk.copies())) == 0
+    assert len(list(stack.tiers.disk.iterate_copies())) == 0
     assert ask_again(stack, prompts)[0] == 0
     stack.check_idle()
     stack.restart(**old)

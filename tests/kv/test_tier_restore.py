@@ -56,10 +56,10 @@ def local(page: Page) -> Page:
 def one_by_one(index: TierIndex, found: Found) -> None:
     """What `restore` must amount to, but for the slots."""
     for page, _ in found:
-        copy = index.reserve(page)
+        copy = index.reserve_copy(page)
         if copy is not None:
             index.mark_saved(copy)
-            index.commit(copy)
+            index.commit_copy(copy)
 
 
 def check_groups(policy: ChainPolicy) -> None:
@@ -70,7 +70,7 @@ def check_groups(policy: ChainPolicy) -> None:
 
 
 def names(index: TierIndex) -> set[tuple[str, bytes]]:
-    return {copy.page.name for copy in index.copies()}
+    return {copy.page.name for copy in index.iterate_copies()}
 
 
 def order_of_leaving(index: TierIndex, left: list[tuple[str, bytes]], restored: int) -> list[tuple[str, bytes]]:
@@ -78,10 +78,10 @@ def order_of_leaving(index: TierIndex, left: list[tuple[str, bytes]], restored: 
     number = 0
     while len(left) < restored:
         new = Page(number.to_bytes(32, "little"), "global", 0, None, bytes(16))
-        index.touch([new.key])
-        copy = index.reserve(new)
+        index.touch_chain([new.key])
+        copy = index.reserve_copy(new)
         assert copy is not None
-        index.commit(copy)
+        index.commit_copy(copy)
         number += 1
     index.check_integrity()
     return left[:restored]
@@ -102,13 +102,13 @@ def test_the_same_as_one_by_one(policy: str, quota: float, round_: int) -> None:
     left: tuple[list[tuple[str, bytes]], ...] = ([], [])
     indexes = [make_index(policy, slots, quota, lambda c, _, log=log: log.append(c.page.name)) for log in left]
     one_by_one(indexes[0], found)
-    indexes[1].restore(found)
+    indexes[1].restore_pages(found)
     for index in indexes:
         index.check_integrity()
     slow, fast = indexes
     assert not left[0] and not left[1]
     for page, held in found:
-        copy = fast.get(page.group, page.key)
+        copy = fast.find_copy(page.group, page.key)
         assert copy is not None and copy.ready and copy.saved and copy.page == page and copy.slots == held
     assert names(slow) == names(fast) and slow.pages == fast.pages
     assert (slow.used_slots, slow.unsaved_slots, list(slow._spare)) == (
@@ -131,7 +131,7 @@ def test_children_leave_first_in_whatever_order_pages_were_written(policy: str) 
     choose.shuffle(pages)
     left: list[tuple[str, bytes]] = []
     index = make_index(policy, slots, told=lambda copy, cause: left.append(copy.page.name))
-    index.restore(placed(choose, pages, slots))
+    index.restore_pages(placed(choose, pages, slots))
     index.check_integrity()
     gone: set[bytes] = set()
     parents = {page.key: page.parent for page in pages}
@@ -151,7 +151,7 @@ def test_what_passes_a_quota_leaves_tails_of_the_oldest_chains_first(round_: int
     left: list[TierCopy] = []
     slow, fast = make_index("cost", slots, 0.2), make_index("cost", slots, 0.2, lambda copy, _: left.append(copy))
     one_by_one(slow, found)
-    fast.restore(found)
+    fast.restore_pages(found)
     fast.check_integrity()
     assert names(slow) == names(fast) and slow.evictions == fast.evictions
     assert {copy.page.name for copy in left} == {page.name for page, _ in found} - names(fast)
@@ -165,10 +165,10 @@ def test_no_tenant_passes_its_quota_nor_loses_more_than_it_must(round_: int) -> 
     choose.shuffle(pages)
     had = {tag: sum(NEED[page.group] for page in pages if page.tenant == tag) for tag in TENANTS}
     index = make_index("cost", slots, 0.05)
-    index.restore(placed(choose, pages, slots))
+    index.restore_pages(placed(choose, pages, slots))
     index.check_integrity()
     for tag in TENANTS:
-        has = sum(len(copy.slots) for copy in index.copies() if copy.page.tenant == tag)
+        has = sum(len(copy.slots) for copy in index.iterate_copies() if copy.page.tenant == tag)
         assert min(had[tag], 20 - sum(NEED.values()) + 1) <= has <= 20
     keys = {key for group, key in names(index) if group == "global"}
     stored = {page.key: page.parent for page in pages if page.group == "global"}
@@ -180,22 +180,26 @@ def test_what_does_not_fit_is_left_out() -> None:
     unknown = Page(bytes(32), "other", 0, None, TENANTS[0])
     good, again = (pages[0], (0, 5, 8)), (pages[0], (1, 2, 3))
     index = make_index("cost", 9)
-    index.restore([good, again, (pages[1], (1, 2)), (pages[2], (1, 2, 9)), (unknown, (4,))])
-    assert [(copy.page, copy.slots) for copy in index.copies()] == [good] and index.used_slots == 3
+    index.restore_pages([good, again, (pages[1], (1, 2)), (pages[2], (1, 2, 9)), (unknown, (4,))])
+    assert [(copy.page, copy.slots) for copy in index.iterate_copies()] == [good] and index.used_slots == 3
     index.check_integrity()
     small = make_index("cost", 9, 0.3)
     window = local(pages[3])
-    small.restore([(window, (4, 5)), good])
-    assert [copy.page for copy in small.copies()] == [window], "a page that fits no quota drove out one that does"
+    small.restore_pages([(window, (4, 5)), good])
+    assert [copy.page for copy in small.iterate_copies()] == [window], (
+        "a page that fits no quota drove out one that does"
+    )
 
 
 def test_pages_that_name_each_other_as_parents_can_leave() -> None:
     """Only a damaged index says so."""
     a, b = b"a" * 32, b"b" * 32
     index = make_index("cost", 6)
-    index.restore([(Page(a, "global", 1, b, TENANTS[0]), (0, 1, 2)), (Page(b, "global", 2, a, TENANTS[0]), (3, 4, 5))])
+    index.restore_pages(
+        [(Page(a, "global", 1, b, TENANTS[0]), (0, 1, 2)), (Page(b, "global", 2, a, TENANTS[0]), (3, 4, 5))]
+    )
     for i in range(2):
-        assert index.reserve(Page(bytes([i]) * 32, "global", 0, None, TENANTS[0])) is not None
+        assert index.reserve_copy(Page(bytes([i]) * 32, "global", 0, None, TENANTS[0])) is not None
     assert index.evictions == {"capacity": 2}
 
 
@@ -205,17 +209,17 @@ def test_restored_pages_are_used_and_evicted_like_others(policy: str) -> None:
     choose, slots = random.Random(), 90
     known = {page.key: page for chain in random_chains(choose, longest=3) for page in chain}
     index = make_index(policy, slots)
-    index.restore(placed(choose, list(known.values())[: slots // 3], slots))
+    index.restore_pages(placed(choose, list(known.values())[: slots // 3], slots))
     check_groups(index.policy)
     for _ in range(300):
         known.update({page.key: page for page in random_chains(choose, longest=4)[0]})
         path = [choose.choice(list(known.values())[-40:])]
         while path[0].parent is not None:
             path.insert(0, known[path[0].parent])
-        index.touch([page.key for page in path])
+        index.touch_chain([page.key for page in path])
         for page in path:
-            if index.get("global", page.key) is None and (copy := index.reserve(page)) is not None:
-                index.commit(copy)
+            if index.find_copy("global", page.key) is None and (copy := index.reserve_copy(page)) is not None:
+                index.commit_copy(copy)
     index.check_integrity()
     check_groups(index.policy)
 
@@ -228,7 +232,7 @@ def test_collection_is_as_before() -> None:
         states.append(gc.isenabled())
         return []
 
-    index.restore(page for page in found())
+    index.restore_pages(page for page in found())
     assert gc.isenabled()
     with pytest.raises(RuntimeError), collection_paused():
         states.append(gc.isenabled())

@@ -23,7 +23,9 @@ THREADS = store.DISK_THREADS
 def occupy(store, free):
     """Every thread of the disk has something else to do until `free`."""
     for _ in range(THREADS):
-        assert store._pool.submit(lambda op: Outcome.OK if free.wait(20) else Outcome.FAILED, lambda outcome: None)
+        assert store._pool.submit_operation(
+            lambda op: Outcome.OK if free.wait(20) else Outcome.FAILED, lambda outcome: None
+        )
     while store._pool._normal:
         pass
 
@@ -37,9 +39,9 @@ def kept(tmp_path):
     tiers = core.scheduler.manager.tiers
     while core.has_work or core.do_housekeeping():
         core.step()
-    for copy in list(tiers.host.copies()):
-        tiers.host.drop(copy, "test")
-    yield tiers, [copy.page for copy in tiers.disk.copies()]
+    for copy in list(tiers.host.iterate_copies()):
+        tiers.host.drop_copy(copy, "test")
+    yield tiers, [copy.page for copy in tiers.disk.iterate_copies()]
     tiers.check_integrity()
     core.close()
 
@@ -48,9 +50,9 @@ def test_the_store_reads_nothing_that_is_not_wanted(kept):
     tiers, pages = kept
     index, store = tiers.movers.disk
     asked, told = [], deque()
-    parts = [memoryview(bytearray(b"x" * tiers.movers.host.slot_bytes)) for _ in index.get(*pages[0].name).slots]
+    parts = [memoryview(bytearray(b"x" * tiers.movers.host.slot_bytes)) for _ in index.find_copy(*pages[0].name).slots]
     wanted = lambda: bool(asked.append(1))  # noqa: E731
-    assert store.read(pages[0], index.get(*pages[0].name).slots, parts, told.append, wanted=wanted)
+    assert store.read_page(pages[0], index.find_copy(*pages[0].name).slots, parts, told.append, wanted=wanted)
     tiers.wait_idle(5)
     while not told:
         pass
@@ -66,7 +68,7 @@ def test_a_fetch_of_no_use_fails_and_its_page_stays(kept):
     assert [fetch.stage for fetch in fetches] == [Stage.FAILED] * len(pages) and len(inbox) == len(pages)
     assert not tiers.movers.disk_traffic.failures and not tiers.up.waiting and not tiers.up.reading_bytes
     assert tiers.host.used_slots == 0
-    assert all(tiers.where(*page.name) == "disk" for page in pages)
+    assert all(tiers.find_tier(*page.name) == "disk" for page in pages)
 
 
 def test_who_comes_after_a_read_was_left_out_has_it_read(kept):
@@ -87,13 +89,13 @@ def test_a_load_that_is_given_up_leaves_the_disk_to_others(kept):
     store, free = tiers.movers.disk[1], threading.Event()
     occupy(store, free)
     load, reads = PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, 0) for page in pages]), []
-    with mock.patch.object(store, "_read", lambda *args: reads.append(args[0])):
+    with mock.patch.object(store, "_run_read", lambda *args: reads.append(args[0])):
         tiers.loads.begin_load(load)
         assert load.reading == len(pages)
         load.floor = 1 << 30  # the sequence has computed all of it
         free.set()
-        while tiers.loads.loads or tiers.busy:
-            tiers.poll()
+        while tiers.loads.loads or tiers.has_work:
+            tiers.poll_all()
     assert not reads and load.meeting_page() == max(page.index for page in pages) + 1
     assert not load.failed and load.finished and not load.reading
 
@@ -104,7 +106,7 @@ def test_who_comes_after_a_read_was_left_out_waits_for_room_in_the_queue(kept):
     store, free = tiers.movers.disk[1], threading.Event()
     given_up = PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, -1) for page in pages])
     given_up.floor = 1 << 30
-    with mock.patch.object(given_up, "next_item", lambda: given_up.todo.popleft() if given_up.todo else None):
+    with mock.patch.object(given_up, "take_next_item", lambda: given_up.todo.popleft() if given_up.todo else None):
         tiers.loads.begin_load(given_up)
     while tiers.movers.mailbox.qsize() < len(pages):
         pass  # all of its reads were left out, which nobody knows yet
@@ -113,10 +115,10 @@ def test_who_comes_after_a_read_was_left_out_waits_for_room_in_the_queue(kept):
     tiers.loads.begin_load(load)
     assert load.in_flight == len(pages)
     with mock.patch.object(store._pool, "_limit", 1):
-        tiers.poll()
+        tiers.poll_all()
         free.set()
-        while tiers.loads.loads or tiers.busy:
-            tiers.poll()
+        while tiers.loads.loads or tiers.has_work:
+            tiers.poll_all()
     assert load.complete and not load.in_flight and not load.reading
 
 
@@ -130,13 +132,13 @@ def test_two_loads_that_read_the_same_pages_keep_to_the_bound_one_after_the_othe
         for load in loads:
             tiers.loads.begin_load(load)
         assert [(load.reading, load.in_flight) for load in loads] == [(2, 2), (0, 0)]
-        assert [tiers.where(*page.name) for page in pages[:3]] == ["reading", "reading", "disk"]
+        assert [tiers.find_tier(*page.name) for page in pages[:3]] == ["reading", "reading", "disk"]
         free.set()
-        while tiers.loads.loads or tiers.busy:
-            tiers.poll()
+        while tiers.loads.loads or tiers.has_work:
+            tiers.poll_all()
             assert all(load.reading <= 2 for load in loads)
     assert all(load.complete and not load.reading for load in loads)
-    assert {tiers.where(*page.name) for page in pages} == {"host"}
+    assert {tiers.find_tier(*page.name) for page in pages} == {"host"}
 
 
 def test_a_page_that_is_wrong_in_host_memory_waits_for_room_in_the_queue(kept):
@@ -145,9 +147,9 @@ def test_a_page_that_is_wrong_in_host_memory_waits_for_room_in_the_queue(kept):
     free = threading.Event()
     tiers.loads.begin_load(PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, -1) for page in pages]))
     while tiers.loads.loads:
-        tiers.poll()
+        tiers.poll_all()
     for page in pages:
-        tiers.movers.host.payload(tiers.host.get(*page.name))[0][0] ^= 1
+        tiers.movers.host.page_parts(tiers.host.find_copy(*page.name))[0][0] ^= 1
     occupy(tiers.movers.disk[1], free)
     load = PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, -1) for page in pages])
     fetch, counts = tiers.up.fetch_page, []
@@ -155,10 +157,10 @@ def test_a_page_that_is_wrong_in_host_memory_waits_for_room_in_the_queue(kept):
     with mock.patch.object(tiers.movers.disk[1]._pool, "_limit", 1), spied:
         tiers.loads.begin_load(load)
         while tiers.movers.host_traffic.failures["corrupt"] < len(pages):
-            tiers.poll()
+            tiers.poll_all()
         free.set()
-        while tiers.loads.loads or tiers.busy:
-            tiers.poll()
+        while tiers.loads.loads or tiers.has_work:
+            tiers.poll_all()
     assert load.complete and not load.in_flight and not load.reading
     assert not tiers.movers.disk_traffic.failures and tiers.movers.host_traffic.failures == {"corrupt": len(pages)}
     assert {0, 1} == set(counts), "how often its bytes were wrong is not forgotten"

@@ -95,7 +95,7 @@ def test_a_request_of_low_priority_is_parked_under_no_name():
     (sequence,) = scheduler.running
     scheduler._preempt_sequence(sequence, StepSchedule())
     assert scheduler.loader.parking.parked == 1
-    assert not {copy.page.key for copy in manager.tiers.host.copies()} & set(sequence.pages.keys)
+    assert not {copy.page.key for copy in manager.tiers.host.iterate_copies()} & set(sequence.pages.keys)
 
 
 class Broken(Files):
@@ -112,23 +112,25 @@ class Broken(Files):
 def test_bytes_that_are_to_go_go_also_when_the_write_over_them_fails(tmp_path):
     files = Broken()
     store = open_store(tmp_path / "kv", files=files, threads=1)
-    list(store.recover())
+    list(store.recover_pages())
     done, busy, free = threading.Event(), threading.Event(), threading.Event()
-    store.write(make_page(1), (0,), buffers([content(1, 0)]), lambda _: done.set(), expires=int(time.time()) + 1000)
+    store.write_page(
+        make_page(1), (0,), buffers([content(1, 0)]), lambda _: done.set(), expires=int(time.time()) + 1000
+    )
     assert done.wait(10)
-    store._pool.submit(lambda op: (busy.set(), free.wait(10), Outcome.OK)[2], lambda outcome: None)
+    store._pool.submit_operation(lambda op: (busy.set(), free.wait(10), Outcome.OK)[2], lambda outcome: None)
     assert busy.wait(10)
-    store.erase((0,))
+    store.erase_slots((0,))
     outcomes: list[Outcome] = []
     written = threading.Event()
     files.fails = True
-    store.write(make_page(2), (0,), buffers([content(2, 0)]), lambda o: (outcomes.append(o), written.set()))
+    store.write_page(make_page(2), (0,), buffers([content(2, 0)]), lambda o: (outcomes.append(o), written.set()))
     free.set()
     assert written.wait(10) and outcomes == [Outcome.FAILED]
     files.fails = False
     store.close()
     store = open_store(tmp_path / "kv", files=files)
-    assert not list(store.recover())
+    assert not list(store.recover_pages())
     store.close()
     (slab,) = (tmp_path / "kv").rglob("slab-00000")
     assert content(1, 0)[:64] not in slab.read_bytes()

@@ -33,11 +33,11 @@ def run(core, *, steps: int = 5000, loads_first: bool = True) -> dict[str, list[
     tiers = core.scheduler.manager.tiers
     for _ in range(steps):
         while loads_first and tiers.loads.loads:
-            tiers.wait(0.01)
-            tiers.poll()
+            tiers.wait_for_report(0.01)
+            tiers.poll_all()
         if not core.has_work:
             while core.do_housekeeping():
-                core.scheduler.manager.tiers.wait(0.01)
+                core.scheduler.manager.tiers.wait_for_report(0.01)
             return got
         for output in core.step():
             assert output.error is None, output.error
@@ -108,7 +108,7 @@ def test_a_page_that_comes_wrong_spoils_nothing_that_was_computed(seed, monkeypa
         kv=KVSettings(host_bytes=2000 * 4096),
     )  # fmt: skip
     device, passed, noticed = core.executor, [], []
-    seen, out, into, pass_over = device.digest, device.to_host, device.to_device, PrefixLoad._pass
+    seen, out, into, pass_over = device.digest, device.to_host, device.to_device, PrefixLoad._skip_item
 
     def begun(slot):
         tables = [(s.computed, s.pages.tables[GLOBAL]) for s in core.scheduler.running]
@@ -123,7 +123,7 @@ def test_a_page_that_comes_wrong_spoils_nothing_that_was_computed(seed, monkeypa
 
     device.checks, device.to_device = True, to_device
     device.to_host = lambda group, slot, parts, done, **_: out(group, slot, parts, lambda *_: done(seen(parts), 0.0))
-    monkeypatch.setattr(PrefixLoad, "_pass", lambda load, item: (passed.append(item), pass_over(load, item)))
+    monkeypatch.setattr(PrefixLoad, "_skip_item", lambda load, item: (passed.append(item), pass_over(load, item)))
     prompt = [rng.randrange(2, 97) for _ in range(300)]
     for turn in range(8):
         forget_device(core)
@@ -138,9 +138,9 @@ def test_a_page_that_was_begun_is_computed_to_its_end():
     load = PrefixLoad(20, 5, items, first=2)
     for _ in range(2):
         load.in_flight += 1
-        load.arrive([load.next_item()], "host")
+        load.note_arrival([load.take_next_item()], "host")
     load.floor = 3  # a token of page 2 is computed
-    assert load.next_item() is None and load.finished and not load.failed
+    assert load.take_next_item() is None and load.finished and not load.failed
     assert load.meeting_page() == 3
 
 
@@ -351,8 +351,8 @@ def test_waiting_applies_all_that_was_reported_and_checks_it_at_once():
     jobs.clear()
     pages = [Page(bytes([i]) * 32, GLOBAL, i, None, b"t") for i in range(100)]
     copies = [tiers.down.store_page(page, i, private=True) for i, page in enumerate(pages)]
-    assert core.scheduler.manager.tiers.retain(copies) and jobs == [100]
-    tiers.host.release(copies)
+    assert core.scheduler.manager.tiers.pin_copies(copies) and jobs == [100]
+    tiers.host.release_copies(copies)
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -134,7 +134,7 @@ MUTANTS = (
     ),
     Mutant(
         "kv/prefix/parking.py",
-        " or not self._tiers.retain(parked.copies):",
+        " or not self._tiers.pin_copies(parked.copies):",
         ":",
     ),
     Mutant(
@@ -150,12 +150,12 @@ MUTANTS = (
     # --- tiers: slots, readers, checks, names
     Mutant(
         "kv/tiers/up.py",
-        "item.slot >= 0 and load.wanted(item):",
+        "item.slot >= 0 and load.is_wanted(item):",
         "item.slot >= 0 and not load.broken:",
     ),
     Mutant(
         "kv/tiers/up.py",
-        "        host.index.release(copies if all(right) else compress(copies, right))\n",
+        "        host.index.release_copies(copies if all(right) else compress(copies, right))\n",
         "",
     ),
     Mutant(
@@ -212,18 +212,18 @@ MUTANTS = (
     ),
     Mutant(
         "kv/tiers/up.py",
-        "            self._movers.host.index.acquire([copy])\n            fetch.copy = copy",
+        "            self._movers.host.index.acquire_copies([copy])\n            fetch.copy = copy",
         "            fetch.copy = copy",
     ),
     Mutant(
         "kv/tiers/up.py",
-        "            index.release([source])\n            movers.disk_traffic.read_bytes",
+        "            index.release_copies([source])\n            movers.disk_traffic.read_bytes",
         "            movers.disk_traffic.read_bytes",
     ),
     Mutant(
         "kv/tiers/down.py",
-        'index.abort(target, "timeout", touched=True)',
-        'index.abort(target, "timeout")',
+        'index.abort_copy(target, "timeout", touched=True)',
+        'index.abort_copy(target, "timeout")',
     ),
     Mutant(
         "kv/tiers/index.py",

@@ -34,7 +34,7 @@ def settle(stack: Stack) -> None:
         if world.virtual:
             world.advance(0.02 if spent < 2 else 5.0)
         else:
-            stack.tiers.wait(0.01)
+            stack.tiers.wait_for_report(0.01)
             stack.tiers.down.no_writes_before = 0.0  # nobody waits for half a minute here
 
 
@@ -61,7 +61,7 @@ def check_idle(stack: Stack) -> None:
     for name, index in stack.tiers.indexes.items():
         state = index.inspect()
         require(not state.lost_copies, "leak", name, "slots that never came back")
-        for copy in index.copies():
+        for copy in index.iterate_copies():
             require(copy.state is CopyState.READY and not copy.readers, "leak", name, "a copy is held", copy)
             require(copy.page.parent is not None or copy.page.index == 0, "leak", name, "a private page was left")
         require(not state.users, "leak", name, "a page is in use")

@@ -225,16 +225,16 @@ class Life:
         if self.stack.tiers is None:
             return
         host = self.stack.tiers.host
-        for copy in list(host.copies()):
+        for copy in list(host.iterate_copies()):
             if copy.ready and not copy.readers:
-                host.drop(copy, "test")
+                host.drop_copy(copy, "test")
 
     def _flip_host(self, share: float, seed: int) -> None:
         """Bits flip in pages that nobody is moving: what flips between a check and a copy nobody can notice."""
         rng, tiers = random.Random(seed), self.stack.tiers
-        for copy in list(tiers.host.copies()) if tiers is not None else ():
+        for copy in list(tiers.host.iterate_copies()) if tiers is not None else ():
             if copy.ready and not copy.readers and rng.random() < share:
-                scramble(tiers.movers.host.payload(copy), rng)
+                scramble(tiers.movers.host.page_parts(copy), rng)
                 self.counts["host page flipped"] += 1
 
     def _flip_saving(self, share: float, seed: int) -> None:
@@ -242,11 +242,11 @@ class Life:
         rng, tiers = random.Random(seed), self.stack.tiers
         if tiers is None or tiers.disk is None:
             return
-        for copy in list(tiers.disk.copies()):
-            source = tiers.host.get(*copy.page.name)
+        for copy in list(tiers.disk.iterate_copies()):
+            source = tiers.host.find_copy(*copy.page.name)
             saving = not copy.ready and source is not None and source.ready and source.readers == 1
             if saving and rng.random() < share:
-                scramble(tiers.movers.host.payload(source), rng)
+                scramble(tiers.movers.host.page_parts(source), rng)
                 self.counts["page flipped while it is saved"] += 1
         if rng.random() < 0.5:
             self.world.advance(self.world.speeds.disk * rng.random())

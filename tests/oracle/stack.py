@@ -250,7 +250,7 @@ class Stack:
 
     def _poison_host(self) -> None:
         host = self.tiers.host
-        reserve = host.reserve
+        reserve = host.reserve_copy
 
         def reserved(page):
             copy = reserve(page)
@@ -259,7 +259,7 @@ class Stack:
                     part[:] = POISON * (len(part) // DIGEST)
             return copy
 
-        host.reserve = reserved
+        host.reserve_copy = reserved
 
     def _watch_loads(self) -> None:
         loader, tiers, counts = self.loader, self.tiers, self.counts

@@ -285,7 +285,7 @@ class VirtualIoPool:
     def stalled(self) -> bool:
         return len(self._running) == self._threads and all(op.timed_out for op in self._running)
 
-    def submit(self, run: Callable, done: Callable, *, urgent: bool = False) -> bool:
+    def submit_operation(self, run: Callable, done: Callable, *, urgent: bool = False) -> bool:
         queue = self._queues[urgent]
         if self._closing or len(queue) >= self._limit or self.stalled:
             return False
@@ -296,7 +296,7 @@ class VirtualIoPool:
         self._serve()
         return True
 
-    def nudge(self) -> None:
+    def request_chore(self) -> None:
         self._nudged = True
         self._serve()
 
@@ -318,12 +318,12 @@ class VirtualIoPool:
             self._begin((self._queues[True] or self._queues[False]).popleft())
         if self._idle and self._nudged and not self._chore_runs and not self._closing:
             self._nudged, self._chore_runs = False, True
-            self._begin(DiskOperation(self._tidy, lambda outcome: None, NEVER))
+            self._begin(DiskOperation(self._run_chore, lambda outcome: None, NEVER))
         if self._closing and self._idle == self._threads and not self._ended:
             self._ended = True
             self._end()
 
-    def _tidy(self, op: DiskOperation) -> Outcome:
+    def _run_chore(self, op: DiskOperation) -> Outcome:
         self._chore_runs = False
         self._chore()
         return Outcome.OK

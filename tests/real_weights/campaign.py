@@ -259,7 +259,7 @@ def lies(ledger: Ledger, plan: FaultPlan, *, unchecked: bool) -> Iterator[None]:
     """Everything that an engine opened inside believes in may lie."""
     make_tiers, copier = assemble_kv._make_tiers, page_copier.StreamPageCopier
     put = copier._start_batch
-    placed, corrupt, remove = up.UpTransfers.apply_uploaded, up.UpTransfers._drop_corrupt, TierIndex._remove
+    placed, corrupt, remove = up.UpTransfers.apply_uploaded, up.UpTransfers._drop_corrupt, TierIndex._remove_copy
 
     def open_tiers(*args: Any) -> Any:
         found = make_tiers(*args[:-1], FaultyFiles(plan))
@@ -305,7 +305,7 @@ def lies(ledger: Ledger, plan: FaultPlan, *, unchecked: bool) -> Iterator[None]:
         mock.patch.object(torch_executor, "make_copier", linked_copier),
         mock.patch.object(up.UpTransfers, "apply_uploaded", see_placed),
         mock.patch.object(up.UpTransfers, "_drop_corrupt", see_corrupt),
-        mock.patch.object(TierIndex, "_remove", see_removed),
+        mock.patch.object(TierIndex, "_remove_copy", see_removed),
     ):
         if not unchecked:
             yield

@@ -65,7 +65,7 @@ def test_no_page_comes_into_memory_of_the_rating_before_its_last_copy_is_over():
     tiers, taken = manager.tiers, []
 
     def take_all() -> None:
-        while (copy := tiers.host.reserve(Page(secrets.token_bytes(32), "global", 0, None, b""))) is not None:
+        while (copy := tiers.host.reserve_copy(Page(secrets.token_bytes(32), "global", 0, None, b""))) is not None:
             taken.extend(host_address(part) for part in tiers.movers.host.cut_slots(copy.slots))
 
     take_all()

@@ -79,7 +79,12 @@ def make_cache(
         tiers.up.disk_rate = loader.observe_disk_read
         _keep_times(manager.retention, tiers)
         loader.begin_probe()
-        if store is not None and settings.disk_path is not None and tiers.disk is not None and not tiers.disk.newest(1):
+        if (
+            store is not None
+            and settings.disk_path is not None
+            and tiers.disk is not None
+            and not tiers.disk.find_newest(1)
+        ):
             spare = min(settings.disk_bytes // 16, store.spare_bytes)
             rate_reads(settings.disk_path, spare, DISK_THREADS, loader.record_probe)
     return manager, loader
@@ -134,21 +139,21 @@ def _keep_times(retention: Retention, tiers: LowerTiers) -> None:
         return
     books, store = tiers.movers.disk
     for key, end in store.ending.items():
-        retention.restore(key, min(end - store.now, MAX_TTL_S))
+        retention.restore_end(key, min(end - store.now, MAX_TTL_S))
 
     def expires(key: bytes) -> int:
-        left = retention.left(key)
+        left = retention.seconds_left(key)
         return 0 if left is None else max(1, int(store.now + left))
 
     def stamped(key: bytes, left: float | None) -> None:
         end = 0 if left is None else max(1, int(store.now + left))
         for group in books.slots_per_page:
-            copy = books.get(group, key)
+            copy = books.find_copy(group, key)
             if copy is not None and copy.ready:
-                known = store.expires(copy.slots)
+                known = store.get_expiry(copy.slots)
                 # skip most writes for pages in constant use: an earlier end on disk only matters after a restart
                 if not known or not end or end < known or known - store.now < (left or 0.0) / 2:
-                    store.stamp(copy.page, copy.slots, end)
+                    store.stamp_page(copy.page, copy.slots, end)
 
     tiers.down.expires = expires
     retention.stamped = stamped
@@ -158,4 +163,4 @@ def _note_eviction(events: KVEventLog, tier: str, store: DiskStore | None, copy:
     if copy.found:  # a copy that was never found was never announced
         events.append_removed(tier, copy.page.group, copy.page.key, cause)
     if store is not None:
-        store.erase(copy.slots)
+        store.erase_slots(copy.slots)

@@ -340,7 +340,7 @@ class EngineCore(Core):
         """Wait a moment for pages that are being loaded; if nothing loads or runs, fail the next waiting sequence."""
         manager = self.scheduler.manager
         if manager.tiers is not None and self.scheduler.is_loading:
-            manager.tiers.wait(0 if self.scheduler.held_back else LOAD_WAIT_S)
+            manager.tiers.wait_for_report(0 if self.scheduler.held_back else LOAD_WAIT_S)
             return []
         sequence = self.scheduler.waiting.peek_next()
         if schedule.preempted or self.scheduler.running or sequence is None:

@@ -32,7 +32,7 @@ def read_engine_stats(
         for name, pool in manager.pools.items()
     ]
     waiting, preemptions, hit_tokens = len(scheduler.waiting), scheduler.preemptions, manager.hit_tokens
-    tiers = manager.tiers.stats() if manager.tiers is not None else ()
+    tiers = manager.tiers.collect_stats() if manager.tiers is not None else ()
     decisions = dict(loader.decisions) if loader is not None else {}
     parked, resumed = (loader.parking.parked, loader.parking.resumed) if loader is not None else (0, 0)
     events, step_counts, step_total = manager.events.sequence, tuple(step_tokens.counts), step_tokens.total

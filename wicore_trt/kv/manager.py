@@ -186,13 +186,13 @@ class KVCacheManager:
         if self._policy is not None:
             self._policy.touch_chain(pages.keys, signal)
         if self.tiers is not None:
-            self.tiers.touch(pages.keys, signal)
-        self.retention.used(pages.keys, pages.hints, pages.names.scope)
+            self.tiers.touch_chain(pages.keys, signal)
+        self.retention.renew_ends(pages.keys, pages.hints, pages.names.scope)
 
     @property
     def has_transfers(self) -> bool:
         """True while any page is on its way to a tier or due to go there."""
-        return self.tiers is not None and (self.tiers.busy or bool(self._copies.due))
+        return self.tiers is not None and (self.tiers.has_work or bool(self._copies.due))
 
     def close(self, timeout_s: float) -> None:
         """Close the tiers, giving pages on their way at most `timeout_s` seconds to arrive."""
@@ -203,7 +203,7 @@ class KVCacheManager:
     def do_housekeeping(self) -> None:
         """Apply finished transfers, copy pages down and drop expired pages, while no step is to be made."""
         if self.tiers is not None:
-            self.tiers.poll()
+            self.tiers.poll_all()
             self._copies.begin_copies()
         self._drop_expired()
 
@@ -220,7 +220,7 @@ class KVCacheManager:
             self._copies.begin_copies(tokens)
 
     def _drop_expired(self) -> None:
-        for key in self.retention.due(self.retention.now(), self._in_use):
+        for key in self.retention.take_due(self.retention.read_clock(), self._in_use):
             self.drop_page(key, "expired")
 
     def _in_use(self, key: bytes) -> bool:
@@ -229,7 +229,7 @@ class KVCacheManager:
         return (
             key in self._expected
             or any(pool.in_use(key) for pool in self.pools.values())
-            or (self.tiers is not None and any(self.tiers.writing(group, key) for group in self.pools))
+            or (self.tiers is not None and any(self.tiers.is_writing(group, key) for group in self.pools))
         )
 
     def announce_pages(self, pages: SequencePages) -> None:
@@ -297,7 +297,7 @@ class KVCacheManager:
         if full > pages.published and self._prefix_cache and pages.failures == self.failures:
             pages.name_pages(tokens)
             self._publish_computed(pages, full)
-            self.retention.made(pages.keys[pages.published : full], pages.hints)
+            self.retention.begin_ends(pages.keys[pages.published : full], pages.hints)
             self.stop_computing(pages, pages.keys[pages.published : full])
             pages.published = full
         if pages.load is not None:
@@ -438,14 +438,14 @@ class KVCacheManager:
                     self.events.append_removed("device", group, key, "failed")
         if self.tiers is not None:
             for key in pages.keys[: pages.published]:
-                self.tiers.condemn(key, "failed")
+                self.tiers.condemn_page(key, "failed")
 
     def end_request(self, pages: SequencePages, prompt_tokens: int, found_tokens: int) -> None:
         """Note that a request ended, while its pages are held: the next one of its conversation starts at its end. The
         first `found_tokens` of its prompt had been cached."""
         indexes = [] if self.tiers is None else list(self.tiers.indexes.values())
         keys, found = pages.keys[: pages.published], found_tokens // self.page_tokens
-        self.retention.finished(keys, pages.hints, pages.names.scope, indexes, found=found)
+        self.retention.end_request(keys, pages.hints, pages.names.scope, indexes, found=found)
         answer = max(0, pages.published * self.page_tokens - prompt_tokens)  # known to the page
         if self._policy is not None:
             self._policy.note_answer(keys, answer)
@@ -461,7 +461,7 @@ class KVCacheManager:
         for i in range(pages.first_local, min(pages.published, len(pages.tables[LOCAL]))):
             self._copies.request_copy(LOCAL, pages.tables[LOCAL][i], "through")
         if self.chain_group == GLOBAL:
-            ends |= {i + 1 for i in self.tiers.branches(keys)}
+            ends |= {i + 1 for i in self.tiers.find_branches(keys)}
             self.tiers.spare_windows(LOCAL, keys, self._windows.pages_before(ends))
 
     def clear_cache(self) -> None:
@@ -473,7 +473,7 @@ class KVCacheManager:
         for pool in self.pools.values():
             self.events.append_stored("device", *pool.list_pages())
         if self.tiers is not None:
-            self.tiers.clear()
+            self.tiers.drop_all()
 
     def drop_page(self, key: bytes, cause: str) -> None:
         """Drop a page in every tier; on the device, unless it is in use."""
@@ -484,7 +484,7 @@ class KVCacheManager:
                 self._copies.forget_slot(group, slot)
                 self.events.append_removed("device", group, key, cause)
         if self.tiers is not None:
-            self.tiers.drop(key, cause)
+            self.tiers.drop_page(key, cause)
 
     def list_pages(self) -> Iterable[Entry]:
         """Yield every page that can be found, with its tier."""
@@ -492,7 +492,7 @@ class KVCacheManager:
             yield from (("device", page) for page in pool.list_pages())
         if self.tiers is not None:
             for name, index in self.tiers.indexes.items():
-                yield from ((name, copy.page) for copy in index.copies() if copy.ready and copy.found)
+                yield from ((name, copy.page) for copy in index.iterate_copies() if copy.ready and copy.found)
 
     def stop_computing(self, pages: SequencePages, keys: Iterable[bytes]) -> None:
         """Undo `announce_pages` for some keys of a sequence."""

@@ -73,13 +73,13 @@ class BlockTiers:
 
     def has_page(self, page: Page) -> bool:
         """Tell whether some tier has the page, or is getting it."""
-        return self.lower.where(*page.name) is not None
+        return self.lower.find_tier(*page.name) is not None
 
     def match(self, chain: Sequence[bytes], pages: Sequence[Page], timeout_s: float) -> list[Fetch]:
         """The longest run of `pages` from the first on that were in host memory, or came from disk, within `timeout_s`
         and whose checksums are right. Each is held until `release` or the end of `load`. `chain` has the keys of the
         whole prompt, from which the eviction policy learns."""
-        self.lower.touch(chain, None)
+        self.lower.touch_chain(chain, None)
         wanted = list(takewhile(self.has_page, pages))
         match = _Match(self.lower, wanted)
         end = time.monotonic() + timeout_s
@@ -87,7 +87,7 @@ class BlockTiers:
             match.start()
             if not match.waiting and not self.lower.movers.outstanding:
                 break  # the host is full of pages that are held
-            self.lower.wait(min(left, _WAIT_S))
+            self.lower.wait_for_report(min(left, _WAIT_S))
             match.take_in()
         return match.close()
 
@@ -97,7 +97,7 @@ class BlockTiers:
 
     def load(self, fetch: Fetch, block: int) -> None:
         """Copy a page that `match` gave out into a block, and release it."""
-        self.lower.up.upload_pages([fetch.take()], [block])
+        self.lower.up.upload_pages([fetch.take_copy()], [block])
 
     def release(self, fetch: Fetch) -> None:
         """Let go of a page that `match` gave out."""
@@ -109,10 +109,10 @@ class BlockTiers:
 
     def poll(self) -> None:
         """Apply what other threads finished. Call it once per step."""
-        self.lower.poll()
+        self.lower.poll_all()
 
     def stats(self) -> tuple[TierStats, ...]:
-        return self.lower.stats()
+        return self.lower.collect_stats()
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Write what is to be saved, then free the disk directory."""
@@ -169,4 +169,4 @@ class _Match:
 
 def _erase_copy(store: DiskStore | None, copy: TierCopy, cause: str) -> None:
     if store is not None:
-        store.erase(copy.slots)
+        store.erase_slots(copy.slots)

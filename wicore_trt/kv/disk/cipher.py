@@ -64,7 +64,7 @@ class PageCipher:
         nonce = os.urandom(NONCE_BYTES)
         key, iv = self._tenant_key(page.tenant).part_key(nonce)
         seal = Cipher(algorithms.AES(key), modes.GCM(iv)).encryptor()
-        seal.authenticate_additional_data(_bound(page, part, parts, write_id, header))
+        seal.authenticate_additional_data(_bind_part(page, part, parts, write_id, header))
         ciphertext = seal.update(payload) + seal.finalize()
         return nonce + seal.tag, ciphertext
 
@@ -88,7 +88,7 @@ class PageCipher:
             raise ValueError("nonce, tag or buffer has the wrong length")
         key, iv = self._tenant_key(page.tenant).part_key(sealed[:NONCE_BYTES])
         unseal = Cipher(algorithms.AES(key), modes.GCM(iv, sealed[NONCE_BYTES:])).decryptor()
-        unseal.authenticate_additional_data(_bound(page, part, parts, write_id, header))
+        unseal.authenticate_additional_data(_bind_part(page, part, parts, write_id, header))
         head = max(0, len(out) - _BLOCK)
         tail = bytes(ciphertext[head:])
         if head:
@@ -115,7 +115,7 @@ class _TenantKey:
         return self._ecb.encryptor().update(b"".join(block.to_bytes(_BLOCK, "big") for block in masked)), nonce[12:]
 
 
-def _bound(page: Page, part: int, parts: int, write_id: int, header: bytes) -> bytes:
+def _bind_part(page: Page, part: int, parts: int, write_id: int, header: bytes) -> bytes:
     """Everything that a part is sealed to. Lengths go first, so that no two inputs give the same bytes."""
     group, parent = page.group.encode(), page.parent or b""
     sizes = struct.pack("<5I", len(page.key), len(group), len(parent), len(page.tenant), len(header))

@@ -1,4 +1,4 @@
-"""Whose a directory of the disk tier is: this user's alone, one process's at a time, and with the operator's secret.
+"""Claim on the directory of a disk tier by one user and one process, and the operator's secret in it.
 
 The secret keys the names of pages and the tags of tenants. It must not know namespaces, slabs or limits. Invariants: at
 most one living process holds a directory's lock, and one that died holds none; nobody has the secret without either the

@@ -210,7 +210,7 @@ def _move(
 
 
 def read_file(files: Files, path: Path, limit: int) -> bytes:
-    """What a file of ours holds, cut at `limit` bytes. OSError when it cannot be opened or read, or is not ours;
+    """Read a file of ours, cut at `limit` bytes. OSError when it cannot be opened or read, or is not ours;
     EOFError when it became shorter meanwhile."""
     fd = files.open(path, os.O_RDONLY)
     try:
@@ -233,7 +233,7 @@ def write_file(files: Files, path: Path, data: bytes) -> None:
 
 
 def disk_bytes(found: os.stat_result) -> int:
-    """What a file counts for: its length or the space it takes, whichever is more."""
+    """Bytes that a file counts for: its length or the space it takes, whichever is more."""
     return max(found.st_size, found.st_blocks * 512)
 
 

@@ -1,4 +1,4 @@
-"""What lies on disk: the header block before each slot's payload, the index record of a slot, and the namespace.
+"""Layout on disk: the header block before each slot's payload, the index record of a slot, and the namespace.
 
 It must not know files, threads or free slots. Invariant: `SlotFormat.open` succeeds only for the very bytes that
 `SlotFormat.seal` produced for this page, part, slot and write id, in this namespace and with this cipher.
@@ -127,7 +127,7 @@ class SlotFormat:
     ) -> memoryview:
         """Fill `block` (BLOCK_BYTES) and return the payload as it goes to disk: `payload`, or its ciphertext in
         `room` (as long as the payload; not touched without a cipher)."""
-        identity = self._identity(page, part, parts, slot, write_id, len(payload))
+        identity = self._pack_identity(page, part, parts, slot, write_id, len(payload))
         sealed = b""
         if self._cipher is not None:
             sealed, ciphertext = self._cipher.seal(page, part, parts, write_id, identity, payload)
@@ -150,7 +150,7 @@ class SlotFormat:
         head = bytes(block[:_HEADER_CHECK_AT])
         if block[_HEADER_CHECK_AT:] != _header_check(head):
             raise CorruptSlotError("header checksum")
-        identity = self._identity(page, part, parts, slot, write_id, len(payload))
+        identity = self._pack_identity(page, part, parts, slot, write_id, len(payload))
         if head[:_SEALED_AT] != identity:
             raise CorruptSlotError("another page, part, slot, write, namespace or format")
         sealed = head[_SEALED_AT:_CHECK_AT]
@@ -163,7 +163,7 @@ class SlotFormat:
             except ValueError as error:
                 raise CorruptSlotError(str(error)) from error
 
-    def record(self, page: Page, part: int, parts: int, slot: int, write_id: int, expires: int = 0) -> bytes:
+    def make_record(self, page: Page, part: int, parts: int, slot: int, write_id: int, expires: int = 0) -> bytes:
         """The index record (`record_bytes`) of a slot. `expires`: seconds since 1970 at which the page's time is over,
         0 for never. `write_id` 0: the page is being written, and nobody finds it yet."""
         flags = self.flags | (FLAG_PARENT if page.parent is not None else 0) | (FLAG_TOKENS if page.tokens else 0)
@@ -175,7 +175,7 @@ class SlotFormat:
         body += self._seal_tokens(page, parts, write_id) if part == 0 else bytes(SEALED_BYTES + self._token_bytes)
         return body + record_check(body)
 
-    def tokens(self, page: Page, parts: int, write_id: int, stored: bytes) -> bytes:
+    def open_tokens(self, page: Page, parts: int, write_id: int, stored: bytes) -> bytes:
         """A page's tokens as a record has them (`stored`): nothing, where they do not open."""
         sealed, tokens = stored[:SEALED_BYTES], bytearray(stored[SEALED_BYTES:])
         if self._cipher is not None:
@@ -193,7 +193,7 @@ class SlotFormat:
         sealed, tokens = self._cipher.seal(page, 0, parts, write_id, _TOKENS_BOUND, memoryview(page.tokens))
         return sealed.ljust(SEALED_BYTES, b"\0") + tokens
 
-    def _identity(self, page: Page, part: int, parts: int, slot: int, write_id: int, payload_bytes: int) -> bytes:
+    def _pack_identity(self, page: Page, part: int, parts: int, slot: int, write_id: int, payload_bytes: int) -> bytes:
         assert len(page.key) == KEY_BYTES and len(page.tenant) == TENANT_BYTES, "struct would cut or pad them"
         assert page.parent is None or len(page.parent) == KEY_BYTES
         flags = self.flags | (FLAG_PARENT if page.parent is not None else 0)

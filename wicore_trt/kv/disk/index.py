@@ -2,7 +2,7 @@
 
 A record is written after its slot and before the page is acknowledged, with an ordinary write: it survives the death
 of the process. It is a hint, because each read checks the slot itself; a lie costs a miss. It must not know slabs or
-buffers. Invariant: a record that `put` wrote is never cleared by a `forget` that came before it.
+buffers. Invariant: a record that `put_records` wrote is never cleared by a `forget_slots` that came before it.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class FoundPages:
         slot_format: SlotFormat | None = None,
     ) -> None:
         self._format = slot_format
-        parts, counts = _complete(records, _candidates(records, namespace, flags))
+        parts, counts = _find_complete(records, _find_candidates(records, namespace, flags))
         first = np.cumsum(counts) - counts
         heads = parts[first]
-        keep = _newest(records["key"][heads], records["group"][heads])
-        ends = _soonest(records["expires"], parts, first, counts)
+        keep = _find_newest(records["key"][heads], records["group"][heads])
+        ends = _find_soonest(records["expires"], parts, first, counts)
         self._last = int(records["write_id"][heads].max(initial=0))
         if now and len(heads):
             # write ids are times: a clock that was set back since must not lengthen anybody's time
@@ -96,15 +96,15 @@ class FoundPages:
         return self._last
 
     def per_slot(self, values: NDArray[Any], num_slots: int) -> NDArray[Any]:
-        """For each slot the value, such as `write_ids`, of the page in it; 0 for none."""
+        """Spread over the slots the value, such as `write_ids`, of the page in it; 0 for none."""
         spread = np.zeros(num_slots, dtype=values.dtype)
         for column in range(int(self._counts.max(initial=0))):
             longer = self._counts > column
             spread[self._parts[self._first[longer] + column]] = values[longer]
         return spread
 
-    def ending(self) -> dict[bytes, int]:
-        """By key, when the pages with a time to live end: seconds since 1970."""
+    def find_ends(self) -> dict[bytes, int]:
+        """Ends of the pages with a time to live by key, in seconds since 1970."""
         at = np.flatnonzero(self.expires)
         ends: dict[bytes, int] = {}
         for key, end in zip(self._records["key"][self._heads[at]].tolist(), self.expires[at].tolist(), strict=True):
@@ -121,7 +121,7 @@ class FoundPages:
             key, group, index, parent, tenant, flags, write_id = found
             page = Page(key, groups[group], index, parent if flags & FLAG_PARENT else None, tenant)
             if self._format is not None and flags & FLAG_TOKENS:
-                tokens = self._format.tokens(page, count, write_id, self._records["tokens"][head].tobytes())
+                tokens = self._format.open_tokens(page, count, write_id, self._records["tokens"][head].tobytes())
                 page = structs.replace(page, tokens=tokens)
             yield page, tuple(slots[first : first + count])
 
@@ -141,7 +141,7 @@ class SlotIndex:
         self._forgotten: set[int] = set()
         self._stamped: dict[int, bytes] = {}  # records to be written anew
 
-    def grow(self, num_records: int) -> None:
+    def grow_to(self, num_records: int) -> None:
         """Room for records [0, num_records). OSError when there is none; then nothing changed."""
         if num_records > self.num_records:
             old = self.num_records * self._record_bytes
@@ -152,45 +152,45 @@ class SlotIndex:
                 raise
             self.num_records = num_records
 
-    def cut(self, num_records: int) -> None:
+    def cut_to(self, num_records: int) -> None:
         """Drop the records from num_records on."""
         if self.num_records > num_records:
             self._files.truncate(self._fd, num_records * self._record_bytes)
             self.num_records = num_records
 
-    def load(self, now: float = 0.0) -> FoundPages:
+    def load_pages(self, now: float = 0.0) -> FoundPages:
         """Read all records, and take those of pages whose time is over at `now` for stale. OSError when that fails."""
         size = self.num_records * self._record_bytes
         records = read_records(self._files, self._fd, record_type(self._namespace), size)
         return FoundPages(records, self._namespace, self._format.flags, now, self._format)
 
-    def put(self, page: Page, slots: Sequence[int], write_id: int, expires: int = 0) -> None:
+    def put_records(self, page: Page, slots: Sequence[int], write_id: int, expires: int = 0) -> None:
         """Record that `slots` hold `page`. OSError when that fails; some of the records may then be written."""
-        records = self._records(page, slots, write_id, expires)
+        records = self._make_records(page, slots, write_id, expires)
         with self._writing:
             with self._mutex:
                 self._forgotten.difference_update(slots)
-                self._unstamp(slots)
-            self._write(slots, records)
+                self._drop_stamps(slots)
+            self._write_records(slots, records)
 
-    def stamp(self, page: Page, slots: Sequence[int], write_id: int, expires: int) -> None:
-        """The page's time is over at `expires`. Only noted: `flush` writes it."""
-        records = self._records(page, slots, write_id, expires)
+    def stamp_records(self, page: Page, slots: Sequence[int], write_id: int, expires: int) -> None:
+        """Note that the page's time is over at `expires`. Only noted: `flush_records` writes it."""
+        records = self._make_records(page, slots, write_id, expires)
         with self._mutex:
             self._stamped.update(zip(slots, records, strict=True))
 
-    def forget(self, slots: Sequence[int]) -> None:
-        """These slots hold nothing any more. Only noted: `flush` writes it."""
+    def forget_slots(self, slots: Sequence[int]) -> None:
+        """Note that these slots hold nothing any more; `flush_records` writes it."""
         with self._mutex:
             self._forgotten.update(slots)
-            self._unstamp(slots)
+            self._drop_stamps(slots)
 
-    def leave(self, slots: Sequence[int]) -> None:
-        """The records of these slots stay as they are on disk until `forget` or `put`."""
+    def leave_records(self, slots: Sequence[int]) -> None:
+        """The records of these slots stay as they are on disk until `forget_slots` or `put_records`."""
         with self._mutex:
-            self._unstamp(slots)
+            self._drop_stamps(slots)
 
-    def flush(self) -> None:
+    def flush_records(self) -> None:
         """Clear the records of forgotten slots and write stamped ones. OSError when that fails; they are then tried
         again."""
         if not self._forgotten and not self._stamped:
@@ -202,8 +202,8 @@ class SlotIndex:
                 self._forgotten.clear()
                 self._stamped.clear()
             try:
-                self._write(slots, [bytes(self._record_bytes)] * len(slots))
-                self._write([slot for slot, _ in stamped], [record for _, record in stamped])
+                self._write_records(slots, [bytes(self._record_bytes)] * len(slots))
+                self._write_records([slot for slot, _ in stamped], [record for _, record in stamped])
             except OSError:
                 with self._mutex:
                     again = {slot: record for slot, record in stamped if slot not in self._forgotten}
@@ -211,27 +211,27 @@ class SlotIndex:
                     self._forgotten.update(slots)
                 raise
 
-    def _records(self, page: Page, slots: Sequence[int], write_id: int, expires: int) -> list[bytes]:
-        return [self._format.record(page, i, len(slots), slot, write_id, expires) for i, slot in enumerate(slots)]
+    def _make_records(self, page: Page, slots: Sequence[int], write_id: int, expires: int) -> list[bytes]:
+        return [self._format.make_record(page, i, len(slots), slot, write_id, expires) for i, slot in enumerate(slots)]
 
-    def _write(self, slots: Sequence[int], records: Sequence[bytes]) -> None:
-        for first, last in adjacent(slots):
+    def _write_records(self, slots: Sequence[int], records: Sequence[bytes]) -> None:
+        for first, last in find_runs(slots):
             write_buffers(self._files, self._fd, records[first:last], slots[first] * self._record_bytes)
 
-    def _unstamp(self, slots: Iterable[int]) -> None:
+    def _drop_stamps(self, slots: Iterable[int]) -> None:
         for slot in slots:
             self._stamped.pop(slot, None)
 
     def close(self) -> None:
         """Flush, and close the file."""
         try:
-            self.flush()
+            self.flush_records()
         except OSError as error:
             _log.warning("index of the disk tier: %s", error)
         self._files.close(self._fd)
 
 
-def adjacent(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
+def find_runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Ranges [first, last) of positions at which the slots follow each other on disk."""
     first = 0
     for at in range(1, len(slots) + 1):
@@ -240,7 +240,7 @@ def adjacent(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
             first = at
 
 
-def _candidates(records: NDArray[np.void], namespace: Namespace, flags: int) -> NDArray[np.int64]:
+def _find_candidates(records: NDArray[np.void], namespace: Namespace, flags: int) -> NDArray[np.int64]:
     """Slots whose record is whole and belongs here."""
     plausible = (records["magic"] == RECORD_MAGIC) & (records["slot"] == np.arange(len(records)))
     plausible &= (records["flags"] & FLAG_SEALED) == flags
@@ -259,7 +259,7 @@ def _candidates(records: NDArray[np.void], namespace: Namespace, flags: int) -> 
     return found
 
 
-def _complete(records: NDArray[np.void], slots: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _find_complete(records: NDArray[np.void], slots: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Slots of complete pages, page after page in write order and part after part, and the parts of each page."""
     order = slots[np.lexsort((records["part"][slots], records["write_id"][slots]))]
     if not len(order):
@@ -277,10 +277,11 @@ def _complete(records: NDArray[np.void], slots: NDArray[np.int64]) -> tuple[NDAr
     return order[np.repeat(whole, counts)], counts[whole]
 
 
-def _soonest(
+def _find_soonest(
     expires: NDArray[np.uint32], parts: NDArray[np.int64], first: NDArray[np.int64], counts: NDArray[np.int64]
 ) -> NDArray[np.uint32]:
-    """When each page's time is over: the soonest of its parts, as a server may have died while it wrote them anew."""
+    """Find the end of each page's time: the soonest of its parts, as a server may have died while it wrote them
+    anew."""
     if not len(first):
         return np.zeros(0, dtype=np.uint32)
     never = np.uint32(0xFFFFFFFF)
@@ -289,7 +290,7 @@ def _soonest(
     return np.where(soonest == never, np.uint32(0), soonest).astype(np.uint32)
 
 
-def _newest(keys: NDArray[np.void], groups: NDArray[np.uint16]) -> NDArray[np.int64]:
+def _find_newest(keys: NDArray[np.void], groups: NDArray[np.uint16]) -> NDArray[np.int64]:
     """Positions, ascending, of the last of each (group, key)."""
     words = np.ascontiguousarray(keys).view("<u8")[:: KEY_BYTES // 8]
     _, which, counts = np.unique(words ^ groups, return_inverse=True, return_counts=True)

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class Outcome(enum.Enum):
-    """How a disk operation ended."""
+    """End of a disk operation."""
 
     OK = "ok"
     CORRUPT = "corrupt"
@@ -42,7 +42,7 @@ class Outcome(enum.Enum):
 
 
 class DiskOperation:
-    """One submitted operation. `run` may look at `timed_out` to leave out what nobody waits for any more."""
+    """Submitted operation. `run` may look at `timed_out` to leave out what nobody waits for any more."""
 
     def __init__(
         self,
@@ -65,16 +65,16 @@ class DiskOperation:
         """No thread touches the buffers any more."""
         with self._lock:
             self._finished = True
-            self._tell(Outcome.RETURNED if self.timed_out else outcome)
+            self._report_outcome(Outcome.RETURNED if self.timed_out else outcome)
 
     def expire(self) -> None:
         """The deadline passed, unless the operation finished just now."""
         with self._lock:
             if not self._finished and not self.timed_out:
                 self.timed_out = True
-                self._tell(Outcome.TIMEOUT)
+                self._report_outcome(Outcome.TIMEOUT)
 
-    def _tell(self, outcome: Outcome) -> None:
+    def _report_outcome(self, outcome: Outcome) -> None:
         try:
             self._done(outcome)
         except Exception:  # the caller's mistake must not cost an I/O thread
@@ -86,9 +86,8 @@ class IoPool:
     not urgent is late only when it was begun `timeout_s` ago, or when none was done for so long: behind urgent ones it
     may wait for longer while the disk works.
 
-    `chore` runs in a thread after `nudge` when nothing else waits or it waited for CHORE_WAIT_S; `end` runs in the last
-    thread that leaves.
-    """
+    `chore` runs in a thread after `request_chore` when nothing else waits or it waited for CHORE_WAIT_S; `end` runs
+    in the last thread that leaves."""
 
     def __init__(
         self, threads: int, queue_limit: int, timeout_s: float, chore: Callable[[], None], end: Callable[[], None]
@@ -113,8 +112,8 @@ class IoPool:
         self._threads = self._left = threads
         self._ended = threading.Event()
         for number in range(threads):
-            threading.Thread(target=self._serve, name=f"wicore-disk-{number}", daemon=True).start()
-        threading.Thread(target=self._watchdog, name="wicore-disk-watchdog", daemon=True).start()
+            threading.Thread(target=self._run_operations, name=f"wicore-disk-{number}", daemon=True).start()
+        threading.Thread(target=self._watch_deadlines, name="wicore-disk-watchdog", daemon=True).start()
 
     @property
     def depth(self) -> int:
@@ -123,11 +122,11 @@ class IoPool:
 
     @property
     def stalled(self) -> bool:
-        """Every thread is in an operation that timed out."""
+        """True while every thread is in an operation that timed out."""
         with self._lock:
             return self._is_stalled()
 
-    def submit(
+    def submit_operation(
         self, run: Callable[[DiskOperation], Outcome], done: Callable[[Outcome], None], *, urgent: bool = False
     ) -> bool:
         """False, and nothing was done, when the queue is full, all threads hang, or the pool is closed."""
@@ -141,7 +140,7 @@ class IoPool:
             self._work.notify()
             return True
 
-    def nudge(self) -> None:
+    def request_chore(self) -> None:
         """Run the chore soon."""
         with self._lock:
             if not self._nudged:
@@ -163,7 +162,7 @@ class IoPool:
             self._normal.clear()
             running = list(self._running)
             for op in queued:
-                self._drop(op)
+                self._forget_operation(op)
         for op in queued:
             op.finish(Outcome.FAILED)
         for op in running:
@@ -182,7 +181,7 @@ class IoPool:
         return op
 
     def _wait_longer(self, op: DiskOperation) -> None:
-        """Its time begins now."""
+        """Begin its time now."""
         op.deadline = time.monotonic() + self._timeout_s
         self._waiting.pop(op, None)
         self._waiting[op] = None
@@ -195,11 +194,11 @@ class IoPool:
                 self._chore_runs = False
         return Outcome.OK
 
-    def _drop(self, op: DiskOperation) -> None:
+    def _forget_operation(self, op: DiskOperation) -> None:
         self._live.pop(op, None)
         self._waiting.pop(op, None)
 
-    def _take(self) -> DiskOperation | None:
+    def _take_operation(self) -> DiskOperation | None:
         """The next operation, with the chore as the last of them, or None when this thread is to leave."""
         with self._lock:
             while True:
@@ -220,8 +219,8 @@ class IoPool:
                     return op
                 self._work.wait()
 
-    def _serve(self) -> None:
-        while (op := self._take()) is not None:
+    def _run_operations(self) -> None:
+        while (op := self._take_operation()) is not None:
             outcome = Outcome.FAILED
             try:
                 outcome = op.run(op)
@@ -229,7 +228,7 @@ class IoPool:
                 _log.exception("disk operation failed")
             with self._lock:
                 self._running.discard(op)
-                self._drop(op)
+                self._forget_operation(op)
                 if not op.timed_out:
                     self._done_at = time.monotonic()
             op.finish(outcome)
@@ -243,7 +242,7 @@ class IoPool:
                 _log.exception("disk tier did not close cleanly")
             self._ended.set()
 
-    def _watchdog(self) -> None:
+    def _watch_deadlines(self) -> None:
         while (expired := self._next_expired()) is not None:
             op, queued = expired
             op.expire()
@@ -270,7 +269,7 @@ class IoPool:
                     self._wait_longer(op)
                     continue
                 if queued:
-                    self._drop(op)
+                    self._forget_operation(op)
                     (self._urgent if op in self._urgent else self._normal).remove(op)
                 return op, queued
 

@@ -71,7 +71,7 @@ class Space:
         return slabs * self.slab_slots + max(0, rest - _NOTES_PER_SLAB) // self._slot_cost
 
     def bytes_of(self, slots: int) -> int:
-        """What the files of so many slots take at most."""
+        """Bytes that the files of so many slots take at most."""
         slabs = div_ceil(slots, self.slab_slots)
         return _FIXED_BYTES + slabs * _NOTES_PER_SLAB + slots * self._slot_cost
 
@@ -112,20 +112,22 @@ class DiskSpace:
                 pass
             claim_directory(files, self._home)
             slab_bytes = max(slab_bytes, limit_bytes // (MAX_SLABS // 2))
-            self._space = self._adopt(namespace, slot_bytes, max(1, slab_bytes // (BLOCK_BYTES + slot_bytes)))
-            self.num_slots = self._space.slots_within(limit_bytes - self._others(stale=False))
+            self._space = self._adopt_geometry(namespace, slot_bytes, max(1, slab_bytes // (BLOCK_BYTES + slot_bytes)))
+            self.num_slots = self._space.slots_within(limit_bytes - self._count_other_bytes(stale=False))
             if self.num_slots < 1:
-                least = self._space.bytes_of(1) + self._others(stale=False)
+                least = self._space.bytes_of(1) + self._count_other_bytes(stale=False)
                 raise EnvironmentUnfitError(
                     f"A limit of {limit_bytes} bytes for {path} does not hold one KV page.",
                     fix=f"Set kv.disk_bytes to more than {least}, or remove other files from there.",
                 )
-            self.allocated = self._trim()
-            while limit_bytes - self._others() < self._space.bytes_of(self.allocated) and self._delete_stale():
+            self.allocated = self._trim_slabs()
+            while (
+                limit_bytes - self._count_other_bytes() < self._space.bytes_of(self.allocated) and self._delete_stale()
+            ):
                 pass
             count = div_ceil(self.allocated, self._space.slab_slots)
             for number in range(count):
-                self._slabs.append(files.open_slab(self._slab(number)))
+                self._slabs.append(files.open_slab(self._slab_path(number)))
             room = self.allocated + self._space.slots_within(files.free_bytes(path) - free_bytes)
             if room < self.num_slots:
                 said = "disk tier at %s: the file system has room for %d of the %d slots that the limit allows"
@@ -145,14 +147,14 @@ class DiskSpace:
 
     @property
     def spare_bytes(self) -> int:
-        """How much the files may still grow."""
-        return max(0, self._room() - self.allocated) * self.stride
+        """Bytes by which the files may still grow."""
+        return max(0, self._count_possible() - self.allocated) * self.stride
 
     @property
     def stride(self) -> int:
         return self._space.stride
 
-    def locate(self, slot: int) -> tuple[int, int]:
+    def locate_slot(self, slot: int) -> tuple[int, int]:
         """(file descriptor, offset) of an existing slot's header block."""
         slab, place = divmod(slot, self._space.slab_slots)
         return self._slabs[slab], place * self._space.stride
@@ -161,7 +163,7 @@ class DiskSpace:
         """The first slot behind the slab of `slot`."""
         return (slot // self._space.slab_slots + 1) * self._space.slab_slots
 
-    def reach(self, slot: int, grow_index: Callable[[int], None]) -> bool:
+    def ensure_slot(self, slot: int, grow_index: Callable[[int], None]) -> bool:
         """Make `slot` exist. False when neither limit, file system nor free-space floor leave room for it.
 
         `grow_index(num_records)` makes room in the index first.
@@ -171,7 +173,7 @@ class DiskSpace:
         with self._growing:
             while self.allocated <= slot:
                 try:
-                    grown = self._grow(grow_index)
+                    grown = self._add_slots(grow_index)
                 except OSError as error:
                     if error.errno not in _FULL:
                         raise
@@ -190,11 +192,11 @@ class DiskSpace:
         self._slabs = []
         self._files.close(self._lock_fd)
 
-    def _grow(self, grow_index: Callable[[int], None]) -> bool:
+    def _add_slots(self, grow_index: Callable[[int], None]) -> bool:
         """Add a slab, or the rest of the last one, as far as there is room."""
         number = self.allocated // self._space.slab_slots
         end = min((number + 1) * self._space.slab_slots, self.num_slots)
-        while (room := self._room()) < end and self._delete_stale():
+        while (room := self._count_possible()) < end and self._delete_stale():
             pass
         end = min(end, room)
         if end <= self.allocated:
@@ -202,7 +204,7 @@ class DiskSpace:
         grow_index(end)
         base = number * self._space.slab_slots
         old, new = ((count - base) * self._space.stride for count in (self.allocated, end))
-        fd = self._files.open(self._slab(number), os.O_RDWR | os.O_CREAT)
+        fd = self._files.open(self._slab_path(number), os.O_RDWR | os.O_CREAT)
         try:
             self._files.allocate(fd, old, new - old)
         except OSError:
@@ -211,30 +213,30 @@ class DiskSpace:
         finally:
             self._files.close(fd)
         if number == len(self._slabs):
-            self._slabs.append(self._files.open_slab(self._slab(number)))
+            self._slabs.append(self._files.open_slab(self._slab_path(number)))
         self.allocated = end
         return True
 
-    def _room(self) -> int:
-        """How many slots may exist now."""
+    def _count_possible(self) -> int:
+        """Count the slots that may exist now."""
         free = self._files.free_bytes(self._path) - self._free
         by_floor = self.allocated + self._space.slots_within(free)
-        return min(by_floor, self._space.slots_within(self._limit - self._others()))
+        return min(by_floor, self._space.slots_within(self._limit - self._count_other_bytes()))
 
     def _has_room_to_begin(self) -> bool:
         used = tree_bytes(self._files, self._path)
         return used + _FIXED_BYTES <= self._limit or _is_namespace(self._files, self._home)
 
-    def _slab(self, number: int) -> Path:
+    def _slab_path(self, number: int) -> Path:
         return self._home / f"slab-{number:05d}"
 
-    def _others(self, *, stale: bool = True) -> int:
+    def _count_other_bytes(self, *, stale: bool = True) -> int:
         """Bytes under the path that are not this namespace's; without stale namespaces, those that stay."""
         total = tree_bytes(self._files, self._path)
-        homes = [self._home, *([] if stale else self._stale())]
+        homes = [self._home, *([] if stale else self._find_stale())]
         return total - sum(disk_bytes(found) for home in homes for _, found in _own_files(self._files, home))
 
-    def _stale(self) -> list[Path]:
+    def _find_stale(self) -> list[Path]:
         """Other namespaces, the one written longest ago first."""
         homes = (self._path / name for name in self._files.listdir(self._path) if NAMESPACE.fullmatch(name))
         found = [home for home in homes if home != self._home and _is_namespace(self._files, home)]
@@ -242,13 +244,13 @@ class DiskSpace:
 
     def _delete_stale(self) -> bool:
         """Delete the oldest other namespace; False without any."""
-        for home in self._stale():
+        for home in self._find_stale():
             _log.info("disk tier: deleting %s, left by another model or other settings", home)
             delete_namespace(self._files, home)
             return True
         return False
 
-    def _adopt(self, namespace: Namespace, slot_bytes: int, slab_slots: int) -> Space:
+    def _adopt_geometry(self, namespace: Namespace, slot_bytes: int, slab_slots: int) -> Space:
         """The geometry on disk when it fits, else an empty namespace with a new one."""
         facts = {"format": FORMAT_VERSION, "slot_bytes": slot_bytes, "namespace": namespace.facts}
         found = _read_json(self._files, self._home / _JSON)
@@ -262,7 +264,7 @@ class DiskSpace:
         write_file(self._files, self._home / _JSON, text.encode())
         return Space(slot_bytes, slab_slots, namespace.page_tokens)
 
-    def _trim(self) -> int:
+    def _trim_slabs(self) -> int:
         """Cut the slabs on disk to what the limit allows; how many slots are left."""
         slab_slots, count = self._space.slab_slots, 0
         whole = True
@@ -271,7 +273,7 @@ class DiskSpace:
             path = self._home / name
             size = self._files.lstat(path).st_size
             slots = min(size // self._space.stride, slab_slots, self.num_slots - count)
-            if not whole or path != self._slab(number) or slots <= 0:
+            if not whole or path != self._slab_path(number) or slots <= 0:
                 self._files.unlink(path)
                 whole = False  # slots are numbered through: what follows a gap is lost
                 continue
@@ -347,12 +349,12 @@ class Wiper:
     def __contains__(self, slot: int) -> bool:
         return slot in self._pending or slot == self._slot
 
-    def add(self, slots: Iterable[int]) -> None:
-        """These slots hold nothing that anybody may read any more."""
+    def add_slots(self, slots: Iterable[int]) -> None:
+        """Have slots overwritten that hold nothing which anybody may read any more."""
         with self._changed:
             self._pending.update(slots)
 
-    def take(self, slots: Iterable[int]) -> list[int]:
+    def take_slots(self, slots: Iterable[int]) -> list[int]:
         """New bytes are about to be written over the whole of these slots. Waits while one of them is being
         overwritten; returns those that were pending."""
         with self._changed:
@@ -361,7 +363,7 @@ class Wiper:
             self._pending.difference_update(found)
             return found
 
-    def run(self, limit_bytes: float) -> None:
+    def wipe_slots(self, limit_bytes: float) -> None:
         """Overwrite pending slots, some `limit_bytes` of them, from one thread at a time. OSError when that fails; the
         slot is then tried again."""
         done, zeros = 0, [aligned_buffer(BLOCK_BYTES), aligned_buffer(self._slot_bytes)] if self._pending else []
@@ -373,7 +375,7 @@ class Wiper:
             failed = True
             try:
                 if slot < self._space.allocated:
-                    fd, offset = self._space.locate(slot)
+                    fd, offset = self._space.locate_slot(slot)
                     write_buffers(self._files, fd, zeros, offset)
                 self._wiped(slot)
                 failed = False

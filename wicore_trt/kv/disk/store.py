@@ -1,10 +1,10 @@
 """The disk tier's byte mover: pages between host buffers and slots on disk, in threads, checked on every read.
 
 It decides nothing about eviction and must not know requests. Invariant (I10, I11): a read ends with OK only when the
-buffers hold exactly the bytes that the last acknowledged write put into these slots for this page, in this life of the
-process or one before. The bytes of a page with a time to live are overwritten when it leaves, for whatever reason;
-until then an index record says when its time is over, also while it is being written, so that a restart ends it too.
-"""
+buffers hold exactly the bytes that the last acknowledged write put into these slots for this page. This life of the
+process or one before may have written them. The bytes of a page with a time to live are overwritten when it leaves,
+for whatever reason; until then an index record says when its time is over, also while it is being written, so that a
+restart ends it too."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from wicore_trt.kv.disk.format import (
     Namespace,
     SlotFormat,
 )
-from wicore_trt.kv.disk.index import SlotIndex, adjacent
+from wicore_trt.kv.disk.index import SlotIndex, find_runs
 from wicore_trt.kv.disk.io import DiskOperation, IoPool, Outcome
 from wicore_trt.kv.disk.space import SLAB_BYTES, DiskSpace, Wiper
 from wicore_trt.kv.pages.page import Page
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """What `DiskStore.write` was asked to do."""
+    """Arguments of `DiskStore.write_page`."""
 
     page: Page
     slots: tuple[int, ...]
@@ -96,8 +96,8 @@ class DiskStore:
             )  # fmt: skip
             try:
                 self._index = SlotIndex(self._space.index_path, namespace, self._format, self._files)
-                self._index.cut(self._space.allocated)
-                self._index.grow(self._space.allocated)
+                self._index.cut_to(self._space.allocated)
+                self._index.grow_to(self._space.allocated)
             except BaseException:
                 self._space.close()
                 raise
@@ -118,12 +118,12 @@ class DiskStore:
         self._written = array("Q", bytes(8 * self.num_slots))
         self._expires = array("I", bytes(4 * self.num_slots))
         self.ending: dict[bytes, int] = {}
-        self._wiper = Wiper(self._files, self._space, slot_bytes, lambda slot: self._index.forget((slot,)))
+        self._wiper = Wiper(self._files, self._space, slot_bytes, lambda slot: self._index.forget_slots((slot,)))
         self._numbering = threading.Lock()
         self._last_id = time.time_ns()  # beyond all earlier write ids, unless the clock was set back: see recover
         self._scratch = threading.local()
         self._logged: set[tuple[str, int | None]] = set()
-        self._pool = IoPool(threads, queue_limit, timeout_s, chore=self._tidy, end=self._end)
+        self._pool = IoPool(threads, queue_limit, timeout_s, chore=self._run_chore, end=self._end_store)
 
     @property
     def secret(self) -> bytes:
@@ -147,7 +147,7 @@ class DiskStore:
 
     @property
     def spare_bytes(self) -> int:
-        """What limit, file system and free-space floor leave at present."""
+        """Bytes that limit, file system and free-space floor leave at present."""
         return self._space.spare_bytes
 
     @property
@@ -157,10 +157,10 @@ class DiskStore:
 
     @property
     def stalled(self) -> bool:
-        """All threads hang in operations that timed out; until one comes back nothing is accepted."""
+        """True while all threads hang in operations that timed out; until one comes back nothing is accepted."""
         return self._pool.stalled
 
-    def recover(self) -> Iterator[tuple[Page, tuple[int, ...]]]:
+    def recover_pages(self) -> Iterator[tuple[Page, tuple[int, ...]]]:
         """Pages of this namespace that the index names and whose time is not over, oldest write first. Call it once,
         before the first write. `ending` then says by key when the time of those that have one is over, in seconds
         since 1970; it counts on whether the server runs or not.
@@ -168,7 +168,7 @@ class DiskStore:
         Nothing is recovered from an index that cannot be read.
         """
         try:
-            found = self._index.load(time.time())
+            found = self._index.load_pages(time.time())
         except (OSError, EOFError) as error:
             self._log_once("recover", error)
             return iter(())
@@ -176,13 +176,13 @@ class DiskStore:
         allocated = self._space.allocated
         self._written[:allocated] = array("Q", found.per_slot(found.write_ids, allocated).tobytes())
         self._expires[:allocated] = array("I", found.per_slot(found.expires, allocated).tobytes())
-        self.ending = found.ending()
-        self._wiper.add(found.passing)
-        self._index.forget(sorted({*found.stale}.difference(found.passing)))
-        self._pool.nudge()
+        self.ending = found.find_ends()
+        self._wiper.add_slots(found.passing)
+        self._index.forget_slots(sorted({*found.stale}.difference(found.passing)))
+        self._pool.request_chore()
         return iter(found)
 
-    def write(
+    def write_page(
         self,
         page: Page,
         slots: Sequence[int],
@@ -200,19 +200,19 @@ class DiskStore:
         before the page is acknowledged: CORRUPT when they are not. `expires`: seconds since 1970 at which the page's
         time is over; 0 for never.
         """
-        held, buffers = self._checked(slots, parts)
+        held, buffers = self._check_slots(slots, parts)
 
-        def told(outcome: Outcome) -> None:
+        def finish_write(outcome: Outcome) -> None:
             if outcome is Outcome.RETURNED:  # it may have succeeded after all, but was never acknowledged
                 for slot in held:
                     self._expires[slot] = expires or self._expires[slot]
-                self.erase(held)
+                self.erase_slots(held)
             done(outcome)
 
         write = _Write(page, held, buffers, right, expires)
-        return self._pool.submit(lambda op: self._write(op, write), told)
+        return self._pool.submit_operation(lambda op: self._run_write(op, write), finish_write)
 
-    def read(
+    def read_page(
         self,
         page: Page,
         slots: Sequence[int],
@@ -222,40 +222,40 @@ class DiskStore:
         seen: Callable[[], None] = lambda: None,
         wanted: Callable[[], bool] = lambda: True,
     ) -> bool:
-        """Read the page's parts into the buffers. As `write`; CORRUPT when the slots hold anything else, and only
+        """Read the page's parts into the buffers. As `write_page`; CORRUPT when the slots hold anything else, and only
         after OK do the buffers mean something. `seen` is called, in that thread, when they hold the page, before it is
         checked: so no bit can flip between the check and what `seen` takes down. Encrypted ones are checked first.
         `wanted` is asked, in that thread, before anything is read: UNWANTED where it says no."""
-        held, buffers = self._checked(slots, parts)
+        held, buffers = self._check_slots(slots, parts)
 
         def run(op: DiskOperation) -> Outcome:
-            return self._read(page, held, buffers, seen) if wanted() else Outcome.UNWANTED
+            return self._run_read(page, held, buffers, seen) if wanted() else Outcome.UNWANTED
 
-        return self._pool.submit(run, done, urgent=True)
+        return self._pool.submit_operation(run, done, urgent=True)
 
-    def erase(self, slots: Sequence[int]) -> None:
+    def erase_slots(self, slots: Sequence[int]) -> None:
         """The slots hold nothing any more. Reads of them fail at once; the index follows soon, in a thread. So do the
         bytes of a page with a time to live: they are overwritten before its record goes."""
         passing = [slot for slot in slots if self._expires[slot] or slot in self._wiper]
         for slot in slots:
             self._written[slot] = self._expires[slot] = 0
         if passing:
-            self._index.leave(passing)
-            self._wiper.add(passing)
-        self._index.forget([slot for slot in slots if slot not in passing])
-        self._pool.nudge()
+            self._index.leave_records(passing)
+            self._wiper.add_slots(passing)
+        self._index.forget_slots([slot for slot in slots if slot not in passing])
+        self._pool.request_chore()
 
-    def stamp(self, page: Page, slots: Sequence[int], expires: int) -> None:
+    def stamp_page(self, page: Page, slots: Sequence[int], expires: int) -> None:
         """A written page has another end now: seconds since 1970, 0 for never. The index follows soon, in a thread."""
         write_id = self._written[slots[0]]
         if write_id and self._expires[slots[0]] != expires:
             for slot in slots:
                 self._expires[slot] = expires
-            self._index.stamp(page, slots, write_id, expires)
-            self._pool.nudge()
+            self._index.stamp_records(page, slots, write_id, expires)
+            self._pool.request_chore()
 
-    def expires(self, slots: Sequence[int]) -> int:
-        """When the time of the page in these slots is over: seconds since 1970, 0 for never."""
+    def get_expiry(self, slots: Sequence[int]) -> int:
+        """End of the time of the page in these slots: seconds since 1970, 0 for never."""
         return self._expires[slots[0]]
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -267,59 +267,59 @@ class DiskStore:
 
     # --- in the I/O threads --------------------------------------------------------------------------------------
 
-    def _write(self, op: DiskOperation, write: _Write) -> Outcome:
+    def _run_write(self, op: DiskOperation, write: _Write) -> Outcome:
         slots = write.slots
-        taken = self._wiper.take(slots)
+        taken = self._wiper.take_slots(slots)
         expires = write.expires or (EXPIRED if taken else 0)  # what lies there must go too, should this write fail
         for slot in slots:
             self._written[slot], self._expires[slot] = 0, expires
         try:
-            if not self._space.reach(max(slots), self._index.grow):
-                self.erase(slots)
+            if not self._space.ensure_slot(max(slots), self._index.grow_to):
+                self.erase_slots(slots)
                 return Outcome.NO_SPACE
             if expires:
-                self._index.put(write.page, slots, 0, expires)  # if we die now, the next life overwrites them
-            self._index.flush()  # before data changes: no record may name what was just overwritten
+                self._index.put_records(write.page, slots, 0, expires)  # if we die now, the next life overwrites them
+            self._index.flush_records()  # before data changes: no record may name what was just overwritten
             write_id = self._next_id()
-            self._move(write, write_id)
+            self._write_parts(write, write_id)
             if op.timed_out:
                 return Outcome.FAILED
             if not write.right():
-                self.erase(slots)
+                self.erase_slots(slots)
                 return Outcome.CORRUPT
-            self._index.put(write.page, slots, write_id, write.expires)
+            self._index.put_records(write.page, slots, write_id, write.expires)
         except (OSError, EOFError) as error:
             self._log_once("write", error)
-            self.erase(slots)
+            self.erase_slots(slots)
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
             return Outcome.NO_SPACE if full else Outcome.FAILED
         for slot in slots:  # the end once more: it was erased if somebody dropped the page meanwhile
             self._written[slot], self._expires[slot] = write_id, write.expires
         return Outcome.OK
 
-    def _move(self, write: _Write, write_id: int) -> None:
+    def _write_parts(self, write: _Write, write_id: int) -> None:
         """Seal a page's parts and write them into their slots."""
         page, slots = write.page, write.slots
-        blocks, room = self._buffers(len(slots))
-        for first, last in self._runs(slots):
+        blocks, room = self._get_buffers(len(slots))
+        for first, last in self._find_runs(slots):
             iov: list[memoryview] = []
             for part in range(first, last):
                 block, data, space = blocks[part], write.parts[part], room[part]
                 iov += [block, self._format.seal(block, page, part, len(slots), slots[part], write_id, data, space)]
-            fd, offset = self._space.locate(slots[first])
+            fd, offset = self._space.locate_slot(slots[first])
             write_buffers(self._files, fd, iov, offset)
 
-    def _read(
+    def _run_read(
         self, page: Page, slots: tuple[int, ...], parts: tuple[memoryview, ...], seen: Callable[[], None]
     ) -> Outcome:
         write_id = self._written[slots[0]]
         if not write_id or any(self._written[slot] != write_id for slot in slots):
             return Outcome.CORRUPT
-        blocks, _ = self._buffers(len(slots))
+        blocks, _ = self._get_buffers(len(slots))
         try:
-            for first, last in self._runs(slots):
+            for first, last in self._find_runs(slots):
                 iov = [buffer for part in range(first, last) for buffer in (blocks[part], parts[part])]
-                fd, offset = self._space.locate(slots[first])
+                fd, offset = self._space.locate_slot(slots[first])
                 read_buffers(self._files, fd, iov, offset)
             if not self._format.encrypts:
                 seen()
@@ -335,19 +335,19 @@ class DiskStore:
             return Outcome.FAILED
         return Outcome.OK
 
-    def _tidy(self) -> None:
+    def _run_chore(self) -> None:
         """Between operations: overwrite what is to be, some of it at a time, and bring the index up to date."""
         try:
-            self._wiper.run(WIPE_BYTES)
+            self._wiper.wipe_slots(WIPE_BYTES)
         finally:
-            self._index.flush()
+            self._index.flush_records()
         if self._wiper.pending:
-            self._pool.nudge()
+            self._pool.request_chore()
 
-    def _end(self) -> None:
+    def _end_store(self) -> None:
         try:
             with suppress(OSError):  # what is left has its record, and the next life overwrites it
-                self._wiper.run(math.inf)
+                self._wiper.wipe_slots(math.inf)
             self._index.close()
         finally:
             self._space.close()
@@ -358,23 +358,23 @@ class DiskStore:
             self._last_id = max(self._last_id + 1, time.time_ns())
             return self._last_id
 
-    def _runs(self, slots: Sequence[int]) -> Iterator[tuple[int, int]]:
+    def _find_runs(self, slots: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Ranges of positions whose slots one call can move."""
-        for first, last in adjacent(slots):
+        for first, last in find_runs(slots):
             while first < last:
                 end = min(last, first + self._space.slab_end(slots[first]) - slots[first])
                 yield first, end
                 first = end
 
-    def _buffers(self, parts: int) -> tuple[list[memoryview], list[memoryview]]:
-        """This thread's own header blocks, and room for ciphertext, of so many parts."""
+    def _get_buffers(self, parts: int) -> tuple[list[memoryview], list[memoryview]]:
+        """Get this thread's own header blocks, and room for ciphertext, of so many parts."""
         scratch = self._scratch
         if len(getattr(scratch, "blocks", ())) < parts:
-            scratch.blocks = _cut(parts, BLOCK_BYTES)
-            scratch.room = _cut(parts, self._slot_bytes) if self._format.encrypts else scratch.blocks
+            scratch.blocks = _cut_memory(parts, BLOCK_BYTES)
+            scratch.room = _cut_memory(parts, self._slot_bytes) if self._format.encrypts else scratch.blocks
         return scratch.blocks, scratch.room
 
-    def _checked(
+    def _check_slots(
         self, slots: Sequence[int], parts: Sequence[memoryview]
     ) -> tuple[tuple[int, ...], tuple[memoryview, ...]]:
         assert len(slots) == len(parts) == len(set(slots)) and 0 < len(slots) <= _MAX_PARTS
@@ -411,7 +411,7 @@ def open_store(
     )  # fmt: skip
 
 
-def _cut(count: int, nbytes: int) -> list[memoryview]:
+def _cut_memory(count: int, nbytes: int) -> list[memoryview]:
     whole = aligned_buffer(count * nbytes)
     return [whole[at : at + nbytes] for at in range(0, count * nbytes, nbytes)]
 

@@ -62,14 +62,14 @@ class Use:
     pages: int = 0
     bytes: int = 0
 
-    def add(self, nbytes: int) -> None:
+    def add_page(self, nbytes: int) -> None:
         self.pages += 1
         self.bytes += nbytes
 
 
 @dataclass
 class NamespaceReport:
-    """What one namespace directory holds. `problem` says why a server would not use it; the rest is then empty.
+    """Contents of a namespace directory. `problem` says why a server would not use it; the rest is then empty.
 
     `tenants` maps tags (hexadecimal) to what they use. `oldest` and `newest`: seconds since 1970 at which the servers
     started that wrote the oldest and the newest page; None without pages.
@@ -163,13 +163,13 @@ class StoredNamespace:
         self._open: dict[Path, int] = {}
         self._block, self._payload = aligned_buffer(BLOCK_BYTES), aligned_buffer(self.slot_bytes)
 
-    def found(self, *, sealed: bool, now: float = 0.0) -> FoundPages:
+    def find_pages(self, *, sealed: bool, now: float = 0.0) -> FoundPages:
         """The complete pages in the index: those written with encryption, or those without; with `now` (seconds since
         1970) none whose time is over."""
         return FoundPages(self.records, self.namespace, FLAG_SEALED if sealed else 0, now)
 
     def find_fault(self, page: Page, slots: tuple[int, ...], write_id: int, slot_format: SlotFormat) -> str | None:
-        """Why a server would not get this page; None when it would."""
+        """Find why a server would not get this page; None when it would."""
         try:
             for part, slot in enumerate(slots):
                 fd, offset = self._locate(slot)
@@ -236,7 +236,7 @@ class _TagUnread(PageCipher):
 
 
 def inspect_directory(path: Path) -> DirectoryReport:
-    """What lies in a disk tier's directory. Only reads; also while a server holds it.
+    """Describe a disk tier's directory. Only reads; also while a server holds it.
 
     NotFoundError when there is no disk tier.
     """
@@ -244,25 +244,25 @@ def inspect_directory(path: Path) -> DirectoryReport:
     reports = []
     for home in homes:
         try:
-            reports.append(_describe(StoredNamespace(home, files)))
+            reports.append(_describe_namespace(StoredNamespace(home, files)))
         except (ValueError, OSError, EOFError) as error:
             reports.append(NamespaceReport(home.name, problem=str(error)))
-    return DirectoryReport(str(path), _holder(path), tree_bytes(files, path), reports)
+    return DirectoryReport(str(path), _find_holder(path), tree_bytes(files, path), reports)
 
 
-def _describe(stored: StoredNamespace) -> NamespaceReport:
+def _describe_namespace(stored: StoredNamespace) -> NamespaceReport:
     report = NamespaceReport(stored.home.name, stored.namespace.facts, stored.slot_bytes, stored.allocated_slots)
     report.allocated_bytes = stored.allocated_slots * stored.stride
     report.groups = {group: Use() for group in stored.namespace.groups}
     for sealed in (False, True):
-        found = stored.found(sealed=sealed)
+        found = stored.find_pages(sealed=sealed)
         for page, slots in found:
             nbytes = len(slots) * stored.slot_bytes
             report.used_slots += len(slots)
             report.pages += 1
             report.encrypted_pages += sealed
-            report.groups[page.group].add(nbytes)
-            report.tenants.setdefault(page.tenant.hex(), Use()).add(nbytes)
+            report.groups[page.group].add_page(nbytes)
+            report.tenants.setdefault(page.tenant.hex(), Use()).add_page(nbytes)
         if len(found.write_ids):
             # Write ids go on from the nanosecond at which the server started.
             first, last = int(found.write_ids[0]) / 1e9, int(found.write_ids[-1]) / 1e9
@@ -292,7 +292,7 @@ def owned_files(path: Path) -> Files:
     return files
 
 
-def _holder(path: Path) -> int | None:
+def _find_holder(path: Path) -> int | None:
     """The process that holds the directory's lock, by the kernel's list. Asking with flock would disturb a server that
     starts just then. 0 when the kernel does not say which one (another container's)."""
     try:
@@ -318,7 +318,7 @@ def verify_directory(
     `cipher` opens none of a namespace's pages (nothing of that namespace is then cleared).
     """
     report = VerifyReport()
-    with _locked(path) as files:
+    with _lock_tier(path) as files:
         for home in namespace_homes(path):
             try:
                 stored = StoredNamespace(home, files)
@@ -345,7 +345,7 @@ def _check_namespace(
     bad: list[int] = []
     stale: set[int] | None = None
     for sealed in (False, True):
-        found = stored.found(sealed=sealed, now=time.time())
+        found = stored.find_pages(sealed=sealed, now=time.time())
         stale = set(found.stale) if stale is None else stale & set(found.stale)
         slot_format = SlotFormat(stored.namespace, (cipher or _TagUnread()) if sealed else None)
         good, wrong_tags, total = 0, 0, len(found.write_ids)
@@ -386,7 +386,7 @@ def purge_directory(path: Path, *, namespace: str | None = None, tenant: bytes |
     namespace; OSError when the file system refuses.
     """
     report = PurgeReport()
-    with _locked(path) as files:
+    with _lock_tier(path) as files:
         homes = namespace_homes(path)
         if namespace is not None:
             homes = [home for home in homes if namespace and home.name.startswith(namespace)]
@@ -399,7 +399,9 @@ def purge_directory(path: Path, *, namespace: str | None = None, tenant: bytes |
             except (ValueError, OSError, EOFError):
                 stored = None  # damaged: it can be deleted, but holds no pages that a server would find
             slot_bytes = stored.slot_bytes if stored is not None else 0
-            for found in (stored.found(sealed=False), stored.found(sealed=True)) if stored is not None else ():
+            for found in (
+                (stored.find_pages(sealed=False), stored.find_pages(sealed=True)) if stored is not None else ()
+            ):
                 for page, slots in found:
                     if tenant is None or page.tenant == tenant:
                         report.pages += 1
@@ -431,7 +433,7 @@ def _purge_tenant(stored: StoredNamespace, tenant: bytes, report: PurgeReport) -
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[Files]:
+def _lock_tier(path: Path) -> Iterator[Files]:
     """The directory's lock, so that no server works on it meanwhile."""
     namespace_homes(path)  # or lock_directory would make a lock file in any directory
     files = owned_files(path)

@@ -122,10 +122,10 @@ class PrefixLoader:
         manager, keys = self._manager, pages.keys
         limit = min(len(keys), (total - 1) // manager.page_tokens)
         start, group = hit.tokens // manager.page_tokens, manager.chain_group
-        where = self.tiers.reach(group, keys[start:limit], manager.pools[group].find_slot)
+        where = self.tiers.find_tiers(group, keys[start:limit], manager.pools[group].find_slot)
         reach = start + len(where)
         found: list[Candidate] = []
-        has = self.tiers.finder(LOCAL, manager.pools[LOCAL].find_slot) if LOCAL in manager.pools else bool
+        has = self.tiers.make_finder(LOCAL, manager.pools[LOCAL].find_slot) if LOCAL in manager.pools else bool
         n = manager.find_longest_window(keys, reach, has)
         while n > start and len(found) < MAX_CANDIDATES:
             window: Counter[str] = Counter()
@@ -138,7 +138,7 @@ class PrefixLoader:
         return found
 
     def _find_tier(self, group: str, key: bytes) -> str | None:
-        return "device" if self._manager.pools[group].find_slot(key) is not None else self.tiers.where(group, key)
+        return "device" if self._manager.pools[group].find_slot(key) is not None else self.tiers.find_tier(group, key)
 
     def prefetch_prefix(self, pages: SequencePages, total: int, hit: PrefixHit, compute: ComputeRate) -> None:
         """Bring what a waiting sequence will load from disk to the host."""
@@ -147,10 +147,10 @@ class PrefixLoader:
             return
         stop = chosen.stop // self._manager.page_tokens
         items = [LoadItem(page, -1) for page in self._missing_pages(pages, hit.tokens, stop)]
-        items = [item for item in items if self.tiers.where(*item.page.name) == "disk"]
+        items = [item for item in items if self.tiers.find_tier(*item.page.name) == "disk"]
         if items:
             pages.prefetch = PrefixLoad(0, stop, items)
-            pages.prefetch.to_read(items)
+            pages.prefetch.mark_unread(items)
             self.tiers.loads.begin_load(pages.prefetch)
 
     def _missing_pages(self, pages: SequencePages, start_tokens: int, stop: int) -> list[Page]:
@@ -168,7 +168,7 @@ class PrefixLoader:
     def end_prefetch(self, pages: SequencePages) -> None:
         """End the prefetch of a sequence that has begun or is over."""
         if pages.prefetch is not None:
-            pages.prefetch.cancel()
+            pages.prefetch.cancel_load()
             pages.prefetch = None
 
     # --- load ----------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ class PrefixLoader:
         load.expected, load.failures = pages.keys[:stop], manager.failures
         manager.expect_pages(load.expected)
         read, now = self._items_on_disk(items), self._clock()
-        load.to_read(read)
+        load.mark_unread(read)
         self._begun[load] = _Begun(chosen, now, sum(self._page_bytes[item.page.group] for item in read), came_at=now)
         self.tiers.loads.begin_load(load)
         return True
@@ -208,7 +208,7 @@ class PrefixLoader:
         self, pages: SequencePages, group: str, places: Sequence[int], slots: Sequence[int]
     ) -> list[LoadItem]:
         """Pages to load into these slots; their identities are those that a tier has."""
-        found = self.tiers.identities(group, [pages.keys[i] for i in places])
+        found = self.tiers.find_identities(group, [pages.keys[i] for i in places])
         known = [
             page if page is not None and page.tokens else pages.make_page(group, i)
             for i, page in zip(places, found, strict=True)
@@ -218,7 +218,7 @@ class PrefixLoader:
 
     def _items_on_disk(self, items: list[LoadItem]) -> list[LoadItem]:
         """List the pages of these that come from disk."""
-        return [i for i in items if self.tiers.where(*i.page.name) != "host"] if self.tiers.disk is not None else []
+        return [i for i in items if self.tiers.find_tier(*i.page.name) != "host"] if self.tiers.disk is not None else []
 
     @staticmethod
     def _pages_on_device(
@@ -373,7 +373,9 @@ class PrefixLoader:
     def _publish_loaded(self, pages: SequencePages, full: int, private: Collection[tuple[str, int]]) -> None:
         """Make the first `full` pages findable. Lower tiers have those that are not `private`."""
         manager, places = self._manager, range(pages.published, full)
-        manager.retention.made([pages.keys[i] for i in places if (manager.chain_group, i) in private], pages.hints)
+        manager.retention.begin_ends(
+            [pages.keys[i] for i in places if (manager.chain_group, i) in private], pages.hints
+        )
         for group in manager.pools:
             table = pages.tables[group]
             held = [i for i in places if table[i] >= 0]
@@ -418,7 +420,7 @@ class PrefixLoader:
     def _forget_load(self, pages: SequencePages) -> None:
         load = pages.load
         assert load is not None
-        load.cancel()
+        load.cancel_load()
         self._measure_host()  # also when a slow link let none of its pages come in time
         self._manager.stop_expecting(load.expected)
         self._begun.pop(load, None)

@@ -47,7 +47,7 @@ class Parking:
                 if copy is not None:
                     parked.copies.append(copy)
         pages.parked = parked
-        if len(parked.copies) < sum(map(len, parked.pages.values())) or not self._tiers.retain(parked.copies):
+        if len(parked.copies) < sum(map(len, parked.pages.values())) or not self._tiers.pin_copies(parked.copies):
             parked.copies = []
             self.release_parked(pages)
             return False
@@ -62,7 +62,7 @@ class Parking:
         if parked is None:
             return
         self._manager.stop_expecting(parked.expected)
-        self._tiers.host.release(parked.copies)
+        self._tiers.host.release_copies(parked.copies)
         for group, i in parked.private:
             self._tiers.drop_private(parked.pages[group][i])
         pages.parked = None

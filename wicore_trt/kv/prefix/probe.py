@@ -45,11 +45,11 @@ def probe_tiers(
     room = int(PROBE_SHARE * index.free_slots) // index.slots_per_page[group]
     count = min(PROBE_BYTES // size, pool.num_pages, room)
     if count * size >= MEASURED_BYTES:
-        copier, (buffers, slots) = movers.copier, movers.host.scratch(size, count)
+        copier, (buffers, slots) = movers.copier, movers.host.lend_slots(size, count)
 
         def over(seconds: float) -> None:
             copied(count * size, seconds)
-            movers.post(Backed, 0, slots)  # until now a copy could have been late
+            movers.post_report(Backed, 0, slots)  # until now a copy could have been late
 
         done = _Sum(count, over)
         for slot in range(count):  # what an unwritten slot holds must stay there, so it goes and comes back
@@ -57,7 +57,7 @@ def probe_tiers(
         copier.to_device(group, range(count), buffers, done)
         copier.flush()
     if tiers.disk is not None:
-        pages, left = tiers.disk.newest(PROBE_READS), manager.retention.left
+        pages, left = tiers.disk.find_newest(PROBE_READS), manager.retention.seconds_left
         # a page on its way is in use, and the time to live of one that is in use starts anew
         for page in pages:
             if left(page.key) is None:

@@ -60,7 +60,7 @@ class Backing:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(slab))
         self._madvise: Any = ctypes.CDLL(None, use_errno=True).madvise
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        self._advise(0, len(slab), MADV_HUGEPAGE)
+        self._advise_system(0, len(slab), MADV_HUGEPAGE)
         self._left = iter(range(0, len(slab), self._piece))
         self._lock, self._locking = threading.Lock(), threading.Lock()
         self._clearing = threading.Semaphore(max(1, min(CLEARERS, (os.cpu_count() or 1) // 4)))
@@ -76,16 +76,16 @@ class Backing:
             self.ready = len(first) // slot_bytes
             for _ in range(1, FIRST_PIECES):
                 if (begin := next(self._left, None)) is not None:
-                    self._take(begin)
-                    self.ready = self._stop(begin) // slot_bytes
+                    self._take_piece(begin)
+                    self.ready = self._find_end(begin) // slot_bytes
 
-    def start(self, tell: Callable[[int, int], None]) -> None:
+    def start_threads(self, tell: Callable[[int, int], None]) -> None:
         """Go on with the rest; `tell(first, stop)` hears, in a thread, of slots that are locked."""
         self._tell = tell
         begun = self.ready * self._slot_bytes if self.locked else 0
         pieces = div_ceil(len(self._slab) - begun, self._piece)
         for number in range(min(pieces, BACKERS, os.cpu_count() or 1)):
-            thread = threading.Thread(target=self._work, name=f"wicore-kv-memory-{number}", daemon=True)
+            thread = threading.Thread(target=self._take_pieces, name=f"wicore-kv-memory-{number}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -96,30 +96,30 @@ class Backing:
         for thread in self._threads:
             thread.join()
 
-    def _work(self) -> None:
+    def _take_pieces(self) -> None:
         while not self._closed.is_set():
             with self._lock:
                 begin = next(self._left, None)
             if begin is None:
                 return
-            if self._take(begin) and self.locked:
-                self._tell(begin // self._slot_bytes, self._stop(begin) // self._slot_bytes)
+            if self._take_piece(begin) and self.locked:
+                self._tell(begin // self._slot_bytes, self._find_end(begin) // self._slot_bytes)
 
-    def _stop(self, begin: int) -> int:
-        """Where the piece ends that begins here."""
+    def _find_end(self, begin: int) -> int:
+        """Find the end of the piece that begins here."""
         return min(begin + self._piece, len(self._slab))
 
-    def _take(self, begin: int) -> bool:
+    def _take_piece(self, begin: int) -> bool:
         """Clear a piece and lock it; false when there was no time for it."""
-        stop = self._stop(begin)
+        stop = self._find_end(begin)
         for at in range(begin, stop, STEP_BYTES):
             with self._clearing if self.working() else nullcontext():
                 if self._closed.is_set():
                     return False
-                self._advise(at, min(STEP_BYTES, stop - at), MADV_POPULATE_WRITE)
+                self._advise_system(at, min(STEP_BYTES, stop - at), MADV_POPULATE_WRITE)
         if not self.locked:
             return True
-        with self._locking, self._resting():
+        with self._locking, self._rest_after():
             if self._closed.is_set():
                 return False
             try:
@@ -129,13 +129,13 @@ class Backing:
         return True
 
     @contextmanager
-    def _resting(self) -> Iterator[None]:
+    def _rest_after(self) -> Iterator[None]:
         """Rest after what is done here, if the engine has work."""
         begun = time.perf_counter()
         yield
         if self.working():
             self._closed.wait(LOCKING_REST * (time.perf_counter() - begun))
 
-    def _advise(self, begin: int, count: int, advice: int) -> None:
+    def _advise_system(self, begin: int, count: int, advice: int) -> None:
         """A system that cannot do it does nothing."""
         self._madvise(self._address + begin, count, advice)

@@ -45,10 +45,10 @@ class DownTransfers:
         """Copy a finished device page to the host, unless it is there. None when there is no room for it. A `private`
         page is not saved to disk nor announced."""
         movers, index = self._movers, self._movers.host.index
-        copy = index.get(page.group, page.key)
+        copy = index.find_copy(page.group, page.key)
         if copy is not None:
             return copy
-        copy = index.reserve(page)
+        copy = index.reserve_copy(page)
         if copy is None:
             movers.host_traffic.failures["no room"] += 1
             return None
@@ -57,9 +57,9 @@ class DownTransfers:
             index.mark_saved(copy)
         move = Store(copy)
         movers.outstanding += 1
-        parts = movers.host.payload(copy, clear=True)
+        parts = movers.host.page_parts(copy, clear=True)
         # a page that others may find was trusted, so the step that wrote it has ended; a private one is still written
-        movers.copier.to_host(page.group, slot, parts, partial(movers.post, Copied, move), settled=not private)
+        movers.copier.to_host(page.group, slot, parts, partial(movers.post_report, Copied, move), settled=not private)
         return copy
 
     def apply_copied(self, move: Store, digest: bytes | None, seconds: float) -> bool:
@@ -69,7 +69,7 @@ class DownTransfers:
         traffic.write_seconds += seconds
         if digest is not None:
             return self.end_store(move, (digest, page))
-        move.go(Stage.CHECKING)
+        move.enter_stage(Stage.CHECKING)
         self._to_hash.append(move)
         return False
 
@@ -77,18 +77,18 @@ class DownTransfers:
         """Hand what was copied since to the checksum thread, all at once: waking it costs more than one page."""
         if self._to_hash:
             moves, self._to_hash = self._to_hash, []
-            self._movers.checker.submit(self._hash, moves)
+            self._movers.checker.submit(self._hash_stores, moves)
 
-    def _hash(self, moves: list[Store]) -> None:
-        self._movers.post(Hashed, moves, [self._movers.checksum(move.copy) for move in moves])
+    def _hash_stores(self, moves: list[Store]) -> None:
+        self._movers.post_report(Hashed, moves, [self._movers.take_checksum(move.copy) for move in moves])
 
     def end_store(self, move: Store, found: Checksum) -> bool:
         """End a store; false when its copy was dropped meanwhile."""
-        move.go(Stage.ENDED)
+        move.enter_stage(Stage.ENDED)
         self._movers.outstanding -= 1
         copy, index = move.copy, self._movers.host.index
         copy.checksum = found
-        index.commit(copy)
+        index.commit_copy(copy)
         if not copy.ready:
             return False
         if not copy.saved:
@@ -122,7 +122,12 @@ class DownTransfers:
             return
         while self.to_save:
             copy = next(iter(self.to_save))
-            if copy.ready and not copy.saved and index.get(*copy.page.name) is None and not self._begin_save(copy):
+            if (
+                copy.ready
+                and not copy.saved
+                and index.find_copy(*copy.page.name) is None
+                and not self._begin_save(copy)
+            ):
                 return
             del self.to_save[copy]
             if copy.ready:
@@ -135,17 +140,17 @@ class DownTransfers:
         index, store = movers.disk
         if self.saving_slots > movers.host.index.num_slots // SAVING_SHARE:
             return False
-        target = index.reserve(copy.page)
+        target = index.reserve_copy(copy.page)
         if target is None:
             movers.disk_traffic.failures["no room"] += 1
             return True
         move = Save(copy, target, self.expires(copy.page.key))
         done = partial(movers.post_timed, Saved, move, time.perf_counter())
         right, parts = partial(movers.is_right, copy), movers.host.cut_slots(copy.slots)
-        if not store.write(copy.page, target.slots, parts, done, right=right, expires=move.expires):
-            index.abort(target, "queue full")
+        if not store.write_page(copy.page, target.slots, parts, done, right=right, expires=move.expires):
+            index.abort_copy(target, "queue full")
             return False
-        movers.host.index.acquire([copy])
+        movers.host.index.acquire_copies([copy])
         movers.outstanding += 1
         self.saving_slots += len(copy.slots)
         return True
@@ -156,43 +161,43 @@ class DownTransfers:
         assert movers.disk is not None
         index, store = movers.disk
         if outcome is Outcome.TIMEOUT:
-            move.go(Stage.LATE)
+            move.enter_stage(Stage.LATE)
             movers.late += 1
             movers.disk_traffic.failures["write timeout"] += 1
-            index.abort(target, "timeout", touched=True)
+            index.abort_copy(target, "timeout", touched=True)
             self._count_bad_write()
             return
-        move.go(Stage.ENDED)
+        move.enter_stage(Stage.ENDED)
         movers.outstanding -= 1
         self.saving_slots -= len(copy.slots)
-        movers.host.index.release([copy])
+        movers.host.index.release_copies([copy])
         if outcome is Outcome.RETURNED or (outcome is Outcome.OK and target.state is CopyState.LOST):
             movers.late -= outcome is Outcome.RETURNED
-            store.erase(target.slots)  # also what was dropped meanwhile and acknowledged just now
-            index.reclaim(target)
+            store.erase_slots(target.slots)  # also what was dropped meanwhile and acknowledged just now
+            index.reclaim_slots(target)
         elif outcome is Outcome.OK:
             self._bad_writes = 0
             movers.disk_traffic.write_bytes += movers.host.page_bytes[copy.page.group]
             movers.disk_traffic.write_seconds += seconds
-            index.commit(target)
+            index.commit_copy(target)
             if target.ready and (now := self.expires(copy.page.key)) != move.expires:
-                store.stamp(copy.page, target.slots, now)
+                store.stamp_page(copy.page, target.slots, now)
             movers.announce("disk", copy.page)
         elif outcome is Outcome.NO_SPACE:
             # The file system is full below our limit. Neither these slots can be had for now nor any that do not exist
             # yet; the others hold pages that can go.
             movers.disk_traffic.failures["no space"] += 1
-            index.abort(target, "no space")
+            index.abort_copy(target, "no space")
             self._no_space += index.set_aside(store.existing_slots, target.slots)
             self.no_space_before = time.monotonic() + PAUSE_S
         elif outcome is Outcome.CORRUPT:
             movers.host_traffic.failures["corrupt"] += 1
-            index.abort(target, "corrupt")
+            index.abort_copy(target, "corrupt")
             if copy.ready:
-                movers.host.index.drop(copy, "corrupt")
+                movers.host.index.drop_copy(copy, "corrupt")
         else:
             movers.disk_traffic.failures["write error"] += 1
-            index.abort(target, "failed")
+            index.abort_copy(target, "failed")
             self._count_bad_write()
 
     def _count_bad_write(self) -> None:

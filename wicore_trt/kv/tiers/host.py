@@ -61,14 +61,14 @@ class HostTier:
         self._piece = piece_slots(slot_bytes)
 
     def cut_slots(self, slots: Iterable[int]) -> list[memoryview]:
-        """Whole slots, in order; the disk reads and writes these."""
+        """Buffers of whole slots, in order; the disk reads and writes these."""
         size = self.slot_bytes
         return [self._slab[slot * size : (slot + 1) * size] for slot in slots]
 
-    def payload(self, copy: TierCopy, *, clear: bool = False) -> list[memoryview]:
-        """The page's bytes in its slots; the device reads and writes these. Slots side by side are one part, unless
-        they are of two pieces of memory, which were pinned apart. `clear`: what a page leaves of its last slot may hold
-        another tenant's bytes, and goes to disk with it."""
+    def page_parts(self, copy: TierCopy, *, clear: bool = False) -> list[memoryview]:
+        """Buffers of the page's bytes in its slots; the device reads and writes these. Slots side by side are one
+        part, unless they are of two pieces of memory, which were pinned apart. `clear`: what a page leaves of its
+        last slot may hold another tenant's bytes, and goes to disk with it."""
         slots, size, left = copy.slots, self.slot_bytes, self.page_bytes[copy.page.group]
         if len(slots) == 1 and not clear:
             begin = slots[0] * size
@@ -88,11 +88,11 @@ class HostTier:
                 first = i + 1
         return parts
 
-    def scratch(self, page_bytes: int, count: int) -> tuple[list[list[memoryview]], int]:
-        """Before any page is stored: buffers for `count` pages of this size, in the memory of the first slots, and how
-        many slots these are. No page gets them before `index.grow` says that they are used no more."""
+    def lend_slots(self, page_bytes: int, count: int) -> tuple[list[list[memoryview]], int]:
+        """Lend, before any page is stored, buffers for `count` pages of this size, in the memory of the first slots,
+        and how many slots these are. No page gets them before `index.grow` says that they are used no more."""
         each = div_ceil(page_bytes, self.slot_bytes)
-        self.index.withhold(0, count * each)
+        self.index.withhold_slots(0, count * each)
         found = [self.cut_slots(range(at * each, (at + 1) * each)) for at in range(count)]
         for parts in found:
             parts[-1] = parts[-1][: page_bytes - (each - 1) * self.slot_bytes]
@@ -112,9 +112,10 @@ class Traffic:
 
 @dataclass(slots=True, eq=False)
 class Movers:
-    """What both directions share. `disk` is the index and the store of the disk tier, or None. `announce(tier, page)`
-    hears of each page that a tier gained; `checker` is one thread, so that checks end in the order in which they begin.
-    `outstanding` moves go on with a report of another thread; of these the disk let the time limit of `late` pass."""
+    """Copier, checksum thread, mailbox and counts of both directions. `disk` is the index and the store of the disk
+    tier, or None. `announce(tier, page)` hears of each page that a tier gained; `checker` is one thread, so that
+    checks end in the order in which they begin. `outstanding` moves go on with a report of another thread; of these
+    the disk let the time limit of `late` pass."""
 
     host: HostTier
     disk: tuple[TierIndex, DiskStore] | None
@@ -129,18 +130,18 @@ class Movers:
     outstanding: int = 0
     late: int = 0
 
-    def checksum(self, copy: TierCopy) -> Checksum:
-        """Of what a host copy's buffers hold now. Any thread."""
-        return (self.copier.digest(self.host.payload(copy)), copy.page)
+    def take_checksum(self, copy: TierCopy) -> Checksum:
+        """Compute the checksum of what a host copy's buffers hold now. Any thread."""
+        return (self.copier.digest(self.host.page_parts(copy)), copy.page)
 
     def is_right(self, copy: TierCopy) -> bool:
-        """Whether no bit of a host copy flipped since it was stored. Any thread."""
-        return self.checksum(copy) == copy.checksum
+        """Check that no bit of a host copy flipped since it was stored. Any thread."""
+        return self.take_checksum(copy) == copy.checksum
 
-    def post(self, report: Callable[..., Report], *found: object) -> None:
+    def post_report(self, report: Callable[..., Report], *found: object) -> None:
         """Put a report into the mailbox. Any thread."""
         self.mailbox.put(report(*found))
 
     def post_timed(self, report: Callable[..., Report], move: object, begun: float, outcome: Outcome) -> None:
-        """The same of a disk operation that began at `begun`, by `time.perf_counter`."""
+        """Post the report of a disk operation that began at `begun`, by `time.perf_counter`."""
         self.mailbox.put(report(move, outcome, time.perf_counter() - begun))

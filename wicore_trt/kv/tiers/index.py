@@ -1,4 +1,4 @@
-"""Which slots of the host or disk tier hold which pages: the books of one tier, on plain data.
+"""Books of the host or the disk tier on plain data: the slots that hold its pages.
 
 One free list serves all layer groups, so capacity is what the arithmetic says. The index decides what is evicted,
 through a policy over chain nodes; it must not know bytes, threads or clocks. A node is one page index of a chain; it
@@ -25,14 +25,15 @@ LOOKAHEAD = 256
 
 
 class Recency(LRUPolicy):
-    """One tenant's pages, least recently used or stored first: look-ups of pages that are not here do not reach it."""
+    """Order of a tenant's pages, least recently used or stored first: look-ups of pages that are not here do not
+    reach it."""
 
     _clock_per_page = 1
 
 
 @dataclass(slots=True, eq=False)
 class TierNode:
-    """All copies of one page index of a chain. `busy` counts writers, readers and one for a session's pin (`pinned`);
+    """Copies of one page index of a chain. `busy` counts writers, readers and one for a session's pin (`pinned`);
     `spare`: the local copy is to leave before any other page."""
 
     key: bytes
@@ -49,8 +50,8 @@ class TierNode:
 
 @dataclass(slots=True)
 class _Tenant:
-    """What one tenant has in a tier: `slots` in use, keys of `spare` nodes that may leave, oldest first, and at its
-    quota the `order` of its other pages, which follows the times at which they were used or stored and nothing else."""
+    """Share of a tenant in a tier: `slots` in use and keys of `spare` nodes that may leave, oldest first. Under a quota
+    `order` has its other pages by the times at which they were used or stored, and by nothing else."""
 
     slots: int = 0
     spare: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
@@ -110,13 +111,13 @@ class TierIndex:
     def free_slots(self) -> int:
         return len(self._free)
 
-    def newest(self, count: int) -> list[Page]:
+    def find_newest(self, count: int) -> list[Page]:
         """Pages of the primary group that can be read, the newest first, among as many nodes."""
         nodes = islice(reversed(self._nodes.values()), count)
         copies = (node.copies.get(self.primary) for node in nodes)
         return [copy.page for copy in copies if copy is not None and copy.ready]
 
-    def withhold(self, first: int, stop: int) -> None:
+    def withhold_slots(self, first: int, stop: int) -> None:
         """Free slots [first, stop) are not to be used before `grow` names them: they have no memory yet, or something
         else has it."""
         before = len(self._free)
@@ -124,7 +125,7 @@ class TierIndex:
         assert before - len(self._free) == stop - first, "only a free slot can be withheld"
         self._coming += stop - first
 
-    def grow(self, first: int, stop: int) -> None:
+    def grant_slots(self, first: int, stop: int) -> None:
         """Slots [first, stop), which were withheld, can be used."""
         self._coming -= stop - first
         self._free.extend(range(stop - 1, first - 1, -1))
@@ -141,27 +142,27 @@ class TierIndex:
         self._coming -= len(slots)
         self._free[:0] = slots
 
-    def get(self, group: str, key: bytes) -> TierCopy | None:
-        """The copy of a page, in state WRITING or READY, or None."""
+    def find_copy(self, group: str, key: bytes) -> TierCopy | None:
+        """Find the copy of a page, in state WRITING or READY, or None."""
         node = self._nodes.get(key)
         return node.copies.get(group) if node is not None else None
 
-    def ready(self, group: str, key: bytes) -> TierCopy | None:
-        """The copy of a page, if it can be read."""
+    def find_ready(self, group: str, key: bytes) -> TierCopy | None:
+        """Find the copy of a page, if it can be read."""
         node = self._nodes.get(key)
         copy = node.copies.get(group) if node is not None else None
         return copy if copy is not None and copy.state is CopyState.READY else None
 
-    def copies(self) -> Iterator[TierCopy]:
-        """All copies that can be found, in no particular order. Do not change the index meanwhile."""
+    def iterate_copies(self) -> Iterator[TierCopy]:
+        """Iterate over the copies that can be found, in no particular order. Do not change the index meanwhile."""
         return (copy for node in self._nodes.values() for copy in node.copies.values())
 
     # --- writing -------------------------------------------------------------------------------------------------
 
-    def reserve(self, page: Page) -> TierCopy | None:
-        """Slots for a page that is not in the index, evicting what the policy gives up first; None when what is left
-        is in use, pinned or of other tenants and this one is at its quota."""
-        assert self.get(page.group, page.key) is None, "a page was reserved twice (I6)"
+    def reserve_copy(self, page: Page) -> TierCopy | None:
+        """Reserve slots for a page that is not in the index, evicting what the policy gives up first; None when what
+        is left is in use, pinned or of other tenants and this one is at its quota."""
+        assert self.find_copy(page.group, page.key) is None, "a page was reserved twice (I6)"
         need = self.slots_per_page[page.group]
         if not self._make_room(need, page):
             return None
@@ -170,49 +171,49 @@ class TierIndex:
         node = self._nodes.get(page.key)
         if node is None:
             node = self._nodes[page.key] = TierNode(page.key, page.tenant)
-        self._unpin(node)
+        self._unpin_node(node)
         node.copies[page.group] = copy
-        self._tenant(page.tenant).slots += need
+        self._get_tenant(page.tenant).slots += need
         self.unsaved_slots += need
         if page.group == self.primary:
-            for policy in self._policies(page.tenant):
+            for policy in self._find_policies(page.tenant):
                 policy.add_pages([page.key], page.parent)
                 if node.busy:
                     policy.pin_pages([page.key])
-        self._busy(node, 1)
+        self._count_users(node, 1)
         self._set_spare(node, self.primary not in node.copies)
         above = self._nodes.get(page.parent) if page.parent is not None else None
         if page.key in self._pins and (above is None or above.pinned):
-            self._try_pin(node)
+            self._try_pin_node(node)
         return copy
 
-    def commit(self, copy: TierCopy) -> None:
+    def commit_copy(self, copy: TierCopy) -> None:
         """The page is written: it can be found and read. A copy that was dropped meanwhile is freed."""
         if copy.state is CopyState.LOST:
-            self.reclaim(copy)
+            self.reclaim_slots(copy)
             return
-        copy.move(CopyState.READY)
+        copy.change_state(CopyState.READY)
         self.pages[copy.page.group] += 1
-        self._busy(self._nodes[copy.page.key], -1)
+        self._count_users(self._nodes[copy.page.key], -1)
 
-    def abort(self, copy: TierCopy, cause: str, *, touched: bool = False) -> None:
-        """The page could not be written. `touched`: its buffers may still change, until `reclaim`."""
+    def abort_copy(self, copy: TierCopy, cause: str, *, touched: bool = False) -> None:
+        """The page could not be written. `touched`: its buffers may still change, until `reclaim_slots`."""
         if copy.state is CopyState.LOST:
             if not touched:
-                self.reclaim(copy)
+                self.reclaim_slots(copy)
             return
         assert copy.state is CopyState.WRITING
-        self._remove(copy, cause, lost=touched)
+        self._remove_copy(copy, cause, lost=touched)
 
-    def reclaim(self, copy: TierCopy) -> None:
+    def reclaim_slots(self, copy: TierCopy) -> None:
         """Nothing touches the buffers of a lost copy any more."""
         assert copy.state is CopyState.LOST and not copy.readers
         self._lost.discard(copy)
-        copy.move(CopyState.FREE)
+        copy.change_state(CopyState.FREE)
         self._free.extend(copy.slots)
 
     @collection_paused()
-    def restore(self, found: Iterable[tuple[Page, tuple[int, ...]]]) -> None:
+    def restore_pages(self, found: Iterable[tuple[Page, tuple[int, ...]]]) -> None:
         """Take over pages that a store recovered, oldest first, no slot twice; for an index that is empty. They are
         READY and saved. A page whose slots do not fit this index is left out; what passes a tenant's quota leaves."""
         assert not self._nodes and not self._lost and not self._pins
@@ -228,7 +229,7 @@ class TierIndex:
                 continue
             node.copies[page.group] = TierCopy(page, slots, CopyState.READY, saved=True, found=True)
             self.pages[page.group] += 1
-            self._tenant(page.tenant).slots += need
+            self._get_tenant(page.tenant).slots += need
             for slot in slots:
                 used[slot] = 1
             if page.group == self.primary:
@@ -242,7 +243,7 @@ class TierIndex:
 
     # --- reading -------------------------------------------------------------------------------------------------
 
-    def acquire(self, copies: Iterable[TierCopy]) -> None:
+    def acquire_copies(self, copies: Iterable[TierCopy]) -> None:
         nodes, begun, ready = self._nodes, list[TierNode](), CopyState.READY
         for copy in copies:
             assert copy.state is ready, "only a written copy can be read (I6)"
@@ -251,9 +252,9 @@ class TierIndex:
             if not node.busy:
                 begun.append(node)
             node.busy += 1
-        self._in_use(begun, True)
+        self._note_users(begun, True)
 
-    def release(self, copies: Iterable[TierCopy]) -> None:
+    def release_copies(self, copies: Iterable[TierCopy]) -> None:
         """End of `acquire`. The slots of a copy that was dropped meanwhile are free after its last reader."""
         nodes, ended, lost = self._nodes, list[TierNode](), CopyState.LOST
         for copy in copies:
@@ -265,36 +266,36 @@ class TierIndex:
                 if not node.busy:
                     ended.append(node)
             elif not copy.readers:
-                self.reclaim(copy)
-        self._in_use(ended, False)
+                self.reclaim_slots(copy)
+        self._note_users(ended, False)
 
-    def touch(self, keys: Sequence[bytes], signal: Sequence[float] | None = None) -> None:
+    def touch_chain(self, keys: Sequence[bytes], signal: Sequence[float] | None = None) -> None:
         """A request looked up this chain, whether its pages are here or not."""
         self.policy.touch_chain(keys, signal)
         if self._quota_slots < self.num_slots:
             node = next((self._nodes[key] for key in keys if key in self._nodes), None)
-            order = self._tenant(node.tenant).order if node is not None else None
+            order = self._get_tenant(node.tenant).order if node is not None else None
             if order is not None:
                 order.touch_chain(keys)
 
     # --- leaving -------------------------------------------------------------------------------------------------
 
-    def drop(self, copy: TierCopy, cause: str) -> None:
+    def drop_copy(self, copy: TierCopy, cause: str) -> None:
         """Take a READY copy out of the index at once; its slots are free when nobody reads them any more."""
         assert copy.ready
-        self._remove(copy, cause, lost=copy.readers > 0)
+        self._remove_copy(copy, cause, lost=copy.readers > 0)
 
     def drop_key(self, key: bytes, cause: str, *, written: bool = False) -> None:
         """Drop all READY copies of a page; with `written` also those that are being written, whose buffers may change
-        until `reclaim`."""
+        until `reclaim_slots`."""
         node = self._nodes.get(key)
         for copy in list(node.copies.values()) if node is not None else ():
             if copy.ready:
-                self.drop(copy, cause)
+                self.drop_copy(copy, cause)
             elif written:
-                self._remove(copy, cause, lost=True)
+                self._remove_copy(copy, cause, lost=True)
 
-    def spare(self, group: str, keys: Iterable[bytes]) -> None:
+    def spare_copies(self, group: str, keys: Iterable[bytes]) -> None:
         """No request is expected to need these local copies: they leave before any other page."""
         for key in keys if group != self.primary else ():
             node = self._nodes.get(key)
@@ -309,7 +310,7 @@ class TierIndex:
             self._pins[key] += 1
             node = self._nodes.get(key)
             if node is not None and not node.pinned and room:
-                room = self._try_pin(node)
+                room = self._try_pin_node(node)
 
     def unpin_keys(self, keys: Iterable[bytes]) -> None:
         for key in keys:
@@ -319,9 +320,9 @@ class TierIndex:
                 del self._pins[key]
                 node = self._nodes.get(key)
                 if node is not None:
-                    self._unpin(node)
+                    self._unpin_node(node)
 
-    def cold(self, slots: int) -> list[TierCopy]:
+    def find_cold(self, slots: int) -> list[TierCopy]:
         """Copies that the next tier should get, in the order in which they would leave, for about `slots` slots and
         among the LOOKAHEAD coldest pages: behind those there is no hurry."""
         found: list[TierCopy] = []
@@ -347,37 +348,37 @@ class TierIndex:
 
     # --- inside --------------------------------------------------------------------------------------------------
 
-    def _try_pin(self, node: TierNode) -> bool:
+    def _try_pin_node(self, node: TierNode) -> bool:
         slots = node.slots
         if self.pinned_slots + slots > self._pin_slots:
             return False
         node.pinned = True
         self.pinned_slots += slots
-        self._busy(node, 1)
+        self._count_users(node, 1)
         return True
 
-    def _unpin(self, node: TierNode) -> None:
+    def _unpin_node(self, node: TierNode) -> None:
         if node.pinned:
             node.pinned = False
             self.pinned_slots -= node.slots
-            self._busy(node, -1)
+            self._count_users(node, -1)
 
-    def _tenant(self, tag: bytes) -> _Tenant:
+    def _get_tenant(self, tag: bytes) -> _Tenant:
         tenant = self._tenants.get(tag)
         if tenant is None:
             limited = self._quota_slots < self.num_slots
             tenant = self._tenants[tag] = _Tenant(order=Recency(self._quota_slots) if limited else None)
         return tenant
 
-    def _policies(self, tag: bytes) -> tuple[ChainPolicy, ...]:
+    def _find_policies(self, tag: bytes) -> tuple[ChainPolicy, ...]:
         if self._quota_slots >= self.num_slots:
             return (self.policy,)
-        order = self._tenant(tag).order
+        order = self._get_tenant(tag).order
         assert order is not None
         return (self.policy, order)
 
     def _restore_shares(self, chains: Iterable[tuple[bytes, bytes | None, int]]) -> None:
-        """Each tenant's own order of what was restored; what passes its quota leaves by it."""
+        """Give each tenant its own order of what was restored; what passes its quota leaves by it."""
         shares: defaultdict[bytes, list[tuple[bytes, bytes | None, int]]] = defaultdict(list)
         for entry in chains:
             shares[self._nodes[entry[0]].tenant].append(entry)
@@ -385,24 +386,24 @@ class TierIndex:
             assert tenant.order is not None
             tenant.order.add_all(shares[tag])
             while tenant.slots > self._quota_slots:
-                left = self._evict((), tenant.spare, tenant.order, "quota")
+                left = self._evict_one((), tenant.spare, tenant.order, "quota")
                 assert left, "nothing is in use yet"
 
-    def _busy(self, node: TierNode, change: int) -> None:
+    def _count_users(self, node: TierNode, change: int) -> None:
         before = node.busy
         node.busy += change
         assert node.busy >= 0
         if (before == 0) != (node.busy == 0):
-            self._in_use([node], not before)
+            self._note_users([node], not before)
 
-    def _in_use(self, nodes: Sequence[TierNode], used: bool) -> None:
-        """These nodes have become busy, or are not any more."""
+    def _note_users(self, nodes: Sequence[TierNode], used: bool) -> None:
+        """Tell the policies that these nodes have become busy, or are not any more."""
         carriers = [node for node in nodes if self.primary in node.copies]
         if self._quota_slots >= self.num_slots:
             (self.policy.pin_pages if used else self.policy.unpin_pages)([node.key for node in carriers])
         else:
             for node in carriers:
-                for policy in self._policies(node.tenant):
+                for policy in self._find_policies(node.tenant):
                     (policy.pin_pages if used else policy.unpin_pages)([node.key])
         for node in nodes:
             if node.spare:
@@ -410,7 +411,7 @@ class TierIndex:
 
     def _set_spare(self, node: TierNode, spare: bool) -> None:
         node.spare = spare
-        for order in (self._spare, self._tenant(node.tenant).spare):
+        for order in (self._spare, self._get_tenant(node.tenant).spare):
             if not spare or node.busy:
                 order.pop(node.key, None)
             else:
@@ -422,16 +423,18 @@ class TierIndex:
         stays, tenant = (page.key, page.parent), self._tenants.get(page.tenant)
         if tenant is not None and tenant.order is not None:
             while tenant.slots + need > self._quota_slots:
-                if not self._evict(stays, tenant.spare, tenant.order, "quota"):
+                if not self._evict_one(stays, tenant.spare, tenant.order, "quota"):
                     return False
         if len(self._free) < need:
             self.policy.adapt_capacity()
         while len(self._free) < need:
-            if not self._evict(stays, self._spare, self.policy, "capacity"):
+            if not self._evict_one(stays, self._spare, self.policy, "capacity"):
                 return False
         return True
 
-    def _evict(self, stays: Sequence[bytes | None], spare: Iterable[bytes], policy: ChainPolicy, cause: str) -> bool:
+    def _evict_one(
+        self, stays: Sequence[bytes | None], spare: Iterable[bytes], policy: ChainPolicy, cause: str
+    ) -> bool:
         """Make a spare copy leave, else a whole node; the page that is to come and its parent, `stays`, do not."""
         key = next((key for key in spare if key not in stays[:1]), None)
         if key is not None:
@@ -443,32 +446,32 @@ class TierIndex:
                 return False
             leaving = list(self._nodes[victims[0]].copies.values())
         for copy in leaving:
-            self._remove(copy, cause)
+            self._remove_copy(copy, cause)
         return True
 
-    def _remove(self, copy: TierCopy, cause: str, *, lost: bool = False) -> None:
+    def _remove_copy(self, copy: TierCopy, cause: str, *, lost: bool = False) -> None:
         node, page, count = self._nodes[copy.page.key], copy.page, len(copy.slots)
         if page.group == self.primary:
-            for policy in self._policies(page.tenant):
+            for policy in self._find_policies(page.tenant):
                 policy.remove_page(page.key)
         del node.copies[page.group]
         if copy.ready:
             self.pages[page.group] -= 1
             self.evictions[cause] += 1
-        tenant = self._tenant(page.tenant)
+        tenant = self._get_tenant(page.tenant)
         tenant.slots -= count
         if not copy.saved:
             self.unsaved_slots -= count
         if node.pinned:
             self.pinned_slots -= count
         # the copy's own writer or readers no longer count for the node
-        self._busy(node, -copy.readers - (copy.state is CopyState.WRITING))
+        self._count_users(node, -copy.readers - (copy.state is CopyState.WRITING))
         self._set_spare(node, bool(node.copies) and self.primary not in node.copies)
         if not node.copies:
             del self._nodes[page.key]
             if not tenant.slots:
                 del self._tenants[page.tenant]
-        copy.move(CopyState.LOST if lost else CopyState.FREE)
+        copy.change_state(CopyState.LOST if lost else CopyState.FREE)
         if lost:
             self._lost.add(copy)
         else:
@@ -488,7 +491,7 @@ class TierIndex:
 
     def check_integrity(self) -> None:
         """Assert the invariant of this module and the counters."""
-        copies = list(self.copies())
+        copies = list(self.iterate_copies())
         slots = [slot for copy in (*copies, *self._lost) for slot in copy.slots] + self._free
         assert len(slots) == len(set(slots)) == self.num_slots - self._coming, "a slot is lost or shared"
         assert all(c.state in (CopyState.WRITING, CopyState.READY) for c in copies), "a copy in the index has ended"
@@ -497,7 +500,7 @@ class TierIndex:
             assert node.copies and node.key == key, "an empty node"
             working = sum(c.readers + (c.state is CopyState.WRITING) for c in node.copies.values())
             assert node.busy == working + node.pinned, "a node's users are miscounted"
-            for policy in self._policies(node.tenant):
+            for policy in self._find_policies(node.tenant):
                 assert (key in policy) == (self.primary in node.copies), "policy and index disagree"
             assert self.primary in node.copies or node.spare, "a copy can never leave"
             assert not node.spare or set(node.copies) - {self.primary}, "a spare node without a local copy"

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class LoadItem(NamedTuple):
-    """One page to fetch and its device slot; a slot of -1 stops at the host (a prefetch)."""
+    """Page to fetch and its device slot; a slot of -1 stops at the host (a prefetch)."""
 
     page: Page
     slot: int
@@ -95,36 +95,36 @@ class PrefixLoad:
             order.pop()
         return max(self.first, self._failed_from, self._passed, order[-1] + 1 if order else 0)
 
-    def to_read(self, items: Iterable[LoadItem]) -> None:
-        """These pages are not in host memory."""
+    def mark_unread(self, items: Iterable[LoadItem]) -> None:
+        """Note that these pages are not in host memory."""
         for item in items:
             self.unread[item.page.group].add(item.page.index)
 
-    def bring(self, items: Sequence[LoadItem]) -> None:
-        """These pages of one layer group are in host memory, and go on to the device."""
+    def mark_in_memory(self, items: Sequence[LoadItem]) -> None:
+        """Note that these pages of one layer group are in host memory, and go on to the device."""
         self.unread[items[0].page.group].difference_update([item.page.index for item in items])
 
     @property
     def window_here(self) -> bool:
-        """Whether all local pages of the window have arrived."""
+        """True when all local pages of the window have arrived."""
         return not self.broken and not self.missing[LOCAL]
 
     @property
     def failed(self) -> bool:
-        """Whether any page cannot be had."""
+        """True when some page cannot be had."""
         return self.broken or self._failed_from > 0
 
     @property
     def complete(self) -> bool:
-        """Whether every page has arrived."""
+        """True when every page has arrived."""
         return not self.failed and not any(self.missing.values())
 
-    def wanted(self, item: LoadItem) -> bool:
-        """Whether the page is still of use: the sequence lives and has computed none of it meanwhile."""
+    def is_wanted(self, item: LoadItem) -> bool:
+        """True while the page is of use: the sequence lives and has computed none of it meanwhile."""
         return not self.cancelled and not (item.page.group == GLOBAL and item.page.index < self.floor)
 
-    def sorted_out(self, items: Sequence[LoadItem]) -> tuple[Sequence[LoadItem], Sequence[LoadItem]]:
-        """Of items of one layer group those that are `wanted`, and the others."""
+    def split_wanted(self, items: Sequence[LoadItem]) -> tuple[Sequence[LoadItem], Sequence[LoadItem]]:
+        """Divide items of one layer group into those that are wanted, and the others."""
         if self.cancelled or not items:
             return (), items
         floor = self.floor if items[0].page.group == GLOBAL else 0
@@ -133,26 +133,26 @@ class PrefixLoad:
             return items, ()
         return wanted, [item for item in items if item.page.index < floor]
 
-    def next_item(self) -> LoadItem | None:
-        """The next page worth fetching; global pages that the sequence computes meanwhile are passed over."""
+    def take_next_item(self) -> LoadItem | None:
+        """Take the next page worth fetching; global pages that the sequence computes meanwhile are passed over."""
         while self.todo:
             item = self.todo.popleft()
-            if self.wanted(item):
+            if self.is_wanted(item):
                 return item
-            self._pass(item)
+            self._skip_item(item)
         return None
 
-    def next_run(self, count: int, ready: Callable[[str, bytes], T | None]) -> tuple[list[LoadItem], list[T]]:
-        """The next pages worth fetching, `count` at most, and what `ready(group, key)` says of each, up to one of which
-        it says None, that is of another layer group than the first or that does not go to the device."""
+    def take_next_run(self, count: int, ready: Callable[[str, bytes], T | None]) -> tuple[list[LoadItem], list[T]]:
+        """Take the next pages worth fetching, `count` at most, and what `ready(group, key)` says of each. A page ends
+        the run if `ready` says None, it is of another layer group than the first, or it does not go to the device."""
         items, found, todo, group = list[LoadItem](), list[T](), self.todo, ""
         while todo and len(items) < count:
             page, slot = item = todo[0]
             if slot < 0 or (page.group != group and items):
                 break
             group = page.group
-            if page.index < self.floor and not self.wanted(item):
-                self._pass(todo.popleft())
+            if page.index < self.floor and not self.is_wanted(item):
+                self._skip_item(todo.popleft())
                 continue
             copy = ready(group, page.key)
             if copy is None:
@@ -161,8 +161,9 @@ class PrefixLoad:
             found.append(copy)
         return items, found
 
-    def arrive(self, items: Sequence[LoadItem], tier: str) -> None:
-        """These pages of one layer group are in their device slots (a prefetch: in host memory), and were in `tier`."""
+    def note_arrival(self, items: Sequence[LoadItem], tier: str) -> None:
+        """Note that these pages of one layer group are in their device slots (a prefetch: in host memory), and were
+        in `tier`."""
         group, indices = items[0].page.group, [item.page.index for item in items]
         self.in_flight -= len(items)
         self.missing[group].difference_update(indices)
@@ -170,36 +171,36 @@ class PrefixLoad:
         self.here[group].update(indices)
         self.arrived[tier] += len(items) * (group == GLOBAL)
 
-    def pass_over(self, item: LoadItem) -> None:
-        """The page came when it was not `wanted` any more."""
+    def drop_arrival(self, item: LoadItem) -> None:
+        """Note a page that came when it was not wanted any more."""
         self.in_flight -= 1
-        self._pass(item)
+        self._skip_item(item)
 
-    def _pass(self, item: LoadItem) -> None:
-        self._not_missing(item.page)
+    def _skip_item(self, item: LoadItem) -> None:
+        self._remove_missing(item.page)
         if item.page.group == GLOBAL:
             self._passed = max(self._passed, item.page.index + 1)
 
-    def fail(self, item: LoadItem) -> None:
-        """A page cannot be had. A global one is computed by the sequence, with all before it; without a local one of
-        the window there is no place to jump to."""
+    def fail_item(self, item: LoadItem) -> None:
+        """Note that a page cannot be had. A global one is computed by the sequence, with all before it; without a
+        local one of the window there is no place to jump to."""
         self.in_flight -= 1
-        self._not_missing(item.page)
+        self._remove_missing(item.page)
         if item.page.group == LOCAL:
             self.broken = True
         else:
             self._failed_from = max(self._failed_from, item.page.index + 1)
 
-    def ask_again(self, item: LoadItem) -> None:
-        """There was no room to bring the page just now."""
+    def postpone_item(self, item: LoadItem) -> None:
+        """Put a page back for which there was no room just now."""
         self.in_flight -= 1
         self.todo.appendleft(item)
 
-    def _not_missing(self, page: Page) -> None:
+    def _remove_missing(self, page: Page) -> None:
         self.missing[page.group].remove(page.index)
         self.unread[page.group].discard(page.index)
 
-    def cancel(self) -> None:
-        """The sequence does not want it any more; what is in flight will be dropped on arrival."""
+    def cancel_load(self) -> None:
+        """Give the load up; what is in flight will be dropped on arrival."""
         self.cancelled = True
         self.todo.clear()

@@ -1,7 +1,7 @@
 """A page in motion between device, host memory and disk: the stages it passes, and what other threads report of it.
 
-Down go a `Store` (device to host) and a `Save` (host to disk), up go a `Read` (disk to host), a `Fetch` (to whoever
-asked, in host memory) and, of many pages, a `ChecksumJob` (in host memory) and an `Upload` (host to device). Only the
+Down go a `Store` (device to host) and a `Save` (host to disk). Up go a `Read` (disk to host) and a `Fetch` (to whoever
+asked, in host memory); of many pages, a `ChecksumJob` (in host memory) and an `Upload` (host to device). Only the
 engine thread changes them; a thread that moved or checked bytes puts a report into the mailbox and touches nothing
 else. Plain data; it must not know copiers, files or threads. Invariants (I6): a move goes along its `LEGAL` stages
 only, so none is applied twice or after its end; a copy along `TRANSITIONS`, so that nothing freed is written or read.
@@ -44,7 +44,7 @@ Checksum = tuple[bytes, Page]
 
 @dataclass(slots=True, eq=False)
 class TierCopy:
-    """One page in one tier. `readers` count transfers that read its slots; `checksum` is set by the tier that checks
+    """Page in one tier. `readers` count transfers that read its slots; `checksum` is set by the tier that checks
     it; `saved`: the next tier has had it, or is not to have it; `origin` is the tier it was fetched from and not used
     since, for the statistics; `private`: one sequence alone can use it; `found`: it was ready once, and not private, so
     events tell when it leaves."""
@@ -65,10 +65,10 @@ class TierCopy:
 
     @property
     def being_read(self) -> bool:
-        """Whether its bytes are still to come from the tier below."""
+        """True while its bytes are still to come from the tier below."""
         return self.state is CopyState.WRITING and self.origin != ""
 
-    def move(self, state: CopyState) -> None:
+    def change_state(self, state: CopyState) -> None:
         """Change state; an illegal transition is a bug of ours."""
         assert state in TRANSITIONS[self.state], f"{self.state} -> {state} (I6)"
         self.state = state
@@ -76,7 +76,7 @@ class TierCopy:
 
 
 class Stage(enum.Enum):
-    """Where a page in motion is. TAKEN, FAILED, RELEASED and ENDED are final."""
+    """Stage of a page in motion. TAKEN, FAILED, RELEASED and ENDED are final."""
 
     __hash__ = object.__hash__  # tables of stages are read for each page, and Enum's own is a function of Python
 
@@ -115,7 +115,7 @@ class Move:
     LEGAL: ClassVar[Table]
     stage: Stage
 
-    def go(self, stage: Stage) -> None:
+    def enter_stage(self, stage: Stage) -> None:
         assert stage in self.LEGAL[self.stage], f"{type(self).__name__}: {self.stage} -> {stage} (I6)"
         self.stage = stage
 
@@ -187,10 +187,10 @@ class Fetch(Move):
         assert self.copy is not None and self.stage is Stage.HERE
         return self.copy
 
-    def take(self) -> TierCopy:
-        """The same, which the caller holds from now on."""
+    def take_copy(self) -> TierCopy:
+        """Hand the pinned copy to the caller, who releases it."""
         copy = self.pinned_copy
-        self.go(Stage.TAKEN)
+        self.enter_stage(Stage.TAKEN)
         return copy
 
 

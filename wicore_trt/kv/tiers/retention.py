@@ -1,4 +1,4 @@
-"""What clients said about the future of their pages: sessions to keep, and times after which pages go.
+"""Sessions whose pages are pinned, and times after which pages go, as clients said.
 
 Plain data with the clock passed in; it must not know where pages are or what a request is. A session's pin is on
 keys, so that a page that reaches a tier later is pinned too (`TierIndex.pin_keys`). A time to live binds what its
@@ -38,55 +38,55 @@ class Retention:
         self._pinned_keys = 0
         self.stamped: Callable[[bytes, float | None], None] = lambda key, left: None
 
-    def now(self) -> float:
+    def read_clock(self) -> float:
         """The clock's time, in seconds."""
         return self._clock()
 
-    def used(self, keys: Sequence[bytes], hints: CacheHints, scope: bytes) -> None:
+    def renew_ends(self, keys: Sequence[bytes], hints: CacheHints, scope: bytes) -> None:
         """A request of this chain was admitted: its keys' times and its session's start anew. A use without a time to
         live ends those that its keys had."""
         now = self._clock()
         for key in keys:
             if key in self._ends:
                 if hints.ttl_s is None:
-                    self._ends.discard(key)
+                    self._ends.discard_end(key)
                     self.stamped(key, None)
                 else:
-                    self._extend(key, now, hints.ttl_s)
+                    self._extend_end(key, now, hints.ttl_s)
         name = (scope, hints.session)
         if name in self._pinned:
-            self._session_ends.extend(name, now, self._pin_s_of(hints))
+            self._session_ends.extend_end(name, now, self._pin_s_of(hints))
 
-    def finished(
+    def end_request(
         self, keys: Sequence[bytes], hints: CacheHints, scope: bytes, tiers: Sequence[TierIndex], *, found: int = 0
     ) -> None:
         """A request ended, in whatever way, and `keys` is its whole chain. The first `found` of them were cached when
         it was admitted: those it did not make, and it gives no time to live to them."""
-        self.used(keys, hints, scope)
+        self.renew_ends(keys, hints, scope)
         if hints.ttl_s is not None:
             now = self._clock()
             for key in keys[found:]:
-                self._extend(key, now, hints.ttl_s)
+                self._extend_end(key, now, hints.ttl_s)
         if hints.session:
-            self._replace((scope, hints.session), keys, tiers, self._pin_s_of(hints))
+            self._replace_session((scope, hints.session), keys, tiers, self._pin_s_of(hints))
         elif hints.priority is CachePriority.HIGH and keys:
-            self._replace((scope, keys[-1]), keys, tiers, self._pin_s_of(hints))
+            self._replace_session((scope, keys[-1]), keys, tiers, self._pin_s_of(hints))
 
-    def made(self, keys: Iterable[bytes], hints: CacheHints) -> None:
+    def begin_ends(self, keys: Iterable[bytes], hints: CacheHints) -> None:
         """A running request made these pages: their time begins before any tier has them, so that none keeps them
         longer."""
         if hints.ttl_s is not None:
             now = self._clock()
             for key in keys:
-                self._extend(key, now, hints.ttl_s)
+                self._extend_end(key, now, hints.ttl_s)
 
-    def restore(self, key: bytes, left_s: float) -> None:
+    def restore_end(self, key: bytes, left_s: float) -> None:
         """A page that an earlier process left on disk has so many seconds of its time left."""
-        self._ends.extend(key, self._clock(), max(0.0, left_s))
+        self._ends.extend_end(key, self._clock(), max(0.0, left_s))
 
-    def left(self, key: bytes) -> float | None:
+    def seconds_left(self, key: bytes) -> float | None:
         """Seconds until a key's time is over; None when it has none."""
-        end = self._ends.end(key)
+        end = self._ends.get_end(key)
         return None if end is None else end - self._clock()
 
     def rest_s(self) -> float | None:
@@ -94,52 +94,56 @@ class Retention:
         ends = [end for end in (self._ends.soonest, self._session_ends.soonest) if end is not None]
         return max(0.0, min(ends) - self._clock()) if ends else None
 
-    def due(self, now: float, in_use: Callable[[bytes], bool] = lambda key: False) -> list[bytes]:
+    def take_due(self, now: float, in_use: Callable[[bytes], bool] = lambda key: False) -> list[bytes]:
         """Let go of the sessions that are over and name the keys whose time is: the caller drops their pages in every
         tier. The time of a key that is `in_use` by a running request starts anew. O(1) when nothing is due."""
         if not self._ends and not self._session_ends:
             return []
-        while (name := self._session_ends.first(now, force=self._pinned_keys > self._max_keys)) is not None:
-            self._release(name)
+        while (name := self._session_ends.find_first(now, force=self._pinned_keys > self._max_keys)) is not None:
+            self._release_session(name)
         found: list[bytes] = []
         kept = 0
         while True:
             crowded = len(self._ends) > self._max_keys
-            key = self._ends.first(now, force=crowded)
+            key = self._ends.find_first(now, force=crowded)
             if key is None:
                 return found
             if in_use(key):
-                self._extend(key, now, max(self._ends.span(key), 1.0))  # at least a second, so that it does move
+                self._extend_end(
+                    key, now, max(self._ends.get_span(key), 1.0)
+                )  # at least a second, so that it does move
                 kept += 1
                 if crowded and kept > KEPT_AT_ONCE:
                     return found  # all that end soonest are in use: later calls go on
             else:
-                self._ends.discard(key)
+                self._ends.discard_end(key)
                 found.append(key)
 
-    def _extend(self, key: bytes, now: float, span: float) -> None:
-        if self._ends.extend(key, now, span):
+    def _extend_end(self, key: bytes, now: float, span: float) -> None:
+        if self._ends.extend_end(key, now, span):
             self.stamped(key, span)
 
     def _pin_s_of(self, hints: CacheHints) -> float:
         return self._pin_s if hints.ttl_s is None else hints.ttl_s
 
-    def _replace(self, name: SessionName, keys: Sequence[bytes], tiers: Sequence[TierIndex], span: float) -> None:
-        self._release(name)
+    def _replace_session(
+        self, name: SessionName, keys: Sequence[bytes], tiers: Sequence[TierIndex], span: float
+    ) -> None:
+        self._release_session(name)
         if not keys:
             return
         for tier in tiers:
             tier.pin_keys(keys)
         self._pinned[name] = (tuple(keys), tuple(tiers))
         self._pinned_keys += len(keys)
-        self._session_ends.extend(name, self._clock(), span)
+        self._session_ends.extend_end(name, self._clock(), span)
 
-    def _release(self, name: SessionName) -> None:
+    def _release_session(self, name: SessionName) -> None:
         keys, tiers = self._pinned.pop(name, ((), ()))
         for tier in tiers:
             tier.unpin_keys(keys)
         self._pinned_keys -= len(keys)
-        self._session_ends.discard(name)
+        self._session_ends.discard_end(name)
 
     def check_integrity(self) -> None:
         """Assert the invariant of this module, without the limits."""
@@ -176,12 +180,12 @@ class _Deadlines(Generic[T]):
     def __contains__(self, item: T) -> bool:
         return item in self._live
 
-    def end(self, item: T) -> float | None:
+    def get_end(self, item: T) -> float | None:
         live = self._live.get(item)
         return None if live is None else live.end
 
-    def span(self, item: T) -> float:
-        """How long the item lasted from its last extension on."""
+    def get_span(self, item: T) -> float:
+        """Seconds that the item lasts from its last extension on."""
         return self._live[item].span
 
     @property
@@ -189,7 +193,7 @@ class _Deadlines(Generic[T]):
         """No item ends before this time; None without items."""
         return self._heap[0][0] if self._live else None
 
-    def extend(self, item: T, now: float, span: float) -> bool:
+    def extend_end(self, item: T, now: float, span: float) -> bool:
         """The item ends at now + span, or when it would have ended if that is later; whether that changed its end."""
         old = self._live.get(item)
         if old is None:
@@ -205,10 +209,10 @@ class _Deadlines(Generic[T]):
             return True
         return False
 
-    def discard(self, item: T) -> None:
+    def discard_end(self, item: T) -> None:
         self._live.pop(item, None)
 
-    def first(self, now: float, *, force: bool = False) -> T | None:
+    def find_first(self, now: float, *, force: bool = False) -> T | None:
         """The item with the soonest end if that is over, or in any case with `force`."""
         while self._heap and (self._heap[0][0] <= now or force):
             when, serial, item = self._heap[0]

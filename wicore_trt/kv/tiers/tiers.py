@@ -65,9 +65,9 @@ def open_tiers(
     slab = aligned_buffer(index.num_slots * slot_bytes)
     backing = Backing(slab, slot_bytes, copier.pin)
     if backing.ready < index.num_slots:
-        index.withhold(backing.ready, index.num_slots)
+        index.withhold_slots(backing.ready, index.num_slots)
     if disk is not None:
-        disk[0].restore(disk[1].recover())
+        disk[0].restore_pages(disk[1].recover_pages())
     movers = Movers(HostTier(index, slab, slot_bytes, page_bytes), disk, copier, announce)
     return LowerTiers(movers, save_early=save_early, backing=backing)
 
@@ -88,34 +88,34 @@ class LowerTiers:
         self._relieve_at = 0.0
         self._went_down, self._came_up = deque[Report](), deque[Report]()
         if backing is not None:
-            backing.start(lambda first, stop: movers.post(Backed, first, stop))
+            backing.start_threads(lambda first, stop: movers.post_report(Backed, first, stop))
 
-    def where(self, group: str, key: bytes) -> str | None:
-        """The nearest tier that has a page: "host" (or on its way there from the device), "reading" (on its way there
-        from disk), "disk" or None."""
-        here = self.host.get(group, key)
+    def find_tier(self, group: str, key: bytes) -> str | None:
+        """Find the nearest tier that has a page: "host" (or on its way there from the device), "reading" (on its way
+        there from disk), "disk" or None."""
+        here = self.host.find_copy(group, key)
         if here is not None:
             return "reading" if here.being_read else "host"
-        return "disk" if self.disk is not None and self.disk.ready(group, key) is not None else None
+        return "disk" if self.disk is not None and self.disk.find_ready(group, key) is not None else None
 
-    def identities(self, group: str, keys: Iterable[bytes]) -> list[Page | None]:
-        """What a tier knows these pages as."""
-        found, host = list[Page | None](), self.host.get
+    def find_identities(self, group: str, keys: Iterable[bytes]) -> list[Page | None]:
+        """Find the identities of pages, as the nearest tier knows them; None for a page that no tier has."""
+        found, host = list[Page | None](), self.host.find_copy
         for key in keys:
             copy = host(group, key)
             if copy is None and self.disk is not None:
-                copy = self.disk.get(group, key)
+                copy = self.disk.find_copy(group, key)
             found.append(copy.page if copy is not None else None)
         return found
 
-    def finder(self, group: str, above: Callable[[bytes], object]) -> Callable[[bytes], bool]:
-        """Whether a tier has a page of a layer group, or `above` knows it."""
-        where = self.where
+    def make_finder(self, group: str, above: Callable[[bytes], object]) -> Callable[[bytes], bool]:
+        """Make a test of a key: whether a tier has its page of a layer group, or `above` knows it."""
+        where = self.find_tier
         return lambda key: above(key) is not None or where(group, key) is not None
 
-    def reach(self, group: str, keys: Iterable[bytes], above: Callable[[bytes], object]) -> list[str]:
-        """`where` the pages of a chain are, up to one that no tier has; "device" for those that `above` knows."""
-        found, where = list[str](), self.where
+    def find_tiers(self, group: str, keys: Iterable[bytes], above: Callable[[bytes], object]) -> list[str]:
+        """`find_tier` of the pages of a chain, up to one that no tier has; "device" for those that `above` knows."""
+        found, where = list[str](), self.find_tier
         for key in keys:
             tier = "device" if above(key) is not None else where(group, key)
             if tier is None:
@@ -123,42 +123,42 @@ class LowerTiers:
             found.append(tier)
         return found
 
-    def writing(self, group: str, key: bytes) -> bool:
-        """Whether a page is on its way to a tier."""
-        copies = (index.get(group, key) for index in self.indexes.values())
+    def is_writing(self, group: str, key: bytes) -> bool:
+        """True while a page is on its way to a tier."""
+        copies = (index.find_copy(group, key) for index in self.indexes.values())
         return any(copy is not None and not copy.ready for copy in copies)
 
-    def retain(self, copies: Sequence[TierCopy]) -> bool:
+    def pin_copies(self, copies: Sequence[TierCopy]) -> bool:
         """Wait until copies that are being stored are there, and keep all of them from leaving (`host.release` ends
         that). False, and none is kept, when one does not arrive in time."""
         end = time.monotonic() + RETAIN_S
         while any(copy.state is CopyState.WRITING for copy in copies) and time.monotonic() < end:
-            self.wait(RETAIN_S)
+            self.wait_for_report(RETAIN_S)
         if not all(copy.ready for copy in copies):
             return False
-        self.host.acquire(copies)
+        self.host.acquire_copies(copies)
         return True
 
-    def touch(self, keys: Sequence[bytes], signal: Sequence[float] | None) -> None:
+    def touch_chain(self, keys: Sequence[bytes], signal: Sequence[float] | None) -> None:
         for index in self.indexes.values():
-            index.touch(keys, signal)
+            index.touch_chain(keys, signal)
 
     def spare_windows(self, group: str, keys: Sequence[bytes], needed: set[int]) -> None:
-        """Of the chain's local pages, all but those at the `needed` indices may leave first."""
+        """Let the chain's local pages leave first, but for those at the `needed` indices."""
         spare = [key for i, key in enumerate(keys) if i not in needed]
         for index in self.indexes.values():
-            index.spare(group, spare)
+            index.spare_copies(group, spare)
 
-    def branches(self, keys: Sequence[bytes]) -> set[int]:
-        """The places of those keys from which several chains go on in some tier."""
+    def find_branches(self, keys: Sequence[bytes]) -> set[int]:
+        """Find the places of those keys from which several chains go on in some tier."""
         return {i for index in self.indexes.values() for i in index.policy.find_branches(keys)}
 
-    def drop(self, key: bytes, cause: str) -> None:
+    def drop_page(self, key: bytes, cause: str) -> None:
         """Forget a page everywhere below the device."""
         for index in self.indexes.values():
             index.drop_key(key, cause)
 
-    def condemn(self, key: bytes, cause: str) -> None:
+    def condemn_page(self, key: bytes, cause: str) -> None:
         """Forget a page everywhere below the device, on its way there too; fetches that wait for it fail."""
         for index in self.indexes.values():
             index.drop_key(key, cause, written=True)
@@ -167,57 +167,57 @@ class LowerTiers:
 
     def drop_private(self, page: Page) -> None:
         """Forget a `private` page in host memory, also one that is still being stored: nobody waits for it."""
-        copy = self.host.get(*page.name)
+        copy = self.host.find_copy(*page.name)
         if copy is not None and copy.ready:
-            self.host.drop(copy, "resumed")
+            self.host.drop_copy(copy, "resumed")
         elif copy is not None:
-            self.host.abort(copy, "resumed", touched=True)
+            self.host.abort_copy(copy, "resumed", touched=True)
 
-    def clear(self) -> None:
+    def drop_all(self) -> None:
         """Forget every page that is not in use."""
         for index in self.indexes.values():
-            for copy in list(index.copies()):
+            for copy in list(index.iterate_copies()):
                 if copy.ready:
-                    index.drop(copy, "cleared")
+                    index.drop_copy(copy, "cleared")
 
     @property
-    def busy(self) -> bool:
-        """Whether anything is under way or to be saved."""
+    def has_work(self) -> bool:
+        """True while anything is under way or to be saved."""
         return bool(self.movers.outstanding or self.down.to_save)
 
     # --- what other threads reported -----------------------------------------------------------------------------
 
-    def poll(self) -> bool:
+    def poll_all(self) -> bool:
         """Apply finished transfers, go on with loads, keep the tiers below their thresholds. True if there was news."""
         news = False
         while self.apply_reports() or self.loads.inbox:
             news = True
             self.loads.take_arrivals()
-        self.loads.pump()
-        self._relieve()
+        self.loads.pump_loads()
+        self._save_cold()
         return news
 
     def poll_up(self) -> None:
-        """`poll` of what the next step may depend on; the rest can wait for `poll_down`."""
+        """`poll_all` of what the next step may depend on; the rest can wait for `poll_down`."""
         if self.loads.loads or self.loads.inbox:
-            self.poll()
+            self.poll_all()
         else:
             self._apply_up()
 
     def poll_down(self) -> None:
-        """`poll` of what went down, while a step runs: goes on with no load, so that nothing comes into a page that the
-        step writes."""
+        """`poll_all` of what went down, while a step runs: goes on with no load, so that nothing comes into a page
+        that the step writes."""
         self._apply_down()
-        self._relieve()
+        self._save_cold()
 
-    def wait(self, timeout_s: float) -> None:
+    def wait_for_report(self, timeout_s: float) -> None:
         """Sleep until another thread reports something, at most `timeout_s` seconds; then apply what there is."""
         self.movers.copier.flush()
         self.down.hash_copied()
         self._take_reports(0 if self._went_down or self._came_up else timeout_s)
         for reports in (self._came_up, self._went_down):
             while reports:
-                self._apply(reports.popleft())
+                self._apply_report(reports.popleft())
         self.down.hash_copied()
 
     def apply_reports(self) -> bool:
@@ -229,7 +229,7 @@ class LowerTiers:
         self._take_reports(0)
         found = bool(self._came_up)
         while self._came_up:
-            self._apply(self._came_up.popleft())
+            self._apply_report(self._came_up.popleft())
         self.movers.copier.flush()
         return found
 
@@ -238,7 +238,7 @@ class LowerTiers:
         self._take_reports(0)
         found = bool(self._went_down)
         while self._went_down:
-            self._apply(self._went_down.popleft())
+            self._apply_report(self._went_down.popleft())
         self.down.hash_copied()
         self.down.begin_saves()
         self.movers.copier.flush()
@@ -258,7 +258,7 @@ class LowerTiers:
         except Empty:
             pass
 
-    def _apply(self, report: Report) -> None:
+    def _apply_report(self, report: Report) -> None:
         match report:
             case Copied():
                 if self.down.apply_copied(report.move, report.digest, report.seconds):
@@ -277,24 +277,24 @@ class LowerTiers:
             case Uploaded():
                 self.up.apply_uploaded(report.move, report.digests, report.seconds)
             case Backed():
-                self.host.grow(report.first, report.stop)
+                self.host.grant_slots(report.first, report.stop)
             case _:
                 assert_never(report)
 
-    def _relieve(self) -> None:
+    def _save_cold(self) -> None:
         """Copy cold pages to disk if the host is too full of pages that are not there."""
         full = self.host.unsaved_slots > HOST_THRESHOLD * self.host.num_slots
         if self.disk is None or not full or time.monotonic() < self._relieve_at:
             return
         self._relieve_at = time.monotonic() + RELIEVE_S
         surplus = self.host.unsaved_slots - int((HOST_THRESHOLD - HYSTERESIS) * self.host.num_slots)
-        for copy in self.host.cold(surplus):
+        for copy in self.host.find_cold(surplus):
             self.down.queue_save(copy)
 
     # --- statistics and the end ----------------------------------------------------------------------------------
 
-    def stats(self) -> tuple[TierStats, ...]:
-        """Host and disk."""
+    def collect_stats(self) -> tuple[TierStats, ...]:
+        """Collect the counts of host and disk."""
         movers = self.movers
         stats = [self._tier_stats("host", self.host, movers.host_traffic, movers.outstanding)]
         if movers.disk is not None:
@@ -315,13 +315,13 @@ class LowerTiers:
     def wait_idle(self, timeout_s: float) -> bool:
         """Poll until nothing is under way or to be saved; for shutdown and tests. False when time runs out."""
         end = time.monotonic() + timeout_s
-        while self.busy:
+        while self.has_work:
             self.apply_reports()
             left = end - time.monotonic()
             if left <= 0:
                 return False
             if self.movers.outstanding:
-                self.wait(min(left, 0.05))
+                self.wait_for_report(min(left, 0.05))
             elif self.down.to_save:
                 time.sleep(min(left, 0.01))
         return True

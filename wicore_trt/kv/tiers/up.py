@@ -47,9 +47,9 @@ AT_ONCE = 64
 
 
 class UpTransfers:
-    """Of `asked_bytes`, all that the disk was ever asked for, `reading_bytes` are not here yet. `disk_rate(bytes,
-    asked, seconds, rests)` hears how long after it was asked, by `time.perf_counter`, a read was over, and whether the
-    disk has none to do now."""
+    """Fetches, reads, checks and uploads. The disk was asked for `asked_bytes` so far, and still reads
+    `reading_bytes`. `disk_rate(bytes, asked, seconds, rests)` hears how long after it was asked, by
+    `time.perf_counter`, a read was over, and whether the disk has none to do now."""
 
     def __init__(self, movers: Movers) -> None:
         self.asked_bytes = self.reading_bytes = 0
@@ -68,16 +68,16 @@ class UpTransfers:
     def _begin_fetch(self, fetch: Fetch) -> bool:
         """Bring a page to host memory and check it; false when the disk's queue or the host is full just now."""
         index = self._movers.host.index
-        copy = index.get(*fetch.page.name)
+        copy = index.find_copy(*fetch.page.name)
         if copy is None:
-            return self._read(fetch)
+            return self._begin_read(fetch)
         if copy.ready:
             fetch.copy = copy
-            index.acquire([copy])
+            index.acquire_copies([copy])
             if self._movers.copier.checks:
                 self._end_fetch(fetch)
                 return True
-            fetch.go(Stage.CHECKING)
+            fetch.enter_stage(Stage.CHECKING)
             self._submit_check(fetch, [copy])
         else:
             self.waiting.setdefault(fetch.page.name, []).append(fetch)
@@ -91,10 +91,10 @@ class UpTransfers:
 
     def _submit_check(self, move: Fetch | ChecksumJob, copies: Sequence[TierCopy]) -> None:
         self._movers.outstanding += len(copies)
-        self._movers.checker.submit(self._check, move, copies)
+        self._movers.checker.submit(self._run_check, move, copies)
 
-    def _check(self, move: Fetch | ChecksumJob, copies: Sequence[TierCopy]) -> None:
-        self._movers.post(Checked, move, [self._movers.is_right(copy) for copy in copies])
+    def _run_check(self, move: Fetch | ChecksumJob, copies: Sequence[TierCopy]) -> None:
+        self._movers.post_report(Checked, move, [self._movers.is_right(copy) for copy in copies])
 
     def check_copies(self, copies: Sequence[TierCopy], on_verdict: OnVerdict) -> None:
         """Compare what host copies, which are held, have in their buffers; `on_verdict` as in `ChecksumJob`. For copies
@@ -105,7 +105,7 @@ class UpTransfers:
         """Go on with copies whose bytes match their identity, and look for the others elsewhere."""
         self._movers.outstanding -= len(right)
         if isinstance(move, ChecksumJob):
-            move.go(Stage.ENDED)
+            move.enter_stage(Stage.ENDED)
             self._tell_verdicts(move, 0, right)
             return
         if right[0]:
@@ -114,7 +114,7 @@ class UpTransfers:
         assert move.copy is not None
         self._drop_corrupt(move.copy)
         move.copy = None
-        move.go(Stage.WAITING)
+        move.enter_stage(Stage.WAITING)
         move.wrong += 1
         if move.wrong > MAX_WRONG:
             self._fail_fetch(move)
@@ -126,24 +126,24 @@ class UpTransfers:
         index = self._movers.host.index
         self._movers.host_traffic.failures["corrupt"] += 1
         if copy.ready:
-            index.drop(copy, "corrupt")
-        index.release([copy])
+            index.drop_copy(copy, "corrupt")
+        index.release_copies([copy])
 
     def _end_fetch(self, fetch: Fetch) -> None:
-        fetch.go(Stage.HERE)
+        fetch.enter_stage(Stage.HERE)
         if fetch.unwanted:
             self.release_fetch(fetch)
         else:
             fetch.inbox.append(fetch)
 
     def _fail_fetch(self, fetch: Fetch) -> None:
-        fetch.go(Stage.FAILED)
+        fetch.enter_stage(Stage.FAILED)
         fetch.inbox.append(fetch)
 
     def answer_fetches(self, copy: TierCopy) -> None:
         """Give a page that was just stored or read to the fetches that wait for it; it needs no second check."""
         for fetch in self.waiting.pop(copy.page.name, ()):
-            self._movers.host.index.acquire([copy])
+            self._movers.host.index.acquire_copies([copy])
             fetch.copy = copy
             self._end_fetch(fetch)
 
@@ -157,8 +157,8 @@ class UpTransfers:
         if fetch.stage in (Stage.WAITING, Stage.CHECKING):
             fetch.unwanted = True
         elif fetch.stage is Stage.HERE:
-            self._movers.host.index.release([fetch.pinned_copy])
-            fetch.go(Stage.RELEASED)
+            self._movers.host.index.release_copies([fetch.pinned_copy])
+            fetch.enter_stage(Stage.RELEASED)
 
     # --- to the device -------------------------------------------------------------------------------------------
 
@@ -169,8 +169,8 @@ class UpTransfers:
         device slots, soon; `on_verdict` as in `Upload`."""
         move, movers = Upload(copies, on_verdict), self._movers
         movers.outstanding += len(copies)
-        pages = list(map(movers.host.payload, copies))
-        movers.copier.to_device(copies[0].page.group, slots, pages, partial(movers.post, Uploaded, move))
+        pages = list(map(movers.host.page_parts, copies))
+        movers.copier.to_device(copies[0].page.group, slots, pages, partial(movers.post_report, Uploaded, move))
 
     def apply_uploaded(self, move: Upload, digests: Sequence[bytes | None], seconds: float) -> None:
         """Note the next pages of a move, which later steps see where they are right ones."""
@@ -178,14 +178,14 @@ class UpTransfers:
         copies = move.copies[first : first + count]
         move.told += count
         if move.told == len(move.copies):
-            move.go(Stage.ENDED)
+            move.enter_stage(Stage.ENDED)
         self._movers.outstanding -= count
         traffic.read_bytes += count * host.page_bytes[copies[0].page.group]
         traffic.read_seconds += seconds
         right = [
             digest is None or (digest, copy.page) == copy.checksum for digest, copy in zip(digests, copies, strict=True)
         ]
-        host.index.release(copies if all(right) else compress(copies, right))
+        host.index.release_copies(copies if all(right) else compress(copies, right))
         self._tell_verdicts(move, first, right)
 
     def _tell_verdicts(self, move: ChecksumJob | Upload, first: int, right: Sequence[bool]) -> None:
@@ -200,26 +200,26 @@ class UpTransfers:
 
     # --- from disk -----------------------------------------------------------------------------------------------
 
-    def _read(self, fetch: Fetch) -> bool:
+    def _begin_read(self, fetch: Fetch) -> bool:
         """Have a page read to host memory; false when the disk's queue or the host is full just now."""
         movers, page, name = self._movers, fetch.page, fetch.page.name
-        source = movers.disk[0].get(*name) if movers.disk is not None else None
+        source = movers.disk[0].find_copy(*name) if movers.disk is not None else None
         if movers.disk is None or source is None or not source.ready or movers.disk[1].stalled:
             self._fail_fetch(fetch)
             return True
         index, store = movers.disk
-        copy = movers.host.index.reserve(page)
+        copy = movers.host.index.reserve_copy(page)
         if copy is None:
             return False
-        index.acquire([source])
+        index.acquire_copies([source])
         copy.origin = "disk"
         move = Read(copy, source, time.perf_counter())
         done, seen = partial(movers.post_timed, ReadDone, move, move.asked), partial(self._take_checksum, copy)
         self.waiting.setdefault(name, []).append(fetch)  # first, because the disk's thread may ask at once
         parts, wanted = movers.host.cut_slots(copy.slots), partial(self._is_wanted, name)
-        if not store.read(page, source.slots, parts, done, seen=seen, wanted=wanted):
-            index.release([source])
-            movers.host.index.abort(copy, "queue full")
+        if not store.read_page(page, source.slots, parts, done, seen=seen, wanted=wanted):
+            index.release_copies([source])
+            movers.host.index.abort_copy(copy, "queue full")
             self.waiting[name].remove(fetch)
             if not self.waiting[name]:
                 del self.waiting[name]
@@ -230,12 +230,12 @@ class UpTransfers:
         return True
 
     def _is_wanted(self, name: tuple[str, bytes]) -> bool:
-        """Whether anybody waits for a page that is to be read. Asked on the disk's thread: fetches that come later, or
+        """Check whether a fetch waits for a page that is to be read, on the disk's thread: fetches that come later, or
         after it was asked, get what `end_read` makes of it."""
         return any(fetch.wanted() and not fetch.unwanted for fetch in tuple(self.waiting.get(name, ())))
 
     def _take_checksum(self, copy: TierCopy) -> None:
-        copy.checksum = self._movers.checksum(copy)  # on the disk's thread, which has the time
+        copy.checksum = self._movers.take_checksum(copy)  # on the disk's thread, which has the time
 
     def end_read(self, move: Read, outcome: Outcome, seconds: float) -> bool:
         """Note what became of a read; true when the page is here. RETURNED follows a TIMEOUT."""
@@ -243,30 +243,30 @@ class UpTransfers:
         assert movers.disk is not None
         index, host = movers.disk[0], movers.host.index
         late, returned = outcome is Outcome.TIMEOUT, outcome is Outcome.RETURNED
-        move.go(Stage.LATE if late else Stage.ENDED)
+        move.enter_stage(Stage.LATE if late else Stage.ENDED)
         movers.outstanding -= not late
         movers.late += late - returned
         if returned:
-            index.release([source])
-            host.reclaim(copy)
+            index.release_copies([source])
+            host.reclaim_slots(copy)
             return False
         count = movers.host.page_bytes[copy.page.group]
         self.reading_bytes -= count
         if late or outcome is Outcome.OK:  # one that failed may have ended at once
             self.disk_rate(count, move.asked, seconds, not self.reading_bytes)
         if outcome is Outcome.OK:
-            index.release([source])
+            index.release_copies([source])
             movers.disk_traffic.read_bytes += count
             movers.disk_traffic.read_seconds += seconds
             host.mark_saved(copy)
-            host.commit(copy)
+            host.commit_copy(copy)
             if copy.ready:
                 movers.announce("host", copy.page)
             return copy.ready
         waited_for = copy.state is CopyState.WRITING
         if outcome is Outcome.UNWANTED:
-            index.release([source])
-            host.abort(copy, "unwanted")
+            index.release_copies([source])
+            host.abort_copy(copy, "unwanted")
             for fetch in self.waiting.pop(copy.page.name, ()) if waited_for else ():
                 if fetch.unwanted or not fetch.wanted():
                     self._fail_fetch(fetch)
@@ -275,11 +275,11 @@ class UpTransfers:
             return False
         cause = outcome.name.lower()
         movers.disk_traffic.failures["read timeout" if late else cause] += 1
-        host.abort(copy, cause, touched=late)
+        host.abort_copy(copy, cause, touched=late)
         if not late:
             if source.ready:
-                index.drop(source, cause)
-            index.release([source])
+                index.drop_copy(source, cause)
+            index.release_copies([source])
         if waited_for:
             self.refuse_fetches(copy.page.name)
         return False
@@ -300,10 +300,10 @@ class LoadPump:
         self._disk_taken = False
 
     def begin_load(self, load: PrefixLoad) -> None:
-        """Start fetching the pages of a load; `pump` goes on with it."""
+        """Start fetching the pages of a load; `pump_loads` goes on with it."""
         load.turn = (not load.tokens, _size_class(self.unread_bytes(load)))
         insort(self.loads, load, key=attrgetter("turn"))
-        self.pump()
+        self.pump_loads()
 
     def set_read_ahead(self, bytes_per_s: float) -> None:
         """Ask a disk that reads so fast for as much as it needs to have."""
@@ -311,13 +311,13 @@ class LoadPump:
         self._in_flight = max(IN_FLIGHT, min(MOST_IN_FLIGHT, int(AHEAD_S * bytes_per_s / page_bytes)))
 
     def unread_bytes(self, load: PrefixLoad) -> int:
-        """What a load lacks and the disk has to read, as far as it is known."""
+        """Count the bytes that a load lacks and the disk has to read, as far as it is known."""
         slots = sum(len(load.unread[group]) * count for group, count in self._host.slots_per_page.items())
         return slots * self._movers.host.slot_bytes
 
     def unasked_bytes(self, count: int = 0, load: PrefixLoad | None = None) -> int:
-        """What those loads have not asked the disk for yet that have their turn there before `load`, or before a new
-        one of `count` bytes."""
+        """Count the bytes not asked of the disk yet by loads that come before `load` there, or before a new one of
+        `count` bytes."""
         slots, found = self._host.slots_per_page, 0
         for other in self.loads:
             if other is load or (load is None and other.turn > (0, _size_class(count))):
@@ -328,58 +328,58 @@ class LoadPump:
             found += max(0, unasked) * (not other.cancelled)
         return found
 
-    def pump(self) -> None:
+    def pump_loads(self) -> None:
         """Ask for more pages of each load."""
         self._disk_taken = False
         for load in self.loads:
-            while load.in_flight < IN_MEMORY and not load.cancelled and self._ask(load):
+            while load.in_flight < IN_MEMORY and not load.cancelled and self._ask_next(load):
                 self.take_arrivals()
         self.loads = [load for load in self.loads if not load.finished]
         self._movers.copier.flush()
 
-    def _ask(self, load: PrefixLoad) -> bool:
+    def _ask_next(self, load: PrefixLoad) -> bool:
         """Ask for the next pages of a load: for many that are in host memory, or for one. False: not now."""
-        items, copies = load.next_run(min(AT_ONCE, IN_MEMORY - load.in_flight), self._host.ready)
+        items, copies = load.take_next_run(min(AT_ONCE, IN_MEMORY - load.in_flight), self._host.find_ready)
         if items:
             load.in_flight += len(items)
-            self._host.acquire(copies)
+            self._host.acquire_copies(copies)
             if self._movers.copier.checks:
-                self._upload(load, items, copies)
+                self._upload_items(load, items, copies)
             else:
                 self._up.check_copies(copies, partial(self._end_check, load, items, copies))
             return True
-        item = load.next_item()
+        item = load.take_next_item()
         if item is None:
             return False
         if not self._in_host(item.page) and (self._disk_taken or load.reading >= self._in_flight):
             self._disk_taken = True  # those behind it in the order would only come between
             load.todo.appendleft(item)
             return False
-        if self._fetch(load, item):
+        if self._fetch_item(load, item):
             load.in_flight += 1
             return True
         if self._movers.outstanding > self._movers.late:  # some move will end soon, and make room
             load.todo.appendleft(item)
         else:
             load.in_flight += 1
-            load.fail(item)
+            load.fail_item(item)
         return False
 
     def _in_host(self, page: Page) -> bool:
-        """Whether a page is in host memory, or on its way there from the device."""
-        copy = self._host.get(*page.name)
+        """True for a page in host memory, or on its way there from the device."""
+        copy = self._host.find_copy(*page.name)
         return copy is not None and not copy.being_read
 
-    def _fetch(self, load: PrefixLoad, item: LoadItem) -> bool:
+    def _fetch_item(self, load: PrefixLoad, item: LoadItem) -> bool:
         """Bring a page to host memory, if it is not there. False: there is no room just now."""
         here, wrong = self._in_host(item.page), load.wrong[item.page.group, item.page.index]
-        fetch = self._up.fetch_page(item.page, self.inbox, partial(load.wanted, item), wrong)
+        fetch = self._up.fetch_page(item.page, self.inbox, partial(load.is_wanted, item), wrong)
         if fetch is None:
             return False
         if not here:
             load.reading += 1
             load.asked_up_to = self._up.asked_bytes
-            load.to_read([item])
+            load.mark_unread([item])
         self.fetching[fetch] = (load, item, not here)
         return True
 
@@ -387,19 +387,19 @@ class LoadPump:
         self, load: PrefixLoad, items: list[LoadItem], copies: list[TierCopy], places: Sequence[int], right: bool
     ) -> None:
         """Go on with pages in host memory that were checked; the arguments as in `ChecksumJob`."""
-        wanted = [place for place in places if load.wanted(items[place])]
+        wanted = [place for place in places if load.is_wanted(items[place])]
         if right and wanted:
-            self._upload(load, [items[place] for place in wanted], [copies[place] for place in wanted])
+            self._upload_items(load, [items[place] for place in wanted], [copies[place] for place in wanted])
         for place in places:
-            if not load.wanted(items[place]):
-                load.pass_over(items[place])
-                self._host.release([copies[place]] * right)
+            if not load.is_wanted(items[place]):
+                load.drop_arrival(items[place])
+                self._host.release_copies([copies[place]] * right)
             elif not right:
                 self._look_elsewhere(load, items[place])
 
-    def _upload(self, load: PrefixLoad, items: list[LoadItem], copies: list[TierCopy]) -> None:
+    def _upload_items(self, load: PrefixLoad, items: list[LoadItem], copies: list[TierCopy]) -> None:
         """Send pages of one layer group in host memory, which are held, to the device."""
-        load.bring(items)
+        load.mark_in_memory(items)
         self._up.upload_pages(copies, [item.slot for item in items], partial(self._end_upload, load, items, copies))
 
     def _end_upload(
@@ -412,11 +412,11 @@ class LoadPump:
             came.setdefault(copy.origin or "host", []).append(items[place])
             copy.origin = ""
         for tier, found in came.items():
-            wanted, others = load.sorted_out(found)
+            wanted, others = load.split_wanted(found)
             for item in others:
-                load.pass_over(item)
+                load.drop_arrival(item)
             if right and wanted:
-                load.arrive(wanted, tier)
+                load.note_arrival(wanted, tier)
             elif not right:
                 for item in wanted:
                     self._look_elsewhere(load, item)
@@ -426,9 +426,9 @@ class LoadPump:
         place = (item.page.group, item.page.index)
         load.wrong[place] += 1
         if load.wrong[place] > MAX_WRONG:
-            load.fail(item)
-        elif not self._fetch(load, item):
-            load.ask_again(item)
+            load.fail_item(item)
+        elif not self._fetch_item(load, item):
+            load.postpone_item(item)
 
     def take_arrivals(self) -> None:
         """Go on with what arrived in host memory."""
@@ -437,21 +437,21 @@ class LoadPump:
             fetch = self.inbox.popleft()
             load, item, read = self.fetching.pop(fetch)
             load.reading -= read
-            if fetch.stage is Stage.HERE and item.slot >= 0 and load.wanted(item):
-                here.setdefault((load, item.page.group), []).append((item, fetch.take()))
+            if fetch.stage is Stage.HERE and item.slot >= 0 and load.is_wanted(item):
+                here.setdefault((load, item.page.group), []).append((item, fetch.take_copy()))
                 continue
-            if fetch.stage is Stage.FAILED and fetch.crowded and load.wanted(item):
+            if fetch.stage is Stage.FAILED and fetch.crowded and load.is_wanted(item):
                 load.wrong[item.page.group, item.page.index] = fetch.wrong
-                load.ask_again(item)
-            elif fetch.stage is Stage.FAILED and load.wanted(item):
-                load.fail(item)
+                load.postpone_item(item)
+            elif fetch.stage is Stage.FAILED and load.is_wanted(item):
+                load.fail_item(item)
             elif item.slot < 0 and fetch.stage is Stage.HERE:
-                load.arrive([item], "host")
+                load.note_arrival([item], "host")
             else:
-                load.pass_over(item)
+                load.drop_arrival(item)
             self._up.release_fetch(fetch)
         for (load, _), found in here.items():
-            self._upload(load, [item for item, _ in found], [copy for _, copy in found])
+            self._upload_items(load, [item for item, _ in found], [copy for _, copy in found])
 
 
 def _size_class(count: int) -> int:
