@@ -1,6 +1,6 @@
-"""The operator's calls on a port of their own: reload, drain, settings, metrics, health.
+"""Serve the operator's calls on a port of their own: reload, drain, settings, metrics, health.
 
-Runs in the supervisor, so that it answers whatever the engine and the fronts do. Must not know processes. Invariants:
+Runs in the supervisor, so that it answers whatever engine and fronts do. Must not know processes. Invariants:
 operators alone call it, but for /health; no web page of another origin does; a secret is in no answer.
 """
 
@@ -30,20 +30,20 @@ MAX_WAIT_S = 3600.0
 
 
 class Steered(Protocol):
-    """The server as these calls see it."""
+    """Server as the operator's calls see it."""
 
     def reload_settings(self) -> Mapping[str, Any]:
-        """Read the settings again: "changed" and "restart", keys, and "error", why nothing was changed, or None."""
+        """Read the settings again; return keys "changed" and "restart", and "error", why nothing was changed, or
+        None."""
 
     async def drain(self, wait_s: float) -> bool:
-        """Refuse generations from now on; whether none was left after so many seconds."""
+        """Refuse generations from now on; return True when none is left within `wait_s` seconds."""
 
     def list_settings(self) -> list[dict[str, Any]]:
-        """Key, value and source of each setting; secrets are masked."""
+        """List key, value and source of each setting; secrets are masked."""
 
     async def collect_metrics(self) -> tuple[str, Mapping[str, tuple[bool, int]]]:
-        """What the front tells Prometheus, "" when it does not answer, and by process whether it runs and how often it
-        was started again."""
+        """Return the front's Prometheus text, "" when it does not answer, and (runs, restarts) by process."""
 
 
 class AdminServer:
@@ -66,15 +66,13 @@ class AdminServer:
         self._listener = Listener(app, settings, settings.admin_host, port, flag="--admin-port")
 
     async def start(self) -> str:
-        """Listen and return the URL. Raises EnvironmentUnfitError."""
         return await self._listener.start()
 
     async def stop(self) -> None:
-        """Close the port at once."""
         await self._listener.stop(0)
 
     def change(self, settings: ServerSettings) -> None:
-        """Other keys and another certificate from now on. Raises ConfigError."""
+        """Use other keys and another certificate from now on. Raises ConfigError."""
         self._listener.change(settings)
         self._context.allowed_hosts = settings.allowed_hosts
         self._context.admission.apply_settings(settings)
@@ -86,7 +84,7 @@ class AdminServer:
         return json_reply({"changed": found["changed"], "needs_restart": found["restart"]})
 
     async def _serve_drain(self, request: Request) -> Response:
-        """`?wait=SECONDS` answers when the last generation has ended, or after so long."""
+        """Answer when the last generation has ended, or after `?wait=SECONDS`."""
         text = request.query_params.get("wait", "0")
         try:
             wait_s = float(text)

@@ -1,9 +1,9 @@
-"""Gate that every request passes: its id, its key, its place among the open calls, errors, the access line.
+"""Check every request before its route: id, key, open calls; write errors and the access line.
 
-Must not know what a route does. Invariants (I19): nothing of a body is read before the key is known to be good; every
-answer has x-request-id and every error a body of the shape that its route's clients know; no text of an unexpected
-exception reaches the client; a request writes one access line. What a client still sends behind an error is not waited
-for: its connection closes.
+Must not know what a route does. Invariants (I19): no body is read before the key is known to be good; every answer
+has x-request-id, and every error a body of the shape that its route's clients know; no text of an unexpected
+exception reaches the client; a request writes one access line. After an error the connection closes without reading
+the rest.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class HttpApp:
 
 
 class Answer:
-    """`send` of one request, which adds the headers that every answer has. Errors after it has begun break it off."""
+    """Sends one request's answer, with the headers that all answers have; an error after it has begun breaks it off."""
 
     def __init__(self, call: Call, scope: Scope, send: Send) -> None:
         self._call, self._scope, self._send = call, scope, send
@@ -133,7 +133,6 @@ class Answer:
         await self._send(message)
 
     async def send_error(self, error: WicoreError, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
-        """Answer with an error."""
         if self._begun:
             self.status = status_of(error)
             raise error
@@ -152,7 +151,7 @@ class Answer:
         return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
 
     async def _deny_websocket(self, error: WicoreError, headers: list[tuple[bytes, bytes]]) -> None:
-        """The answer to a WebSocket handshake that is refused."""
+        """Refuse a WebSocket handshake."""
         self.status = status_of(error)
         found = [(b"content-type", b"application/json"), *headers, *self._ids]
         await self._send({"type": "websocket.http.response.start", "status": self.status, "headers": found})
@@ -164,7 +163,7 @@ async def _receive_nothing() -> Message:
 
 
 def make_app(context: Context, routes: Sequence[BaseRoute], origins: Sequence[str]) -> ASGIApp:
-    """The application. Web pages of `origins` may call it."""
+    """Make the application. Web pages of `origins` may call it."""
     app = HttpApp(context, routes)
     if not origins:
         return app

@@ -1,8 +1,8 @@
-"""Answers as a row of blocks: a text, or calls of functions one after the other.
+"""Split answers into blocks: a text, or calls of functions one after the other.
 
-What the shapes of OpenAI's Responses and of Anthropic's Messages have in common. Must not know transports. Invariants:
-one block is open at a time, and each is opened and closed once; what the deltas of a block add up to is its text; an
-answer has a block.
+Shared by the shapes of OpenAI's Responses and Anthropic's Messages. Must not know transports. Invariants: one block
+is open at a time, and each is opened and closed once; the deltas of a block add up to its text; an answer has a
+block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Change = Literal["open", "delta", "close"]
 
 @dataclass(slots=True)
 class Block:
-    """A text, or a call of the function `name`, whose arguments then are the text."""
+    """Text, or a call of the function `name`, whose arguments are the text then."""
 
     number: int
     name: str | None
@@ -37,7 +37,6 @@ class Block:
 
     @property
     def is_whole(self) -> bool:
-        """True unless a call was cut off."""
         if self.name is None:
             return True
         try:
@@ -48,7 +47,7 @@ class Block:
 
 
 class BlockShape(ResponseShape):
-    """`calls`: functions may be called. `last` is the answer's last output."""
+    """Shape of an answer of blocks. `calls`: functions may be called; `last` is the answer's last output."""
 
     def __init__(self, *, calls: bool) -> None:
         self.blocks: list[Block] = []
@@ -71,22 +70,21 @@ class BlockShape(ResponseShape):
         return b"".join(self.make_event(change, block, new) for change, block, new in self._list_changes(output))
 
     def is_unfinished(self, block: Block) -> bool:
-        """Tell whether a block was cut off, which only the last one can be."""
+        """Return True for a block that was cut off, which only the last one can be."""
         return block is self.blocks[-1] and (self._open if self.last is None else was_cut(self.last))
 
     @abstractmethod
     def make_whole(self, totals: Totals) -> dict[str, Any]:
-        """The answer of all blocks."""
+        """Make the answer of all blocks."""
 
     @abstractmethod
     def make_event(self, change: Change, block: Block, new: str) -> bytes:
         """Make the event of a change; `new` is what a delta adds."""
 
     def take_output(self, output: TextOutput | Completion) -> None:
-        """Take what an output has beside its text, before its changes are told."""
+        """Keep what an output has beside its text, before its changes are sent."""
 
     def _list_changes(self, output: TextOutput | Completion) -> Iterator[tuple[Change, Block, str]]:
-        """List what an output changes, in order."""
         self.take_output(output)
         ended = output.finish_reason is not None
         for piece in self._split_parts(output.text, ended=ended):
@@ -120,10 +118,10 @@ class BlockShape(ResponseShape):
 
 
 def named_event(kind: str, **fields: Any) -> bytes:
-    """A server-sent event that is named as its type."""
+    """Make a server-sent event that is named as its type."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode({"type": kind, **fields}))
 
 
 def was_cut(last: TextOutput | Completion | None) -> bool:
-    """Tell whether an answer ended before the model ended it."""
+    """Return True when an answer ended before the model ended it."""
     return last is not None and last.finish_reason is not FinishReason.STOP

@@ -1,9 +1,9 @@
-"""Tools that clients run but do not describe as functions, as functions that the model can be told of.
+"""Describe tools that clients run, but do not describe as functions, as functions for the model.
 
-What OpenAI's Responses and Anthropic's Messages call so: free text, groups of functions, shells and editors whose
-schemas models are taught. Pure; must not know engines. Invariant: a call and the same call when it comes back as
-history have one `Form`. Shapes are of the references of both APIs, platform.openai.com/docs/api-reference/responses
-and docs.anthropic.com/en/docs/agents-and-tools/tool-use.
+In OpenAI's Responses and Anthropic's Messages these are free text, groups of functions, and shells and editors whose
+schemas models are taught (platform.openai.com/docs/api-reference/responses,
+docs.anthropic.com/en/docs/agents-and-tools/tool-use). Must not know engines. Invariant: a call, and the same call
+when it comes back as history, have one `Form`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from wicore_trt.http.bodies import FLAG, NUMBER, TEXT, TEXTS, list_of, object_of
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Form of a call as an item of Responses: its type, the prefix of its id, the key that has the arguments. `fixed`
-    is in front of what the model gives. `name` is the tool's own one, in `namespace`, where the item tells them."""
+    """Form of a call as an item of Responses: its type, the prefix of its id, and the key of its arguments.
+    `fixed` precedes the model's arguments. `name` is the tool's own, in `namespace`, where the item has them."""
 
     item: str = "function_call"
     prefix: str = "fc"
@@ -32,7 +32,7 @@ class Form:
     fixed: tuple[tuple[str, Any], ...] = ()
 
     def make_fields(self, text: str) -> dict[str, Any]:
-        """Keys of the item beside ids and status; `text` is the arguments, which a call that was cut off has not."""
+        """Make the item's fields beside ids and status; a call that was cut off has no arguments in `text`."""
         given: Any = text
         if self.key != "arguments":
             try:
@@ -90,7 +90,7 @@ _DATE = re.compile(r"_\d{8}")
 
 
 def join_namespace(namespace: object, name: str) -> str:
-    """The name under which the model is told a function of a namespace; one that is too long is cut."""
+    """Name a namespace's function for the model; a name that is too long is cut."""
     if not isinstance(namespace, str) or not namespace:
         return name
     whole = f"{namespace}.{name}"
@@ -98,8 +98,9 @@ def join_namespace(namespace: object, name: str) -> str:
 
 
 def response_tools(tools: list[dict[str, Any]] | None) -> tuple[list[dict[str, Any]] | None, dict[str, Form]]:
-    """Tools of Responses as a chat has them, hosted ones as they came, and the forms of their calls by the names that
-    the model is told. Raises InvalidRequestError."""
+    """Convert tools of Responses to those of a chat, and return the forms of their calls by the model's names for
+    them.
+    Hosted tools are kept as they came. Raises InvalidRequestError."""
     forms: dict[str, Form] = {}
     if tools is None:
         return None, forms
@@ -144,7 +145,7 @@ def _list_tools(tools: list[dict[str, Any]]) -> Iterator[tuple[str, str | None, 
 
 
 def _describe_free_text(where: str, tool: Mapping[str, Any]) -> str:
-    """Description of a tool that takes free text, for the model. Its grammar is told, and nothing enforces it."""
+    """Describe a tool of free text for the model. Its grammar is described, but not enforced."""
     given = tool.get("format") or {"type": "text"}
     if not isinstance(given, dict) or given.get("type") not in ("text", "grammar"):
         raise InvalidRequestError(f"{where}.format must be of type text or grammar.", field=where)
@@ -155,7 +156,7 @@ def _describe_free_text(where: str, tool: Mapping[str, Any]) -> str:
 
 
 def message_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Tools of Messages as a chat has them, hosted ones as they came."""
+    """Convert tools of Messages to those of a chat; hosted ones are kept as they came."""
     return None if tools is None else [_message_tool(tool) for tool in tools]
 
 

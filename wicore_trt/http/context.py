@@ -1,4 +1,4 @@
-"""State that the routes share: the engine when it is there, the limits, who is being served.
+"""Hold the state that routes share: engine, limits, open generations.
 
 Must not know routes. Invariants: `idle` is set while no generation is open; a generation is counted from before the
 engine has it until its last stream is closed.
@@ -48,12 +48,11 @@ class Context:
         self.idle.set()
 
     def attach(self, engine: TextEngine) -> None:
-        """Take requests from now on."""
         self._engine = engine
 
     @property
     def state(self) -> str:
-        """starting, serving, draining, or broken: the engine has ended, and the next one may be on its way."""
+        """State: starting, serving, draining, or broken (the engine has ended, and the next one may be starting)."""
         if self.draining:
             return "draining"
         if self._engine is None:
@@ -62,29 +61,28 @@ class Context:
 
     @property
     def attached(self) -> TextEngine | None:
-        """The engine, when it is there."""
+        """Engine, None while there is none."""
         return self._engine
 
     def require_engine(self) -> TextEngine:
-        """The engine. Raises UnavailableError while it is loading."""
+        """Return the engine. Raises UnavailableError while it is loading."""
         if self._engine is None:
             raise UnavailableError("The engine is still loading.", fix="Wait until /ready answers 200.")
         return self._engine
 
     def require_serving(self) -> TextEngine:
-        """The engine, for a new generation. Raises UnavailableError when the server starts or ends."""
+        """Return the engine for a new generation. Raises UnavailableError when the server starts or ends."""
         if self.draining:
             raise UnavailableError("The server is shutting down.", fix="Send the request to another server.")
         return self.require_engine()
 
     def check_host(self, host: str | None) -> None:
-        """Raises ForbiddenError for a name that a stranger's page may have made up, where no key keeps it out."""
+        """Raise ForbiddenError for a host name that a stranger's page may have made up, where no key keeps it out."""
         if self.local and not self.admission.keys.needed:
             check_host(host, self.allowed_hosts)
 
     @contextmanager
     def count_generation(self, tenant: str) -> Iterator[None]:
-        """Count a generation as open."""
         self.open[tenant] += 1
         self.idle.clear()
         try:
@@ -97,6 +95,6 @@ class Context:
                 self.idle.set()
 
     def count_items(self) -> int:
-        """Objects, lists and items that a body may have: a prompt of token ids has one for each."""
+        """Return how many objects, lists and items a body may have: a prompt of token ids has one for each."""
         context = self._engine.info.max_context_tokens if self._engine is not None else 0
         return MANY_ITEMS + 2 * context

@@ -1,8 +1,8 @@
-"""Conversations of other APIs as the messages of a chat.
+"""Convert conversations of other APIs to messages of a chat.
 
-One builder for items and for blocks, so that tools, templates and limits are those of chat completions. Pure; must not
-know engines. Invariants: every text that was given is in the messages, or the caller gets an InvalidRequestError with
-the path that it gave; turns of one role in a row are one.
+Items and blocks have one builder, so tools, templates and limits are those of chat completions. Must not know
+engines. Invariants: every text is in the messages, or the caller gets an InvalidRequestError with its path;
+consecutive turns of one role are one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ MEDIA = frozenset((*IMAGES, "input_file", "file", "input_audio", "document", "se
 
 @dataclass(slots=True)
 class ChatMessage:
-    """Message of one side, with its calls."""
-
     role: str
     texts: list[str] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)
@@ -32,7 +30,7 @@ class ChatMessage:
 
 
 class ChatBuilder:
-    """Turns that are being made. A message costs its own length, however many there are."""
+    """Builds the turns of a chat. A message costs its own length, however many there are."""
 
     def __init__(self) -> None:
         self._turns: list[ChatMessage] = []
@@ -43,17 +41,15 @@ class ChatBuilder:
         return self._turns[-1].role if self._turns else None
 
     def list_messages(self) -> list[dict[str, Any]]:
-        """List the messages as a chat has them."""
         return [turn.to_message() for turn in self._turns]
 
     def add_text(self, role: str, text: str) -> None:
-        """A turn, or more of it."""
+        """Add a turn, or text to the last turn of that role."""
         if self.last_role != role or self._turns[-1].more:
             self._turns.append(ChatMessage(role))
         self._turns[-1].texts.append(text)
 
     def add_call(self, call_id: str, name: str, arguments: str | Mapping[str, Any]) -> None:
-        """A function that the model called."""
         self._called.add(call_id)
         if self.last_role != "assistant":
             self._turns.append(ChatMessage("assistant"))
@@ -62,14 +58,14 @@ class ChatBuilder:
         calls.append({"id": call_id, "type": "function", "function": function})
 
     def add_result(self, call_id: str, text: str, where: str) -> None:
-        """Add what a function returned. Raises InvalidRequestError for one that was not called."""
+        """Add a function's result. Raises InvalidRequestError for a function that was not called."""
         if call_id not in self._called:
             raise InvalidRequestError(f"{where}: no call before it has the id {shown(call_id)}.", field=where)
         self._turns.append(ChatMessage("tool", [text], {"tool_call_id": call_id}))
 
 
 def read_text(content: object, where: str) -> str:
-    """A text, or the texts of parts. Raises InvalidRequestError."""
+    """Read a text, or the texts of parts. Raises InvalidRequestError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -78,7 +74,7 @@ def read_text(content: object, where: str) -> str:
 
 
 def read_part_text(part: object, where: str) -> str:
-    """The text of a part. Raises InvalidRequestError for what is no text."""
+    """Read the text of a part. Raises InvalidRequestError for any other part."""
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind in MEDIA:
         raise InvalidRequestError(f"{where}: {kind} is not supported yet.", field=where)
@@ -90,7 +86,7 @@ def read_part_text(part: object, where: str) -> str:
 
 
 def read_member(item: object, name: str, where: str) -> str:
-    """A text of an object. Raises InvalidRequestError where it has none of that name."""
+    """Read a string of an object. Raises InvalidRequestError where it has none of that name."""
     value = item.get(name) if isinstance(item, dict) else None
     if not isinstance(value, str):
         raise InvalidRequestError(f"{where}.{name} must be a text, got {shown(value)}.", field=where)
@@ -98,14 +94,14 @@ def read_member(item: object, name: str, where: str) -> str:
 
 
 def make_chat_body(body: Body, conversation: ChatBuilder, **fields: Any) -> ChatBody:
-    """The chat that a body of another API asks for; `fields` are ChatBody's, of checked types."""
+    """Make the chat that a body of another API asks for; `fields` are ChatBody's, of checked types."""
     knobs = {name: getattr(body, name, None) for name in Knobs.model_fields}
     return ChatBody.model_construct(messages=conversation.list_messages(), **knobs, **fields)
 
 
 @contextmanager
 def rename_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """Name the fields of a chat as the client wrote them."""
+    """Name the fields of a chat in errors as the client wrote them."""
     try:
         yield
     except InvalidRequestError as error:

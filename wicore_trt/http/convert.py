@@ -1,7 +1,7 @@
-"""Makes plain requests of bodies: sampling, constraints, tools, prompts and messages.
+"""Make requests of bodies: sampling, constraints, tools, prompts and messages.
 
-Pure functions; must not know engines or calls. Invariants: a field that was not given takes the default of the plain
-type, or of the API where that has another; a body has at most one constraint; errors name the field that asked.
+Must not know engines or calls. Invariants: a field that was not given has the default of the plain type, or of the
+API where that has another; a body has at most one constraint; errors name the field that asked.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NAMES = GUIDED | {
 
 
 def read_constraint(body: Knobs) -> tuple[str, Constraint] | None:
-    """The field that asks for a constraint, and that. Raises InvalidRequestError."""
+    """Read the constraint, and the field that asks for it. Raises InvalidRequestError."""
     found: list[tuple[str, Constraint]] = []
     if body.bad_words:
         found.append(
@@ -66,7 +66,7 @@ def read_constraint(body: Knobs) -> tuple[str, Constraint] | None:
 
 
 def name_field(error: InvalidRequestError, body: Knobs) -> InvalidRequestError:
-    """An error under the name of the field that asked for what is wrong: tools, where they may be called."""
+    """Name in an error the field that asked for the wrong value: tools, where they may be called."""
     if error.field == "prompt_logprobs" and getattr(body, "prompt_logprobs", None) is None:
         return InvalidRequestError(error.message, field="echo", fix="Leave echo or logprobs out.")
     if error.field != "constraint":
@@ -109,7 +109,7 @@ def _read_structured(given: dict[str, Any]) -> list[Constraint]:
 
 
 def _make_constraint(field: str, kind: ConstraintKind, value: object) -> Constraint:
-    """A schema may come as JSON or as its text."""
+    """Make a constraint; a schema may be JSON or its text."""
     as_json = kind in (ConstraintKind.CHOICE, ConstraintKind.TOKENS) or (
         kind is ConstraintKind.JSON_SCHEMA and not isinstance(value, str)
     )
@@ -137,7 +137,8 @@ def make_sampling(
     constraint: Constraint | None = None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """A `constraint` comes in place of the body's. Raises InvalidRequestError for values out of range."""
+    """Make sampling parameters; `constraint` replaces the body's. Raises InvalidRequestError for values out of
+    range."""
     if isinstance(body, GenerationFields) and body.prompt_logprobs is not None and body.stream:
         raise InvalidRequestError(
             "prompt_logprobs are not streamed.", field="prompt_logprobs", fix="Use /v1/completions, echo and logprobs."
@@ -240,7 +241,7 @@ def make_inference_request(body: InferenceBody, tenant: str) -> TextRequest:
 
 
 def _list_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[Any]:
-    """The prompts of a completion request. Raises InvalidRequestError for none or too many."""
+    """List the prompts of a completion request. Raises InvalidRequestError for none or too many."""
     found = prompt_list(prompt)
     if not found:
         raise InvalidRequestError("The prompt is empty.", field="prompt")
@@ -250,7 +251,7 @@ def _list_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequ
 
 
 def read_messages(given: Sequence[Mapping[str, Any]]) -> tuple[dict[str, object], ...]:
-    """The turns as the chat template takes them, which checks the rest. Raises InvalidRequestError for images."""
+    """Read the turns for the chat template, which checks the rest. Raises InvalidRequestError for images."""
     told = []
     for i, message in enumerate(given):
         turn, content = dict(message), message.get("content")
@@ -263,7 +264,6 @@ def read_messages(given: Sequence[Mapping[str, Any]]) -> tuple[dict[str, object]
 
 
 def _read_part(part: Any, where: str) -> Any:
-    """A part as templates know it."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in IMAGES:
         raise InvalidRequestError(f"{where}: images are not supported yet.", field=where)
@@ -278,9 +278,9 @@ _KIND = re.compile(r"(?!function$)[a-zA-Z0-9_.-]{1,64}")
 
 
 def read_tools(body: ChatBody, facts: dict[str, Any]) -> Tools | None:
-    """Read the tools of a chat, None where no function may be called. Tools that a server of its own would
-    run, as a search of the web, are left
-    out, and `facts` of the call say which. Raises InvalidRequestError, also where one of these must be called."""
+    """Read the tools of a chat, None where no function may be called.
+    Tools that another server would run, such as a web search, are left out and named in `facts` of the call. Raises
+    InvalidRequestError, also where one of these must be called."""
     functions, left_out = [], dict[str, str]()
     if body.tools is None and body.tool_choice is None:
         return None
@@ -299,7 +299,7 @@ def read_tools(body: ChatBody, facts: dict[str, Any]) -> Tools | None:
 
 
 def _find_hosted_kind(tool: dict[str, Any]) -> str | None:
-    """The type of a tool that brings nothing to call it by: whoever knows the type runs it."""
+    """Return the type of a tool without anything to call it by: a server that knows the type runs it."""
     kind = tool.get("type")
     plain = isinstance(kind, str) and kind != "custom" and _KIND.fullmatch(kind) is not None
     return kind if plain and not DESCRIBED & tool.keys() else None
@@ -312,7 +312,7 @@ def _cannot_run(kind: str) -> InvalidRequestError:
 
 
 def _read_choice(given: object, left_out: dict[str, str]) -> tuple[str, str | None]:
-    """none, auto or required, and the name of a function that must be called."""
+    """Return none, auto or required, and the name of a function that must be called."""
     if given is None:
         return AUTO, None
     if isinstance(given, str) and given in (NONE, AUTO, REQUIRED):

@@ -1,8 +1,8 @@
-"""Exceptions to HTTP statuses and error bodies.
+"""Convert exceptions to HTTP statuses and error bodies.
 
-The only place that knows how a WicoreError looks over HTTP; must not know routes or engines. Invariant: every error has
-the body {"error": {"message", "type", "param", "code"}}, or what clients of Anthropic's API expect, with a message of
-bounded length and no traceback.
+Only this module knows a WicoreError over HTTP; it must not know routes or engines. Invariant: every error has the
+body {"error": {"message", "type", "param", "code"}}, or that of Anthropic's API, with a message of bounded length
+and without traceback.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CLIENT_GONE = 499
 
 
 class Status(NamedTuple):
-    """A status code and the `type` that goes with it."""
+    """Status code and the `type` that goes with it."""
 
     code: int
     kind: str
@@ -63,7 +63,7 @@ PARAMS: dict[str | None, str | None] = {
 
 
 class HttpError(WicoreError):
-    """Error that only HTTP knows: a body that is too long, a method that is not there."""
+    """Error that only HTTP has: a body that is too long, a method that does not exist."""
 
     def __init__(self, status: int, message: str, *, fix: str | None = None) -> None:
         super().__init__(message, fix=fix)
@@ -71,17 +71,16 @@ class HttpError(WicoreError):
 
 
 class ClientGoneError(Exception):
-    """The client left; nobody waits for an answer."""
+    """Client that left, so that nobody waits for an answer."""
 
 
 def status_of(error: WicoreError) -> int:
-    """The HTTP status of an error."""
     return error.status if isinstance(error, HttpError) else STATUSES[error.grpc_code].code
 
 
 def code_of(error: WicoreError) -> str | None:
-    """A name for programs: QueueFullError -> queue_full, but where OpenAI has one. Bad fields have `param` and need
-    none."""
+    """Name an error for programs: OpenAI's name where it has one, else QueueFullError -> queue_full. Errors of
+    fields have `param` and no code."""
     if type(error) in CODES:
         return CODES[type(error)]
     if isinstance(error, (HttpError, InvalidRequestError)):
@@ -96,19 +95,18 @@ def message_of(error: WicoreError) -> str:
 
 
 def param_of(error: WicoreError) -> str | None:
-    """The field that is wrong, as requests name it."""
+    """Return the wrong field, as requests name it."""
     field = getattr(error, "field", None)
     return PARAMS.get(field, field)
 
 
 def error_object(error: WicoreError) -> dict[str, object]:
-    """The body of an error."""
     kind = "invalid_request_error" if isinstance(error, HttpError) else STATUSES[error.grpc_code].kind
     return {"error": {"message": message_of(error), "type": kind, "param": param_of(error), "code": code_of(error)}}
 
 
 def anthropic_error_bytes(error: WicoreError, request_id: str | None = None) -> bytes:
-    """Make the body of an error as Anthropic's API has it, with the field that is wrong."""
+    """Encode an error's body as Anthropic's API has it, with the wrong field."""
     kind = ANTHROPIC_TYPES.get(status_of(error), "invalid_request_error")
     message = message_of(error)
     if isinstance(error, ContextLengthError) and error.most:
@@ -118,12 +116,11 @@ def anthropic_error_bytes(error: WicoreError, request_id: str | None = None) -> 
 
 
 def error_bytes(error: WicoreError) -> bytes:
-    """The body of an error as it is sent."""
     return msgspec.json.encode(error_object(error))
 
 
 def error_headers(error: WicoreError) -> list[tuple[bytes, bytes]]:
-    """Headers that go with an error beside those of every answer."""
+    """Make the headers of an error beside those of all answers."""
     if status_of(error) == 401:
         return [(b"www-authenticate", b"Bearer")]
     if isinstance(error, QueueFullError):

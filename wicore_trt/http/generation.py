@@ -1,7 +1,7 @@
-"""The generation requests of one call, from submission to the last output.
+"""Run the requests of one call, from submission to the last output.
 
-Must not know shapes of answers or of bodies. Invariants: what was opened on the engine is closed by `aclose`, however
-the call ends; the engine never waits for a reader; a sequence that was cut off (deadline, cancelled) is an exception,
+Must not know shapes of answers or bodies. Invariants: `aclose` closes everything opened on the engine, however the
+call ends; the engine never waits for a reader; a sequence that was cut off (deadline, cancelled) is an exception,
 not an end of the text.
 """
 
@@ -41,7 +41,6 @@ class Totals:
     """The token ids of each sequence's prompt, where they are counted first."""
 
     def describe_usage(self) -> dict[str, object]:
-        """Describe the counts as answers tell them."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.output,
@@ -51,7 +50,7 @@ class Totals:
 
 
 class GenerationCall:
-    """Requests on the engine and what comes of them. Sequence `i` of request `r` has index r * n + i."""
+    """Requests of a call on the engine, and their outputs. Sequence `i` of request `r` has index r * n + i."""
 
     def __init__(
         self, call: Call, streams: Sequence[TextStream], n: int, meter: Meter, totals: Totals, resources: AsyncExitStack
@@ -62,10 +61,8 @@ class GenerationCall:
 
     @classmethod
     async def submit_requests(cls, context: Context, call: Call, requests: Sequence[TextRequest]) -> GenerationCall:
-        """Submit the requests, all or none; `totals` then has the prompts' tokens.
-
-        Raises what `TextEngine.submit` raises, and RateLimitError.
-        """
+        """Submit the requests, all or none; `totals` has the prompts' tokens afterwards. Raises the errors of
+        `TextEngine.submit`, and RateLimitError."""
         engine, n, totals = context.require_serving(), requests[0].params.n, Totals()
         streams: list[TextStream] = []
         async with AsyncExitStack() as resources:
@@ -87,7 +84,7 @@ class GenerationCall:
         raise AssertionError("unreachable")
 
     async def wait_admitted(self) -> bool:
-        """Wait until the engine has begun with one of the requests; false where one has failed before."""
+        """Wait until the engine has begun with one of the requests; return False where one has failed before."""
         if len(self._streams) == 1:
             await self._streams[0].begun.wait()
             return self._streams[0].admitted
@@ -100,11 +97,11 @@ class GenerationCall:
         return all(stream.admitted for stream in self._streams if stream.begun.is_set())
 
     async def aclose(self) -> None:
-        """Abort what still runs and settle the account."""
+        """Abort running requests and settle the account."""
         await self._resources.aclose()
 
     async def stream_outputs(self) -> AsyncIterator[tuple[int, TextOutput]]:
-        """(index, output) as they come. Raises what broke the requests."""
+        """Yield (index, output) as they come. Raises the error that broke the requests."""
         call, totals, meter, first = self._call, self.totals, self._meter, True
         reasons: set[str] = set()
         try:
@@ -138,7 +135,7 @@ class GenerationCall:
         return [Completion.from_outputs(parts[index]) for index in sorted(parts)]
 
     async def _merge_streams(self) -> AsyncIterator[tuple[int, TextOutput]]:
-        """(number of the request, output). Of several streams each has at most one output on its way."""
+        """Yield (number of the request, output); of several streams each has at most one output waiting."""
         if len(self._streams) == 1:
             async for output in self._streams[0]:
                 yield 0, output
@@ -169,6 +166,5 @@ class GenerationCall:
 
 
 def check_count(items: Sequence[object], most: int, field: str) -> None:
-    """Raise InvalidRequestError for more than `most` items."""
     if len(items) > most:
         raise InvalidRequestError(f"{field} has {len(items)} items; at most {most} are taken.", field=field)

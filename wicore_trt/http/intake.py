@@ -1,9 +1,9 @@
-"""Reads the body of a request: bounded, in time, parsed, checked field by field.
+"""Read the body of a request: bounded, in time, parsed, checked field by field.
 
-At each place of a body a field that its JSON schema names is served. One that would change the answer is refused by its
-path, and so is a likely misspelling; any other is accepted, for real clients send many. Must not know what a request
-does. Invariants: nothing is kept beyond the limit, and nothing is unpacked; all bodies that are here together, and a
-tenant's among them, are bounded; whatever bytes come, the answer is a model or a WicoreError.
+Fields that the JSON schema names are served; one that would change the answer, or a likely misspelling, is refused
+by its path; others are accepted, for real clients send many. Must not know what a request does. Invariants: nothing
+is kept beyond the limit or unpacked; all bodies held at once are bounded, together and by tenant; any bytes become a
+model or a WicoreError.
 """
 
 from __future__ import annotations
@@ -94,15 +94,15 @@ MISSPELLED = 0.8
 
 
 def are_alike(first: object, second: object) -> bool:
-    """Equal, and both of them flags or neither: in Python 1 is True."""
+    """Compare values, where True does not equal 1."""
     return first == second and isinstance(first, bool) == isinstance(second, bool)
 
 
 @dataclass(frozen=True, slots=True)
 class FieldPath:
-    """An object of a request, or each of a list. `served` leads to what is inside, None where that is not looked at;
-    `closed`: nothing else is accepted; `elsewhere` are served by other routes, so that who sends them here expects
-    something."""
+    """Object of a request, or each object of a list.
+    `served` has the fields inside, None where these are not checked; `closed`: nothing else is accepted. `elsewhere`
+    are fields of other routes, which a client sends only by mistake."""
 
     served: Mapping[str, FieldPath | None]
     refused: Neutral
@@ -111,27 +111,26 @@ class FieldPath:
 
     @classmethod
     def read_schema(cls, schema: Mapping[str, Any], every: Iterable[str] = ()) -> FieldPath:
-        """The whole of a request that has this JSON schema, among routes that together serve `every`."""
+        """Make the path of a whole request from its JSON schema; all routes together serve the fields `every`."""
         place = _read_path(schema, schema.get("$defs", {}), "")
         assert place is not None
         return cls(place.served, REFUSED, place.closed, frozenset(every) - place.served.keys() - HARMLESS)
 
     def check_body(self, body: Mapping[str, Any]) -> None:
-        """Raise InvalidRequestError for the first field that changes the answer, or is meant to be another."""
+        """Raise InvalidRequestError for the first field that changes the answer, or is a likely misspelling."""
         if len(body) > MAX_FIELDS:
             raise InvalidRequestError(f"The body has {len(body)} fields; at most {MAX_FIELDS} are taken.", field="body")
         self.check_object(body, "", set())
 
     def list_paths(self, above: str = "") -> Iterator[tuple[str, FieldPath]]:
-        """List this object and all inside, with their paths."""
         yield above, self
         for name, inside in self.served.items():
             if inside is not None:
                 yield from inside.list_paths(f"{above}.{name}" if above else name)
 
     def check_object(self, found: Mapping[str, Any], above: str, strange: set[tuple[int, str]]) -> None:
-        """Check an object at this place, whose path is `above`. `strange` are the names that were compared with
-        served ones, by place."""
+        """Check an object whose path is `above`. `strange` are the names already compared with served ones, by
+        place."""
         for name, value in found.items():
             if value is None:
                 continue
@@ -164,7 +163,7 @@ class FieldPath:
                 raise InvalidRequestError(f"{shown(path)} is no known field.", field=path, fix=f"Did you mean {near}?")
 
     def _find_similar(self, name: str) -> str | None:
-        """The served field that a name is meant to be, also in the way of JavaScript (`topP`)."""
+        """Find the served field that a name means, also in JavaScript's spelling (`topP`)."""
         if len(name) > LONGEST:
             return None
         name = "".join(f"_{c.lower()}" if c.isupper() else c for c in name)
@@ -172,7 +171,7 @@ class FieldPath:
 
 
 def _read_path(schema: Mapping[str, Any], definitions: Mapping[str, Any], path: str) -> FieldPath | None:
-    """Read from a schema the place of objects that a value is, or is a list of; None where it names no fields."""
+    """Read the fields of a value, or of a list's items, from a schema; None where it names no fields."""
     objects = list(_list_objects(schema, definitions))
     names = {name for one in objects for name in one["properties"]}
     served = {}
@@ -185,7 +184,6 @@ def _read_path(schema: Mapping[str, Any], definitions: Mapping[str, Any], path: 
 
 
 def _list_objects(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The schemas with fields of their own."""
     if "$ref" in schema:
         yield from _list_objects(definitions[schema["$ref"].rpartition("/")[2]], definitions)
     for inner in (*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else ())):
@@ -232,7 +230,7 @@ class BodyBudget:
 
     @contextmanager
     def open_share(self, tenant: str) -> Iterator[BodyShare]:
-        """Room for one body, none at first."""
+        """Open an empty share for one body."""
         hold = BodyShare(self, tenant)
         try:
             yield hold
@@ -240,45 +238,40 @@ class BodyBudget:
             self.give_back(tenant, hold.blocks)
 
     def take_blocks(self, tenant: str, blocks: int) -> None:
-        """Raises QueueFullError when there is none for this tenant."""
+        """Take blocks. Raises QueueFullError when none are left for this tenant."""
         own, taken = self._taken[tenant], self._taken.total()
         if taken + blocks > self._places or (tenant and not fits_share(self._places, taken - own, own, blocks)):
             raise QueueFullError("There is no room for more request bodies of yours now.")
         self._taken[tenant] += blocks
 
     def give_back(self, tenant: str, blocks: int) -> None:
-        """Have some of it back."""
         self._taken[tenant] -= blocks
         if not self._taken[tenant]:
             del self._taken[tenant]
 
 
 class BodyShare:
-    """Share of one body in the budget."""
-
     def __init__(self, budget: BodyBudget, tenant: str) -> None:
         self._budget, self._tenant = budget, tenant
         self.blocks = 0
 
     def grow_to(self, size: int) -> None:
-        """Have room for so many bytes. Raises QueueFullError."""
+        """Grow to at least `size` bytes. Raises QueueFullError."""
         more = div_ceil(size, BLOCK) - self.blocks
         if more > 0:
             self._budget.take_blocks(self._tenant, more)
             self.blocks += more
 
     def fit_to(self, size: int) -> None:
-        """Have room for so many bytes and no more. Raises QueueFullError."""
+        """Grow or shrink to `size` bytes. Raises QueueFullError."""
         self.grow_to(size)
         self._budget.give_back(self._tenant, self.blocks - div_ceil(size, BLOCK))
         self.blocks = div_ceil(size, BLOCK)
 
 
 async def read_body(receive: Receive, headers: Headers, limit: int, hold: BodyShare) -> bytes:
-    """Read a body, as it comes. Raises HttpError (too long, too slow, no plain JSON), QueueFullError, ClientGoneError.
-
-    That JSON is asked for also keeps web pages of strangers from posting here: a browser sends it only after asking.
-    """
+    """Read a body. Raises HttpError (too long, too slow, no plain JSON), QueueFullError, ClientGoneError.
+    Asking for JSON also keeps strangers' web pages from posting here: a browser asks before it sends JSON."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise HttpError(415, "The body must be JSON.", fix="Send the header content-type: application/json.")
@@ -312,7 +305,7 @@ def _too_long(limit: int) -> HttpError:
 
 
 def decode_json(raw: bytes, most_items: int) -> dict[str, Any]:
-    """The JSON object of a body. Raises InvalidRequestError for anything else."""
+    """Decode the JSON object of a body. Raises InvalidRequestError for anything else."""
     if sum(map(raw.count, (b",", b"[", b"{"))) > most_items:
         items = sum(1 for _ in islice(_ITEMS.finditer(raw), most_items + 1))
         if items > most_items:
@@ -333,7 +326,7 @@ def decode_json(raw: bytes, most_items: int) -> dict[str, Any]:
 
 
 def parse_body(model: type[Model], fields: FieldPath | None, value: Mapping[str, Any]) -> Model:
-    """The body as a model. Raises InvalidRequestError with the name of the first field that is wrong."""
+    """Parse the body to a model. Raises InvalidRequestError that names the first wrong field."""
     if fields is not None:
         fields.check_body(value)
     try:
@@ -349,7 +342,6 @@ def _refuse_body(why: str) -> InvalidRequestError:
 
 
 def _first_fault(error: ValidationError) -> InvalidRequestError:
-    """The first fault, by its path."""
     first = error.errors(include_url=False, include_context=False)[0]
     whole = str(first["loc"][0]) if first["loc"] else "body"
     if whole in UNIONS:  # the path goes on with the name of an alternative, which no client knows

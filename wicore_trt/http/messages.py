@@ -1,7 +1,7 @@
-"""Anthropic's Messages API: bodies to chats, answers as messages and their events.
+"""Convert Anthropic's Messages API: bodies to chats, answers to messages and their events.
 
-Must not know engines or transports. Invariants: the events of a stream open and close each block once, in order, and
-the blocks lie between message_start and message_delta.
+Must not know engines or transports. Invariants: a stream's events open and close each block once, in order, and
+blocks lie between message_start and message_delta.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def make_chat(body: PromptBody) -> ChatBody:
-    """Make a chat of a request; of a prompt alone what its tokens are made of. Raises InvalidRequestError."""
+    """Make a chat of a request, or of a prompt whose tokens are counted. Raises InvalidRequestError."""
     choice = body.tool_choice
     asked: dict[str, Any] = {
         "tools": message_tools(body.tools),
@@ -121,8 +121,6 @@ def _read_response_format(body: MessagesBody) -> dict[str, Any] | None:
 
 
 class MessagesShape(BlockShape):
-    """Shape of one message."""
-
     def __init__(self, model: str, *, calls: bool) -> None:
         super().__init__(calls=calls)
         self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}

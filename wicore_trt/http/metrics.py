@@ -1,6 +1,6 @@
-"""GET /metrics: asks the engine, the books of this process and the system, and answers as Prometheus reads it.
+"""Answer GET /metrics in Prometheus' format, from the engine, this process's counters and the system.
 
-Must not know names of metrics. Invariants: operators alone get it; an engine or a driver that does not answer holds up
+Must not know names of metrics. Invariants: operators alone get it; an engine or a driver that does not answer delays
 no scrape.
 """
 
@@ -44,12 +44,10 @@ async def serve_metrics(context: Context, call: Call) -> HttpReply:
 
 
 async def collect_metrics(context: Context) -> Iterable[Metric]:
-    """Collect all metrics."""
     return collect_families(await take_snapshot(context))
 
 
 async def take_snapshot(context: Context) -> MetricsSnapshot:
-    """Take a snapshot of all counters and gauges."""
     engine = context.attached
     stats: EngineStats | None = None
     if engine is not None and engine.dead is None:
@@ -70,7 +68,7 @@ async def take_snapshot(context: Context) -> MetricsSnapshot:
 
 
 async def _ask_gpus(context: Context) -> Sequence[GpuUse]:
-    """The GPUs; none while the driver does not answer, which takes one thread however many scrapes come."""
+    """Return the GPUs; none while the driver does not answer, which takes one thread however many scrapes come."""
     if context.gpus is None or context.gpus.done():
         context.gpus = asyncio.ensure_future(asyncio.to_thread(read_gpu_use))
     with suppress(TimeoutError):

@@ -1,6 +1,6 @@
-"""The product's own routes: tokens, one-shot inference, statistics, health.
+"""Serve the product's own routes: tokens, one-shot inference, statistics, health.
 
-Must not know transports. Invariant: a tenant's answer tells of that tenant's requests alone.
+Must not know transports. Invariant: a tenant's answer has that tenant's requests alone.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ async def serve_status(context: Context, call: Call) -> Response:
 
 
 def _count_open(context: Context, call: Call) -> int:
-    """Open generations: of the caller, or of everybody for an operator."""
+    """Count open generations: of the caller, or of everybody for an operator."""
     return context.open.total() if call.who.operator else context.open[call.who.tenant]
 
 

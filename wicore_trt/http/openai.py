@@ -1,7 +1,7 @@
-"""The routes of OpenAI's API: chat, completions, models.
+"""Serve the routes of OpenAI's API: chat, completions, models.
 
-Translates between bodies and generations and owns nothing else. Invariant: a generation that was started is closed, by
-the response that streams it or here.
+Translates between bodies and generations and owns nothing else. Invariant: a generation that was started is closed,
+by the response that streams it or here.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ async def serve_chat(context: Context, call: Call, body: ChatBody) -> HttpReply:
 
 
 async def encode_prompt(context: Context, call: Call, body: ChatBody) -> tuple[int, ...]:
-    """The token ids that a conversation begins a generation with, however many."""
+    """Encode a conversation to the token ids that a generation begins with, however many."""
     engine, tenant = context.require_engine(), call.who.tenant
     request = make_chat_request(body, tenant, read_tools(body, call.facts))
     return await engine.work(tenant, partial(tokenize_prompt, engine.tokenizer, request))
@@ -89,7 +89,6 @@ async def serve_completions(context: Context, call: Call, body: CompletionBody) 
 
 
 def _decode_prompts(tokenizer: Tokenizer, requests: Sequence[TextRequest]) -> list[str]:
-    """The text of each sequence's prompt."""
     texts = [r.prompt if r.prompt is not None else tokenizer.decode(r.prompt_token_ids or ()) for r in requests]
     return [text for text, request in zip(texts, requests, strict=True) for _ in range(request.params.n)]
 
@@ -103,7 +102,7 @@ def _read_wishes(body: GenerationFields) -> dict[str, Any]:
 async def answer_requests(
     context: Context, call: Call, body: GenerationFields, requests: Sequence[TextRequest], shape: ResponseShape
 ) -> HttpReply:
-    """Run the requests of a body and answer in a shape: with a stream, or when all of them have ended."""
+    """Run the requests of a body and answer in a shape: as a stream, or when all of them have ended."""
     try:
         generation = await GenerationCall.submit_requests(context, call, requests)
     except InvalidRequestError as error:
@@ -129,7 +128,7 @@ async def answer_requests(
 
 
 async def stream_events(generation: GenerationCall, shape: ResponseShape) -> AsyncIterator[bytes]:
-    """The events of a generation, as ready bytes."""
+    """Yield the encoded events of a generation."""
     opened: set[int] = set()
     totals = generation.totals
     if await generation.wait_admitted():  # from here on a failure is an event

@@ -1,8 +1,8 @@
-"""The page at GET /: a fixed table of files, read once.
+"""Serve the page at GET /: a fixed table of files, read once.
 
-Must not know routes, keys or engines: the page asks the routes as any client does. Invariants: only the files of this
-table are ever answered, whatever a path says; the page loads nothing from another host, and runs no script or style
-that stands inside of it.
+Must not know routes, keys or engines: the page calls the routes as any client does. Invariants: only the files of
+this table are answered, whatever a path says; the page loads nothing from another host, and runs no inline script or
+style.
 """
 
 from __future__ import annotations
@@ -82,5 +82,4 @@ def load_assets() -> Mapping[str, Asset]:
 
 
 def make_page_routes() -> list[Route]:
-    """A route for each file."""
     return [Route(path, asset, methods=["GET"]) for path, asset in load_assets().items()]

@@ -1,9 +1,9 @@
-"""uvicorn's protocols with the limits that they lack.
+"""Add to uvicorn's protocols the limits that they lack.
 
-Must not know applications. Invariants: a connection whose request line and headers do not come in time, or are too
-long, ends, and so does one whose WebSocket message does not; all bytes of such messages that are here are counted; a
-reader that takes nothing for STALL_S is cut off; there are at most MAX_CONNECTIONS, and of one address fewer; bytes
-that are no HTTP get an error of the one shape; a client that still sends can read why it is refused.
+Must not know applications. Invariants: a connection ends whose head or WebSocket message is late or too long; bytes
+of incomplete messages are counted; a reader that takes nothing for STALL_S is cut off; connections are limited to
+MAX_CONNECTIONS, and by address; bytes that are no HTTP get an error of the common shape; a client that still sends
+can read why it is refused.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MESSAGE_BYTES = 512
 
 
 class Visitors(ServerState):
-    """The state that all connections of a server share, and how many each address has."""
+    """State that all connections of a server share, with the number of connections of each address."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,8 +57,7 @@ class Visitors(ServerState):
         self._open = Counter[str]()
 
     def admit_connection(self, client: tuple[str, int] | None) -> bool:
-        """Tell whether there is room for one more connection of this client; `drop_connection` is called for
-        it in any case."""
+        """Count a connection of this client; return True if there is room. `drop_connection` is called in any case."""
         host = self._name_host(client)
         self._open[host] += 1
         return len(self.connections) + self.shaking <= MAX_CONNECTIONS and (
@@ -78,7 +77,7 @@ class Visitors(ServerState):
 
 
 class _Outlet:
-    """A connection as its requests see it. `close` is the protocol's own."""
+    """Connection as its requests see it. `close` is the protocol's own."""
 
     __slots__ = ("close", "is_closing", "write")
 
@@ -87,8 +86,6 @@ class _Outlet:
 
 
 class GuardedHttp(HttpToolsProtocol):
-    """Connection of one client."""
-
     server_state: Visitors
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -115,19 +112,19 @@ class GuardedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def cut_off(self) -> None:
-        """End the connection now; what is on its way to the client is lost."""
+        """Abort the connection; bytes on their way to the client are lost."""
         self._tell_gone()
         self.transport.abort()
 
     def _tell_gone(self) -> None:
-        """Tell the request that is being answered that its client has left. uvicorn tells the newest one on the
-        connection, which may wait behind it."""
+        """Tell the request being answered that its client has left. uvicorn tells the newest one on the connection,
+        which may wait behind it."""
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
 
     def _give_up(self) -> None:
-        """The head of the next request has not come. That is no fault while the client waits for an answer."""
+        """End a connection whose next head is late, unless the client waits for an answer."""
         self._late = None
         if self._running is not None and not self._running.response_complete:
             self._late = self.loop.call_later(HEAD_S, self._give_up)
@@ -166,15 +163,15 @@ class GuardedHttp(HttpToolsProtocol):
             self.send_400_response("")
 
     def _stay_http(self, line: bytes, rest: bytes) -> None:
-        """Go on with HTTP/1.1, as RFC 9110, 7.8 allows, where a client offers another protocol (h2c). The parser leaves
-        out bodies of such requests; so another one gets the head without the offer."""
+        """Ignore the offer of another protocol (h2c) and go on with HTTP/1.1, as RFC 9110, 7.8 allows. The parser
+        leaves out bodies of such requests, so another parser gets the head without the offer."""
         fields = [b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade"]
         self._stays, self.parser = None, HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._parse_bytes(b"".join((line, *fields, b"\r\n", rest)))
 
     def _close_gently(self) -> None:
-        """End the connection when what was written has gone out and the client has sent what it began."""
+        """End the connection when its output is written and the client has sent what it began."""
         if self._running is not None and self._running.more_body:
             self._drop_rest()
         else:
@@ -267,7 +264,7 @@ class GuardedHttp(HttpToolsProtocol):
 
 
 def _encode_refusal(error: HttpError) -> bytes:
-    """The answer to what no application sees."""
+    """Encode an answer to bytes that no application sees."""
     body = error_bytes(error)
     fields = (
         b"content-type: application/json",
@@ -279,8 +276,9 @@ def _encode_refusal(error: HttpError) -> bytes:
 
 
 class GuardedWebSocket(WebSocketsSansIOProtocol):
-    """Connection that has become a WebSocket. Its application puts what counts the bytes of messages into
-    scope["state"]["hold"]; until it asks for the first one nothing is read."""
+    """Connection that has become a WebSocket.
+    Its application puts the counter of message bytes into scope["state"]["hold"]; nothing is read until it asks for
+    the first message."""
 
     def __init__(self, config: Config, server_state: Visitors, app_state: dict[str, Any]) -> None:
         super().__init__(config, server_state, app_state)
@@ -297,7 +295,6 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         self._on_time()
 
     def cut_off(self) -> None:
-        """End the connection now."""
         self.transport.abort()
 
     def handle_connect(self, event: Any) -> None:
@@ -331,11 +328,11 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         return message
 
     def _count_partial(self) -> int:
-        """Bytes that are here of a message that has not come whole."""
+        """Count the bytes of a message that has not come whole."""
         return len(self.conn.reader.buffer) + sum(map(len, self.frames))
 
     def _fit_budget(self, more: int = 0) -> None:
-        """Have room for what is here and `more` bytes of messages, or end the connection."""
+        """Reserve memory for received bytes and `more`, or end the connection."""
         taking = self.handshake_complete and not self.close_sent
         hold: BodyShare | None = self.scope["state"].get("hold") if taking else None
         try:
@@ -345,7 +342,7 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
             self._end_connection(1013, error.message)
 
     def _give_up(self) -> None:
-        """A message has not come. That is no fault while nothing is read."""
+        """End a connection whose message is late, unless nothing is being read."""
         self._late = None
         if self.read_paused or not self.writable.is_set():
             self._late = self.loop.call_later(READ_S, self._give_up)
@@ -362,7 +359,7 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         self._drop_message()
 
     def _drop_message(self) -> None:
-        """The connection closes: forget what came of a message, and cut a client off that reads nothing."""
+        """Forget an incomplete message when the connection closes, and cut off a client that reads nothing."""
         self.conn.reader.discard()
         self.frames = []
         self._on_time()
@@ -374,7 +371,8 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
             self._late = None
 
     async def send(self, message: Any) -> None:
-        """Raises ClientDisconnected also where uvicorn has closed the connection, which is no fault of who sends."""
+        """Send a message. Raises ClientDisconnected also where uvicorn has closed the connection, for which no
+        sender is at fault."""
         await self.writable.wait()
         if self.close_sent:
             raise ClientDisconnected
@@ -394,7 +392,7 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         self.transport.abort()  # closing would wait until the client has read everything
 
     def send_receive_event_to_app(self) -> None:
-        """Ends the connection for a text that is not UTF-8, without the traceback that uvicorn logs for it."""
+        """End the connection for a text that is not UTF-8, without the traceback that uvicorn logs for it."""
         self._on_time()
         self._queued += sum(map(len, self.frames)) + MESSAGE_BYTES
         try:

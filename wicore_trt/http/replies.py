@@ -1,7 +1,7 @@
-"""Sends answers: JSON, or server-sent events until the last one or until the client leaves.
+"""Send answers: JSON, or server-sent events until the last one or until the client leaves.
 
-Must not know routes, nor what events say. Invariants: nothing is sent before the first event or comment, so that what
-fails before has a status of its own; a stream that breaks later ends with an event `error` and without `done`; the
+Must not know routes, nor what events say. Invariants: nothing is sent before the first event or comment, so earlier
+failures have a status of their own; a stream that breaks later ends with an event `error` and without `done`; the
 source is closed, however the response ends; a client that leaves ends it within one event.
 """
 
@@ -25,13 +25,11 @@ T = TypeVar("T")
 
 
 class HttpReply(Protocol):
-    """An ASGI response."""
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
 
 def json_reply(body: object, status: int = 200, headers: list[tuple[bytes, bytes]] | None = None) -> Response:
-    """A JSON answer; bytes are taken as they are."""
+    """Make a JSON answer; bytes are sent as they are."""
     raw = body if isinstance(body, bytes) else msgspec.json.encode(body)
     reply = Response(raw, status, media_type="application/json")
     reply.raw_headers.extend(headers or ())
@@ -39,7 +37,7 @@ def json_reply(body: object, status: int = 200, headers: list[tuple[bytes, bytes
 
 
 def format_span(seconds: float) -> bytes:
-    """A span of time as x-ratelimit-reset-* has it: 6m12.5s, 1s, 20ms."""
+    """Format a span of time as x-ratelimit-reset-* has it: 6m12.5s, 1s, 20ms."""
     if seconds < 1:
         return b"%dms" % round(seconds * 1000)
     minutes, rest = divmod(seconds, 60)
@@ -47,7 +45,7 @@ def format_span(seconds: float) -> bytes:
 
 
 def rate_headers(context: Context, call: Call) -> list[tuple[bytes, bytes]]:
-    """Tell what is left of the caller's requests and tokens, as headers."""
+    """Make headers with the caller's remaining requests and tokens."""
     found = []
     for kind, allowance in context.admission.rates.list_allowances(call.who).items():
         name = kind.encode()
@@ -70,7 +68,7 @@ HEADERS = (
 
 
 class EventStream:
-    """An ASGI response. `close` is awaited at the end; `failed` turns what is no WicoreError into one; `done` and
+    """ASGI response. `close` is awaited at the end; `failed` turns other exceptions into a WicoreError. `done` and
     `broken` are the last bytes of a stream."""
 
     def __init__(
@@ -90,7 +88,7 @@ class EventStream:
         self._sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises what broke the stream before anything was sent, and ClientGoneError."""
+        """Send the events. Raises the error that broke the stream before anything was sent, and ClientGoneError."""
         pump = asyncio.ensure_future(self._send_events(send))
         watch = asyncio.ensure_future(self._watch_client(receive, send))
         try:
@@ -127,7 +125,7 @@ class EventStream:
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _watch_client(self, receive: Receive, send: Send) -> None:
-        """Ends when the client has left; meanwhile sends comments while nothing else is sent."""
+        """Return when the client has left; meanwhile send comments while nothing else is sent."""
         while True:
             sent = self._sent
             try:
@@ -142,14 +140,13 @@ class EventStream:
 
 
 async def wait_until_gone(receive: Receive) -> None:
-    """Wait until the client has left."""
     message: Message = {"type": ""}
     while message["type"] != "http.disconnect":
         message = await receive()
 
 
 async def run_unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`. Cancels it and raises ClientGoneError when the client leaves before."""
+    """Return the result of `work`. Cancels it and raises ClientGoneError when the client leaves before."""
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(wait_until_gone(receive))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)

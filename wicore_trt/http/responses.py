@@ -1,7 +1,7 @@
-"""OpenAI's Responses API: bodies to chats, answers as responses and their events.
+"""Convert OpenAI's Responses API: bodies to chats, answers to responses and their events.
 
-Nothing is kept between requests: each brings its whole conversation. Must not know engines or transports. Invariants:
-the events of a stream are numbered from 0 without a gap; the last one has the whole response.
+Nothing is kept between requests: each brings its whole conversation. Must not know engines or transports.
+Invariants: a stream's events are numbered from 0 without a gap; the last one has the whole response.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _build_chat(body: ResponsesBody) -> ChatBuilder:
 
 
 def _read_call_id(item: dict[str, Any], where: str) -> str:
-    """The id of a call or of its result, which those of Codex's first shell tell as their own."""
+    """Read the id of a call or of its result; items of Codex's first shell have it as their own id."""
     return read_member(item, "call_id" if item.get("call_id") is not None else "id", where)
 
 
@@ -124,12 +124,10 @@ def _read_response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 class ResponsesShape(BlockShape):
-    """Shape of one response."""
-
     def __init__(
         self, body: ResponsesBody, model: str, tokenizer: Tokenizer, *, calls: bool, forms: Mapping[str, Form]
     ) -> None:
-        """`forms` are those of calls, by the names that the model is told."""
+        """Take `forms` of calls by the model's names for them."""
         super().__init__(calls=calls)
         self._forms = forms
         self._tokenizer = tokenizer
@@ -208,7 +206,7 @@ class ResponsesShape(BlockShape):
         )
 
     def _tell_arguments(self, block: Block, item_id: str, at: Mapping[str, int]) -> bytes:
-        """The events of what a call was given, whole."""
+        """Make the events of a call's arguments, whole."""
         form = self._find_form(block)
         fields = form.make_fields(block.text)
         match form.key:

@@ -1,4 +1,4 @@
-"""The table of routes: path, method, body, handler; and what is made of it, Starlette's routes and /openapi.json.
+"""List the routes (path, method, body, handler); make Starlette's routes and /openapi.json of them.
 
 Must not know what a route does. Invariants: every route needs a key, but those that are named OPEN; a handler gets a
 body only when all of it has come and is valid.
@@ -34,8 +34,7 @@ OPEN = frozenset(("/health", "/ready", "/ping"))
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Route: path, body and handler. `handle` is called with the context, the call, and the body or the path's
-    parameters."""
+    """Route: path, body and handler. `handle` is called with the context, the call, and the body or path parameters."""
 
     path: str
     handle: Callable[..., Awaitable[HttpReply]]
@@ -55,12 +54,11 @@ class Route:
 
     @property
     def streams(self) -> bool:
-        """True where the route can answer with events."""
         return self.body is not None and "stream" in self.body.model_fields
 
     @property
     def statuses(self) -> tuple[int, ...]:
-        """Statuses of its failures, beside the want of a key."""
+        """Statuses of its failures, beside that of a missing key."""
         if self.generates:
             return (400, 404, 408, 413, 415, 429, 500, 503, 504)
         if self.body is not None:
@@ -125,7 +123,6 @@ MEANINGS = {
 
 
 def make_document() -> dict[str, Any]:
-    """Make the OpenAPI document of this version."""
     models = sorted({route.body for route in ROUTES if route.body is not None}, key=lambda model: model.__name__)
     _, found = models_json_schema([(m, "validation") for m in models], ref_template="#/components/schemas/{model}")
     paths: dict[str, Any] = {}
@@ -173,8 +170,6 @@ def _describe_response(route: Route, status: int) -> dict[str, Any]:
 
 
 class Endpoint:
-    """A route as an ASGI application."""
-
     def __init__(self, context: Context, route: Route) -> None:
         self._context, self._route = context, route
 

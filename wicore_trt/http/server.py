@@ -1,8 +1,8 @@
-"""The HTTP server that clients talk to: its address, TLS and connections, its routes, origins, drain.
+"""Serve HTTP to clients: address, TLS, connections, routes, origins, drain.
 
-Must not know what the engine is or when it is ready; the lifecycle tells it. Invariants: generations are refused from
-`set_draining` on; after `stop` no connection and no task of this server is left; a TLS handshake counts as a connection
-of its address, as each costs some 50 KB for as long as it likes to take.
+Must not know what the engine is or when it is ready. Invariants: generations are refused from `set_draining` on;
+after `stop` no connection and no task of this server is left. A TLS handshake counts as a connection of its address,
+as each costs some 50 KB for as long as it likes to take.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ HANDSHAKE_S = 10.0
 
 
 class Listener:
-    """Listener at one address. Construct it on the event loop that will run it; `app` may be put in another's
-    place at any time.
+    """Listener at one address. Construct it on the event loop that will run it; `app` may be replaced at any time.
     `flag` is the option that chooses the port, as errors name it."""
 
     def __init__(
@@ -71,8 +70,8 @@ class Listener:
         await self.app(scope, receive, send)
 
     def change(self, settings: ServerSettings) -> None:
-        """Another certificate for who comes from now on. Raises ConfigError, and changes nothing, for files that do not
-        fit."""
+        """Use another certificate for new connections. Raises ConfigError, and changes nothing, for files that do
+        not fit."""
         if self._tls is not None:
             self._tls = read_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
@@ -80,10 +79,8 @@ class Listener:
         return GuardedHttp(self._config, self._state, {}, asyncio.get_running_loop())
 
     async def start(self) -> str:
-        """Listen and return the URL, with the port chosen by the system when it was 0.
-
-        Raises EnvironmentUnfitError for an address that cannot be used.
-        """
+        """Listen and return the URL, with the port chosen by the system when it was 0. Raises EnvironmentUnfitError
+        for an address that cannot be used."""
         host, port = self._host, self._port
         check_free(host, port, self._flag)
         loop = asyncio.get_running_loop()
@@ -104,7 +101,7 @@ class Listener:
         return host if host.startswith("unix:") else f"{scheme}://{format_address(host, port)}"
 
     def _begin_handshake(self, transport: asyncio.Transport) -> None:
-        """Somebody has come who has to shake hands first, and counts from now on."""
+        """Count a connection from the beginning of its TLS handshake."""
         client = get_remote_addr(transport)
         self._state.shaking += 1
         if self._state.admit_connection(client):
@@ -129,13 +126,12 @@ class Listener:
             self._shaking.discard(shaking)
 
     def _update_date(self) -> None:
-        """Keep the header `date`."""
         self._state.default_headers = [(b"date", formatdate(time.time(), usegmt=True).encode())]
         self._clock = asyncio.get_running_loop().call_later(1.0, self._update_date)
 
     async def stop(self, grace_s: float, idle: Callable[[], Awaitable[object]] | None = None) -> None:
-        """Close the port; what is still open after `grace_s` seconds is cancelled. Connections stay until `idle` says
-        that nothing is left which would begin an answer."""
+        """Close the port; open connections are cancelled after `grace_s` seconds. They stay until `idle` says that
+        nothing is left which would begin an answer."""
         if self._clock is not None:
             self._clock.cancel()
         if self._listener is not None:
@@ -164,7 +160,7 @@ class Listener:
 
 
 class Shaking(asyncio.Protocol):
-    """A connection from which nothing is read here. `comes` is told of it."""
+    """Connection in a TLS handshake, of which `comes` is told; nothing is read from it here."""
 
     def __init__(self, comes: Callable[[asyncio.Transport], None]) -> None:
         self._comes = comes
@@ -174,7 +170,7 @@ class Shaking(asyncio.Protocol):
 
 
 def take_socket(transport: asyncio.Transport) -> socket.socket:
-    """The socket of a transport that has read nothing of it, which is closed then."""
+    """Take the socket of a transport that has read nothing of it, and close the transport."""
     own = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
     own.setblocking(False)
     transport.abort()
@@ -182,7 +178,7 @@ def take_socket(transport: asyncio.Transport) -> socket.socket:
 
 
 async def _wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Wait until a condition holds; false where it did not in time."""
+    """Wait until a condition holds; return False where it does not in time."""
     end = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() >= end:
@@ -197,7 +193,7 @@ class HttpServer:
     def __init__(
         self, settings: ServerSettings, max_context: int | None = None, admission: Admission | None = None
     ) -> None:
-        """`max_context` is that of the engine, where it is known; `admission` is what other servers of this process
+        """Construct with the engine's `max_context`, where known, and the `admission` that servers of this process
         share. Raises ConfigError for bad TLS or keys files."""
         limit = find_message_limit(max_context, settings.max_message_mb)
         host = find_http_host(settings)
@@ -215,17 +211,15 @@ class HttpServer:
         return make_app(self.context, make_routes(self.context, origins), origins)
 
     def change(self, settings: ServerSettings) -> None:
-        """Other origins and another certificate for who comes from now on. Raises ConfigError, and changes nothing, for
-        files that do not fit."""
+        """Use other origins and another certificate for new connections. Raises ConfigError, and changes nothing,
+        for files that do not fit."""
         self._listener.change(settings)
         self.context.allowed_hosts, self.context.origins = settings.allowed_hosts, settings.cors_origins
         self._listener.app = self._make_app()
 
     async def start(self) -> str:
-        """Listen and return the URL, with the port chosen by the system when the settings say 0.
-
-        Raises EnvironmentUnfitError for an address that cannot be used.
-        """
+        """Listen and return the URL, with the port chosen by the system when the settings say 0. Raises
+        EnvironmentUnfitError for an address that cannot be used."""
         return await self._listener.start()
 
     def set_draining(self) -> None:
@@ -233,10 +227,9 @@ class HttpServer:
         self.context.draining = True
 
     def attach(self, engine: TextEngine) -> None:
-        """Take requests from now on."""
         self.context.attach(engine)
 
     async def stop(self, grace_s: float) -> None:
-        """Close the port; what is still open after `grace_s` seconds is cancelled."""
+        """Close the port; open connections are cancelled after `grace_s` seconds."""
         self.set_draining()
         await self._listener.stop(grace_s, self.context.idle.wait)

@@ -1,9 +1,8 @@
-"""Shapes of answers: what each does, and answers and chunks with choices, as OpenAI's first routes have them.
+"""Define shapes of answers, and those with choices of OpenAI's first routes.
 
-Must not know engines or transports. Invariants: id, object, created and model are equal in all chunks of an answer; the
-texts of a sequence's chunks, put together, are its text; every token that usage counts has its probability, the one
-that ended the text too, because evaluation harnesses count back from the end; a chunk is made of ready bytes and one
-encoded text, because a front makes one for every token.
+Must not know engines or transports. Invariants: id, object, created and model are equal in all chunks of an answer;
+a sequence's chunks add up to its text; every token that usage counts has its probability, also the one that ended
+the text, because evaluation harnesses count back from the end.
 """
 
 from __future__ import annotations
@@ -34,27 +33,28 @@ class ResponseShape(ABC):
 
     @abstractmethod
     def make_answer(self, completions: Sequence[Completion], totals: Totals) -> bytes:
-        """The whole answer."""
+        """Make the whole answer."""
 
     def open_sequence(self, index: int, totals: Totals) -> bytes:
-        """Make what comes before a sequence's first chunk."""
+        """Make the events before a sequence's first chunk."""
         return b""
 
     @abstractmethod
     def make_chunk(self, index: int, output: TextOutput, totals: Totals) -> bytes:
-        """The chunk of an output, b"" where there is nothing to say."""
+        """Make the chunk of an output, b"" where there is nothing to send."""
 
     def close_stream(self, totals: Totals) -> bytes:
-        """Make what comes when all sequences have ended."""
+        """Make the events after the end of all sequences."""
         return b""
 
     def break_stream(self, error: WicoreError) -> bytes:
-        """Make what ends a stream that broke."""
+        """Make the events that end a broken stream."""
         return b"event: error\ndata: " + error_bytes(error) + b"\n\n"
 
 
+# A front makes a chunk for every token, so a chunk is made of ready bytes and one encoded text.
 class ChoiceShape(ResponseShape):
-    """An answer with choices: its head, and how a choice looks."""
+    """Answer with choices: its head, and the form of a choice."""
 
     done = b"data: [DONE]\n\n"
     prefix = ""
@@ -73,9 +73,10 @@ class ChoiceShape(ResponseShape):
         token_ids: bool = False,
         prompt_top: int | None = None,
     ) -> None:
-        """`usage`: chunks say that the counts follow; `continuous`: they have them; `token_ids`: those of prompt and
-        text are told. Of what is reported of prompts the first `prompt_top` alternatives go into `prompt_logprobs`,
-        where it is not None."""
+        """Choose contents of chunks: `usage` announces counts, `continuous` has them, `token_ids` adds those of
+        prompt and text.
+        The first `prompt_top` alternatives of prompts' reported probabilities go into `prompt_logprobs`, unless it
+        is None."""
         self._tokenizer = tokenizer
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         head = encode({"object": self.chunk_kind, **self._head})
@@ -119,14 +120,14 @@ class ChoiceShape(ResponseShape):
         return b"".join((*parts, ids, b"}]", self._encode_usage(totals) if self._continuous else self._tail))
 
     def close_stream(self, totals: Totals) -> bytes:
-        """The last chunk, which has the counts, where they are wanted."""
+        """Make the last chunk, which has the counts, where they are wanted."""
         return self._empty + encode(totals.describe_usage()) + b"}\n\n" if self._usage else b""
 
     def _encode_usage(self, totals: Totals) -> bytes:
         return b',"usage":' + encode(totals.describe_usage()) + b"}\n\n"
 
     def _prompt_logprobs(self, completion: Completion) -> list[dict[int, dict[str, Any]] | None]:
-        """List them as vLLM does: by token id, the prompt's own among them."""
+        """List probabilities of the prompt as vLLM does: by token id, the prompt's own among them."""
         found: list[dict[int, dict[str, Any]] | None] = [None]
         for entry in completion.prompt_logprobs[1:]:
             told: dict[int, dict[str, Any]] = {}
@@ -145,15 +146,15 @@ class ChoiceShape(ResponseShape):
 
     @abstractmethod
     def _list_logprobs(self, index: int, output: TextOutput) -> dict[str, Any]:
-        """Probabilities of a chunk."""
+        """List the probabilities of a chunk."""
 
     @abstractmethod
     def _make_choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        """A sequence of the whole answer."""
+        """Make a sequence of the whole answer."""
 
 
 def token_entry(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, Any]:
-    """A token, its probability and the alternatives, with text and bytes."""
+    """Describe a token, its probability and the alternatives, with text and bytes."""
     chosen, *top = [
         {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
         for raw, logprob in (
@@ -188,8 +189,8 @@ class ChatShape(ChoiceShape):
 
 
 class CompletionShape(ChoiceShape):
-    """`prompts` are the texts that go in front, one for each sequence, where they are wanted; `top` alternatives are
-    told of the text's tokens."""
+    """Shape of a completion. `prompts` are the texts to repeat in front, one for each sequence, where wanted.
+    `top` alternatives of the text's tokens are reported."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
     one_prompt = False
@@ -245,15 +246,15 @@ class CompletionShape(ChoiceShape):
 
 
 class Echo:
-    """Where the tokens of a prompt lie in its text, in characters. Tokens that the text lacks, as BOS, have no length
-    there. `tokens` counts them."""
+    """Positions, in characters, of a prompt's tokens in its text; `tokens` counts them.
+    Tokens that the text lacks, as BOS, have no length."""
 
     def __init__(self, text: bytes) -> None:
         self._text = text
         self._at = self._characters = self.tokens = 0
 
     def locate_token(self, token: bytes) -> int:
-        """Locate where the next token begins. Of a character's bytes all but the first begin behind it."""
+        """Locate where the next token begins: after a character of which it has only later bytes."""
         begin = self._characters
         self.tokens += 1
         if self._text.startswith(token, self._at):
@@ -263,21 +264,17 @@ class Echo:
 
 
 class AnswerCalls:
-    """Text and calls of an answer's sequences."""
-
     def __init__(self) -> None:
         self._finders: dict[int, CallFinder] = {}
 
     def read_output(self, index: int, output: TextOutput) -> tuple[dict[str, Any], str | None]:
-        """Read what an output adds to a message, and how the message ends with it."""
+        """Return what an output adds to a message, and the finish reason that ends the message with it."""
         finder, reason = self._finders.setdefault(index, CallFinder()), output.finish_reason
         delta = _make_delta(finder.push_text(output.text) + (finder.end_output() if reason is not None else []))
         return delta, None if reason is None else _name_reason(reason, finder)
 
 
 class ToolShape(ChatShape):
-    """A conversation's answer that may have calls."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._calls = AnswerCalls()
@@ -314,14 +311,13 @@ def _name_reason(reason: FinishReason, finder: CallFinder) -> str:
 
 
 def _make_delta(pieces: list[TextPart]) -> dict[str, Any]:
-    """Make what parts add to a message: text, or calls, the parts of each put together."""
+    """Make the addition to a message: text, or calls with the parts of each put together."""
     text, calls = gather_parts(pieces)
     delta: dict[str, Any] = {"content": text} if text else {}
     return delta | ({"tool_calls": [_describe_call(call) for call in calls]} if calls else {})
 
 
 def _describe_call(call: TextPart) -> dict[str, Any]:
-    """Describe what a part adds to a call."""
     if call.name is None:
         return {"index": call.call, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}

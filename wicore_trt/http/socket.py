@@ -1,15 +1,8 @@
-"""The WebSocket /v1/stream: several generations on one connection, as JSON frames.
-
-    in   {"type": "generate", "id": ID, ...}   the fields of /v1/chat/completions, or with `prompt` of /v1/completions
-         {"type": "cancel", "id": ID}
-    out  {"type": "delta", "id", "index", "text", "logprobs", "finish_reason", "stop_reason"}, where tools may be called
-         with "tool_calls", as chunks of /v1/chat/completions have them
-         {"type": "done", "id", "usage"}
-         {"type": "error", "id", "error"}      ends the generation; `id` is null for a frame that has none
+"""Serve the WebSocket /v1/stream: several generations on one connection, as JSON frames.
 
 Must not know uvicorn. Invariants: a generation ends with exactly one frame, done or error; an id is free again when
-that was sent; when the connection ends all its generations end; a web page of another origin cannot connect; a key that
-was taken back begins nothing on connections that are open.
+that was sent; when the connection ends all its generations end; a web page of another origin cannot connect; a
+revoked key begins nothing on open connections.
 """
 
 from __future__ import annotations
@@ -49,6 +42,12 @@ MAX_FRAME = 4 << 20
 MAX_ID = 128
 
 
+# in   {"type": "generate", "id": ID, ...}   the fields of /v1/chat/completions, or with `prompt` of /v1/completions
+#      {"type": "cancel", "id": ID}
+# out  {"type": "delta", "id", "index", "text", "logprobs", "finish_reason", "stop_reason"}, where tools may be called
+#      with "tool_calls", as chunks of /v1/chat/completions have them
+#      {"type": "done", "id", "usage"}
+#      {"type": "error", "id", "error"}      ends the generation; `id` is null for a frame that has none
 class FrameShape(ChatShape):
     """The frames of one generation. `calls`: functions may be called."""
 
@@ -58,7 +57,7 @@ class FrameShape(ChatShape):
         self._delta = b'{"type":"delta","id":' + encode(frame_id) + b',"index":'
 
     def make_frame(self, index: int, output: TextOutput) -> bytes:
-        """The frame of an output, b"" where there is nothing to say."""
+        """Make the frame of an output, b"" where there is nothing to send."""
         text, calls, reason = output.text, b"", output.finish_reason and output.finish_reason.value
         if self._calls is not None:
             delta, reason = self._calls.read_output(index, output)
@@ -75,7 +74,7 @@ class FrameShape(ChatShape):
 
 
 def check_origin(headers: Headers, origins: Sequence[str]) -> None:
-    """Raise HttpError for a web page of another origin: browsers ask nobody before they open a WebSocket."""
+    """Raise HttpError for a web page of another origin: browsers open WebSockets to any origin."""
     origin = headers.get("origin")
     if origin is None or origin in origins or "*" in origins:
         return
@@ -119,7 +118,7 @@ class Connection:
         self._open: dict[str, asyncio.Task[None]] = {}
 
     async def take_frame(self, raw: bytes) -> None:
-        """Do what a frame says. Faults go to the client."""
+        """Process a frame. Faults go to the client."""
         frame_id: str | None = None
         try:
             frame = decode_json(raw, self._context.count_items())
@@ -215,7 +214,7 @@ class Connection:
             await self._send({"type": "websocket.send", "text": encode(frame).decode()})
 
     async def close_all(self) -> None:
-        """End all generations; not all at once, which would hold up other connections."""
+        """End all generations, one after the other, so that other connections are not held up."""
         tasks = list(self._open.values())
         left = iter(tasks)
         try:
