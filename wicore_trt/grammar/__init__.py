@@ -1,1 +1,1 @@
-"""Constraints on outputs: what they mean, whether they can be kept, and which tokens may follow."""
+"""Constrain outputs: check constraints, and compute which tokens may follow."""

@@ -1,9 +1,8 @@
-"""Masks of the tokens that may follow: the matchers of constrained sequences, over the model's own tokenizer.
+"""Make masks of the tokens that may follow: matchers of constrained sequences, over the model's own tokenizer.
 
-Knows constraints and token ids; it must not know sequences, logits or threads of the engine. What takes time is done
-beforehand and once: the tokenizer's tables on a thread of their own (`warm`), a grammar by `prepare`. Invariant: bytes
-of tokens that were allowed and taken, put together, are the beginning of a text that the constraint allows, and an end
-is allowed exactly where the text is whole.
+Must not know sequences, logits or threads of the engine. Slow work is done once, beforehand: the tokenizer's tables
+on a thread of their own (`warm`), a grammar by `prepare`. Invariant: bytes of tokens that were allowed and taken,
+put together, begin a text that the constraint allows. An end is allowed exactly where the text is whole.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ _REASON = 200
 
 
 class MatcherError(Exception):
-    """A constraint cannot be kept any further; of one sequence alone."""
+    """Failure to keep a constraint any further, of one sequence alone."""
 
 
 class Matcher:
     """Position of one sequence in its grammar. `broken`: the text of the MatcherError that it raised."""
 
     def __init__(self, inner: Any, size: int, ends: Sequence[int]) -> None:
-        """`ends` are the tokens that end an output, of which llguidance knows the first alone."""
+        """Take `ends`, the tokens that end an output; llguidance knows only the first."""
         self._inner, self._size, self._ends = inner, size, ends
         self.broken: str | None = None
 
     def allowed(self, held: Collection[int] = ()) -> bytes:
-        """The tokens that may follow, a bit for each, lowest first. `held` are left out unless nothing else may follow.
-        Raises MatcherError."""
+        """Return the tokens that may follow, a bit for each, lowest first. Raises MatcherError. `held` are left out
+        unless nothing else may follow."""
         mask = bytearray(self._inner.compute_bitmask()[: self._size])
         if self._inner.is_error():
             raise self._make_error()
@@ -56,7 +55,7 @@ class Matcher:
         return bytes(mask)
 
     def take(self, token: int) -> None:
-        """Go on behind a token that was allowed and is no end. Raises MatcherError."""
+        """Advance by a token that was allowed and is no end. Raises MatcherError."""
         if not self._inner.consume_token(token):
             raise self._make_error()
 
@@ -114,8 +113,8 @@ class Grammars:
                 self._kept.popitem(last=False)
 
     def matcher(self, constraint: Constraint) -> Matcher:
-        """At the beginning of an output. Raises InvalidRequestError; takes time unless `prepare` came shortly
-        before."""
+        """Make a matcher at the beginning of an output; slow unless `prepare` came shortly before. Raises
+        InvalidRequestError."""
         for _ in range(2):
             with self._books:
                 inner = self._kept.get(constraint)
@@ -135,10 +134,10 @@ class Grammars:
 
 
 class _Among:
-    """A set of tokens, equal at any place, with the methods of llguidance's matchers. Ends are in it or do not come."""
+    """Set of tokens, equal at any position, with the methods of llguidance's matchers. Ends are in it or do not
+    come."""
 
     def __init__(self, tokens: Sequence[int], vocab_size: int) -> None:
-        """Raises InvalidRequestError for an id that is none."""
         if max(tokens) >= vocab_size:
             raise make_refusal(f"token id {max(tokens)} is outside the vocabulary of {vocab_size}")
         mask = bytearray(div_ceil(vocab_size, 8))
@@ -160,8 +159,8 @@ class _Among:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance asks for it. It gets the bytes of all tokens, which is several times as fast as to let
-    it read tokenizer.json; texts it tokenizes itself only where it forces tokens, which is not done here."""
+    """Tokenizer as llguidance asks for it. It gets the bytes of all tokens, several times as fast as reading
+    tokenizer.json. It would tokenize texts only to force tokens, which is not done here."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         texts = tokenizer.list_vocabulary()[:vocab_size]

@@ -1,8 +1,8 @@
-"""Constraints as grammars of llguidance, and whether those can be kept.
+"""Convert constraints to grammars of llguidance, and check that those can be kept.
 
-Needs the package llguidance, which is imported when a constraint comes. It must not know the model's tokenizer: what is
-checked here is checked over bytes, so that any process can do it in milliseconds. Invariant: a constraint that `check`
-lets pass has been built as a whole under LIMITS and one text of it followed; all else is an InvalidRequestError.
+The package llguidance is imported when a constraint comes. Must not know the model's tokenizer: checks are over
+bytes, so that any process does them in milliseconds. Invariant: a constraint that `check_constraint` accepts was
+built whole under LIMITS and one text of it followed; others are an InvalidRequestError.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _REASON = 300
 
 
 def load_llguidance() -> Any:
-    """The module llguidance. Raises EnvironmentUnfitError where it is not installed."""
+    """Import llguidance. Raises EnvironmentUnfitError where it is not installed."""
     try:
         import llguidance
     except ModuleNotFoundError as error:
@@ -51,7 +51,7 @@ def make_limits() -> Any:
 
 
 def grammar_of(constraint: Constraint) -> str:
-    """The grammar as llguidance takes it. Raises InvalidRequestError for a text that cannot be one."""
+    """Make the grammar as llguidance takes it. Raises InvalidRequestError for a text that cannot be one."""
     matcher = load_llguidance().LLMatcher
     text = constraint.text
     match constraint.kind:
@@ -83,7 +83,7 @@ def _compile_schema(matcher: Any, schema: str) -> str:
 
 
 def _strip_unenforced(schema: str) -> str:
-    """A schema's text without what is UNENFORCED."""
+    """Remove the keys UNENFORCED from a schema's text."""
 
     def strip(inside: Any) -> Any:
         if isinstance(inside, list):
@@ -105,7 +105,7 @@ def _strip_unenforced(schema: str) -> str:
 
 
 def _convert_ebnf(text: str) -> str:
-    """A grammar in the EBNF of xgrammar and llama.cpp (GBNF) in llguidance's own dialect."""
+    """Convert the EBNF of xgrammar and llama.cpp (GBNF) to llguidance's own dialect."""
     from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
     try:
@@ -115,13 +115,13 @@ def _convert_ebnf(text: str) -> str:
 
 
 def without_words(words: Sequence[str]) -> str:
-    """A grammar of all texts in which none of `words` stands."""
+    """Make a grammar of all texts in which none of `words` stands."""
     alternatives = " | ".join(json.dumps(word, ensure_ascii=False) for word in words)
     return f"start: TEXT\nTEXT: /(?s:.*)/ & ~(/(?s:.*)/ ({alternatives}) /(?s:.*)/)"
 
 
 def token_ids(constraint: Constraint) -> list[int]:
-    """The ids of a constraint of kind TOKENS. Raises InvalidRequestError."""
+    """Read the ids of a constraint of kind TOKENS. Raises InvalidRequestError."""
     try:
         found = msgspec.json.decode(constraint.text, type=list[int])
     except msgspec.MsgspecError as error:
@@ -146,7 +146,6 @@ def _compile_choice(text: str) -> str:
 
 
 def make_refusal(reason: str) -> InvalidRequestError:
-    """The error for a constraint that cannot be kept."""
     line = " ".join(reason.split())
     if len(line) > _REASON:
         said = [part for part in map(str.strip, reason.splitlines()) if part.startswith("error:")]
@@ -155,7 +154,7 @@ def make_refusal(reason: str) -> InvalidRequestError:
 
 
 class _Bytes:
-    """A tokenizer of the 256 bytes and an end."""
+    """Tokenizer of the 256 bytes and an end."""
 
     eos_token_id, bos_token_id = 256, None
     tokens = [*(bytes([i]) for i in range(256)), b"\xff<end>"]
@@ -172,8 +171,9 @@ def _over_bytes() -> Any:
 
 
 def check_constraint(constraint: Constraint) -> None:
-    """Raise InvalidRequestError (field "constraint", with llguidance's reason) when the constraint cannot be kept, also
-    where llguidance is not installed. Takes milliseconds, at worst some hundred; those seen lately take none."""
+    """Raise InvalidRequestError (field "constraint", with llguidance's reason) when the constraint cannot be kept.
+    Raised, too, where llguidance is not installed. Takes milliseconds, at worst some hundred; recent results are
+    cached."""
     try:
         reason = _find_reason(constraint)
     except EnvironmentUnfitError as error:
@@ -186,7 +186,7 @@ def check_constraint(constraint: Constraint) -> None:
 
 @lru_cache(maxsize=16)
 def _find_reason(constraint: Constraint) -> str:
-    """Why not, "" for nothing."""
+    """Return why a constraint cannot be kept, "" for no reason."""
     if constraint.kind is ConstraintKind.TOKENS:
         return "" if token_ids(constraint) else "nothing satisfies it"
     grammar = grammar_of(constraint)
@@ -198,12 +198,12 @@ def _find_reason(constraint: Constraint) -> str:
 
 
 def _find_dead_end(matcher: Any) -> str:
-    """Why a text of the grammar cannot be gone on with, "" where it can: a schema may be built whose last property is
-    followed by none that its patternProperties allow."""
+    """Return why a text of the grammar has no continuation, "" where it has one."""
     text, until = bytearray(), time.monotonic() + TRIED_S
     while len(text) < TRIED_BYTES:
         mask = 0 if matcher.is_error() else int.from_bytes(matcher.compute_bitmask()[:33], "little")
         if matcher.is_error() or not mask:
+            # A schema may be built whose last property is followed by none that its patternProperties allow.
             reason = str(matcher.get_error()) if matcher.is_error() else "nothing satisfies it"
             return f"nothing can follow {bytes(text)!r}: {reason}" if text else reason
         if mask >> _Bytes.eos_token_id or time.monotonic() > until:

@@ -1,1 +1,1 @@
-"""Tokens to text and back."""
+"""Convert tokens to text and back."""

@@ -1,7 +1,7 @@
-"""Calls of functions: the constraint that makes them well-formed, and finding them in a text as it comes.
+"""Constrain calls of functions to be well-formed, and find them in a text as it comes.
 
-A call is {"name": ..., "parameters": {...}}, several are a list of these; `text.turns` tells the model so. It must not
-know requests or transports. Invariant: under the constraint every output is calls or a text, which its beginning
+A call is {"name": ..., "parameters": {...}}, several are a list of these; `text.turns` tells the model so. Must not
+know requests or transports. Invariant: under the constraint an output is calls or a text, which its beginning
 decides, and the texts of a call's arguments, put together, are JSON.
 """
 
@@ -43,7 +43,7 @@ _OPENS = frozenset(("patternProperties", "unevaluatedProperties", "allOf", "anyO
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """Function that the model may call. `strict`: nothing of the schema may be left out of account."""
+    """Function that the model may call. `strict`: its whole schema must be enforced."""
 
     name: str
     description: str = ""
@@ -51,7 +51,6 @@ class Function:
     strict: bool = False
 
     def describe_function(self) -> dict[str, Any]:
-        """Describe the function as the model is told."""
         described = {"description": self.description} if self.description else {}
         return {"name": self.name, **described, "parameters": self.parameters}
 
@@ -59,8 +58,9 @@ class Function:
 def calls_constraint(
     functions: Sequence[Function], *, must: bool, several: bool, answer: Mapping[str, Any] | None = None
 ) -> Constraint:
-    """Outputs that call these functions; unless they `must`, a text will do too, or JSON of the schema `answer`.
-    `several` calls, or one. A schema that `tells_from_calls` is needed for `answer`."""
+    """Make the constraint for one call, or `several`, of these functions.
+    Unless they `must` be called, text is allowed, too, or JSON of the schema `answer`, which must satisfy
+    `tells_from_calls`."""
     schemas = {
         f"f{i}": _move_references(_close_schema(function.parameters), f"#/$defs/f{i}")
         for i, function in enumerate(functions)
@@ -90,26 +90,26 @@ def calls_constraint(
 
 
 def lets_text_be(constraint: Constraint | None) -> bool:
-    """Tell whether a constraint of `calls_constraint` holds nothing but calls: any text will do beside them."""
+    """Return True when a constraint of `calls_constraint` allows any text beside calls."""
     return constraint is not None and constraint.text.startswith("start: calls | TEXT")
 
 
 def tells_from_calls(answer: Mapping[str, Any]) -> bool:
-    """Tell whether no JSON of a schema can be taken for a call: it is of objects, which have not both keys of one."""
+    """Return True when no JSON of a schema can be taken for a call: it has objects without both keys of a call."""
     named = answer.get("properties", {})
     closed = answer.get("type") == "object" and answer.get("additionalProperties") is False and isinstance(named, dict)
     return closed and not {"name", "parameters"} <= named.keys() and not _OPENS & answer.keys()
 
 
 def _close_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema of parameters without those that it does not name: the function would not take them."""
+    """Forbid parameters that a schema does not name: the function would not take them."""
     if "properties" not in schema or "additionalProperties" in schema or _OPENS & schema.keys():
         return schema
     return {**schema, "additionalProperties": False}
 
 
 def _move_references(schema: Any, to: str) -> Any:
-    """A schema whose references to its own root lead to the place where it is now."""
+    """Rewrite a schema's references to its own root, which is now at `to`."""
     if isinstance(schema, Mapping):
         return {
             key: to + value[1:]
@@ -122,8 +122,7 @@ def _move_references(schema: Any, to: str) -> Any:
 
 @dataclass(slots=True)
 class TextPart:
-    """Part of an output: text, or more of a call. `id` and `name` come with the first piece of a call,
-    whose number `call` is."""
+    """Part of an output: text, or more of a call. A call's first part has `id` and `name`; `call` is its number."""
 
     text: str = ""
     call: int | None = None
@@ -133,7 +132,7 @@ class TextPart:
 
 
 def gather_parts(pieces: Sequence[TextPart]) -> tuple[str, list[TextPart]]:
-    """The text of some pieces, and of each call one piece."""
+    """Join the text of some parts, and the parts of each call."""
     calls: dict[int, TextPart] = {}
     for piece in pieces:
         if piece.call is not None:
@@ -143,7 +142,7 @@ def gather_parts(pieces: Sequence[TextPart]) -> tuple[str, list[TextPart]]:
 
 
 class CallFinder:
-    """Calls and text of one output. `calls` is how many calls have begun."""
+    """Splits one output into calls and text. `calls` is how many calls have begun."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -157,14 +156,13 @@ class CallFinder:
         return self.calls > 0 and self._state in (self._read_between, self._read_native)
 
     def push_text(self, text: str) -> list[TextPart]:
-        """The pieces that a text adds."""
         found: list[TextPart] = []
         while text:
             text = self._state(text, found)
         return found
 
     def end_output(self) -> list[TextPart]:
-        """Return the rest when the output has ended: no call that was cut off before its arguments."""
+        """Return the rest at the end of the output, without a call that was cut off before its arguments."""
         held, self._held = self._held, ""
         return [TextPart(text=held)] if held and not (self.calls or "{" in held or "[" in held) else []
 
@@ -194,7 +192,7 @@ class CallFinder:
         return ""
 
     def _read_native(self, text: str, found: list[TextPart]) -> str:
-        """FunctionGemma's calls, each as soon as it is whole."""
+        """Read FunctionGemma's calls, each as soon as it is whole."""
         call, end, self._held = (self._held + text).partition(_NATIVE_END)
         if not end:
             self._held = call
@@ -210,7 +208,7 @@ class CallFinder:
         return rest
 
     def _read_between(self, text: str, found: list[TextPart]) -> str:
-        """Between two calls, or behind the last one."""
+        """Read text between two calls, or behind the last one."""
         held = self._held + text
         at = held.find("{")
         if at >= 0 and _HEAD.match(held, at):
@@ -219,7 +217,7 @@ class CallFinder:
         return ""
 
     def _begin_call(self, held: str, at: int, found: list[TextPart]) -> str:
-        """The head of a call; what follows it is returned."""
+        """Read the head of a call; return the text that follows it."""
         head = _HEAD.match(held, at)
         assert head is not None
         found.append(TextPart(call=self.calls, id=f"call_{uuid.uuid4().hex[:24]}", name=head[1]))
@@ -248,7 +246,7 @@ class CallFinder:
 
 
 def _native_value(text: str, at: int) -> tuple[Any, int]:
-    """A value as FunctionGemma writes it from `at` on, and where it ends. What does not end ends with the text."""
+    """Read a value of FunctionGemma's format at `at`; return it and its end, the text's end for an incomplete value."""
     if text.startswith(_QUOTE, at):
         said, _, _ = text[at + len(_QUOTE) :].partition(_QUOTE)
         return said, at + len(said) + 2 * len(_QUOTE)

@@ -1,8 +1,8 @@
-"""Chat messages to prompt text by the model's own template.
+"""Render chat messages to prompt text with the model's own template.
 
-Knows the shape of messages; it must not know token ids or jinja2. Templates differ in what they take, so each is tried
+Knows the shape of messages; must not know token ids or jinja2. Templates differ in what they take, so each is tried
 once with probes (`takes`), and messages are given in a form that it takes. Invariant: every message's text is in the
-prompt or the caller gets an InvalidRequestError; nothing is dropped silently.
+prompt, or the caller gets an InvalidRequestError.
 """
 
 from __future__ import annotations
@@ -40,19 +40,16 @@ _CALLING = ({**ANSWER, "content": "", "tool_calls": [_CALL]}, {"role": "tool", "
 
 
 class TemplateRefusal(Exception):
-    """The template itself called raise_exception."""
+    """Refusal of messages by the template itself, which called raise_exception."""
 
 
 class ChatTemplate:
-    """A template that compiles. Thread-safe; it runs in a process of its own (`text.template_worker`).
-
-    `tokens` are the special tokens' texts (bos_token, ...) that templates may name; `origin` is for messages.
-    `variables` are the names that the template reads. `takes` is what its text holds whole when it is given: "text",
-    "parts" (contents that are lists), "answers" as text, "system" and "developer" messages, "later" ones behind a turn,
-    "neighbours" of one role, and "tools" with their calls, which begin with `call_mark`. `fault` is why it can never
-    chat, or None.
-    Raises EngineFormatError when the template cannot be compiled.
-    """
+    """Template that compiles. Thread-safe; it runs in a process of its own (`text.template_worker`).
+    `tokens` are the texts of special tokens (bos_token, ...) that templates may name; `origin` is for messages.
+    `variables` are the names that the template reads. `fault` is why it can never chat, or None. `takes` are the
+    inputs whose text it renders whole: "text", "parts" (contents that are lists), "answers" as text, "system",
+    "developer", "later" (those two behind a turn), "neighbours" (consecutive turns of one role) and "tools" (their
+    calls begin with `call_mark`). Raises EngineFormatError when the template cannot be compiled."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], origin: Path) -> None:
         self.source, self._tokens = source, dict(tokens)
@@ -71,13 +68,12 @@ class ChatTemplate:
         self.takes = self._try_forms()
 
     def run_probe(self, *more: Mapping[str, Any]) -> str | None:
-        """The text of a user's turn and `more` behind it, None where the template gives none."""
+        """Render a user's turn and `more` behind it, None where the template gives no text."""
         return self._run_template([self._user, *(_shape_content(dict(turn), self.takes) for turn in more)], False).get(
             "text"
         )
 
     def _try_forms(self) -> frozenset[str]:
-        """Find out what the template takes."""
         takes: set[str] = set()
         for name, said in (("text", PROBE), ("parts", {"role": "user", "content": [_PART]})):
             found = self._run_template([said], True)
@@ -131,16 +127,14 @@ class ChatTemplate:
         functions: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text of a conversation.
-
-        A message is {"role", "content"}: the role is system, developer, user, assistant or model; the content a string
-        or a list of {"type": "text", "text": str}, and other keys go to the template. Calls, results of role tool and
-        `functions`, {"name", "description", "parameters"}, are for a template that takes tools. `variables` are the
-        template's other names (chat_template_kwargs). What the template does not take is given in a form that it
-        takes: a later system message as the user's, turns of one role in a row as one, parts as text, text as a part.
-        Raises InvalidRequestError (fields "messages", "chat_template_kwargs") for what are none, and when the template
-        refuses, as Gemma's does for a conversation that the assistant begins.
-        """
+        """Render the prompt text of a conversation.
+        A message is {"role", "content"}: role is system, developer, user, assistant or model; content is a string or
+        a list of {"type": "text", "text": str}; other keys go to the template. Calls, results of role tool and
+        `functions`, {"name", "description", "parameters"}, need a template that takes tools. `variables` are the
+        template's other names (chat_template_kwargs). Messages are given in a form that the template takes: a later
+        system message as the user's, turns of one role in a row as one, parts as text, text as a part.
+        Raises InvalidRequestError (fields "messages", "chat_template_kwargs") for invalid values, and when the
+        template refuses, as Gemma's does for a conversation that the assistant begins."""
         turns = shaped_turns(messages, self.takes)
         tools = [{"type": "function", "function": dict(function)} for function in functions]
         answer = self._run_template(turns, add_generation_prompt, tools, checked_variables(variables))
@@ -160,7 +154,8 @@ CALL_TOKENS = ("<start_function_call>", "<end_function_call>", "<escape>")
 
 
 def checked_variables(given: object) -> dict[str, Any]:
-    """chat_template_kwargs. Raises InvalidRequestError for what is no object, and for names that are the request's."""
+    """Check chat_template_kwargs. Raises InvalidRequestError for values that are no object, and for names of the
+    request."""
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
@@ -177,7 +172,7 @@ def checked_variables(given: object) -> dict[str, Any]:
 
 
 def shaped_turns(messages: Sequence[Mapping[str, object]], takes: frozenset[str]) -> list[dict[str, Any]]:
-    """Messages in a form that a template takes (see ChatTemplate). Raises InvalidRequestError."""
+    """Convert messages to a form that a template takes (see ChatTemplate). Raises InvalidRequestError."""
     turns: list[dict[str, Any]] = []
     for index, message in enumerate(checked_messages(messages)):
         turn = _shape_message(f"messages[{index}]", message, takes)
@@ -199,7 +194,7 @@ def shaped_turns(messages: Sequence[Mapping[str, object]], takes: frozenset[str]
 
 
 def checked_messages(messages: object) -> Sequence[Mapping[str, Any]]:
-    """Messages that are objects with a known role, and no key of REFUSED_KEYS. Raises InvalidRequestError."""
+    """Check that messages are objects with a known role and no key of REFUSED_KEYS. Raises InvalidRequestError."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
         raise _invalid_messages("messages must be a non-empty list.")
     for index, message in enumerate(messages):
@@ -217,7 +212,6 @@ def checked_messages(messages: object) -> Sequence[Mapping[str, Any]]:
 
 
 def _shape_message(where: str, message: Mapping[str, Any], takes: frozenset[str]) -> dict[str, Any]:
-    """A message as a template expects it."""
     given, content = str(message["role"]), message.get("content")
     role = given if given == "tool" or (given == "developer" and "developer" in takes) else ROLES[given]
     if content is None and role == "assistant":
@@ -234,22 +228,21 @@ def _takes_text(role: str, takes: Collection[str]) -> bool:
 
 
 def _shape_content(turn: dict[str, Any], takes: Collection[str]) -> dict[str, Any]:
-    """A turn with its text as a part, where its role's must be."""
+    """Make a turn's text a part, where its role must have parts."""
     if isinstance(turn["content"], str) and not _takes_text(turn["role"], takes):
         return {**turn, "content": [{"type": "text", "text": turn["content"]}]}
     return turn
 
 
 def _join_contents(first: Any, second: Any, role: str, takes: Collection[str]) -> Any:
-    """The contents of two turns of a role as one: a text where that is taken, else parts."""
+    """Join the contents of two turns of a role: to a text where that is taken, else to parts."""
     if _takes_text(role, takes):
         return "\n\n".join(content_text("messages", content) for content in (first, second))
     return [*first, *second]
 
 
 def content_text(where: str, content: object) -> str:
-    """The text of a message's content: several parts are stripped and joined, which is how Gemma's template renders
-    them. Raises InvalidRequestError."""
+    """Return the text of a message's content. Raises InvalidRequestError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
@@ -262,6 +255,7 @@ def content_text(where: str, content: object) -> str:
         if kind != "text" or not isinstance(part.get("text"), str):
             raise _invalid_messages(f'{where}[{index}] must be {{"type": "text", "text": ...}}.')
         texts.append(part["text"])
+    # Parts are stripped and joined, as Gemma's template renders them.
     return texts[0] if len(texts) == 1 else "".join(text.strip() for text in texts)
 
 

@@ -1,7 +1,7 @@
-"""Token ids to text as they come, with stop strings.
+"""Convert token ids to text as they come, with stop strings.
 
-Knows a tokenizer's `decode`; it must not know requests or why a sequence ends. Invariant: whatever the chunks, the
-concatenation of all `push` results and `flush` is the tokenizer's decode of all pushed ids, cut at the stop match.
+Knows a tokenizer's `decode`; must not know requests or why a sequence ends. Invariant: the results of all `push_ids`
+and of `flush_text`, put together, are the tokenizer's decode of all pushed ids, cut at the stop match.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ if TYPE_CHECKING:
 
 class IncrementalDetokenizer:
     """Text of one growing sequence of output ids.
-
-    Where the tokenizer knows a token's text in any company nothing is decoded, and of byte-fallback tokens at most
-    three are held back: those that may still become a character. Else a run of these is held back until it ends, and
-    any other token's text is final at once; it is decoded behind the token before it, so that decoders that strip the
-    first space of a text (SentencePiece) strip only that of the first token. So each token is decoded a constant
-    number of times, however long the output. Special tokens are no text unless `special`; those that a stop string
-    names are characters of no text until it was looked for.
-    """
+    If tokens have the same text in any company, nothing is decoded, and at most three byte-fallback tokens are held
+    back, which may still become a character. Otherwise a run of these is held back until it ends, and other tokens
+    are final at once. They are decoded behind the token before, because decoders that strip a text's first space
+    (SentencePiece) may strip only that of the first token. So a token is decoded a constant number of times, however
+    long the output. Special tokens are no text unless `special`; those in stop strings become private characters
+    until these were searched."""
 
     def __init__(
         self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), include_stop: bool = False, *, special: bool = False
@@ -52,20 +50,21 @@ class IncrementalDetokenizer:
 
     @property
     def matched(self) -> str | None:
-        """The stop string that ended the text."""
+        """Stop string that ended the text, or None."""
         found = self._stops.matched if self._stops else None
         return None if found is None else self._given[found]
 
     def push_ids(self, token_ids: Iterable[int], *, may_stop: bool = True) -> str:
-        """Text that became certain with these ids; "" after a stop match. Unless `may_stop`, a stop string that ends
-        in this text does not count."""
+        """Return the text that became certain with these ids; "" after a stop match. Unless `may_stop`, a stop
+        string that ends in this text does not count."""
         if self.matched is not None:
             return ""
         text = "".join(map(self._decode_token, token_ids))
         return self._hide_marks(self._stops.push_text(text, may_stop)) if self._stops else text
 
     def flush_text(self, *, may_stop: bool = True) -> str:
-        """The rest of the text, at the end of the sequence: incomplete UTF-8 becomes U+FFFD. May still match a stop."""
+        """Return the rest at the end of the sequence: incomplete UTF-8 becomes U+FFFD. May still match a stop
+        string."""
         if self.matched is not None:
             return ""
         text = self._end_pending()
@@ -74,18 +73,18 @@ class IncrementalDetokenizer:
         )
 
     def _end_pending(self) -> str:
-        """The text of what is held back, which then is no longer."""
+        """Return the held-back text and forget it."""
         return self._decode_pending() if self._run is None else self._run.end_run()
 
     def _hide_marks(self, text: str) -> str:
-        """A text without marks; the stop string is shown as it was given."""
+        """Remove marks of special tokens from a text; a stop string is shown as it was given."""
         found = self._stops.matched if self._marks and self._stops else None
         if found is not None and self._include:
             return text[: len(text) - len(found)].translate(self._unmarked) + self._given[found]
         return text.translate(self._unmarked) if self._marks else text
 
     def _name_special(self, token: int) -> str | None:
-        """Text for a special token that is to be seen."""
+        """Return the text of a special token that is to be seen."""
         if not self._special:
             return self._marks.get(token)
         if token in self._byte_ids or self._token_text(token) or self._decode_ids([token, token]):
@@ -115,7 +114,7 @@ class IncrementalDetokenizer:
         return text
 
     def _decode_pending(self) -> str:
-        """Text of the pending tokens, which then are no longer pending."""
+        """Decode the pending tokens and forget them."""
         before = self._decode_ids(self._context)
         text = self._decode_ids(self._context + self._pending)[len(before) :]
         self._pending.clear()
@@ -130,10 +129,8 @@ _PRIVATE = 0xF0000
 
 
 class _StopStrings:
-    """Finds the stop string whose match ends first (of those ending together the longest) in text given in chunks.
-
-    Holds back the longest end of the text that could begin a stop string, and no more.
-    """
+    """Finds the stop string whose match ends first, and of those the longest, in text given in chunks.
+    Holds back the longest end of the text that could begin a stop string, and no more."""
 
     def __init__(self, stops: tuple[str, ...], include: bool) -> None:
         self.matched: str | None = None
@@ -144,7 +141,7 @@ class _StopStrings:
         self._held = ""
 
     def push_text(self, text: str, may_stop: bool) -> str:
-        """Text that no stop string can claim any more, cut at the match."""
+        """Return the text that no stop string can claim any more, cut at the match."""
         if not text or self.matched is not None:
             return ""
         held = len(self._held)
@@ -161,12 +158,11 @@ class _StopStrings:
         return text[:cut]
 
     def flush_held(self) -> str:
-        """Return what was held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
     def _find_partial(self, text: str) -> int:
-        """Find where the longest end of `text` that begins a stop string starts; its length if there is none."""
+        """Find the start of the longest end of `text` that begins a stop string; the text's length if there is none."""
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[start] in self._first and any(stop.startswith(text[start:]) for stop in self._stops):
                 return start

@@ -1,4 +1,4 @@
-"""Reads the small files beside tokenizer.json: BOS, the ends of a generation, the chat template.
+"""Read the small files beside tokenizer.json: BOS, the ends of a generation, the chat template.
 
 Must not know how text becomes ids. Invariant: files that contradict each other or name unknown tokens are refused.
 """
@@ -25,7 +25,7 @@ REBUILD = "Build the engine again from a source that has its tokenizer files."
 
 
 class ModelFiles:
-    """The small files beside tokenizer.json, and what they say together."""
+    """Contents of the small files beside tokenizer.json."""
 
     def __init__(self, files: Mapping[str, bytes], path: Path, backend: tokenizers.Tokenizer) -> None:
         self._files, self._path = files, path
@@ -42,7 +42,7 @@ class ModelFiles:
         }
 
     def _read_json(self, name: str) -> dict[str, Any]:
-        """A JSON object, {} when there is no such file."""
+        """Read a JSON object, {} when there is no such file."""
         if name not in self._files:
             return {}
         value = self._door.parse_json(self._files[name], self._path / name)
@@ -58,7 +58,8 @@ class ModelFiles:
         return ids[0] if ids else None
 
     def read_ends(self, *, every: bool) -> dict[int, list[str]]:
-        """Ids that end a generation with the places that name them: of all places, or of the first that names some."""
+        """Read the ids that end a generation, with the places that name them: all places, or the first that names
+        some."""
         found: dict[int, list[str]] = {}
         for place, config in self._configs.items():
             for end in self._read_ids(config, "eos_token_id", place):
@@ -122,6 +123,6 @@ class ModelFiles:
 
 
 def _read_content(token: object) -> str | None:
-    """A token's text, written plainly or as {"content": ...}."""
+    """Read a token's text, written plainly or as {"content": ...}."""
     value = token.get("content") if isinstance(token, Mapping) else token
     return value if isinstance(value, str) else None

@@ -1,8 +1,8 @@
-"""The process that renders chat templates, as its owner sees it: started when it is needed, replaced when it ends.
+"""Own the process that renders chat templates: start it when needed, replace it when it ends.
 
-One for this process, whatever the number of tokenizers; it holds nothing that outlives a job. It knows the protocol of
-`text.template_worker` and must not know messages. Invariant: a job is answered, by its own result or by why it has
-none, and no template takes more of this process than the text of its answer.
+One worker serves all tokenizers and keeps nothing after a job. Knows the protocol of `text.template_worker` and must
+not know messages. Invariant: every job gets its result, or the reason why it has none, and no template takes more of
+this process than the text of its answer.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _worker: tuple[int, subprocess.Popen[bytes]] | None = None  # with the process t
 
 
 def run_template(source: str, tokens: Mapping[str, str], values: Mapping[str, Any] | None) -> dict[str, str]:
-    """{"text"} that the template makes of `values` and `tokens` (of None: the names that it reads, one a line),
-    {"refused"} when it called raise_exception, or {"broken"}, why it has no text, as the end of a sentence; with
-    {"ended"} where its process had to be ended."""
+    """Render `values` and `tokens` with a template; with `values` None list the names that it reads, one a line.
+    Returns {"text"}, {"refused"} when it called raise_exception, or {"broken"}: why it has no text, as the end of a
+    sentence. {"ended"} is added where the worker had to be ended."""
     job = {"source": source, "tokens": dict(tokens), "values": values}
     with _lock:  # a worker that another killed, for the machine's memory say, is no fault of the template
         return _ask_worker(job) or _ask_worker(job) or {"broken": "its process was killed twice", "ended": "1"}
 
 
 def _ask_worker(job: Mapping[str, Any]) -> dict[str, str] | None:
-    """The answer of a worker, None where it was killed by another process."""
+    """Ask a worker; None where another process killed it."""
     worker, began = _start_worker(), time.monotonic()
     assert worker.stdin is not None and worker.stdout is not None
     late = threading.Timer(_WAIT_SECONDS, worker.kill)  # also when it neither reads the job nor ends its answer
@@ -70,7 +70,7 @@ def _start_worker() -> subprocess.Popen[bytes]:
 
 
 def _end_worker(worker: subprocess.Popen[bytes]) -> str:
-    """End a worker that gave no answer; returns why, as far as it is known."""
+    """End a worker that gave no answer; return why, as far as it is known."""
     global _worker
     _worker = None
     try:

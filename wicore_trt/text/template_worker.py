@@ -1,12 +1,8 @@
-"""Renders chat templates in a process of its own: `python -m wicore_trt.text.template_worker`.
+"""Render chat templates in a process of its own: `python -m wicore_trt.text.template_worker`.
 
-A template is a program from a file, and jinja2's sandbox bounds neither its time nor its memory: a loop over 10^9, a
-string times 10^9, in many spellings. Here the kernel bounds both, whatever the template does. It must not know what
-messages mean, or files. Its owner imports it for the protocol alone, so jinja2 is imported where it is used.
-Protocol: on stdin a length in 8 bytes and that much JSON: `source`, `tokens` and, to render and not only to compile,
-`values`. On stdout a length, a letter and that much UTF-8: "text" (without values the names that the template reads,
-one a line), "refused" when it called raise_exception, or "broken".
-Invariant: a job takes at most CPU_SECONDS of processor time and MEMORY bytes, or the process ends.
+A template is a program from a file. jinja2's sandbox bounds neither its time nor its memory (a loop over 10^9), so
+the kernel does. Must not know what messages mean, or files. Invariant: a job takes at most CPU_SECONDS of processor
+time and MEMORY bytes, or the process ends.
 """
 
 from __future__ import annotations
@@ -32,9 +28,13 @@ _KINDS = {b"t": "text", b"r": "refused", b"b": "broken"}
 
 
 class _Refusal(Exception):
-    """The template itself called raise_exception."""
+    """Refusal by the template itself, which called raise_exception."""
 
 
+# Protocol. stdin: a length in 8 bytes and that much JSON: `source`, `tokens` and, to render and not only to compile,
+# `values`. stdout: a length, a letter and that much UTF-8: "text" (without values the names that the template reads,
+# one a line), "refused" when it called raise_exception, or "broken". The owner imports this module for the protocol
+# alone, so jinja2 is imported where it is used.
 def read_job(stream: IO[bytes]) -> Any:
     """Read one JSON value. Raises EOFError when the stream has ended, or the value is longer than MEMORY bytes."""
     head = stream.read(8)
@@ -46,14 +46,13 @@ def read_job(stream: IO[bytes]) -> Any:
 
 
 def write_job(stream: IO[bytes], value: Any) -> None:
-    """Write a job as `read_job` reads it."""
     data = json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
     stream.write(struct.pack("<Q", len(data)) + data)
     stream.flush()
 
 
 def read_answer(stream: IO[bytes]) -> dict[str, str]:
-    """{"text"}, {"refused"} or {"broken"}. Raises EOFError as `read_job` does, of more than MAX_TEXT bytes."""
+    """Read {"text"}, {"refused"} or {"broken"}. Raises EOFError as `read_job` does, also beyond MAX_TEXT bytes."""
     head = stream.read(9)
     size, kind = struct.unpack("<Qc", head) if len(head) == 9 else (MAX_TEXT + 1, b"")
     data = stream.read(size) if size <= MAX_TEXT else b""
@@ -63,7 +62,7 @@ def read_answer(stream: IO[bytes]) -> dict[str, str]:
 
 
 def write_answer(stream: IO[bytes], answer: Mapping[str, str]) -> None:
-    """Write an answer as `read_answer` reads it. Not as JSON, in which some texts are six times as long."""
+    """Write an answer as `read_answer` reads it; not as JSON, in which some texts are six times as long."""
     [(name, text)] = answer.items()
     data = text.encode("utf-8", "surrogatepass")
     stream.write(struct.pack("<Qc", len(data), name[:1].encode()) + data)
@@ -109,15 +108,16 @@ def _answer(job: dict[str, Any]) -> dict[str, str]:
 
 @lru_cache(maxsize=8)
 def _compiled(source: str) -> tuple[jinja2.Template, str]:
-    """The template, and the names that it reads and does not set, one a line. The environment is that of transformers'
-    apply_chat_template (utils/chat_template_utils.py): sandboxed, immutable, trimmed blocks, loop controls,
-    `generation` blocks, raise_exception, strftime_now, and a tojson filter that does not escape HTML."""
+    """Compile a template; return it with the names that it reads and does not set, one a line.
+    The environment is that of transformers' apply_chat_template (utils/chat_template_utils.py): sandboxed,
+    immutable, trimmed blocks, loop controls, `generation` blocks, raise_exception, strftime_now, and a tojson filter
+    that does not escape HTML."""
     import jinja2.ext
     import jinja2.meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(jinja2.ext.Extension):
-        """{% generation %}: marks what trainers learn from, and leaves the text as it is."""
+        """Block {% generation %}: marks what trainers learn from, and leaves the text as it is."""
 
         tags = {"generation"}
 

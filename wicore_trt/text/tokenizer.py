@@ -1,11 +1,8 @@
-"""Text to token ids and back, and chat messages to prompts, from a model's own files.
+"""Convert text to token ids and back, and chat messages to prompts, from a model's own files.
 
-Reads tokenizer.json with `tokenizers` and chat templates with a sandboxed jinja2; it must not know requests or engines.
-Invariants: an encoded prompt begins with at most one BOS that the caller did not type himself; every special id comes
-from the files. Instances are immutable after construction and safe to share between threads.
-
-Special-token text inside a prompt ("<end_of_turn>") becomes the special token, as transformers' `encode` does: who
-writes prompts writes tokens. In messages it is text (`text.untrusted`), whoever wrote them: turns are the template's.
+Reads tokenizer.json with `tokenizers`; must not know requests or engines. Invariants: an encoded prompt begins with
+at most one BOS that the caller did not write; every special id comes from the files. Instances are immutable after
+construction and safe to share between threads.
 """
 
 from __future__ import annotations
@@ -37,16 +34,16 @@ _JOINING = re.compile(
 """Decoders that join texts of tokens and change nothing but each token by itself, and runs of bytes; Gemma's is one."""
 
 
+# Special-token text inside a prompt ("<end_of_turn>") becomes the special token, as in transformers' `encode`:
+# authors of prompts write tokens. In messages it is text (`text.untrusted`): turns are the template's.
 class Tokenizer:
-    """The tokenizer of one engine or checkpoint directory, whose ids are below `vocab_size`, and without added tokens
-    below `model_size`. Added tokens may lie beyond the rows of the embedding, as <image_soft_token> of Gemma 3 1B does:
-    who gives ids to a model refuses those.
-
-    `eos_ids` are all ids that end a generation, and `ends` the places that name each. `chat_fault` is why the model
-    cannot chat, else None. `byte_ids` are the byte-fallback tokens: a run of them is one
-    stretch of UTF-8, so its text is known only when the run has ended. `longest_token` is the number of characters of
-    text that a token stands for at most, None where that is not known. `home` has its files, if any.
-    """
+    """Tokenizer of one engine or checkpoint directory. Ids are below `vocab_size`, without added tokens below
+    `model_size`.
+    Added tokens may lie beyond the rows of the embedding, as <image_soft_token> of Gemma 3 1B does; callers must not
+    give these to a model. `eos_ids` are all ids that end a generation, and `ends` the places that name each.
+    `chat_fault` is why the model cannot chat, or None. `byte_ids` are the byte-fallback tokens: a run of them is one
+    stretch of UTF-8, whose text is known only when the run has ended. `longest_token` is the most characters of text
+    that a token stands for, None where unknown. `home` has its files, if any."""
 
     def __init__(
         self,
@@ -84,7 +81,7 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, path: Path) -> Tokenizer:
-        """`from_files` of the files that a directory holds. Raises EngineFormatError for what cannot be read, too."""
+        """Load the files of a directory with `from_files`. Raises EngineFormatError for unreadable files, too."""
         door = UntrustedFiles(path, EngineFormatError, REBUILD)
         limits = {name: TOKENIZER_BYTES if name == TOKENIZER else LIST_BYTES for name in FILES}
         files = {
@@ -96,15 +93,13 @@ class Tokenizer:
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes], where: Path) -> Tokenizer:
-        """The tokenizer of these files, by name; others than FILES are left alone. `where` is for messages.
-
-        tokenizer.json is required. End ids of a model with a chat template are all that generation_config.json,
-        config.json and the eos_token of tokenizer_config.json and special_tokens_map.json name, and what its template
-        ends a turn with; of a base model those of the first file that names some, as transformers ends its texts. BOS
-        comes from the same files, the token names first. The chat template is chat_template.jinja, chat_template.json
-        or the one in tokenizer_config.json, in this order.
-        Raises EngineFormatError for missing, broken or contradicting files.
-        """
+        """Load the tokenizer from files by name; names outside of FILES are ignored. `where` is for messages.
+        tokenizer.json is required. With a chat template, end ids are all that generation_config.json, config.json
+        and the eos_token of tokenizer_config.json and special_tokens_map.json name, and the template's end of turn.
+        A base model has those of the first file that names some, as in transformers. BOS comes from the same files,
+        the token names first. The chat template is chat_template.jinja, chat_template.json or the one in
+        tokenizer_config.json, in this order.
+        Raises EngineFormatError for missing, broken or contradicting files."""
         if TOKENIZER not in files:
             raise EngineFormatError(f"{where / TOKENIZER} is missing.", fix=REBUILD)
         backend = read_tokenizer(files[TOKENIZER], where / TOKENIZER, REBUILD)
@@ -132,7 +127,7 @@ class Tokenizer:
 
     @property
     def chat_note(self) -> str | None:
-        """A note, as a sentence, for users who chat with the model."""
+        """Sentence for users who chat with the model, or None."""
         if self.chat_fault is not None:
             return f"The model cannot chat: {self.chat_fault}."
         if self._chat is None:
@@ -140,8 +135,8 @@ class Tokenizer:
         return None
 
     def _prove_chat(self) -> str | None:
-        """Render a conversation and see whether its text, its marks and its one BOS come out. What ends a turn of the
-        template is among `ends` afterwards. Returns what is wrong."""
+        """Check that a rendered conversation has its text, its marks and its one BOS; return what is wrong. The
+        template's end of turn is among `ends` afterwards."""
         if self._chat is None:
             text: str | None = render_turns([PROBE, ANSWER, PROBE], (), add_generation_prompt=True)
         elif self._chat.fault is not None:
@@ -162,7 +157,7 @@ class Tokenizer:
         return None
 
     def chat_doubts(self) -> list[str]:
-        """Flaws of the model's chats, though it chats, in sentences."""
+        """List flaws of a model's chats that do not prevent them, in sentences."""
         if self._chat is None or self.chat_fault is not None:
             return []
         text, doubts = self._chat.run_probe() or "", []
@@ -174,33 +169,30 @@ class Tokenizer:
 
     @property
     def takes_tools(self) -> bool:
-        """True where the model's template writes functions, calls and results, in a form that `text.calls` reads."""
+        """True where the model's template writes functions, calls and results in a form that `text.calls` reads."""
         return self._chat is not None and "tools" in self._chat.takes
 
     @property
     def turn_end(self) -> int | None:
-        """Token that ends a turn of a model that brought no chat template, which does not name it among its ends."""
+        """Token that ends a turn of a model without chat template, which does not name it among its ends."""
         return None if self._chat is not None else self._backend.token_to_id("<end_of_turn>")
 
     def described_ends(self) -> str:
-        """The ends with their text, and where each came from."""
+        """Describe the ends: their text, and where each came from."""
         text = self._backend.id_to_token
         return ", ".join(f"{i} {shown(text(i))} ({', '.join(places)})" for i, places in self.ends.items())
 
     def encode(self, text: str, *, add_bos: bool = True, max_tokens: int | None = None) -> list[int]:
-        """Token ids of a prompt. `add_bos` puts BOS first unless the text begins with it already, or the model's
-        files say that it has none. Other Python threads run meanwhile.
-
-        Raises InvalidRequestError (field "prompt") for text that is not valid Unicode, and, before any work is done,
-        for text of so many characters that it is certain to have more than `max_tokens` tokens."""
+        """Encode a prompt; other Python threads run meanwhile.
+        `add_bos` puts BOS first, unless the text begins with it or the model's files say that it has none. Raises
+        InvalidRequestError (field "prompt") for text that is not valid Unicode. Text with so many characters that it
+        must have more than `max_tokens` tokens is refused, too, before any work."""
         return self._encode_text(text, add_bos, "prompt", max_tokens)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Text of token ids; each byte that is part of no character becomes U+FFFD (in Hugging Face's ByteFallback one
-        such byte takes all of its run with it), ids beyond the vocabulary have no text.
-
-        Raises InvalidRequestError (field "token_ids") for a negative or absurdly large id.
-        """
+        """Decode token ids. Bytes that are part of no character become one U+FFFD each; ids beyond the vocabulary
+        have no text.
+        Raises InvalidRequestError (field "token_ids") for a negative or absurdly large id."""
         ids = list(ids)
         if skip_special and self._shown and not self._shown.isdisjoint(ids):  # calls are text
             runs = groupby(ids, key=self._shown.__contains__)
@@ -209,14 +201,15 @@ class Tokenizer:
             text: str = self._backend.decode(ids, skip_special_tokens=skip_special)
             if "\ufffd" not in text or (run := self.byte_run(skip_special=skip_special)) is None:
                 return text
+            # Hugging Face's ByteFallback gives the whole run of bytes to one wrong byte.
             return "".join(map(run.decode_next, ids)) + run.end_run()
         except (OverflowError, TypeError) as error:
             raise InvalidRequestError("Token ids must be integers in [0, 2^32).", field="token_ids") from error
 
     def token_text(self, token: int) -> str | None:
-        """Look up what `decode` makes of this token wherever it stands, "" for a special one. None where that
-        depends on the
-        tokens around it: for byte-fallback tokens, and for decoders that do more than to join the tokens' texts."""
+        """Return the text of this token in any company, "" for a special one.
+        None where it depends on the tokens around it: for byte-fallback tokens, and for decoders that do more than
+        to join the tokens' texts."""
         if not self._joins or token in self.byte_ids:
             return None
         found = self._token_text.get(token)
@@ -225,13 +218,12 @@ class Tokenizer:
         return found
 
     def byte_run(self, *, skip_special: bool = True) -> ByteRun | None:
-        """Decoder of ids one at a time; None where a token's text depends on the tokens around it."""
+        """Make a decoder of ids one at a time; None where a token's text depends on the tokens around it."""
         return ByteRun(self, skip_special) if self._joins else None
 
     def token_bytes(self, token: int) -> bytes:
-        """Look up what one token stands for inside of a text, special tokens included. Of a byte-fallback
-        token its byte, so
-        that the bytes of an output's tokens, put together, are its text."""
+        """Return the bytes of one token inside of a text, special tokens included.
+        A byte-fallback token is its byte, so that an output's tokens, put together, are the bytes of its text."""
         found = self._token_bytes.get(token)
         if found is None:
             if token in self.byte_ids:
@@ -244,7 +236,7 @@ class Tokenizer:
         return found
 
     def describe_config(self) -> dict[str, object]:
-        """Facts of the tokenizer by the names of tokenizer_config.json."""
+        """Return facts of the tokenizer by the names of tokenizer_config.json."""
         special = {"bos_token": self.bos_id, "eos_token": self.eos_ids[0]}
         texts = {name: None if i is None else self._backend.id_to_token(i) for name, i in special.items()}
         template = None if self._chat is None else self._chat.source
@@ -258,14 +250,13 @@ class Tokenizer:
         }
 
     def find_named_specials(self, text: str) -> dict[int, str]:
-        """The special tokens, which are no text, that a text names."""
+        """Find the special tokens, which are no text, that a text names."""
         found = {self._backend.token_to_id(name): name for name in self._control.names_in(text)}
         return {token: name for token, name in found.items() if token is not None and not self.decode([token])}
 
     def list_vocabulary(self) -> list[bytes | None]:
-        """List what each id stands for inside of a text, as in `token_bytes`; None for special tokens, which
-        are no text,
-        and for ids that are no token. Takes a second for Gemma's."""
+        """List the bytes of each id as `token_bytes` gives them; takes a second for Gemma's vocabulary.
+        None for special tokens, which are no text, and for ids without a token."""
         found: list[bytes | None] = [None] * self.vocab_size
         special = {token for token, added in self._backend.get_added_tokens_decoder().items() if added.special}
         special |= {*self.eos_ids, self.bos_id if self.bos_id is not None else -1}
@@ -287,13 +278,11 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         max_tokens: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation in the model's own format; see `text.chat` for what messages may be. Functions,
-        calls and results are given to a template that takes tools, else `text.turns` makes messages of them; where the
-        model brought no template, it makes the text. `chat_template_kwargs` are other variables of the template.
-
-        Raises InvalidRequestError (fields "messages", "chat_template_kwargs") when they are not, or the text of the
-        conversation is too long as in `encode`.
-        """
+        """Encode a conversation in the model's own format; see `text.chat` for messages.
+        A template that takes tools gets functions, calls and results; for others `text.turns` makes messages of
+        them. Without a template `text.turns` makes the whole text. `chat_template_kwargs` are other variables of the
+        template. Raises InvalidRequestError (fields "messages", "chat_template_kwargs") for invalid values, and for
+        a text that is too long as in `encode`."""
         if self.chat_fault is not None:
             raise InvalidRequestError(str(self.chat_note), field="messages")
         asked = (messages, functions, chat_template_kwargs)
@@ -324,7 +313,6 @@ class Tokenizer:
         return ids
 
     def _check_text(self, text: str, field: str, max_tokens: int | None) -> None:
-        """Raise InvalidRequestError for what is no text, or too long."""
         if max_tokens is not None and self.longest_token is not None and len(text) > max_tokens * self.longest_token:
             raise ContextLengthError.of(div_ceil(len(text), self.longest_token), max_tokens, field, least=True)
         try:
@@ -344,15 +332,15 @@ class Tokenizer:
 
 
 class ByteRun:
-    """Text of ids that come one at a time, of a tokenizer whose tokens have the same text in any company but for bytes:
-    these make characters with their neighbours, and special tokens without text between them do not part them."""
+    """Decoder of ids one at a time, for tokenizers whose tokens have the same text in any company, but for bytes.
+    Bytes make characters with their neighbours; special tokens without text between them do not separate them."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special
         self._utf8: codecs.IncrementalDecoder | None = None  # has up to three bytes
 
     def decode_next(self, token: int) -> str:
-        """Text that is certain with this id."""
+        """Return the text that is certain with this id."""
         tokenizer = self._tokenizer
         if token in tokenizer.byte_ids:
             self._utf8 = self._utf8 or _UTF8(errors=_EACH_BYTE)
@@ -362,7 +350,7 @@ class ByteRun:
         return self.end_run() + text if text else ""
 
     def end_run(self) -> str:
-        """The rest: bytes that have become no character."""
+        """Return the rest: bytes that have become no character."""
         return self._utf8.decode(b"", True) if self._utf8 is not None else ""
 
 
@@ -370,7 +358,7 @@ _UTF8, _EACH_BYTE = codecs.getincrementaldecoder("utf-8"), "wicore_each_byte"
 
 
 def _each_byte(error: UnicodeError) -> tuple[str, int]:
-    """U+FFFD for each byte, as ByteFallback has it; Python's `replace` has one for all that began a character."""
+    """Return U+FFFD for each byte, as ByteFallback does; Python's `replace` has one for all that began a character."""
     assert isinstance(error, UnicodeDecodeError)
     return "\ufffd" * (error.end - error.start), error.end
 

@@ -1,9 +1,9 @@
-"""Checks of tokenizer.json: the parts that Gemma 3's tokenizers are made of, within bounds.
+"""Check tokenizer.json: the parts that Gemma 3's tokenizers are made of, within bounds.
 
-The library `tokenizers` builds whatever a file asks for, regular expressions and replacements that multiply text among
-it, and panics on some of it. This module reads the file before the library does; it must not know other files or the
-model. Invariants: what passes costs time and memory in proportion to the file when it is loaded and to the text when it
-is used; text grows to at most MAX_GROWTH times its length and a few characters; no id and no token stands for two.
+The library `tokenizers` builds whatever a file asks for, such as regular expressions and replacements that multiply
+text, and panics on some of it, so the file is checked first. Must not know other files or the model. Invariants:
+loading costs time and memory in proportion to the file, use in proportion to the text; text grows to at most
+MAX_GROWTH times its length and a few characters; no id and no token stands for two.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _Decoders(_Part):
 
 
 class _Template(_Part):
-    """Not used: `text.tokenizer` adds BOS itself."""
+    """Template of BOS, not used: `text.tokenizer` adds BOS itself."""
 
     type: Literal["TemplateProcessing"]
     single: Annotated[list[dict[str, Any]], _Few]
@@ -156,8 +156,8 @@ class _File(_Part):
 
 @collection_paused()  # a million values are made and stay until the file has been checked
 def read_tokenizer(data: bytes, path: Path, fix: str) -> tokenizers.Tokenizer:
-    """The tokenizer in the bytes of the file `path`, without padding and truncation. Raises EngineFormatError with
-    `fix`, naming the key, for what is not Gemma's kind or does not fit together."""
+    """Load the tokenizer from the bytes of the file `path`, without padding and truncation. Raises EngineFormatError
+    with `fix`, naming the key, for contents that are not Gemma's kind or contradict each other."""
     door = UntrustedFiles(path.parent, EngineFormatError, fix)
     if data.count(b",") > _MAX_VALUES or data.count(b"[") + data.count(b"{") > _MAX_GROUPS:
         raise door.make_error(path, f"has more than {_MAX_VALUES} values or {_MAX_GROUPS} objects and lists")
@@ -186,7 +186,7 @@ def read_tokenizer(data: bytes, path: Path, fix: str) -> tokenizers.Tokenizer:
 
 
 def _find_contradiction(file: _File) -> str | None:
-    """Find what does not fit together, as the rest of a sentence about the file."""
+    """Find a contradiction in the file, as the rest of a sentence about it."""
     model = file.model
     for name, ids in (("model.vocab", model.vocab.values()), ("added_tokens", [t.id for t in file.added_tokens])):
         if (double := _find_double(ids)) is not None:
@@ -213,14 +213,8 @@ def _find_double(values: Iterable[Any]) -> Any | None:
 
 
 def longest_token(backend: tokenizers.Tokenizer, vocabulary: Iterable[str]) -> int | None:
-    """Characters of text that one token stands for at most, None where the parts of the tokenizer do not say.
-    `vocabulary` has the texts of the tokens that are not added ones.
-
-    Exact for what Gemma has. The normalizer, if any, replaces a string by one that is no shorter, and the
-    pre-tokenizer, if any, splits and drops nothing, so no character is lost on the way. BPE cuts that text into pieces
-    of the vocabulary, or into bytes where it has none, at least one for a character, so that nothing becomes one
-    unknown token. Added tokens stand for their own text alone.
-    """
+    """Return the most characters of text that a token stands for, None where the tokenizer's parts do not say.
+    `vocabulary` has the texts of the tokens that are not added ones. Exact for Gemma."""
     model, added = backend.model, backend.get_added_tokens_decoder().values()
     if type(model).__name__ != "BPE" or not model.byte_fallback or len(set(find_byte_ids(backend))) < 256:
         return None
@@ -233,6 +227,9 @@ def longest_token(backend: tokenizers.Tokenizer, vocabulary: Iterable[str]) -> i
         r"Split\(.*behavior=(MergedWithPrevious|MergedWithNext|Isolated|Contiguous).*\)", str(backend.pre_tokenizer)
     ):
         return None
+    # Normalizers replace a string by one that is no shorter, and pre-tokenizers split and drop nothing, so no
+    # character is lost. BPE cuts that text into pieces of the vocabulary, or into bytes where it has none, at least
+    # one for a character, so nothing becomes one unknown token. Added tokens stand for their own text alone.
     return max(map(len, chain(vocabulary, (token.content for token in added))))
 
 

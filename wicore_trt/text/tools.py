@@ -1,7 +1,7 @@
-"""Tools of a request: the functions that its model is told of, and the constraint that makes calls of what it answers.
+"""Choose the functions that a request's model is told of, and the constraint that makes its answer call them.
 
-Must not know transports, whose fields it takes apart already. Invariants: a request whose tools may be called is
-constrained, so that what looks like a call is one; what cannot be told from calls is refused beside them.
+Must not know transports. Invariants: a request whose tools may be called is constrained, so that what looks like a
+call is one; an answer format that cannot be told from calls is refused beside them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """Functions that may be called in an answer, and the constraint that the answer is under."""
+    """Functions that may be called in an answer, and the answer's constraint."""
 
     functions: tuple[Function, ...]
     constraint: Constraint
 
 
 def make_function(where: str, name: object, description: object, parameters: object, strict: bool) -> Function:
-    """A function as a client gave it in the field `where`. Raises InvalidRequestError."""
+    """Make a function from the client's field `where`. Raises InvalidRequestError."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidRequestError(
             f"The name of {where} must be 1 to 64 letters, digits, _, . or -, got {shown(name)}.", field=where
@@ -50,12 +50,10 @@ def make_tools(
     several: bool,
     beside: tuple[str, Constraint] | None,
 ) -> Tools | None:
-    """Make the tools of a request, None where no function may be called. `choice` is NONE, AUTO or REQUIRED;
-    the one that is `named` must be called.
-    `beside` is what an answer without calls is held to, and the field that asks for that.
-
-    Raises InvalidRequestError with the fields `tools`, `tool_choice` or that of `beside`.
-    """
+    """Make the tools of a request, None where no function may be called.
+    `choice` is NONE, AUTO or REQUIRED; the function `named` must be called. `beside` is the constraint of an answer
+    without calls, and the field that asks for it. Raises InvalidRequestError with the fields `tools`, `tool_choice`
+    or that of `beside`."""
     if len(functions) > MAX_TOOLS:
         raise InvalidRequestError(f"tools has {len(functions)} items; at most {MAX_TOOLS} are taken.", field="tools")
     names = [function.name for function in functions]
@@ -75,7 +73,7 @@ def make_tools(
 
 
 def _read_schema(beside: tuple[str, Constraint] | None) -> dict[str, object] | None:
-    """The schema of answers without calls."""
+    """Read the schema of answers without calls."""
     if beside is None:
         return None
     name, constraint = beside

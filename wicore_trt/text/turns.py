@@ -1,9 +1,9 @@
-"""Functions that a model may call, its calls and their results, as messages of plain text; and conversations as text in
-Gemma 3's format of turns, for a model that brought no template.
+"""Write functions, calls and results as plain messages, and conversations in Gemma 3's turns for models without
+template.
 
-Gemma 3 has no tokens for calls. It is told the functions as JSON and calls one by answering with JSON alone; a result
-is a turn of the user. It must not know token ids. Invariant: every message's text is in the prompt, or the caller gets
-an InvalidRequestError.
+Gemma 3 has no tokens for calls. It is told the functions as JSON and calls one by answering with JSON alone; a
+result is a turn of the user. It must not know token ids. Invariant: every message's text is in the prompt, or the
+caller gets an InvalidRequestError.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PREAMBLE = (
 
 
 def has_calls(messages: object) -> bool:
-    """Tell whether there are calls of functions among the messages, or results."""
+    """Return True when messages have calls of functions, or results."""
     return isinstance(messages, Sequence) and any(
         isinstance(m, Mapping) and (m.get("role") == "tool" or m.get("tool_calls")) for m in messages
     )
@@ -33,7 +33,7 @@ def has_calls(messages: object) -> bool:
 def render_turns(
     messages: Sequence[Mapping[str, object]], functions: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
 ) -> str:
-    """The text of a conversation, without BOS. Raises as `plain_messages` does."""
+    """Render a conversation, without BOS. Raises as `plain_messages` does."""
     turns = [(str(message["role"]), message["content"]) for message in plain_messages(messages, functions)]
     if turns[0][0] == "system":  # Gemma 3 has no such turn: the user's first one begins with it
         turns[:2] = [("user", f"{turns[0][1]}\n\n{turns[1][1]}")]
@@ -46,11 +46,9 @@ def render_turns(
 def plain_messages(
     messages: Sequence[Mapping[str, object]], functions: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, object]]:
-    """The conversation for a template that takes no tools: the functions, {"name", "description", "parameters"}, are in
-    its system message, calls are text of the assistant and results of the user; turns of one role in a row are one.
-
-    Raises InvalidRequestError (field "messages") for messages that are none.
-    """
+    """Make the conversation for a template that takes no tools.
+    The functions, {"name", "description", "parameters"}, are in its system message, calls are text of the assistant
+    and results text of the user; turns of one role in a row are one. Raises InvalidRequestError (field "messages")."""
     head: list[str] = []
     turns: list[tuple[str, list[str]]] = []
     for role, text, calls in _read_messages(messages):
@@ -76,7 +74,7 @@ def plain_messages(
 
 
 def _read_messages(messages: Sequence[Mapping[str, object]]) -> Iterator[tuple[str, str, list[tuple[str, Any]]]]:
-    """The role, the text and the calls of each message; results are the user's, in <tool_response>."""
+    """Yield the role, the text and the calls of each message; results are the user's, in <tool_response>."""
     for index, (message, calls, name) in enumerate(_name_results(messages)):
         role, content = ROLES.get(str(message["role"])), message.get("content")
         if role == "assistant":
@@ -88,8 +86,9 @@ def _read_messages(messages: Sequence[Mapping[str, object]]) -> Iterator[tuple[s
 
 
 def tool_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str, Any]]:
-    """The conversation for a template that takes tools: arguments of calls are objects, and results have the name of
-    their function. Raises InvalidRequestError (field "messages")."""
+    """Make the conversation for a template that takes tools: arguments are objects, results have their function's
+    name.
+    Raises InvalidRequestError (field "messages")."""
     found = []
     for message, calls, name in _name_results(messages):
         named = [{"name": function, "arguments": arguments} for function, arguments in calls]
@@ -119,7 +118,7 @@ def _name_results(
 
 
 def _read_calls(where: str, calls: object, names: dict[str, str]) -> list[tuple[str, Any]]:
-    """The functions that were called, with their arguments."""
+    """Read the called functions with their arguments."""
     if not isinstance(calls, Sequence) or isinstance(calls, (str, bytes)):
         raise _invalid_messages(f"{where} must be a list.")
     found = []

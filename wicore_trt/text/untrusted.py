@@ -1,9 +1,9 @@
-"""Texts of messages, in which marks of turns and the like are text: only what the template itself writes is a token.
+"""Keep special tokens in texts of messages as text: only the template itself writes tokens.
 
-The way of transformers' `apply_chat_template(sanitize_control_tokens=True)` (utils/chat_template_utils.py), whose ids
-these are: marks are put between two characters that no text has, and what lies between is encoded by the model of the
-tokenizer alone. Templates write texts of parts one behind the other: where these together are a mark they are cut. It
-must not know messages. Invariant: texts without such a mark are not touched.
+The method and ids are those of transformers' `apply_chat_template(sanitize_control_tokens=True)`
+(utils/chat_template_utils.py): marks are put between two characters that no text has, and the text between is
+encoded by the tokenizer's model alone. Templates join texts of parts: where these together are a mark, they are cut.
+Must not know messages. Invariant: texts without such a mark are not touched.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _PIECES = ("text", "content")
 
 
 class ControlTokens:
-    """The added tokens of `backend` that steer: special ones, unused ones, those that `template` writes, and `more`
-    ids. White space and HTML's tags, which are added tokens of Gemma's too, are what texts are made of."""
+    """Added tokens of `backend` that steer: special and unused ones, those that `template` writes, and `more` ids.
+    White space and HTML's tags, also added tokens of Gemma's, are ordinary text."""
 
     def __init__(self, backend: tokenizers.Tokenizer, template: str, more: Collection[int | None]) -> None:
         self._backend = backend
@@ -38,8 +38,9 @@ class ControlTokens:
         self._pattern = re.compile(self._names)
 
     def mark_texts(self, values: Any) -> tuple[Any, Callable[[str], list[str | None]] | None]:
-        """`values`, JSON, with marks in its texts, and what cuts a text with them: into text, a token's text, text ...
-        None in place of it where there are none."""
+        """Mark the texts in `values`, JSON; return them with a function that cuts a text: text, a token's text, text
+        ...
+        None in place of the function where there are no marks."""
         pieces = [text.strip() for text in _list_pieces(values)]
         ends, marks = list(accumulate(map(len, pieces))), self._pattern.finditer("".join(pieces))
         seams = {i for m in marks for i in range(bisect_right(ends, m.start()), bisect_left(ends, m.end()))}
@@ -58,11 +59,10 @@ class ControlTokens:
         return _replace_texts(values, marked), cuts.split
 
     def names_in(self, text: str) -> set[str]:
-        """The tokens whose texts stand in a text."""
         return set(self._pattern.findall(text))
 
     def encode_as_text(self, name: str) -> list[int]:
-        """Ids of a token's text that is no token."""
+        """Encode a token's name as ordinary text."""
         backend = self._backend
         text = backend.normalizer.normalize_str(name) if backend.normalizer else name
         words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)] if backend.pre_tokenizer else [text]
@@ -75,12 +75,12 @@ class ControlTokens:
 
 
 def _any_of(names: list[str]) -> str:
-    """A regular expression of names, the longest first, as a tree: thousands in a row take 0.1 ms for each < in a text,
-    in which the front stands still."""
+    """Make a regular expression of names, the longest first, as a tree."""
     head, rest = commonprefix(names), dict[str, list[str]]()
     for name in names:
         if len(name) > len(head):
             rest.setdefault(name[len(head)], []).append(name[len(head) :])
+    # Thousands of names in a row would take 0.1 ms for each < in a text, while the front stands still.
     tree = "|".join(map(_any_of, rest.values()))
     return re.escape(head) + (f"(?:{tree}){'?' if head in names else ''}" if rest else "")
 
@@ -106,7 +106,8 @@ def _list_pieces(value: Any) -> Iterator[str]:
 
 
 def _replace_texts(value: Any, new: Callable[[str, bool], str], piece: bool = False) -> Any:
-    """`value` with new texts in the order of `_pieces`; `piece`: it is one of these, if it is a text."""
+    """Replace the texts of `value` in the order of `_pieces`; with `piece`, `value` is one of these, if it is a
+    text."""
     if isinstance(value, str):
         return new(value, piece)
     if isinstance(value, Mapping):
