@@ -1,6 +1,6 @@
-"""The bodies of requests as pydantic models.
+"""Define the bodies of requests as pydantic models.
 
-They check types and say in /openapi.json what may be sent; ranges are checked by the plain types that they become. Must
+They check types and describe bodies in /openapi.json; ranges are checked by the plain types that they become. Must
 not know engines. Invariant: null means that a field was not given.
 """
 
@@ -20,23 +20,20 @@ TEXTS: dict[str, Any] = {"type": "array", "items": TEXT}
 
 
 def object_of(required: str = "", /, **properties: Any) -> dict[str, Any]:
-    """An object with these properties, of which the names in `required` must be there."""
+    """Make the schema of an object with these properties, of which the names in `required` must be there."""
     needed = {"required": required.split()} if required else {}
     return {"type": "object", "properties": properties, **needed}
 
 
 def one_of(names: str) -> dict[str, Any]:
-    """A value that is one of several words."""
     return {"enum": names.split()}
 
 
 def either_of(*schemas: dict[str, Any]) -> dict[str, Any]:
-    """A value that satisfies one of the schemas."""
     return {"anyOf": list(schemas)}
 
 
 def list_of(items: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """A list of such values."""
     return {"type": "array", "items": items, **more}
 
 
@@ -78,7 +75,6 @@ STRUCTURED_OUTPUTS = {
 
 
 def _bound_range(name: str) -> Any:
-    """Bound a field as its row says."""
     row = FIELDS[name]
     return Field(gt=row.low, le=row.high) if row.open_low else Field(ge=row.low, le=row.high)
 
@@ -87,14 +83,14 @@ _BIASES: RequestField = FIELDS["logit_bias"]
 
 
 def _check_count(value: object) -> object:
-    """Objects are looked at to their end before their size is."""
+    """Check the number of items first: pydantic validates all of them before it checks their number."""
     if isinstance(value, dict) and len(value) > _BIASES.most:
         raise ValueError(f"at most {_BIASES.most} items are taken")
     return value
 
 
 class Body(BaseModel):
-    """Fields that a model does not have are looked at by `http.fields`."""
+    """Base of bodies. `http.intake` checks fields that a model does not have."""
 
     model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
 
@@ -128,7 +124,7 @@ Stops = Annotated[Texts, Field(max_length=FIELDS["stop"].most)]
 
 
 class Knobs(Body):
-    """How tokens are chosen and how a request is treated, by the same names on all routes."""
+    """Fields that all routes share: how tokens are chosen and how a request is treated."""
 
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     """No end before so many tokens."""
@@ -185,7 +181,7 @@ class Sampling(Knobs):
 
 
 class GenerationFields(Sampling):
-    """What chat and completions have in common."""
+    """Fields that chat and completions share."""
 
     n: Annotated[int, _bound_range("n")] | None = None
     """Sequences for one prompt."""
@@ -383,5 +379,5 @@ EVERY_FIELD = frozenset(name for model in GENERATIONS for name in model.model_fi
 
 @cache
 def read_fields(model: type[BaseModel]) -> FieldPath:
-    """The fields of a body, those inside of fields too, as its schema names them."""
+    """Return the fields of a body as its schema names them, those inside of fields too."""
     return FieldPath.read_schema(model.model_json_schema(), EVERY_FIELD if model in GENERATIONS else ())

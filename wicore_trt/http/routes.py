@@ -190,7 +190,7 @@ class Endpoint:
 
 
 async def serve_openapi(context: Context, call: Call) -> HttpReply:
-    """This document."""
+    """Serve the OpenAPI document."""
     return json_reply(make_document())
 
 

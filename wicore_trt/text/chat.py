@@ -255,7 +255,7 @@ def content_text(where: str, content: object) -> str:
         if kind != "text" or not isinstance(part.get("text"), str):
             raise _invalid_messages(f'{where}[{index}] must be {{"type": "text", "text": ...}}.')
         texts.append(part["text"])
-    # Parts are stripped and joined, as Gemma's template renders them.
+    # Several parts are stripped and joined, as Gemma's template renders them.
     return texts[0] if len(texts) == 1 else "".join(text.strip() for text in texts)
 
 
