@@ -54,14 +54,12 @@ class SequencePages:
     - `keys[i]`: key of page i, whose token bytes are `blocks[i]`
     - `known`: identities, by group and index, that a tier has of pages being loaded
     - `published` pages are findable; the first `trusted` of them were read by a step of this sequence with finite
-      logits,
-      and the first `attached` were on the device when it came
+      logits, and the first `attached` were on the device when it came
     - `resume_points`: page counts whose local windows stay cached when they slide out; `left`: slots of such pages, by
       index, that slid out before they were trusted
     - `failures`: the manager's count of failed steps when this sequence's pages were last known to be good
     - `load` brings the prefix up from lower tiers; `prefetch` brings it from disk to host memory while the sequence
-      waits;
-      `parked` keeps the pages of a preempted sequence
+      waits; `parked` keeps the pages of a preempted sequence
     """
 
     names: TenantNames

@@ -1,12 +1,9 @@
-"""Names of KV pages: keyed chains over everything that a page's content depends on.
+"""Keys of KV pages: keyed hash chains over everything that a page's content depends on.
 
-The operator's secret keys all names. Of it, the engine's fingerprint (model, weights, dtype, KV dtype), the page size,
-the rank layout, the tenant and the salt a key is derived; under that key the name of page i is a hash of the name of
-page i - 1, the token ids of page i and its marks: content that ids do not tell (`mark_content`). So names are equal
-across processes and restarts that have the secret, differ as soon as one input differs, and cannot be computed or
-checked without the secret by one who knows parents and tokens. This module must not know pools, tiers or policies.
-Invariant (I1): two pages with one name hold the same KV values and are of one tenant and salt; a page's layer group is
-named beside the name, never inside it.
+Keys are equal across processes and restarts that share the operator's secret and differ as soon as one input differs.
+Without the secret nobody can compute or check them, even knowing parents and tokens. It must not know pools, tiers or
+policies. Invariant (I1): two pages with one key hold the same KV values and are of one tenant and salt; the layer group
+is named beside the key, never inside it.
 """
 
 from __future__ import annotations
@@ -29,12 +26,9 @@ _SPAN = struct.Struct("<QQ")
 
 @dataclass(frozen=True, slots=True)
 class TenantNames:
-    """Names of the pages of one tenant under one salt. Immutable; any thread may use it.
-
-    `tag` (TENANT_BYTES) stands for the tenant in headers, quotas, events and statistics, whatever its salts are, and
-    tells nothing of it without the secret. `scope` (KEY_BYTES) stands for tenant and salt: what a client names, such as
-    a session, is named within it.
-    """
+    """Names of the pages of one tenant under one salt. Immutable; for any thread. `tag` (TENANT_BYTES) stands for the
+    tenant in headers, quotas, events and statistics, whatever its salts, and tells nothing of it without the secret.
+    `scope` (KEY_BYTES) stands for tenant and salt: a client's names, such as a session's, are named within it."""
 
     tag: bytes
     scope: bytes
@@ -50,9 +44,10 @@ class TenantNames:
     def extend_keys(
         self, keys: list[bytes], tokens: Sequence[int], marks: Mapping[int, bytes] | None = None
     ) -> list[bytes]:
-        """Append to `keys` the names of all full pages of `tokens` that it lacks; keys[i] names page i. `marks` are
-        those of the whole prompt (`mark_content`). Returns the tokens of those pages (`Page.tokens`): nothing from the
-        first marked page on, as who matches prompts by tokens would take one content for another."""
+        """Append to `keys` those of all full pages of `tokens` that it lacks; keys[i] names page i. `marks` are those
+        of the whole prompt (`mark_content`). The key of page i hashes the key of page i - 1, the page's token ids and
+        its marks. Returns the tokens of the new pages (`Page.tokens`): nothing from the first marked page on, as
+        matching by tokens would confuse different contents."""
         size, begun = self.page_tokens, len(keys)
         blocks: list[bytes] = []
         marks = marks or {}
@@ -72,11 +67,9 @@ class TenantNames:
 
 
 class KeyChain:
-    """Page names of one engine.
-
-    `fingerprint` identifies model, weights and dtypes; `rank`/`world` the shard of a tensor-parallel engine. `secret`
-    (KEY_BYTES) is the operator's: `secret.operator_secret`. Without one the names are of use to this object alone.
-    """
+    """Page keys of one engine. `fingerprint` identifies model, weights, dtype and KV dtype; `rank`/`world` the shard of
+    a tensor-parallel engine. `secret` (KEY_BYTES) is the operator's; without one the keys are of use to this object
+    alone."""
 
     def __init__(
         self, fingerprint: str, page_tokens: int, *, rank: int = 0, world: int = 1, secret: bytes | None = None
@@ -87,11 +80,9 @@ class KeyChain:
         self._engine = struct.pack("<III", page_tokens, rank, world) + _encode_field(fingerprint)
 
     def derive_names(self, who: str, salt: str) -> TenantNames:
-        """Names for the tenant `who` (as the server knows it) and a request's cache_salt.
-
-        Where the server knows no tenants (`who` is "") the salt is the tenant: a gateway in front of it separates its
-        customers that way. Tenants of the two kinds never have the same tag or names.
-        """
+        """Derive the names for the tenant `who` (as the server knows it) and a request's cache_salt. Where the server
+        knows no tenants (`who` is "") the salt is the tenant: a gateway can separate its customers that way. Tenants of
+        the two kinds never have the same tag or names."""
         derived = self._keyed_hash(
             self._engine + _encode_field(who) + _encode_field(salt), KEY_BYTES, b"wicore-kv-names"
         )
@@ -103,10 +94,8 @@ class KeyChain:
 
 
 def mark_content(content: Sequence[ContentSpan], page_tokens: int) -> dict[int, bytes]:
-    """The marks of pages, by index: each span that begins in a page or reaches into it, with its place in the prompt.
-
-    They follow token ids of a fixed length and each has one length, so unlike contents never make like bytes.
-    """
+    """Make the marks of pages, by index: each span that touches a page, with its place in the prompt. They follow token
+    ids of a fixed length and each has one length, so different contents never make equal bytes."""
     marks: dict[int, bytes] = {}
     for span in content:
         mark = _SPAN.pack(span.begin, span.end) + span.digest
@@ -116,12 +105,12 @@ def mark_content(content: Sequence[ContentSpan], page_tokens: int) -> dict[int, 
 
 
 def tenant_tag(secret: bytes, who: str, salt: str = "") -> bytes:
-    """A tenant's tag (`TenantNames.tag`): of `who`, or where that is "" of the salt. Equal for all engines."""
+    """Make a tenant's tag (`TenantNames.tag`) from `who` or, where that is "", from the salt. Equal for all engines."""
     kind = b"who " + _encode_field(who) if who else b"salt" + _encode_field(salt)
     return blake2b(kind, digest_size=TENANT_BYTES, key=secret, person=b"wicore-kv-tenant").digest()
 
 
 def _encode_field(text: str) -> bytes:
-    """Text of any kind as bytes that no other text begins with or continues into."""
+    """Encode any text as bytes that are no prefix of another text's."""
     data = text.encode("utf-8", "surrogatepass")
     return struct.pack("<Q", len(data)) + data

@@ -12,11 +12,13 @@ TENANT_BYTES = 16
 
 
 class Page(Struct, frozen=True, eq=False, gc=False):
-    """`key` is the 32-byte chain key, `group` the layer group, `index` the page's place in its chain (it holds
-    positions [index * page_tokens, (index + 1) * page_tokens)), `parent` the key of the page before it (None for the
-    first), `tenant` the tag of whom it was made for (`hashing.tenant_tag`). `tokens` are its own token ids, for routers
-    that match prompts by them: little-endian, 4 bytes each, or nothing where they are not known; equal pages may differ
-    in them. Each page that fills makes one, so it is what is made fastest."""
+    """Page identity. Each page that fills makes one, so it is a Struct, which is made fastest.
+
+    `key` is the 32-byte chain key, `group` the layer group. `index` is the place in the chain, for positions [index *
+    page_tokens, (index + 1) * page_tokens). `parent` is the key of the page before it (None for the first), `tenant`
+    the tag of its maker (`hashing.tenant_tag`). `tokens` are its token ids, for routers that match prompts by them:
+    little-endian, 4 bytes each, empty if unknown. Equal pages may differ in them.
+    """
 
     key: bytes
     group: str
@@ -39,7 +41,7 @@ class Page(Struct, frozen=True, eq=False, gc=False):
 
     @property
     def token_ids(self) -> memoryview:
-        """`tokens` as numbers."""
+        """Token ids as numbers."""
         return memoryview(self.tokens).cast("I")
 
     @property

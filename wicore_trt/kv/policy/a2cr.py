@@ -1,15 +1,9 @@
-"""The `a2cr` policy: attention x frequency x exponential decay, with one decay rate that adapts to the traffic.
+"""Policy `a2cr`: attention x frequency x exponential decay, with a decay rate that adapts to the traffic.
 
-score = attention^a * frequency^b * exp(-rate * age). With one rate the logarithm is a ln(attention) + b ln(frequency)
-+ rate * last - rate * now, and the last term is the same for every page: the order never changes with time, so a heap
-of keys computed at the touch is exact. It must not know tiers or a wall clock: age counts touched pages. Invariant: a
-change of the rate is the only event that recomputes keys.
-
-Executors measure attention on sampled steps of running sequences; the policy wants it when the next request looks a
-chain up, and `AttentionSignals` keeps it between the two.
-
-The rate is chosen among fixed multiples of 1 / capacity by replaying a sample of the keys through one small shadow
-cache per rate, as Waldspurger et al. do for miss ratios (SHARDS, FAST 2015); the fastest rate is LRU in effect.
+score = attention^a * frequency^b * exp(-rate * age). It must not know tiers or a wall clock: age counts touched pages.
+Invariant: a change of the rate is the only event that recomputes keys. With one rate the logarithm is a ln(attention) +
+b ln(frequency) + rate * last - rate * now. The last term is the same for every page, so the order never changes with
+time and a heap of keys computed at the touch is exact.
 """
 
 from __future__ import annotations
@@ -32,7 +26,8 @@ _MIN_SIGNAL = 1e-3
 
 
 def log_score(attention: float, frequency: int, last: int, rate: float) -> float:
-    """Logarithm of the score, without the term that all pages share. Floors a measured attention of zero at 0.001."""
+    """Compute the logarithm of the score, without the term that all pages share. Floors a measured attention at
+    0.001."""
     worth = FREQUENCY * math.log(frequency)
     if attention != NEUTRAL_SIGNAL:
         worth += ATTENTION * math.log(max(attention, _MIN_SIGNAL))
@@ -40,8 +35,12 @@ def log_score(attention: float, frequency: int, last: int, rate: float) -> float
 
 
 class A2CRPolicy(ChainPolicy):
-    """A page's attention is the running mean (half new, half old) of the measured signals. `decay`, in powers of e per
-    cache-full of touched pages, turns adaptation off."""
+    """Policy of one tier. A page's attention is the running mean (half new, half old) of the measured signals.
+
+    The rate is chosen among fixed multiples of 1 / capacity by replaying a sample of the keys through one small shadow
+    cache per rate, as Waldspurger et al. do for miss ratios (SHARDS, FAST 2015). The fastest rate is LRU in effect.
+    `decay`, in powers of e per cache-full of touched pages, turns this off.
+    """
 
     def __init__(self, capacity: int, decay: float | None = None) -> None:
         super().__init__(capacity, ghosts=ghost_limit(capacity))
@@ -88,7 +87,7 @@ class A2CRPolicy(ChainPolicy):
 
 
 class _Shadow:
-    """A cache of sampled keys under one decay rate; counts its (fading) hits."""
+    """Cache of sampled keys under one decay rate; counts its (fading) hits."""
 
     __slots__ = ("_heap", "_held", "_size", "hits", "rate")
 
@@ -120,8 +119,9 @@ def _key_bytes(key: Key) -> bytes:
 
 
 class AttentionSignals:
-    """Running mean per page key of its attention mass relative to an average page (1.0). At most `limit` keys are
-    remembered, the longest unmeasured go."""
+    """Running mean per page key of its attention mass relative to an average page (1.0). Executors measure it on
+    sampled steps; the policy wants it at the next look-up of the chain. At most `limit` keys are kept; the longest
+    unmeasured go."""
 
     def __init__(self, limit: int = 1 << 18) -> None:
         self._limit = limit
@@ -136,7 +136,7 @@ class AttentionSignals:
             self._mass.popitem(last=False)
 
     def take_signal(self, keys: Sequence[bytes]) -> list[float] | None:
-        """The signal for `ChainPolicy.touch_chain`, and forget it; None when none of the pages was measured."""
+        """Take the signal for `ChainPolicy.touch_chain` and forget it; None when none of the pages was measured."""
         if not any(key in self._mass for key in keys):
             return None
         return [self._mass.pop(key, NEUTRAL_SIGNAL) for key in keys]

@@ -1,4 +1,4 @@
-"""The eviction policies by name, as recipes and the command line spell them."""
+"""Eviction policies by name, as recipes and the command line spell them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,10 @@ def make_policy(
     victim_cache: bool = False,
     page_tokens: int = LENGTH_UNIT,
 ) -> ChainPolicy:
-    """The policy of one tier that holds `capacity` pages. The other arguments are for `cost` alone.
-
-    `page_cost(depth)` is the relative cost per byte of recomputing page `depth` of a chain (None: all alike).
-    `page_tokens` are those of a page. `victim_cache`: the tier receives pages only when the tier above evicts them and
-    gives them up when they are used.
-    Raises ConfigError for an unknown name.
-    """
+    """Make the policy of one tier that holds `capacity` pages; the other arguments are for `cost` alone.
+    `page_cost(depth)` is the relative cost per byte of recomputing page `depth` of a chain (None: all alike). A
+    `victim_cache` receives pages only when the tier above evicts them, and gives them up when they are used. Raises
+    ConfigError for an unknown name."""
     if name == "cost":
         return CostPolicy(capacity, page_cost=page_cost, victim_cache=victim_cache, page_tokens=page_tokens)
     simple: dict[str, Callable[[int], ChainPolicy]] = {"a2cr": A2CRPolicy, "lru": LRUPolicy, "lfu": LFUPolicy}

@@ -1,12 +1,8 @@
-"""The `cost` policy, the default: keep the pages that save most recompute time per byte and unit of time.
+"""Policy `cost`, the default: keep the pages that save most recompute time per byte and unit of time.
 
-Worth of a page = reuse rate of its class and age (learnt by `reuse.ReuseModel` from this tier's own traffic) x what
-recomputing it costs. It knows no wall clock, workload or model. Invariant: every number that depends on the workload
-is learnt; the constants are pseudo-counts and bin widths relative to the capacity.
-
-The class of a page: how often it was used (the page itself), whether it ends its request, how many pages that request
-brought anew (a long new prompt is rarely continued, a short extension of a known chain often is), whether its answer
-was short, and, as a finer distinction, how long the chain had been idle before the request and how long that was.
+Worth of a page = reuse rate of its class and age (learnt by `reuse.ReuseModel` from this tier's traffic) x recompute
+cost. It must not know wall clocks, workloads or models. Invariant: every number that depends on the workload is learnt;
+the constants are pseudo-counts and bin widths relative to the capacity.
 """
 
 from __future__ import annotations
@@ -36,12 +32,16 @@ _GROUP_OF, _USES_OF = attrgetter("group"), attrgetter("uses")
 
 
 class CostPolicy(ChainPolicy):
-    """Lowest learnt worth first; least recently used first until there is enough evidence.
+    """Policy of lowest learnt worth first; least recently used first until there is enough evidence.
+
+    The coarse class of a page: how often it was used, whether it ends its request, how many pages that request brought
+    anew, whether its answer was short. A long new prompt is rarely continued, a short extension of a known chain often
+    is. The fine class adds how long the chain was idle before the request, and its length.
 
     `page_cost(depth)` is the relative cost per byte of recomputing the page at index `depth` of its chain; None means
-    that all pages cost the same, which maximises the token hit rate. A `victim_cache` holds only what the tier above
-    evicted; its hits cannot be compared with an LRU over all traffic, so it has no guard. `page_tokens` makes the
-    classes of request lengths mean the same for any page size.
+    equal costs, which maximises the token hit rate. A `victim_cache` holds only what the tier above evicted; its hits
+    cannot be compared with an LRU over all traffic, so it has no guard. `page_tokens` makes the classes of lengths mean
+    the same for any page size.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class CostPolicy(ChainPolicy):
 
     @property
     def lru_decides(self) -> bool:
-        """True while the guard does not believe the learnt order."""
+        """True while the guard does not trust the learnt order."""
         return self._guard is not None and self._guard.use_lru
 
     def _follows_learnt(self) -> bool:
@@ -175,7 +175,7 @@ class CostPolicy(ChainPolicy):
         self._close_wait([node], reused=False)
 
     def _close_wait(self, nodes: Sequence[Node], *, reused: bool) -> None:
-        """The wait of pages of one group is over: pages of one request were mostly touched together before."""
+        """End the wait of pages of one group: pages of one request were mostly touched together before."""
         group = nodes[0].group
         assert isinstance(group, TouchGroup)
         self._model.end_wait(group, len(nodes), self._clock - group.last, reused=reused)
@@ -185,16 +185,16 @@ class CostPolicy(ChainPolicy):
 
 
 class LRUGuard:
-    """Decides between the learnt order and LRU, so that learning cannot cost much whatever the traffic does.
+    """Guard that decides between the learnt order and LRU, so that learning cannot cost much whatever the traffic does.
 
-    Two shadow caches of the tier's capacity hold keys only and replay the tier's traffic. One is LRU, always. The other
-    follows the learnt order while LRU decides in the tier: a trial that costs no hits. Invariant: the tier follows the
-    learnt order only after a trial got far enough ahead of LRU, and until it lost a fixed amount to LRU; each such
-    failure trebles the lead that the next trial needs, so losses grow with the logarithm of the traffic.
+    Two shadow caches of the tier's capacity hold keys only and replay its traffic. One is LRU. The other, a trial that
+    costs no hits, follows the learnt order while LRU decides. Invariant: the tier follows the learnt order only after a
+    trial got far enough ahead of LRU, and until it lost a fixed amount to LRU. Each such failure trebles the lead that
+    the next trial needs, so losses grow with the logarithm of the traffic.
 
-    `use_lru` is the verdict for a tier of `capacity` pages. `worth(node)` is the learnt worth of a page; it may look at
-    the node's depth and group. `value(n)` is what hitting the first n pages of a chain is worth: what recomputing them
-    costs. All amounts are in root mean square hits of a request that hits: the size of one lucky request.
+    `use_lru` is the verdict for a tier of `capacity` pages. `worth(node)`, the learnt worth, may look at the node's
+    depth and group. `value(n)` is the recompute cost that hitting the first n pages of a chain saves. Amounts are in
+    root mean square hits of a request that hits: the size of one lucky request.
     """
 
     def __init__(self, capacity: int, worth: Callable[[Node], float], value: Callable[[int], float] = float) -> None:
@@ -210,29 +210,29 @@ class LRUGuard:
         self._hitting = 0
 
     def set_capacity(self, capacity: int) -> None:
-        """The tier holds another number of pages now."""
+        """Note that the tier holds another number of pages now."""
         self._capacity = capacity
         if self._trial is not None:
             self._trial.capacity = capacity
 
     @property
     def is_idle(self) -> bool:
-        """LRU decides and no trial runs."""
+        """True while LRU decides and no trial runs."""
         return self.use_lru and self._trial is None
 
     def begin_trial(self, residents: Sequence[Node]) -> None:
-        """Start from what the tier holds: its pages in any order."""
+        """Begin a trial from the pages that the tier holds, in any order."""
         self._trial = _Trial(self._capacity, self._worth)
         self._trial.hold_all(residents)
         self._lead = 0.0
 
     def refresh_trial(self) -> None:
-        """The worth of pages was estimated anew."""
+        """Rebuild the trial's order after the worth of pages was estimated anew."""
         if self._trial is not None:
             self._trial.rebuild_order()
 
     def hold_page(self, node: Node) -> None:
-        """A page came into the tier that no request looked up (a generated one)."""
+        """Note that a page came into the tier that no request looked up (a generated one)."""
         self._lru[node.key] = None
         self._shrink_lru()
         if self._trial is not None:
@@ -283,8 +283,8 @@ class LRUGuard:
 
 
 class _Trial(ChainPolicy):
-    """Keys that the tier would hold if the learnt order decided. Its nodes take over the groups of the tier's nodes, so
-    that a page keeps its worth when the tier has long forgotten it."""
+    """Keys that the tier would hold if the learnt order decided. Nodes share the groups of the tier's nodes, so that a
+    page keeps its worth when the tier has forgotten it."""
 
     def __init__(self, capacity: int, worth: Callable[[Node], float]) -> None:
         super().__init__(capacity, ghosts=ghost_limit(capacity))

@@ -1,8 +1,8 @@
 """Eviction policies: the chain bookkeeping that all of them share, LRU and LFU.
 
-A policy knows keys and scores, never slots, bytes or reference counts; the tier that owns the pages asks it for victims
-and reports what it then removed. One instance serves one tier (device, host or disk) of one layer group. Invariant
-(I9): a page is offered as a victim only after every child of it in the tier, so that what stays is reachable.
+A policy must not know slots, bytes or reference counts: the tier asks it for victims and reports what it then removed.
+One instance serves one tier of one layer group. Invariant (I9): a page is offered as a victim only after every child of
+it in the tier, so that the rest stays reachable.
 """
 
 from __future__ import annotations
@@ -22,17 +22,14 @@ _DRIFT = 16
 
 
 def ghost_limit(capacity: int) -> int:
-    """Count the pages outside the tier that a policy with a memory keeps: four cache-fulls, fewer in very large
-    tiers."""
+    """Count the ghosts that a policy with a memory keeps: four cache-fulls, fewer in very large tiers."""
     return min(_GHOSTS_PER_PAGE * capacity, max(capacity, _MANY_GHOSTS))
 
 
 class Node:
-    """Page that is in the tier (`resident`) or was seen lately (a ghost).
-
-    `children` counts resident children; `version` outdates heap entries; `last` is the clock of the last touch; `uses`
-    counts touches after the first; `group` belongs to the cost policy, `attention` to A2CR.
-    """
+    """Page that is in the tier (`resident`) or was seen lately (a ghost). `children` counts resident children;
+    `version` outdates heap entries; `last` is the clock of the last touch; `uses` counts touches after the first;
+    `group` belongs to the cost policy, `attention` to A2CR."""
 
     __slots__ = (
         "attention", "children", "depth", "group", "key", "last", "parent", "pins", "resident", "uses", "version",
@@ -49,12 +46,12 @@ class Node:
 
 
 class ChainPolicy(ABC):
-    """Chains, ghosts, pins and a heap of the pages that may leave; a subclass says how much a page is worth. Keys of a
-    chain are given first page first.
+    """Chains, ghosts, pins and a heap of the pages that may leave; subclasses score pages. Keys of a chain are given
+    first page first.
 
-    Only pages without resident children and pins are in the heap. Entries are outdated by `version` and dropped when
-    met, so that touching costs O(log n). `ghosts` keys of pages outside the tier are remembered. The clock counts
-    touched pages: the order needs no wall clock and is the same at any request rate.
+    Only pages without resident children and pins are in the heap. Entries outdated by `version` are dropped when met,
+    so touching costs O(log n). `ghosts` keys of pages outside the tier are remembered. The clock counts touched pages,
+    so the order is the same at any request rate.
     """
 
     _clock_per_page = 0
@@ -72,29 +69,28 @@ class ChainPolicy(ABC):
 
     @abstractmethod
     def _score_node(self, node: Node) -> float:
-        """Worth of keeping the page; the lowest leaves first."""
+        """Score the worth of keeping a page; the lowest leaves first."""
 
     @abstractmethod
     def _learn_touch(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
         """Learn from a touch. The first `seen` pages of the path were known; `last` still holds their earlier touch."""
 
     def _forget_ghost(self, node: Node) -> None:  # noqa: B027, a policy that learns nothing needs no hook
-        """A ghost is dropped."""
+        """Handle a dropped ghost."""
 
     def set_capacity(self, capacity: int) -> None:
-        """The tier holds another number of pages now, as its memory is shared with other kinds of pages."""
+        """Note that the tier holds another number of pages now, as other kinds of pages share its memory."""
         self.capacity = capacity
 
     def adapt_capacity(self) -> None:
-        """The tier's memory is full: its capacity is what it holds now, whatever kinds of pages share the memory."""
+        """Set the capacity of a full tier to what it holds now, if that differs enough."""
         held = self._resident
         if abs(held - self.capacity) * _DRIFT > held > 0:
             self.set_capacity(held)
 
     def touch_chain(self, keys: Sequence[Key], signal: Sequence[float] | None = None) -> None:
-        """Note that a request looked up this chain from its root; pages may be in the tier or not. `signal[i]` is the
-        attention mass that page i received since its last touch, relative to an average page (1.0 when not
-        measured)."""
+        """Note that a request looked up this chain from its root; pages may be in the tier or not. `signal[i]` is page
+        i's attention mass since its last touch, relative to an average page (1.0 when not measured)."""
         if not keys:
             return
         self._drop_ghosts()
@@ -114,8 +110,8 @@ class ChainPolicy(ABC):
         """Note that a request that touched this chain has ended, after an answer of so many tokens."""
 
     def add_pages(self, keys: Sequence[Key], parent: Key | None = None) -> None:
-        """Add consecutive pages that came into the tier. `parent` is the page before the first one; it is needed only
-        for keys that no `touch_chain` has shown yet (generated pages)."""
+        """Add consecutive pages that came into the tier. `parent`, the page before the first one, is needed only for
+        keys that no `touch_chain` has shown yet (generated pages)."""
         above = self._nodes.get(parent) if parent is not None else None
         for key in keys:
             self._clock += self._clock_per_page
@@ -138,9 +134,8 @@ class ChainPolicy(ABC):
                 self._offer_victim(node)
 
     def add_all(self, pages: Sequence[tuple[Key, Key | None, int]]) -> None:
-        """Pages that come in together, each once: (key, key of the page before it, index in the chain). As
-        `add_pages` one by one, but in any order of parents and children, and the heap is built once. For a policy
-        without pages."""
+        """Add pages, each once, to an empty policy: (key, key of the page before it, index in the chain). As
+        `add_pages` one by one, but in any order of parents and children, and the heap is built once."""
         assert not self._nodes
         for key, _, depth in pages:
             node = self._nodes[key] = Node(key, None)
@@ -157,7 +152,7 @@ class ChainPolicy(ABC):
         self._rebuild_heap()
 
     def _adopt_pages(self, nodes: Sequence[Node]) -> None:  # noqa: B027, likewise
-        """Pages came in together that no request looked up: a generated one, or all pages after a restart."""
+        """Handle pages that came in together without a look-up: a generated one, or all pages after a restart."""
 
     def remove_page(self, key: Key) -> None:
         """Remove a page that left the tier (evicted, promoted or found corrupt)."""
@@ -173,7 +168,7 @@ class ChainPolicy(ABC):
             self._offer_victim(node.parent)
 
     def pin_pages(self, keys: Sequence[Key]) -> None:
-        """Never offer these pages until `unpin_pages`. Pins count."""
+        """Pin pages, so that they are never offered until `unpin_pages`. Pins count."""
         nodes = self._nodes
         for key in keys:
             nodes[key].pins += 1
@@ -188,8 +183,8 @@ class ChainPolicy(ABC):
                 self._offer_victim(node)
 
     def choose_victims(self, count: int, protected: Set[Key] = frozenset()) -> list[Key] | None:
-        """`count` pages to evict, least valuable first and children before parents; None when pins and `protected`
-        leave fewer. Changes nothing: the caller evicts and reports each page with `remove_page`."""
+        """Choose `count` pages to evict, least valuable first and children before parents; None when pins and
+        `protected` leave fewer. Changes nothing: the caller evicts and reports each page with `remove_page`."""
         taken: list[Node] = []
         popped: list[tuple[float, int, int, Node]] = []
         lost: dict[Node, int] = {}
@@ -221,17 +216,17 @@ class ChainPolicy(ABC):
         return node is not None and node.resident
 
     def find_branches(self, keys: Sequence[Key]) -> list[int]:
-        """The places of those keys that several pages in the tier follow directly."""
+        """List the places of those keys that several pages in the tier follow directly."""
         nodes = self._nodes
         return [i for i, key in enumerate(keys) if (node := nodes.get(key)) is not None and node.children > 1]
 
     def count_children(self, key: Key) -> int:
-        """Pages in the tier that follow this one directly."""
+        """Count the pages in the tier that follow this one directly."""
         node = self._nodes.get(key)
         return node.children if node is not None else 0
 
     def _find_path(self, keys: Sequence[Key]) -> tuple[list[Node], int]:
-        """Nodes of a chain, new ones as ghosts, and how many of the first ones were known."""
+        """Find the nodes of a chain, new ones as ghosts, and count the first ones that were known."""
         path: list[Node] = []
         above, find, seen = None, self._nodes.get, len(keys)
         for key in keys:
@@ -250,7 +245,7 @@ class ChainPolicy(ABC):
         return node
 
     def _set_parent(self, node: Node, parent: Node | None) -> None:
-        """The parent had been dropped and came back as another node."""
+        """Move a node to a parent that had been dropped and came back as another node."""
         if node.resident:
             if node.parent is not None:
                 node.parent.children -= 1
@@ -275,7 +270,7 @@ class ChainPolicy(ABC):
             self._rebuild_heap()
 
     def _rebuild_heap(self) -> None:
-        """Build the heap anew with today's scores."""
+        """Rebuild the heap with today's scores."""
         leaves = [n for n in self._nodes.values() if n.resident and not n.children and not n.pins]
         self._heap = [(self._score_node(node), i, node.version, node) for i, node in enumerate(leaves)]
         self._pushed = len(leaves)

@@ -1,14 +1,7 @@
-"""Learns, while serving, how soon a page of a given kind is used again.
+"""Learn, while serving, how soon a page of a given class is used again.
 
-For each class of pages it keeps how many were reused, and how many were at risk, per age; from these it estimates the
-reuse hazard and, for every age, the best reuse rate that waiting longer can still bring. It must not know keys, tiers
-or what is evicted: it sees ages and outcomes only. Invariant: evidence that is still open (pages neither reused nor
-forgotten) counts as survival to its present age, so that young data does not look better than it is.
-
-Classes have two levels. The coarse class has its own shape over age; the fine class scales it by one factor. Both are
-shrunk towards the level above: a class with little evidence behaves like its parent, and everything like one table
-over age at first. The index is the largest ratio of expected reuses to expected waiting time over all horizons (the
-Gittins index of keeping the page; "hit density" in Beckmann et al., LHD, NSDI 2018, with the horizon left free).
+It must not know keys, tiers or evictions: it sees ages and outcomes only. Invariant: open evidence (pages neither
+reused nor forgotten) counts as survival to its present age, so that young data does not look better than it is.
 """
 
 from __future__ import annotations
@@ -25,17 +18,15 @@ _FINE_PRIOR = 50.0
 
 
 class PageClass(NamedTuple):
-    """Kind of a page: everything about it but its age."""
+    """Class of a page: everything about it but its age."""
 
     coarse: int
     fine: int
 
 
 class TouchGroup:
-    """Pages that one request touched and that are of one class: one observation of weight sqrt(pages).
-
-    Pages of a request live and die together, so they are not independent evidence; `weight` is each page's share.
-    """
+    """Pages of one class that one request touched: one observation of weight sqrt(pages). Pages of a request live and
+    die together, so they are not independent evidence; `weight` is each page's share."""
 
     __slots__ = ("last", "open", "page_class", "weight")
 
@@ -55,8 +46,16 @@ class _Table:
 
 
 class ReuseModel:
-    """Reuse statistics over age bins of half an octave. `unit` is the width of the first bin on the caller's clock;
-    `memory` the number of observations after which old evidence counts half."""
+    """Reuse statistics over age bins of half an octave.
+
+    Each class counts reused pages and pages at risk per age. From these come the reuse hazard and, for every age, the
+    best reuse rate that waiting longer can bring. A coarse class has its own shape over age; a fine class scales it by
+    one factor. Both are shrunk towards the level above, so with little evidence a class behaves like its parent. The
+    index is the largest ratio of expected reuses to expected waiting time over all horizons (the Gittins index of
+    keeping the page; "hit density" in Beckmann et al., LHD, NSDI 2018, with the horizon left free).
+
+    `unit` is the width of the first bin on the caller's clock; after `memory` observations old evidence counts half.
+    """
 
     def __init__(self, unit: float, memory: float) -> None:
         self._unit = unit
@@ -74,7 +73,7 @@ class ReuseModel:
 
     @property
     def is_ready(self) -> bool:
-        """True once `rank_index` means something yet."""
+        """True once `rank_index` is meaningful."""
         return bool(self._default)
 
     def end_wait(self, group: TouchGroup, pages: int, age: float, *, reused: bool) -> None:
@@ -95,7 +94,8 @@ class ReuseModel:
         self.observed += pages
 
     def rank_index(self, kind: PageClass, age: float) -> float:
-        """Rank of keeping a page of this class and age: expected reuses per unit of clock, up to a factor of two."""
+        """Rank the keeping of a page of this class and age: expected reuses per unit of clock, up to a factor of
+        two."""
         table = self._index.get(kind)
         if table is None:
             hazard = self._hazard.get(kind.coarse)
@@ -160,13 +160,11 @@ class ReuseModel:
         return 0 if x < 1.0 else min(_BINS - 1, 1 + int(2.0 * math.log2(x)))
 
     def _best_rates(self, hazard: list[float]) -> list[float]:
-        """Find, for the middle of each bin, the largest reuses per time of keeping until any later bin's end.
-
-        Backwards over bins. `stretches` holds what follows a bin, cut into pieces of falling rate: a piece absorbs the
-        next one while that raises its rate (pool adjacent violators), so a horizon ends where a piece ends. The first
-        bin counts with half its time and all its chance: an index to rank by, up to twice the rate. The bias favours
-        pages that are nearly due; without it, pages due at one time displace each other and none stays to be hit.
-        """
+        """Find, for the middle of each bin, the largest reuses per time of keeping until any later bin's end. Backwards
+        over bins. `stretches` holds what follows a bin, cut into pieces of falling rate: a piece absorbs the next one
+        while that raises its rate (pool adjacent violators), so a horizon ends where a piece ends. The first bin counts
+        with half its time and all its chance: an index to rank by, up to twice the rate. The bias favours pages that
+        are nearly due; without it, pages due at one time displace each other and none stays to be hit."""
         rates = [0.0] * _BINS
         stretches: list[tuple[float, float, float]] = []
         for b in range(_BINS - 1, -1, -1):
@@ -211,7 +209,7 @@ def _shrunk_hazard(table: _Table, waiting: list[float], base: list[float]) -> li
 
 
 def _smooth_values(values: list[float]) -> list[float]:
-    """Three passes of a (1, 2, 1) / 4 filter; the ends stay."""
+    """Smooth by three passes of a (1, 2, 1) / 4 filter; the ends stay."""
     for _ in range(3):
         inner = [0.25 * values[b - 1] + 0.5 * values[b] + 0.25 * values[b + 1] for b in range(1, _BINS - 1)]
         values = [values[0], *inner, values[-1]]

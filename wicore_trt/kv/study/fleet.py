@@ -1,8 +1,8 @@
-"""Replays a trace over several workers, each with tiers of its own, and a router that gives each request to one.
+"""Replay a trace over several workers, each with its own tiers, and a router that gives each request to one.
 
-The router knows what each worker's caches hold, as from KV events without delay, and how long each is busy: computing a
-prompt's tokens that were not found takes their number over a rate, one prompt after another. It must not know policies.
-Invariant: a request is served once, by one worker.
+The router knows the workers' caches, as from KV events without delay, and how long each is busy. A prompt takes its
+uncached tokens over a rate, one prompt after another. It must not know policies. Invariant: a request is served once,
+by one worker.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ LEAST_SHARE = 0.3
 
 @dataclass(slots=True)
 class FleetReport:
-    """`busy_share`: computed tokens of the worker that had most, over the mean. `wait_s`: mean and 99th percentile of
-    the seconds that prompts waited for others at their worker."""
+    """Report of a replay. `busy_share`: computed tokens of the busiest worker over the mean. `wait_s`: mean and 99th
+    percentile of the seconds that prompts waited for others at their worker."""
 
     routing: str
     workers: int
@@ -59,7 +59,7 @@ class _Worker:
 
 @dataclass(slots=True)
 class _Router:
-    """`hits` are the blocks of the request that each worker has."""
+    """Router. `hits` are the blocks of the request that each worker has."""
 
     workers: list[_Worker]
     tokens_per_second: float
@@ -74,14 +74,15 @@ class _Router:
         return self.turn % len(self.workers)
 
     def affinity(self, request: TraceRequest, hits: list[int]) -> int:
-        """The longest prefix, where it is a good part of the prompt; any of those that have it."""
+        """Choose any worker with the longest prefix, if that is at least LEAST_SHARE of the prompt; else a random
+        one."""
         best = max(hits)
         if best < LEAST_SHARE * len(request.blocks):
             return self.random(request, hits)
         return self.rng.choice([i for i, hit in enumerate(hits) if hit == best])
 
     def affinity_load(self, request: TraceRequest, hits: list[int]) -> int:
-        """The soonest first token: what is ahead of the request, and what of it is to be computed."""
+        """Choose the soonest first token: the work ahead of the request, and its tokens to compute."""
 
         def ready(i: int) -> tuple[float, float]:
             missing = (len(request.blocks) - hits[i]) * BLOCK_TOKENS
@@ -108,10 +109,8 @@ def simulate_fleet(
     tokens_per_second: float,
     progress: Callable[[int, int], None] | None = None,
 ) -> FleetReport:
-    """Replay `requests` over `workers`, each with tiers of `capacity` pages, listed from the nearest to the farthest.
-
-    `routing` is a name of ROUTINGS. Raises ConfigError for another one or an unknown policy.
-    """
+    """Replay `requests` over `workers`, each with tiers of `capacity` pages, from the nearest to the farthest.
+    `routing` is a name of ROUTINGS. Raises ConfigError for another one or an unknown policy."""
     if routing not in ROUTINGS:
         raise ConfigError(f"No routing is called {routing!r}.", fix=f"Take one of {', '.join(ROUTINGS)}.")
     names, choose, start = list(capacity), ROUTINGS[routing], time.perf_counter()

@@ -1,9 +1,9 @@
-"""Replays a trace through one or more KV tiers and counts hits and bytes. Moves no data and knows no clock.
+"""Replay a trace through one or more KV tiers and count hits and bytes; it moves no data and must not know a clock.
 
-A request looks up its chain over all tiers; the hit is the contiguous prefix found. Its pages then enter the first
-tier, which may for that moment exceed its capacity (a running sequence holds its pages), and every tier evicts down
-to its capacity, the request's own pages included. Invariant: after each request every tier is within its capacity
-and, in an exclusive hierarchy, a page is in one tier only.
+The hit of a request is the contiguous prefix found over all tiers. Its pages then enter the first tier, which may
+briefly exceed its capacity, as for a running sequence. Then every tier evicts down to its capacity, the request's own
+pages included. Invariant: after each request every tier is within its capacity and, in an exclusive hierarchy, a page
+is in one tier only.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ _NEVER = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class KVBytes:
-    """Bytes of KV. `per_token` for global layers; `window` for the sliding-window layers at one resume point.
-
-    The defaults are Gemma 3 27B in 16 bit: 10 global layers and 52 local ones with windows of 1,024 tokens, 8 KiB per
-    token and layer. A page that ends a request's full prompt carries one window.
-    """
+    """Bytes of KV: `per_token` of global layers, `window` of sliding-window layers at one resume point. The defaults
+    are Gemma 3 27B in 16 bit: 10 global and 52 local layers, windows of 1,024 tokens, 8 KiB per token and layer. A page
+    that ends a request's full prompt carries one window."""
 
     per_token: int = 81_920
     window: int = 436_207_616
@@ -34,7 +32,8 @@ class KVBytes:
 
 @dataclass(slots=True)
 class SimulationReport:
-    """`hit_tokens` by tier and `moved_bytes` by "source_to_target"; all tokens in whole blocks."""
+    """Report of a replay: `hit_tokens` by tier and `moved_bytes` by "source_to_target". Tokens are counted in whole
+    blocks."""
 
     policy: str
     capacity: dict[str, int]
@@ -64,11 +63,9 @@ def simulate(
     kv_bytes: KVBytes | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> SimulationReport:
-    """Replay `requests` over tiers of `capacity` pages, listed from the nearest to the farthest.
-
-    `policy` is a name of `POLICIES` or "belady". Exclusive tiers pass evicted pages down; inclusive ones are written
-    through when a page is made. Raises ConfigError for an unknown policy.
-    """
+    """Replay `requests` over tiers of `capacity` pages, from the nearest to the farthest. `policy` is a name of
+    `POLICIES` or "belady". Exclusive tiers pass evicted pages down; inclusive ones are written through when a page is
+    made. Raises ConfigError for an unknown policy."""
     names = list(capacity)
     if policy == "belady":
         future = next_uses([request.blocks for request in requests])
@@ -96,7 +93,7 @@ def simulate(
 
 
 class Tiers:
-    """The hierarchy during a replay. Tier 0 is the nearest."""
+    """Tiers during a replay; tier 0 is the nearest."""
 
     def __init__(self, names: list[str], policies: list[ChainPolicy], kv_bytes: KVBytes, *, inclusive: bool) -> None:
         self._names = names
@@ -135,7 +132,7 @@ class Tiers:
             self._resume.add(request.blocks[min(full, len(request.blocks)) - 1])
 
     def look_up(self, blocks: Sequence[int]) -> list[int]:
-        """The tier of each page that would be hit."""
+        """Return the tier of each page that would be hit."""
         hit = []
         for block in blocks:
             tier = next((i for i, policy in enumerate(self._policies) if block in policy), None)
@@ -145,7 +142,7 @@ class Tiers:
         return hit
 
     def _load(self, blocks: Sequence[int], hit: list[int]) -> None:
-        """Bring the hit to tier 0. In an exclusive hierarchy the lower copies go, those that were no hit as well."""
+        """Bring the hit to tier 0. In an exclusive hierarchy all lower copies of the request's pages go."""
         for tier in hit:
             for step in range(tier):
                 self._count(step + 1, step, self._bytes.per_token * BLOCK_TOKENS)
@@ -166,7 +163,7 @@ class Tiers:
             self._count(i - 1, i, sum(self._page_bytes(block) for block in fresh if block not in leaving))
 
     def _shrink(self) -> None:
-        """Evict every tier down to its capacity, passing pages on where tiers are exclusive."""
+        """Evict every tier down to its capacity; exclusive tiers pass pages on."""
         leaving = self._evict(0)
         if self._inclusive:
             return
@@ -217,10 +214,12 @@ def next_uses(chains: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 class BeladyPolicy(ChainPolicy):
-    """Evicts the page whose next use is farthest: an optimum that no server can have. `future` is `next_uses` of the
-    trace that is replayed; `touch` is called once per request of it, in order. A page's next use is never later than
-    its child's, so "leaf first" and "farthest first" agree and contiguous hits are optimal up to ties among pages of
-    unequal chains."""
+    """Policy that evicts the page whose next use is farthest: an optimum that no server can have.
+
+    `future` is `next_uses` of the replayed trace; `touch_chain` is called once per request of it, in order. A page's
+    next use is never later than its child's, so "leaf first" and "farthest first" agree. Contiguous hits are optimal up
+    to ties among pages of unequal chains.
+    """
 
     def __init__(self, capacity: int, future: list[list[int]]) -> None:
         super().__init__(capacity)

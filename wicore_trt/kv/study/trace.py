@@ -1,7 +1,7 @@
 """Request traces: one JSON object a line with the block ids of each prompt.
 
 The format is that of the Mooncake traces (FAST 2025): `timestamp` (ms), `input_length`, `output_length` (tokens) and
-`hash_ids`, prefix-chained ids of blocks of 512 tokens, of which the last may be partial. Must not know policies or
+`hash_ids`, prefix-chained ids of blocks of 512 tokens, of which the last may be partial. It must not know policies or
 tiers. Invariant: requests are in the order of arrival and a block has one parent.
 """
 
@@ -21,8 +21,8 @@ BLOCK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """Request of a trace. `blocks` name its prefix, first block first; `tokens` is its length. `answer` is the number
-    of generated tokens, None when unknown. `at_s` is when it came, in seconds."""
+    """Request of a trace. `blocks` name its prefix in order; `tokens` is its length; `at_s` its arrival in seconds.
+    `answer` is the number of generated tokens, None when unknown."""
 
     blocks: tuple[int, ...]
     tokens: int
@@ -31,10 +31,8 @@ class TraceRequest:
 
 
 def load_trace(path: Path, *, limit: int | None = None, plain: bool = False) -> list[TraceRequest]:
-    """Read the first `limit` requests; with `plain` also those without hash_ids, which share nothing.
-
-    Raises ConfigError naming file and line when one cannot be read, or came before the one in front of it.
-    """
+    """Read the first `limit` requests; with `plain` also those without hash_ids, which share nothing. Raises
+    ConfigError naming file and line when a request cannot be read or is older than the one before it."""
     requests: list[TraceRequest] = []
     try:
         with path.open(encoding="utf-8") as lines:
@@ -53,13 +51,10 @@ def load_trace(path: Path, *, limit: int | None = None, plain: bool = False) -> 
 
 
 def generate_trace(conversations: int, seed: int = 0) -> list[TraceRequest]:
-    """A made-up trace, the same for the same arguments.
-
-    The model: a conversation begins with one of 20 system prompts of 1 to 8 blocks, the k-th with a probability in
-    proportion to 1/k. It has 1 + geometric turns, 5 on average; each adds a question and the answer before it, 0.25 to
-    8 blocks in all, log-uniform. Conversations begin at a rate of one a second; the time to the next turn is
-    log-normal with a median of a minute, so that about a hundred are open at a time.
-    """
+    """Generate a trace, the same for the same arguments. A conversation begins with one of 20 system prompts of 1 to 8
+    blocks, the k-th with a probability in proportion to 1/k. It has 1 + geometric turns, 5 on average. Each adds a
+    question and the answer before it, 0.25 to 8 blocks in all, log-uniform. One conversation a second begins; the time
+    to the next turn is log-normal with a median of a minute, so about a hundred are open at a time."""
     rng, fresh = random.Random(seed), itertools.count()
     systems = [[next(fresh) for _ in range(rng.randint(1, 8))] for _ in range(20)]
     shares = [1 / rank for rank in range(1, 21)]
