@@ -15,8 +15,7 @@ def div_ceil(a: int, b: int) -> int:
 
 
 def first_visible(position: int, window: int) -> int:
-    """Return the first position that a query at `position` sees through a sliding `window`, which includes the query's
-    own."""
+    """Return the first position that a query at `position` sees through a sliding `window`, its own included."""
     return max(0, position - window + 1)
 
 

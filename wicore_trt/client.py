@@ -91,8 +91,7 @@ class Client:
         self._closed = False
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """Return when the server takes requests. Raises UnavailableError when it does not within `timeout_s`
-        seconds."""
+        """Wait until the server takes requests. Raises UnavailableError after `timeout_s` seconds."""
         replies = self._ask_server(
             self._health.Watch, health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True
         )
@@ -134,8 +133,7 @@ class Client:
         cache: CacheHints | None = None,
         timeout_s: float | None = None,
     ) -> list[Completion]:
-        """Return `params.n` next turns of a conversation of {"role", "content"} turns, by the model's own chat
-        template."""
+        """Return `params.n` next turns of a conversation of {"role", "content"} turns, by the model's chat template."""
         return _complete(self._start_call(messages, params, cache, timeout_s))
 
     def stream(
@@ -196,7 +194,7 @@ class Client:
         return self._ask_server(self._stub.Generate, message, timeout=timeout_s)
 
     def _ask_server(self, method: Callable[..., Any], message: Message, **options: Any) -> Any:
-        """Call a method and return its answer or stream. Raises WicoreError when this client was closed."""
+        """Call a method. Raises WicoreError when this client was closed."""
         if not self._closed:
             try:
                 return method(message, metadata=self._metadata, **options)

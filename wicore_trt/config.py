@@ -31,8 +31,7 @@ _UNITS = {"": 1, "B": 1, **{f"{p}{s}": b**e for e, p in enumerate("KMGT", 1) for
 
 
 def parse_bytes(value: object) -> object:
-    """Parse "2GiB", "512 MB" or a plain number into bytes. Raises ValueError for any other text; values of other types
-    pass."""
+    """Parse "2GiB", "512 MB" or a plain number; values that are no text pass. Raises ValueError for other text."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
@@ -273,8 +272,7 @@ class LoadedSettings:
         return found
 
     def render(self, *, meanings: bool = False) -> str:
-        """Render the settings as a recipe, each line with its source as a comment; `meanings` adds the description
-        above it."""
+        """Render the settings as a recipe with their sources as comments; `meanings` adds descriptions."""
         lines: list[str] = []
         section = ""
         for key, value, source in self.rows():
@@ -290,7 +288,6 @@ class LoadedSettings:
 
 
 def _meaning(key: str) -> str:
-    """Describe a setting, with its possible values where these are a list."""
     section, _, leaf = key.rpartition(".")
     found: Any = getattr(Settings(), section) if section else Settings()
     about = type(found).__pydantic_fields__[leaf]

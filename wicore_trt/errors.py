@@ -68,8 +68,7 @@ class InvalidRequestError(WicoreError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt of at least `tokens` tokens, of which `most` fit the context. Both are 0 when another process reported the
-    error."""
+    """Prompt of at least `tokens` tokens, of which `most` fit; both are 0 when another process reported it."""
 
     def __init__(self, message: str, *, field: str, fix: str | None = None, tokens: int = 0, most: int = 0) -> None:
         super().__init__(message, field=field, fix=fix)
@@ -183,8 +182,7 @@ class EngineDeadError(WicoreError):
 
 
 class UnwrittenPageError(WicoreError):
-    """KV of tokens that nobody computed or loaded was about to be used: a defect of ours, caught before a wrong token.
-    It ends the sequence that it concerns."""
+    """KV that nobody computed or loaded was about to be used: a defect of ours, which ends the sequence."""
 
 
 def error_named(
@@ -243,8 +241,7 @@ def shortened(text: str, most: int = MAX_SHOWN) -> str:
 
 
 def first_fault(error: Any, whole: str = "it") -> str:
-    """Describe the first error of pydantic's ValidationError: place, value and reason. `whole` names the validated
-    object."""
+    """Describe the first error of pydantic's ValidationError; `whole` names the validated object."""
     first = error.errors(include_url=False)[0]
     return f"{named('.'.join(map(str, first['loc']))) or whole} is {shown(first['input'])}: {first['msg']}"
 

@@ -88,12 +88,10 @@ class LLM:
         *,
         cache: CacheHints | None = None,
     ) -> list[Completion]:
-        """Return `params.n` next turns of a conversation of {"role", "content"} turns, by the model's own chat
-        template."""
+        """Return `params.n` next turns of a conversation of {"role", "content"} turns, by the model's chat template."""
         return self._complete_requests([self._make_request(messages, params, cache)])[0]
 
     def stats(self) -> EngineStats:
-        """Return counters since the engine was loaded."""
         with self._lock_engine():
             return self._core.stats()
 

@@ -55,8 +55,7 @@ def _group_room(group: Path, limit: str, usage: str, total: str) -> int:
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Yield the folders of this process's memory control groups, from the innermost out, with the names of their
-    files."""
+    """Yield the folders of this process's memory control groups, innermost first, with their files' names."""
     with suppress(OSError, ValueError):
         own = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
         for line in (root / "proc/self/mountinfo").read_text().splitlines():

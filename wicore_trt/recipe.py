@@ -44,8 +44,7 @@ def resolve_recipe(recipe: str | Path) -> Path:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Suggest the nearest known names in a sentence. When none is near, list all of them, or say what prints all
-    settings."""
+    """Suggest the nearest known names, else all of them, or say what prints all settings."""
     if name in REMOVED:
         return REMOVED[name]
     known = list(known)

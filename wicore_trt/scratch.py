@@ -107,9 +107,8 @@ class Scratch:
         _sync_path(self.output.parent)
 
     def _exchange_directories(self, taken: Path) -> bool:
-        """Exchange the new directory with the old one in one call, then check the old one; False when the file system
-        has no such call. The new one waits at `taken`, so that whatever is there after a kill is checked before it
-        goes."""
+        """Exchange new and old directory in one call, then check the old one; False if the file system has no such
+        call. The new one waits at `taken`, so that whatever is there after a kill is checked before it goes."""
         # The new one waits at `taken`, so that whatever is found there after a kill is checked before it is removed.
         os.rename(self.directory, taken)
         if not exchange_names(taken, self.output):
@@ -165,8 +164,7 @@ def replace_output(
 
 
 def exchange_names(one: Path, other: Path) -> bool:
-    """Exchange two names of one file system in one step. Return False, with nothing done, where that cannot be; the
-    caller's renames then fail for the same reason, or work."""
+    """Exchange two names of one file system in one step; return False, with nothing done, where that cannot be."""
     try:
         call = ctypes.CDLL(None).renameat2
     except AttributeError:  # a C library older than the call
@@ -328,8 +326,7 @@ def _clear_stale(output: Path, product: Product) -> Iterator[None]:
 
 
 def _left_behind(output: Path) -> Iterator[tuple[Path, int]]:
-    """Yield scratch directories for `output` whose process is gone, each with its lock, which this process now
-    holds."""
+    """Yield scratch directories for `output` whose process is gone, each with its lock, now ours."""
     pattern = re.compile(re.escape(_make_prefix(output)) + "[0-9a-f]{32}")
     try:
         names = sorted(os.listdir(output.parent))
@@ -405,7 +402,6 @@ def _is_mounted(directory: Path) -> bool:
 
 
 def _is_whole(output: Path, product: Product) -> bool:
-    """Tell whether a product with all of its files stands at the output."""
     if os.path.islink(output) or not os.path.isdir(output):
         return False
     listed = product.listed(output)

@@ -129,12 +129,10 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Tell whether the most probable token is always taken."""
         return self.temperature == 0.0
 
     @property
     def penalized(self) -> bool:
-        """Tell whether logits depend on the sequence's earlier tokens."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
@@ -155,8 +153,7 @@ class TokenLogprob(Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class CachePriority(enum.Enum):
-    """Rank of a request's pages in the cache: LOW ones are never copied from the device to another tier, HIGH ones are
-    held like a session's."""
+    """Rank of a request's pages: LOW ones are never copied to another tier, HIGH ones are held like a session's."""
 
     LOW = "low"
     NORMAL = "normal"
@@ -198,8 +195,7 @@ class ContentSpan:
 
 
 def _check_content(content: Sequence[ContentSpan], prompt_tokens: int) -> tuple[ContentSpan, ...]:
-    """Return the spans of one prompt. Raises InvalidRequestError unless they are in order, apart and inside the
-    prompt."""
+    """Return a prompt's spans. Raises InvalidRequestError unless they are in order, apart and inside it."""
     begun = 0
     for span in content:
         if not isinstance(span, ContentSpan) or not begun <= span.begin < span.end <= prompt_tokens:
@@ -269,9 +265,8 @@ class TokenOutput(Struct, frozen=True, array_like=True, omit_defaults=True, gc=F
 
 
 class TextOutput(Struct, frozen=True):
-    """TokenOutput after detokenization: `text` is the delta, with partial UTF-8 and partial stops held back. `usage`
-    and `finish_reason` are set on the last output of the sequence. A Struct for speed: a front makes one for every
-    token."""
+    """TokenOutput after detokenization: `text` is the delta, with partial UTF-8 and partial stops held back. The last
+    output of a sequence has `usage` and `finish_reason`. A Struct for speed: a front makes one for every token."""
 
     request_id: str
     index: int
@@ -285,7 +280,6 @@ class TextOutput(Struct, frozen=True):
 
 
 def merge_outputs(parts: Sequence[TextOutput]) -> TextOutput:
-    """Merge consecutive outputs of one sequence."""
     if len(parts) == 1:
         return parts[0]
     return structs.replace(
@@ -299,8 +293,6 @@ def merge_outputs(parts: Sequence[TextOutput]) -> TextOutput:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Finished sequence."""
-
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
@@ -311,7 +303,6 @@ class Completion:
 
     @classmethod
     def from_outputs(cls, parts: Sequence[TextOutput]) -> Completion:
-        """Make the completion of all outputs of one sequence."""
         whole = merge_outputs(parts)
         assert whole.finish_reason is not None and whole.usage is not None
         return cls(
@@ -454,8 +445,7 @@ class ModelInfo:
         return (self.model_id, *self.aliases)
 
     def shown_as(self, name: str | None) -> str:
-        """Return the model name for the answer to a client that asked for `name`. Raises ModelNotFoundError for another
-        model's."""
+        """Return the name to answer a client that asked for `name`. Raises ModelNotFoundError for another model's."""
         if name is not None and name not in self.names:
             raise ModelNotFoundError(
                 f"Model {shown(name)} is not served here; {', '.join(map(repr, self.names))} is.",
@@ -501,9 +491,8 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class KVStats:
-    """Statistics of the whole KV cache. `decisions` counts the planner's choices ("compute", "load", "split");
-    `parked` and `resumed` count preempted sequences whose pages waited in host memory; `event_sequence` is the last
-    KV event's."""
+    """Whole KV cache. `decisions` counts the planner's choices ("compute", "load", "split"); `parked` and `resumed`
+    preempted sequences whose pages waited in host memory; `event_sequence` is the last KV event's."""
 
     tiers: tuple[TierStats, ...] = ()
     decisions: Mapping[str, int] = field(default_factory=dict)

@@ -40,7 +40,6 @@ class CallCounts:
     refused: Counter[str] = field(default_factory=Counter)  # without a valid key, by "http" and "grpc"
 
     def count_http(self, method: str, path: str, status: int) -> None:
-        """Count a request; `path` is a route's, or OTHER."""
         self.http[method if method in VERBS else OTHER, path, str(status)] += 1
 
 
@@ -64,7 +63,6 @@ class Bucket:
         return self._level
 
     def wait_s(self, units: float) -> float:
-        """Return the seconds until `units` are there, 0 when they are."""
         return max(0.0, units - self.level) / self._per_s
 
     def change_rate(self, per_minute: int) -> None:
@@ -74,7 +72,6 @@ class Bucket:
         self._level = min(level, float(per_minute))
 
     def add_units(self, units: float) -> None:
-        """Add units; negative ones are taken."""
         self._level = min(float(self.capacity), self.level + units)
 
 
@@ -115,8 +112,8 @@ class Rates:
         self._buckets: dict[tuple[str | bytes, str], Bucket] = {}
 
     def reserve_units(self, who: Identity, tokens: int, requests: int = 1) -> Grant:
-        """Count `requests` and reserve `tokens`; more than a bucket holds counts as a full bucket. Raises
-        RateLimitError, and takes nothing, when either is lacking."""
+        """Count `requests` and reserve `tokens`, at most a full bucket. Raises RateLimitError, and takes nothing, if
+        short."""
         taken: list[tuple[Bucket, int]] = []
         grant = Grant()
         for kind, units in (("requests", requests), ("tokens", tokens)):
@@ -146,7 +143,6 @@ class Rates:
                 bucket.change_rate(limit)
 
     def list_allowances(self, who: Identity) -> dict[str, Allowance]:
-        """List the state of each limit, by "requests" and "tokens"."""
         found = {}
         for kind in self._limits:
             bucket = self._find_bucket(who, kind)
@@ -171,8 +167,6 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Keys, places, rates, and counts of ended calls."""
-
     keys: KeyRing
     calls: Gate
     rates: Rates
@@ -226,7 +220,6 @@ class Meter:
         self.grant = self.rates.reserve_units(self.who, tokens, len(requests))
 
     def settle_tokens(self) -> None:
-        """Settle the reservation when the call has ended."""
         if self.grant is not None:
             self.grant.settle_tokens(self.used)
 

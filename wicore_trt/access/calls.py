@@ -37,8 +37,7 @@ def make_call_id() -> str:
 
 @dataclass(slots=True)
 class Call:
-    """Call in progress by `who`. Handlers add facts of the access line to `facts`. `from_client`: the client chose
-    `call_id`, so another call may have the same."""
+    """Call of `who` in progress. Handlers add to `facts` for the access line. With `from_client` ids may repeat."""
 
     call_id: str
     method: str
@@ -56,8 +55,7 @@ class Call:
 
     @classmethod
     def from_headers(cls, method: str, who: Identity, header: Callable[[str], str | None]) -> Call:
-        """Make a call under the id that the client offered if that is valid, else under a new one. `header` returns a
-        header by name."""
+        """Make a call under the client's id if that is valid, else a new one. `header` returns a header by name."""
         offered_id = header(REQUEST_ID_HEADER) or ""
         from_client = VALID_ID.fullmatch(offered_id) is not None
         made = cls(offered_id if from_client else make_call_id(), method, from_client, who)
@@ -71,7 +69,6 @@ class Call:
         return replace(request, log_id=self.call_id)
 
     def note_first_token(self, queued_s: float, prefill_s: float) -> None:
-        """Note the seconds for which the first tokens waited and were computed."""
         self.facts.setdefault("queue_ms", round(queued_s * 1000, 1))
         self.facts.setdefault("prefill_ms", round(prefill_s * 1000, 1))
 
@@ -123,8 +120,8 @@ def check_host(host: str | None, allowed: Sequence[str]) -> None:
 
 
 def find_network(host: str) -> str | None:
-    """Find the network from which one client can choose addresses: an IPv4 address, or the /64 of an IPv6 address. None
-    for neither."""
+    """Find the network whose addresses one client can choose from: an IPv4 address, the /64 of IPv6; None for
+    neither."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -135,8 +132,7 @@ def find_network(host: str) -> str | None:
 
 
 def write_access_line(call: Call, code: str, *, generates: bool) -> None:
-    """Write the line of a finished call, and its span if it `generates`; other calls are logged at DEBUG. `code`: its
-    outcome."""
+    """Write a finished call's line, and its span if it `generates` (else at DEBUG); `code` is the outcome."""
     call.code = code
     if generates and span_sender is not None:
         span_sender(call)

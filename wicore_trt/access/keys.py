@@ -29,9 +29,9 @@ ROLE = re.compile(r"(?P<operator>operator)|requests=(?P<requests>[1-9]\d{0,11})|
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Caller that a key stands for. An operator sees the counts and KV events of everybody, a tenant those of its own
-    requests. Rates are the key's own, in place of the tenant's. `key` names the key, stably and in every process,
-    without revealing it."""
+    """Caller that a key stands for. An operator sees everybody's counts and KV events, a tenant its own requests'.
+    Rates are the key's own, in place of the tenant's. `key` names the key, alike in every process, without revealing
+    it."""
 
     tenant: str = ""
     operator: bool = False
@@ -46,7 +46,7 @@ EVERYBODY = Identity("", operator=True)
 
 
 class KeyRing:
-    """Identities by key, and by the keys' names. `needed` is False without keys: everybody is then the one trusted
+    """Identities by key, and by the keys' names. Without keys `needed` is False and everybody is the one trusted
     user."""
 
     def __init__(self, identities: Mapping[str, Identity]) -> None:
@@ -67,12 +67,10 @@ class KeyRing:
         return cls(found)
 
     def replace_keys(self, other: KeyRing) -> None:
-        """Replace the keys by those of another ring. Open calls keep their identity, and check it with
-        `refresh_identity`."""
+        """Replace the keys by another ring's. Open calls keep their identity and check it by `refresh_identity`."""
         self._identities, self.named, self.needed = other._identities, other.named, other.needed
 
     def find_identity(self, key: str) -> Identity | None:
-        """Find the identity of a key, None for an unknown one."""
         return self._identities.get(_digest_key(key)) if self.needed else EVERYBODY
 
     def refresh_identity(self, who: Identity) -> Identity | None:

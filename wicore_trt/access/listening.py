@@ -64,8 +64,7 @@ def _check_kind(path: str, chain: bytes) -> None:
 
 
 def read_tls(cert: str | None, key: str | None, client_ca: str | None) -> TlsFiles | None:
-    """Read the TLS files of a server; None when no file is named. Raises ConfigError for a missing, unreadable,
-    malformed or mismatched file."""
+    """Read the TLS files; None when none is named. Raises ConfigError for unreadable, malformed or mismatched files."""
     if cert is None and key is None and client_ca is None:
         return None
     if cert is None or key is None:
@@ -170,8 +169,7 @@ def check_free(host: str, port: int, flag: str = "--grpc-port") -> None:
 
 
 def _check_socket_path(path: Path) -> None:
-    """Raise EnvironmentUnfitError when a server answers at the socket, because gRPC and we silently replace socket
-    files."""
+    """Raise EnvironmentUnfitError if a server answers at the socket: gRPC and we silently replace socket files."""
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise EnvironmentUnfitError(f"Cannot create the socket {path}: {path.parent} is no writable directory.")
     if not path.exists():

@@ -89,8 +89,7 @@ class JsonFormatter(_Bounded):
 
 
 class DroppingHandler(logging.Handler):
-    """Writes lines on its own thread by `write`, which may block for ever; lines that arrive meanwhile are written
-    together."""
+    """Writes lines on its own thread by `write`, which may block for ever; queued lines are written together."""
 
     def __init__(self, write: Callable[[bytes], None], max_lines: int = MAX_LINES) -> None:
         super().__init__()
@@ -178,8 +177,7 @@ class QuietLog:
 
 
 def _open_stderr() -> Callable[[bytes], None]:
-    """Return a function that writes to stderr without Python's buffer, whose lock would hold up the end of the
-    process."""
+    """Return a writer to stderr past Python's buffer, whose lock would hold up the end of the process."""
     stream = sys.stderr
     try:
         number = stream.fileno()

@@ -53,8 +53,6 @@ def stop_tracing() -> None:
 
 
 class _Spans:
-    """OpenTelemetry's provider and tracer."""
-
     def __init__(self, protocol: str) -> None:
         from opentelemetry import trace
         from opentelemetry.sdk.resources import Resource
@@ -96,7 +94,6 @@ class _Spans:
 
 
 def _attributes(call: Call) -> dict[str, Any]:
-    """Collect the attributes of a call's span, without unknown ones."""
     facts = call.facts
     found: dict[str, Any] = {"gen_ai.provider.name": "wicore-trt", "gen_ai.request.model": call.model}
     found |= {"gen_ai.response.model": call.model, "wicore.method": call.method, "wicore.status": call.code}

@@ -40,25 +40,21 @@ shares nothing between requests anyway."""
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """Engine that is ready to step, its tokenizer and its description."""
-
     core: Core
     tokenizer: Tokenizer
     info: ModelInfo
 
     @property
     def engine_core(self) -> EngineCore:
-        """Return the core of an engine whose steps `core.engine` makes, for measurements."""
         assert isinstance(self.core, EngineCore)
         return self.core
 
 
 def load_engine(settings: Settings, executor: Executor | None = None, *, serves: bool = False) -> LoadedEngine:
-    """Load the engine that `settings.engine` names. A running `executor` of that engine gets a new cache and scheduler.
-    `serves`: prepare constraints now instead of at the first one, and apply the waiting limits of `settings.scheduler`.
-    Raises ConfigError when no engine is named, EngineFormatError when it cannot be trusted. Raises
-    EnvironmentUnfitError when this machine cannot run it or the KV pool is too small for one sequence of max_context
-    tokens."""
+    """Load the engine that `settings.engine` names. A running `executor` of it gets a new cache and scheduler.
+    `serves`: prepare constraints now, not at the first one, and apply the waiting limits of `settings.scheduler`.
+    Raises ConfigError when no engine is named, EngineFormatError when it cannot be trusted, EnvironmentUnfitError when
+    this machine cannot run it or the KV pool is too small for max_context tokens."""
     if settings.engine is None:
         raise ConfigError("No engine is named.", fix="Give its directory: wicore serve ENGINE.")
     engine = open_engine(Path(settings.engine))
@@ -89,8 +85,7 @@ def load_engine(settings: Settings, executor: Executor | None = None, *, serves:
 
 
 def _make_request_core(engine: EngineDir, settings: Settings, tokenizer: Tokenizer, max_context: int) -> RequestCore:
-    """Make the core of a backend that schedules itself. Raises ConfigError for settings of a KV cache that is not
-    ours."""
+    """Make the core of a backend that schedules itself. Raises ConfigError for settings of a KV cache of ours."""
     for setting in fields(KVSettings):
         if setting.name not in THEIR_KV and getattr(settings.kv, setting.name) != getattr(KVSettings(), setting.name):
             name = f"kv.{setting.name}"
@@ -136,8 +131,8 @@ def _make_core(
 
 
 def make_executor(engine: EngineDir, settings: Settings) -> Executor:
-    """Open the executor of the engine's backend. Raises EnvironmentUnfitError where this machine cannot run it, and for
-    a backend that makes its steps itself."""
+    """Open the backend's executor. Raises EnvironmentUnfitError if this machine cannot run it or it schedules
+    itself."""
     backend = engine.manifest.backend
     if backend in SCHEDULE_THEMSELVES:
         raise EnvironmentUnfitError(f"Engines of backend {backend} make their steps themselves; this needs one step.")
@@ -155,7 +150,6 @@ def executor_options(settings: Settings) -> ExecutorOptions:
 
 
 def batch_tokens_of(settings: Settings) -> int:
-    """Return the tokens of a step: as set, else by device."""
     if settings.scheduler.max_batch_tokens is not None:
         return settings.scheduler.max_batch_tokens
     device = settings.executor.device
@@ -194,7 +188,6 @@ def model_info(
     page_tokens: int,
     names: Sequence[str],
 ) -> ModelInfo:
-    """Describe a loaded engine, for GetModelInfo and `wicore inspect`."""
     manifest, spec = engine.manifest, engine.manifest.spec
     return ModelInfo(
         model_id=names[0] if names else manifest.model_id, aliases=tuple(names[1:]), backend=manifest.backend,

@@ -51,9 +51,8 @@ ATTENTION_STEPS = 32
 
 @dataclass(slots=True)
 class Flight:
-    """Step that was started. `started`: stamp of the engine's clock. `result`: set at once unless the executor runs
-    ahead. `ended`: sequences of the schedule that ended before the step did. `again`: the step failed, and its
-    sequences ran each alone."""
+    """Started step. `started`: engine clock. `result`: set at once unless the executor runs ahead. `ended`: its
+    sequences that ended before it did. `again`: it failed, and its sequences ran each alone."""
 
     schedule: StepSchedule
     batch: StepBatch
@@ -227,8 +226,7 @@ class EngineCore(Core):
             flight.result.prompt_logprobs.update(found.prompt_logprobs)
 
     def _start_next(self, flight: Flight) -> Flight | None:
-        """Start the next step before `flight` has ended, if the tokens of `flight` make no difference to the
-        schedule."""
+        """Start the next step before `flight` ends, if its tokens make no difference to the schedule."""
         if self._ahead is None or flight.again or not self._ahead.leads(flight.batch):
             return None
         if self._matchers and any(s.seq_id in self._matchers for s, _ in flight.schedule.slices):
@@ -277,7 +275,6 @@ class EngineCore(Core):
         return outputs
 
     def _apply_result(self, flight: Flight, result: StepResult) -> list[TokenOutput]:
-        """Apply a step's result to the sequences that did not end while it ran."""
         failed, attention, plain = result.failed, result.attention, 0
         manager, matchers = self.scheduler.manager, self._matchers
         sampled = {found.seq_id: found for found in result.sampled}
@@ -349,8 +346,7 @@ class EngineCore(Core):
         return [self._finish_sequence(sequence, FinishReason.ERROR, error="The KV pool is too small for this request.")]
 
     def _make_batch(self, schedule: StepSchedule, *, ahead: bool) -> StepBatch:
-        """Make the batch of a schedule. `ahead`: each slice is one token, the one after all known ones, which is not
-        read yet."""
+        """Make a schedule's batch. `ahead`: each slice is the token after all known ones, which is not read yet."""
         slices, matchers, uncounted, unread = [], self._matchers, self._uncounted, [UNREAD]
         for sequence, count in schedule.slices:
             tokens, params, pages = sequence.tokens, sequence.params, sequence.pages
@@ -376,7 +372,6 @@ class EngineCore(Core):
         return StepBatch(slices, measure_attention=wanted)
 
     def _set_mask(self, piece: SequenceSlice) -> None:
-        """Restrict a slice's sampling to what its matcher allows."""
         assert piece.params is not None
         held = piece.stop_ids if piece.suppress_eos else self.eos_ids if piece.params.ignore_eos else ()
         try:
@@ -386,8 +381,7 @@ class EngineCore(Core):
         piece.suppress_eos = False
 
     def _output_scores(self, sequence: Sequence, start: int, found: list[TokenLogprob]) -> TokenOutput:
-        """Output the prompt log-probabilities of a slice from `start` on, without those that were output before a
-        preemption."""
+        """Output a slice's prompt log-probabilities from `start` on, except those output before a preemption."""
         new = found[max(0, sequence.scored - start - 1) :]
         if not sequence.scored:
             new = [TokenLogprob(sequence.tokens[0], 0.0), *new]
@@ -455,8 +449,7 @@ class EngineCore(Core):
         self._uncounted.discard(sequence.seq_id)
 
     def _forget_counts(self, sequence: Sequence) -> None:
-        """Make the executor forget a sequence that continues; a penalized one then sends all of its tokens with its
-        next sample."""
+        """Make the executor forget a sequence that continues; if penalized, its next sample sends all tokens."""
         self.executor.release(sequence.seq_id)
         if sequence.params.penalized:
             self._uncounted.add(sequence.seq_id)
@@ -481,8 +474,7 @@ class EngineCore(Core):
         )  # fmt: skip
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Let writes to the KV tiers end, for at most `timeout_s` seconds, then free the device. Nothing may be called
-        after it."""
+        """Let writes to the KV tiers end for at most `timeout_s` seconds, then free the device for good."""
         try:
             flight, self._flight = self._flight, None
             if flight is not None:

@@ -23,9 +23,8 @@ def read_engine_stats(
     running: int,
     step_tokens: Histogram,
 ) -> Callable[[], EngineStats]:
-    """Read all statistics now and return a function that assembles them on any thread. `counts`: "prompt", "cached"
-    and "generated" tokens, and "steps". `finished`: requests by reason. `times`: seconds of uptime, and seconds in
-    steps."""
+    """Read all statistics now; the returned function assembles them on any thread. `counts`: tokens by "prompt",
+    "cached", "generated", and "steps". `finished`: requests by reason. `times`: seconds of uptime, and in steps."""
     manager, loader, counts, finished = scheduler.manager, scheduler.loader, dict(counts), dict(finished)
     pools = [
         (name, pool.num_pages, pool.used_slots, pool.cached_slots, pool.evictions)

@@ -26,9 +26,8 @@ HOLD_RATE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits in seconds, None for no limit. `max_queue_s`: until a request's first step. `target_ttft_s`: until its
-    first token, or twice its prefill time where that is more. `timeout_s`: until its end, where it has no deadline of
-    its own."""
+    """Limits in seconds, None for none. `max_queue_s`: until a request's first step. `target_ttft_s`: until its first
+    token, or twice its prefill time if that is more. `timeout_s`: until its end, unless it has its own deadline."""
 
     max_queue_s: float | None = None
     target_ttft_s: float | None = None
@@ -39,8 +38,7 @@ class Limits:
         return self.max_queue_s is not None or self.target_ttft_s is not None
 
     def patience_s(self, prompt_s: float, left_s: float | None = None) -> float:
-        """Return the seconds that a request may wait if its prefill takes `prompt_s` and its own deadline is `left_s`
-        away."""
+        """Return how long a request may wait if its prefill takes `prompt_s` and its deadline is `left_s` away."""
         least = math.inf if left_s is None else left_s
         if self.max_queue_s is not None:
             least = min(least, self.max_queue_s)

@@ -65,8 +65,7 @@ class Core(ABC):
     @property
     @abstractmethod
     def kv_events(self) -> KVEventLog:
-        """Return the KV events of all tenants, for any thread. Raises EnvironmentUnfitError for an engine that reports
-        none."""
+        """Return all tenants' KV events, for any thread. Raises EnvironmentUnfitError if the engine reports none."""
 
     @abstractmethod
     def kv_events_of(self, tenant: str) -> EventFeed:
@@ -81,8 +80,7 @@ class Core(ABC):
         """Do the slow part of `add` ahead of it, on any thread. Raises InvalidRequestError."""
 
     def set_pace(self, *, awaited: bool) -> None:  # noqa: B027 -- not every engine makes its steps itself
-        """Say whether somebody awaits each token of the next steps; if not, steps grow to the size of the highest
-        throughput."""
+        """Say whether somebody awaits each token; if not, steps get the size of the highest throughput."""
 
     @abstractmethod
     def add(self, request: GenerateRequest) -> None:
@@ -91,8 +89,7 @@ class Core(ABC):
     def abort(
         self, request_key: str, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED
     ) -> list[TokenOutput]:
-        """End the live sequences of a request, or one of them, and return their last outputs. Unknown keys return
-        none."""
+        """End a request's live sequences, or one; return their last outputs, none for unknown keys."""
         live = [s for s in self._sequences.get(request_key, {}).values() if index is None or s.index == index]
         return [self._finish_sequence(sequence, reason) for sequence in live]
 
@@ -148,8 +145,7 @@ class Core(ABC):
         """Tell whether a sequence has never had a place."""
 
     def _latest_start(self, request: GenerateRequest, now: float, cost_s: float) -> float:
-        """Return the stamp by which a request must begin if its prefill takes `cost_s`. Raises QueueFullError when it
-        is expected to wait longer."""
+        """Return the stamp by which a request must begin. Raises QueueFullError if it is expected to wait longer."""
         if not self.limits.bound_waits:
             return math.inf
         outlook, left_s = self.make_outlook(), None if request.deadline is None else request.deadline - now
@@ -243,7 +239,6 @@ class EngineLoop:
 
     @property
     def live(self) -> int:
-        """Count the requests accepted and not finished."""
         return len(self._live)
 
     def live_ids(self) -> list[str]:
@@ -253,8 +248,7 @@ class EngineLoop:
 
     @property
     def progress(self) -> int | None:
-        """Return a number that changes with each step, also of a step that runs again; None while there is nothing to
-        do."""
+        """Return a number that changes with each step, re-run ones too; None while there is nothing to do."""
         return None if self._rests else self._turns + self._core.alone
 
     def wait_ended(self, timeout_s: float | None = None) -> bool:
@@ -319,8 +313,7 @@ class EngineLoop:
         return queued
 
     def _begin_preparing(self, request: GenerateRequest) -> None:
-        """Hand a request to the preparer. The lock is held. When no thread can be started it raises, and nothing of the
-        request is left."""
+        """Hand a request to the preparer. The lock is held. Raises, and keeps nothing, when no thread can start."""
         if self._preparer is None:
             preparer = _DeepThread(target=self._run_preparer, name="wicore-prepare", daemon=True)
             preparer.start()
@@ -363,8 +356,7 @@ class EngineLoop:
             self._thread.join(timeout_s)
 
     def stats(self, tenant: str | None = None) -> EngineStats:
-        """Return counters as of the last step, and uptime and waiting sequences as of now. With `tenant`: only the
-        uptime and that tenant's running and waiting sequences."""
+        """Return counters of the last step; uptime and waiting sequences of now. `tenant`: only its uptime and load."""
         with self._wake:
             stats = self._stats()
             uptime_s = stats.uptime_s + time.monotonic() - self._stats_time
@@ -396,7 +388,6 @@ class EngineLoop:
             self._ended.set()
 
     def _cancel_unprepared(self) -> list[TokenOutput]:
-        """Make the last outputs of requests that are being prepared when the loop ends."""
         with self._wake:
             preparing, self._preparing = self._preparing, {}
         return [
@@ -452,8 +443,6 @@ class EngineLoop:
 
 
 class _DeepThread(threading.Thread):
-    """Daemon thread with a stack of STACK bytes."""
-
     def start(self) -> None:
         former = threading.stack_size(STACK)
         try:

@@ -50,8 +50,7 @@ class Offload:
         self._tenants: dict[str, asyncio.Semaphore] = {}
 
     async def run_function(self, tenant: str, function: Callable[[], T]) -> T:
-        """Return the result of `function`. A function that has begun runs to its end even if the caller is
-        cancelled."""
+        """Return the result of `function`, which runs to its end once begun, even if the caller is cancelled."""
         wanted = True
         own = self._tenants.setdefault(tenant, asyncio.Semaphore(1 if tenant else self._workers))
 

@@ -57,9 +57,9 @@ class EnginePort(ABC):
 
     @abstractmethod
     def kv_events(self, tenant: str | None, after: Position) -> AsyncGenerator[Change, None]:
-        """Yield what the KV cache gains and loses from `after` on, of one tenant's pages or (None) of all. Yields the
-        epoch with a snapshot where events were missed, else with events. Ends only when it is closed. Raises
-        EnvironmentUnfitError for an engine that reports none."""
+        """Yield what the KV cache gains and loses from `after` on, of one tenant's pages or (None) all: the epoch, and
+        a snapshot where events were missed, else events. Ends when closed. Raises EnvironmentUnfitError if the engine
+        reports none."""
 
     @abstractmethod
     async def stop(self, timeout_s: float) -> None:
@@ -104,7 +104,6 @@ class LocalEngine(EnginePort):
         await asyncio.to_thread(self._loop.stop, timeout_s)
 
     def _emit_outputs(self, outputs: list[TokenOutput]) -> None:
-        """Pass outputs from the loop's thread to the event loop."""
         assert self._asyncio is not None
         with suppress(RuntimeError):  # the loop is closed: the server has ended
             self._asyncio.call_soon_threadsafe(self._sink, outputs)

@@ -37,7 +37,6 @@ def check_tokens(request: GenerateRequest, max_context: int, vocab: int) -> None
 
 
 def stop_ids_of(params: SamplingParams, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the tokens that end a sequence, each once. Under a constraint eos counts even with `ignore_eos`: nothing
-    else may follow."""
+    """Return the tokens that end a sequence. Under a constraint eos counts even with `ignore_eos`."""
     goes_on = params.ignore_eos and params.constraint is None
     return tuple(dict.fromkeys((*(() if goes_on else eos_ids), *params.stop_token_ids)))

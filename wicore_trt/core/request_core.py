@@ -32,8 +32,7 @@ WAIT_S = 0.005
 
 @dataclass(slots=True, eq=False)
 class RequestSequence:
-    """Sequence of a request. `turn`: set once it was handed to the engine, at `begun`; `produced`: tokens that came
-    back."""
+    """Sequence of a request. `turn`: set when the engine got it, at `begun`; `produced`: tokens that came back."""
 
     seq_id: int
     request: GenerateRequest

@@ -72,8 +72,7 @@ def encode_request(tokenizer: Tokenizer, request: TextRequest, info: ModelInfo) 
 
 
 def tokenize_prompt(tokenizer: Tokenizer, request: TextRequest, max_tokens: int | None = None) -> tuple[int, ...]:
-    """Return the prompt token ids, however many. Raises ContextLengthError for a text that certainly has more than
-    `max_tokens` tokens."""
+    """Return the prompt token ids. Raises ContextLengthError for a text of certainly more than `max_tokens`."""
     given = [request.prompt is not None, request.prompt_token_ids is not None, request.messages is not None]
     if sum(given) != 1:
         raise InvalidRequestError("Give exactly one of prompt, prompt_token_ids and messages.", field="prompt")
@@ -107,9 +106,9 @@ def apply_turn_end(tokenizer: Tokenizer, request: TextRequest) -> TextRequest:
 
 
 class TextStream:
-    """Async iterator over one request's outputs; outputs not read yet are merged per sequence. `request_key` names the
-    request on the engine and is never used twice: the client's `request_id` is free again while the engine's last
-    outputs for it are still on their way."""
+    """Async iterator over one request's outputs; unread ones are merged per sequence. `request_key` is its name on the
+    engine and never used twice, as a client may reuse `request_id` while the engine's last outputs for it are on their
+    way."""
 
     def __init__(
         self, engine: TextEngine, request_key: str, request: TextRequest, tokenizer: Tokenizer, since: float = 0.0
@@ -187,8 +186,7 @@ class TextStream:
         self._changed.set()
 
     def _observe_begin(self, prefill_s: float) -> None:
-        """Observe the time to the first tokens. Time that is no prefill counts as waiting, that between processes
-        too."""
+        """Observe the time to the first tokens. Time that is no prefill counts as waiting."""
         times = self._engine.times
         queued_s = max(0.0, times.now - self._since - prefill_s)
         times.observe_begin(queued_s, prefill_s)
@@ -215,14 +213,11 @@ class TextStream:
         return merge_outputs(self._pending.pop(next(iter(self._pending))))
 
     async def aclose(self) -> None:
-        """Abort the request if it still runs."""
         self._engine.forget_stream(self)
 
 
 @dataclass(slots=True)
 class Tally:
-    """Token and request counts of one tenant since start."""
-
     prompt: int = 0
     cached: int = 0
     generated: int = 0
@@ -246,8 +241,7 @@ class TextEngine:
         info: ModelInfo,
         check_constraint: Callable[[Constraint], None] = check_constraint,
     ) -> None:
-        """`check_constraint` raises InvalidRequestError for a constraint that cannot be kept; it is called on a
-        thread."""
+        """`check_constraint` raises InvalidRequestError for an unfit constraint; it is called on a thread."""
         self.tokenizer = tokenizer
         self._check_constraint = check_constraint
         self.info = info
@@ -279,8 +273,7 @@ class TextEngine:
         self._started = True
 
     async def encode_long_prompt(self, request: TextRequest) -> TextRequest:
-        """Check the request's constraint and replace a long text by token ids, both on a thread. Raises
-        InvalidRequestError."""
+        """Check the constraint and tokenize a long text, both on a thread. Raises InvalidRequestError."""
         started, constraint = time.monotonic(), request.params.constraint
         request = apply_turn_end(self.tokenizer, request)
         if constraint is not None:
@@ -352,7 +345,6 @@ class TextEngine:
         return len(self._streams)
 
     def count_finished(self) -> Counter[str]:
-        """Count the sequences that ended here, by reason, of all tenants."""
         return sum((tally.finished for tally in self._tallies.values()), Counter())
 
     async def read_stats(self) -> EngineStats:

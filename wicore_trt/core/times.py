@@ -61,8 +61,8 @@ class Times:
         return {name: getattr(self, name) for name in self.__slots__ if name != "now"}
 
     def observe_output(self, since: float, last: float) -> float:
-        """Observe tokens of a sequence that was requested at `since` and had its last ones at `last` (0: none); return
-        the new `last`."""
+        """Observe tokens of a sequence requested at `since`, with its last ones at `last` (0: none); return the new
+        `last`."""
         now = self.now
         if last:
             self.gap.observe(now - last)

@@ -301,8 +301,6 @@ async def _model_files(stub: Any, info: Any, cache: Path) -> Path:
 
 
 class _UnaryKey(grpc.aio.UnaryUnaryClientInterceptor):
-    """Puts the operator's key into unary calls."""
-
     def __init__(self, key: str) -> None:
         self._key = key
 

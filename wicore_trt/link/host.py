@@ -76,8 +76,7 @@ class EngineHost:
         done.result()
 
     def stop(self, timeout_s: float) -> None:
-        """Cancel live requests, tell the fronts, end the engine. Waits `timeout_s` seconds for each of its two threads;
-        a step that hangs is abandoned."""
+        """Cancel live requests, tell the fronts, end the engine; wait `timeout_s` seconds for each thread at most."""
         self.engine.stop(timeout_s)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout_s)

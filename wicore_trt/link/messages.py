@@ -167,8 +167,7 @@ FromEngine = Welcome | Outputs | Done | Refused | KVChanges | Down
 
 
 def split_change(call: int, epoch: int, found: EventSnapshot | list[Event]) -> Iterator[KVChanges]:
-    """Split a change into messages: events in one, a snapshot in parts of at most PAGES pages and a last one
-    without."""
+    """Split a change into messages: events in one; a snapshot by PAGES pages, then an empty last one."""
     if isinstance(found, list):
         yield KVChanges(call, epoch, found[-1].sequence, False, True, [KVChange.from_event(event) for event in found])
         return

@@ -228,7 +228,6 @@ def _describe_tiers(tiers: Sequence[TierStats]) -> Iterator[Metric]:
 
 
 def _describe_engine_as_vllm(s: MetricsSnapshot, e: EngineStats, name: str) -> Iterator[Metric]:
-    """Make the families that vLLM names, each with the label `model_name`."""
     label = {"model_name": name}
 
     def one(kind: type[Metric], metric: str, about: str, value: float) -> Metric:

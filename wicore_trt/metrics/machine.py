@@ -53,8 +53,7 @@ def read_process_use(pid: int) -> ProcessUse | None:
 
 
 def read_gpu_use() -> Sequence[GpuUse]:
-    """Read the GPUs of this machine; none without NVML. Takes milliseconds, and may hang for ever with a broken
-    driver."""
+    """Read this machine's GPUs; none without NVML. Takes milliseconds, or for ever with a broken driver."""
     nvml = _load_nvml()
     try:
         count = 0 if nvml is None else nvml.nvmlDeviceGetCount()
@@ -65,7 +64,6 @@ def read_gpu_use() -> Sequence[GpuUse]:
 
 @cache
 def _load_nvml() -> Any:
-    """Return NVML, initialized, or None."""
     try:
         import pynvml
 

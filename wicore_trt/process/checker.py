@@ -99,8 +99,6 @@ class Checker:
 
 
 class _CheckerProcess:
-    """Running process, and the socket to it."""
-
     def __init__(self) -> None:
         self._sock, theirs = socket.socketpair()
         with theirs:
@@ -110,13 +108,11 @@ class _CheckerProcess:
         self._stream = self._sock.makefile("rwb")
 
     def ask(self, raw: bytes) -> str:
-        """Return why the constraint is refused, "" if it is not. Raises OSError or EOFError when the process ends or
-        hangs."""
+        """Return why it is refused, "" if it is not. Raises OSError or EOFError when the process ends or hangs."""
         _write_frame(self._stream, raw)
         return _read_frame(self._stream).decode()
 
     def end(self) -> str:
-        """End the process; return how it ended."""
         with suppress(OSError):
             self._stream.close()
         self._sock.close()

@@ -96,7 +96,6 @@ class Control:
             socket.send_fds(self.sock, [data], fds)
 
     def send_error(self, error: WicoreError) -> None:
-        """Report why this process ends."""
         message, fix = shortened(error.message, MAX_TEXT), error.fix and shortened(error.fix, MAX_TEXT)
         self.send("failed", error=type(error).__name__, message=message, fix=fix)
 
@@ -198,8 +197,7 @@ class Child:
         self._process.send_signal(DUMP)
 
     def wait_for_end(self, timeout_s: float) -> int:
-        """Wait for the end of the process, kill it after `timeout_s` seconds; return the exit code, negative for a
-        signal."""
+        """Wait for the end, kill after `timeout_s` seconds; return the exit code, negative for a signal."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -252,8 +250,8 @@ class ChildSlot:
     def start_process(
         self, module: str, on_message: Callable[[dict[str, Any]], None], on_exit: Callable[[int], None]
     ) -> Child:
-        """Start a process of `module`; `on_message` gets its messages and `on_exit` its exit code, on the event loop.
-        Raises OSError when the system has no room for it."""
+        """Start a process of `module`; `on_message` gets messages, `on_exit` the exit code. Raises OSError if the
+        system is full."""
         process = self.process = Child(module)
         self.error, self.build, self.loaded, self._killed = None, None, False, False
         self.started_at, self.silent_s, self._ready_at = time.monotonic(), 0.0, None
@@ -298,8 +296,7 @@ class ChildSlot:
         self._ready_at = time.monotonic()
 
     def choose_pause(self) -> float:
-        """Return the seconds to wait before the next start: 0, unless the process keeps ending (say, for lack of
-        memory)."""
+        """Return the seconds until the next start: 0, unless the process keeps ending (say, for lack of memory)."""
         quick = self._ready_at is None or time.monotonic() - self._ready_at < QUICK_S
         self._quick_ends = self._quick_ends + 1 if quick else 0
         more = self._quick_ends - PATIENCE

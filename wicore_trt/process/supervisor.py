@@ -146,7 +146,6 @@ class Supervisor:
         self._watch_front(child)
 
     def _watch_front(self, front: Child) -> None:
-        """Check the front every BEAT_S seconds, and end it when it has been silent for too long."""
         if front is not self._front.process or self._stopping:
             return
         if self._front.silent_s >= (FRONT_S if self._front_bound else FRONT_START_S):
@@ -157,7 +156,6 @@ class Supervisor:
         asyncio.get_running_loop().call_later(BEAT_S, self._watch_front, front)
 
     def _watch_engine(self, engine: Child | None) -> None:
-        """Check a loaded engine every BEAT_S seconds, and end it when it is stuck or silent."""
         limit_s = self._loaded.settings.server.watchdog_s
         if engine is None or engine is not self._engine.process or self._stopping or limit_s is None:
             return
@@ -316,8 +314,7 @@ class Supervisor:
     # --- operators' calls ----------------------------------------------------------------------------------------
 
     async def drain(self, wait_s: float) -> bool:
-        """Make this front, and every later one, refuse generations; return whether none is left after `wait_s`
-        seconds."""
+        """Make fronts refuse generations from now on; return whether none is left after `wait_s` seconds."""
         if not self._refusing:
             self._refusing = True
             log.info("generations are refused from now on")

@@ -58,7 +58,6 @@ _PRIORITY = {kv_pb2.CACHE_PRIORITY_UNSPECIFIED: CachePriority.NORMAL} | {
 
 
 def check_count(items: Sized, most: int, field: str) -> None:
-    """Raise InvalidRequestError for more than `most` items, before any is converted."""
     if len(items) > most:
         raise InvalidRequestError(f"{field} has {len(items)} items; at most {most} are taken.", field=field)
 
@@ -95,8 +94,8 @@ def read_constraint(message: pb2.Constraint) -> Constraint:
 
 
 def make_constraint(name: str, message: Message, choices: Iterable[str]) -> Constraint:
-    """Make the constraint of a message's field `name`; `choices` are its texts where that is a choice. Raises
-    InvalidRequestError for one that is empty or too long."""
+    """Make the constraint of a message's field `name`, or of `choices`. Raises InvalidRequestError if empty or too
+    long."""
     match kind := ConstraintKind(name):
         case ConstraintKind.JSON_OBJECT:
             return Constraint(kind)
@@ -133,7 +132,6 @@ def read_cache_hints(message: kv_pb2.CacheHints) -> CacheHints:
 
 
 def make_duration(seconds: float) -> Duration:
-    """Convert non-negative seconds, to the nanosecond."""
     fraction, whole = math.modf(seconds)
     return Duration(seconds=int(whole), nanos=int(fraction * 1e9))
 
@@ -157,7 +155,7 @@ def _read_message(message: pb2.ChatMessage) -> dict[str, object]:
 
 
 def read_tools(message: pb2.Tools, read_constraint: Constraint | None) -> Tools | None:
-    """Read the tools; None where no function may be called. `read_constraint` is the request's own constraint. Raises
+    """Read the tools; None if no function may be called. `read_constraint`: the request's. Raises
     InvalidRequestError."""
     check_count(message.functions, MAX_TOOLS, "tools.functions")
     functions = [_read_function(f"tools.functions[{i}]", function) for i, function in enumerate(message.functions)]
@@ -219,9 +217,8 @@ def _cut_output(output: TextOutput) -> Iterator[TextOutput]:
 def make_responses(
     output: TextOutput, *, first_token_s: float | None, total_s: float, finder: CallFinder | None = None
 ) -> Iterator[pb2.GenerateResponse]:
-    """Make the messages for one output: several when a reader that fell behind gets its backlog. `first_token_s` and
-    `total_s` are seconds since the request arrived; they go into the finish event. `finder` is the sequence's, where it
-    may have calls."""
+    """Make the messages for one output; a reader that fell behind gets several. `first_token_s` and `total_s`: seconds
+    since the request arrived, for the finish event. `finder`: the sequence's, where it may have calls."""
     size = max(len(output.token_ids), len(output.prompt_logprobs))
     for piece in _cut_output(output) if size > MAX_TOKENS_PER_MESSAGE else (output,):
         message = pb2.GenerateResponse(request_id=piece.request_id, index=piece.index)
@@ -259,7 +256,6 @@ def make_model_info(info: ModelInfo) -> pb2.GetModelInfoResponse:
 
 
 def make_stats(now: EngineStats, streams_open: int) -> pb2.GetStatsResponse:
-    """Convert counters and gauges, and add the number of open Generate calls."""
     return pb2.GetStatsResponse(
         uptime=make_duration(now.uptime_s), requests_running=now.requests_running,
         requests_waiting=now.requests_waiting, streams_open=streams_open,
@@ -275,7 +271,6 @@ def make_stats(now: EngineStats, streams_open: int) -> pb2.GetStatsResponse:
 
 
 def _tier_stats(tier: TierStats) -> kv_pb2.TierStats:
-    """Convert fields of the same names, but for the two times."""
     given = dataclasses.asdict(tier)
     read_time, write_time = make_duration(given.pop("read_seconds")), make_duration(given.pop("write_seconds"))
     return kv_pb2.TierStats(**given, read_time=read_time, write_time=write_time)

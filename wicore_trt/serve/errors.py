@@ -36,8 +36,7 @@ def find_reason(error: WicoreError) -> str:
 
 
 def make_status(error: WicoreError, call_id: str) -> status_pb2.Status:
-    """Make the google.rpc.Status of an error: always ErrorInfo and RequestInfo, BadRequest and RetryInfo where they
-    fit."""
+    """Make an error's google.rpc.Status: ErrorInfo, RequestInfo, and BadRequest and RetryInfo where they fit."""
     text = shortened(str(error), MAX_MESSAGE_CHARS)
     details: list[message.Message] = [
         error_details_pb2.ErrorInfo(reason=find_reason(error), domain=DOMAIN),

@@ -121,7 +121,6 @@ class FrontProcess(ServingProcess):
         self._control.send("serving", address=address, url=url)
 
     def _send_beat(self) -> None:
-        """Report every BEAT_S seconds that this front makes progress."""
         self._control.offer_message("beat")
         asyncio.get_running_loop().call_later(BEAT_S, self._send_beat)
 

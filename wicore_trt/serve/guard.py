@@ -60,13 +60,11 @@ class CallReply:
         self._begun = False
 
     def time_remaining(self) -> float | None:
-        """Return the seconds to the call's deadline, None without one."""
         left: float | None = self._context.time_remaining()
         return left
 
     async def send_metadata(self) -> None:
-        """Send the call's id early, so that the client knows that the call was taken though its first message takes a
-        while."""
+        """Send the call's id now, so that the client knows that the call was taken before its first message."""
         if not self._begun:
             self._begun = True
             await self._context.send_initial_metadata(((REQUEST_ID_HEADER, self._call_id),))
@@ -134,8 +132,7 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
                 await reply.write_message(await handler.unary_unary(request, reply))
 
     def _handle_health(self, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """Handle a health check, or a watch, which stays open. Anybody may call, so places go by the caller's
-        address."""
+        """Handle a health check or watch. Anybody may call, so places go by the caller's address."""
 
         async def run(_: object, context: grpc.aio.ServicerContext) -> None:
             host = find_host(context.peer())
@@ -182,7 +179,6 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 async def run_foreign_call(run: Run, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-    """Run one call of a service that is not ours, and turn exceptions into statuses."""
     try:
         await run(requests, context)
     except WicoreError as error:
@@ -201,7 +197,6 @@ def make_internal_error(call_id: str) -> WicoreError:
 
 
 async def run_call(call: Call, answer: Callable[[], Awaitable[None]], context: grpc.aio.ServicerContext) -> None:
-    """Run one call: answer it, turn exceptions into statuses, write the access line."""
     CURRENT.set(call)
     call.facts["peer"] = context.peer()
     if call.who.tenant:

@@ -48,8 +48,7 @@ class RequestReader:
         self._clock: asyncio.TimerHandle | None = None
 
     async def read_request(self, context: grpc.aio.ServicerContext) -> bytes:
-        """Read the request of a call, unparsed. Raises DeadlineError when it does not come, InvalidRequestError when
-        there is none."""
+        """Read a request, unparsed. Raises DeadlineError when it does not come, InvalidRequestError for none."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         self._since[task] = loop.time()
@@ -101,8 +100,7 @@ class BriefRequestReader:
         self._reading: dict[asyncio.Timeout, float] = {}  # with the loop's time at which each began
 
     async def read_request(self, context: grpc.aio.ServicerContext, host: str) -> bytes:
-        """Read a request. Raises DeadlineError when it does not come, InvalidRequestError when there is none or it is
-        too long."""
+        """Read a request. Raises DeadlineError when it does not come, InvalidRequestError for none or a long one."""
         await self._take_place(host)
         limit = asyncio.timeout(None)
         try:
@@ -158,8 +156,7 @@ class BriefRequestReader:
 
 
 def find_host(peer: str) -> str:
-    """Find the host behind `context.peer()`, without the port: an IPv4 address, the /64 of an IPv6 address, else the
-    kind."""
+    """Find the host of `context.peer()`, without port: an IPv4 address, the /64 of IPv6, else the kind."""
     kind, _, rest = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return kind or "unknown"

@@ -34,8 +34,7 @@ FLUSH_S = 0.5  # for the last bytes of small calls when the port closes
 
 
 def choose_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return uvloop's factory, which makes a streamed message a third cheaper; None (asyncio's own) where it has no
-    wheel."""
+    """Return uvloop's factory, which makes a streamed message a third cheaper; None where it has no wheel."""
     try:
         import uvloop
     except ImportError:
@@ -44,8 +43,7 @@ def choose_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 class Servers:
-    """The gRPC server and, with server.http_port, the HTTP server. Construct it on the event loop that will run
-    them."""
+    """The gRPC and (with server.http_port) HTTP server. Construct it on the event loop that will run them."""
 
     def __init__(self, settings: ServerSettings, max_context: int | None = None) -> None:
         """`max_context` is the engine's, where it is known. Raises ConfigError for bad TLS or keys files."""
@@ -60,7 +58,6 @@ class Servers:
         return address, await self._http.start() if self._serves_http else None
 
     def attach_engine(self, engine: TextEngine) -> None:
-        """Begin to take requests."""
         self._grpc.service.attach_engine(engine)
         self._http.attach(engine)
 
@@ -72,11 +69,9 @@ class Servers:
 
     @property
     def streams_open(self) -> int:
-        """Count the generations in progress."""
         return self._grpc.service.streams_open + self._http.context.open.total()
 
     async def wait_until_idle(self) -> None:
-        """Wait until no generation is open."""
         await self._grpc.service.idle.wait()
         await self._http.context.idle.wait()
 
@@ -122,7 +117,6 @@ class ServingProcess(ABC):
         """Report that requests are taken."""
 
     def stop_serving(self) -> None:
-        """Make the server drain and end."""
         self.stopping = True
         self.changed.set()
 

@@ -86,7 +86,6 @@ class Listeners:
             )
 
     async def _watch_server(self, place: int, address: str, accepting: asyncio.Task[None]) -> None:
-        """Replace the server at this place whenever it has broken."""
         while True:
             await asyncio.wait((accepting,), timeout=LOOK_S if address.startswith("unix:") else None)
             # gRPC removes a broken server's Unix socket file, perhaps after the next server has made it anew
@@ -113,7 +112,6 @@ class Listeners:
             self._warn(f"gRPC listener stopped ({why}); restarted", address=address)
 
     async def stop_listening(self, grace_s: float) -> None:
-        """Close the port; calls still open after `grace_s` seconds are cancelled."""
         for watcher in self._watchers:
             watcher.cancel()
         stopping = [asyncio.ensure_future(server.stop(grace_s)) for server in self._servers]

@@ -86,7 +86,6 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._retired = False
 
     def set_status(self, status: int) -> None:
-        """Change the status of every service."""
         if self._retired:
             return
         self._statuses = dict.fromkeys(self._statuses, status)
@@ -161,8 +160,8 @@ class GrpcServer:
     def __init__(
         self, settings: ServerSettings, max_context: int | None = None, admission: Admission | None = None
     ) -> None:
-        """`max_context` is the engine's, where it is known; all servers of this process share `admission`. Raises
-        ConfigError for bad TLS or keys files."""
+        """`max_context`: the engine's, if known; `admission`: shared by servers. Raises ConfigError for bad TLS or keys
+        files."""
         self._settings = settings
         admission = admission or Admission.from_settings(settings)
         self._max_message_bytes = find_message_limit(max_context, settings.max_message_mb)
@@ -190,14 +189,12 @@ class GrpcServer:
         return services.handlers
 
     def _make_server(self) -> grpc.aio.Server:
-        """Make a server of all services that does not listen yet."""
         server = grpc.aio.server(options=make_channel_options(self._max_message_bytes))
         server.add_generic_rpc_handlers((self._guard,))
         return server
 
     async def start_listening(self) -> str:
-        """Listen and return the address, with the port chosen by the system when the settings say 0. Raises
-        EnvironmentUnfitError for an address that cannot be used."""
+        """Listen and return the address with its actual port. Raises EnvironmentUnfitError for an unusable address."""
         host, port = self._settings.host, self._settings.port
         check_free(host, port)
         count = 1 if host.startswith("unix:") else LISTENERS
@@ -217,7 +214,6 @@ class GrpcServer:
         return port
 
     async def set_serving(self, serving: bool = True) -> None:
-        """Tell health checks whether requests are taken now."""
         self._health.set_status(Status.SERVING if serving else Status.NOT_SERVING)
 
     async def set_draining(self) -> None:
@@ -226,5 +222,4 @@ class GrpcServer:
         self._health.retire_status()
 
     async def stop_listening(self, grace_s: float) -> None:
-        """Close the port; calls still open after `grace_s` seconds are cancelled."""
         await self._listeners.stop_listening(grace_s)

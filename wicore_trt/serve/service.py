@@ -62,17 +62,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self.idle.set()
 
     def attach_engine(self, engine: TextEngine) -> None:
-        """Begin to take requests."""
         self._engine = engine
 
     @property
     def serving(self) -> bool:
-        """Tell whether requests are taken."""
         return self._engine is not None and self._engine.ready and not self.draining
 
     @property
     def streams_open(self) -> int:
-        """Count the Generate calls in progress."""
         return self.open.total()
 
     def get_engine(self) -> TextEngine:
@@ -99,8 +96,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     @asynccontextmanager
     async def open_generation(self, call: Call) -> AsyncIterator[tuple[TextEngine, Meter]]:
-        """Yield the engine, and the meter that charges a generation to its tenant's rates. Raises UnavailableError when
-        no generations are taken."""
+        """Yield the engine, and the meter for the tenant's rates. Raises UnavailableError when no requests are
+        taken."""
         engine = self.get_engine()
         if self.draining:
             raise UnavailableError("The server is shutting down.", fix="Send the request to another server.")
@@ -118,8 +115,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     def _make_request(
         engine: TextEngine, request: pb2.GenerateRequest, call: Call, timeout_s: float | None
     ) -> tuple[TextRequest, Finders | None]:
-        """Convert a request; errors name fields by their path in the message. The finders of calls are None where the
-        request has no functions."""
+        """Convert a request, and make finders of calls if it has functions; errors name fields by message path."""
         if request.HasField("request_id"):
             request_id = check_request_id(request.request_id)
         else:
@@ -283,7 +279,6 @@ def _name_fields(request: pb2.GenerateRequest) -> Iterator[None]:
 def _text_request(
     engine: TextEngine, request: pb2.GenerateRequest, request_id: str, tenant: str, timeout_s: float | None
 ) -> TextRequest:
-    """Convert a request. Raises InvalidRequestError."""
     kind, limit = request.WhichOneof("prompt"), engine.info.max_context_tokens
     params = convert.read_sampling_params(request.sampling)
     tools = convert.read_tools(request.tools, params.constraint)

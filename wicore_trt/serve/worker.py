@@ -184,8 +184,7 @@ def _make_load(stats: EngineStats, page_tokens: int) -> pb2.SchedulerLoad:
 
 
 def _make_bundle(tokenizer: Tokenizer) -> tuple[bytes, str]:
-    """Pack a tokenizer's files as a ZIP archive, with its digest. Gemma's take up to a second, so they are packed
-    once."""
+    """Pack a tokenizer's files into a ZIP, with its digest. Gemma's take up to a second, so pack once."""
     if tokenizer.home is None:
         raise NotFoundError("The tokenizer of this engine has no files.")
     files = open_engine(tokenizer.home, verify=False).read_present(FILES)
@@ -203,7 +202,6 @@ def _make_bundle(tokenizer: Tokenizer) -> tuple[bytes, str]:
 def _text_request(
     engine: TextEngine, request: pb2.GenerateRequest, tenant: str, timeout_s: float | None
 ) -> TextRequest:
-    """Convert a request. Raises InvalidRequestError."""
     for name in _UNSERVED:
         if request.HasField(name):
             raise InvalidRequestError(f"{name} is not served here.", field=name)
@@ -239,8 +237,7 @@ def sampling_params(message: pb2.SamplingParams) -> SamplingParams:
 
 
 class _AnswerMaker:
-    """Makes messages for a request's outputs. Without streaming, a sequence's outputs come in one message at its
-    end."""
+    """Makes messages for a request's outputs; without streaming, one message for each sequence at its end."""
 
     def __init__(self, request: TextRequest, stream: bool, eos: frozenset[int]) -> None:
         self._stream, self._eos = stream, eos
@@ -312,8 +309,7 @@ def _fill_top(message: Any, entry: TokenLogprob) -> None:
 
 
 class _BatchNumbers:
-    """Numbers of batches for the events of feeds, which begin anew when an engine does. A later feed has higher
-    numbers."""
+    """Numbers of batches for the events of feeds, which begin anew with an engine; later feeds' are higher."""
 
     def __init__(self) -> None:
         self._bases: dict[int, int] = {}  # by epoch
@@ -351,8 +347,7 @@ def _cut_batches(found: EventSnapshot) -> list[list[tuple[str, str, list[Page]]]
 
 
 def _make_snapshot(batches: list[list[tuple[str, str, list[Page]]]], number: int) -> Iterator[common_pb2.KvEventBatch]:
-    """Yield batches numbered up to `number`. Each is made on demand: all of a large cache at once would hold up
-    others."""
+    """Yield batches numbered up to `number`, made on demand: all of a large cache at once would block others."""
     blocks = sum(len(part) for batch in batches for _, _, part in batch)
     for i, parts in enumerate(batches):
         made = common_pb2.KvEventBatch(sequence_number=number - len(batches) + 1 + i, timestamp=time.time())
