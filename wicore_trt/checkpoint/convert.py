@@ -138,8 +138,6 @@ def check_has_tokenizer(source: str, files: Iterable[Path]) -> None:
 
 
 class _Conversion:
-    """Conversion of one source; fills `directory`, config.json last."""
-
     def __init__(
         self,
         source: Source,

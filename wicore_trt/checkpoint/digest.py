@@ -28,8 +28,6 @@ HEADER = "__header__"
 
 
 class Digest:
-    """Computes the digest of bytes that come in order."""
-
     def __init__(self) -> None:
         self._whole = hashlib.blake2b(digest_size=DIGEST_BYTES)
         self._piece = hashlib.blake2b(digest_size=DIGEST_BYTES)

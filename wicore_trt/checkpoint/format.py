@@ -86,7 +86,6 @@ class Checkpoint:
 
     @property
     def rebuild_command(self) -> str:
-        """Command that makes the checkpoint again."""
         return _find_rebuild_command(self.path, self.config)
 
     @property

@@ -78,8 +78,6 @@ _VISION_KEYS, _VISION_TENSORS = ("vision.", "mm."), ("v.", "mm.")  # Ollama keep
 
 
 class GgufSource(Source):
-    """Opened GGUF file of architecture gemma3."""
-
     tensors: dict[str, TensorInfo]
 
     def __init__(self, path: Path) -> None:

@@ -215,7 +215,6 @@ class _TokenizerKeys(MetadataKeys):
         return [_BYTE if k == _NORMAL and _BYTES.fullmatch(p) else k for p, k in zip(pieces, kinds, strict=True)]
 
     def named_ids(self, size: int) -> set[int]:
-        """Return the ids of special tokens that keys name."""
         return {*(i for name in _IDS if (i := self.read_token_id(f"{name}_token_id", size)) is not None),
                 *self.read_token_ids("eos_token_ids", size)}  # fmt: skip
 

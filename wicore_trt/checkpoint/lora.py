@@ -75,7 +75,6 @@ class _LowRank:
     scale: float
 
     def read_factors(self, read: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Read left, right and lengths as float32."""
         if "lora_embedding_A" in self.parts:
             return read(self.parts["lora_embedding_A"]).T, read(self.parts["lora_embedding_B"]).T, None
         lengths = self.parts.get("lora_magnitude_vector")

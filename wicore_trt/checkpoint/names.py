@@ -84,12 +84,10 @@ class UnifiedTensor:
 
     @property
     def scale_name(self) -> str:
-        """Name of this weight's FP8 scale per output channel."""
         return weight_scale_name(self.name)
 
     @property
     def activation_scale_name(self) -> str:
-        """Name of the static scale of this linear's input."""
         return activation_scale_name(self.name)
 
 

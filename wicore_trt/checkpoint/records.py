@@ -48,7 +48,6 @@ class FileRecord:
 
 
 def file_entries(files: Mapping[str, FileRecord]) -> dict[str, dict[str, Any]]:
-    """Make the block `wicore.files` of config.json."""
     return {name: record.to_dict() for name, record in sorted(files.items())}
 
 

@@ -263,8 +263,6 @@ def check_generation(config: Mapping[str, Any], vocab_size: int, place: str) -> 
 
 
 class _Index(BaseModel):
-    """Maps tensors to files (model.safetensors.index.json)."""
-
     model_config = ConfigDict(strict=True)
     weight_map: Annotated[dict[str, str], Field(min_length=1)]
     metadata: dict[str, Any] | None = None

@@ -88,7 +88,6 @@ def _compare_roles(backend: Mapping[str, Any], config: Mapping[str, Any], roles:
 
 
 def _compare_templates(directory: Path, config: Mapping[str, Any]) -> list[str]:
-    """Return sentences on chat templates that do not count."""
     door, given, notes = UntrustedFiles(directory), config.get("chat_template"), list[str]()
     if isinstance(given, list):
         named = {t.get("name"): t.get("template") for t in given if isinstance(t, dict)}

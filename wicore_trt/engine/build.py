@@ -167,7 +167,6 @@ def _format_build_time() -> str:
 def _checkpoint_of(
     source: str | Path, work: Path, options: BuildOptions, progress: Progress, note: Callable[[str], None] | None
 ) -> Checkpoint:
-    """Open the checkpoint, or make one at `work`."""
     from wicore_trt.checkpoint.format import open_checkpoint
 
     if options.dummy:
@@ -211,7 +210,6 @@ def _check_fit(checkpoint: Checkpoint, options: BuildOptions) -> None:
 def _lay_out(
     checkpoint: Checkpoint, partial: Path, options: BuildOptions, compiler: Backend, source: str, progress: Progress
 ) -> Manifest:
-    """Place all files in `partial` and describe them."""
     weights: dict[str, WeightFile] = {}
     kv_dtype = options.kv_dtype_of(checkpoint)
     moved = count_progress(

@@ -34,12 +34,10 @@ class EngineDir:
 
     @property
     def door(self) -> UntrustedFiles:
-        """Reader of the engine's files."""
         return UntrustedFiles(self.path, EngineFormatError, fix=self.rebuild_advice)
 
     @property
     def rebuild_advice(self) -> str:
-        """Sentence that says how to build the engine again."""
         return rebuild_engine(self.path, self.manifest)
 
     @property

@@ -70,7 +70,7 @@ class BuildOptions:
 
 
 class Backend(Protocol):
-    """Compiles and opens engines. Implemented by the modules named in BACKENDS."""
+    """Compiles and opens engines. Implemented by the classes named in BACKENDS."""
 
     def targets(self, options: BuildOptions) -> list[str]:
         """List the GPU architectures to compile for. Raises ConfigError or EnvironmentUnfitError before work."""

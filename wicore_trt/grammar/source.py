@@ -83,8 +83,6 @@ def _compile_schema(matcher: Any, schema: str) -> str:
 
 
 def _strip_unenforced(schema: str) -> str:
-    """Remove the keys UNENFORCED from a schema's text."""
-
     def strip(inside: Any) -> Any:
         if isinstance(inside, list):
             return [strip(item) for item in inside]

@@ -53,8 +53,6 @@ EXPOSED = (
 
 
 class HttpApp:
-    """An ASGI application around the routes."""
-
     def __init__(self, context: Context, routes: Sequence[BaseRoute]) -> None:
         self._context = context
         self._router = Router(routes, redirect_slashes=False)
@@ -151,7 +149,6 @@ class Answer:
         return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
 
     async def _deny_websocket(self, error: WicoreError, headers: list[tuple[bytes, bytes]]) -> None:
-        """Refuse a WebSocket handshake."""
         self.status = status_of(error)
         found = [(b"content-type", b"application/json"), *headers, *self._ids]
         await self._send({"type": "websocket.http.response.start", "status": self.status, "headers": found})

@@ -181,8 +181,6 @@ class Sampling(Knobs):
 
 
 class GenerationFields(Sampling):
-    """Fields that chat and completions share."""
-
     n: Annotated[int, _bound_range("n")] | None = None
     """Sequences for one prompt."""
     stream: bool | None = None

@@ -129,7 +129,6 @@ def response_tools(tools: list[dict[str, Any]] | None) -> tuple[list[dict[str, A
 
 
 def _list_tools(tools: list[dict[str, Any]]) -> Iterator[tuple[str, str | None, dict[str, Any]]]:
-    """List the tools, each with its path and its namespace."""
     for i, tool in enumerate(tools):
         if tool.get("type") != "namespace":
             yield f"tools[{i}]", None, tool

@@ -109,7 +109,6 @@ def _read_structured(given: dict[str, Any]) -> list[Constraint]:
 
 
 def _make_constraint(field: str, kind: ConstraintKind, value: object) -> Constraint:
-    """Make a constraint; a schema may be JSON or its text."""
     as_json = kind in (ConstraintKind.CHOICE, ConstraintKind.TOKENS) or (
         kind is ConstraintKind.JSON_SCHEMA and not isinstance(value, str)
     )

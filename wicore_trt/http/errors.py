@@ -120,7 +120,6 @@ def error_bytes(error: WicoreError) -> bytes:
 
 
 def error_headers(error: WicoreError) -> list[tuple[bytes, bytes]]:
-    """Make the headers of an error beside those of all answers."""
     if status_of(error) == 401:
         return [(b"www-authenticate", b"Bearer")]
     if isinstance(error, QueueFullError):

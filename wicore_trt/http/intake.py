@@ -102,7 +102,7 @@ def are_alike(first: object, second: object) -> bool:
 class FieldPath:
     """Object of a request, or each object of a list.
     `served` has the fields inside, None where these are not checked; `closed`: nothing else is accepted. `elsewhere`
-    are fields of other routes, which a client sends only by mistake."""
+    are fields of other routes, refused because a client that sends them expects an effect."""
 
     served: Mapping[str, FieldPath | None]
     refused: Neutral

@@ -128,7 +128,6 @@ async def answer_requests(
 
 
 async def stream_events(generation: GenerationCall, shape: ResponseShape) -> AsyncIterator[bytes]:
-    """Yield the encoded events of a generation."""
     opened: set[int] = set()
     totals = generation.totals
     if await generation.wait_admitted():  # from here on a failure is an event

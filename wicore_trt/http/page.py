@@ -43,8 +43,6 @@ SECURE = {
 
 
 class Asset:
-    """File of the page as an ASGI application."""
-
     def __init__(self, content: bytes, media: str, *, lasting: bool = False) -> None:
         self._content = content
         self.etag = f'"{blake2b(content, digest_size=16).hexdigest()}"'
@@ -66,7 +64,6 @@ class Asset:
 
 @cache
 def load_assets() -> Mapping[str, Asset]:
-    """Load the files of the page, by their paths on the server."""
     found: dict[str, Asset] = {}
 
     def add(folder: Traversable, prefix: str, lasting: bool) -> None:

@@ -264,7 +264,6 @@ class GuardedHttp(HttpToolsProtocol):
 
 
 def _encode_refusal(error: HttpError) -> bytes:
-    """Encode an answer to bytes that no application sees."""
     body = error_bytes(error)
     fields = (
         b"content-type: application/json",

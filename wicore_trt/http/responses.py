@@ -206,7 +206,6 @@ class ResponsesShape(BlockShape):
         )
 
     def _tell_arguments(self, block: Block, item_id: str, at: Mapping[str, int]) -> bytes:
-        """Make the events of a call's arguments, whole."""
         form = self._find_form(block)
         fields = form.make_fields(block.text)
         match form.key:

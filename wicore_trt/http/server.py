@@ -101,7 +101,6 @@ class Listener:
         return host if host.startswith("unix:") else f"{scheme}://{format_address(host, port)}"
 
     def _begin_handshake(self, transport: asyncio.Transport) -> None:
-        """Count a connection from the beginning of its TLS handshake."""
         client = get_remote_addr(transport)
         self._state.shaking += 1
         if self._state.admit_connection(client):
@@ -178,7 +177,6 @@ def take_socket(transport: asyncio.Transport) -> socket.socket:
 
 
 async def _wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Wait until a condition holds; return False where it does not in time."""
     end = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() >= end:

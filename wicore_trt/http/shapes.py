@@ -48,7 +48,6 @@ class ResponseShape(ABC):
         return b""
 
     def break_stream(self, error: WicoreError) -> bytes:
-        """Make the events that end a broken stream."""
         return b"event: error\ndata: " + error_bytes(error) + b"\n\n"
 
 

@@ -87,8 +87,6 @@ def check_origin(headers: Headers, origins: Sequence[str]) -> None:
 
 
 class StreamSocket:
-    """The route as an ASGI application."""
-
     def __init__(self, context: Context, origins: Sequence[str]) -> None:
         self._context, self._origins = context, origins
         self._sockets = Gate(MAX_SOCKETS, "WebSockets")

@@ -208,7 +208,6 @@ class CallFinder:
         return rest
 
     def _read_between(self, text: str, found: list[TextPart]) -> str:
-        """Read text between two calls, or behind the last one."""
         held = self._held + text
         at = held.find("{")
         if at >= 0 and _HEAD.match(held, at):
@@ -217,7 +216,6 @@ class CallFinder:
         return ""
 
     def _begin_call(self, held: str, at: int, found: list[TextPart]) -> str:
-        """Read the head of a call; return the text that follows it."""
         head = _HEAD.match(held, at)
         assert head is not None
         found.append(TextPart(call=self.calls, id=f"call_{uuid.uuid4().hex[:24]}", name=head[1]))

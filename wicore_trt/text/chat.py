@@ -242,7 +242,7 @@ def _join_contents(first: Any, second: Any, role: str, takes: Collection[str]) -
 
 
 def content_text(where: str, content: object) -> str:
-    """Return the text of a message's content. Raises InvalidRequestError."""
+    """Return a content's text. Raises InvalidRequestError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:

@@ -73,7 +73,6 @@ class IncrementalDetokenizer:
         )
 
     def _end_pending(self) -> str:
-        """Return the held-back text and forget it."""
         return self._decode_pending() if self._run is None else self._run.end_run()
 
     def _hide_marks(self, text: str) -> str:
@@ -84,7 +83,6 @@ class IncrementalDetokenizer:
         return text.translate(self._unmarked) if self._marks else text
 
     def _name_special(self, token: int) -> str | None:
-        """Return the text of a special token that is to be seen."""
         if not self._special:
             return self._marks.get(token)
         if token in self._byte_ids or self._token_text(token) or self._decode_ids([token, token]):
@@ -114,7 +112,6 @@ class IncrementalDetokenizer:
         return text
 
     def _decode_pending(self) -> str:
-        """Decode the pending tokens and forget them."""
         before = self._decode_ids(self._context)
         text = self._decode_ids(self._context + self._pending)[len(before) :]
         self._pending.clear()

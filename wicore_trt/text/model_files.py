@@ -25,8 +25,6 @@ REBUILD = "Build the engine again from a source that has its tokenizer files."
 
 
 class ModelFiles:
-    """Contents of the small files beside tokenizer.json."""
-
     def __init__(self, files: Mapping[str, bytes], path: Path, backend: tokenizers.Tokenizer) -> None:
         self._files, self._path = files, path
         self._door = UntrustedFiles(path, EngineFormatError, REBUILD)

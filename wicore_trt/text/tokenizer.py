@@ -122,7 +122,6 @@ class Tokenizer:
 
     @property
     def has_chat(self) -> bool:
-        """True where the model brought a chat template."""
         return self._chat is not None
 
     @property

@@ -73,7 +73,6 @@ def make_tools(
 
 
 def _read_schema(beside: tuple[str, Constraint] | None) -> dict[str, object] | None:
-    """Read the schema of answers without calls."""
     if beside is None:
         return None
     name, constraint = beside

@@ -118,7 +118,6 @@ def _name_results(
 
 
 def _read_calls(where: str, calls: object, names: dict[str, str]) -> list[tuple[str, Any]]:
-    """Read the called functions with their arguments."""
     if not isinstance(calls, Sequence) or isinstance(calls, (str, bytes)):
         raise _invalid_messages(f"{where} must be a list.")
     found = []

@@ -62,7 +62,6 @@ class ControlTokens:
         return set(self._pattern.findall(text))
 
     def encode_as_text(self, name: str) -> list[int]:
-        """Encode a token's name as ordinary text."""
         backend = self._backend
         text = backend.normalizer.normalize_str(name) if backend.normalizer else name
         words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)] if backend.pre_tokenizer else [text]
