@@ -1,19 +1,8 @@
-"""A directory that appears whole under its name, and replaces nothing but its own kind.
+"""Write a directory that appears whole under its name, and replaces nothing but its own kind.
 
-Used to write engines and checkpoints; knows files and names, not their meaning. Work happens in a scratch directory
-beside the output: a random name, a marker that names the output, and a lock on the marker while the process lives, in
-whatever container. Invariants (I22): only a directory with our marker and a free lock is ever removed. A former output
-is removed only when it is listed file by file, that was asked for, and the new one is there. A process that dies at any
-moment loses nothing, and the next run for this output clears up. A removed output goes only when the new one has its
-name (`new` is gone) or another whole one stands there. A replaced output is never missing where the file system
-exchanges two names in one call.
-
-    .NAME.wicore-RANDOM/marker   "wicore scratch", NAME; flock
-                       /new      the directory that is being made
-                       /work     files that are needed meanwhile
-                       /taken    the former output, not checked yet: goes back, is never removed unchecked
-                                 (just before an exchange, the new output)
-                       /old      the former output, checked; its listed files are removed, anything else stays
+It knows files and names, not what they mean. Invariants (I22): only a directory with our marker and a free lock is
+removed; a former output is removed only if it is listed file by file, that was asked for, and the new one is there.
+A process that dies at any moment loses nothing, and the next run for the same output clears up.
 """
 
 from __future__ import annotations

@@ -117,8 +117,8 @@ def open_engine(path: Path, *, verify: bool = True) -> EngineDir:
 
 
 def file_state(engine: EngineDir, name: str, moved: Callable[[int], None]) -> str:
-    """Compare a file's content with the manifest: "ok" or "corrupted". `moved` is called with the number of bytes
-    done."""
+    """Compare a file with the manifest: "ok" or "corrupted". `moved` is called with the bytes done since its last
+    call."""
     return "ok" if _compute_digest(engine, name, {}, moved) == engine.manifest.files[name].blake2b else "corrupted"
 
 
