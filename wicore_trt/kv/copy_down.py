@@ -94,7 +94,6 @@ class CopyDown:
         self._tiers.down.store_page(page, slot)
 
     def check_integrity(self) -> None:
-        """Assert the invariant of this module."""
         for group, slots in self._unsaved.items():
             assert all(self._pools[group].page_of(slot) is not None for slot in slots), "an unsaved slot has no page"
         for group, slot in self.due:

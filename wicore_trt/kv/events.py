@@ -70,8 +70,7 @@ class EventSnapshot:
 
 @dataclass(slots=True)
 class _Batch:
-    """Changes of one kind within one step. `group` is None for a cleared tier; `cause` is set for removed pages
-    only."""
+    """Changes of one kind within one step. `group` is None for a cleared tier; only removed pages have a `cause`."""
 
     tier: str
     group: str | None
@@ -122,8 +121,7 @@ class EventFeed:
             return self._changed.wait_for(lambda: self.sequence > sequence, timeout)
 
     def take_snapshot(self) -> EventSnapshot:
-        """Copy all pages; `list_since(snapshot.sequence)` continues without a gap. Takes some 20 ms per million
-        pages."""
+        """Copy all pages, some 20 ms per million; `list_since(snapshot.sequence)` continues without a gap."""
         with self._changed:
             pages = {name: tuple(found.values()) for name, found in self._pages.items() if found}
             return EventSnapshot(self.sequence, self.epoch, pages)
@@ -199,7 +197,6 @@ class KVEventLog(EventFeed):
     # --- engine thread -------------------------------------------------------------------------------------------
 
     def append_stored(self, tier: str, *pages: Page) -> None:
-        """Append that pages of one layer group can be found in a tier."""
         begun = 0
         while begun < len(pages):
             items = self._open_batch(tier, pages[0].group, None)
@@ -208,11 +205,9 @@ class KVEventLog(EventFeed):
             begun = end
 
     def append_removed(self, tier: str, group: str, key: bytes, cause: str) -> None:
-        """Append that a page left a tier."""
         self._open_batch(tier, group, cause).append(key)
 
     def append_cleared(self, tier: str) -> None:
-        """Append that a tier forgot all its pages."""
         for name in [name for name in self._open if name[0] == tier]:
             del self._open[name]
         self._pending.append(_Batch(tier, None, None, []))

@@ -131,8 +131,7 @@ class KVCacheManager:
         return self.memory.holds_alone(whole, local, self.count_pages(self.window) + 1)
 
     def find_prefix(self, pages: SequencePages, tokens: Sequence[int]) -> PrefixHit:
-        """Find the longest cached prefix that leaves at least one token of `tokens` to compute. Changes only
-        `pages.keys`."""
+        """Find the longest cached prefix that leaves a token of `tokens` to compute. Changes only `pages.keys`."""
         if not self._prefix_cache:
             return PrefixHit(0, 0, in_flight=False)
         pages.name_pages(tokens)
@@ -178,8 +177,7 @@ class KVCacheManager:
         pages.resume_points.update(ends | {hit.reachable})
 
     def touch_chain(self, pages: SequencePages, hit_tokens: int) -> None:
-        """Tell the policies of all tiers that a request looked up this chain, and count its device hit. Once per
-        request."""
+        """Tell the policies of all tiers, once per request, that it looked up this chain; count its device hit."""
         self.hit_tokens += hit_tokens
         self.memory.revive_chain(pages.keys)
         signal = self.attention.take_signal(pages.keys) if self.attention is not None else None
@@ -224,8 +222,7 @@ class KVCacheManager:
             self.drop_page(key, "expired")
 
     def _in_use(self, key: bytes) -> bool:
-        """Say whether a page cannot be dropped now: a sequence holds it or waits for it, or it is on its way to a
-        tier."""
+        """Say whether a page cannot be dropped now: a sequence holds or expects it, or it moves to a tier."""
         return (
             key in self._expected
             or any(pool.in_use(key) for pool in self.pools.values())
@@ -259,8 +256,7 @@ class KVCacheManager:
         return self._extend_tables({g: [(pages, max(0, need[g] - len(tables[g])))] for g in self.pools}, spare)
 
     def reserve_for_all(self, wanted: Iterable[tuple[SequencePages, int]]) -> bool:
-        """Reserve pages of several sequences, given as (pages, tokens). False, and no change, when not all have
-        room."""
+        """Reserve pages of several sequences, given as (pages, tokens). False, and no change, unless all fit."""
         counts = [(pages, self.count_pages(tokens)) for pages, tokens in wanted]
         return self._extend_tables(
             {g: [(p, max(0, count - len(p.tables[g]))) for p, count in counts] for g in self.pools}
@@ -502,7 +498,6 @@ class KVCacheManager:
                 del computing[key]
 
     def check_integrity(self) -> None:
-        """Assert the invariants of pools and tiers."""
         self.memory.check_integrity()
         self._copies.check_integrity()
         assert all(count > 0 for count in self._expected.values()), "pages are waited for less than not at all"

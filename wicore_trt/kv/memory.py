@@ -62,7 +62,6 @@ class Memory:
         indices and before a branch."""
 
     def check_integrity(self) -> None:
-        """Assert the invariants."""
         for pool in self._pools.values():
             pool.check_integrity()
 
@@ -223,8 +222,7 @@ class SharedMemory(Memory):
             key, children = page.parent, 1
 
     def _starts_here(self, key: bytes | None, count: int) -> bool:
-        """Say whether a request can start behind `count` pages, of which `key` is the last: all its local pages are
-        there."""
+        """Say whether all local pages are there for a start behind `count` pages, of which `key` is the last."""
         chain, local = self._pools[GLOBAL], self._pools[LOCAL]
         if key is None or local.find_slot(key) is None:
             return False  # nearly always

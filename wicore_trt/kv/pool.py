@@ -75,7 +75,6 @@ class PagePool:
         return self._slabs.used_slots(self._group)
 
     def find_slot(self, key: bytes) -> int | None:
-        """Return the slot that holds the page named `key`, or None."""
         return self._slot_of.get(key)
 
     def in_use(self, key: bytes) -> bool:
@@ -155,7 +154,6 @@ class PagePool:
         return self._page_of[slot]
 
     def list_pages(self) -> list[Page]:
-        """List the published pages."""
         return [page for page in self._page_of if page is not None]
 
     def publish_slots(self, slots: Sequence[int], pages: Sequence[Page]) -> dict[int, Page]:
@@ -232,7 +230,6 @@ class PagePool:
             self._spare[slot] = None
 
     def first_spare(self) -> int | None:
-        """Return the slot of the spare page that leaves first."""
         return next(iter(self._spare), None)
 
     def first_cached(self) -> int | None:
@@ -259,7 +256,6 @@ class PagePool:
         return count
 
     def evict_slot(self, slot: int) -> None:
-        """Take the slot of a cached page."""
         page = self._page_of[slot]
         assert page is not None
         self._on_evict(page, slot)
@@ -292,7 +288,6 @@ class PagePool:
         return {slot for slot, count in enumerate(self._references) if count > 0}, {*self._cached, *self._spare}
 
     def check_integrity(self) -> None:
-        """Assert the invariant of this module."""
         assert self.policy is None or not self._spare, "a policy orders all that is cached"
         used, cached = self.list_states()
         assert len(cached) == self.cached_slots, "a slot is cached twice"

@@ -82,24 +82,20 @@ class SequencePages:
     parked: ParkedPages | None = None
 
     def extend_table(self, group: str, slots: Iterable[int]) -> None:
-        """Put `slots` at the end of a table."""
         self.tables[group].extend(slots)
         self.stamp = next(STAMPS)
 
     def replace_slots(self, group: str, slots: Mapping[int, int]) -> None:
-        """Replace slots of a table, by page index."""
         table = self.tables[group]
         for i, slot in slots.items():
             table[i] = slot
         self.stamp = next(STAMPS)
 
     def cut_table(self, group: str, length: int) -> None:
-        """Cut a table to its first `length` pages."""
         del self.tables[group][length:]
         self.stamp = next(STAMPS)
 
     def clear_tables(self) -> None:
-        """Replace the tables by empty ones."""
         self.tables, self.stamp = empty_tables(), next(STAMPS)
 
     def name_pages(self, tokens: Sequence[int]) -> None:

@@ -82,7 +82,6 @@ class Geometry:
         return nbytes // self.slot_bytes
 
     def disk_slots(self, nbytes: int) -> int:
-        """Slots that a disk tier limited to `nbytes` holds."""
         return self._disk_space(nbytes).slots_within(nbytes - _DIRECTORY_BYTES)
 
     def disk_bytes(self, slots: int) -> int:
@@ -158,7 +157,6 @@ class SessionSize:
 
     @property
     def page_indices(self) -> Mapping[str, range | list[int]]:
-        """Page indices by layer group."""
         held: dict[str, range | list[int]] = {}
         size, count = self.geometry.page_tokens, self.tokens // self.geometry.page_tokens
         if GLOBAL in self.geometry.page_bytes:
@@ -177,7 +175,6 @@ class SessionSize:
         return self.slot_count * self.geometry.slot_bytes
 
     def bytes_of(self, group: str) -> int:
-        """Bytes of host memory for the pages of one group."""
         return len(self.page_indices.get(group, ())) * self.geometry.stored_bytes.get(group, 0)
 
     @property

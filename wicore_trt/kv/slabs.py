@@ -187,13 +187,11 @@ class Slabs:
             self._empty.append(slab)
 
     def _enter_use(self, group: str, slab: int) -> None:
-        """Note that a slab without a used page is about to have one."""
         self._pinned[group] += 1
         self._beside[group] += len(self._free[slab])
         del self._idle[group][slab]
 
     def _move_partial(self, group: str, slab: int, place: int) -> None:
-        """Move a slab from one half of `_partial` to the other, if it is there."""
         partial = self._partial[group]
         if slab in partial[place]:
             del partial[place][slab]

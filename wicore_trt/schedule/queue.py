@@ -87,11 +87,9 @@ class WaitingQueue(Generic[S]):
         return sequence.seq_id in self._members
 
     def __iter__(self) -> Iterator[S]:
-        """Yield members in no particular order."""
         return iter([entry.sequence for entry in self._members.values() if entry.sequence is not None])
 
     def count_by_tenant(self) -> Mapping[str, int]:
-        """Count members by tenant, without tenants that have none."""
         return {name: tenant.count for name, tenant in self._tenants.items() if tenant.count}
 
     def copy_entries(self) -> dict[str, list[QueueEntry[S]]]:
@@ -137,7 +135,6 @@ class WaitingQueue(Generic[S]):
         tenant.drop_removed()
 
     def peek_next(self) -> S | None:
-        """Return the member to admit next, or None when empty."""
         tenant = self._next_tenant()
         return tenant.heap[0].sequence if tenant is not None else None
 

@@ -160,7 +160,6 @@ class Scheduler:
         return Outlook(prompts, queued, time.share, time.prompt_s(0, 1), free, *known)
 
     def end_sequence(self, sequence: Sequence) -> None:
-        """End a waiting or running sequence and release its pages."""
         if sequence.state is SequenceState.WAITING:
             self.waiting.remove_member(sequence)
         else:
@@ -175,14 +174,12 @@ class Scheduler:
         sequence.change_state(SequenceState.FINISHED)
 
     def _release_pages(self, sequence: Sequence) -> None:
-        """Release all slots of a sequence."""
         if self.loader is not None:
             self.loader.cancel_load(sequence.pages)
         self.manager.free_pages(sequence.pages)
         self._too_few = []
 
     def schedule_step(self) -> StepSchedule:
-        """Make up the next step and reserve its pages."""
         schedule, budget = StepSchedule(), Budget(self.max_batch_tokens)
         self._rows_left, self._load_pages, self.held_back = self.score_rows, PAGES_AT_ONCE, False
         self.manager.prepare_step()
@@ -289,7 +286,6 @@ class Scheduler:
         )
 
     def _serve_sequence(self, sequence: Sequence, schedule: StepSchedule, budget: Budget) -> None:
-        """Give a running sequence its tokens and their pages."""
         if sequence.state is not SequenceState.RUNNING:
             return  # preempted for one that was served before
         wanted = self._advance_load(sequence)
@@ -326,7 +322,6 @@ class Scheduler:
             self._given[sequence.request.tenant] = self._given.get(sequence.request.tenant, 0) + count
 
     def _limit_tokens(self, sequence: Sequence, count: int, budget: Budget) -> int:
-        """Limit `count` to the tokens that this step may compute for a sequence."""
         if sequence.scoring:
             count = min(count, self._rows_left)
         return (
@@ -456,7 +451,6 @@ class Scheduler:
         return self.manager.memory.can_allocate(dict.fromkeys(self.manager.pools, need + len(self.running)))
 
     def _find_prefix(self, sequence: Sequence) -> PrefixHit:
-        """Find what a waiting sequence may take from the cache."""
         hit = self.manager.find_prefix(sequence.pages, sequence.tokens)
         return PrefixHit(0, 0, in_flight=False) if sequence.scoring else hit
 
@@ -498,7 +492,6 @@ class Scheduler:
         return prefill_rate_behind(self.running, chooser, *meters, self.max_batch_tokens, slice_tokens)
 
     def check_integrity(self) -> None:
-        """Assert that states, queues and pages agree."""
         assert all(s.state is SequenceState.RUNNING for s in self.running)
         assert all(s.state is SequenceState.WAITING and s.computed == 0 for s in self.waiting)
         assert len(self.running) <= self.max_sequences

@@ -89,7 +89,6 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     def change_state(self, state: SequenceState) -> None:
-        """Change state; an illegal transition is a bug of ours."""
         assert state in TRANSITIONS[self.state], f"{self.state} -> {state}"
         self.state = state
 

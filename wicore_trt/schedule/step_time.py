@@ -72,7 +72,6 @@ class StepTime:
         self._fit = PositiveSum(PRIOR, rate=RATE, clip=CLIP)
 
     def observe_step(self, load: StepLoad, seconds: float) -> None:
-        """Learn from a step of this load."""
         if not 0 < seconds < math.inf or not load.rows + load.tokens:
             return
         self._fit.update(self._fit_terms(load), seconds)
@@ -82,7 +81,6 @@ class StepTime:
             self.share += (part - self.share) * min(1.0, seconds / SHARE_S)
 
     def step_s(self, load: StepLoad) -> float:
-        """Estimate the seconds of a step of this load."""
         return self._fit.predict(self._fit_terms(load))
 
     def prompt_s(self, start: int, count: int) -> float:

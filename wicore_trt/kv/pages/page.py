@@ -41,7 +41,6 @@ class Page(Struct, frozen=True, eq=False, gc=False):
 
     @property
     def token_ids(self) -> memoryview:
-        """Token ids as numbers."""
         return memoryview(self.tokens).cast("I")
 
     @property

@@ -26,8 +26,7 @@ _MIN_SIGNAL = 1e-3
 
 
 def log_score(attention: float, frequency: int, last: int, rate: float) -> float:
-    """Compute the logarithm of the score, without the term that all pages share. Floors a measured attention at
-    0.001."""
+    """Compute the score's logarithm, without the term that all pages share. Floors measured attention at 0.001."""
     worth = FREQUENCY * math.log(frequency)
     if attention != NEUTRAL_SIGNAL:
         worth += ATTENTION * math.log(max(attention, _MIN_SIGNAL))

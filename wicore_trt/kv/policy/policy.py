@@ -270,14 +270,12 @@ class ChainPolicy(ABC):
             self._rebuild_heap()
 
     def _rebuild_heap(self) -> None:
-        """Rebuild the heap with today's scores."""
         leaves = [n for n in self._nodes.values() if n.resident and not n.children and not n.pins]
         self._heap = [(self._score_node(node), i, node.version, node) for i, node in enumerate(leaves)]
         self._pushed = len(leaves)
         heapq.heapify(self._heap)
 
     def check_integrity(self) -> None:
-        """Assert the books: residents, ghosts, children and that every page that may leave can be found."""
         residents = [n for n in self._nodes.values() if n.resident]
         assert len(residents) == self._resident, "the number of resident pages is wrong"
         assert all((key in self._ghosts) != node.resident for key, node in self._nodes.items()), "a page is lost"

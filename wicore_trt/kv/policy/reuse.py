@@ -94,8 +94,7 @@ class ReuseModel:
         self.observed += pages
 
     def rank_index(self, kind: PageClass, age: float) -> float:
-        """Rank the keeping of a page of this class and age: expected reuses per unit of clock, up to a factor of
-        two."""
+        """Rank keeping a page of this class and age: expected reuses per unit of clock, up to a factor of two."""
         table = self._index.get(kind)
         if table is None:
             hazard = self._hazard.get(kind.coarse)

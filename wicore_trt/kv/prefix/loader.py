@@ -1,9 +1,9 @@
 """Loads of prefixes from host memory and disk into page tables: look-up, choice, load, jump.
 
-Joins the manager's page tables, the lower tiers and the planner. It must not know steps, budgets or queues. Invariant
-(I2): slots of a load belong to the sequence from `begin_load` until `end_load` or `cancel_load`; pages become findable
-at the jump, not before; a jump passes over no token whose page was neither written by the sequence nor brought by the
-load, and a sequence whose load fails computes what is missing.
+Joins page tables, lower tiers and planner; it must not know steps, budgets or queues. Invariant (I2): a load's slots
+belong to the sequence from `begin_load` until `end_load` or `cancel_load`. Pages become findable at the jump, not
+before. A jump passes over no token whose page was neither written by the sequence nor brought by the load. A sequence
+whose load fails computes what is missing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ JUMP, WAIT, DROP = NextMove("jump"), NextMove("wait"), NextMove("drop")
 
 @dataclass(slots=True)
 class _Begun:
-    """A chosen load under way and how long its sequence has idled for it."""
+    """Load under way, its choice, and how long its sequence has idled for it."""
 
     choice: LoadChoice
     since: float
@@ -54,7 +54,7 @@ class _Begun:
 
 
 class PrefixLoader:
-    """`page_bytes` by layer group; `clock` gives seconds."""
+    """Loader of prefixes. `page_bytes` by layer group; `clock` gives seconds."""
 
     def __init__(
         self,
@@ -78,13 +78,13 @@ class PrefixLoader:
         self._begun: dict[PrefixLoad, _Begun] = {}
 
     def begin_probe(self) -> None:
-        """Have link and disk rated before the first request, beside what follows."""
+        """Begin to rate link and disk before the first request; returns at once."""
         probe_tiers(
             self._manager, self.tiers, self._page_bytes, lambda *read: self._probed.put((self._host_meter, *read))
         )
 
     def record_probe(self, count: int, seconds: float) -> None:
-        """Reads of `count` bytes of the disk took so long. Any thread."""
+        """Record that reads of `count` bytes of the disk took `seconds`. Any thread."""
         self._probed.put((self._disk_meter, count, seconds))
 
     # --- look-up and choice ----------------------------------------------------------------------------------------
@@ -92,8 +92,8 @@ class PrefixLoader:
     def choose_load(
         self, pages: SequencePages, total: int, hit: PrefixHit, compute: ComputeRate, *, trials: bool = False
     ) -> LoadChoice | None:
-        """Choose what to load for a prompt of `total` tokens whose device hit is `hit`; None when there is nothing
-        below. With `trials` that may be what will hardly pay."""
+        """Choose what to load for a prompt of `total` tokens whose device hit is `hit`; None when the lower tiers have
+        nothing. With `trials`, also loads that will hardly pay."""
         candidates = self._find_candidates(pages, total, hit)
         if not candidates:
             return None
@@ -110,8 +110,7 @@ class PrefixLoader:
         return decide_load(total, hit.tokens, candidates, compute, rates, self.drag.slowdown(now), hope=hope)
 
     def _queued_bytes(self) -> int:
-        """Count bytes that loads under way still want of host memory; pages that come from disk pass the link one by
-        one."""
+        """Count bytes that loads under way still want of host memory; pages from disk pass the link one by one."""
         wanted = 0
         for load, begun in self._begun.items():
             lacking = sum(len(load.missing[group]) * count for group, count in self._page_bytes.items())
@@ -154,7 +153,7 @@ class PrefixLoader:
             self.tiers.loads.begin_load(pages.prefetch)
 
     def _missing_pages(self, pages: SequencePages, start_tokens: int, stop: int) -> list[Page]:
-        """Pages that a load to `stop` pages needs and the device lacks: the window, then the chain back to front."""
+        """List pages that a load to `stop` needs and the device lacks: the window, then the chain back to front."""
         manager = self._manager
         wanted = []
         if LOCAL in manager.pools:
@@ -166,7 +165,6 @@ class PrefixLoader:
         return [page for page in wanted if manager.pools[page.group].find_slot(page.key) is None]
 
     def end_prefetch(self, pages: SequencePages) -> None:
-        """End the prefetch of a sequence that has begun or is over."""
         if pages.prefetch is not None:
             pages.prefetch.cancel_load()
             pages.prefetch = None
@@ -174,8 +172,8 @@ class PrefixLoader:
     # --- load ----------------------------------------------------------------------------------------------------
 
     def begin_load(self, pages: SequencePages, chosen: LoadChoice, *, spare: int = 0) -> bool:
-        """Start a chosen load for a sequence whose tables hold the device hit and all global pages of the prompt.
-        False, and no change, unless the local pool has room for the window and `spare` pages more."""
+        """Begin a chosen load for a sequence whose tables hold the device hit and all global pages of the prompt.
+        False, and no change, unless the local pool has room for the window and `spare` more pages."""
         manager, size = self._manager, self._manager.page_tokens
         first, stop = chosen.start // size, chosen.stop // size
         window, items = self._window_slots(pages, stop, spare)
@@ -207,7 +205,7 @@ class PrefixLoader:
     def _make_items(
         self, pages: SequencePages, group: str, places: Sequence[int], slots: Sequence[int]
     ) -> list[LoadItem]:
-        """Pages to load into these slots; their identities are those that a tier has."""
+        """Make the items that load these pages into these slots, with the identities that a tier has."""
         found = self.tiers.find_identities(group, [pages.keys[i] for i in places])
         known = [
             page if page is not None and page.tokens else pages.make_page(group, i)
@@ -217,19 +215,18 @@ class PrefixLoader:
         return list(map(LoadItem, known, slots))
 
     def _items_on_disk(self, items: list[LoadItem]) -> list[LoadItem]:
-        """List the pages of these that come from disk."""
         return [i for i in items if self.tiers.find_tier(*i.page.name) != "host"] if self.tiers.disk is not None else []
 
     @staticmethod
     def _pages_on_device(
         items: list[LoadItem], window: list[int], stop: int, found: Mapping[int, int]
     ) -> dict[str, Iterable[int]]:
-        """The pages of a load that no item brings."""
         lacking = {item.page.index for item in items if item.page.group == LOCAL}
         return {GLOBAL: found, LOCAL: set(range(stop - len(window), stop)) - lacking}
 
     def _window_slots(self, pages: SequencePages, stop: int, spare: int) -> tuple[list[int] | None, list[LoadItem]]:
-        """Slots of the local window before page `stop`, and the items that fill those that the device lacks."""
+        """Take slots for the local window before page `stop`; return them and the items that fill those the device
+        lacks. None, and no change, unless there is room and `spare` more."""
         manager = self._manager
         if LOCAL not in manager.pools:
             return [], []
@@ -247,8 +244,8 @@ class PrefixLoader:
         return [slots[i] for i in wanted], items
 
     def next_move(self, pages: SequencePages, computed: int, *, compute: ComputeRate) -> NextMove:
-        """Decide what a sequence with a load does next (see `planner.decide_move`), if its prefill goes on at the rate
-        `compute`. A parked one waits for all its pages."""
+        """Decide what a sequence with a load does next (`planner.decide_move`), with prefill at the rate `compute`. A
+        parked one waits for all its pages."""
         load, manager = pages.load, self._manager
         assert load is not None
         size = manager.page_tokens
@@ -290,7 +287,7 @@ class PrefixLoader:
         return step
 
     def _expect_arrival(self, load: PrefixLoad, least: float) -> Callable[[int], float]:
-        """Seconds from now, at `least` so many, until all of a load from a token on is on the device."""
+        """Estimate the seconds from now until all of a load from a token on is on the device, at `least` so many."""
         now, up, each = self._clock(), self.tiers.up, self._page_bytes
         windows, unread = len(load.unread[LOCAL]), sorted(load.unread[GLOBAL])
         window_bytes = windows * each.get(LOCAL, 0)
@@ -313,7 +310,7 @@ class PrefixLoader:
         return arrival
 
     def observe_step(self, expected: float, seconds: float) -> None:
-        """Learn from a step beside loads from disk, which took so long in place of what it takes without."""
+        """Learn from a step beside loads from disk: `seconds`, instead of the `expected` ones without."""
         self.drag.observe_step(expected, seconds, now=self._clock())
 
     @property
@@ -323,7 +320,7 @@ class PrefixLoader:
 
     @property
     def newest_read_s(self) -> float:
-        """Seconds for which the newest load with pages from disk is under way."""
+        """Seconds since the newest load with pages from disk began."""
         now = self._clock()
         return min((now - begun.since for begun in self._begun.values() if begun.from_disk), default=0.0)
 
@@ -333,7 +330,7 @@ class PrefixLoader:
         return begun.choice.meet if begun is not None and begun.from_disk else None
 
     def awaited_load_s(self, pages: SequencePages) -> float:
-        """Seconds until the load is expected that a sequence waits for to spare others; 0 of any other."""
+        """Seconds until the arrival of a load that a sequence awaits to spare others; 0 for any other."""
         begun = self._begun.get(pages.load) if pages.load is not None else None
         return begun.choice.arrives_s if begun is not None else 0.0
 
@@ -343,9 +340,9 @@ class PrefixLoader:
         return begun is not None and begun.choice.decision == "split"
 
     def end_load(self, pages: SequencePages, computed: int) -> int:
-        """Jump to the end of a load that has arrived: put the window and what was found into the tables, make the
-        pages findable; returns the tokens that are now computed. A load that would pass over an unwritten page is
-        given up instead, and `computed` stays."""
+        """Jump to the end of a load that has arrived: put its window and found pages into the tables and publish them.
+        Returns the tokens now computed. A load that would pass over an unwritten page is cancelled; then `computed`
+        stays."""
         load, manager, parked = pages.load, self._manager, pages.parked
         assert load is not None
         missing = self._find_unwritten(pages, load, computed)
@@ -371,7 +368,7 @@ class PrefixLoader:
         return load.tokens
 
     def _publish_loaded(self, pages: SequencePages, full: int, private: Collection[tuple[str, int]]) -> None:
-        """Make the first `full` pages findable. Lower tiers have those that are not `private`."""
+        """Publish the first `full` pages. Lower tiers have those that are not `private`."""
         manager, places = self._manager, range(pages.published, full)
         manager.retention.begin_ends(
             [pages.keys[i] for i in places if (manager.chain_group, i) in private], pages.hints
@@ -383,7 +380,7 @@ class PrefixLoader:
             manager.publish_pages(pages, group, [i for i in held if (group, i) in private])
 
     def _find_unwritten(self, pages: SequencePages, load: PrefixLoad, computed: int) -> list[tuple[str, int]]:
-        """Pages that the tokens before the end of a load need and that are neither written nor here."""
+        """Find pages that the tokens before the end of a load need and that are neither written nor here."""
         manager = self._manager
         first = {GLOBAL: computed // manager.page_tokens, LOCAL: load.window_first}
         return [
@@ -393,7 +390,6 @@ class PrefixLoader:
         ]
 
     def _fill_tables(self, pages: SequencePages, load: PrefixLoad, computed: int) -> None:
-        """Put the pages of a load into the tables, and mark as written what it filled."""
         manager, size = self._manager, self._manager.page_tokens
         if GLOBAL in manager.pools:
             pool = manager.pools[GLOBAL]
@@ -410,7 +406,7 @@ class PrefixLoader:
             load.window.clear()
 
     def cancel_load(self, pages: SequencePages) -> None:
-        """Give up a load, if there is one: its slots go back; what is in flight is dropped on arrival."""
+        """Cancel a load, if there is one: its slots go back; pages in flight are dropped on arrival."""
         if pages.load is not None:
             for group, slots in ((LOCAL, pages.load.window), (GLOBAL, pages.load.found.values())):
                 if slots:
@@ -431,11 +427,11 @@ class PrefixLoader:
     # --- rates ---------------------------------------------------------------------------------------------------
 
     def observe_disk_read(self, count: int, asked: float, seconds: float, rests: bool) -> None:
-        """A disk read of `count` bytes was over so many seconds after it was asked for; see `UpTransfers`."""
+        """Learn from a disk read of `count` bytes that ended `seconds` after it was asked for; see `UpTransfers`."""
         self._disk_meter.observe_requested_read(count, asked, seconds, rests=rests, now=self._clock())
 
     def _measure_host(self) -> None:
-        """Copies since a load ended last: one page alone says little, a busy machine may stop it half-way."""
+        """Measure the copies since a load ended last. One page says little: a busy machine may stop it half-way."""
         traffic = self.tiers.movers.host_traffic
         count, seconds = traffic.read_bytes - self._host_read[0], traffic.read_seconds - self._host_read[1]
         if count >= MEASURED_BYTES:

@@ -1,7 +1,7 @@
-"""Parking: what a sequence that is preempted had on the device waits in host memory until it has slots again.
+"""Parking: the pages of a preempted sequence wait in host memory until it has slots again.
 
-It must not know steps or queues. Invariant: the host's copies of a parked sequence are held from `park_sequence`
-until it is let go, and none that only it can use is found by others.
+It must not know steps or queues. Invariant: the host copies of a parked sequence are held from `park_sequence` until
+they are released, and others find none that only this sequence can use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from wicore_trt.types import CachePriority
 
 
 class Parking:
-    """`parked` and `resumed` count sequences."""
+    """Parking of sequences; `parked` and `resumed` count them."""
 
     def __init__(self, manager: KVCacheManager, tiers: LowerTiers) -> None:
         self.parked = self.resumed = 0
@@ -26,8 +26,8 @@ class Parking:
         self._tiers = tiers
 
     def park_sequence(self, pages: SequencePages, computed: int) -> bool:
-        """Keep the pages of a sequence that is to lose its slots in host memory. False, and no change, when the host
-        has no room for all of them."""
+        """Keep the pages of a sequence that is about to lose its slots in host memory. False, and no change, when the
+        host lacks room for all of them."""
         manager, size = self._manager, self._manager.page_tokens
         parked = ParkedPages(computed)
         trusted, secret = min(pages.trusted, computed // size), secrets.token_bytes(24)
@@ -57,7 +57,7 @@ class Parking:
         return True
 
     def release_parked(self, pages: SequencePages) -> None:
-        """Let go of the host copies of a parked sequence; those that only it can use leave at once."""
+        """Release the host copies of a parked sequence; private ones leave at once."""
         parked = pages.parked
         if parked is None:
             return
@@ -68,7 +68,7 @@ class Parking:
         pages.parked = None
 
     def resume_sequence(self, pages: SequencePages) -> bool:
-        """Start to bring a parked sequence back to the device. False, and no change, when there is no room."""
+        """Begin to load a parked sequence to the device. False, and no change, when there is no room."""
         parked, manager = pages.parked, self._manager
         assert parked is not None
         full = parked.tokens // manager.page_tokens

@@ -1,24 +1,9 @@
-"""Compute or load: which part of a prefix to fetch from the host and disk tiers, and which to compute meanwhile.
+"""Planner of compute or load: which part of a prefix to fetch from lower tiers, and which to compute meanwhile.
 
-Plain data; it must not know clocks, tensors, threads or how rates are measured (`kv/prefix/rates.py`). A choice names a
-resume point `stop` and a page boundary `start`: pages [start, stop) of the global layers and the windows of `stop` are
-loaded, windows first and then pages from back to front, while the device computes from the front. Where both meet the
-sequence jumps to `stop`. Loading back to front makes the meeting point adapt by itself: wrong rates move it and break
-nothing.
-
-Invariant (I18) (`decide_move`): a sequence with a load idles at most `wait_s`, as seen between steps; else it computes
-from the front, as without the load. So whatever the load does, time to first token <= recompute + wait_s and one step
-of others, which began while it waited; more only where copies to the device hold up the engine's thread. Proof: prefill
-seconds add up over slices of `slice_tokens` or more, so computing all tokens costs what recompute costs; a jump only
-removes work; what is added is idle time. wait_s is at most a slice and a quarter of what the load should save, and in a
-load-only choice the load's own time too, which is less than what computing takes. Beside sequences that decode, whose
-tokens computing holds up, a load from disk may idle longer, but idling and computing together take no more than 1 +
-`others` times what computing takes, even if nothing comes any more: it computes no further than to what is there.
-
-A disk is believed less. Its loads are asked for whole, so that they are as fast as loading all however fast it turns
-out; at every step `aim_meeting` finds the meeting point again from what came so far, and idling is a slice in all at
-most; and where it seems too slow and was not read of late, `find_trial` has it read beside computing everything, if
-that might pay.
+Pages are loaded from back to front, windows first, while the device computes from the front. Where both meet, the
+sequence jumps to the resume point. Wrong rates move the meeting point and break nothing. It must not know clocks,
+tensors, threads or how rates are measured (`kv/prefix/rates.py`). Invariant (I18): a load delays the first token by at
+most wait_s and one step of others (`decide_move`).
 """
 
 from __future__ import annotations
@@ -53,12 +38,12 @@ WAIT_SHARE = 0.24
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A resume point in the lower tiers: the first `tokens` tokens can be had without computing.
+    """Resume point in the lower tiers: the first `tokens` tokens can be had without computing.
 
-    `global_pages[i]` is the tier of the page with tokens [first + i * page_tokens, ...) of all global layers together,
-    `first` being the choice's start rounded down to a page; entries past `tokens` are ignored, so that candidates can
-    share one list. `page_bytes` counts all global layers. `window_bytes` says per tier what the windows before `tokens`
-    need. What is on the device already costs nothing.
+    `global_pages[i]` is the tier of the page with tokens [first + i * page_tokens, ...) of all global layers, `first`
+    being the choice's start rounded down to a page. Entries past `tokens` are ignored, so candidates can share a list.
+    `page_bytes` counts all global layers. `window_bytes` are the bytes of the windows before `tokens`, by tier. Pages
+    on the device cost nothing.
     """
 
     tokens: int
@@ -68,7 +53,6 @@ class Candidate:
     window_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def reads_disk(self) -> bool:
-        """Say whether any page comes from disk."""
         return any(tier in self.global_pages or tier in self.window_bytes for tier in (READING, DISK))
 
     @property
@@ -84,11 +68,14 @@ Decision = Literal["compute", "load", "split"]
 class LoadChoice:
     """Choice between computing and loading. Without a load `stop` is 0. Times are seconds from now to the first token.
 
-    `start`: pages [start, stop) are requested. `meet`: up to there the device is expected to compute meanwhile; a
-    load-only choice has meet = start = what is on the device. `early`: what is to be computed if the load is faster
-    than expected by BAND. `load_seconds`: the load alone, from `meet`. `wait_s`: the longest that the sequence may
-    idle; `longest_s`: the longest that idling and computing may take until `stop`, while that spares others, and
-    `arrives_s`: in how long a load that is waited for so is expected. `slice_tokens` as in ComputeRate.
+    - `start`: pages [start, stop) of the global layers and the windows of `stop` are requested
+    - `meet`: token up to which the device should compute meanwhile; load-only: meet = start = what is on the device
+    - `early`: the same, if the load is faster than expected by BAND
+    - `load_seconds`: the load alone, from `meet`
+    - `wait_s`: the longest that the sequence may idle
+    - `longest_s`: the longest that idling and computing may take until `stop`, while that spares others
+    - `arrives_s`: expected time until a load arrives that is awaited to spare others
+    - `slice_tokens`: as in ComputeRate
     """
 
     stop: int
@@ -117,12 +104,10 @@ class NextMove:
 def choose_load(
     total: int, start: int, candidates: Sequence[Candidate], compute: ComputeRate, tiers: Mapping[str, TierRate]
 ) -> LoadChoice:
-    """The fastest way to the first token of a prompt of `total` tokens, of which `start` are on the device, what the
-    device does for it counted as time of others.
-
-    A candidate with pages in a tier that `tiers` lacks is passed over. A load that saves less than MARGIN of
-    recomputing is not made. O(pages) for the sums over each distinct page list, then O(log pages) per candidate.
-    """
+    """Choose the fastest way to the first token of a prompt of `total` tokens, of which `start` are on the device. The
+    device's time counts as time of others too. A candidate with pages in a tier that `tiers` lacks is passed over. A
+    load that saves less than MARGIN of recomputing is not made. O(pages) for the sums over each distinct page list,
+    then O(log pages) per candidate."""
     step = compute.seconds_alone(
         start, start + compute.slice_tokens
     )  # that brings the first token takes as long at least
@@ -185,8 +170,8 @@ def decide_load(
     *,
     hope: float = 1.0,
 ) -> LoadChoice:
-    """Choose (`choose_load`) where steps take `drag` times as long beside a load from disk; and a `find_trial` where
-    that computes everything and there is `hope`."""
+    """Choose as `choose_load`, where steps take `drag` times as long beside a load from disk. Where that computes
+    everything and `hope` is above 1, try `find_trial`."""
     made = choose_load(total, start, candidates, compute, tiers)
     if drag > SLOWER and made.stop and any(map(Candidate.reads_disk, candidates)):
         beside = choose_load(total, start, candidates, compute.slow_down(drag), tiers)
@@ -207,9 +192,9 @@ def find_trial(
     tiers: Mapping[str, TierRate],
     hope: float,
 ) -> LoadChoice | None:
-    """Find a load where `choose_load` would compute everything: one that would be worth it if the disk were `hope`
-    times as fast as it seems, to be run beside computing all (`aim_meeting`). It costs reads that nobody else waits
-    for, and what they slow steps down by."""
+    """Find a load that would be worth it if the disk were `hope` times as fast as it seems, where `choose_load` would
+    compute everything. It runs beside computing all (`aim_meeting`). It costs reads that nobody else waits for, and
+    slower steps."""
     disk = tiers.get(DISK)
     if disk is None:
         return None
@@ -231,11 +216,16 @@ def aim_meeting(
     ready_from: int = NEVER,
     idle_s: float = 0.0,
 ) -> LoadChoice:
-    """The same choice, whose load is under way, with the meeting point as it is expected now: `arrival(token)`
-    seconds from now the windows and all pages from there on will be here. It grows the earlier the token is. A load
-    that will not be here before all of it is computed shortens no step. `ready_from` and `idle_s` as in
-    `decide_move`: a load that spares others is waited for while it should be here in time, and while computing what
-    lacks would still end then."""
+    """Aim a choice whose load is under way at the meeting point expected now. In `arrival(token)` seconds the windows
+    and all pages from there on are here; it grows the earlier the token is.
+
+    A load that arrives after all of it is computed shortens no step. `ready_from` and `idle_s` as in `decide_move`. A
+    load that spares others is awaited while it should arrive in time, and while computing the rest would still end in
+    time.
+
+    A load from disk is requested whole, so that it is as fast as loading all, however fast the disk turns out. At every
+    step the meeting point follows what came so far, and idling is a slice in all at most.
+    """
     first, last = computed // page_tokens, choice.stop // page_tokens
 
     def boundary(page: int) -> int:
@@ -273,11 +263,21 @@ def aim_meeting(
 
 
 def decide_move(choice: LoadChoice, computed: int, ready_from: int, idle_s: float) -> NextMove:
-    """What a sequence whose load is under way does at a step boundary, or when its load is done.
+    """Decide what a sequence whose load is under way does at a step boundary, or when its load is done.
 
     `computed` tokens are on the device. `ready_from`: smallest token such that the windows of choice.stop and all pages
-    [ready_from, choice.stop) are there; anything above choice.stop while not even the windows are. `idle_s`: how long
-    the sequence has waited after "wait" so far. When the load fails the caller drops it and computes on.
+    [ready_from, choice.stop) are there; above choice.stop while not even the windows are. `idle_s`: seconds waited so
+    far after "wait". When the load fails the caller drops it and computes on.
+
+    Invariant (I18): a sequence with a load idles at most `wait_s`, as seen between steps; else it computes from the
+    front. So time to first token <= recompute + wait_s and one step of others, which began while it waited. Only copies
+    to the device that hold up the engine's thread add more. Proof: slices have `slice_tokens` or more, so computing all
+    tokens costs what recompute costs; a jump only removes work; what is added is idle time.
+
+    wait_s is at most a slice and a quarter of what the load should save. A load-only choice adds the load's own time,
+    which is less than computing. Beside sequences that decode, a load from disk may idle longer. But idling and
+    computing together take at most 1 + `others` times what computing takes, even if nothing more comes, as it computes
+    no further than to what is there.
     """
     if computed >= choice.stop:
         return NextMove("drop")
@@ -301,7 +301,7 @@ _Sums = dict[str, list[int]]
 
 
 def _page_sums(pages: Sequence[str]) -> _Sums:
-    """Numbers of pages in each tier among the first i, for every i."""
+    """Count the pages in each tier among the first i, for every i."""
     return {name: list(accumulate(map(name.__eq__, pages), initial=0)) for name in (HOST, READING, DISK)}
 
 
@@ -320,7 +320,7 @@ class _Load:
         self._tiers = tiers
 
     def load_seconds(self, begin: int) -> float:
-        """Until the windows and pages from token `begin` to the end are on the device."""
+        """Estimate the seconds until the windows and pages from token `begin` to the end are on the device."""
         host, reading, disk = (self._bytes_from(tier, begin) for tier in (HOST, READING, DISK))
         read = reading or disk
         if HOST not in self._tiers or (read and DISK not in self._tiers):
@@ -336,21 +336,19 @@ class _Load:
         return seconds
 
     def reads_disk(self, begin: int) -> bool:
-        """Say whether any of the windows and pages from token `begin` on come from disk."""
         return bool(self._bytes_from(READING, begin) or self._bytes_from(DISK, begin))
 
     def _bytes_before(self, tier: str, begin: int) -> int:
-        """Count bytes in a tier of the pages before token `begin`."""
         return self._sums[tier][(begin - self._first) // self.candidate.page_tokens] * self.candidate.page_bytes
 
     def _bytes_from(self, tier: str, begin: int) -> int:
-        """Count bytes in a tier of the windows and pages from token `begin` on."""
+        """Count bytes in a tier from token `begin` on, windows included."""
         page = (begin - self._first) // self.candidate.page_tokens
         pages = self._sums[tier][self._pages] - self._sums[tier][page]
         return pages * self.candidate.page_bytes + self.candidate.window_bytes.get(tier, 0)
 
     def meeting_token(self, factor: float) -> int:
-        """The boundary with the soonest end of computing up to it and loading from it, if loads take `factor` times
+        """Find the boundary where computing up to it and loading from it end soonest, if loads take `factor` times
         their estimate. Computing grows with the boundary and loading shrinks, so it is next to where they cross."""
         low, high = 0, self._pages - 1
         while low < high:

@@ -1,7 +1,7 @@
-"""Before the first request: how fast the link to the device is and how fast the disk is read.
+"""Probe of the link to the device and of the disk, before the first request.
 
-Moves pages that nobody needs, or that are kept on disk. Invariant: nothing that a slot holds is changed, and a host
-slot that was borrowed is used by nobody else until its copies are over.
+It moves pages that nobody needs, or that are kept on disk. Invariant: no slot's content changes, and a borrowed host
+slot is used by nobody else until its copies are over.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROBE_SHARE = 0.75
 
 
 class _Sum:
-    """Callback of a copier when some of `count` copies are over; with the last one `over` hears what all took."""
+    """Callback of a copier for `count` copies; after the last, it calls `over` with their total seconds."""
 
     def __init__(self, count: int, over: Callable[[float], None]) -> None:
         self._left, self._over = count, over
@@ -37,8 +37,8 @@ class _Sum:
 def probe_tiers(
     manager: KVCacheManager, tiers: LowerTiers, page_bytes: Mapping[str, int], copied: Callable[[int, float], None]
 ) -> None:
-    """Rate the link by copies into slots that nobody has (`copied(bytes, seconds)` hears of them, on any thread), and
-    the disk by bringing some of what it kept to host memory. Both go on beside what follows."""
+    """Rate the link by copies into unused slots, and the disk by bringing some of its pages to host memory. Both go on
+    after the return; `copied(bytes, seconds)` is called for the link, on any thread."""
     group = manager.chain_group
     size, pool, movers = page_bytes[group], manager.pools[group], tiers.movers
     index = tiers.host

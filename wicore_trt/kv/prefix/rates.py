@@ -1,11 +1,8 @@
-"""Online estimates of what the planner needs: prefill seconds per token, and each tier's rate and latency.
+"""Online estimates for the planner: prefill seconds per token, and each tier's rate and latency.
 
-Plain data; it must not read clocks (callers pass seconds and `now`) nor know what is measured. Both meters fit a sum of
-positive terms, seconds = sum p_i x_i, by normalised gradient steps on the logarithm of the error: p_i stays positive,
-errors are relative, a term learns in proportion to its part of the time, and one outlier counts as CLIP times at most.
-
-Invariant: estimates are positive and finite whatever is observed, and two or three observations bring a tier that
-changed tenfold within a factor of two.
+Plain data; it must not read clocks (callers pass seconds and `now`) nor know what is measured. Invariant: estimates are
+positive and finite whatever is observed, and two or three observations bring a tier that changed tenfold within a
+factor of two.
 """
 
 from __future__ import annotations
@@ -18,17 +15,15 @@ from operator import mul
 
 @dataclass(frozen=True, slots=True)
 class TierRate:
-    """Rate of a tier now. `latency_s` is per batch of operations, `queued_bytes` is work ahead of ours there.
-
-    The rate of HOST is that of the link from host to device, which the pages from disk pass as well.
-    """
+    """Rate of a tier now. `latency_s` is per batch of operations; `queued_bytes` is the work ahead there. The rate of
+    HOST is that of the link from host to device, which the pages from disk pass as well."""
 
     bytes_per_s: float
     latency_s: float = 0.0
     queued_bytes: int = 0
 
     def read_seconds(self, count: int, *, queued: bool = False) -> float:
-        """Until `count` more bytes have arrived, and what is `queued` where that counts; nothing takes no time."""
+        """Estimate the seconds until `count` bytes arrived behind the queued ones; 0 for none, unless `queued`."""
         return self.latency_s + (self.queued_bytes + count) / self.bytes_per_s if count or queued else 0.0
 
 
@@ -36,10 +31,10 @@ class TierRate:
 class ComputeRate:
     """Prefill time of one sequence: `per_token_s` (c0) for each token, `per_key_s` (c1) more per key it attends to.
 
-    `share` in (0, 1] is the part of the step budget that the sequence gets under the present load, `delay_s` the time
-    until its first step (it waits in the queue; loads go on meanwhile). `slice_tokens`: with fewer tokens of this
-    sequence a step gets no shorter, because of the weights to read or because other sequences fill it. `others`: so
-    many seconds to its first token are worth a second of the device, for which other sequences' tokens would wait.
+    `share` in (0, 1] is its part of the step budget under the present load. `delay_s` is the time until its first step;
+    loads go on meanwhile. With fewer than `slice_tokens` of it a step gets no shorter, as weights are read or other
+    sequences fill it. `others`: seconds to its first token that are worth a second of the device, for which other
+    sequences' tokens would wait.
     """
 
     per_token_s: float
@@ -54,7 +49,6 @@ class ComputeRate:
         return (end - begin) * (self.per_token_s + self.per_key_s * (begin + end) / 2)
 
     def shared_seconds(self, begin: int, end: int) -> float:
-        """Seconds to compute tokens [begin, end) with this sequence's share of the device."""
         return self.seconds_alone(begin, end) / self.share
 
     def seconds_spared(self, begin: int, end: int) -> float:
@@ -102,10 +96,11 @@ _SHIFT, _LIMIT = math.log(SHIFT), math.log(LIMIT)
 
 
 class PositiveSum:
-    """seconds = sum p_i x_i with p_i > 0, learnt online. The first observation scales the prior as a whole.
+    """Sum seconds = sum p_i x_i with p_i > 0, learnt online. The first observation scales the prior as a whole.
 
-    p_i stays within a factor of LIMIT of its prior, so that no nonsense makes it overflow. `rate` and `clip` are the
-    step size in noise and the factor by which one observation counts at most.
+    It learns by normalised gradient steps on the logarithm of the error. So errors are relative, p_i stays positive, a
+    term learns in proportion to its part of the time, and an outlier counts as `clip` times at most. `rate` is the step
+    size in noise. p_i stays within a factor of LIMIT of its prior, so that nothing overflows.
     """
 
     def __init__(self, prior: Sequence[float], *, rate: float = RATE, clip: float = CLIP) -> None:
@@ -150,9 +145,8 @@ class PrefillMeter:
         return self._fit.observed
 
     def observe_step(self, slices: Sequence[tuple[int, int]], seconds: float, whole: int = 0) -> None:
-        """Learn from a step: (start, count) of each sequence in it, and its wall time. Steps without prefill are
-        ignored, and those with fewer than `whole` tokens of it, which take as long with more, as soon as there was
-        another."""
+        """Learn from a step: (start, count) of each sequence, and its wall time. Steps without prefill are ignored. So
+        are those with fewer than `whole` prefill tokens, which take as long with more, once there was a larger one."""
         prefill = sum([count for _, count in slices if count > 1])
         if prefill < MIN_TOKENS or not 0 < seconds < math.inf or (self._whole and prefill < whole):
             return
@@ -163,39 +157,37 @@ class PrefillMeter:
         self._fit.update((tokens, keys), seconds)
 
     def expected_seconds(self, slices: Sequence[tuple[int, int]]) -> float:
-        """Seconds of such a step."""
         return self._fit.predict((sum(n for _, n in slices), sum(n * (start + n / 2) for start, n in slices)))
 
     def compute_rate(self, *, share: float = 1.0, delay_s: float = 0.0, slice_tokens: int = 256) -> ComputeRate:
-        """The present estimate; the caller knows the load (see ComputeRate)."""
+        """Return the present estimate; the caller knows the load (see ComputeRate)."""
         return ComputeRate(self._fit.p[0], self._fit.p[1], share, delay_s, slice_tokens)
 
 
 class Drag:
-    """Factor by which steps take longer while pages come from disk: threads that check pages and copies may be in the
-    way. What was seen fades, by half each FADING_S, so that it is tried again."""
+    """Factor by which steps take longer while pages come from disk, as threads that check pages and copies may
+    interfere. It fades by half each FADING_S, so that loads are tried again."""
 
     def __init__(self) -> None:
         self._more, self._at = 0.0, 0.0
 
     def observe_step(self, expected: float, seconds: float, *, now: float) -> None:
-        """Learn from a step beside such a load, which took so long in place of what it takes without."""
+        """Learn from a step beside such a load: `seconds`, instead of the `expected` ones without."""
         if expected > 0 and 0 < seconds < math.inf:
             more = min(CLIP, max(1.0, seconds / expected)) - 1.0
             self._more, self._at = 0.2 * (self.slowdown(now) - 1.0) + 0.8 * more, now
 
     def slowdown(self, now: float) -> float:
-        """1 or more."""
         return 1.0 + self._more * math.exp(-max(0.0, now - self._at) * math.log(2) / FADING_S)
 
 
 class TierMeter:
     """Rate and latency of reads from one tier.
 
-    A tier that became slow is no longer read and so would stay slow in the books for ever. Its estimate therefore
-    rises again while nobody reads it: it doubles each DOUBLING_S up to the best rate seen (or the prior). A tier f
-    times too slow to be worth reading is tried again after DOUBLING_S * log2(f) seconds. One such trial costs the
-    request at most the idle time of its choice (`planner.decide_move`), because it computes meanwhile.
+    A tier that became slow is no longer read and would seem slow for ever. So its estimate doubles each DOUBLING_S
+    without reads, up to the best rate seen (or the prior). A tier f times too slow to be worth reading is tried again
+    after DOUBLING_S * log2(f) seconds. The trial costs the request at most the idle time of its choice
+    (`planner.decide_move`), because it computes meanwhile.
     """
 
     def __init__(self, prior: TierRate) -> None:
@@ -218,9 +210,9 @@ class TierMeter:
         self._best = max(self._best, 1.0 / self._fit.p[1])
 
     def observe_requested_read(self, count: int, asked: float, seconds: float, *, rests: bool, now: float) -> None:
-        """Learn from a read for a request (no probe), which was over so many seconds after it was asked for. With
-        `rests` there is nothing more to read. Reads that follow each other without a rest count as
-        one: each waits for those before it, which may be given up, and for what is written."""
+        """Learn from a read for a request (no probe), `seconds` from when it was asked for to its end. With `rests`
+        there is nothing more to read. Reads without a rest between them count as one: each waits for those before it,
+        which may be given up, and for writes."""
         if count <= 0 or not 0 < seconds < math.inf:
             return
         self._known = min(KNOWN_MOST, self._known_bytes(now) + count), now
@@ -233,8 +225,7 @@ class TierMeter:
             self._since, self._count = self._end, 0
 
     def hoped_factor(self, now: float) -> float:
-        """Factor by which the tier may be faster than it seems: HOPE where nobody has read of it for long, 1 while it
-        is known."""
+        """Factor by which the tier may be faster than it seems: HOPE when long unread, 1 while its rate is known."""
         return math.pow(HOPE, 1.0 - min(1.0, self._known_bytes(now) / KNOWN))
 
     def _known_bytes(self, now: float) -> float:
@@ -243,14 +234,11 @@ class TierMeter:
 
     def observe_overdue(self, count: int, seconds: float, *, now: float) -> None:
         """Learn that a batch is not done after `seconds`, or failed then: it counts only if it is later than expected.
-
-        Call it once when a load passes its deadline, so that the next choices do not wait for a disk that hangs.
-        """
+        Call it once when a load passes its deadline, so that the next choices do not wait for a disk that hangs."""
         if seconds > self._fit.predict((1.0, count)):
             self.observe_read(count, seconds, now=now)
 
     def tier_rate(self, *, queued: int = 0, now: float) -> TierRate:
-        """The present estimate, with `queued` bytes of work ahead there."""
         measured = 1.0 / self._fit.p[1]
         idle = max(0.0, now - self._read_at) if self._fit.observed else 0.0
         faster = min(2.0 ** min(idle / DOUBLING_S, 60.0), max(1.0, self._best / measured))

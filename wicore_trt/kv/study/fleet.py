@@ -74,8 +74,7 @@ class _Router:
         return self.turn % len(self.workers)
 
     def affinity(self, request: TraceRequest, hits: list[int]) -> int:
-        """Choose any worker with the longest prefix, if that is at least LEAST_SHARE of the prompt; else a random
-        one."""
+        """Choose any worker with the longest prefix, if that is LEAST_SHARE of the prompt; else a random one."""
         best = max(hits)
         if best < LEAST_SHARE * len(request.blocks):
             return self.random(request, hits)

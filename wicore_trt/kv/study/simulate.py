@@ -32,8 +32,7 @@ class KVBytes:
 
 @dataclass(slots=True)
 class SimulationReport:
-    """Report of a replay: `hit_tokens` by tier and `moved_bytes` by "source_to_target". Tokens are counted in whole
-    blocks."""
+    """Report of a replay, in tokens of whole blocks: `hit_tokens` by tier, `moved_bytes` by "source_to_target"."""
 
     policy: str
     capacity: dict[str, int]
@@ -132,7 +131,6 @@ class Tiers:
             self._resume.add(request.blocks[min(full, len(request.blocks)) - 1])
 
     def look_up(self, blocks: Sequence[int]) -> list[int]:
-        """Return the tier of each page that would be hit."""
         hit = []
         for block in blocks:
             tier = next((i for i, policy in enumerate(self._policies) if block in policy), None)
