@@ -1,8 +1,8 @@
-"""Find which TensorRT is here, and which GPU architectures it can build for.
+"""Finds the installed TensorRT and the GPU architectures that it can build for.
 
-`tensorrt` (10.15 or later, from NVIDIA's index) builds for the GPU of this machine; TensorRT-RTX
-(`tensorrt_rtx_bindings`, on PyPI) builds for several architectures without a GPU, but not for sm90 and sm100. It must
-not know networks. Invariant: neither is imported before a build asks for it.
+`tensorrt` (10.15 or later, from NVIDIA's index) builds for this machine's GPU. TensorRT-RTX (`tensorrt_rtx_bindings`,
+on PyPI) builds for several architectures without a GPU, but not for sm90 and sm100. Must not know networks. Invariant:
+neither is imported before a build asks for it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ OLDEST = (10, 15)
 
 @dataclass(frozen=True, slots=True)
 class TensorRT:
-    """The module that was found. `targets` maps names such as "sm89" to the builder's ComputeCapability, or to None
-    for the one architecture that a full TensorRT builds for by being there."""
+    """TensorRT module that was found. `targets` maps names such as "sm89" to the builder's ComputeCapability, or to
+    None for a full TensorRT, which builds for its own GPU only."""
 
     module: ModuleType
     flavour: str
@@ -30,7 +30,6 @@ class TensorRT:
     targets: dict[str, Any]
 
     def check_target(self, target: str) -> None:
-        """Raises ConfigError for an architecture that this TensorRT cannot build for."""
         if target in self.targets:
             return
         hint = ""
@@ -43,7 +42,7 @@ class TensorRT:
 
 
 def find_tensorrt() -> TensorRT:
-    """Full TensorRT where it and a GPU are, else TensorRT-RTX. Raises EnvironmentUnfitError without either."""
+    """Find full TensorRT beside a GPU, else TensorRT-RTX. Raises EnvironmentUnfitError without either."""
     full = _find_full()
     if full is not None:
         return full
@@ -57,7 +56,7 @@ def find_tensorrt() -> TensorRT:
 
 
 def _find_full() -> TensorRT | None:
-    """`tensorrt` if it is whole, new enough and beside a GPU. The package of that name on PyPI alone is a stub."""
+    """Find `tensorrt` if it is whole, new enough and beside a GPU. The package of that name on PyPI alone is a stub."""
     if not _is_installed("tensorrt"):  # asked first: the question for the GPU loads PyTorch, in every plan's process
         return None
     capability = _gpu_capability()
@@ -74,7 +73,7 @@ def _find_full() -> TensorRT | None:
 
 
 def _is_installed(name: str) -> bool:
-    """Tell whether the top-level module can be found; does not import it."""
+    """Tell whether the top-level module can be found, without importing it."""
     return name in sys.modules or find_spec(name) is not None
 
 

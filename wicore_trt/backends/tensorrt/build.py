@@ -1,11 +1,11 @@
 """Backend `tensorrt`: plans per target and phase, beside the weights that they all share.
 
-Files in the engine directory: `plans/<target>.<phase>.plan` and `plans/plans.json`, which says what each plan takes,
-gives, contains and was built by. It must not know the network. Invariants: a plan holds no weights, so the engine's
-safetensors serve every target; what cannot be built is refused before any work.
+Files in the engine directory: `plans/<target>.<phase>.plan`, and `plans/plans.json` with each plan's inputs, outputs,
+contents and builder. Must not know the network. Invariants: a plan holds no weights, so the engine's safetensors serve
+every target; what cannot be built is refused before any work.
 
-The timing cache of full TensorRT is kept in the user's cache directory, one file per TensorRT version and target. RTX
-plans are finished on the GPU that loads them and have no timing cache.
+Full TensorRT's timing cache is a file per version and target in the user's cache directory. RTX plans are finished on
+the GPU that loads them and have no timing cache.
 """
 
 from __future__ import annotations
@@ -46,15 +46,12 @@ PARALLEL_BUILDS = 2  # each takes about 1 GB for 27B
 
 
 def plan_file(target: str, phase: str) -> str:
-    """Name of a plan within the engine directory."""
     return f"{PLANS}/{target}.{phase}.plan"
 
 
 class TensorRTBackend:
-    """Implements `engine.options.Backend`."""
-
     def targets(self, options: BuildOptions) -> list[str]:
-        """The targets asked for; full TensorRT takes its own GPU when none is named."""
+        """List the targets asked for; full TensorRT takes its own GPU when none is named."""
         api = find_tensorrt()
         targets = list(options.targets)
         if not targets and len(api.targets) == 1:
@@ -82,7 +79,6 @@ class TensorRTBackend:
     def compile(
         self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress
     ) -> dict[str, Any]:
-        """Build all plans, two at a time."""
         api, requests = find_tensorrt(), plan_requests(checkpoint, directory, options)
         (directory / PLANS).mkdir()
         index: dict[str, Any] = {"tensors": {}, "plans": {}}
@@ -107,7 +103,6 @@ class TensorRTBackend:
 
 
 def plan_requests(checkpoint: Checkpoint, directory: Path, options: BuildOptions) -> list[PlanRequest]:
-    """Make a request per target and phase."""
     spec, kv_dtype = checkpoint.spec, options.kv_dtype_of(checkpoint)
     assert options.max_context is not None, "build_engine fills it in"
     limits = PlanLimits(options.max_batch, min(options.max_chunk, options.max_context), options.max_context)
@@ -134,7 +129,7 @@ def check_dtypes(targets: Sequence[str], dtypes: Sequence[str]) -> None:
 
 
 def check_plugin_heads(spec: Gemma3Spec) -> None:
-    """Raises ConfigError for heads that the attention plugin's kernels cannot do."""
+    """Raises ConfigError for heads that the attention plugin's kernels do not take."""
     if spec.head_dim < 16 or spec.head_dim & (spec.head_dim - 1):
         raise ConfigError(
             f"--attention plugin needs a head_dim that is a power of two of at least 16, not {spec.head_dim}.",
@@ -143,9 +138,8 @@ def check_plugin_heads(spec: Gemma3Spec) -> None:
 
 
 def build_plans(api: TensorRT, requests: list[PlanRequest], directory: Path, progress: Progress) -> list[Plan]:
-    """Build all plans into `directory`/plans, two at a time; results in the order of `requests`.
-
-    Raises EnvironmentUnfitError with TensorRT's reason. The first failure, and Ctrl-C, ends the other builds."""
+    """Build all plans into `directory`/plans, two at a time; results are in the order of `requests`. Raises
+    EnvironmentUnfitError with TensorRT's reason. The first failure, and Ctrl-C, ends the other builds."""
     fractions, lock = [0.0] * len(requests), threading.Lock()
     workers: dict[int, subprocess.Popen[str]] = {}
     stopping = False
@@ -180,7 +174,7 @@ def build_plans(api: TensorRT, requests: list[PlanRequest], directory: Path, pro
 
 
 def _cache_file(api: TensorRT, target: str) -> Path | None:
-    """Find where full TensorRT's timing cache of this version and target is kept; RTX has none."""
+    """Path of full TensorRT's timing cache for this version and target; None for RTX."""
     if api.targets[target] is not None:
         return None
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

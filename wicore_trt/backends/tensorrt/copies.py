@@ -1,9 +1,9 @@
-"""Copies of KV between pages and slots: the face that the executor sees, and its implementation in torch.
+"""Copies of KV between pages and slots: the executor's protocol, and its implementation in torch.
 
 Layouts: pool [pages, layers, 2 (K, V), page_tokens, kv_heads, head_dim], cache [layers, 2, slots, kv_heads, entries,
-head_dim]. It must not know sequences or windows. Invariants: nothing but the tokens asked for is written; where pages
-and slots have one dtype bits are copied; FP8 pages hold E4M3 of value / scale, saturated, so that a value which came
-out of a page goes back to the same byte.
+head_dim]. Must not know sequences or windows. Invariants: only the tokens asked for are written; pages and slots of one
+dtype exchange bits; FP8 pages hold E4M3 of value / scale, saturated, so that a value read from a page goes back to the
+same byte.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ TOKENS_AT_ONCE = 1024  # bounds the memory that a copy needs beside pages and sl
 
 
 class SlotCopier(Protocol):
-    """Work is done in order with the runs of the executor's stream."""
+    """Copier whose work is in order with the runs of the executor's stream."""
 
     def clear(self, slot: int) -> None:
-        """Zero all caches of a slot: a hidden value has weight 0, and 0 times what was there before must be 0."""
+        """Zero all caches of a slot: a hidden value has weight 0, and 0 times old contents must be 0."""
 
     def load(self, group: str, copies: Sequence[PageCopy]) -> None:
-        """Pages to slots."""
+        """Copy pages to slots."""
 
     def store(self, group: str, copies: Sequence[PageCopy]) -> None:
-        """Slots to pages."""
+        """Copy slots to pages."""
 
     def slide(self, group: str, moves: Sequence[Slide]) -> None:
-        """Entries to the front of their slots; source and target may overlap."""
+        """Move entries to the front of their slots; source and target may overlap."""
 
 
 class TorchSlotCopier:
@@ -74,7 +74,7 @@ class TorchSlotCopier:
             cache[:, :, move.slot, :, : move.keep] = kept
 
     def _list_indices(self, copies: Sequence[PageCopy], pool: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-        """(page, token of the page, slot, entry) of each token, in pieces."""
+        """List (page, token of the page, slot, entry) of each token, in pieces."""
         columns: list[list[torch.Tensor]] = [[], [], [], []]
         for copy in copies:
             at = torch.arange(copy.offset, copy.offset + copy.tokens)

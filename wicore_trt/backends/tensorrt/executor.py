@@ -1,9 +1,8 @@
 """Executor of the tensorrt backend: plans over linear KV slots, which are a cache of the KV pages.
 
-Owns the weights, the page pools, the slots and the sampler of one engine. It must not know requests, queues or which
-pages hold what; the batch says that. Invariants: after execute() the pages hold the KV of the whole batch, so that the
-tiers, prefix reuse and preemption work as they do without slots; what a step computes follows from the batch and the
-pages alone.
+Owns an engine's weights, page pools, slots and sampler. Must not know requests, queues or which pages hold what.
+Invariants: after execute() the pages hold the KV of the whole batch, so that tiers, prefix reuse and preemption work
+without slots; a step's results follow from the batch and the pages alone.
 """
 
 from __future__ import annotations
@@ -43,16 +42,14 @@ log = logging.getLogger(__name__)
 
 
 class TensorRTExecutor:
-    """Implements `Executor`. `pools[group]` is the device tensor of the group's KV pages, shaped as in KVLayout with
-    the page first; `kernels` is like "tensorrt-rtx-1.7.1.116-sm89-" and a digest. `slots` sequences can run without
-    copying more KV than they compute; beyond that each step copies whole sequences."""
+    """Implements `Executor`. `pools[group]` is the device tensor of the group's KV pages, as in KVLayout, the page
+    first. `kernels` is like "tensorrt-rtx-1.7.1.116-sm89-" and a digest. Up to `slots` sequences copy only the KV that
+    they compute; beyond that each step copies whole sequences."""
 
     def __init__(self, engine: EngineDir, settings: ExecutorOptions, trt: Any, device: Device) -> None:
-        """Load `engine` with the TensorRT module `trt` of the engine's flavour.
-
-        Raises EnvironmentUnfitError for another version of TensorRT or a GPU that no plan is for, EngineFormatError for
-        files that do not fit, ConfigError for too little memory.
-        """
+        """Load `engine` with the TensorRT module `trt` of the engine's flavour. Raises EnvironmentUnfitError for
+        another version of TensorRT or a GPU without plans, EngineFormatError for files that do not fit, ConfigError for
+        too little memory."""
         check_environment(engine, trt, device.target)
         part = engine.local_part()
         self._closed = False
@@ -121,7 +118,7 @@ class TensorRTExecutor:
         self._table.release(seq_id)
 
     def close(self) -> None:
-        """Keep what TensorRT-RTX compiled, drop everything on the device; calling it twice is harmless."""
+        """Save what TensorRT-RTX compiled and drop everything on the device; calling it twice is harmless."""
         if self._closed:
             return
         self._closed = True
@@ -133,8 +130,8 @@ class TensorRTExecutor:
         del self._session, self._copies, self.copier, self._page_copies
 
     def _warm_up(self, max_chunk: int) -> None:
-        """Run the longest prefill and each size of decode once, in slots that no sequence has yet, so that no request
-        waits for what TensorRT does in a first run; keep what it compiled."""
+        """Run the longest prefill and each size of decode once, in free slots, and save what TensorRT compiled, so that
+        no request waits for first runs."""
         entries = dict.fromkeys(self._table.groups, 0)
         parts = [Part(PREFILL, [Row(0, 0, [0] * max_chunk, 0, entries, last=True)])]
         for batch in sorted({decode_slots(slot, self.slots) for slot in range(self.slots)}):
@@ -147,7 +144,6 @@ class TensorRTExecutor:
             cache.save()
 
     def _run_part(self, part: Part) -> None:
-        """Run a part of a step, in the order that `Part` demands."""
         for slot in part.clears:
             self._copies.clear(slot)
         for group, copies in part.loads.items():
@@ -164,8 +160,8 @@ class TensorRTExecutor:
 
 
 def open_executor(engine: EngineDir, settings: ExecutorOptions) -> TensorRTExecutor:
-    """An executor on this machine's GPU and TensorRT. Raises what TensorRTExecutor raises, and EnvironmentUnfitError
-    without a GPU or without the TensorRT that built the engine."""
+    """Open an executor on this machine's GPU and TensorRT. Raises what TensorRTExecutor raises, and
+    EnvironmentUnfitError without a GPU or the TensorRT that built the engine."""
     try:
         device = CudaDevice(settings.device, "tensorrt")
     except EnvironmentUnfitError as error:
@@ -175,7 +171,7 @@ def open_executor(engine: EngineDir, settings: ExecutorOptions) -> TensorRTExecu
 
 
 def _import_module(engine: EngineDir) -> Any:
-    """The TensorRT module of the engine's flavour, which need not be the one that a build would choose."""
+    """Import the TensorRT module of the engine's flavour, which a build here might not choose."""
     flavour = engine.manifest.compiled.get("flavour")
     name = "tensorrt_rtx_bindings" if flavour == RTX else "tensorrt"
     try:
@@ -211,7 +207,7 @@ def _make_layout(engine: EngineDir, settings: ExecutorOptions) -> KVLayout:
 
 
 def _kv_scales(spec: Gemma3Spec, constants: Mapping[str, torch.Tensor], device: Device) -> dict[str, torch.Tensor]:
-    """Per group float32 [layers]: scales of FP8 pages, 1 where the checkpoint has none."""
+    """Scales of FP8 pages per group, float32 [layers]; 1 where the checkpoint has none."""
     one = torch.ones(1, device=device.torch_device)
     return {
         group: torch.cat([constants.get(kv_scale_name(layer), one) for layer in spec.layers_of(group)])

@@ -1,7 +1,7 @@
-"""A thin hand on INetworkDefinition: one method per operator, names on every layer, constants kept alive.
+"""Wrapper of INetworkDefinition: one method per operator, names on every layer, constants kept alive.
 
-Serves `ops`; it must not know Gemma. Works with the module `tensorrt` (10.15 and later) and with
-`tensorrt_rtx_bindings`. Invariant: a layer that TensorRT refuses to add raises at once and names itself.
+Serves `ops`; must not know Gemma. Works with `tensorrt` (10.15 and later) and `tensorrt_rtx_bindings`. Invariant: a
+layer that TensorRT refuses to add raises at once and names itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Tensor = Any  # trt.ITensor; the module is imported by the caller
 
 
 class Graph:
-    """Builds into `network`; `trt` is the TensorRT module. `scope` is the prefix of layer names to come."""
+    """Builder into `network`; `trt` is the TensorRT module, `scope` the prefix of layer names to come."""
 
     def __init__(self, network: Any, trt: Any) -> None:
         self.network, self.trt, self.scope = network, trt, ""
@@ -54,7 +54,7 @@ class Graph:
         self.network.mark_output(x)
 
     def constant(self, values: Any, dtype: Any, rank: int | None = None) -> Tensor:
-        """A constant; `rank` gives a scalar that many dimensions of 1, to broadcast."""
+        """Add a constant; `rank` gives a scalar that many dimensions of 1, to broadcast."""
         array = np.ascontiguousarray(np.array(values, dtype))
         if rank is not None:
             array = array.reshape((1,) * rank)
@@ -70,7 +70,7 @@ class Graph:
         return self._name_output("cast", self.network.add_cast(x, self.dtypes[dtype]))
 
     def binary(self, op: str, a: Tensor, b: Tensor | float) -> Tensor:
-        """An ElementWiseOperation; a number becomes a constant of a's kind."""
+        """Add an ElementWiseOperation; a number becomes a constant of a's kind."""
         if isinstance(b, (int, float)):
             integer = a.dtype in (self.trt.DataType.INT32, self.trt.DataType.INT64)
             b = self.constant(b, np.int32 if integer else np.float32, len(a.shape))
@@ -84,12 +84,12 @@ class Graph:
         return self._name_output(op.lower(), self.network.add_activation(x, getattr(self.trt.ActivationType, op)))
 
     def reduce_last(self, op: str, x: Tensor) -> Tensor:
-        """Over the last dimension, which stays with size 1."""
+        """Reduce the last dimension to size 1."""
         operation, axes = getattr(self.trt.ReduceOperation, op), 1 << (len(x.shape) - 1)
         return self._name_output("reduce", self.network.add_reduce(x, operation, axes, True))
 
     def matmul_transposed(self, x: Tensor, w: Tensor) -> Tensor:
-        """x [N, K] times w [M, K] transposed."""
+        """Multiply x [N, K] by w [M, K] transposed."""
         plain, transposed = self.trt.MatrixOperation.NONE, self.trt.MatrixOperation.TRANSPOSE
         return self._name_output("matmul", self.network.add_matrix_multiply(x, plain, w, transposed))
 
@@ -100,7 +100,7 @@ class Graph:
         return self._name_output("select", self.network.add_select(condition, yes, no))
 
     def reshape(self, x: Tensor, shape: Sequence[int] | Tensor, then: Sequence[int] | None = None) -> Tensor:
-        """`shape`: numbers (one may be -1), or an int64 tensor of them; `then` permutes the result's dimensions."""
+        """Reshape to numbers (one may be -1) or an int64 tensor of them; `then` permutes the result's dimensions."""
         layer = self._name_layer("reshape", self.network.add_shuffle(x))
         if isinstance(shape, (list, tuple)):
             layer.reshape_dims = tuple(shape)
@@ -122,7 +122,7 @@ class Graph:
         return self._name_output("shape", self.network.add_shape(x))
 
     def dims(self, *parts: Tensor | int) -> Tensor:
-        """int64 [n] of shape pieces ([1] tensors) and numbers. Equal ones are one tensor."""
+        """Make int64 [n] of shape pieces ([1] tensors) and numbers; equal ones share one tensor."""
         key = tuple(p if isinstance(p, int) else p.name for p in parts)
         if key not in self._dims:
             pieces = [p if not isinstance(p, int) else self.constant([p], np.int64) for p in parts]
@@ -130,7 +130,7 @@ class Graph:
         return self._dims[key]
 
     def slice(self, x: Tensor, start: Sequence[int], size: Tensor) -> Tensor:
-        """Contiguous part of x from `start`; `size` is an int64 tensor with a number per dimension."""
+        """Take a contiguous part of x from `start`; `size` is an int64 tensor with a number per dimension."""
         ones = (1,) * len(start)
         layer = self._name_layer("slice", self.network.add_slice(x, tuple(start), ones, ones))
         layer.set_input(2, size)
@@ -148,21 +148,21 @@ class Graph:
         return layer.get_output(0)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, size: int) -> Tensor:
-        """Rotary embedding by halves of x [B, heads, T, size] at `positions` [B, T]."""
+        """Apply the rotary embedding by halves to x [B, heads, T, size] at `positions` [B, T]."""
         layer = self._name_layer("rotate", self.network.add_rotary_embedding(x, cos, sin, False, size))
         layer.set_input(3, positions)
         return layer.get_output(0)
 
     def update_cache(self, cache: Tensor, update: Tensor, first: Tensor) -> Tensor:
-        """cache [B, heads, S, D] with update [B, heads, T, D] written at entries first[b], ... in place."""
+        """Write update [B, heads, T, D] into cache [B, heads, S, D] at entries first[b], ... in place."""
         linear = self.trt.KVCacheMode.LINEAR
         return self._name_output("kv_update", self.network.add_kv_cache_update(cache, update, first, linear))
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, mask: Tensor | None, *, causal: bool
     ) -> Tensor:
-        """softmax(q k^T) v with no scaling. Keys beyond lengths[b] are not there; `mask` (bool, true is visible) hides
-        others. `causal`: the last query sees all keys, the one before it one less, and so on."""
+        """Compute softmax(q k^T) v without scaling. Keys beyond lengths[b] are absent; `mask` (bool, true is visible)
+        hides others. `causal`: the last query sees all keys, the one before it one less, and so on."""
         kind = self.trt.CausalMaskKind.LOWER_RIGHT if causal else self.trt.CausalMaskKind.NONE
         softmax = self.trt.AttentionNormalizationOp.SOFTMAX
         layer = self._name_layer("attention", self.network.add_attention_v2(q, k, v, softmax, kind))
@@ -173,12 +173,11 @@ class Graph:
         return layer.get_output(0)
 
     def plugin(self, layer: Any, count: int) -> list[Tensor]:
-        """The outputs of a plugin's layer that was added."""
         layer = self._name_layer("plugin", layer)
         return [layer.get_output(i) for i in range(count)]
 
     def all_ranks(self, op: str, x: Tensor, ranks: int) -> Tensor:
-        """ "sum": the sum over tensor-parallel ranks; "gather": all ranks' parts stacked on dim 0."""
+        """Combine x over tensor-parallel ranks: "sum", or "gather", which stacks all ranks' parts on dim 0."""
         collective = self.trt.CollectiveOperation
         kind = collective.ALL_REDUCE if op == "sum" else collective.ALL_GATHER
         reduce = self.trt.ReduceOperation.SUM if op == "sum" else self.trt.ReduceOperation.NONE

@@ -1,8 +1,8 @@
 """Copies of KV between pages and slots by the Triton kernels of `plugins`: one launch for all copies of a group.
 
-`choose_copier` takes them on a GPU where Triton is and the model's heads fit, else torch. It must not know sequences
-or windows. Invariant: what a launch reads is on the stream before it, and stays until the stream has passed it, because
-torch gives memory that was freed on a stream to that stream's later work only.
+`choose_copier` takes them on a GPU with Triton and fitting heads, else torch. Must not know sequences or windows.
+Invariant: a launch's inputs are on the stream before it and stay until the stream has passed it. Torch ensures that: it
+reuses memory freed on a stream for that stream's later work only.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class GroupMemory:
         return CacheShape(layers, slots, kv_heads, entries, head_dim, _NAMES[self.cache.dtype])
 
     def specs(self) -> dict[str, KernelSpec]:
-        """The kernels that this memory needs. Raises ConfigError for types that no kernel converts."""
+        """Specify the kernels that this memory needs. Raises ConfigError for types that no kernel converts."""
         from wicore_trt.plugins.kernels.specs import copy_pages_spec, slide_spec
 
         pages, dtype = self.pool_shape(), _NAMES[self.cache.dtype]
@@ -58,7 +58,7 @@ class GroupMemory:
 
 
 class KernelSlotCopier:
-    """Implements `SlotCopier`; `kernels` are compiled from the `specs` of any group, which differ in nothing."""
+    """Implements `SlotCopier`; `kernels` are compiled from the `specs` of any group, which are all equal."""
 
     def __init__(
         self, groups: Mapping[str, GroupMemory], kernels: Mapping[str, CompiledKernel], launcher: Launcher, stream: int
@@ -100,7 +100,7 @@ class KernelSlotCopier:
         self._launcher.launch(kernel, call, self._stream)
 
     def _upload_ints(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
-        """int32 on the device. The driver copies so few bytes from pageable memory at once, so nothing waits."""
+        """Upload int32 to the device. Nothing waits: the driver buffers so few bytes of pageable memory."""
         device = next(iter(self._groups.values())).cache.device
         return torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
 
@@ -111,7 +111,6 @@ def choose_copier(
     scales: Mapping[str, torch.Tensor],
     device: Device,
 ) -> SlotCopier:
-    """The fastest copier for where the tensors are."""
     groups = {group: GroupMemory(pools[group], caches[group], scales[group]) for group in pools}
     if device.torch_device.type == "cuda":
         reason = _no_kernels(groups)
@@ -129,7 +128,7 @@ def choose_copier(
 
 
 def _no_kernels(groups: Mapping[str, GroupMemory]) -> str | None:
-    """Why the kernels cannot copy this memory or be launched here, or None."""
+    """Explain why the kernels cannot copy this memory or be launched here; None if they can."""
     head_dim = next(iter(groups.values())).pool.shape[-1]
     if head_dim < 16 or head_dim & (head_dim - 1):
         return f"head_dim {head_dim} is no power of two of at least 16"

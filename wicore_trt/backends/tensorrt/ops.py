@@ -1,15 +1,14 @@
-"""Gemma 3's operators as layers of a TensorRT network, strongly typed.
+"""Gemma 3's operators as layers of a TensorRT network, strongly typed, for `tensorrt` and `tensorrt_rtx_bindings`.
 
-One lowering for `tensorrt` and `tensorrt_rtx_bindings`. Weights are inputs, so a plan is small, builds in seconds and
-serves any weights of its shapes. It must not know files, targets or devices. Invariants: the residual stream,
-norms, rotary embedding, GELU and logits are float32; a value is rounded to the engine's dtype only where it becomes
-an operand of a matrix product, a query, or an entry of the cache.
+Weights are inputs, so a plan is small, builds in seconds and serves any weights of its shapes. Must not know files,
+targets or devices. Invariants (I20): residual stream, norms, rotary embedding, GELU and logits are float32; a value is
+rounded to the engine's dtype only as an operand of a matrix product, a query, or a cache entry.
 
 TensorRT rounds a product to its operands' dtype, and float16 ends at 65,504. So in float16 and FP8 each row of the
-operand is divided by its largest magnitude, and the product multiplied by it in float32: what is rounded is at most
-the sum of magnitudes of one row of the weight, whatever the activations. FP8 (E4M3, `backends.torch.ops` defines it):
-row / max is quantized with scale 1 / 448, so 448 is reached by the row's largest element. Both operands of an FP8
-product have that one constant scale, which is what FP8 kernels take; the weight's own scales follow in float32.
+operand is divided by its largest magnitude, and the product multiplied by it in float32. The rounded value is then at
+most the sum of magnitudes of one row of the weight, whatever the activations. FP8 (E4M3, defined in
+`backends.torch.ops`) quantizes row / max with scale 1 / 448, so the row's largest element reaches 448. Both operands of
+an FP8 product have that one constant scale, which FP8 kernels take; the weight's own scales follow in float32.
 """
 
 from __future__ import annotations
@@ -39,12 +38,9 @@ TINY = 1e-30  # stands in for the largest magnitude of a row of zeros
 def define_network(
     network: Any, trt: Any, request: PlanRequest, plugin_kernels: Mapping[str, CompiledKernel] | None = None
 ) -> list[TensorSpec]:
-    """Define one rank's network of a phase in `network`; returns its inputs and outputs.
-
-    A linear is FP8 when its weight is. With kv_dtype "fp8" keys and values are rounded to E4M3 before they enter a
-    cache of the activations' dtype. With `plugin_kernels` (`plugin_config`'s, for this target) attention is the plugin
-    WicoreCacheAttention.
-    """
+    """Define one rank's network of a phase in `network`; returns its inputs and outputs. A linear is FP8 when its
+    weight is. With kv_dtype "fp8" keys and values are rounded to E4M3 before they enter a cache of the activations'
+    dtype. With `plugin_kernels` (`plugin_config`'s, for this target) the plugin WicoreCacheAttention attends."""
     spec, limits, dtype, tp_size = request.spec, request.limits, request.dtype, request.tp_size
     local, profile = spec.shard(0, tp_size).spec, limits.profile(request.phase)
     caches = plan_io.cache_tensors(local, limits, dtype)
@@ -60,10 +56,8 @@ def define_network(
 
 
 class TensorRTOps:
-    """`Ops` of a whole network; T is an ITensor, float32 between operators. N is B * T, slots in order.
-
-    `updated` maps each cache input to its tensor after the step.
-    """
+    """`Ops` of a whole network; T is an ITensor, float32 between operators. N is B * T, slots in order. `updated` maps
+    each cache input to its tensor after the step."""
 
     MASKS: ClassVar[bool] = True
 
@@ -128,7 +122,7 @@ class TensorRTOps:
         return g.cast(g.binary("PROD", q, group.softmax_scale), self._dtype)
 
     def _write_entries(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Put entries [B, kv_heads, T, D] into the layer's caches."""
+        """Write k and v [B, kv_heads, T, D] into the layer's caches."""
         first = self._in[plan_io.write_indices(self._spec.layer_groups[layer])]
         for part, values in (("k", k), ("v", v)):
             name = plan_io.cache(part, layer)
@@ -181,13 +175,13 @@ class TensorRTOps:
         return self._g.binary("PROD", self._unit_rms(x), self._in[weight])
 
     def _unit_rms(self, x: Tensor) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) over the last dimension (arXiv:1910.07467)."""
+        """Compute x / sqrt(mean(x^2) + eps) over the last dimension (arXiv:1910.07467)."""
         g = self._g
         mean = g.reduce_last("AVG", g.binary("PROD", x, x))
         return g.binary("DIV", x, g.unary("SQRT", g.binary("SUM", mean, self._spec.rms_norm_eps)))
 
     def _multiply(self, x: Tensor, weight: str) -> Tensor:
-        """float32 x [N, K] @ W.T; see the module's docstring for the rounding."""
+        """Compute float32 x [N, K] @ W.T, rounded as in the module's docstring."""
         g, w = self._g, self._in[weight]
         quantized = w.dtype == g.dtypes["fp8"]
         if not quantized and self._dtype != "float16":
@@ -219,7 +213,7 @@ class TensorRTOps:
         return self._g.rotate(x, cos, sin, self._in[plan_io.POSITIONS], group.head_dim)
 
     def _round_entry(self, x: Tensor, layer: int) -> Tensor:
-        """Keys or values as the cache holds them. An FP8 page then holds exactly what the cache does."""
+        """Round keys or values as the cache holds them, so that an FP8 page holds exactly what the cache does."""
         g = self._g
         if self._kv_dtype == "fp8":
             name = layer_weight(layer, "attention").removesuffix("weight") + "kv_cache_scaling_factor"
@@ -231,13 +225,13 @@ class TensorRTOps:
         return g.cast(x, self._dtype)
 
     def _find_entries(self, group: str) -> Tensor:
-        """int32 [B, T]: the cache entry of each token."""
+        """Find each token's cache entry, int32 [B, T]."""
         g, positions = self._g, self._in[plan_io.POSITIONS]
         offset = g.binary("SUB", positions, g.slice(positions, (0, 0), g.dims(self._batch, 1)))
         return g.binary("SUM", offset, g.reshape(self._in[plan_io.write_indices(group)], (-1, 1)))
 
     def _window_mask(self) -> Tensor:
-        """bool [B, 1, T, entries]: entry j is within the window that ends at the token's own entry."""
+        """Mask bool [B, 1, T, entries]: entry j is within the window that ends at the token's own entry."""
         g, group = self._g, self._spec.layer_group(LOCAL)
         g.scope = "window"
         own = g.reshape(self._find_entries(LOCAL), g.dims(self._batch, 1, self._chunk, 1))
@@ -250,7 +244,7 @@ class TensorRTOps:
 
 class PluginOps(TensorRTOps):
     """Operators with WicoreCacheAttention in place of TensorRT's cache update and attention. `kernels` are the plugin's
-    for the target, `profile` is the phase's."""
+    for the target; `profile` is the phase's."""
 
     MASKS = False
 
@@ -262,7 +256,7 @@ class PluginOps(TensorRTOps):
         self._counted = int(profile[plan_io.BATCH][-1])
 
     def _write_entries(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """The plugin writes them when it attends."""
+        """Hold k and v for the plugin, which writes them when it attends."""
         group = self._groups[layer]
         order, shape = (0, 2, 1, 3), (-1, group.num_kv_heads, group.head_dim)
         self._rows_of[layer] = self._g.transpose(k, order, shape), self._g.transpose(v, order, shape)
@@ -282,8 +276,8 @@ class PluginOps(TensorRTOps):
         return g.cast(g.reshape(attended, (-1, group.q_size)), "float32")
 
     def _step_tensors(self, group: LayerGroup) -> tuple[Tensor, ...]:
-        """Make what the plugin is told of a step, the same for all layers of a group: page table, entries, slots,
-        cu_seqlens and first entries, as `CacheAttention` has them."""
+        """Make the plugin's inputs of a step, equal for all layers of a group: page table, entries, slots, cu_seqlens
+        and first entries, as in `CacheAttention`."""
         g = self._g
         g.scope = f"step.{group.name}"
         entries = self._in[plan_io.cache("k", group.layers[0])].shape[2]
@@ -299,6 +293,6 @@ class PluginOps(TensorRTOps):
 
 
 def plugin_config(group: LayerGroup, entries: int, dtype: str) -> CacheAttentionConfig:
-    """The plugin of one layer of `group`, the rank's. The queries are scaled before they come."""
+    """Configure the plugin of one layer of `group`, the rank's, for queries that are scaled already."""
     sizes = (group.num_heads, group.num_kv_heads, group.head_dim)
     return CacheAttentionConfig(entries, *sizes, dtype, group.window, 1.0)

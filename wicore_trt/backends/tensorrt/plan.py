@@ -1,7 +1,7 @@
 """Plans of an engine directory, loaded into TensorRT and checked against their index.
 
 Knows the files of `backends.tensorrt.build` and TensorRT's engine object; no devices, no memory. Invariant: a
-`LoadedPlan` takes and gives exactly the tensors that the index lists, and those are the ones that this version binds.
+`LoadedPlan` has exactly the inputs and outputs that the index lists, and this version binds exactly those.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ DTYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "fp8": "FP8
 
 @dataclass(frozen=True, slots=True)
 class LoadedPlan:
-    """`engine` is TensorRT's; `tensors` its inputs and outputs by name, B, T and R as in `profile`; `digest` names the
-    plan's content."""
+    """Plan in TensorRT's `engine`; `tensors` are inputs and outputs by name, B, T and R as in `profile`. `digest` names
+    the plan's content."""
 
     phase: str
     engine: Any
@@ -40,7 +40,7 @@ class LoadedPlan:
 
 
 def plan_limits(engine: EngineDir) -> PlanLimits:
-    """The limits that the plans were built for. Raises EngineFormatError when the manifest lacks them."""
+    """Read the limits that the plans were built for. Raises EngineFormatError when the manifest lacks them."""
     manifest = engine.manifest
     try:
         return PlanLimits(
@@ -51,15 +51,13 @@ def plan_limits(engine: EngineDir) -> PlanLimits:
 
 
 def rebuild_plans(engine: EngineDir, *more: str) -> str:
-    """The command that builds the engine again, for its targets and `more`."""
+    """Word the command that builds the engine again, for its targets and `more`."""
     return rebuild_engine(engine.path, engine.manifest, more)
 
 
 def read_index(engine: EngineDir) -> dict[str, list[TensorSpec]]:
-    """Inputs and outputs of each phase's plans, as the index lists them.
-
-    Raises EngineFormatError for an index that cannot be read, or that does not list what this version binds.
-    """
+    """Read inputs and outputs of each phase's plans. Raises EngineFormatError for an index that cannot be read, or that
+    does not list what this version binds."""
     try:
         data = engine.read_json(INDEX)["tensors"]
         index = {phase: [TensorSpec.from_dict(tensor) for tensor in data[phase]] for phase in PHASES}
@@ -83,11 +81,8 @@ def read_index(engine: EngineDir) -> dict[str, list[TensorSpec]]:
 
 
 def load_plans(trt: Any, engine: EngineDir, target: str, runtime: Any = None) -> dict[str, LoadedPlan]:
-    """Load the plans of both phases for `target`.
-
-    Raises EngineFormatError for a plan that is not as the index says, EnvironmentUnfitError with TensorRT's words for
-    one that it does not load.
-    """
+    """Load the plans of both phases for `target`. Raises EngineFormatError for a plan that differs from the index,
+    EnvironmentUnfitError with TensorRT's words for one that it refuses."""
     index, limits, book = read_index(engine), plan_limits(engine), BuildLog()
     plugin = engine.manifest.compiled.get("attention") == PLUGIN
     if plugin:
@@ -118,9 +113,8 @@ def plan_problems(
     *,
     plugin: bool = False,
 ) -> list[str]:
-    """List what TensorRT's `engine` has otherwise than `tensors` say, each with the tensor's name. `plugin`: caches are
-    changed by the attention plugin, which looks at their addresses in every step; TensorRT need not call them aliases.
-    """
+    """List differences between TensorRT's `engine` and `tensors`, each with the tensor's name. `plugin`: the attention
+    plugin changes caches and checks their addresses in every step, so TensorRT need not call them aliases."""
     listed = {t.name: t for t in tensors}
     names = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
     problems = [f"it lacks {name}" for name in sorted({*listed} - names)]

@@ -1,7 +1,7 @@
-"""Build of a TensorRT plan: define the network, build it for a target, say what came out.
+"""Builds a TensorRT plan: defines the network, builds it for a target, reports the result.
 
-Knows the TensorRT API and no files. Invariants: FP32 is FP32 (TF32 is off), and a plan needs no memory at run time that
-its context did not ask for, so that a step can be captured in a CUDA graph.
+Knows the TensorRT API and no files. Invariants: FP32 is FP32 (TF32 is off). A plan needs no memory at run time that its
+context did not ask for, so a step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from wicore_trt.plugins.tensorrt.network import allow_aliasing, check_plugins, r
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A plan. `tensors` are its inputs and outputs, dimensions that vary as letters; `facts` are for people; `data` its
-    bytes, b"" where a worker wrote them; `timing_cache` makes the next build faster (full TensorRT only)."""
+    """Built plan. `tensors` are its inputs and outputs, dimensions that vary as letters; `facts` are for people; `data`
+    its bytes, b"" where a worker wrote them; `timing_cache` makes the next build faster (full TensorRT only)."""
 
     tensors: list[TensorSpec]
     facts: dict[str, Any]
@@ -41,10 +41,8 @@ def build_plan(
     timing_cache: bytes | None = None,
     report: Callable[[float], None] = lambda fraction: None,
 ) -> Plan:
-    """Build the plan of `request`. `timing_cache` is an earlier build's (full TensorRT only).
-
-    Raises EnvironmentUnfitError with TensorRT's reason when it cannot.
-    """
+    """Build the plan of `request`. `timing_cache` is an earlier build's (full TensorRT only). Raises
+    EnvironmentUnfitError with TensorRT's reason when it cannot."""
     trt, book = api.module, BuildLog()
     if request.attention == PLUGIN:
         check_plugins(trt)
@@ -85,7 +83,6 @@ def build_plan(
 
 
 def make_network(trt: Any, builder: Any, request: PlanRequest) -> tuple[Any, list[TensorSpec]]:
-    """The defined network, and its inputs and outputs."""
     strongly_typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = builder.create_network(strongly_typed)
     kernels = _plugin_kernels(request) if request.attention == PLUGIN else None
@@ -93,18 +90,15 @@ def make_network(trt: Any, builder: Any, request: PlanRequest) -> tuple[Any, lis
 
 
 def _plugin_kernels(request: PlanRequest) -> dict[str, CompiledKernel]:
-    """The attention plugin's kernels, which all layers share."""
+    """Compile the attention plugin's kernels, which all layers share."""
     local = request.spec.shard(0, request.tp_size).spec
     config = plugin_config(local.layer_group(GLOBAL), PAGE, request.dtype)
     return compile_kernels(cache_attention_specs(config), request.target)
 
 
 def hash_network(network: Any) -> str:
-    """Hex blake2b over every layer's name, kind, inputs and outputs with their dtypes and shapes.
-
-    What two builds have in common: TensorRT writes the tables of a plan in the order of memory addresses, so the files
-    of two builds have the same size and contents, and not the same bytes.
-    """
+    """Hash every layer's name, kind, inputs and outputs with dtypes and shapes, as hex blake2b. The hash is equal for
+    equal builds, whose files are not: TensorRT writes a plan's tables in the order of memory addresses."""
     hasher = hashlib.blake2b(digest_size=16)
     for number in range(network.num_layers):
         layer = network.get_layer(number)

@@ -1,15 +1,14 @@
 """Inputs and outputs of a TensorRT plan of Gemma 3: names, dtypes and shapes, as plain data.
 
-The lowering adds exactly these inputs, the manifest records them and the runtime binds them. It must not know TensorRT,
-torch or files. Invariant: everything that differs from step to step is an input, so one plan serves every batch
-within its limits.
+The lowering adds these inputs, the manifest records them, the runtime binds them. Must not know TensorRT, torch or
+files. Invariant: everything that differs from step to step is an input, so a plan serves every batch within its limits.
 
-A step has B linear KV slots with T tokens each. There is a plan for each phase: prefill runs one slot with a chunk of
-tokens, decode runs many slots with one token. Weights are inputs, so both read the same memory. Global layers keep
-every position of a sequence. Local layers keep a sliding linear cache: entries of consecutive positions, the oldest
-first; when a step does not fit, the runtime first moves the last `window - 1` entries to the front. Keys are stored
-rotated by their absolute position, so moving them changes no value. The last entry of a cache is scratch: a slot that
-has nothing to do in a decode step writes there.
+A step has B linear KV slots with T tokens each. Each phase has a plan: prefill runs one slot with a chunk of tokens,
+decode many slots with one token. Weights are inputs, so both read the same memory. Global layers keep every position of
+a sequence. Local layers keep a sliding linear cache: entries of consecutive positions, the oldest first. When a step
+does not fit, the runtime first moves the last `window - 1` entries to the front. Keys are stored rotated by their
+absolute position, so moving them changes no value. The last entry of a cache is scratch, where a slot without work
+writes in a decode step.
 """
 
 from __future__ import annotations
@@ -37,22 +36,22 @@ CACHE_ALIGNMENT = 64  # entries; attention kernels read keys in blocks of at mos
 
 
 def write_indices(group: str) -> str:
-    """int32[B]: cache entry of the step's first token in each slot."""
+    """Name int32[B]: cache entry of the step's first token in each slot."""
     return f"write_indices.{group}"
 
 
 def kv_lengths(group: str) -> str:
-    """int32[B]: cache entries of each slot after the step."""
+    """Name int32[B]: cache entries of each slot after the step."""
     return f"kv_lengths.{group}"
 
 
 def cache(part: str, layer: int) -> str:
-    """[B, kv_heads, entries, head_dim] in the plan's KV dtype; `part` is "k" or "v"."""
+    """Name the cache [B, kv_heads, entries, head_dim] in the plan's KV dtype; `part` is "k" or "v"."""
     return f"cache.{part}.{layer}"
 
 
 def updated(cache_name: str) -> str:
-    """Output that aliases the cache input of this name."""
+    """Name the output that aliases the cache input `cache_name`."""
     return f"{cache_name}.updated"
 
 
@@ -80,7 +79,7 @@ class TensorSpec:
         return replace(self, shape=tuple(one_size.get(d, d) if isinstance(d, str) else d for d in self.shape))
 
     def bound(self, profile: Mapping[str, tuple[int, int, int]], which: int) -> tuple[int, ...]:
-        """The least (0), best (1) or largest (2) shape in `profile`."""
+        """Least (0), best (1) or largest (2) shape in `profile`."""
         return tuple(d if isinstance(d, int) else profile[d][which] for d in self.shape)
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,23 +87,21 @@ class TensorSpec:
 
     @classmethod
     def of_weight(cls, weight: WeightSpec) -> TensorSpec:
-        """The input of a weight."""
         return cls(weight.name, weight.dtype, weight.shape, "weight", weight.parts, weight.combine)
 
     @property
     def weight(self) -> WeightSpec:
-        """Specification that `load_weights` takes, of a tensor of kind "weight"."""
+        """Specification for `load_weights`, of a tensor of kind "weight"."""
         return WeightSpec(self.name, self.dtype, self.bound({}, 0), self.parts, self.combine)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TensorSpec:
-        """Inverse of to_dict. Raises TypeError or KeyError for other data."""
+        """Invert to_dict. Raises TypeError or KeyError for other data."""
         return cls(**{**data, "shape": tuple(data["shape"]), "parts": tuple(data["parts"])})
 
 
 def weight_tensors(rank_files: Sequence[Path], spec: Gemma3Spec, kv_dtype: str) -> list[TensorSpec]:
-    """List the weight inputs of a plan over `rank_files`. Raises CheckpointError for files that miss a tensor or
-    differ."""
+    """List a plan's weight inputs over `rank_files`. Raises CheckpointError for files that miss a tensor or differ."""
     # A tied head is an input of its own: TensorRT would transpose the embedding in every step to read it in two ways.
     return [TensorSpec.of_weight(weight) for weight in list_weights(rank_files, spec, kv_dtype)]
 
@@ -123,18 +120,16 @@ class PlanLimits:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}.")
 
     def entries(self, spec: Gemma3Spec, group: str) -> int:
-        """Entries of a slot's cache in `group`, the scratch entry included.
-
-        A local cache holds the window before a step and the step, and as much again as the window, so that entries
-        are moved once in a window's length of decode steps.
-        """
+        """Count entries of a slot's cache in `group`, with the scratch entry. A local cache holds the window before
+        a step and the step. It is at least twice the window, so that decode steps move entries once in a window's
+        length."""
         needed = self.max_context
         if group == LOCAL:
             needed = min(needed, spec.sliding_window - 1 + max(self.max_chunk, spec.sliding_window))
         return div_ceil(needed + 1, CACHE_ALIGNMENT) * CACHE_ALIGNMENT
 
     def profile(self, phase: str) -> dict[str, tuple[int, int, int]]:
-        """Optimization profile of a phase's plan: dimension letter to (least, best, most)."""
+        """Make the optimization profile of a phase's plan: dimension letter to (least, best, most)."""
         one = (1, 1, 1)
         if phase == PREFILL:
             return {BATCH: one, CHUNK: (1, self.max_chunk, self.max_chunk), ROWS: one}
@@ -157,13 +152,11 @@ class PlanRequest:
     attention: str = LAYERS
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain data."""
         weights = [tensor.to_dict() for tensor in self.weights]
         return {**asdict(self), "spec": self.spec.to_dict(), "limits": asdict(self.limits), "weights": weights}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PlanRequest:
-        """Inverse of to_dict."""
         spec, limits = Gemma3Spec.from_dict(data["spec"]), PlanLimits(**data["limits"])
         weights = [TensorSpec.from_dict(tensor) for tensor in data["weights"]]
         return cls(**{**data, "spec": spec, "limits": limits, "weights": weights})
@@ -187,7 +180,7 @@ def step_tensors(spec: Gemma3Spec, limits: PlanLimits, tp_size: int = 1) -> list
 
 
 def cache_tensors(spec: Gemma3Spec, limits: PlanLimits, dtype: str) -> list[TensorSpec]:
-    """Cache inputs of all layers, K before V. `spec` is the rank's."""
+    """List cache inputs of all layers, K before V. `spec` is the rank's."""
     return [
         TensorSpec(
             cache(part, layer),
@@ -201,6 +194,6 @@ def cache_tensors(spec: Gemma3Spec, limits: PlanLimits, dtype: str) -> list[Tens
 
 
 def output_tensors(spec: Gemma3Spec, caches: list[TensorSpec]) -> list[TensorSpec]:
-    """The logits of the whole vocabulary, and each cache again."""
+    """List outputs: logits of the whole vocabulary, and each cache again."""
     logits = TensorSpec(LOGITS, "float32", (ROWS, spec.vocab_size), "output")
     return [logits, *(TensorSpec(updated(c.name), c.dtype, c.shape, "output") for c in caches)]

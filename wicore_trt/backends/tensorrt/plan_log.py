@@ -1,7 +1,7 @@
-"""Words of TensorRT while it builds: errors, memory, the kernels it chose, and how far it is.
+"""Reads TensorRT's messages during a build: errors, memory, chosen kernels and progress.
 
-Parses log lines, because a plan can only be inspected where it can be loaded, and that takes a GPU. It must not know
-networks or files. Invariant: a build that fails ends in an error that carries TensorRT's own words.
+Parses log lines, because inspecting a plan means loading it, which takes a GPU. Must not know networks or files.
+Invariant: a build that fails ends in an error that carries TensorRT's own words.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _DTYPES |= {"Int64": "int64", "Bool": "bool"}
 
 @dataclass(slots=True)
 class BuildLog:
-    """Facts learnt from one build. `kernels` counts the plan's kernels by kind ("gemm", "attention", "kgen": fused
-    elementwise, ...), `precisions` by the dtype that they write. `activation_bytes` is the device memory that the plan
-    needs beside its inputs and outputs, 0 where TensorRT did not say. `rearranged` are weights that the plan transposes
-    in every step before it can use them: bandwidth lost."""
+    """Facts of one build. `kernels` counts the plan's kernels by kind ("gemm", "attention", "kgen": fused elementwise,
+    ...), `precisions` by the dtype that they write. `activation_bytes` is the device memory that the plan needs beside
+    inputs and outputs, 0 where TensorRT did not say. `rearranged` are weights that the plan transposes in every step,
+    which costs bandwidth."""
 
     errors: list[str] = field(default_factory=list)
     kernels: Counter[str] = field(default_factory=Counter)
@@ -61,7 +61,6 @@ class BuildLog:
         self.precisions[_DTYPES.get(kernel["dtype"], kernel["dtype"].lower())] += 1
 
     def reason(self) -> str:
-        """The errors in one line."""
         return " | ".join(dict.fromkeys(self.errors)) or "it gave no reason"
 
 
@@ -104,7 +103,7 @@ def make_monitor(trt: Any, report: Callable[[float], None]) -> Any:
                 self._phases.pop(name, None)
 
         def _report_progress(self, name: str | None) -> None:
-            """A phase is one step of its parent."""
+            """Report the fraction done, where a phase is one step of its parent."""
             fraction = 0.0
             while name is not None and name in self._phases:
                 parent, steps, done = self._phases[name]

@@ -1,9 +1,9 @@
 """Builds one plan in a process of its own: `python -m wicore_trt.backends.tensorrt.plan_worker`.
 
-TensorRT keeps state per process: of two builds at once, one loses its kernel listing, and a crash of the compiler would
-take the caller along. It must not know engine directories. Protocol: one JSON object on stdin (`job`); lines on stdout
-that begin with MARK hold one JSON object each: {"fraction"} while it builds, then {"tensors", "facts"} or {"error"}.
-Invariant: the plan's file is whole when the process reports it.
+TensorRT keeps state per process: of two builds at once one loses its kernel listing, and a compiler crash ends the
+caller. Must not know engine directories. Protocol: one JSON object on stdin (`job`). Lines on stdout that begin with
+MARK hold one JSON object each: {"fraction"} during the build, then {"tensors", "facts"} or {"error"}. Invariant: the
+plan's file is whole when the process reports it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LAST_LINES = 5
 
 
 def start(request: PlanRequest, plan: Path, cache: Path | None) -> subprocess.Popen[str]:
-    """A worker that builds `request` into the file `plan`; `cache` is the timing cache to read and to write anew."""
+    """Start a worker that builds `request` into the file `plan`; it reads and renews the timing cache `cache`."""
     command = [sys.executable, "-m", "wicore_trt.backends.tensorrt.plan_worker"]
     worker = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -76,7 +76,6 @@ def _write_file(path: Path, data: bytes) -> None:
 
 
 def main() -> int:
-    """Build the job on stdin."""
     job = json.load(sys.stdin)
     cache = Path(job["cache"]) if job["cache"] else None
     try:

@@ -1,11 +1,11 @@
 """Execution contexts of an engine's plans: memory bound once, step inputs uploaded, runs put on one stream.
 
-Knows TensorRT's context and a `Device`; neither sequences nor pages. Invariants: every address that a context knows
-belongs to a tensor that the context's wrapper keeps; a call that TensorRT refuses raises and names itself; all contexts
-share one block of activation memory, which one stream makes safe.
+Knows TensorRT's context and a `Device`; neither sequences nor pages. Invariants: each address in a context belongs to a
+tensor that the context's wrapper keeps; a call that TensorRT refuses raises and names itself; all contexts share one
+block of activation memory, which one stream makes safe.
 
 Prefill has one context, whose shape and slot change. Decode has one per number of slots, whose shape and addresses
-never change, so that its run can be a CUDA graph: TensorRT-RTX captures by itself, full TensorRT is captured here.
+stay, so its run can be a CUDA graph: TensorRT-RTX captures by itself, full TensorRT is captured here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class BoundContext:
-    """Execution context and the tensors that it points at. Raises RuntimeError for what TensorRT refuses."""
+    """Execution context and the tensors whose memory it uses. Raises RuntimeError for what TensorRT refuses."""
 
     def __init__(self, plan: LoadedPlan, context: Any, activations: torch.Tensor) -> None:
         self._plan, self._context = plan, context
@@ -53,7 +53,7 @@ class BoundContext:
             raise RuntimeError(f"TensorRT lacks shapes of {', '.join(missing)}.")
 
     def bind(self, name: str, memory: torch.Tensor, sizes: Mapping[str, int]) -> None:
-        """Let tensor `name` of the plan be the beginning of `memory`, which is kept."""
+        """Bind tensor `name` of the plan to the beginning of `memory`, which is kept."""
         tensor = self._plan.tensors[name]
         items = int(np.prod(_size_shape(tensor, sizes)))
         assert memory.dtype == DTYPES[tensor.dtype] and memory.is_contiguous(), f"{name}: {memory.dtype}"
@@ -62,7 +62,6 @@ class BoundContext:
         self._held[name] = memory
 
     def run(self, stream: int) -> None:
-        """Put one run on the stream."""
         unbound = {*self._plan.tensors} - {*self._held}
         assert not unbound, f"{self._plan.phase}: no memory for {sorted(unbound)}"
         if not self._context.execute_async_v3(stream):
@@ -74,11 +73,9 @@ class BoundContext:
 
 
 class PlanSession:
-    """Contexts of both phases of an engine on `device`.
-
-    `constants` are all weights, rope tables and the like by input name; `caches` the cache inputs [slots, kv_heads,
-    entries, head_dim]. `logits` float32 [slots, vocab] is valid until the next run.
-    """
+    """Contexts of both phases of an engine on `device`. `constants` are weights, rope tables and the like by input
+    name; `caches` the cache inputs [slots, kv_heads, entries, head_dim]. `logits` float32 [slots, vocab] is valid until
+    the next run."""
 
     def __init__(
         self,
@@ -152,7 +149,7 @@ class PlanSession:
         context.bind(LOGITS, self.logits, sizes)
 
     def _context(self, plan: LoadedPlan, *, graph: bool) -> BoundContext:
-        """A context of `plan` without memory of its own. `graph`: TensorRT-RTX captures its runs."""
+        """Make a context of `plan` without memory. `graph`: TensorRT-RTX captures its runs."""
         trt, strategy = self._trt, self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
         if not is_rtx(trt):
             context = plan.engine.create_execution_context(strategy)
@@ -169,11 +166,9 @@ class PlanSession:
 
 
 class StepBuffer:
-    """Device memory of the step inputs, the same for all contexts, and host memory to upload it from.
-
-    `fields[name]` is the input's memory. An upload copies the whole block, a few KB, from a host block that no other
-    upload uses until `reuse`, as the copy may still be on its way.
-    """
+    """Device memory of the step inputs, the same for all contexts, and host memory to upload it from. `fields[name]` is
+    the input's memory. An upload copies the whole block, a few KB, from a host block that no other upload uses until
+    `reuse`, because copies are asynchronous."""
 
     def __init__(self, device: Device, plans: Mapping[str, LoadedPlan], slots: int) -> None:
         sizes: dict[str, int] = {}
@@ -194,7 +189,6 @@ class StepBuffer:
         self._used = 0
 
     def upload(self, inputs: Mapping[str, np.ndarray]) -> None:
-        """Put the copy of all step inputs on the stream."""
         assert {*inputs} == {*self.fields}, sorted({*inputs} ^ {*self.fields})
         if self._used == len(self._staging):
             self._staging.append(self._device.staging((self._size,)))
@@ -211,7 +205,8 @@ class StepBuffer:
 
 
 def is_rtx(trt: Any) -> bool:
-    """TensorRT-RTX: it compiles kernels when a plan is loaded, and captures graphs by itself."""
+    """Tell whether `trt` is TensorRT-RTX, which compiles kernels when a plan is loaded and captures graphs by
+    itself."""
     return hasattr(trt, "CudaGraphStrategy")
 
 
@@ -226,15 +221,14 @@ def _size_shape(tensor: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]
 
 class RuntimeCache:
     """TensorRT-RTX's cache on disk of the kernels that it compiled for one plan on one kind of GPU, shared by the
-    plan's contexts. Loaded when the first one asks for it; without the file, or with a damaged one, everything works
-    and starts slower. A file is either whole or not there."""
+    plan's contexts and loaded by the first. Without the file, or with a damaged one, starting is slower. A file is
+    either whole or absent."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._cache: Any = None
 
     def attach(self, config: Any) -> None:
-        """Let contexts of `config` (IRuntimeConfig) use the cache."""
         if self._cache is None:
             self._cache = config.create_runtime_cache()
             try:
@@ -247,7 +241,7 @@ class RuntimeCache:
             log.info("TensorRT refused a runtime cache; it compiles again at each start")
 
     def save(self) -> None:
-        """Keep what was compiled. A directory that cannot be written costs time at the next start and no more."""
+        """Save what was compiled. A directory that cannot be written only makes the next start slower."""
         if self._cache is None:
             return
         try:
@@ -261,6 +255,6 @@ class RuntimeCache:
 
 
 def runtime_cache_path(version: str, target: str, digest: str) -> Path:
-    """File of the plan with this content, in the user's cache directory."""
+    """Path, in the user's cache directory, of the cache for the plan with this digest."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "wicore" / f"runtime-{version}-{target}-{digest}.cache"

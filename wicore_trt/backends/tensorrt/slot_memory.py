@@ -1,8 +1,8 @@
-"""Numbers of KV slots that fit into a device's memory, and the tensors that they are.
+"""Number of KV slots that fit into a device's memory, and their tensors.
 
-Knows sizes and layouts; neither plans nor sequences. Invariant: the caches of one group are one allocation
-[layers, 2 (K, V), slots, kv_heads, entries, head_dim], so that a copy moves all layers at once, and each plan input
-[slots, kv_heads, entries, head_dim] is a contiguous part of it that starts at an address TensorRT accepts.
+Knows sizes and layouts; neither plans nor sequences. Invariant: the caches of one group are one allocation [layers, 2
+(K, V), slots, kv_heads, entries, head_dim], so that a copy moves all layers at once. Each plan input [slots, kv_heads,
+entries, head_dim] is a contiguous part of it, at an address that TensorRT accepts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WORKSPACE_BYTES = 512 << 20  # left free for the sampler, for copies and for wha
 
 
 class SlotMemory:
-    """Slots of plans with `limits`, whose caches are of `dtype`. `groups` is their geometry."""
+    """Memory of slots for plans with `limits`, whose caches are of `dtype`. `groups` is their geometry."""
 
     def __init__(self, spec: Gemma3Spec, limits: PlanLimits, dtype: str) -> None:
         self._spec, self._dtype = spec, TORCH_DTYPES[dtype]
@@ -39,12 +39,12 @@ class SlotMemory:
 
     @property
     def slot_bytes(self) -> int:
-        """Caches of a slot and its row of logits."""
+        """Count bytes of a slot's caches and row of logits."""
         items = sum(torch.Size(self._cache_shape(group, 1)).numel() for group in self.groups)
         return items * self._dtype.itemsize + 4 * self._spec.vocab_size
 
     def slots(self, free_bytes: int, layout: KVLayout, most: int) -> int:
-        """Slots that fit beside the page pools, at most `most`. Raises ConfigError when not one does."""
+        """Count slots that fit beside the page pools, at most `most`. Raises ConfigError when not one does."""
         pools = layout.memory_bytes
         count = min(most, (free_bytes - pools - WORKSPACE_BYTES) // self.slot_bytes)
         if count < 1:
@@ -56,11 +56,11 @@ class SlotMemory:
         return int(count)
 
     def allocate(self, slots: int, device: Device) -> dict[str, torch.Tensor]:
-        """Caches of all groups, zero: a value that is hidden has weight 0, and 0 times NaN would not be 0."""
+        """Allocate caches of all groups, zeroed: a hidden value has weight 0, and 0 times NaN would not be 0."""
         return {group: device.empty(self._cache_shape(group, slots), self._dtype).zero_() for group in self.groups}
 
     def by_layer(self, caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The parts of `caches` under their names in a plan."""
+        """Split `caches` by layer under their names in a plan."""
         return {
             plan_io.cache(part, layer): cache[i, j]
             for group, cache in caches.items()

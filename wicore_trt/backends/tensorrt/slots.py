@@ -1,10 +1,10 @@
-"""Places of sequences in the linear KV slots of a TensorRT engine, and how a step runs on the slots: plain data.
+"""Assigns sequences to the linear KV slots of a TensorRT engine, and plans how a step runs on them: plain data.
 
-A slot is a cache of KV pages: after every part of a step its new entries are stored to their pages, so a slot can be
-taken from a sequence at any time and filled again from pages. It must not know torch, TensorRT or devices. Invariants:
-when a row runs, its slot holds exactly what the pages hold of all positions that the row sees; a slot is cleared before
-another sequence uses it; a step never takes a slot from a sequence of the same round; a slot without work writes to its
-scratch entry and nowhere else, and its row sees values that are finite.
+A slot is a cache of KV pages. After every part of a step its new entries are stored to their pages, so a slot can be
+taken from a sequence at any time and filled again. Must not know torch, TensorRT or devices. Invariants:
+- when a row runs, its slot holds exactly what the pages hold of all positions that the row sees;
+- a slot is cleared before another sequence uses it, and never taken from a sequence of the same round;
+- a slot without work writes to its scratch entry and nowhere else, and its row sees finite values.
 
 Entry e of a slot's cache in a group is position base + e. Global layers keep every position (base 0); local layers keep
 at least the window, and move it to the front when the next tokens do not fit.
@@ -25,21 +25,20 @@ from wicore_trt.runtime.batch import SequenceSlice
 
 @dataclass(frozen=True, slots=True)
 class GroupSlots:
-    """A layer group's cache in each slot: entries [0, `usable`) hold tokens and entry `usable` is scratch. A token sees
-    the last `window` positions, its own included; None: all."""
+    """Cache of a layer group in each slot: entries [0, `usable`) hold tokens and entry `usable` is scratch. A token
+    sees the last `window` positions, its own included; None: all."""
 
     usable: int
     window: int | None
 
     def first_visible(self, position: int) -> int:
-        """The first position that the token at `position` sees."""
         return 0 if self.window is None else first_visible(position, self.window)
 
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """`tokens` tokens between entries `entry`, entry + 1, ... of `slot` and the page slots `pages`; the first of them
-    is token `offset` of pages[0]."""
+    """Copy of `tokens` tokens between entries `entry`, entry + 1, ... of `slot` and the page slots `pages`, from token
+    `offset` of pages[0] on."""
 
     slot: int
     entry: int
@@ -50,7 +49,7 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True)
 class Slide:
-    """Entries [first, first + keep) of `slot` go to its front."""
+    """Move of entries [first, first + keep) of `slot` to its front."""
 
     slot: int
     first: int
@@ -72,8 +71,8 @@ class Row:
 
 @dataclass(slots=True)
 class Part:
-    """Run of a plan and what belongs to it, in this order: clear slots, load from pages, slide, run, store to
-    pages. A prefill part has one row; a decode part has rows of one token."""
+    """Run of a plan with its copies, in this order: clear slots, load from pages, slide, run, store to pages. A prefill
+    part has one row; a decode part has rows of one token."""
 
     phase: str
     rows: list[Row] = field(default_factory=list)
@@ -85,8 +84,8 @@ class Part:
 
 @dataclass(slots=True)
 class _Occupant:
-    """A sequence in a slot, whose next position is `length`. `pages[group]` are the page slots of the positions that
-    the next token sees. `admitted`: the slot is to be cleared and loaded before it is used."""
+    """Sequence in a slot, whose next position is `length`. `pages[group]` are the page slots of the positions that the
+    next token sees. `admitted`: the slot must be cleared and loaded before use."""
 
     slot: int
     length: int
@@ -97,7 +96,7 @@ class _Occupant:
 
 
 class SlotTable:
-    """`slots` KV slots over `groups`; pages hold `page_tokens` tokens, a prefill runs at most `max_chunk`."""
+    """Table of `slots` KV slots over `groups`; pages hold `page_tokens` tokens, a prefill runs at most `max_chunk`."""
 
     def __init__(self, slots: int, groups: Mapping[str, GroupSlots], *, page_tokens: int, max_chunk: int) -> None:
         self.slots, self.groups = slots, groups
@@ -107,9 +106,7 @@ class SlotTable:
 
     def plan(self, slices: Sequence[SequenceSlice]) -> list[Part]:
         """Plan what runs a batch, in order. The table then stands as after the step, so the parts must be run.
-
-        Sequences that sit in their slots go first; more sequences than slots take several rounds.
-        """
+        Sequences already in slots go first; more sequences than slots take several rounds."""
         assert len({s.seq_id for s in slices}) == len(slices), "a sequence has two slices in one step"
         self._clock += 1
         order = sorted(range(len(slices)), key=lambda i: not self._is_current(slices[i]))
@@ -123,24 +120,23 @@ class SlotTable:
         return parts
 
     def release(self, seq_id: int) -> None:
-        """Give up the slot of a sequence. Unknown ids are ignored."""
         self._occupants.pop(seq_id, None)
 
     def _is_current(self, piece: SequenceSlice) -> bool:
-        """True when the sequence's slot holds what the slice's pages hold. Pages that were exchanged, or positions that
-        were computed or dropped elsewhere, are a reason to load them again."""
+        """Tell whether the sequence's slot holds what the slice's pages hold. Exchanged pages, and positions computed
+        or dropped elsewhere, must be loaded again."""
         occupant = self._occupants.get(piece.seq_id)
         if occupant is None or occupant.length != piece.start:
             return False
         return all(occupant.pages[g] == self._visible_pages(piece, g, piece.start) for g in self.groups)
 
     def _visible_pages(self, piece: SequenceSlice, group: str, position: int) -> Sequence[int]:
-        """Page slots of what the token at `position` sees before itself. A copy: the scheduler changes its tables."""
+        """Copy the page slots that the token at `position` sees before itself; the scheduler changes its tables."""
         first = self.groups[group].first_visible(position) // self._page_tokens
         return piece.pages[group][first : div_ceil(position, self._page_tokens)]
 
     def _plan_round(self, members: list[tuple[int, SequenceSlice]], waiting: set[int]) -> list[Part]:
-        """Parts for at most as many sequences as there are slots. `waiting` are the sequences of the whole step."""
+        """Plan parts for at most as many sequences as slots. `waiting` are the sequences of the whole step."""
         staying = {piece.seq_id for _, piece in members}
         for _, piece in members:
             if piece.seq_id not in self._occupants:
@@ -168,7 +164,6 @@ class SlotTable:
         self._occupants[piece.seq_id] = _Occupant(slot, piece.start, base, {}, self._clock)
 
     def _append_tokens(self, part: Part, index: int, piece: SequenceSlice, first: int, count: int) -> None:
-        """Append to `part` the tokens [first, first + count) of a slice."""
         occupant, start = self._occupants[piece.seq_id], piece.start + first
         assert occupant.length == start
         end = start + count
@@ -194,7 +189,7 @@ class SlotTable:
         part.rows.append(Row(index, occupant.slot, token_ids, start, entries, first + count == len(piece.token_ids)))
 
     def _make_copy(self, piece: SequenceSlice, group: str, slot: int, entry: int, start: int, end: int) -> PageCopy:
-        """Positions [start, end), of which `start` is at `entry`."""
+        """Copy positions [start, end), of which `start` is at `entry`."""
         size = self._page_tokens
         pages = piece.pages[group][start // size : div_ceil(end, size)]
         assert len(pages) == div_ceil(end, size) - start // size and min(pages) >= 0, (
@@ -204,22 +199,19 @@ class SlotTable:
 
 
 def decode_slots(highest_slot: int, slots: int) -> int:
-    """Slots that a decode step runs so that `highest_slot` is among them: a power of two, or all of them. So few shapes
-    occur that each can keep an execution context, and a CUDA graph, of its own."""
+    """Round the slots of a decode step up to a power of two, or all of them, so that `highest_slot` is among them. So
+    few shapes occur that each can keep an execution context and a CUDA graph."""
     return min(slots, 1 << highest_slot.bit_length())
 
 
 def part_batch(part: Part, slots: int) -> int:
-    """B of a part: 1 for prefill."""
     return 1 if part.phase == PREFILL else decode_slots(max(row.slot for row in part.rows), slots)
 
 
 def step_inputs(part: Part, batch: int, groups: Mapping[str, GroupSlots]) -> dict[str, np.ndarray]:
     """Make all inputs of kind "step", int32. Logits row b is that after slot b's last token; prefill has row 0 alone.
-
     An idle slot has token 0 at position 0. Its global row sees entry 0 alone, because a row costs as much as it sees;
-    its local row sees the window that ends at the scratch entry.
-    """
+    its local row sees the window that ends at the scratch entry."""
     tokens = len(part.rows[0].token_ids)
     assert all(len(row.token_ids) == tokens for row in part.rows)
     ids, positions = np.zeros((batch, tokens), np.int32), np.zeros((batch, tokens), np.int32)

@@ -1,8 +1,8 @@
-"""The backend `tensorrt-llm`, never run with the library itself: builds engines with its command `trtllm-build`.
+"""Backend `tensorrt-llm`: builds engines with the command `trtllm-build`; never run with the library itself.
 
-Makes a checkpoint of the layout it takes, runs the command, and compares the engine's configuration with what was asked
-for, because the command changes arguments that it does not like. It must not know how engines run. Invariant: `trtllm/`
-in the engine directory appears only with an engine for every rank, made by our model class, with our numbers.
+Exports a checkpoint in the command's layout, runs it, and compares the engine's configuration with the request, because
+the command changes arguments silently. Must not know how engines run. Invariant: `trtllm/` in the engine directory
+appears only with an engine for every rank, made by our model class, with our numbers.
 
 Flags: tensorrt_llm/commands/build.py of 1.2. One worker: the command cannot send a class from a file to others.
 """
@@ -44,10 +44,8 @@ class TensorRTLLMBackend:
     """Implements `engine.options.Backend`. Its part of the engine directory is `trtllm/`."""
 
     def targets(self, options: BuildOptions) -> list[str]:
-        """The architecture that `trtllm-build` compiles for: always that of this machine's GPU, as ["sm90"].
-
-        Raises ConfigError when another was asked for, EnvironmentUnfitError without TensorRT-LLM 1.2 or a GPU.
-        """
+        """List the architecture that `trtllm-build` compiles for: always that of this machine's GPU, as ["sm90"].
+        Raises ConfigError when another was asked for, EnvironmentUnfitError without TensorRT-LLM 1.2 or a GPU."""
         require_tensorrt_llm()
         find_trtllm_build()
         import torch
@@ -67,7 +65,7 @@ class TensorRTLLMBackend:
         return [here]
 
     def default_context(self, limit: int) -> int:
-        """The model's own limit: its KV cache is paged."""
+        """Return the model's own limit, because its KV cache is paged."""
         return limit
 
     def check(self, checkpoint: Checkpoint, options: BuildOptions) -> None:
@@ -76,12 +74,9 @@ class TensorRTLLMBackend:
     def compile(
         self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress
     ) -> dict[str, Any]:
-        """Build the engine of `checkpoint` into `directory`/trtllm and say how, for the manifest.
-
-        Needs as much free disk as the checkpoint, for the time of the build. Raises ConfigError for options that
-        TensorRT-LLM does not have, CheckpointError for a model that it cannot express, EnvironmentUnfitError when it is
-        missing or fails.
-        """
+        """Build the engine of `checkpoint` into `directory`/trtllm; returns its facts for the manifest. Needs as much
+        free disk as the checkpoint meanwhile. Raises ConfigError for options that TensorRT-LLM lacks, CheckpointError
+        for a model that it cannot express, EnvironmentUnfitError when it is missing or fails."""
         installed, command = require_tensorrt_llm(), find_trtllm_build()
         kv_fp8 = _check_options(checkpoint, options)
         scratch, output = directory / _SCRATCH, directory / ENGINE_DIR
@@ -114,12 +109,10 @@ class TensorRTLLMBackend:
 
 
 def build_arguments(checkpoint: Checkpoint, options: BuildOptions) -> dict[str, str | int]:
-    """Flags of `trtllm-build`, paths apart.
-
-    max_seq_len is explicit, because the command would take max_position_embeddings times the rope factor; and so is
-    max_input_len, whose default is 1,024. A step may prefill max_chunk tokens while max_batch sequences decode. FP8
-    goes without the GEMM plugin, as TensorRT-LLM's Gemma guide has it.
-    """
+    """Choose the flags of `trtllm-build`, paths apart. max_seq_len is explicit, because the command would take
+    max_position_embeddings times the rope factor; so is max_input_len, whose default is 1,024. A step may prefill
+    max_chunk tokens while max_batch sequences decode. FP8 goes without the GEMM plugin, as TensorRT-LLM's Gemma guide
+    says."""
     context = options.max_context or checkpoint.spec.max_position_embeddings
     return {
         "--model_cls_name": trtllm_model.MODEL_CLASS, "--max_batch_size": options.max_batch,
@@ -214,7 +207,7 @@ def _check_engine(
 
 
 def _is_same(model: dict[str, Any], key: str, value: Any) -> bool:
-    """Equal, where `runtime_defaults` may have gained keys of null."""
+    """Compare, allowing keys of null that `runtime_defaults` may have gained."""
     have = model.get(key)
     if isinstance(value, dict) and isinstance(have, dict):
         return all(have.get(k) == v for k, v in value.items()) and all(have[k] is None for k in have.keys() - value)

@@ -1,15 +1,15 @@
-"""Export of our unified checkpoint to one that `trtllm-build` of TensorRT-LLM 1.2 takes.
+"""Exports our unified checkpoint to one that `trtllm-build` of TensorRT-LLM 1.2 takes.
 
-The names are the same already; this module writes what differs: norms in the model's dtype, per-tensor FP8 scales,
-and a config.json that holds its fields and nothing of ours. Tensors pass through a few rows at a time. It must not know
-the build. Invariant: every weight equals ours (norms: rounded once; FP8: requantized once), or there is an error.
+Names are equal. It writes what differs: norms in the model's dtype, per-tensor FP8 scales, and a config.json with the
+library's fields alone. Tensors pass a few rows at a time. Must not know the build. Invariant: every weight equals ours
+(norms: rounded once; FP8: requantized once), or an error is raised.
 
 Field and tensor names: TensorRT-LLM, models/modeling_utils.py, models/gemma/config.py, models/gemma/convert.py.
 
 FP8 becomes `FP8`: one scale per tensor and static activation scales. TensorRT-LLM's FP8_PER_CHANNEL_PER_TOKEN would
-spare the requantizing, but its Gemma code names no scales for it, and its GEMM plugin does not exist on Blackwell.
-`mlp.fc` and `mlp.gate` share a scale: use_fused_mlp stacks them and quantizes again where the scales differ.
-One scale per matrix costs: on 270M weights so quantized raise the perplexity by 3.8 %, those per channel by 1.3 %.
+avoid requantizing, but its Gemma code names no scales for it, and its GEMM plugin does not exist on Blackwell. `mlp.fc`
+and `mlp.gate` share a scale: use_fused_mlp stacks them and requantizes where scales differ. One scale per matrix costs
+accuracy: on 270M it raises the perplexity by 3.8 %, scales per channel by 1.3 %.
 """
 
 from __future__ import annotations
@@ -54,11 +54,9 @@ def export_checkpoint(
     checkpoint: Checkpoint, directory: Path, *, kv_fp8: bool = False, progress: Progress = ignore_progress
 ) -> None:
     """Write TensorRT-LLM's config.json and rank{N}.safetensors for `checkpoint` into the existing `directory`.
-
-    `kv_fp8`: an FP8 KV cache with the checkpoint's KV scales, which are left out otherwise. Vision tensors always are.
-    Raises ConfigError for a float32 checkpoint or missing static scales, CheckpointError for layers whose windows
-    follow no period.
-    """
+    `kv_fp8`: an FP8 KV cache with the checkpoint's KV scales, which are left out otherwise. Vision tensors are always
+    left out. Raises ConfigError for a float32 checkpoint or missing static scales, CheckpointError for windows without
+    a period."""
     _check_export(checkpoint, kv_fp8)
     if checkpoint.dtype == "float16":
         _log.warning(
@@ -75,7 +73,7 @@ def export_checkpoint(
 
 
 def trtllm_config(checkpoint: Checkpoint, *, kv_fp8: bool = False) -> dict[str, Any]:
-    """config.json of the exported checkpoint. Raises CheckpointError for windows without a period."""
+    """Make config.json of the exported checkpoint. Raises CheckpointError for windows without a period."""
     spec = checkpoint.spec
     pattern = window_pattern(spec)
     if pattern is None:
@@ -133,7 +131,7 @@ def _write_rank(
 
 
 def _read_blocks(file: SafetensorsFile, name: str) -> Iterator[np.ndarray]:
-    """A tensor as it is stored, a few rows at a time."""
+    """Read a tensor as stored, a few rows at a time."""
     rows, *rest = file.tensors[name].shape
     step = max(1, _BLOCK_ITEMS // max(1, prod(rest)))
     for start in range(0, rows, step):
@@ -141,7 +139,7 @@ def _read_blocks(file: SafetensorsFile, name: str) -> Iterator[np.ndarray]:
 
 
 def _dequantize_blocks(tensor: UnifiedTensor, file: SafetensorsFile) -> Iterator[np.ndarray]:
-    """float32 weights of a linear, e4m3 * its channel's scale, a few rows at a time."""
+    """Dequantize a linear to float32, e4m3 * its channel's scale, a few rows at a time."""
     values, first = e4m3_values(), 0
     for block in _read_blocks(file, tensor.name):
         scale = file.read_rows(tensor.scale_name, first, first + len(block))
@@ -154,7 +152,7 @@ def _requantize_blocks(tensor: UnifiedTensor, file: SafetensorsFile, scale: np.f
 
 
 def _tensor_scales(checkpoint: Checkpoint, files: list[SafetensorsFile]) -> dict[str, np.float32]:
-    """amax / 448 of every linear over all its ranks, so that the ranks' parts stay parts of one matrix; 1 for zeros."""
+    """Compute amax / 448 of every linear over all its ranks, so that ranks' parts share a scale; 1 for zeros."""
     amax: dict[str, float] = {}
     for tensor in unified_tensors(checkpoint.spec):
         if tensor.role is Role.LINEAR:

@@ -2,16 +2,16 @@
 
     LLM(model=DIRECTORY, kv_connector_config=KvCacheConnectorConfig(**CONNECTOR))
 
-with WICORE_KV__HOST_BYTES, WICORE_KV__DISK_PATH and so on in the environment. TensorRT-LLM makes one scheduler and one
-worker; here both are of one process, and share a `_Hub`. It must not know model code. Invariant: tokens are promised
-only when the pages that hold them lie verified in host memory and cannot leave before they are loaded.
+with WICORE_KV__HOST_BYTES, WICORE_KV__DISK_PATH and so on in the environment. TensorRT-LLM makes a scheduler and a
+worker, which share a `_Hub` in one process. Must not know model code. Invariant: tokens are promised only when their
+pages lie verified in host memory and cannot leave before they are loaded.
 
-That is because the contract has no way to say that a load failed: once `get_num_new_matched_tokens` returned n, the
-engine computes from token n on. So the look-up waits for the disk, MATCH_S at most, while the engine stands still, and
-promises what has come. For the same reason one rank only: rank 0 answers for all and cannot know what others hold.
+Reason: no call can say that a load failed; once `get_num_new_matched_tokens` returned n, the engine computes from token
+n on. So the look-up waits for the disk, at most MATCH_S, while the engine stands still, and promises what has come. For
+the same reason only one rank works: rank 0 answers for all and cannot know what others hold.
 
-Pages are named by our key chain (kv/pages/hashing.py), never by a block's own tokens. Blocks are copied in order with
-the forward pass, on its stream. Contract: tensorrt_llm/_torch/pyexecutor/kv_cache_connector.py.
+Our key chain (kv/pages/hashing.py) names pages, never a block's own tokens. Blocks are copied in order with the forward
+pass, on its stream. Contract: tensorrt_llm/_torch/pyexecutor/kv_cache_connector.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel
 
 @dataclass(frozen=True, slots=True)
 class StepMoves:
-    """Work around one forward pass: (request, page, block) before it, and after it."""
+    """Moves around one forward pass: (request, page, block) to load before it and to save after it."""
 
     loads: list[tuple[int, Page, int]] = field(default_factory=list)
     saves: list[tuple[int, Page, int]] = field(default_factory=list)
@@ -51,8 +51,8 @@ class StepMoves:
 
 @dataclass(slots=True)
 class _Sequence:
-    """A request. `start`: tokens on the device before its first pass, of which the last `promised` are to be loaded
-    from `matched`; `saved`: pages that were looked at for saving."""
+    """State of a request. `start`: tokens on the device before its first pass, of which the last `promised` are loaded
+    from `matched`; `saved`: pages already considered for saving."""
 
     names: TenantNames
     start: int
@@ -114,7 +114,7 @@ class _Hub:
             self.tiers.release(fetch)
 
     def close(self) -> None:
-        """Write what is under way to disk and free the directory."""
+        """Write transfers under way to disk and free the directory."""
         if self.tiers is not None:
             atexit.unregister(self.close)
             self.tiers.close()
@@ -165,8 +165,8 @@ class TieredScheduler:
         self._ignored: set[int] = set()
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Tokens beyond `num_computed_tokens` that host memory holds, verified, in whole blocks; at least one token of
-        the prompt is left to compute. Never asynchronous."""
+        """Count tokens beyond `num_computed_tokens` that host memory holds, verified, in whole blocks; at least one
+        token of the prompt is left to compute. Never asynchronous."""
         hub, size = self.hub, self.hub.page_tokens
         again = request.request_id in self._sequences or request.request_id in self._ignored
         self._drop_sequence(request.request_id)
@@ -189,13 +189,13 @@ class TieredScheduler:
         return promised, False
 
     def update_state_after_alloc(self, request: Any, block_ids: Sequence[int]) -> None:
-        """Blocks come with the scheduler's output too, which is where they are taken from."""
+        """Check that the blocks hold the promised tokens; the scheduler's output gives the blocks again."""
         sequence = self._sequences.get(request.request_id)
         if sequence is not None and len(block_ids) * self.hub.page_tokens < sequence.start:
             raise RuntimeError(f"{len(block_ids)} blocks cannot hold the {sequence.start} tokens that were matched")
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMoves:
-        """The loads and saves of the next forward pass."""
+        """Plan the loads and saves of the next forward pass."""
         moves = StepMoves()
         for data in scheduler_output.new_requests:
             sequence = self._sequences.get(data.request_id)
@@ -214,7 +214,7 @@ class TieredScheduler:
         return moves
 
     def request_finished(self, request: Any, cache_block_ids: Sequence[int]) -> bool:
-        """True while blocks of the request are being copied; `get_finished` of the worker says when that is over."""
+        """Tell whether blocks of the request are still being copied; the worker's `get_finished` reports the end."""
         hub = self.hub
         self._drop_sequence(request.request_id)
         self._ignored.discard(request.request_id)
@@ -227,7 +227,7 @@ class TieredScheduler:
         return bool(under_way)
 
     def _save_full_pages(self, data: Any, sequence: _Sequence, computed: int, moves: StepMoves) -> None:
-        """Pages that are full when the pass has computed tokens below `computed` are to be saved."""
+        """Plan to save pages that are full once the pass has computed tokens below `computed`."""
         hub = self.hub
         assert hub.tiers is not None
         sequence.tokens.extend(data.new_tokens)
@@ -259,7 +259,7 @@ class TieredWorker:
         self._waiting: set[int] = set()
 
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
-        """Take the block pool, one contiguous tensor with the block first, and open the tiers."""
+        """Open the tiers on the block pool, one contiguous tensor with the block first."""
         self.hub.open(kv_cache_tensor)
 
     def start_load_kv(self, stream: Any) -> None:
@@ -274,10 +274,10 @@ class TieredWorker:
                 self.hub.tiers.load(fetches.pop(0), block)
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
-        """Nothing: loads are on the stream before the first layer."""
+        """Do nothing: loads are on the stream before the first layer."""
 
     def save_kv_layer(self, layer_idx: int, stream: Any) -> None:
-        """Nothing: a block is saved whole, after the last layer."""
+        """Do nothing: a block is saved whole, after the last layer."""
 
     def wait_for_save(self, stream: Any) -> None:
         """Copy full blocks to the host, in order with the pass on `stream`."""
@@ -294,7 +294,7 @@ class TieredWorker:
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """(requests whose blocks are no longer read, [])."""
+        """Return (requests whose blocks are no longer read, [])."""
         hub = self.hub
         if hub.tiers is not None:
             hub.tiers.poll()
@@ -315,7 +315,7 @@ class TieredWorker:
 
 
 def __getattr__(name: str) -> Any:
-    """`WicoreScheduler` and `WicoreWorker`: the classes above on TensorRT-LLM's, made when they are asked for."""
+    """Make `WicoreScheduler` and `WicoreWorker` on first use: the classes above, derived from TensorRT-LLM's."""
     if name not in ("WicoreScheduler", "WicoreWorker"):
         raise AttributeError(name)
     from tensorrt_llm._torch.pyexecutor import kv_cache_connector as theirs

@@ -1,11 +1,11 @@
 """Runs an engine through TensorRT-LLM 1.2's own executor; never run with the library itself, only with a stand-in.
 
-That is `tensorrt_llm.bindings.executor`, which schedules by itself. It must not know tokenizers, queues or transports.
-Invariant: what a response says of a sequence that was cancelled or has ended here is dropped; a broken library raises
-and is never taken for silence.
+`tensorrt_llm.bindings.executor` schedules by itself. Must not know tokenizers, queues or transports. Invariant:
+responses for a sequence that was cancelled or has ended here are dropped; a broken library raises and is never taken
+for silence.
 
 Block reuse is off: with Gemma 3's several windows it crashes engines of 1.2.0 under in-flight batching
-(NVIDIA/TensorRT-LLM issue 13123). Without it a host cache has no use there, as its offloading serves reuse alone.
+(NVIDIA/TensorRT-LLM issue 13123). So there is no host cache either, as its offloading serves reuse alone.
 """
 
 from __future__ import annotations
@@ -28,12 +28,9 @@ if TYPE_CHECKING:
 
 
 class TrtllmExecutor:
-    """Implements `RequestExecutor` for an engine on this machine's GPU.
-
-    Raises EnvironmentUnfitError when TensorRT-LLM or a GPU is missing, either is another than the engine was built
-    with, or the library does not load it; ConfigError for settings that it does not have; EngineFormatError for files
-    that are no engine of one rank.
-    """
+    """Implements `RequestExecutor` for an engine on this machine's GPU. Raises EnvironmentUnfitError when TensorRT-LLM
+    or a GPU is missing, differs from the build's, or refuses the engine; ConfigError for settings that the library
+    lacks; EngineFormatError for files that are no engine of one rank."""
 
     def __init__(self, engine: EngineDir, settings: ExecutorOptions) -> None:
         _check_settings(settings)
@@ -75,11 +72,11 @@ class TrtllmExecutor:
         self._ids: dict[tuple[str, int], int] = {}  # (request id, index) -> the library's
 
     def check(self, request: GenerateRequest, stop_ids: tuple[int, ...]) -> None:
-        """Raises InvalidRequestError; reads constants alone."""
+        """Raises InvalidRequestError. Reads only constants, so any thread may call."""
         check_request(request, stop_ids)
 
     def submit(self, request: GenerateRequest, index: int, seed: int, stop_ids: tuple[int, ...]) -> None:
-        """Raises WicoreError with the library's words. A library that is broken says so in `poll` too."""
+        """Raises WicoreError with the library's words. `poll` also reports a library that is broken."""
         theirs = make_request(self._bindings, request, seed, stop_ids, self._max_context)
         try:
             number = int(self._executor.enqueue_request(theirs))
@@ -110,7 +107,7 @@ class TrtllmExecutor:
             self._executor.cancel_request(number)
 
     def close(self) -> None:
-        """May be called once."""
+        """Shut the library down; call it once."""
         self._executor.shutdown()
 
     def _forget_sequence(self, number: int, sequence: SequenceOutput) -> None:
@@ -131,8 +128,8 @@ def _check_settings(settings: ExecutorOptions) -> None:
 
 
 def _check_machine(engine: EngineDir) -> str:
-    """The architecture of this machine's GPU. Raises EnvironmentUnfitError where the engine was built for another one
-    or by another TensorRT-LLM."""
+    """Find the architecture of this machine's GPU. Raises EnvironmentUnfitError where the engine was built for another
+    one or by another TensorRT-LLM."""
     import torch
 
     manifest = engine.manifest
@@ -155,7 +152,7 @@ def _check_machine(engine: EngineDir) -> str:
 
 
 def _read_config(engine: EngineDir) -> dict[str, Any]:
-    """The library's config.json. Raises EngineFormatError."""
+    """Read the library's config.json. Raises EngineFormatError."""
     directory = engine.path / ENGINE_DIR
     try:
         config = UntrustedFiles(directory, EngineFormatError, fix="Build it again.").read_json(
@@ -178,5 +175,4 @@ def _read_config(engine: EngineDir) -> dict[str, Any]:
 
 
 def _join_words(words: object) -> str:
-    """A text of the library on one line."""
     return " ".join(str(words).split()).rstrip(".")

@@ -1,6 +1,6 @@
-"""Identity of what KV blocks of a TensorRT-LLM PyTorch engine depend on besides tokens, as one name.
+"""Names, for a TensorRT-LLM PyTorch engine, everything that its KV blocks depend on besides tokens.
 
-Reads its arguments and the model's files. It must not know the tiers. Invariant: engines with equal names compute equal
+Reads its arguments and the model's files. Must not know the tiers. Invariant: engines of equal names compute equal
 blocks, up to the engine's own rounding between batch shapes.
 """
 
@@ -22,10 +22,9 @@ _OPAQUE = ("image_token_index", "image_token_id", "boi_token_index", "eoi_token_
 
 
 class EngineIdentity:
-    """`fingerprint` and `kernels` for page keys and the disk's namespace; `plain` tells prompts that are text alone.
-
-    Hashes all files of the model, once. Raises EnvironmentUnfitError when `llm_args.model` is no directory.
-    """
+    """Identity of an engine: `fingerprint` and `kernels` for page keys and the disk's namespace; `plain` tells prompts
+    of text alone. Hashes all files of the model, once. Raises EnvironmentUnfitError when `llm_args.model` is no
+    directory."""
 
     def __init__(self, llm_args: Any) -> None:
         directory = Path(str(llm_args.model))
@@ -46,7 +45,7 @@ class EngineIdentity:
         self._opaque = frozenset(config[key] for key in _OPAQUE if isinstance(config.get(key), int))
 
     def plain(self, tokens: list[int]) -> bool:
-        """Tell whether the tokens say all: no token stands for an image, whose content they do not name."""
+        """Tell whether no token stands for an image, whose content tokens do not name."""
         return max(tokens) < self._vocab and self._opaque.isdisjoint(tokens)
 
 

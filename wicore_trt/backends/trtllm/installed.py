@@ -1,7 +1,7 @@
-"""Find whether TensorRT-LLM is here, in a version that this package works with.
+"""Finds TensorRT-LLM in a version that this package works with.
 
-Reads package metadata; importing tensorrt_llm starts MPI and CUDA. Invariant: nobody imports tensorrt_llm before this
-module has found the right version.
+Reads package metadata, because importing tensorrt_llm starts MPI and CUDA. Invariant: nobody imports tensorrt_llm
+before this module has found the right version.
 """
 
 from __future__ import annotations
@@ -22,11 +22,8 @@ _FIX = (
 
 
 def require_tensorrt_llm() -> str:
-    """The installed version of TensorRT-LLM.
-
-    Raises EnvironmentUnfitError when it is missing or not 1.2.x: earlier versions name fields differently, later ones
-    no longer build engines.
-    """
+    """Return TensorRT-LLM's version. Raises EnvironmentUnfitError when it is missing or not 1.2.x: earlier versions
+    name fields differently, later ones no longer build engines."""
     try:
         found = version("tensorrt-llm")
     except PackageNotFoundError:
@@ -37,7 +34,7 @@ def require_tensorrt_llm() -> str:
 
 
 def find_trtllm_build() -> str:
-    """Path of `trtllm-build`: of this Python's environment, else of PATH. Raises EnvironmentUnfitError without one."""
+    """Find `trtllm-build` in this Python's environment, else in PATH. Raises EnvironmentUnfitError without one."""
     beside = Path(sys.executable).parent / "trtllm-build"
     found = str(beside) if beside.is_file() else shutil.which("trtllm-build")
     if found is None:

@@ -1,12 +1,12 @@
-"""The Gemma 3 class that `trtllm-build` uses in place of its own: `--model_cls_file` this file, with the name below.
+"""Gemma 3 class that `trtllm-build` uses in place of its own: `--model_cls_file` this file, with the name below.
 
-TensorRT-LLM 1.2's own class differs from Gemma 3 in two ways:
+TensorRT-LLM 1.2's own class differs from Gemma 3 in two ways, which this one repairs:
 - it applies `rotary_scaling` to local layers too, which Gemma 3 never scales (layers/attention.py,
   create_attention_const_params: both tables get the same factor);
 - q_norm and k_norm run with its default epsilon, 1e-5, not the model's 1e-6 (models/gemma/model.py passes none on).
-The class here differs in nothing else. `trtllm-build` loads this file by its path, so it may import only what a bare
-interpreter has until the class is asked for. Invariant: an engine without the repairs is not kept; `compile` looks for
-MARKER in the build's output.
+
+`trtllm-build` loads this file by its path, so it imports only what a bare interpreter has until the class is asked for.
+Invariant: an engine without the repairs is not kept; `compile` looks for MARKER in the build's output.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MARKER = "wicore: Gemma 3 repaired"
 
 
 def __getattr__(name: str) -> Any:
-    """The model class, made when it is asked for: only `trtllm-build` has tensorrt_llm at hand."""
+    """Make the model class on first use, because only `trtllm-build` has tensorrt_llm."""
     if name != MODEL_CLASS:
         raise AttributeError(name)
     from tensorrt_llm.functional import RopeEmbeddingUtils, RotaryScalingType
@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
 
 def repair(model: Any, config: Any, local_tables: Any, no_scaling: Any) -> None:
     """Give local layers the unscaled rope `local_tables` (inverse frequencies, cos and sin) and all q and k norms the
-    model's epsilon. An attribute that is missing means another version than 1.2: AttributeError, and the build ends."""
+    model's epsilon. A missing attribute means another version than 1.2: AttributeError, and the build ends."""
     model.rotary_inv_freq_local.value, model.embed_positions_for_gpt_attention_local.value = local_tables
     local = 0
     for layer in model.transformer.layers:

@@ -1,8 +1,8 @@
-"""Our requests in TensorRT-LLM's terms, and its results in ours.
+"""Translates our requests into TensorRT-LLM's terms, and its results into ours.
 
-Refuses what would mean something else there, because a parameter that is silently ignored is a wrong token. It must not
-know the executor. Invariant: a request that `check_request` lets pass is sampled by the definitions of
-`SamplingParams`, and its outputs end at the same token as ours would, whether the engine reports stop tokens or not.
+Refuses what would mean something else there: a parameter that is silently ignored is a wrong token. Must not know the
+executor. Invariant: requests that `check_request` lets pass are sampled as `SamplingParams` defines. Their outputs end
+at the same token as ours, whether the engine reports stop tokens or not.
 
 Names: tensorrt_llm.bindings.executor of 1.2 (nanobind/executor/request.cpp).
 """
@@ -26,7 +26,6 @@ _FINISH = {
 
 
 def check_request(request: GenerateRequest, stop_ids: tuple[int, ...]) -> None:
-    """Raise InvalidRequestError for what the engine cannot do, or would do otherwise than SamplingParams says."""
     params, other = request.params, "TensorRT-LLM engines do not have it as this API defines it."
     if params.presence_penalty or params.frequency_penalty:  # it counts the prompt's tokens, we do not
         name = "presence_penalty" if params.presence_penalty else "frequency_penalty"
@@ -46,7 +45,7 @@ def check_request(request: GenerateRequest, stop_ids: tuple[int, ...]) -> None:
 def make_request(
     bindings: Any, request: GenerateRequest, seed: int, stop_ids: tuple[int, ...], max_context: int
 ) -> Any:
-    """bindings.Request of one sequence. `bindings` is tensorrt_llm.bindings.executor."""
+    """Make the bindings.Request of one sequence. `bindings` is tensorrt_llm.bindings.executor."""
     params, prompt = request.params, request.prompt_token_ids
     room = max_context - len(prompt)
     return bindings.Request(
@@ -62,14 +61,14 @@ def make_request(
 
 
 def salt_id(salt: str) -> int | None:
-    """A tenant's number in TensorRT-LLM's block keys, below 2**63; None for no salt."""
+    """Hash a tenant's salt to TensorRT-LLM's block key, below 2**63; None for no salt."""
     if not salt:
         return None
     return int.from_bytes(blake2b(salt.encode(), digest_size=8, person=b"wicore-trtllm").digest(), "little") >> 1
 
 
 def _make_sampling(bindings: Any, params: SamplingParams, seed: int) -> Any:
-    """top_p is always given: without top_k and top_p TensorRT-LLM is greedy, whatever the temperature."""
+    """Make the SamplingConfig. Unless greedy, top_p is given: without top_k and top_p TensorRT-LLM takes the best token."""
     optional: dict[str, Any] = {"min_tokens": params.min_tokens} if params.min_tokens else {}
     if params.repetition_penalty != 1.0:
         optional["repetition_penalty"] = params.repetition_penalty
@@ -117,7 +116,6 @@ class SequenceOutput:
         return [self._make_output(tuple(tokens), reason, tokens[-1] if stopped else None)]
 
     def fail(self, error: str) -> TokenOutput:
-        """End the sequence here with an error."""
         self.finished = True
         return self._make_output((), FinishReason.ERROR, None, error)
 

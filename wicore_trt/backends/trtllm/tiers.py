@@ -1,7 +1,7 @@
 """Our host and disk tiers under another engine's block pool: one layer group, pages by chain key.
 
-Joins the tiers' parts as `core.assemble_kv` does for our own engines. It must not know TensorRT-LLM. Invariant: `match`
-gives out only pages whose bytes were checked against their identity just now, and which stay until they are released.
+Joins the tiers' parts as `core.assemble_kv` does for our own engines. Must not know TensorRT-LLM. Invariant: `match`
+returns only pages whose bytes were just checked against their identity, and which stay until they are released (I5).
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ _WAIT_S = 0.02
 class BlockTiers:
     """Tiers for pages of `namespace`, which has the one group GROUP; `copier` moves them to and from the pool. All
     calls come from one thread. `secret` is the operator's, None where neither a setting nor a disk tier keeps one.
-
-    Raises ConfigError for sizes that hold no page, EnvironmentUnfitError for a disk directory that cannot be used.
-    """
+    Raises ConfigError for sizes that hold no page, EnvironmentUnfitError for a disk directory that cannot be used."""
 
     def __init__(self, settings: KVSettings, namespace: Namespace, copier: PageCopier) -> None:
         slot_bytes, slots_per_page = slot_geometry(dict(namespace.layout))
@@ -76,9 +74,9 @@ class BlockTiers:
         return self.lower.find_tier(*page.name) is not None
 
     def match(self, chain: Sequence[bytes], pages: Sequence[Page], timeout_s: float) -> list[Fetch]:
-        """The longest run of `pages` from the first on that were in host memory, or came from disk, within `timeout_s`
-        and whose checksums are right. Each is held until `release` or the end of `load`. `chain` has the keys of the
-        whole prompt, from which the eviction policy learns."""
+        """Find the longest run of `pages`, from the first on, in host memory or loaded from disk within `timeout_s`,
+        with right checksums. Each is held until `release` or the end of `load`. `chain` has the keys of the whole
+        prompt, from which the eviction policy learns."""
         self.lower.touch_chain(chain, None)
         wanted = list(takewhile(self.has_page, pages))
         match = _Match(self.lower, wanted)
@@ -92,15 +90,15 @@ class BlockTiers:
         return match.close()
 
     def store(self, page: Page, block: int) -> TierCopy | None:
-        """Copy a block to the host, and on to disk; None when there is no room."""
+        """Copy a block to the host, and on to disk; None without room."""
         return self.lower.down.store_page(page, block)
 
     def load(self, fetch: Fetch, block: int) -> None:
-        """Copy a page that `match` gave out into a block, and release it."""
+        """Copy a page that `match` returned into a block, and release it."""
         self.lower.up.upload_pages([fetch.take_copy()], [block])
 
     def release(self, fetch: Fetch) -> None:
-        """Let go of a page that `match` gave out."""
+        """Release a page that `match` returned."""
         self.lower.up.release_fetch(fetch)
 
     def storing(self, copy: TierCopy) -> bool:
@@ -108,20 +106,20 @@ class BlockTiers:
         return copy.state is CopyState.WRITING
 
     def poll(self) -> None:
-        """Apply what other threads finished. Call it once per step."""
+        """Apply other threads' reports. Call it once per step."""
         self.lower.poll_all()
 
     def stats(self) -> tuple[TierStats, ...]:
         return self.lower.collect_stats()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Write what is to be saved, then free the disk directory."""
+        """Write pages to be saved, then free the disk directory."""
         self.lower.close(timeout_s)
 
 
 class _Match:
-    """Pages on their way to one `match`, in no particular order. `waiting` are the pages asked for and not answered, by
-    their place. Pages from `_stop` on are of no use, as one before them cannot be had."""
+    """Fetches of one `match`, in no particular order. `waiting` are unanswered pages by their place. Pages from `_stop`
+    on are useless, because one before them is missing."""
 
     def __init__(self, tiers: LowerTiers, pages: Sequence[Page]) -> None:
         self._tiers = tiers
@@ -134,7 +132,6 @@ class _Match:
 
     @property
     def complete(self) -> bool:
-        """Tell whether every page before `_stop` has been answered."""
         return self._started >= self._stop and all(place >= self._stop for place in self.waiting.values())
 
     def start(self) -> None:
@@ -148,7 +145,6 @@ class _Match:
             self.take_in()
 
     def take_in(self) -> None:
-        """Note what was answered."""
         while self._inbox:
             fetch = self._inbox.popleft()
             place = self.waiting.pop(fetch)
@@ -158,7 +154,7 @@ class _Match:
                 self._stop = min(self._stop, place)
 
     def close(self) -> list[Fetch]:
-        """The run from the first page on; what lies beyond a gap is released, now or when it arrives."""
+        """Return the run from the first page on; pages beyond a gap are released, now or when they arrive."""
         run = 0
         while run in self._arrived:
             run += 1
