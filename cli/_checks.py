@@ -1,6 +1,6 @@
-"""The checks behind `wicore doctor`, one function each.
+"""Checks of `wicore doctor`, one function each.
 
-Standard library only, at import and where it can be avoided afterwards. No check talks to the network. Invariant:
+Standard library only, at import and where possible afterwards. No check talks to the network. Invariant:
 `check_machine` returns a row for every check, whatever is broken.
 """
 
@@ -38,7 +38,7 @@ PACKAGES = ("wicore-trt", "torch", "numpy", "safetensors", "tokenizers", "huggin
 
 
 class DoctorCheck(NamedTuple):
-    """One line of the report; `fix` is empty when there is nothing to do."""
+    """Line of the report; `fix` is empty when there is nothing to do."""
 
     name: str
     state: str
@@ -47,7 +47,7 @@ class DoctorCheck(NamedTuple):
 
 
 def check_machine(*, engine: Path | None, cache_dir: Path, port: int) -> list[DoctorCheck]:
-    """All checks in reading order."""
+    """Run all checks in reading order."""
     checks: list[tuple[str, Callable[[], DoctorCheck]]] = [
         ("python", _check_python), ("system", _check_system),
         ("cpu", _check_cpu), ("memory", _check_memory), ("torch", _check_torch),
@@ -193,7 +193,7 @@ def _list_versions() -> DoctorCheck:
 
 
 def _find_ancestor(path: Path) -> Path:
-    """The path, or its nearest ancestor that exists."""
+    """Find the nearest ancestor that exists, or the path itself."""
     return next(p for p in (path, *path.absolute().parents) if p.exists())
 
 

@@ -1,4 +1,4 @@
-"""Options that several commands have, and what the shell completes in place of values: names of backends and recipes.
+"""Options shared by commands, and the shell's completions of backends and recipes.
 
 Must not import anything heavy before the shell asks. Invariant: a name is offered only when it exists.
 """
@@ -20,14 +20,12 @@ LoraOption = Annotated[
 
 
 def complete_backends(incomplete: str) -> list[str]:
-    """Backends whose name begins so."""
     from wicore_trt.engine.options import BACKENDS
 
     return [name for name in BACKENDS if name.startswith(incomplete)]
 
 
 def complete_recipes(incomplete: str) -> list[str]:
-    """Packaged recipes whose name begins so."""
     from wicore_trt.recipe import list_recipes
 
     return [name for name in list_recipes() if name.startswith(incomplete)]

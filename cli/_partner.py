@@ -1,6 +1,6 @@
-"""Whom `wicore chat` talks to: a server over gRPC or HTTP, or an engine in this process.
+"""Partners of `wicore chat`: a server over gRPC or HTTP, or an engine in this process.
 
-Must not know terminals. Invariant: closing a stream, or an exception inside of it, ends its request.
+Must not know terminals. Invariant: closing a stream, or an exception inside it, ends its request.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Partner:
 
 
 def partner_of(where: str, *, api_key: str | None, ca: Path | None, threads: int) -> Partner:
-    """By what `where` is: a URL, an engine's directory, else HOST:PORT of gRPC."""
+    """Choose the partner by `where`: a URL, an engine's directory, else HOST:PORT of gRPC."""
     if where.startswith(("http://", "https://")):
         return _open_http(where.rstrip("/"), api_key, ca)
     if Path(where).is_dir():
@@ -62,7 +62,7 @@ def _open_grpc(address: str, api_key: str | None, ca: Path | None) -> Partner:
 
 
 def _adapt_stream(stream: Callable[..., Any]) -> Callable[[Prompt, Mapping[str, Any]], Iterator[ReplyPart]]:
-    """`LLM.stream` and `Client.stream` in our terms."""
+    """Adapt `LLM.stream` and `Client.stream` to ReplyPart."""
 
     def pieces(prompt: Prompt, sampling: Mapping[str, Any]) -> Iterator[ReplyPart]:
         from wicore_trt.types import SamplingParams
@@ -99,7 +99,7 @@ def _open_http(url: str, api_key: str | None, ca: Path | None) -> Partner:
 
 
 def _send_request(url: str, path: str, body: object, api_key: str | None, ca: Path | None) -> Any:
-    """The answer. Raises what the server's error stands for."""
+    """Send a request and return the response. Raises the error that the server reports."""
     import ssl
     from urllib.error import HTTPError, URLError
     from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
@@ -121,7 +121,7 @@ def _send_request(url: str, path: str, body: object, api_key: str | None, ca: Pa
 
 
 def _read_parts(lines: Any) -> Iterator[ReplyPart]:
-    """The events of a streamed answer. Raises WicoreError for one that breaks off."""
+    """Read the events of a streamed answer. Raises WicoreError for one that breaks off."""
     failed = False
     for raw in lines:
         line = raw.decode().rstrip("\r\n")

@@ -1,6 +1,6 @@
 """Report of `wicore inspect` on a compiled engine: its plans, the memory they need, their inputs and outputs.
 
-Reads `plans/plans.json`, loads no TensorRT. Invariant: every input and output of a plan is in a row.
+Reads `plans/plans.json` without TensorRT. Invariant: every input and output of a plan is in a row.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ _BYTES = ITEM_BYTES | {"int32": 4}
 
 
 def plans_report(engine: EngineDir) -> dict[str, Any] | None:
-    """Plans, memory and tensors as plain data; None for an engine without plans. Raises EngineFormatError for an
-    index that cannot be read."""
+    """Report plans, memory and tensors as plain data; None without plans. Raises EngineFormatError for a bad index."""
     from wicore_trt.backends.tensorrt.build import INDEX
     from wicore_trt.backends.tensorrt.plan_io import TensorSpec
     from wicore_trt.errors import EngineFormatError
@@ -56,7 +55,6 @@ def plans_report(engine: EngineDir) -> dict[str, Any] | None:
 
 
 def print_plans(report: dict[str, Any]) -> None:
-    """The report as tables on stdout."""
     from wicore_trt.cli._ui import human_bytes, print_table
 
     rows = [

@@ -1,8 +1,8 @@
-"""What every command says on the terminal: progress, tables, JSON.
+"""Prints progress, tables and JSON for every command.
 
-Results go to stdout, progress and errors to stderr. Must not know what a command does. Invariant: without a TTY the
-output has no control characters and progress is plain lines, one per phase and one every LINE_S seconds of a long one;
-NO_COLOR is honoured (rich does).
+Results go to stdout, progress and errors to stderr. Must not know commands. Invariant: without a TTY the output has no
+control characters and progress is plain lines, one per phase and one every LINE_S seconds of a long one. rich honours
+NO_COLOR.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def print_json(data: object) -> None:
-    """One JSON document on stdout."""
     print(json.dumps(data, indent=2, sort_keys=False, default=str))
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """A table on stdout: drawn by rich on a TTY, aligned plain text otherwise."""
+    """Print a table on stdout: drawn by rich on a TTY, aligned plain text otherwise."""
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.table import Table
@@ -48,7 +47,7 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "red", "corrupted": "red"}
 
 
 def human_bytes(count: float) -> str:
-    """1536 -> "1.5 KiB"."""
+    """Word bytes: 1536 -> "1.5 KiB"."""
     value, unit = float(count), 0
     while value >= 1024 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1

@@ -1,7 +1,7 @@
 """Options of `vllm serve` as `wicore serve` takes them.
 
-One table says of each name which option it is here, or why it changes nothing, or why it is refused. Must not know
-settings. Invariant: no option of the table is dropped silently.
+One table maps each name to our option, to the reason why it changes nothing, or to the reason why it is refused. Must
+not know settings. Invariant: no option of the table is dropped silently.
 """
 
 from __future__ import annotations
@@ -89,10 +89,8 @@ class ServeCommand(TyperCommand):
 
 
 def translate_options(args: list[str]) -> list[str]:
-    """The arguments of `wicore serve` for those of `vllm serve`; options that are ours stay as they are.
-
-    Prints a line for each option that changes nothing. Raises typer.BadParameter for one that is refused.
-    """
+    """Translate arguments of `vllm serve` for `wicore serve`; our own options stay. Prints a line for each option that
+    changes nothing. Raises typer.BadParameter for a refused one."""
     found: list[str] = []
     rest = iter(args)
     for arg in rest:

@@ -1,7 +1,7 @@
-"""The commands of `wicore`, by panel, and the options in front of them.
+"""Commands of `wicore`, by panel, and the options in front of them.
 
-Commands live one per file and are imported when they are asked for. Must not import anything heavy, and knows nothing
-of failures and exit codes: they are `cli.main`'s. Invariant: a command that is not asked for is not imported.
+Each command has a file, imported on use. Must not import anything heavy, nor know failures and exit codes, which are
+`cli.main`'s. Invariant: a command that is not asked for is not imported.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _load_command(name: str, panel: str) -> Any:
 
 
 def _untype_flags(command: Any) -> Any:
-    """Have its help show no type beside a flag, which takes no value; --help itself is made when help is shown."""
+    """Hide the type beside flags in help, because they take no value; --help itself is made when help is shown."""
     of = command.get_params
 
     def params(ctx: Any) -> Any:

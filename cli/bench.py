@@ -39,7 +39,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 
 
 def _parse_list(text: str) -> list[int]:
-    """ "1,8" -> [1, 8]."""
+    """Parse "1,8" to [1, 8]."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise typer.BadParameter(f"{text!r} is not a list of positive numbers like 1,8,32.")
@@ -167,7 +167,6 @@ def perplexity(
 
 
 def _require_package(package: str) -> None:
-    """Raise EnvironmentUnfitError when an optional package is missing."""
     if find_spec(package) is None and (lacking := missing_package(package)):
         raise lacking
 
@@ -211,7 +210,7 @@ def _print_report(
 
 
 def _print_head(session: BenchSession, model: dict[str, Any], roof: Roof | None) -> None:
-    """What was measured on what."""
+    """Print what is measured on which machine."""
     from wicore_trt.bench.report import describe_machine
 
     about = describe_machine()

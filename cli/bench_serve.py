@@ -1,4 +1,4 @@
-"""`wicore bench serve`: requests at given rates against a server, whatever it still has open, and what came of them.
+"""`wicore bench serve`: sends requests at given rates to a server, whatever it still has open, and reports results.
 
 Must not import anything heavy before it runs. Invariant: standard output carries the tables, or one JSON document with
 --json; progress and warnings go to standard error.
@@ -146,7 +146,7 @@ def serve(
 
 
 def _parse_option(option: str, parse: Any) -> Any:
-    """What `parse` returns; a ValueError becomes wrong usage."""
+    """Call `parse`; a ValueError or TypeError becomes wrong usage."""
     try:
         return parse()
     except (ValueError, TypeError) as error:
@@ -169,7 +169,7 @@ async def _open_target(
     tls_ca: Path | None,
     http: tuple[bool, str | None, dict[str, Any]],
 ) -> Target:
-    """The target at a URL, at HOST:PORT, or the engine in this process."""
+    """Open the target at a URL, at HOST:PORT, or the engine in this process."""
     from wicore_trt.bench.session import BenchSession
     from wicore_trt.config import load_settings
 

@@ -154,7 +154,7 @@ def command(
 
 
 def _parse_dummy(model: str | None, wanted: bool) -> DummyModel:
-    """The sizes that --model names. Raises ConfigError for one flag without the other."""
+    """Parse the sizes that --model names. Raises ConfigError for one flag without the other."""
     from wicore_trt.engine.options import DummyModel
     from wicore_trt.errors import ConfigError
     from wicore_trt.kv.sizing import MODELS, builtin_spec

@@ -61,18 +61,18 @@ def command(
 
 
 def print_note(text: str) -> None:
-    """A line to the user that is no answer."""
+    """Print a line that is no answer to stderr."""
     print(f"\033[2m{text}\033[0m" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 
 
 def strip_controls(text: str) -> str:
-    """Text without what steers a terminal."""
+    """Remove characters that steer a terminal."""
     return "".join(c for c in text if c in "\n\t" or (ord(c) >= 32 and not 127 <= ord(c) < 160))
 
 
 @dataclass(slots=True)
 class ChatSession:
-    """What was said. `tty`: somebody types and reads."""
+    """Conversation in a terminal. `tty`: somebody types and reads."""
 
     partner: Partner
     sampling: dict[str, Any]
@@ -82,7 +82,8 @@ class ChatSession:
     saved: set[str] = field(default_factory=set)  # files that are ours to write again
 
     def run_session(self) -> None:
-        """Until the end of input. Without a terminal the first failure ends it; there it is told."""
+        """Run until the end of input. Failures are printed on a terminal; without one the first failure ends the
+        session."""
         if self.tty:
             import readline  # noqa: F401  (edits lines and remembers them)
 
@@ -145,7 +146,7 @@ class ChatSession:
         print_note(f"Saved to {name}.")
 
     def _make_prompt(self) -> Any:
-        """The conversation, or for a model without template all text so far."""
+        """Make the conversation, or for a model without template all text so far."""
         if self.partner.chats:
             return self._list_messages()
         text = ""
@@ -155,7 +156,7 @@ class ChatSession:
         return text
 
     def _print_answer(self, line: str) -> None:
-        """Say a line and print what comes. A turn that fails is taken back."""
+        """Send a line and print the answer. A turn that fails is taken back."""
         self.turns.append({"role": "user", "content": line})
         parts: list[str] = []
         started = first = time.perf_counter()
@@ -208,7 +209,7 @@ class ChatSession:
 
 
 def _raise_interrupt(*_: object) -> None:
-    """Not what `cli.main` does: this interrupt is no reason to end."""
+    """Raise KeyboardInterrupt, in place of `cli.main`'s handler: this interrupt does not end the program."""
     raise KeyboardInterrupt
 
 

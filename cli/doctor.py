@@ -1,7 +1,7 @@
-"""`wicore doctor`: is this machine fit to build and serve, and what to do when it is not.
+"""`wicore doctor`: checks whether this machine is fit to build and serve, and says how to mend it.
 
-Runs with a broken or bare installation too: the standard library only at import, and no check can raise. Invariant:
-a row that is not ok says how to mend it.
+Runs with a broken or bare installation too: the standard library only at import, and no check can raise. Invariant: a
+row that is not ok says how to mend it.
 """
 
 from __future__ import annotations

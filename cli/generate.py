@@ -85,7 +85,7 @@ def command(
 
 
 def _read_prompt(prompt: str | None) -> str:
-    """The argument, or standard input. Raises InvalidRequestError for input that is not UTF-8."""
+    """Read the argument, or standard input. Raises InvalidRequestError for input that is not UTF-8."""
     if prompt is not None and prompt != "-":
         return prompt
     try:

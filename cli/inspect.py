@@ -1,4 +1,4 @@
-"""`wicore inspect`: what an engine or a checkpoint is, and whether its files are whole."""
+"""`wicore inspect`: describes an engine or a checkpoint, and verifies its files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def command(
 
 
 def _group_files(files: list[dict[str, Any]]) -> list[tuple[str, int, str]]:
-    """(name, bytes, state) of files; the many of one directory that are alike in one row, those that are bad apart."""
+    """List (name, bytes, state): similar files of one directory share a row, bad ones have their own."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for file in files:
         folder = file["name"].rpartition("/")[0]
@@ -104,7 +104,7 @@ def _describe_engine(path: Path, *, verify: bool, progress: Progress) -> dict[st
 
 
 def _describe_ends(engine: EngineDir) -> dict[str, str]:
-    """Ends of an answer with the places that name them, and a note on chats."""
+    """Describe tokens that end an answer, with the places that name them, and chats."""
     from wicore_trt.errors import EngineFormatError
     from wicore_trt.text.model_files import FILES
     from wicore_trt.text.tokenizer import Tokenizer
@@ -117,7 +117,7 @@ def _describe_ends(engine: EngineDir) -> dict[str, str]:
 
 
 def _cpu_kernels(engine: EngineDir) -> str:
-    """What runs the engine on a CPU; whether the native kernels were built here is `wicore doctor`'s to say."""
+    """Name the kernels that run the engine on a CPU; `wicore doctor` tells whether the native ones were built here."""
     try:
         from wicore_trt.backends.torch.native_ops import explain_unsupported
     except ModuleNotFoundError as error:
@@ -174,7 +174,8 @@ def _describe_file(file: Path, record: FileRecord, moved: Callable[[int], None])
 
 
 def _compute_kv_bytes(spec: Gemma3Spec, page_tokens: int, kv_dtype: str) -> list[dict[str, Any]]:
-    """KV bytes over all ranks; a sequence holds all its tokens in "global" and one window of them in "local"."""
+    """Compute KV bytes over all ranks; a sequence holds all its tokens in "global" and one window of them in
+    "local"."""
     from wicore_trt.model.spec import GROUPS
 
     return [

@@ -153,7 +153,7 @@ def _simulate_fleet(
 
 
 def _parse_pages(text: str, unique: int, option: str) -> int:
-    """Pages of "1000" or "5%" (of the unique blocks)."""
+    """Parse pages from "1000" or "5%" (of the unique blocks)."""
     from wicore_trt.errors import ConfigError
 
     try:

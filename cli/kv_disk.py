@@ -114,7 +114,8 @@ def purge(
 
 
 def _tag_of(path: Path, recipe: str | None, who: str, salt: str) -> bytes:
-    """A tenant's tag. It takes the server's secret: that of its setting kv.salt, or the one in its disk directory."""
+    """Compute a tenant's tag from the server's secret: that of its setting kv.salt, or the one in its disk
+    directory."""
     from wicore_trt.config import load_settings
     from wicore_trt.errors import ConfigError, EnvironmentUnfitError
     from wicore_trt.kv.disk.claim import read_secret, secret_of

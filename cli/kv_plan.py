@@ -1,4 +1,4 @@
-"""`wicore kv plan`: how large the KV tiers must be for some conversations, as recipe lines to paste."""
+"""`wicore kv plan`: sizes the KV tiers for given conversations, as recipe lines to paste."""
 
 from __future__ import annotations
 
@@ -82,7 +82,6 @@ def plan(
 
 
 def _find_geometry(model: str, page_tokens: int | None, kv_dtype: str | None) -> tuple[Geometry, int]:
-    """Geometry of a model's pages, and its longest context."""
     from wicore_trt.errors import ConfigError
     from wicore_trt.kv.sizing import Geometry
 
@@ -94,7 +93,7 @@ def _find_geometry(model: str, page_tokens: int | None, kv_dtype: str | None) ->
 
 
 def _read_model(model: str) -> tuple[Gemma3Spec, str, int, int]:
-    """(spec, KV dtype, page size, longest context) of an engine, a checkpoint, a model's files or a name."""
+    """Read (spec, KV dtype, page size, longest context) of an engine, a checkpoint, a model's files or a name."""
     from pathlib import Path
 
     from wicore_trt.checkpoint.format import open_checkpoint
@@ -121,7 +120,7 @@ def _read_model(model: str) -> tuple[Gemma3Spec, str, int, int]:
 
 
 def _parse_tokens(text: str, longest: int, least: int) -> int:
-    """Tokens of "32K" or "32768"."""
+    """Parse tokens from "32K" or "32768"."""
     from wicore_trt.errors import ConfigError
 
     number, factor = (text.strip()[:-1], 1024) if text.strip()[-1:] in ("K", "k") else (text.strip(), 1)
@@ -167,7 +166,7 @@ def _make_row(
     prefill: float | None,
     rate: int | None,
 ) -> dict[str, Any]:
-    """Figures of one conversation, with those of the tiers and rates that were given."""
+    """Compute figures of one conversation, with those of the tiers and rates that were given."""
     from wicore_trt.model.spec import GLOBAL, LOCAL
 
     geometry = size.geometry
@@ -197,8 +196,8 @@ def _make_row(
 def _make_recipe(
     size: SessionSize, users: int, active: int, max_batch_tokens: int, host: int | None, disk: int | None
 ) -> dict[str, Any]:
-    """Settings that keep `users` conversations: `active` on the device, all of them below, since pages are copied down
-    when they are made. What the host cannot hold is left to the disk."""
+    """Make settings that keep `users` conversations: `active` on the device and all below it, since pages are copied
+    down when they are made. The disk gets what the host cannot hold."""
     geometry, slots = size.geometry, users * size.slot_count
     need = slots * geometry.slot_bytes
     held = users if host is None else min(users, geometry.host_slots(host) // size.slot_count)
@@ -217,7 +216,7 @@ def _make_recipe(
 
 
 def _format_bytes(count: int, *, down: bool = False) -> str:
-    """Bytes as a recipe writes them, rounded up (or down) to less than 1 % off."""
+    """Format bytes for a recipe, rounded up (or down) by less than 1 %."""
     unit, name, part = (GIB, "GiB", 100) if count >= GIB else (1 << 20, "MiB", 1)
     parts = count * part // unit if down else div_ceil(count * part, unit)
     return f"{parts / part:.10g}{name}"

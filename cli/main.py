@@ -1,8 +1,7 @@
 """`wicore`: runs a command and turns every failure into one line and an exit code.
 
-The commands are `cli.app`'s, which is imported when a failure, or Ctrl-C, can be told already: so this must import next
-to nothing. Invariant: exit codes are 0 ok, 1 failure, 2 usage, 3 recipe or settings, 4 environment unfit, 130
-interrupt, and nothing else.
+Imports next to nothing: `cli.app` has the commands and is imported once failures and Ctrl-C are handled. Invariant:
+exit codes are 0 ok, 1 failure, 2 usage, 3 recipe or settings, 4 environment unfit, 130 interrupt, and nothing else.
 """
 
 from __future__ import annotations
@@ -43,7 +42,8 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _handle_interrupt(number: int, frame: object) -> None:
-    """Of SIGINT: what libraries make of the exception, while they are imported for one, still counts as one."""
+    """Record SIGINT before raising: an interrupt that a library turns into another exception during its import counts
+    too."""
     _interrupts.append(number)
     raise KeyboardInterrupt
 
@@ -92,12 +92,10 @@ def run_command(args: list[str]) -> int:
 
 
 def _open_streams() -> None:
-    """Make the standard streams usable whatever the caller did to them.
-
-    A closed one becomes /dev/null: otherwise the next file that is opened gets its number, and what some library prints
-    lands in a weight file. Text that the terminal's encoding lacks is spelt out instead of ending a finished command in
-    an error; bytes of file names pass as they are.
-    """
+    """Make the standard streams usable whatever the caller did to them. A closed one becomes /dev/null: otherwise the
+    next file that is opened gets its number, and some library's output lands in a weight file. Characters that the
+    terminal's encoding lacks are spelt out, so that they do not end a finished command in an error; bytes of file names
+    pass unchanged."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
@@ -118,7 +116,7 @@ def _open_streams() -> None:
 
 
 class _Sink(io.FileIO):
-    """Standard error that takes everything: progress that nobody can read is no reason to end a build."""
+    """Standard error that accepts everything: unreadable progress must not end a build."""
 
     def write(self, data: Any) -> int:
         try:
@@ -137,13 +135,13 @@ def _spelt_out(error: UnicodeError) -> tuple[bytes, int]:
 
 
 def _print_error(text: str) -> None:
-    """An error on one line: line breaks of its parts become blanks, other control characters are spelt out."""
+    """Print an error on one line: line breaks of its parts become blanks, other control characters are spelt out."""
     line = " ".join(part.strip() for part in text.splitlines() if part.strip())
     _print_stderr("error: " + "".join(c if c.isprintable() else _escape_control(c) for c in line))
 
 
 def _print_stderr(line: str) -> None:
-    """Print to stderr, unless it is a pipe that is full and that nobody reads: a server has to end all the same."""
+    """Print to stderr, unless it is a full pipe that nobody reads: a server has to end all the same."""
     with suppress(OSError, ValueError):
         poll = select.poll()
         poll.register(sys.stderr.fileno(), select.POLLOUT)
@@ -157,7 +155,7 @@ def _escape_control(c: str) -> str:
 
 
 def _of_the_machine(error: OSError | MemoryError) -> str:
-    """What a failure that no command expected says of the machine: a full disk behind stdout, no memory."""
+    """Word a failure of the machine that no command expected: a full disk behind stdout, no memory."""
     if isinstance(error, MemoryError):
         return "this machine has too little memory for that."
     place = f"{error.filename}: " if error.filename else "reading or writing failed: "
@@ -165,7 +163,7 @@ def _of_the_machine(error: OSError | MemoryError) -> str:
 
 
 def _forget_stdout() -> None:
-    """Point stdout elsewhere, so that the interpreter's last flush is quiet too."""
+    """Point stdout elsewhere, so that the interpreter's last flush cannot fail."""
     with suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
@@ -173,10 +171,8 @@ def _forget_stdout() -> None:
 
 
 def _usage_error(error: Exception) -> int | None:
-    """Exit code of an error that the argument parser raised and can show itself, else None.
-
-    Typer carries its own copy of click in newer releases, so these are known by shape and not by class.
-    """
+    """Return the exit code of an error that the argument parser raised and can show itself, else None. Newer releases
+    of Typer carry their own copy of click, so errors are known by shape and not by class."""
     if type(error).__name__ == "Abort":
         return INTERRUPTED
     show = getattr(error, "show", None)

@@ -154,7 +154,8 @@ def command(
 
 
 def _grpc_port(grpc_port: int | None, port: int | None, http_port: str | None) -> Any:
-    """The flag that gives the gRPC port: --port meant it before it became HTTP's, and does beside --http-port."""
+    """Choose the flag that gives the gRPC port: --port meant it before it became HTTP's, and still does beside
+    --http-port."""
     from wicore_trt.config import Flag
 
     if grpc_port is None and http_port is not None:
@@ -165,7 +166,7 @@ def _grpc_port(grpc_port: int | None, port: int | None, http_port: str | None) -
 
 
 def _names_recipe(text: str) -> bool:
-    """A recipe is a bare name or a YAML file; anything else is an engine directory, there or not."""
+    """Tell a recipe, which is a bare name or a YAML file, from an engine directory, present or not."""
     return not Path(text).is_dir() and (Path(text).suffix in (".yaml", ".yml") or Path(text).name == text)
 
 

@@ -1,7 +1,7 @@
-"""What this machine allows: measured memory and arithmetic rates, and the shortest times that follow for a model.
+"""Bounds of this machine: measured memory and arithmetic rates, and a model's shortest times by them.
 
-It must not know engines or clients. Invariant: a bound counts only work that no implementation of the same engine can
-leave out, so a figure beyond its bound means a cache (a model smaller than it) or a measurement that is wrong.
+Must not know engines or clients. Invariant: a bound counts only work that no implementation of the engine can avoid. So
+a figure beyond its bound means a cache (a model smaller than it) or a wrong measurement.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REPEATS = 7
 
 @dataclass(frozen=True, slots=True)
 class MachineRates:
-    """Measured: bytes per second of reading a large buffer, and FLOP/s of a large matrix product."""
+    """Measured bytes per second of reading a large buffer, and FLOP/s of a large matrix product."""
 
     device: str
     threads: int
@@ -32,10 +32,8 @@ class MachineRates:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """Bytes and FLOPs of one model. Element sizes in bytes: of the linear weights, of the LM head, of the KV cache.
-
-    Left out, because small: norms, FP8 scales, embedding rows, activations.
-    """
+    """Bytes and FLOPs of one model. Element sizes are in bytes: of the linear weights, of the LM head, of the KV cache.
+    Small parts are left out: norms, FP8 scales, embedding rows, activations."""
 
     spec: Gemma3Spec
     linear_bytes: int
@@ -44,12 +42,12 @@ class ModelCost:
 
     @classmethod
     def of(cls, spec: Gemma3Spec, dtype: str, base_dtype: str, kv_dtype: str) -> ModelCost:
-        """Sizes by dtype name; an FP8 engine keeps its head in `base_dtype`."""
+        """Make the cost by dtype names; an FP8 engine keeps its head in `base_dtype`."""
         return cls(spec, ITEM_BYTES[dtype], ITEM_BYTES[base_dtype], ITEM_BYTES[kv_dtype])
 
     @property
     def linear_parameters(self) -> int:
-        """Elements of all linear layers, the head apart."""
+        """Count elements of all linear layers, the head apart."""
         s = self.spec
         attention = sum(s.hidden_size * (group.qkv_size + group.q_size) for group in s.attention_by_layer)
         return attention + s.num_layers * 3 * s.hidden_size * s.intermediate_size
@@ -60,22 +58,21 @@ class ModelCost:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that every step reads; a tied head is read once, as the head."""
+        """Count bytes of weights that every step reads; a tied head is read once, as the head."""
         return self.linear_parameters * self.linear_bytes + self.head_parameters * self.head_bytes
 
     def kv_read_bytes(self, context: int) -> int:
-        """Bytes of keys and values that a token with `context` visible tokens, itself included, reads."""
+        """Count bytes of keys and values that a token reads with `context` visible tokens, itself included."""
         groups = map(self.spec.layer_group, self.spec.groups)
         return sum(2 * group.kv_size * self.kv_bytes * _count_visible_keys(group, context) for group in groups)
 
     def decode_bytes(self, batch: int, input_tokens: int, output_tokens: int) -> float:
-        """Mean bytes of the decode steps that follow the first token; every sequence has the same lengths."""
+        """Average bytes of the decode steps after the first token; every sequence has the same lengths."""
         steps = range(input_tokens + 1, input_tokens + output_tokens)
         kv = sum(self.kv_read_bytes(context) for context in steps) / len(steps)
         return self.weight_bytes + batch * kv
 
     def decode_flops(self, batch: int, input_tokens: int, output_tokens: int) -> float:
-        """Mean FLOPs of those steps."""
         steps = range(input_tokens + 1, input_tokens + output_tokens)
         groups = [self.spec.layer_group(name) for name in self.spec.groups]
         attention = sum(4 * g.q_size * _count_visible_keys(g, context) for context in steps for g in groups) / len(
@@ -84,7 +81,7 @@ class ModelCost:
         return batch * (2 * (self.linear_parameters + self.head_parameters) + attention)
 
     def prefill_flops(self, input_tokens: int) -> float:
-        """FLOPs from a prompt to the logits of its last token: causal attention, windows counted."""
+        """Count FLOPs from a prompt to the logits of its last token: causal attention, windows counted."""
         spec = self.spec
         attention = 0
         for group in spec.attention_by_layer:
@@ -94,7 +91,7 @@ class ModelCost:
 
 
 def _count_visible_keys(group: LayerGroup, context: int) -> int:
-    """Keys that one token attends to, summed over the layers of `group`."""
+    """Count keys that one token attends to, over the layers of `group`."""
     return len(group.layers) * min(context, group.window or context)
 
 
@@ -104,7 +101,6 @@ def prefill_bound_s(cost: ModelCost, rates: MachineRates, batch: int, input_toke
 
 
 def decode_bound_s(cost: ModelCost, rates: MachineRates, batch: int, input_tokens: int, output_tokens: int) -> float:
-    """Shortest mean time of a decode step."""
     return max(
         cost.decode_bytes(batch, input_tokens, output_tokens) / rates.read_bytes_per_s,
         cost.decode_flops(batch, input_tokens, output_tokens) / rates.flops,
@@ -114,11 +110,8 @@ def decode_bound_s(cost: ModelCost, rates: MachineRates, batch: int, input_token
 def request_bound_s(
     cost: ModelCost, rates: MachineRates, batch: int, input_tokens: int, output_tokens: int, *, cached_tokens: int = 0
 ) -> float:
-    """Shortest time that one request costs an engine that always runs `batch` of them.
-
-    The KV of `cached_tokens` of the prompt is there already. Memory and arithmetic can overlap, so the larger of the
-    two sums counts and not their sum.
-    """
+    """Shortest time that one request costs an engine that always runs `batch` of them. The KV of `cached_tokens` of the
+    prompt is computed already. Memory and arithmetic can overlap, so the larger of the two sums counts."""
     memory, arithmetic = cost.weight_bytes / batch, cost.prefill_flops(input_tokens)
     if cached_tokens:
         arithmetic -= cost.prefill_flops(cached_tokens)
@@ -131,10 +124,8 @@ def request_bound_s(
 def measure_rates(
     device: str, *, threads: int = 0, read_bytes: int | None = None, gemm_size: int | None = None
 ) -> MachineRates:
-    """Measure "cpu" or "cuda". `threads` 0 takes PyTorch's choice; it is set back afterwards.
-
-    The GEMM dtype is the fastest of those that an engine may compute in, because a bound is of the machine.
-    """
+    """Measure "cpu" or "cuda". `threads` 0 takes PyTorch's choice, which is restored afterwards. The GEMM dtype is the
+    fastest that an engine may compute in, because a bound is of the machine."""
     import torch
 
     before = torch.get_num_threads()
@@ -156,7 +147,7 @@ def measure_rates(
 
 
 def _best_of(work: Callable[[], object], device: str) -> float:
-    """Shortest seconds of REPEATS runs, after one that is not counted: a bound wants the undisturbed run."""
+    """Measure the shortest seconds of REPEATS runs after one uncounted: a bound wants the undisturbed run."""
     import torch
 
     times = []

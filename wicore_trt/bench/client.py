@@ -1,7 +1,7 @@
-"""Who answers the requests of a benchmark: a server over gRPC, or an engine in this process.
+"""Targets of a benchmark that answer its requests: a server over gRPC, or an engine in this process.
 
-Turns one BenchRequest into one RequestRecord; it must not know sweeps or statistics. Invariant: a record without an
-error has exactly the tokens that were asked for, by the server's own count. `bench/http.py` has servers over HTTP.
+Turns one BenchRequest into one RequestRecord; must not know sweeps or statistics. Invariant: a record without an error
+has exactly the tokens that were asked for, by the server's own count. `bench/http.py` has servers over HTTP.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ UNREADABLE = "INVALID: a message cannot be read"
 
 
 class Served(Protocol):
-    """What a benchmark must know of a model."""
+    """Facts of a model that a benchmark needs."""
 
     @property
     def model_id(self) -> str: ...
@@ -48,7 +48,7 @@ class Served(Protocol):
 
 
 class Target(Protocol):
-    """Something that generates. `info` says which model it runs, `chat` whether it takes turns of text, not tokens."""
+    """Generator under test. `info` describes its model; `chat` tells whether it takes turns of text, not tokens."""
 
     @property
     def info(self) -> Served: ...
@@ -56,21 +56,19 @@ class Target(Protocol):
     def chat(self) -> bool: ...
 
     async def generate(self, request: BenchRequest, started: float | None = None) -> RequestRecord:
-        """Run one request to its end. `started` is when it was due (time.perf_counter()); now, when left out.
-
-        A request that fails or ends early gives a record with `error`; nothing is raised for it.
-        """
+        """Run one request to its end. `started` is when it was due (time.perf_counter()), by default now. A request
+        that fails or ends early gives a record with `error`; nothing is raised for it."""
         ...
 
     async def tier_hits(self) -> dict[str, int]:
-        """Prompt tokens that each tier of the KV cache has saved so far; empty where the server does not tell."""
+        """Count prompt tokens that each tier of the KV cache has saved so far; empty where the server does not tell."""
         ...
 
     async def close(self) -> None: ...
 
 
 def has_enough_tokens(request: BenchRequest, tokens: int) -> bool:
-    """Whether so many tokens are what was asked for."""
+    """Tell whether an answer of `tokens` tokens satisfies the request."""
     return tokens == request.output_tokens or not request.ignore_eos and 0 < tokens < request.output_tokens
 
 
@@ -85,8 +83,8 @@ def record_stream(
     usage: Usage | None,
     answer: Iterable[int],
 ) -> RequestRecord:
-    """The record of a stream that ended well, or of one that did not give what was asked for. `times`: when it was due,
-    when it was sent."""
+    """Record a stream that ended, or one without the tokens asked for as an error. `times`: when it was due, when it
+    was sent."""
     started, sent = times
     finished = time.perf_counter()
     received = sum(tokens for _, tokens in arrivals)
@@ -102,7 +100,7 @@ def record_stream(
 
 
 class GrpcTarget:
-    """A running server. Make it with `connect`."""
+    """Running server; make it with `connect`."""
 
     chat = False
 
@@ -114,10 +112,8 @@ class GrpcTarget:
 
     @classmethod
     async def connect(cls, address: str, *, api_key: str | None = None, tls_ca: Path | None = None) -> GrpcTarget:
-        """Connect to HOST:PORT; with `tls_ca` (a PEM file) over TLS.
-
-        Raises UnavailableError when no server answers in CONNECT_TIMEOUT_S, and WicoreError when it refuses.
-        """
+        """Connect to HOST:PORT; with `tls_ca` (a PEM file) over TLS. Raises UnavailableError when no server answers in
+        CONNECT_TIMEOUT_S, and WicoreError when it refuses."""
         options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
         if tls_ca is None:
             channel = grpc.aio.insecure_channel(address, options)
@@ -189,7 +185,7 @@ def _name_status(error: grpc.aio.AioRpcError) -> str:
 
 
 def _model_info(message: pb2.GetModelInfoResponse) -> ModelInfo:
-    """The wire's fields have the names of ModelInfo's; unset ones are None."""
+    """Read ModelInfo, whose names are those of the wire's fields; unset ones are None."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(ModelInfo):
         descriptor = message.DESCRIPTOR.fields_by_name.get(field.name)
@@ -203,19 +199,19 @@ def _model_info(message: pb2.GetModelInfoResponse) -> ModelInfo:
 
 
 class LocalTarget:
-    """An engine in this process, behind the same TextEngine that a server uses; no network."""
+    """Engine in this process, behind the same TextEngine that a server uses; no network."""
 
     chat = False
 
     def __init__(self, engine: TextEngine) -> None:
-        """`engine` has started."""
+        """Take an `engine` that has started."""
         self.info = engine.info
         self._engine = engine
         self._ids = (f"bench-{os.getpid()}-{i}" for i in itertools.count())
 
     @classmethod
     async def load(cls, settings: Settings, *, awaited: bool = True) -> LocalTarget:
-        """Load the engine that `settings` name, for readers who wait for each token or not; raises what `load_engine`
+        """Load the engine that `settings` name. `awaited`: readers wait for each token. Raises what `load_engine`
         raises."""
         from wicore_trt.core.assemble import load_engine
         from wicore_trt.core.port import LocalEngine

@@ -1,9 +1,9 @@
-"""Who answers the requests of a benchmark over HTTP: any server that streams OpenAI's completions or chat completions.
+"""Benchmark targets over HTTP: any server that streams OpenAI's completions or chat completions.
 
-Turns one BenchRequest into one RequestRecord; it must not know sweeps or statistics. Invariants: a moment is taken when
-bytes came from the network, before they are read; tokens are the server's `usage` where it gives one: the counts in
-each chunk (`continuous_usage_stats`), else one for each chunk when their number is that of the usage at the end, else
-only their sum is known. aiohttp: it costs half as much as httpx for each chunk.
+Turns one BenchRequest into one RequestRecord; must not know sweeps or statistics. Invariants: a moment is taken when
+bytes came from the network, before they are read. Tokens are the server's `usage` where it gives one: counts in each
+chunk (`continuous_usage_stats`), else one a chunk if their number is the final usage, else only the sum is known.
+aiohttp costs half as much as httpx for each chunk.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ModelOfList(msgspec.Struct):
 
 
 class ModelList(msgspec.Struct):
-    """What a benchmark reads of /v1/models."""
+    """Fields of /v1/models that a benchmark reads."""
 
     data: list[ModelOfList]
 
@@ -77,7 +77,7 @@ class Choice(msgspec.Struct):
 
 
 class Chunk(msgspec.Struct):
-    """What a benchmark reads of a chunk."""
+    """Fields of a chunk that a benchmark reads."""
 
     choices: list[Choice] = []
     usage: UsageOfChunk | None = None
@@ -89,9 +89,9 @@ _decode = msgspec.json.Decoder(Chunk).decode
 
 @dataclass(slots=True)
 class Stream:
-    """What came of one answer. `texts` are the moments of chunks with text, `counts` (moment, tokens so far) those of
-    chunks with a usage and a choice; `bare` is set by a text without a usage beside it. It is `done` with "[DONE]", or
-    with a reason to finish where a server leaves that out."""
+    """Progress of one answer. `texts` are the moments of chunks with text, `counts` (moment, tokens so far) those of
+    chunks with a usage and a choice; `bare` is set by a text without a usage beside it. `done` is set by "[DONE]", or
+    by a finish reason where a server omits that."""
 
     texts: list[float] = field(default_factory=list)
     counts: list[tuple[float, int]] = field(default_factory=list)
@@ -137,7 +137,7 @@ class Stream:
             self.bare = True
 
     def arrivals(self) -> list[tuple[float, int]]:
-        """(moment, tokens) of the chunks that brought tokens; where that is not known, one for each with text."""
+        """List (moment, tokens) of the chunks that brought tokens; where tokens are unknown, one for each with text."""
         if self.bare or not self.counts:
             return [(moment, 1) for moment in self.texts]
         found, before = [], 0
@@ -156,7 +156,7 @@ class HttpServed:
 
 
 class HttpTarget:
-    """A running server. Make it with `connect`."""
+    """Running server; make it with `connect`."""
 
     def __init__(
         self, session: aiohttp.ClientSession, url: str, info: HttpServed, chat: bool, extra: Mapping[str, Any]
@@ -176,11 +176,8 @@ class HttpTarget:
         tls_ca: Path | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> HttpTarget:
-        """Connect to the server whose API is at `url` or `url` + "/v1". `extra` are fields of each body, of which
-        a null takes one out.
-
-        Raises UnavailableError when no server answers in CONNECT_TIMEOUT_S, and WicoreError when it refuses.
-        """
+        """Connect to the server whose API is at `url` or `url` + "/v1". `extra` are fields of each body; null removes a
+        field. Raises UnavailableError when no server answers in CONNECT_TIMEOUT_S, and WicoreError when it refuses."""
         url = url.rstrip("/").removesuffix("/v1")
         try:
             tls = ssl.create_default_context(cafile=tls_ca)
@@ -269,8 +266,8 @@ class HttpTarget:
 
 
 async def _read_model_list(session: aiohttp.ClientSession, url: str, model: str | None) -> HttpServed:
-    """What /v1/models says of `model`, or of the first one; our own servers tell their vocabulary too. A server without
-    that list has any model."""
+    """Read `model`, or the first one, from /v1/models; our own servers add their vocabulary. A server without that list
+    accepts any model."""
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             async with session.get(f"{url}/v1/models") as answer:
@@ -297,12 +294,12 @@ async def _read_model_list(session: aiohttp.ClientSession, url: str, model: str 
 
 
 def _parse_size(value: Any, otherwise: int) -> int:
-    """A size that a server tells, where it can be one."""
+    """Accept a server's size if it can be one."""
     return value if type(value) is int and 0 < value < 1 << 31 else otherwise
 
 
 def _find_message(body: bytes) -> str:
-    """The message of an error's body, or its beginning."""
+    """Find the message in an error's body, else return its beginning."""
     with suppress(*UNREADABLE, KeyError, TypeError):
         error = msgspec.json.decode(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
@@ -310,7 +307,7 @@ def _find_message(body: bytes) -> str:
 
 
 def _allow_many_files() -> None:
-    """Each open request is a socket: as many as the system lets this process have."""
+    """Raise the limit of open files as far as the system lets it: each open request is a socket."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,8 +1,8 @@
-"""Sends a plan to a target when it is due, whatever is still open, and says how late it was itself.
+"""Sends a plan's requests to a target when they are due, whatever is still open, and measures its own lateness.
 
-It must not know transports or statistics. Invariants: latencies count from when a request was due, so that neither a
-slow server nor a slow client makes them shorter; a prompt is made before its moment, not in it; every request of the
-plan has a record, or a failed one before it in its session.
+Must not know transports or statistics. Invariants: latencies count from when a request was due, so neither a slow
+server nor a slow client shortens them; a prompt is made before its moment; every request of the plan has a record, or a
+failed one before it in its session.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ BEAT_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """`max_concurrency` requests are open at a time at most; where all of a plan is due at once, a request is then due
-    when it gets its place (a closed loop). `pause_s` lies between an answer and the next turn of its session."""
+    """Options of a run. At most `max_concurrency` requests are open at a time; where all of a plan is due at once, a
+    request is due when it gets its place (a closed loop). `pause_s` lies between an answer and the next turn of its
+    session."""
 
     max_concurrency: int | None = None
     pause_s: float = 0.0
@@ -39,7 +40,7 @@ class LoadOptions:
 
 
 class ClientSession:
-    """A session's prompts. Where an answer is not known as tokens, made-up ones of its length stand for it."""
+    """Prompts of a session. Made-up tokens of an answer's length stand for answers not known as tokens."""
 
     def __init__(self, session: Session, vocabulary: WordList, *, chat: bool, ignore_eos: bool = True) -> None:
         self._session, self._vocabulary, self._ignore_eos = session, vocabulary, ignore_eos
@@ -48,7 +49,7 @@ class ClientSession:
         self._messages: list[dict[str, str]] = []
 
     def make_request(self, number: int) -> BenchRequest:
-        """The request of a turn; each turn once and in order, the one before `answered`."""
+        """Make the request of a turn; each turn once and in order, the one before `answered`."""
         turn = self._session.turns[number]
         if self._chat:
             text = "".join(self._vocabulary.make_text(piece) for piece in turn.pieces)
@@ -95,7 +96,7 @@ async def run_load(
 
 
 class _Run:
-    """What one run has seen so far."""
+    """State of one run."""
 
     def __init__(
         self, target: Target, options: LoadOptions, progress: Progress, phase: str, planned: int, *, closed: bool
@@ -172,7 +173,7 @@ class _Run:
         return record
 
     async def _measure_lag(self) -> None:
-        """Ask for a moment's sleep again and again, and note how much longer it was."""
+        """Measure again and again how late a short sleep ends."""
         while True:
             wanted = time.perf_counter() + BEAT_S
             await asyncio.sleep(BEAT_S)
@@ -180,7 +181,8 @@ class _Run:
 
 
 async def _sleep_until(due: float) -> None:
-    """Timers of event loops go off up to a millisecond early; what was sent then would seem to be answered sooner."""
+    """Sleep until `due`, not less: timers of event loops fire up to a millisecond early, and latencies would seem
+    shorter."""
     await asyncio.sleep(0.0)
     while (left := due - time.perf_counter()) > 0.0:
         await asyncio.sleep(left)

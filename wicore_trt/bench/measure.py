@@ -1,7 +1,7 @@
-"""What was measured: one request as its client saw it, and the statistics over many.
+"""Measurements: one request as its client saw it, and the statistics over many.
 
-Plain data and arithmetic; it must not know targets or clocks. Invariants: token counts come from the server's `usage`
-where it gives one, and a record says where they do not; the gaps of a request add up to the time from its first to its
+Plain data and arithmetic; must not know targets or clocks. Invariants: token counts come from the server's `usage`
+where it gives one, and a record says where they do not. The gaps of a request add up to the time from its first to its
 last token, or there are none.
 """
 
@@ -17,13 +17,13 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """Times are seconds of one monotonic clock. `arrivals` are (time, tokens) of the messages that carried tokens.
+    """Record of one request. Times are seconds of one monotonic clock.
 
-    `started` is when the request was due, which is when it was sent (`sent`) unless the sender was late. `error` is
-    set, and the counts are zero, when the request did not give the tokens it was asked for; it begins with a status and
-    a colon. `counted`: the numbers of tokens are the server's, not those of its messages. `cached_tokens` is 0 where
-    the server does not tell (`tells_cached`). `answer` are token ids, or text where there are none.
-    """
+    `arrivals` are (time, tokens) of the messages that carried tokens. `started` is when the request was due, which is
+    when it was sent (`sent`) unless the sender was late. `error` is set, and counts are zero, when the request did not
+    give the tokens it was asked for; it begins with a status and a colon. `counted`: the numbers of tokens are the
+    server's, not those of its messages. `cached_tokens` is 0 where the server does not tell (`tells_cached`). `answer`
+    are token ids, or text where there are none."""
 
     started: float
     finished: float
@@ -39,7 +39,7 @@ class RequestRecord:
 
     @property
     def status(self) -> str:
-        """ "OK", or what the error begins with: a status of HTTP or gRPC, or a word for what the client saw."""
+        """Status "OK", or the error's beginning: a status of HTTP or gRPC, or a word for what the client saw."""
         return "OK" if self.error is None else self.error.partition(":")[0]
 
     @property
@@ -57,10 +57,8 @@ class RequestRecord:
         return (self.e2e_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     def gaps_s(self) -> list[float]:
-        """Inter-token latencies, n - 1 of them. Tokens of one message came together: their gaps are 0.
-
-        None at all when it is not known how many tokens each message had.
-        """
+        """Inter-token latencies, n - 1 of them; none when the number of tokens in each message is unknown. Tokens of
+        one message came together: their gaps are 0."""
         if sum(tokens for _, tokens in self.arrivals) != self.output_tokens:
             return []
         gaps: list[float] = []
@@ -83,7 +81,7 @@ class Summary:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Summary | None:
-        """None for no values."""
+        """Summarize values; None if there are none."""
         array = np.fromiter(values, np.float64)
         if not array.size:
             return None
@@ -93,7 +91,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Distributions:
-    """Seconds. None where no request has the quantity."""
+    """Distributions in seconds, None where no request has the quantity."""
 
     ttft: Summary | None
     tpot: Summary | None
@@ -102,7 +100,7 @@ class Distributions:
 
     @classmethod
     def of(cls, records: Sequence[RequestRecord]) -> Distributions:
-        """Over the records without an error."""
+        """Summarize the records without an error."""
         good = [r for r in records if r.error is None]
         return cls(
             ttft=Summary.of(r.ttft_s for r in good),
@@ -129,7 +127,7 @@ class Throughput:
 
     @classmethod
     def of(cls, records: Sequence[RequestRecord]) -> Throughput:
-        """`records` of one run, at least one."""
+        """Compute rates from `records` of one run, at least one."""
         duration = max(r.finished for r in records) - min(r.started for r in records)
         good = [r for r in records if r.error is None]
         prompt, output = sum(r.prompt_tokens for r in good), sum(r.output_tokens for r in good)
@@ -159,7 +157,7 @@ class Slo:
 
     @classmethod
     def parse_limits(cls, text: str) -> Slo:
-        """Of "ttft=450ms,tpot=40ms,e2e=20s". Raises ValueError."""
+        """Parse "ttft=450ms,tpot=40ms,e2e=20s". Raises ValueError."""
         limits: dict[str, float] = {}
         for part in text.split(","):
             found = re.fullmatch(r"(ttft|tpot|e2e)=([0-9.]+)(ms|s)", part.strip())
@@ -169,16 +167,16 @@ class Slo:
         return cls(**limits)
 
     def met_by(self, record: RequestRecord) -> bool:
-        """Whether a request without an error is good. One token has no TPOT, so it meets any."""
+        """Tell whether a request without an error is good. A request of one token has no TPOT, so it meets any."""
         pairs = ((self.ttft_s, record.ttft_s), (self.tpot_s, record.tpot_s), (self.e2e_s, record.e2e_s))
         return all(limit is None or value is None or value <= limit for limit, value in pairs)
 
 
 @dataclass(frozen=True, slots=True)
 class ClientLag:
-    """How late the client was itself, seconds. `send`: from when a request could go out to when it did. `loop`: how
-    late its event loop ran a timer, which is how late it may have seen a token. `place`: how long due requests waited
-    for one of the places that `max_concurrency` allows, which latencies contain; None without that limit."""
+    """Lateness of the client itself, seconds. `send`: from when a request could go out to when it did. `loop`: how late
+    its event loop ran a timer, and so may have seen a token. `place`: how long due requests waited for one of the
+    places that `max_concurrency` allows, which latencies contain; None without that limit."""
 
     send: Summary | None
     loop: Summary | None
@@ -192,10 +190,9 @@ class ClientLag:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One run of a load test. `planned` requests were to be sent; `unsent` of them were not, because a turn before them
+    """Results of one run of a load test. Of `planned` requests `unsent` were not sent, because a turn before them
     failed. `refused` are those that the server had no room for, `failed` all others without an answer. `refusal` is the
-    time that refusing took, from sending. `good` met the objectives; of all planned ones, so what failed or was never
-    sent is not."""
+    time from sending to a refusal. `good` met the objectives; its share is of all planned ones."""
 
     offered_per_s: float
     planned: int
@@ -215,7 +212,7 @@ class Load:
     def of(
         cls, records: Sequence[RequestRecord], *, planned: int, offered_per_s: float, slo: Slo | None, lag: ClientLag
     ) -> Load:
-        """`records` of one run, at least one."""
+        """Summarize `records` of one run, at least one."""
         done = [r for r in records if r.error is None]
         refused = [r for r in records if r.status in REFUSALS]
         return cls(

@@ -1,11 +1,11 @@
-"""Perplexity: how well an engine predicts a real text, the check that its numbers are the model's.
+"""Perplexity: how well an engine predicts a real text, which checks that its numbers are the model's.
 
 Windows and sums are plain arithmetic over any `Scorer`; `ExecutorScorer` is an engine's. Invariant: every token is
 scored exactly once, and engines are compared on the same token ids in the same windows.
 
-Perplexity is exp of the mean negative log-likelihood per token, natural logarithm, of windows of `context` tokens that
-move by `stride`; a window scores what the one before did not see, so but for the first window every token has at least
-context - stride - 1 tokens before it. Each window begins with BOS, without which Gemma predicts nothing sensible.
+Perplexity is exp of the mean negative log-likelihood per token, natural logarithm. Windows of `context` tokens move by
+`stride`, and each scores what the one before did not see. So behind the first window every token has at least context -
+stride - 1 tokens before it. Each window begins with BOS, without which Gemma predicts nothing sensible.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """`value` over `tokens` scored tokens; `nll` is the mean negative log-likelihood per token."""
+    """Perplexity `value` over `tokens` scored tokens; `nll` is the mean negative log-likelihood per token."""
 
     tokens: int
     nll: float
@@ -49,8 +49,8 @@ class Perplexity:
 
 
 def cut_windows(count: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """(begin, end, first): tokens [begin, end) of a text of `count` are one window, of which [first, end) are new.
-    A window has at most `context` tokens."""
+    """Cut (begin, end, first): tokens [begin, end) of a text of `count` are one window of at most `context`, of which
+    [first, end) are new."""
     first = begin = 0
     while first < count:
         end = min(begin + context, count)
@@ -67,11 +67,9 @@ def compute_perplexity(
     stride: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
-    """Perplexity of a text of two tokens or more that does not itself begin with BOS.
-
-    `context` counts the BOS of a window. `stride` defaults to half of it and is at most what a window holds. Without a
-    `bos_id` the text's first token has nothing before it and is not scored. Raises ConfigError for a bad stride.
-    """
+    """Compute the perplexity of a text of two tokens or more that does not itself begin with BOS. `context` counts the
+    BOS of a window. `stride` defaults to half of it and is at most what a window holds. Without a `bos_id` the text's
+    first token is not scored. Raises ConfigError for a bad stride."""
     head = () if bos_id is None else (bos_id,)
     room = context - len(head)
     stride = context // 2 if stride is None else stride
@@ -89,7 +87,7 @@ def compute_perplexity(
 
 
 class ExecutorScorer:
-    """Scores with an engine's own step, in chunks, over its own paged KV cache."""
+    """Scorer with an engine's own step, in chunks, over its own paged KV cache."""
 
     def __init__(self, engine: EngineDir, *, context: int, threads: int = 0, device: str = "auto") -> None:
         """Load `engine` for windows of up to `context` tokens. Raises what TorchExecutor raises."""
@@ -113,12 +111,12 @@ class ExecutorScorer:
 
 
 def pages_for(context: int, page_tokens: int) -> dict[str, int]:
-    """KV pages of each layer group for one sequence whose local pages are never given back."""
+    """Count KV pages of each layer group for one sequence whose local pages are never given back."""
     return dict.fromkeys(("global", "local"), div_ceil(context, page_tokens))
 
 
 def score_tokens(executor: TorchExecutor, token_ids: Sequence[int], first: int) -> list[float]:
-    """The Scorer of an executor with `pages_for(len(token_ids), ...)` or more pages in each group."""
+    """Score with an executor that has `pages_for(len(token_ids), ...)` or more pages in each group."""
     assert first >= 1
     pages = {group: list(range(count)) for group, count in executor.layout.num_pages.items()}
     found: list[float] = []
@@ -134,7 +132,7 @@ def score_tokens(executor: TorchExecutor, token_ids: Sequence[int], first: int) 
 
 
 def chosen_logprobs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """float64 [R]: log-softmax of logits [R, vocab] at targets int64 [R]."""
+    """Compute float64 [R]: log-softmax of logits [R, vocab] at targets int64 [R]."""
     chosen = logits.gather(1, targets[:, None])[:, 0]
     return chosen.double() - torch.logsumexp(logits.float(), dim=1).double()
 
@@ -147,7 +145,8 @@ def default_text() -> str:
 
 
 def read_tokens(tokenizer: Tokenizer, path: Path | None, tokens: int) -> list[int]:
-    """The first `tokens` ids of a UTF-8 file, or of the default text. Raises ConfigError for a bad or short text."""
+    """Read the first `tokens` ids of a UTF-8 file, or of the default text. Raises ConfigError for a bad or short
+    text."""
     try:
         text = default_text() if path is None else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -168,10 +167,8 @@ def compare_engines(
     threads: int,
     progress: Progress,
 ) -> list[dict[str, Any]]:
-    """Perplexities of `engines` over the same tokens, each with its difference to the first in percent.
-
-    Raises ConfigError when the engines do not share a tokenizer, EngineFormatError for a bad engine.
-    """
+    """Compute perplexities of `engines` over the same tokens, each with its difference to the first in percent. Raises
+    ConfigError when the engines do not share a tokenizer, EngineFormatError for a bad engine."""
     results: list[dict[str, Any]] = []
     expected: list[int] | None = None
     for path in engines:
@@ -216,7 +213,6 @@ COLUMNS = ("engine", "dtype", "kernels", "tokens", "perplexity", "difference")
 
 
 def table_row(result: Mapping[str, Any]) -> tuple[str, ...]:
-    """A result of `compare_engines` under COLUMNS."""
     return (
         *(str(result[name]) for name in ("engine", "dtype", "kernels", "tokens")),
         f"{result['perplexity']:.4f}",

@@ -1,7 +1,7 @@
-"""What a load test sends, as data: sessions of one turn or several, made up from lengths or read from a trace.
+"""Requests of a load test as data: sessions of one turn or several, made up from lengths or read from a trace.
 
-Standard library only; it must not know targets, clocks or token ids. Invariants: equal arguments give equal plans;
-prompts share a beginning where their pieces have the same names, and plans of different `run` share none.
+Standard library only; must not know targets, clocks or token ids. Invariants: equal arguments give equal plans; prompts
+share a beginning where their pieces have the same names, and plans of different `run` share none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Lengths = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class PlannedTurn:
-    """What a turn adds to the conversation, and how many tokens the answer has."""
+    """Pieces that a turn adds to the conversation, and the number of tokens of the answer."""
 
     pieces: tuple[PromptPart, ...]
     output_tokens: int
@@ -38,8 +38,8 @@ class PlannedTurn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A conversation: its first turn is due `at_s` seconds after the start, each other one after the answer before.
-    `name` is its own in the plan."""
+    """Conversation whose first turn is due `at_s` seconds after the start, each other one after the answer before.
+    `name` is unique in the plan."""
 
     name: str
     at_s: float
@@ -47,7 +47,7 @@ class Session:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens at the end of the last answer."""
+        """Count tokens at the end of the last answer."""
         return sum(turn.tokens + turn.output_tokens for turn in self.turns)
 
 
@@ -69,7 +69,7 @@ class LoadShape:
 
 
 def parse_lengths(text: str) -> Lengths:
-    """Of "128", "64,128,128" (one of these) or "256..2048" (any from the first to the last). Raises ValueError."""
+    """Parse "128", "64,128,128" (one of these) or "256..2048" (any from the first to the last). Raises ValueError."""
     low, dots, high = text.partition("..")
     found: Lengths = range(int(low), int(high) + 1) if dots else tuple(int(part) for part in text.split(","))
     if not found or min(found) < 1:
@@ -78,7 +78,7 @@ def parse_lengths(text: str) -> Lengths:
 
 
 def sessions_of(shape: LoadShape, moments: Iterable[float], *, seed: int, run: str) -> list[Session]:
-    """One session for each of `moments`, in seconds. Their lengths depend on the seed alone, so that runs compare."""
+    """Make a session for each of `moments`, in seconds. Lengths depend on the seed alone, so that runs compare."""
     rng = random.Random(seed)
 
     def one(of: Lengths) -> int:
@@ -102,8 +102,8 @@ def sessions_of(shape: LoadShape, moments: Iterable[float], *, seed: int, run: s
 def made_up(
     shape: LoadShape, rate: float, *, burstiness: float, requests: int, duration_s: float | None, seed: int, run: str
 ) -> list[Session]:
-    """Sessions that bring `rate` requests a second in the mean, turns included: as many as have `requests` turns, or
-    with `duration_s` those that begin within it. Raises ConfigError when there are none."""
+    """Make sessions that bring `rate` requests a second on average, turns included: as many as have `requests` turns,
+    or with `duration_s` those that begin within it. Raises ConfigError when there are none."""
     moments = draw_arrivals(rate / shape.turns, burstiness=burstiness, seed=seed)
     chosen: Iterable[float] = islice(moments, div_ceil(requests, shape.turns))
     if duration_s is not None and not math.isinf(rate):
@@ -117,8 +117,8 @@ def made_up(
 def replay_trace(
     trace: Sequence[TraceRequest], *, rate: float | None, requests: int | None, duration_s: float | None, run: str
 ) -> list[Session]:
-    """The trace's requests, each a session of one turn, at its own times or stretched to `rate` requests a second.
-    Blocks of one id have the same tokens. Raises ConfigError when nothing is left."""
+    """Make a session of one turn from each request of the trace, at its own times or stretched to `rate` requests a
+    second. Blocks of one id have the same tokens. Raises ConfigError when nothing is left."""
     chosen = trace[:requests]
     first, span_s = chosen[0].at_s, chosen[-1].at_s - chosen[0].at_s
     if rate is None:
@@ -150,5 +150,5 @@ def replay_trace(
 
 
 def keep_fitting(sessions: Sequence[Session], context_tokens: int | None) -> list[Session]:
-    """Those that a context of so many tokens can hold to their end."""
+    """Filter sessions that fit a context of `context_tokens` to their end."""
     return [s for s in sessions if context_tokens is None or s.context_tokens <= context_tokens]

@@ -1,6 +1,6 @@
-"""The plot of a load test: what each rate gave, one line for each target.
+"""Plot of a load test: the results of each rate, one line for each target.
 
-Draws with matplotlib; it must not know how anything was measured. Invariant: equal results give equal bytes.
+Draws with matplotlib; must not know how anything was measured. Invariant: equal results give equal bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SHARES = {"p50": ":", "p90": "--", "p99": "-"}
 
 
 def write_load_plot(results: Sequence[Mapping[str, Any]], path: Path, limits_ms: Mapping[str, float]) -> None:
-    """An SVG of `load_result`s over the offered rate. `limits_ms`: objectives by "ttft", "tpot", "e2e"."""
+    """Write an SVG of `load_result`s over the offered rate. `limits_ms`: objectives by "ttft", "tpot", "e2e"."""
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     axes = figure.subplots(2, 2)
     names = list(dict.fromkeys(result["target"] for result in results))
@@ -51,5 +51,5 @@ def write_load_plot(results: Sequence[Mapping[str, Any]], path: Path, limits_ms:
 
 
 def _find_rate(result: Mapping[str, Any]) -> float:
-    """Requests a second; all at once count as what was answered."""
+    """Find requests a second; a run of all at once counts what was answered."""
     return float(result["offered_per_s"] or result["requests"]["value"])

@@ -1,13 +1,13 @@
-"""What a benchmark says: figures beside their bounds, as table rows and as one JSON document.
+"""Report of a benchmark: figures beside their bounds, as table rows and as one JSON document.
 
-Puts measurements and bounds together; it measures nothing itself. Invariant: a report names everything that its
-figures depend on: machine, versions, model, parameters, measured rates, date.
+Measures nothing itself. Invariant: a report names everything that its figures depend on: machine, versions, model,
+parameters, measured rates, date.
 
 The JSON document (`SCHEMA` 1): kind, schema, command, date, machine, versions, target, model, parameters, rates (null
 without a model spec), results. A figure is {value, unit, bound, percent}: `bound` is the best that the measured rates
 allow (null when unknown), `percent` how near to it the value is, 100 being the bound itself. In a result of `serve`,
-`good_share` is of all planned requests, `tier_hit_tokens` what each tier saved while it ran, `uncounted` the answers
-without a usage, and `client` what its own lag was: `send`, `loop` and `place` as in `bench.measure.ClientLag`.
+`good_share` is of all planned requests, `tier_hit_tokens` what each tier saved meanwhile, `uncounted` the answers
+without a usage. `client` is its own lag: `send`, `loop` and `place` as in `bench.measure.ClientLag`.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ Row = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Roof:
-    """What bounds come from: a model's cost and a machine's rates."""
+    """Inputs of bounds: a model's cost and a machine's rates."""
 
     cost: ModelCost
     rates: MachineRates
 
 
 def time_figure(seconds: float | None, bound_s: float | None = None) -> Figure | None:
-    """Milliseconds; the bound is the shortest time."""
+    """Make a figure in milliseconds; the bound is the shortest time."""
     if seconds is None:
         return None
     return _make_figure(seconds * 1e3, "ms", None if bound_s is None else bound_s * 1e3, larger_is_better=False)
 
 
 def rate_figure(value: float, unit: str, bound: float | None = None) -> Figure:
-    """Something per second; the bound is the highest rate."""
+    """Make a figure per second; the bound is the highest rate."""
     return _make_figure(value, unit, bound, larger_is_better=True)
 
 
@@ -69,7 +69,7 @@ def _make_figure(value: float, unit: str, bound: float | None, *, larger_is_bett
 
 
 def latency_result(point: LatencyPoint, roof: Roof | None) -> dict[str, Any]:
-    """One case of the latency benchmark. Bounds of a decode step are means over the steps' context lengths."""
+    """Report one case of the latency benchmark. Bounds of a decode step are means over the steps' context lengths."""
     case = point.case
     lengths = (case.batch, case.input_tokens, case.output_tokens)
     prefill_bound = step_bound = None
@@ -93,7 +93,7 @@ def latency_result(point: LatencyPoint, roof: Roof | None) -> dict[str, Any]:
 
 
 def throughput_result(result: Throughput, case: ThroughputCase, roof: Roof | None) -> dict[str, Any]:
-    """The throughput benchmark. The bound is the machine's."""
+    """Report the throughput benchmark. The bound is the machine's."""
     bound = None
     if roof is not None:
         lengths = (case.concurrency, case.input_tokens, case.output_tokens)
@@ -103,7 +103,6 @@ def throughput_result(result: Throughput, case: ThroughputCase, roof: Roof | Non
 
 
 def _report_rates(result: Throughput, bound: float | None, output_bound: float | None) -> dict[str, Any]:
-    """Counts, rates and latencies of the requests that were answered."""
     return {
         "duration_s": result.duration_s,
         "completed": result.completed,
@@ -118,7 +117,7 @@ def _report_rates(result: Throughput, bound: float | None, output_bound: float |
 
 
 def load_result(load: Load, *, target: str, rate: float | None, tier_hits: Mapping[str, int]) -> dict[str, Any]:
-    """One run of a load test. `rate` None: a trace at its own times."""
+    """Report one run of a load test. `rate` None: a trace at its own times."""
     finite = load.offered_per_s if math.isfinite(load.offered_per_s) else None
     answered = _report_rates(load.throughput, None, None)
     goodput = None
@@ -153,7 +152,7 @@ def _in_ms(summary: Summary | None) -> dict[str, Any] | None:
 
 
 def _report_distributions(latencies: Distributions) -> dict[str, Any]:
-    """ttft, tpot, itl, e2e: {unit: "ms", count, mean, p50, p90, p99} or null."""
+    """Report ttft, tpot, itl, e2e: {unit: "ms", count, mean, p50, p90, p99} or null."""
     return {name: _in_ms(getattr(latencies, name)) for name in ("ttft", "tpot", "itl", "e2e")}
 
 
@@ -166,7 +165,7 @@ def make_report(
     rates: MachineRates | None,
     results: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The JSON document of the module's docstring, ready for json.dumps."""
+    """Make the JSON document of the module's docstring, ready for json.dumps."""
     return {
         "kind": KIND,
         "schema": SCHEMA,
@@ -183,7 +182,7 @@ def make_report(
 
 
 def describe_machine() -> dict[str, Any]:
-    """This machine: CPU, cores that the process may use, memory, load, GPUs with their clocks."""
+    """Describe this machine: CPU, cores that the process may use, memory, load, GPUs with their clocks."""
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
@@ -205,7 +204,7 @@ def _cpu_name() -> str:
 
 
 def _list_gpus() -> list[dict[str, str]]:
-    """What nvidia-smi says now; none without it."""
+    """List GPUs by nvidia-smi; empty without it."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader"]
@@ -219,7 +218,7 @@ def _list_gpus() -> list[dict[str, str]]:
 
 
 def list_versions() -> dict[str, str]:
-    """Commit, native library (or ABSENT), Python and the packages that figures depend on."""
+    """List commit, native library (or ABSENT), Python and the packages that figures depend on."""
     library = open_library()
     found = {"commit": _find_commit(), "native": ABSENT if library is None else library_name(library)}
     found |= {"python": platform.python_version()}
@@ -232,8 +231,8 @@ def list_versions() -> dict[str, str]:
 
 
 def _find_commit() -> str:
-    """Commit of the sources that run, "+" behind it where they were changed. BENCH_COMMIT goes before it: copies of a
-    checkout may have come without their history, or with the beginning of it."""
+    """Find the commit of the running sources, "+" behind it where they were changed. BENCH_COMMIT takes precedence:
+    copies of a checkout may lack their history."""
     if given := os.environ.get("BENCH_COMMIT"):
         return given
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
@@ -251,7 +250,7 @@ LATENCY_COLUMNS = (
 
 
 def latency_row(result: Mapping[str, Any]) -> Row:
-    """A latency result under LATENCY_COLUMNS; times in ms."""
+    """Format a latency result under LATENCY_COLUMNS; times in ms."""
     prefill, step, rate = result["prefill"], result["decode_step"], result["decode_rate"]
     return (
         *(str(result[name]) for name in ("batch", "input_tokens", "output_tokens")),
@@ -267,7 +266,6 @@ SUMMARY_COLUMNS = ("ms", "mean", "p50", "p90", "p99")
 
 
 def throughput_rows(result: Mapping[str, Any]) -> list[Row]:
-    """Rates of a throughput result under THROUGHPUT_COLUMNS."""
     names = {"requests": "requests/s", "output": "output tokens/s", "total": "total tokens/s"}
     return [
         (label, *(format_cell(result[name], key) for key in ("value", "bound", "percent")))
@@ -276,7 +274,6 @@ def throughput_rows(result: Mapping[str, Any]) -> list[Row]:
 
 
 def summary_rows(result: Mapping[str, Any]) -> list[Row]:
-    """Latencies of a throughput result under SUMMARY_COLUMNS."""
     return [
         (name.upper(), *(format_cell(result[name], key) for key in ("mean", "p50", "p90", "p99")))
         for name in ("ttft", "tpot", "itl", "e2e")
@@ -291,7 +288,7 @@ LOAD_SUMMARY_COLUMNS = ("rate", "ms", "count", *SUMMARY_COLUMNS[1:])
 
 
 def load_row(result: Mapping[str, Any], *, several: bool) -> Row:
-    """A result of a load test under LOAD_COLUMNS; the first cell names the target where there are `several`."""
+    """Format a result of a load test under LOAD_COLUMNS; the first cell names the target where there are `several`."""
     share, cached = result["good_share"], result["cached_tokens"]
     client = result["client"]
     return (
@@ -308,7 +305,7 @@ def load_row(result: Mapping[str, Any], *, several: bool) -> Row:
 
 
 def load_summary_rows(result: Mapping[str, Any], *, several: bool) -> list[Row]:
-    """Its latencies under LOAD_SUMMARY_COLUMNS, and the time to a refusal where there was one."""
+    """Format a load test's latencies under LOAD_SUMMARY_COLUMNS, and the time to a refusal where there was one."""
     names = [name for name in ("ttft", "tpot", "itl", "e2e", "refusal") if result[name] is not None]
     keys = LOAD_SUMMARY_COLUMNS[3:]
     return [
@@ -328,7 +325,7 @@ def _load_name(result: Mapping[str, Any], *, several: bool) -> str:
 
 
 def load_warnings(result: Mapping[str, Any]) -> list[str]:
-    """What a reader must know of a result: failures by status with an example each, and what the client did not see."""
+    """List warnings of a result: failures by status with an example each, and what the client did not see."""
     found = []
     for status, count in result["statuses"].items():
         if status != "OK":
@@ -351,7 +348,7 @@ def load_warnings(result: Mapping[str, Any]) -> list[str]:
 
 
 def format_cell(figure: Mapping[str, Any] | None, key: str) -> str:
-    """A number with three significant digits at least, or "-"."""
+    """Format a number with at least three significant digits, or "-"."""
     value = None if figure is None else figure[key]
     if value is None:
         return "-"

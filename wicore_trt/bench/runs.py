@@ -1,7 +1,7 @@
-"""Two benchmarks: fixed batches of fixed lengths (latency), and so many requests at a time (throughput).
+"""Two benchmarks: fixed batches of fixed lengths (latency), and a fixed number of open requests (throughput).
 
-Decides what is sent and how often; it must not know transports or machines. Invariants: every measured prompt is new
-to the target; a latency figure stands on requests that all succeeded.
+Decides what is sent and how often; must not know transports or machines. Invariants: every measured prompt is new to
+the target; a latency figure stands on requests that all succeeded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class LatencyCase:
-    """One point of a sweep: `batch` requests sent together."""
+    """Point of a sweep: `batch` requests sent together."""
 
     batch: int
     input_tokens: int
@@ -30,11 +30,9 @@ class LatencyCase:
 
 @dataclass(frozen=True, slots=True)
 class LatencyPoint:
-    """Medians over the repetitions of one case.
-
-    `prefill_s` is the time until all requests of a run with one output token are done, `total_s` that of a run with
-    all of them; `step_s` = (total - prefill) / (output_tokens - 1) is one decode step, None for one output token.
-    """
+    """Medians over the repetitions of one case. `prefill_s` is the time until all requests of a run with one output
+    token are done, `total_s` that of a run with all of them; `step_s` = (total - prefill) / (output_tokens - 1) is one
+    decode step, None for one output token."""
 
     case: LatencyCase
     prefill_s: float
@@ -44,17 +42,15 @@ class LatencyPoint:
 
 
 def list_cases(batches: Sequence[int], inputs: Sequence[int], outputs: Sequence[int]) -> list[LatencyCase]:
-    """Every combination, batch varying fastest."""
+    """List every combination, batch varying fastest."""
     return [LatencyCase(b, i, o) for o in outputs for i in inputs for b in batches]
 
 
 async def run_latency(
     target: Target, cases: Sequence[LatencyCase], *, repeats: int, warmups: int, seed: int, progress: Progress
 ) -> list[LatencyPoint]:
-    """Measure each case `repeats` times after `warmups` runs.
-
-    Raises ConfigError for a case beyond the target's context, WicoreError when a request fails.
-    """
+    """Measure each case `repeats` times after `warmups` runs. Raises ConfigError for a case beyond the target's
+    context, WicoreError when a request fails."""
     for case in cases:
         check_context(target, case.input_tokens, case.output_tokens)
     workload = Workload(target.info.vocab_size, seed=seed)
@@ -88,7 +84,7 @@ async def _measure_latency(
 
 
 async def _run_together(target: Target, requests: Sequence[BenchRequest]) -> tuple[float, list[RequestRecord]]:
-    """Seconds until all of `requests`, sent at once, are done."""
+    """Measure seconds until all of `requests`, sent at once, are done."""
     started = time.perf_counter()
     records = await closed_loop(target, requests, len(requests))
     seconds = max(r.finished for r in records) - started
@@ -111,10 +107,8 @@ class ThroughputCase:
 
 
 async def run_throughput(target: Target, case: ThroughputCase, *, warmups: int) -> Throughput:
-    """Send the case's requests after `warmups` that are not counted.
-
-    Raises ConfigError for lengths beyond the target's context, WicoreError when not one request succeeds.
-    """
+    """Send the case's requests after `warmups` that are not counted. Raises ConfigError for lengths beyond the target's
+    context, WicoreError when not one request succeeds."""
     check_context(target, case.input_tokens, case.output_tokens)
     workload = Workload(target.info.vocab_size, seed=case.seed, shared_prefix=case.shared_prefix)
     warm = workload.take(warmups, case.input_tokens, case.output_tokens)
@@ -128,7 +122,6 @@ async def run_throughput(target: Target, case: ThroughputCase, *, warmups: int) 
 
 
 def check_context(target: Target, input_tokens: int, output_tokens: int) -> None:
-    """Raise ConfigError when such a request does not fit the target's context."""
     limit = target.info.max_context_tokens
     if input_tokens + output_tokens > limit:
         raise ConfigError(

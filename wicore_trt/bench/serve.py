@@ -1,8 +1,8 @@
-"""A load test: one plan for each rate, sent to one target or to several in turn.
+"""Load test: one plan for each rate, sent to one target or to several in turn.
 
-Joins plans, targets and reports; it must not know transports or the terminal. Invariants: all targets get requests of
-the same lengths, which share the same beginnings, at the same moments; no prompt of one run or target is in another, so
-that no cache is warm from the run before; with two targets each one goes first in every other run.
+Joins plans, targets and reports; must not know transports or the terminal. Invariants: all targets get requests of the
+same lengths, with the same shared beginnings, at the same moments. Runs and targets share no prompt, so that no cache
+is warm from an earlier run. Of two targets each goes first in every other run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from wicore_trt.progress import Progress, ignore_progress
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What is sent at a rate: requests of a trace, or made-up ones of a shape."""
+    """Source of requests: a trace, or made-up sessions of a shape."""
 
     shape: LoadShape
     trace: Sequence[TraceRequest] = ()
@@ -34,7 +34,7 @@ class Offer:
     seed: int = 0
 
     def make_sessions(self, rate: float | None, run: str) -> list[Session]:
-        """The plan of a run. `rate` None: a trace at its own times. Raises ConfigError for a plan without requests."""
+        """Plan a run. `rate` None: a trace at its own times. Raises ConfigError for a plan without requests."""
         if self.trace:
             requests = None if self.duration_s is not None else self.requests
             return replay_trace(self.trace, rate=rate, requests=requests, duration_s=self.duration_s, run=run)
@@ -45,7 +45,7 @@ class Offer:
         )  # fmt: skip
 
     def make_warm_sessions(self, count: int, run: str) -> list[Session]:
-        """So many sessions like those of a run, all at once."""
+        """Make `count` sessions like those of a run, all at once."""
         if self.trace:
             return replay_trace(self.trace, rate=float("inf"), requests=count, duration_s=None, run=run)
         return sessions_of(self.shape, [0.0] * count, seed=self.seed, run=run)
@@ -61,10 +61,8 @@ async def run_sweep(
     slo: Slo | None,
     progress: Progress = ignore_progress,
 ) -> list[dict[str, Any]]:
-    """A result (`bench.report.load_result`) for each rate and target.
-
-    Raises ConfigError when no request of a run fits the context of every target.
-    """
+    """Run each rate on each target; returns a `bench.report.load_result` for each. Raises ConfigError when no request
+    of a run fits the context of every target."""
     context = min(target.info.max_context_tokens for _, target in targets)
     vocabulary = WordList(min(target.info.vocab_size for _, target in targets), seed=offer.seed)
     if warmups:

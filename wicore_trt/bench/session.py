@@ -1,7 +1,7 @@
-"""Where a benchmark runs: against a server or on an engine in this process, and with which roof.
+"""Session of a benchmark: against a server or on an engine in this process, with bounds.
 
-Joins settings, machine rates and target; it must not know what is measured. Invariant: the machine's rates are measured
-in the same run as the figures, before an engine is loaded, so that nothing of ours runs beside them.
+Joins settings, machine rates and target; must not know what is measured. Invariant: the machine's rates are measured in
+the same run as the figures, before an engine is loaded, so that nothing of ours runs beside them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class BenchSession:
-    """`address` None: the engine of `settings` runs in this process. Otherwise that server is measured, and the
-    engine of `settings`, if one is named, says what it runs; bounds then hold if it runs on this machine."""
+    """Session on the engine of `settings` in this process, or with `address` on that server. The engine of `settings`,
+    if named, then describes what the server runs; bounds hold if it runs on this machine."""
 
     settings: Settings
     address: str | None = None
@@ -52,10 +52,8 @@ class BenchSession:
         return Roof(cost, measure_rates(_name_device(self.settings.executor.device), threads=threads))
 
     def run_measurement(self, measure: Callable[[Target], Awaitable[T]]) -> tuple[T, dict[str, Any]]:
-        """Open the target, measure it, close it; returns what `measure` did and the model that it measured.
-
-        Raises what opening and measuring raise, and ConfigError when the server runs another engine than the named.
-        """
+        """Open the target, measure it, close it; returns the result of `measure` and the measured model. Raises what
+        opening and measuring raise, and ConfigError when the server runs another engine than the named."""
         return run_quickly(self._run_async(measure))
 
     async def _run_async(self, measure: Callable[[Target], Awaitable[T]]) -> tuple[T, dict[str, Any]]:
@@ -66,7 +64,8 @@ class BenchSession:
             await target.close()
 
     async def connect(self, *, awaited: bool = True) -> GrpcTarget | LocalTarget:
-        """The target, which whoever asks closes; `awaited` as for `LocalTarget.load`. Raises as `run` does."""
+        """Open the target, which the caller closes; `awaited` as for `LocalTarget.load`. Raises as `run_measurement`
+        does."""
         if self.address is None:
             return await LocalTarget.load(self.settings, awaited=awaited)
         target = await GrpcTarget.connect(self.address, api_key=self.api_key, tls_ca=self.tls_ca)
@@ -88,7 +87,7 @@ class BenchSession:
 
 
 def run_quickly(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` on the event loop that servers use, which halves what a client spends on a message."""
+    """Run on the event loop that servers use, which halves a client's cost of a message."""
     with asyncio.Runner(loop_factory=choose_loop_factory()) as runner:
         return runner.run(work)
 

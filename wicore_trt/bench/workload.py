@@ -1,8 +1,8 @@
-"""What a benchmark sends: prompts of made-up tokens or words, in pieces that prompts can share, and when to send them.
+"""Requests of benchmarks: prompts of made-up tokens or words, in pieces that prompts can share, and when to send them.
 
-Standard library only; it must not know targets or results. Invariants: equal arguments give equal requests on every
-machine; pieces of one name begin alike and pieces of different names do not, so that a prefix cache helps only where it
-is meant to.
+Standard library only; must not know targets or results. Invariants: equal arguments give equal requests on every
+machine; pieces of one name begin alike and pieces of different names do not, so that prefix caches help only on
+purpose.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WORDS = _TEXT.split()
 
 
 class PromptPart(NamedTuple):
-    """Consecutive tokens of a prompt. What they are follows from the name, and from a seed."""
+    """Consecutive tokens of a prompt, which follow from the name and a seed."""
 
     name: str
     tokens: int
@@ -37,7 +37,7 @@ class PromptPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """A prompt, as token ids or as chat turns, and the number of tokens to generate after it: exactly so many, unless
+    """Prompt, as token ids or as chat turns, and the number of tokens to generate: exactly so many, unless
     end-of-sequence tokens count too (`ignore_eos` False)."""
 
     prompt_token_ids: tuple[int, ...]
@@ -47,8 +47,6 @@ class BenchRequest:
 
 
 class WordList:
-    """Tokens and words of pieces."""
-
     def __init__(self, size: int, *, seed: int) -> None:
         self._seed = seed
         self._low = size // SPECIAL_SHARE
@@ -60,7 +58,7 @@ class WordList:
         return tuple([self._low + number % self._span for number in drawn])
 
     def make_text(self, piece: PromptPart) -> str:
-        """As many words as the piece has tokens, a blank before each."""
+        """Make as many words as the piece has tokens, a blank before each."""
         numbers = struct.unpack(f"<{piece.tokens}H", self._draw_bytes(piece, 2))
         return "".join([" " + WORDS[number % len(WORDS)] for number in numbers])
 
@@ -69,7 +67,7 @@ class WordList:
 
 
 class Workload:
-    """An endless supply of requests. The first `shared_prefix` tokens of all prompts are the same."""
+    """Endless supply of requests. The first `shared_prefix` tokens of all prompts are the same."""
 
     def __init__(self, vocab_size: int, *, seed: int, shared_prefix: int = 0) -> None:
         self._vocabulary = WordList(vocab_size, seed=seed)
@@ -77,7 +75,7 @@ class Workload:
         self._taken = 0
 
     def take(self, count: int, input_tokens: int, output_tokens: int) -> list[BenchRequest]:
-        """The next `count` requests. `input_tokens` counts the shared prefix, which it must exceed."""
+        """Take the next `count` requests. `input_tokens` counts the shared prefix, which it must exceed."""
         own = input_tokens - len(self._prefix)
         assert own > 0, "a prompt has a token of its own"
         names = range(self._taken, self._taken + count)
@@ -87,11 +85,9 @@ class Workload:
 
 
 def draw_arrivals(rate: float, *, burstiness: float = 1.0, seed: int) -> Iterator[float]:
-    """Ascending moments in seconds, without end; the gaps between them are 1 / rate on average.
-
-    Gaps are drawn from a gamma distribution of shape `burstiness`: 1 is a Poisson process, less comes in bursts, and
-    infinity is a constant gap. At an infinite `rate` everything comes at once.
-    """
+    """Draw ascending moments in seconds, without end; the gaps between them are 1 / rate on average. Gaps follow a
+    gamma distribution of shape `burstiness`: 1 is a Poisson process, less comes in bursts, infinity is a constant gap.
+    At an infinite `rate` everything comes at once."""
     uniform, now = random.Random(seed), 0.0
     while True:
         if math.isinf(rate) or math.isinf(burstiness):

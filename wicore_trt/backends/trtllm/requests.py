@@ -68,7 +68,7 @@ def salt_id(salt: str) -> int | None:
 
 
 def _make_sampling(bindings: Any, params: SamplingParams, seed: int) -> Any:
-    """Make the SamplingConfig. Unless greedy, top_p is given: without top_k and top_p TensorRT-LLM takes the best token."""
+    """Make the SamplingConfig. Unless greedy, top_p is given: without top_k and top_p TensorRT-LLM is greedy."""
     optional: dict[str, Any] = {"min_tokens": params.min_tokens} if params.min_tokens else {}
     if params.repetition_penalty != 1.0:
         optional["repetition_penalty"] = params.repetition_penalty
