@@ -26,8 +26,7 @@ class CastReport:
         self._rounded = {tag: Counter[str]() for tag in _NORMAL}
 
     def count_losses(self, name: str, values: np.ndarray, stored: np.ndarray, tag: str) -> None:
-        """Count the float32 `values` of tensor `name` that lost something in `stored`: F16 values, BF16 or E4M3
-        bits."""
+        """Count the float32 `values` of tensor `name` that lost something in `stored`: F16, BF16 or E4M3 bits."""
         if flushed := flushed_to_zero(values, stored):
             self._flushed[tag][name] += flushed
         if tag in _NORMAL and (rounded := rounded_subnormals(values, stored, tag)):
@@ -68,8 +67,7 @@ def check_finite_rows(place: str, name: str, first_row: int, block: np.ndarray, 
 
 
 def check_cast(place: str, name: str, first_row: int, values: np.ndarray, stored: np.ndarray, tag: str) -> None:
-    """Raise CheckpointError for float32 `values` that are not finite, or beyond the range of format `tag` in
-    `stored`."""
+    """Raise CheckpointError for float32 `values` that are not finite, or are beyond the range of format `tag`."""
     row = bad_row(stored, tag)
     if row is None:
         return

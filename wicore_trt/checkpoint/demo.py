@@ -36,8 +36,7 @@ def terms_file(name: str) -> Path:
 
 
 def fetch_model(name: str, output: Path | None = None, progress: Progress = ignore_progress) -> Path:
-    """Assemble the model `name` at `output` (default: in cache_directory) unless it is there already; return its
-    path.
+    """Assemble the model `name` at `output` (default: in cache_directory) unless it is there; return its path.
     Raises ConfigError when something else is at `output`. Raises EnvironmentUnfitError when the packages are missing
     or damaged, or `output` cannot be written."""
     try:

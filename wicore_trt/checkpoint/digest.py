@@ -61,8 +61,7 @@ def hash_bytes(data: bytes) -> str:
 
 
 def hash_file(path: Path, door: UntrustedFiles = ANYWHERE) -> str:
-    """Return the hex digest of a file, computed by all cores with READ_BYTES of memory each. Raises the door's
-    error."""
+    """Hash a file, by all cores with READ_BYTES of memory each; returns hex. Raises the door's error."""
     return hash_parts(path, {"": (0, door.check_file(path))}, door)[""]
 
 

@@ -113,8 +113,7 @@ def storage_tag(role: Role, dtype: str, weights: WeightFormat) -> str:
 
 
 def static_scales(spec: Gemma3Spec, weights: WeightFormat, kv_scales: bool) -> dict[str, tuple[str, ...]]:
-    """Return the names of the static scales, float32 [1] each, that follow a tensor in a rank file, by the tensor's
-    name."""
+    """Return, by tensor name, the names of static scales, float32 [1] each, that follow it in a rank file."""
 
     def names(tensor: UnifiedTensor) -> Iterator[str]:
         if weights.static_activations and tensor.role is Role.LINEAR:

@@ -301,8 +301,7 @@ def _rope_factor(keys: _ModelKeys, layers: int) -> float:
 
 
 def _layer_groups(keys: _ModelKeys, layers: int) -> tuple[str, ...]:
-    """Return the kinds of layers, from a period (every pattern-th is global) or a flag for each layer (true:
-    sliding)."""
+    """Return the kinds of layers, from a period (every pattern-th is global) or one flag a layer (true: sliding)."""
     pattern = keys.find_value("attention.sliding_window_pattern")
     if isinstance(pattern, list):
         if any(not isinstance(sliding, bool) for sliding in pattern) or len(pattern) != layers:

@@ -45,8 +45,7 @@ _MAX_MANIFEST = 1 << 16  # bytes
 # keeps plain lists.
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Tensor of shape [out, in] (row-major, the reverse of the file's), with its type name and its place in file
-    `path`."""
+    """Tensor of shape [out, in] (row-major, the reverse of the file's), its type name, and its place in `path`."""
 
     shape: tuple[int, ...]
     type_name: str

@@ -252,8 +252,7 @@ class _TokenizerKeys(MetadataKeys):
                 )
 
     def check_scores(self, pieces: list[str], kinds: list[int]) -> None:
-        """Check that scores (SentencePiece merges the higher first) give the same order as ids, by which text merges
-        here."""
+        """Check that scores (SentencePiece merges the higher first) give the order of ids, by which text merges."""
         scores = self.find_value("scores", list, "a list of numbers")
         if scores is None:
             return

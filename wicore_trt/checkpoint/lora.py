@@ -306,8 +306,7 @@ class LoraSource(Source):
         )
 
     def _find_origin(self, name: str) -> tuple[SafetensorsFile | None, str]:
-        """Find the rows of a tensor before anything is added: the adapter's file, or None for the base, and the name
-        there."""
+        """Find a tensor's rows before additions: the adapter's file, or None for the base, and the name there."""
         if name in self._full:
             return self._file, self._full[name]
         if name in (HF_EMBEDDING, HF_LM_HEAD) and self._shared:

@@ -126,8 +126,7 @@ def kv_scale_name(layer: int) -> str:
 
 
 def hf_shapes(spec: Gemma3Spec) -> dict[str, tuple[int, ...]]:
-    """Return every text tensor that a Hugging Face checkpoint of `spec` must hold, with its shape [out, in] or
-    [size]."""
+    """Return the text tensors that a Hugging Face checkpoint of `spec` must hold, with shapes [out, in] or [size]."""
     hidden, mlp = spec.hidden_size, spec.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {HF_EMBEDDING: (spec.vocab_size, hidden), HF_FINAL_NORM: (hidden,)}
     if not spec.tie_word_embeddings:
@@ -204,8 +203,7 @@ def _list_names(names: Iterable[str]) -> str:
 
 
 def run_weights(spec: Gemma3Spec) -> dict[str, list[UnifiedTensor]]:
-    """Return the tensors that each weight of a step stacks: `mlp.gate_up` is `mlp.fc` and `mlp.gate`, others are
-    one."""
+    """Return the tensors stacked in each weight of a step: `mlp.fc` and `mlp.gate` in `mlp.gate_up`, else one."""
     made: dict[str, list[UnifiedTensor]] = {}
     for tensor in unified_tensors(spec):
         made.setdefault(re.sub(r"\.mlp\.(fc|gate)\.", ".mlp.gate_up.", tensor.name), []).append(tensor)

@@ -93,8 +93,7 @@ def _best_scale(w: np.ndarray, amax: np.ndarray) -> np.ndarray:
 
 
 def bad_row(block: np.ndarray, tag: str) -> int | None:
-    """Find the first row of a block stored as `tag` (F32, F16 or BF16 bits) that holds an infinity or a NaN, or
-    None.
+    """Find the first row of a block stored as `tag` (F32, F16 or BF16 bits) with an infinity or a NaN, or None.
     As integers those are the largest values of either sign, so two maxima find them without a copy."""
     bits, signed, top = {
         "F32": (np.uint32, np.int32, 0x7F800000),

@@ -52,8 +52,7 @@ def file_entries(files: Mapping[str, FileRecord]) -> dict[str, dict[str, Any]]:
 
 
 def record_of(file: Path, door: UntrustedFiles = ANYWHERE) -> FileRecord:
-    """Record a file on disk. Raises the door's error when it cannot be read, CheckpointError for a damaged weight
-    header."""
+    """Record a file on disk. Raises the door's error if unreadable, CheckpointError for a damaged weight header."""
     size = door.check_file(file)
     if file.suffix != WEIGHTS:
         return FileRecord(size, hash_file(file, door))

@@ -98,7 +98,7 @@ class Source(ABC):
 
 
 def open_source(ref: str | Path, *, revision: str | None = None, lora: Path | None = None) -> Source:
-    """Open a directory, a GGUF file or a hub id (`owner/name`, at `revision`); merge the adapter in the directory
+    """Open a directory, a GGUF file or a hub id (`owner/name`, at `revision`); merge the adapter of directory
     `lora`.
     Raises CheckpointError for anything missing, truncated, gated, unreachable or not Gemma 3. Raises
     EnvironmentUnfitError for a GGUF file when the extra `gguf` is not installed."""
@@ -250,8 +250,7 @@ class HfSource(Source):
 
 
 def check_generation(config: Mapping[str, Any], vocab_size: int, place: str) -> None:
-    """Raise CheckpointError for a generation_config.json (`place`) with token ids that are no numbers below
-    `vocab_size`."""
+    """Raise CheckpointError for a generation_config.json (`place`) with token ids not below `vocab_size`."""
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = config.get(key)
         for token in value if isinstance(value, list) and key == "eos_token_id" else [value]:

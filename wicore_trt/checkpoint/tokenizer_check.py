@@ -46,8 +46,7 @@ def check_tokenizer(directory: Path, source: str, vocab_size: int) -> list[str]:
 
 
 def _compare_places(directory: Path, source: str) -> list[str]:
-    """Compare the tokenizer's other files with tokenizer.json and each other; returns sentences on what does not
-    count.
+    """Compare the tokenizer's other files with tokenizer.json and each other; returns sentences on ignored values.
     Raises CheckpointError for a token that tokenizer.json does not hold as another file has it."""
     door, names = UntrustedFiles(directory), ("tokenizer.json", _CONFIG, _ROLES, _ADDED)
     files = (door.read_json(directory / n, limit=TOKENIZER_BYTES) if is_present(directory / n) else {} for n in names)

@@ -262,8 +262,7 @@ def _write_dummy_tokenizer(directory: Path) -> None:
 
 
 def _dummy_checkpoint(model: DummyModel, dtype: str) -> Checkpoint:
-    """Make a checkpoint of `model` without files; `dtype` "auto" is bfloat16, "fp8" has bfloat16 for its 16-bit
-    parts."""
+    """Make a checkpoint of `model` without files; `dtype` "auto", and the 16-bit parts of "fp8", are bfloat16."""
     config = {"wicore": {"source": f"{model.name} (dummy weights)"}, "quantization": {"kv_cache_quant_algo": None}}
     base = dtype if dtype in PLAIN else "bfloat16"
     return Checkpoint(
@@ -283,8 +282,7 @@ def _tied_head(checkpoint: Checkpoint, rank_file: Path) -> tuple[str, ...]:
 
 
 def _idle_scales(checkpoint: Checkpoint, kv_dtype: str) -> tuple[str, ...]:
-    """Name the KV scales that an engine without FP8 KV cache does not need; kernels that know none would refuse
-    them."""
+    """Name the KV scales that an engine without FP8 KV cache drops: kernels without them would refuse them."""
     if kv_dtype == "fp8":
         return ()
     return tuple(kv_scale_name(layer) for layer in range(checkpoint.spec.num_layers))

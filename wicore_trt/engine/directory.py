@@ -117,8 +117,7 @@ def open_engine(path: Path, *, verify: bool = True) -> EngineDir:
 
 
 def file_state(engine: EngineDir, name: str, moved: Callable[[int], None]) -> str:
-    """Compare a file with the manifest: "ok" or "corrupted". `moved` is called with the bytes done since its last
-    call."""
+    """Compare a file with the manifest: "ok" or "corrupted". `moved` gets the bytes done since its last call."""
     return "ok" if _compute_digest(engine, name, {}, moved) == engine.manifest.files[name].blake2b else "corrupted"
 
 
@@ -138,8 +137,7 @@ def _check_size(engine: EngineDir, name: str) -> None:
 
 
 def _compute_digest(engine: EngineDir, name: str, weights: dict[str, WeightFile], moved: Callable[[int], None]) -> str:
-    """Compute a listed file's digest, "" for a weight file without a header; a weight file's contents go into
-    `weights`."""
+    """Compute a file's digest, "" for a weight file without header; what a weight file holds goes into `weights`."""
     try:
         if not _is_weights(name):
             record = record_of(engine.path / name, engine.door)

@@ -134,8 +134,7 @@ class Manifest:
 
     @property
     def seal(self) -> str:
-        """Name of this build, which another build of the same source does not have: it covers all digests and the
-        time."""
+        """Name of this build alone, not of another of the same source: it covers all digests and the time."""
         return str(seal_of(self.to_dict())["digest"])
 
     def to_dict(self) -> dict[str, Any]:
@@ -177,8 +176,7 @@ def rebuild_command(path: Path, source: str = "") -> str:
 
 
 def rebuild_engine(path: Path, manifest: Manifest, targets: Iterable[str] = (), page_tokens: int = 0) -> str:
-    """Return the sentence that says how to build the engine at `path` again: as it is, or with more `targets` or
-    other pages."""
+    """Return the sentence that says how to build the engine at `path` again, or with more `targets` or other pages."""
     limit, pages = manifest.spec.max_position_embeddings, page_tokens or manifest.page_tokens
     options = {
         "--revision": quote_arg(manifest.revision) if manifest.revision else None,

@@ -43,8 +43,7 @@ def read_weights(path: Path, door: UntrustedFiles = ANYWHERE, moved: Moved = lam
 
 
 def hash_weights(ranks: Sequence[WeightFile]) -> str:
-    """Return the hex blake2b over (rank, name, dtype, shape, content digest) of every tensor, sorted by rank and
-    name."""
+    """Return hex blake2b over (rank, name, dtype, shape, content digest) of all tensors, sorted by rank and name."""
     hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for rank, file in enumerate(ranks):
         for name, info in sorted(file.tensors.items()):

@@ -113,8 +113,7 @@ class Grammars:
                 self._kept.popitem(last=False)
 
     def matcher(self, constraint: Constraint) -> Matcher:
-        """Make a matcher at the beginning of an output; slow unless `prepare` came shortly before. Raises
-        InvalidRequestError."""
+        """Make a matcher at an output's beginning; slow without a recent `prepare`. Raises InvalidRequestError."""
         for _ in range(2):
             with self._books:
                 inner = self._kept.get(constraint)
@@ -134,8 +133,7 @@ class Grammars:
 
 
 class _Among:
-    """Set of tokens, equal at any position, with the methods of llguidance's matchers. Ends are in it or do not
-    come."""
+    """Set of tokens allowed at any position, with llguidance's matcher methods; ends follow only if in it."""
 
     def __init__(self, tokens: Sequence[int], vocab_size: int) -> None:
         if max(tokens) >= vocab_size:

@@ -170,8 +170,7 @@ def _over_bytes() -> Any:
 
 def check_constraint(constraint: Constraint) -> None:
     """Raise InvalidRequestError (field "constraint", with llguidance's reason) when the constraint cannot be kept.
-    Raised, too, where llguidance is not installed. Takes milliseconds, at worst some hundred; recent results are
-    cached."""
+    Raised, too, without llguidance. Takes milliseconds, at worst some hundred; recent results are cached."""
     try:
         reason = _find_reason(constraint)
     except EnvironmentUnfitError as error:

@@ -33,8 +33,7 @@ class Steered(Protocol):
     """Server as the operator's calls see it."""
 
     def reload_settings(self) -> Mapping[str, Any]:
-        """Read the settings again; return keys "changed" and "restart", and "error", why nothing was changed, or
-        None."""
+        """Read the settings again; return keys "changed" and "restart", and "error": why nothing changed, or None."""
 
     async def drain(self, wait_s: float) -> bool:
         """Refuse generations from now on; return True when none is left within `wait_s` seconds."""

@@ -98,8 +98,7 @@ def join_namespace(namespace: object, name: str) -> str:
 
 
 def response_tools(tools: list[dict[str, Any]] | None) -> tuple[list[dict[str, Any]] | None, dict[str, Form]]:
-    """Convert tools of Responses to those of a chat, and return the forms of their calls by the model's names for
-    them.
+    """Convert tools of Responses to those of a chat; return the forms of their calls by the model's names, too.
     Hosted tools are kept as they came. Raises InvalidRequestError."""
     forms: dict[str, Form] = {}
     if tools is None:

@@ -136,8 +136,7 @@ def make_sampling(
     constraint: Constraint | None = None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """Make sampling parameters; `constraint` replaces the body's. Raises InvalidRequestError for values out of
-    range."""
+    """Make sampling parameters; `constraint` replaces the body's. Raises InvalidRequestError for bad values."""
     if isinstance(body, GenerationFields) and body.prompt_logprobs is not None and body.stream:
         raise InvalidRequestError(
             "prompt_logprobs are not streamed.", field="prompt_logprobs", fix="Use /v1/completions, echo and logprobs."

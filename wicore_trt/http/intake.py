@@ -129,8 +129,7 @@ class FieldPath:
                 yield from inside.list_paths(f"{above}.{name}" if above else name)
 
     def check_object(self, found: Mapping[str, Any], above: str, strange: set[tuple[int, str]]) -> None:
-        """Check an object whose path is `above`. `strange` are the names already compared with served ones, by
-        place."""
+        """Check an object whose path is `above`. `strange` are (place, name) already compared with served names."""
         for name, value in found.items():
             if value is None:
                 continue

@@ -370,8 +370,7 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
             self._late = None
 
     async def send(self, message: Any) -> None:
-        """Send a message. Raises ClientDisconnected also where uvicorn has closed the connection, for which no
-        sender is at fault."""
+        """Send a message. Raises ClientDisconnected also where uvicorn has closed the connection."""
         await self.writable.wait()
         if self.close_sent:
             raise ClientDisconnected

@@ -70,8 +70,7 @@ class Listener:
         await self.app(scope, receive, send)
 
     def change(self, settings: ServerSettings) -> None:
-        """Use another certificate for new connections. Raises ConfigError, and changes nothing, for files that do
-        not fit."""
+        """Use another certificate for new connections. Raises ConfigError, changing nothing, for bad files."""
         if self._tls is not None:
             self._tls = read_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
@@ -79,8 +78,7 @@ class Listener:
         return GuardedHttp(self._config, self._state, {}, asyncio.get_running_loop())
 
     async def start(self) -> str:
-        """Listen and return the URL, with the port chosen by the system when it was 0. Raises EnvironmentUnfitError
-        for an address that cannot be used."""
+        """Listen and return the URL (port 0: the system's choice). Raises EnvironmentUnfitError for a bad address."""
         host, port = self._host, self._port
         check_free(host, port, self._flag)
         loop = asyncio.get_running_loop()
@@ -209,15 +207,14 @@ class HttpServer:
         return make_app(self.context, make_routes(self.context, origins), origins)
 
     def change(self, settings: ServerSettings) -> None:
-        """Use other origins and another certificate for new connections. Raises ConfigError, and changes nothing,
-        for files that do not fit."""
+        """Use other origins and certificate for new connections. Raises ConfigError, changing nothing, for bad
+        files."""
         self._listener.change(settings)
         self.context.allowed_hosts, self.context.origins = settings.allowed_hosts, settings.cors_origins
         self._listener.app = self._make_app()
 
     async def start(self) -> str:
-        """Listen and return the URL, with the port chosen by the system when the settings say 0. Raises
-        EnvironmentUnfitError for an address that cannot be used."""
+        """Listen and return the URL (port 0: the system's choice). Raises EnvironmentUnfitError for a bad address."""
         return await self._listener.start()
 
     def set_draining(self) -> None:

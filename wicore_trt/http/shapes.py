@@ -72,10 +72,8 @@ class ChoiceShape(ResponseShape):
         token_ids: bool = False,
         prompt_top: int | None = None,
     ) -> None:
-        """Choose contents of chunks: `usage` announces counts, `continuous` has them, `token_ids` adds those of
-        prompt and text.
-        The first `prompt_top` alternatives of prompts' reported probabilities go into `prompt_logprobs`, unless it
-        is None."""
+        """Choose contents: `usage` announces counts, `continuous` has them in chunks, `token_ids` adds token ids.
+        `prompt_top` is how many reported alternatives of prompts go into `prompt_logprobs`, which None leaves out."""
         self._tokenizer = tokenizer
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         head = encode({"object": self.chunk_kind, **self._head})

@@ -154,8 +154,7 @@ CALL_TOKENS = ("<start_function_call>", "<end_function_call>", "<escape>")
 
 
 def checked_variables(given: object) -> dict[str, Any]:
-    """Check chat_template_kwargs. Raises InvalidRequestError for values that are no object, and for names of the
-    request."""
+    """Check chat_template_kwargs. Raises InvalidRequestError for no object, and for names of the request."""
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):

@@ -63,8 +63,7 @@ class IncrementalDetokenizer:
         return self._hide_marks(self._stops.push_text(text, may_stop)) if self._stops else text
 
     def flush_text(self, *, may_stop: bool = True) -> str:
-        """Return the rest at the end of the sequence: incomplete UTF-8 becomes U+FFFD. May still match a stop
-        string."""
+        """Return the rest at the end of the sequence, incomplete UTF-8 as U+FFFD. May still match a stop string."""
         if self.matched is not None:
             return ""
         text = self._end_pending()

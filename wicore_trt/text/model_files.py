@@ -56,8 +56,7 @@ class ModelFiles:
         return ids[0] if ids else None
 
     def read_ends(self, *, every: bool) -> dict[int, list[str]]:
-        """Read the ids that end a generation, with the places that name them: all places, or the first that names
-        some."""
+        """Read the ids that end a generation with all places that name them, or with the first place that has any."""
         found: dict[int, list[str]] = {}
         for place, config in self._configs.items():
             for end in self._read_ids(config, "eos_token_id", place):

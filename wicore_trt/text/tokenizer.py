@@ -37,7 +37,7 @@ _JOINING = re.compile(
 # Special-token text inside a prompt ("<end_of_turn>") becomes the special token, as in transformers' `encode`:
 # authors of prompts write tokens. In messages it is text (`text.untrusted`): turns are the template's.
 class Tokenizer:
-    """Tokenizer of one engine or checkpoint directory. Ids are below `vocab_size`, without added tokens below
+    """Tokenizer of an engine or checkpoint directory. Ids are below `vocab_size`, but for added tokens below
     `model_size`.
     Added tokens may lie beyond the rows of the embedding, as <image_soft_token> of Gemma 3 1B does; callers must not
     give these to a model. `eos_ids` are all ids that end a generation, and `ends` the places that name each.
@@ -189,8 +189,8 @@ class Tokenizer:
         return self._encode_text(text, add_bos, "prompt", max_tokens)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Decode token ids. Bytes that are part of no character become one U+FFFD each; ids beyond the vocabulary
-        have no text.
+        """Decode token ids; each byte that is part of no character becomes U+FFFD, ids beyond the vocabulary
+        nothing.
         Raises InvalidRequestError (field "token_ids") for a negative or absurdly large id."""
         ids = list(ids)
         if skip_special and self._shown and not self._shown.isdisjoint(ids):  # calls are text

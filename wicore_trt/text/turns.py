@@ -86,8 +86,7 @@ def _read_messages(messages: Sequence[Mapping[str, object]]) -> Iterator[tuple[s
 
 
 def tool_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str, Any]]:
-    """Make the conversation for a template that takes tools: arguments are objects, results have their function's
-    name.
+    """Make the conversation for a template that takes tools: arguments as objects, results with a function's name.
     Raises InvalidRequestError (field "messages")."""
     found = []
     for message, calls, name in _name_results(messages):

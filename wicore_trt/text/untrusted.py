@@ -38,8 +38,8 @@ class ControlTokens:
         self._pattern = re.compile(self._names)
 
     def mark_texts(self, values: Any) -> tuple[Any, Callable[[str], list[str | None]] | None]:
-        """Mark the texts in `values`, JSON; return them with a function that cuts a text: text, a token's text, text
-        ...
+        """Mark the texts in `values`, JSON; return them with a function that cuts a text: text, token, text, and so
+        on.
         None in place of the function where there are no marks."""
         pieces = [text.strip() for text in _list_pieces(values)]
         ends, marks = list(accumulate(map(len, pieces))), self._pattern.finditer("".join(pieces))
@@ -105,8 +105,7 @@ def _list_pieces(value: Any) -> Iterator[str]:
 
 
 def _replace_texts(value: Any, new: Callable[[str, bool], str], piece: bool = False) -> Any:
-    """Replace the texts of `value` in the order of `_pieces`; with `piece`, `value` is one of these, if it is a
-    text."""
+    """Replace the texts of `value` in the order of `_list_texts`; `piece`: `value` is under a key of _PIECES."""
     if isinstance(value, str):
         return new(value, piece)
     if isinstance(value, Mapping):
