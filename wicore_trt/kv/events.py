@@ -127,8 +127,8 @@ class EventFeed:
             return EventSnapshot(self.sequence, self.epoch, pages)
 
     def add_listener(self, listener: Callable[[], None]) -> Callable[[], None]:
-        """Call `listener` on the engine thread after each new event; it must return at once and not raise. Returns the
-        function that removes it."""
+        """Call `listener` on the engine thread after each new event, until the returned function is called. It must
+        return at once and not raise."""
         with self._changed:
             self._listeners.append(listener)
 
@@ -239,8 +239,8 @@ class KVEventLog(EventFeed):
         return batch.items
 
     def _share_by_tenant(self, pending: list[_Batch]) -> dict[bytes, list[_Batch]]:
-        """Split a step's changes among the tenants that have a feed. Batches follow tiers and groups, and are cut by
-        the tenant's own changes alone: the order in which all tenants' changes came would reveal others."""
+        """Split a step's changes among the tenants that have a feed, cut by their own changes alone: an order or cuts
+        of all tenants' changes would reveal others."""
         owners = {page.key: page.tenant for batch in pending if batch.cause is None for page in batch.items}
         shares: dict[bytes, list[_Batch]] = {}
         for batch in _by_set(pending):

@@ -110,8 +110,7 @@ class KVCacheManager:
         """Failed steps so far. What a sequence shares with others or loads may have been condemned by one."""
 
     def derive_names(self, who: str, salt: str) -> TenantNames:
-        """Derive the page names of tenant `who` under this cache_salt, on any thread; see `KeyChain.derive_names`.
-        Their `.tag` stands for the tenant in events, quotas and disk headers."""
+        """Derive the page names of tenant `who` under this cache_salt, on any thread; see `KeyChain.derive_names`."""
         return self._chain.derive_names(who, salt)
 
     def first_visible_page(self, position: int) -> int:
@@ -122,8 +121,8 @@ class KVCacheManager:
         return div_ceil(tokens, self.page_tokens)
 
     def can_run(self, tokens: int, chunk: int) -> bool:
-        """Say whether a lone sequence of `tokens`, computed `chunk` tokens at a time, fits the empty pools; with lower
-        tiers, beside the window of a prefix being loaded for it."""
+        """Say whether a lone sequence of `tokens`, in chunks of `chunk`, fits the empty pools, with lower tiers also
+        beside the window of a load."""
         whole = self.count_pages(tokens)
         local = min(self.count_pages(self.window + chunk) + 1, whole)
         if self.tiers is not None:
@@ -289,7 +288,7 @@ class KVCacheManager:
             index, start, left = index + 1, 0, left - stop + start
         if finite:
             pages.failures = self.failures
-        # since another's step failed, what this one computes may come from a page that was condemned then
+        # after another sequence's failed step, these pages may derive from a page condemned then
         if full > pages.published and self._prefix_cache and pages.failures == self.failures:
             pages.name_pages(tokens)
             self._publish_computed(pages, full)
@@ -300,12 +299,11 @@ class KVCacheManager:
             pages.load.floor = self.count_pages(end)
         if finite and (pages.trusted != pages.published or pages.left):
             self._trust_pages(pages)
-        if full > begin // size:  # what a request that starts at the last full page looks at stays too
+        if full > begin // size:  # keep the window of a request that starts at the last full page, too
             self.slide_window(pages, full * size)
 
     def _publish_computed(self, pages: SequencePages, full: int) -> None:
-        """Publish the first `full` pages, except local ones that slide out now, before anybody could find them. Raises
-        UnwrittenPageError."""
+        """Publish the first `full` pages, without local ones that slide out now. Raises UnwrittenPageError."""
         gone = self._windows.unwanted_pages(pages.published, full, pages.resume_points)
         for group, pool in self.pools.items():
             table, places = pages.tables[group], range(pages.published, full)
@@ -316,8 +314,7 @@ class KVCacheManager:
             self.publish_pages(pages, group, [i for i in places if table[i] >= 0 and i not in passing])
 
     def publish_pages(self, pages: SequencePages, group: str, places: Sequence[int], *, saved: bool = False) -> None:
-        """Publish full pages of a table, unless other slots hold them already. `saved`: a lower tier has them. Raises
-        UnwrittenPageError."""
+        """Publish full pages that no other slot holds; `saved` if a lower tier has them. Raises UnwrittenPageError."""
         table, pool = pages.tables[group], self.pools[group]
         found = pool.publish_slots([table[i] for i in places], pages.make_pages(group, places))
         if not saved and pages.hints.priority is not CachePriority.LOW:
@@ -380,7 +377,7 @@ class KVCacheManager:
                     pages.left[i] = slot
                 elif i in durable and pages.hints.priority is not CachePriority.LOW:
                     self._copies.request_copy(LOCAL, slot, "through")
-            # fewer requests start in the middle of a prompt than at its end, whose windows those would crowd out
+            # spare, as few requests start at a checkpoint: those windows must not crowd out the windows at ends
             self._release_slots(LOCAL, [slot], keep=True, spare=i not in durable)
         pages.replace_slots(LOCAL, dict.fromkeys(gone, -1))
 
@@ -437,8 +434,8 @@ class KVCacheManager:
                 self.tiers.condemn_page(key, "failed")
 
     def end_request(self, pages: SequencePages, prompt_tokens: int, found_tokens: int) -> None:
-        """Note that a request ended, while its pages are held: the next one of its conversation starts at its end. The
-        first `found_tokens` of its prompt had been cached."""
+        """Note that a request ended, its pages still held: the next one of its conversation starts there. The first
+        `found_tokens` of its prompt had been cached."""
         indexes = [] if self.tiers is None else list(self.tiers.indexes.values())
         keys, found = pages.keys[: pages.published], found_tokens // self.page_tokens
         self.retention.end_request(keys, pages.hints, pages.names.scope, indexes, found=found)

@@ -29,8 +29,8 @@ class Memory:
         return [pool.available_slots for pool in self._pools.values()]
 
     def holds_alone(self, whole: int, local: int, window: int) -> bool:
-        """Say whether a lone sequence always finds room: `whole` global pages, at most `local` local ones, and those of
-        a `window` for long."""
+        """Say whether `whole` global and at most `local` local pages always fit; `window` local ones are held for
+        long."""
         need = {GLOBAL: whole, LOCAL: local}
         return all(need[group] <= pool.num_pages for group, pool in self._pools.items())
 
@@ -45,8 +45,7 @@ class Memory:
         return {group: self._pools[group].allocate_slots(count) or [] for group, count in need.items()}
 
     def evict_all(self) -> bool:
-        """Evict all cached pages, for a lone sequence that gets no slots because the pages it found lie in too many
-        slabs. False if that changes nothing."""
+        """Evict all cached pages, when a lone sequence's hit lies in too many slabs. False if nothing changes."""
         return False
 
     # --- what the pages of a chain are worth ---------------------------------------------------------------------
@@ -58,8 +57,7 @@ class Memory:
         """Make cached pages spare that nobody can find, of slots that a sequence released."""
 
     def spare_windows(self, keys: list[bytes], needed: set[int]) -> None:
-        """Make local pages of a request that ended spare, except those where a later request starts: at the `needed`
-        indices and before a branch."""
+        """Make local pages of an ended request spare, but not at `needed` indices nor before a branch."""
 
     def check_integrity(self) -> None:
         for pool in self._pools.values():

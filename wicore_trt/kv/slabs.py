@@ -120,8 +120,7 @@ class Slabs:
     # --- changes -------------------------------------------------------------------------------------------------
 
     def take_slots(self, group: str, count: int) -> list[int]:
-        """Take `count` <= `free_slots` slots, used from now on: of slabs in use first, then of slabs with cached pages,
-        then of slabs that nobody has."""
+        """Take `count` <= `free_slots` slots: of slabs in use first, then of cached ones, then of ownerless ones."""
         taken: list[int] = []
         unpinned, pinned = self._partial[group]
         while len(taken) < count:

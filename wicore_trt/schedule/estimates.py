@@ -15,23 +15,22 @@ from wicore_trt.kv.prefix.rates import ComputeRate, PrefillMeter
 from wicore_trt.schedule.sequence import Sequence
 from wicore_trt.schedule.step_time import Budget, StepLoad, StepTime
 
-# Prompts have one part in so many of a slice in a step, however little time the sequences that decode leave them.
+# Prompts get at least a slice / LEAST tokens in a step, however little time sequences that decode leave them.
 LEAST = 8
-# Seconds to a first token that are worth a second of the device to each sequence that decodes, and to all of them: a
-# prompt may come later by as much if what it needs is loaded and they get on meanwhile. Of a server of conversations
-# all but one or two decode at any time, and each second that their steps are shorter is one more for all of them.
+# Seconds by which a first token may come later if loading spares a second of the device: for each sequence that
+# decodes, and at most. In a server of conversations nearly all decode, and shorter steps gain time for each of them.
 OTHERS = (0.3, 2.0)
-# A prompt that takes longer than this is looked up in the cache when it comes, to know what it will take.
+# A prompt that takes longer than this is looked up in the cache at arrival, to estimate its cost.
 LOOK_UP_S = 0.02
-# After so many steps, those of so many slices tell whether loads from disk slow prefill down.
+# After LEARNT steps, those of DRAGGED or more slices show whether loads from disk slow prefill down.
 LEARNT, DRAGGED = 4, 4
 
 
 def learn_step(
     prefill: PrefillMeter, loader: PrefixLoader | None, slices: Seq[tuple[int, int]], seconds: float, slice_tokens: int
 ) -> None:
-    """Learn from a step that computed (start, count) of each sequence in `seconds`. Once LEARNT steps are known, steps
-    beside a load from disk teach only how much it slows them down."""
+    """Learn from a step that computed (start, count) of each sequence. Once LEARNT steps are known, steps beside a load
+    from disk teach only how much it slows them down."""
     if loader is None or not loader.reads_disk or prefill.observed < LEARNT:
         prefill.observe_step(slices, seconds, slice_tokens)
     elif sum(n for _, n in slices if n > 1) >= DRAGGED * slice_tokens:

@@ -28,22 +28,20 @@ from wicore_trt.schedule.sequence import Sequence, SequenceState, StepSchedule
 from wicore_trt.schedule.step_time import Budget, StepLoad, StepTime
 from wicore_trt.types import FinishReason
 
-# How many waiting sequences may be passed over in one step because another one computes their prefix.
+# Waiting sequences that may be passed over in one step because another one computes their prefix.
 MAX_PASSED_OVER = 64
-# How many steps a sequence computes in before it may give its place to another tenant: so many the first time, twice as
-# many after each, so that it does so a few times in its life and never without having got on.
+# Steps that a sequence computes in before it may yield its place to another tenant. They double each time, so that it
+# yields only a few times and always after some progress.
 TURN_STEPS = 32
-# Pages to begin to load before a step, those of the load that passes the number too: to begin so many takes this thread
-# some 4 ms, and the link longer to bring them. They keep the link busy, and who needs no load does not wait for those
-# of all others.
+# Pages that a step begins to load; the load that passes this number is the last. To begin so many takes this thread
+# some 4 ms and keeps the link busy longer, and sequences without a load need not wait for all others' loads.
 PAGES_AT_ONCE = 512
-# Slices of prompts in a step beside loads from disk, whose next reads are asked for between steps: the fewest, and the
-# most. Between them a step takes this part of the time for which the newest load is under way: that may end just when
-# the step has begun, whatever is expected of it. The fewest hide that launching a step takes longer beside the threads
-# that read: 1,024 tokens of 27B took an H200 67 ms then, and 50 without.
+# Fewest and most slices of prompts in a step beside loads from disk, whose next reads are asked for between steps.
+# Between them a step takes DISK_SHARE of the newest load's age, as that load may end when the step has just begun. The
+# fewest hide that reading threads slow launches: 1,024 tokens of 27B took an H200 67 ms, and 50 without them.
 DISK_SLICES, DISK_SHARE = (6, 10), 0.15
-# Of a long queue only so many of the first are prefetched, or their pages would drive each other out of host memory; a
-# sequence behind them is prefetched when it comes first.
+# Only so many of the queue's first are prefetched, or their pages would drive each other out of host memory. A later
+# one is prefetched when it comes first.
 PREFETCHED = 4
 
 
@@ -91,12 +89,11 @@ class Scheduler:
         self.waiting: WaitingQueue[Sequence] = WaitingQueue()
         self.running: list[Sequence] = []
         self.preemptions = 0
-        # What the pools could give when the head of the queue did not fit; empty when it may fit now.
+        # Free counts when the head of the queue did not fit; empty when it may fit now.
         self._too_few: list[int] = []
         self._newcomers: list[Sequence] = []  # not known yet to wait
-        # Tokens given to prompts by tenant, above those of the tenant that was given fewest. Of two tenants whose
-        # prompts wait, one is given no more than a step's tokens before the other has its turn; a tenant that had no
-        # prompts meanwhile begins as the one that was given fewest.
+        # Prompt tokens given by tenant, above those of the tenant that was given fewest, which goes first: of two that
+        # wait, one gets at most a step's tokens before the other's turn. A new tenant begins like that one.
         self._given: dict[str, int] = {}
 
     @property
@@ -236,7 +233,7 @@ class Scheduler:
         """Make up the step after `schedule` while that one still runs: one token for each sequence that its sampled
         token cannot have ended. None when the next step should wait for this one: a sequence loads or is not decoding,
         one could be admitted or would have to be preempted, or none goes on."""
-        # a page that arrives now would be copied into a slot that the step under way writes, and the next one reads
+        # an arriving page would be copied into a slot that the step under way writes and the next one reads
         if self.is_loading:
             return None
         self.manager.prepare_step()
@@ -302,12 +299,12 @@ class Scheduler:
                 continue  # what was kept for later requests made room
             victim = max(self.running, key=order_key)
             if victim is sequence and sequence.pages.load is not None:
-                # Preempted, it would be admitted again with the same load in the same pools, for ever.
+                # if preempted, it would be admitted again with the same load in the same pools, forever
                 self._drop_load(sequence)
                 continue
             budget.tokens += self._preempt_sequence(victim, schedule)
             if victim is sequence:
-                if not self.running:  # it had all there is; what it would find again lies where it lay
+                if not self.running:  # it had all the memory, and its cached pages would lie in the same slabs again
                     self.manager.memory.evict_all()
                 return
         self._add_slice(sequence, count, schedule, budget)

@@ -32,8 +32,7 @@ and more, in part of which the device waits: steps that were to take 38 ms took 
 
 
 class StepLoad(NamedTuple):
-    """Work of a step: `rows` decode a token each over `keys` of context. `tokens` of prompts form `pairs` with
-    themselves and the keys before them."""
+    """Work of a step: `rows` decode over `keys` of context; `tokens` of prompts form `pairs` with keys."""
 
     rows: int = 0
     keys: int = 0

@@ -110,8 +110,8 @@ class ChainPolicy(ABC):
         """Note that a request that touched this chain has ended, after an answer of so many tokens."""
 
     def add_pages(self, keys: Sequence[Key], parent: Key | None = None) -> None:
-        """Add consecutive pages that came into the tier. `parent`, the page before the first one, is needed only for
-        keys that no `touch_chain` has shown yet (generated pages)."""
+        """Add consecutive pages that came into the tier. `parent`, the page before them, is needed only for keys that
+        no `touch_chain` has shown yet (generated pages)."""
         above = self._nodes.get(parent) if parent is not None else None
         for key in keys:
             self._clock += self._clock_per_page

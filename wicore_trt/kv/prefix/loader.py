@@ -244,8 +244,7 @@ class PrefixLoader:
         return [slots[i] for i in wanted], items
 
     def next_move(self, pages: SequencePages, computed: int, *, compute: ComputeRate) -> NextMove:
-        """Decide what a sequence with a load does next (`planner.decide_move`), with prefill at the rate `compute`. A
-        parked one waits for all its pages."""
+        """Decide a loading sequence's next move (`planner.decide_move`); a parked one waits for all its pages."""
         load, manager = pages.load, self._manager
         assert load is not None
         size = manager.page_tokens

@@ -26,8 +26,7 @@ class Parking:
         self._tiers = tiers
 
     def park_sequence(self, pages: SequencePages, computed: int) -> bool:
-        """Keep the pages of a sequence that is about to lose its slots in host memory. False, and no change, when the
-        host lacks room for all of them."""
+        """Keep the pages of a sequence to be preempted in host memory. False, and no change, unless all fit."""
         manager, size = self._manager, self._manager.page_tokens
         parked = ParkedPages(computed)
         trusted, secret = min(pages.trusted, computed // size), secrets.token_bytes(24)

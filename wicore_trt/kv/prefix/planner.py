@@ -170,8 +170,8 @@ def decide_load(
     *,
     hope: float = 1.0,
 ) -> LoadChoice:
-    """Choose as `choose_load`, where steps take `drag` times as long beside a load from disk. Where that computes
-    everything and `hope` is above 1, try `find_trial`."""
+    """Choose as `choose_load`, where a load from disk makes steps take `drag` times as long. If that computes
+    everything and `hope` > 1, try `find_trial`."""
     made = choose_load(total, start, candidates, compute, tiers)
     if drag > SLOWER and made.stop and any(map(Candidate.reads_disk, candidates)):
         beside = choose_load(total, start, candidates, compute.slow_down(drag), tiers)

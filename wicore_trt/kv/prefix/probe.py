@@ -37,8 +37,8 @@ class _Sum:
 def probe_tiers(
     manager: KVCacheManager, tiers: LowerTiers, page_bytes: Mapping[str, int], copied: Callable[[int, float], None]
 ) -> None:
-    """Rate the link by copies into unused slots, and the disk by bringing some of its pages to host memory. Both go on
-    after the return; `copied(bytes, seconds)` is called for the link, on any thread."""
+    """Begin to rate the link by copies into unused slots, and the disk by bringing some of its pages to host memory.
+    For the link, any thread calls `copied(bytes, seconds)`."""
     group = manager.chain_group
     size, pool, movers = page_bytes[group], manager.pools[group], tiers.movers
     index = tiers.host
