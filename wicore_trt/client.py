@@ -70,10 +70,9 @@ _WIRE_NAMES = {f"{name}_seconds": f"{name}_time" for name in ("step", "read", "w
 
 
 class Client:
-    """Client of the server at `address`, HOST:PORT. `ca` is a file of trusted certificates and turns TLS on; `api_key`
-    identifies a tenant. Calls raise the exceptions of `wicore_trt.errors`: InvalidRequestError with the name of the
-    field, QueueFullError with `retry_after_s`, UnavailableError where no server answers or it is loading,
-    AuthenticationError, DeadlineError."""
+    """Client of the server at `address`, HOST:PORT. `ca`: file of trusted certificates, turns TLS on; `api_key`: a
+    tenant's. Calls raise exceptions of `wicore_trt.errors`: InvalidRequestError with the field's name, QueueFullError
+    with `retry_after_s`, UnavailableError (no server, or loading), AuthenticationError, DeadlineError."""
 
     def __init__(
         self, address: str = "127.0.0.1:50051", *, api_key: str | None = None, ca: str | Path | None = None

@@ -58,8 +58,7 @@ class UntrustedFiles:
     Files must lie in `within` when all links are followed (None: the user named the file itself, so it may lie
     anywhere). A snapshot of the Hugging Face cache, models--*/snapshots/COMMIT, may link into the blobs of its own
     model. `error` is raised for everything that is wrong with a file, with `fix` as its remedy. With `seen` = {} the
-    door remembers opened files, and refuses one that has since been replaced, written to, or given another mode or
-    name.
+    door remembers opened files, and refuses one that was since replaced, written to, or given another mode or name.
     """
 
     within: Path | None = None

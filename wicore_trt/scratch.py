@@ -1,8 +1,17 @@
-"""Write a directory that appears whole under its name, and replaces nothing but its own kind.
+"""A directory that appears whole under its name, and replaces nothing but its own kind: an engine or a checkpoint.
 
-It knows files and names, not what they mean. Invariants (I22): only a directory with our marker and a free lock is
-removed; a former output is removed only if it is listed file by file, that was asked for, and the new one is there.
-A process that dies at any moment loses nothing, and the next run for the same output clears up.
+Knows files and names, not their meaning. Work happens in a scratch directory beside the output, with a lock on its
+marker while the process lives, in whatever container. Invariants (I22): only a directory with our marker and a free
+lock is ever removed. A former output is removed only when it is listed file by file, that was asked for, and the new
+one has its name or another whole one stands there. A process that dies at any moment loses nothing, and the next run
+for this output clears up. A replaced output is never missing where the file system exchanges two names in one call.
+
+    .NAME.wicore-RANDOM/marker   "wicore scratch", NAME; flock
+                       /new      the directory that is being made; once it is gone, it was published
+                       /work     files that are needed meanwhile
+                       /taken    the former output, not checked yet: goes back, is never removed unchecked
+                                 (just before an exchange, the new output)
+                       /old      the former output, checked; its listed files are removed, anything else stays
 """
 
 from __future__ import annotations
@@ -134,11 +143,10 @@ class Scratch:
 def replace_output(
     output: Path, product: Product, *, force: bool, source: str | Path | None = None
 ) -> Iterator[Scratch]:
-    """Yield a Scratch to fill and publish. Whatever was not published vanishes with the block. `force` replaces a
-    directory of the same kind; `source` is the directory being read, which must not lie in it. Remains of killed
-    processes for this output are removed. An output that one of them had taken away comes back unless this block
-    publishes one. Raises ConfigError when something is in the way, EnvironmentUnfitError for an OSError of the
-    block."""
+    """Yield a Scratch to fill and publish; without publishing it vanishes with the block. `force` replaces a directory
+    of the same kind; `source` is being read and must not lie in it. Clears up after killed processes; an output that
+    one had taken away comes back unless this block publishes. Raises ConfigError if something is in the way,
+    EnvironmentUnfitError for an OSError of the block."""
     output = resolve_parents(output)
     origin = None if source is None else Path(os.path.expanduser(source))
     try:
@@ -188,10 +196,9 @@ def resolve_parents(path: Path | str) -> Path:
 def check_output(
     output: Path, product: Product, *, force: bool, source: Path | None = None, name: Path | None = None
 ) -> None:
-    """Refuse an output that is in the way. Allowed are nothing, an empty directory, and with `force` a directory of the
-    same kind that holds its listed files and nothing else, and not the source. Refused in any case are a mount point
-    and the current directory, which would leave its users in a deleted one. `name` is the output's name in errors.
-    Raises ConfigError, and OSError for what may not be read."""
+    """Refuse an output that is in the way. Allowed are nothing, an empty directory, and with `force` one of the same
+    kind that holds its listed files only, and not the source. Refused are mount points and the current directory, whose
+    users would be left in a deleted one. `name`: for errors. Raises ConfigError, and OSError for unreadable ones."""
     name = name or output
     if os.path.islink(output):
         raise ConfigError(

@@ -50,8 +50,8 @@ class ConstraintKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """Constraint on every finished output of a request: tokens that do not lead there are never sampled.
-    `wicore_trt.grammar` parses the text, which takes time."""
+    """Constraint on every finished output: tokens that do not lead there are never sampled. `wicore_trt.grammar` parses
+    the text, which takes time."""
 
     kind: ConstraintKind
     text: str = ""
@@ -162,10 +162,10 @@ class CachePriority(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class CacheHints:
-    """Hints of a client about the future of its pages. `session` names a conversation: the pages of its latest request
-    stay pinned in host memory and on disk until it has been silent for `ttl_s` (default: the server's kv.pin_s), within
-    the server's kv.pin_share. `ttl_s` also bounds how long the pages of this request are kept after their last use,
-    whatever space there is; 0 < ttl_s <= 30 days."""
+    """Hints of a client about the future of its pages. `session` names a conversation: its latest request's pages stay
+    pinned in host memory and on disk until it is silent for `ttl_s` (default: the server's kv.pin_s), within
+    kv.pin_share. `ttl_s`, 0 < ttl_s <= 30 days, also bounds how long this request's pages are kept unused, whatever
+    space there is."""
 
     session: str = ""
     priority: CachePriority = CachePriority.NORMAL
@@ -411,9 +411,8 @@ def _check_request(request: GenerateRequest | TextRequest) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Description of a loaded engine, for GetModelInfo and `wicore inspect`. `page_tokens` is 0 where the backend
-    keeps the KV cache to itself; `max_context_tokens` is served of the `engine_context_tokens` that the engine was
-    built for."""
+    """Description of a loaded engine, for GetModelInfo and `wicore inspect`. `page_tokens` is 0 if the backend keeps
+    its own KV cache; of `engine_context_tokens`, for which the engine was built, `max_context_tokens` are served."""
 
     model_id: str
     backend: str

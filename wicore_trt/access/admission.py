@@ -1,9 +1,8 @@
 """Limits for every way into the server: keys, open calls, rates of requests and tokens, counts of ended calls.
 
-All servers of a process share one Admission, so that a tenant's limits hold over all protocols. It must not know what a
-call does. A token bucket holds a minute's worth and fills evenly; a request reserves its maximum and settles when it
-ends. Invariants: over any span a tenant starts at most one bucket more than its rate gives; a reservation is settled
-once; names that strangers write (methods, paths) add no row to the counts.
+All servers of a process share one Admission, so that limits hold over all protocols. It must not know what a call does.
+Invariants: over any span a tenant starts at most one bucket more than its rate gives; a reservation is settled once;
+names that strangers write (methods, paths) add no row to the counts.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ MINUTE_S = 60.0
 
 
 class Bucket:
-    """Token bucket of `per_minute` units, full at first. While it is in debt, nothing is granted."""
+    """Token bucket that holds `per_minute` units, full at first, and fills evenly. While in debt it grants nothing."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
         self.capacity = per_minute
@@ -112,8 +111,7 @@ class Rates:
         self._buckets: dict[tuple[str | bytes, str], Bucket] = {}
 
     def reserve_units(self, who: Identity, tokens: int, requests: int = 1) -> Grant:
-        """Count `requests` and reserve `tokens`, at most a full bucket. Raises RateLimitError, and takes nothing, if
-        short."""
+        """Count `requests`, reserve `tokens` (a full bucket at most). Raises RateLimitError, and takes nothing."""
         taken: list[tuple[Bucket, int]] = []
         grant = Grant()
         for kind, units in (("requests", requests), ("tokens", tokens)):

@@ -37,7 +37,8 @@ def make_call_id() -> str:
 
 @dataclass(slots=True)
 class Call:
-    """Call of `who` in progress. Handlers add to `facts` for the access line. With `from_client` ids may repeat."""
+    """Call of `who` in progress. Handlers fill `facts` for the access line. `from_client`: the client chose the id, so
+    another call may have the same."""
 
     call_id: str
     method: str
@@ -120,8 +121,7 @@ def check_host(host: str | None, allowed: Sequence[str]) -> None:
 
 
 def find_network(host: str) -> str | None:
-    """Find the network whose addresses one client can choose from: an IPv4 address, the /64 of IPv6; None for
-    neither."""
+    """Find the network that one client can choose addresses from: an IPv4 address, the /64 of IPv6, or None."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

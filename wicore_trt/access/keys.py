@@ -2,10 +2,6 @@
 
 Knows keys and their file; it must not know calls. Invariants: no key is in an error, a log line or a repr; the time of
 a look-up reveals nothing of the keys, as it compares digests under a random key of this server.
-
-A keys file has a line `TENANT:KEY` for each key. After it may stand `:operator`, and `:requests=N` and `:tokens=N` for
-the key's own rates a minute. Empty lines and lines that begin with # are skipped. A tenant may have several keys, so
-that one can replace another.
 """
 
 from __future__ import annotations
@@ -30,8 +26,7 @@ ROLE = re.compile(r"(?P<operator>operator)|requests=(?P<requests>[1-9]\d{0,11})|
 @dataclass(frozen=True, slots=True)
 class Identity:
     """Caller that a key stands for. An operator sees everybody's counts and KV events, a tenant its own requests'.
-    Rates are the key's own, in place of the tenant's. `key` names the key, alike in every process, without revealing
-    it."""
+    Rates are the key's own, in place of the tenant's. `key` names the key in every process without revealing it."""
 
     tenant: str = ""
     operator: bool = False
@@ -46,8 +41,7 @@ EVERYBODY = Identity("", operator=True)
 
 
 class KeyRing:
-    """Identities by key, and by the keys' names. Without keys `needed` is False and everybody is the one trusted
-    user."""
+    """Identities by key, and by the keys' names. Not `needed` without keys: everybody is the one trusted user."""
 
     def __init__(self, identities: Mapping[str, Identity]) -> None:
         named = {key: replace(identity, key=_name_key(key)) for key, identity in identities.items()}
@@ -87,7 +81,9 @@ def _digest_key(key: str) -> bytes:
 
 
 def read_keys(path: str) -> dict[str, Identity]:
-    """Read identities by key from a keys file. Raises ConfigError; no key is in its message."""
+    """Read identities by key from a file. Raises ConfigError; no key is in its message. A line is `TENANT:KEY`, with
+    optional `:operator`, and `:requests=N` and `:tokens=N` for the key's own rates a minute; empty and # lines are
+    skipped. A tenant may have several keys, so that one can replace another."""
     door = UntrustedFiles(
         error=ConfigError, fix="Give a regular file: each process of the server reads it, and again on reload."
     )

@@ -131,8 +131,7 @@ def _make_core(
 
 
 def make_executor(engine: EngineDir, settings: Settings) -> Executor:
-    """Open the backend's executor. Raises EnvironmentUnfitError if this machine cannot run it or it schedules
-    itself."""
+    """Open the backend's executor. Raises EnvironmentUnfitError if it cannot run here or schedules itself."""
     backend = engine.manifest.backend
     if backend in SCHEDULE_THEMSELVES:
         raise EnvironmentUnfitError(f"Engines of backend {backend} make their steps themselves; this needs one step.")

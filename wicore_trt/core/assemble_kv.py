@@ -47,8 +47,7 @@ def make_cache(
     files: Files | None = None,
 ) -> tuple[KVCacheManager, PrefixLoader | None]:
     """Make the cache of an engine with fingerprint `engine` that `kernels` compute; `files` makes the disk tier's
-    system calls. Raises ConfigError for settings that fit no page, EnvironmentUnfitError for an unusable disk
-    directory."""
+    system calls. Raises ConfigError for settings that fit no page, EnvironmentUnfitError for an unusable disk tier."""
     events = KVEventLog(MAX_EVENT_LOG_PAGES)
     chain_group = GLOBAL if GLOBAL in layout.num_pages else LOCAL
     tiers, store = None, None

@@ -1,10 +1,8 @@
 """The engine core: requests in, one step at a time, token outputs out.
 
-Joins scheduler and executor; single-threaded, so that every state can be tested step by step. An `AheadExecutor` starts
-the next decode step before the last one's tokens are read. A sequence that ends meanwhile computes one useless token
-and keeps its pages until that step has landed. A constrained sequence's mask depends on its last token, so its next
-step waits. It must not know text, threads or transports. Invariant (I17): every added sequence ends with exactly one
-output that carries a finish reason, and no page is given back while a step that writes into it runs.
+Joins scheduler and executor; single-threaded, so that every state can be tested. It must not know text, threads or
+transports. Invariant (I17): every added sequence ends with exactly one output that carries a finish reason, and no page
+is given back while a step that writes into it runs.
 """
 
 from __future__ import annotations
@@ -62,6 +60,9 @@ class Flight:
     again: bool = False
 
 
+# With an `AheadExecutor` the next decode step starts before the last one's tokens are read. A sequence that ends
+# meanwhile computes one useless token and keeps its pages until that step has landed. The mask of a constrained
+# sequence depends on its last token, so with one in a step the next step waits.
 class EngineCore(Core):
     """Runs requests on one executor. Without `grammars` it refuses constraints."""
 

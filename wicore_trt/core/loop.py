@@ -1,9 +1,8 @@
 """The thread that steps the engine.
 
-Other threads put requests and aborts into an inbox; the loop drains it between steps, so an abort takes effect within
-one step. Outputs of a step leave through one callback. A second thread prepares requests, so that steps do not wait. It
-must not know text or asyncio. Invariant (I13): every accepted request gets its final output, also when the executor
-breaks (the loop then refuses new ones) or the engine cannot take it (it fails alone). (I15): no tenant fills the queue.
+Other threads put requests and aborts into an inbox, which is drained between steps. Outputs leave through one callback;
+a second thread prepares requests. It must not know text or asyncio. Invariants: every accepted request gets its final
+output, also when the executor breaks or the engine cannot take it (I13); no tenant fills the queue (I15).
 """
 
 from __future__ import annotations
@@ -73,8 +72,7 @@ class Core(ABC):
 
     @abstractmethod
     def validate_request(self, request: GenerateRequest) -> None:
-        """Raise InvalidRequestError when this engine can never run the request. Reads only constants, so any thread may
-        call it."""
+        """Raise InvalidRequestError if this engine can never run the request. Reads constants only; for any thread."""
 
     def prepare_request(self, request: GenerateRequest) -> None:  # noqa: B027 -- most requests need nothing
         """Do the slow part of `add` ahead of it, on any thread. Raises InvalidRequestError."""
@@ -98,8 +96,7 @@ class Core(ABC):
 
     @abstractmethod
     def step(self) -> list[TokenOutput]:
-        """Run a step and return its outputs. Raises the executor's error when that is broken; the step's outputs are
-        then lost."""
+        """Run a step and return its outputs. Raises the executor's error if that broke, and loses the outputs."""
 
     def settle_flight(self) -> None:  # noqa: B027 -- most have nothing to land
         """Land a started step whose sequences have all ended, for callers that stop stepping."""
@@ -145,7 +142,8 @@ class Core(ABC):
         """Tell whether a sequence has never had a place."""
 
     def _latest_start(self, request: GenerateRequest, now: float, cost_s: float) -> float:
-        """Return the stamp by which a request must begin. Raises QueueFullError if it is expected to wait longer."""
+        """Return the stamp by which a request whose prefill takes `cost_s` must begin. Raises QueueFullError if it is
+        expected to wait longer."""
         if not self.limits.bound_waits:
             return math.inf
         outlook, left_s = self.make_outlook(), None if request.deadline is None else request.deadline - now
@@ -256,9 +254,8 @@ class EngineLoop:
         return self._ended.wait(timeout_s)
 
     def add(self, request: GenerateRequest) -> None:
-        """Accept a request, whose key must not be live. Raises InvalidRequestError; QueueFullError when its sequences
-        find no room in the queue or would wait too long; UnavailableError after `stop`; EngineDeadError when the loop
-        broke."""
+        """Accept a request, whose key must not be live. Raises InvalidRequestError, QueueFullError if it finds no room
+        in the queue or would wait too long, UnavailableError after `stop`, EngineDeadError if the loop broke."""
         self._core.validate_request(request)
         n, tenant = request.params.n, request.tenant
         if n > self._max_waiting:

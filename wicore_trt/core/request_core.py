@@ -1,9 +1,8 @@
 """The core over an engine that takes whole requests: queues them, submits them and returns the engine's outputs.
 
-Replaces `core.engine.EngineCore`, so that the loop, the text layer and the server are the same for both. The engine
-gets `max_sequences` sequences at most; others wait here, where tenants take turns and an abort costs nothing. It must
-not know the engine's library, text or threads. Invariant: every added sequence ends with exactly one output that
-carries a finish reason, whatever the engine reports.
+The engine gets `max_sequences` sequences at most; others wait here, where tenants take turns and an abort costs
+nothing. It must not know the engine's library, text or threads. Invariant: every added sequence ends with exactly one
+output that carries a finish reason, whatever the engine reports.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The asyncio face of an engine: text requests in, streams of text out.
 
-Tokenizes, hands requests to an engine, turns token outputs into text on the event loop's thread and ends sequences at
-stop strings. It must not know gRPC or HTTP, nor the engine's process. Invariants: an iterator from `submit` ends (with
-a finish reason or an exception), or closing it aborts the request. A slow reader costs memory bounded by its own
-output. Request ids, `abort_request` and `read_tenant_stats` see one tenant's requests alone.
+It must not know gRPC or HTTP, nor the engine's process. Invariants: an iterator from `submit` ends (with a finish
+reason or an exception), or closing it aborts the request. A slow reader costs memory bounded by its own output. Request
+ids, `abort_request` and `read_tenant_stats` see one tenant's requests alone.
 """
 
 from __future__ import annotations
@@ -107,8 +106,7 @@ def apply_turn_end(tokenizer: Tokenizer, request: TextRequest) -> TextRequest:
 
 class TextStream:
     """Async iterator over one request's outputs; unread ones are merged per sequence. `request_key` is its name on the
-    engine and never used twice, as a client may reuse `request_id` while the engine's last outputs for it are on their
-    way."""
+    engine and never used twice: a client may reuse `request_id` while the engine's last outputs are on their way."""
 
     def __init__(
         self, engine: TextEngine, request_key: str, request: TextRequest, tokenizer: Tokenizer, since: float = 0.0
@@ -232,7 +230,8 @@ class Tally:
 
 
 class TextEngine:
-    """Serves one engine on one event loop. Construct and `start` it on that loop; all methods run there."""
+    """Serves one engine on one event loop: tokenizes, submits, detokenizes, ends sequences at stop strings. Construct
+    and `start` it on that loop; all methods run there."""
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ class Times:
         return {name: getattr(self, name) for name in self.__slots__ if name != "now"}
 
     def observe_output(self, since: float, last: float) -> float:
-        """Observe tokens of a sequence requested at `since`, with its last ones at `last` (0: none); return the new
+        """Observe tokens of a sequence asked for at `since`, its last ones at `last` (0: none); return the new
         `last`."""
         now = self.now
         if last:

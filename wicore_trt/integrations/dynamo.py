@@ -1,10 +1,9 @@
 """A worker of NVIDIA Dynamo for one server: `python -m wicore_trt.integrations.dynamo --server HOST:PORT`.
 
 Runs beside `wicore serve` in its own environment with ai-dynamo-runtime, and speaks the worker protocol
-(serve/worker.py): token ids, KV events, load. Dynamo's frontend tokenizes, detokenizes, counts tokens itself, and moves
-streams of a dead worker to another. It must not know engines. Invariants: a stream ends with a finish reason, an error
-after which Dynamo moves the request, or an error of the request; when the server takes no more requests this worker
-exits, and its starter restarts it.
+(serve/worker.py). Dynamo's frontend handles text, counts tokens, and moves streams of a dead worker. It must not know
+engines. Invariants: a stream ends with a finish reason, an error after which Dynamo moves the request, or an error of
+the request; when the server takes no more requests this worker exits, and its starter restarts it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Messages over a stream socket between two processes of one server.
+"""Messages over a stream socket between two processes of one server: a length (4 bytes, little endian) and bytes.
 
-Each message is its length (4 bytes, little endian) and its bytes. It must not know their content. Invariants (I24):
-messages arrive whole and in the order of `post`; `post` never waits; a peer that does not read is cut off at
-MAX_BACKLOG; a message that its receiver cannot handle ends the channel; `closed` is called once, on the loop's thread,
-whoever ends the channel.
+It must not know their content. Invariants (I24): messages arrive whole and in the order of `post`, which never waits; a
+peer that does not read is cut off at MAX_BACKLOG; a message that its receiver cannot handle ends the channel; `closed`
+is called once, on the loop's thread.
 """
 
 from __future__ import annotations

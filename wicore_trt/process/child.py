@@ -1,9 +1,8 @@
-"""A process of this server, and its messages to and from the supervisor.
+"""A process of this server, and its messages to and from the supervisor: small JSON objects and file descriptors.
 
-Messages are small JSON objects, and file descriptors, over a socket pair that keeps boundaries. It must not know what a
-process does. Invariants (I24): the supervisor never waits for a hanging child, nor a front for a stopped supervisor; a
-child ends when its supervisor does, however that ends; a child ignores the signals that end a server; a child imports
-from where its parent does, so the current folder adds nothing.
+It must not know what a process does. Invariants (I24): the supervisor never waits for a hanging child, nor a front for
+a stopped supervisor; a child ends when its supervisor does, however that ends; a child ignores the signals that end a
+server; a child imports from where its parent does, so the current folder adds nothing.
 """
 
 from __future__ import annotations
@@ -250,8 +249,8 @@ class ChildSlot:
     def start_process(
         self, module: str, on_message: Callable[[dict[str, Any]], None], on_exit: Callable[[int], None]
     ) -> Child:
-        """Start a process of `module`; `on_message` gets messages, `on_exit` the exit code. Raises OSError if the
-        system is full."""
+        """Start `module`; `on_message` gets its messages, `on_exit` its exit code. Raises OSError if it cannot
+        start."""
         process = self.process = Child(module)
         self.error, self.build, self.loaded, self._killed = None, None, False, False
         self.started_at, self.silent_s, self._ready_at = time.monotonic(), 0.0, None

@@ -1,10 +1,9 @@
-"""Starts the engine process and the front, joins them, and restarts whichever ends. Answers operators
-(`http/admin.py`).
+"""Starts engine process and front, joins them, restarts whichever ends, and answers operators (`http/admin.py`).
 
 It must not know messages, models or devices, and imports nothing that could crash it but the operators' listener.
-Invariants: engine and front run or are being started; no hanging process blocks the supervisor. An engine that has work
-and ends no step for server.watchdog_s is ended, its stacks logged; a silent front is ended. Both have opened the same
-build of the engine directory; no process outlives the supervisor; a second signal ends everything at once.
+Invariants: engine and front run or are being started; no hanging process blocks the supervisor. A stuck engine
+(server.watchdog_s) is ended, its stacks logged, and so is a silent front. Both have opened the same build of the engine
+directory; no process outlives the supervisor; a second signal ends everything at once.
 """
 
 from __future__ import annotations

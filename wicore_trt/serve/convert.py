@@ -94,8 +94,7 @@ def read_constraint(message: pb2.Constraint) -> Constraint:
 
 
 def make_constraint(name: str, message: Message, choices: Iterable[str]) -> Constraint:
-    """Make the constraint of a message's field `name`, or of `choices`. Raises InvalidRequestError if empty or too
-    long."""
+    """Make the constraint of field `name`, or of `choices`. Raises InvalidRequestError if empty or too long."""
     match kind := ConstraintKind(name):
         case ConstraintKind.JSON_OBJECT:
             return Constraint(kind)
@@ -155,8 +154,7 @@ def _read_message(message: pb2.ChatMessage) -> dict[str, object]:
 
 
 def read_tools(message: pb2.Tools, read_constraint: Constraint | None) -> Tools | None:
-    """Read the tools; None if no function may be called. `read_constraint`: the request's. Raises
-    InvalidRequestError."""
+    """Read the tools, None if none may be called; `read_constraint` is the request's. Raises InvalidRequestError."""
     check_count(message.functions, MAX_TOOLS, "tools.functions")
     functions = [_read_function(f"tools.functions[{i}]", function) for i, function in enumerate(message.functions)]
     named = message.function if message.HasField("function") else None

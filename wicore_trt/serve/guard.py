@@ -3,10 +3,6 @@
 Must not know what a call does. Invariants (I19): nothing of a call is read before its key is known to be good; a silent
 stream ends; a call of our service ends with OK, with a status made from a WicoreError, or by the client. No text of an
 unexpected exception reaches the client; a finished call writes one access line.
-
-All methods are served as streams, which look the same on the wire: gRPC reads a unary request's message before any
-handler runs, and a stream's only when its handler asks. This is one generic handler around those of the services,
-because gRPC's interceptors would cost each call a chain of coroutines.
 """
 
 from __future__ import annotations
@@ -75,8 +71,11 @@ class CallReply:
         await self._context.write(message)
 
 
+# All methods are served as streams, which look the same on the wire: gRPC reads a unary request's message before any
+# handler runs, and a stream's only when its handler asks. One generic handler wraps those of the services, because
+# gRPC's interceptors would cost each call a chain of coroutines.
 class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Wraps the methods of all `services`. Health checks need no key. Requests are parsed here, not by gRPC, so that a
+    """Wraps the methods of all `services`; health checks need no key. Requests are parsed here, not by gRPC, so that a
     malformed one (invalid UTF-8, truncated) is INVALID_ARGUMENT with our details rather than a bare UNKNOWN."""
 
     def __init__(self, admission: Admission, services: Sequence[grpc.GenericRpcHandler]) -> None:

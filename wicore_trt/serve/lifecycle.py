@@ -1,9 +1,8 @@
-"""The life of a process that serves clients: start order, engine changes, drain, exit code.
+"""The life of a process that serves clients: bind the ports, load, serve, drain, exit.
 
-Order: bind the ports, so that a used port fails at once; wait for the engine; report SERVING. Without an engine report
-NOT_SERVING. When told to stop report NOT_SERVING, refuse new requests, let running ones finish, cancel the rest, close.
-It must not know messages or models. Invariant: once told to stop, the process ends within the grace time plus a few
-seconds.
+Ports come first, so that a used port fails at once. Health is SERVING while an engine is there, else NOT_SERVING. To
+stop, the process refuses requests, lets running ones finish, cancels the rest and closes. It must not know messages or
+models. Invariant: once told to stop, it ends within the grace time plus a few seconds.
 """
 
 from __future__ import annotations

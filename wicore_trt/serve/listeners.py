@@ -1,10 +1,7 @@
 """The servers that share the listening address, and the replacement of broken ones.
 
-grpc.aio ends its accept loop, and with it the port, when a call cannot be decoded: one HTTP/2 request whose :path is
-not UTF-8 is enough, before our code runs. Open streams go on. So several servers listen on one TCP address
-(SO_REUSEPORT): while one is replaced, clients find the others. Must not know services. Invariants: until stopped, each
-broken server is replaced. Neither a broken server nor anything that it waits for is freed while open calls use it: that
-would end the process with a segmentation fault.
+Must not know services. Invariants: until stopped, each broken server is replaced. Neither a broken server nor anything
+that it waits for is freed while open calls use it: that would end the process with a segmentation fault.
 """
 
 from __future__ import annotations
@@ -36,11 +33,10 @@ _BROKEN: list[grpc.aio.Server] = []
 
 
 class Services:
-    """Collects the handlers of services in place of a server, so that their methods are not registered one by one.
-    grpc.aio waits for a call of each registered method. When its loop breaks it cancels these waits and frees the
-    memory into which gRPC's core then still writes calls. A server of generic handlers has one wait, which is over
-    whenever the loop breaks."""
+    """Collects the handlers of services in place of a server, so that their methods are not registered one by one."""
 
+    # grpc.aio waits for a call of each registered method. When its loop breaks it cancels these waits and frees memory
+    # into which gRPC's core still writes calls. Generic handlers have one wait, which is over when the loop breaks.
     def __init__(self) -> None:
         self.handlers: list[grpc.GenericRpcHandler] = []
 
@@ -51,6 +47,9 @@ class Services:
         """Leave them out."""
 
 
+# grpc.aio ends its accept loop, and with it the port, when a call cannot be decoded: one HTTP/2 request whose :path is
+# not UTF-8 is enough, before our code runs. Open streams go on. So several servers listen on one TCP address
+# (SO_REUSEPORT): while one is replaced, clients find the others.
 class Listeners:
     """Servers made by `make`, each bound by `bind` (raises RuntimeError when the address is taken). A server whose Unix
     socket was removed counts as broken."""

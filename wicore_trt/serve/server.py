@@ -160,7 +160,7 @@ class GrpcServer:
     def __init__(
         self, settings: ServerSettings, max_context: int | None = None, admission: Admission | None = None
     ) -> None:
-        """`max_context`: the engine's, if known; `admission`: shared by servers. Raises ConfigError for bad TLS or keys
+        """`max_context`: the engine's, if known; `admission`: the process's. Raises ConfigError for bad TLS or keys
         files."""
         self._settings = settings
         admission = admission or Admission.from_settings(settings)

@@ -1,9 +1,8 @@
 """Serves the calls of wicore.inference.v1.InferenceService.
 
-Translates between messages and a TextEngine and owns nothing else: no scheduling, no text work, no error formatting
-(the guard turns WicoreError into statuses). Invariants: a call that ends in any way closes its stream on the engine;
-the engine never waits for a reader (TextEngine merges unread outputs); sizes and counts of a message are checked before
-it is converted; a tenant's answer reports that tenant's requests alone.
+Translates between messages and a TextEngine and owns nothing else; the guard turns WicoreError into statuses.
+Invariants: a call that ends in any way closes its stream on the engine; the engine never waits for a reader; a
+message's sizes are checked before it is converted; a tenant's answer reports that tenant's requests alone.
 """
 
 from __future__ import annotations
@@ -96,8 +95,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     @asynccontextmanager
     async def open_generation(self, call: Call) -> AsyncIterator[tuple[TextEngine, Meter]]:
-        """Yield the engine, and the meter for the tenant's rates. Raises UnavailableError when no requests are
-        taken."""
+        """Yield the engine, and the meter for the tenant's rates. Raises UnavailableError if none is taken."""
         engine = self.get_engine()
         if self.draining:
             raise UnavailableError("The server is shutting down.", fix="Send the request to another server.")

@@ -1,9 +1,8 @@
 """The worker protocol of routers: vllm.grpc.engine.VllmEngine of smg-grpc-proto, which SMG speaks to its workers.
 
-Prompts come as token ids, and the router detokenizes. The module translates and owns nothing; it must not know how
-routers choose. Invariants: an unserved field that would change the answer is refused; a snapshot of pages plus all
-later events is what the caches hold; unserved calls are UNIMPLEMENTED. Numbers of KV batches identify their feed: after
-a restart of the worker, a returning router does not pass for one that has the new feed's pages.
+Prompts come as token ids, and the router detokenizes. It must not know how routers choose. Invariants: an unserved
+field that would change the answer is refused; a snapshot of pages plus all later events is what the caches hold;
+unserved calls are UNIMPLEMENTED.
 """
 
 from __future__ import annotations
@@ -309,7 +308,8 @@ def _fill_top(message: Any, entry: TokenLogprob) -> None:
 
 
 class _BatchNumbers:
-    """Numbers of batches for the events of feeds, which begin anew with an engine; later feeds' are higher."""
+    """Numbers of KV batches, higher for later feeds, which begin anew with an engine. They identify the feed: after a
+    restart a returning router does not pass for one that has the new feed's pages."""
 
     def __init__(self) -> None:
         self._bases: dict[int, int] = {}  # by epoch
