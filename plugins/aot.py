@@ -1,8 +1,8 @@
-"""Triton kernels to cubins, ahead of time, on a machine without a GPU; and cubins as files.
+"""Compiles Triton kernels to cubins, ahead of time and without a GPU; reads and writes cubins as files.
 
-General: a kernel is a function, the types of its arguments, its constants and its launch shape. It knows no kernel by
-name. Importing it loads no Triton; only `compile_kernel` needs it. Invariant: a `CompiledKernel` says all that a
-launch needs, so that the machine that runs it needs no Triton.
+A kernel is a function, its arguments' types, its constants and its launch shape; no kernel is known by name. Importing
+loads no Triton; only `compile_kernel` needs it. Invariant: a `CompiledKernel` holds all that a launch needs, so the
+machine that runs it needs no Triton.
 """
 
 from __future__ import annotations
@@ -28,13 +28,10 @@ Constant = int | float | bool
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """A specialisation of a kernel.
-
-    `function` is a `triton.jit` function. `signature` gives the Triton types of its arguments in order, constants left
-    out: "*fp16", "*i32", "i32", "i64", "fp32", ... Arguments named in `aligned` are multiples of 16 (a pointer: bytes;
-    an integer: its value), which vectorises loads; the launcher checks it. `dependent` is a mode of `plugins.dependent`
-    and becomes the function's constant DEPENDENT, where it has one.
-    """
+    """Specialisation of a kernel, `function`, which is a `triton.jit` function. `signature` gives the Triton types of
+    its arguments in order, constants left out: "*fp16", "*i32", "i32", "i64", "fp32", ... Arguments in `aligned` are
+    multiples of 16 (a pointer: bytes; an integer: its value), which vectorises loads; the launcher checks it.
+    `dependent` is a mode of `plugins.dependent` and becomes the function's constant DEPENDENT, if any."""
 
     name: str
     function: Any
@@ -48,7 +45,7 @@ class KernelSpec:
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A cubin and how to launch it. `arguments` are (name, Triton type) in the order of the parameters; Triton adds two
+    """Cubin and how to launch it. `arguments` are (name, Triton type) in the order of the parameters; Triton adds two
     scratch pointers behind them. `symbol` is the function's name in the cubin, `shared_bytes` its dynamic shared
     memory. `dependent`: it may be launched before the kernel in front has ended (`plugins.dependent`)."""
 
@@ -73,7 +70,7 @@ class CompiledKernel:
 
     @classmethod
     def from_metadata(cls, data: Mapping[str, Any], cubin: bytes) -> CompiledKernel:
-        """The kernel whose `metadata` was `data`. Raises EngineFormatError where they do not belong together."""
+        """Join `metadata` and cubin. Raises EngineFormatError where they do not belong together."""
         try:
             if data["format"] != FORMAT or data["cubin_bytes"] != len(cubin):
                 raise ValueError(f"format {data['format']}, {data['cubin_bytes']} bytes expected, {len(cubin)} found")
@@ -87,11 +84,9 @@ class CompiledKernel:
 
 
 def compile_kernel(spec: KernelSpec, target: str) -> CompiledKernel:
-    """Compile `spec` for one of TARGETS; takes seconds, less when Triton's own cache has it.
-
-    Raises ConfigError for an unknown target or a kernel that needs more shared memory than the target has, and
-    EnvironmentUnfitError without Triton.
-    """
+    """Compile `spec` for one of TARGETS; takes seconds, less when Triton's own cache has it. Raises ConfigError for
+    an unknown target or a kernel that needs more shared memory than the target has, EnvironmentUnfitError without
+    Triton."""
     if target not in SHARED_LIMIT:
         raise ConfigError(f"Kernels cannot be compiled for {target!r}.", fix=f"Use one of {', '.join(TARGETS)}.")
     try:
@@ -134,7 +129,6 @@ def compile_kernel(spec: KernelSpec, target: str) -> CompiledKernel:
 
 
 def compile_kernels(specs: Mapping[str, KernelSpec], target: str) -> dict[str, CompiledKernel]:
-    """`compile_kernel` of each spec, under its key."""
     return {role: compile_kernel(spec, target) for role, spec in specs.items()}
 
 
@@ -147,7 +141,6 @@ def save_kernel(kernel: CompiledKernel, directory: Path) -> None:
 
 def load_kernel(read: Callable[[str], bytes], name: str) -> CompiledKernel:
     """Load a kernel that `save_kernel` wrote; `read` gives the bytes of a file by its name, which begins with `name`.
-
     Raises EngineFormatError for files that are missing or do not fit."""
     try:
         data = json.loads(read(f"{name}.json").decode())
@@ -158,7 +151,7 @@ def load_kernel(read: Callable[[str], bytes], name: str) -> CompiledKernel:
 
 
 def pack_kernels(kernels: Mapping[str, CompiledKernel]) -> bytes:
-    """Kernels by role as one byte string: length of the JSON head (8 bytes, little endian), the head, the cubins."""
+    """Pack kernels by role as bytes: length of the JSON head (8 bytes, little endian), the head, the cubins."""
     head = json.dumps([[role, kernel.metadata()] for role, kernel in kernels.items()]).encode()
     return len(head).to_bytes(8, "little") + head + b"".join(k.cubin for k in kernels.values())
 

@@ -1,6 +1,6 @@
 """Finds and opens libwicore_cpu, the native CPU kernels (plugins/cpu).
 
-It must not know what the functions do. Invariant: a library of another interface version is never used.
+Must not know what the functions do. Invariant: a library of another interface version is never used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def why_lacking() -> str:
-    """Why the library is not there: what the compiler said when the package was installed, if it ran."""
+    """Explain why the library is missing, by the compiler's words from the package's installation, if it ran."""
     for root in wicore_trt.__path__:
         if (place := Path(root, "_native", NOT_BUILT)).is_file():
             return f"was not built: {place.read_text(errors='replace').strip()[:300]}"
@@ -30,8 +30,7 @@ def why_lacking() -> str:
 
 
 def open_library(path: Path | None = None) -> ctypes.CDLL | None:
-    """The library installed with this package (or the one at `path`); None when it was not built or does not fit.
-    Never raises."""
+    """Open the library of this package (or at `path`); None when it was not built or does not fit. Never raises."""
     for place in [path] if path else [Path(root) / "_native" / LIBRARY for root in wicore_trt.__path__]:
         if not place.is_file():
             continue
@@ -47,7 +46,8 @@ def open_library(path: Path | None = None) -> ctypes.CDLL | None:
 
 
 def library_name(library: ctypes.CDLL) -> str:
-    """Instruction set in use and digest of the file, like "avx2-1f0c93ab": other bytes compute other KV values."""
+    """Name the instruction set in use and the file's digest, like "avx2-1f0c93ab": other bytes compute other KV
+    values."""
     library.wicore_cpu_isa.restype = ctypes.c_char_p
     digest = blake2b(Path(library._name).read_bytes(), digest_size=4).hexdigest()  # noqa: SLF001 -- ctypes' only name
     return f"{bytes(library.wicore_cpu_isa()).decode()}-{digest}"

@@ -1,7 +1,7 @@
 """Configurations and launches of the attention kernels made for speed: plain arithmetic.
 
 Knows pointers as integers only; neither Triton nor CUDA. Invariant: a configuration depends on the target and on
-shapes, never on what a step holds, so a launch may be captured in a CUDA graph: lengths are read on the device.
+shapes, never on what a step holds. So a launch may be captured in a CUDA graph: lengths are read on the device.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ SMALL_SHARED = ("sm86", "sm89", "sm120")  # 99 KiB a block
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """`heads`: KV heads of one program. `splits`: programs over one sequence's keys at most, each with about `least`
-    blocks of `block_k` keys or more, so that short sequences stay in one. `fused`: no
+    """Configuration of split decode. `heads`: KV heads of one program. `splits`: most programs over one sequence's
+    keys, each with about `least` blocks of `block_k` keys or more, so that short sequences stay in one. `fused`: no
     second launch adds the splits up."""
 
     heads: int
@@ -35,8 +35,8 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """`block_m` tokens of one query head by `block_k` keys. `splits`: programs that share their keys at most, each with
-    `least` or more."""
+    """Configuration of prefill: `block_m` tokens of one query head by `block_k` keys. `splits`: most programs that
+    share their keys, each with `least` or more."""
 
     block_m: int
     block_k: int
@@ -82,9 +82,9 @@ MEASURED_DECODE: dict[tuple[str, int, int], tuple[tuple[int, DecodeConfig], ...]
 
 @dataclass(frozen=True)
 class Segments:
-    """Keys of a prompt's slice that lie far enough behind it for all of its rows to see them. A product without pages
-    and masks takes them: whole segments of `tokens` keys from the prompt's start, up to `most` of them at once,
-    by `rows` rows of the slice. Rows left over at its end are taken alone if they are at least `least`, and padded."""
+    """Keys so far before a prompt's slice that all of its rows see them, for a product without pages and masks. It
+    takes whole segments of `tokens` keys from the prompt's start, at most `most` of them at once, by `rows` rows of the
+    slice. Rows left over at the slice's end are padded if they are at least `least`, else left to the other kernel."""
 
     tokens: int
     rows: int
@@ -92,12 +92,12 @@ class Segments:
     most: int
 
     def dense_rows(self, first: int, length: int) -> int:
-        """Rows of a slice of `length` tokens from position `first` on whose segments are taken so."""
+        """Count rows whose segments are taken so, of a slice of `length` tokens from position `first` on."""
         rest = length % self.rows
         return length - (rest if rest < self.least else 0) if first >= self.tokens else 0
 
     def spans(self, first: int) -> Iterator[tuple[int, int]]:
-        """(first key, keys) of the products for a slice from position `first` on."""
+        """List (first key, keys) of the products for a slice from position `first` on."""
         at, count = 0, first // self.tokens
         while count:
             taken = self.most if count >= self.most else 1
@@ -131,7 +131,7 @@ tokens, 32 of them, would leave most of a GPU idle."""
 
 
 def decode_config(target: str, pool: PoolShape, heads: int, rows: int) -> DecodeConfig:
-    """Choose a configuration for `rows` sequences at most of `heads` query heads."""
+    """Choose a configuration for at most `rows` sequences of `heads` query heads."""
     found = MEASURED_DECODE.get((target, pool.head_dim, ITEM_BYTES[pool.dtype]))
     if found:
         chosen = next((config for most, config in found if rows <= most), found[-1][1])
@@ -178,7 +178,7 @@ class Workspace(NamedTuple):
 
 
 def workspace_elements(config: DecodeConfig, pool: PoolShape, heads: int, rows: int) -> tuple[int, int, int]:
-    """Elements of Workspace's partials (float32), stats (float32) and arrived (int32)."""
+    """Count elements of Workspace's partials (float32), stats (float32) and arrived (int32)."""
     if config.splits == 1:
         return 0, 0, 0
     parts = rows * heads * config.splits
@@ -186,13 +186,13 @@ def workspace_elements(config: DecodeConfig, pool: PoolShape, heads: int, rows: 
 
 
 def splits_used(config: DecodeConfig, window: int) -> int:
-    """The most splits that sequences use in a launch: a window has only so many blocks."""
+    """Bound the splits that a launch's sequences use: a window has only so many blocks."""
     blocks = div_ceil(window, config.block_k)
     return min(config.splits, div_ceil(blocks, config.least)) if window else config.splits
 
 
 def decode_launch(config: DecodeConfig, rows: DecodeRows, pool: Pool, tables: Tables, work: Workspace) -> Launch:
-    """`kernels.decode_attention.split_decode`; `pool` is the layer's, `tables` has a row per sequence. Unless
+    """Launch `kernels.decode_attention.split_decode`; `pool` is the layer's, `tables` has a row per sequence. Unless
     `config.fused` or `config.splits` is 1, `combine_launch` follows."""
     shape = pool.shape
     row = rows.heads * shape.head_dim
@@ -210,7 +210,7 @@ def decode_launch(config: DecodeConfig, rows: DecodeRows, pool: Pool, tables: Ta
 
 
 def combine_launch(config: DecodeConfig, rows: DecodeRows, pool: Pool, sequences: int, work: Workspace) -> Launch:
-    """`kernels.decode_attention.combine_splits` behind `decode_launch` of the same arguments."""
+    """Launch `kernels.decode_attention.combine_splits` behind `decode_launch` of the same arguments."""
     splits = splits_used(config, rows.window)
     return Launch(
         (rows.heads, 0 if config.fused or splits == 1 else sequences, 1),
@@ -232,8 +232,8 @@ def prefill_launch(
     window: int,
     rows: tuple[int, int] = (0, 0),
 ) -> Launch:
-    """`kernels.prefill_attention.paged_prefill` of (q, out) [tokens, heads, D] whose tokens lie `rows` elements apart
-    (multiples of 16; 0: contiguous). `pool` is the layer's, `tables` has a row per sequence."""
+    """Launch `kernels.prefill_attention.paged_prefill` of (q, out) [tokens, heads, D] whose tokens lie `rows` elements
+    apart (multiples of 16; 0: contiguous). `pool` is the layer's, `tables` has a row per sequence."""
     shape = pool.shape
     heads = shape.kv_heads * constants["REPEAT"]
     return Launch(
@@ -249,7 +249,8 @@ def prefill_launch(
 
 
 def leave_segments(whole: Launch, constants: Mapping[str, Any], segments: Segments, lse: Any) -> Launch:
-    """`prefill_launch` of a kernel that leaves segments out, whose `out` is float32, and `lse` beside it."""
+    """Change `prefill_launch` to a kernel that leaves segments out; its `out` is float32, and `lse` is written beside
+    it."""
     assert constants["SEGMENTED"] and not whole.arguments["window"] and not segments.tokens % constants["BLOCK_K"]
     assert not (segments.rows % constants["BLOCK_M"] or segments.least % constants["BLOCK_M"])
     sizes = {"segment": segments.tokens, "segment_rows": segments.rows, "least_rows": segments.least}
@@ -257,8 +258,8 @@ def leave_segments(whole: Launch, constants: Mapping[str, Any], segments: Segmen
 
 
 def split_keys(whole: Launch, constants: Mapping[str, Any], lse: Any, split_rows: int) -> Launch:
-    """`prefill_launch` of a kernel with splits, whose `out` is float32 [splits, split_rows, heads, D], as is `lse`
-    [splits, split_rows, heads]."""
+    """Change `prefill_launch` to a kernel with splits; its `out` is float32 [splits, split_rows, heads, D], and `lse`
+    float32 [splits, split_rows, heads]."""
     assert not whole.arguments["window"]
     arguments = {**whole.arguments, "lse": lse, "split_rows": split_rows}
     return Launch((*whole.grid[:2], constants["SPLITS"]), arguments)
@@ -267,7 +268,7 @@ def split_keys(whole: Launch, constants: Mapping[str, Any], lse: Any, split_rows
 def add_splits_launch(
     constants: Mapping[str, Any], sums: tuple[Any, Any], split_rows: int, out: Any, rows: int
 ) -> Launch:
-    """`kernels.segments.add_splits` of `sums` (values, lse) that `prefill_launch` left; `out` is contiguous."""
+    """Launch `kernels.segments.add_splits` of `sums` (values, lse) that `prefill_launch` left; `out` is contiguous."""
     return Launch(
         (div_ceil(rows, constants["BLOCK"]), constants["HEADS"], 1),
         {
@@ -280,8 +281,8 @@ def add_splits_launch(
 def gather_launch(
     constants: Mapping[str, Any], pool: Pool, table: tuple[Any, int], span: tuple[int, int], to: tuple[Any, int]
 ) -> Launch:
-    """`kernels.segments.gather_segment`: `span` (first key, keys; whole pages) of the sequence with this `table`
-    (address, length) into `to`: keys, and that many elements behind them values, [keys, kv_heads, D]."""
+    """Launch `kernels.segments.gather_segment`: copy `span` (first key, keys; whole pages) of the sequence with this
+    `table` (address, length) into `to`: keys, and that many elements behind them values, [keys, kv_heads, D]."""
     shape = pool.shape
     assert not (span[0] % shape.page_tokens or span[1] % shape.page_tokens)
     return Launch(
@@ -305,8 +306,8 @@ def add_segment_launch(
     *,
     last: bool,
 ) -> Launch:
-    """`kernels.segments.add_segment` for `rows` rows: `sums` (values, lse) and `out` [rows, heads, D], contiguous, and
-    `part` (values [part_rows, heads, D] by its two `strides`, lse [heads, part_rows])."""
+    """Launch `kernels.segments.add_segment` for `rows` rows: `sums` (values, lse) and `out` [rows, heads, D],
+    contiguous, and `part` (values [part_rows, heads, D] by its two `strides`, lse [heads, part_rows])."""
     return Launch(
         (div_ceil(rows, constants["BLOCK"]), constants["HEADS"], 1),
         {
@@ -319,8 +320,8 @@ def add_segment_launch(
 
 @dataclass(frozen=True)
 class LastQueries:
-    """The last queries of a step's first `sequences` sequences, of which `singles` have one token: `q` [tokens, heads,
-    D], contiguous, `positions` int32 [tokens], `cu_seqlens` of the others as in `StepArrays`."""
+    """Last queries of a step's first `sequences` sequences, of which `singles` have one token: `q` [tokens, heads, D],
+    contiguous, `positions` int32 [tokens], `cu_seqlens` of the others as in `StepArrays`."""
 
     q: Any
     positions: Any
@@ -334,11 +335,9 @@ class LastQueries:
 def page_masses_launches(
     constants: Mapping[str, Any], rows: LastQueries, pool: Pool, tables: Tables, pages: int, to: tuple[Any, Any, int]
 ) -> Iterator[tuple[Launch, Launch]]:
-    """`kernels.page_masses.page_logsums`, whose constants these are, and `page_masses` in turn, for as many sequences
-    at once as there is room for.
-
-    `to`: logsums (working memory), masses float32 [sequences, pages], and how many float32 logsums holds, at least
-    heads * `pages`. `pages`: of a sequence at most; `tables` may be wider."""
+    """Launch `kernels.page_masses.page_logsums`, whose constants these are, and `page_masses` in turn, for as many
+    sequences at once as fit. `to`: logsums (working memory), masses float32 [sequences, pages], and how many float32
+    logsums holds, at least heads * `pages`. `pages`: most of a sequence; `tables` may be wider."""
     logsums, masses, room = to
     together = max(1, room // (rows.heads * pages))
     shape = pool.shape

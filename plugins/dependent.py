@@ -1,27 +1,26 @@
-"""Lists kernels that may be launched before the one in front of them has ended, and says why no result changes.
+"""Lists kernels that may be launched before the one in front of them has ended, and explains why no result changes.
 
-That is programmatic dependent launch, which GPUs have from sm90 on. Plain data; knows functions by name, neither Triton
+This is programmatic dependent launch, which GPUs have from sm90 on. Plain data; knows functions by name, neither Triton
 nor CUDA. Invariants, of every kernel launched so:
 
 1. Every program waits (griddepcontrol.wait) before it reads anything that a kernel writes, and before its first write.
-   Only what was written in front of the chain may be read before: weights, their scales and norm weights, and the
-   step's geometry (lengths, page tables), whose upload the chain's first kernel follows.
+   Before the wait it may read only what was written in front of the chain: weights, their scales and norm weights, and
+   the step's geometry (lengths, page tables), whose upload the chain's first kernel follows.
 2. The wait is unconditional: nothing can skip it, so no early return lies before it.
 
 Then a chain of such kernels is ordered as if each began after the one in front had ended. The wait returns when the
-kernel in front has ended and its writes are visible. That kernel has ended only if all of its programs did, which
-waited too; so the one before it had ended, and so on to the first kernel that was launched ordinarily, which began
-after all that its stream held. So after the wait every write of every kernel in front is seen, and none of them still
-reads what is about to be overwritten, however far back it lies (scratch that kernels share included). When a kernel
-tells that its dependents may be launched changes when they become resident, not what their wait waits for.
+kernel in front has ended and its writes are visible. That kernel ended only after all of its programs had waited; so
+the one before it had ended, and so on to the first kernel. That one was launched ordinarily, after all that its stream
+held. After the wait, every write of every kernel in front is therefore visible. None of them still reads what is about
+to be overwritten, however far back it lies, shared scratch included. The moment at which a kernel releases its
+dependents changes when they become resident, not what they wait for.
 
-At the ends of a chain: what follows and is launched ordinarily (a copy, an event, a product of cuBLAS, a kernel of
-torch) begins after the last kernel of the chain has ended, so after all of it. A dependent kernel behind anything else
-than a kernel that tells (torch, a copy) is launched when that has ended; a library's kernel that tells waited itself if
-it was launched early, as everybody must. The first kernel of a step, the embedding, is launched ordinarily: uploads,
-copies and the step before, the same graph's last replay too, lie behind it as a whole. No cycle can form: a kernel is
-launched when all programs of the one in front run or have ended, so what waits never takes the place of what it waits
-for.
+Ends of a chain: an ordinary launch that follows (a copy, an event, cuBLAS, a kernel of torch) begins after the chain's
+last kernel, so after all of it. A dependent kernel behind one that releases nothing (torch, a copy) is launched when
+that has ended; a library's kernel that releases early waited itself if it was launched early. The first kernel of a
+step, the embedding, is launched ordinarily: uploads, copies and the step before, the same graph's last replay too, lie
+behind it as a whole. No cycle can form: a kernel is launched when all programs of the one in front run or have ended,
+so waiting programs never take the place of what they wait for.
 """
 
 from __future__ import annotations
@@ -58,12 +57,12 @@ FIRST_ARCHITECTURE = 90
 
 
 def launches_dependents(target: str) -> bool:
-    """True if GPUs of `target` ("sm90") know programmatic dependent launch."""
+    """Tell whether GPUs of `target` ("sm90") have programmatic dependent launch."""
     return int(target.removeprefix("sm")) >= FIRST_ARCHITECTURE
 
 
 def find_mode(function: str, target: str, *, crowds: bool = False) -> int:
-    """The mode of a kernel by the name of its function; `crowds`: it lies behind a kernel that fills the GPU."""
+    """Choose the mode of a kernel by its function's name; `crowds`: it lies behind a kernel that fills the GPU."""
     if function not in IN_CHAINS or not launches_dependents(target):
         return ORDINARY
     return ALONE if crowds else IN_TURN

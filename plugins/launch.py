@@ -1,11 +1,11 @@
 """Loads cubins into the current CUDA context and launches them on a stream, by raw pointers.
 
 Needs `cuda-bindings` (imported at the first launch) and an NVIDIA driver; neither Triton nor torch. Knows no kernel by
-name. Invariant: what a kernel assumes about its arguments (names, integer ranges, alignment) is checked before the
-launch, because the device would not say.
+name. Invariant: a kernel's assumptions about its arguments (names, integer ranges, alignment) are checked before the
+launch, because the device would not report them.
 
-A kernel that is made for it is launched before the one in front has ended (programmatic dependent launch); stream
-capture makes edges of that kind of it. Why results stay the same: `plugins.dependent`.
+Kernels made for it are launched before the one in front has ended (programmatic dependent launch), also as edges of a
+captured graph. `plugins.dependent` explains why results stay the same.
 
 Parameters of a Triton 3.6 kernel: its arguments without the constants, then a global and a profile scratch pointer,
 which are null because `aot.compile_kernel` takes no kernel that uses them (triton/backends/nvidia/driver.py).
@@ -38,8 +38,8 @@ class Launcher(Protocol):
 
 
 class ParameterBlock:
-    """The parameters of a kernel's launches in C types, and the array of their addresses that cuLaunchKernel reads. One
-    launch after the other fills the same memory, which the driver copies."""
+    """Parameters of a kernel's launches in C types, and the array of their addresses that cuLaunchKernel reads. All
+    launches fill the same memory, which the driver copies."""
 
     def __init__(self, kernel: CompiledKernel) -> None:
         self._kernel = kernel
@@ -55,8 +55,8 @@ class ParameterBlock:
         self.address = ctypes.addressof(self._addresses)
 
     def fill_parameters(self, arguments: Mapping[str, Any]) -> None:
-        """Raises ValueError for a name that is missing or too many, a value out of its type's range, or one that is not
-        the multiple of 16 that the kernel was compiled for."""
+        """Raises ValueError for a missing or extra name, a value out of its type's range, or one that is not the
+        multiple of 16 that the kernel was compiled for."""
         try:
             values, bits = [arguments[name] for name in self._names], 0
             for name in self._aligned:
@@ -70,7 +70,6 @@ class ParameterBlock:
 
 
 def _describe_misfit(kernel: CompiledKernel, arguments: Mapping[str, Any]) -> str:
-    """Say which argument does not fit."""
     names = {name for name, _ in kernel.arguments}
     if names != {*arguments}:
         return f"{kernel.name}: missing or unknown arguments {sorted(names ^ {*arguments})}"
@@ -100,10 +99,11 @@ class _Prepared:
 
 
 class CudaLauncher:
-    """`Launcher` over the CUDA driver. A cubin is loaded once per context and stays loaded; threads may share it."""
+    """Implements `Launcher` over the CUDA driver. A cubin is loaded once per context and stays loaded; threads may
+    share it."""
 
     def __init__(self, driver: Any = None) -> None:
-        """`driver` stands in for `cuda.bindings.driver` in tests."""
+        """Take `driver` in place of `cuda.bindings.driver`, for tests."""
         self._driver = driver
         self._functions: dict[tuple[int, bytes, str], Any] = {}
         self._digests: dict[int, tuple[CompiledKernel, bytes]] = {}
@@ -111,11 +111,9 @@ class CudaLauncher:
         self._ready = threading.local()
 
     def launch(self, kernel: CompiledKernel, call: Launch, stream: int) -> None:
-        """Launch on the stream with this handle (0: the default stream) of the current context.
-
-        A grid with a 0 launches nothing. Raises EnvironmentUnfitError without a driver, a context or a cubin for this
-        GPU, ValueError for arguments that do not fit, RuntimeError for what CUDA reports.
-        """
+        """Launch on the stream with this handle (0: the default stream) of the current context. A grid with a 0
+        launches nothing. Raises EnvironmentUnfitError without a driver, a context or a cubin for this GPU, ValueError
+        for arguments that do not fit, RuntimeError for CUDA's errors."""
         blocks: dict[int, _Prepared] = self._ready.__dict__.setdefault("blocks", {})
         prepared = blocks.get(id(kernel))
         if prepared is None:
@@ -142,7 +140,6 @@ class CudaLauncher:
         )
 
     def _find_context(self) -> int:
-        """Handle of the thread's current context."""
         if self._driver is None:
             self._driver = _cuda_driver()
         context = int(self._call_driver("cuCtxGetCurrent"))
@@ -185,7 +182,7 @@ class CudaLauncher:
 
 
 def dependent_config(driver: Any, block: tuple[int, int, int], shared_bytes: int) -> Any:
-    """CUlaunchConfig of launches that need not wait for the end of the kernel in front, but for grid and stream."""
+    """Make the CUlaunchConfig of dependent launches, but for grid and stream."""
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1

@@ -1,8 +1,8 @@
-"""Shapes of the KV memory that the kernels work on, and how their launches follow from it: plain arithmetic.
+"""Shapes of the KV memory that the kernels work on, and their launches: plain arithmetic.
 
-Knows pointers as integers only; neither Triton nor CUDA. Invariant: strides are those of contiguous arrays
-pool [pages, layers, 2, page_tokens, kv_heads, D] and cache [layers, 2, slots, kv_heads, S, D], in elements; but for
-`LinearPages`, which are pages over such a cache.
+Knows pointers as integers only; neither Triton nor CUDA. Invariant: strides are in elements. They are those of
+contiguous arrays pool [pages, layers, 2, page_tokens, kv_heads, D] and cache [layers, 2, slots, kv_heads, S, D],
+except for `LinearPages`, which are pages over such a cache.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PoolShape:
         assert self.dtype in ITEM_BYTES and min(self.layers, self.page_tokens, self.kv_heads) > 0
 
     def layer_offset(self, layer: int) -> int:
-        """Bytes from the pool's start to layer `layer` (index in the group) of page 0."""
+        """Compute bytes from the pool's start to layer `layer` (index in the group) of page 0."""
         assert 0 <= layer < self.layers
         return layer * self.strides()["pool_layer"] * ITEM_BYTES[self.dtype]
 
@@ -94,8 +94,8 @@ class CacheShape:
 
 
 class Tables(NamedTuple):
-    """Page tables on the device, int32 [rows, length], contiguous. `pointer` is an address, or whatever stands for one
-    where a kernel is not launched by addresses."""
+    """Page tables on the device, int32 [rows, length], contiguous. `pointer` is an address, or a stand-in where a
+    kernel is not launched by addresses."""
 
     pointer: Any
     rows: int
@@ -115,7 +115,7 @@ class Pool(NamedTuple):
 
 
 class Slices(NamedTuple):
-    """The rows of a step: `cu_seqlens` int32[S + 1] and `first_positions` int32[S] on the device, `tokens` in all."""
+    """Rows of a step: `cu_seqlens` int32[S + 1] and `first_positions` int32[S] on the device, `tokens` in all."""
 
     cu_seqlens: Any
     first_positions: Any
@@ -137,10 +137,8 @@ def copy_pages_launch(
     copies: Any,
     max_tokens: int,
 ) -> Launch:
-    """`kernels.pages.copy_pages` for `tables.rows` copies (int32[rows, 4] at `copies`).
-
-    `max_tokens` only sizes the grid; a longer copy is done all the same, by fewer programs.
-    """
+    """Launch `kernels.pages.copy_pages` for `tables.rows` copies (int32[rows, 4] at `copies`). `max_tokens` only sizes
+    the grid: fewer programs complete a longer copy."""
     shape, pages = cache[1], pool.shape
     assert (shape.layers, shape.kv_heads, shape.head_dim) == (pages.layers, pages.kv_heads, pages.head_dim)
     grid = (div_ceil(max_tokens, constants["BLOCK"]), shape.kv_heads, tables.rows * shape.layers * 2)
@@ -155,7 +153,7 @@ def copy_pages_launch(
 
 
 def slide_launch(cache: tuple[Any, CacheShape], moves: Any, n_moves: int) -> Launch:
-    """`kernels.pages.slide` for int32[n_moves, 3] at `moves`."""
+    """Launch `kernels.pages.slide` for int32[n_moves, 3] at `moves`."""
     shape = cache[1]
     arguments = {"cache": cache[0], "moves": moves, **shape.strides()}
     return Launch((shape.kv_heads, shape.layers * 2, n_moves), arguments)
@@ -171,7 +169,7 @@ def kv_write_launch(
     sequences: Any,
     tokens: int,
 ) -> Launch:
-    """`kernels.attention.kv_write` of contiguous k, v [tokens, kv_heads, D]; `pool` is the layer's."""
+    """Launch `kernels.attention.kv_write` of contiguous k, v [tokens, kv_heads, D]; `pool` is the layer's."""
     shape = pool.shape
     strides = shape.strides()
     del strides["pool_layer"]
@@ -192,8 +190,8 @@ def attention_launch(
     softmax_scale: float,
     window: int,
 ) -> Launch:
-    """`kernels.attention.paged_attention` of contiguous q, out [tokens, heads, D]; `tables` has a row per sequence,
-    `pool` is the layer's, and `window` is 0 for full attention."""
+    """Launch `kernels.attention.paged_attention` of contiguous q, out [tokens, heads, D]; `tables` has a row per
+    sequence, `pool` is the layer's, and `window` is 0 for full attention."""
     shape = pool.shape
     strides = shape.strides()
     del strides["pool_layer"]

@@ -1,9 +1,8 @@
-"""Block sizes of linear layers by GPU: measured ones, and a rule for what was not measured.
+"""Block sizes of linear layers by GPU: measured ones, and a rule for the rest.
 
 Knows shapes and targets only. Invariant: a configuration depends on the bucket of the number of rows, never on the
-number itself, so rows of one bucket are summed alike.
-
-`MEASURED` is filled from `python -m benchmarks.gpu.kernels.linear`, which prints its lines.
+number itself, so rows of one bucket are summed alike. `python -m benchmarks.gpu.kernels.linear` prints the lines of
+`MEASURED`.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ MEASURED = _read_measured("sm90", _SM90)
 
 
 def find_bucket(tokens: int) -> int:
-    """The smallest bucket that holds `tokens` rows, or the largest one."""
+    """Find the smallest bucket that holds `tokens` rows, or the largest one."""
     return next((b for b in BUCKETS if tokens <= b), BUCKETS[-1])
 
 
@@ -104,17 +103,14 @@ def config_key(target: str, shape: LinearShape, tokens: int) -> Key:
 
 
 def linear_config(target: str, shape: LinearShape, tokens: int) -> LinearConfig:
-    """The measured configuration, or one by rule."""
     return MEASURED.get(config_key(target, shape, tokens)) or choose_by_rule(shape, find_bucket(tokens))
 
 
 def choose_by_rule(shape: LinearShape, bucket: int) -> LinearConfig:
-    """Blocks that keep 16 KiB or more of weights on their way per SM, and enough programs for every SM.
-
-    One row needs no matrix unit. E4M3 weights are widened in registers: from 64 weight rows and 4 warps on, sm90 would
-    take its warp-group products, whose operand Triton 3.6 then fetches from shared memory 2 bytes at a time, so few
-    rows use blocks of 32. From 64 rows on, activations are the larger traffic, and larger blocks read them less often.
-    """
+    """Choose blocks that keep 16 KiB or more of weights on their way per SM, and enough programs for every SM. One row
+    needs no matrix unit. E4M3 weights are widened in registers. From 64 weight rows and 4 warps on, sm90 would use
+    warp-group products, whose operand Triton 3.6 fetches from shared memory 2 bytes at a time; so few rows use blocks
+    of 32. From 64 rows on, activations are the larger traffic, and larger blocks read them less often."""
     if bucket == 1 and not shape.fp8_input:
         block_k = 1024 if shape.k >= 4096 else 512
         return LinearConfig("vector", 2 if shape.geglu else 4, block_k, unroll=2)

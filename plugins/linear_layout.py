@@ -1,7 +1,7 @@
-"""Shapes of linear layers of few rows, which block sizes run them, and how their launches follow: plain arithmetic.
+"""Shapes of linear layers of few rows, block sizes that run them, and their launches: plain arithmetic.
 
-Knows pointers as integers only; neither Triton nor CUDA. Invariant: a `LinearConfig` never changes what is computed
-beyond the order of float32 sums, and that order does not depend on the number of rows, only on the configuration.
+Knows pointers as integers only; neither Triton nor CUDA. Invariant: a `LinearConfig` changes only the order of float32
+sums, and that order does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -22,13 +22,10 @@ FLOAT16_EXPONENT = 15  # results up to 2**15 fit float16 (65504) with a factor o
 
 @dataclass(frozen=True)
 class LinearShape:
-    """Sizes and types of a linear layer. `n` are the columns of its output, `k` those of its input.
-
-    `dtype` ("bfloat16", "float16") is that of the input, or what quantized `weights` are widened to, and else the
-    weights' own; `fp8_input`: the input is E4M3 too, with a float32 scale per row. `out` is "float32" or a 16-bit type.
-    `geglu`: the weights are [2 n, k], rows [gate; up]. `largest`: with the output, the largest magnitude of each of its
-    rows; not by "vector".
-    """
+    """Sizes and types of a linear layer: `n` columns of its output, `k` of its input. `dtype` ("bfloat16", "float16")
+    is that of the input, or what quantized `weights` are widened to, and else the weights' own. `fp8_input`: the input
+    is E4M3 too, with a float32 scale per row. `out` is "float32" or a 16-bit type. `geglu`: the weights are [2 n, k],
+    rows [gate; up]. `largest`: also output each row's largest magnitude; not by "vector"."""
 
     n: int
     k: int
@@ -50,19 +47,16 @@ class LinearShape:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights and their scales, which every launch reads."""
+        """Count bytes of weights and their scales, which every launch reads."""
         return self.weight_rows * self.weights.row_bytes(self.k)
 
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """Block sizes of a launch; powers of two.
-
-    "vector" takes one row of x without matrix units; `unroll` and `num_stages` say how its loads overlap. "matrix"
-    takes `columns` rows of x per program and splits k into `splits` parts, summed in order by the part that ends last.
-    `block_n` counts outputs: with geglu a program reads twice as many rows of weights. `evict_first` suits weights that
-    one launch reads once, that is, few rows.
-    """
+    """Block sizes of a launch; powers of two. "vector" takes one row of x without matrix units; `unroll` and
+    `num_stages` say how its loads overlap. "matrix" takes `columns` rows of x per program and splits k into `splits`
+    parts, summed in order by the part that ends last. `block_n` counts outputs: with geglu a program reads twice as
+    many rows of weights. `evict_first` suits weights that one launch reads once, that is, few rows."""
 
     kind: Literal["vector", "matrix"]
     block_n: int
@@ -84,7 +78,6 @@ class LinearConfig:
             assert self.columns >= 8 and self.block_n >= 16 and self.block_k >= 32
 
     def short_name(self) -> str:
-        """Short and unique."""
         text = f"{self.kind[0]}{self.block_n}x{self.block_k}"
         text += f"c{self.columns}s{self.splits}" if self.kind == MATRIX else f"u{self.unroll}"
         return text + f"w{self.num_warps}p{self.num_stages}" + ("" if self.evict_first else "n")
@@ -93,12 +86,11 @@ class LinearConfig:
         return self.count_blocks(shape) * div_ceil(tokens, self.columns)
 
     def count_blocks(self, shape: LinearShape) -> int:
-        """Programs along the output's columns."""
         return div_ceil(shape.n, self.block_n)
 
 
 def check_config(shape: LinearShape, config: LinearConfig) -> None:
-    """AssertionError for a configuration that cannot run the shape."""
+    """Assert that the configuration can run the shape."""
     if config.kind == VECTOR:
         assert not shape.fp8_input, "one row is read faster in 16 bits than it is quantised"
         assert not shape.largest, "one row is not quantised"
@@ -109,11 +101,9 @@ def check_config(shape: LinearShape, config: LinearConfig) -> None:
 
 
 class LinearArrays(NamedTuple):
-    """Arrays that a launch reads and writes; 0 for what the shape does not have. See `kernels.linear` for their shapes.
-
-    `partials` (bytes: `partials_bytes`) and `counters` (int32, `tiles`, zeros) are scratch of the launches of one
-    stream; the counters are zeros again after each. `largest` (int32 [tokens]) is zeros before a launch.
-    """
+    """Arrays that a launch reads and writes (shapes: `kernels.linear`); 0 for those that the shape lacks. `partials`
+    (bytes: `partials_bytes`) and `counters` (int32, `tiles`, zeros) are scratch of the launches of one stream; the
+    counters are zeros again after each. `largest` (int32 [tokens]) is zeros before a launch."""
 
     x: Any
     w: Any
@@ -126,7 +116,7 @@ class LinearArrays(NamedTuple):
 
 
 def partials_bytes(shape: LinearShape, config: LinearConfig, tokens: int) -> int:
-    """Scratch of a launch in bytes; 0 without splits."""
+    """Count bytes of a launch's scratch; 0 without splits."""
     if config.splits == 1:
         return 0
     return 4 * config.splits * config.count_tiles(shape, tokens) * config.block_n * config.columns
@@ -135,7 +125,7 @@ def partials_bytes(shape: LinearShape, config: LinearConfig, tokens: int) -> int
 def linear_launch(
     shape: LinearShape, config: LinearConfig, arrays: LinearArrays, tokens: int, alpha: float = 1.0
 ) -> Launch:
-    """`kernels.linear` for `tokens` rows; `alpha`, a power of two, multiplies the output."""
+    """Launch `kernels.linear` for `tokens` rows; `alpha`, a power of two, multiplies the output."""
     check_config(shape, config)
     arguments = {"x": arrays.x, "w": arrays.w, "out": arrays.out, "w_scale": arrays.w_scale, "alpha": alpha}
     if config.kind == VECTOR:
@@ -147,14 +137,14 @@ def linear_launch(
 
 
 def quantize_launch(constants: Mapping[str, Any], x: Any, out: Any, x_scale: Any, largest: Any, tokens: int) -> Launch:
-    """`kernels.linear_quantize` of x [tokens, K]. `quantize_rows` sets `largest` to zeros, `quantize_parts`
-    reads it."""
+    """Launch `kernels.linear_quantize` of x [tokens, K]. `quantize_rows` zeroes `largest`, `quantize_parts` reads
+    it."""
     parts = div_ceil(constants["K"], constants["BLOCK"])
     return Launch((tokens, parts, 1), {"x": x, "out": out, "x_scale": x_scale, "largest": largest})
 
 
 def geglu_exponent(hidden: int, largest: float) -> int:
-    """e >= 0 so that gelu_tanh(gate) * up * 2**-e fits float16 whatever the tokens are.
+    """Find e >= 0 so that gelu_tanh(gate) * up * 2**-e fits float16 whatever the tokens are.
 
     `largest` is the maximum over r of |s * gate_r| * |s * up_r|: Euclidean norms of row r of the two weights (scales
     included), each column times the weight s that the RMS norm in front multiplies by ("1 + w"). Proof: the norm's
@@ -162,9 +152,8 @@ def geglu_exponent(hidden: int, largest: float) -> int:
     for up, and |gelu(g)| <= |g|. Rounding the input to 16 bits or E4M3 adds at most a factor of 1.07 to each, which the
     distance of 2**15 to 65504 covers. The linear after it multiplies its float32 result by 2**e: exact.
 
-    What it costs: values below 2**(e - 14) lose bits, at most 2**(e - 25) each, which is 2**-39 of the bound; a typical
-    value is 1 / hidden of the bound (2**-12 for 27B), so this stays under float16's own rounding by a factor of 2**15.
-    """
+    Cost: values below 2**(e - 14) lose bits, at most 2**(e - 25) each, which is 2**-39 of the bound. A typical value is
+    1 / hidden of the bound (2**-12 for 27B), so this stays under float16's own rounding by a factor of 2**15."""
     bound, exponent = hidden * largest, 0
     assert 0 <= bound < float("inf"), "weights are not finite"
     while bound > 2.0 ** (FLOAT16_EXPONENT + exponent):

@@ -1,7 +1,7 @@
 """Arguments and grids of a step's small kernels: plain arithmetic over addresses.
 
-Knows pointers as integers (or whatever stands for one) and shapes; neither Triton nor CUDA. Invariant: all arrays are
-contiguous, but for the pages, whose strides are given.
+Knows pointers as integers (or stand-ins) and shapes; neither Triton nor CUDA. Invariant: all arrays are contiguous,
+except pages, whose strides are given.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class NormOut(NamedTuple):
 def embed_norm_launch(
     token_ids: Any, embedding: tuple[Any, int, float], weight: Any, residual: Any, to: NormOut, tokens: int, eps: float
 ) -> Launch:
-    """`kernels.norm.embed_norm` of int32 token_ids [tokens]; `embedding` is its rows, their number and the factor."""
+    """Launch `kernels.norm.embed_norm` of int32 token_ids [tokens]; `embedding` is its rows, their number and the
+    factor."""
     rows, vocab, scale = embedding
     arguments = {"token_ids": token_ids, "embedding": rows, "weight": weight, "residual": residual, "out": to.out}
     arguments |= {"scales": to.scales, "vocab": vocab, "embedding_scale": scale, "eps": eps}
@@ -37,7 +38,7 @@ def embed_norm_launch(
 def add_norm_launch(
     residual: Any, x: Any, weights: tuple[Any, Any], to: NormOut, rows: int, eps: float, *, gathered: Any = 0
 ) -> Launch:
-    """`kernels.norm.add_norm` of `rows` rows of `out`. `weights` are the post and the next norm's; `gathered`
+    """Launch `kernels.norm.add_norm` of `rows` rows of `out`. `weights` are the post and the next norm's; `gathered`
     int32[rows] names the rows that are taken."""
     arguments = {"residual": residual, "x": x, "post_weight": weights[0], "next_weight": weights[1]}
     arguments |= {"out": to.out, "scales": to.scales, "rows": gathered, "eps": eps}
@@ -79,7 +80,7 @@ def qk_rope_launch(
     tables: Tables,
     tokens: StepTokens,
 ) -> Launch:
-    """`kernels.qk_rope.qk_norm_rope_write`; `pool` is the layer's."""
+    """Launch `kernels.qk_rope.qk_norm_rope_write`; `pool` is the layer's."""
     strides = pool.shape.strides()
     del strides["pool_layer"]
     arguments = {"qkv": qkv, "q": q, "q_weight": norms.q, "k_weight": norms.k, "eps": norms.eps}
@@ -92,11 +93,9 @@ def qk_rope_launch(
 
 @dataclass(frozen=True)
 class SampleArrays:
-    """Arrays of `kernels.sample` on the device; R is the number of rows. The caller fills the parameters.
-
-    Parameters (0 for greedy kernels): `temperatures`, `top_p`, `min_p` float64[R], `top_k` int32[R], `seeds` int64[R],
-    `indices` int32[R]. Results: `tokens`, `status` int32[R]. The rest is working memory, sized by `sample_scratch`.
-    """
+    """Arrays of `kernels.sample` on the device; R is the number of rows. The caller fills the parameters. Parameters (0
+    for greedy kernels): `temperatures`, `top_p`, `min_p` float64[R], `top_k` int32[R], `seeds` int64[R], `indices`
+    int32[R]. Results: `tokens`, `status` int32[R]. The rest is working memory, sized by `sample_scratch`."""
 
     tokens: Any
     status: Any
@@ -118,7 +117,7 @@ class SampleArrays:
 
 
 def sample_scratch(vocab: int, chunk: int, group: int, capacity: int) -> dict[str, tuple[str, int]]:
-    """Type and elements per row of the working memory in SampleArrays; greedy kernels need the first two."""
+    """Size working memory of SampleArrays: type and elements per row. Greedy kernels need the first two."""
     chunks = div_ceil(vocab, chunk)
     return {
         "chunk_max": ("float32", chunks), "chunk_token": ("int32", chunks), "chunk_mass": ("float64", chunks),
@@ -137,10 +136,8 @@ class Logits:
 
 
 def sample_launches(constants: Mapping[str, Any], logits: Logits, arrays: SampleArrays) -> dict[str, Launch]:
-    """Launches of `kernels.sample` by the kernels' names, in their order; `constants` are those of `choose`.
-
-    Greedy kernels need "scan" and "choose" alone.
-    """
+    """Make launches of `kernels.sample` by the kernels' names, in order; `constants` are those of `choose`. Greedy
+    kernels need "scan" and "choose" alone."""
     chunks = div_ceil(logits.vocab, constants["CHUNK"])
     a = vars(arrays)
     read = {"logits": logits.pointer, "vocab": logits.vocab}
@@ -159,7 +156,7 @@ def sample_launches(constants: Mapping[str, Any], logits: Logits, arrays: Sample
 
 
 def wide_launch(logits: Logits, arrays: SampleArrays, weights: Any, programs: int) -> Launch:
-    """`kernels.sample_wide.draw_wide`, behind the launches of `sample_launches`. `weights` is float64 [programs,
+    """Launch `kernels.sample_wide.draw_wide`, behind the launches of `sample_launches`. `weights` is float64 [programs,
     vocab]."""
     a = vars(arrays)
     names = ("temperatures", "top_k", "top_p", "min_p", "seeds", "indices", "peaks", "tokens", "status")
@@ -170,8 +167,8 @@ def wide_launch(logits: Logits, arrays: SampleArrays, weights: Any, programs: in
 def geglu_launch(
     constants: Mapping[str, Any], gate_up: Any, out: Any, scales: Any, tokens: int, alpha: float = 1.0
 ) -> Launch:
-    """`kernels.geglu` of gate_up [tokens, 2 I]: `geglu`, whose `scales` are 0, or `geglu_rows`, by their constants.
-    `alpha` is a power of two."""
+    """Launch `kernels.geglu` of gate_up [tokens, 2 I]: `geglu`, whose `scales` are 0, or `geglu_rows`, by their
+    constants. `alpha` is a power of two."""
     arguments = {"gate_up": gate_up, "out": out, "alpha": alpha}
     if "BLOCK" in constants:
         return Launch((tokens, div_ceil(constants["WIDTH"], constants["BLOCK"]), 1), arguments)
@@ -180,8 +177,8 @@ def geglu_launch(
 
 @dataclass(frozen=True)
 class DigestArrays:
-    """`memory` is where offsets count from; int64 `offsets` and `lengths` [pages] in words of 4 bytes; `key` uint32 as
-    `PageDigest.words`; `sums` int64 [pages, 2], zero before."""
+    """Arrays of the digest kernel: int64 `offsets` from `memory` and `lengths` [pages] in words of 4 bytes; `key`
+    uint32 as `PageDigest.words`; `sums` int64 [pages, 2], zero before."""
 
     memory: Any
     offsets: Any
@@ -191,7 +188,7 @@ class DigestArrays:
 
 
 def page_digest_launch(arrays: DigestArrays, pages: int, most_bytes: int, second_pairs: int) -> Launch:
-    """`kernels.page_digest.page_digest` of so many pages of at most `most_bytes`."""
+    """Launch `kernels.page_digest.page_digest` of `pages` pages of at most `most_bytes`."""
     arguments = {"memory": arrays.memory, "offsets": arrays.offsets, "lengths": arrays.lengths, "key": arrays.key}
     arguments |= {"sums": arrays.sums, "second": second_pairs}
     return Launch((div_ceil(most_bytes, DIGEST_BLOCK_BYTES), pages, 1), arguments)

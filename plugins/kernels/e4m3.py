@@ -13,7 +13,7 @@ import triton.language as tl
 
 
 def has_conversions(target: str) -> bool:
-    """Whether kernels for `target` ("sm90") may be NATIVE."""
+    """Tell whether kernels for `target` ("sm90") may be NATIVE."""
     return int(target.removeprefix("sm")) >= 90
 
 

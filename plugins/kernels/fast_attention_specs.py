@@ -31,7 +31,7 @@ MASS_SPAN = 256
 
 
 def _checked(pool: PoolShape, dtype: str, heads: int) -> int:
-    """Query heads per KV head. Raises ConfigError for what the kernels do not do."""
+    """Compute query heads per KV head. Raises ConfigError for shapes that the kernels do not take."""
     if heads % pool.kv_heads:
         raise ConfigError(f"{heads} query heads cannot share {pool.kv_heads} KV heads.", fix="Check the model's heads.")
     if ITEM_BYTES[dtype] != 2 or pool.dtype not in ("fp8", dtype):
@@ -52,7 +52,8 @@ def _pool_type(pool: PoolShape) -> str:
 
 
 def decode_spec(pool: PoolShape, dtype: str, heads: int, target: str, config: DecodeConfig) -> KernelSpec:
-    """`split_decode` of `heads` query heads of `dtype` over `pool`. Raises ConfigError for shapes that do not fit."""
+    """Specify `split_decode` of `heads` query heads of `dtype` over `pool`. Raises ConfigError for shapes that do not
+    fit."""
     repeat = _checked(pool, dtype, heads)
     if pool.kv_heads % config.heads or config.block_k < 16 or config.block_k & (config.block_k - 1):
         raise ConfigError(f"{config} does not fit {pool}.", fix="Take a divisor of the heads and a power of two.")
@@ -74,7 +75,7 @@ def decode_spec(pool: PoolShape, dtype: str, heads: int, target: str, config: De
 
 
 def combine_spec(pool: PoolShape, dtype: str, config: DecodeConfig) -> KernelSpec:
-    """`combine_splits` behind `decode_spec` of the same arguments."""
+    """Specify `combine_splits` behind `decode_spec` of the same arguments."""
     constants = {"D": pool.head_dim, "BLOCK_K": config.block_k, "LEAST": config.least}
     name = f"combine_{dtype}_d{pool.head_dim}_k{config.block_k}_l{config.least}"
     return kernel_spec(name, combine_splits, {"out": FLOAT_TYPES[dtype]}, constants)
@@ -83,8 +84,8 @@ def combine_spec(pool: PoolShape, dtype: str, config: DecodeConfig) -> KernelSpe
 def prefill_spec(
     pool: PoolShape, dtype: str, heads: int, target: str, config: PrefillConfig, *, segmented: bool = False
 ) -> KernelSpec:
-    """`paged_prefill` of `heads` query heads of `dtype` over `pool`; of a `segmented` one, or one with splits, the
-    results are float32. Raises ConfigError for types that differ."""
+    """Specify `paged_prefill` of `heads` query heads of `dtype` over `pool`; `segmented` or with splits, results are
+    float32. Raises ConfigError for types that differ."""
     repeat, split = _checked(pool, dtype, heads), config.splits > 1
     assert not (segmented and split)
     unused = (() if segmented else _SEGMENTED) + (() if split else _SPLIT) + (() if segmented or split else ("lse",))
@@ -104,14 +105,13 @@ def prefill_spec(
 
 
 def add_splits_spec(pool: PoolShape, dtype: str, heads: int, config: PrefillConfig) -> KernelSpec:
-    """`add_splits` behind `prefill_spec` of the same arguments."""
+    """Specify `add_splits` behind `prefill_spec` of the same arguments."""
     constants = {"D": pool.head_dim, "HEADS": heads, "BLOCK": max(1, SUM_TILE // pool.head_dim // 2)}
     name = f"add_splits_{dtype}_d{pool.head_dim}_h{heads}_i{config.splits}"
     return kernel_spec(name, add_splits, {"out": FLOAT_TYPES[dtype]}, {**constants, "SPLITS": config.splits})
 
 
 def gather_spec(pool: PoolShape, dtype: str, target: str) -> KernelSpec:
-    """`gather_segment` of pages of `pool` as `dtype`."""
     page = pool.page_tokens * pool.kv_heads * pool.head_dim
     constants = {"PAGE": page, "BLOCK": min(GATHER_TILE, 1 << (page - 1).bit_length()), "FP8": _fp8(pool, target)}
     name = f"gather_{pool.dtype}_{dtype}_n{page}"
@@ -119,14 +119,14 @@ def gather_spec(pool: PoolShape, dtype: str, target: str) -> KernelSpec:
 
 
 def add_segment_spec(pool: PoolShape, dtype: str, heads: int) -> KernelSpec:
-    """`add_segment` of `heads` heads of `dtype`."""
     constants = {"D": pool.head_dim, "HEADS": heads, "BLOCK": max(1, SUM_TILE // pool.head_dim)}
     pointers = dict.fromkeys(("part", "out"), FLOAT_TYPES[dtype])
     return kernel_spec(f"add_segment_{dtype}_d{pool.head_dim}_h{heads}", add_segment, pointers, constants)
 
 
 def logsums_spec(pool: PoolShape, dtype: str, heads: int, target: str) -> KernelSpec:
-    """`page_logsums` of `heads` query heads of `dtype` over `pool`. Raises ConfigError for types that differ."""
+    """Specify `page_logsums` of `heads` query heads of `dtype` over `pool`. Raises ConfigError for types that
+    differ."""
     repeat, size = _checked(pool, dtype, heads), pool.page_tokens
     step = min(size, max(16, MASS_TILE // pool.head_dim))
     constants = {
@@ -140,7 +140,7 @@ def logsums_spec(pool: PoolShape, dtype: str, heads: int, target: str) -> Kernel
 
 
 def masses_spec(pool: PoolShape, heads: int) -> KernelSpec:
-    """`page_masses` behind `logsums_spec`."""
+    """Specify `page_masses` behind `logsums_spec`."""
     rows = 1 << (heads - 1).bit_length()
     constants = {"PAGE_TOKENS": pool.page_tokens, "HEADS": heads, "ROWS": rows, "BLOCK": max(16, 4096 // rows)}
     return kernel_spec(f"masses_p{pool.page_tokens}_h{heads}", page_masses, {}, constants)

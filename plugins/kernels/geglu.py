@@ -1,11 +1,11 @@
 """GeGLU behind a product that some library computed: gelu_tanh(gate) * up as operands of the next product.
 
 Knows neither layers nor weights. Invariants: arithmetic is float32; a value is rounded once, to the operand's 16-bit
-type, and then, for FP8, to E4M3 with one float32 scale per row (amax of the rounded row / 448, 1 for a row of zeros;
-`backends.torch.ops.quantize_rows`). A row depends on that row alone. NaN and infinities are carried on.
+type. For FP8 it is then rounded to E4M3 with one float32 scale per row (amax of the rounded row / 448, 1 for a row of
+zeros; `backends.torch.ops.quantize_rows`). A row depends on that row alone. NaN and infinities are carried on.
 
 alpha, a power of two, keeps float16 in its range (`linear_layout.geglu_exponent`): 16-bit results are multiplied by it,
-and whoever reads them divides; with FP8 the scale is divided by it here, so the reader need not know.
+and their reader divides; with FP8 the scale is divided by it here, so the reader need not know.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

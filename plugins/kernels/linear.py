@@ -8,11 +8,11 @@ Products are exact (operands of 16 bits or E4M3, widened in registers); sums are
 where x_scale belongs to E4M3 rows, w_scale to E4M3 weights, and alpha is a power of two (so that it rounds nothing).
 GEGLU: W is [2 N, K], rows [gate; up], and y = gelu_tanh(gate) * up * alpha, gate and up being the scaled sums.
 
-Invariants: nothing beyond row `tokens` of x and y is touched; every output is summed in an order that its N, K and the
-constants fix, so a row's result depends neither on the other rows nor on the order in which programs run; NaN and
-infinity in x or W reach every output that they are a part of. Two exceptions to float32 sums, both of the hardware:
-sm90 sums E4M3 times E4M3 in about 14 bits, here at most 128 products before a float32 addition (EXACT_EVERY); and a
-matrix unit aligns the products of one instruction to the largest and cuts off what lies below.
+Invariants: nothing beyond row `tokens` of x and y is touched; N, K and the constants fix the order of every output's
+sum, so a row's result depends neither on other rows nor on the order of programs (I21); NaN and infinity in x or W
+reach every output that they are a part of. Two exceptions to float32 sums, both of the hardware: sm90 sums E4M3 times
+E4M3 in about 14 bits, here at most 128 products before a float32 addition (EXACT_EVERY); and a matrix unit aligns the
+products of one instruction to the largest and cuts off what lies below.
 
 Weights stream through once: loads say evict_first where only one program reads a weight (EVICT_FIRST), so that
 activations stay in L2. On sm90 a tile of weights is the M-side operand, because a matrix unit takes at least 64 rows

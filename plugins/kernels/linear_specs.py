@@ -1,7 +1,7 @@
 """Specialisations of the linear kernels by a layer's shape and configuration.
 
-Loads Triton, because a spec holds the kernel's function. Invariant: a spec depends on shape, configuration and on
-whether the target has an E4M3 type, on nothing else.
+Loads Triton, because a spec holds the kernel's function. Invariant: a spec depends only on shape, configuration and on
+whether the target has an E4M3 type.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ POINTERS = {"w_scale": "*fp32", "x_scale": "*fp32", "partials": "*fp32", "counte
 
 
 def linear_spec(shape: LinearShape, config: LinearConfig, target: str) -> KernelSpec:
-    """The kernel of `shape` by `config` for `target` ("sm80", ...).
-
-    Raises ConfigError for E4M3 inputs on a target whose matrix units do not take them.
-    """
+    """Specify the kernel of `shape` by `config` for `target` ("sm80", ...). Raises ConfigError for E4M3 inputs on a
+    target whose matrix units do not take them."""
     check_config(shape, config)
     native = int(target.removeprefix("sm")) >= 89
     if shape.fp8_input and not native:
@@ -61,13 +59,13 @@ def linear_spec(shape: LinearShape, config: LinearConfig, target: str) -> Kernel
 
 
 def quantize_rows_spec(k: int, dtype: str, *, native: bool) -> KernelSpec:
-    """`quantize_rows` of `k` values of `dtype`; `native`: for targets that `e4m3.has_conversions`."""
+    """Specify `quantize_rows` of `k` values of `dtype`; `native`: for targets that `e4m3.has_conversions`."""
     block = 1 << (k - 1).bit_length()
     return _quantize_spec(quantize_rows, k, dtype, block, max(1, min(16, block // 256)), native)
 
 
 def quantize_parts_spec(k: int, dtype: str, *, native: bool) -> KernelSpec:
-    """`quantize_parts`, QUANTIZED_PART columns to a program."""
+    """Specify `quantize_parts`, QUANTIZED_PART columns to a program."""
     return _quantize_spec(quantize_parts, k, dtype, QUANTIZED_PART, QUANTIZED_PART // 256, native)
 
 

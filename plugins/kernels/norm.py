@@ -2,11 +2,11 @@
 
 One program per row, the whole row in registers, so that a row's result depends on that row and on the number of warps
 alone, never on the other rows. Knows neither layers nor weights' names. Invariants: the residual is float32; norms and
-their sums are float32; a result is rounded once, to the operand's 16-bit type, and then, for FP8, to E4M3 with one
-float32 scale per row (amax of the rounded row / 448, 1 for a row of zeros; `backends.torch.ops.quantize_rows`). NaN and
+their sums are float32; a result is rounded once, to the operand's 16-bit type. For FP8 it is then E4M3 with one float32
+scale per row (amax of the rounded row / 448, 1 for a row of zeros; `backends.torch.ops.quantize_rows`). NaN and
 infinities are carried on, not hidden: an E4M3 row with one of them is NaN.
 
-float16 has no clipping here: |norm(x) * w| <= sqrt(H) * max|w|, so whoever loads the weights can prove that it fits.
+float16 has no clipping here: |norm(x) * w| <= sqrt(H) * max|w|, so the loader of the weights can prove that it fits.
 Norm weights are float32 and stored as 1 + w. H is a constant, so that rows need not start at multiples of BLOCK.
 """
 

@@ -1,10 +1,10 @@
-"""How much of its attention a sequence's last query gives to each KV page, from the query and the pages' keys.
+"""Measures how much attention a sequence's last query gives to each KV page, from the query and the pages' keys.
 
 Knows pages and grouped queries; not models. `page_logsums` reads the keys once, `page_masses` what that left. All sums
 are float32; queries and keys are operands as in `decode_attention`. Invariants: no slot behind the query is read, nor
 is page -1; a page that the query sees and that is absent makes the sequence's masses NaN; a row of nobody (position -1)
-reads no page and writes nothing. They wait for no kernel and none waits for them: `plugins.dependent` calls them
-ordinary.
+reads no page and writes nothing. These kernels are ordinary in `plugins.dependent`: they wait for no kernel and none
+waits for them.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

@@ -1,8 +1,8 @@
 """Tokens of the rows that `kernels.sample` left UNDECIDED: filters that leave more tokens than its candidates hold.
 
 The same distribution, order of candidates and random number, without sorting: the k-th token, the end of the nucleus
-and the drawn token are each the last key of a shortest prefix that reaches something, found bit by bit with a pass over
-the vocabulary per bit. About 150 passes, so milliseconds a row; it is for rows that are rare. Knows rows of logits
+and the drawn token are each the last key of the shortest prefix that reaches a sum or count. A pass over the vocabulary
+finds each bit of that key. About 150 passes, so milliseconds a row; it is for rows that are rare. Knows rows of logits
 only. Invariants: a row's token depends on that row alone; every row is decided.
 """
 

@@ -1,8 +1,8 @@
-"""Attention over parts of the keys: what parts give added up, and keys of a part side by side, for a product that knows
-no pages.
+"""Attention over parts of the keys: adds up the results of parts, and gathers a part's keys side by side for a product
+that knows no pages.
 
 Knows pages and grouped queries; not models, nor who multiplies. Invariants: an absent page (-1), and one behind the
-table's end, becomes NaN, so whoever sees it does; nothing but the segment's tokens, or the rows asked for, is written.
+table's end, becomes NaN, as does a row that sees it; only the segment's tokens, or the rows asked for, are written.
 
 The results of disjoint sets of keys add up by their sums of exponentials: arXiv:2205.14135, section 3.1.
 """

@@ -1,8 +1,8 @@
 """Specialisations of kernels by the shapes of a model, and their block sizes.
 
 Loads Triton, because a spec holds the kernel's function. Invariant: a spec depends on shapes and types only, so two
-engines of one model share their cubins. An argument of one name has one type and one alignment in every kernel, but
-for the arrays whose element type a spec chooses (`pointers`); those are multiples of 16 bytes.
+engines of one model share their cubins. Arguments of one name have one type and one alignment in every kernel, except
+arrays whose element type a spec chooses (`pointers`), which are multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def kernel_spec(
     num_warps: int = 4,
     num_stages: int = 1,
 ) -> KernelSpec:
-    """A spec of `function`, whose arguments besides `pointers` (element types by name) and constants are in TYPES."""
+    """Specify `function`, whose arguments besides `pointers` (element types by name) and constants are in TYPES."""
     types = {**TYPES, **{n: f"*{t}" for n, t in pointers.items()}}
     signature = {n: types[n] for n in function.arg_names if n in types and n not in constants}
     aligned = frozenset(n for n in signature if n in ALIGNED or n in pointers)
@@ -56,7 +56,7 @@ def kernel_spec(
 
 
 def _types(pool: PoolShape, other: str) -> tuple[str, str, bool]:
-    """Element types of pool and other side of a copy, and whether values are converted between them."""
+    """Find element types of the pool and the other side of a copy, and whether values are converted between them."""
     if pool.dtype == "fp8" and other != "fp8":
         return "u8", FLOAT_TYPES[other], True
     if ITEM_BYTES[pool.dtype] != ITEM_BYTES[other] or pool.dtype != other:
@@ -66,7 +66,8 @@ def _types(pool: PoolShape, other: str) -> tuple[str, str, bool]:
 
 
 def copy_pages_spec(pool: PoolShape, cache_dtype: str, *, to_cache: bool) -> KernelSpec:
-    """Pages to slots (`to_cache`) or back. Raises ConfigError for types that differ and are not FP8 pages."""
+    """Specify copies of pages to slots (`to_cache`) or back. Raises ConfigError for types that differ and are not FP8
+    pages."""
     pool_type, cache_type, fp8 = _types(pool, cache_dtype)
     constants = {"D": pool.head_dim, "PAGE_TOKENS": pool.page_tokens, "BLOCK": _copy_block(pool)}
     name = f"{'pages_to_slot' if to_cache else 'slot_to_pages'}_{pool.dtype}_{cache_dtype}"
@@ -79,7 +80,6 @@ def copy_pages_spec(pool: PoolShape, cache_dtype: str, *, to_cache: bool) -> Ker
 
 
 def slide_spec(pool: PoolShape, cache_dtype: str) -> KernelSpec:
-    """Moves within linear caches of `cache_dtype` with the heads of `pool`."""
     constants = {"D": pool.head_dim, "BLOCK": _copy_block(pool)}
     return kernel_spec(
         f"slide_{cache_dtype}_d{pool.head_dim}", slide, {"cache": BITS_TYPES[ITEM_BYTES[cache_dtype]]}, constants
@@ -87,18 +87,15 @@ def slide_spec(pool: PoolShape, cache_dtype: str) -> KernelSpec:
 
 
 def kv_write_spec(pool: PoolShape) -> KernelSpec:
-    """Keys and values into pages of their type."""
     constants = {"D": pool.head_dim, "PAGE_TOKENS": pool.page_tokens, "BLOCK": 16}
     pointers = dict.fromkeys(("k", "v", "pool"), FLOAT_TYPES[pool.dtype])
     return kernel_spec(_named(f"kv_write_{pool.dtype}", pool), kv_write, pointers, constants)
 
 
 def attention_spec(pool: PoolShape, heads: int, *, block_rows: int = 64) -> KernelSpec:
-    """Attention of `heads` query heads over `pool`, queries of its type.
-
-    `block_rows` (a power of two of at least 16) are the (token, head) rows that one program takes: 16 wastes least in
-    decode, 64 reads KV least often in prefill; float32 queries take 32 at most. Raises ConfigError for other heads.
-    """
+    """Specify attention of `heads` query heads over `pool`, queries of its type. Raises ConfigError for other heads.
+    `block_rows` (a power of two of at least 16) are the (token, head) rows of one program: 16 wastes least in decode,
+    64 reads KV least often in prefill; float32 queries take 32 at most."""
     repeat = heads // pool.kv_heads
     wide = ITEM_BYTES[pool.dtype] == 4
     if wide:
@@ -130,6 +127,6 @@ def _named(name: str, pool: PoolShape) -> str:
 
 
 def _copy_block(pool: PoolShape) -> int:
-    """Tokens per block of a copy: about 4,096 elements."""
+    """Choose tokens per block of a copy: about 4,096 elements."""
     block: int = max(8, min(64, 4096 // pool.head_dim))
     return block

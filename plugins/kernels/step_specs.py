@@ -19,8 +19,8 @@ from wicore_trt.plugins.layout import FLOAT_TYPES, PoolShape
 
 @dataclass(frozen=True)
 class StepConfig:
-    """Launch shape of one kernel: `block` tokens per program for `qk_norm_rope_write`, logits per program for `scan`
-    and `collect`, and without meaning for the others, whose program takes a row."""
+    """Launch shape of one kernel. `block`: tokens per program for `qk_norm_rope_write`, logits per program for `scan`
+    and `collect`, unused by others, whose program takes a row."""
 
     num_warps: int
     block: int = 1
@@ -42,20 +42,20 @@ TABLES: dict[str, dict[str, Table]] = {}
 
 
 def config(kernel: str, target: str, rows: int) -> StepConfig:
-    """Launch shape of one of DEFAULTS' kernels for `rows` tokens (of sampling: sampled rows)."""
+    """Choose the launch shape of one of DEFAULTS' kernels for `rows` tokens (sampling: sampled rows)."""
     table = TABLES.get(target, {}).get(kernel, DEFAULTS[kernel])
     return next(entry for most, entry in table if rows <= most)
 
 
 def norm_config(target: str, rows: int, hidden: int) -> StepConfig:
-    """`config` for the norms of `hidden` columns."""
     return config("norm" if hidden > 1024 else "norm_narrow", target, rows)
 
 
 @dataclass(frozen=True)
 class NormShape:
-    """`hidden` columns (a multiple of 8, so that rows are aligned for wide loads), operands of `dtype` ("bfloat16" or
-    "float16"), given as E4M3 with a scale per row if `fp8`; `native`: for targets that `e4m3.has_conversions`."""
+    """Shape of norms: `hidden` columns (a multiple of 8, so that rows are aligned for wide loads), operands of `dtype`
+    ("bfloat16" or "float16"), with `fp8` as E4M3 with a scale per row. `native`: for targets that
+    `e4m3.has_conversions`."""
 
     hidden: int
     dtype: str
@@ -86,8 +86,8 @@ def _spec(
     num_warps: int,
     more_aligned: frozenset[str] = frozenset(),
 ) -> KernelSpec:
-    """A spec with its signature in the kernel's order; pointers are multiples of 16 bytes, except those of arrays with
-    one element per row, which a caller may slice."""
+    """Make a spec with its signature in the kernel's order. Pointers are multiples of 16 bytes, except those of arrays
+    with one element per row, which a caller may slice."""
     signature = {n: types[n] for n in function.arg_names if n in types}
     aligned = frozenset(n for n in signature if n in ALIGNED or n in more_aligned)
     return KernelSpec(f"{name}_w{num_warps}", function, signature, constants, aligned, num_warps, 1)
@@ -100,7 +100,7 @@ ALIGNED = {
 
 
 def embed_norm_spec(shape: NormShape, num_warps: int) -> KernelSpec:
-    """`kernels.norm.embed_norm`; the embedding has the operands' type."""
+    """Specify `kernels.norm.embed_norm`; the embedding has the operands' type."""
     types = {
         **{"token_ids": "*i32", "embedding": f"*{FLOAT_TYPES[shape.dtype]}", "weight": "*fp32", "residual": "*fp32"},
         **{"out": f"*{shape.out_type()}", "scales": "*fp32", "vocab": "i32", "embedding_scale": "fp32", "eps": "fp32"},
@@ -109,7 +109,7 @@ def embed_norm_spec(shape: NormShape, num_warps: int) -> KernelSpec:
 
 
 def add_norm_spec(shape: NormShape, num_warps: int, *, x_dtype: str, gather: bool = False) -> KernelSpec:
-    """`kernels.norm.add_norm` of x of `x_dtype`; `gather`: of the rows in `rows`."""
+    """Specify `kernels.norm.add_norm` of x of `x_dtype`; `gather`: of the rows in `rows`."""
     types = {
         **{"residual": "*fp32", "x": f"*{FLOAT_TYPES[x_dtype]}", "post_weight": "*fp32", "next_weight": "*fp32"},
         **{"out": f"*{shape.out_type()}", "scales": "*fp32", "rows": "*i32", "eps": "fp32"},
@@ -119,7 +119,7 @@ def add_norm_spec(shape: NormShape, num_warps: int, *, x_dtype: str, gather: boo
 
 
 def qk_rope_spec(pool: PoolShape, heads: int, qkv_dtype: str, q_dtype: str, chosen: StepConfig) -> KernelSpec:
-    """`kernels.qk_rope.qk_norm_rope_write` into `pool`, whose type is "fp8" or any other."""
+    """Specify `kernels.qk_rope.qk_norm_rope_write` into `pool`, whose type is "fp8" or any other."""
     fp8 = pool.dtype == "fp8"
     types = {
         **{"qkv": f"*{FLOAT_TYPES[qkv_dtype]}", "q": f"*{FLOAT_TYPES[q_dtype]}"},
@@ -149,12 +149,10 @@ SAMPLE_TYPES = {
 def sample_specs(
     vocab: int, target: str, *, sampled: bool, softcap: float = 0.0, rows: int = 1, candidates: int = sample.CANDIDATES
 ) -> dict[str, KernelSpec]:
-    """`kernels.sample`'s kernels for `vocab` logits by their names in `step_layout.sample_launches`, in their order:
-    "scan" and "choose", and with `sampled` (otherwise all rows are greedy) "collect" and "draw". `softcap` 0 is none.
-
-    Filtered rows that leave up to `candidates` tokens are decided on the device, fewer where the vocabulary is short.
-    Where `vocab` is a multiple of 16, so must be the address of the logits, in bytes.
-    """
+    """Specify `kernels.sample`'s kernels for `vocab` logits, named and ordered as in `step_layout.sample_launches`.
+    These are "scan" and "choose", and with `sampled` (otherwise all rows are greedy) "collect" and "draw". `softcap` 0
+    is none. Filtered rows that leave up to `candidates` tokens are decided on the device, fewer where the vocabulary is
+    short. Where `vocab` is a multiple of 16, so must be the address of the logits, in bytes."""
     chunk = config("scan", target, rows)
     assert chunk.block % sample.GROUP == 0
     chunks = div_ceil(vocab, chunk.block)
@@ -187,8 +185,8 @@ def sample_specs(
 
 
 def wide_spec(vocab: int, softcap: float = 0.0) -> KernelSpec:
-    """`kernels.sample_wide.draw_wide` for `vocab` logits. Where that is a multiple of 16, so must be
-    the addresses of logits and weights, in bytes."""
+    """Specify `kernels.sample_wide.draw_wide` for `vocab` logits. Where that is a multiple of 16, so must be the
+    addresses of logits and weights, in bytes."""
     shift = max(1, (vocab - 1).bit_length())
     constants: dict[str, Constant] = {"CHUNK": 2048, "SHIFT": shift, "SOFTCAP": float(softcap)}
     aligned = frozenset({"logits", "weights", "vocab"} if vocab % 16 == 0 else ())

@@ -1,4 +1,4 @@
-"""How a kernel takes its turn in a chain of dependent launches; `plugins.dependent` says why results do not change.
+"""Turns of kernels in a chain of dependent launches; `plugins.dependent` explains why results do not change.
 
 Knows nothing of what kernels compute. Invariant: behind `take_turn` everything that earlier kernels of the stream wrote
 is seen, and none of them runs any more.

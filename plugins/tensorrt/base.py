@@ -1,8 +1,8 @@
 """Base of the plugins: TensorRT's three interfaces over one description of tensors; never run in a plan.
 
-The classes of this package derive from TensorRT's only once a TensorRT module is at hand (`plugin_class`), so importing
-costs nothing and `tensorrt` and `tensorrt_rtx_bindings` serve alike. Invariant: a plugin's state is its configuration
-and its cubins; both are serialised into the plan, so that a plan runs without Triton and without files.
+Classes derive from TensorRT's only once a TensorRT module is at hand (`plugin_class`), so importing costs nothing and
+`tensorrt` and `tensorrt_rtx_bindings` serve alike. Invariant: a plugin's state is its configuration and its cubins;
+both are serialised into the plan, which runs without Triton and files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TRT_TYPES = {"float32": "FLOAT", "bfloat16": "BF16", "float16": "HALF", "fp8": "
 
 @dataclass(frozen=True)
 class TensorRule:
-    """Demand of a plugin on one input or output: a type (a key of TRT_TYPES) and a shape, -1 for any extent."""
+    """Rule of a plugin for one input or output: a type (a key of TRT_TYPES) and a shape, -1 for any extent."""
 
     name: str
     dtype: str
@@ -43,7 +43,7 @@ class TensorRule:
 
 
 class PluginLogic:
-    """A plugin without its TensorRT bases. Subclasses say what they are in the class attributes and methods below."""
+    """Plugin without its TensorRT bases. Subclasses define the class attributes and methods below."""
 
     NAME: ClassVar[str]
     CONFIG: ClassVar[type]
@@ -72,11 +72,11 @@ class PluginLogic:
         raise NotImplementedError
 
     def output_sources(self) -> list[int]:
-        """The input whose shape each output has."""
+        """List the input whose shape each output has."""
         raise NotImplementedError
 
     def get_aliased_input(self, output_index: int) -> int:
-        """The input that an output is in place, -1 for an output with memory of its own."""
+        """Index of the input that an output overwrites in place, -1 for an output with memory of its own."""
         raise NotImplementedError
 
     def launches(self, dims: Sequence[Sequence[int]], inputs: Sequence[int], outputs: Sequence[int]) -> list[Launch]:
@@ -104,7 +104,6 @@ class PluginLogic:
         return num_inputs == len(self.input_rules()) and linear and desc.type == self._trt_type(rules[pos])
 
     def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Raises ValueError for shapes that can never fit."""
         self.on_shape_change([d.desc for d in inputs], [d.desc for d in outputs])
 
     def get_valid_tactics(self) -> list[int]:
@@ -115,7 +114,6 @@ class PluginLogic:
 
     # Runtime
     def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Raises ValueError for shapes that do not fit the configuration."""
         rules = self.input_rules() + self.output_rules()
         for rule, desc in zip(rules, [*inputs, *outputs], strict=True):
             rule.check(tuple(desc.dims))
@@ -129,10 +127,8 @@ class PluginLogic:
         workspace: int,
         stream: int,
     ) -> None:
-        """Launch the kernels on `stream`, a CUDA stream's handle. Nothing is read on the host.
-
-        Raises ValueError where an output that should be its input in place is not, and what launching raises.
-        """
+        """Launch the kernels on `stream`, a CUDA stream's handle, and read nothing on the host. Raises ValueError where
+        an output that should be its input in place is not, and what launching raises."""
         for index, (rule, pointer) in enumerate(zip(self.output_rules(), outputs, strict=True)):
             source = self.get_aliased_input(index)
             if source >= 0 and pointer != inputs[source]:
@@ -157,7 +153,7 @@ class PluginLogic:
 
 
 class CreatorLogic:
-    """Makes one kind of plugin from its fields; without its TensorRT base."""
+    """Creator of one kind of plugin from its fields, without its TensorRT base."""
 
     logic: ClassVar[Any]
     trt: ClassVar[Any]
@@ -171,8 +167,8 @@ class CreatorLogic:
         self.field_names = self.trt.PluginFieldCollection(fields)
 
     def create_plugin(self, name: str, fields: Any, phase: Any) -> Any:
-        """A plugin from what `get_fields_to_serialize` or `field_arrays` gave. Raises ValueError for other fields,
-        EngineFormatError for damaged kernels."""
+        """Make a plugin from the data of `get_fields_to_serialize` or `field_arrays`. Raises ValueError for other
+        fields, EngineFormatError for damaged kernels."""
         data = {field.name: np.asarray(field.data).tobytes() for field in fields}
         if {*data} != {*FIELDS}:
             raise ValueError(f"{self.logic.NAME} is made from the fields {FIELDS}, not {tuple(data)}")
@@ -181,17 +177,15 @@ class CreatorLogic:
 
 
 def field_arrays(config: Any, kernels: Mapping[str, CompiledKernel]) -> dict[str, np.ndarray]:
-    """The data of a plugin's fields: the configuration as JSON, the kernels packed; int8 arrays."""
+    """Make a plugin's fields as int8 arrays: the configuration as JSON, the kernels packed."""
     data = {"config": json.dumps(asdict(config), sort_keys=True).encode(), "kernels": pack_kernels(kernels)}
     return {name: np.frombuffer(data[name], np.int8) for name in FIELDS}
 
 
 @cache
 def plugin_class(trt: Any, logic: Any) -> Any:
-    """`logic`, a class of PluginLogic, as a plugin of the TensorRT module `trt`.
-
-    Raises EnvironmentUnfitError for a TensorRT that is too old.
-    """
+    """Derive `logic`, a class of PluginLogic, as a plugin of the TensorRT module `trt`. Raises EnvironmentUnfitError
+    for a TensorRT that is too old."""
     names = ("IPluginV3", "IPluginV3OneCore", "IPluginV3OneBuildV2", "IPluginV3OneRuntime")
     missing = [name for name in names if not hasattr(trt, name)]
     if missing:
@@ -206,7 +200,6 @@ def plugin_class(trt: Any, logic: Any) -> Any:
 
 @cache
 def creator_class(trt: Any, logic: Any) -> Any:
-    """The creator of `logic` for the TensorRT module `trt`."""
     base = trt.IPluginCreatorV3One
     members = {"trt": trt, "base": base, "logic": logic}
     return types.new_class(f"{logic.__name__}Creator", (CreatorLogic, base), {}, lambda body: body.update(members))

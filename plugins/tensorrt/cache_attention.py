@@ -1,9 +1,9 @@
-"""The plugin `WicoreCacheAttention`: a TensorRT engine's attention. Never run on a GPU, and in no plan that was built.
+"""Plugin `WicoreCacheAttention`: a TensorRT engine's attention. Never run on a GPU, and in no plan that was built.
 
-It writes a step's keys and values into the linear caches of a layer and attends over them, with kernels for pages: a
-slot's cache is PAGE entries after PAGE entries, so a page table that counts makes it pages.
-One plugin is one layer. Knows shapes and pointers; not models or files. Invariant: both caches are changed in place, so
-their outputs are their inputs' memory.
+Writes a step's keys and values into a layer's linear caches and attends over them, with kernels for pages: a slot's
+cache is PAGE entries after PAGE entries, so a page table of consecutive numbers makes it pages. One plugin is one
+layer. Knows shapes and pointers; not models or files. Invariant: both caches are changed in place: outputs are their
+inputs' memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ PAGE = 64
 
 @dataclass(frozen=True)
 class CacheAttentionConfig:
-    """Attention of one layer over caches of `entries`, in `dtype` like the queries; `window` 0: full attention."""
+    """Configuration of one layer's attention over caches of `entries`, in `dtype` like the queries; `window` 0: full
+    attention."""
 
     entries: int
     heads: int
@@ -44,15 +45,17 @@ class CacheAttentionConfig:
     softmax_scale: float
 
     def pool(self) -> PoolShape:
-        """The pages that the kernels are compiled for."""
         return PoolShape(1, PAGE, self.kv_heads, self.head_dim, self.dtype)
 
 
 class CacheAttention(PluginLogic):
-    """Inputs: q [N, heads, D], k, v [N, kv_heads, D], K cache, V cache [B, kv_heads, entries, D], and int32: page table
-    [B, entries / PAGE] (place p of slot b is b * kv_heads * entries / PAGE + p), entry of each token [N], slot of each
-    token [N], cu_seqlens [B + 1], entry of each slot's first token [B]. Outputs: [N, heads, D], K cache, V cache. A
-    token sees the entries of its slot up to its own, of a window the last `window` of them."""
+    """Plugin with inputs q [N, heads, D], k, v [N, kv_heads, D], K cache, V cache [B, kv_heads, entries, D], and int32:
+
+    - page table [B, entries / PAGE]; place p of slot b is b * kv_heads * entries / PAGE + p;
+    - entry of each token [N]; slot of each token [N]; cu_seqlens [B + 1]; entry of each slot's first token [B].
+
+    Outputs are [N, heads, D], K cache, V cache. A token sees the entries of its slot up to its own, with a window the
+    last `window` of them."""
 
     NAME = "WicoreCacheAttention"
     CONFIG = CacheAttentionConfig
@@ -109,10 +112,8 @@ class CacheAttention(PluginLogic):
 
 
 def cache_attention_specs(config: CacheAttentionConfig) -> dict[str, KernelSpec]:
-    """The plugin's kernels by role, for `aot.compile_kernels`; layers of one engine share them.
-
-    Raises EnvironmentUnfitError without Triton, ConfigError for heads that the kernels cannot do.
-    """
+    """Specify the plugin's kernels by role, for `aot.compile_kernels`; layers of one engine share them. Raises
+    EnvironmentUnfitError without Triton, ConfigError for heads that the kernels do not take."""
     try:
         from wicore_trt.plugins.kernels import specs
     except ImportError as error:

@@ -17,10 +17,8 @@ _creators: dict[str, Any] = {}  # by TensorRT's name; the registry keeps no refe
 
 
 def register(trt: Any) -> None:
-    """Make the plugin known to `trt`, a TensorRT module: before building with it and before deserialising a plan.
-
-    Raises EnvironmentUnfitError where TensorRT refuses.
-    """
+    """Register the plugin with `trt`, a TensorRT module, before building with it and before deserialising a plan.
+    Raises EnvironmentUnfitError where TensorRT refuses."""
     if trt.__name__ in _creators:
         return
     creator = creator_class(trt, CacheAttention)()
@@ -42,15 +40,15 @@ def check_plugins(trt: Any) -> None:
 
 
 def allow_aliasing(trt: Any, config: Any) -> None:
-    """Set in a builder's config what plugins need that change an input in place."""
+    """Allow plugins that change an input in place, in a builder's config."""
     config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
 
 
 def add_cache_attention(
     trt: Any, network: Any, config: CacheAttentionConfig, kernels: Mapping[str, CompiledKernel], inputs: Sequence[Any]
 ) -> Any:
-    """Add one layer's attention over its linear caches in `network`, `inputs` as in `CacheAttention`: the layer, whose
-    outputs are [N, heads, D] and both caches."""
+    """Add one layer's attention over its linear caches to `network`, `inputs` as in `CacheAttention`. Returns the
+    layer, whose outputs are [N, heads, D] and both caches."""
     plugin = plugin_class(trt, CacheAttention)(config, kernels)
     layer = network.add_plugin_v3(list(inputs), [], plugin)
     if layer is None:
