@@ -38,7 +38,7 @@ class ControlTokens:
         self._pattern = re.compile(self._names)
 
     def mark_texts(self, values: Any) -> tuple[Any, Callable[[str], list[str | None]] | None]:
-        """Mark the texts in `values`, JSON; return them with a function that cuts a text: text, token, text, and so
+        """Mark texts in `values`, JSON; return them with a function that cuts a text into text, token, text and so
         on.
         None in place of the function where there are no marks."""
         pieces = [text.strip() for text in _list_pieces(values)]
@@ -105,7 +105,7 @@ def _list_pieces(value: Any) -> Iterator[str]:
 
 
 def _replace_texts(value: Any, new: Callable[[str, bool], str], piece: bool = False) -> Any:
-    """Replace the texts of `value` in the order of `_list_texts`; `piece`: `value` is under a key of _PIECES."""
+    """Replace the texts of `value`, pieces in the order of `_list_pieces`; `piece`: a text `value` is one of these."""
     if isinstance(value, str):
         return new(value, piece)
     if isinstance(value, Mapping):
