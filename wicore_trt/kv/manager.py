@@ -45,16 +45,14 @@ class CacheOptions:
 
 
 class KVCacheManager:
-    """Device pages of all layer groups of one engine.
+    """Device pages of all layer groups of one engine. Global layers keep every page of a sequence. Local
+    (sliding-window) layers hold only pages that the next token sees. Those that slide out stay cached only around
+    resume points, where a later request can start: end of prompt, branch points, every `checkpoint_tokens`.
 
-    Global layers keep every page of a sequence. Local (sliding-window) layers hold only pages that the next token sees.
-    Those that slide out stay cached only around resume points, where a later request can start: end of prompt, branch
-    points, every `checkpoint_tokens`.
-
-    `num_pages` maps "global" and "local" to pool sizes, without an entry for a group that the model lacks. With
-    `options.slab_pages` the groups share one memory, in which each could have so many pages: see `KVLayout`. `policy`
-    orders evictions of the group that carries the chains. `events` gets every page that comes or goes. `retention`
-    knows what clients want to keep. Full pages are copied down to `tiers`; `prefix/loader` brings them back.
+    `num_pages` maps "global" and "local" to pool sizes, without a group that the model lacks. With `options.slab_pages`
+    the groups share one memory, in which each could have so many pages: see `KVLayout`. `policy` orders evictions of
+    the group that carries the chains; `events` gets every page that comes or goes; `retention` knows what clients want
+    to keep. Full pages are copied down to `tiers`; `prefix/loader` brings them back.
     """
 
     def __init__(
@@ -121,8 +119,7 @@ class KVCacheManager:
         return div_ceil(tokens, self.page_tokens)
 
     def can_run(self, tokens: int, chunk: int) -> bool:
-        """Say whether a lone sequence of `tokens`, in chunks of `chunk`, fits the empty pools, with lower tiers also
-        beside the window of a load."""
+        """Say whether a lone sequence of `tokens`, in chunks of `chunk`, fits; with tiers, even beside a load."""
         whole = self.count_pages(tokens)
         local = min(self.count_pages(self.window + chunk) + 1, whole)
         if self.tiers is not None:

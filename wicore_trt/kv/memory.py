@@ -29,8 +29,7 @@ class Memory:
         return [pool.available_slots for pool in self._pools.values()]
 
     def holds_alone(self, whole: int, local: int, window: int) -> bool:
-        """Say whether `whole` global and at most `local` local pages always fit; `window` local ones are held for
-        long."""
+        """Say whether a lone sequence always fits: `whole` global, at most `local` local pages, `window` for long."""
         need = {GLOBAL: whole, LOCAL: local}
         return all(need[group] <= pool.num_pages for group, pool in self._pools.items())
 

@@ -54,10 +54,10 @@ class Scheduler:
     parked if there is host memory. When a waiting tenant has at least two places fewer than another, so is the other's
     newest sequence. A sequence with a load idles, or computes from the front.
 
-    `max_batch_tokens` bounds the tokens of a step, `max_sequences` the sequences that hold pages. `loader` brings
-    prefixes up from lower tiers. Without `step_time`, time limits no step. With fewer than `slice_tokens` a step gets
-    no shorter, as the device reads its weights all the same. `score_rows` bounds a step's tokens of prompts whose
-    log-probabilities are wanted; those take nothing from the cache. `graph_sizes`: see `Executor`.
+    `max_batch_tokens` bounds a step's tokens, `max_sequences` the sequences that hold pages. `loader` loads prefixes
+    from lower tiers. Without `step_time`, time limits no step. With fewer than `slice_tokens` a step gets no shorter,
+    as the device reads its weights anyway. `score_rows` bounds a step's tokens of prompts that want log-probabilities;
+    those take nothing from the cache. `graph_sizes`: see `Executor`.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class Scheduler:
             self._prefetch_waiting(None)
 
     def _prefetch_waiting(self, first: Sequence | None) -> None:
-        """Prefetch for the newcomers that wait, and for the `first` of the queue, once each. A sequence that enters in
-        the step after its arrival asks for its own pages; reads asked for just before would be ahead of those."""
+        """Prefetch for newcomers that wait, and for the `first` of the queue, once each. One that enters in the step
+        after its arrival asks for its own pages; earlier reads would be ahead of those."""
         waiting, self._newcomers = self._newcomers, []
         if first is not None:
             waiting.append(first)
@@ -369,8 +369,7 @@ class Scheduler:
         self._too_few = []
 
     def _spare_for_load(self, sequence: Sequence) -> int:
-        """Count the local pages to leave when a load takes its window: the chunk the sequence may compute meanwhile,
-        and one for each running sequence, lest one be preempted at once."""
+        """Count local pages to leave beside a load's window: for a chunk, and one per running sequence."""
         chunk = min(sequence.remaining_tokens, self.max_batch_tokens)
         return self.manager.count_pages(chunk) + 1 + len(self.running)
 
@@ -398,9 +397,9 @@ class Scheduler:
     def _admit_waiting(
         self, schedule: StepSchedule, budget: Budget, passed_over: list[Sequence], before: Sequence | None = None
     ) -> None:
-        """Admit waiting sequences in order while budget, pages and places last. With `before`, admit only those that
-        come before that running prompt and leave it pages. The caller puts `passed_over` back. The first sequence that
-        does not fit stops admission, so that small requests do not starve a big one."""
+        """Admit waiting sequences in order while budget, pages and places last, up to the running prompt `before`,
+        whose pages stay free. The caller puts `passed_over` back. The first misfit stops admission, lest small requests
+        starve a big one."""
         if self.running and self._too_few and all(map(le, self.manager.memory.free_counts, self._too_few)):
             return  # looking up a long prompt again at every step would cost more than the step's other decisions
         while (
