@@ -1,17 +1,8 @@
-"""A directory that appears whole under its name, and replaces nothing but its own kind: an engine or a checkpoint.
+"""Writes a directory that appears whole under its name, and replaces nothing but its own kind.
 
-Knows files and names, not their meaning. Work happens in a scratch directory beside the output, with a lock on its
-marker while the process lives, in whatever container. Invariants (I22): only a directory with our marker and a free
-lock is ever removed. A former output is removed only when it is listed file by file, that was asked for, and the new
-one has its name or another whole one stands there. A process that dies at any moment loses nothing, and the next run
-for this output clears up. A replaced output is never missing where the file system exchanges two names in one call.
-
-    .NAME.wicore-RANDOM/marker   "wicore scratch", NAME; flock
-                       /new      the directory that is being made; once it is gone, it was published
-                       /work     files that are needed meanwhile
-                       /taken    the former output, not checked yet: goes back, is never removed unchecked
-                                 (just before an exchange, the new output)
-                       /old      the former output, checked; its listed files are removed, anything else stays
+It knows files and names, not their meaning. Invariants (I22): only a directory with our marker and a free lock is
+removed; a former output is removed only if it is listed file by file, that was asked for, and the new one is there. A
+process that dies at any moment loses nothing, and the next run for the same output clears up.
 """
 
 from __future__ import annotations
@@ -105,8 +96,7 @@ class Scratch:
         _sync_path(self.output.parent)
 
     def _exchange_directories(self, taken: Path) -> bool:
-        """Exchange new and old directory in one call, then check the old one; False if the file system has no such
-        call. The new one waits at `taken`, so that whatever is there after a kill is checked before it goes."""
+        """Exchange new and old directory, then check the old one; False if the file system has no call for it."""
         # The new one waits at `taken`, so that whatever is found there after a kill is checked before it is removed.
         os.rename(self.directory, taken)
         if not exchange_names(taken, self.output):
