@@ -1,1 +1,1 @@
-"""The `wicore` commands, one file each."""
+"""Commands of `wicore`, one file each."""

@@ -47,7 +47,6 @@ class DoctorCheck(NamedTuple):
 
 
 def check_machine(*, engine: Path | None, cache_dir: Path, port: int) -> list[DoctorCheck]:
-    """Run all checks in reading order."""
     checks: list[tuple[str, Callable[[], DoctorCheck]]] = [
         ("python", _check_python), ("system", _check_system),
         ("cpu", _check_cpu), ("memory", _check_memory), ("torch", _check_torch),

@@ -56,7 +56,7 @@ def human_bytes(count: float) -> str:
 
 @contextmanager
 def progress(*, quiet: bool = False) -> Iterator[Progress]:
-    """A progress(phase, done, total) callback: a bar on a TTY, else a line per phase, one more every LINE_S seconds."""
+    """Make progress(phase, done, total): a bar on a TTY, else a line per phase, one more every LINE_S seconds."""
     if quiet:
         yield ignore_progress
     elif sys.stderr.isatty():

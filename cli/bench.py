@@ -210,7 +210,6 @@ def _print_report(
 
 
 def _print_head(session: BenchSession, model: dict[str, Any], roof: Roof | None) -> None:
-    """Print what is measured on which machine."""
     from wicore_trt.bench.report import describe_machine
 
     about = describe_machine()

@@ -215,7 +215,7 @@ def _raise_interrupt(*_: object) -> None:
 
 @contextmanager
 def on_interrupt(handler: Callable[..., object]) -> Iterator[None]:
-    """Another handler of Ctrl-C."""
+    """Replace the handler of Ctrl-C meanwhile."""
     before = signal.signal(signal.SIGINT, handler)
     try:
         yield

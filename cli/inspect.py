@@ -104,7 +104,7 @@ def _describe_engine(path: Path, *, verify: bool, progress: Progress) -> dict[st
 
 
 def _describe_ends(engine: EngineDir) -> dict[str, str]:
-    """Describe tokens that end an answer, with the places that name them, and chats."""
+    """Describe tokens that end an answer, with the places that name them, and add a note on chats."""
     from wicore_trt.errors import EngineFormatError
     from wicore_trt.text.model_files import FILES
     from wicore_trt.text.tokenizer import Tokenizer

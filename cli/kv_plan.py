@@ -166,7 +166,6 @@ def _make_row(
     prefill: float | None,
     rate: int | None,
 ) -> dict[str, Any]:
-    """Compute figures of one conversation, with those of the tiers and rates that were given."""
     from wicore_trt.model.spec import GLOBAL, LOCAL
 
     geometry = size.geometry

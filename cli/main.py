@@ -26,7 +26,6 @@ _interrupts: list[int] = []
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the command line and exit."""
     try:
         signal.signal(signal.SIGINT, _handle_interrupt)
         _open_streams()

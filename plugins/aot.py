@@ -63,7 +63,6 @@ class CompiledKernel:
     dependent: bool = False
 
     def metadata(self) -> dict[str, Any]:
-        """Everything but the cubin, as plain JSON data."""
         facts = {name: value for name, value in vars(self).items() if name != "cubin"}
         facts |= {"arguments": [list(a) for a in self.arguments], "aligned": sorted(self.aligned)}
         return facts | {"constants": dict(self.constants), "format": FORMAT, "cubin_bytes": len(self.cubin)}

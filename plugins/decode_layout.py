@@ -131,7 +131,6 @@ tokens, 32 of them, would leave most of a GPU idle."""
 
 
 def decode_config(target: str, pool: PoolShape, heads: int, rows: int) -> DecodeConfig:
-    """Choose a configuration for at most `rows` sequences of `heads` query heads."""
     found = MEASURED_DECODE.get((target, pool.head_dim, ITEM_BYTES[pool.dtype]))
     if found:
         chosen = next((config for most, config in found if rows <= most), found[-1][1])
@@ -210,7 +209,6 @@ def decode_launch(config: DecodeConfig, rows: DecodeRows, pool: Pool, tables: Ta
 
 
 def combine_launch(config: DecodeConfig, rows: DecodeRows, pool: Pool, sequences: int, work: Workspace) -> Launch:
-    """Launch `kernels.decode_attention.combine_splits` behind `decode_launch` of the same arguments."""
     splits = splits_used(config, rows.window)
     return Launch(
         (rows.heads, 0 if config.fused or splits == 1 else sequences, 1),

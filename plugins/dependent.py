@@ -57,7 +57,6 @@ FIRST_ARCHITECTURE = 90
 
 
 def launches_dependents(target: str) -> bool:
-    """Tell whether GPUs of `target` ("sm90") have programmatic dependent launch."""
     return int(target.removeprefix("sm")) >= FIRST_ARCHITECTURE
 
 

@@ -168,7 +168,6 @@ class CudaLauncher:
         return function
 
     def _call_driver(self, name: str, *arguments: Any) -> Any:
-        """Call a driver function and return its value. Raises for any status but success."""
         status, *values = getattr(self._driver, name)(*arguments)
         if int(status) != 0:
             error = getattr(status, "name", str(status))

@@ -47,7 +47,6 @@ class LinearShape:
 
     @property
     def weight_bytes(self) -> int:
-        """Count bytes of weights and their scales, which every launch reads."""
         return self.weight_rows * self.weights.row_bytes(self.k)
 
 
@@ -90,7 +89,6 @@ class LinearConfig:
 
 
 def check_config(shape: LinearShape, config: LinearConfig) -> None:
-    """Assert that the configuration can run the shape."""
     if config.kind == VECTOR:
         assert not shape.fp8_input, "one row is read faster in 16 bits than it is quantised"
         assert not shape.largest, "one row is not quantised"
@@ -116,7 +114,6 @@ class LinearArrays(NamedTuple):
 
 
 def partials_bytes(shape: LinearShape, config: LinearConfig, tokens: int) -> int:
-    """Count bytes of a launch's scratch; 0 without splits."""
     if config.splits == 1:
         return 0
     return 4 * config.splits * config.count_tiles(shape, tokens) * config.block_n * config.columns

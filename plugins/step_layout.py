@@ -188,7 +188,6 @@ class DigestArrays:
 
 
 def page_digest_launch(arrays: DigestArrays, pages: int, most_bytes: int, second_pairs: int) -> Launch:
-    """Launch `kernels.page_digest.page_digest` of `pages` pages of at most `most_bytes`."""
     arguments = {"memory": arrays.memory, "offsets": arrays.offsets, "lengths": arrays.lengths, "key": arrays.key}
     arguments |= {"sums": arrays.sums, "second": second_pairs}
     return Launch((div_ceil(most_bytes, DIGEST_BLOCK_BYTES), pages, 1), arguments)

@@ -75,7 +75,6 @@ def decode_spec(pool: PoolShape, dtype: str, heads: int, target: str, config: De
 
 
 def combine_spec(pool: PoolShape, dtype: str, config: DecodeConfig) -> KernelSpec:
-    """Specify `combine_splits` behind `decode_spec` of the same arguments."""
     constants = {"D": pool.head_dim, "BLOCK_K": config.block_k, "LEAST": config.least}
     name = f"combine_{dtype}_d{pool.head_dim}_k{config.block_k}_l{config.least}"
     return kernel_spec(name, combine_splits, {"out": FLOAT_TYPES[dtype]}, constants)
@@ -105,7 +104,6 @@ def prefill_spec(
 
 
 def add_splits_spec(pool: PoolShape, dtype: str, heads: int, config: PrefillConfig) -> KernelSpec:
-    """Specify `add_splits` behind `prefill_spec` of the same arguments."""
     constants = {"D": pool.head_dim, "HEADS": heads, "BLOCK": max(1, SUM_TILE // pool.head_dim // 2)}
     name = f"add_splits_{dtype}_d{pool.head_dim}_h{heads}_i{config.splits}"
     return kernel_spec(name, add_splits, {"out": FLOAT_TYPES[dtype]}, {**constants, "SPLITS": config.splits})
@@ -140,7 +138,6 @@ def logsums_spec(pool: PoolShape, dtype: str, heads: int, target: str) -> Kernel
 
 
 def masses_spec(pool: PoolShape, heads: int) -> KernelSpec:
-    """Specify `page_masses` behind `logsums_spec`."""
     rows = 1 << (heads - 1).bit_length()
     constants = {"PAGE_TOKENS": pool.page_tokens, "HEADS": heads, "ROWS": rows, "BLOCK": max(16, 4096 // rows)}
     return kernel_spec(f"masses_p{pool.page_tokens}_h{heads}", page_masses, {}, constants)

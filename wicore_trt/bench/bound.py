@@ -91,12 +91,10 @@ class ModelCost:
 
 
 def _count_visible_keys(group: LayerGroup, context: int) -> int:
-    """Count keys that one token attends to, over the layers of `group`."""
     return len(group.layers) * min(context, group.window or context)
 
 
 def prefill_bound_s(cost: ModelCost, rates: MachineRates, batch: int, input_tokens: int) -> float:
-    """Shortest time from `batch` prompts to their first tokens."""
     return max(batch * cost.prefill_flops(input_tokens) / rates.flops, cost.weight_bytes / rates.read_bytes_per_s)
 
 

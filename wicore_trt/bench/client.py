@@ -68,7 +68,6 @@ class Target(Protocol):
 
 
 def has_enough_tokens(request: BenchRequest, tokens: int) -> bool:
-    """Tell whether an answer of `tokens` tokens satisfies the request."""
     return tokens == request.output_tokens or not request.ignore_eos and 0 < tokens < request.output_tokens
 
 
@@ -204,7 +203,6 @@ class LocalTarget:
     chat = False
 
     def __init__(self, engine: TextEngine) -> None:
-        """Take an `engine` that has started."""
         self.info = engine.info
         self._engine = engine
         self._ids = (f"bench-{os.getpid()}-{i}" for i in itertools.count())

@@ -294,12 +294,10 @@ async def _read_model_list(session: aiohttp.ClientSession, url: str, model: str 
 
 
 def _parse_size(value: Any, otherwise: int) -> int:
-    """Accept a server's size if it can be one."""
     return value if type(value) is int and 0 < value < 1 << 31 else otherwise
 
 
 def _find_message(body: bytes) -> str:
-    """Find the message in an error's body, else return its beginning."""
     with suppress(*UNREADABLE, KeyError, TypeError):
         error = msgspec.json.decode(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

@@ -96,8 +96,6 @@ async def run_load(
 
 
 class _Run:
-    """State of one run."""
-
     def __init__(
         self, target: Target, options: LoadOptions, progress: Progress, phase: str, planned: int, *, closed: bool
     ) -> None:

@@ -44,7 +44,6 @@ class RequestRecord:
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token."""
         return self.arrivals[0][0] - self.started
 
     @property
@@ -81,7 +80,6 @@ class Summary:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Summary | None:
-        """Summarize values; None if there are none."""
         array = np.fromiter(values, np.float64)
         if not array.size:
             return None
@@ -100,7 +98,6 @@ class Distributions:
 
     @classmethod
     def of(cls, records: Sequence[RequestRecord]) -> Distributions:
-        """Summarize the records without an error."""
         good = [r for r in records if r.error is None]
         return cls(
             ttft=Summary.of(r.ttft_s for r in good),

@@ -47,7 +47,6 @@ class Session:
 
     @property
     def context_tokens(self) -> int:
-        """Count tokens at the end of the last answer."""
         return sum(turn.tokens + turn.output_tokens for turn in self.turns)
 
 
@@ -150,5 +149,4 @@ def replay_trace(
 
 
 def keep_fitting(sessions: Sequence[Session], context_tokens: int | None) -> list[Session]:
-    """Filter sessions that fit a context of `context_tokens` to their end."""
     return [s for s in sessions if context_tokens is None or s.context_tokens <= context_tokens]

@@ -93,7 +93,6 @@ def latency_result(point: LatencyPoint, roof: Roof | None) -> dict[str, Any]:
 
 
 def throughput_result(result: Throughput, case: ThroughputCase, roof: Roof | None) -> dict[str, Any]:
-    """Report the throughput benchmark. The bound is the machine's."""
     bound = None
     if roof is not None:
         lengths = (case.concurrency, case.input_tokens, case.output_tokens)
@@ -165,7 +164,6 @@ def make_report(
     rates: MachineRates | None,
     results: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Make the JSON document of the module's docstring, ready for json.dumps."""
     return {
         "kind": KIND,
         "schema": SCHEMA,
@@ -204,7 +202,6 @@ def _cpu_name() -> str:
 
 
 def _list_gpus() -> list[dict[str, str]]:
-    """List GPUs by nvidia-smi; empty without it."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader"]

@@ -84,7 +84,6 @@ async def _measure_latency(
 
 
 async def _run_together(target: Target, requests: Sequence[BenchRequest]) -> tuple[float, list[RequestRecord]]:
-    """Measure seconds until all of `requests`, sent at once, are done."""
     started = time.perf_counter()
     records = await closed_loop(target, requests, len(requests))
     seconds = max(r.finished for r in records) - started

@@ -45,7 +45,6 @@ class Offer:
         )  # fmt: skip
 
     def make_warm_sessions(self, count: int, run: str) -> list[Session]:
-        """Make `count` sessions like those of a run, all at once."""
         if self.trace:
             return replay_trace(self.trace, rate=float("inf"), requests=count, duration_s=None, run=run)
         return sessions_of(self.shape, [0.0] * count, seed=self.seed, run=run)

@@ -49,7 +49,6 @@ class SpecError(CheckpointError):
         return cls(f"model spec: {field} {problem}", field=field, problem=problem)
 
     def name_place(self, place: str, keys: Mapping[str, str]) -> CheckpointError:
-        """Word the error for `place`, which calls the field `keys[field]`."""
         return CheckpointError(f"{place}: {keys.get(self.field, self.field)} {self.problem}")
 
 

@@ -1,4 +1,4 @@
-"""The GPU as executors use it: memory, one stream, graphs.
+"""GPU as executors use it: memory, one stream, graphs.
 
 Must not know backends or KV. Invariant: all work of an executor runs on one stream of its own, in the order of calls.
 """

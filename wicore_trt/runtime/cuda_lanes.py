@@ -38,7 +38,7 @@ class Event(Protocol):
 
 
 class Lane(Protocol):
-    """A queue of work that runs beside other lanes."""
+    """Queue of work that runs beside other lanes."""
 
     def record(self) -> Event:
         """Mark the point behind all work so far."""
@@ -123,7 +123,6 @@ class CudaDigests:
     allocated ahead: pinning memory while copies run stops the driver for a tenth of a second."""
 
     def __init__(self, kernel: CompiledKernel, digest: PageDigest, base: int, device: torch.device, pages: int) -> None:
-        """Allow at most `pages` in a batch."""
         self._kernel, self._second_pairs, self._base, self._device = kernel, digest.second_pairs, base, device
         self._key = torch.from_numpy(digest.words.view("<i4")).to(device)
         self._pages = pages
@@ -137,7 +136,6 @@ class CudaDigests:
         self._free.extend(map(_Scratch, asked, words, found))
 
     def start(self, lane: CudaLane, pages: Sequence[tuple[int, int]]) -> Callable[[], list[bytes]]:
-        """Implement `page_copier.DeviceDigests.start`."""
         count = len(pages)
         assert count <= self._pages
         try:

@@ -1,4 +1,4 @@
-"""The dtypes of weights, activations and KV values: torch's, by the names that manifests and settings give them."""
+"""Torch's dtypes of weights, activations and KV values by their names in manifests and settings."""
 
 from __future__ import annotations
 

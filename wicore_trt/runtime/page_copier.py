@@ -418,7 +418,6 @@ class _Finisher:
         self._thread.start()
 
     def put(self, batch: _Batch, digests: Callable[[], Sequence[bytes]] | None) -> None:
-        """Report `batch` when it is over, with its pages' `digests()`."""
         self._queue.put((batch, digests))
 
     def close(self) -> None:
@@ -449,5 +448,4 @@ def _tell_one(done: Done, digests: Sequence[bytes | None], seconds: float) -> No
 
 
 def _flatten_pools(pools: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """View each pool as uint8 [pages, bytes of a page]."""
     return {group: pool.view(pool.shape[0], -1).view(torch.uint8) for group, pool in pools.items()}

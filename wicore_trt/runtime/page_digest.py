@@ -106,7 +106,6 @@ def _sum_nh(x: Words, y: Words, key_x: Words, key_y: Words, *, axis: int) -> Any
 
 
 def _pad_words(array: NDArray[np.uint8]) -> Words:
-    """Pad with zeros and view as words [chunks, 2 PAIRS]."""
     missing = -array.nbytes % CHUNK_BYTES
     if missing:
         array = np.concatenate([array, np.zeros(missing, np.uint8)])

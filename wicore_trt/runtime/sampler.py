@@ -196,7 +196,6 @@ def _find_best(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mask_tokens(row: torch.Tensor, allowed: bytes) -> None:
-    """Set tokens without a bit to -inf."""
     bits = np.unpackbits(np.frombuffer(allowed, np.uint8), count=row.shape[0], bitorder="little")
     row.masked_fill_(torch.from_numpy(bits == 0).to(row.device), -torch.inf)
 

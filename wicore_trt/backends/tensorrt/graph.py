@@ -84,7 +84,6 @@ class Graph:
         return self._name_output(op.lower(), self.network.add_activation(x, getattr(self.trt.ActivationType, op)))
 
     def reduce_last(self, op: str, x: Tensor) -> Tensor:
-        """Reduce the last dimension to size 1."""
         operation, axes = getattr(self.trt.ReduceOperation, op), 1 << (len(x.shape) - 1)
         return self._name_output("reduce", self.network.add_reduce(x, operation, axes, True))
 
@@ -111,7 +110,6 @@ class Graph:
         return layer.get_output(0)
 
     def transpose(self, x: Tensor, order: Sequence[int], shape: Sequence[int] | None = None) -> Tensor:
-        """Permute dimensions, then reshape where `shape` is given."""
         layer = self._name_layer("transpose", self.network.add_shuffle(x))
         layer.first_transpose = tuple(order)
         if shape is not None:

@@ -31,7 +31,7 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class GroupMemory:
-    """A group's pages and slots, laid out as in `copies`, and the scales of FP8 pages."""
+    """Pages and slots of a group, laid out as in `copies`, and the scales of FP8 pages."""
 
     pool: torch.Tensor
     cache: torch.Tensor

@@ -51,7 +51,6 @@ def plan_limits(engine: EngineDir) -> PlanLimits:
 
 
 def rebuild_plans(engine: EngineDir, *more: str) -> str:
-    """Word the command that builds the engine again, for its targets and `more`."""
     return rebuild_engine(engine.path, engine.manifest, more)
 
 

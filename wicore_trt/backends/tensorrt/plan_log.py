@@ -39,7 +39,6 @@ class BuildLog:
     activation_bytes: int = 0
 
     def line(self, severity: str, text: str) -> None:
-        """Take one message of TensorRT."""
         if severity in ("ERROR", "INTERNAL_ERROR"):
             self.errors.append(text)
         elif severity == "WARNING":
@@ -65,7 +64,6 @@ class BuildLog:
 
 
 def make_logger(trt: Any, book: BuildLog) -> Any:
-    """A trt.ILogger that writes into `book`."""
 
     class Logger(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -78,7 +76,7 @@ def make_logger(trt: Any, book: BuildLog) -> Any:
 
 
 def make_monitor(trt: Any, report: Callable[[float], None]) -> Any:
-    """A trt.IProgressMonitor that reports the fraction done, never going back."""
+    """Make a trt.IProgressMonitor that reports the fraction done, never going back."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:

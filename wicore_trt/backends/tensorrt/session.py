@@ -42,7 +42,6 @@ class BoundContext:
         context.set_device_memory(activations.data_ptr(), activations.nbytes)
 
     def shape(self, sizes: Mapping[str, int]) -> None:
-        """Fix the dimensions B, T and R."""
         for tensor in self._plan.tensors.values():
             if tensor.kind != "output" and any(isinstance(d, str) for d in tensor.shape):
                 self._check_call(

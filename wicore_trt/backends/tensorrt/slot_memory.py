@@ -39,7 +39,6 @@ class SlotMemory:
 
     @property
     def slot_bytes(self) -> int:
-        """Count bytes of a slot's caches and row of logits."""
         items = sum(torch.Size(self._cache_shape(group, 1)).numel() for group in self.groups)
         return items * self._dtype.itemsize + 4 * self._spec.vocab_size
 

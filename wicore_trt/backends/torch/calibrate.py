@@ -225,7 +225,6 @@ class _RecordingOps(TorchOps):
 
 
 def _make_tensor(block: np.ndarray, tag: str) -> torch.Tensor:
-    """Copy a block stored as `tag` into a tensor."""
     tensor = torch.from_numpy(np.array(block))
     if tag == "BF16":
         return tensor.view(torch.bfloat16)

@@ -47,7 +47,6 @@ class NativeLibrary:
 
     @property
     def name(self) -> str:
-        """Instruction set and digest of the file."""
         return library_name(self._lib)
 
     def set_isa(self, name: str) -> bool:

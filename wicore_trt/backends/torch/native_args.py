@@ -71,7 +71,7 @@ class Linear(Args):
 
 
 class StepGeometry(Args):
-    """A step's geometry for one layer group; `set_step` fills it."""
+    """Geometry of a step for one layer group; `set_step` fills it."""
 
     _fields_ = [*_int_fields("num_seqs", "table_width"), *_pointer_fields("cu_seqlens", "positions", "page_table")]
 
@@ -112,7 +112,7 @@ class GatherRows(Args):
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight [n, k] in the kernels' layout. `scale` (float32 [n]) makes a product quantize its input to E4M3."""
+    """Weight [n, k] in the kernels' layout. `scale` (float32 [n]) makes a product quantize its input to E4M3."""
 
     data: torch.Tensor
     n: int

@@ -64,7 +64,7 @@ def compile_table(shape: EngineShape, target: str, workers: int | None = None) -
 
 @contextmanager
 def _hold_interrupts() -> Iterator[None]:
-    """Start processes meanwhile that never see Ctrl-C, which a terminal sends to all; this process ends them."""
+    """Hide Ctrl-C, which a terminal sends to all, from processes started meanwhile; this one ends them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

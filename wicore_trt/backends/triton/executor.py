@@ -323,7 +323,6 @@ class TritonExecutor:
         return None if long or measured is not None else found
 
     def _fetch_masses(self, slices: list[SequenceSlice], places: list[int], host: torch.Tensor) -> MeasuredMasses:
-        """Start the transfer of a step's masses, in the rows `places`, to `host`."""
         counts = self._count_pages(slices)
         count, pages = places[-1] + 1, max(counts)
         found = host.view(torch.float32)[: count * pages]
@@ -331,7 +330,6 @@ class TritonExecutor:
         return MeasuredMasses([s.seq_id for s in slices], places, counts, found.view(count, pages))
 
     def _count_pages(self, slices: list[SequenceSlice]) -> list[int]:
-        """Count the pages that each slice sees."""
         return [div_ceil(s.start + len(s.token_ids), self.layout.page_tokens) for s in slices]
 
     def run(self, arrays: StepArrays, measured: int | None = None) -> None:

@@ -154,7 +154,6 @@ NO_CHANGES = TableUpdate([], np.zeros((0, 0, 0), np.int32))
 
 
 def _pad_row(table: Sequence[int], width: int) -> bytes:
-    """Pack the first `width` pages of a table, padded with ABSENT."""
     pages = table if isinstance(table, array) else array("i", table)
     return pages.tobytes()[: 4 * width].ljust(4 * width, b"\xff")
 
@@ -337,7 +336,6 @@ class StepBlock:
         return StepArrays(plan, **at, tables=tables, sampled=sampled)
 
     def _copy_unread(self, unread: Unread | None, offsets: Mapping[str, int]) -> None:
-        """Copy tokens that the step before sampled into this step's token ids."""
         if unread is None:
             return
         count, at, to = len(unread.rows), offsets["sources"], offsets["token_ids"]

@@ -79,7 +79,6 @@ def _chain_kernel(listed: ListedKernel, target: str) -> KernelSpec:
 def _merge_buckets(
     role: KernelRole, spec_for: Callable[[int], KernelSpec], config_for: Callable[[int], DecodeConfig] | None = None
 ) -> list[ListedKernel]:
-    """Make a kernel per bucket of rows, and merge equal neighbours."""
     listed: list[ListedKernel] = []
     for rows in _ROWS:
         spec, data = spec_for(rows), asdict(config_for(rows)) if config_for else None

@@ -89,7 +89,6 @@ class StepMemory:
         self._allocate_scratch(shape, table, empty, variant=roles.INVARIANT if invariant else "")
 
     def view_wide(self, dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
-        """View [rows, columns] of `dtype` at the start of `wide`."""
         flat: torch.Tensor = self._wide if dtype == torch.float32 else self._wide.view(dtype)
         return flat[: rows * columns].view(rows, columns)
 

@@ -54,7 +54,7 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class StepArrays:
-    """A step's geometry on the device: addresses of int32 arrays, whose rows lie as in `plan`.
+    """Geometry of a step on the device: addresses of int32 arrays, whose rows lie as in `plan`.
 
     `token_ids`, `positions`, `sequences` (row of the page tables) [tokens]; `sample_rows` [sampled]; `kv_lengths`
     [decode sequences]; `cu_seqlens` [prefill sequences + 1] counted from the first prefill row, `first_positions`

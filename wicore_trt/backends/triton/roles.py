@@ -65,7 +65,6 @@ DRAW_WIDE = KernelRole("wide")
 
 
 def parse_role(text: str) -> KernelRole:
-    """Parse a role's spelling on disk."""
     operation, dot, suffix = text.partition(".")
     for (rows, results), known in _SUFFIXES.items():
         if dot + suffix == known:

@@ -72,7 +72,6 @@ def plan_rows(counts: Sequence[int]) -> RowPlan:
 
 @cache
 def decode_plan(sequences: int) -> RowPlan:
-    """Plan a padded step in which all sequences decode."""
     return make_plan(sequences * DECODE_ROWS, sequences, 0, sequences)
 
 

@@ -155,7 +155,6 @@ def make_segment_attention(
 def _attend_plainly(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `products.full_attention` in float32, KV head by KV head."""
     repeat, out, sums = q.shape[1] // k.shape[1], [], []
     for head in range(k.shape[1]):
         rows = q[:, head * repeat : (head + 1) * repeat].float()

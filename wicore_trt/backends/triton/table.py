@@ -119,7 +119,6 @@ class EngineShape:
         return self._row_limits(target)["float32 results"]
 
     def has_narrow_results(self, target: str) -> bool:
-        """Tell whether steps exist whose products are MM16."""
         return self.choose_product(target, "qkv", ANY) == MM16
 
     @staticmethod

@@ -131,7 +131,6 @@ def _write_rank(
 
 
 def _read_blocks(file: SafetensorsFile, name: str) -> Iterator[np.ndarray]:
-    """Read a tensor as stored, a few rows at a time."""
     rows, *rest = file.tensors[name].shape
     step = max(1, _BLOCK_ITEMS // max(1, prod(rest)))
     for start in range(0, rows, step):

@@ -156,7 +156,7 @@ def _check_arguments(llm_args: Any, settings: KVSettings) -> None:
 
 
 class TieredScheduler:
-    """The scheduler half, without its base class; see `WicoreScheduler`."""
+    """Scheduler half, without its base class; see `WicoreScheduler`."""
 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)  # type: ignore[call-arg] # TensorRT-LLM's class comes behind in the order
@@ -195,7 +195,6 @@ class TieredScheduler:
             raise RuntimeError(f"{len(block_ids)} blocks cannot hold the {sequence.start} tokens that were matched")
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMoves:
-        """Plan the loads and saves of the next forward pass."""
         moves = StepMoves()
         for data in scheduler_output.new_requests:
             sequence = self._sequences.get(data.request_id)
@@ -251,7 +250,7 @@ class TieredScheduler:
 
 
 class TieredWorker:
-    """The worker half, without its base class; see `WicoreWorker`."""
+    """Worker half, without its base class; see `WicoreWorker`."""
 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)  # type: ignore[call-arg] # TensorRT-LLM's class comes behind in the order

@@ -152,7 +152,6 @@ def _check_machine(engine: EngineDir) -> str:
 
 
 def _read_config(engine: EngineDir) -> dict[str, Any]:
-    """Read the library's config.json. Raises EngineFormatError."""
     directory = engine.path / ENGINE_DIR
     try:
         config = UntrustedFiles(directory, EngineFormatError, fix="Build it again.").read_json(

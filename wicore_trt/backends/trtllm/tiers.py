@@ -98,11 +98,9 @@ class BlockTiers:
         self.lower.up.upload_pages([fetch.take_copy()], [block])
 
     def release(self, fetch: Fetch) -> None:
-        """Release a page that `match` returned."""
         self.lower.up.release_fetch(fetch)
 
     def storing(self, copy: TierCopy) -> bool:
-        """Tell whether its block is still being copied or checked."""
         return copy.state is CopyState.WRITING
 
     def poll(self) -> None:
@@ -135,7 +133,6 @@ class _Match:
         return self._started >= self._stop and all(place >= self._stop for place in self.waiting.values())
 
     def start(self) -> None:
-        """Ask for as many pages as may be under way."""
         while self._started < self._stop and len(self.waiting) < IN_FLIGHT:
             fetch = self._tiers.up.fetch_page(self._pages[self._started], self._inbox)
             if fetch is None:
