@@ -1,8 +1,8 @@
 """Shapes of the KV memory that the kernels work on, and their launches: plain arithmetic.
 
-Knows pointers as integers only; neither Triton nor CUDA. Invariant: strides are in elements. They are those of
-contiguous arrays pool [pages, layers, 2, page_tokens, kv_heads, D] and cache [layers, 2, slots, kv_heads, S, D],
-except for `LinearPages`, which are pages over such a cache.
+Knows pointers as integers only; neither Triton nor CUDA. Invariant: strides are in elements, of contiguous
+arrays: pool [pages, layers, 2, page_tokens, kv_heads, D] and cache [layers, 2, slots, kv_heads, S, D].
+`LinearPages` are pages over such a cache, with strides of their own.
 """
 
 from __future__ import annotations
