@@ -21,8 +21,7 @@ _BYTES = ITEM_BYTES | {"int32": 4}
 
 def plans_report(engine: EngineDir) -> dict[str, Any] | None:
     """Report plans, memory and tensors as plain data; None without plans. Raises EngineFormatError for a bad index."""
-    from wicore_trt.backends.tensorrt.build import INDEX
-    from wicore_trt.backends.tensorrt.plan_io import TensorSpec
+    from wicore_trt.backends.tensorrt.plan_io import INDEX, TensorSpec
     from wicore_trt.errors import EngineFormatError
 
     if INDEX not in engine.manifest.files:

@@ -97,7 +97,7 @@ def _read_model(model: str) -> tuple[Gemma3Spec, str, int, int]:
     from pathlib import Path
 
     from wicore_trt.checkpoint.format import open_checkpoint
-    from wicore_trt.checkpoint.source import open_source
+    from wicore_trt.checkpoint.open_source import open_source
     from wicore_trt.engine.build import is_unified_checkpoint
     from wicore_trt.engine.directory import open_engine
     from wicore_trt.errors import ConfigError

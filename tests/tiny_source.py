@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from wicore_trt.checkpoint.names import hf_shapes
-from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.model.hf_config import read_hf_config
 
 CONFIG = {
     "model_type": "gemma3_text",
@@ -34,7 +34,7 @@ def write_tiny_source(path: Path, seed: int = 0, *, tied: bool = True) -> Path:
     path.mkdir()
     config = CONFIG | {"tie_word_embeddings": tied}
     random = np.random.default_rng(seed)
-    shapes = hf_shapes(Gemma3Spec.from_hf_config(config))
+    shapes = hf_shapes(read_hf_config(config))
     save_file({n: random.standard_normal(s, np.float32) for n, s in shapes.items()}, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(config))
     write_tiny_tokenizer(path)

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from wicore_trt.backends.tensorrt.api import find_tensorrt
-from wicore_trt.backends.tensorrt.build import PLANS, build_plans, plan_file
-from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits, PlanRequest, TensorSpec
+from wicore_trt.backends.tensorrt.build import build_plans
+from wicore_trt.backends.tensorrt.plan_io import PHASES, PLANS, PlanLimits, PlanRequest, TensorSpec, plan_file
 from wicore_trt.bench.report import KIND, SCHEMA, describe_machine
 from wicore_trt.checkpoint.format import rank_entries
 from wicore_trt.checkpoint.safetensors_io import TensorInfo

@@ -12,9 +12,8 @@ from backend_tensorrt.tensorrt_fakes import VERSION, FakeDevice, fake_tensorrt
 from safetensors.torch import save_file
 
 from wicore_trt.backends.tensorrt import plan_io
-from wicore_trt.backends.tensorrt.build import INDEX, PLANS, plan_file
 from wicore_trt.backends.tensorrt.executor import TensorRTExecutor
-from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits, weight_tensors
+from wicore_trt.backends.tensorrt.plan_io import INDEX, PHASES, PLANS, PlanLimits, plan_file, weight_tensors
 from wicore_trt.engine.directory import EngineDir, describe_files
 from wicore_trt.engine.manifest import Manifest
 from wicore_trt.model.spec import Gemma3Spec

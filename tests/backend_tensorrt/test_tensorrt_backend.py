@@ -17,9 +17,9 @@ from tiny_source import CONFIG, write_tiny_source
 from wicore_trt.backends.tensorrt import api
 from wicore_trt.backends.tensorrt import build as backend
 from wicore_trt.backends.tensorrt.api import find_tensorrt
-from wicore_trt.backends.tensorrt.build import INDEX, plan_requests
+from wicore_trt.backends.tensorrt.build import plan_requests
 from wicore_trt.backends.tensorrt.plan_build import PlanRequest, hash_network, make_network
-from wicore_trt.backends.tensorrt.plan_io import PHASES, TensorSpec
+from wicore_trt.backends.tensorrt.plan_io import INDEX, PHASES, TensorSpec
 from wicore_trt.backends.tensorrt.plan_log import BuildLog, make_monitor
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile

@@ -12,7 +12,7 @@ from text.synthetic_tokenizer import write as write_tokenizer
 from wicore_trt.backends.torch.calibrate import TextCalibration
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.format import Checkpoint
-from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.model.hf_config import read_hf_config
 
 TEXT = "hello world, Hello. What is that: a bear? No! it's a whale. " * 20
 CONFIG = TEXT_CONFIG | {
@@ -26,7 +26,7 @@ CONFIG = TEXT_CONFIG | {
 def source(directory: Path, seed: int, **changes: Any) -> Path:
     """A Hugging Face directory with a tokenizer; the names are those of the multimodal models."""
     config = CONFIG | {"vocab_size": 2 * -(-backend().get_vocab_size() // 2)} | changes
-    tensors = random_tensors(Gemma3Spec.from_hf_config(config), seed)
+    tensors = random_tensors(read_hf_config(config), seed)
     write_model(directory, tensors, config, prefix="old")
     return write_tokenizer(directory)
 

@@ -23,9 +23,9 @@ from wicore_trt.bench.perplexity import ExecutorScorer, default_text
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.format import open_checkpoint, write_config
 from wicore_trt.checkpoint.names import unified_tensors
+from wicore_trt.checkpoint.open_source import open_source
 from wicore_trt.checkpoint.records import file_entries, record_of
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
-from wicore_trt.checkpoint.source import open_source
 from wicore_trt.checkpoint.whole import CheckpointTensors, SourceTensors
 from wicore_trt.cli.main import run_command
 from wicore_trt.engine.build import build_engine

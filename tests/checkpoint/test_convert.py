@@ -24,9 +24,10 @@ from wicore_trt.checkpoint.format import open_checkpoint
 from wicore_trt.checkpoint.names import Role, Split, UnifiedTensor, unified_tensors
 from wicore_trt.checkpoint.quantize import quantize_e4m3_per_channel
 from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitError
+from wicore_trt.model.hf_config import read_hf_config
 from wicore_trt.model.spec import LOCAL, Gemma3Spec
 
-SPEC = Gemma3Spec.from_hf_config(TEXT_CONFIG)
+SPEC = read_hf_config(TEXT_CONFIG)
 UNTIED = TEXT_CONFIG | {"tie_word_embeddings": False}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -67,7 +68,7 @@ def _reassemble(
 @pytest.mark.parametrize("dtype", [*DTYPES, "fp8"])
 def test_values_of_every_dtype_and_tp(dtype: str, tp: int, tmp_path: Path) -> None:
     config = UNTIED if tp == 2 else TEXT_CONFIG
-    spec = Gemma3Spec.from_hf_config(config)
+    spec = read_hf_config(config)
     tensors = random_tensors(spec, seed=tp)
     source = write_model(tmp_path / "m", tensors, config, shards=2)
     checkpoint = convert(source, tmp_path / "c", dtype=dtype, tp_size=tp)

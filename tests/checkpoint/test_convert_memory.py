@@ -17,7 +17,7 @@ import pytest
 from wicore_trt.checkpoint.names import hf_shapes
 from wicore_trt.checkpoint.quantize import from_float32
 from wicore_trt.checkpoint.safetensors_io import SafetensorsWriter
-from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.model.hf_config import read_hf_config
 
 MIB = 1 << 20
 SHAPES_27B = {
@@ -52,7 +52,7 @@ def _write(directory: Path, config: dict[str, Any]) -> tuple[int, int]:
     """One shard per layer, filled with one random block over and over. Bytes of all and of the largest tensor."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
-    shapes = hf_shapes(Gemma3Spec.from_hf_config(config))
+    shapes = hf_shapes(read_hf_config(config))
     block = from_float32(np.random.default_rng(0).standard_normal(1 << 22).astype(np.float32) * 0.02, "BF16").tobytes()
     shards: dict[str, list[str]] = {}
     for name in shapes:

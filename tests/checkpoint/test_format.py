@@ -16,10 +16,11 @@ from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.format import Origin, build_config, open_checkpoint, window_pattern, write_config
 from wicore_trt.checkpoint.records import FileRecord
 from wicore_trt.errors import CheckpointError
+from wicore_trt.model.hf_config import read_hf_config
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.weight_format import BF16, FP8
 
-SPEC = Gemma3Spec.from_hf_config(TEXT_CONFIG)
+SPEC = read_hf_config(TEXT_CONFIG)
 
 
 def test_config_has_tensorrt_llm_fields() -> None:
@@ -40,7 +41,7 @@ def test_config_has_tensorrt_llm_fields() -> None:
 
 def test_config_without_scaling_or_pattern() -> None:
     types = ["full_attention", "sliding_attention", "sliding_attention"]
-    spec = Gemma3Spec.from_hf_config(TEXT_CONFIG | {"rope_scaling": None, "layer_types": types})
+    spec = read_hf_config(TEXT_CONFIG | {"rope_scaling": None, "layer_types": types})
     config = build_config(spec, "float16", FP8, 1, {}, Origin("x"))
     assert "rotary_scaling" not in config and "sliding_window_pattern" not in config
     assert config["runtime_defaults"]["max_attention_window"] == [512, 32, 32]
@@ -51,10 +52,10 @@ def test_config_without_scaling_or_pattern() -> None:
 @pytest.mark.parametrize("layers,pattern", [(3, 3), (7, 3), (2, 6), (6, 6), (4, 1)])
 def test_window_pattern_is_found(layers: int, pattern: int) -> None:
     config = TEXT_CONFIG | {"num_hidden_layers": layers, "sliding_window_pattern": pattern}
-    found = window_pattern(Gemma3Spec.from_hf_config(config))
-    groups = Gemma3Spec.from_hf_config(config).layer_groups
+    found = window_pattern(read_hf_config(config))
+    groups = read_hf_config(config).layer_groups
     assert found is not None
-    assert Gemma3Spec.from_hf_config(config | {"sliding_window_pattern": found}).layer_groups == groups
+    assert read_hf_config(config | {"sliding_window_pattern": found}).layer_groups == groups
 
 
 @pytest.fixture(scope="module")

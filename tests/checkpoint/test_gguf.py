@@ -15,7 +15,7 @@ import torch
 
 from wicore_trt.checkpoint.gguf import TYPES, gguf_spec
 from wicore_trt.checkpoint.gguf_file import GgufFile, GgufTensor, open_gguf
-from wicore_trt.checkpoint.source import open_source
+from wicore_trt.checkpoint.open_source import open_source
 from wicore_trt.errors import CheckpointError, EnvironmentUnfitError
 from wicore_trt.model.spec import GLOBAL, LOCAL
 

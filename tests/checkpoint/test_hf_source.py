@@ -12,13 +12,13 @@ import pytest
 import torch
 from tiny_gemma import TEXT_CONFIG, random_tensors, write_model
 
+from wicore_trt.checkpoint.open_source import open_source
 from wicore_trt.checkpoint.quantize import from_float32
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
-from wicore_trt.checkpoint.source import open_source
 from wicore_trt.errors import CheckpointError
-from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.model.hf_config import read_hf_config
 
-SPEC = Gemma3Spec.from_hf_config(TEXT_CONFIG)
+SPEC = read_hf_config(TEXT_CONFIG)
 WRAPPER = {"model_type": "gemma3", "text_config": TEXT_CONFIG, "vision_config": {"hidden_size": 8}}
 
 
@@ -90,7 +90,7 @@ def test_a_tensor_in_two_spellings_is_refused(tmp_path: Path) -> None:
 
 def test_untied_head_is_read_and_a_missing_one_refused(tmp_path: Path) -> None:
     config = TEXT_CONFIG | {"tie_word_embeddings": False}
-    tensors = random_tensors(Gemma3Spec.from_hf_config(config), seed=1)
+    tensors = random_tensors(read_hf_config(config), seed=1)
     source = open_source(write_model(tmp_path / "a", tensors, config))
     np.testing.assert_array_equal(source.read_tensor("lm_head.weight"), tensors["lm_head.weight"].float().numpy())
     with pytest.raises(CheckpointError, match="lm_head"):

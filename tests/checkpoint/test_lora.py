@@ -18,7 +18,7 @@ from tiny_source import write_tiny_source
 
 from wicore_trt import LLM, SamplingParams
 from wicore_trt.checkpoint.convert import convert
-from wicore_trt.checkpoint.source import open_source
+from wicore_trt.checkpoint.open_source import open_source
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import open_engine
 from wicore_trt.errors import CheckpointError, ConfigError

@@ -16,10 +16,11 @@ from wicore_trt.checkpoint.names import (
     unified_tensors,
 )
 from wicore_trt.errors import CheckpointError
+from wicore_trt.model.hf_config import read_hf_config
 from wicore_trt.model.spec import Gemma3Spec
 
-SPEC = Gemma3Spec.from_hf_config(TEXT_CONFIG)
-UNTIED = Gemma3Spec.from_hf_config(TEXT_CONFIG | {"tie_word_embeddings": False})
+SPEC = read_hf_config(TEXT_CONFIG)
+UNTIED = read_hf_config(TEXT_CONFIG | {"tie_word_embeddings": False})
 NAMES = sorted(hf_shapes(UNTIED))
 
 

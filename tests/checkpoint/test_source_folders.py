@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 from tiny_gemma import TEXT_CONFIG, random_tensors, write_model
 
-from wicore_trt.checkpoint.source import open_source
+from wicore_trt.checkpoint.open_source import open_source
 from wicore_trt.errors import CheckpointError
-from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.model.hf_config import read_hf_config
 
-SPEC = Gemma3Spec.from_hf_config(TEXT_CONFIG)
+SPEC = read_hf_config(TEXT_CONFIG)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 WRAPPER = {

@@ -15,8 +15,8 @@ from fuzz.reader import read_gguf, read_safetensors
 
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.gguf_file import open_gguf
+from wicore_trt.checkpoint.open_source import open_source
 from wicore_trt.checkpoint.safetensors_io import read_at
-from wicore_trt.checkpoint.source import open_source
 from wicore_trt.errors import CheckpointError
 
 G, T = "gemma3.", "tokenizer.ggml."

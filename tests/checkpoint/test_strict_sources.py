@@ -16,7 +16,7 @@ from wicore_trt import LLM, SamplingParams
 from wicore_trt.backends.torch.calibrate import TextCalibration
 from wicore_trt.bench.perplexity import compare_engines
 from wicore_trt.checkpoint.convert import convert
-from wicore_trt.checkpoint.source import open_source
+from wicore_trt.checkpoint.open_source import open_source
 from wicore_trt.engine.build import build_engine
 from wicore_trt.errors import CheckpointError, ConfigError, InvalidRequestError
 from wicore_trt.text.tokenizer import Tokenizer

@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from wicore_trt.checkpoint.names import hf_shapes
 from wicore_trt.config import Settings
-from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.model.hf_config import read_hf_config
 
 SCRIPT = "WICORE_TEST_SCRIPT"
 NOTHING = "The script says nothing of this."
@@ -43,7 +43,7 @@ def write_source(path: Path, tokenizer: Path) -> Path:
         shutil.copy(tokenizer / name, path / name)
     (path / "config.json").write_text(json.dumps(CONFIG))
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, END]}))
-    rng, shapes = np.random.default_rng(0), hf_shapes(Gemma3Spec.from_hf_config(CONFIG))
+    rng, shapes = np.random.default_rng(0), hf_shapes(read_hf_config(CONFIG))
     weights = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     save_file(weights, path / "model.safetensors")
     return path

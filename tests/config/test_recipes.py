@@ -10,6 +10,7 @@ import pytest
 from wicore_trt.checkpoint.demo import cache_directory
 from wicore_trt.checkpoint.names import HF_EMBEDDING, hf_shapes
 from wicore_trt.config import Settings, load_settings
+from wicore_trt.model.hf_config import read_hf_config
 from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec
 from wicore_trt.recipe import list_recipes, resolve_recipe
 
@@ -55,7 +56,7 @@ NAMES = [
 
 def facts(name: str) -> tuple[Gemma3Spec, str, Settings]:
     _, size, *_, card = name.split("-")
-    return Gemma3Spec.from_hf_config({"model_type": "gemma3_text", **CONFIGS[size]}), card, load_settings(name)
+    return read_hf_config({"model_type": "gemma3_text", **CONFIGS[size]}), card, load_settings(name)
 
 
 def weight_bytes(spec: Gemma3Spec, dtype: str, tp_size: int) -> float:
@@ -105,7 +106,7 @@ def test_recipe_says_what_its_name_says(name: str) -> None:
 
 
 def test_27b_at_16_bits_does_not_fit_one_l20() -> None:
-    spec = Gemma3Spec.from_hf_config({"model_type": "gemma3_text", **CONFIGS["27b"]})
+    spec = read_hf_config({"model_type": "gemma3_text", **CONFIGS["27b"]})
     assert weight_bytes(spec, "float16", 1) / GIB == pytest.approx(50.3, abs=0.1)
     assert weight_bytes(spec, "fp8", 1) / GIB == pytest.approx(26.5, abs=0.1)
     assert weight_bytes(spec, "float16", 1) / GIB > USABLE_GIB["l20"]

@@ -20,8 +20,7 @@ from test_triton_backend import build, source  # noqa: F401 -- `source` is a fix
 
 from wicore_trt.backends.tensorrt import plan as tensorrt_plan
 from wicore_trt.backends.tensorrt.build import INDEX as PLAN_INDEX
-from wicore_trt.backends.tensorrt.build import plan_file
-from wicore_trt.backends.tensorrt.plan_io import PHASES
+from wicore_trt.backends.tensorrt.plan_io import PHASES, plan_file
 from wicore_trt.backends.triton.index import INDEX as KERNEL_INDEX
 from wicore_trt.backends.triton.index import load_table
 from wicore_trt.backends.triton.weights import engine_shape

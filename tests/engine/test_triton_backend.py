@@ -33,7 +33,7 @@ from wicore_trt.engine.directory import EngineDir, open_engine  # noqa: E402
 from wicore_trt.engine.options import DummyModel  # noqa: E402
 from wicore_trt.errors import ConfigError, EngineFormatError, EnvironmentUnfitError  # noqa: E402
 from wicore_trt.kv.sizing import builtin_spec  # noqa: E402
-from wicore_trt.model.spec import Gemma3Spec  # noqa: E402
+from wicore_trt.model.hf_config import read_hf_config  # noqa: E402
 from wicore_trt.plugins.aot import TARGETS, CompiledKernel, KernelSpec  # noqa: E402
 from wicore_trt.weight_format import BF16, FP8  # noqa: E402
 
@@ -136,13 +136,13 @@ def test_what_cannot_be_built_is_refused(source: Path, monkeypatch: pytest.Monke
     for options, message in refused:
         with pytest.raises(ConfigError, match=message):
             build(source, **options)
-    spec = Gemma3Spec.from_hf_config({**CONFIG, "head_dim": 24})
+    spec = read_hf_config({**CONFIG, "head_dim": 24})
     with pytest.raises(ConfigError, match="head_dim 24"):
         build(source, dummy=DummyModel("odd", spec))
 
 
 def test_an_engine_without_weights_says_so(source: Path) -> None:
-    spec = Gemma3Spec.from_hf_config(CONFIG)
+    spec = read_hf_config(CONFIG)
     engine = build(source, dummy=DummyModel("tiny", spec), dtype="fp8", target="sm90")
     assert engine.manifest.dummy_weights and "dummy weights" in engine.manifest.model_id
     assert not any(n.endswith(".safetensors") for n in engine.manifest.files)

@@ -8,6 +8,7 @@ from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.policy import LRUPolicy
 from wicore_trt.kv.tiers.host import slot_geometry
 from wicore_trt.kv.tiers.index import TierIndex
+from wicore_trt.model.hf_config import read_hf_config
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL, Gemma3Spec
 
 PAGE_TOKENS, ANSWER_TOKENS, KV_BYTES = 32, 256, 2  # bf16
@@ -42,7 +43,7 @@ def spec_of(size: str) -> Gemma3Spec:
     layers, kv_heads, head_dim, window = SHAPES[size]
     config = {"num_hidden_layers": layers, "num_key_value_heads": kv_heads, "head_dim": head_dim}
     config |= {"sliding_window": window, "num_attention_heads": 4 * kv_heads, "hidden_size": 640}
-    return Gemma3Spec.from_hf_config({"model_type": "gemma3_text", "intermediate_size": 2048, **config})
+    return read_hf_config({"model_type": "gemma3_text", "intermediate_size": 2048, **config})
 
 
 class Conversations:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from wicore_trt.errors import CheckpointError
+from wicore_trt.model.hf_config import read_hf_config
 from wicore_trt.model.spec import Gemma3Spec
 
 CONFIG: dict[str, Any] = {
@@ -51,7 +52,7 @@ def test_values_that_cannot_be_right(key: str, value: Any) -> None:
         },
     ):
         with pytest.raises(CheckpointError) as caught:
-            Gemma3Spec.from_hf_config(config, "m/config.json")
+            read_hf_config(config, "m/config.json")
         message = str(caught.value)
         asked = {"rope_scaling": "rope", "num_key_value_heads": "num_key_value_heads"}.get(key, key)
         if key == "rope_parameters" and "full_attention" in value and value["full_attention"]:
@@ -63,24 +64,24 @@ def test_patterns_and_wrappers() -> None:
     plain = {k: v for k, v in CONFIG.items() if k != "layer_types"}
     for wrong in (0, -2, "x", 1.0):
         with pytest.raises(CheckpointError, match="sliding_window_pattern"):
-            Gemma3Spec.from_hf_config(plain | {"sliding_window_pattern": wrong})
+            read_hf_config(plain | {"sliding_window_pattern": wrong})
     with pytest.raises(CheckpointError, match="sliding_window_pattern is both 2 and 3"):
-        Gemma3Spec.from_hf_config(plain | {"sliding_window_pattern": 2, "_sliding_window_pattern": 3})
+        read_hf_config(plain | {"sliding_window_pattern": 2, "_sliding_window_pattern": 3})
     with pytest.raises(CheckpointError, match="sliding_window_pattern is both 3 and 6"):  # transformers reads 6
-        Gemma3Spec.from_hf_config(plain | {"_sliding_window_pattern": 3})
+        read_hf_config(plain | {"_sliding_window_pattern": 3})
     for text in ([1], "x", None):
         with pytest.raises(CheckpointError, match="text_config"):
-            Gemma3Spec.from_hf_config({"model_type": "gemma3", "text_config": text})
+            read_hf_config({"model_type": "gemma3", "text_config": text})
     with pytest.raises(CheckpointError, match="text_config: model_type is 'gemma2'"):
-        Gemma3Spec.from_hf_config({"model_type": "gemma3", "text_config": CONFIG | {"model_type": "gemma2"}})
+        read_hf_config({"model_type": "gemma3", "text_config": CONFIG | {"model_type": "gemma2"}})
     with pytest.raises(CheckpointError, match=r"model_type \['gemma3'\] is not supported"):
-        Gemma3Spec.from_hf_config({"model_type": ["gemma3"]})
+        read_hf_config({"model_type": ["gemma3"]})
 
 
 def test_keys_that_mean_nothing_to_gemma_are_left_alone() -> None:
     harmless = {"torch_dtype": "bfloat16", "use_cache": True, "unsloth_fixed": True, "attention_bias": False,
                 "attn_logit_softcapping": None, "_name_or_path": "x", "cache_implementation": "hybrid"}  # fmt: skip
-    assert Gemma3Spec.from_hf_config(CONFIG | harmless) == Gemma3Spec.from_hf_config(CONFIG)
+    assert read_hf_config(CONFIG | harmless) == read_hf_config(CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_keys_that_mean_nothing_to_gemma_are_left_alone() -> None:
      {"layer_groups": ["local", "x", "global"]}, {"head_dim": 0}, {"extra": 1}, {"vocab_size": True}],
 )  # fmt: skip
 def test_our_own_files_are_checked_alike(change: dict[str, Any]) -> None:
-    good = Gemma3Spec.from_hf_config(CONFIG).to_dict()
+    good = read_hf_config(CONFIG).to_dict()
     assert Gemma3Spec.from_dict(good).to_dict() == good
     with pytest.raises(CheckpointError, match=next(iter(change))):
         Gemma3Spec.from_dict(good | change)

@@ -12,6 +12,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from wicore_trt.checkpoint.names import Role, hf_shapes, unified_tensors
 from wicore_trt.checkpoint.quantize import quantize_e4m3_per_channel
+from wicore_trt.model.hf_config import read_hf_config
 from wicore_trt.model.spec import Gemma3Spec
 
 
@@ -95,7 +96,7 @@ def tiny_model(seed: int, **overrides: Any) -> TinyModel:
                 parameter.normal_(0, 0.6)
             else:  # keep the variance of what flows through, so that attention is far from uniform
                 parameter.normal_(0, 1.5 * parameter.shape[1] ** -0.5)
-    spec = Gemma3Spec.from_hf_config(config.to_dict())
+    spec = read_hf_config(config.to_dict())
     return TinyModel(hf, spec, unified(spec, hf.state_dict()))
 
 

@@ -32,11 +32,12 @@ from wicore_trt.checkpoint.format import (
     write_config,
 )
 from wicore_trt.checkpoint.names import HF_EMBEDDING, Role, UnifiedTensor, unified_tensors
+from wicore_trt.checkpoint.open_source import open_source
 from wicore_trt.checkpoint.quantize import STORAGE, from_float32, quantize_e4m3_per_channel, to_float32
 from wicore_trt.checkpoint.records import FileRecord, record_of
 from wicore_trt.checkpoint.safetensors_io import TAG_BYTES, SafetensorsWriter
 from wicore_trt.checkpoint.sharding import Shard, shard_of
-from wicore_trt.checkpoint.source import TEXT_TAGS, Source, open_source
+from wicore_trt.checkpoint.source import TEXT_TAGS, Source
 from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitError
 from wicore_trt.files import is_present, make_printable
 from wicore_trt.model.gemma3 import LM_HEAD

@@ -19,14 +19,13 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from wicore_trt.checkpoint import hub
 from wicore_trt.checkpoint.folder import ADAPTER, check_folder, list_entries, name_kind
 from wicore_trt.checkpoint.names import HF_EMBEDDING, HF_LM_HEAD, canonical_name, check_tensors, is_vision
 from wicore_trt.checkpoint.quantize import to_float32
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, TensorInfo
 from wicore_trt.errors import CheckpointError, first_fault, named, shown
 from wicore_trt.files import CONFIG_ENDS, TOKENIZER_BYTES, UntrustedFiles, is_present, quote_arg
-from wicore_trt.model.hf_config import compare_config
+from wicore_trt.model.hf_config import compare_config, read_hf_config
 from wicore_trt.model.spec import Gemma3Spec
 
 TOKENIZER_FILES = (
@@ -97,46 +96,6 @@ class Source(ABC):
             return to_float32(*self.read_rows(name, start, stop)) + np.float32(1.0)
 
 
-def open_source(ref: str | Path, *, revision: str | None = None, lora: Path | None = None) -> Source:
-    """Open a directory, a GGUF file or a hub id (`owner/name`, at `revision`); merge the adapter of directory
-    `lora`.
-    Raises CheckpointError for anything missing, truncated, gated, unreachable or not Gemma 3. Raises
-    EnvironmentUnfitError for a GGUF file when the extra `gguf` is not installed."""
-    if lora is not None:
-        from wicore_trt.checkpoint.lora import LoraSource
-
-        return LoraSource(_open_base(ref, revision, lora), lora)
-    return _open_base(ref, revision, None)
-
-
-def _open_base(ref: str | Path, revision: str | None, lora: Path | None) -> Source:
-    from wicore_trt.checkpoint.gguf import GgufSource
-    from wicore_trt.checkpoint.gguf_file import choose_gguf
-
-    path = Path(os.path.expanduser(ref))  # an unknown ~name stays as it is
-    if is_present(path) and not os.path.isdir(path):
-        if path.suffix == ".safetensors":
-            raise CheckpointError(
-                f"{path} is one file of a model.", fix=f"Give its directory: {quote_arg(path.parent)}"
-            )
-        return GgufSource(path)
-    if os.path.isdir(path):
-        safetensors = is_present(path / "config.json") and any(path.glob("*.safetensors"))
-        gguf = None if safetensors else choose_gguf(path)
-        if gguf is None:
-            return HfSource(path, name=str(ref), lora=lora)
-        UntrustedFiles(path, fix="Give the path of the GGUF file itself.").check_file(gguf)
-        return GgufSource(gguf)
-    if not isinstance(ref, str) or not hub.is_hub_id(ref):
-        raise CheckpointError(
-            f"{ref} does not exist.",
-            fix="Give a model directory, a .gguf file or a hub id such as google/gemma-3-27b-it, or run: wicore fetch "
-            "gemma3-270m",
-        )
-    snapshot = hub.download_snapshot(ref, revision)
-    return HfSource(snapshot, name=ref, revision=snapshot.name)
-
-
 class HfSource(Source):
     """Directory with config.json and model.safetensors, or shards listed in model.safetensors.index.json."""
 
@@ -150,7 +109,7 @@ class HfSource(Source):
         if not is_present(path / "config.json"):
             raise _no_config(path)
         self.config = self.door.read_json(path / "config.json")
-        self.spec = Gemma3Spec.from_hf_config(self.config, str(path / "config.json"))
+        self.spec = read_hf_config(self.config, str(path / "config.json"))
         generation = path / GENERATION
         self.generation_config = self.door.read_json(generation) if is_present(generation) else {}
         check_generation(self.generation_config, self.spec.vocab_size, str(generation))

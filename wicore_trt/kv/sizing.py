@@ -16,6 +16,7 @@ from wicore_trt.arithmetic import ITEM_BYTES, div_ceil, first_visible_page, leas
 from wicore_trt.kv.disk.format import BLOCK_BYTES
 from wicore_trt.kv.disk.space import MAX_SLABS, SLAB_BYTES, Space
 from wicore_trt.kv.tiers.host import slot_geometry
+from wicore_trt.model.hf_config import read_hf_config
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL, Gemma3Spec
 
 _DIRECTORY_BYTES = 64 << 10  # the disk tier's directories and its lock file count too
@@ -36,7 +37,7 @@ MODELS = tuple(_SIZES)
 def builtin_spec(name: str) -> Gemma3Spec:
     """Return the published sizes of a Gemma 3 model; KeyError for a name that is not in MODELS."""
     layers, hidden, heads, kv_heads, head_dim, intermediate, window, longest = _SIZES[name]
-    return Gemma3Spec.from_hf_config(
+    return read_hf_config(
         {
             "model_type": "gemma3_text",
             "num_hidden_layers": layers,

@@ -106,7 +106,7 @@ class _Wrapper(BaseModel):
     tie_word_embeddings: bool | None = None
 
 
-def read_hf_config(config: Mapping[str, Any], place: str) -> Gemma3Spec:
+def read_hf_config(config: Mapping[str, Any], place: str = "config.json") -> Gemma3Spec:
     """Read the contents of a config.json, which errors call `place`. Raises CheckpointError for another architecture, a
     missing key, a value of the wrong type or range, and a meaningful key that Gemma 3 does not have."""
     kind = config.get("model_type")

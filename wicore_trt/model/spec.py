@@ -211,14 +211,6 @@ class Gemma3Spec:
         except SpecError as error:
             raise error.name_place(place, {}) from error
 
-    @classmethod
-    def from_hf_config(cls, config: Mapping[str, Any], place: str = "config.json") -> Gemma3Spec:
-        """Read a Hugging Face config.json of model_type gemma3_text or gemma3; `place` names the file. Raises
-        CheckpointError, naming the key, for another architecture, a missing key or a bad value."""
-        from wicore_trt.model.hf_config import read_hf_config
-
-        return read_hf_config(config, place)
-
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:

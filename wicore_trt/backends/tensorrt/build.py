@@ -23,7 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 from wicore_trt.backends.tensorrt.api import TensorRT, find_tensorrt
 from wicore_trt.backends.tensorrt.plan_build import Plan
-from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits, PlanRequest, weight_tensors
+from wicore_trt.backends.tensorrt.plan_io import (
+    INDEX,
+    PHASES,
+    PLANS,
+    PlanLimits,
+    PlanRequest,
+    plan_file,
+    weight_tensors,
+)
 from wicore_trt.backends.tensorrt.plan_worker import finish, start
 from wicore_trt.engine.options import PLUGIN, BuildOptions
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
@@ -38,15 +46,9 @@ if TYPE_CHECKING:
     from wicore_trt.runtime.options import ExecutorOptions
 
 log = logging.getLogger(__name__)
-PLANS = "plans"
-INDEX = f"{PLANS}/plans.json"
 DEFAULT_CONTEXT = 8192  # a KV slot is as long as the longest sequence, so the model's own limit is seldom wanted
 OLDEST_SM = {"fp8": 89, "bfloat16": 80, "float16": 75, "float32": 75}
 PARALLEL_BUILDS = 2  # each takes about 1 GB for 27B
-
-
-def plan_file(target: str, phase: str) -> str:
-    return f"{PLANS}/{target}.{phase}.plan"
 
 
 class TensorRTBackend:

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wicore_trt.backends.tensorrt.api import RTX
-from wicore_trt.backends.tensorrt.build import plan_file
 from wicore_trt.backends.tensorrt.kernels import choose_copier
 from wicore_trt.backends.tensorrt.plan import load_plans, plan_limits, rebuild_plans
-from wicore_trt.backends.tensorrt.plan_io import DECODE, PREFILL
+from wicore_trt.backends.tensorrt.plan_io import DECODE, PREFILL, plan_file
 from wicore_trt.backends.tensorrt.session import PlanSession, RuntimeCache, activation_bytes, runtime_cache_path
 from wicore_trt.backends.tensorrt.slot_memory import SlotMemory
 from wicore_trt.backends.tensorrt.slots import Part, Row, SlotTable, decode_slots, part_batch, step_inputs

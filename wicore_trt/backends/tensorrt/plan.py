@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wicore_trt.backends.tensorrt import plan_io
-from wicore_trt.backends.tensorrt.build import INDEX, plan_file
-from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits, TensorSpec
+from wicore_trt.backends.tensorrt.plan_io import INDEX, PHASES, PlanLimits, TensorSpec, plan_file
 from wicore_trt.backends.tensorrt.plan_log import BuildLog, make_logger
 from wicore_trt.engine.directory import EngineDir
 from wicore_trt.engine.manifest import rebuild_engine

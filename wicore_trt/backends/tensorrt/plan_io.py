@@ -24,6 +24,8 @@ from wicore_trt.errors import ConfigError
 from wicore_trt.model.spec import LOCAL, Gemma3Spec
 from wicore_trt.runtime.weight_specs import WeightSpec, list_weights, rope_name
 
+PLANS = "plans"  # folder of the plans in an engine directory
+INDEX = f"{PLANS}/plans.json"
 TOKEN_IDS = "token_ids"
 POSITIONS = "positions"
 SAMPLE_ROWS = "sample_rows"
@@ -197,3 +199,8 @@ def output_tensors(spec: Gemma3Spec, caches: list[TensorSpec]) -> list[TensorSpe
     """List outputs: logits of the whole vocabulary, and each cache again."""
     logits = TensorSpec(LOGITS, "float32", (ROWS, spec.vocab_size), "output")
     return [logits, *(TensorSpec(updated(c.name), c.dtype, c.shape, "output") for c in caches)]
+
+
+def plan_file(target: str, phase: str) -> str:
+    """Name a plan within the engine directory."""
+    return f"{PLANS}/{target}.{phase}.plan"

@@ -17,8 +17,8 @@ from functools import lru_cache
 from multiprocessing import active_children, get_context, parent_process
 
 from wicore_trt.backends.triton import table as triton_table
-from wicore_trt.backends.triton.index import Row
 from wicore_trt.backends.triton.kernel_list import list_kernels
+from wicore_trt.backends.triton.roles import Row
 from wicore_trt.backends.triton.table import EngineShape, KernelEntry, KernelTable, parse_config
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec, compile_kernel

@@ -11,9 +11,9 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from wicore_trt.backends.triton.roles import KernelRole, parse_role
+from wicore_trt.backends.triton.roles import Row, parse_role
 from wicore_trt.backends.triton.table import EngineShape, KernelEntry, KernelTable, parse_config
 from wicore_trt.engine.manifest import rebuild_engine
 from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError
@@ -27,9 +27,6 @@ KERNELS = "kernels"
 INDEX = f"{KERNELS}/kernels.json"
 FORMAT = 2
 log = logging.getLogger(__name__)
-
-Row = tuple[KernelRole, int, str, dict[str, Any] | None]
-"""Role, bucket, name of the kernel, configuration."""
 
 
 def write_kernels(directory: Path, tables: Mapping[str, tuple[Sequence[Row], Mapping[str, CompiledKernel]]]) -> None:

@@ -7,7 +7,7 @@ engines on disk list their kernels by it.
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 LINEARS = ("qkv", "o", "gate_up", "down", "head")
 LINEAR_ROLES = {"attention.qkv": "qkv", "attention.dense": "o", "mlp.gate_up": "gate_up", "mlp.proj": "down"}
@@ -43,6 +43,10 @@ class KernelRole(NamedTuple):
 
     def __str__(self) -> str:
         return self.operation + (f".{self.variant}" if self.variant else _SUFFIXES[self.rows, self.results])
+
+
+Row = tuple[KernelRole, int, str, dict[str, Any] | None]
+"""Role, bucket, name of the kernel, configuration."""
 
 
 _SUFFIXES = {

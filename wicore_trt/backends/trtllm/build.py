@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from wicore_trt.backends.trtllm import model as trtllm_model
 from wicore_trt.backends.trtllm.checkpoint import PATTERN_KEY, export_checkpoint, trtllm_config
-from wicore_trt.backends.trtllm.installed import find_trtllm_build, require_tensorrt_llm
+from wicore_trt.backends.trtllm.installed import ENGINE_DIR, find_trtllm_build, require_tensorrt_llm
 from wicore_trt.checkpoint.format import Checkpoint
 from wicore_trt.engine.options import BuildOptions
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from wicore_trt.runtime.executor import RequestExecutor
     from wicore_trt.runtime.options import ExecutorOptions
 
-ENGINE_DIR = "trtllm"
-"""Subdirectory of our engine directory with TensorRT-LLM's config.json and rank{N}.engine."""
 BLOCK_TOKENS = (8, 16, 32, 64, 128)
 """Tokens per block that its attention kernels know."""
 _LAST_LINES = 20

@@ -14,8 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wicore_trt.backends.trtllm.build import ENGINE_DIR
-from wicore_trt.backends.trtllm.installed import require_tensorrt_llm
+from wicore_trt.backends.trtllm.installed import ENGINE_DIR, require_tensorrt_llm
 from wicore_trt.backends.trtllm.requests import SequenceOutput, check_request, make_request
 from wicore_trt.engine.manifest import rebuild_engine
 from wicore_trt.errors import ConfigError, EngineFormatError, EnvironmentUnfitError, WicoreError

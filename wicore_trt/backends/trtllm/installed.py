@@ -14,6 +14,8 @@ from pathlib import Path
 
 from wicore_trt.errors import EnvironmentUnfitError
 
+ENGINE_DIR = "trtllm"
+"""Subdirectory of our engine directory with TensorRT-LLM's config.json and rank{N}.engine."""
 _WANTED = re.compile(r"1\.2(\.\d+)*(\.post\d+)?(\+.*)?")
 _FIX = (
     'On a machine with an NVIDIA driver: pip install "tensorrt-llm>=1.2,<1.3" (the wheel comes from NVIDIA\'s index), '

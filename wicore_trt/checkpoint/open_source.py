@@ -1,0 +1,52 @@
+"""Choose the reader of a source: a Hugging Face directory or hub id, a GGUF file, an adapter merged into either.
+
+It must not know tensors or names. Invariant: each reference opens as one kind of source or is refused with the fix.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from wicore_trt.checkpoint import hub
+from wicore_trt.checkpoint.gguf import GgufSource
+from wicore_trt.checkpoint.gguf_file import choose_gguf
+from wicore_trt.checkpoint.lora import LoraSource
+from wicore_trt.checkpoint.source import HfSource, Source
+from wicore_trt.errors import CheckpointError
+from wicore_trt.files import UntrustedFiles, is_present, quote_arg
+
+
+def open_source(ref: str | Path, *, revision: str | None = None, lora: Path | None = None) -> Source:
+    """Open a directory, a GGUF file or a hub id (`owner/name`, at `revision`); merge the adapter in the directory
+    `lora`.
+    Raises CheckpointError for anything missing, truncated, gated, unreachable or not Gemma 3. Raises
+    EnvironmentUnfitError for a GGUF file when the extra `gguf` is not installed."""
+    if lora is not None:
+        return LoraSource(_open_base(ref, revision, lora), lora)
+    return _open_base(ref, revision, None)
+
+
+def _open_base(ref: str | Path, revision: str | None, lora: Path | None) -> Source:
+    path = Path(os.path.expanduser(ref))  # an unknown ~name stays as it is
+    if is_present(path) and not os.path.isdir(path):
+        if path.suffix == ".safetensors":
+            raise CheckpointError(
+                f"{path} is one file of a model.", fix=f"Give its directory: {quote_arg(path.parent)}"
+            )
+        return GgufSource(path)
+    if os.path.isdir(path):
+        safetensors = is_present(path / "config.json") and any(path.glob("*.safetensors"))
+        gguf = None if safetensors else choose_gguf(path)
+        if gguf is None:
+            return HfSource(path, name=str(ref), lora=lora)
+        UntrustedFiles(path, fix="Give the path of the GGUF file itself.").check_file(gguf)
+        return GgufSource(gguf)
+    if not isinstance(ref, str) or not hub.is_hub_id(ref):
+        raise CheckpointError(
+            f"{ref} does not exist.",
+            fix="Give a model directory, a .gguf file or a hub id such as google/gemma-3-27b-it, or run: wicore fetch "
+            "gemma3-270m",
+        )
+    snapshot = hub.download_snapshot(ref, revision)
+    return HfSource(snapshot, name=ref, revision=snapshot.name)
