@@ -87,7 +87,7 @@ def test_grpcs_core_writes_nothing_to_stderr_unless_the_user_wants_it(chosen):
 
 def test_the_serve_command_sets_up_the_log_before_grpc_is_imported():
     code = (
-        "import os, sys; from wicore_trt.cli.main import run; run(['serve', '/nonexistent/engine']); "
+        "import os, sys; from wicore_trt.cli.main import run_command; run_command(['serve', '/nonexistent/engine']); "
         "assert 'grpc' not in sys.modules or os.environ['GRPC_VERBOSITY']"
     )
     env = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
@@ -103,7 +103,7 @@ def test_an_error_does_not_wait_for_a_full_pipe_that_nobody_reads():
             os.write(writer, b"x" * 4096)
     except BlockingIOError:
         os.set_blocking(writer, True)
-    code = "from wicore_trt.cli import main; main.run(['serve', '/nonexistent/engine'])"
+    code = "from wicore_trt.cli import main; main.run_command(['serve', '/nonexistent/engine'])"
     try:
         subprocess.run([sys.executable, "-c", code], stderr=writer, timeout=20, check=True)
     finally:

@@ -15,7 +15,7 @@ from runtime.triton_cpu import executor_of, small_model  # noqa: E402
 from benchmarks.gpu.step_between import between  # noqa: E402
 from benchmarks.gpu.step_overlap import captured  # noqa: E402
 from wicore_trt.backends.triton.executor import TritonExecutor  # noqa: E402
-from wicore_trt.backends.triton.inputs import decode_size  # noqa: E402
+from wicore_trt.backends.triton.rows import decode_plan  # noqa: E402
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch  # noqa: E402
 from wicore_trt.types import SamplingParams  # noqa: E402
 
@@ -29,10 +29,10 @@ def seconds(work: Callable[[], None]) -> float:
 
 
 def test_each_measure_runs_the_graph_as_often_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TritonExecutor, "_prepare", lambda self, sizing=False: None)
+    monkeypatch.setattr(TritonExecutor, "_prepare_steps", lambda self, sizing=False: None)
     model = small_model(3, num_hidden_layers=1, sliding_window_pattern=1)
     executor, ran = executor_of(model, graphs=True, max_sequences=2, max_batch_tokens=8), 0
-    graph = captured(executor, decode_size(2), executor.model.launcher)
+    graph = captured(executor, decode_plan(2), executor.model.launcher)
 
     def count() -> None:
         nonlocal ran
@@ -47,8 +47,8 @@ def test_each_measure_runs_the_graph_as_often_as_told(monkeypatch: pytest.Monkey
         ]
     )
     before = executor.execute(batch)
-    found = between(executor, batch, decode_size(2), 2, seconds)
+    found = between(executor, batch, decode_plan(2), 2, seconds)
     assert [*found] == ["graph", "upload", "token ids", "results", "event", "graph, again", "ahead"]
     assert min(found.values()) > 0
     assert ran == 1 + len(found) * 2
-    assert executor.execute(batch).tokens == before.tokens
+    assert executor.execute(batch).sampled == before.sampled

@@ -198,7 +198,7 @@ def test_an_adapter_over_a_gguf_file(tmp_path: Path) -> None:
     source = open_source(tmp_path / "m.gguf", lora=tmp_path / "a")
     merged = base.read_tensor(f"{name}.weight") + 2 * (up @ down).numpy()
     np.testing.assert_allclose(source.read_tensor(f"{name}.weight"), merged, rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(source.read_norm("model.read_norm.weight", 0, 256), (1 + norm).numpy())
+    np.testing.assert_array_equal(source.read_norm("model.norm.weight", 0, 256), (1 + norm).numpy())
     other = "model.layers.0.input_layernorm.weight"
     np.testing.assert_array_equal(source.read_norm(other, 0, 256), base.read_norm(other, 0, 256))
     np.testing.assert_array_equal(

@@ -37,8 +37,8 @@ def test_the_recipe_lines_load_and_hold_what_the_comment_says(capsys, tmp_path, 
     recipe.write_text(out[out.index("\n# ") :])
     settings = load_settings(str(recipe))
     assert "20 conversations of 16,384 tokens: 3 on the device, 20 in host memory, 20 on disk" in out
-    spec, geometry = builtin_spec(name), Geometry.of(builtin_spec(name), 32, "bfloat16")
-    slots = SessionSize(geometry, 16_384, 128).slots
+    spec, geometry = builtin_spec(name), Geometry.from_spec(builtin_spec(name), 32, "bfloat16")
+    slots = SessionSize(geometry, 16_384, 128).slot_count
     assert geometry.host_slots(settings.kv.host_bytes) // slots == 20
     assert geometry.disk_slots(settings.kv.disk_bytes) // slots == 20
     scheduler = settings.scheduler
@@ -153,7 +153,7 @@ def test_what_is_wrong_is_named_with_its_fix(capsys, options, what):
 
 @pytest.mark.parametrize("name", ["gemma3-270m", "gemma3-27b"])
 def test_the_device_limits_what_is_active(capsys, name):
-    geometry = Geometry.of(builtin_spec(name), 32, "bfloat16")
+    geometry = Geometry.from_spec(builtin_spec(name), 32, "bfloat16")
     batch = BATCH_TOKENS["cuda"]
     for nbytes in (10**7, 10**9, 24 * 10**9, 80 * 10**9):
         fit = geometry.device_sessions(nbytes, 8192, batch, loads=True)
@@ -171,4 +171,4 @@ def test_the_figures_of_the_document_are_the_commands(capsys: pytest.CaptureFixt
     (command,) = re.findall(r"    wicore (kv plan .*)", text)
     assert run_command(command.split()) == 0
     sizes = re.findall(r"(?:device|host|disk)_bytes: ([\d.]+)GiB", capsys.readouterr().out)
-    assert "{} GiB of device memory for KV, {} GiB of host memory, {} GiB of disk".format(*sizes) in text
+    assert "{} GiB of device memory, {} GiB of host memory, {} GiB of disk".format(*sizes) in text

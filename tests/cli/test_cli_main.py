@@ -41,7 +41,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], No
     def install(body: Callable[[], Any]) -> None:
         stub = typer.Typer()
         stub.command("doctor")(body)
-        monkeypatch.setattr(commands, "_load", lambda name, panel: typer.main.get_command(stub))
+        monkeypatch.setattr(commands, "_load_command", lambda name, panel: typer.main.get_command(stub))
 
     monkeypatch.delenv("WICORE_DEBUG", raising=False)
     return install
@@ -57,9 +57,9 @@ def raising(error: BaseException) -> Callable[[], None]:
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys\n"
-        "from wicore_trt.cli.main import run\n"
+        "from wicore_trt.cli.main import run_command\n"
         f"for args in [['--help'], *([name, '--help'] for name in {COMMANDS})]:\n"
-        "    assert run(args) == 0, args\n"
+        "    assert run_command(args) == 0, args\n"
         f"    heavy = [m for m in {HEAVY} if m in sys.modules]\n"
         "    assert not heavy, (args, heavy)\n"
     )

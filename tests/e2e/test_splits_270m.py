@@ -79,10 +79,10 @@ class Engine:
             self.counts[chosen.decision if done else "no room"] += 1
             return done
 
-        def jumped(pages, owner, computed):
+        def jumped(pages, computed):
             self.counts["jump"] += 1
             self.counts["jump after computing"] += computed > 0
-            return jump(pages, owner, computed)
+            return jump(pages, computed)
 
         self.loader.begin_load, self.loader.end_load = begun, jumped
 

@@ -242,7 +242,7 @@ def test_the_commit_of_a_hub_model_is_recorded(
         asked.append(revision)
         return snapshot
 
-    monkeypatch.setattr("wicore_trt.checkpoint.hub.download", download)
+    monkeypatch.setattr("wicore_trt.checkpoint.hub.download_snapshot", download)
     assert run_command(["build", "owner/model", str(tmp_path / "e"), "--revision", "v1"]) == 0
     assert asked == ["v1"] and read_manifest(tmp_path / "e").revision == commit
     checkpoint = convert("owner/model", tmp_path / "c", revision="v1")

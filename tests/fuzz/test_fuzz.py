@@ -9,7 +9,7 @@ import os
 
 import pytest
 from fuzz.mutations import KINDS
-from fuzz.runner import BUILT, DIFFERENT, TRACEBACK, Report, case_of, judge, run
+from fuzz.runner import BUILT, DIFFERENT, TRACEBACK, Report, case_of, judge, run_command
 
 SEED = 20
 
@@ -21,7 +21,7 @@ def _assert_clean(report: Report, seed: int) -> None:
 
 @pytest.mark.forks
 def test_broken_models_are_refused_or_built_right() -> None:
-    _assert_clean(run(SEED, range(240), jobs=2), SEED)
+    _assert_clean(run_command(SEED, range(240), jobs=2), SEED)
 
 
 @pytest.mark.forks
@@ -29,7 +29,7 @@ def test_broken_models_are_refused_or_built_right() -> None:
 @pytest.mark.timeout(3600)
 def test_fifty_thousand_broken_models() -> None:
     seed = int.from_bytes(os.urandom(4), "little")
-    _assert_clean(run(seed, range(50_000), jobs=os.cpu_count() or 1), seed)
+    _assert_clean(run_command(seed, range(50_000), jobs=os.cpu_count() or 1), seed)
 
 
 def test_the_oracle_sees_one_changed_weight(tmp_path, monkeypatch) -> None:
@@ -49,9 +49,9 @@ def test_the_oracle_sees_one_changed_weight(tmp_path, monkeypatch) -> None:
         return block, scale
 
     assert judge(case, tmp_path)[0] == BUILT
-    monkeypatch.setattr(convert._Conversion, "_cast", wrong)
+    monkeypatch.setattr(convert._Conversion, "_cast_rows", wrong)
     assert judge(case, tmp_path)[0] == DIFFERENT
-    monkeypatch.setattr(convert._Conversion, "_cast", lambda *_: 1 / 0)
+    monkeypatch.setattr(convert._Conversion, "_cast_rows", lambda *_: 1 / 0)
     assert judge(case, tmp_path)[0] == TRACEBACK
 
 

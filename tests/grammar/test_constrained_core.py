@@ -177,7 +177,7 @@ def test_a_broken_matcher_ends_its_sequence_alone(where: str, monkeypatch: pytes
     good = GenerateRequest("good", (40, 41, 42, 43, 44), SamplingParams(max_tokens=9, constraint=constraint))
     bad = GenerateRequest("bad", (40, 41, 42, 43, 44), SamplingParams(max_tokens=9, constraint=constraint))
     condemned = []
-    monkeypatch.setattr(core.scheduler.manager, "condemn", condemned.append)
+    monkeypatch.setattr(core.scheduler.manager, "condemn_pages", condemned.append)
     for request in (good, bad):
         core.add(request)
     matcher = core._matchers[core._sequences["bad"][0].seq_id]

@@ -90,7 +90,7 @@ def load_engine(settings: Settings):
 
 
 def load_tokenizer(settings: Settings) -> Tokenizer:
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGUSR1, _report))
+    signal.signal(signal.SIGUSR1, _report)
     return Tokenizer()
 
 

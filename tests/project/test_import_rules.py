@@ -70,6 +70,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "backends.triton": (*BACKEND, "backends.triton"),
     "backends.tensorrt": (*BACKEND, "backends.tensorrt"),
     "backends.trtllm": (*BACKEND, "kv", "backends.trtllm"),  # our tiers behind its KV connector
+    "kv.sizing": ("errors", "kv", "model"),
     "kv": ("errors", "types", "collector", "kv", "model.spec", "runtime.executor"),
     "schedule": ("errors", "types", "kv", "schedule", "model.spec", "runtime.batch"),
     "core": (*ROOT_MODULES, "kv", "schedule", "model", "runtime", "engine", "text", "grammar", "core"),

@@ -57,9 +57,9 @@ def test_wheel_runs_outside_the_repository(installed: Path, tmp_path: Path) -> N
     out = in_wheel(
         installed,
         "import wicore_trt; print(wicore_trt.__file__)\n"
-        "from wicore_trt.cli.main import run\n"
-        "assert run(['--version']) == 0\n"
-        "assert run(['recipes', 'show', 'gemma3-270m-cpu']) == 0\n"
+        "from wicore_trt.cli.main import run_command\n"
+        "assert run_command(['--version']) == 0\n"
+        "assert run_command(['recipes', 'show', 'gemma3-270m-cpu']) == 0\n"
         "from wicore_trt.recipe import list_recipes; print(list_recipes())\n",
         tmp_path,
     )
@@ -102,7 +102,9 @@ def test_sdist_holds_each_file_once(tmp_path: Path) -> None:
 
 def test_a_checkout_runs_without_being_installed(tmp_path: Path) -> None:
     """As `PYTHONPATH=. python -m wicore_trt` does where the dependencies are there."""
-    code = "from wicore_trt.cli.main import run\nassert run(['recipes', 'show', 'gemma3-270m-cpu']) == 0\n"
+    code = (
+        "from wicore_trt.cli.main import run_command\nassert run_command(['recipes', 'show', 'gemma3-270m-cpu']) == 0\n"
+    )
     code += "import wicore_trt.plugins.aot, wicore_trt\nprint(wicore_trt.__path__)\n"
     assert in_wheel(ROOT, code, tmp_path).splitlines()[-1] == str([str(ROOT / "wicore_trt")])
 

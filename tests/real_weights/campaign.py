@@ -149,6 +149,13 @@ def coming_page(move: Any, copy: Any) -> tuple[int, int]:
     return id(move), id(copy)
 
 
+def moves_of(done: Any, kind: type) -> list[Any]:
+    """Moves of a kind that a callback was made with; callbacks may hold others."""
+    if isinstance(done, partial):
+        return [move for part in done.args for move in moves_of(part, kind)]
+    return [done] if isinstance(done, kind) else []
+
+
 class LyingLane:
     """A lane in front of the real one, whose copies go wrong. `batch` is what is being put on it."""
 
@@ -214,18 +221,16 @@ class LyingLane:
         the rating of the link was given, and no lane sees that."""
         found = set[int]()
         for copies in self.batch.copies:
-            done = copies.done.args[0] if isinstance(copies.done, partial) and copies.done.args else None
-            move = done.args[0] if isinstance(done, partial) and done.args else None
-            found.update(move.copy.slots if isinstance(move, Store) else ())
+            found.update(slot for move in moves_of(copies.done, Store) for slot in move.copy.slots)
         return found
 
     def _coming(self) -> dict[int, tuple[int, int]]:
         """The pages of a batch that go to the device, by the addresses where parts of them begin there."""
         found = {}
         for copies in self.batch.copies:
-            move = copies.done.args[0] if isinstance(copies.done, partial) else None
-            if not isinstance(move, Upload):
+            if not (uploads := moves_of(copies.done, Upload)):
                 continue
+            (move,) = uploads
             by_slot = {slot: copy for copy in move.copies for slot in copy.slots}
             for address, parts in zip(copies.addresses, copies.parts, strict=True):
                 page = coming_page(move, by_slot[self._ledger.slot(page_copier.host_address(parts[0]))])

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from serving import expected, make_engine, serving, stats_now, until
 
-from wicore_trt.client import Client, _output_of, _sampling
+from wicore_trt.client import Client, _make_sampling, _output_of
 from wicore_trt.errors import (
     AuthenticationError,
     DeadlineError,
@@ -143,9 +143,9 @@ def test_outputs_and_parameters_come_back_as_they_were():
         assert _output_of(message) == output
     given = SamplingParams(max_tokens=3, top_k=2, seed=0, n=2, logprobs=0, logit_bias={5: -1.0}, stop=("x",))
     scored = SamplingParams(max_tokens=0, prompt_logprobs=0)
-    assert convert.read_sampling_params(_sampling(scored)) == scored
-    assert convert.read_sampling_params(_sampling(given)) == given
-    assert convert.read_sampling_params(_sampling(SamplingParams())) == SamplingParams()
+    assert convert.read_sampling_params(_make_sampling(scored)) == scored
+    assert convert.read_sampling_params(_make_sampling(given)) == given
+    assert convert.read_sampling_params(_make_sampling(SamplingParams())) == SamplingParams()
 
 
 def test_what_is_not_installed_is_named():

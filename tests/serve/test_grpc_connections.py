@@ -42,8 +42,9 @@ def test_the_limit_leaves_file_descriptors_to_the_rest(monkeypatch):
 
 def test_the_serve_command_takes_all_the_file_descriptors_it_may():
     code = (
-        "import resource; from wicore_trt.cli.main import run; _, most = resource.getrlimit(resource.RLIMIT_NOFILE); "
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, most)); run(['serve', '/nonexistent/engine']); "
+        "import resource; from wicore_trt.cli.main import run_command; "
+        "_, most = resource.getrlimit(resource.RLIMIT_NOFILE); "
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, most)); run_command(['serve', '/nonexistent/engine']); "
         "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
