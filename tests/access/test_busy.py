@@ -37,7 +37,7 @@ CONTEXT = 1024
 WAYS = ("http", "websocket", "grpc")
 ALICE, BOB = "a" * 16, "b" * 16
 BURST = 500
-MUST_S = {"completions": 1.2, "chat/completions": 1.5, "grpc": 1.5}
+MUST_S = {"completions": 4.0, "chat/completions": 4.0, "grpc": 4.0}
 """CPU seconds of server and clients for a burst."""
 
 

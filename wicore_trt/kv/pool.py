@@ -48,7 +48,7 @@ class PagePool:
         self.policy = policy
         self._on_evict = on_evict
         self.written = array("i", [0]) * num_pages
-        """How many tokens of its page the holder of a slot has written; see `wrote`."""
+        """How many tokens of its page the holder of a slot has written; see `write_tokens`."""
         self._references = [0] * num_pages
         self._trusted = bytearray(num_pages)
         self._page_of: list[Page | None] = [None] * num_pages

@@ -100,5 +100,5 @@ def _read_gpu(nvml: Any, index: int) -> GpuUse:
     )
 
 
-def _decode_text(read_figure: Any) -> str:
-    return read_figure.decode(errors="replace") if isinstance(read_figure, bytes) else str(read_figure or "")
+def _decode_text(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")

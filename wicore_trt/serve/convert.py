@@ -153,14 +153,14 @@ def _read_message(message: pb2.ChatMessage) -> dict[str, object]:
     return turn
 
 
-def read_tools(message: pb2.Tools, read_constraint: Constraint | None) -> Tools | None:
-    """Read the tools, None if none may be called; `read_constraint` is the request's. Raises InvalidRequestError."""
+def read_tools(message: pb2.Tools, constraint: Constraint | None) -> Tools | None:
+    """Read the tools, None if none may be called; `constraint` is the request's. Raises InvalidRequestError."""
     check_count(message.functions, MAX_TOOLS, "tools.functions")
     functions = [_read_function(f"tools.functions[{i}]", function) for i, function in enumerate(message.functions)]
     named = message.function if message.HasField("function") else None
     if message.choice not in _CHOICES or (named is not None and message.choice):
         raise InvalidRequestError("tools has a choice or the name of a function.", field="tools.choice")
-    beside = ("sampling.constraint", read_constraint) if read_constraint is not None else None
+    beside = ("sampling.constraint", constraint) if constraint is not None else None
     several = message.parallel if message.HasField("parallel") else True
     return make_tools(functions, _CHOICES[message.choice], named, several=several, beside=beside)
 

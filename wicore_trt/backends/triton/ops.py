@@ -31,7 +31,7 @@ import torch
 from wicore_trt.backends.triton import products as triton_products
 from wicore_trt.backends.triton import roles
 from wicore_trt.backends.triton.memory import StepMemory
-from wicore_trt.backends.triton.roles import KernelRole, Product
+from wicore_trt.backends.triton.roles import KernelRole, MatrixProduct
 from wicore_trt.backends.triton.rows import RowPlan
 from wicore_trt.backends.triton.segments import LongSlice, SegmentAttention
 from wicore_trt.backends.triton.table import ANY, EngineShape, KernelEntry, KernelTable
@@ -111,7 +111,7 @@ class TritonModel:
         own = self.table.role_entries(roles.linear_role(role.operation, variant=roles.INVARIANT))
         return own[0] if own else self.table.find_entry(role, ANY)
 
-    def choose_product(self, role: str, rows: int) -> Product:
+    def choose_product(self, role: str, rows: int) -> MatrixProduct:
         return roles.KERNEL if self.invariant else self.shape.choose_product(self.table.target, role, rows)
 
     def launch_kernel(self, entry: KernelEntry, call: Launch) -> None:

@@ -15,7 +15,7 @@ WIDE, NARROW = "16-bit", "fp8"
 """How rows of activations are stored for a product: in the engine's dtype, or as E4M3 with a scale each."""
 
 
-class Product(NamedTuple):
+class MatrixProduct(NamedTuple):
     """Way to multiply by a layer's weights: storage of the `rows` that it takes, dtype of `results`, Triton `kernels`
     or not. Without them cuBLAS multiplies (torch.mm, torch._scaled_mm)."""
 
@@ -24,9 +24,9 @@ class Product(NamedTuple):
     kernels: bool
 
 
-KERNEL, KERNEL8 = Product(WIDE, "float32", True), Product(NARROW, "float32", True)
-MM, MM16 = Product(WIDE, "float32", False), Product(WIDE, "bfloat16", False)
-SCALED_MM = Product(NARROW, "bfloat16", False)
+KERNEL, KERNEL8 = MatrixProduct(WIDE, "float32", True), MatrixProduct(NARROW, "float32", True)
+MM, MM16 = MatrixProduct(WIDE, "float32", False), MatrixProduct(WIDE, "bfloat16", False)
+SCALED_MM = MatrixProduct(NARROW, "bfloat16", False)
 
 
 class KernelRole(NamedTuple):
@@ -77,7 +77,7 @@ def parse_role(text: str) -> KernelRole:
 
 
 @cache
-def step_role(operation: str, product: Product) -> KernelRole:
+def step_role(operation: str, product: MatrixProduct) -> KernelRole:
     """Make the role of an operation between a step's products; products that it treats alike share one kernel. An
     embedding takes no results; behind float32 results the last norm and the rope give no narrow rows."""
     rows, results = product.rows, product.results

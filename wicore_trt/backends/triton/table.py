@@ -22,7 +22,7 @@ from wicore_trt.backends.triton.roles import (
     SCALED_MM,
     WIDE,
     KernelRole,
-    Product,
+    MatrixProduct,
 )
 from wicore_trt.model.spec import GLOBAL, GROUPS, Gemma3Spec
 from wicore_trt.plugins.aot import CompiledKernel
@@ -125,7 +125,7 @@ class EngineShape:
     def _row_limits(target: str) -> dict[str, int]:
         return DEFAULT_CROSSOVER | CROSSOVER.get(target, {})
 
-    def choose_product(self, target: str, role: str, rows: int) -> Product:
+    def choose_product(self, target: str, role: str, rows: int) -> MatrixProduct:
         if rows <= self.most_kernel_rows(target, role):
             return KERNEL
         if not self.weights.quantized or role == "head":
