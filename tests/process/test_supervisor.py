@@ -248,7 +248,7 @@ async def test_a_stuck_engine_is_ended_with_its_stacks_and_the_next_one_serves(t
             assert await answer(stub, "a few", 5) == expected("a few", 5)[0]
         server.process.send_signal(signal.SIGTERM)
         code, log = await server.end()
-        assert code == 0 and "it had work and ended no step for 2 s" in log, log
+        assert code == 0 and re.search(r"it had work and ended no step for \d+ s", log), log
         assert stands or "in hanging" in log and "most recent call first" in log, log
 
 
