@@ -130,14 +130,15 @@ class Step:
 def apart(step: Step) -> int:
     """The rows of a batch-invariant step, alone, in other chunks and beside others: the same bits. How often compared.
 
-    Of few rows that programs share keys for, only the padding makes no difference."""
+    An engine that is not batch-invariant may divide the keys of a padded step otherwise: one rounding of difference."""
     bench, rng, found = step.bench, step.rng, step.found()
     if not bench.shape.invariant:
         if LAYERS[step.layer] == LOCAL or not step.padded:
             return 0
         again = bench.step(step.pieces, step.layer, padded=False, queries=step.queries)
         several = [(a, b) for a, b, p in zip(found, again, step.pieces, strict=True) if p.tokens > 1]
-        assert all(torch.equal(a, b) for a, b in several)
+        one = {"rtol": 2.0**-7, "atol": 2.0**-7, "equal_nan": True}
+        assert all(torch.allclose(a.float(), b.float(), **one) for a, b in several)
         return len(several)
     count = 0
     for piece, q, whole in zip(step.pieces, step.queries, found, strict=True):
