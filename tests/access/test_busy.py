@@ -1,4 +1,4 @@
-"""What the queue has no room for is refused soon, with a time to retry, and nothing else is, whatever clients speak.
+"""Requests beyond the queue are refused soon, with a time to retry, and no other request is, in each protocol.
 
 Invariants: I16.
 """
@@ -188,7 +188,7 @@ async def burst_over_http(server: Crowded, way: str) -> tuple[list[float], list[
 
 
 async def burst_over_grpc(server: Crowded, way: str) -> tuple[list[float], list[float]]:
-    """The same over gRPC."""
+    """Send a burst over gRPC: seconds of each answer, and times to retry."""
     async with grpc.aio.insecure_channel(server.address) as channel:
         stub, message = inference_pb2_grpc.InferenceServiceStub(channel), request("p" * 600, 3)
         sent = time.monotonic()

@@ -1,4 +1,4 @@
-"""Who may call and from where: keys on every route, tenants, web pages, TLS, Unix sockets, states of the server.
+"""Access of callers and hosts: keys on every route, tenants, web pages, TLS, Unix sockets, states of the server.
 
 Invariants: I19.
 """

@@ -43,7 +43,7 @@ def span(begin: int, end: int, name: object) -> ContentSpan:
 
 
 def seen_tokens(tokens: list[int], content: tuple[ContentSpan, ...], first: int = 0) -> list[int]:
-    """What a model sees of tokens from position `first` on: in a span, numbers that follow from its content."""
+    """Model input for tokens from position `first` on: in a span, numbers that follow from its content."""
     seen = list(tokens)
     for s in content:
         for i in range(max(s.begin, first), min(s.end, first + len(seen))):
@@ -63,7 +63,7 @@ def keys_of(tokens: list[int], content: tuple[ContentSpan, ...] = (), page_token
 
 
 def test_without_content_names_are_what_they_were() -> None:
-    """Those of directories that earlier versions wrote."""
+    """Page keys of directories that earlier versions wrote stay valid."""
     keys = keys_of(list(range(16)))
     assert keys[0].hex() == "fbd3bf64c47e9c35a6e42ab43c783572d6c6b3d7faf34a9d1afcbb3dce689271"
     assert keys[3].hex() == "b30df1846420723e2a316ff060cc866bff351f952d14529d55e0c91fc9aa5712"
@@ -83,7 +83,7 @@ def test_a_span_marks_each_page_that_it_reaches_into(begin: int, end: int, pages
 
 
 def test_tokens_are_told_up_to_the_first_content() -> None:
-    """Who matches prompts by tokens, as routers do, would take one content for another behind it."""
+    """Routers match prompts by tokens: behind a span they would take one content for another."""
     names, keys = KeyChain("engine", PAGE, secret=b"s" * 32).derive_names("", ""), list[bytes]()
     tokens, marks = [PLACEHOLDER] * 24, mark_content((span(9, 10, "a"),), PAGE)
     told = names.extend_keys(keys, tokens[:12], marks) + names.extend_keys(keys, tokens, marks)

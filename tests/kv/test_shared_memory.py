@@ -1,4 +1,4 @@
-"""One memory for both layer groups: atomic allocation, what leaves first, and what a round of conversations finds.
+"""Shared memory of both layer groups: atomic allocation, what leaves first, and what a round of conversations finds.
 
 Invariants: I8.
 """

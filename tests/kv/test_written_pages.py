@@ -1,4 +1,4 @@
-"""What a sequence passes over was written: by its own steps or by a load. Splits, tight pools, windows alone (I2)."""
+"""Sequences pass over written pages alone, by own steps or by a load. Splits, tight pools, windows alone (I2)."""
 
 from __future__ import annotations
 

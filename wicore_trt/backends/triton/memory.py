@@ -6,7 +6,7 @@ nothing, so it cannot run out of memory, and a CUDA graph may hold the addresses
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -150,16 +150,3 @@ def wide_floats(shape: EngineShape, target: str, tokens: int, *, invariant: bool
         halves = 1 if product.results == "bfloat16" else 2
         most = max(most, rows * (narrow if product.kernels else gate_up) * halves)
     return div_ceil(most, 2)
-
-
-def count_allocated(empty: Allocator) -> tuple[Callable[[], int], Allocator]:
-    """Wrap an allocator to count bytes; returns the count so far as a function, and the wrapper."""
-    total = 0
-
-    def counting(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        nonlocal total
-        tensor = empty(shape, dtype)
-        total += tensor.nbytes
-        return tensor
-
-    return lambda: total, counting
