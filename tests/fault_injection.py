@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from wicore_trt.kv.disk.files import ALIGN, Files, aligned_buffer, write_buffers
+from wicore_trt.kv.disk.files import ALIGN, Files, aligned_buffer, move_buffers
 
 
 class Fault(enum.Enum):
@@ -212,13 +212,13 @@ class FaultyFiles(Files):
             data[cut:] = old[cut:]
         elif fault is Fault.WRITE_MISDIRECTED:
             offset = self._elsewhere(fd, offset, len(data))
-        write_buffers(self._system, fd, [data], offset)
+        move_buffers(self._system.pwritev, fd, [data], offset)
 
     def _write_swapped(self, fd: int, first: tuple[int, memoryview], second: tuple[int, memoryview]) -> int:
         """Both writes, each in the other's place when they are of one size."""
         places = (second[0], first[0]) if len(first[1]) == len(second[1]) else (first[0], second[0])
-        write_buffers(self._system, fd, [first[1]], places[0])
-        write_buffers(self._system, fd, [second[1]], places[1])
+        move_buffers(self._system.pwritev, fd, [first[1]], places[0])
+        move_buffers(self._system.pwritev, fd, [second[1]], places[1])
         return len(second[1])
 
     def _settle(self, fd: int) -> None:
@@ -226,7 +226,7 @@ class FaultyFiles(Files):
         with self._lock:
             held = self._held.pop(fd, None)
         if held is not None:
-            write_buffers(self._system, fd, [held[1]], held[0])
+            move_buffers(self._system.pwritev, fd, [held[1]], held[0])
 
     def _elsewhere(self, fd: int, offset: int, nbytes: int) -> int:
         """Another block of the file at which `nbytes` fit, or one behind its end."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.kv.disk.claim import LOCK, claim_directory, lock_directory
+from wicore_trt.kv.disk.claim import LOCK, lock_directory
 from wicore_trt.kv.disk.files import Files
 
 
@@ -38,7 +38,7 @@ class Counting(Files):
 @pytest.mark.parametrize("cuts", [False, True])
 def test_a_directory_in_use_is_refused_even_while_its_holder_writes_its_name(tmp_path: Path, cuts: bool) -> None:
     holder, other = Files(), Counting(cuts=cuts)
-    claim_directory(holder, tmp_path)
+    holder.claim_directory(tmp_path)
     held = lock_directory(holder, tmp_path)
     who = r"\?" if cuts else str(os.getpid())
     with pytest.raises(EnvironmentUnfitError, match=f"in use by process {who}\\."):

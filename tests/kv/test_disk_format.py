@@ -11,8 +11,7 @@ from disk_store_helpers import SLOT, SPACE, content, make_page
 from msgspec import structs
 
 from wicore_trt.kv.disk.cipher import PageCipher
-from wicore_trt.kv.disk.format import BLOCK_BYTES, CorruptSlotError, Namespace, SlotFormat
-from wicore_trt.kv.disk.index import record_type
+from wicore_trt.kv.disk.format import BLOCK_BYTES, CorruptSlotError, Namespace, SlotFormat, record_fields
 
 PAGE = make_page(4)
 CIPHERS = [None, PageCipher(b"k" * 32)]
@@ -114,6 +113,6 @@ def test_no_changed_bit_opens(cipher: PageCipher | None) -> None:
 
 def test_a_record_has_the_fields_that_numpy_reads() -> None:
     record = SlotFormat(SPACE, None).make_record(PAGE, 1, 3, 9, 77)
-    found = np.frombuffer(record, dtype=record_type(SPACE))[0]
+    found = np.frombuffer(record, dtype=record_fields(SPACE.page_tokens))[0]
     assert (found["part"], found["parts"], found["slot"], found["write_id"], found["index"]) == (1, 3, 9, 77, 4)
     assert found["key"].item() == PAGE.key and SPACE.groups[found["group"]] == PAGE.group

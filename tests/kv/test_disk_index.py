@@ -14,7 +14,7 @@ from msgspec import structs
 
 from benchmarks.kv.disk_index import MODELS, measure_index
 from wicore_trt.kv.disk.cipher import PageCipher
-from wicore_trt.kv.disk.files import Files, write_buffers
+from wicore_trt.kv.disk.files import Files, move_buffers
 from wicore_trt.kv.disk.format import SlotFormat
 from wicore_trt.kv.disk.index import SlotIndex, find_runs
 from wicore_trt.kv.pages.page import Page
@@ -24,7 +24,7 @@ PLAIN = SlotFormat(SPACE, None)
 
 def open_index(path: Path, records: int = 64, files: Files | None = None) -> SlotIndex:
     index = SlotIndex(path / "index", SPACE, PLAIN, files or Files())
-    index.grow_to(records)
+    index.resize_to(records)
     return index
 
 
@@ -162,7 +162,7 @@ def test_a_page_ends_with_the_soonest_of_its_parts(tmp_path: Path) -> None:
     for number, ends in ((1, (0, 50)), (2, (70, 0)), (3, (90, 80)), (4, (0, 0))):
         for part, end in enumerate(ends):
             record = PLAIN.make_record(make_page(number), part, 2, 2 * number + part, number, end)
-            write_buffers(Files(), index._fd, [record], (2 * number + part) * RECORD_BYTES)
+            move_buffers(Files().pwritev, index._fd, [record], (2 * number + part) * RECORD_BYTES)
     ends = {make_page(1).key: 50, make_page(2).key: 70, make_page(3).key: 80}
     assert index.load_pages().find_ends() == ends
     found = index.load_pages(now=75.0)
@@ -174,10 +174,10 @@ def test_a_page_ends_with_the_soonest_of_its_parts(tmp_path: Path) -> None:
 def test_growing_keeps_and_cutting_drops(tmp_path: Path) -> None:
     index = open_index(tmp_path, 4)
     index.put_records(make_page(1), [3], 1)
-    index.grow_to(8)
+    index.resize_to(8)
     index.put_records(make_page(2), [7], 2)
     assert len(pages(index)) == 2
-    index.cut_to(5)
+    index.resize_to(5)
     assert pages(index) == [(make_page(1), (3,))]
     index.close()
     assert (tmp_path / "index").stat().st_size == 5 * RECORD_BYTES
@@ -189,7 +189,7 @@ def test_pages_come_back_with_their_tokens(tmp_path: Path, cipher: PageCipher | 
     encrypted has its tokens nowhere in the file, and another key gets none of them."""
     slot_format = SlotFormat(SPACE, cipher)
     index = SlotIndex(tmp_path / "index", SPACE, slot_format, Files())
-    index.grow_to(16)
+    index.resize_to(16)
     made = [make_page(number) for number in range(5)]
     for number, page in enumerate(made):
         index.put_records(page, [3 * number + 1, 3 * number], number + 1)
@@ -209,6 +209,7 @@ def test_pages_come_back_with_their_tokens(tmp_path: Path, cipher: PageCipher | 
 
 def test_adjacent() -> None:
     assert list(find_runs([3, 4, 5, 9, 8, 1, 2])) == [(0, 3), (3, 4), (4, 5), (5, 7)]
+    assert list(find_runs([6, 7, 8, 9, 11], 4)) == [(0, 2), (2, 4), (4, 5)]
     assert list(find_runs([])) == [] and list(find_runs([7])) == [(0, 1)]
 
 

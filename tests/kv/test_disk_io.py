@@ -65,7 +65,7 @@ def test_a_full_queue_refuses_and_reads_have_their_own() -> None:
     assert pool.submit_operation(hangs[1].run, hangs[1].done) and pool.submit_operation(hangs[2].run, hangs[2].done)
     assert not pool.submit_operation(hangs[3].run, hangs[3].done)
     assert pool.submit_operation(hangs[4].run, hangs[4].done, urgent=True)
-    assert pool.depth == 4
+    assert len(pool.live) == 4
     for hang in hangs:
         hang.go.set()
     for hang in (hangs[0], hangs[1], hangs[2], hangs[4]):
@@ -84,14 +84,14 @@ def test_a_hang_times_out_then_returns_and_the_queue_behind_it_too() -> None:
     refused = Hang()
     assert not pool.submit_operation(refused.run, refused.done), "all threads hang"
     assert queued.wait(2) == [Outcome.TIMEOUT, Outcome.RETURNED] and not queued.started.is_set()
-    assert running.seen == [Outcome.TIMEOUT] and pool.depth == 1
+    assert running.seen == [Outcome.TIMEOUT] and len(pool.live) == 1
     running.go.set()
     assert running.wait(2) == [Outcome.TIMEOUT, Outcome.RETURNED]
     again = Hang()
     again.go.set()
     hurry(pool, 30.0)
     assert not pool.stalled and pool.submit_operation(again.run, again.done) and again.wait(1) == [Outcome.OK]
-    assert pool.depth == 0
+    assert len(pool.live) == 0
     pool.close(10)
 
 
@@ -208,4 +208,4 @@ def test_every_operation_is_answered_once_whatever_its_duration() -> None:
     assert len(answers) > 50
     for seen in answers:
         assert seen in ([Outcome.OK], [Outcome.TIMEOUT, Outcome.RETURNED]), seen
-    assert pool.depth == 0
+    assert len(pool.live) == 0

@@ -47,7 +47,7 @@ def test_space_arithmetic(slots: int) -> None:
 @pytest.mark.parametrize("limit", [300_000, 1_000_000])
 def test_the_limit_holds_and_is_used(tmp_path: Path, limit: int) -> None:
     store = open_store(tmp_path, limit_bytes=limit)
-    assert fill(store, tmp_path, limit) == store.num_slots == store.usable_slots
+    assert fill(store, tmp_path, limit) == store.num_slots == store.existing_slots
     assert used(tmp_path) > limit - 64 * 1024 - 16 * 1024 * (store.num_slots // 16 + 2) - 3 * SLOT
     store.close()
 
@@ -115,7 +115,7 @@ def test_a_file_that_appears_later_counts_too(tmp_path: Path) -> None:
     put(store, make_page(0), [0], [content(0, 0)])
     (tmp_path / "notes").write_bytes(bytes(500_000))
     written = fill(store, tmp_path, 1_000_000, first=1)
-    assert 16 <= written == store.usable_slots < store.num_slots
+    assert 16 <= written == store.existing_slots < store.num_slots
     store.close()
 
 
@@ -209,17 +209,17 @@ def test_the_floor_of_free_space_is_kept(tmp_path: Path) -> None:
     files = Full(1_000_000)
     store = open_store(tmp_path, files=files, free_bytes=600_000)
     written = fill(store, tmp_path, 2 << 20)
-    assert 16 <= written == store.usable_slots < store.num_slots and files.left >= 600_000
+    assert 16 <= written == store.existing_slots < store.num_slots and files.left >= 600_000
     files.left += 500_000
     assert put(store, make_page(written), [written], [content(written, 0)]) is Outcome.OK, "space came back"
-    assert store.usable_slots > written and files.left >= 600_000
+    assert store.existing_slots > written and files.left >= 600_000
     store.close()
 
 
 def test_a_full_file_system_is_no_space_and_what_exists_goes_on(tmp_path: Path) -> None:
     store = open_store(tmp_path, files=Full(400_000, lies=True))
     written = fill(store, tmp_path, 2 << 20)
-    assert 16 <= written == store.usable_slots < store.num_slots
+    assert 16 <= written == store.existing_slots < store.num_slots
     assert sum(path.stat().st_size for path in tmp_path.rglob("slab-*")) == written * 2 * SLOT, "given back"
     for slot in random.sample(range(written), 10):
         assert put(store, make_page(slot), [slot], [content(slot, 0, 1)]) is Outcome.OK

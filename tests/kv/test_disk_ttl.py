@@ -146,7 +146,7 @@ def test_a_server_that_dies_while_it_writes_leaves_what_the_next_one_overwrites(
 
     class Copying(Files):
         def pwritev(self, fd, given, offset) -> int:
-            count = Files.pwritev(self, fd, given, offset)
+            count = super().pwritev(fd, given, offset)
             if self.armed:
                 copies.append(tmp_path / f"copy {len(copies)}")
                 shutil.copytree(tmp_path / "cache", copies[-1])
@@ -223,7 +223,7 @@ def test_what_could_not_be_overwritten_is_tried_again(tmp_path: Path) -> None:
             if self.refuse and not any(given[0]):
                 self.refuse -= 1
                 raise OSError(errno.EIO, "no")
-            return Files.pwritev(self, fd, given, offset)
+            return super().pwritev(fd, given, offset)
 
     files = Failing()
     store = open_store(tmp_path, files=files)
@@ -246,7 +246,7 @@ def test_a_write_that_hung_until_its_page_was_over_leaves_nothing(tmp_path: Path
             if self.hangs and any(given[0][:8]) and len(given) == 2:
                 self.reached.set()
                 self.go_on.wait(30)
-            return Files.pwritev(self, fd, given, offset)
+            return super().pwritev(fd, given, offset)
 
         hangs = False
 
@@ -278,7 +278,7 @@ def test_erased_twice_the_record_still_stays_as_long_as_the_bytes(tmp_path: Path
         def pwritev(self, fd, given, offset) -> int:
             if self.on and not any(given[0]) and len(given) == 2:
                 raise OSError(errno.EIO, "no")
-            return Files.pwritev(self, fd, given, offset)
+            return super().pwritev(fd, given, offset)
 
     files = Refusing()
     store = open_store(tmp_path, files=files)
@@ -428,7 +428,7 @@ def test_an_end_that_moves_while_the_page_is_written_is_that_of_the_record(tmp_p
         def pwritev(self, fd, given, offset) -> int:
             if self.on:
                 self.go_on.wait(60)
-            return Files.pwritev(self, fd, given, offset)
+            return super().pwritev(fd, given, offset)
 
     files = Waiting()
     stack = Stack(tmp_path, seed=SEED, host_slots=300, files=files)

@@ -29,7 +29,7 @@ class Dying(Files):
         self.path, self.keep, self.lives, self.alone = path, keep, 0, threading.Lock()
 
     def pwritev(self, fd, given, offset) -> int:
-        count = Files.pwritev(self, fd, given, offset)
+        count = super().pwritev(fd, given, offset)
         with self.alone:
             shutil.copytree(self.path, self.keep / str(self.lives))
             self.lives += 1
@@ -109,7 +109,7 @@ def test_saves_do_not_pile_up_while_disks_hang(tmp_path: Path) -> None:
         def pwritev(self, fd, given, offset) -> int:
             if self.on:
                 self.go_on.wait(60)
-            return Files.pwritev(self, fd, given, offset)
+            return super().pwritev(fd, given, offset)
 
     files = Hanging()
     stack = Stack(tmp_path, seed=SEED, host_slots=80, files=files, disk_bytes=20 << 20)

@@ -273,13 +273,9 @@ class VirtualIoPool:
         self._world, self._idle, self._threads = world, threads, threads
         self._limit, self._timeout_s, self._chore, self._end = queue_limit, timeout_s, chore, end
         self._queues: dict[bool, deque[DiskOperation]] = {True: deque(), False: deque()}
-        self._live: dict[DiskOperation, None] = {}
+        self.live: dict[DiskOperation, None] = {}
         self._running: dict[DiskOperation, None] = {}
         self._nudged = self._chore_runs = self._closing = self._ended = False
-
-    @property
-    def depth(self) -> int:
-        return len(self._live)
 
     @property
     def stalled(self) -> bool:
@@ -290,7 +286,7 @@ class VirtualIoPool:
         if self._closing or len(queue) >= self._limit or self.stalled:
             return False
         op = DiskOperation(run, done, self._world.now + self._timeout_s)
-        self._live[op] = None
+        self.live[op] = None
         queue.append(op)
         self._world.later(self._timeout_s, lambda: self._expire(op))
         self._serve()
@@ -307,7 +303,7 @@ class VirtualIoPool:
             return
         queued = [*self._queues[True], *self._queues[False]]
         for op in queued:
-            self._live.pop(op)
+            self.live.pop(op)
             op.finish(Outcome.FAILED)
         self._queues = {True: deque(), False: deque()}
         for op in list(self._running):
@@ -347,7 +343,7 @@ class VirtualIoPool:
         def finish() -> None:
             self._idle += 1
             self._running.pop(op)
-            self._live.pop(op, None)
+            self.live.pop(op, None)
             op.finish(outcome[0])
             self._serve()
 
@@ -358,11 +354,11 @@ class VirtualIoPool:
             world.later(span, finish)
 
     def _expire(self, op: DiskOperation) -> None:
-        if op not in self._live:
+        if op not in self.live:
             return
         op.expire()
         for queue in self._queues.values():
             if op in queue:
                 queue.remove(op)
-                self._live.pop(op)
+                self.live.pop(op)
                 op.finish(Outcome.RETURNED)

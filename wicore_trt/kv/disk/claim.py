@@ -7,6 +7,7 @@ operator's setting or this user's rights, and a server started again with the sa
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import re
@@ -16,16 +17,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.kv.disk.files import (
-    Files,
-    NotOursError,
-    check_directory,
-    check_file,
-    read_buffers,
-    read_file,
-    write_buffers,
-    write_file,
-)
+from wicore_trt.kv.disk.files import Files, NotOursError, check_owned, move_buffers, read_file, write_file
 
 LOCK, SECRET = "LOCK", "secret"
 SECRET_BYTES = 32
@@ -33,12 +25,6 @@ NAMESPACE = re.compile(r"[0-9a-f]{32}")
 OURS = re.compile(r"namespace\.json(\.new)?|index|slab-\d{5}")
 """Names of namespace directories, and of the files in them."""
 _log = logging.getLogger(__name__)
-
-
-def claim_directory(files: Files, path: Path) -> None:
-    """Make the directory, or check that it is ours, and close it to others. NotOursError when it is not."""
-    files.makedirs(path)
-    files.close_directory(path)
 
 
 def root_directory(files: Files, path: Path) -> Path:
@@ -61,29 +47,27 @@ def check_contents(files: Files, path: Path) -> None:
     use; they are counted and left alone."""
     for name in files.listdir(path):
         if name in (LOCK, SECRET, f"{SECRET}.new"):
-            check_file(path / name, files.lstat(path / name), files.owner)
+            check_owned(path / name, files.lstat(path / name), files.owner)
         elif NAMESPACE.fullmatch(name):
-            check_directory(path / name, files.lstat(path / name), files.owner)
+            check_owned(path / name, files.lstat(path / name), files.owner, directory=True)
             for inner in filter(OURS.fullmatch, files.listdir(path / name)):
-                check_file(path / name / inner, files.lstat(path / name / inner), files.owner)
+                check_owned(path / name / inner, files.lstat(path / name / inner), files.owner)
 
 
 def lock_directory(files: Files, path: Path) -> int:
     """The descriptor that holds the directory's lock; the kernel frees it with the process, however that ends."""
     fd = files.open(path / LOCK, os.O_RDWR | os.O_CREAT)
     try:
-        files.lock(fd)
+        files.lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         files.truncate(fd, 0)
-        write_buffers(files, fd, [b"%d\n" % os.getpid()], 0)
+        move_buffers(files.pwritev, fd, [b"%d\n" % os.getpid()], 0)
         return fd
     except BlockingIOError as error:
+        files.close(fd)
         try:
-            buffer = memoryview(bytearray(min(files.fstat(fd).st_size, 32)))
-            read_buffers(files, fd, [buffer], 0)
-            holder = bytes(buffer).decode(errors="replace").strip() or "?"
+            holder = read_file(files, path / LOCK, 32).decode(errors="replace").strip() or "?"
         except (OSError, EOFError):  # as while the holder writes it
             holder = "?"
-        files.close(fd)
         raise EnvironmentUnfitError(
             f"{path} is in use by process {holder}.",
             fix="Give this server a kv.disk_path of its own, or stop that process.",

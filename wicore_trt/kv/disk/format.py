@@ -106,13 +106,10 @@ class SlotFormat:
         self._digest = namespace.digest
         self._group_numbers = {group: number for number, group in enumerate(namespace.groups)}
         self._cipher = cipher
+        self.encrypts = cipher is not None
         self._token_bytes = 4 * namespace.page_tokens
         self.record_bytes = record_bytes(namespace.page_tokens)
-        self.flags = FLAG_SEALED if cipher is not None else 0
-
-    @property
-    def encrypts(self) -> bool:
-        return self._cipher is not None
+        self.flags = FLAG_SEALED if self.encrypts else 0
 
     def seal(
         self,
@@ -137,7 +134,7 @@ class SlotFormat:
         head = identity + sealed + _payload_check(identity, sealed, payload)
         head = head.ljust(_HEADER_CHECK_AT, b"\0")
         block[:_HEADER_CHECK_AT] = head
-        block[_HEADER_CHECK_AT:] = _header_check(head)
+        block[_HEADER_CHECK_AT:] = blake2b(head, digest_size=CHECK_BYTES).digest()
         return payload
 
     def open(
@@ -148,7 +145,7 @@ class SlotFormat:
         CorruptSlotError for any difference; the payload then means nothing.
         """
         head = bytes(block[:_HEADER_CHECK_AT])
-        if block[_HEADER_CHECK_AT:] != _header_check(head):
+        if block[_HEADER_CHECK_AT:] != blake2b(head, digest_size=CHECK_BYTES).digest():
             raise CorruptSlotError("header checksum")
         identity = self._pack_identity(page, part, parts, slot, write_id, len(payload))
         if head[:_SEALED_AT] != identity:
@@ -172,7 +169,11 @@ class SlotFormat:
             RECORD_MAGIC, group, flags, page.key, page.parent or b"", page.tenant, page.index, expires,
             write_id, part, parts, slot,
         )  # fmt: skip
-        body += self._seal_tokens(page, parts, write_id) if part == 0 else bytes(SEALED_BYTES + self._token_bytes)
+        assert len(page.tokens) in (0, self._token_bytes)
+        sealed, tokens = b"", page.tokens if part == 0 else b""
+        if tokens and self._cipher is not None:
+            sealed, tokens = self._cipher.seal(page, 0, parts, write_id, _TOKENS_BOUND, memoryview(tokens))
+        body += sealed.ljust(SEALED_BYTES, b"\0") + tokens.ljust(self._token_bytes, b"\0")
         return body + record_check(body)
 
     def open_tokens(self, page: Page, parts: int, write_id: int, stored: bytes) -> bytes:
@@ -186,13 +187,6 @@ class SlotFormat:
                 return b""
         return bytes(tokens)
 
-    def _seal_tokens(self, page: Page, parts: int, write_id: int) -> bytes:
-        assert len(page.tokens) in (0, self._token_bytes)
-        if not page.tokens or self._cipher is None:
-            return bytes(SEALED_BYTES) + page.tokens.ljust(self._token_bytes, b"\0")
-        sealed, tokens = self._cipher.seal(page, 0, parts, write_id, _TOKENS_BOUND, memoryview(page.tokens))
-        return sealed.ljust(SEALED_BYTES, b"\0") + tokens
-
     def _pack_identity(self, page: Page, part: int, parts: int, slot: int, write_id: int, payload_bytes: int) -> bytes:
         assert len(page.key) == KEY_BYTES and len(page.tenant) == TENANT_BYTES, "struct would cut or pad them"
         assert page.parent is None or len(page.parent) == KEY_BYTES
@@ -203,16 +197,11 @@ class SlotFormat:
         )  # fmt: skip
 
 
-def record_check(body: bytes | memoryview) -> bytes:
-    """Checksum of a record without its last CHECK_BYTES. Against accidents only: the slot's header is the truth."""
-    return xxhash.xxh3_128_digest(body)
+record_check = xxhash.xxh3_128_digest
+"""Checksum of a record without its last CHECK_BYTES. Against accidents only: the slot's header is the truth."""
 
 
 def _payload_check(identity: bytes, sealed: bytes, payload: memoryview) -> bytes:
     check = xxhash.xxh3_128(identity + sealed)
     check.update(payload)
     return check.digest()
-
-
-def _header_check(head: bytes) -> bytes:
-    return blake2b(head, digest_size=CHECK_BYTES).digest()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from wicore_trt.kv.disk.files import Files, aligned_buffer, read_buffers, write_buffers
+from wicore_trt.kv.disk.files import Files, aligned_buffer, move_buffers
 from wicore_trt.kv.disk.format import (
     CHECK_BYTES,
     FLAG_PARENT,
@@ -39,17 +39,12 @@ _WRITE_ID_END = 1 << 63  # nanoseconds since 1970 in the year 2262; more is dama
 _log = logging.getLogger(__name__)
 
 
-def record_type(namespace: Namespace) -> np.dtype[np.void]:
-    """An index record, for numpy."""
-    return np.dtype(record_fields(namespace.page_tokens))
-
-
 def read_records(files: Files, fd: int, record: np.dtype[np.void], file_bytes: int) -> NDArray[np.void]:
-    """Read the whole records among the first `file_bytes` of an index. OSError and EOFError as `read_buffers`."""
+    """Read the whole records among the first `file_bytes` of an index. OSError and EOFError as `move_buffers`."""
     nbytes = file_bytes // record.itemsize * record.itemsize
     buffer = aligned_buffer(max(nbytes, 1))[:nbytes]
     for at in range(0, nbytes, _READ_BYTES):
-        read_buffers(files, fd, [buffer[at : at + _READ_BYTES]], at)
+        move_buffers(files.preadv, fd, [buffer[at : at + _READ_BYTES]], at)
     return np.frombuffer(buffer, dtype=record)
 
 
@@ -57,7 +52,8 @@ class FoundPages:
     """Pages in an index: `page(i)` lies in `slots(i)`, written as `write_ids[i]`; ascending by write id. `stale` are
     the other slots with records: parts of incomplete pages, pages written again elsewhere, those whose time is over at
     `now` (seconds since 1970), and damage. `expires[i]` is when a page's time is over, 0 for never; `passing` are the
-    stale slots whose record has such a time. Pages know their tokens as far as `slot_format` opens them."""
+    stale slots whose record has such a time. `last_write` is the largest
+    write id, also of a page whose time is over, or 0. Pages know their tokens as far as `slot_format` opens them."""
 
     def __init__(
         self,
@@ -72,11 +68,13 @@ class FoundPages:
         first = np.cumsum(counts) - counts
         heads = parts[first]
         keep = _find_newest(records["key"][heads], records["group"][heads])
-        ends = _find_soonest(records["expires"], parts, first, counts)
-        self._last = int(records["write_id"][heads].max(initial=0))
+        # the soonest of a page's parts, as a server may have died while it wrote them anew; 0, for never, wraps to the
+        # latest
+        ends = np.minimum.reduceat(records["expires"][parts] - np.uint32(1), first) + np.uint32(1)
+        self.last_write = int(records["write_id"][heads].max(initial=0))
         if now and len(heads):
             # write ids are times: a clock that was set back since must not lengthen anybody's time
-            now = max(now, self._last / 1e9)
+            now = max(now, self.last_write / 1e9)
             keep = keep[(ends[keep] == 0) | (ends[keep] > now)]
         self._records = records
         self.expires: NDArray[np.uint32] = ends[keep]
@@ -84,16 +82,9 @@ class FoundPages:
         self._parts = parts
         self._groups = namespace.groups
         self.write_ids: NDArray[np.uint64] = records["write_id"][self._heads]
-        taken = np.zeros(len(records), dtype=bool)
-        for column in range(int(self._counts.max(initial=0))):
-            taken[parts[self._first[self._counts > column] + column]] = True
-        stale = ~taken & (records["magic"] != 0)
+        stale = (self.per_slot(self.write_ids, len(records)) == 0) & (records["magic"] != 0)
         self.stale: list[int] = np.flatnonzero(stale).tolist()
         self.passing: list[int] = np.flatnonzero(stale & (records["expires"] != 0)).tolist()
-
-    def last_write(self) -> int:
-        """The largest write id, also of a page whose time is over; 0 without any."""
-        return self._last
 
     def per_slot(self, values: NDArray[Any], num_slots: int) -> NDArray[Any]:
         """Spread over the slots the value, such as `write_ids`, of the page in it; 0 for none."""
@@ -137,31 +128,27 @@ class SlotIndex:
         self._fd = files.open(path, os.O_RDWR | os.O_CREAT)
         self.num_records = files.fstat(self._fd).st_size // self._record_bytes
         self._writing = threading.Lock()  # held during writes: a clear and a put of one slot keep their order
-        self._mutex = threading.Lock()  # guards _forgotten; never held during I/O
+        self._mutex = threading.RLock()  # guards _forgotten; never held during I/O
         self._forgotten: set[int] = set()
         self._stamped: dict[int, bytes] = {}  # records to be written anew
 
-    def grow_to(self, num_records: int) -> None:
-        """Room for records [0, num_records). OSError when there is none; then nothing changed."""
-        if num_records > self.num_records:
-            old = self.num_records * self._record_bytes
+    def resize_to(self, num_records: int) -> None:
+        """Have records [0, num_records). OSError when there is no room for them; then nothing changed."""
+        old, new = (count * self._record_bytes for count in (self.num_records, num_records))
+        if new < old:
+            self._files.truncate(self._fd, new)
+        elif new > old:
             try:
-                self._files.allocate(self._fd, old, num_records * self._record_bytes - old)
+                self._files.allocate(self._fd, old, new - old)
             except OSError:
                 self._files.truncate(self._fd, old)
                 raise
-            self.num_records = num_records
-
-    def cut_to(self, num_records: int) -> None:
-        """Drop the records from num_records on."""
-        if self.num_records > num_records:
-            self._files.truncate(self._fd, num_records * self._record_bytes)
-            self.num_records = num_records
+        self.num_records = num_records
 
     def load_pages(self, now: float = 0.0) -> FoundPages:
         """Read all records, and take those of pages whose time is over at `now` for stale. OSError when that fails."""
         size = self.num_records * self._record_bytes
-        records = read_records(self._files, self._fd, record_type(self._namespace), size)
+        records = read_records(self._files, self._fd, np.dtype(record_fields(self._namespace.page_tokens)), size)
         return FoundPages(records, self._namespace, self._format.flags, now, self._format)
 
     def put_records(self, page: Page, slots: Sequence[int], write_id: int, expires: int = 0) -> None:
@@ -170,7 +157,7 @@ class SlotIndex:
         with self._writing:
             with self._mutex:
                 self._forgotten.difference_update(slots)
-                self._drop_stamps(slots)
+                self.leave_records(slots)
             self._write_records(slots, records)
 
     def stamp_records(self, page: Page, slots: Sequence[int], write_id: int, expires: int) -> None:
@@ -183,12 +170,13 @@ class SlotIndex:
         """Note that these slots hold nothing any more; `flush_records` writes it."""
         with self._mutex:
             self._forgotten.update(slots)
-            self._drop_stamps(slots)
+            self.leave_records(slots)
 
     def leave_records(self, slots: Sequence[int]) -> None:
         """The records of these slots stay as they are on disk until `forget_slots` or `put_records`."""
         with self._mutex:
-            self._drop_stamps(slots)
+            for slot in slots:
+                self._stamped.pop(slot, None)
 
     def flush_records(self) -> None:
         """Clear the records of forgotten slots and write stamped ones. OSError when that fails; they are then tried
@@ -216,11 +204,7 @@ class SlotIndex:
 
     def _write_records(self, slots: Sequence[int], records: Sequence[bytes]) -> None:
         for first, last in find_runs(slots):
-            write_buffers(self._files, self._fd, records[first:last], slots[first] * self._record_bytes)
-
-    def _drop_stamps(self, slots: Iterable[int]) -> None:
-        for slot in slots:
-            self._stamped.pop(slot, None)
+            move_buffers(self._files.pwritev, self._fd, records[first:last], slots[first] * self._record_bytes)
 
     def close(self) -> None:
         """Flush, and close the file."""
@@ -231,11 +215,11 @@ class SlotIndex:
         self._files.close(self._fd)
 
 
-def find_runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges [first, last) of positions at which the slots follow each other on disk."""
+def find_runs(slots: Sequence[int], slab_slots: int = 1 << 63) -> Iterator[tuple[int, int]]:
+    """Ranges [first, last) of positions at which the slots follow each other in one slab of so many slots."""
     first = 0
     for at in range(1, len(slots) + 1):
-        if at == len(slots) or slots[at] != slots[at - 1] + 1:
+        if at == len(slots) or slots[at] != slots[at - 1] + 1 or slots[at] % slab_slots == 0:
             yield first, at
             first = at
 
@@ -275,19 +259,6 @@ def _find_complete(records: NDArray[np.void], slots: NDArray[np.int64]) -> tuple
         good &= column == column[first]
     whole = np.logical_and.reduceat(good, starts)
     return order[np.repeat(whole, counts)], counts[whole]
-
-
-def _find_soonest(
-    expires: NDArray[np.uint32], parts: NDArray[np.int64], first: NDArray[np.int64], counts: NDArray[np.int64]
-) -> NDArray[np.uint32]:
-    """Find the end of each page's time: the soonest of its parts, as a server may have died while it wrote them
-    anew."""
-    if not len(first):
-        return np.zeros(0, dtype=np.uint32)
-    never = np.uint32(0xFFFFFFFF)
-    ends = expires[parts]
-    soonest = np.minimum.reduceat(np.where(ends == 0, never, ends), first)
-    return np.where(soonest == never, np.uint32(0), soonest).astype(np.uint32)
 
 
 def _find_newest(keys: NDArray[np.void], groups: NDArray[np.uint16]) -> NDArray[np.int64]:

@@ -48,7 +48,7 @@ class DiskOperation:
         self,
         run: Callable[[DiskOperation], Outcome],
         done: Callable[[Outcome], None],
-        deadline: float,
+        deadline: float = math.inf,
         *,
         urgent: bool = False,
     ) -> None:
@@ -96,12 +96,12 @@ class IoPool:
         self._timeout_s = timeout_s
         self._chore = chore
         self._end = end
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._work = threading.Condition(self._lock)
         self._watch = threading.Condition(self._lock)
         self._urgent: deque[DiskOperation] = deque()
         self._normal: deque[DiskOperation] = deque()
-        self._live: dict[DiskOperation, None] = {}  # until their buffers are back
+        self.live: dict[DiskOperation, None] = {}  # until their buffers are back
         self._waiting: dict[DiskOperation, None] = {}  # those that may still time out, in the order of deadlines
         self._running: set[DiskOperation] = set()
         self._nudged = False
@@ -116,15 +116,10 @@ class IoPool:
         threading.Thread(target=self._watch_deadlines, name="wicore-disk-watchdog", daemon=True).start()
 
     @property
-    def depth(self) -> int:
-        """Operations whose buffers have not come back."""
-        return len(self._live)
-
-    @property
     def stalled(self) -> bool:
         """True while every thread is in an operation that timed out."""
         with self._lock:
-            return self._is_stalled()
+            return len(self._running) == self._threads and all(op.timed_out for op in self._running)
 
     def submit_operation(
         self, run: Callable[[DiskOperation], Outcome], done: Callable[[Outcome], None], *, urgent: bool = False
@@ -132,10 +127,11 @@ class IoPool:
         """False, and nothing was done, when the queue is full, all threads hang, or the pool is closed."""
         with self._lock:
             queue = self._urgent if urgent else self._normal
-            if self._closing or len(queue) >= self._limit or self._is_stalled():
+            if self._closing or len(queue) >= self._limit or self.stalled:
                 return False
-            op = self._start_clock(run, done, urgent=urgent)
-            self._live[op] = None
+            op = DiskOperation(run, done, urgent=urgent)
+            self._start_clock(op)
+            self.live[op] = None
             queue.append(op)
             self._work.notify()
             return True
@@ -162,27 +158,18 @@ class IoPool:
             self._normal.clear()
             running = list(self._running)
             for op in queued:
-                self._forget_operation(op)
+                del self.live[op]
+                self._waiting.pop(op, None)
         for op in queued:
             op.finish(Outcome.FAILED)
         for op in running:
             op.expire()
 
-    def _is_stalled(self) -> bool:
-        return len(self._running) == self._threads and all(op.timed_out for op in self._running)
-
-    def _start_clock(
-        self, run: Callable[[DiskOperation], Outcome], done: Callable[[Outcome], None], *, urgent: bool
-    ) -> DiskOperation:
-        op = DiskOperation(run, done, time.monotonic() + self._timeout_s, urgent=urgent)
-        if not self._waiting:
-            self._watch.notify()
-        self._waiting[op] = None
-        return op
-
-    def _wait_longer(self, op: DiskOperation) -> None:
+    def _start_clock(self, op: DiskOperation) -> None:
         """Begin its time now."""
         op.deadline = time.monotonic() + self._timeout_s
+        if not self._waiting:
+            self._watch.notify()
         self._waiting.pop(op, None)
         self._waiting[op] = None
 
@@ -194,10 +181,6 @@ class IoPool:
                 self._chore_runs = False
         return Outcome.OK
 
-    def _forget_operation(self, op: DiskOperation) -> None:
-        self._live.pop(op, None)
-        self._waiting.pop(op, None)
-
     def _take_operation(self) -> DiskOperation | None:
         """The next operation, with the chore as the last of them, or None when this thread is to leave."""
         with self._lock:
@@ -208,13 +191,14 @@ class IoPool:
                     op = (self._urgent or self._normal).popleft()
                     self._running.add(op)
                     if not op.urgent:
-                        self._wait_longer(op)
+                        self._start_clock(op)
                     return op
                 if self._closing:
                     return None
                 if chore:
                     self._nudged, self._chore_runs = False, True
-                    op = self._start_clock(self._run_chore, lambda outcome: None, urgent=False)
+                    op = DiskOperation(self._run_chore, lambda outcome: None)
+                    self._start_clock(op)
                     self._running.add(op)
                     return op
                 self._work.wait()
@@ -228,7 +212,8 @@ class IoPool:
                 _log.exception("disk operation failed")
             with self._lock:
                 self._running.discard(op)
-                self._forget_operation(op)
+                self.live.pop(op, None)
+                self._waiting.pop(op, None)
                 if not op.timed_out:
                     self._done_at = time.monotonic()
             op.finish(outcome)
@@ -266,10 +251,10 @@ class IoPool:
                 del self._waiting[op]
                 queued = op not in self._running
                 if queued and not op.urgent and self._done_at > op.deadline - self._timeout_s:
-                    self._wait_longer(op)
+                    self._start_clock(op)
                     continue
                 if queued:
-                    self._forget_operation(op)
+                    del self.live[op]
                     (self._urgent if op in self._urgent else self._normal).remove(op)
                 return op, queued
 

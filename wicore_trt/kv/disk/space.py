@@ -18,9 +18,8 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import EnvironmentUnfitError
@@ -28,7 +27,6 @@ from wicore_trt.kv.disk.claim import (
     NAMESPACE,
     OURS,
     check_contents,
-    claim_directory,
     kept_secret,
     lock_directory,
     root_directory,
@@ -37,9 +35,9 @@ from wicore_trt.kv.disk.files import (
     Files,
     aligned_buffer,
     disk_bytes,
+    move_buffers,
     read_file,
     tree_bytes,
-    write_buffers,
     write_file,
 )
 from wicore_trt.kv.disk.format import BLOCK_BYTES, FORMAT_VERSION, Namespace, record_bytes
@@ -52,7 +50,7 @@ _NOTES_PER_SLOT = 64
 _NOTES_PER_SLAB = 16 << 10
 _FIXED_BYTES = 64 << 10
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_JSON, _INDEX = "namespace.json", "index"
+_JSON = "namespace.json"
 _log = logging.getLogger(__name__)
 
 
@@ -97,22 +95,28 @@ class DiskSpace:
     ) -> None:
         self._path = path = root_directory(files, path)
         self._home = path / namespace.digest.hex()
+        self.index_path = self._home / "index"
         self._limit = limit_bytes
         self._free = free_bytes
         self._files = files
         self._growing = threading.Lock()
         self._slabs: list[int] = []
         self._short = False
-        claim_directory(files, path)
+        files.claim_directory(path)
         self._lock_fd = lock_directory(files, path)
         try:
             check_contents(files, path)
             self.secret = kept_secret(files, path)
-            while not self._has_room_to_begin() and self._delete_stale():
+            while (
+                tree_bytes(files, path) + _FIXED_BYTES > limit_bytes
+                and not _is_namespace(files, self._home)
+                and self._delete_stale()
+            ):
                 pass
-            claim_directory(files, self._home)
+            files.claim_directory(self._home)
             slab_bytes = max(slab_bytes, limit_bytes // (MAX_SLABS // 2))
             self._space = self._adopt_geometry(namespace, slot_bytes, max(1, slab_bytes // (BLOCK_BYTES + slot_bytes)))
+            self.stride, self.slab_slots = self._space.stride, self._space.slab_slots
             self.num_slots = self._space.slots_within(limit_bytes - self._count_other_bytes(stale=False))
             if self.num_slots < 1:
                 least = self._space.bytes_of(1) + self._count_other_bytes(stale=False)
@@ -125,7 +129,7 @@ class DiskSpace:
                 limit_bytes - self._count_other_bytes() < self._space.bytes_of(self.allocated) and self._delete_stale()
             ):
                 pass
-            count = div_ceil(self.allocated, self._space.slab_slots)
+            count = div_ceil(self.allocated, self.slab_slots)
             for number in range(count):
                 self._slabs.append(files.open_slab(self._slab_path(number)))
             room = self.allocated + self._space.slots_within(files.free_bytes(path) - free_bytes)
@@ -137,31 +141,14 @@ class DiskSpace:
             raise
 
     @property
-    def index_path(self) -> Path:
-        return self._home / _INDEX
-
-    @property
-    def usable_slots(self) -> int:
-        """Slots that can be used: all, or after the file system was found full, those that exist."""
-        return self.allocated if self._short else self.num_slots
-
-    @property
     def spare_bytes(self) -> int:
         """Bytes by which the files may still grow."""
         return max(0, self._count_possible() - self.allocated) * self.stride
 
-    @property
-    def stride(self) -> int:
-        return self._space.stride
-
     def locate_slot(self, slot: int) -> tuple[int, int]:
         """(file descriptor, offset) of an existing slot's header block."""
-        slab, place = divmod(slot, self._space.slab_slots)
-        return self._slabs[slab], place * self._space.stride
-
-    def slab_end(self, slot: int) -> int:
-        """The first slot behind the slab of `slot`."""
-        return (slot // self._space.slab_slots + 1) * self._space.slab_slots
+        slab, place = divmod(slot, self.slab_slots)
+        return self._slabs[slab], place * self.stride
 
     def ensure_slot(self, slot: int, grow_index: Callable[[int], None]) -> bool:
         """Make `slot` exist. False when neither limit, file system nor free-space floor leave room for it.
@@ -194,16 +181,16 @@ class DiskSpace:
 
     def _add_slots(self, grow_index: Callable[[int], None]) -> bool:
         """Add a slab, or the rest of the last one, as far as there is room."""
-        number = self.allocated // self._space.slab_slots
-        end = min((number + 1) * self._space.slab_slots, self.num_slots)
+        number = self.allocated // self.slab_slots
+        end = min((number + 1) * self.slab_slots, self.num_slots)
         while (room := self._count_possible()) < end and self._delete_stale():
             pass
         end = min(end, room)
         if end <= self.allocated:
             return False
         grow_index(end)
-        base = number * self._space.slab_slots
-        old, new = ((count - base) * self._space.stride for count in (self.allocated, end))
+        first = number * self.slab_slots
+        old, new = (self.allocated - first) * self.stride, (end - first) * self.stride
         fd = self._files.open(self._slab_path(number), os.O_RDWR | os.O_CREAT)
         try:
             self._files.allocate(fd, old, new - old)
@@ -223,18 +210,16 @@ class DiskSpace:
         by_floor = self.allocated + self._space.slots_within(free)
         return min(by_floor, self._space.slots_within(self._limit - self._count_other_bytes()))
 
-    def _has_room_to_begin(self) -> bool:
-        used = tree_bytes(self._files, self._path)
-        return used + _FIXED_BYTES <= self._limit or _is_namespace(self._files, self._home)
-
     def _slab_path(self, number: int) -> Path:
         return self._home / f"slab-{number:05d}"
 
     def _count_other_bytes(self, *, stale: bool = True) -> int:
         """Bytes under the path that are not this namespace's; without stale namespaces, those that stay."""
         total = tree_bytes(self._files, self._path)
-        homes = [self._home, *([] if stale else self._find_stale())]
-        return total - sum(disk_bytes(found) for home in homes for _, found in _own_files(self._files, home))
+        for home in (self._home, *(() if stale else self._find_stale())):
+            for _, found in _own_files(self._files, home):
+                total -= disk_bytes(found)
+        return total
 
     def _find_stale(self) -> list[Path]:
         """Other namespaces, the one written longest ago first."""
@@ -253,8 +238,11 @@ class DiskSpace:
     def _adopt_geometry(self, namespace: Namespace, slot_bytes: int, slab_slots: int) -> Space:
         """The geometry on disk when it fits, else an empty namespace with a new one."""
         facts = {"format": FORMAT_VERSION, "slot_bytes": slot_bytes, "namespace": namespace.facts}
-        found = _read_json(self._files, self._home / _JSON)
-        old = found.pop("slab_slots", None)
+        try:
+            found = json.loads(read_file(self._files, self._home / _JSON, _FIXED_BYTES))
+        except (FileNotFoundError, ValueError, EOFError):
+            found = None
+        old = found.pop("slab_slots", None) if isinstance(found, dict) else None
         if found == facts and type(old) is int and old > 0:
             space = Space(slot_bytes, old, namespace.page_tokens)
             if space.slots_within(self._limit) <= MAX_SLABS * old:
@@ -266,25 +254,24 @@ class DiskSpace:
 
     def _trim_slabs(self) -> int:
         """Cut the slabs on disk to what the limit allows; how many slots are left."""
-        slab_slots, count = self._space.slab_slots, 0
-        whole = True
+        count, whole = 0, True
         names = sorted(name for name in self._files.listdir(self._home) if name.startswith("slab-"))
         for number, name in enumerate(names):
             path = self._home / name
             size = self._files.lstat(path).st_size
-            slots = min(size // self._space.stride, slab_slots, self.num_slots - count)
+            slots = min(size // self.stride, self.slab_slots, self.num_slots - count)
             if not whole or path != self._slab_path(number) or slots <= 0:
                 self._files.unlink(path)
                 whole = False  # slots are numbered through: what follows a gap is lost
                 continue
-            if size != slots * self._space.stride:
+            if size != slots * self.stride:
                 fd = self._files.open(path, os.O_RDWR)
                 try:
-                    self._files.truncate(fd, slots * self._space.stride)
+                    self._files.truncate(fd, slots * self.stride)
                 finally:
                     self._files.close(fd)
             count += slots
-            whole = slots == slab_slots
+            whole = slots == self.slab_slots
         return count
 
 
@@ -320,15 +307,6 @@ def delete_namespace(files: Files, home: Path) -> None:
         files.rmdir(home)
 
 
-def _read_json(files: Files, path: Path) -> dict[str, Any]:
-    """The object in a small file; empty when there is none, or something else."""
-    try:
-        found = json.loads(read_file(files, path, _FIXED_BYTES))
-    except (FileNotFoundError, ValueError, EOFError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 class Wiper:
     """Overwrites slots of `slot_bytes` payload, and their header blocks, with zeros. `wiped(slot)` hears of each, in
     the thread that runs."""
@@ -354,13 +332,14 @@ class Wiper:
         with self._changed:
             self._pending.update(slots)
 
-    def take_slots(self, slots: Iterable[int]) -> list[int]:
+    def take_slots(self, slots: Sequence[int]) -> set[int]:
         """New bytes are about to be written over the whole of these slots. Waits while one of them is being
         overwritten; returns those that were pending."""
         with self._changed:
-            self._changed.wait_for(lambda: self._slot not in slots)
-            found = [slot for slot in slots if slot in self._pending]
-            self._pending.difference_update(found)
+            while self._slot in slots:
+                self._changed.wait()
+            found = self._pending.intersection(slots)
+            self._pending -= found
             return found
 
     def wipe_slots(self, limit_bytes: float) -> None:
@@ -376,7 +355,7 @@ class Wiper:
             try:
                 if slot < self._space.allocated:
                     fd, offset = self._space.locate_slot(slot)
-                    write_buffers(self._files, fd, zeros, offset)
+                    move_buffers(self._files.pwritev, fd, zeros, offset)
                 self._wiped(slot)
                 failed = False
             finally:

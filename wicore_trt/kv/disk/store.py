@@ -17,12 +17,12 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.kv.disk.cipher import PageCipher, load_key_file
-from wicore_trt.kv.disk.files import Files, NotOursError, aligned_buffer, read_buffers, write_buffers
+from wicore_trt.kv.disk.files import Files, NotOursError, aligned_buffer, move_buffers
 from wicore_trt.kv.disk.format import (
     BLOCK_BYTES,
     GROUP_BYTES,
@@ -47,17 +47,6 @@ EXPIRED = 1
 """An end long ago, in seconds since 1970: of bytes that are to be overwritten."""
 _MAX_PARTS = 65535
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Write:
-    """Arguments of `DiskStore.write_page`."""
-
-    page: Page
-    slots: tuple[int, ...]
-    parts: tuple[memoryview, ...]
-    right: Callable[[], bool]
-    expires: int
 
 
 class DiskStore:
@@ -86,7 +75,12 @@ class DiskStore:
         files: Files | None = None,
         slab_bytes: int = SLAB_BYTES,
     ) -> None:
-        _check_numbers(namespace, slot_bytes, threads, queue_limit, timeout_s)
+        if slot_bytes <= 0 or slot_bytes % BLOCK_BYTES:
+            raise ConfigError(f"Slots of {slot_bytes} bytes.", fix=f"Give a multiple of {BLOCK_BYTES}.")
+        if threads < 1 or queue_limit < 1 or not timeout_s > 0:
+            raise ConfigError("The disk tier needs at least one thread, a queue and a timeout above zero.")
+        if not namespace.groups or any(len(group.encode()) > GROUP_BYTES for group in namespace.groups):
+            raise ConfigError(f"Layer groups need names of at most {GROUP_BYTES} bytes.")
         self._files = files or Files()
         self._format = SlotFormat(namespace, cipher)
         try:
@@ -96,8 +90,7 @@ class DiskStore:
             )  # fmt: skip
             try:
                 self._index = SlotIndex(self._space.index_path, namespace, self._format, self._files)
-                self._index.cut_to(self._space.allocated)
-                self._index.grow_to(self._space.allocated)
+                self._index.resize_to(self._space.allocated)
             except BaseException:
                 self._space.close()
                 raise
@@ -112,6 +105,8 @@ class DiskStore:
                 fix="Give kv.disk_path a directory on a local disk that this user may write to.",
             ) from error
         self.num_slots = self._space.num_slots
+        self.secret = self._space.secret
+        """The operator's secret as this directory keeps it: `claim.kept_secret`."""
         self._slot_bytes = slot_bytes
         # The write that each slot holds; 0 for none. A read is checked against it, so that an older version of a page,
         # left by a write that the disk lost, is not taken for the newest.
@@ -126,11 +121,6 @@ class DiskStore:
         self._pool = IoPool(threads, queue_limit, timeout_s, chore=self._run_chore, end=self._end_store)
 
     @property
-    def secret(self) -> bytes:
-        """The operator's secret as this directory keeps it: `claim.kept_secret`."""
-        return self._space.secret
-
-    @property
     def now(self) -> float:
         """Seconds since 1970, and not before the newest write: the clock may have been set back since."""
         return max(time.time(), self._last_id / 1e9)
@@ -141,11 +131,6 @@ class DiskStore:
         return self._space.allocated
 
     @property
-    def usable_slots(self) -> int:
-        """Slots that writes can reach: `num_slots`, or fewer since the file system was found full."""
-        return self._space.usable_slots
-
-    @property
     def spare_bytes(self) -> int:
         """Bytes that limit, file system and free-space floor leave at present."""
         return self._space.spare_bytes
@@ -153,7 +138,7 @@ class DiskStore:
     @property
     def queue_depth(self) -> int:
         """Operations whose buffers have not come back."""
-        return self._pool.depth
+        return len(self._pool.live)
 
     @property
     def stalled(self) -> bool:
@@ -172,7 +157,7 @@ class DiskStore:
         except (OSError, EOFError) as error:
             self._log_once("recover", error)
             return iter(())
-        self._last_id = max(self._last_id, found.last_write())
+        self._last_id = max(self._last_id, found.last_write)
         allocated = self._space.allocated
         self._written[:allocated] = array("Q", found.per_slot(found.write_ids, allocated).tobytes())
         self._expires[:allocated] = array("I", found.per_slot(found.expires, allocated).tobytes())
@@ -209,8 +194,8 @@ class DiskStore:
                 self.erase_slots(held)
             done(outcome)
 
-        write = _Write(page, held, buffers, right, expires)
-        return self._pool.submit_operation(lambda op: self._run_write(op, write), finish_write)
+        run = partial(self._run_write, page, held, buffers, right, expires)
+        return self._pool.submit_operation(run, finish_write)
 
     def read_page(
         self,
@@ -267,47 +252,51 @@ class DiskStore:
 
     # --- in the I/O threads --------------------------------------------------------------------------------------
 
-    def _run_write(self, op: DiskOperation, write: _Write) -> Outcome:
-        slots = write.slots
+    def _run_write(
+        self,
+        page: Page,
+        slots: tuple[int, ...],
+        parts: tuple[memoryview, ...],
+        right: Callable[[], bool],
+        expires: int,
+        op: DiskOperation,
+    ) -> Outcome:
         taken = self._wiper.take_slots(slots)
-        expires = write.expires or (EXPIRED if taken else 0)  # what lies there must go too, should this write fail
+        passing = expires or (EXPIRED if taken else 0)  # what lies there must go too, should this write fail
         for slot in slots:
-            self._written[slot], self._expires[slot] = 0, expires
+            self._written[slot], self._expires[slot] = 0, passing
         try:
-            if not self._space.ensure_slot(max(slots), self._index.grow_to):
+            if not self._space.ensure_slot(max(slots), self._index.resize_to):
                 self.erase_slots(slots)
                 return Outcome.NO_SPACE
-            if expires:
-                self._index.put_records(write.page, slots, 0, expires)  # if we die now, the next life overwrites them
+            if passing:
+                self._index.put_records(page, slots, 0, passing)  # if we die now, the next life overwrites them
             self._index.flush_records()  # before data changes: no record may name what was just overwritten
-            write_id = self._next_id()
-            self._write_parts(write, write_id)
+            with self._numbering:
+                # A time, so that `now` of the next life is not before it. This life may have lasted for days.
+                write_id = self._last_id = max(self._last_id + 1, time.time_ns())
+            blocks, room = self._get_buffers(len(slots))
+            for first, last in find_runs(slots, self._space.slab_slots):
+                iov: list[memoryview] = []
+                for part in range(first, last):
+                    block, data, space = blocks[part], parts[part], room[part]
+                    iov += [block, self._format.seal(block, page, part, len(slots), slots[part], write_id, data, space)]
+                fd, offset = self._space.locate_slot(slots[first])
+                move_buffers(self._files.pwritev, fd, iov, offset)
             if op.timed_out:
                 return Outcome.FAILED
-            if not write.right():
+            if not right():
                 self.erase_slots(slots)
                 return Outcome.CORRUPT
-            self._index.put_records(write.page, slots, write_id, write.expires)
+            self._index.put_records(page, slots, write_id, expires)
         except (OSError, EOFError) as error:
             self._log_once("write", error)
             self.erase_slots(slots)
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
             return Outcome.NO_SPACE if full else Outcome.FAILED
         for slot in slots:  # the end once more: it was erased if somebody dropped the page meanwhile
-            self._written[slot], self._expires[slot] = write_id, write.expires
+            self._written[slot], self._expires[slot] = write_id, expires
         return Outcome.OK
-
-    def _write_parts(self, write: _Write, write_id: int) -> None:
-        """Seal a page's parts and write them into their slots."""
-        page, slots = write.page, write.slots
-        blocks, room = self._get_buffers(len(slots))
-        for first, last in self._find_runs(slots):
-            iov: list[memoryview] = []
-            for part in range(first, last):
-                block, data, space = blocks[part], write.parts[part], room[part]
-                iov += [block, self._format.seal(block, page, part, len(slots), slots[part], write_id, data, space)]
-            fd, offset = self._space.locate_slot(slots[first])
-            write_buffers(self._files, fd, iov, offset)
 
     def _run_read(
         self, page: Page, slots: tuple[int, ...], parts: tuple[memoryview, ...], seen: Callable[[], None]
@@ -317,10 +306,10 @@ class DiskStore:
             return Outcome.CORRUPT
         blocks, _ = self._get_buffers(len(slots))
         try:
-            for first, last in self._find_runs(slots):
+            for first, last in find_runs(slots, self._space.slab_slots):
                 iov = [buffer for part in range(first, last) for buffer in (blocks[part], parts[part])]
                 fd, offset = self._space.locate_slot(slots[first])
-                read_buffers(self._files, fd, iov, offset)
+                move_buffers(self._files.preadv, fd, iov, offset)
             if not self._format.encrypts:
                 seen()
             for part, slot in enumerate(slots):
@@ -352,20 +341,6 @@ class DiskStore:
         finally:
             self._space.close()
 
-    def _next_id(self) -> int:
-        with self._numbering:
-            # A time, so that `now` of the next life is not before it. This life may have lasted for days.
-            self._last_id = max(self._last_id + 1, time.time_ns())
-            return self._last_id
-
-    def _find_runs(self, slots: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Ranges of positions whose slots one call can move."""
-        for first, last in find_runs(slots):
-            while first < last:
-                end = min(last, first + self._space.slab_end(slots[first]) - slots[first])
-                yield first, end
-                first = end
-
     def _get_buffers(self, parts: int) -> tuple[list[memoryview], list[memoryview]]:
         """Get this thread's own header blocks, and room for ciphertext, of so many parts."""
         scratch = self._scratch
@@ -378,9 +353,9 @@ class DiskStore:
         self, slots: Sequence[int], parts: Sequence[memoryview]
     ) -> tuple[tuple[int, ...], tuple[memoryview, ...]]:
         assert len(slots) == len(parts) == len(set(slots)) and 0 < len(slots) <= _MAX_PARTS
-        assert all(0 <= slot < self.num_slots for slot in slots)
-        assert all(part.nbytes == self._slot_bytes for part in parts), "one buffer of slot_bytes per slot"
-        return tuple(slots), tuple(part.cast("B") if part.format != "B" else part for part in parts)
+        assert min(slots) >= 0 and max(slots) < self.num_slots
+        assert set(map(len, parts)) == {self._slot_bytes}, "one buffer of slot_bytes per slot"
+        return tuple(slots), tuple(parts)
 
     def _log_once(self, what: str, error: Exception) -> None:
         """Warn of the first failure of a kind; a bad disk must not flood the log."""
@@ -414,18 +389,3 @@ def open_store(
 def _cut_memory(count: int, nbytes: int) -> list[memoryview]:
     whole = aligned_buffer(count * nbytes)
     return [whole[at : at + nbytes] for at in range(0, count * nbytes, nbytes)]
-
-
-def _check_numbers(
-    namespace: Namespace,
-    slot_bytes: int,
-    threads: int,
-    queue_limit: int,
-    timeout_s: float,
-) -> None:
-    if slot_bytes <= 0 or slot_bytes % BLOCK_BYTES:
-        raise ConfigError(f"Slots of {slot_bytes} bytes.", fix=f"Give a multiple of {BLOCK_BYTES}.")
-    if threads < 1 or queue_limit < 1 or not timeout_s > 0:
-        raise ConfigError("The disk tier needs at least one thread, a queue and a timeout above zero.")
-    if not namespace.groups or any(len(group.encode()) > GROUP_BYTES for group in namespace.groups):
-        raise ConfigError(f"Layer groups need names of at most {GROUP_BYTES} bytes.")

@@ -27,11 +27,10 @@ from wicore_trt.kv.disk.claim import LOCK, NAMESPACE, SECRET, lock_directory
 from wicore_trt.kv.disk.files import (
     Files,
     aligned_buffer,
-    check_file,
-    read_buffers,
+    check_owned,
+    move_buffers,
     read_file,
     tree_bytes,
-    write_buffers,
 )
 from wicore_trt.kv.disk.format import (
     BLOCK_BYTES,
@@ -42,8 +41,9 @@ from wicore_trt.kv.disk.format import (
     Namespace,
     SlotFormat,
     record_check,
+    record_fields,
 )
-from wicore_trt.kv.disk.index import FoundPages, read_records, record_type
+from wicore_trt.kv.disk.index import FoundPages, read_records
 from wicore_trt.kv.disk.space import delete_namespace
 from wicore_trt.kv.pages.page import Page
 
@@ -151,9 +151,9 @@ class StoredNamespace:
         self.allocated_slots = 0
         for path in self.slabs:
             found = files.lstat(path)
-            check_file(path, found, files.owner)
+            check_owned(path, found, files.owner)
             self.allocated_slots += min(found.st_size // self.stride, self.slab_slots)
-        self.records = np.zeros(0, dtype=record_type(self.namespace))
+        self.records = np.zeros(0, dtype=record_fields(self.namespace.page_tokens))
         with suppress(FileNotFoundError):
             fd = files.open(home / "index", os.O_RDONLY)
             try:
@@ -173,7 +173,7 @@ class StoredNamespace:
         try:
             for part, slot in enumerate(slots):
                 fd, offset = self._locate(slot)
-                read_buffers(self._files, fd, [self._block, self._payload], offset)
+                move_buffers(self._files.preadv, fd, [self._block, self._payload], offset)
                 slot_format.open(self._block, page, part, len(slots), slot, write_id, self._payload)
         except CorruptSlotError as error:
             return str(error)
@@ -190,7 +190,7 @@ class StoredNamespace:
         found = set()
         for slot in range(self.allocated_slots):
             fd, offset = self._locate(slot)
-            read_buffers(self._files, fd, [self._block], offset)
+            move_buffers(self._files.preadv, fd, [self._block], offset)
             if tenant in bytes(self._block[:_IDENTITY_BYTES]):
                 found.add(slot)
         return found
@@ -199,7 +199,7 @@ class StoredNamespace:
         """Write zeros over a slot and its header block."""
         fd, offset = self._locate(slot)
         self._block[:], self._payload[:] = bytes(BLOCK_BYTES), bytes(len(self._payload))
-        write_buffers(self._files, fd, [self._block, self._payload], offset)
+        move_buffers(self._files.pwritev, fd, [self._block, self._payload], offset)
 
     def erase_records(self, slots: list[int]) -> None:
         """Clear the index records of these slots. OSError when that fails."""
@@ -207,7 +207,7 @@ class StoredNamespace:
         fd = self._files.open(self.home / "index", os.O_RDWR)
         try:
             for slot in slots:
-                write_buffers(self._files, fd, [bytes(size)], slot * size)
+                move_buffers(self._files.pwritev, fd, [bytes(size)], slot * size)
         finally:
             self._files.close(fd)
 
