@@ -10,8 +10,7 @@ from fakes import make_core
 from wicore_trt.config import KVSettings
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.kv import copy_down
-from wicore_trt.kv.tiers.moves import Copied
-from wicore_trt.kv.tiers.tiers import LowerTiers
+from wicore_trt.kv.tiers.down import DownTransfers
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import GenerateRequest, SamplingParams
 
@@ -21,7 +20,7 @@ def core_of(monkeypatch: pytest.MonkeyPatch) -> tuple[EngineCore, list[tuple[str
     sizes, kv = {"page_tokens": 4, "window": 8, "max_context": 512}, KVSettings(host_bytes=4000 * 4096)
     core = make_core(pages={GLOBAL: 400, LOCAL: 400}, max_batch_tokens=128, ahead=5, kv=kv, **sizes)
     device, seen, under_way = core.executor, [], [False]
-    submit, collect, to_host, apply = device.submit, device.collect, device.to_host, LowerTiers._apply_report
+    submit, collect, to_host, apply = device.submit, device.collect, device.to_host, DownTransfers.apply_copied
 
     def submitted(batch):
         submit(batch)
@@ -36,15 +35,14 @@ def core_of(monkeypatch: pytest.MonkeyPatch) -> tuple[EngineCore, list[tuple[str
         seen.append(("copy", under_way[0]))
         to_host(*args, **flags)
 
-    def applied(self, report):
-        if isinstance(report, Copied):
-            seen.append(("books", under_way[0]))
-        apply(self, report)
+    def applied(*args):
+        seen.append(("books", under_way[0]))
+        apply(*args)
 
     monkeypatch.setattr(device, "submit", submitted)
     monkeypatch.setattr(device, "collect", collected)
     monkeypatch.setattr(device, "to_host", copied)
-    monkeypatch.setattr(LowerTiers, "_apply_report", applied)
+    monkeypatch.setattr(DownTransfers, "apply_copied", applied)
     return core, seen
 
 

@@ -160,8 +160,8 @@ MUTANTS = (
     ),
     Mutant(
         "kv/tiers/up.py",
-        "            self._tell_verdicts(move, 0, right)\n",
-        "            self._tell_verdicts(move, 0, [True, *right[1:]])\n",
+        "        self._tell_verdicts(move, 0, right)\n",
+        "        self._tell_verdicts(move, 0, [True, *right[1:]])\n",
     ),
     Mutant(
         "kv/tiers/up.py",

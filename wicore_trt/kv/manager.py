@@ -214,7 +214,7 @@ class KVCacheManager:
             self._copies.begin_copies(tokens)
 
     def _drop_expired(self) -> None:
-        for key in self.retention.take_due(self.retention.read_clock(), self._in_use):
+        for key in self.retention.take_due(self.retention.clock(), self._in_use):
             self.drop_page(key, "expired")
 
     def _in_use(self, key: bytes) -> bool:

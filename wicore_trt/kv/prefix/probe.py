@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from wicore_trt.kv.manager import KVCacheManager
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
-from wicore_trt.kv.tiers.moves import Backed
 from wicore_trt.kv.tiers.tiers import LowerTiers
 
 MEASURED_BYTES = 4 << 20
@@ -49,7 +48,8 @@ def probe_tiers(
 
         def over(seconds: float) -> None:
             copied(count * size, seconds)
-            movers.post_report(Backed, 0, slots)  # until now a copy could have been late
+            # until now a copy could have been late
+            movers.post_report(movers.came_up, index.grant_slots, 0, slots)
 
         done = _Sum(count, over)
         for slot in range(count):  # what an unwritten slot holds must stay there, so it goes and comes back

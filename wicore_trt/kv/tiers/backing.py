@@ -11,8 +11,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from wicore_trt.arithmetic import div_ceil
@@ -119,22 +119,17 @@ class Backing:
                 self._advise_system(at, min(STEP_BYTES, stop - at), MADV_POPULATE_WRITE)
         if not self.locked:
             return True
-        with self._locking, self._rest_after():
+        with self._locking:
             if self._closed.is_set():
                 return False
+            begun = time.perf_counter()
             try:
                 self._pin(self._slab[begin:stop])  # what cannot be locked is of use all the same: copies of it are slow
             except Exception:
                 log.exception("host memory for KV pages was not locked")
+            if self.working():
+                self._closed.wait(LOCKING_REST * (time.perf_counter() - begun))
         return True
-
-    @contextmanager
-    def _rest_after(self) -> Iterator[None]:
-        """Rest after what is done here, if the engine has work."""
-        begun = time.perf_counter()
-        yield
-        if self.working():
-            self._closed.wait(LOCKING_REST * (time.perf_counter() - begun))
 
     def _advise_system(self, begin: int, count: int, advice: int) -> None:
         """A system that cannot do it does nothing."""

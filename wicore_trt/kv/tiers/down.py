@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from wicore_trt.kv.disk.io import Outcome
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.tiers.host import Movers
-from wicore_trt.kv.tiers.moves import Checksum, Copied, CopyState, Hashed, Save, Saved, Stage, Store, TierCopy
+from wicore_trt.kv.tiers.moves import Checksum, CopyState, Save, Stage, Store, TierCopy
 
 SAVING_SHARE = 4
 """Writes to disk hold at most one in so many of the host's slots, or what the device stores would find no room."""
@@ -25,15 +25,17 @@ space for are tried again after as long."""
 
 
 class DownTransfers:
-    """`save_early`: copy host pages to disk as soon as they are stored, not only when the host fills up. `expires(key)`
-    says when a page's time is over, in seconds since 1970, 0 for never."""
+    """`stored(copy)` hears of each page that came to host memory. `save_early`: copy host pages to disk as soon as they
+    are stored, not only when the host fills up. `expires(key)` says when a page's time is over, in seconds since 1970,
+    0 for never."""
 
-    def __init__(self, movers: Movers, *, save_early: bool) -> None:
+    def __init__(self, movers: Movers, stored: Callable[[TierCopy], None], *, save_early: bool) -> None:
         self.to_save: OrderedDict[TierCopy, None] = OrderedDict()
         self.saving_slots = 0
         self.no_writes_before = self.no_space_before = 0.0
         self.expires: Callable[[bytes], int] = lambda key: 0
         self._movers = movers
+        self._stored = stored
         self._save_early = save_early
         self._to_hash: list[Store] = []
         self._bad_writes = 0
@@ -59,19 +61,20 @@ class DownTransfers:
         movers.outstanding += 1
         parts = movers.host.page_parts(copy, clear=True)
         # a page that others may find was trusted, so the step that wrote it has ended; a private one is still written
-        movers.copier.to_host(page.group, slot, parts, partial(movers.post_report, Copied, move), settled=not private)
+        copied = partial(movers.post_report, movers.went_down, self.apply_copied, move)
+        movers.copier.to_host(page.group, slot, parts, copied, settled=not private)
         return copy
 
-    def apply_copied(self, move: Store, digest: bytes | None, seconds: float) -> bool:
-        """A page's bytes are in host memory; true when its copy is ready."""
+    def apply_copied(self, move: Store, digest: bytes | None, seconds: float) -> None:
+        """Go on with a page whose bytes are in host memory; `digest` and `seconds` as in `executor.Done`."""
         page, traffic = move.copy.page, self._movers.host_traffic
         traffic.write_bytes += self._movers.host.page_bytes[page.group]
         traffic.write_seconds += seconds
         if digest is not None:
-            return self.end_store(move, (digest, page))
-        move.enter_stage(Stage.CHECKING)
-        self._to_hash.append(move)
-        return False
+            self._end_stores([move], [(digest, page)])
+        else:
+            move.enter_stage(Stage.CHECKING)
+            self._to_hash.append(move)
 
     def hash_copied(self) -> None:
         """Hand what was copied since to the checksum thread, all at once: waking it costs more than one page."""
@@ -80,24 +83,26 @@ class DownTransfers:
             self._movers.checker.submit(self._hash_stores, moves)
 
     def _hash_stores(self, moves: list[Store]) -> None:
-        self._movers.post_report(Hashed, moves, [self._movers.take_checksum(move.copy) for move in moves])
+        found = [self._movers.take_checksum(move.copy) for move in moves]
+        self._movers.post_report(self._movers.went_down, self._end_stores, moves, found)
 
-    def end_store(self, move: Store, found: Checksum) -> bool:
-        """End a store; false when its copy was dropped meanwhile."""
-        move.enter_stage(Stage.ENDED)
-        self._movers.outstanding -= 1
-        copy, index = move.copy, self._movers.host.index
-        copy.checksum = found
-        index.commit_copy(copy)
-        if not copy.ready:
-            return False
-        if not copy.saved:
-            self._movers.announce("host", copy.page)
-            if self._movers.disk is None:
-                index.mark_saved(copy)
-            elif self._save_early:
-                self.queue_save(copy)
-        return True
+    def _end_stores(self, moves: Sequence[Store], checksums: Sequence[Checksum]) -> None:
+        movers, index = self._movers, self._movers.host.index
+        movers.outstanding -= len(moves)
+        for move, found in zip(moves, checksums, strict=True):
+            move.enter_stage(Stage.ENDED)
+            copy = move.copy
+            copy.checksum = found
+            index.commit_copy(copy)
+            if not copy.ready:  # it was dropped meanwhile
+                continue
+            if not copy.saved:
+                movers.announce("host", copy.page)
+                if movers.disk is None:
+                    index.mark_saved(copy)
+                elif self._save_early:
+                    self.queue_save(copy)
+            self._stored(copy)
 
     # --- host to disk --------------------------------------------------------------------------------------------
 
@@ -145,7 +150,7 @@ class DownTransfers:
             movers.disk_traffic.failures["no room"] += 1
             return True
         move = Save(copy, target, self.expires(copy.page.key))
-        done = partial(movers.post_timed, Saved, move, time.perf_counter())
+        done = partial(movers.post_timed, movers.went_down, self.end_save, move, time.perf_counter())
         right, parts = partial(movers.is_right, copy), movers.host.cut_slots(copy.slots)
         if not store.write_page(copy.page, target.slots, parts, done, right=right, expires=move.expires):
             index.abort_copy(target, "queue full")

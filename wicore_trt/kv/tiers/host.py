@@ -8,10 +8,11 @@ back through the mailbox; seconds of traffic are those of moving alone, so that 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from wicore_trt.arithmetic import div_ceil
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.tiers.backing import piece_slots
 from wicore_trt.kv.tiers.index import TierIndex
-from wicore_trt.kv.tiers.moves import Checksum, Mailbox, Report, TierCopy
+from wicore_trt.kv.tiers.moves import Checksum, TierCopy
 from wicore_trt.runtime.executor import PageCopier
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 ALIGNMENT = 4096
 MAX_WASTE = 0.04
 MAX_PARTS = 8
+Report = Callable[[], object]
+"""What the engine thread does about something that happened on another thread."""
 
 
 def slot_geometry(page_bytes: Mapping[str, int]) -> tuple[int, dict[str, int]]:
@@ -114,14 +117,17 @@ class Traffic:
 class Movers:
     """Copier, checksum thread, mailbox and counts of both directions. `disk` is the index and the store of the disk
     tier, or None. `announce(tier, page)` hears of each page that a tier gained; `checker` is one thread, so that
-    checks end in the order in which they begin. `outstanding` moves go on with a report of another thread; of these
+    checks end in the order in which they begin. Reports go through the mailbox and, sorted by direction, `went_down` or
+    `came_up`. `outstanding` moves go on with a report of another thread; of these
     the disk let the time limit of `late` pass."""
 
     host: HostTier
     disk: tuple[TierIndex, DiskStore] | None
     copier: PageCopier
     announce: Callable[[str, Page], None]
-    mailbox: Mailbox = field(default_factory=lambda: SimpleQueue())
+    mailbox: SimpleQueue[tuple[deque[Report], Report]] = field(default_factory=lambda: SimpleQueue())
+    went_down: deque[Report] = field(default_factory=deque)
+    came_up: deque[Report] = field(default_factory=deque)
     checker: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="wicore-kv-checksum")
     )
@@ -138,10 +144,12 @@ class Movers:
         """Check that no bit of a host copy flipped since it was stored. Any thread."""
         return self.take_checksum(copy) == copy.checksum
 
-    def post_report(self, report: Callable[..., Report], *found: object) -> None:
-        """Put a report into the mailbox. Any thread."""
-        self.mailbox.put(report(*found))
+    def post_report(self, way: deque[Report], apply: Callable[..., object], *found: object) -> None:
+        """Have the engine thread call `apply(*found)`, with the reports of `way`. Any thread."""
+        self.mailbox.put((way, partial(apply, *found)))
 
-    def post_timed(self, report: Callable[..., Report], move: object, begun: float, outcome: Outcome) -> None:
+    def post_timed(
+        self, way: deque[Report], apply: Callable[..., object], move: object, begun: float, outcome: Outcome
+    ) -> None:
         """Post the report of a disk operation that began at `begun`, by `time.perf_counter`."""
-        self.mailbox.put(report(move, outcome, time.perf_counter() - begun))
+        self.post_report(way, apply, move, outcome, time.perf_counter() - begun)

@@ -89,7 +89,7 @@ class TierIndex:
         self.primary = primary
         self.policy = policy
         self.evictions: Counter[str] = Counter()
-        self.pages: Counter[str] = Counter()
+        self.pages = Counter(dict.fromkeys(slots_per_page, 0))
         self._quota_slots = int(quota * num_slots)
         self._pin_slots = int(pin_share * num_slots)
         self._on_evict = on_evict

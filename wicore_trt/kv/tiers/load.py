@@ -100,10 +100,6 @@ class PrefixLoad:
         for item in items:
             self.unread[item.page.group].add(item.page.index)
 
-    def mark_in_memory(self, items: Sequence[LoadItem]) -> None:
-        """Note that these pages of one layer group are in host memory, and go on to the device."""
-        self.unread[items[0].page.group].difference_update([item.page.index for item in items])
-
     @property
     def window_here(self) -> bool:
         """True when all local pages of the window have arrived."""
@@ -122,16 +118,6 @@ class PrefixLoad:
     def is_wanted(self, item: LoadItem) -> bool:
         """True while the page is of use: the sequence lives and has computed none of it meanwhile."""
         return not self.cancelled and not (item.page.group == GLOBAL and item.page.index < self.floor)
-
-    def split_wanted(self, items: Sequence[LoadItem]) -> tuple[Sequence[LoadItem], Sequence[LoadItem]]:
-        """Divide items of one layer group into those that are wanted, and the others."""
-        if self.cancelled or not items:
-            return (), items
-        floor = self.floor if items[0].page.group == GLOBAL else 0
-        wanted = [item for item in items if item.page.index >= floor]
-        if len(wanted) == len(items):
-            return items, ()
-        return wanted, [item for item in items if item.page.index < floor]
 
     def take_next_item(self) -> LoadItem | None:
         """Take the next page worth fetching; global pages that the sequence computes meanwhile are passed over."""

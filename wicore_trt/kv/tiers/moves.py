@@ -1,10 +1,10 @@
-"""A page in motion between device, host memory and disk: the stages it passes, and what other threads report of it.
+"""A page in motion between device, host memory and disk: the stages it passes.
 
 Down go a `Store` (device to host) and a `Save` (host to disk). Up go a `Read` (disk to host) and a `Fetch` (to whoever
 asked, in host memory); of many pages, a `ChecksumJob` (in host memory) and an `Upload` (host to device). Only the
-engine thread changes them; a thread that moved or checked bytes puts a report into the mailbox and touches nothing
-else. Plain data; it must not know copiers, files or threads. Invariants (I6): a move goes along its `LEGAL` stages
-only, so none is applied twice or after its end; a copy along `TRANSITIONS`, so that nothing freed is written or read.
+engine thread changes them. Plain data; it must not know copiers, files or threads. Invariants (I6): a move goes along
+its `LEGAL` stages only, so none is applied twice or after its end; a copy along `TRANSITIONS`, so that nothing freed is
+written or read.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ import enum
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import ClassVar
 
-from wicore_trt.kv.disk.io import Outcome
 from wicore_trt.kv.pages.page import Page
 
 
@@ -219,62 +217,3 @@ class Upload(Move):
     on_verdict: OnVerdict
     told: int = 0
     stage: Stage = Stage.UPLOADING
-
-
-# --- reports of other threads; `digest` and `seconds` as `executor.Done` has them ------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Copied:
-    move: Store
-    digest: bytes | None
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Hashed:
-    moves: Sequence[Store]
-    checksums: Sequence[Checksum]
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    move: Save
-    outcome: Outcome
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class ReadDone:
-    move: Read
-    outcome: Outcome
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """`right`: for each copy of the move, whether no bit of it flipped."""
-
-    move: Fetch | ChecksumJob
-    right: Sequence[bool]
-
-
-@dataclass(frozen=True, slots=True)
-class Uploaded:
-    """The next pages of the move came, one for each digest; `seconds` all of them took."""
-
-    move: Upload
-    digests: Sequence[bytes | None]
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Backed:
-    """Host slots [first, stop), which were withheld, have memory that nothing else uses."""
-
-    first: int
-    stop: int
-
-
-Report = Copied | Hashed | Saved | ReadDone | Checked | Uploaded | Backed
-Mailbox = SimpleQueue[Report]

@@ -10,8 +10,9 @@ most `max_keys` keys have a time to live and sessions pin at most `max_keys`: th
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 from wicore_trt.kv.tiers.index import TierIndex
 from wicore_trt.types import CacheHints, CachePriority
@@ -30,7 +31,7 @@ class Retention:
 
     def __init__(self, pin_s: float, clock: Callable[[], float], *, max_keys: int = _MAX_KEYS) -> None:
         self._pin_s = pin_s
-        self._clock = clock
+        self.clock = clock
         self._max_keys = max_keys
         self._ends: _Deadlines[bytes] = _Deadlines()
         self._session_ends: _Deadlines[SessionName] = _Deadlines()
@@ -38,18 +39,14 @@ class Retention:
         self._pinned_keys = 0
         self.stamped: Callable[[bytes, float | None], None] = lambda key, left: None
 
-    def read_clock(self) -> float:
-        """The clock's time, in seconds."""
-        return self._clock()
-
     def renew_ends(self, keys: Sequence[bytes], hints: CacheHints, scope: bytes) -> None:
         """A request of this chain was admitted: its keys' times and its session's start anew. A use without a time to
         live ends those that its keys had."""
-        now = self._clock()
+        now = self.clock()
         for key in keys:
             if key in self._ends:
                 if hints.ttl_s is None:
-                    self._ends.discard_end(key)
+                    self._ends.pop(key, None)
                     self.stamped(key, None)
                 else:
                     self._extend_end(key, now, hints.ttl_s)
@@ -64,7 +61,7 @@ class Retention:
         it was admitted: those it did not make, and it gives no time to live to them."""
         self.renew_ends(keys, hints, scope)
         if hints.ttl_s is not None:
-            now = self._clock()
+            now = self.clock()
             for key in keys[found:]:
                 self._extend_end(key, now, hints.ttl_s)
         if hints.session:
@@ -76,23 +73,23 @@ class Retention:
         """A running request made these pages: their time begins before any tier has them, so that none keeps them
         longer."""
         if hints.ttl_s is not None:
-            now = self._clock()
+            now = self.clock()
             for key in keys:
                 self._extend_end(key, now, hints.ttl_s)
 
     def restore_end(self, key: bytes, left_s: float) -> None:
         """A page that an earlier process left on disk has so many seconds of its time left."""
-        self._ends.extend_end(key, self._clock(), max(0.0, left_s))
+        self._ends.extend_end(key, self.clock(), max(0.0, left_s))
 
     def seconds_left(self, key: bytes) -> float | None:
         """Seconds until a key's time is over; None when it has none."""
-        end = self._ends.get_end(key)
-        return None if end is None else end - self._clock()
+        found = self._ends.get(key)
+        return None if found is None else found.end - self.clock()
 
     def rest_s(self) -> float | None:
         """Seconds until something may be `due`; None when nothing has an end."""
-        ends = [end for end in (self._ends.soonest, self._session_ends.soonest) if end is not None]
-        return max(0.0, min(ends) - self._clock()) if ends else None
+        soonest = min(self._ends.soonest, self._session_ends.soonest)
+        return max(0.0, soonest - self.clock()) if soonest < math.inf else None
 
     def take_due(self, now: float, in_use: Callable[[bytes], bool] = lambda key: False) -> list[bytes]:
         """Let go of the sessions that are over and name the keys whose time is: the caller drops their pages in every
@@ -109,14 +106,12 @@ class Retention:
             if key is None:
                 return found
             if in_use(key):
-                self._extend_end(
-                    key, now, max(self._ends.get_span(key), 1.0)
-                )  # at least a second, so that it does move
+                self._extend_end(key, now, max(self._ends[key].span, 1.0))  # at least a second, so that it does move
                 kept += 1
                 if crowded and kept > KEPT_AT_ONCE:
                     return found  # all that end soonest are in use: later calls go on
             else:
-                self._ends.discard_end(key)
+                self._ends.pop(key, None)
                 found.append(key)
 
     def _extend_end(self, key: bytes, now: float, span: float) -> None:
@@ -136,14 +131,14 @@ class Retention:
             tier.pin_keys(keys)
         self._pinned[name] = (tuple(keys), tuple(tiers))
         self._pinned_keys += len(keys)
-        self._session_ends.extend_end(name, self._clock(), span)
+        self._session_ends.extend_end(name, self.clock(), span)
 
     def _release_session(self, name: SessionName) -> None:
         keys, tiers = self._pinned.pop(name, ((), ()))
         for tier in tiers:
             tier.unpin_keys(keys)
         self._pinned_keys -= len(keys)
-        self._session_ends.discard_end(name)
+        self._session_ends.pop(name, None)
 
     def check_integrity(self) -> None:
         """Assert the invariant of this module, without the limits."""
@@ -162,61 +157,40 @@ class _Deadline(NamedTuple):
     serial: int
 
 
-class _Deadlines(Generic[T]):
-    """Items with the time at which each ends; ends only move later. A live item has one heap entry, at its end or
-    earlier, which moves when it is met; entries of other serial numbers are dead."""
+class _Deadlines(dict[T, _Deadline]):
+    """Items with the time at which each ends; ends only move later. An item has one heap entry, at its end or earlier,
+    which moves when it is met; entries of other serial numbers are dead."""
 
     def __init__(self) -> None:
-        self._live: dict[T, _Deadline] = {}
         self._heap: list[tuple[float, int, T]] = []
         self._serial = 0
 
-    def __len__(self) -> int:
-        return len(self._live)
-
-    def __iter__(self) -> Iterator[T]:
-        return iter(self._live)
-
-    def __contains__(self, item: T) -> bool:
-        return item in self._live
-
-    def get_end(self, item: T) -> float | None:
-        live = self._live.get(item)
-        return None if live is None else live.end
-
-    def get_span(self, item: T) -> float:
-        """Seconds that the item lasts from its last extension on."""
-        return self._live[item].span
-
     @property
-    def soonest(self) -> float | None:
-        """No item ends before this time; None without items."""
-        return self._heap[0][0] if self._live else None
+    def soonest(self) -> float:
+        """No item ends before this time; infinity without items."""
+        return self._heap[0][0] if self else math.inf
 
     def extend_end(self, item: T, now: float, span: float) -> bool:
         """The item ends at now + span, or when it would have ended if that is later; whether that changed its end."""
-        old = self._live.get(item)
+        old = self.get(item)
         if old is None:
             self._serial += 1
-            self._live[item] = _Deadline(now + span, span, self._serial)
+            self[item] = _Deadline(now + span, span, self._serial)
             heapq.heappush(self._heap, (now + span, self._serial, item))
-            if len(self._heap) > 64 + 2 * len(self._live):
-                self._heap = [(live.end, live.serial, item) for item, live in self._live.items()]
+            if len(self._heap) > 64 + 2 * len(self):
+                self._heap = [(live.end, live.serial, item) for item, live in self.items()]
                 heapq.heapify(self._heap)
             return True
         if now + span > old.end:
-            self._live[item] = _Deadline(now + span, span, old.serial)
+            self[item] = _Deadline(now + span, span, old.serial)
             return True
         return False
-
-    def discard_end(self, item: T) -> None:
-        self._live.pop(item, None)
 
     def find_first(self, now: float, *, force: bool = False) -> T | None:
         """The item with the soonest end if that is over, or in any case with `force`."""
         while self._heap and (self._heap[0][0] <= now or force):
             when, serial, item = self._heap[0]
-            live = self._live.get(item)
+            live = self.get(item)
             if live is None or live.serial != serial:
                 heapq.heappop(self._heap)
             elif live.end > when:
@@ -229,5 +203,5 @@ class _Deadlines(Generic[T]):
         """Assert that each item can be met, not after its end, and that dead entries are few."""
         entries = {(serial, item): when for when, serial, item in self._heap}
         assert len(entries) == len(self._heap), "two entries for one item"
-        for item, live in self._live.items():
-            assert entries.get((live.serial, item), float("inf")) <= live.end, "an item can never end"
+        for item, live in self.items():
+            assert entries.get((live.serial, item), math.inf) <= live.end, "an item can never end"

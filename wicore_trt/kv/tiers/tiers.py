@@ -9,29 +9,19 @@ threads report is applied once, in the order of the mailbox for each direction.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from queue import Empty
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING
 
 from wicore_trt.kv.disk.files import aligned_buffer
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.tiers.backing import Backing
 from wicore_trt.kv.tiers.down import DownTransfers
-from wicore_trt.kv.tiers.host import HostTier, Movers, Traffic
+from wicore_trt.kv.tiers.host import HostTier, Movers
 from wicore_trt.kv.tiers.index import TierIndex
-from wicore_trt.kv.tiers.moves import (
-    Backed,
-    Checked,
-    Copied,
-    CopyState,
-    Hashed,
-    ReadDone,
-    Report,
-    Saved,
-    TierCopy,
-    Uploaded,
-)
+from wicore_trt.kv.tiers.moves import CopyState, TierCopy
 from wicore_trt.kv.tiers.up import LoadPump, UpTransfers
 from wicore_trt.runtime.executor import PageCopier
 from wicore_trt.types import TierStats
@@ -77,8 +67,8 @@ class LowerTiers:
 
     def __init__(self, movers: Movers, *, save_early: bool, backing: Backing | None = None) -> None:
         self.movers = movers
-        self.down = DownTransfers(movers, save_early=save_early)
         self.up = UpTransfers(movers)
+        self.down = DownTransfers(movers, self.up.answer_fetches, save_early=save_early)
         self.loads = LoadPump(movers, self.up)
         self.host: TierIndex = movers.host.index
         self.disk: TierIndex | None = movers.disk[0] if movers.disk is not None else None
@@ -86,9 +76,8 @@ class LowerTiers:
         self.hit_tokens: Counter[str] = Counter()
         self.backing = backing
         self._relieve_at = 0.0
-        self._went_down, self._came_up = deque[Report](), deque[Report]()
         if backing is not None:
-            backing.start_threads(lambda first, stop: movers.post_report(Backed, first, stop))
+            backing.start_threads(partial(movers.post_report, movers.came_up, self.host.grant_slots))
 
     def find_tier(self, group: str, key: bytes) -> str | None:
         """Find the nearest tier that has a page: "host" (or on its way there from the device), "reading" (on its way
@@ -214,10 +203,11 @@ class LowerTiers:
         """Sleep until another thread reports something, at most `timeout_s` seconds; then apply what there is."""
         self.movers.copier.flush()
         self.down.hash_copied()
-        self._take_reports(0 if self._went_down or self._came_up else timeout_s)
-        for reports in (self._came_up, self._went_down):
+        movers = self.movers
+        self._take_reports(0 if movers.went_down or movers.came_up else timeout_s)
+        for reports in (movers.came_up, movers.went_down):
             while reports:
-                self._apply_report(reports.popleft())
+                reports.popleft()()
         self.down.hash_copied()
 
     def apply_reports(self) -> bool:
@@ -227,18 +217,20 @@ class LowerTiers:
 
     def _apply_up(self) -> bool:
         self._take_reports(0)
-        found = bool(self._came_up)
-        while self._came_up:
-            self._apply_report(self._came_up.popleft())
+        reports = self.movers.came_up
+        found = bool(reports)
+        while reports:
+            reports.popleft()()
         self.movers.copier.flush()
         return found
 
     def _apply_down(self) -> bool:
         """Apply what went down, and begin writes to disk. Starts nothing that writes a page of the device."""
         self._take_reports(0)
-        found = bool(self._went_down)
-        while self._went_down:
-            self._apply_report(self._went_down.popleft())
+        reports = self.movers.went_down
+        found = bool(reports)
+        while reports:
+            reports.popleft()()
         self.down.hash_copied()
         self.down.begin_saves()
         self.movers.copier.flush()
@@ -251,35 +243,12 @@ class LowerTiers:
         if broken is not None:
             raise RuntimeError("Copies of KV pages failed on the device.") from broken
         try:
-            report = mailbox.get(timeout=timeout_s) if timeout_s else mailbox.get_nowait()
+            way, report = mailbox.get(timeout=timeout_s) if timeout_s else mailbox.get_nowait()
             while True:
-                (self._went_down if isinstance(report, Copied | Hashed | Saved) else self._came_up).append(report)
-                report = mailbox.get_nowait()
+                way.append(report)
+                way, report = mailbox.get_nowait()
         except Empty:
             pass
-
-    def _apply_report(self, report: Report) -> None:
-        match report:
-            case Copied():
-                if self.down.apply_copied(report.move, report.digest, report.seconds):
-                    self.up.answer_fetches(report.move.copy)
-            case Hashed():
-                for move, found in zip(report.moves, report.checksums, strict=True):
-                    if self.down.end_store(move, found):
-                        self.up.answer_fetches(move.copy)
-            case Saved():
-                self.down.end_save(report.move, report.outcome, report.seconds)
-            case ReadDone():
-                if self.up.end_read(report.move, report.outcome, report.seconds):
-                    self.up.answer_fetches(report.move.copy)
-            case Checked():
-                self.up.apply_checked(report.move, report.right)
-            case Uploaded():
-                self.up.apply_uploaded(report.move, report.digests, report.seconds)
-            case Backed():
-                self.host.grant_slots(report.first, report.stop)
-            case _:
-                assert_never(report)
 
     def _save_cold(self) -> None:
         """Copy cold pages to disk if the host is too full of pages that are not there."""
@@ -295,22 +264,21 @@ class LowerTiers:
 
     def collect_stats(self) -> tuple[TierStats, ...]:
         """Collect the counts of host and disk."""
-        movers = self.movers
-        stats = [self._tier_stats("host", self.host, movers.host_traffic, movers.outstanding)]
-        if movers.disk is not None:
-            stats.append(self._tier_stats("disk", movers.disk[0], movers.disk_traffic, movers.disk[1].queue_depth))
+        movers, stats = self.movers, list[TierStats]()
+        for name, index in self.indexes.items():
+            traffic, queue_depth, size = movers.host_traffic, movers.outstanding, movers.host.slot_bytes
+            if name == "disk" and movers.disk is not None:
+                traffic, queue_depth = movers.disk_traffic, movers.disk[1].queue_depth
+            stats.append(
+                TierStats(
+                    tier=name, capacity_bytes=index.num_slots * size, used_bytes=index.used_slots * size,
+                    pinned_bytes=index.pinned_slots * size, pages=dict(index.pages), hit_tokens=self.hit_tokens[name],
+                    read_bytes=traffic.read_bytes, read_seconds=traffic.read_seconds,
+                    write_bytes=traffic.write_bytes, write_seconds=traffic.write_seconds,
+                    evictions=dict(index.evictions), failures=dict(traffic.failures), queue_depth=queue_depth,
+                )
+            )  # fmt: skip
         return tuple(stats)
-
-    def _tier_stats(self, name: str, index: TierIndex, traffic: Traffic, queue_depth: int) -> TierStats:
-        size = self.movers.host.slot_bytes
-        return TierStats(
-            tier=name, capacity_bytes=index.num_slots * size, used_bytes=index.used_slots * size,
-            pinned_bytes=index.pinned_slots * size,
-            pages={group: index.pages[group] for group in index.slots_per_page}, hit_tokens=self.hit_tokens[name],
-            read_bytes=traffic.read_bytes, read_seconds=traffic.read_seconds, write_bytes=traffic.write_bytes,
-            write_seconds=traffic.write_seconds, evictions=dict(index.evictions), failures=dict(traffic.failures),
-            queue_depth=queue_depth,
-        )  # fmt: skip
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Poll until nothing is under way or to be saved; for shutdown and tests. False when time runs out."""

@@ -20,19 +20,7 @@ from wicore_trt.kv.disk.io import Outcome
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.tiers.host import Movers
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
-from wicore_trt.kv.tiers.moves import (
-    Checked,
-    ChecksumJob,
-    CopyState,
-    Fetch,
-    OnVerdict,
-    Read,
-    ReadDone,
-    Stage,
-    TierCopy,
-    Upload,
-    Uploaded,
-)
+from wicore_trt.kv.tiers.moves import ChecksumJob, CopyState, Fetch, OnVerdict, Read, Stage, TierCopy, Upload
 from wicore_trt.model.spec import GLOBAL, LOCAL
 
 MAX_WRONG = 2
@@ -78,7 +66,7 @@ class UpTransfers:
                 self._end_fetch(fetch)
                 return True
             fetch.enter_stage(Stage.CHECKING)
-            self._submit_check(fetch, [copy])
+            self.check_copies([copy], partial(self._end_fetch_check, fetch))
         else:
             self.waiting.setdefault(fetch.page.name, []).append(fetch)
         return True
@@ -89,37 +77,33 @@ class UpTransfers:
             fetch.crowded = True
             self._fail_fetch(fetch)
 
-    def _submit_check(self, move: Fetch | ChecksumJob, copies: Sequence[TierCopy]) -> None:
-        self._movers.outstanding += len(copies)
-        self._movers.checker.submit(self._run_check, move, copies)
-
-    def _run_check(self, move: Fetch | ChecksumJob, copies: Sequence[TierCopy]) -> None:
-        self._movers.post_report(Checked, move, [self._movers.is_right(copy) for copy in copies])
-
     def check_copies(self, copies: Sequence[TierCopy], on_verdict: OnVerdict) -> None:
-        """Compare what host copies, which are held, have in their buffers; `on_verdict` as in `ChecksumJob`. For copies
-        that no fetch brought, where the device does not do it."""
-        self._submit_check(ChecksumJob(copies, on_verdict), copies)
+        """Compare what host copies, which are held, have in their buffers; `on_verdict` as in `ChecksumJob`. For where
+        the device does not do it."""
+        self._movers.outstanding += len(copies)
+        self._movers.checker.submit(self._run_check, ChecksumJob(copies, on_verdict))
 
-    def apply_checked(self, move: Fetch | ChecksumJob, right: Sequence[bool]) -> None:
-        """Go on with copies whose bytes match their identity, and look for the others elsewhere."""
+    def _run_check(self, move: ChecksumJob) -> None:
+        right = list(map(self._movers.is_right, move.copies))
+        self._movers.post_report(self._movers.came_up, self._apply_checked, move, right)
+
+    def _apply_checked(self, move: ChecksumJob, right: Sequence[bool]) -> None:
         self._movers.outstanding -= len(right)
-        if isinstance(move, ChecksumJob):
-            move.enter_stage(Stage.ENDED)
-            self._tell_verdicts(move, 0, right)
-            return
-        if right[0]:
-            self._end_fetch(move)
-            return
-        assert move.copy is not None
-        self._drop_corrupt(move.copy)
-        move.copy = None
-        move.enter_stage(Stage.WAITING)
-        move.wrong += 1
-        if move.wrong > MAX_WRONG:
-            self._fail_fetch(move)
-        else:
-            self._fetch_again(move)
+        move.enter_stage(Stage.ENDED)
+        self._tell_verdicts(move, 0, right)
+
+    def _end_fetch_check(self, fetch: Fetch, places: Sequence[int], right: bool) -> None:
+        """Go on with a page whose bytes match its identity, or look for it elsewhere; arguments as in `ChecksumJob`."""
+        if right and places:
+            self._end_fetch(fetch)
+        elif not right:
+            fetch.copy = None
+            fetch.enter_stage(Stage.WAITING)
+            fetch.wrong += 1
+            if fetch.wrong > MAX_WRONG:
+                self._fail_fetch(fetch)
+            else:
+                self._fetch_again(fetch)
 
     def _drop_corrupt(self, copy: TierCopy) -> None:
         """Forget a held page whose bytes in host memory are not its own any more, or came otherwise to the device."""
@@ -170,7 +154,9 @@ class UpTransfers:
         move, movers = Upload(copies, on_verdict), self._movers
         movers.outstanding += len(copies)
         pages = list(map(movers.host.page_parts, copies))
-        movers.copier.to_device(copies[0].page.group, slots, pages, partial(movers.post_report, Uploaded, move))
+        movers.copier.to_device(
+            copies[0].page.group, slots, pages, partial(movers.post_report, movers.came_up, self.apply_uploaded, move)
+        )
 
     def apply_uploaded(self, move: Upload, digests: Sequence[bytes | None], seconds: float) -> None:
         """Note the next pages of a move, which later steps see where they are right ones."""
@@ -214,7 +200,8 @@ class UpTransfers:
         index.acquire_copies([source])
         copy.origin = "disk"
         move = Read(copy, source, time.perf_counter())
-        done, seen = partial(movers.post_timed, ReadDone, move, move.asked), partial(self._take_checksum, copy)
+        done = partial(movers.post_timed, movers.came_up, self._end_read, move, move.asked)
+        seen = partial(self._take_checksum, copy)
         self.waiting.setdefault(name, []).append(fetch)  # first, because the disk's thread may ask at once
         parts, wanted = movers.host.cut_slots(copy.slots), partial(self._is_wanted, name)
         if not store.read_page(page, source.slots, parts, done, seen=seen, wanted=wanted):
@@ -231,14 +218,14 @@ class UpTransfers:
 
     def _is_wanted(self, name: tuple[str, bytes]) -> bool:
         """Check whether a fetch waits for a page that is to be read, on the disk's thread: fetches that come later, or
-        after it was asked, get what `end_read` makes of it."""
+        after it was asked, get what `_end_read` makes of it."""
         return any(fetch.wanted() and not fetch.unwanted for fetch in tuple(self.waiting.get(name, ())))
 
     def _take_checksum(self, copy: TierCopy) -> None:
         copy.checksum = self._movers.take_checksum(copy)  # on the disk's thread, which has the time
 
-    def end_read(self, move: Read, outcome: Outcome, seconds: float) -> bool:
-        """Note what became of a read; true when the page is here. RETURNED follows a TIMEOUT."""
+    def _end_read(self, move: Read, outcome: Outcome, seconds: float) -> None:
+        """Note what became of a read. RETURNED follows a TIMEOUT."""
         movers, copy, source = self._movers, move.copy, move.source
         assert movers.disk is not None
         index, host = movers.disk[0], movers.host.index
@@ -249,7 +236,7 @@ class UpTransfers:
         if returned:
             index.release_copies([source])
             host.reclaim_slots(copy)
-            return False
+            return
         count = movers.host.page_bytes[copy.page.group]
         self.reading_bytes -= count
         if late or outcome is Outcome.OK:  # one that failed may have ended at once
@@ -262,7 +249,8 @@ class UpTransfers:
             host.commit_copy(copy)
             if copy.ready:
                 movers.announce("host", copy.page)
-            return copy.ready
+                self.answer_fetches(copy)
+            return
         waited_for = copy.state is CopyState.WRITING
         if outcome is Outcome.UNWANTED:
             index.release_copies([source])
@@ -272,7 +260,7 @@ class UpTransfers:
                     self._fail_fetch(fetch)
                 else:  # it came since, and the page is read after all
                     self._fetch_again(fetch)
-            return False
+            return
         cause = outcome.name.lower()
         movers.disk_traffic.failures["read timeout" if late else cause] += 1
         host.abort_copy(copy, cause, touched=late)
@@ -282,7 +270,6 @@ class UpTransfers:
             index.release_copies([source])
         if waited_for:
             self.refuse_fetches(copy.page.name)
-        return False
 
 
 class LoadPump:
@@ -399,7 +386,7 @@ class LoadPump:
 
     def _upload_items(self, load: PrefixLoad, items: list[LoadItem], copies: list[TierCopy]) -> None:
         """Send pages of one layer group in host memory, which are held, to the device."""
-        load.mark_in_memory(items)
+        load.unread[items[0].page.group].difference_update([item.page.index for item in items])
         self._up.upload_pages(copies, [item.slot for item in items], partial(self._end_upload, load, items, copies))
 
     def _end_upload(
@@ -412,14 +399,14 @@ class LoadPump:
             came.setdefault(copy.origin or "host", []).append(items[place])
             copy.origin = ""
         for tier, found in came.items():
-            wanted, others = load.split_wanted(found)
-            for item in others:
-                load.drop_arrival(item)
+            wanted = list(filter(load.is_wanted, found))
+            for item in found if len(wanted) < len(found) or not right else ():
+                if not load.is_wanted(item):
+                    load.drop_arrival(item)
+                elif not right:
+                    self._look_elsewhere(load, item)
             if right and wanted:
                 load.note_arrival(wanted, tier)
-            elif not right:
-                for item in wanted:
-                    self._look_elsewhere(load, item)
 
     def _look_elsewhere(self, load: PrefixLoad, item: LoadItem) -> None:
         """Fetch a page again whose bytes were wrong, and that the host has no more."""
