@@ -116,7 +116,7 @@ async def crowded(limits: Limits | None = None, key: str = "", **settings):
     address, url = await servers.start_listening()
     await engine.start()
     servers.attach_engine(engine)
-    await servers.set_serving()
+    await servers.grpc.set_serving()
     found = Crowded(engine, url, address, go)
     add = linked.host.engine.add
 

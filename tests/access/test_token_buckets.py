@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from wicore_trt.access.admission import Meter, Rates
+from wicore_trt.access.admission import Admission, Rates
 from wicore_trt.access.keys import Identity, KeyRing
+from wicore_trt.core.shares import Gate
 from wicore_trt.errors import QueueFullError, RateLimitError
 from wicore_trt.types import SamplingParams, TextOutput, TextRequest, Usage
 
@@ -143,23 +144,20 @@ def test_a_meter_settles_what_was_used():
     def left() -> int:
         return rates.list_allowances(A)["tokens"].remaining
 
-    meter = Meter(rates, A)
-    meter.reserve_tokens([text_request(max_tokens=100, n=2)])
-    assert left() == 1000 - 240
-    meter.used += 41
-    meter.used += 7
-    meter.used += 3
-    meter.settle_tokens()
+    admission = Admission(KeyRing({}), Gate(8, "calls"), rates)
+    with admission.reserve_tokens(A, [text_request(max_tokens=100, n=2)]) as grant:
+        assert left() == 1000 - 240
+        grant.used += 41
+        grant.used += 7
+        grant.used += 3
     assert left() == 1000 - 41 - 10
-    refused_later = Meter(rates, A)
-    refused_later.reserve_tokens([text_request(max_tokens=100)])
-    refused_later.settle_tokens()
+    with pytest.raises(QueueFullError), admission.reserve_tokens(A, [text_request(max_tokens=100)]):
+        assert left() == 1000 - 51 - 140
+        raise QueueFullError("full")
     assert left() == 1000 - 51, "the engine refused it"
-    left_early = Meter(rates, A)
-    left_early.reserve_tokens([text_request()])
-    assert left() == 1000 - 51 - 40 - 256
-    left_early.used += 44
-    left_early.settle_tokens()
+    with admission.reserve_tokens(A, [text_request()]) as left_early:
+        assert left() == 1000 - 51 - 40 - 256
+        left_early.used += 44
     assert left() == 1000 - 51 - 44, "its prompt was computed, whatever was guessed"
 
 

@@ -160,7 +160,7 @@ async def test_abort_and_clients_that_leave(trtllm_engine: Path) -> None:
             assert rest[-1].finish.reason == pb2.FINISH_REASON_CANCELLED
         for number in {*range(10)} - {*ended}:
             calls[number].cancel()
-        await until(lambda: running.server.service.streams_open == 0)
+        await until(lambda: running.server.service.open.total() == 0)
         await until(lambda: not running.engine.engine._loop._core.has_work)
         theirs = library(running)
         assert {*theirs.cancelled} == {*theirs.requests} and len(theirs.requests) < 10

@@ -59,7 +59,7 @@ async def test_both_ways_into_the_server_count_together():
     async with serving(engine) as running:
         running.server.context.admission = admission
         address = await grpc_server.start_listening()
-        grpc_server.service.attach_engine(engine)
+        grpc_server.service.engine = engine
         assert (await running.completion()).status_code == 200
         async with grpc.aio.insecure_channel(address) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)

@@ -25,7 +25,7 @@ KINDS = {"counter": "Counters", "gauge": "Gauges", "histogram": "Histograms"}
 def full() -> MetricsSnapshot:
     """A snapshot in which every family has a sample."""
     calls = CallCounts()
-    calls.count_http("GET", "/health", 200)
+    calls.http["GET", "/health", "200"] += 1
     calls.grpc["Generate", "OK"] += 1
     tier = TierStats("device", 1, 1, 1, {"local": 1}, 1, evictions={"capacity": 1}, failures={"checksum": 1})
     pools = (PoolStats("local", 1, 1, 1, 1),)

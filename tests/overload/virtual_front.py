@@ -17,11 +17,11 @@ from types import SimpleNamespace
 
 import grpc
 from fakes import FAKE_INFO, next_token
+from serve.serving import SERVICE
 from serve.serving import request as grpc_request
 from web import VOCAB, WebTokenizer
 
 from wicore_trt.access.admission import Admission, Rates
-from wicore_trt.access.calls import Call
 from wicore_trt.access.keys import Identity, KeyRing
 from wicore_trt.core.loop import EngineLoop
 from wicore_trt.core.request_core import RequestCore
@@ -35,7 +35,9 @@ from wicore_trt.link import remote as remote_end
 from wicore_trt.link.host import EngineHost
 from wicore_trt.link.messages import Welcome
 from wicore_trt.link.remote import RemoteEngine
-from wicore_trt.serve.guard import CallReply, run_call
+from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
+from wicore_trt.serve.guard import Guard
+from wicore_trt.serve.listeners import Services
 from wicore_trt.serve.service import InferenceService
 from wicore_trt.types import FinishReason, GenerateRequest, TokenOutput, Usage
 
@@ -184,7 +186,9 @@ class Site:
         keys = KeyRing(KEYS)
         self.admission = Admission(keys, Gate(4096, "calls"), Rates())
         self.context = Context(self.admission, 1 << 20)
-        self.service = InferenceService(max_message_bytes=1 << 20, admission=self.admission)
+        self.service, services = InferenceService(max_message_bytes=1 << 20, admission=self.admission), Services()
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.service, services)
+        self.guard = Guard(self.admission, services.handlers)
         self.app = make_app(self.context, make_routes(self.context), ())
         self.ends: Counter[int] = Counter()
         self.by_way: dict[str, Counter[int]] = {}
@@ -199,7 +203,7 @@ class Site:
     async def start(self) -> None:
         await self.engine.start()
         self.context.attach(self.engine)
-        self.service.attach_engine(self.engine)
+        self.service.engine = self.engine
         await self.start_engine()
 
     async def start_engine(self) -> None:
@@ -329,10 +333,12 @@ class Site:
         return self.noted(end, "websocket")
 
     async def grpc(self, tenant: str, fields: dict, *, leave_s: float | None = None) -> End:
-        message, who = grpc_request(**fields), self.admission.keys.find_identity(tenant)
-        call, text, ended = Call.from_headers("Generate", who, {}.get), [], []
+        message, text, ended = grpc_request(**fields), [], []
 
         class Context:
+            async def read(self):
+                return message.SerializeToString()
+
             def peer(self):
                 return "ipv4:127.0.0.1:1"
 
@@ -348,11 +354,8 @@ class Site:
                 ended.append(SimpleNamespace(code=code, trailing_metadata=trailing_metadata))
                 raise grpc.aio.AbortError
 
-        async def answer():
-            with self.admission.calls.hold_place(who.tenant):
-                await self.service.Generate(message, CallReply(Context(), call.call_id))
-
-        task = asyncio.ensure_future(run_call(call, answer, Context()))
+        details = SimpleNamespace(method=f"{SERVICE}Generate", invocation_metadata=(("x-api-key", tenant),))
+        task = asyncio.ensure_future(self.guard.service(details).stream_stream(None, Context()))
         if leave_s is not None:
             self.loop.call_later(leave_s, task.cancel)
         try:
@@ -381,7 +384,7 @@ class Site:
     def check_idle(self) -> None:
         """Nothing is held when nobody asks."""
         assert not self.context.open and self.context.idle.is_set() and self.service.idle.is_set()
-        assert not self.service.streams_open and not self.admission.calls.taken and not self.context.body_budget.taken
+        assert not self.service.open.total() and not self.admission.calls.taken and not self.context.body_budget.taken
         assert not self.engine._streams and not self.engine._keys
         assert not self.remote._pending and not self.remote._live
 

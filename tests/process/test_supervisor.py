@@ -145,7 +145,7 @@ async def test_an_engine_that_is_killed_again_and_again_is_started_after_longer_
 def test_pauses_grow_to_a_minute_and_end_with_a_life_that_lasts(monkeypatch):
     slot = ChildSlot()
     assert [slot.choose_pause() for _ in range(PATIENCE + 8)] == [0.0] * PATIENCE + [1, 2, 4, 8, 16, 32, 60, 60]
-    slot.mark_ready()
+    slot.ready_at = time.monotonic()
     assert slot.choose_pause() == 60  # so soon after it was ready
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + QUICK_S + 1)

@@ -80,7 +80,7 @@ async def serving(engine=None, *, options=(), attach: bool = True, **settings) -
     address = await server.start_listening()
     if attach:
         await engine.start()
-        server.service.attach_engine(engine)
+        server.service.engine = engine
         await server.set_serving()
     try:
         async with grpc.aio.insecure_channel(address, options=options) as channel:

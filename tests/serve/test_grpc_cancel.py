@@ -44,7 +44,7 @@ async def test_client_cancel_stops_the_engine_within_a_step_or_so():
         for _ in range(3):
             await call.read()
         call.cancel()
-        await until(lambda: running.server.service.streams_open == 0)
+        await until(lambda: running.server.service.open.total() == 0)
         await steps_stop(running.engine, within=2)
         assert stats_now(running.engine).requests_running == 0
 
@@ -52,10 +52,10 @@ async def test_client_cancel_stops_the_engine_within_a_step_or_so():
 async def test_cancel_before_the_first_token_stops_the_engine_too():
     async with serving(make_engine(step_s=STEP_S)) as running:
         calls = [running.stub.Generate(request(str(i), 900)) for i in range(5)]
-        await until(lambda: running.server.service.streams_open == 5)
+        await until(lambda: running.server.service.open.total() == 5)
         for call in calls:
             call.cancel()
-        await until(lambda: running.server.service.streams_open == 0)
+        await until(lambda: running.server.service.open.total() == 0)
         await steps_stop(running.engine, within=2)
 
 
@@ -64,7 +64,7 @@ async def test_a_broken_connection_stops_the_engine():
         call = running.stub.Generate(request(max_tokens=900))
         await call.read()
         await running.channel.close(0)
-        await until(lambda: running.server.service.streams_open == 0)
+        await until(lambda: running.server.service.open.total() == 0)
         await steps_stop(running.engine, within=2)
 
 
@@ -72,7 +72,7 @@ async def test_the_call_deadline_ends_work_and_call():
     async with serving(make_engine(step_s=STEP_S)) as running:
         code, _, _ = await failure(running.stub.Generate(request(max_tokens=900), timeout=0.2))
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED
-        await until(lambda: running.server.service.streams_open == 0)
+        await until(lambda: running.server.service.open.total() == 0)
         await steps_stop(running.engine, within=2)
         assert steps_of(running.engine) < 450  # of 900
 
@@ -119,7 +119,7 @@ async def test_a_thousand_cancelled_streams_leave_nothing_behind():
             call.cancel()
 
         async def rest() -> tuple[int, int]:
-            await until(lambda: running.server.service.streams_open == 0)
+            await until(lambda: running.server.service.open.total() == 0)
             await until(
                 lambda: stats_now(running.engine).requests_running + stats_now(running.engine).requests_waiting == 0
             )
@@ -216,4 +216,4 @@ async def test_a_reader_that_stops_and_leaves_is_forgotten():
         await call.read()
         await until(lambda: running.engine.pushed > 5000)
         call.cancel()
-        await until(lambda: running.server.service.streams_open == 0)
+        await until(lambda: running.server.service.open.total() == 0)

@@ -56,7 +56,7 @@ async def test_each_bad_field_is_named_and_costs_no_engine_step():
             (violation,) = details["BadRequest"].field_violations
             assert violation.field == path and violation.description == message, (kwargs, violation)
             assert details["ErrorInfo"].reason == "INVALID_REQUEST" and 0 < len(message) <= 512
-        assert steps_of(running.engine) == 0 and running.server.service.streams_open == 0
+        assert steps_of(running.engine) == 0 and running.server.service.open.total() == 0
         finish = [r async for r in running.stub.Generate(request("still fine", 5))][-1].finish
         assert finish.usage.completion_tokens == 5
 

@@ -18,7 +18,7 @@ from wicore_trt.config import ServerSettings
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
-from wicore_trt.serve.server import GrpcServer, TlsCredentials
+from wicore_trt.serve.server import GrpcServer
 
 Status = health_pb2.HealthCheckResponse
 INFO = pb2.GetServerInfoRequest()
@@ -223,4 +223,4 @@ async def test_tls_and_mutual_tls(tls):
 def test_bad_tls_files_are_found_before_listening(tls, cert, key, ca):
     paths = {**tls[0], "nowhere": "/nonexistent/file.pem", None: None}
     with pytest.raises(ConfigError):
-        TlsCredentials(paths[cert], paths[key], paths[ca])
+        GrpcServer(ServerSettings(tls_cert=paths[cert], tls_key=paths[key], tls_client_ca=paths[ca]))

@@ -38,9 +38,6 @@ class CallCounts:
     grpc: Counter[tuple[str, str]] = field(default_factory=Counter)  # by method and code
     refused: Counter[str] = field(default_factory=Counter)  # without a valid key, by "http" and "grpc"
 
-    def count_http(self, method: str, path: str, status: int) -> None:
-        self.http[method if method in VERBS else OTHER, path, str(status)] += 1
-
 
 MINUTE_S = 60.0
 
@@ -85,10 +82,12 @@ class Allowance:
 
 @dataclass(slots=True)
 class Grant:
-    """Tokens that requests reserved in a bucket; `bucket` is None where they have no limit."""
+    """Tokens that requests reserved in a bucket; `bucket` is None where they have no limit. `used` counts those of
+    prompts, once the engine has taken them, and of outputs."""
 
     bucket: Bucket | None = None
     reserved: int = 0
+    used: int = 0
 
     def settle_tokens(self, used: int) -> None:
         """Return unused tokens, or take those used beyond the reservation. Only the first call counts."""
@@ -192,48 +191,26 @@ class Admission:
         return found
 
     @contextmanager
-    def open_meter(self, who: Identity) -> Iterator[Meter]:
-        """Meter the tokens of one call; settle when it ends."""
-        meter = Meter(self.rates, who)
-        try:
-            yield meter
-        finally:
-            meter.settle_tokens()
-
-
-@dataclass(slots=True)
-class Meter:
-    """Counts the tokens that the generation requests of one call reserve and use."""
-
-    rates: Rates
-    who: Identity
-    used: int = 0  # tokens: of prompts once the engine has taken them, and of outputs
-    grant: Grant | None = None
-
-    def reserve_tokens(self, requests: Sequence[TextRequest]) -> None:
-        """Reserve the most that the requests may use. Raises RateLimitError."""
+    def reserve_tokens(self, who: Identity, requests: Sequence[TextRequest]) -> Iterator[Grant]:
+        """Reserve the most tokens that the requests of one call may use, and settle what they `used` at the end. Of a
+        prompt that is not tokenized yet the tokens are estimated; a sequence without max_tokens reserves OPEN_OUTPUT.
+        Raises RateLimitError."""
         tokens = 0
         for request in requests:
-            tokens += estimate_tokens(request)
-        self.grant = self.rates.reserve_units(self.who, tokens, len(requests))
-
-    def settle_tokens(self) -> None:
-        if self.grant is not None:
-            self.grant.settle_tokens(self.used)
+            if request.prompt_token_ids is not None:
+                tokens += len(request.prompt_token_ids)
+            else:
+                text = request.prompt if request.prompt is not None else "".join(map(str, request.messages or ()))
+                tokens += div_ceil(len(text), CHARS_PER_TOKEN)
+            limit = request.params.max_tokens
+            tokens += request.params.n * (OPEN_OUTPUT if limit is None else limit)
+        grant = self.rates.reserve_units(who, tokens, len(requests))
+        try:
+            yield grant
+        finally:
+            grant.settle_tokens(grant.used)
 
 
 def find_message_limit(max_context: int | None, megabytes: int | None = None) -> int:
     """Return the bytes of the largest request: as set, else what a context of `max_context` tokens can take."""
     return megabytes << 20 if megabytes is not None else max(LEAST_MESSAGE_BYTES, BYTES_PER_TOKEN * (max_context or 0))
-
-
-def estimate_tokens(request: TextRequest) -> int:
-    """Estimate the tokens of a prompt that is not tokenized yet, plus the most that the request may output: OPEN_OUTPUT
-    for each sequence without max_tokens. The difference is settled when the request has ended."""
-    if request.prompt_token_ids is not None:
-        prompt = len(request.prompt_token_ids)
-    else:
-        text = request.prompt if request.prompt is not None else "".join(map(str, request.messages or ()))
-        prompt = div_ceil(len(text), CHARS_PER_TOKEN)
-    limit = request.params.max_tokens
-    return prompt + request.params.n * (OPEN_OUTPUT if limit is None else limit)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-import random
 import re
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
@@ -28,11 +28,6 @@ PARENTS = ("traceparent", "tracestate")
 """Headers, and metadata of gRPC, that name a caller's span."""
 span_sender: Callable[[Call], None] | None = None
 """Sends the span of an ended call, where the server sends traces (`access/tracing.py`)."""
-
-
-def make_call_id() -> str:
-    """Make a unique id. It is no secret and costs no system call; forks draw other ids."""
-    return f"{random.getrandbits(128):032x}"
 
 
 @dataclass(slots=True)
@@ -59,7 +54,7 @@ class Call:
         """Make a call under the client's id if that is valid, else a new one. `header` returns a header by name."""
         offered_id = header(REQUEST_ID_HEADER) or ""
         from_client = VALID_ID.fullmatch(offered_id) is not None
-        made = cls(offered_id if from_client else make_call_id(), method, from_client, who)
+        made = cls(offered_id if from_client else uuid.uuid4().hex, method, from_client, who)
         if span_sender is not None:
             made.parent = {name: text for name in PARENTS if (text := header(name))}
         return made
@@ -69,9 +64,11 @@ class Call:
         self.model, self.chat, self.params = model, request.messages is not None, request.params
         return replace(request, log_id=self.call_id)
 
-    def note_first_token(self, queued_s: float, prefill_s: float) -> None:
-        self.facts.setdefault("queue_ms", round(queued_s * 1000, 1))
-        self.facts.setdefault("prefill_ms", round(prefill_s * 1000, 1))
+    def note_first_token(self, parts: tuple[float, float] | None) -> None:
+        """Note the time to the first token of the call, and its `parts` in seconds: queue and prefill."""
+        self.facts["ttft_ms"] = round((time.monotonic() - self.started) * 1000, 1)
+        if parts is not None:
+            self.facts["queue_ms"], self.facts["prefill_ms"] = (round(seconds * 1000, 1) for seconds in parts)
 
     def note_error(self, error: WicoreError) -> None:
         """Note an error: its kind and field alone where its message quotes the request."""

@@ -44,7 +44,10 @@ class KeyRing:
     """Identities by key, and by the keys' names. Not `needed` without keys: everybody is the one trusted user."""
 
     def __init__(self, identities: Mapping[str, Identity]) -> None:
-        named = {key: replace(identity, key=_name_key(key)) for key, identity in identities.items()}
+        named = {
+            key: replace(identity, key=blake2b(key.encode(errors="surrogateescape"), digest_size=16).digest())
+            for key, identity in identities.items()
+        }
         self._identities = {_digest_key(key): identity for key, identity in named.items()}
         self.named = {identity.key: identity for identity in named.values()}
         self.needed = bool(identities)
@@ -70,10 +73,6 @@ class KeyRing:
     def refresh_identity(self, who: Identity) -> Identity | None:
         """Find the present identity of `who`'s key, None where the key was revoked."""
         return self.named.get(who.key) if self.needed else EVERYBODY
-
-
-def _name_key(key: str) -> bytes:
-    return blake2b(key.encode(errors="surrogateescape"), digest_size=16).digest()
 
 
 def _digest_key(key: str) -> bytes:

@@ -23,11 +23,13 @@ CURVES = ("secp256r1", "secp384r1", "secp521r1")
 KINDS = "Use a PEM certificate with a key of RSA, ECDSA on P-256, P-384 or P-521, or Ed25519."
 
 
-def _read_file(name: str, path: str) -> bytes:
+def _read_pem(name: str, path: str) -> bytes:
+    """Read a file without text before its first block, say a byte order mark: OpenSSL skips it, gRPC does not."""
     try:
-        return UntrustedFiles(error=ConfigError).read_bytes(Path(path))
+        raw = UntrustedFiles(error=ConfigError).read_bytes(Path(path))
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
+    return raw[max(raw.find(b"-----BEGIN"), 0) :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +40,6 @@ class TlsFiles:
     secret: bytes
     roots: bytes | None
     context: ssl.SSLContext
-
-
-def _strip_preamble(raw: bytes) -> bytes:
-    """Strip text before the first block, say a byte order mark: OpenSSL skips it, gRPC does not."""
-    return raw[max(raw.find(b"-----BEGIN"), 0) :]
 
 
 def _check_kind(path: str, chain: bytes) -> None:
@@ -70,8 +67,8 @@ def read_tls(cert: str | None, key: str | None, client_ca: str | None) -> TlsFil
     if cert is None or key is None:
         lacking = "--tls-cert (server.tls_cert)" if cert is None else "--tls-key (server.tls_key)"
         raise ConfigError("A certificate and its key go together.", fix=f"Give {lacking} too.")
-    chain, secret = (_strip_preamble(_read_file(name, path)) for name, path in (("tls_cert", cert), ("tls_key", key)))
-    roots = _strip_preamble(_read_file("tls_client_ca", client_ca)) if client_ca is not None else None
+    chain, secret = _read_pem("tls_cert", cert), _read_pem("tls_key", key)
+    roots = _read_pem("tls_client_ca", client_ca) if client_ca is not None else None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(cert, key, password=lambda: "")

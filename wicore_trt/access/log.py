@@ -142,19 +142,19 @@ class DroppingHandler(logging.Handler):
                     self._write(("\n".join(lines) + "\n").encode(errors="backslashreplace"))
 
 
-class QuietFilter(logging.Filter):
-    """Passes a logger's records at most every QUIET_S seconds, because strangers can make libraries log."""
+def make_quiet_filter() -> Callable[[logging.LogRecord], bool]:
+    """Make a filter that passes a record at most every QUIET_S seconds: strangers can make libraries log."""
+    last = -QUIET_S
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._last = -QUIET_S
-
-    def filter(self, record: logging.LogRecord) -> bool:
+    def passes(record: logging.LogRecord) -> bool:
+        nonlocal last
         now = time.monotonic()
-        passes = now - self._last >= QUIET_S
-        if passes:
-            self._last = now
-        return passes
+        if now - last < QUIET_S:
+            return False
+        last = now
+        return True
+
+    return passes
 
 
 class QuietLog:
@@ -220,6 +220,6 @@ def configure_logging(*, json_lines: bool = False, level: str = "INFO") -> None:
     for name in OTHERS:
         logger = logging.getLogger(name)
         logger.setLevel(logging.ERROR)
-        logger.filters[:] = [QuietFilter()]
+        logger.filters[:] = [make_quiet_filter()]
     logging.getLogger(SILENT).setLevel(logging.CRITICAL)
     logging.lastResort = handler  # for all other libraries

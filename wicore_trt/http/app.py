@@ -18,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from wicore_trt.access.admission import OTHER, VERBS
 from wicore_trt.access.calls import CURRENT, REQUEST_ID_HEADER, Call, read_key, write_access_line
 from wicore_trt.access.keys import EVERYBODY, Identity
 from wicore_trt.access.log import QuietLog
@@ -93,7 +94,8 @@ class HttpApp:
             raise
         finally:
             write_access_line(call, str(answer.status), generates=path in LOUD)
-            self._context.admission.counts.count_http(method, name_path(path), answer.status)
+            verb = method if method in VERBS else OTHER
+            self._context.admission.counts.http[verb, name_path(path), str(answer.status)] += 1
 
     async def _check_and_route(
         self, call: Call, who: Identity | None, path: str, asgi: tuple[Scope, Receive, Answer]

@@ -11,10 +11,9 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from time import monotonic
 from typing import TYPE_CHECKING
 
-from wicore_trt.access.admission import Meter
+from wicore_trt.access.admission import Grant
 from wicore_trt.access.calls import Call
 from wicore_trt.errors import DeadlineError, InvalidRequestError, RequestCancelledError, WicoreError
 from wicore_trt.grammar.source import UNENFORCED
@@ -53,9 +52,9 @@ class GenerationCall:
     """Requests of a call on the engine, and their outputs. Sequence `i` of request `r` has index r * n + i."""
 
     def __init__(
-        self, call: Call, streams: Sequence[TextStream], n: int, meter: Meter, totals: Totals, resources: AsyncExitStack
+        self, call: Call, streams: Sequence[TextStream], n: int, grant: Grant, totals: Totals, resources: AsyncExitStack
     ) -> None:
-        self._call, self._streams, self._n, self._meter = call, streams, n, meter
+        self._call, self._streams, self._n, self._grant = call, streams, n, grant
         self._resources, self.totals = resources, totals
         self.sequences = len(streams) * n
 
@@ -67,8 +66,7 @@ class GenerationCall:
         streams: list[TextStream] = []
         async with AsyncExitStack() as resources:
             resources.enter_context(context.count_generation(call.who.tenant))
-            meter = resources.enter_context(context.admission.open_meter(call.who))
-            meter.reserve_tokens(requests)
+            grant = resources.enter_context(context.admission.reserve_tokens(call.who, requests))
             for request in requests:
                 request = call.note_request(engine.info.model_id, request)
                 if (asked := request.params.constraint) is not None and UNENFORCED.search(asked.text):
@@ -79,8 +77,8 @@ class GenerationCall:
                 streams.append(stream)
                 totals.prompt += stream.prompt_tokens
                 totals.prompts += [stream.prompt_token_ids] * n
-            meter.used += totals.prompt
-            return cls(call, streams, n, meter, totals, resources.pop_all())
+            grant.used += totals.prompt
+            return cls(call, streams, n, grant, totals, resources.pop_all())
         raise AssertionError("unreachable")
 
     async def wait_admitted(self) -> bool:
@@ -102,17 +100,15 @@ class GenerationCall:
 
     async def stream_outputs(self) -> AsyncIterator[tuple[int, TextOutput]]:
         """Yield (index, output) as they come. Raises the error that broke the requests."""
-        call, totals, meter, first = self._call, self.totals, self._meter, True
+        call, totals, grant, first = self._call, self.totals, self._grant, True
         reasons: set[str] = set()
         try:
             async for number, output in self._merge_streams():
                 totals.output += len(output.token_ids)
-                meter.used += len(output.token_ids)
+                grant.used += len(output.token_ids)
                 if first and output.token_ids:
                     first = False
-                    call.facts["ttft_ms"] = round((monotonic() - call.started) * 1000, 1)
-                    if (parts := self._streams[number].parts) is not None:
-                        call.note_first_token(*parts)
+                    call.note_first_token(self._streams[number].parts)
                 if output.finish_reason is not None:
                     reasons.add(output.finish_reason.value)
                     if output.finish_reason in _CUT:

@@ -20,7 +20,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from importlib import import_module
 from typing import Any, Self
 
@@ -66,33 +65,31 @@ def tie_to_parent(parent: int) -> None:
 
 
 class Control:
-    """End of the socket pair between supervisor and child."""
+    """End of the socket pair between supervisor and child. Where its socket does not block, `send` never waits:
+    messages are queued on the event loop until the other side takes them. A child that leaves more than `most`
+    messages is cut off, which ends it."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-
-    @staticmethod
-    def make_pair() -> tuple[QueuedControl, Control]:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        return QueuedControl(ours, MAX_WAITING), Control(theirs)
+    def __init__(self, sock: socket.socket, most: int | None = None) -> None:
+        self.sock, self._most = sock, most
+        self.waiting: deque[tuple[bytes, list[int]]] = deque()
 
     @classmethod
     def from_fd(cls, fd: int) -> Self:
         os.set_inheritable(fd, False)
         return cls(socket.socket(fileno=fd))
 
-    def fileno(self) -> int:
-        return self.sock.fileno()
-
     def send(self, kind: str, fds: Sequence[int] = (), **facts: Any) -> None:
         """Send a message; ignore that the other side has ended, which `receive_message` reports."""
         data = json.dumps({"kind": kind, **facts}).encode()
         assert len(data) <= MAX_MESSAGE, "a control message is too long"
-        self._write(data, fds)
-
-    def _write(self, data: bytes, fds: Sequence[int]) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):
-            socket.send_fds(self.sock, [data], fds)
+        if self.waiting or not self._try_write(data, fds):
+            self.waiting.append((data, [os.dup(fd) for fd in fds]))
+            if len(self.waiting) == 1:
+                asyncio.get_running_loop().add_writer(self.sock.fileno(), self._write_waiting)
+        if self._most is not None and len(self.waiting) > self._most:
+            log.error("the process of control socket %d does not read its messages; ending it", self.sock.fileno())
+            self.sock.shutdown(socket.SHUT_RDWR)  # `receive_message` then reports the end
+            self._drop_waiting()
 
     def send_error(self, error: WicoreError) -> None:
         message, fix = shortened(error.message, MAX_TEXT), error.fix and shortened(error.fix, MAX_TEXT)
@@ -106,102 +103,69 @@ class Control:
             data, fds = b"", []
         return (json.loads(data), fds) if data else None
 
-    def close(self) -> None:
-        self.sock.close()
-
-
-class QueuedControl(Control):
-    """End on an event loop: the supervisor's, or a front's. While the loop runs `send` never waits: messages are queued
-    until the other side takes them. A child that leaves more than `most` messages is cut off, which ends it."""
-
-    def __init__(self, sock: socket.socket, most: int | None = None) -> None:
-        super().__init__(sock)
-        sock.setblocking(False)
-        self._most = most
-        self._waiting: deque[tuple[bytes, list[int]]] = deque()
-
-    def offer_message(self, kind: str, **facts: Any) -> bool:
-        """Send a message that is soon outdated, unless earlier ones wait; return whether it was sent."""
-        if not self._waiting:
-            self.send(kind, **facts)
-        return not self._waiting
-
     def leave_loop(self) -> None:
         """Send the queued messages after the loop has ended; from now on `send` waits for the other side."""
         self.sock.setblocking(True)
-        while self._waiting:
-            self._try_write(*self._waiting[0])
-            self._drop_first()
-
-    def _write(self, data: bytes, fds: Sequence[int]) -> None:
-        if self._waiting or not self._try_write(data, fds):
-            self._waiting.append((data, [os.dup(fd) for fd in fds]))
-            if len(self._waiting) == 1:
-                asyncio.get_running_loop().add_writer(self.fileno(), self._write_waiting)
-        if self._most is not None and len(self._waiting) > self._most:
-            log.error("the process of control socket %d does not read its messages; ending it", self.fileno())
-            self.sock.shutdown(socket.SHUT_RDWR)  # `receive_message` then reports the end
-            self._drop_waiting()
-
-    def _try_write(self, data: bytes, fds: Sequence[int]) -> bool:
-        try:
-            super()._write(data, fds)
-        except BlockingIOError:
-            return False
-        return True
-
-    def _write_waiting(self) -> None:
-        while self._waiting and self._try_write(*self._waiting[0]):
-            self._drop_first()
-        if not self._waiting:
-            asyncio.get_running_loop().remove_writer(self.fileno())
-
-    def _drop_first(self) -> None:
-        for fd in self._waiting.popleft()[1]:
-            os.close(fd)
-
-    def _drop_waiting(self) -> None:
-        if self._waiting:
-            asyncio.get_running_loop().remove_writer(self.fileno())
-        while self._waiting:
+        while self.waiting:
+            self._try_write(*self.waiting[0])
             self._drop_first()
 
     def close(self) -> None:
         self._drop_waiting()
-        super().close()
+        self.sock.close()
+
+    def _try_write(self, data: bytes, fds: Sequence[int]) -> bool:
+        try:
+            socket.send_fds(self.sock, [data], fds)
+        except BlockingIOError:
+            return False
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        return True
+
+    def _write_waiting(self) -> None:
+        while self.waiting and self._try_write(*self.waiting[0]):
+            self._drop_first()
+        if not self.waiting:
+            asyncio.get_running_loop().remove_writer(self.sock.fileno())
+
+    def _drop_first(self) -> None:
+        for fd in self.waiting.popleft()[1]:
+            os.close(fd)
+
+    def _drop_waiting(self) -> None:
+        if self.waiting:
+            asyncio.get_running_loop().remove_writer(self.sock.fileno())
+        while self.waiting:
+            self._drop_first()
 
 
 def read_error(message: dict[str, Any]) -> WicoreError:
     return error_named(message["error"], message["message"], fix=message["fix"])
 
 
-class Child:
+class Child(subprocess.Popen[bytes]):
     """Running process of `module`, whose `main(fd)` gets the number of its control socket."""
 
     def __init__(self, module: str) -> None:
-        self.control, theirs = Control.make_pair()
-        fd = theirs.fileno()
-        # a session of its own, so that a terminal's signals reach the supervisor alone
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _CODE, str(fd), module, json.dumps(sys.path), str(os.getpid())],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(fd,), start_new_session=True,
-        )  # fmt: skip
-        theirs.close()
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def dump_stacks(self) -> None:
-        """Make the process write its threads' stacks to its log, if it still can."""
-        self._process.send_signal(DUMP)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        self.control = Control(ours, MAX_WAITING)
+        with theirs:
+            fd = theirs.fileno()
+            # a session of its own, so that a terminal's signals reach the supervisor alone
+            super().__init__(
+                [sys.executable, "-P", "-c", _CODE, str(fd), module, json.dumps(sys.path), str(os.getpid())],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(fd,), start_new_session=True,
+            )  # fmt: skip
 
     def wait_for_end(self, timeout_s: float) -> int:
         """Wait for the end, kill after `timeout_s` seconds; return the exit code, negative for a signal."""
         try:
-            return self._process.wait(timeout_s)
+            return self.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
+            self.kill()
+            return self.wait()
 
 
 async def wait_for_exit(process: Child, timeout_s: float) -> int:
@@ -242,8 +206,8 @@ class ChildSlot:
         self.ended_unready = False  # the last process ended before it had loaded
         self.started_at = 0.0
         self.silent_s = 0.0  # since the last beat
-        self._killed = False  # by this process
-        self._ready_at: float | None = None
+        self.killed = False  # by this process
+        self.ready_at: float | None = None  # time.monotonic()
         self._quick_ends = 0
 
     def start_process(
@@ -252,10 +216,10 @@ class ChildSlot:
         """Start `module`; `on_message` gets its messages, `on_exit` its exit code. Raises OSError if it cannot
         start."""
         process = self.process = Child(module)
-        self.error, self.build, self.loaded, self._killed = None, None, False, False
-        self.started_at, self.silent_s, self._ready_at = time.monotonic(), 0.0, None
+        self.error, self.build, self.loaded, self.killed = None, None, False, False
+        self.started_at, self.silent_s, self.ready_at = time.monotonic(), 0.0, None
         self.restarts += 1
-        loop, number = asyncio.get_running_loop(), process.control.fileno()
+        loop, number = asyncio.get_running_loop(), process.control.sock.fileno()
 
         async def reap() -> None:
             code = await wait_for_exit(process, STOP_S)
@@ -276,27 +240,15 @@ class ChildSlot:
         loop.add_reader(number, read_message)
         return process
 
-    def close_process(self) -> None:
-        if self.process is not None:
-            asyncio.get_running_loop().remove_reader(self.process.control.fileno())
-            self.process.kill()
-
     def kill_process(self) -> None:
         """Kill the process; `on_exit` is called as after any other end."""
         if self.process is not None:
-            self._killed = True
+            self.killed = True
             self.process.kill()
-
-    def explain_exit(self, code: int) -> object:
-        guess = ", probably out of memory" if -code == signal.SIGKILL and not self._killed else ""
-        return self.error or describe_exit(code) + guess
-
-    def mark_ready(self) -> None:
-        self._ready_at = time.monotonic()
 
     def choose_pause(self) -> float:
         """Return the seconds until the next start: 0, unless the process keeps ending (say, for lack of memory)."""
-        quick = self._ready_at is None or time.monotonic() - self._ready_at < QUICK_S
+        quick = self.ready_at is None or time.monotonic() - self.ready_at < QUICK_S
         self._quick_ends = self._quick_ends + 1 if quick else 0
         more = self._quick_ends - PATIENCE
         return min(MAX_PAUSE_S, 2.0 ** (more - 1)) if more > 0 else 0.0

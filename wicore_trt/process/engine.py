@@ -59,21 +59,16 @@ def main(fd: int) -> int:
     faulthandler.register(DUMP)
     control.send("ready", build=info.build)
     threading.Thread(target=_obey_supervisor, args=(control, host), name="wicore-control", daemon=True).start()
-    _send_beats(control, host)
-    if host.engine.dead is not None:
-        control.send("broke", why=shortened(host.engine.dead, MAX_TEXT))
-    logging.shutdown()
-    os._exit(1 if host.engine.dead is not None else 0)  # not sys.exit, which would wait for hanging threads
-
-
-def _send_beats(control: Control, host: EngineHost) -> None:
-    """Report, until the engine ends, for how long it has had work and ended no step."""
     # counts beats, not time, so that a suspended machine counts as one beat
     last, same = host.engine.progress, 0
     while not host.engine.wait_ended(BEAT_S):
         now = host.engine.progress
         last, same = now, same + 1 if now is not None and now == last else 0
-        control.send("beat", stuck_s=same * BEAT_S)
+        control.send("beat", stuck_s=same * BEAT_S)  # for how long it has had work and ended no step
+    if host.engine.dead is not None:
+        control.send("broke", why=shortened(host.engine.dead, MAX_TEXT))
+    logging.shutdown()
+    os._exit(1 if host.engine.dead is not None else 0)  # not sys.exit, which would wait for hanging threads
 
 
 def _obey_supervisor(control: Control, host: EngineHost) -> None:

@@ -14,9 +14,11 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from wicore_trt.access.log import set_level
@@ -24,11 +26,13 @@ from wicore_trt.config import LoadedSettings, settings_to_json
 from wicore_trt.errors import EngineDeadError, WicoreError
 from wicore_trt.process.child import (
     BEAT_S,
+    DUMP,
     KILL_S,
     PATIENCE,
     STOP_S,
     Child,
     ChildSlot,
+    describe_exit,
     import_named,
     read_error,
     wait_for_exit,
@@ -52,13 +56,10 @@ ANSWER_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Modules and functions that the processes run, as "module" or "module:name"; tests replace them."""
+    """Functions that the processes load with, as "module:name"; tests replace them."""
 
-    engine: str = "wicore_trt.process.engine"
-    front: str = "wicore_trt.serve.front"
     load_engine: str = "wicore_trt.process.engine:load_engine"
     load_tokenizer: str = "wicore_trt.serve.front:load_tokenizer"
-    admin: str = "wicore_trt.http.admin:AdminServer"
 
 
 class Supervisor:
@@ -111,18 +112,19 @@ class Supervisor:
         try:
             server = self._loaded.settings.server
             if server.admin_port is not None:
-                self._admin = import_named(self._parts.admin)(server, self)
+                self._admin = import_named("wicore_trt.http.admin:AdminServer")(server, self)
                 log.info("operators' calls on %s", await self._admin.start())
             self._start_front()
             self._start_engine()
             return await self._end
         finally:
             self._stopping = True
-            for slot in self._slots.values():
-                slot.close_process()
-            for slot in self._slots.values():
-                if slot.process is not None:
-                    slot.process.wait_for_end(KILL_S)
+            left = [slot.process for slot in self._slots.values() if slot.process is not None]
+            for process in left:
+                loop.remove_reader(process.control.sock.fileno())
+                process.kill()
+            for process in left:
+                process.wait_for_end(KILL_S)
             if self._admin is not None:
                 await self._admin.stop()
 
@@ -130,13 +132,17 @@ class Supervisor:
 
     def _start_engine(self) -> None:
         self._stuck_s = 0.0
-        child = self._engine.start_process(self._parts.engine, self._on_engine_message, self._on_engine_exit)
+        child = self._engine.start_process(
+            "wicore_trt.process.engine", self._on_engine_message, partial(self._on_exit, "engine")
+        )
         child.control.send("start", settings=self._settings, loader=self._parts.load_engine)
 
     def _start_front(self) -> None:
         self._links, self._front_bound = 0, False
         self._idle.clear()
-        child = self._front.start_process(self._parts.front, self._on_front_message, self._on_front_exit)
+        child = self._front.start_process(
+            "wicore_trt.serve.front", self._on_front_message, partial(self._on_exit, "front")
+        )
         child.control.send(
             "start", settings=self._settings, loader=self._parts.load_tokenizer, max_context=self._max_context
         )
@@ -166,7 +172,7 @@ class Supervisor:
         why = f"it had work and ended no step for {stuck_s:.0f} s"
         log.error("the engine is stuck: %s; the stacks of its threads follow", why)
         self._engine.error = EngineDeadError(f"The engine was ended: {why}.")
-        engine.dump_stacks()
+        engine.send_signal(DUMP)
         loop.call_later(DUMP_S, engine.kill)
 
     def _join_processes(self) -> None:
@@ -199,7 +205,7 @@ class Supervisor:
         match message["kind"]:
             case "ready":
                 self._engine.loaded, self._engine.build = True, message["build"]
-                self._engine.mark_ready()
+                self._engine.ready_at = time.monotonic()
                 self._join_processes()
                 self._watch_engine(self._engine.process)
             case "beat":
@@ -216,7 +222,7 @@ class Supervisor:
                 front.loaded, front.build = True, message["build"]
                 self._join_processes()
             case "bound":
-                front.mark_ready()
+                front.ready_at = time.monotonic()
                 self._front_bound = True
                 # the next front listens on the same ports, also where the system chose them
                 self._ports = message["ports"]
@@ -241,27 +247,23 @@ class Supervisor:
             case "failed":
                 front.error = read_error(message)
 
-    def _on_engine_exit(self, code: int) -> None:
-        # an engine that reports why it cannot load will not load the next time
-        fatal = self._engine.error if self._engine.ended_unready else None
-        self._restart_process("engine", code, self._start_engine, fatal)
-
-    def _on_front_exit(self, code: int) -> None:
-        self._restart_process("front", code, self._start_front, self._front.error if not self._served else None)
-
-    def _restart_process(self, name: str, code: int, start: Callable[[], None], fatal: WicoreError | None) -> None:
-        """Restart a process that has ended, unless its end is `fatal` or it keeps ending and never served."""
+    def _on_exit(self, name: str, code: int) -> None:
+        """Start a process again that has ended, unless its error is final or it keeps ending and never served."""
         if self._stopping:
             return
         slot = self._slots[name]
-        pause_s, why = slot.choose_pause(), slot.explain_exit(code)
+        # an engine that reports why it cannot load will not load the next time
+        final = slot.ended_unready if name == "engine" else not self._served
+        fatal = slot.error if final else None
+        guess = ", probably out of memory" if -code == signal.SIGKILL and not slot.killed else ""
+        pause_s, why = slot.choose_pause(), slot.error or describe_exit(code) + guess
         if fatal is None and pause_s and not self._served:
             fatal = EngineDeadError(f"The {name} ended {PATIENCE + 1} times before it was ready ({why}).")
         if fatal is not None:
             self._finish_run(fatal)
             return
         log.error("the %s ended (%s); starting it again%s", name, why, f" in {pause_s:.0f} s" if pause_s else "")
-        self._call_later(pause_s, start)
+        self._call_later(pause_s, self._start_engine if name == "engine" else self._start_front)
 
     def _call_later(self, seconds: float, start: Callable[[], None]) -> None:
         def begin() -> None:

@@ -23,7 +23,7 @@ from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.errors import WicoreError
 from wicore_trt.link.remote import RemoteEngine
 from wicore_trt.process.checker import Checker
-from wicore_trt.process.child import BEAT_S, Control, QueuedControl, import_named
+from wicore_trt.process.child import BEAT_S, Control, import_named
 from wicore_trt.serve.lifecycle import Servers, ServingProcess
 
 if TYPE_CHECKING:
@@ -71,12 +71,12 @@ def main(fd: int) -> int:
         tokenizer = error
     control.send("loaded", build=getattr(tokenizer, "build", None))  # None where it could not be loaded
     collect_rarely()
-    queue = QueuedControl(control.sock)
+    control.sock.setblocking(False)
     try:
-        code = FrontProcess(queue, settings, start["max_context"], tokenizer).run()
+        code = FrontProcess(control, settings, start["max_context"], tokenizer).run()
     except WicoreError as error:
-        queue.leave_loop()
-        queue.send_error(error)
+        control.leave_loop()
+        control.send_error(error)
         code = error.exit_code
     except BaseException:
         log.exception("the front failed unexpectedly")
@@ -90,7 +90,7 @@ class FrontProcess(ServingProcess):
     """Serves an engine of another process, at the supervisor's orders."""
 
     def __init__(
-        self, control: QueuedControl, settings: Settings, max_context: int | None, tokenizer: Tokenizer | Exception
+        self, control: Control, settings: Settings, max_context: int | None, tokenizer: Tokenizer | Exception
     ) -> None:
         super().__init__(settings.server, max_context)
         self._control, self._tokenizer = control, tokenizer
@@ -102,7 +102,7 @@ class FrontProcess(ServingProcess):
     def begin_watching(self, servers: Servers) -> None:
         self._servers = servers
         self._remote = RemoteEngine(self._on_engine_change)
-        asyncio.get_running_loop().add_reader(self._control.fileno(), self._on_message)
+        asyncio.get_running_loop().add_reader(self._control.sock.fileno(), self._on_message)
         self._send_beat()
 
     def find_engine(self) -> TextEngine | None:
@@ -121,7 +121,8 @@ class FrontProcess(ServingProcess):
         self._control.send("serving", address=address, url=url)
 
     def _send_beat(self) -> None:
-        self._control.offer_message("beat")
+        if not self._control.waiting:  # else a beat is outdated when it comes
+            self._control.send("beat")
         asyncio.get_running_loop().call_later(BEAT_S, self._send_beat)
 
     def _on_engine_change(self) -> None:

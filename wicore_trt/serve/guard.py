@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeAlias
@@ -17,7 +18,7 @@ import grpc
 from google.protobuf.message import Message
 
 from wicore_trt.access.admission import Admission
-from wicore_trt.access.calls import CURRENT, REQUEST_ID_HEADER, Call, make_call_id, read_key, write_access_line
+from wicore_trt.access.calls import CURRENT, REQUEST_ID_HEADER, Call, read_key, write_access_line
 from wicore_trt.access.keys import Identity
 from wicore_trt.access.log import QuietLog
 from wicore_trt.core.shares import Gate
@@ -55,9 +56,10 @@ class CallReply:
         self._context, self._call_id = context, call_id
         self._begun = False
 
-    def time_remaining(self) -> float | None:
-        left: float | None = self._context.time_remaining()
-        return left
+    def find_time_left(self) -> float | None:
+        """Return the seconds to the call's deadline, more than 0; None without one."""
+        left = self._context.time_remaining()
+        return None if left is None else max(left, 1e-3)
 
     async def send_metadata(self) -> None:
         """Send the call's id now, so that the client knows that the call was taken before its first message."""
@@ -90,102 +92,117 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def service(self, details: grpc.HandlerCallDetails) -> Handler:
         """Find the handler of a call; None for a method that is not served."""
-        metadata = details.invocation_metadata or ()
+        metadata, method = details.invocation_metadata or (), details.method.rpartition("/")[2]
         if len(metadata) > MAX_METADATA_BYTES // ENTRY_BYTES or (
             sum(len(name) + len(value) + ENTRY_BYTES for name, value in metadata) > MAX_METADATA_BYTES
         ):
-            return grpc.stream_stream_rpc_method_handler(self._refuse_metadata)
+            large = f"The metadata have more than {MAX_METADATA_BYTES} bytes."
+            return self._refuse_call(
+                Call.from_headers(method, Identity(), lambda name: None),
+                "with too much metadata",
+                InvalidRequestError(large, field="metadata", fix="Send less."),
+            )
         health = details.method.startswith(HEALTH_PREFIX)
-        header, method = partial(read_metadata, details), details.method.rpartition("/")[2]
+        header = partial(read_metadata, details)
         who = Identity() if health else self._keys.find_identity(read_key(header))
         if who is None:
-            return grpc.stream_stream_rpc_method_handler(
-                partial(self._refuse_call, Call.from_headers(method, Identity(), header))
+            self._counts.refused["grpc"] += 1
+            fix = "Send it as metadata: authorization: Bearer KEY."
+            return self._refuse_call(
+                Call.from_headers(method, Identity(), header),
+                "without a valid API key",
+                AuthenticationError("This server needs an API key.", fix=fix),
             )
         handler = next(filter(None, (service.service(details) for service in self._services)), None)
         if handler is None:
             return None
         if health:
-            return self._handle_health(handler)
-        if not details.method.startswith(OWN_PREFIXES):
-            return self._handle_foreign(handler, who)
-
-        async def run(_: object, context: grpc.aio.ServicerContext) -> None:
-            call = Call.from_headers(method, who, header)
-            reply = CallReply(context, call.call_id)
-            try:
-                await run_call(call, lambda: self._answer_call(call, handler, context, reply), context)
-            finally:
-                self._counts.grpc[method, call.code] += 1
-
+            run = partial(run_foreign_call, partial(self._answer_health, handler))
+        elif not details.method.startswith(OWN_PREFIXES):
+            run = partial(run_foreign_call, partial(self._answer_foreign, handler, who))
+        else:
+            run = partial(self._answer_own, handler, Call.from_headers(method, who, header))
         return grpc.stream_stream_rpc_method_handler(run, response_serializer=handler.response_serializer)
 
-    async def _answer_call(
-        self, call: Call, handler: grpc.RpcMethodHandler, context: grpc.aio.ServicerContext, reply: CallReply
+    def _refuse_call(self, call: Call, why: str, error: WicoreError) -> grpc.RpcMethodHandler:
+        async def refuse(_: object, context: grpc.aio.ServicerContext) -> None:
+            CURRENT.set(call)
+            self._refused(f"refused a call {why}", peer=context.peer())
+            await abort_call(context, error, call.call_id)
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+    async def _answer_own(
+        self, handler: grpc.RpcMethodHandler, call: Call, _: object, context: grpc.aio.ServicerContext
     ) -> None:
-        with self._calls.hold_place(call.who.tenant):
-            request = parse_request(handler, await self._requests.read_request(context))
-            if handler.response_streaming:
-                await handler.unary_stream(request, reply)
-            else:
-                await reply.write_message(await handler.unary_unary(request, reply))
-
-    def _handle_health(self, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """Handle a health check or watch. Anybody may call, so places go by the caller's address."""
-
-        async def run(_: object, context: grpc.aio.ServicerContext) -> None:
-            host = find_host(context.peer())
-            with self._checks.hold_place(host):
-                request = parse_request(handler, await self._brief.read_request(context, host))
-            if not handler.response_streaming:
-                await context.write(await handler.unary_unary(request, context))
-                return
-            with self._watches.hold_place(host):
-                await handler.unary_stream(request, context)
-
-        return grpc.stream_stream_rpc_method_handler(
-            partial(run_foreign_call, run), response_serializer=handler.response_serializer
-        )
-
-    def _handle_foreign(self, handler: grpc.RpcMethodHandler, who: Identity) -> grpc.RpcMethodHandler:
-        """Handle a stream of another service, which is reflection: it takes a place, and ends when it falls silent."""
-
-        async def run(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-            with self._calls.hold_place(who.tenant):
-                parsed = (parse_request(handler, raw) async for raw in read_stream(requests))
-                async for response in handler.stream_stream(parsed, context):
-                    await context.write(response)
-
-        return grpc.stream_stream_rpc_method_handler(
-            partial(run_foreign_call, run), response_serializer=handler.response_serializer
-        )
-
-    async def _refuse_call(self, call: Call, _: object, context: grpc.aio.ServicerContext) -> None:
         CURRENT.set(call)
-        self._refused("refused a call without a valid API key", peer=context.peer())
-        self._counts.refused["grpc"] += 1
-        error = AuthenticationError(
-            "This server needs an API key.", fix="Send it as metadata: authorization: Bearer KEY."
-        )
-        await abort_call(context, error, call.call_id)
+        call.facts["peer"] = context.peer()
+        if call.who.tenant:
+            call.facts["tenant"] = call.who.tenant
+        code, reply = "OK", CallReply(context, call.call_id)
+        try:
+            with self._calls.hold_place(call.who.tenant):
+                request = parse_request(handler, await self._requests.read_request(context))
+                if handler.response_streaming:
+                    await handler.unary_stream(request, reply)
+                else:
+                    await reply.write_message(await handler.unary_unary(request, reply))
+        except asyncio.CancelledError:
+            code = "DEADLINE_EXCEEDED" if context.time_remaining() == 0 else "CANCELLED"
+            raise
+        except WicoreError as error:
+            code = error.grpc_code
+            call.note_error(error)
+            await abort_call(context, error, call.call_id)
+        except grpc.aio.InternalError:
+            # the client has left: the transport takes no messages, and gRPC is about to cancel this task
+            code = "CANCELLED"
+            await asyncio.sleep(1.0)
+            raise
+        except Exception:
+            code = "INTERNAL"
+            log.exception("call %s (%s) failed unexpectedly", call.call_id, call.method)
+            await abort_call(context, make_internal_error(call.call_id), call.call_id)
+        finally:
+            write_access_line(call, code, generates=call.method == "Generate")
+            self._counts.grpc[call.method, code] += 1
 
-    async def _refuse_metadata(self, _: object, context: grpc.aio.ServicerContext) -> None:
-        self._refused("refused a call with too much metadata", peer=context.peer())
-        error = InvalidRequestError(
-            f"The metadata have more than {MAX_METADATA_BYTES} bytes.", field="metadata", fix="Send less."
-        )
-        await abort_call(context, error, make_call_id())
+    async def _answer_health(
+        self, handler: grpc.RpcMethodHandler, _: object, context: grpc.aio.ServicerContext
+    ) -> None:
+        """Answer a health check or watch. Anybody may call, so places go by the caller's address."""
+        host = find_host(context.peer())
+        with self._checks.hold_place(host):
+            request = parse_request(handler, await self._brief.read_request(context, host))
+        if not handler.response_streaming:
+            await context.write(await handler.unary_unary(request, context))
+            return
+        with self._watches.hold_place(host):
+            await handler.unary_stream(request, context)
+
+    async def _answer_foreign(
+        self,
+        handler: grpc.RpcMethodHandler,
+        who: Identity,
+        requests: AsyncIterator[bytes],
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        """Answer a stream of another service, which is reflection: it takes a place, and ends when it falls silent."""
+        with self._calls.hold_place(who.tenant):
+            parsed = (parse_request(handler, raw) async for raw in read_stream(requests))
+            async for response in handler.stream_stream(parsed, context):
+                await context.write(response)
 
 
 async def run_foreign_call(run: Run, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
     try:
         await run(requests, context)
     except WicoreError as error:
-        await abort_call(context, error, make_call_id())
+        await abort_call(context, error, uuid.uuid4().hex)
     except grpc.aio.BaseError:
         raise  # the handler has sent a status, or the client has left
     except Exception:
-        call_id = make_call_id()
+        call_id = uuid.uuid4().hex
         log.exception("call %s failed unexpectedly", call_id)
         await abort_call(context, make_internal_error(call_id), call_id)
 
@@ -193,31 +210,3 @@ async def run_foreign_call(run: Run, requests: AsyncIterator[bytes], context: gr
 def make_internal_error(call_id: str) -> WicoreError:
     """Make the error that hides an unexpected exception from the client."""
     return WicoreError(f"Internal error; the server's log has it as {call_id}.")
-
-
-async def run_call(call: Call, answer: Callable[[], Awaitable[None]], context: grpc.aio.ServicerContext) -> None:
-    CURRENT.set(call)
-    call.facts["peer"] = context.peer()
-    if call.who.tenant:
-        call.facts["tenant"] = call.who.tenant
-    code = "OK"
-    try:
-        await answer()
-    except asyncio.CancelledError:
-        code = "DEADLINE_EXCEEDED" if context.time_remaining() == 0 else "CANCELLED"
-        raise
-    except WicoreError as error:
-        code = error.grpc_code
-        call.note_error(error)
-        await abort_call(context, error, call.call_id)
-    except grpc.aio.InternalError:
-        # the client has left: the transport takes no messages, and gRPC is about to cancel this task
-        code = "CANCELLED"
-        await asyncio.sleep(1.0)
-        raise
-    except Exception:
-        code = "INTERNAL"
-        log.exception("call %s (%s) failed unexpectedly", call.call_id, call.method)
-        await abort_call(context, make_internal_error(call.call_id), call.call_id)
-    finally:
-        write_access_line(call, code, generates=call.method == "Generate")

@@ -47,48 +47,44 @@ class Servers:
     def __init__(self, settings: ServerSettings, max_context: int | None = None) -> None:
         """`max_context` is the engine's, where it is known. Raises ConfigError for bad TLS or keys files."""
         admission = self._admission = Admission.from_settings(settings)
-        self._grpc = GrpcServer(settings, max_context, admission)
+        self.grpc = GrpcServer(settings, max_context, admission)
         self._http = HttpServer(settings, max_context, admission)
         self._serves_http = settings.http_port is not None
 
     async def start_listening(self) -> tuple[str, str | None]:
         """Listen and return the address of gRPC and the URL of HTTP. Raises EnvironmentUnfitError."""
-        address = await self._grpc.start_listening()
+        address = await self.grpc.start_listening()
         return address, await self._http.start() if self._serves_http else None
 
     def attach_engine(self, engine: TextEngine) -> None:
-        self._grpc.service.attach_engine(engine)
+        self.grpc.service.engine = engine
         self._http.attach(engine)
 
     def apply_settings(self, settings: ServerSettings) -> None:
         """Apply other keys, rates, origins and certificates from now on. Raises ConfigError."""
-        self._grpc.apply_settings(settings)
+        self.grpc.apply_settings(settings)
         self._http.change(settings)
         self._admission.apply_settings(settings)
 
     @property
     def streams_open(self) -> int:
-        return self._grpc.service.streams_open + self._http.context.open.total()
+        return self.grpc.service.open.total() + self._http.context.open.total()
 
     async def wait_until_idle(self) -> None:
-        await self._grpc.service.idle.wait()
+        await self.grpc.service.idle.wait()
         await self._http.context.idle.wait()
-
-    async def set_serving(self, serving: bool = True) -> None:
-        """Tell gRPC's probes whether requests are taken; HTTP asks the engine itself."""
-        await self._grpc.set_serving(serving)
 
     async def set_draining(self) -> None:
         """Refuse requests from now on, and tell probes."""
         self._http.set_draining()
-        await self._grpc.set_draining()
+        await self.grpc.set_draining()
 
     async def render_metrics(self) -> str:
         return render_metrics(await collect_metrics(self._http.context))[0].decode()
 
     async def stop_listening(self, grace_s: float) -> None:
         """Close the ports; calls still open after `grace_s` seconds are cancelled."""
-        await asyncio.gather(self._grpc.stop_listening(grace_s), self._http.stop(grace_s))
+        await asyncio.gather(self.grpc.stop_listening(grace_s), self._http.stop(grace_s))
 
 
 class ServingProcess(ABC):
@@ -146,7 +142,7 @@ class ServingProcess(ABC):
                     await self.changed.wait()
             await engine.start()
             servers.attach_engine(engine)
-            await servers.set_serving()
+            await servers.grpc.set_serving()  # HTTP asks the engine itself
             log.info("serving %s after %.1f s", engine.info.model_id, time.monotonic() - started)
             self.report_serving(address, url)
             await self._follow_engine(servers, engine)
@@ -162,9 +158,9 @@ class ServingProcess(ABC):
             dead = engine.dead
             if dead is not None and serving:
                 log.error("no requests are taken: %s", dead)
-                await servers.set_serving(False)
+                await servers.grpc.set_serving(False)
             elif dead is None and not serving:
-                await servers.set_serving()
+                await servers.grpc.set_serving()
                 log.info("requests are taken again")
             serving = dead is None
             await self.changed.wait()

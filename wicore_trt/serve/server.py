@@ -83,19 +83,14 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def __init__(self, names: tuple[str, ...]) -> None:
         self._statuses = dict.fromkeys(names, Status.NOT_SERVING)
         self._changed = asyncio.Event()
-        self._retired = False
+        self.retired = False  # later changes are ignored
 
     def set_status(self, status: int) -> None:
-        if self._retired:
+        if self.retired:
             return
         self._statuses = dict.fromkeys(self._statuses, status)
         self._changed.set()
         self._changed = asyncio.Event()
-
-    def retire_status(self) -> None:
-        """Set NOT_SERVING and ignore later changes."""
-        self.set_status(Status.NOT_SERVING)
-        self._retired = True
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
@@ -121,34 +116,9 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             await changed.wait()
 
 
-class TlsCredentials:
-    """TLS files as gRPC credentials. Each handshake uses the newest certificate that was good."""
-
-    def __init__(self, cert: str | None, key: str | None, client_ca: str | None) -> None:
-        """`cert`, `key` and `client_ca` are PEM files; with `client_ca` clients must show a certificate. Raises
-        ConfigError for a missing, unreadable, malformed or mismatched file."""
-        self._clients = client_ca is not None
-        self._newest = _read_configuration(cert, key, client_ca)
-
-    def change_files(self, cert: str | None, key: str | None, client_ca: str | None) -> None:
-        """Use other files for new connections. Raises ConfigError as the constructor does, and changes nothing."""
-        self._newest = _read_configuration(cert, key, client_ca)
-
-    def make_credentials(self) -> grpc.ServerCredentials | None:
-        """Make credentials for a server; None without files."""
-        if self._newest is None:
-            return None
-        return grpc.dynamic_ssl_server_credentials(self._newest, self._fetch_configuration, self._clients)
-
-    def _fetch_configuration(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return the newest configuration; gRPC asks before each handshake, and adopts changes."""
-        return self._newest
-
-
-def _read_configuration(
-    cert: str | None, key: str | None, client_ca: str | None
-) -> grpc.ServerCertificateConfiguration | None:
-    files = read_tls(cert, key, client_ca)
+def read_certificates(settings: ServerSettings) -> grpc.ServerCertificateConfiguration | None:
+    """Read the TLS files, None where none is set. Raises ConfigError for missing, malformed or mismatched ones."""
+    files = read_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
     if files is None:
         return None
     return grpc.ssl_server_certificate_configuration([(files.secret, files.chain)], root_certificates=files.roots)
@@ -167,26 +137,28 @@ class GrpcServer:
         self._max_message_bytes = find_message_limit(max_context, settings.max_message_mb)
         self.service = InferenceService(max_message_bytes=self._max_message_bytes, admission=admission)
         self._health = HealthService(HEALTH_NAMES)
-        self._guard = Guard(admission, self._make_services())
-        self._certificates = TlsCredentials(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-        self._credentials = self._certificates.make_credentials()
-        self._listeners = Listeners(self._make_server, self._bind_server)
-
-    def apply_settings(self, settings: ServerSettings) -> None:
-        """Use another certificate for new connections. Raises ConfigError for files that do not fit."""
-        self._certificates.change_files(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-
-    def _make_services(self) -> list[grpc.GenericRpcHandler]:
         services = Services()
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.service, services)  # type: ignore[no-untyped-call]
         services.add_generic_rpc_handlers((make_handlers(WorkerService(self.service)),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, services)
-        if self._settings.reflection:
-            servicer = reflection.aio.ReflectionServicer(
-                (SERVICE_NAME, WORKER_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME)
+        if settings.reflection:
+            names = (SERVICE_NAME, WORKER_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME)
+            reflected = reflection.aio.ReflectionServicer(names)
+            reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, services)
+        self._guard = Guard(admission, services.handlers)
+        self._certificates = read_certificates(settings)
+        self._credentials: grpc.ServerCredentials | None = None
+        if self._certificates is not None:
+            self._credentials = grpc.dynamic_ssl_server_credentials(
+                self._certificates,
+                lambda: self._certificates,  # gRPC asks before each handshake, and adopts changes
+                settings.tls_client_ca is not None,
             )
-            reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, services)
-        return services.handlers
+        self._listeners = Listeners(self._make_server, self._bind_server)
+
+    def apply_settings(self, settings: ServerSettings) -> None:
+        """Use another certificate for new connections. Raises ConfigError, changing nothing, for bad files."""
+        self._certificates = read_certificates(settings)
 
     def _make_server(self) -> grpc.aio.Server:
         server = grpc.aio.server(options=make_channel_options(self._max_message_bytes))
@@ -219,7 +191,8 @@ class GrpcServer:
     async def set_draining(self) -> None:
         """Refuse requests from now on, and tell health checks once and for all."""
         self.service.draining = True
-        self._health.retire_status()
+        self._health.set_status(Status.NOT_SERVING)
+        self._health.retired = True
 
     async def stop_listening(self, grace_s: float) -> None:
         await self._listeners.stop_listening(grace_s)

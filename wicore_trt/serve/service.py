@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 from time import monotonic
@@ -21,7 +21,7 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from wicore_trt import __version__
-from wicore_trt.access.admission import Admission, Meter
+from wicore_trt.access.admission import Admission
 from wicore_trt.access.calls import Call, check_request_id, get_current_call
 from wicore_trt.access.keys import Identity
 from wicore_trt.core.port import UNKNOWN, Change, Position
@@ -38,8 +38,6 @@ from wicore_trt.types import EngineStats, FinishReason, TextOutput, TextRequest
 if TYPE_CHECKING:
     from wicore_trt.core.text_engine import TextEngine
 
-Finders = defaultdict[int, CallFinder]
-"""What finds calls in an output, by its sequence."""
 SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 MAX_SUBSCRIBERS = 32
 """Streams of KV events. Each is sent every event, so their number times the engine's steps is work."""
@@ -51,7 +49,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(self, *, max_message_bytes: int, admission: Admission) -> None:
         self._admission = admission
         self._max_message_bytes = max_message_bytes
-        self._engine: TextEngine | None = None
+        self.engine: TextEngine | None = None
         self.draining = False  # new Generate calls are answered with UNAVAILABLE
         self.open: Counter[str] = Counter()  # Generate calls by tenant
         self._subscribers = Gate(MAX_SUBSCRIBERS, "KV event streams")
@@ -60,70 +58,90 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self.idle = asyncio.Event()
         self.idle.set()
 
-    def attach_engine(self, engine: TextEngine) -> None:
-        self._engine = engine
-
     @property
     def serving(self) -> bool:
-        return self._engine is not None and self._engine.ready and not self.draining
-
-    @property
-    def streams_open(self) -> int:
-        return self.open.total()
+        return self.engine is not None and self.engine.ready and not self.draining
 
     def get_engine(self) -> TextEngine:
         """Return the engine. Raises UnavailableError before there is one."""
-        if self._engine is None:
+        if self.engine is None:
             raise UnavailableError("The engine is still loading.", fix="Wait until the health check says SERVING.")
-        return self._engine
+        return self.engine
 
     async def Generate(self, request: pb2.GenerateRequest, context: CallReply) -> None:
         call = get_current_call()
-        async with self.open_generation(call) as (engine, meter):
+        with self.count_generation(call) as engine:
             own_s = convert.read_positive_seconds(request.timeout, "timeout") if request.HasField("timeout") else None
-            timeout_s = min((limit for limit in (own_s, find_time_left(context)) if limit is not None), default=None)
-            made, finders = self._make_request(engine, request, call, timeout_s)
+            timeout_s = min((limit for limit in (own_s, context.find_time_left()) if limit is not None), default=None)
+            if request.HasField("request_id"):
+                request_id = check_request_id(request.request_id)
+            else:
+                request_id = uuid.uuid4().hex if call.from_client else call.call_id
+            if request_id != call.call_id:
+                call.facts["request"] = request_id
+            engine.info.shown_as(request.model if request.HasField("model") else None)
             with _name_fields(request):  # covers the stream, too: a constraint may fail late
+                made = _text_request(engine, request, request_id, call.who.tenant, timeout_s)
+                finders = defaultdict[int, CallFinder](CallFinder) if made.functions else None  # by sequence
 
                 def messages(output: TextOutput, first_s: float | None, total_s: float) -> Iterator[Message]:
                     finder = finders[output.index] if finders is not None else None
                     return convert.make_responses(output, first_token_s=first_s, total_s=total_s, finder=finder)
 
-                reasons = await relay_outputs(engine, made, meter, call, context, messages)
+                reasons = await self.relay_outputs(made, call, context, messages)
         if FinishReason.DEADLINE in reasons and timeout_s != own_s:
             raise DeadlineError("The call's deadline passed before the request finished.")
 
-    @asynccontextmanager
-    async def open_generation(self, call: Call) -> AsyncIterator[tuple[TextEngine, Meter]]:
-        """Yield the engine, and the meter for the tenant's rates. Raises UnavailableError if none is taken."""
+    @contextmanager
+    def count_generation(self, call: Call) -> Iterator[TextEngine]:
+        """Yield the engine to a call that generates. Raises UnavailableError if none is taken."""
         engine = self.get_engine()
         if self.draining:
             raise UnavailableError("The server is shutting down.", fix="Send the request to another server.")
         self.open[call.who.tenant] += 1
         self.idle.clear()
         try:
-            with self._admission.open_meter(call.who) as meter:
-                yield engine, meter
+            yield engine
         finally:
             self.open[call.who.tenant] -= 1
             if not self.open.total():
                 self.idle.set()
 
-    @staticmethod
-    def _make_request(
-        engine: TextEngine, request: pb2.GenerateRequest, call: Call, timeout_s: float | None
-    ) -> tuple[TextRequest, Finders | None]:
-        """Convert a request, and make finders of calls if it has functions; errors name fields by message path."""
-        if request.HasField("request_id"):
-            request_id = check_request_id(request.request_id)
-        else:
-            request_id = uuid.uuid4().hex if call.from_client else call.call_id
-        if request_id != call.call_id:
-            call.facts["request"] = request_id
-        engine.info.shown_as(request.model if request.HasField("model") else None)
-        with _name_fields(request):
-            made = _text_request(engine, request, request_id, call.who.tenant, timeout_s)
-        return made, defaultdict(CallFinder) if made.functions else None
+    async def relay_outputs(
+        self,
+        request: TextRequest,
+        call: Call,
+        reply: CallReply,
+        messages: Callable[[TextOutput, float | None, float], Iterable[Message]],
+    ) -> set[FinishReason]:
+        """Run a request and write its outputs; return the reasons for which its sequences ended. `messages` makes the
+        messages of an output, the seconds to its sequence's first token, and the seconds to now. While a write waits
+        for its reader, the engine merges later outputs."""
+        engine = self.get_engine()
+        first_token_s: dict[int, float] = {}
+        reasons: set[FinishReason] = set()
+        with self._admission.reserve_tokens(call.who, [request]) as grant:
+            request = call.note_request(engine.info.model_id, request)
+            async with aclosing(await engine.submit(await engine.encode_long_prompt(request))) as stream:
+                grant.used += stream.prompt_tokens
+                call.facts |= {"prompt": stream.prompt_tokens, "cached": 0}
+                await reply.send_metadata()
+                async for output in stream:
+                    elapsed = monotonic() - call.started
+                    grant.used += len(output.token_ids)
+                    if output.token_ids and output.index not in first_token_s:
+                        if not first_token_s:
+                            call.note_first_token(stream.parts)
+                        first_token_s[output.index] = elapsed
+                    call.facts["tokens"] = grant.used - stream.prompt_tokens
+                    if output.finish_reason is not None:
+                        reasons.add(output.finish_reason)
+                        call.facts["finish"] = ",".join(sorted(reason.value for reason in reasons))
+                    if output.usage is not None:
+                        call.facts["cached"] = output.usage.cached_tokens
+                    for message in messages(output, first_token_s.get(output.index), elapsed):
+                        await reply.write_message(message)
+        return reasons
 
     async def Abort(self, request: pb2.AbortRequest, context: CallReply) -> pb2.AbortResponse:
         request_id = check_request_id(request.request_id)
@@ -168,7 +186,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         if self.draining:
             state = pb2.SERVER_STATE_DRAINING
         else:
-            state = pb2.SERVER_STATE_STARTING if self._engine is None else pb2.SERVER_STATE_SERVING
+            state = pb2.SERVER_STATE_STARTING if self.engine is None else pb2.SERVER_STATE_SERVING
         return pb2.GetServerInfoResponse(
             version=__version__, state=state, started_at=self._started_at, max_message_bytes=self._max_message_bytes
         )
@@ -185,7 +203,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def SubscribeKVEvents(self, request: kv_pb2.SubscribeKVEventsRequest, context: CallReply) -> None:
         after = (request.epoch, request.from_sequence - 1) if request.from_sequence > 0 else UNKNOWN
-        async with self.follow_kv_events(get_current_call(), after) as feed:
+        async with aclosing(self.follow_kv_events(get_current_call().who, after)) as feed:
             async for epoch, found in feed:
                 messages = (
                     convert.make_kv_events(epoch, found) if isinstance(found, list) else convert.make_kv_snapshot(found)
@@ -193,71 +211,17 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 for message in messages:
                     await context.write_message(message)
 
-    @asynccontextmanager
-    async def follow_kv_events(self, call: Call, after: Position) -> AsyncIterator[AsyncGenerator[Change, None]]:
+    async def follow_kv_events(self, who: Identity, after: Position) -> AsyncGenerator[Change, None]:
         """Follow what the KV cache gains and loses: all pages for an operator, else the tenant's own. Raises
         AuthenticationError when the caller's key is revoked or stands for another caller."""
-        who = call.who
+        whose = None if who.operator else who.tenant
         with self._subscribers.hold_place(who.tenant):
-            async with aclosing(
-                self.get_engine().engine.kv_events(None if who.operator else who.tenant, after)
-            ) as feed:
-
-                async def check_changes() -> AsyncGenerator[Change, None]:
-                    async for change in feed:
-                        now = self._admission.check_identity(who)
-                        if (now.tenant, now.operator) != (who.tenant, who.operator):
-                            raise AuthenticationError("The API key stands for somebody else by now.", fix="Call again.")
-                        yield change
-
-                async with aclosing(check_changes()) as told:
-                    yield told
-
-
-async def relay_outputs(
-    engine: TextEngine,
-    request: TextRequest,
-    meter: Meter,
-    call: Call,
-    reply: CallReply,
-    messages: Callable[[TextOutput, float | None, float], Iterable[Message]],
-) -> set[FinishReason]:
-    """Run a request and write its outputs; return the reasons for which its sequences ended. `messages` makes the
-    messages of an output, the seconds to its sequence's first token, and the seconds to now. While a write waits for
-    its reader, the engine merges later outputs."""
-    first_token_s: dict[int, float] = {}
-    reasons: set[FinishReason] = set()
-    tokens = 0
-    meter.reserve_tokens([request])
-    request = call.note_request(engine.info.model_id, request)
-    async with aclosing(await engine.submit(await engine.encode_long_prompt(request))) as stream:
-        meter.used += stream.prompt_tokens
-        call.facts |= {"prompt": stream.prompt_tokens, "cached": 0}
-        await reply.send_metadata()
-        async for output in stream:
-            elapsed = monotonic() - call.started
-            tokens += len(output.token_ids)
-            meter.used += len(output.token_ids)
-            if output.token_ids and output.index not in first_token_s:
-                first_token_s[output.index] = elapsed
-                call.facts.setdefault("ttft_ms", round(elapsed * 1000, 1))
-                if stream.parts is not None:
-                    call.note_first_token(*stream.parts)
-            call.facts["tokens"] = tokens
-            if output.finish_reason is not None:
-                reasons.add(output.finish_reason)
-                call.facts["finish"] = ",".join(sorted(reason.value for reason in reasons))
-            if output.usage is not None:
-                call.facts["cached"] = output.usage.cached_tokens
-            for message in messages(output, first_token_s.get(output.index), elapsed):
-                await reply.write_message(message)
-    return reasons
-
-
-def find_time_left(context: CallReply) -> float | None:
-    """Return the seconds to the call's deadline, more than 0; None without one."""
-    left = context.time_remaining()
-    return None if left is None else max(left, 1e-3)
+            async with aclosing(self.get_engine().engine.kv_events(whose, after)) as feed:
+                async for change in feed:
+                    now = self._admission.check_identity(who)
+                    if (now.tenant, now.operator) != (who.tenant, who.operator):
+                        raise AuthenticationError("The API key stands for somebody else by now.", fix="Call again.")
+                    yield change
 
 
 @contextmanager

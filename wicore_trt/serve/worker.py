@@ -14,6 +14,7 @@ import time
 import uuid
 import zipfile
 from collections.abc import Iterable, Iterator
+from contextlib import aclosing
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,6 @@ from wicore_trt.kv.pages.page import Page
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL
 from wicore_trt.serve import convert
 from wicore_trt.serve.guard import CallReply
-from wicore_trt.serve.service import find_time_left, relay_outputs
 from wicore_trt.text.model_files import FILES
 from wicore_trt.types import (
     EngineStats,
@@ -88,10 +88,10 @@ class WorkerService:
 
     async def Generate(self, request: pb2.GenerateRequest, context: CallReply) -> None:
         call = get_current_call()
-        async with self._service.open_generation(call) as (engine, meter):
-            made = _text_request(engine, request, call.who.tenant, find_time_left(context))
+        with self._service.count_generation(call) as engine:
+            made = _text_request(engine, request, call.who.tenant, context.find_time_left())
             answers = _AnswerMaker(made, request.stream, frozenset(engine.info.eos_token_ids))
-            reasons = await relay_outputs(engine, made, meter, call, context, answers)
+            reasons = await self._service.relay_outputs(made, call, context, answers)
         if FinishReason.DEADLINE in reasons:
             raise DeadlineError("The call's deadline passed before the request finished.")
 
@@ -150,7 +150,7 @@ class WorkerService:
         engine, call = self._service.get_engine(), get_current_call()
         after = self._numbers.position(request.start_sequence_number)
         while True:
-            async with self._service.follow_kv_events(call, after) as feed:
+            async with aclosing(self._service.follow_kv_events(call.who, after)) as feed:
                 async for epoch, found in feed:
                     if isinstance(found, EventSnapshot):
                         number = self._numbers.number(epoch, found.sequence)
