@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed448, ed25519, rsa
 
 from wicore_trt.access.listening import read_tls
+from wicore_trt.config import ServerSettings
 from wicore_trt.errors import ConfigError
 
 MADE = {
@@ -26,8 +27,8 @@ MADE = {
 UNKNOWN = ("secp256k1", "ed448")
 
 
-def files(folder: Path, kind: str, before: bytes = b"") -> tuple[str, str]:
-    """Certificate and key, with something in front of both."""
+def files(folder: Path, kind: str, before: bytes = b"") -> ServerSettings:
+    """Settings with a certificate and key, with something in front of both."""
     key = MADE[kind]()
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
     now = datetime.datetime.now(datetime.UTC)
@@ -38,7 +39,7 @@ def files(folder: Path, kind: str, before: bytes = b"") -> tuple[str, str]:
     cert.write_bytes(before + signed.public_bytes(pem))
     plain = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     secret.write_bytes(before + plain)
-    return str(cert), str(secret)
+    return ServerSettings(tls_cert=str(cert), tls_key=str(secret))
 
 
 async def taken(chain: bytes, secret: bytes) -> bool:
@@ -53,14 +54,14 @@ async def taken(chain: bytes, secret: bytes) -> bool:
 @pytest.mark.parametrize("kind", [kind for kind in MADE if kind not in UNKNOWN])
 @pytest.mark.parametrize("before", [b"", b"\xef\xbb\xbf", b"Certificate:\n    Data:\n"])
 async def test_what_is_taken_is_what_grpc_takes(tmp_path: Path, kind: str, before: bytes) -> None:
-    found = read_tls(*files(tmp_path, kind, before), None)
+    found = read_tls(files(tmp_path, kind, before))
     assert found is not None
     assert await taken(found.chain, found.secret)
 
 
 @pytest.mark.parametrize("kind", UNKNOWN)
 async def test_what_grpc_does_not_take_is_refused_with_what_to_do(tmp_path: Path, kind: str) -> None:
-    cert, key = files(tmp_path, kind)
-    assert not await taken(Path(cert).read_bytes(), Path(key).read_bytes())
+    settings = files(tmp_path, kind)
+    assert not await taken(Path(settings.tls_cert).read_bytes(), Path(settings.tls_key).read_bytes())
     with pytest.raises(ConfigError, match=r"cert\.pem.*P-256"):
-        read_tls(cert, key, None)
+        read_tls(settings)

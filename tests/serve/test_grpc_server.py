@@ -217,7 +217,6 @@ async def test_tls_and_mutual_tls(tls):
         ("cert", "key", "garbage"),
         ("cert", "key", "nowhere"),
         ("cert", "key", "empty"),
-        ("cert", None, None),
     ],
 )
 def test_bad_tls_files_are_found_before_listening(tls, cert, key, ca):

@@ -60,13 +60,11 @@ def _check_kind(path: str, chain: bytes) -> None:
         raise ConfigError(f"{path}: gRPC does not know this kind of certificate.", fix=KINDS)
 
 
-def read_tls(cert: str | None, key: str | None, client_ca: str | None) -> TlsFiles | None:
+def read_tls(settings: ServerSettings) -> TlsFiles | None:
     """Read the TLS files; None when none is named. Raises ConfigError for unreadable, malformed or mismatched files."""
-    if cert is None and key is None and client_ca is None:
+    cert, key, client_ca = settings.tls_cert, settings.tls_key, settings.tls_client_ca
+    if cert is None or key is None:  # the settings have both or none
         return None
-    if cert is None or key is None:
-        lacking = "--tls-cert (server.tls_cert)" if cert is None else "--tls-key (server.tls_key)"
-        raise ConfigError("A certificate and its key go together.", fix=f"Give {lacking} too.")
     chain, secret = _read_pem("tls_cert", cert), _read_pem("tls_key", key)
     roots = _read_pem("tls_client_ca", client_ca) if client_ca is not None else None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -123,7 +121,7 @@ def check_exposure(settings: ServerSettings) -> None:
 def check_server(settings: ServerSettings) -> None:
     """Raise ConfigError for bad TLS files and an open door, EnvironmentUnfitError for addresses that cannot be used."""
     check_exposure(settings)
-    read_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    read_tls(settings)
     check_free(settings.host, settings.port)
     if settings.http_port is not None:
         check_free(find_http_host(settings), settings.http_port, "--http-port")

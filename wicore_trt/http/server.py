@@ -52,7 +52,7 @@ class Listener:
         """Raises ConfigError for bad TLS files."""
         self.app = app
         self._host, self._port, self._flag = host, port, flag
-        self._tls = read_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+        self._tls = read_tls(settings)
         self._config = Config(
             self._call_app,
             interface="asgi3",  # which uvicorn does not see of a method
@@ -72,7 +72,7 @@ class Listener:
     def change(self, settings: ServerSettings) -> None:
         """Use another certificate for new connections. Raises ConfigError, changing nothing, for bad files."""
         if self._tls is not None:
-            self._tls = read_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+            self._tls = read_tls(settings)
 
     def _make_protocol(self) -> asyncio.Protocol:
         return GuardedHttp(self._config, self._state, {}, asyncio.get_running_loop())

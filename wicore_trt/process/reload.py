@@ -48,7 +48,7 @@ def check_reload(given: LoadedSettings, read: Callable[[], LoadedSettings]) -> C
     if (server.tls_cert is None) != (running.server.tls_cert is None):
         raise ConfigError("TLS cannot be switched on or off while the server runs.", fix="Start it again.")
     Admission.from_settings(server)
-    read_tls(server.tls_cert, server.tls_key, server.tls_client_ca)
+    read_tls(server)
     if (server.api_key, server.keys_file) == (None, None) != (running.server.api_key, running.server.keys_file):
         raise ConfigError("A server with API keys is not opened to everybody while it runs.", fix="Start it again.")
     log = replace(running.log, level=wanted.log.level)

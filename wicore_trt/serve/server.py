@@ -118,7 +118,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 def read_certificates(settings: ServerSettings) -> grpc.ServerCertificateConfiguration | None:
     """Read the TLS files, None where none is set. Raises ConfigError for missing, malformed or mismatched ones."""
-    files = read_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    files = read_tls(settings)
     if files is None:
         return None
     return grpc.ssl_server_certificate_configuration([(files.secret, files.chain)], root_certificates=files.roots)
