@@ -171,7 +171,7 @@ class Engine:
         for size in (2, 8, 20, 60) if knows else ():
             for begin in (0, 32_768):
                 slices = [(begin, size * 128)]
-                self.scheduler.observe_step(load_of(slices), slices, self.world.step_s(slices))
+                self.scheduler.estimates.learn_step(load_of(slices), slices, self.world.step_s(slices))
         for size in (4, 64, 4, 256, 16) if rated is not None else ():
             self.loader.record_probe(size << 20, 1e-3 + (size << 20) / cast(float, rated))
         for size in (4, 64, 256):

@@ -195,7 +195,7 @@ def measure(case: str, rows: int, context: int, steps: int, step_s: float, *, pr
     core, loop, meter, rng = host.core, host.engine, Meter(), random.Random(rows)
     assert isinstance(core, EngineCore)
     for owner, names, part in (
-        (core.scheduler, ("schedule_step", "schedule_ahead", "observe_step"), "schedule"),
+        (core.scheduler, ("schedule_step", "schedule_ahead"), "schedule"),
         (core, ("_start_step",), "batch"),
         (core.executor, ("submit",), "inputs"),
         (core.executor, ("collect", "leads"), "read"),

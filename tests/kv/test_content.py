@@ -138,7 +138,8 @@ class ContentStack(Stack):
         """Tokens that a request would find, on the device or below it."""
         pages = SequencePages(self.manager.derive_names("", ""), marks=mark_content(content, self.shape.page_tokens))
         hit, scheduler = self.manager.find_prefix(pages, tokens), self.core.scheduler
-        plan = scheduler.loader.choose_load(pages, len(tokens), hit, scheduler.newcomer_rate())
+        rate = scheduler.estimates.rate_behind(scheduler.running)
+        plan = scheduler.loader.choose_load(pages, len(tokens), hit, rate)
         return max(hit.tokens, plan.stop if plan is not None else 0)
 
 

@@ -220,22 +220,24 @@ def test_who_waits_for_its_load_leaves_the_device_to_others():
         core.step()
     with mock.patch.object(manager, "tiers", None):
         manager.clear_cache()
-    loader, scheduler.prefill = scheduler.loader, PrefillMeter()
+    loader = scheduler.loader
+    scheduler.prefill.__init__()
     loader._host_meter, loader._clock = TierMeter(HOST_PRIOR), lambda: 0.0
     manager.tiers.poll_all = lambda: False  # the loads hang
     add("second")
     core.step()
     loads = [sequence.pages.load for sequence in scheduler.running]
     assert [loader._begun[load].choice.decision for load in loads] == ["load"] * 3
-    assert scheduler.newcomer_rate().share == 1.0
+    rate_behind = scheduler.estimates.rate_behind
+    assert rate_behind(scheduler.running).share == 1.0
     loader._begun[loads[0]].choice = replace(loader._begun[loads[0]].choice, decision="split")
-    assert scheduler.newcomer_rate().share == 0.5
+    assert rate_behind(scheduler.running).share == 0.5
     first = scheduler.running[0]
     traffic = manager.tiers.movers.host_traffic
     traffic.read_bytes, traffic.read_seconds = traffic.read_bytes + 8 * MB, traffic.read_seconds + 100.0
     loader.cancel_load(first.pages)
     assert loader._host_meter.observed == 1, "a link that is too slow for every load would never be known"
-    assert scheduler.newcomer_rate().delay_s > 0.0 == scheduler.newcomer_rate(first).delay_s
+    assert rate_behind(scheduler.running).delay_s > 0.0 == rate_behind(scheduler.running, first).delay_s
     core.abort_all()
     core.close()
 

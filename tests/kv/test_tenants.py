@@ -29,7 +29,8 @@ def usable(stack: Stack, tokens: list[int], salt: str) -> int:
     pages = SequencePages(stack.manager.derive_names("", salt))
     hit = stack.manager.find_prefix(pages, [*tokens, 2])
     scheduler = stack.core.scheduler
-    plan = scheduler.loader.choose_load(pages, len(tokens) + 1, hit, scheduler.newcomer_rate())
+    rate = scheduler.estimates.rate_behind(scheduler.running)
+    plan = scheduler.loader.choose_load(pages, len(tokens) + 1, hit, rate)
     return max(hit.tokens, plan.stop if plan is not None else 0)
 
 

@@ -14,7 +14,7 @@ from wicore_trt.kv.manager import CacheOptions, KVCacheManager
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.pool import PagePool
-from wicore_trt.kv.prefix.rates import PrefillMeter, TierMeter, TierRate
+from wicore_trt.kv.prefix.rates import TierMeter, TierRate
 from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.kv.tiers import up
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
@@ -304,8 +304,8 @@ def test_a_newcomers_share_of_the_device_is_what_a_step_leaves(decoding):
         core.step()
     scheduler = core.scheduler
     assert len(scheduler.running) == decoding and all(s.remaining_tokens == 1 for s in scheduler.running)
-    scheduler.prefill = PrefillMeter()
-    rate = scheduler.newcomer_rate()
+    scheduler.prefill.__init__()
+    rate = scheduler.estimates.rate_behind(scheduler.running)
     steps = 320 / (scheduler.max_batch_tokens - decoding)
     alone = rate.seconds_alone(0, 320)
     assert rate.shared_seconds(0, 320) == pytest.approx(alone * steps * scheduler.max_batch_tokens / 320)

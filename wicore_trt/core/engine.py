@@ -145,7 +145,7 @@ class EngineCore(Core):
             )  # fmt: skip
             self._next_id += 1
             sequences.append(sequence)
-        cost_s = self.scheduler.estimate_cost(sequences[0])
+        cost_s = self.scheduler.estimates.estimate_prompt(sequences[0])
         start_by = self._latest_start(request, arrival, cost_s)
         try:
             for sequence in sequences:
@@ -269,7 +269,7 @@ class EngineCore(Core):
             slices = flight.batch.slices
             prompts = [] if flight.batch.num_tokens == len(slices) else [(s.start, len(s.token_ids)) for s in slices]
             load = load_of(prompts) if prompts else StepLoad(len(slices), sum([s.start for s in slices]))
-            self.scheduler.observe_step(load, prompts, seconds)
+            self.scheduler.estimates.learn_step(load, prompts, seconds)
         outputs = self._apply_result(flight, result)
         for sequence in flight.ended:
             self._release_sequence(sequence)

@@ -427,7 +427,7 @@ class EngineLoop:
         self._running, self._waiting = self._core.count_sequences()
         self._stats, self._stats_time = self._core.defer_stats(), time.monotonic()
         self._outlook = self._core.make_outlook()
-        self._taken.clear_counts()
+        self._taken = Newcomers()
 
     def _emit_outputs(self, outputs: list[TokenOutput]) -> None:
         with self._wake:

@@ -188,10 +188,6 @@ class Newcomers:
             found[tenant] += count
         return found
 
-    def clear_counts(self) -> None:
-        self._sequences.clear()
-        self._tokens.clear()
-
 
 @dataclass(frozen=True, slots=True)
 class Outlook:

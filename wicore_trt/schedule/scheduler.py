@@ -11,18 +11,10 @@ from operator import le
 
 from wicore_trt.kv.manager import KVCacheManager
 from wicore_trt.kv.prefix.loader import PrefixLoader
-from wicore_trt.kv.prefix.rates import ComputeRate, PrefillMeter
+from wicore_trt.kv.prefix.rates import PrefillMeter
 from wicore_trt.kv.sequence_pages import PrefixHit
 from wicore_trt.model.spec import LOCAL
-from wicore_trt.schedule.estimates import (
-    LEAST,
-    estimate_prompt,
-    learn_step,
-    lower_cost,
-    prefill_rate_behind,
-    prefill_rate_beside,
-    raise_cost,
-)
+from wicore_trt.schedule.estimates import LEAST, PromptEstimates
 from wicore_trt.schedule.queue import Outlook, WaitingQueue, order_key
 from wicore_trt.schedule.sequence import Sequence, SequenceState, StepSchedule
 from wicore_trt.schedule.step_time import Budget, StepLoad, StepTime
@@ -76,15 +68,14 @@ class Scheduler:
         self.loader = loader
         self.prefill = PrefillMeter()
         self.step_time = step_time
+        self.estimates = PromptEstimates(manager, loader, self.prefill, step_time, max_batch_tokens, slice_tokens)
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
         self.slice_tokens = slice_tokens
-        self.least_tokens = max(1, slice_tokens // LEAST)
-        """Tokens that prompts have in a step however little time the sequences that decode leave them."""
+        self.least_tokens = max(1, slice_tokens // LEAST)  # that prompts get in a step, whatever the time
         self.score_rows = score_rows
         self.graph_sizes = graph_sizes or {}
-        self.held_back = False
-        """Whether the last step left sequences waiting that it had room for, because enough loads were begun."""
+        self.held_back = False  # the last step had room for more sequences, but had begun enough loads
         self._rows_left, self._load_pages = 0, 0  # of score_rows and PAGES_AT_ONCE in the step that is made up
         self.waiting: WaitingQueue[Sequence] = WaitingQueue()
         self.running: list[Sequence] = []
@@ -127,19 +118,8 @@ class Scheduler:
                 assert self.loader is not None
                 sequence.prefetched = True
                 hit = self.manager.find_prefix(sequence.pages, sequence.tokens)
-                self.loader.prefetch_prefix(sequence.pages, len(sequence.tokens), hit, self.newcomer_rate())
-
-    def estimate_cost(self, sequence: Sequence) -> float:
-        """Estimate the seconds that a newcomer's prompt takes without its cached part; 0 without `step_time`."""
-        rate = self.prefill.compute_rate(slice_tokens=self.slice_tokens)
-        return estimate_prompt(sequence, self.step_time, self.manager, self.loader, rate)
-
-    def observe_step(self, load: StepLoad, slices: list[tuple[int, int]], seconds: float) -> None:
-        """Learn from a step that computed (start, count) tokens of each sequence; [] where all counts are one."""
-        if slices:
-            learn_step(self.prefill, self.loader, slices, seconds, self.slice_tokens)
-        if self.step_time is not None:
-            self.step_time.observe_step(load, seconds)
+                rate = self.estimates.rate_behind(self.running)
+                self.loader.prefetch_prefix(sequence.pages, len(sequence.tokens), hit, rate)
 
     def make_outlook(self, begun: tuple[float, ...] = (), hold_s: float = 0.0, now: float = 0.0) -> Outlook:
         """Return the outlook of a newcomer at `now`, if places were taken at `begun` and are held for `hold_s`."""
@@ -331,9 +311,9 @@ class Scheduler:
             return sequence.remaining_tokens
         assert self.loader is not None
         parked, computed = sequence.pages.parked is not None, sequence.computed
-        rate = prefill_rate_beside(self.running, self.prefill, self.step_time, self.max_batch_tokens, self.slice_tokens)
+        rate = self.estimates.rate_beside(self.running)
         step = self.loader.next_move(sequence.pages, computed, compute=rate)
-        raise_cost(sequence, self.step_time, self.loader)
+        self.estimates.raise_cost(sequence)
         if step.action == "compute":
             return min(sequence.remaining_tokens, step.max_tokens)
         if step.action == "jump":
@@ -341,11 +321,12 @@ class Scheduler:
             if parked and sequence.pages.parked is not None:
                 return self._start_over(sequence)  # what was parked does not fit together
             if not parked and sequence.computed > computed:
-                lower_cost(sequence, self.step_time, computed)
+                self.estimates.lower_cost(sequence, computed)
                 if not sequence.requeued:  # later it finds what it has computed itself
                     sequence.cached = (sequence.cached or 0) + sequence.computed - computed
                 # a later resume point may be worth a load of its own
-                here, rate = PrefixHit(sequence.computed, 0, in_flight=False), self.newcomer_rate(sequence)
+                here = PrefixHit(sequence.computed, 0, in_flight=False)
+                rate = self.estimates.rate_behind(self.running, sequence)
                 chosen = self.loader.choose_load(sequence.pages, len(sequence.tokens), here, rate, trials=True)
                 if chosen is not None and chosen.stop:
                     self.loader.begin_load(sequence.pages, chosen, spare=self._spare_for_load(sequence))
@@ -462,7 +443,8 @@ class Scheduler:
             return 0 if room and self.loader.parking.resume_sequence(pages) else None
         chosen = None
         if self.loader is not None and not sequence.scoring:
-            chosen = self.loader.choose_load(pages, total, hit, self.newcomer_rate(), trials=True)
+            rate = self.estimates.rate_behind(self.running)
+            chosen = self.loader.choose_load(pages, total, hit, rate, trials=True)
         load = chosen if chosen is not None and chosen.stop else None
         self.manager.attach_prefix(pages, hit, total)
         sequence.computed = hit.tokens
@@ -481,11 +463,6 @@ class Scheduler:
                 self.loader.decisions[chosen.decision if begun else "compute"] += 1
             self.loader.end_prefetch(pages)
         return count
-
-    def newcomer_rate(self, chooser: Sequence | None = None) -> ComputeRate:
-        slice_tokens = min(self.slice_tokens, self.max_batch_tokens)
-        meters = self.prefill, self.step_time, self.loader
-        return prefill_rate_behind(self.running, chooser, *meters, self.max_batch_tokens, slice_tokens)
 
     def check_integrity(self) -> None:
         assert all(s.state is SequenceState.RUNNING for s in self.running)

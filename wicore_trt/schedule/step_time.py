@@ -15,20 +15,19 @@ from typing import NamedTuple
 
 from wicore_trt.kv.prefix.rates import PositiveSum
 
+# Coefficients of weights, rows, keys, tokens and pairs before the first step, which scales them all alike: those of
+# some 10 B parameters on a GPU.
 PRIOR = (5e-3, 1e-4, 1e-8, 5e-5, 3e-10)
-"""Of weights, rows, keys, tokens and pairs, before the first step, whose measure scales all of them: a model of some
-10 B parameters on a GPU."""
+# `PositiveSum`'s step size and clip. There are steps enough to learn slowly from each.
 RATE, CLIP = 0.1, 2.0
-"""There are steps enough to learn slowly from each."""
+# Seconds of steps over which `share` is averaged.
 SHARE_S = 2.0
-"""Of how many seconds of steps `share` is the mean, roughly."""
+# Without a target, prompts may make a step that decodes STRETCH times as long, or FLUENT_S if that is more. 20 tokens
+# a second are faster than anybody reads, and a GPU that launches kernels one by one needs twice as long for any prompt.
 STRETCH, FLUENT_S = 1.6, 0.05
-"""Where no target is set, a step that decodes takes at most so many times as long with prompts in it as without, or so
-long, as whatever more prompts it has: 20 tokens a second and sequence are faster than anybody reads, and a GPU that
-starts its kernels one by one as soon as a prompt is in the step takes twice as long for a few tokens as for none."""
+# A step beyond the largest graph is expected to take as long as FEW_MORE times that graph's tokens. Launching its
+# kernels takes the host 28 ms and more (27B, H200), while the device waits: steps planned for 38 ms took 53 under load.
 FEW_MORE = 2
-"""Times the tokens of the largest graph. 27B on an H200: to launch the kernels of a larger step takes the host 28 ms
-and more, in part of which the device waits: steps that were to take 38 ms took 53 under load."""
 
 
 class StepLoad(NamedTuple):
@@ -45,10 +44,14 @@ class StepLoad(NamedTuple):
 
 
 def load_of(slices: Sequence[tuple[int, int]]) -> StepLoad:
-    """Load of a step that computes (start, count) of each sequence. One token counts as decoded."""
-    keys, prompts = [start for start, count in slices if count == 1], [(s, n) for s, n in slices if n > 1]
-    pairs = sum(count * (start + count / 2) for start, count in prompts)
-    return StepLoad(len(keys), sum(keys), sum(count for _, count in prompts), pairs)
+    """Sum the load of a step that computes (start, count) of each sequence. One token counts as decoded."""
+    rows, keys, tokens, pairs = 0, 0, 0, 0.0
+    for start, count in slices:
+        if count == 1:
+            rows, keys = rows + 1, keys + start
+        else:
+            tokens, pairs = tokens + count, pairs + count * (start + count / 2)
+    return StepLoad(rows, keys, tokens, pairs)
 
 
 class StepTime:
@@ -65,8 +68,7 @@ class StepTime:
 
     def __init__(self, target_s: float | None = None) -> None:
         self.target_s = target_s
-        self.awaited = True
-        """Whether somebody waits for each token, as readers of streams do."""
+        self.awaited = True  # somebody waits for each token, as readers of streams do
         self.share = 0.5
         self._fit = PositiveSum(PRIOR, rate=RATE, clip=CLIP)
 
@@ -76,7 +78,8 @@ class StepTime:
         self._fit.update(self._fit_terms(load), seconds)
         if load.tokens:
             seconds = min(seconds, CLIP * self.step_s(load))
-            part = min(1.0, self._prompt_s(load.tokens, load.pairs) / seconds)
+            _, _, _, token, pair = self._fit.p
+            part = min(1.0, (load.tokens * token + load.pairs * pair) / seconds)
             self.share += (part - self.share) * min(1.0, seconds / SHARE_S)
 
     def step_s(self, load: StepLoad) -> float:
@@ -84,17 +87,14 @@ class StepTime:
 
     def prompt_s(self, start: int, count: int) -> float:
         """Estimate the seconds of tokens [start, start + count) of a prompt in steps that prompts fill."""
-        return self._prompt_s(count, count * (start + count / 2))
+        _, _, _, token, pair = self._fit.p
+        return count * token + count * (start + count / 2) * pair
 
     def limit_s(self, decoding: StepLoad) -> float:
         """Return the seconds that a step with this decode load may take; infinite without one."""
         if not decoding.rows or not (self.awaited or self.target_s):
             return math.inf
         return self.target_s or max(FLUENT_S, STRETCH * self.step_s(decoding))
-
-    def _prompt_s(self, tokens: int, pairs: float) -> float:
-        _, _, _, token, pair = self._fit.p
-        return tokens * token + pairs * pair
 
     def _fit_terms(self, load: StepLoad) -> tuple[float, ...]:
         """Return the terms of the coefficients. Weights and arithmetic, which hide each other, share the hypotenuse in
@@ -147,17 +147,12 @@ class Budget:
         low, high = min(count, self._least), count
         while low < high:
             middle = (low + high + 1) // 2
-            if self._in_time(start, middle):
+            padded = self._pad_tokens(self._load.tokens + middle) - self._load.tokens
+            if self._time.step_s(self._load.with_prompt(start, padded)) <= self._limit_s:
                 low = middle
             else:
                 high = middle - 1
         return low
-
-    def _in_time(self, start: int, count: int) -> bool:
-        assert self._time is not None, "nothing was said of time"
-        given = self._load.tokens
-        padded = self._pad_tokens(given + count) - given
-        return self._time.step_s(self._load.with_prompt(start, padded)) <= self._limit_s
 
     def _pad_tokens(self, tokens: int) -> int:
         at = bisect_left(self._sizes, tokens)
