@@ -16,10 +16,8 @@ from zlib import crc32
 
 from wicore_trt.kv.policy.policy import NEUTRAL_SIGNAL, ChainPolicy, Key, Node, ghost_limit
 
-ATTENTION = FREQUENCY = 1.0
-"""The exponents a and b of the score."""
-RATES = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 64.0)
-"""Candidate decay rates, in decades of e per cache-full of touched pages."""
+ATTENTION = FREQUENCY = 1.0  # the exponents a and b of the score
+RATES = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 64.0)  # candidate decay rates, each in 1 / cache-full of touched pages
 _SHADOW_PAGES = 1024
 _BETTER = 1.01
 _MIN_SIGNAL = 1e-3
@@ -59,17 +57,16 @@ class A2CRPolicy(ChainPolicy):
         if signal is not None:
             for node, value in zip(path, signal, strict=True):
                 node.attention = value if node.attention == NEUTRAL_SIGNAL else 0.5 * (node.attention + value)
-        if self._shadows:
-            self._replay_shadows(path)
-            if self._clock >= self._review_at:
-                self._review_rate()
-
-    def _replay_shadows(self, path: list[Node]) -> None:
+        if not self._shadows:
+            return
         # Deepest first: pages of one request tie but for their frequency, and the parent must be the later one.
         for node in reversed(path):
-            if crc32(_key_bytes(node.key)) % self._stride == 0:
+            name = node.key if isinstance(node.key, bytes) else str(node.key).encode()
+            if crc32(name) % self._stride == 0:
                 for shadow in self._shadows:
                     shadow.touch_page(node, self._clock)
+        if self._clock >= self._review_at:
+            self._review_rate()
 
     def _review_rate(self) -> None:
         self._review_at = self._clock + max(64, self.capacity // 4)
@@ -80,7 +77,7 @@ class A2CRPolicy(ChainPolicy):
             self.rate = best.rate
             for node in self._nodes.values():
                 node.version += 1
-            self._rebuild_heap()
+            self.rebuild_heap()
         for shadow in self._shadows:
             shadow.hits *= keep
 
@@ -111,10 +108,6 @@ class _Shadow:
         if len(self._heap) > 4 * self._size + 64:
             self._heap = [(entry, key) for key, entry in self._held.items()]
             heapq.heapify(self._heap)
-
-
-def _key_bytes(key: Key) -> bytes:
-    return key if isinstance(key, bytes) else str(key).encode()
 
 
 class AttentionSignals:

@@ -16,18 +16,16 @@ from wicore_trt.arithmetic import div_ceil
 from wicore_trt.kv.policy.policy import ChainPolicy, Key, Node, ghost_limit
 from wicore_trt.kv.policy.reuse import PageClass, ReuseModel, TouchGroup
 
-LENGTH_UNIT = 512
-"""Tokens in which lengths are counted before they are sorted into octaves."""
+LENGTH_UNIT = 512  # tokens in which lengths are counted before they are sorted into octaves
+# Tokens below which an answer is short. A program or a reader of a long document, who gets short answers, may come back
+# after any time; a conversation goes on soon or never.
 _SHORT_ANSWER = 64
-"""Tokens. Short answers are extracted or chosen by a program or a reader of a long document, which may come back after
-any time; a conversation goes on soon or never."""
+# Factor of the answer's length in a coarse class: 0 unknown (the request still runs), 1 short, 2 long.
 _ANSWER = 1 << 8
-"""Factor of the answer's length in a coarse class: 0 unknown (the request still runs), 1 short, 2 long."""
 _MAX_USES, _MAX_FRESH, _MAX_IDLE, _MAX_LENGTH = 3, 6, 5, 9
-_FIRST_LEAD = 4
-_LOSS = 4
-_CREDIT = 64
-"""The most by which earlier gains are remembered: what a policy that was better may lose when the traffic changes."""
+# Of LRUGuard, in its unit: the lead that a first trial needs, the loss that ends trust in the learnt order, and the
+# most gains that are set off against losses.
+_FIRST_LEAD, _LOSS, _CREDIT = 4, 4, 64
 _GROUP_OF, _USES_OF = attrgetter("group"), attrgetter("uses")
 
 
@@ -56,7 +54,9 @@ class CostPolicy(ChainPolicy):
         self._unit_pages = max(1, LENGTH_UNIT // page_tokens)
         self._page_cost = page_cost
         self._model = ReuseModel(unit=max(1.0, capacity / 64), memory=16.0 * max(capacity, 1))
-        self._guard = None if victim_cache else LRUGuard(capacity, self._learnt_worth, self._prefix_value)
+        value = float if page_cost is None else self._prefix_cost
+        self._guard = None if victim_cache else LRUGuard(capacity, self._learnt_worth, value)
+        self.lru_decides = True  # too little is learnt yet, or the guard does not trust it
         self._groups: dict[TouchGroup, None] = {}
         self._values = [0.0]
         self._refresh_after = max(256, capacity // 8)
@@ -68,7 +68,7 @@ class CostPolicy(ChainPolicy):
             self._guard.set_capacity(capacity)
 
     def _score_node(self, node: Node) -> float:
-        return self._learnt_worth(node) if self._follows_learnt() else node.last
+        return node.last if self.lru_decides else self._learnt_worth(node)
 
     def _learnt_worth(self, node: Node) -> float:
         group = node.group
@@ -76,21 +76,12 @@ class CostPolicy(ChainPolicy):
         worth = self._model.rank_index(group.page_class, self._clock - group.last)
         return worth if self._page_cost is None else worth * self._page_cost(node.depth)
 
-    def _prefix_value(self, pages: int) -> float:
-        """Cost of recomputing the first pages of a chain."""
-        if self._page_cost is None:
-            return pages
+    def _prefix_cost(self, pages: int) -> float:
+        """Sum the costs of recomputing the first pages of a chain."""
+        assert self._page_cost is not None
         while len(self._values) <= pages:
             self._values.append(self._values[-1] + self._page_cost(len(self._values) - 1))
         return self._values[pages]
-
-    @property
-    def lru_decides(self) -> bool:
-        """True while the guard does not trust the learnt order."""
-        return self._guard is not None and self._guard.use_lru
-
-    def _follows_learnt(self) -> bool:
-        return self._model.is_ready and not self.lru_decides
 
     def _learn_touch(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
         for _, run in groupby(path[:seen], key=_GROUP_OF):
@@ -98,7 +89,10 @@ class CostPolicy(ChainPolicy):
         for node in path[:seen]:
             node.uses += 1
         known = path[seen - 1] if seen else None
-        idle = self._idle_level(self._clock - known.last) if known is not None else 0
+        idle = 0
+        if known is not None:  # octaves of the time that the chain was idle, from an eighth of the capacity
+            age = self._clock - known.last
+            idle = min(1 + int(8 * age / max(self.capacity, 8)).bit_length(), _MAX_IDLE)
         fresh = self._length_level(len(path) - seen, _MAX_FRESH)
         fine = idle << 4 | self._length_level(len(path), _MAX_LENGTH)
         groups: dict[int, TouchGroup] = {}
@@ -108,42 +102,37 @@ class CostPolicy(ChainPolicy):
         for group in groups.values():
             group.weight = group.open**-0.5
             self._groups[group] = None
-        changed = self._model.observed >= self._refresh_after
+        guard, changed = self._guard, self._model.observed >= self._refresh_after
         if changed:
             self._model.refresh_estimates(self._groups, self._clock)
-        if self._consult_guard(path, refreshed=changed) or changed:
-            self._rebuild_heap()
+        if guard is not None:
+            if changed and guard.trial is not None:
+                guard.trial.rebuild_heap()
+            if guard.use_lru and guard.trial is None and self._model.is_ready:
+                guard.begin_trial([node for node in self._nodes.values() if node.resident])
+            hits = next((i for i, node in enumerate(path) if not node.resident), len(path))
+            changed |= guard.observe_request(path, hits)
+        if changed:
+            self.lru_decides = not self._model.is_ready or (guard is not None and guard.use_lru)
+            self.rebuild_heap()
 
     def note_answer(self, keys: Sequence[Key], tokens: int) -> None:
-        path = [self._nodes[key] for key in keys if key in self._nodes]
-        level = (1 if tokens < _SHORT_ANSWER else 2) * _ANSWER
-        for group in {node.group: None for node in path}:
+        level, noted = (1 if tokens < _SHORT_ANSWER else 2) * _ANSWER, None
+        for key in keys:
+            node = self._nodes.get(key)
+            if node is None:
+                continue
+            group = node.group
             assert isinstance(group, TouchGroup)
-            coarse, fine = group.page_class
-            group.page_class = PageClass(coarse % _ANSWER + level, fine)
-        for node in path:
+            if group is not noted:
+                coarse, fine = group.page_class
+                group.page_class, noted = PageClass(coarse % _ANSWER + level, fine), group
             node.version += 1
             if not node.children:
                 self._offer_victim(node)
 
-    def _consult_guard(self, path: list[Node], *, refreshed: bool) -> bool:
-        """Consult the guard; True if another order decides from now on."""
-        guard = self._guard
-        if guard is None:
-            return False
-        if refreshed:
-            guard.refresh_trial()
-        if guard.is_idle and self._model.is_ready:
-            guard.begin_trial([node for node in self._nodes.values() if node.resident])
-        hits = next((i for i, node in enumerate(path) if not node.resident), len(path))
-        return guard.observe_request(path, hits)
-
     def _length_level(self, pages: int, highest: int) -> int:
-        return min((div_ceil(pages, self._unit_pages)).bit_length(), highest)
-
-    def _idle_level(self, age: int) -> int:
-        """Octaves of the time the chain was idle, from an eighth of the capacity."""
-        return min(1 + int(8 * age / max(self.capacity, 8)).bit_length(), _MAX_IDLE)
+        return min(div_ceil(pages, self._unit_pages).bit_length(), highest)
 
     def _join_group(self, nodes: Sequence[Node], groups: dict[int, TouchGroup], coarse: int, fine: int) -> None:
         group = groups.get(coarse)
@@ -167,9 +156,9 @@ class CostPolicy(ChainPolicy):
     def remove_page(self, key: object) -> None:
         super().remove_page(key)
         self._evicted += 1
-        if self._evicted > 64 and 4 * self._evicted > len(self._heap) and self._follows_learnt():
+        if self._evicted > 64 and 4 * self._evicted > len(self._heap) and not self.lru_decides:
             self._evicted = 0
-            self._rebuild_heap()
+            self.rebuild_heap()
 
     def _forget_ghost(self, node: Node) -> None:
         self._close_wait([node], reused=False)
@@ -203,7 +192,7 @@ class LRUGuard:
         self._worth = worth
         self._value = value
         self._lru: OrderedDict[Key, None] = OrderedDict()
-        self._trial: _Trial | None = None
+        self.trial: _Trial | None = None
         self._needed_lead = _FIRST_LEAD
         self._lead = 0.0
         self._squares = 0.0
@@ -212,70 +201,49 @@ class LRUGuard:
     def set_capacity(self, capacity: int) -> None:
         """Note that the tier holds another number of pages now."""
         self._capacity = capacity
-        if self._trial is not None:
-            self._trial.capacity = capacity
-
-    @property
-    def is_idle(self) -> bool:
-        """True while LRU decides and no trial runs."""
-        return self.use_lru and self._trial is None
+        if self.trial is not None:
+            self.trial.capacity = capacity
 
     def begin_trial(self, residents: Sequence[Node]) -> None:
         """Begin a trial from the pages that the tier holds, in any order."""
-        self._trial = _Trial(self._capacity, self._worth)
-        self._trial.hold_all(residents)
-        self._lead = 0.0
-
-    def refresh_trial(self) -> None:
-        """Rebuild the trial's order after the worth of pages was estimated anew."""
-        if self._trial is not None:
-            self._trial.rebuild_order()
+        self.trial, self._lead = _Trial(self._capacity, self._worth, residents), 0.0
 
     def hold_page(self, node: Node) -> None:
         """Note that a page came into the tier that no request looked up (a generated one)."""
         self._lru[node.key] = None
         self._shrink_lru()
-        if self._trial is not None:
-            self._trial.hold_page(node)
+        if self.trial is not None:
+            self.trial.hold_page(node)
 
     def observe_request(self, path: Sequence[Node], hits: int) -> bool:
         """Learn from a request of which the tier held the first `hits` pages; returns whether the verdict changed."""
-        lru_value = self._value(self._replay_lru(path))
+        lru, lru_hits = self._lru, 0
+        while lru_hits < len(path) and path[lru_hits].key in lru:
+            lru_hits += 1
+        for node in reversed(path):
+            lru[node.key] = None
+            lru.move_to_end(node.key)
+        self._shrink_lru()
+        lru_value = self._value(lru_hits)
         if lru_value:
             self._squares += lru_value * lru_value
             self._hitting += 1
         unit = (self._squares / max(1, self._hitting)) ** 0.5
         if not self.use_lru:
-            return self._audit_gain(self._value(hits) - lru_value, unit)
-        if self._trial is None:
+            self._lead += self._value(hits) - lru_value
+            if self._lead >= _CREDIT * unit:
+                self._lead, self._needed_lead = _CREDIT * unit, _FIRST_LEAD
+            if self._lead >= -_LOSS * unit:
+                return False
+            self.use_lru, self._needed_lead = True, 3 * self._needed_lead
+            return True
+        if self.trial is None:
             return False
-        self._lead = max(0.0, self._lead + self._value(self._trial.serve_request(path)) - lru_value)
+        self._lead = max(0.0, self._lead + self._value(self.trial.serve_request(path)) - lru_value)
         if self._lead <= self._needed_lead * unit:
             return False
-        self.use_lru, self._trial, self._lead = False, None, 0.0
+        self.use_lru, self.trial, self._lead = False, None, 0.0
         return True
-
-    def _audit_gain(self, gain: float, unit: float) -> bool:
-        self._lead += gain
-        if self._lead >= _CREDIT * unit:
-            self._lead, self._needed_lead = _CREDIT * unit, _FIRST_LEAD
-        if self._lead >= -_LOSS * unit:
-            return False
-        self.use_lru = True
-        self._needed_lead *= 3
-        return True
-
-    def _replay_lru(self, path: Sequence[Node]) -> int:
-        held, keys = self._lru, [node.key for node in path]
-        hits = next((i for i, key in enumerate(keys) if key not in held), len(keys))
-        touch = held.move_to_end
-        for key in reversed(keys):
-            if key in held:
-                touch(key)
-            else:
-                held[key] = None
-        self._shrink_lru()
-        return hits
 
     def _shrink_lru(self) -> None:
         while len(self._lru) > self._capacity:
@@ -286,10 +254,12 @@ class _Trial(ChainPolicy):
     """Keys that the tier would hold if the learnt order decided. Nodes share the groups of the tier's nodes, so that a
     page keeps its worth when the tier has forgotten it."""
 
-    def __init__(self, capacity: int, worth: Callable[[Node], float]) -> None:
+    def __init__(self, capacity: int, worth: Callable[[Node], float], residents: Sequence[Node]) -> None:
         super().__init__(capacity, ghosts=ghost_limit(capacity))
         self._worth = worth
-        self._coming: Sequence[Node] = ()
+        self._coming = residents
+        self.add_all([(n.key, n.parent.key if n.parent is not None else None, n.depth) for n in residents])
+        self._evict_excess()
 
     def _score_node(self, node: Node) -> float:
         return self._worth(node)
@@ -302,9 +272,6 @@ class _Trial(ChainPolicy):
         for node, original in zip(nodes, self._coming, strict=True):
             node.group = original.group
 
-    def rebuild_order(self) -> None:
-        self._rebuild_heap()
-
     def serve_request(self, path: Sequence[Node]) -> int:
         """Replay one request; returns its hits."""
         self._coming, keys, find = path, [node.key for node in path], self._nodes.get
@@ -314,11 +281,6 @@ class _Trial(ChainPolicy):
         self.add_pages(lacking)
         self._evict_excess()
         return hits
-
-    def hold_all(self, nodes: Sequence[Node]) -> None:
-        self._coming = nodes
-        self.add_all([(n.key, n.parent.key if n.parent is not None else None, n.depth) for n in nodes])
-        self._evict_excess()
 
     def hold_page(self, node: Node) -> None:
         self._coming = (node,)

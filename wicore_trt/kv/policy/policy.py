@@ -13,12 +13,10 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence, Set
 
 Key = Hashable
-NEUTRAL_SIGNAL = 1.0
-"""Attention mass of a page nobody measured."""
+NEUTRAL_SIGNAL = 1.0  # attention mass of a page nobody measured
 _GHOSTS_PER_PAGE = 4
 _MANY_GHOSTS = 1 << 18
-_DRIFT = 16
-"""A capacity is another one when what is held differs from it by this part."""
+_DRIFT = 16  # a full tier's capacity is set anew once what it holds differs by more than this part of it
 
 
 def ghost_limit(capacity: int) -> int:
@@ -54,8 +52,7 @@ class ChainPolicy(ABC):
     so the order is the same at any request rate.
     """
 
-    _clock_per_page = 0
-    """By how much the clock moves with a page that comes in."""
+    _clock_per_page = 0  # by how much the clock moves with a page that comes in
 
     def __init__(self, capacity: int, *, ghosts: int = 0) -> None:
         self.capacity = capacity
@@ -71,8 +68,9 @@ class ChainPolicy(ABC):
     def _score_node(self, node: Node) -> float:
         """Score the worth of keeping a page; the lowest leaves first."""
 
-    @abstractmethod
-    def _learn_touch(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
+    def _learn_touch(  # noqa: B027, LRU learns nothing
+        self, path: list[Node], seen: int, signal: Sequence[float] | None
+    ) -> None:
         """Learn from a touch. The first `seen` pages of the path were known; `last` still holds their earlier touch."""
 
     def _forget_ghost(self, node: Node) -> None:  # noqa: B027, a policy that learns nothing needs no hook
@@ -93,7 +91,10 @@ class ChainPolicy(ABC):
         i's attention mass since its last touch, relative to an average page (1.0 when not measured)."""
         if not keys:
             return
-        self._drop_ghosts()
+        while len(self._ghosts) > self._ghost_limit:
+            key, ghost = self._ghosts.popitem(last=False)
+            del self._nodes[key]
+            self._forget_ghost(ghost)
         self._clock += len(keys)
         path, seen = self._find_path(keys)
         self._learn_touch(path, seen, signal)
@@ -117,7 +118,7 @@ class ChainPolicy(ABC):
             self._clock += self._clock_per_page
             node = self._nodes.get(key)
             if node is None:
-                node = self._create_node(key, above)
+                node = self._nodes[key] = self._ghosts[key] = Node(key, above)
                 node.last = self._clock
                 self._adopt_pages([node])
             elif above is not None and node.parent is not above:
@@ -149,7 +150,7 @@ class ChainPolicy(ABC):
                 above.children += 1
         if pages:
             self._adopt_pages(list(self._nodes.values()))
-        self._rebuild_heap()
+        self.rebuild_heap()
 
     def _adopt_pages(self, nodes: Sequence[Node]) -> None:  # noqa: B027, likewise
         """Handle pages that came in together without a look-up: a generated one, or all pages after a restart."""
@@ -233,16 +234,12 @@ class ChainPolicy(ABC):
             node = find(key)
             if node is None:
                 seen = min(seen, len(path))
-                node = self._create_node(key, above)
+                node = self._nodes[key] = self._ghosts[key] = Node(key, above)
             if node.parent is not above:
                 self._set_parent(node, above)
             path.append(node)
             above = node
         return path, seen
-
-    def _create_node(self, key: Key, parent: Node | None) -> Node:
-        node = self._nodes[key] = self._ghosts[key] = Node(key, parent)
-        return node
 
     def _set_parent(self, node: Node, parent: Node | None) -> None:
         """Move a node to a parent that had been dropped and came back as another node."""
@@ -253,23 +250,15 @@ class ChainPolicy(ABC):
                 parent.children += 1
         node.parent = parent
 
-    def _drop_ghosts(self) -> None:
-        while len(self._ghosts) > self._ghost_limit:
-            key, node = self._ghosts.popitem(last=False)
-            del self._nodes[key]
-            self._forget_ghost(node)
-
     def _offer_victim(self, node: Node) -> None:
         if node.resident and not node.children and not node.pins:
-            self._push_node(node)
+            self._pushed += 1
+            heapq.heappush(self._heap, (self._score_node(node), self._pushed, node.version, node))
+            if len(self._heap) > 64 + 4 * self._resident:
+                self.rebuild_heap()
 
-    def _push_node(self, node: Node) -> None:
-        self._pushed += 1
-        heapq.heappush(self._heap, (self._score_node(node), self._pushed, node.version, node))
-        if len(self._heap) > 64 + 4 * self._resident:
-            self._rebuild_heap()
-
-    def _rebuild_heap(self) -> None:
+    def rebuild_heap(self) -> None:
+        """Order the pages that may leave anew, as after their scores changed."""
         leaves = [n for n in self._nodes.values() if n.resident and not n.children and not n.pins]
         self._heap = [(self._score_node(node), i, node.version, node) for i, node in enumerate(leaves)]
         self._pushed = len(leaves)
@@ -293,9 +282,6 @@ class LRUPolicy(ChainPolicy):
 
     def _score_node(self, node: Node) -> float:
         return node.last
-
-    def _learn_touch(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
-        pass
 
 
 class LFUPolicy(ChainPolicy):

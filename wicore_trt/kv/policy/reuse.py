@@ -7,14 +7,15 @@ reused nor forgotten) counts as survival to its present age, so that young data 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 _BINS = 32
-_BIN_PRIOR = 50.0
-_CLASS_PRIOR = 10.0
-_FINE_PRIOR = 50.0
-"""Pseudo-observations: how much evidence moves a bin, a coarse class and a fine class half-way from its parent."""
+# Pseudo-observations: how much evidence moves a bin, a coarse class and a fine class half-way from its parent.
+_BIN_PRIOR, _CLASS_PRIOR, _FINE_PRIOR = 50.0, 10.0, 50.0
 
 
 class PageClass(NamedTuple):
@@ -62,7 +63,7 @@ class ReuseModel:
         self._memory = memory
         self._edges = [0.0] + [unit * 2 ** (b / 2) for b in range(_BINS)]
         self._all = _Table()
-        self._coarse: dict[int, _Table] = {}
+        self._coarse = defaultdict[int, _Table](_Table)
         self._fine: dict[PageClass, list[float]] = {}
         self._hazard: dict[int, list[float]] = {}
         self._cumulative: dict[int, list[float]] = {}
@@ -70,20 +71,13 @@ class ReuseModel:
         self._factor: dict[PageClass, float] = {}
         self._default: list[float] = []
         self.observed = 0
-
-    @property
-    def is_ready(self) -> bool:
-        """True once `rank_index` is meaningful."""
-        return bool(self._default)
+        self.is_ready = False  # `rank_index` is meaningful
 
     def end_wait(self, group: TouchGroup, pages: int, age: float, *, reused: bool) -> None:
         """Count pages of `group` that were reused, or forgotten unused, `age` after their last touch."""
         bin_, weight, kind = self._find_bin(age), pages * group.weight, group.page_class
-        coarse = self._coarse.get(kind.coarse)
-        if coarse is None:
-            coarse = self._coarse[kind.coarse] = _Table()
         fine = self._fine.setdefault(kind, [0.0, 0.0])
-        for table in (self._all, coarse):
+        for table in (self._all, self._coarse[kind.coarse]):
             table.ended[bin_] += weight
             if reused:
                 table.reused[bin_] += weight
@@ -115,44 +109,31 @@ class ReuseModel:
 
     def refresh_estimates(self, groups: Iterable[TouchGroup], now: int) -> None:
         """Estimate anew. `groups` are all groups with open pages."""
-        waiting: dict[int, list[float]] = {}
-        fine_waiting: dict[PageClass, list[float]] = {}
+        nothing = [0.0] * _BINS
+        waiting = defaultdict[int, list[float]](nothing.copy)
+        fine_waiting = defaultdict[PageClass, list[float]](nothing.copy)
         for group in groups:
             bin_, weight = self._find_bin(now - group.last), group.open * group.weight
-            kind = group.page_class
-            counts = waiting.get(kind.coarse)
-            if counts is None:
-                counts = waiting[kind.coarse] = [0.0] * _BINS
-            counts[bin_] += weight
-            counts = fine_waiting.get(kind)
-            if counts is None:
-                counts = fine_waiting[kind] = [0.0] * _BINS
-            counts[bin_] += weight
-        nothing = [0.0] * _BINS
+            waiting[group.page_class.coarse][bin_] += weight
+            fine_waiting[group.page_class][bin_] += weight
         total = [sum(counts) for counts in zip(*waiting.values(), strict=True)] or nothing
-        base = _hazard_of(self._all, total)
-        self._default = self._best_rates(_smooth_values(base))
-        self._hazard = {
-            key: _shrunk_hazard(table, waiting.get(key, nothing), base) for key, table in self._coarse.items()
-        }
-        self._cumulative = {key: _running_sum(hazard) for key, hazard in self._hazard.items()}
-        self._factor = {kind: self._fine_factor(kind, fine_waiting.get(kind)) for kind in self._fine}
+        risk = _at_risk(self._all, total)
+        base = [(r + 0.01) / (n + 1.0) for r, n in zip(self._all.reused, risk, strict=True)]
+        self._default, self.is_ready = self._best_rates(_smooth_values(base)), True
+        self._hazard = {key: _shrunk_hazard(table, waiting[key], base) for key, table in self._coarse.items()}
+        self._cumulative = {key: list(accumulate(hazard)) for key, hazard in self._hazard.items()}
+        self._factor = {}
+        for kind, (reused, expected) in self._fine.items():
+            if kind in fine_waiting:
+                expected += sum(map(mul, fine_waiting[kind], self._cumulative[kind.coarse]))
+            self._factor[kind] = (reused + _FINE_PRIOR) / (expected + _FINE_PRIOR)
         self._index = {}
-        self._fade_evidence()
-        self.observed = 0
-
-    def _fine_factor(self, kind: PageClass, waiting: list[float] | None) -> float:
-        reused, expected = self._fine[kind]
-        if waiting is not None:
-            expected += sum(w * c for w, c in zip(waiting, self._cumulative[kind.coarse], strict=True))
-        return (reused + _FINE_PRIOR) / (expected + _FINE_PRIOR)
-
-    def _fade_evidence(self) -> None:
-        keep = 0.5 ** (self.observed / self._memory)
+        keep = 0.5 ** (self.observed / self._memory)  # old evidence fades
         for table in (self._all, *self._coarse.values()):
             table.reused = [x * keep for x in table.reused]
             table.ended = [x * keep for x in table.ended]
         self._fine = {k: [r * keep, e * keep] for k, (r, e) in self._fine.items() if r + e > 1e-3}
+        self.observed = 0
 
     def _find_bin(self, age: float) -> int:
         x = age / self._unit
@@ -191,11 +172,6 @@ def _at_risk(table: _Table, waiting: list[float]) -> list[float]:
     return risk
 
 
-def _hazard_of(table: _Table, waiting: list[float]) -> list[float]:
-    risk = _at_risk(table, waiting)
-    return [(r + 0.01) / (n + 1.0) for r, n in zip(table.reused, risk, strict=True)]
-
-
 def _shrunk_hazard(table: _Table, waiting: list[float], base: list[float]) -> list[float]:
     """Hazard of a class: `base` scaled to the class, then moved towards the class's own bins by their evidence."""
     risk = _at_risk(table, waiting)
@@ -213,11 +189,3 @@ def _smooth_values(values: list[float]) -> list[float]:
         inner = [0.25 * values[b - 1] + 0.5 * values[b] + 0.25 * values[b + 1] for b in range(1, _BINS - 1)]
         values = [values[0], *inner, values[-1]]
     return values
-
-
-def _running_sum(values: list[float]) -> list[float]:
-    total, sums = 0.0, []
-    for value in values:
-        total += value
-        sums.append(total)
-    return sums
