@@ -58,7 +58,8 @@ def test_latency_table(engine: Path, capsys: Captured) -> None:
     assert "kernels, in process" in lines[0] and lines[2].startswith("bounds: ")
     rows = [line.split() for line in lines[-2:]]
     assert [row[:3] for row in rows] == [["1", "12", "4"], ["2", "12", "4"]]
-    assert all(float(number.replace(",", "")) > 0 for row in rows for number in row)
+    numbers = [[float(number.replace(",", "")) for number in row] for row in rows]
+    assert all(row[3] > 0 and row[-3] > 0 for row in numbers)  # a step is a difference of two runs: noise here
     assert "batch 1, 12 + 4 tokens ..." in captured.err.splitlines()
 
 

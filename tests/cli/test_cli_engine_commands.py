@@ -120,10 +120,10 @@ def test_inspect_engine(source: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert report["about"]["ends"] == "1 '<eos>' (generation_config.json), 6 '<end>' (generation_config.json)"
     assert report["about"]["chat"].startswith("The model cannot chat: its mark <end_of_turn> is ")
     assert {f["name"]: f["state"] for f in report["files"]} == dict.fromkeys(engine.manifest.files, "ok")
-    # 2 of 4 layers each, K and V of 2 heads of 8, 2 bytes: 2 x 2 x 16 x 2 = 128 bytes per token.
+    # 2 of 4 layers each, K and V of 2 heads of 16, 2 bytes: 2 x 2 x 32 x 2 = 256 bytes per token.
     assert [(k["group"], k["layers"], k["bytes_per_token"], k["bytes_per_page"]) for k in report["kv"]] == [
-        ("global", 2, 128, 4096),
-        ("local", 2, 128, 4096),
+        ("global", 2, 256, 8192),
+        ("local", 2, 256, 8192),
     ]
     assert run_command(["inspect", str(engine.path)]) == 0
     out = capsys.readouterr().out
