@@ -140,7 +140,7 @@ class KVCacheManager:
         in_flight = best < limit and pages.keys[best] in self._computing
         return PrefixHit(best * self.page_tokens, reachable, in_flight)
 
-    def find_longest_window(self, keys: list[bytes], reachable: int, found: Callable[[bytes], bool]) -> int:
+    def find_longest_window(self, keys: list[bytes], reachable: int, found: Callable[[bytes], object]) -> int:
         """Find the largest n <= reachable such that `found` holds for every local page of the window before it."""
         if LOCAL not in self.pools:
             return reachable
@@ -451,7 +451,8 @@ class KVCacheManager:
         for i in range(pages.first_local, min(pages.published, len(pages.tables[LOCAL]))):
             self._copies.request_copy(LOCAL, pages.tables[LOCAL][i], "through")
         if self.chain_group == GLOBAL:
-            ends |= {i + 1 for i in self.tiers.find_branches(keys)}
+            for index in indexes:
+                ends.update(i + 1 for i in index.policy.find_branches(keys))
             self.tiers.spare_windows(LOCAL, keys, self._windows.pages_before(ends))
 
     def clear_cache(self) -> None:

@@ -12,8 +12,8 @@ import fcntl
 import mmap
 import os
 import stat
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ALIGN = 4096
@@ -111,6 +111,15 @@ class Files:
             raise
         return fd
 
+    @contextmanager
+    def hold_open(self, path: Path, flags: int) -> Iterator[int]:
+        """Open a file for the time of a `with`; as `open`."""
+        fd = self.open(path, flags)
+        try:
+            yield fd
+        finally:
+            self.close(fd)
+
     def open_slab(self, path: Path) -> int:
         """An existing file for reading and writing, past the page cache where the file system allows it."""
         fd = -1
@@ -161,13 +170,10 @@ def move_buffers(call: Callable[..., int], fd: int, buffers: Sequence[memoryview
 def read_file(files: Files, path: Path, limit: int) -> bytes:
     """Read a file of ours, cut at `limit` bytes. OSError when it cannot be opened or read, or is not ours;
     EOFError when it became shorter meanwhile."""
-    fd = files.open(path, os.O_RDONLY)
-    try:
+    with files.hold_open(path, os.O_RDONLY) as fd:
         buffer = memoryview(bytearray(min(files.fstat(fd).st_size, limit)))
         move_buffers(files.preadv, fd, [buffer], 0)
         return bytes(buffer)
-    finally:
-        files.close(fd)
 
 
 def write_file(files: Files, path: Path, data: bytes) -> None:
@@ -176,11 +182,8 @@ def write_file(files: Files, path: Path, data: bytes) -> None:
     with suppress(FileNotFoundError):  # left there by a process that died
         check_owned(new, files.lstat(new), files.owner)
         files.unlink(new)
-    fd = files.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    try:
+    with files.hold_open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
         move_buffers(files.pwritev, fd, [data], 0)
-    finally:
-        files.close(fd)
     files.replace(new, path)
 
 

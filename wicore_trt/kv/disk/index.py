@@ -104,9 +104,8 @@ class FoundPages:
 
     def __iter__(self) -> Iterator[tuple[Page, tuple[int, ...]]]:
         groups, slots = self._groups, self._parts.tolist()
-        fields = [self._records[name][self._heads] for name in ("key", "group", "index", "parent", "tenant")]
-        names = ("flags", "write_id")
-        columns = [column.tolist() for column in (*fields, *(self._records[name][self._heads] for name in names))]
+        names = ("key", "group", "index", "parent", "tenant", "flags", "write_id")
+        columns = [self._records[name][self._heads].tolist() for name in names]
         places = zip(self._heads.tolist(), self._first.tolist(), self._counts.tolist(), strict=True)
         for (head, first, count), found in zip(places, zip(*columns, strict=True), strict=True):
             key, group, index, parent, tenant, flags, write_id = found
@@ -134,7 +133,7 @@ class SlotIndex:
 
     def resize_to(self, num_records: int) -> None:
         """Have records [0, num_records). OSError when there is no room for them; then nothing changed."""
-        old, new = (count * self._record_bytes for count in (self.num_records, num_records))
+        old, new = self.num_records * self._record_bytes, num_records * self._record_bytes
         if new < old:
             self._files.truncate(self._fd, new)
         elif new > old:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from wicore_trt.kv.disk.files import aligned_buffer
 
@@ -119,7 +120,7 @@ class IoPool:
     def stalled(self) -> bool:
         """True while every thread is in an operation that timed out."""
         with self._lock:
-            return len(self._running) == self._threads and all(op.timed_out for op in self._running)
+            return len(self._running) == self._threads and all(map(attrgetter("timed_out"), self._running))
 
     def submit_operation(
         self, run: Callable[[DiskOperation], Outcome], done: Callable[[Outcome], None], *, urgent: bool = False

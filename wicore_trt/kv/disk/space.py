@@ -191,14 +191,12 @@ class DiskSpace:
         grow_index(end)
         first = number * self.slab_slots
         old, new = (self.allocated - first) * self.stride, (end - first) * self.stride
-        fd = self._files.open(self._slab_path(number), os.O_RDWR | os.O_CREAT)
-        try:
-            self._files.allocate(fd, old, new - old)
-        except OSError:
-            self._files.truncate(fd, old)
-            raise
-        finally:
-            self._files.close(fd)
+        with self._files.hold_open(self._slab_path(number), os.O_RDWR | os.O_CREAT) as fd:
+            try:
+                self._files.allocate(fd, old, new - old)
+            except OSError:
+                self._files.truncate(fd, old)
+                raise
         if number == len(self._slabs):
             self._slabs.append(self._files.open_slab(self._slab_path(number)))
         self.allocated = end
@@ -265,11 +263,8 @@ class DiskSpace:
                 whole = False  # slots are numbered through: what follows a gap is lost
                 continue
             if size != slots * self.stride:
-                fd = self._files.open(path, os.O_RDWR)
-                try:
+                with self._files.hold_open(path, os.O_RDWR) as fd:
                     self._files.truncate(fd, slots * self.stride)
-                finally:
-                    self._files.close(fd)
             count += slots
             whole = slots == self.slab_slots
         return count

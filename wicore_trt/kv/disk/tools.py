@@ -14,7 +14,7 @@ import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,19 +147,14 @@ class StoredNamespace:
         if self.slot_bytes <= 0 or self.slot_bytes % BLOCK_BYTES or self.slab_slots < 1:
             raise ValueError("namespace.json has a geometry that cannot be")
         self.stride = BLOCK_BYTES + self.slot_bytes
-        self.slabs = sorted(home / name for name in files.listdir(home) if _SLAB.fullmatch(name))
         self.allocated_slots = 0
-        for path in self.slabs:
-            found = files.lstat(path)
-            check_owned(path, found, files.owner)
+        for name in sorted(filter(_SLAB.fullmatch, files.listdir(home))):
+            found = files.lstat(home / name)
+            check_owned(home / name, found, files.owner)
             self.allocated_slots += min(found.st_size // self.stride, self.slab_slots)
         self.records = np.zeros(0, dtype=record_fields(self.namespace.page_tokens))
-        with suppress(FileNotFoundError):
-            fd = files.open(home / "index", os.O_RDONLY)
-            try:
-                self.records = read_records(files, fd, self.records.dtype, files.fstat(fd).st_size)
-            finally:
-                files.close(fd)
+        with suppress(FileNotFoundError), files.hold_open(home / "index", os.O_RDONLY) as fd:
+            self.records = read_records(files, fd, self.records.dtype, files.fstat(fd).st_size)
         self._open: dict[Path, int] = {}
         self._block, self._payload = aligned_buffer(BLOCK_BYTES), aligned_buffer(self.slot_bytes)
 
@@ -204,12 +199,9 @@ class StoredNamespace:
     def erase_records(self, slots: list[int]) -> None:
         """Clear the index records of these slots. OSError when that fails."""
         size = self.records.dtype.itemsize
-        fd = self._files.open(self.home / "index", os.O_RDWR)
-        try:
+        with self._files.hold_open(self.home / "index", os.O_RDWR) as fd:
             for slot in slots:
                 move_buffers(self._files.pwritev, fd, [bytes(size)], slot * size)
-        finally:
-            self._files.close(fd)
 
     def _locate(self, slot: int) -> tuple[int, int]:
         """(file descriptor, offset of the header block) of a slot."""
@@ -325,7 +317,7 @@ def verify_directory(
             except (ValueError, OSError, EOFError) as error:
                 report.faults[f"namespace {home.name[:8]}: {error}"] += 1
                 continue
-            try:
+            with closing(stored):
                 bad = _check_namespace(stored, cipher, report, progress)
                 if bad and not dry_run:
                     for slot in bad:
@@ -333,8 +325,6 @@ def verify_directory(
                             stored.overwrite_slot(slot)
                     stored.erase_records(bad)
                     report.erased_records += len(bad)
-            finally:
-                stored.close()
     return report
 
 
@@ -419,14 +409,12 @@ def purge_directory(path: Path, *, namespace: str | None = None, tenant: bytes |
 
 
 def _purge_tenant(stored: StoredNamespace, tenant: bytes, report: PurgeReport) -> None:
-    try:
+    with closing(stored):
         slots = stored.find_slots(tenant)
         named = np.flatnonzero(stored.records["tenant"] == np.void(tenant)).tolist()  # also of incomplete pages
         stored.erase_records(sorted({*named, *(slot for slot in slots if slot < len(stored.records))}))
         for slot in sorted(slots):
             stored.overwrite_slot(slot)
-    finally:
-        stored.close()
     if slots:
         report.slots += len(slots)
         report.namespaces.append(stored.home.name)

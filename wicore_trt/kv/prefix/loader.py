@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 
 from wicore_trt.kv.manager import KVCacheManager
@@ -124,7 +125,7 @@ class PrefixLoader:
         where = self.tiers.find_tiers(group, keys[start:limit], manager.pools[group].find_slot)
         reach = start + len(where)
         found: list[Candidate] = []
-        has = self.tiers.make_finder(LOCAL, manager.pools[LOCAL].find_slot) if LOCAL in manager.pools else bool
+        has = partial(self._find_tier, LOCAL)
         n = manager.find_longest_window(keys, reach, has)
         while n > start and len(found) < MAX_CANDIDATES:
             window: Counter[str] = Counter()

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any
 
 from wicore_trt.arithmetic import div_ceil
@@ -74,10 +75,9 @@ class Backing:
         if self.locked:
             next(self._left)
             self.ready = len(first) // slot_bytes
-            for _ in range(1, FIRST_PIECES):
-                if (begin := next(self._left, None)) is not None:
-                    self._take_piece(begin)
-                    self.ready = self._find_end(begin) // slot_bytes
+            for begin in islice(self._left, FIRST_PIECES - 1):
+                self._take_piece(begin)
+                self.ready = self._find_end(begin) // slot_bytes
 
     def start_threads(self, tell: Callable[[int, int], None]) -> None:
         """Go on with the rest; `tell(first, stop)` hears, in a thread, of slots that are locked."""

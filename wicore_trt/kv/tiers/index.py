@@ -166,7 +166,8 @@ class TierIndex:
         need = self.slots_per_page[page.group]
         if not self._make_room(need, page):
             return None
-        slots = sorted(self._free.pop() for _ in range(need))  # side by side where that can be: fewer, larger moves
+        slots = sorted(self._free[-need:])  # side by side where that can be: fewer, larger moves
+        del self._free[-need:]
         copy = TierCopy(page, tuple(slots))
         node = self._nodes.get(page.key)
         if node is None:

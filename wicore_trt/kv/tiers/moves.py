@@ -74,7 +74,7 @@ class TierCopy:
 
 
 class Stage(enum.Enum):
-    """Stage of a page in motion. TAKEN, FAILED, RELEASED and ENDED are final."""
+    """Stage of a page in motion. TAKEN, FAILED and ENDED are final."""
 
     __hash__ = object.__hash__  # tables of stages are read for each page, and Enum's own is a function of Python
 
@@ -91,11 +91,10 @@ class Stage(enum.Enum):
     HERE = "here"
     """It is in host memory, held for whoever asked, and verified unless the device does that."""
     TAKEN = "taken"
-    """Whoever asked holds the host's copy from here on."""
+    """Whoever asked holds the host's copy from here on, or let go of it."""
     UPLOADING = "uploading"
     """Its bytes go from host memory to the device."""
     FAILED = "failed"
-    RELEASED = "released"
     ENDED = "ended"
 
 
@@ -165,10 +164,9 @@ class Fetch(Move):
     LEGAL: ClassVar[Table] = {
         Stage.WAITING: frozenset({Stage.CHECKING, Stage.HERE, Stage.FAILED}),
         Stage.CHECKING: frozenset({Stage.HERE, Stage.WAITING}),
-        Stage.HERE: frozenset({Stage.TAKEN, Stage.RELEASED}),
+        Stage.HERE: frozenset({Stage.TAKEN}),
         Stage.TAKEN: frozenset(),
         Stage.FAILED: frozenset(),
-        Stage.RELEASED: frozenset(),
     }
     page: Page
     inbox: deque[Fetch]
@@ -179,17 +177,11 @@ class Fetch(Move):
     wanted: Callable[[], bool] = lambda: True
     crowded: bool = False
 
-    @property
-    def pinned_copy(self) -> TierCopy:
-        """The host's copy of a page that is here."""
-        assert self.copy is not None and self.stage is Stage.HERE
-        return self.copy
-
     def take_copy(self) -> TierCopy:
-        """Hand the pinned copy to the caller, who releases it."""
-        copy = self.pinned_copy
+        """Hand the host's copy of a page that is HERE to the caller, who releases it."""
         self.enter_stage(Stage.TAKEN)
-        return copy
+        assert self.copy is not None
+        return self.copy
 
 
 OnVerdict = Callable[[Sequence[int], bool], None]

@@ -60,10 +60,7 @@ class Retention:
         """A request ended, in whatever way, and `keys` is its whole chain. The first `found` of them were cached when
         it was admitted: those it did not make, and it gives no time to live to them."""
         self.renew_ends(keys, hints, scope)
-        if hints.ttl_s is not None:
-            now = self.clock()
-            for key in keys[found:]:
-                self._extend_end(key, now, hints.ttl_s)
+        self.begin_ends(keys[found:], hints)
         if hints.session:
             self._replace_session((scope, hints.session), keys, tiers, self._pin_s_of(hints))
         elif hints.priority is CachePriority.HIGH and keys:

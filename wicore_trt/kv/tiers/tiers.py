@@ -97,11 +97,6 @@ class LowerTiers:
             found.append(copy.page if copy is not None else None)
         return found
 
-    def make_finder(self, group: str, above: Callable[[bytes], object]) -> Callable[[bytes], bool]:
-        """Make a test of a key: whether a tier has its page of a layer group, or `above` knows it."""
-        where = self.find_tier
-        return lambda key: above(key) is not None or where(group, key) is not None
-
     def find_tiers(self, group: str, keys: Iterable[bytes], above: Callable[[bytes], object]) -> list[str]:
         """`find_tier` of the pages of a chain, up to one that no tier has; "device" for those that `above` knows."""
         found, where = list[str](), self.find_tier
@@ -137,10 +132,6 @@ class LowerTiers:
         spare = [key for i, key in enumerate(keys) if i not in needed]
         for index in self.indexes.values():
             index.spare_copies(group, spare)
-
-    def find_branches(self, keys: Sequence[bytes]) -> set[int]:
-        """Find the places of those keys from which several chains go on in some tier."""
-        return {i for index in self.indexes.values() for i in index.policy.find_branches(keys)}
 
     def drop_page(self, key: bytes, cause: str) -> None:
         """Forget a page everywhere below the device."""

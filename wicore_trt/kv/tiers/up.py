@@ -13,7 +13,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import compress
+from itertools import compress, filterfalse
 from operator import attrgetter
 
 from wicore_trt.kv.disk.io import Outcome
@@ -141,8 +141,7 @@ class UpTransfers:
         if fetch.stage in (Stage.WAITING, Stage.CHECKING):
             fetch.unwanted = True
         elif fetch.stage is Stage.HERE:
-            self._movers.host.index.release_copies([fetch.pinned_copy])
-            fetch.enter_stage(Stage.RELEASED)
+            self._movers.host.index.release_copies([fetch.take_copy()])
 
     # --- to the device -------------------------------------------------------------------------------------------
 
@@ -321,7 +320,7 @@ class LoadPump:
         for load in self.loads:
             while load.in_flight < IN_MEMORY and not load.cancelled and self._ask_next(load):
                 self.take_arrivals()
-        self.loads = [load for load in self.loads if not load.finished]
+        self.loads = list(filterfalse(attrgetter("finished"), self.loads))
         self._movers.copier.flush()
 
     def _ask_next(self, load: PrefixLoad) -> bool:
