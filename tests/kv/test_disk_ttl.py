@@ -389,7 +389,7 @@ def test_a_page_that_others_use_without_a_ttl_outlives_it_after_a_restart_too(tm
 
 def test_it_ends_on_a_server_that_nobody_asks(tmp_path: Path) -> None:
     stack = Stack(tmp_path, seed=SEED, host_slots=300)
-    stack.manager.retention._clock = time.monotonic
+    stack.manager.retention.clock = time.monotonic
     tokens = stack.tokens(40)
     loop = EngineLoop(stack.core, lambda outputs: None, max_waiting=10)
     hints = CacheHints(ttl_s=0.3)

@@ -26,6 +26,12 @@ def aligned_buffer(nbytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, nbytes))
 
 
+def aligned_buffers(count: int, nbytes: int) -> list[memoryview]:
+    """Cut an `aligned_buffer` into `count` buffers of `nbytes`, a multiple of ALIGN."""
+    whole = aligned_buffer(count * nbytes)
+    return [whole[at : at + nbytes] for at in range(0, count * nbytes, nbytes)]
+
+
 class NotOursError(OSError):
     """Something lies where a file or directory of ours should: `filename` says where, `strerror` what it is."""
 

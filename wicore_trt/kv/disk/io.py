@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 
-from wicore_trt.kv.disk.files import aligned_buffer
+from wicore_trt.kv.disk.files import aligned_buffers
 
 CHORE_WAIT_S = 1.0
 RATE_PIECE_BYTES, RATE_PIECES = 4 << 20, 16
@@ -285,8 +285,7 @@ def _time_reads(directory: str, count: int, threads: int) -> float:
     except OSError:
         fd = os.open(directory, flags, 0o600)
     try:
-        memory = aligned_buffer(threads * RATE_PIECE_BYTES)
-        buffers = [memory[at : at + RATE_PIECE_BYTES] for at in range(0, len(memory), RATE_PIECE_BYTES)]
+        buffers = aligned_buffers(threads, RATE_PIECE_BYTES)
         buffers[0][:] = secrets.token_bytes(RATE_PIECE_BYTES)
         _move_pieces(count, buffers, lambda buffer, at: os.pwritev(fd, [buffers[0]], at))
         os.fdatasync(fd)

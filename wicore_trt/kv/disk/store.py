@@ -22,7 +22,7 @@ from pathlib import Path
 
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.kv.disk.cipher import PageCipher, load_key_file
-from wicore_trt.kv.disk.files import Files, NotOursError, aligned_buffer, move_buffers
+from wicore_trt.kv.disk.files import Files, NotOursError, aligned_buffers, move_buffers
 from wicore_trt.kv.disk.format import (
     BLOCK_BYTES,
     GROUP_BYTES,
@@ -345,8 +345,8 @@ class DiskStore:
         """Get this thread's own header blocks, and room for ciphertext, of so many parts."""
         scratch = self._scratch
         if len(getattr(scratch, "blocks", ())) < parts:
-            scratch.blocks = _cut_memory(parts, BLOCK_BYTES)
-            scratch.room = _cut_memory(parts, self._slot_bytes) if self._format.encrypts else scratch.blocks
+            scratch.blocks = aligned_buffers(parts, BLOCK_BYTES)
+            scratch.room = aligned_buffers(parts, self._slot_bytes) if self._format.encrypts else scratch.blocks
         return scratch.blocks, scratch.room
 
     def _check_slots(
@@ -384,8 +384,3 @@ def open_store(
         threads=DISK_THREADS, queue_limit=QUEUE_LIMIT, timeout_s=DISK_TIMEOUT_S,
         cipher=PageCipher(load_key_file(key_file)) if key_file is not None else None, files=files,
     )  # fmt: skip
-
-
-def _cut_memory(count: int, nbytes: int) -> list[memoryview]:
-    whole = aligned_buffer(count * nbytes)
-    return [whole[at : at + nbytes] for at in range(0, count * nbytes, nbytes)]
