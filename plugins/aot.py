@@ -127,10 +127,6 @@ def compile_kernel(spec: KernelSpec, target: str) -> CompiledKernel:
     )  # fmt: skip
 
 
-def compile_kernels(specs: Mapping[str, KernelSpec], target: str) -> dict[str, CompiledKernel]:
-    return {role: compile_kernel(spec, target) for role, spec in specs.items()}
-
-
 def save_kernel(kernel: CompiledKernel, directory: Path) -> None:
     """Write `<name>.cubin` and `<name>.json` into `directory`, which exists."""
     (directory / f"{kernel.name}.cubin").write_bytes(kernel.cubin)

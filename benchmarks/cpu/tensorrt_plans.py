@@ -41,7 +41,10 @@ def requests(model: str, dtype: str, target: str, limits: PlanLimits) -> list[Pl
     spec, base = builtin_spec(model), "bfloat16" if dtype == "fp8" else dtype
     entries = rank_entries(spec, base, QUANTIZED.get(dtype, PLAIN[base]), 0, 1)
     found = {name: TensorInfo(shape, tag) for name, tag, shape in entries}
-    weights = [TensorSpec.of_weight(weight) for weight in find_weights(found, spec, base)]
+    weights = [
+        TensorSpec(weight.name, weight.dtype, weight.shape, "weight", weight.parts, weight.combine)
+        for weight in find_weights(found, spec, base)
+    ]
     return [PlanRequest(spec, limits, weights, base, base, 1, target, phase) for phase in PHASES]
 
 

@@ -19,6 +19,7 @@ import torch
 from network_evaluator import TORCH_TYPES, Evaluator, Step
 
 from wicore_trt.backends.tensorrt import plan_build
+from wicore_trt.plugins.tensorrt.cache_attention import OUTPUT_SOURCES
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu_kernels"))  # the product's package has the same name
 from interpreted import AddressLauncher, uncompiled
@@ -109,10 +110,10 @@ class PluginEvaluator(Evaluator):
 
 def enqueue(plugin: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """One run of the plugin. Both caches are in one allocation, as the executor has them."""
-    keys, values = plugin.CACHES
+    keys, values = OUTPUT_SOURCES[1:]
     inputs[keys], inputs[values] = torch.stack((inputs[keys], inputs[values]))
     outputs = []
-    for index, source in enumerate(plugin.output_sources()):
+    for index, source in enumerate(OUTPUT_SOURCES):
         inside = plugin.get_aliased_input(index) >= 0
         outputs.append(inputs[source] if inside else torch.full_like(inputs[source], torch.nan))
     plugin.launcher = AddressLauncher([*inputs, *outputs])
@@ -138,5 +139,4 @@ def evaluate_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     module.__dict__.update(vars(trt) | {"Builder": PluginBuilder})
     monkeypatch.setattr(plan_driver, "trt", module)
     monkeypatch.setattr(plan_driver, "Evaluator", PluginEvaluator)
-    compiled = lambda specs, target: {role: uncompiled(spec) for role, spec in specs.items()}  # noqa: E731
-    monkeypatch.setattr(plan_build, "compile_kernels", compiled)
+    monkeypatch.setattr(plan_build, "compile_kernel", lambda spec, target: uncompiled(spec))

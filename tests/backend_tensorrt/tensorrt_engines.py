@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from backend_tensorrt.tensorrt_fakes import VERSION, FakeDevice, fake_tensorrt
 from safetensors.torch import save_file
@@ -50,7 +51,7 @@ def fake_engine(
             *caches,
             *plan_io.output_tensors(spec, caches),
         ]
-        index["tensors"][phase] = [t.fixed(profile).to_dict() for t in listed]
+        index["tensors"][phase] = msgspec.to_builtins([t.fixed(profile) for t in listed])
         plan = {"spec": spec.to_dict(), "phase": phase, "kv_dtype": kv_dtype, "profile": profile, "hosted": []}
         plan |= {"tensors": index["tensors"][phase], "aliases": aliases}
         for target in targets:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from backend_tensorrt.tensorrt_fake_network import run_network
@@ -130,7 +131,7 @@ class FakeEngine:
     def __init__(self, module: Any, device: FakeDevice, plan: dict[str, Any]) -> None:
         self.module, self.device, self.plan = module, device, plan
         self.spec = Gemma3Spec.from_dict(plan["spec"])
-        self.tensors = {t["name"]: TensorSpec.from_dict(t) for t in plan["tensors"]}
+        self.tensors = {t["name"]: msgspec.convert(t, TensorSpec) for t in plan["tensors"]}
         self.profile = {letter: tuple(bounds) for letter, bounds in plan["profile"].items()}
         self.contexts: list[FakeContext] = []
         self.num_io_tensors = len(self.tensors)

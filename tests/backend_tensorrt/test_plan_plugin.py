@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from parity.paged import relative_error
@@ -120,27 +121,29 @@ def test_a_build_puts_the_plugin_s_layers_into_the_plan(
     model.hf.save_pretrained(tmp_path / "hf")
     write_tiny_tokenizer(tmp_path / "hf")
     compiled: list[str] = []
-    compile_kernels = plan_build.compile_kernels
+    compile_kernel = plan_build.compile_kernel
 
-    def compile_for(specs: Any, target: str) -> Any:
+    def compile_for(spec: Any, target: str) -> Any:
         compiled.append(target)
-        return compile_kernels(specs, target)
+        return compile_kernel(spec, target)
 
     def here(api: TensorRT, requests: list[PlanRequest], directory: Path, progress: Any) -> list[Any]:
         built = []
         for request in requests:
-            travelled = PlanRequest.from_dict(request.to_dict())  # as it goes to the process that builds
+            travelled = msgspec.json.decode(
+                msgspec.json.encode(request), type=PlanRequest
+            )  # as it goes to the process that builds
             built.append(build_plan(api, travelled))
             (directory / backend.plan_file(request.target, request.phase)).write_bytes(built[-1].data)
         return built
 
-    monkeypatch.setattr(plan_build, "compile_kernels", compile_for)
+    monkeypatch.setattr(plan_build, "compile_kernel", compile_for)
     monkeypatch.setattr(backend, "find_tensorrt", lambda: full)
     monkeypatch.setattr(backend, "build_plans", here)
     engine = build_engine(
         tmp_path / "hf", tmp_path / "engine", backend="tensorrt", dtype="bfloat16", max_context=128, attention="plugin"
     )
-    assert engine.manifest.compiled["attention"] == "plugin" and compiled == ["sm89", "sm89"]
+    assert engine.manifest.compiled["attention"] == "plugin" and compiled == ["sm89"] * 4
     assert "--attention plugin" in rebuild_plans(engine)
     for builder in RecordingBuilder.made:
         assert builder.aliased and len(builder.network.layers) == 2
@@ -176,7 +179,7 @@ def test_other_backends_and_heads_are_refused(tmp_path: Path, full: TensorRT, mo
     monkeypatch.delattr("wicore_trt.plugins.kernels.specs", raising=False)
     request = PlanRequest(spec, LIMITS, (), "float32", "float32", 1, "sm89", "decode", "plugin")
     with pytest.raises(EnvironmentUnfitError, match="Triton"):
-        plan_build._plugin_kernels(request)
+        plan_build.make_network(full.module, full.module.Builder(full.module.Logger()), request)
 
 
 def test_the_page_table_counts_as_the_plugin_wants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

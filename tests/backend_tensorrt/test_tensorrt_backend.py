@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from tiny_source import CONFIG, write_tiny_source
 
@@ -18,9 +19,8 @@ from wicore_trt.backends.tensorrt import api
 from wicore_trt.backends.tensorrt import build as backend
 from wicore_trt.backends.tensorrt.api import find_tensorrt
 from wicore_trt.backends.tensorrt.build import plan_requests
-from wicore_trt.backends.tensorrt.plan_build import PlanRequest, hash_network, make_network
+from wicore_trt.backends.tensorrt.plan_build import BuildLog, PlanRequest, hash_network, make_monitor, make_network
 from wicore_trt.backends.tensorrt.plan_io import INDEX, PHASES, TensorSpec
-from wicore_trt.backends.tensorrt.plan_log import BuildLog, make_monitor
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
 from wicore_trt.cli.main import run_command
@@ -119,7 +119,7 @@ def test_every_dtype(dtype: str, built: Built, make_source: MakeSource, tmp_path
         index = build(make_source(), engine, dtype=dtype)
     file = SafetensorsFile(engine / "rank0.safetensors").tensors
     for phase in PHASES:
-        tensors = [TensorSpec.from_dict(t) for t in index["tensors"][phase]]
+        tensors = msgspec.convert(index["tensors"][phase], list[TensorSpec])
         assert {part for t in tensors if t.kind == "weight" for part in t.parts} == set(file)
         assert tensors[0].shape == {"prefill": (1, "T"), "decode": ("B", 1)}[phase]
     for plan in index["plans"].values():

@@ -7,19 +7,19 @@ import random
 import pytest
 import torch
 
-from wicore_trt.backends.tensorrt.copies import TorchSlotCopier
+from wicore_trt.backends.tensorrt.copies import SlotCopier
 from wicore_trt.backends.tensorrt.slots import PageCopy, Slide
 
 E4M3 = torch.float8_e4m3fn
 LAYERS, HEADS, DIM, PAGE, ENTRIES, SLOTS, PAGES = 3, 2, 4, 4, 32, 3, 20
 
 
-def copier_of(dtype: torch.dtype, *, fp8: bool) -> tuple[TorchSlotCopier, torch.Tensor, torch.Tensor]:
+def copier_of(dtype: torch.dtype, *, fp8: bool) -> tuple[SlotCopier, torch.Tensor, torch.Tensor]:
     """A copier, its pool and its cache, both of random bits of finite values."""
     pool = torch.randn(PAGES, LAYERS, 2, PAGE, HEADS, DIM).to(E4M3 if fp8 else dtype)
     cache = torch.randn(LAYERS, 2, SLOTS, HEADS, ENTRIES, DIM).to(dtype)
     scales = torch.rand(LAYERS) + 0.01
-    return TorchSlotCopier({"g": pool}, {"g": cache}, {"g": scales}), pool, cache
+    return SlotCopier({"g": pool}, {"g": cache}, {"g": scales}), pool, cache
 
 
 def entries_of(copy: PageCopy) -> list[tuple[int, int, int]]:
@@ -60,7 +60,7 @@ def test_every_finite_e4m3_byte_survives_the_way_through_a_slot(dtype: torch.dty
     pool[:32].flatten()[: len(codes) * 4] = codes.repeat(4)[torch.randperm(len(codes) * 4)]
     cache = torch.full((1, 2, 2, 1, 128, DIM), torch.nan, dtype=dtype)
     scale = torch.tensor([random.choice((1.0, 0.0625, random.uniform(0.003, 3.0)))])
-    copier = TorchSlotCopier({"g": pool.view(E4M3)}, {"g": cache}, {"g": scale})
+    copier = SlotCopier({"g": pool.view(E4M3)}, {"g": cache}, {"g": scale})
     copier.load("g", [PageCopy(0, 0, 128, list(range(32)), 0)])
     expected = pool[:32].view(E4M3).float() * scale
     assert torch.equal(

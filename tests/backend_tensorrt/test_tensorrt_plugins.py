@@ -17,8 +17,8 @@ with suppress(ImportError):
 from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError  # noqa: E402
 from wicore_trt.plugins.aot import CompiledKernel  # noqa: E402
 from wicore_trt.plugins.layout import Launch  # noqa: E402
-from wicore_trt.plugins.tensorrt import base, network  # noqa: E402
-from wicore_trt.plugins.tensorrt.cache_attention import CacheAttention, CacheAttentionConfig  # noqa: E402
+from wicore_trt.plugins.tensorrt import cache_attention  # noqa: E402
+from wicore_trt.plugins.tensorrt.cache_attention import CacheAttentionConfig  # noqa: E402
 
 CACHE = CacheAttentionConfig(320, 8, 2, 64, dtype="bfloat16", window=512, softmax_scale=1.0)
 TYPES = {"float32": "FLOAT", "bfloat16": "BF16", "float16": "HALF", "fp8": "FP8", "int32": "INT32"}
@@ -72,25 +72,25 @@ def shapes(c: CacheAttentionConfig = CACHE, tokens: int = 3, slots: int = 3) -> 
 
 
 def make() -> Any:
-    return base.plugin_class(trt, CacheAttention)(CACHE, KERNELS, Recorder())
+    return cache_attention.plugin_class(trt)(CACHE, KERNELS, Recorder())
 
 
 @pytest.fixture
 def registry() -> Any:
-    network.register(trt)
-    network.register(trt)  # twice is harmless
+    cache_attention.register(trt)
+    cache_attention.register(trt)  # twice is harmless
     return trt.get_plugin_registry()
 
 
 def test_registry_creates_what_was_serialized(registry: Any) -> None:
-    creator = registry.get_creator(CacheAttention.NAME, base.VERSION, base.NAMESPACE)
+    creator = registry.get_creator(cache_attention.NAME, cache_attention.VERSION, cache_attention.NAMESPACE)
     assert [f.name for f in creator.field_names] == ["config", "kernels"]
     first = make()
     for phase in (trt.TensorRTPhase.BUILD, trt.TensorRTPhase.RUNTIME):
         plugin = creator.create_plugin("layer", first.get_fields_to_serialize(), phase)
         assert isinstance(plugin, trt.IPluginV3) and plugin.config == CACHE and plugin.kernels == KERNELS
         assert (plugin.plugin_name, plugin.plugin_version, plugin.plugin_namespace) == (
-            CacheAttention.NAME,
+            cache_attention.NAME,
             "1",
             "wicore",
         )
@@ -101,8 +101,8 @@ def test_registry_creates_what_was_serialized(registry: Any) -> None:
 
 
 def test_creator_refuses_other_fields(registry: Any) -> None:
-    creator = registry.get_creator(CacheAttention.NAME, base.VERSION, base.NAMESPACE)
-    arrays = base.field_arrays(CACHE, KERNELS)
+    creator = registry.get_creator(cache_attention.NAME, cache_attention.VERSION, cache_attention.NAMESPACE)
+    arrays = cache_attention.field_arrays(CACHE, KERNELS)
 
     def fields(data: dict[str, np.ndarray]) -> Any:
         return trt.PluginFieldCollection([trt.PluginField(n, a, trt.PluginFieldType.CHAR) for n, a in data.items()])
@@ -112,7 +112,7 @@ def test_creator_refuses_other_fields(registry: Any) -> None:
     cut = {**arrays, "kernels": arrays["kernels"][:-1].copy()}
     with pytest.raises(EngineFormatError):
         creator.create_plugin("x", fields(cut), trt.TensorRTPhase.RUNTIME)
-    pages = base.field_arrays(CACHE, {"copy": KERNELS["kv_write"]})
+    pages = cache_attention.field_arrays(CACHE, {"copy": KERNELS["kv_write"]})
     with pytest.raises(ValueError, match="kernels"):
         creator.create_plugin("x", fields(pages), trt.TensorRTPhase.RUNTIME)
 
@@ -184,28 +184,12 @@ def test_cache_attention_launches() -> None:
 def test_memory_that_is_not_aliased_is_an_error() -> None:
     plugin, (ins, outs) = make(), shapes()
     with pytest.raises(ValueError, match="alias"):
-        plugin.enqueue(descriptions(ins), descriptions(outs), list(range(16, 200, 16)), [8] * len(outs), 0, 0)
+        plugin.enqueue(descriptions(ins), descriptions(outs), list(range(16, 176, 16)), [8] * len(outs), 0, 0)
     assert not plugin.launcher.launches
 
 
-class FakeNetwork:
-    """Records what TensorRT-RTX's network has no method for."""
-
-    def add_plugin_v3(self, inputs: list[Any], shape_inputs: list[Any], plugin: Any) -> Any:
-        assert shape_inputs == [] and isinstance(plugin, trt.IPluginV3)
-        self.inputs = inputs
-        return None if inputs == ["refused"] else self
-
-
-def test_a_network_gets_the_plugin() -> None:
-    net = FakeNetwork()
-    assert network.add_cache_attention(trt, net, CACHE, KERNELS, ("q", "k")) is net and net.inputs == ["q", "k"]
-    with pytest.raises(EnvironmentUnfitError, match="refused"):
-        network.add_cache_attention(trt, net, CACHE, KERNELS, ["refused"])
-
-
 def test_configuration_travels_as_json() -> None:
-    data = base.field_arrays(CACHE, KERNELS)["config"].tobytes()
+    data = cache_attention.field_arrays(CACHE, KERNELS)["config"].tobytes()
     assert json.loads(data)["window"] == 512
 
 
@@ -214,4 +198,4 @@ def test_a_tensorrt_without_aliasing_is_refused() -> None:
         __version__ = "9.0"
 
     with pytest.raises(EnvironmentUnfitError, match="IPluginV3"):
-        base.plugin_class(Old(), CacheAttention)
+        cache_attention.plugin_class(Old())

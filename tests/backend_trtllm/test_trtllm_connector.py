@@ -124,7 +124,7 @@ def test_a_restart_is_warm(make: Make) -> None:
     make().serve(tokens)
     engine = make()
     assert engine.serve(tokens) == 20
-    host, disk = engine.hub.tiers.stats()
+    host, disk = engine.hub.tiers.lower.collect_stats()
     assert disk.read_bytes == 5 * LAYERS * 2 * SIZE * WIDTH * 2 and host.read_bytes == disk.read_bytes
     engine.check_idle()
 

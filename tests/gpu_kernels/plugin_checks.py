@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import attention_checks
 import kernel_checks
@@ -13,12 +12,11 @@ from attention_checks import Case
 from kernel_checks import TORCH, Runner
 
 from wicore_trt.plugins.aot import KernelSpec
-from wicore_trt.plugins.tensorrt import base
 from wicore_trt.plugins.tensorrt.cache_attention import (
     PAGE,
-    CacheAttention,
     CacheAttentionConfig,
     cache_attention_specs,
+    plugin_class,
 )
 
 
@@ -42,15 +40,14 @@ Enqueue = Callable[[], None]
 
 def enqueuer(
     run: Runner,
-    logic: Any,
-    config: Any,
+    config: CacheAttentionConfig,
     specs: Mapping[str, KernelSpec],
     inputs: list[torch.Tensor],
     outputs: list[torch.Tensor],
 ) -> Enqueue:
     """A call of a plugin's enqueue on the current stream."""
     kernels = {role: run.compile(spec) for role, spec in specs.items()}
-    plugin = base.plugin_class(NoTensorRT, logic)(config, kernels, run.launcher([*inputs, *outputs]))
+    plugin = plugin_class(NoTensorRT)(config, kernels, run.launcher([*inputs, *outputs]))
     descs = [Desc(t) for t in inputs], [Desc(t) for t in outputs]
     pointers = [t.data_ptr() for t in inputs], [t.data_ptr() for t in outputs]
 
@@ -85,7 +82,7 @@ def check_cache_attention(run: Runner, dtype: str) -> None:
     inputs += [run.ints([p for _, p in places]), run.ints([s for s, _ in places])]
     inputs += [run.ints(problem.bounds()), run.ints([first for first, _ in case.slices])]
     out = torch.full_like(inputs[0], torch.nan)
-    enqueuer(run, CacheAttention, config, cache_attention_specs(config), inputs, [out, *inputs[3:5]])()
+    enqueuer(run, config, cache_attention_specs(4, 2, 64, dtype), inputs, [out, *inputs[3:5]])()
     want, error = attention_checks.reference(problem)
     kernel_checks.same_bits(memory.view(torch.uint8), whole.view(torch.uint8))  # NaN where nothing was written
     assert ((out.cpu().double() - want).abs() <= error).all()

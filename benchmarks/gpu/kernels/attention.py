@@ -72,7 +72,7 @@ def kernels_of(model: AttentionSizes, kv: str, prefill: bool) -> list[dict[str, 
 
 def compile_attention(job: tuple[str, AttentionSizes, str, bool, dict[str, Any]]) -> Any:
     """In a worker: {role: CompiledKernel} of one configuration, or the error's text."""
-    from wicore_trt.plugins.aot import compile_kernels
+    from wicore_trt.plugins.aot import compile_kernel
     from wicore_trt.plugins.decode_layout import DecodeConfig, PrefillConfig
     from wicore_trt.plugins.kernels import fast_attention_specs as specs
     from wicore_trt.plugins.kernels.specs import attention_spec
@@ -85,15 +85,15 @@ def compile_attention(job: tuple[str, AttentionSizes, str, bool, dict[str, Any]]
             rows = 64 if prefill else 16
             if kv == "fp8":
                 return "kernels/attention.py reads no FP8 keys"
-            return compile_kernels({"main": attention_spec(pool, model.heads, block_rows=rows)}, target)
-        if prefill:
+            made = {"main": attention_spec(pool, model.heads, block_rows=rows)}
+        elif prefill:
             config = PrefillConfig(**fields)
-            spec = specs.prefill_spec(pool, "bfloat16", model.heads, target, config)
-            return compile_kernels({"main": spec}, target)
-        decode = DecodeConfig(splits=2, **fields)
-        made = {"main": specs.decode_spec(pool, "bfloat16", model.heads, target, decode)}
-        made["combine"] = specs.combine_spec(pool, "bfloat16", decode)
-        return compile_kernels(made, target)
+            made = {"main": specs.prefill_spec(pool, "bfloat16", model.heads, target, config)}
+        else:
+            decode = DecodeConfig(splits=2, **fields)
+            made = {"main": specs.decode_spec(pool, "bfloat16", model.heads, target, decode)}
+            made["combine"] = specs.combine_spec(pool, "bfloat16", decode)
+        return {role: compile_kernel(spec, target) for role, spec in made.items()}
     except Exception as error:  # a configuration that does not fit is no failure of the others
         return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -52,13 +53,17 @@ def find_tensorrt() -> TensorRT:
         raise EnvironmentUnfitError(f"TensorRT is not installed ({error}).", fix=install_command("tensorrt")) from None
     names = [name for name in dir(rtx.ComputeCapability) if name.startswith("SM")]
     names.sort(key=lambda name: int(name[2:]))
-    return TensorRT(rtx, RTX, _wheel_version(), {name.lower(): getattr(rtx.ComputeCapability, name) for name in names})
+    try:
+        wheel = version("tensorrt-rtx-cu13-bindings")
+    except PackageNotFoundError:
+        wheel = "unknown"
+    return TensorRT(rtx, RTX, wheel, {name.lower(): getattr(rtx.ComputeCapability, name) for name in names})
 
 
 def _find_full() -> TensorRT | None:
     """Find `tensorrt` if it is whole, new enough and beside a GPU. The package of that name on PyPI alone is a stub."""
-    if not _is_installed("tensorrt"):  # asked first: the question for the GPU loads PyTorch, in every plan's process
-        return None
+    if "tensorrt" not in sys.modules and find_spec("tensorrt") is None:
+        return None  # before the question for the GPU, which loads PyTorch, in every plan's process
     capability = _gpu_capability()
     if capability is None:
         return None
@@ -66,15 +71,10 @@ def _find_full() -> TensorRT | None:
         import tensorrt
     except (ImportError, OSError):
         return None
-    version = getattr(tensorrt, "__version__", "0")
-    if not hasattr(tensorrt, "Builder") or tuple(int(p) for p in version.split(".")[:2]) < OLDEST:
+    found = getattr(tensorrt, "__version__", "0")
+    if not hasattr(tensorrt, "Builder") or tuple(int(p) for p in found.split(".")[:2]) < OLDEST:
         return None
-    return TensorRT(tensorrt, FULL, version, {f"sm{capability[0]}{capability[1]}": None})
-
-
-def _is_installed(name: str) -> bool:
-    """Tell whether the top-level module can be found, without importing it."""
-    return name in sys.modules or find_spec(name) is not None
+    return TensorRT(tensorrt, FULL, found, {f"sm{capability[0]}{capability[1]}": None})
 
 
 def _gpu_capability() -> tuple[int, int] | None:
@@ -83,12 +83,3 @@ def _gpu_capability() -> tuple[int, int] | None:
     except ImportError:
         return None
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-
-
-def _wheel_version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("tensorrt-rtx-cu13-bindings")
-    except PackageNotFoundError:
-        return "unknown"

@@ -21,6 +21,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from wicore_trt.backends.tensorrt.api import TensorRT, find_tensorrt
 from wicore_trt.backends.tensorrt.plan_build import Plan
 from wicore_trt.backends.tensorrt.plan_io import (
@@ -33,10 +35,11 @@ from wicore_trt.backends.tensorrt.plan_io import (
     weight_tensors,
 )
 from wicore_trt.backends.tensorrt.plan_worker import finish, start
+from wicore_trt.checkpoint.demo import cache_directory
 from wicore_trt.engine.options import PLUGIN, BuildOptions
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.model.spec import Gemma3Spec
-from wicore_trt.plugins.tensorrt.network import check_plugins
+from wicore_trt.plugins.tensorrt.cache_attention import check_plugins
 
 if TYPE_CHECKING:
     from wicore_trt.checkpoint.format import Checkpoint
@@ -86,7 +89,7 @@ class TensorRTBackend:
         index: dict[str, Any] = {"tensors": {}, "plans": {}}
         for request, plan in zip(requests, build_plans(api, requests, directory, progress), strict=True):
             name = plan_file(request.target, request.phase)
-            index["tensors"][request.phase] = [tensor.to_dict() for tensor in plan.tensors]
+            index["tensors"][request.phase] = msgspec.to_builtins(plan.tensors)
             index["plans"][name] = {"target": request.target, "phase": request.phase, **plan.facts}
         (directory / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         limits = requests[0].limits
@@ -157,7 +160,10 @@ def build_plans(api: TensorRT, requests: list[PlanRequest], directory: Path, pro
             if stopping:
                 raise EnvironmentUnfitError("the build was ended")
             file = directory / plan_file(request.target, request.phase)
-            workers[number] = start(request, file, _cache_file(api, request.target))
+            cache = None  # of times that full TensorRT measured for this version and target
+            if api.targets[request.target] is None:
+                cache = cache_directory() / f"timing-{api.version}-{request.target}.cache"
+            workers[number] = start(request, file, cache)
         plan = finish(workers[number], request, report)
         report(1.0)
         log.info("plan %s %s: %.1f s", request.target, request.phase, time.monotonic() - begun)
@@ -173,11 +179,3 @@ def build_plans(api: TensorRT, requests: list[PlanRequest], directory: Path, pro
                 for worker in workers.values():
                     worker.terminate()
             raise
-
-
-def _cache_file(api: TensorRT, target: str) -> Path | None:
-    """Path of full TensorRT's timing cache for this version and target; None for RTX."""
-    if api.targets[target] is not None:
-        return None
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "wicore" / f"timing-{api.version}-{target}.cache"

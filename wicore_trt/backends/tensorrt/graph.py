@@ -13,6 +13,7 @@ import numpy as np
 
 from wicore_trt.backends.tensorrt.plan_io import TensorSpec
 from wicore_trt.errors import ConfigError
+from wicore_trt.plugins.tensorrt.cache_attention import TRT_TYPES
 
 Tensor = Any  # trt.ITensor; the module is imported by the caller
 
@@ -25,8 +26,7 @@ class Graph:
         self._count = 0
         self._dims: dict[tuple[int | str, ...], Tensor] = {}
         self._constants: dict[tuple[Any, ...], tuple[np.ndarray, Tensor]] = {}  # TensorRT reads them when it builds
-        names = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "fp8": "FP8", "int32": "INT32"}
-        self.dtypes = {ours: getattr(trt.DataType, theirs) for ours, theirs in names.items()}
+        self.dtypes = {ours: getattr(trt.DataType, theirs) for ours, theirs in TRT_TYPES.items()}
 
     def _name_layer(self, what: str, layer: Any) -> Any:
         name = f"{self.scope}.{what}.{self._count}"
@@ -170,9 +170,9 @@ class Graph:
         layer.decomposable = True  # a target without a fused kernel of this shape still gets a plan
         return layer.get_output(0)
 
-    def plugin(self, layer: Any, count: int) -> list[Tensor]:
-        layer = self._name_layer("plugin", layer)
-        return [layer.get_output(i) for i in range(count)]
+    def plugin(self, plugin: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
+        layer = self._name_layer("plugin", self.network.add_plugin_v3(list(inputs), [], plugin))
+        return [layer.get_output(i) for i in range(plugin.num_outputs)]
 
     def all_ranks(self, op: str, x: Tensor, ranks: int) -> Tensor:
         """Combine x over tensor-parallel ranks: "sum", or "gather", which stacks all ranks' parts on dim 0."""

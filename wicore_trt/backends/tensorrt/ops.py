@@ -26,8 +26,7 @@ from wicore_trt.checkpoint.names import activation_scale_name, weight_scale_name
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, forward, layer_weight
 from wicore_trt.model.spec import LOCAL, Gemma3Spec, LayerGroup
 from wicore_trt.plugins.aot import CompiledKernel
-from wicore_trt.plugins.tensorrt.cache_attention import PAGE, CacheAttentionConfig
-from wicore_trt.plugins.tensorrt.network import add_cache_attention
+from wicore_trt.plugins.tensorrt.cache_attention import PAGE, CacheAttentionConfig, plugin_class
 from wicore_trt.runtime.weight_specs import rope_name
 
 E4M3_STEP = 1 / 448
@@ -40,7 +39,7 @@ def define_network(
 ) -> list[TensorSpec]:
     """Define one rank's network of a phase in `network`; returns its inputs and outputs. A linear is FP8 when its
     weight is. With kv_dtype "fp8" keys and values are rounded to E4M3 before they enter a cache of the activations'
-    dtype. With `plugin_kernels` (`plugin_config`'s, for this target) the plugin WicoreCacheAttention attends."""
+    dtype. With `plugin_kernels` (`cache_attention_specs`, for this target) the plugin WicoreCacheAttention attends."""
     spec, limits, dtype, tp_size = request.spec, request.limits, request.dtype, request.tp_size
     local, profile = spec.shard(0, tp_size).spec, limits.profile(request.phase)
     caches = plan_io.cache_tensors(local, limits, dtype)
@@ -267,11 +266,11 @@ class PluginOps(TensorRTOps):
         self._enter_scope(layer_weight(layer, "attention.core"))
         names = [plan_io.cache(part, layer) for part in ("k", "v")]
         caches = [self._in[name] for name in names]
-        config = plugin_config(group, caches[0].shape[2], self._dtype)
+        sizes = (caches[0].shape[2], group.num_heads, group.num_kv_heads, group.head_dim)
+        config = CacheAttentionConfig(*sizes, self._dtype, group.window, 1.0)  # the queries are scaled already
         rows = g.transpose(q, (0, 2, 1, 3), (-1, group.num_heads, group.head_dim))
         inputs = [rows, *self._rows_of.pop(layer), *caches, *step]
-        added = add_cache_attention(g.trt, g.network, config, self._kernels, inputs)
-        attended, *after = g.plugin(added, 3)
+        attended, *after = g.plugin(plugin_class(g.trt)(config, self._kernels), inputs)
         self.updated |= dict(zip(names, after, strict=True))
         return g.cast(g.reshape(attended, (-1, group.q_size)), "float32")
 
@@ -290,9 +289,3 @@ class PluginOps(TensorRTOps):
         bounds = g.slice(count, (0,), g.binary("SUM", self._batch, g.constant([1], np.int64)))
         cu_seqlens = g.binary("PROD", bounds, g.cast(self._chunk, "int32"))
         return table, g.reshape(own, (-1,)), slots, cu_seqlens, self._in[plan_io.write_indices(group.name)]
-
-
-def plugin_config(group: LayerGroup, entries: int, dtype: str) -> CacheAttentionConfig:
-    """Configure the plugin of one layer of `group`, the rank's, for queries that are scaled already."""
-    sizes = (group.num_heads, group.num_kv_heads, group.head_dim)
-    return CacheAttentionConfig(entries, *sizes, dtype, group.window, 1.0)

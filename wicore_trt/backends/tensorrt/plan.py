@@ -6,20 +6,20 @@ Knows the files of `backends.tensorrt.build` and TensorRT's engine object; no de
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from wicore_trt.backends.tensorrt import plan_io
+from wicore_trt.backends.tensorrt.plan_build import BuildLog, make_logger
 from wicore_trt.backends.tensorrt.plan_io import INDEX, PHASES, PlanLimits, TensorSpec, plan_file
-from wicore_trt.backends.tensorrt.plan_log import BuildLog, make_logger
 from wicore_trt.engine.directory import EngineDir
 from wicore_trt.engine.manifest import rebuild_engine
 from wicore_trt.engine.options import PLUGIN
 from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError
-from wicore_trt.plugins.tensorrt.network import register
-
-DTYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "fp8": "FP8", "int32": "INT32"}
+from wicore_trt.plugins.tensorrt.cache_attention import TRT_TYPES, register
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def read_index(engine: EngineDir) -> dict[str, list[TensorSpec]]:
     does not list what this version binds."""
     try:
         data = engine.read_json(INDEX)["tensors"]
-        index = {phase: [TensorSpec.from_dict(tensor) for tensor in data[phase]] for phase in PHASES}
+        index = {phase: msgspec.convert(data[phase], list[TensorSpec]) for phase in PHASES}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _make_damaged(engine, f"{INDEX} cannot be read ({error!r})") from None
     spec, limits, dtype = engine.manifest.spec, plan_limits(engine), engine.manifest.base_dtype
@@ -94,42 +94,29 @@ def load_plans(trt: Any, engine: EngineDir, target: str, runtime: Any = None) ->
             raise EnvironmentUnfitError(
                 f"TensorRT {trt.__version__} does not load {name}: {book.reason()}.", fix=rebuild_plans(engine)
             )
-        profile = limits.profile(phase)
-        problems = plan_problems(trt, loaded, index[phase], profile, plugin=plugin)
+        profile, tensors = limits.profile(phase), {t.name: t for t in index[phase]}
+        names = {loaded.get_tensor_name(i) for i in range(loaded.num_io_tensors)}
+        problems = [f"it lacks {tensor}" for tensor in sorted({*tensors} - names)]
+        problems += [f"it has {tensor}" for tensor in sorted(names - {*tensors})]
+        for tensor in sorted(names & {*tensors}):
+            found = _list_problems(trt, loaded, tensors[tensor], profile, plugin=plugin)
+            problems += [f"{tensor}: {problem}" for problem in found]
         if problems:
             raise _make_damaged(engine, f"{name} is not as {INDEX} says: {'; '.join(problems[:3])}")
-        tensors = {t.name: t for t in index[phase]}
         plans[phase] = LoadedPlan(phase, loaded, tensors, profile, engine.manifest.files[name].blake2b)
     return plans
 
 
-def plan_problems(
-    trt: Any,
-    engine: Any,
-    tensors: Sequence[TensorSpec],
-    profile: Mapping[str, tuple[int, int, int]],
-    *,
-    plugin: bool = False,
+def _list_problems(
+    trt: Any, engine: Any, tensor: TensorSpec, profile: Mapping[str, tuple[int, int, int]], *, plugin: bool
 ) -> list[str]:
-    """List differences between TensorRT's `engine` and `tensors`, each with the tensor's name. `plugin`: the attention
-    plugin changes caches and checks their addresses in every step, so TensorRT need not call them aliases."""
-    listed = {t.name: t for t in tensors}
-    names = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
-    problems = [f"it lacks {name}" for name in sorted({*listed} - names)]
-    problems += [f"it has {name}" for name in sorted(names - {*listed})]
-    for name in sorted(names & {*listed}):
-        problems += [f"{name}: {what}" for what in _tensor_problems(trt, engine, listed[name], profile, plugin)]
-    return problems
-
-
-def _tensor_problems(
-    trt: Any, engine: Any, tensor: TensorSpec, profile: Mapping[str, tuple[int, int, int]], plugin: bool
-) -> list[str]:
+    """List differences between a tensor of TensorRT's `engine` and `tensor`. `plugin`: the attention plugin changes
+    caches and checks their addresses in every step, so TensorRT need not call them aliases."""
     name, is_output = tensor.name, tensor.kind == "output"
     shape = tuple(d if isinstance(d, int) else -1 for d in tensor.shape)
     compared = [
         ("mode", engine.get_tensor_mode(name), trt.TensorIOMode.OUTPUT if is_output else trt.TensorIOMode.INPUT),
-        ("dtype", engine.get_tensor_dtype(name), getattr(trt.DataType, DTYPES[tensor.dtype])),
+        ("dtype", engine.get_tensor_dtype(name), getattr(trt.DataType, TRT_TYPES[tensor.dtype])),
         ("shape", tuple(engine.get_tensor_shape(name)), shape),
         ("location", engine.get_tensor_location(name), trt.TensorLocation.DEVICE),
     ]

@@ -1,26 +1,31 @@
-"""Builds a TensorRT plan: defines the network, builds it for a target, reports the result.
+"""Builds a TensorRT plan: defines the network, builds it for a target, reports progress and result.
 
-Knows the TensorRT API and no files. Invariants: FP32 is FP32 (TF32 is off). A plan needs no memory at run time that its
-context did not ask for, so a step can be captured in a CUDA graph.
+Knows the TensorRT API and no files. Facts of a plan are read from TensorRT's messages, because inspecting a plan means
+loading it, which takes a GPU. Invariants: FP32 is FP32 (TF32 is off). A plan needs no memory at run time that its
+context did not ask for, so a step can be captured in a CUDA graph. A failed build's error has TensorRT's own words.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import logging
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from wicore_trt.backends.tensorrt.api import RTX, TensorRT
-from wicore_trt.backends.tensorrt.ops import define_network, plugin_config
+from wicore_trt.backends.tensorrt.ops import define_network
 from wicore_trt.backends.tensorrt.plan_io import PlanRequest, TensorSpec
-from wicore_trt.backends.tensorrt.plan_log import BuildLog, make_logger, make_monitor
 from wicore_trt.engine.options import PLUGIN
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.model.spec import GLOBAL
-from wicore_trt.plugins.aot import CompiledKernel, compile_kernels
-from wicore_trt.plugins.tensorrt.cache_attention import PAGE, cache_attention_specs
-from wicore_trt.plugins.tensorrt.network import allow_aliasing, check_plugins, register
+from wicore_trt.plugins.aot import compile_kernel
+from wicore_trt.plugins.tensorrt.cache_attention import cache_attention_specs, check_plugins, register
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +58,17 @@ def build_plan(
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # kernel names; no effect on what is built
     config.clear_flag(trt.BuilderFlag.TF32)
     if request.attention == PLUGIN:
-        allow_aliasing(trt, config)
+        config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)  # caches change in place
     if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
     if api.targets[request.target] is not None:
         config.num_compute_capabilities = 1
         config.set_compute_capability(api.targets[request.target], 0)
-    config.add_optimization_profile(_make_profile(builder, request, tensors))
+    profile, dims = builder.create_optimization_profile(), request.limits.profile(request.phase)
+    for tensor in tensors:
+        if tensor.kind != "output" and any(isinstance(d, str) for d in tensor.shape):
+            profile.set_shape(tensor.name, *(tensor.bound(dims, which) for which in range(3)))
+    config.add_optimization_profile(profile)
     cache = None
     if api.flavour != RTX:  # TensorRT-RTX times nothing when it builds
         cache = config.create_timing_cache(timing_cache or b"")
@@ -85,15 +94,12 @@ def build_plan(
 def make_network(trt: Any, builder: Any, request: PlanRequest) -> tuple[Any, list[TensorSpec]]:
     strongly_typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = builder.create_network(strongly_typed)
-    kernels = _plugin_kernels(request) if request.attention == PLUGIN else None
+    kernels = None
+    if request.attention == PLUGIN:
+        group = request.spec.shard(0, request.tp_size).spec.layer_group(GLOBAL)
+        specs = cache_attention_specs(group.num_heads, group.num_kv_heads, group.head_dim, request.dtype)
+        kernels = {role: compile_kernel(spec, request.target) for role, spec in specs.items()}
     return network, define_network(network, trt, request, kernels)
-
-
-def _plugin_kernels(request: PlanRequest) -> dict[str, CompiledKernel]:
-    """Compile the attention plugin's kernels, which all layers share."""
-    local = request.spec.shard(0, request.tp_size).spec
-    config = plugin_config(local.layer_group(GLOBAL), PAGE, request.dtype)
-    return compile_kernels(cache_attention_specs(config), request.target)
 
 
 def hash_network(network: Any) -> str:
@@ -109,9 +115,99 @@ def hash_network(network: Any) -> str:
     return hasher.hexdigest()
 
 
-def _make_profile(builder: Any, request: PlanRequest, tensors: Sequence[TensorSpec]) -> Any:
-    profile, dims = builder.create_optimization_profile(), request.limits.profile(request.phase)
-    for tensor in tensors:
-        if tensor.kind != "output" and any(isinstance(d, str) for d in tensor.shape):
-            profile.set_shape(tensor.name, *(tensor.bound(dims, which) for which in range(3)))
-    return profile
+_KERNEL = re.compile(r"^Name: (?P<name>.+?), LayerType: (?P<type>\w+), .*?Outputs: \[ \{.*?Datatype: (?P<dtype>\w+)")
+_MEMORY = re.compile(r"Total Activation Memory: (\d+) bytes")
+_WEIGHT = re.compile(r"Name: ((?:transformer\.|lm_head\.)[\w.]+\.weight),")
+_REARRANGED = re.compile(r"^__myl_(?:Cast|Mul|Resh|Move|Repl)*Tran")
+_ATTENTION = re.compile(r"_mha_|_fmha")
+_DTYPES = {"Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "FP8": "fp8", "Int32": "int32"}
+_DTYPES |= {"Int64": "int64", "Bool": "bool"}
+
+
+@dataclass(slots=True)
+class BuildLog:
+    """Facts of one build. `kernels` counts the plan's kernels by kind ("gemm", "attention", "kgen": fused elementwise,
+    ...), `precisions` by the dtype that they write. `activation_bytes` is the device memory that the plan needs beside
+    inputs and outputs, 0 where TensorRT did not say. `rearranged` are weights that the plan transposes in every step,
+    which costs bandwidth."""
+
+    errors: list[str] = field(default_factory=list)
+    kernels: Counter[str] = field(default_factory=Counter)
+    precisions: Counter[str] = field(default_factory=Counter)
+    rearranged: set[str] = field(default_factory=set)
+    activation_bytes: int = 0
+
+    def line(self, severity: str, text: str) -> None:
+        if severity in ("ERROR", "INTERNAL_ERROR"):
+            self.errors.append(text)
+        elif severity == "WARNING":
+            log.info("tensorrt: %s", text)
+        elif memory := _MEMORY.search(text):
+            self.activation_bytes = max(self.activation_bytes, int(memory[1]))
+        else:
+            for part in text.split("\n"):
+                self._count_kernel(part)
+
+    def _count_kernel(self, text: str) -> None:
+        kernel = _KERNEL.match(text)
+        if kernel is None:
+            return
+        kind = "attention" if _ATTENTION.search(kernel["name"]) else kernel["type"]
+        self.kernels[kind] += 1
+        if _REARRANGED.match(kernel["name"]):
+            self.rearranged.update(_WEIGHT.findall(text.partition("Outputs: [")[0]))
+        self.precisions[_DTYPES.get(kernel["dtype"], kernel["dtype"].lower())] += 1
+
+    def reason(self) -> str:
+        return " | ".join(dict.fromkeys(self.errors)) or "it gave no reason"
+
+
+def make_logger(trt: Any, book: BuildLog) -> Any:
+
+    class Logger(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, message: str) -> None:
+            book.line(severity.name, message)
+
+    return Logger()
+
+
+def make_monitor(trt: Any, report: Callable[[float], None]) -> Any:
+    """Make a trt.IProgressMonitor that reports the fraction done, never going back."""
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self._phases: dict[str, list[Any]] = {}  # name: [parent, steps, steps done]
+            self._best = 0.0
+            self._lock = threading.Lock()
+
+        def phase_start(self, name: str, parent: str | None, steps: int) -> None:
+            with self._lock:
+                self._phases[name] = [parent, max(1, steps), 0]
+
+        def step_complete(self, name: str, step: int) -> bool:
+            with self._lock:
+                if name in self._phases:
+                    self._phases[name][2] = step + 1
+                    self._report_progress(name)
+            return True
+
+        def phase_finish(self, name: str) -> None:
+            with self._lock:
+                self._phases.pop(name, None)
+
+        def _report_progress(self, name: str | None) -> None:
+            """Report the fraction done, where a phase is one step of its parent."""
+            fraction = 0.0
+            while name is not None and name in self._phases:
+                parent, steps, done = self._phases[name]
+                fraction = min(1.0, (done + fraction) / steps)
+                name = parent
+            if fraction > self._best:
+                self._best = fraction
+                report(fraction)
+
+    return Monitor()

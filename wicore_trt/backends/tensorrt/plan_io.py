@@ -14,9 +14,8 @@ writes in a decode step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.engine.options import LAYERS
@@ -84,28 +83,19 @@ class TensorSpec:
         """Least (0), best (1) or largest (2) shape in `profile`."""
         return tuple(d if isinstance(d, int) else profile[d][which] for d in self.shape)
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "shape": list(self.shape), "parts": list(self.parts)}
-
-    @classmethod
-    def of_weight(cls, weight: WeightSpec) -> TensorSpec:
-        return cls(weight.name, weight.dtype, weight.shape, "weight", weight.parts, weight.combine)
-
     @property
     def weight(self) -> WeightSpec:
         """Specification for `load_weights`, of a tensor of kind "weight"."""
         return WeightSpec(self.name, self.dtype, self.bound({}, 0), self.parts, self.combine)
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> TensorSpec:
-        """Invert to_dict. Raises TypeError or KeyError for other data."""
-        return cls(**{**data, "shape": tuple(data["shape"]), "parts": tuple(data["parts"])})
-
 
 def weight_tensors(rank_files: Sequence[Path], spec: Gemma3Spec, kv_dtype: str) -> list[TensorSpec]:
     """List a plan's weight inputs over `rank_files`. Raises CheckpointError for files that miss a tensor or differ."""
     # A tied head is an input of its own: TensorRT would transpose the embedding in every step to read it in two ways.
-    return [TensorSpec.of_weight(weight) for weight in list_weights(rank_files, spec, kv_dtype)]
+    return [
+        TensorSpec(weight.name, weight.dtype, weight.shape, "weight", weight.parts, weight.combine)
+        for weight in list_weights(rank_files, spec, kv_dtype)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,16 +142,6 @@ class PlanRequest:
     target: str
     phase: str
     attention: str = LAYERS
-
-    def to_dict(self) -> dict[str, Any]:
-        weights = [tensor.to_dict() for tensor in self.weights]
-        return {**asdict(self), "spec": self.spec.to_dict(), "limits": asdict(self.limits), "weights": weights}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> PlanRequest:
-        spec, limits = Gemma3Spec.from_dict(data["spec"]), PlanLimits(**data["limits"])
-        weights = [TensorSpec.from_dict(tensor) for tensor in data["weights"]]
-        return cls(**{**data, "spec": spec, "limits": limits, "weights": weights})
 
 
 def step_tensors(spec: Gemma3Spec, limits: PlanLimits, tp_size: int = 1) -> list[TensorSpec]:

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from wicore_trt.backends.tensorrt.api import find_tensorrt
 from wicore_trt.backends.tensorrt.plan_build import Plan, build_plan
 from wicore_trt.backends.tensorrt.plan_io import PlanRequest, TensorSpec
@@ -31,10 +33,10 @@ def start(request: PlanRequest, plan: Path, cache: Path | None) -> subprocess.Po
     worker = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    job = {"request": request.to_dict(), "plan": str(plan), "cache": str(cache) if cache else None}
+    job = {"request": request, "plan": str(plan), "cache": str(cache) if cache else None}
     assert worker.stdin is not None
     try:
-        worker.stdin.write(json.dumps(job))
+        worker.stdin.write(msgspec.json.encode(job).decode())
         worker.stdin.close()
     except BrokenPipeError:
         pass  # it died at once; `finish` tells why
@@ -62,7 +64,7 @@ def finish(worker: subprocess.Popen[str], request: PlanRequest, report: Callable
     if "facts" not in result:
         what = f"building {request.phase} for {request.target} ended with exit code {code}"
         raise EnvironmentUnfitError(f"{what}: {' | '.join(words) or 'no output'}")
-    return Plan([TensorSpec.from_dict(tensor) for tensor in result["tensors"]], result["facts"])
+    return Plan(msgspec.convert(result["tensors"], list[TensorSpec]), result["facts"])
 
 
 def _send_message(message: dict[str, Any]) -> None:
@@ -79,7 +81,7 @@ def main() -> int:
     job = json.load(sys.stdin)
     cache = Path(job["cache"]) if job["cache"] else None
     try:
-        request = PlanRequest.from_dict(job["request"])
+        request = msgspec.convert(job["request"], PlanRequest)
         earlier = cache.read_bytes() if cache and cache.is_file() else None
         report: Callable[[float], None] = lambda fraction: _send_message({"fraction": fraction})  # noqa: E731
         plan = build_plan(find_tensorrt(), request, timing_cache=earlier, report=report)
@@ -93,7 +95,7 @@ def main() -> int:
             _write_file(cache, plan.timing_cache)
         except OSError as error:  # the next build takes longer, and no more
             print(f"the timing cache {cache} was not kept: {error}")
-    _send_message({"tensors": [tensor.to_dict() for tensor in plan.tensors], "facts": plan.facts})
+    _send_message({"tensors": msgspec.to_builtins(plan.tensors), "facts": plan.facts})
     return 0
 
 

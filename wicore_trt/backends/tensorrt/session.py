@@ -251,9 +251,3 @@ class RuntimeCache:
             partial.replace(self._path)
         except OSError as error:
             log.info("the runtime cache %s was not kept: %s", self._path, error)
-
-
-def runtime_cache_path(version: str, target: str, digest: str) -> Path:
-    """Path, in the user's cache directory, of the cache for the plan with this digest."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "wicore" / f"runtime-{version}-{target}-{digest}.cache"

@@ -67,7 +67,17 @@ class TensorRTLLMBackend:
         return limit
 
     def check(self, checkpoint: Checkpoint, options: BuildOptions) -> None:
-        _check_options(checkpoint, options)
+        if options.kv_dtype not in ("auto", checkpoint.dtype, "fp8"):
+            raise ConfigError(
+                f"TensorRT-LLM's KV cache has the dtype of the model, {checkpoint.dtype}, or fp8; "
+                f"not {options.kv_dtype}.",
+                fix="Leave --kv-dtype out.",
+            )
+        if options.page_tokens not in BLOCK_TOKENS:
+            raise ConfigError(
+                f"TensorRT-LLM has blocks of {', '.join(map(str, BLOCK_TOKENS))} tokens, not {options.page_tokens}.",
+                fix="Choose --page-tokens among these.",
+            )
 
     def compile(
         self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress
@@ -76,7 +86,8 @@ class TensorRTLLMBackend:
         free disk as the checkpoint meanwhile. Raises ConfigError for options that TensorRT-LLM lacks, CheckpointError
         for a model that it cannot express, EnvironmentUnfitError when it is missing or fails."""
         installed, command = require_tensorrt_llm(), find_trtllm_build()
-        kv_fp8 = _check_options(checkpoint, options)
+        self.check(checkpoint, options)
+        kv_fp8 = options.kv_dtype == "fp8"
         scratch, output = directory / _SCRATCH, directory / ENGINE_DIR
         arguments = build_arguments(checkpoint, options)
         paths = {
@@ -121,21 +132,6 @@ def build_arguments(checkpoint: Checkpoint, options: BuildOptions) -> dict[str, 
         "--gpt_attention_plugin": "auto", **({} if checkpoint.weights.quantized else {"--gemm_plugin": "auto"}),
         "--workers": 1, "--log_level": "info",
     }  # fmt: skip
-
-
-def _check_options(checkpoint: Checkpoint, options: BuildOptions) -> bool:
-    """Tell whether the KV cache is FP8. Raises ConfigError."""
-    if options.kv_dtype not in ("auto", checkpoint.dtype, "fp8"):
-        raise ConfigError(
-            f"TensorRT-LLM's KV cache has the dtype of the model, {checkpoint.dtype}, or fp8; not {options.kv_dtype}.",
-            fix="Leave --kv-dtype out.",
-        )
-    if options.page_tokens not in BLOCK_TOKENS:
-        raise ConfigError(
-            f"TensorRT-LLM has blocks of {', '.join(map(str, BLOCK_TOKENS))} tokens, not {options.page_tokens}.",
-            fix="Choose --page-tokens among these.",
-        )
-    return options.kv_dtype == "fp8"
 
 
 def _run_build(command: list[str], cwd: Path) -> None:

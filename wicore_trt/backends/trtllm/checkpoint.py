@@ -120,11 +120,12 @@ def _write_rank(
     with SafetensorsWriter(path, entries) as writer:
         for tensor in unified_tensors(spec):
             fp8 = storage_tag(tensor.role, checkpoint.dtype, weights) == FP8_TAG
-            for block in (
-                _requantize_blocks(tensor, file, scales[tensor.name]) if fp8 else _read_blocks(file, tensor.name)
-            ):
-                writer.write(tensor.name, from_float32(block, norm_tag) if tensor.role is Role.NORM else block)
-            if fp8:
+            if not fp8:
+                for block in _read_blocks(file, tensor.name):
+                    writer.write(tensor.name, from_float32(block, norm_tag) if tensor.role is Role.NORM else block)
+            else:
+                for block in _dequantize_blocks(tensor, file):
+                    writer.write(tensor.name, e4m3_bits(block / scales[tensor.name]))
                 writer.write(tensor.scale_name, np.array([scales[tensor.name]], np.float32))
             for name in static[tensor.name]:
                 writer.write(name, file.read_rows(name, 0, 1))
@@ -144,10 +145,6 @@ def _dequantize_blocks(tensor: UnifiedTensor, file: SafetensorsFile) -> Iterator
         scale = file.read_rows(tensor.scale_name, first, first + len(block))
         first += len(block)
         yield values[block] * scale[:, None]
-
-
-def _requantize_blocks(tensor: UnifiedTensor, file: SafetensorsFile, scale: np.float32) -> Iterator[np.ndarray]:
-    return (e4m3_bits(block / scale) for block in _dequantize_blocks(tensor, file))
 
 
 def _tensor_scales(checkpoint: Checkpoint, files: list[SafetensorsFile]) -> dict[str, np.float32]:

@@ -17,19 +17,24 @@ pass, on its stream. Contract: tensorrt_llm/_torch/pyexecutor/kv_cache_connector
 from __future__ import annotations
 
 import atexit
+import hashlib
+import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
-from wicore_trt.backends.trtllm.fingerprint import EngineIdentity
 from wicore_trt.backends.trtllm.tiers import GROUP, BlockTiers
+from wicore_trt.checkpoint.digest import hash_file
 from wicore_trt.config import KVSettings, load_settings
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.files import UntrustedFiles
 from wicore_trt.kv.disk.format import Namespace
 from wicore_trt.kv.pages.hashing import KeyChain, TenantNames
 from wicore_trt.kv.pages.page import Page
-from wicore_trt.kv.tiers.moves import Fetch, TierCopy
+from wicore_trt.kv.tiers.moves import CopyState, Fetch, TierCopy
 
 CONNECTOR = {
     "connector_module": "wicore_trt.backends.trtllm.connector",
@@ -38,6 +43,10 @@ CONNECTOR = {
 }
 """Arguments of KvCacheConnectorConfig."""
 MATCH_S = 1.0
+_ARGUMENTS = ("dtype", "load_format", "model_kwargs", "quant_config", "attn_backend")
+_FILES = ("*.json", "*.safetensors", "*.bin")
+_OPAQUE = ("image_token_index", "image_token_id", "boi_token_index", "eoi_token_index")
+CLOSE_S = 10.0
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 
 
@@ -62,6 +71,38 @@ class _Sequence:
     tokens: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     saved: int = 0
+
+
+class EngineIdentity:
+    """Identity of an engine, all that its KV blocks depend on besides tokens: `fingerprint` and `kernels` for page keys
+    and the disk's namespace; `plain` tells prompts of text alone. Engines of equal names compute equal blocks, up to
+    the engine's own rounding between batch shapes. Hashes all files of the model, once. Raises EnvironmentUnfitError
+    when `llm_args.model` is no directory."""
+
+    def __init__(self, llm_args: Any) -> None:
+        directory = Path(str(llm_args.model))
+        if not directory.is_dir():
+            raise EnvironmentUnfitError(
+                f"The connector names KV blocks after the model's files, and {directory} is no directory.",
+                fix="Give LLM the directory that the model was downloaded to.",
+            )
+        files = sorted(path for pattern in _FILES for path in directory.glob(pattern))
+        facts: dict[str, Any] = {name: repr(getattr(llm_args, name, None)) for name in _ARGUMENTS}
+        facts["kv_dtype"] = repr(getattr(llm_args.kv_cache_config, "dtype", None))
+        facts["files"] = {path.name: hash_file(path) for path in files}
+        text = json.dumps(facts, sort_keys=True).encode()
+        self.fingerprint = hashlib.blake2b(text, digest_size=32, person=b"wicore-trtllm-1").hexdigest()
+        try:
+            self.kernels = f"tensorrt-llm/{version('tensorrt-llm')}"
+        except PackageNotFoundError:
+            raise EnvironmentUnfitError("TensorRT-LLM is not installed.", fix="pip install tensorrt-llm") from None
+        config = UntrustedFiles(directory, EnvironmentUnfitError).read_json(directory / "config.json")
+        self._vocab = int((config.get("text_config") or config).get("vocab_size", 1 << 31))
+        self._opaque = frozenset(config[key] for key in _OPAQUE if isinstance(config.get(key), int))
+
+    def plain(self, tokens: list[int]) -> bool:
+        """Tell whether no token stands for an image, whose content tokens do not name."""
+        return max(tokens) < self._vocab and self._opaque.isdisjoint(tokens)
 
 
 class _Hub:
@@ -107,17 +148,15 @@ class _Hub:
         self.chain = KeyChain(name, self.page_tokens, rank=0, world=1, secret=secret)
         atexit.register(self.close)
 
-    def unpin(self, request_id: int) -> None:
-        """Release what was matched for a request and not loaded."""
-        for fetch in self.matched.pop(request_id, ()):
-            assert self.tiers is not None
-            self.tiers.release(fetch)
+    def list_storing(self, request_id: int) -> list[TierCopy]:
+        """List copies of a request's blocks that still read them."""
+        return [copy for copy in self.stored.get(request_id, ()) if copy.state is CopyState.WRITING]
 
     def close(self) -> None:
         """Write transfers under way to disk and free the directory."""
         if self.tiers is not None:
             atexit.unregister(self.close)
-            self.tiers.close()
+            self.tiers.lower.close(CLOSE_S)
             self.tiers = None
 
 
@@ -219,8 +258,9 @@ class TieredScheduler:
         self._ignored.discard(request.request_id)
         if hub.tiers is None:
             return False
-        hub.tiers.poll()
-        under_way = [copy for copy in hub.stored.pop(request.request_id, ()) if hub.tiers.storing(copy)]
+        hub.tiers.lower.poll_all()
+        under_way = hub.list_storing(request.request_id)
+        hub.stored.pop(request.request_id, None)
         if under_way:
             hub.stored[request.request_id] = under_way
         return bool(under_way)
@@ -240,8 +280,11 @@ class TieredScheduler:
         sequence.saved = max(sequence.saved, full)
 
     def _drop_sequence(self, request_id: int) -> None:
+        """Forget a request, and release what was matched for it and not loaded."""
         self._sequences.pop(request_id, None)
-        self.hub.unpin(request_id)
+        for fetch in self.hub.matched.pop(request_id, ()):
+            assert self.hub.tiers is not None
+            self.hub.tiers.lower.up.release_fetch(fetch)
 
     def _is_plain(self, request: Any, tokens: list[int]) -> bool:
         """Tell whether KV values follow from the tokens alone: no LoRA, no images."""
@@ -270,7 +313,7 @@ class TieredWorker:
                 if not fetches or fetches[0].page != page:
                     raise RuntimeError(f"page {page.index} of request {request_id} was promised and is not held")
                 assert self.hub.tiers is not None
-                self.hub.tiers.load(fetches.pop(0), block)
+                self.hub.tiers.lower.up.upload_pages([fetches.pop(0).take_copy()], [block])
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
         """Do nothing: loads are on the stream before the first layer."""
@@ -285,10 +328,10 @@ class TieredWorker:
             return
         with _enter_stream(stream):
             for request_id, page, block in moves.saves:
-                copy = tiers.store(page, block)
+                copy = tiers.lower.down.store_page(page, block)
                 if copy is not None:
                     self.hub.stored.setdefault(request_id, []).append(copy)
-        tiers.poll()
+        tiers.lower.poll_all()
 
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
@@ -296,13 +339,9 @@ class TieredWorker:
         """Return (requests whose blocks are no longer read, [])."""
         hub = self.hub
         if hub.tiers is not None:
-            hub.tiers.poll()
+            hub.tiers.lower.poll_all()
         self._waiting.update(finished_gen_req_ids)
-        saved = [
-            request_id
-            for request_id in sorted(self._waiting)
-            if hub.tiers is None or not any(map(hub.tiers.storing, hub.stored.get(request_id, ())))
-        ]
+        saved = [key for key in sorted(self._waiting) if hub.tiers is None or not hub.list_storing(key)]
         for request_id in saved:
             self._waiting.discard(request_id)
             hub.stored.pop(request_id, None)

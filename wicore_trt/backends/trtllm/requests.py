@@ -47,7 +47,10 @@ def make_request(
 ) -> Any:
     """Make the bindings.Request of one sequence. `bindings` is tensorrt_llm.bindings.executor."""
     params, prompt = request.params, request.prompt_token_ids
-    room = max_context - len(prompt)
+    room, salt = max_context - len(prompt), None
+    if request.cache_salt:  # TensorRT-LLM's block key of a tenant is below 2**63
+        digest = blake2b(request.cache_salt.encode(), digest_size=8, person=b"wicore-trtllm").digest()
+        salt = int.from_bytes(digest, "little") >> 1
     return bindings.Request(
         input_token_ids=list(prompt),
         max_tokens=min(room, params.max_tokens or room),
@@ -56,15 +59,8 @@ def make_request(
         output_config=bindings.OutputConfig(exclude_input_from_output=True),
         end_id=stop_ids[0] if stop_ids else None,
         stop_words=[[token] for token in stop_ids[1:]] or None,
-        cache_salt_id=salt_id(request.cache_salt),
+        cache_salt_id=salt,
     )
-
-
-def salt_id(salt: str) -> int | None:
-    """Hash a tenant's salt to TensorRT-LLM's block key, below 2**63; None for no salt."""
-    if not salt:
-        return None
-    return int.from_bytes(blake2b(salt.encode(), digest_size=8, person=b"wicore-trtllm").digest(), "little") >> 1
 
 
 def _make_sampling(bindings: Any, params: SamplingParams, seed: int) -> Any:

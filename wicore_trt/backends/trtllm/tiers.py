@@ -21,11 +21,10 @@ from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.by_name import make_policy
 from wicore_trt.kv.tiers.host import slot_geometry
 from wicore_trt.kv.tiers.index import TierIndex
-from wicore_trt.kv.tiers.moves import CopyState, Fetch, Stage, TierCopy
+from wicore_trt.kv.tiers.moves import Fetch, Stage, TierCopy
 from wicore_trt.kv.tiers.tiers import LowerTiers, open_tiers
 from wicore_trt.kv.tiers.up import IN_FLIGHT
 from wicore_trt.runtime.executor import PageCopier
-from wicore_trt.types import TierStats
 
 GROUP = "blocks"
 _WAIT_S = 0.02
@@ -33,8 +32,9 @@ _WAIT_S = 0.02
 
 class BlockTiers:
     """Tiers for pages of `namespace`, which has the one group GROUP; `copier` moves them to and from the pool. All
-    calls come from one thread. `secret` is the operator's, None where neither a setting nor a disk tier keeps one.
-    Raises ConfigError for sizes that hold no page, EnvironmentUnfitError for a disk directory that cannot be used."""
+    calls, those of `lower` too, come from one thread. `secret` is the operator's, None where neither a setting nor a
+    disk tier keeps one. Raises ConfigError for sizes that hold no page, EnvironmentUnfitError for a disk directory that
+    cannot be used."""
 
     def __init__(self, settings: KVSettings, namespace: Namespace, copier: PageCopier) -> None:
         slot_bytes, slots_per_page = slot_geometry(dict(namespace.layout))
@@ -75,7 +75,7 @@ class BlockTiers:
 
     def match(self, chain: Sequence[bytes], pages: Sequence[Page], timeout_s: float) -> list[Fetch]:
         """Find the longest run of `pages`, from the first on, in host memory or loaded from disk within `timeout_s`,
-        with right checksums. Each is held until `release` or the end of `load`. `chain` has the keys of the whole
+        with right checksums. Each is held until it is released or uploaded. `chain` has the keys of the whole
         prompt, from which the eviction policy learns."""
         self.lower.touch_chain(chain, None)
         wanted = list(takewhile(self.has_page, pages))
@@ -88,31 +88,6 @@ class BlockTiers:
             self.lower.wait_for_report(min(left, _WAIT_S))
             match.take_in()
         return match.close()
-
-    def store(self, page: Page, block: int) -> TierCopy | None:
-        """Copy a block to the host, and on to disk; None without room."""
-        return self.lower.down.store_page(page, block)
-
-    def load(self, fetch: Fetch, block: int) -> None:
-        """Copy a page that `match` returned into a block, and release it."""
-        self.lower.up.upload_pages([fetch.take_copy()], [block])
-
-    def release(self, fetch: Fetch) -> None:
-        self.lower.up.release_fetch(fetch)
-
-    def storing(self, copy: TierCopy) -> bool:
-        return copy.state is CopyState.WRITING
-
-    def poll(self) -> None:
-        """Apply other threads' reports. Call it once per step."""
-        self.lower.poll_all()
-
-    def stats(self) -> tuple[TierStats, ...]:
-        return self.lower.collect_stats()
-
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Write pages to be saved, then free the disk directory."""
-        self.lower.close(timeout_s)
 
 
 class _Match:
