@@ -11,10 +11,8 @@ from pathlib import Path
 PROGRAM = """
 import importlib.util
 from pathlib import Path
-from wicore_trt.backends.tensorrt.session import runtime_cache_path
 from wicore_trt.checkpoint.demo import cache_directory
 print(cache_directory() / "model")
-print(runtime_cache_path("1", "sm80", "0"))
 if importlib.util.find_spec("triton"):
     from triton import knobs
     print(knobs.cache.dir)
