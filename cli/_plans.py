@@ -21,6 +21,8 @@ _BYTES = ITEM_BYTES | {"int32": 4}
 
 def plans_report(engine: EngineDir) -> dict[str, Any] | None:
     """Report plans, memory and tensors as plain data; None without plans. Raises EngineFormatError for a bad index."""
+    import msgspec
+
     from wicore_trt.backends.tensorrt.plan_io import INDEX, TensorSpec
     from wicore_trt.errors import EngineFormatError
 
@@ -28,7 +30,7 @@ def plans_report(engine: EngineDir) -> dict[str, Any] | None:
         return None
     try:
         index = engine.read_json(INDEX)
-        tensors = {phase: [TensorSpec.from_dict(t) for t in given] for phase, given in index["tensors"].items()}
+        tensors = msgspec.convert(index["tensors"], dict[str, list[TensorSpec]])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EngineFormatError(
             f"{engine.path / INDEX} cannot be read: {error}.", fix="Build the engine again."

@@ -215,7 +215,7 @@ def register(trt: Any) -> None:
     if trt.__name__ in _creators:
         return
 
-    class Creator(trt.IPluginCreatorV3One):  # type: ignore[misc]
+    class Creator(trt.IPluginCreatorV3One):
         def __init__(self) -> None:
             trt.IPluginCreatorV3One.__init__(self)
             self.name, self.plugin_namespace, self.plugin_version = NAME, NAMESPACE, VERSION
