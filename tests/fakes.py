@@ -27,6 +27,7 @@ from wicore_trt.kv.disk.files import Files
 from wicore_trt.kv.manager import CacheOptions, KVCacheManager
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.policy.by_name import make_policy
+from wicore_trt.kv.pool import PagePool
 from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec
 from wicore_trt.runtime.batch import UNREAD, SampledTokens, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.executor import KVLayout
@@ -270,6 +271,18 @@ class AheadFakeExecutor(FakeExecutor):
     def to_device(self, group, slots, pages, done) -> None:
         self.flush()
         super().to_device(group, slots, pages, done)
+
+
+def clear_pool(pool: PagePool) -> None:
+    """Free all cached slots of a pool; nobody hears of it."""
+    for page in pool.list_pages():
+        pool.drop_page(page.key)
+
+
+def clear_cache(manager: KVCacheManager) -> None:
+    """Drop all pages that are not in use, in every tier."""
+    for _, page in list(manager.list_pages()):
+        manager.drop_page(page.key, "cleared")
 
 
 def chain(before: bytes, token: int) -> bytes:

@@ -102,10 +102,13 @@ def measure(tokens: int, repeat: int, profiled: str) -> dict[str, float]:
 
     def forget_device() -> None:
         for pool in core.scheduler.manager.pools.values():
-            pool.clear_cached()
+            for page in pool.list_pages():
+                pool.drop_page(page.key)
 
     def forget_all() -> None:
-        core.scheduler.manager.clear_cache()
+        manager = core.scheduler.manager
+        for _, page in list(manager.list_pages()):
+            manager.drop_page(page.key, "cleared")
 
     seconds = {"computed": timed("computed", forget_all)}
     seconds["device"] = timed("device", lambda: None)

@@ -140,7 +140,8 @@ class Engine:
     def forget_device(self) -> None:
         """Nothing is cached on the device any more."""
         for pool in self.core.scheduler.manager.pools.values():
-            pool.clear_cached()
+            for page in pool.list_pages():
+                pool.drop_page(page.key)
 
     def close(self) -> None:
         self.core.close()

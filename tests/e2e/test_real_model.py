@@ -9,6 +9,7 @@ import sys
 from pydoc_data.topics import topics
 
 import pytest
+from fakes import clear_cache
 
 from wicore_trt import LLM, SamplingParams
 from wicore_trt.types import GenerateRequest
@@ -61,9 +62,9 @@ def test_tokens_do_not_depend_on_the_batch(llm, count, orders):
     requests = {f"r{i}": ids for i, ids in enumerate(prompts(llm, count))}
     alone = {}
     for name, ids in requests.items():
-        llm._core.scheduler.manager.clear_cache()  # alone also means without anybody's cached pages
+        clear_cache(llm._core.scheduler.manager)  # alone also means without anybody's cached pages
         alone |= run_together(llm, {name: ids}, {name: 0})
-    llm._core.scheduler.manager.clear_cache()
+    clear_cache(llm._core.scheduler.manager)
     assert run_together(llm, requests, dict.fromkeys(requests, 0)) == alone
     rng = random.Random(11)
     for _ in range(orders):

@@ -15,6 +15,7 @@ from pydoc_data.topics import topics
 from unittest import mock
 
 import pytest
+from fakes import clear_pool
 
 from wicore_trt.config import load_settings
 from wicore_trt.core import assemble, assemble_kv
@@ -95,7 +96,7 @@ class Engine:
     def forget_device(self) -> None:
         """As when others filled it."""
         for pool in self.scheduler.manager.pools.values():
-            pool.clear_cached()
+            clear_pool(pool)
 
     def misjudge(self) -> None:
         """What the meters say need not be so: loading seems to take about as long as computing, so plans are splits."""

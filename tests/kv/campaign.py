@@ -20,7 +20,7 @@ from unittest import mock
 
 from copiers import PlainCopier
 from disk_store_helpers import hurry
-from fakes import EOS, FakeExecutor, greedy
+from fakes import EOS, FakeExecutor, clear_cache, greedy
 from fault_injection import flip_bit
 
 from wicore_trt.config import KVSettings
@@ -282,7 +282,7 @@ class Stack:
     def forget_device(self) -> None:
         """Drop what the device caches, and nothing below it."""
         tiers, self.manager.tiers = self.manager.tiers, None
-        self.manager.clear_cache()
+        clear_cache(self.manager)
         self.manager.tiers = tiers
 
     def forget_host(self) -> None:

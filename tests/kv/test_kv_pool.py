@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from fakes import clear_pool
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -71,7 +72,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self):
-        self.pool.clear_cached()
+        clear_pool(self.pool)
         assert self.pool.cached_slots == 0
 
     @invariant()

@@ -9,7 +9,7 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
-from fakes import make_core
+from fakes import clear_cache, make_core
 from fault_injection import Fault, FaultPlan, FaultyFiles
 from hypothesis import given
 from hypothesis import strategies as st
@@ -219,7 +219,7 @@ def test_who_waits_for_its_load_leaves_the_device_to_others():
     while core.has_work or core.do_housekeeping():
         core.step()
     with mock.patch.object(manager, "tiers", None):
-        manager.clear_cache()
+        clear_cache(manager)
     loader = scheduler.loader
     scheduler.prefill.__init__()
     loader._host_meter, loader._clock = TierMeter(HOST_PRIOR), lambda: 0.0
@@ -257,7 +257,7 @@ def test_a_load_that_came_during_a_long_step_was_not_late(comes, tmp_path):
         for copy in list(tiers.host.iterate_copies()):
             tiers.host.drop_copy(copy, "test")
         with mock.patch.object(manager, "tiers", None):
-            manager.clear_cache()
+            clear_cache(manager)
         scheduler.prefill.observe_step([(0, 64)], 64.0)
     loader, heard, now = scheduler.loader, [], 0.0
     loader._clock, loader._disk_meter.observe_overdue = lambda: now, lambda *read, **more: heard.append(read)

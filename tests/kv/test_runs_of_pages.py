@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+from fakes import clear_cache
 from one_thread import EOS, Checker, Device, Disk, Mailbox, World, answer, page_bytes
 
 from wicore_trt.arithmetic import div_ceil
@@ -117,7 +118,7 @@ class Campaign:
     def forget(self) -> None:
         """What the device caches, and sometimes what host memory has, in use or not."""
         self.manager.tiers = None
-        self.manager.clear_cache()
+        clear_cache(self.manager)
         self.manager.tiers = self.tiers
         for copy in list(self.tiers.host.iterate_copies()) if self.rng.random() < 0.3 else ():
             if copy.ready:

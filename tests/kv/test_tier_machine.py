@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from campaign import Shape, Stack
+from fakes import clear_cache
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -93,7 +94,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def clear_everything(self) -> None:
-        self.stack.manager.clear_cache()
+        clear_cache(self.stack.manager)
         self.did("clear")
 
     @rule()

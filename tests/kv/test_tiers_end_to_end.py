@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from fakes import greedy, make_core
+from fakes import clear_pool, greedy, make_core
 
 from wicore_trt.config import KVSettings
 from wicore_trt.model.spec import GLOBAL, LOCAL
@@ -105,7 +105,7 @@ def test_few_large_loads_begin_before_a_step(pages, most, monkeypatch):
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     run(core, [GenerateRequest(f"first/{i}", tuple(prompt), params) for i, prompt in enumerate(prompts)])
     for pool in core.scheduler.manager.pools.values():
-        pool.clear_cached()
+        clear_pool(pool)
     loader, begun = core.scheduler.loader, []
     schedule = core.scheduler.schedule_step
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from campaign import Shape, Stack
-from fakes import greedy, make_core
+from fakes import clear_cache, greedy, make_core
 
 from wicore_trt.config import KVSettings
 from wicore_trt.errors import UnwrittenPageError
@@ -54,7 +54,7 @@ def forget_device(core) -> None:
     """Nothing is cached on the device, whose slots hold another request's values."""
     manager = core.scheduler.manager
     tiers, manager.tiers = manager.tiers, None
-    manager.clear_cache()
+    clear_cache(manager)
     manager.tiers = tiers
     for slots in core.executor.memory.values():
         for page in slots:

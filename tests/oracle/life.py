@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from fakes import clear_cache
 from fault_injection import FaultPlan
 
 from oracle.checks import check_idle, check_steady, require, settle
@@ -207,7 +208,7 @@ class Life:
         self.progress.again(self.world.clock())
 
     def _clear(self) -> None:
-        self.stack.manager.clear_cache()
+        clear_cache(self.stack.manager)
 
     def _drop(self, share: float, seed: int) -> None:
         """Pages leave every tier, as when their time is over, whoever uses them."""
@@ -218,7 +219,7 @@ class Life:
 
     def _forget_device(self) -> None:
         with self.stack.without_tiers():
-            self.stack.manager.clear_cache()
+            clear_cache(self.stack.manager)
 
     def _forget_host(self) -> None:
         self._forget_device()

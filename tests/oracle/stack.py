@@ -245,7 +245,7 @@ class Stack:
             return changed
 
         pool.allocate_slots = allocated
-        for name in ("release_slots", "drop_page", "clear_cached"):
+        for name in ("release_slots", "drop_page"):
             setattr(pool, name, then_poison(getattr(pool, name)))
 
     def _poison_host(self) -> None:

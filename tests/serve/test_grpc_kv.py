@@ -16,7 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 from serving import expected, failure, make_engine, request, serving, until
 
 from wicore_trt.core.text_engine import TextEngine
-from wicore_trt.kv.events import Cleared, EventSnapshot, KVEventLog, Removed, Stored
+from wicore_trt.kv.events import EventSnapshot, KVEventLog, Removed, Stored
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.serve import convert
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
@@ -152,10 +152,6 @@ class Publisher(threading.Thread):
 
     def change(self) -> None:
         tier = self.rng.choice(("host", "disk"))
-        if self.rng.random() < 0.001:
-            self.held = {entry for entry in self.held if entry[0] != tier}
-            self.log.append_cleared(tier)
-            return
         entry = (tier, page(self.rng.randrange(self.keys), self.rng.choice(("global", "local"))))
         if entry in self.held:
             self.held.remove(entry)
@@ -200,14 +196,9 @@ class Subscriber:
         if kind == "stored":
             self.add(event.stored)
             return
-        change = getattr(event, kind)
-        if kind == "removed":
-            assert change.cause
-            gone = [(change.tier, change.group, key) for key in change.keys]
-        else:
-            gone = [name for name in self.held if name[0] == change.tier]
-        for name in gone:
-            del self.held[name]  # raises for what is not there
+        assert kind == "removed" and event.removed.cause
+        for key in event.removed.keys:
+            del self.held[event.removed.tier, event.removed.group, key]  # raises for what is not there
 
     async def follow(self, call, publisher: Publisher) -> None:
         """Read until the last event; `publisher` must come to its end."""
@@ -280,11 +271,11 @@ async def test_who_comes_back_goes_on_where_it_was_unless_that_is_too_old_or_of_
                 subscriber.take(message)
             assert subscriber.is_right(publisher) and subscriber.sequence == end
         call = running.stub.SubscribeKVEvents(kv_pb2.SubscribeKVEventsRequest(from_sequence=end + 1, epoch=log.epoch))
-        log.append_cleared("host")
+        log.append_stored("host", page(99))
         await asyncio.sleep(0.05)
         log.publish_step()
         message = await asyncio.wait_for(call.read(), 60)
-        assert [e.WhichOneof("change") for e in message.events.events] == ["cleared"] and message.sequence == end + 1
+        assert [e.WhichOneof("change") for e in message.events.events] == ["stored"] and message.sequence == end + 1
         call.cancel()
 
 
@@ -338,10 +329,7 @@ def test_a_snapshot_of_any_size_comes_in_bounded_parts(count):
 def test_many_events_come_in_bounded_messages_in_order():
     events = []
     for number in range(1, 4000):
-        kind = number % 3
-        if kind == 0:
-            events.append(Cleared(number, "host"))
-        elif kind == 1:
+        if number % 2:
             events.append(Stored(number, "disk", "local", tuple(page(number + i, "local") for i in range(number % 7))))
         else:
             events.append(Removed(number, "disk", "local", (page(number).key,), "quota"))

@@ -265,7 +265,7 @@ def truth(publisher: Publisher) -> dict[tuple[int, int, int], tuple]:
 
 
 async def test_routers_have_the_true_pages_however_late_they_come(monkeypatch):
-    """Also over tiers that are cleared, which is a new snapshot; in a snapshot parents come before their children."""
+    """In a snapshot parents come before their children."""
     monkeypatch.setattr("test_grpc_kv.page", chained)
     log = KVEventLog(3000)
     publisher = Publisher(log, keys=3000)

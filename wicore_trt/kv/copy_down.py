@@ -66,13 +66,6 @@ class CopyDown:
         self._unsaved[group].discard(slot)
         self.due.pop((group, slot), None)
 
-    def forget_cleared(self, group: str) -> None:
-        pool = self._pools[group]
-        slots = [*self._unsaved[group], *(slot for name, slot in self.due if name == group)]
-        for slot in slots:
-            if pool.page_of(slot) is None:
-                self.forget_slot(group, slot)
-
     def begin_copies(self, tokens: int = 0, *, all_due: bool = False) -> None:
         """Begin due copies beside a step of `tokens`; with the policy "back", also get below the threshold."""
         if self._tiers is None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from wicore_trt.kv.pages.page import Page
 
@@ -25,8 +27,7 @@ TENANT_SHARE = 16
 """A tenant's feed keeps one in so many of the pages' events that the log of all keeps."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(Struct, frozen=True, tag=0, array_like=True):
     """Stored pages of one layer group: they can be found in a tier from now on."""
 
     sequence: int
@@ -35,8 +36,7 @@ class Stored:
     pages: tuple[Page, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
+class Removed(Struct, frozen=True, tag=1, array_like=True):
     """Removed keys of one layer group. `cause` is that of TierStats.evictions or .failures."""
 
     sequence: int
@@ -46,15 +46,7 @@ class Removed:
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class Cleared:
-    """Cleared tier: it holds no page of any group any more."""
-
-    sequence: int
-    tier: str
-
-
-Event = Stored | Removed | Cleared
+Event = Stored | Removed
 Entry = tuple[str, Page]
 """A tier's name and a page that can be found in it; the page names its group."""
 
@@ -70,19 +62,12 @@ class EventSnapshot:
 
 @dataclass(slots=True)
 class _Batch:
-    """Changes of one kind within one step. `group` is None for a cleared tier; only removed pages have a `cause`."""
+    """Changes of one kind within one step; only removed pages have a `cause`."""
 
     tier: str
-    group: str | None
+    group: str
     cause: str | None
     items: list[Any]  # pages that came, keys that left
-
-    def make_event(self, sequence: int) -> Event:
-        if self.group is None:
-            return Cleared(sequence, self.tier)
-        if self.cause is None:
-            return Stored(sequence, self.tier, self.group, tuple(self.items))
-        return Removed(sequence, self.tier, self.group, tuple(self.items), self.cause)
 
 
 class EventFeed:
@@ -93,9 +78,10 @@ class EventFeed:
     def __init__(self, limit: int, pages: Mapping[tuple[str, str], dict[bytes, Page]] | None = None) -> None:
         self.epoch = 1 + secrets.randbelow(2**64 - 1)  # 0 is left to mean "none seen"
         self._limit = limit
-        self._changed = threading.Condition()
+        self._changed = threading.Lock()
         self._events: deque[Event] = deque()
-        self._kept_pages = 0
+        self._sizes: deque[int] = deque()  # of each event: its pages, and 1 for itself
+        self._kept = 0  # their sum
         self.sequence = 0
         """Number of the newest event; 0 before the first."""
         self._pages = dict(pages or {})
@@ -115,11 +101,6 @@ class EventFeed:
         found.reverse()
         return found
 
-    def wait_for_event(self, sequence: int, timeout: float) -> bool:
-        """Sleep until there is an event after number `sequence`; false after `timeout` seconds without one."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.sequence > sequence, timeout)
-
     def take_snapshot(self) -> EventSnapshot:
         """Copy all pages, some 20 ms per million; `list_since(snapshot.sequence)` continues without a gap."""
         with self._changed:
@@ -138,31 +119,27 @@ class EventFeed:
 
         return end
 
-    def has_pages(self, tier: str) -> bool:
-        return any(pages for (name, _), pages in self._pages.items() if name == tier)
-
     def append_batches(self, batches: list[_Batch]) -> None:
         """Number and show a step's changes, and call the listeners. Engine thread only."""
         with self._changed:
             for batch in batches:
                 self.sequence += 1
-                event = batch.make_event(self.sequence)
-                self._events.append(event)
-                self._kept_pages += _event_size(event)
-                if isinstance(event, Stored):
-                    held = self._pages.setdefault((event.tier, event.group), {})
-                    for page in event.pages:
+                tier, group, items = batch.tier, batch.group, tuple(batch.items)
+                held = self._pages.setdefault((tier, group), {})
+                if batch.cause is None:
+                    self._events.append(Stored(self.sequence, tier, group, items))
+                    for page in items:
                         held[page.key] = page
-                elif isinstance(event, Removed):
-                    held = self._pages.get((event.tier, event.group), {})
-                    for key in event.keys:
-                        held.pop(key, None)
                 else:
-                    self._pages = {name: pages for name, pages in self._pages.items() if name[0] != event.tier}
-            while self._kept_pages > self._limit:
-                self._kept_pages -= _event_size(self._events.popleft())
+                    self._events.append(Removed(self.sequence, tier, group, items, batch.cause))
+                    for key in items:
+                        held.pop(key, None)
+                self._sizes.append(1 + len(items))
+                self._kept += 1 + len(items)
+            while self._kept > self._limit:
+                self._events.popleft()
+                self._kept -= self._sizes.popleft()
             listeners = list(self._listeners)
-            self._changed.notify_all()
         for listener in listeners:
             listener()
 
@@ -181,7 +158,7 @@ class KVEventLog(EventFeed):
         self._showing = threading.Lock()  # a feed begins between steps, never in the middle of one
 
     def tenant_feed(self, tenant: bytes) -> EventFeed:
-        """Return the feed of the pages that one tenant made; `tenant` is its tag: `manager.derive_names(who,
+        """Return the feed of the pages that one tenant made; `tenant` is its tag: `KeyChain.derive_names(who,
         salt).tag`. Its numbers, epoch, tail and the way its events are cut tell nothing of other tenants. A feed is
         made when first asked for and then stays: ask only for tenants that the server knows."""
         with self._showing, self._changed:
@@ -206,11 +183,6 @@ class KVEventLog(EventFeed):
 
     def append_removed(self, tier: str, group: str, key: bytes, cause: str) -> None:
         self._open_batch(tier, group, cause).append(key)
-
-    def append_cleared(self, tier: str) -> None:
-        for name in [name for name in self._open if name[0] == tier]:
-            del self._open[name]
-        self._pending.append(_Batch(tier, None, None, []))
 
     def publish_step(self) -> None:
         """Publish what a step appended. O(appended pages); free when there are none."""
@@ -243,44 +215,17 @@ class KVEventLog(EventFeed):
         of all tenants' changes would reveal others."""
         owners = {page.key: page.tenant for batch in pending if batch.cause is None for page in batch.items}
         shares: dict[bytes, list[_Batch]] = {}
-        for batch in _by_set(pending):
-            if batch.group is None:
-                for tenant, feed in self._tenants.items():
-                    if feed.has_pages(batch.tier) or any(mine.tier == batch.tier for mine in shares.get(tenant, ())):
-                        shares.setdefault(tenant, []).append(batch)
-                continue
+        for batch in sorted(pending, key=lambda batch: (batch.tier, batch.group)):
+            name = batch.tier, batch.group, batch.cause
             held = self._pages.get((batch.tier, batch.group), {})
             for item in batch.items:
                 page = item if batch.cause is None else held.get(item)
                 owner = page.tenant if page is not None else owners.get(item)
-                if owner in self._tenants:
-                    _append_change(shares.setdefault(owner, []), batch, item)
+                if owner not in self._tenants:
+                    continue
+                mine = shares.setdefault(owner, [])
+                last = mine[-1] if mine else None
+                if last is None or (last.tier, last.group, last.cause) != name or len(last.items) >= MAX_EVENT_PAGES:
+                    mine.append(last := _Batch(*name, []))
+                last.items.append(item)
         return shares
-
-
-def _by_set(pending: list[_Batch]) -> list[_Batch]:
-    """Sort batches by tier and group. Those of one set keep their order, and so does clearing a tier."""
-    cleared: Counter[str] = Counter()
-    order = []
-    for number, batch in enumerate(pending):
-        cleared[batch.tier] += batch.group is None
-        order.append((batch.tier, cleared[batch.tier], batch.group or "", number))
-    return [pending[number] for *_, number in sorted(order)]
-
-
-def _append_change(batches: list[_Batch], kind: _Batch, item: Any) -> None:
-    last = batches[-1] if batches else None
-    if (
-        last is None
-        or (last.tier, last.group, last.cause) != (kind.tier, kind.group, kind.cause)
-        or len(last.items) >= MAX_EVENT_PAGES
-    ):
-        batches.append(last := _Batch(kind.tier, kind.group, kind.cause, []))
-    last.items.append(item)
-
-
-def _event_size(event: Event) -> int:
-    """Count an event against the limit: its pages, and 1 for itself."""
-    if isinstance(event, Stored):
-        return 1 + len(event.pages)
-    return 1 + len(event.keys) if isinstance(event, Removed) else 1

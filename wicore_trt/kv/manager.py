@@ -455,17 +455,6 @@ class KVCacheManager:
                 ends.update(i + 1 for i in index.policy.find_branches(keys))
             self.tiers.spare_windows(LOCAL, keys, self._windows.pages_before(ends))
 
-    def clear_cache(self) -> None:
-        """Forget all cached pages; those in use stay."""
-        for group, pool in self.pools.items():
-            pool.clear_cached()
-            self._copies.forget_cleared(group)
-        self.events.append_cleared("device")
-        for pool in self.pools.values():
-            self.events.append_stored("device", *pool.list_pages())
-        if self.tiers is not None:
-            self.tiers.drop_all()
-
     def drop_page(self, key: bytes, cause: str) -> None:
         """Drop a page in every tier; on the device, unless it is in use."""
         for group, pool in self.pools.items():

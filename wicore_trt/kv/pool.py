@@ -248,13 +248,6 @@ class PagePool:
         slots = [self._slot_of[key] for key in keys] if keys is not None else list(self._cached)  # type: ignore[index]
         return slots[:count]
 
-    def clear_cached(self) -> int:
-        """Free every cached slot; returns how many."""
-        count = self.cached_slots
-        for slot in [*self._spare, *self._cached]:
-            self._free_cached(slot)
-        return count
-
     def evict_slot(self, slot: int) -> None:
         page = self._page_of[slot]
         assert page is not None

@@ -12,14 +12,9 @@ import msgspec
 from msgspec import Struct
 
 from wicore_trt.errors import InvalidRequestError, QueueFullError, WicoreError, error_named
-from wicore_trt.kv.events import Cleared, Event, EventSnapshot, Removed, Stored
+from wicore_trt.kv.events import Event, EventSnapshot, Stored
 from wicore_trt.kv.pages.page import Page
-from wicore_trt.types import (
-    EngineStats,
-    GenerateRequest,
-    ModelInfo,
-    TokenOutput,
-)
+from wicore_trt.types import EngineStats, GenerateRequest, ModelInfo, TokenOutput
 
 PAGES = 1024
 """Pages of a message that is part of a snapshot."""
@@ -116,45 +111,15 @@ class Refused(Struct, tag=3, array_like=True):
         return made
 
 
-class KVChange(Struct, array_like=True):
-    """Event, or pages of a snapshot (`cause` and `keys` are then unset), depending on `kind`."""
-
-    kind: str
-    sequence: int
-    tier: str
-    group: str | None = None
-    pages: tuple[Page, ...] = ()
-    keys: tuple[bytes, ...] = ()
-    cause: str = ""
-
-    @classmethod
-    def from_event(cls, event: Event) -> KVChange:
-        match event:
-            case Stored():
-                return cls("stored", event.sequence, event.tier, event.group, event.pages)
-            case Removed():
-                return cls("removed", event.sequence, event.tier, event.group, (), event.keys, event.cause)
-            case Cleared():
-                return cls("cleared", event.sequence, event.tier)
-
-    def to_event(self) -> Event:
-        if self.kind == "cleared":
-            return Cleared(self.sequence, self.tier)
-        assert self.group is not None
-        if self.kind == "stored":
-            return Stored(self.sequence, self.tier, self.group, self.pages)
-        return Removed(self.sequence, self.tier, self.group, self.keys, self.cause)
-
-
 class KVChanges(Struct, tag=4, array_like=True):
-    """Events, or a part of a snapshot; `last` marks the last part, which More answers."""
+    """Events, or pages of a snapshot as if they were stored; `last` marks the last part, which More answers."""
 
     call: int
     epoch: int
     sequence: int
     snapshot: bool
     last: bool
-    items: list[KVChange]
+    items: list[Event]
 
 
 class Down(Struct, tag=5, array_like=True):
@@ -169,23 +134,23 @@ FromEngine = Welcome | Outputs | Done | Refused | KVChanges | Down
 def split_change(call: int, epoch: int, found: EventSnapshot | list[Event]) -> Iterator[KVChanges]:
     """Split a change into messages: events in one; a snapshot by PAGES pages, then an empty last one."""
     if isinstance(found, list):
-        yield KVChanges(call, epoch, found[-1].sequence, False, True, [KVChange.from_event(event) for event in found])
+        yield KVChanges(call, epoch, found[-1].sequence, False, True, found)
         return
     for (tier, group), pages in found.pages.items():
         for start in range(0, len(pages), PAGES):
-            item = KVChange("pages", found.sequence, tier, group, pages[start : start + PAGES])
-            yield KVChanges(call, epoch, found.sequence, True, False, [item])
+            part = Stored(found.sequence, tier, group, pages[start : start + PAGES])
+            yield KVChanges(call, epoch, found.sequence, True, False, [part])
     yield KVChanges(call, epoch, found.sequence, True, True, [])
 
 
 def join_change(parts: list[KVChanges]) -> tuple[int, EventSnapshot | list[Event]]:
     """Join all messages of a change, the last one included."""
-    end = parts[-1]
+    end, items = parts[-1], [item for part in parts for item in part.items]
     if not end.snapshot:
-        return end.epoch, [item.to_event() for part in parts for item in part.items]
+        return end.epoch, items
     pages: dict[tuple[str, str], list[Page]] = {}
-    for item in (item for part in parts for item in part.items):
-        assert item.group is not None
+    for item in items:
+        assert isinstance(item, Stored)
         pages.setdefault((item.tier, item.group), []).extend(item.pages)
     return end.epoch, EventSnapshot(end.sequence, end.epoch, {name: tuple(found) for name, found in pages.items()})
 

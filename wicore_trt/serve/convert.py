@@ -19,7 +19,7 @@ from msgspec import structs
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import InvalidRequestError
-from wicore_trt.kv.events import Event, EventSnapshot, Removed, Stored
+from wicore_trt.kv.events import Event, EventSnapshot, Stored
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.request_fields import FIELDS, SAMPLING
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
@@ -304,12 +304,9 @@ def _fill_event(message: kv_pb2.KVEvent, event: Event) -> int:
     if isinstance(event, Stored):
         _fill_pages(message.stored, event.tier, event.group, event.pages)
         return 1 + len(event.pages)
-    if isinstance(event, Removed):
-        message.removed.tier, message.removed.group, message.removed.cause = event.tier, event.group, event.cause
-        message.removed.keys.extend(event.keys)
-        return 1 + len(event.keys)
-    message.cleared.tier = event.tier
-    return 1
+    message.removed.tier, message.removed.group, message.removed.cause = event.tier, event.group, event.cause
+    message.removed.keys.extend(event.keys)
+    return 1 + len(event.keys)
 
 
 def _fill_pages(message: kv_pb2.KVPages, tier: str, group: str, pages: Iterable[Page]) -> None:

@@ -29,7 +29,7 @@ from wicore_trt.access.calls import check_request_id, get_current_call
 from wicore_trt.core.port import UNKNOWN, Position
 from wicore_trt.engine.directory import open_engine
 from wicore_trt.errors import DeadlineError, InvalidRequestError, NotFoundError
-from wicore_trt.kv.events import Cleared, Event, EventSnapshot, Removed, Stored
+from wicore_trt.kv.events import Event, EventSnapshot, Stored
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL
 from wicore_trt.serve import convert
@@ -145,24 +145,19 @@ class WorkerService:
             await context.write_message(common_pb2.GetTokenizerChunk(data=data, sha256=digest if last else ""))
 
     async def SubscribeKvEvents(self, request: common_pb2.SubscribeKvEventsRequest, context: CallReply) -> None:
-        """Send an operator's router all pages, any other its tenant's own. A cleared tier is sent as a new snapshot,
-        because the protocol has no such event for one tier."""
+        """Send an operator's router all pages, any other its tenant's own."""
         engine, call = self._service.get_engine(), get_current_call()
         after = self._numbers.position(request.start_sequence_number)
-        while True:
-            async with aclosing(self._service.follow_kv_events(call.who, after)) as feed:
-                async for epoch, found in feed:
-                    if isinstance(found, EventSnapshot):
-                        number = self._numbers.number(epoch, found.sequence)
-                        batches = await engine.work(call.who.tenant, partial(_cut_batches, found))
-                        for batch in _make_snapshot(batches, number):
-                            await context.write_message(batch)
-                    elif any(isinstance(event, Cleared) for event in found):
-                        break
-                    else:
-                        for event in found:
-                            await context.write_message(_make_event(event, self._numbers.number(epoch, event.sequence)))
-            after = UNKNOWN
+        async with aclosing(self._service.follow_kv_events(call.who, after)) as feed:
+            async for epoch, found in feed:
+                if isinstance(found, EventSnapshot):
+                    number = self._numbers.number(epoch, found.sequence)
+                    batches = await engine.work(call.who.tenant, partial(_cut_batches, found))
+                    for batch in _make_snapshot(batches, number):
+                        await context.write_message(batch)
+                else:
+                    for event in found:
+                        await context.write_message(_make_event(event, self._numbers.number(epoch, event.sequence)))
 
 
 def _make_load(stats: EngineStats, page_tokens: int) -> pb2.SchedulerLoad:
@@ -364,7 +359,7 @@ def _make_event(event: Event, number: int) -> common_pb2.KvEventBatch:
     if isinstance(event, Stored):
         for run in _find_runs(event.pages):
             batch.events.add(event_id=number, stored=_make_stored(event.tier, event.group, run))
-    elif isinstance(event, Removed):
+    else:
         removed = common_pb2.KvBlocksRemoved(
             block_hashes=map(_hash_key, event.keys), **_describe_place(event.tier, event.group)
         )

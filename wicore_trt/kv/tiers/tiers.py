@@ -153,13 +153,6 @@ class LowerTiers:
         elif copy is not None:
             self.host.abort_copy(copy, "resumed", touched=True)
 
-    def drop_all(self) -> None:
-        """Forget every page that is not in use."""
-        for index in self.indexes.values():
-            for copy in list(index.iterate_copies()):
-                if copy.ready:
-                    index.drop_copy(copy, "cleared")
-
     @property
     def has_work(self) -> bool:
         """True while anything is under way or to be saved."""
