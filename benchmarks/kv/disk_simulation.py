@@ -173,9 +173,9 @@ class Engine:
                 slices = [(begin, size * 128)]
                 self.scheduler.estimates.learn_step(load_of(slices), slices, self.world.step_s(slices))
         for size in (4, 64, 4, 256, 16) if rated is not None else ():
-            self.loader.record_probe(size << 20, 1e-3 + (size << 20) / cast(float, rated))
+            self.loader.record_probe(self.loader.disk_meter, size << 20, 1e-3 + (size << 20) / cast(float, rated))
         for size in (4, 64, 256):
-            self.loader._host_meter.observe_read(size << 20, (size << 20) / self.world.link, now=0.0)  # noqa: SLF001
+            self.loader.host_meter.observe_read(size << 20, (size << 20) / self.world.link, now=0.0)
 
     def _decide(self, arm: Arm) -> None:
         """Take the decisions out of the loader's hands."""
@@ -201,7 +201,7 @@ class Engine:
 
     def keep(self, tokens: Sequence[int], *, host_pages: int = 0) -> None:
         """Put a prompt on disk as a process before this one left it; the first `host_pages` in host memory as well."""
-        pages = SequencePages(self.manager.derive_names("", ""), CacheHints())
+        pages = SequencePages(self.manager.chain.derive_names("", ""), CacheHints())
         pages.name_pages(tokens)
         full, wanted = len(pages.keys), dict[str, set[int]]()
         ends = {full, *range(CHECKPOINT // PAGE_TOKENS, full + 1, CHECKPOINT // PAGE_TOKENS)}

@@ -89,7 +89,7 @@ def copying(engine: Any, count: int) -> Iterator[list[int]]:
     manager, copied = engine.core.scheduler.manager, list[int]()
     tiers, beside = manager.tiers, manager.work_beside_step
     held = [(pool, page, slot) for pool in manager.pools.values() for page in pool.list_pages()
-            if (slot := pool.find_slot(page.key)) is not None and pool.is_trusted(slot)]  # fmt: skip
+            if (slot := pool.find_slot(page.key)) is not None and pool.trusted[slot]]  # fmt: skip
     turn = itertools.cycle(held)
 
     def beside_step(tokens: int) -> None:

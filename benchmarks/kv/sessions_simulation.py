@@ -34,7 +34,7 @@ PLACES = ("device", "host", "device or host", "any tier")
 def usable(engine: Engine, tokens: Sequence[int]) -> dict[str, int]:
     """By place, how many tokens of a prompt a hit could bring from there."""
     manager, host, disk = engine.manager, engine.tiers.host, engine.tiers.disk
-    pages = SequencePages(manager.derive_names("", ""), CacheHints())
+    pages = SequencePages(manager.chain.derive_names("", ""), CacheHints())
     pages.name_pages(tokens)
     assert disk is not None
 

@@ -149,7 +149,7 @@ async def test_abort_and_clients_that_leave(trtllm_engine: Path) -> None:
             request.request_id = str(number)
             calls.append(running.stub.Generate(request))
         await until(lambda: load_of(running) == (4, 6))
-        live = [s for sequences in running.engine.engine._loop._core._sequences.values() for s in sequences.values()]
+        live = [s for sequences in running.engine.engine._loop._core.sequences.values() for s in sequences.values()]
         runs = next(s.request for s in live if s.turn is not None)
         waits = next(s.request for s in live if s.turn is None)
         names = {key: stream.request_id for key, stream in running.engine._streams.items()}

@@ -106,7 +106,7 @@ def test_the_working_set_is_what_continuing_every_session_takes(shape, window, s
     manager = core.scheduler.manager
     needed: dict[str, set[bytes]] = {GLOBAL: set(), LOCAL: set()}
     for session in range(shape.sessions):
-        pages = SequencePages(manager.derive_names("", ""))
+        pages = SequencePages(manager.chain.derive_names("", ""))
         hit = manager.find_prefix(pages, [*said.prompt((session, shape.turns)), 3])
         count = hit.tokens // PAGE
         assert count >= (shape.length(shape.turns) - 1) // PAGE
@@ -144,7 +144,7 @@ def test_every_request_is_served_in_order_with_its_own_tokens(shape, seed):
     inner = core.add
 
     def add(request):
-        live = [name for name, _ in added if core.is_live(name)]
+        live = [name for name, _ in added if name in core.sequences]
         assert len(live) < shape.in_flight and request.request_key.split("/")[0] not in {n.split("/")[0] for n in live}
         added.append((request.request_key, request.prompt_token_ids))
         inner(request)

@@ -68,7 +68,7 @@ def test_the_request_at_fault_ends_alone(kwargs, where):
     assert tokens["c"] == greedy(prompts["c"], 20, ignore_eos=True)[: len(tokens["c"])]
     assert all(pool.used_slots == 0 for pool in core.scheduler.manager.pools.values())
     core.add(request("again", prompts["c"]))
-    found = core.scheduler.manager.find_prefix(core._sequences["again"][0].pages, prompts["c"])
+    found = core.scheduler.manager.find_prefix(core.sequences["again"][0].pages, prompts["c"])
     assert not found.tokens, "what the failed step computed is in the cache"
 
 
@@ -178,7 +178,7 @@ def finish(core, tokens: dict[str, list[int]]) -> dict[str, FinishReason]:
 def test_a_step_that_fails_while_the_next_one_runs_costs_those_alone_who_are_at_fault(where):
     core = make_core(ahead=0, max_batch_tokens=64)
     prompts = run_ahead(core, "abc")
-    tokens = {name: core._sequences[name][0].tokens[3:] for name in prompts}
+    tokens = {name: core.sequences[name][0].tokens[3:] for name in prompts}
     broken = break_on(core, {1}, where)
     ended = finish(core, tokens)
     assert 3 in broken and broken.count(1) == 1
@@ -269,7 +269,7 @@ def random_traffic(core, rng: random.Random) -> None:
         outputs = core.step()
         if rng.random() < 0.03:
             name = rng.choice([*prompts][1:])
-            aborted.add(name) if core.is_live(name) else None
+            aborted.add(name) if name in core.sequences else None
             outputs += core.abort(name)
         for output in outputs:
             tokens.setdefault(output.request_key, []).extend(output.token_ids)

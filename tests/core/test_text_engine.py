@@ -76,7 +76,7 @@ async def test_a_stop_string_cuts_the_text_and_ends_the_engine_sequence():
     assert last.finish_reason is FinishReason.STOP and last.stop_reason == stop
     assert last.usage.completion_tokens == whole.index(stop) + len(stop)
     await at_rest(engine)
-    assert (await engine.read_stats()).requests_running == 0
+    assert (await engine.engine.stats()).requests_running == 0
     await engine.close()
 
 
@@ -204,6 +204,6 @@ async def test_a_thousand_cancelled_streams_leave_nothing_behind():
     )
     await at_rest(engine)
     assert engine._streams == {}
-    assert (await engine.read_stats()).requests_running == (await engine.read_stats()).requests_waiting == 0
+    assert (await engine.engine.stats()).requests_running == (await engine.engine.stats()).requests_waiting == 0
     engine.engine._loop._core.scheduler.check_integrity()
     await engine.close()

@@ -105,7 +105,7 @@ class Engine:
             self.loader._probed.get_nowait()
         self.scheduler.prefill.__init__()
         self.scheduler.prefill.observe_step([(0, 64)], 64 / tokens_per_s)
-        for name, prior in (("_host_meter", HOST_PRIOR), ("_disk_meter", DISK_PRIOR)):
+        for name, prior in (("host_meter", HOST_PRIOR), ("disk_meter", DISK_PRIOR)):
             meter = TierMeter(prior)
             bytes_per_s = BYTES_PER_TOKEN * tokens_per_s * self.rng.choice([0.5, 1.0, 2.0, 4.0, 1000.0])
             meter.observe_read(10 << 20, (10 << 20) / bytes_per_s, now=self.loader._clock())

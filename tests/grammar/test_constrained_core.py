@@ -180,7 +180,7 @@ def test_a_broken_matcher_ends_its_sequence_alone(where: str, monkeypatch: pytes
     monkeypatch.setattr(core.scheduler.manager, "condemn_pages", condemned.append)
     for request in (good, bad):
         core.add(request)
-    matcher = core._matchers[core._sequences["bad"][0].seq_id]
+    matcher = core._matchers[core.sequences["bad"][0].seq_id]
 
     def fail(_=()) -> bytes:
         matcher.broken = "too many states"

@@ -65,7 +65,7 @@ async def test_others_go_on_while_a_grammar_is_built() -> None:
     assert await asyncio.to_thread(slow.begun.wait, 60)
     other = await engine.submit(asking("b", SamplingParams(max_tokens=5, temperature=0.0)))
     await whole(other)
-    assert (await engine.read_stats()).requests_waiting == 1
+    assert (await engine.engine.stats()).requests_waiting == 1
     slow.go.set()
     text, reason = await whole(stream)
     assert text in ("left", "right") and reason is FinishReason.STOP

@@ -61,7 +61,7 @@ async def test_a_message_tells_its_prompt_when_it_begins(monkeypatch):
 
 async def test_what_waits_too_long_has_a_status_also_where_it_streams():
     engine = make_engine(step_s=0.01, max_sequences=1)
-    engine.engine._core.limits = Limits(max_queue_s=0.05)
+    engine.engine.core.limits = Limits(max_queue_s=0.05)
     async with serving(engine) as running:
         asked = (running.completion(max_tokens=50, stream=True) for _ in range(4))
         assert sorted(found.status_code for found in await asyncio.gather(*asked)) == [200, 429, 429, 429]

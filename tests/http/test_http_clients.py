@@ -367,7 +367,7 @@ async def test_a_full_queue_says_when_to_come_back():
 
 async def test_who_waited_longer_than_it_may_is_told_when_to_come_back():
     engine = make_engine(step_s=0.01, max_sequences=1)
-    engine.engine._core.limits = Limits(max_queue_s=0.05)
+    engine.engine.core.limits = Limits(max_queue_s=0.05)
     async with serving(engine) as running:
         found = await asyncio.gather(*(running.completion(max_tokens=50) for _ in range(4)))
         refused = [response for response in found if response.status_code != 200]

@@ -75,7 +75,7 @@ def test_a_short_step_begins_few_copies_and_a_long_one_as_many_as_it_makes(monke
     assert 3 in counts and max(counts) <= 3 + 100 // copy_down.TOKENS_A_COPY
     while core.do_housekeeping():
         pass
-    assert len(core.scheduler.manager._copies.due) == 0
+    assert len(core.scheduler.manager.copies.due) == 0
     core.close()
 
 
@@ -117,13 +117,13 @@ def test_a_page_that_no_finite_step_has_read_leaves_no_copy_when_it_loses_its_sl
     core = make_core(pages={GLOBAL: 24, LOCAL: 40}, page_tokens=4, window=8, max_batch_tokens=32, kv=kv)
     manager, params = core.scheduler.manager, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
     pool, kept, lost = manager.pools[GLOBAL], set(), []
-    store, evict = manager.tiers.down.store_page, manager._copies.copy_evicted
+    store, evict = manager.tiers.down.store_page, manager.copies.copy_evicted
     manager.tiers.down.store_page = lambda page, slot: (kept.add(page.key), store(page, slot))
-    manager._copies.copy_evicted = lambda group, page, slot: (lost.append(page.key), evict(group, page, slot))
+    manager.copies.copy_evicted = lambda group, page, slot: (lost.append(page.key), evict(group, page, slot))
     core.add(GenerateRequest("broken", (7,) * 80, params))
     core.step()
     core.abort("broken")
-    unread = set(pool.list_doubtful())
+    unread = {page.key for page, read in zip(pool.page_of, pool.trusted, strict=True) if page and not read}
     assert len(unread) == 32 // 4
     for number in (2, 3, 4):
         core.add(GenerateRequest(str(number), (number,) * 80, params))

@@ -36,7 +36,7 @@ class NoCopies(PlainCopier):
 
 def serve(manager, tokens: list[int], prompt: int) -> None:
     """What the engine does for one request, without computing: chunks of 2,048 tokens, then one by one."""
-    pages = SequencePages(manager.derive_names("", ""))
+    pages = SequencePages(manager.chain.derive_names("", ""))
     hit = manager.find_prefix(pages, tokens[:prompt])
     manager.attach_prefix(pages, hit, prompt)
     manager.touch_chain(pages, hit.tokens)
@@ -46,7 +46,8 @@ def serve(manager, tokens: list[int], prompt: int) -> None:
         assert manager.reserve_pages(pages, computed + step, total=prompt + 1)
         manager.commit_tokens(pages, tokens, computed, computed + step, finite=computed + step >= prompt)
         computed += step
-        manager.do_housekeeping()
+        manager.prepare_step()
+        manager.work_beside_step(0)
     manager.end_request(pages, prompt, hit.tokens)
     manager.free_pages(pages)
     manager.tiers.wait_idle(10)
@@ -70,7 +71,7 @@ def test_a_32k_conversation_of_27b_takes_a_fifth_of_all_layers_or_less(turns):
     index = manager.tiers.host
     index.check_integrity()
     for tokens in conversations:
-        pages = SequencePages(manager.derive_names("", ""))
+        pages = SequencePages(manager.chain.derive_names("", ""))
         hit = manager.find_prefix(pages, [*tokens, 0])
         plan = loader.choose_load(pages, context + 1, hit, ComputeRate(per_token_s=1.0, slice_tokens=1))
         assert max(hit.tokens, plan.stop if plan else 0) == context, "a conversation does not continue where it ended"

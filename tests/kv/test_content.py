@@ -136,7 +136,9 @@ class ContentStack(Stack):
 
     def found(self, tokens: list[int], content: tuple[ContentSpan, ...]) -> int:
         """Tokens that a request would find, on the device or below it."""
-        pages = SequencePages(self.manager.derive_names("", ""), marks=mark_content(content, self.shape.page_tokens))
+        pages = SequencePages(
+            self.manager.chain.derive_names("", ""), marks=mark_content(content, self.shape.page_tokens)
+        )
         hit, scheduler = self.manager.find_prefix(pages, tokens), self.core.scheduler
         rate = scheduler.estimates.rate_behind(scheduler.running)
         plan = scheduler.loader.choose_load(pages, len(tokens), hit, rate)
@@ -196,7 +198,7 @@ def test_a_request_waits_for_no_other_content_in_flight(make_stack) -> None:
     stack.step()
     manager = stack.manager
     for content, waits in ((A, True), (B, False), ((), False)):
-        pages = SequencePages(manager.derive_names("", ""), marks=mark_content(content, PAGE))
+        pages = SequencePages(manager.chain.derive_names("", ""), marks=mark_content(content, PAGE))
         assert manager.find_prefix(pages, tokens).in_flight is waits
     for content in (A, B, ()):
         stack.ask(tokens, content)

@@ -64,5 +64,5 @@ def test_the_planner_hears_of_it(tmp_path: Path) -> None:
     while loader._probed.empty() and time.monotonic() < end:
         time.sleep(0.01)
     meter, count, seconds = loader._probed.get_nowait()
-    assert meter is loader._disk_meter and count == rate.RATE_PIECES * rate.RATE_PIECE_BYTES and seconds > 0
+    assert meter is loader.disk_meter and count == rate.RATE_PIECES * rate.RATE_PIECE_BYTES and seconds > 0
     core.close()

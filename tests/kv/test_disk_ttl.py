@@ -335,7 +335,8 @@ def test_nothing_of_a_request_with_a_ttl_outlives_it(tmp_path: Path, after: str)
             stack.tiers.disk.drop_copy(copy, "capacity")
     elif after == "in the same life":
         stack.now += 1001
-        stack.manager.do_housekeeping()
+        stack.manager.prepare_step()
+        stack.manager.work_beside_step(0)
     else:
         stack.close()
         later = time.time() + 1001
@@ -363,7 +364,8 @@ def test_a_restart_goes_on_with_the_time_that_is_left(tmp_path: Path) -> None:
     ]
     assert ends and all(end is not None and 900 < end <= 1000 for end in ends)
     stack.now += 1001
-    stack.manager.do_housekeeping()
+    stack.manager.prepare_step()
+    stack.manager.work_beside_step(0)
     eventually(lambda: digests_on_disk(stack, tokens) == 0)
     stack.check_idle()
     stack.close()

@@ -270,7 +270,7 @@ def test_an_engine_tells_of_every_page_of_all_its_tiers(tmp_path, write_policy):
                     assert replica.held == {(tier, p.group, p.key) for tier, p in manager.list_pages()}
                     seen |= {tier for tier, _, _ in replica.held}
                 for tokens in prompts:
-                    blocks = manager.derive_names("", "").extend_keys(keys := [], tokens)
+                    blocks = manager.chain.derive_names("", "").extend_keys(keys := [], tokens)
                     tokens_of |= zip(keys, blocks, strict=True)
                 check_tokens(manager, tokens_of)
         core.close()

@@ -96,7 +96,7 @@ def test_tenants_of_an_engine_see_their_own_pages() -> None:
     core = make_core(kv=KVSettings(host_bytes=1 << 20))
     manager, rng = core.scheduler.manager, random.Random(os.urandom(4))
     askers = [("alice", "x"), ("alice", "y"), ("", "bob"), ("", "alice"), ("", "")]
-    tags = {asker: manager.derive_names(*asker).tag for asker in askers}
+    tags = {asker: manager.chain.derive_names(*asker).tag for asker in askers}
     assert len(set(tags.values())) == 4, "salts do not divide a tenant that the server knows"
     feeds = {asker: manager.events.tenant_feed(tag) for asker, tag in tags.items()}
     prompt = tuple(rng.randrange(2, 90) for _ in range(30))

@@ -18,7 +18,7 @@ def test_the_hit_is_the_longest_prefix_whose_window_is_there(seed):
     size, pages = rng.choice([1, 2, 4, 8]), 24
     manager = KVCacheManager({GLOBAL: pages, LOCAL: pages}, rng.randint(1, 40), KeyChain("engine", size))
     tokens = [rng.randrange(97) for _ in range(pages * size + 1)]
-    sequence = SequencePages(manager.derive_names("", ""))
+    sequence = SequencePages(manager.chain.derive_names("", ""))
     assert manager.find_prefix(sequence, tokens).tokens == 0
     there = {
         group: {i for i in range(pages) if rng.random() < (0.97 if group == GLOBAL else 0.8)}

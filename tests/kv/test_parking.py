@@ -227,7 +227,7 @@ def test_nothing_private_is_left(tmp_path: Path, write_policy: str, host_slots: 
 def test_events_tell_nothing_of_pages_that_one_sequence_alone_can_use() -> None:
     """Their names are told to nobody, so nobody can be told that they left."""
     stack, stored, removed = crowded(), set(), list[tuple]()
-    log = stack.core.kv_events
+    log = stack.core.find_feed(None)
     tell, leave = log.append_stored, log.append_removed
     log.append_stored = lambda tier, *pages: (stored.update((tier, page.name) for page in pages), tell(tier, *pages))
     log.append_removed = lambda tier, group, key, cause: (

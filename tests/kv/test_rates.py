@@ -222,7 +222,7 @@ def test_who_waits_for_its_load_leaves_the_device_to_others():
         clear_cache(manager)
     loader = scheduler.loader
     scheduler.prefill.__init__()
-    loader._host_meter, loader._clock = TierMeter(HOST_PRIOR), lambda: 0.0
+    loader.host_meter, loader._clock = TierMeter(HOST_PRIOR), lambda: 0.0
     manager.tiers.poll_all = lambda: False  # the loads hang
     add("second")
     core.step()
@@ -236,7 +236,7 @@ def test_who_waits_for_its_load_leaves_the_device_to_others():
     traffic = manager.tiers.movers.host_traffic
     traffic.read_bytes, traffic.read_seconds = traffic.read_bytes + 8 * MB, traffic.read_seconds + 100.0
     loader.cancel_load(first.pages)
-    assert loader._host_meter.observed == 1, "a link that is too slow for every load would never be known"
+    assert loader.host_meter.observed == 1, "a link that is too slow for every load would never be known"
     assert rate_behind(scheduler.running).delay_s > 0.0 == rate_behind(scheduler.running, first).delay_s
     core.abort_all()
     core.close()
@@ -260,7 +260,7 @@ def test_a_load_that_came_during_a_long_step_was_not_late(comes, tmp_path):
             clear_cache(manager)
         scheduler.prefill.observe_step([(0, 64)], 64.0)
     loader, heard, now = scheduler.loader, [], 0.0
-    loader._clock, loader._disk_meter.observe_overdue = lambda: now, lambda *read, **more: heard.append(read)
+    loader._clock, loader.disk_meter.observe_overdue = lambda: now, lambda *read, **more: heard.append(read)
     poll, tiers.poll_all = tiers.poll_all, lambda: False
     schedule = scheduler.schedule_step()
     assert not schedule.slices and loader._begun[scheduler.running[0].pages.load].from_disk

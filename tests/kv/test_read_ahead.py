@@ -162,7 +162,7 @@ def test_a_load_that_has_not_asked_yet_expects_to_wait_for_what_others_asked_for
     prefixes = [tokens(rng, 8192) for _ in range(2)]
     engine = engine_with(*prefixes)
     engine._decide("load")
-    engine.loader._disk_meter.observe_read(1 << 30, (1 << 30) / 1.65e9, now=0.0)
+    engine.loader.disk_meter.observe_read(1 << 30, (1 << 30) / 1.65e9, now=0.0)
     with engine.running():
         for prefix in prefixes:
             name = engine.ask([*prefix, 11, 12])

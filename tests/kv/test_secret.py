@@ -67,7 +67,7 @@ def test_without_its_secret_a_cache_is_cold_and_goes_on(tmp_path: Path, damage: 
     def found() -> int:
         hits = 0
         for tokens in prompts:
-            pages_of = stack.manager.derive_names("", "")
+            pages_of = stack.manager.chain.derive_names("", "")
             keys: list[bytes] = []
             pages_of.extend_keys(keys, tokens)
             hits += sum(stack.tiers.disk.find_copy("global", key) is not None for key in keys)
@@ -128,7 +128,7 @@ def test_a_salt_in_the_settings_takes_the_place_of_the_file(tmp_path: Path) -> N
     tags = []
     for name, salt in (("a", "salt"), ("b", "salt"), ("c", None)):
         stack = Stack(tmp_path / name, seed=SEED, salt=salt)
-        tags.append(stack.manager.derive_names("who", "").tag)
+        tags.append(stack.manager.chain.derive_names("who", "").tag)
         stack.close()
     assert tags[0] == tags[1] != tags[2]
     assert len(secret_of("\ud800")) == 32

@@ -35,7 +35,7 @@ class MemoryMachine(RuleBasedStateMachine):
         super().__init__()
         options = CacheOptions(checkpoint_tokens=8, slab_pages=SLAB)
         self.manager = KVCacheManager(pages_of(7), 5, KeyChain("engine", 2), options=options)
-        self.names = self.manager.derive_names("", "")
+        self.names = self.manager.chain.derive_names("", "")
         self.live: list[tuple[SequencePages, list[int], int]] = []
         self.count = 0
 

@@ -19,14 +19,14 @@ SHARED = 16
 
 def names(stack: Stack, tokens: list[int], salt: str) -> list[bytes]:
     """What a tenant's pages of a prompt are called."""
-    pages = SequencePages(stack.manager.derive_names("", salt))
+    pages = SequencePages(stack.manager.chain.derive_names("", salt))
     stack.manager.find_prefix(pages, [*tokens, 2])
     return pages.keys
 
 
 def usable(stack: Stack, tokens: list[int], salt: str) -> int:
     """Tokens that a request would find on the device or be planned to load."""
-    pages = SequencePages(stack.manager.derive_names("", salt))
+    pages = SequencePages(stack.manager.chain.derive_names("", salt))
     hit = stack.manager.find_prefix(pages, [*tokens, 2])
     scheduler = stack.core.scheduler
     rate = scheduler.estimates.rate_behind(scheduler.running)
@@ -166,7 +166,7 @@ def test_a_flood_takes_no_more_than_its_quota(tmp_path: Path, policy: str) -> No
     owned = fill(stack, ["victim"], 3)
     had = {name: {copy.page.name for copy in index.iterate_copies()} for name, index in stack.tiers.indexes.items()}
     assert all(len(pages) > 20 for pages in had.values())
-    flood = stack.manager.derive_names("", "flood").tag
+    flood = stack.manager.chain.derive_names("", "flood").tag
     for _ in range(15):
         for _ in range(4):
             stack.add(stack.tokens(60), answer=4, cache_salt="flood")

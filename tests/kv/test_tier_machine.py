@@ -82,7 +82,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1 << 16))
     def abort(self, which) -> None:
-        self.live = [name for name in self.live if self.stack.core.is_live(name)]
+        self.live = [name for name in self.live if name in self.stack.core.sequences]
         if self.live:
             self.stack.abort(self.live[which % len(self.live)])
             self.did("abort")

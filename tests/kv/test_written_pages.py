@@ -67,7 +67,7 @@ def measured(core, tokens_per_s: float, load_s: float) -> None:
     scheduler.prefill.__init__()
     scheduler.prefill.observe_step([(0, 64)], 64 / tokens_per_s)
     loader = scheduler.loader
-    loader._host_meter = TierMeter(TierRate(3200 / load_s, 1e-6))
+    loader.host_meter = TierMeter(TierRate(3200 / load_s, 1e-6))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -361,13 +361,15 @@ def test_room_for_the_next_tokens_of_all_or_of_none(seed, shared):
     rng, slab = random.Random(seed), {GLOBAL: 5, LOCAL: 2}
     counts = {group: 4 * count for group, count in slab.items()} if shared else {GLOBAL: 14, LOCAL: 14}
     manager = KVCacheManager(counts, 8, KeyChain("e", 4), options=CacheOptions(slab_pages=slab if shared else None))
-    every = [SequencePages(manager.derive_names("", "")) for _ in range(4)]
+    every = [SequencePages(manager.chain.derive_names("", "")) for _ in range(4)]
     sizes, refused = [0] * 4, False
     while not refused:
         wanted = {i: sizes[i] + rng.randrange(9) for i in rng.sample(range(4), rng.randint(0, 4))}
         before = [{group: [*table] for group, table in pages.tables.items()} for pages in every]
         room = manager.memory.free_counts
-        if manager.reserve_for_all([(every[i], tokens) for i, tokens in wanted.items()]):
+        if manager.extend_tables(
+            [(every[i], dict.fromkeys(manager.pools, manager.count_pages(tokens))) for i, tokens in wanted.items()]
+        ):
             sizes = [wanted.get(i, size) for i, size in enumerate(sizes)]
         else:
             refused = True

@@ -31,13 +31,13 @@ MUTANTS = (
     ),
     Mutant(
         "kv/pool.py",
-        "            del self._slot_of[page.key]\n            self._page_of[slot] = None",
-        "            self._page_of[slot] = None",
+        "            del self._slot_of[page.key]\n            self.page_of[slot] = None",
+        "            self.page_of[slot] = None",
     ),
     Mutant(
         "kv/pool.py",
-        "            if page.key in self._slot_of or self._page_of[slot] is not None:\n",
-        "            if self._page_of[slot] is not None:\n",
+        "            if page.key in self._slot_of or self.page_of[slot] is not None:\n",
+        "            if self.page_of[slot] is not None:\n",
     ),
     Mutant(
         "kv/pool.py",
@@ -128,8 +128,8 @@ MUTANTS = (
         "((LOCAL, pages.load.window),)",
     ),
     Mutant(
-        "kv/manager.py",
-        "        self.pools[GLOBAL].release_slots([table[i] for i in slots])\n",
+        "kv/prefix/loader.py",
+        "            pool.release_slots([table[i] for i in load.found])\n",
         "",
     ),
     Mutant(
@@ -260,8 +260,8 @@ MUTANTS = (
     ),
     Mutant(
         "schedule/scheduler.py",
-        "short = [(s.pages, len(s.tokens) + 1) for s in following if not len(s.tokens) % size]",
-        "short = [(s.pages, len(s.tokens)) for s in following if not len(s.tokens) % size]",
+        "dict.fromkeys(groups, len(s.tokens) // size + 1)",
+        "dict.fromkeys(groups, len(s.tokens) // size)",
     ),
     Mutant(
         "schedule/scheduler.py",
@@ -271,7 +271,7 @@ MUTANTS = (
     ),
     Mutant(
         "kv/copy_down.py",
-        "if self._tiers is not None and last_chance and self._pools[group].is_trusted(slot):",
+        "if self._tiers is not None and last_chance and self._pools[group].trusted[slot]:",
         "if self._tiers is not None and last_chance:",
         "tests/kv/test_beside_steps.py",
     ),

@@ -156,7 +156,7 @@ class Life:
         alone = not ledger.live
         core.add(request)
         known = right is not None and setup.engine == "oracle"
-        for sequence in core._sequences[name].values():
+        for sequence in core.sequences[name].values():
             seed, index = sequence.seed, sequence.index
             require(params.seed is None or seed == seed_of(params.seed, index), "seed", seed)
             if right is None or not known or (params.temperature and (index or params.seed is None)):

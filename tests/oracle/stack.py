@@ -228,8 +228,8 @@ class Stack:
     def _poison_pool(self, group: str, pool) -> None:
         allocate = pool.allocate_slots
 
-        def allocated(count: int) -> list[int] | None:
-            slots = allocate(count)
+        def allocated(count: int, leave: int = 0) -> list[int] | None:
+            slots = allocate(count, leave)
             for slot in slots or ():
                 self.device.poison(group, slot)
             return slots

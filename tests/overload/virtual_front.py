@@ -215,7 +215,7 @@ class Site:
         host.loop = self.loop
         ours, theirs = Wire.pair(self.delay)
         self.remote.connect(ours)
-        link = host._links["1/"] = host_end._Link(host, "1/", theirs)
+        link = host.links["1/"] = host_end._Link(host, "1/", theirs)
         link.channel.open()
         link.send_message(Welcome("1/", FAKE_INFO, 1))
         while self.remote.dead:

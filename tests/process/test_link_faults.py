@@ -99,11 +99,11 @@ async def test_a_front_that_leaves_while_outputs_are_on_their_way_ends_no_engine
     host.start()
     try:
         await asyncio.to_thread(host.attach, theirs)
-        host._links = Leaving(host._links)
+        host.links = Leaving(host.links)
         host._send_outputs([TokenOutput("1/0", 0, (5,), finish_reason=FinishReason.LENGTH)])
         host._send_outputs([TokenOutput("2/0", 0, (5,), finish_reason=FinishReason.LENGTH)])
         host._send_outputs([TokenOutput("1/1", 0, (5,))])  # it has left
-        assert looks == ["1/", "2/", "1/"] and not host._links and host.engine.dead is None
+        assert looks == ["1/", "2/", "1/"] and not host.links and host.engine.dead is None
     finally:
         await asyncio.to_thread(host.stop, 5)
         ours.close()

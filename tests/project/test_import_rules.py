@@ -206,7 +206,7 @@ def test_page_tables_have_one_writer():
     assert {path for path, tree in trees.items() if list(changes_of_tables(tree))} == {writer}
     methods = [node for node in ast.walk(trees[writer]) if isinstance(node, ast.FunctionDef)]
     changing = [method for method in methods if list(changes_of_tables(method))]
-    assert {method.name for method in changing} == {"extend_table", "replace_slots", "cut_table", "clear_tables"}
+    assert {method.name for method in changing} == {"extend_table", "replace_slots", "set_window", "clear_tables"}
     for method in changing:
         assert "self.stamp" in ast.unparse(method), method.name
     seen = "pages.tables[g].extend(x)\ntable[i] = 1\ndel table[i:]\npages.tables = x\npages.tables[g] = x"

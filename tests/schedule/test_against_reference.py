@@ -57,7 +57,7 @@ class Scenario:
         deadline = rng.choice([None, None, now + rng.choice([0.0, 0.02, 0.2, 2.0])])
         request = ask(f"r{number}", prompt, output, tenant=tenant, priority=priority, deadline=deadline)
         self.core.add(request)
-        [made] = self.core._sequences[f"r{number}"].values()
+        [made] = self.core.sequences[f"r{number}"].values()
         start_by = self.core._start_by.get(f"r{number}", float("inf"))
         job = Job(number, tenant, now, priority, made.cost_s, prompt, output, deadline, start_by)
         self.jobs[number], self.arrived[number] = job, len(self.executor.steps)

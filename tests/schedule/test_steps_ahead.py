@@ -74,7 +74,7 @@ def test_pages_stay_until_the_step_that_writes_into_them_has_landed(how):
         core._end_expired()
         output = None
     assert output is None or output.finish_reason is FinishReason.CANCELLED
-    assert not core.is_live("a") and core.has_work and core.scheduler.manager.pools[GLOBAL].used_slots == used
+    assert "a" not in core.sequences and core.has_work and core.scheduler.manager.pools[GLOBAL].used_slots == used
     assert core.stats().requests_running == 0
     core.add(request("a", [50, 51, 52]))  # the name is free at once
     assert run(core)["a"] == greedy([50, 51, 52], 12)
@@ -143,7 +143,7 @@ def test_a_step_that_nobody_waits_for_can_be_landed():
     core.step()
     core.settle_flight()
     assert core._flight is not None, "somebody still waits for it"
-    while core.is_live("a"):
+    while "a" in core.sequences:
         core.step()
     assert core.has_work
     core.settle_flight()

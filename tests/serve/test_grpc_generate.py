@@ -181,7 +181,7 @@ async def test_an_engine_that_breaks_makes_its_streams_unavailable():
 
 async def test_an_unexpected_exception_is_internal_without_its_text(caplog):
     async with serving() as running:
-        running.engine.read_stats = lambda: 1 // 0
+        running.engine.engine.stats = lambda: 1 // 0
         caplog.set_level(logging.ERROR, logger="wicore_trt")
         code, message, details = await failure(running.stub.GetStats(pb2.GetStatsRequest()))
         assert code is grpc.StatusCode.INTERNAL and "division" not in message

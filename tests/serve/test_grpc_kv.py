@@ -99,8 +99,8 @@ async def test_every_figure_of_the_tiers_is_on_the_wire():
     engine = make_engine()
     async with serving(engine) as running:
         assert [t.tier for t in (await running.stub.GetStats(pb2.GetStatsRequest())).kv.tiers] == ["device"]
-        now = dataclasses.replace(await engine.read_stats(), kv=kv)
-        engine.read_stats = AsyncMock(return_value=now)
+        now = dataclasses.replace(await engine.engine.stats(), kv=kv)
+        engine.engine.stats = AsyncMock(return_value=now)
         got = (await running.stub.GetStats(pb2.GetStatsRequest())).kv
     times = {"read_seconds": "read_time", "write_seconds": "write_time"}
     names = {times.get(f.name, f.name) for f in dataclasses.fields(TierStats)}
@@ -122,7 +122,7 @@ async def test_every_figure_of_the_tiers_is_on_the_wire():
 def with_events(log: KVEventLog, **kwargs) -> TextEngine:
     """An engine whose event log is the given one."""
     engine = make_engine(**kwargs)
-    engine.engine.find_feed = lambda tenant: log
+    engine.engine.core.find_feed = lambda tenant: log
     return engine
 
 

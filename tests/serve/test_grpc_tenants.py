@@ -89,14 +89,14 @@ async def test_kv_events_of_a_tenant_show_its_own_pages_and_an_operators_show_al
         for metadata in (ALICE, BOB):
             await finish_of(running.stub.Generate(request("the same prompt for both", 5), metadata=metadata))
         # Pages reach the host tier after the answer: alice's own last copies would count as events that bob caused.
-        await until(lambda: all(on_device_and_host(engine.engine.find_feed(who)) for who in ("alice", "bob")))
+        await until(lambda: all(on_device_and_host(engine.engine.core.find_feed(who)) for who in ("alice", "bob")))
         alice, bob, everything = [await pages_seen(running, who) for who in (ALICE, BOB, OPS)]
         assert alice and bob and not set(alice) & set(bob), "equal prompts have other names"
         assert len(set(alice.values())) == len(set(bob.values())) == 1 and alice | bob == everything
-        number = engine.engine.find_feed("alice").sequence
+        number = engine.engine.core.find_feed("alice").sequence
         for i in range(3):
             await finish_of(running.stub.Generate(request(f"another one of bob {i}", 5), metadata=BOB))
-        assert engine.engine.find_feed("alice").sequence == number
+        assert engine.engine.core.find_feed("alice").sequence == number
 
 
 async def test_subscribers_are_limited(keys_file):

@@ -325,7 +325,7 @@ async def test_who_comes_back_goes_on_and_after_a_restart_begins_anew():
         assert after.sequence_number == snapshot.sequence_number + 1 and not after.HasField("snapshot")
         assert (await first(after.sequence_number + 7)).HasField("snapshot"), "a number that was never given"
         other = KVEventLog(100)
-        engine.engine.find_feed = lambda tenant: other
+        engine.engine.core.find_feed = lambda tenant: other
         anew = await first(after.sequence_number)
         assert anew.HasField("snapshot") and anew.sequence_number > after.sequence_number
 

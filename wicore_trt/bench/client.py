@@ -244,7 +244,7 @@ class LocalTarget:
         return record_stream(request, (started, sent), arrivals, usage, answer)
 
     async def tier_hits(self) -> dict[str, int]:
-        kv = (await self._engine.read_stats()).kv
+        kv = (await self._engine.engine.stats()).kv
         return {tier.tier: tier.hit_tokens for tier in kv.tiers}
 
     async def close(self) -> None:

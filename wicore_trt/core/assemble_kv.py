@@ -22,6 +22,7 @@ from wicore_trt.kv.manager import CacheOptions, KVCacheManager
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.policy.by_name import make_policy
 from wicore_trt.kv.prefix.loader import PrefixLoader
+from wicore_trt.kv.prefix.probe import probe_tiers
 from wicore_trt.kv.tiers.host import slot_geometry
 from wicore_trt.kv.tiers.index import TierIndex
 from wicore_trt.kv.tiers.moves import TierCopy
@@ -77,7 +78,7 @@ def make_cache(
         loader = PrefixLoader(manager, tiers, layout.page_bytes)
         tiers.up.disk_rate = loader.observe_disk_read
         _keep_times(manager.retention, tiers)
-        loader.begin_probe()
+        probe_tiers(manager, tiers, layout.page_bytes, partial(loader.record_probe, loader.host_meter))
         if (
             store is not None
             and settings.disk_path is not None
@@ -85,7 +86,7 @@ def make_cache(
             and not tiers.disk.find_newest(1)
         ):
             spare = min(settings.disk_bytes // 16, store.spare_bytes)
-            rate_reads(settings.disk_path, spare, DISK_THREADS, loader.record_probe)
+            rate_reads(settings.disk_path, spare, DISK_THREADS, partial(loader.record_probe, loader.disk_meter))
     return manager, loader
 
 

@@ -19,7 +19,7 @@ from wicore_trt.core.request_checks import check_tokens, sequence_seed, stop_ids
 from wicore_trt.core.times import STEP_TOKENS, Histogram
 from wicore_trt.errors import InvalidRequestError, UnwrittenPageError
 from wicore_trt.grammar.matcher import Grammars, Matcher, MatcherError
-from wicore_trt.kv.events import EventFeed, KVEventLog
+from wicore_trt.kv.events import EventFeed
 from wicore_trt.kv.pages.hashing import mark_content
 from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.runtime.batch import UNREAD, SampledTokens, SequenceSlice, StepBatch, StepResult
@@ -28,14 +28,7 @@ from wicore_trt.schedule.queue import Outlook
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.schedule.sequence import Sequence, SequenceState, StepSchedule
 from wicore_trt.schedule.step_time import StepLoad, load_of
-from wicore_trt.types import (
-    EngineStats,
-    FinishReason,
-    GenerateRequest,
-    TokenLogprob,
-    TokenOutput,
-    Usage,
-)
+from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, TokenLogprob, TokenOutput, Usage
 
 log = logging.getLogger(__name__)
 
@@ -94,12 +87,11 @@ class EngineCore(Core):
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    @property
-    def kv_events(self) -> KVEventLog:
-        return self.scheduler.manager.events
-
-    def kv_events_of(self, tenant: str) -> EventFeed:
-        return self.kv_events.tenant_feed(self.scheduler.manager.derive_names(tenant, "").tag)
+    def find_feed(self, tenant: str | None) -> EventFeed:
+        manager = self.scheduler.manager
+        return (
+            manager.events if tenant is None else manager.events.tenant_feed(manager.chain.derive_names(tenant, "").tag)
+        )
 
     def count_sequences(self) -> tuple[Counter[str], Counter[str]]:
         running = [s.tenant for s in self.scheduler.running if s.finish_reason is None]
@@ -125,11 +117,11 @@ class EngineCore(Core):
             self.scheduler.step_time.awaited = awaited
 
     def add(self, request: GenerateRequest) -> None:
-        assert request.request_key not in self._sequences
+        assert request.request_key not in self.sequences
         arrival = self.clock()
         params = request.params
         stop_ids = stop_ids_of(params, self.eos_ids)
-        names = self.scheduler.manager.derive_names(request.tenant, request.cache_salt)
+        names = self.scheduler.manager.chain.derive_names(request.tenant, request.cache_salt)
         marks = mark_content(request.content, self.scheduler.manager.page_tokens)
         sequences, matchers = list[Sequence](), list[Matcher]()
         if params.constraint is not None:
@@ -327,9 +319,10 @@ class EngineCore(Core):
 
     def do_housekeeping(self) -> bool:
         manager = self.scheduler.manager
-        manager.do_housekeeping()
+        manager.prepare_step()
+        manager.work_beside_step(0)
         manager.events.publish_step()
-        return manager.has_transfers
+        return manager.tiers is not None and (manager.tiers.has_work or bool(manager.copies.due))
 
     def rest_s(self) -> float | None:
         return self.scheduler.manager.retention.rest_s()
@@ -364,22 +357,18 @@ class EngineCore(Core):
             if sequence.scoring:
                 piece.targets = tokens[start + 1 : min(start + count + 1, prompt_len)]
             if matchers and sample and sequence.seq_id in matchers:
-                self._set_mask(piece)
+                held = piece.stop_ids if suppress_eos else self.eos_ids if params.ignore_eos else ()
+                try:
+                    piece.mask = matchers[piece.seq_id].allowed(held)
+                except Exception as error:  # fails this sequence alone
+                    piece.mask = str(error)
+                piece.suppress_eos = False
             if uncounted and sample and sequence.seq_id in uncounted:
                 piece.earlier_ids = tokens[:start]
                 uncounted.remove(sequence.seq_id)
             slices.append(piece)
         wanted = self.scheduler.manager.attention is not None and self._counts["steps"] % ATTENTION_STEPS == 0
         return StepBatch(slices, measure_attention=wanted)
-
-    def _set_mask(self, piece: SequenceSlice) -> None:
-        assert piece.params is not None
-        held = piece.stop_ids if piece.suppress_eos else self.eos_ids if piece.params.ignore_eos else ()
-        try:
-            piece.mask = self._matchers[piece.seq_id].allowed(held)
-        except Exception as error:  # fails this sequence alone
-            piece.mask = str(error)
-        piece.suppress_eos = False
 
     def _output_scores(self, sequence: Sequence, start: int, found: list[TokenLogprob]) -> TokenOutput:
         """Output a slice's prompt log-probabilities from `start` on, except those output before a preemption."""

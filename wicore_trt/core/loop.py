@@ -22,7 +22,7 @@ from typing import Any
 from wicore_trt.core.limits import HOLD_RATE, Alarms, Limits, long_wait_error
 from wicore_trt.core.shares import fits_share
 from wicore_trt.errors import EngineDeadError, InvalidRequestError, QueueFullError, UnavailableError, WicoreError
-from wicore_trt.kv.events import EventFeed, KVEventLog
+from wicore_trt.kv.events import EventFeed
 from wicore_trt.schedule.queue import AGEING_S, Newcomers, Outlook
 from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, TokenOutput, Usage
 
@@ -46,7 +46,8 @@ class Core(ABC):
     def __init__(self, eos_ids: tuple[int, ...], max_context: int, clock: Callable[[], float]) -> None:
         self.eos_ids, self.max_context = eos_ids, max_context
         self.clock, self._started = clock, clock()
-        self._sequences: dict[str, dict[int, Any]] = {}  # live ones, by request and index
+        self.sequences: dict[str, dict[int, Any]] = {}
+        """Live ones, by request and index."""
         self.limits = Limits()
         self._deadlines, self._start_by = Alarms(), Alarms()  # by request
         self._begun: dict[int, float] = {}  # when sequences had their first step, by identity, in order
@@ -61,14 +62,10 @@ class Core(ABC):
     @abstractmethod
     def has_work(self) -> bool: ...
 
-    @property
     @abstractmethod
-    def kv_events(self) -> KVEventLog:
-        """Return all tenants' KV events, for any thread. Raises EnvironmentUnfitError if the engine reports none."""
-
-    @abstractmethod
-    def kv_events_of(self, tenant: str) -> EventFeed:
-        """Return the KV events of one tenant's pages."""
+    def find_feed(self, tenant: str | None) -> EventFeed:
+        """Return the KV events of one tenant's pages or (None) of all, for any thread. Raises EnvironmentUnfitError if
+        the engine reports none."""
 
     @abstractmethod
     def validate_request(self, request: GenerateRequest) -> None:
@@ -88,11 +85,11 @@ class Core(ABC):
         self, request_key: str, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED
     ) -> list[TokenOutput]:
         """End a request's live sequences, or one; return their last outputs, none for unknown keys."""
-        live = [s for s in self._sequences.get(request_key, {}).values() if index is None or s.index == index]
+        live = [s for s in self.sequences.get(request_key, {}).values() if index is None or s.index == index]
         return [self._finish_sequence(sequence, reason) for sequence in live]
 
     def abort_all(self) -> list[TokenOutput]:
-        return [output for request_key in list(self._sequences) for output in self.abort(request_key)]
+        return [output for request_key in list(self.sequences) for output in self.abort(request_key)]
 
     @abstractmethod
     def step(self) -> list[TokenOutput]:
@@ -108,9 +105,6 @@ class Core(ABC):
     def rest_s(self) -> float | None:
         """Return the seconds until `do_housekeeping` is due again without a request; None for never."""
         return None
-
-    def is_live(self, request_key: str) -> bool:
-        return request_key in self._sequences
 
     @abstractmethod
     def count_sequences(self) -> tuple[Counter[str], Counter[str]]:
@@ -155,7 +149,7 @@ class Core(ABC):
 
     def _register_request(self, request: GenerateRequest, sequences: Iterable[Any], start_by: float) -> None:
         name, deadline = request.request_key, request.deadline
-        self._sequences[name] = {sequence.index: sequence for sequence in sequences}
+        self.sequences[name] = {sequence.index: sequence for sequence in sequences}
         self._counts["prompt"] += len(request.prompt_token_ids) * request.params.n
         if deadline is None and self.limits.timeout_s is not None:
             deadline = self.clock() + self.limits.timeout_s
@@ -166,9 +160,9 @@ class Core(ABC):
 
     def _drop_sequence(self, sequence: Any, reason: FinishReason) -> None:
         name = sequence.request.request_key
-        del self._sequences[name][sequence.index]
-        if not self._sequences[name]:
-            del self._sequences[name]
+        del self.sequences[name][sequence.index]
+        if not self.sequences[name]:
+            del self.sequences[name]
             self._deadlines.pop(name, None)
             self._start_by.pop(name, None)
         self._finished[reason.value] += 1
@@ -193,7 +187,7 @@ class Core(ABC):
         outputs = []
         for name in self._start_by.due_names(self.clock()):
             del self._start_by[name]
-            live = list(self._sequences[name].values())
+            live = list(self.sequences[name].values())
             if all(self._is_waiting(sequence) for sequence in live):
                 refusal = long_wait_error(self.make_outlook().wait_s(live[0].request.tenant, self.clock(), 0.0), 0.0)
                 why, retry_s = str(refusal), refusal.retry_after_s
@@ -210,18 +204,18 @@ class EngineLoop:
         self._core = core
         self._sink = sink
         self._max_waiting = max_waiting
-        self._wake, self._ended = threading.Condition(), threading.Event()
+        self._wake = threading.Condition()
+        self.ended = threading.Event()
+        self.dead: str | None = None
+        """Why the loop broke; None while it has not."""
         self._inbox: list[GenerateRequest | TokenOutput | Abort] = []  # in order: an abort follows its request
         self._newcomers, self._taken = Newcomers(), Newcomers()  # in the inbox; taken from it since `_outlook` was made
-        self._preparing: dict[
-            str, tuple[GenerateRequest, list[Abort]]
-        ] = {}  # each with the aborts that arrived meanwhile
+        self._preparing: dict[str, tuple[GenerateRequest, list[Abort]]] = {}  # with the aborts that arrived meanwhile
         self._to_prepare: queue.SimpleQueue[GenerateRequest | None] = queue.SimpleQueue()
         self._preparer: threading.Thread | None = None
         self._live: set[str] = set()
         self._waiting, self._running = Counter[str](), Counter[str]()  # sequences by tenant
         self._open = True
-        self._dead: str | None = None
         self._turns, self._rests = 0, True
         self._stats, self._stats_time = core.defer_stats(), time.monotonic()
         self._outlook = core.make_outlook()
@@ -229,11 +223,6 @@ class EngineLoop:
 
     def start(self) -> None:
         self._thread.start()
-
-    @property
-    def dead(self) -> str | None:
-        """Return why the loop broke; None while it has not."""
-        return self._dead
 
     @property
     def live(self) -> int:
@@ -249,10 +238,6 @@ class EngineLoop:
         """Return a number that changes with each step, re-run ones too; None while there is nothing to do."""
         return None if self._rests else self._turns + self._core.alone
 
-    def wait_ended(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end of the loop, at most `timeout_s` seconds; return whether it has ended."""
-        return self._ended.wait(timeout_s)
-
     def add(self, request: GenerateRequest) -> None:
         """Accept a request, whose key must not be live. Raises InvalidRequestError, QueueFullError if it finds no room
         in the queue or would wait too long, UnavailableError after `stop`, EngineDeadError if the loop broke."""
@@ -261,8 +246,8 @@ class EngineLoop:
         if n > self._max_waiting:
             raise InvalidRequestError(f"n must be at most {self._max_waiting}, which may wait here.", field="n")
         with self._wake:
-            if self._dead is not None:
-                raise EngineDeadError(f"The engine stopped: {self._dead}")
+            if self.dead is not None:
+                raise EngineDeadError(f"The engine stopped: {self.dead}")
             if not self._open:
                 raise UnavailableError("The engine is shutting down.")
             assert request.request_key not in self._live
@@ -275,7 +260,12 @@ class EngineLoop:
                 raise full
             self._refuse_long_wait(request)
             if request.params.constraint is not None:
-                self._begin_preparing(request)
+                if self._preparer is None:
+                    preparer = _DeepThread(target=self._run_preparer, name="wicore-prepare", daemon=True)
+                    preparer.start()  # raises, and nothing of the request is kept, when no thread can start
+                    self._preparer = preparer
+                self._preparing[request.request_key] = (request, [])
+                self._to_prepare.put(request)
             else:
                 self._inbox.append(request)
                 self._newcomers.add_request(request)
@@ -308,15 +298,6 @@ class EngineLoop:
         for request, _ in self._preparing.values():
             queued[request.tenant] += request.params.n
         return queued
-
-    def _begin_preparing(self, request: GenerateRequest) -> None:
-        """Hand a request to the preparer. The lock is held. Raises, and keeps nothing, when no thread can start."""
-        if self._preparer is None:
-            preparer = _DeepThread(target=self._run_preparer, name="wicore-prepare", daemon=True)
-            preparer.start()
-            self._preparer = preparer
-        self._preparing[request.request_key] = (request, [])
-        self._to_prepare.put(request)
 
     def _run_preparer(self) -> None:
         while (request := self._to_prepare.get()) is not None:
@@ -372,7 +353,7 @@ class EngineLoop:
         except Exception as error:  # the executor broke, or we have a bug: tell every waiter, then end
             log.exception("engine loop ended")
             with self._wake:
-                self._dead = dead = f"{type(error).__name__}: {error}"
+                self.dead = dead = f"{type(error).__name__}: {error}"
                 self._open = False
                 live, self._live = self._live, set()
                 self._preparing.clear()
@@ -382,7 +363,7 @@ class EngineLoop:
                 self._core.close()
         finally:
             self._to_prepare.put(None)
-            self._ended.set()
+            self.ended.set()
 
     def _cancel_unprepared(self) -> list[TokenOutput]:
         with self._wake:
@@ -432,7 +413,7 @@ class EngineLoop:
     def _emit_outputs(self, outputs: list[TokenOutput]) -> None:
         with self._wake:
             for output in [output for output in outputs if output.finish_reason is not None]:
-                if not self._core.is_live(output.request_key):
+                if output.request_key not in self._core.sequences:
                     self._live.discard(output.request_key)
             self._note_state()
         if outputs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -17,28 +17,17 @@ T = TypeVar("T")
 
 def on_daemon_thread(function: Callable[[], T]) -> asyncio.Future[T]:
     """Run a slow function on a thread that does not keep the process alive."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # a caller who no longer waits cannot cancel it
 
     def target() -> None:
-        result, error = None, None
         try:
-            result = function()
-        except BaseException as raised:  # it is raised again on the loop's thread
-            error = raised
-        with suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(settle, result, error)
+            future.set_result(function())
+        except BaseException as error:  # it is raised again on the loop's thread
+            future.set_exception(error)
 
     threading.Thread(target=target, name="wicore-work", daemon=True).start()
-    return future
+    return asyncio.wrap_future(future)
 
 
 class Offload:

@@ -70,7 +70,7 @@ class LocalEngine(EnginePort):
     """Engine on a thread of this process. `max_waiting` bounds the sequences that wait for their first step."""
 
     def __init__(self, core: Core, *, max_waiting: int = 1024) -> None:
-        self._core = core
+        self.core = core
         self._loop = EngineLoop(core, self._emit_outputs, max_waiting=max_waiting)
         core.began = self._emit_outputs
         self._sink: Sink = lambda outputs: None
@@ -94,11 +94,7 @@ class LocalEngine(EnginePort):
         return self._loop.stats(tenant)
 
     def kv_events(self, tenant: str | None, after: Position) -> AsyncGenerator[Change, None]:
-        return follow_feed(self.find_feed(tenant), after)
-
-    def find_feed(self, tenant: str | None) -> EventFeed:
-        """Return the events of one tenant's pages, or (None) of all. Raises EnvironmentUnfitError."""
-        return self._core.kv_events if tenant is None else self._core.kv_events_of(tenant)
+        return follow_feed(self.core.find_feed(tenant), after)
 
     async def stop(self, timeout_s: float) -> None:
         await asyncio.to_thread(self._loop.stop, timeout_s)

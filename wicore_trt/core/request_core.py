@@ -18,7 +18,7 @@ from msgspec import structs
 from wicore_trt.core.loop import Core
 from wicore_trt.core.request_checks import check_tokens, sequence_seed, stop_ids_of
 from wicore_trt.errors import EnvironmentUnfitError, InvalidRequestError, WicoreError
-from wicore_trt.kv.events import EventFeed, KVEventLog
+from wicore_trt.kv.events import EventFeed
 from wicore_trt.runtime.executor import RequestExecutor
 from wicore_trt.schedule.queue import Outlook, WaitingQueue
 from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, TokenOutput, Usage
@@ -60,14 +60,10 @@ class RequestCore(Core):
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences)
+        return bool(self.sequences)
 
-    @property
-    def kv_events(self) -> KVEventLog:
+    def find_feed(self, tenant: str | None) -> EventFeed:
         raise EnvironmentUnfitError("This server has no KV events: its engine keeps the KV cache to itself.")
-
-    def kv_events_of(self, tenant: str) -> EventFeed:
-        return self.kv_events
 
     def validate_request(self, request: GenerateRequest) -> None:
         check_tokens(request, self.max_context, self.executor.spec.vocab_size)
@@ -76,7 +72,7 @@ class RequestCore(Core):
         self.executor.check(request, stop_ids_of(request.params, self.eos_ids))
 
     def add(self, request: GenerateRequest) -> None:
-        assert request.request_key not in self._sequences
+        assert request.request_key not in self.sequences
         arrival, sequences = self.clock(), []
         for index in range(request.params.n):
             seed = sequence_seed(request.params.seed, index)
@@ -91,7 +87,7 @@ class RequestCore(Core):
         outputs = self._end_expired() + self._hand_on() + self._end_overdue_waits()
         if self._running:
             for output in self.executor.poll(WAIT_S):
-                sequence = self._sequences.get(output.request_key, {}).get(output.index)
+                sequence = self.sequences.get(output.request_key, {}).get(output.index)
                 if sequence is None:
                     continue  # it was ended here
                 if output.token_ids and not sequence.produced:
@@ -104,7 +100,7 @@ class RequestCore(Core):
         return outputs
 
     def count_sequences(self) -> tuple[Counter[str], Counter[str]]:
-        running = (s.request.tenant for live in self._sequences.values() for s in live.values() if s.turn is not None)
+        running = (s.request.tenant for live in self.sequences.values() for s in live.values() if s.turn is not None)
         return Counter(running), Counter(self._waiting.count_by_tenant())
 
     def make_outlook(self) -> Outlook:

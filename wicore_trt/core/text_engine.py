@@ -117,10 +117,10 @@ class TextStream:
         self._engine = engine
         self._texts = [SequenceText(self.request_id, tokenizer, request.params) for _ in range(request.params.n)]
         self._since = since  # when the request came
-        self._first, self._last = (
-            [0.0] * request.params.n,
-            [0.0] * request.params.n,
-        )  # stamps of the first and last tokens
+        self._first = [0.0] * request.params.n  # stamps of each sequence's first tokens, 0 before them
+        self._last = [0.0] * request.params.n
+        self.unfinished = request.params.n
+        """Sequences that have not ended."""
         self.parts: tuple[float, float] | None = None  # seconds of the first sequence: queued, prefill
         self.log_id = request.log_id
         self._pending: dict[int, list[TextOutput]] = {}
@@ -133,19 +133,12 @@ class TextStream:
 
     @property
     def finished(self) -> bool:
-        return self._error is not None or all(text.finished for text in self._texts)
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
+        return self._error is not None or not self.unfinished
 
     @property
     def admitted(self) -> bool:
         """Tell whether the engine has begun with the request, which has not failed."""
         return self._computes and self._error is None
-
-    def count_unfinished(self) -> int:
-        return sum(not text.finished for text in self._texts)
 
     def push_output(self, output: TokenOutput) -> None:
         """Take a token output from the engine; on the event loop's thread."""
@@ -165,30 +158,43 @@ class TextStream:
         text = self._texts[output.index].push_output(output)
         if text is None or not (text.token_ids or text.finish_reason or text.prompt_logprobs):
             return
-        self._engine.find_tally(self.tenant).add_output(text)
-        times = self._engine.times
-        index = output.index
-        if text.token_ids:
-            if output.prefill_s is not None:
-                self._observe_begin(output.prefill_s)
-            self._last[index] = times.observe_output(self._since, self._last[index])
-            self._first[index] = self._first[index] or self._last[index]
+        tally = self._engine.find_tally(self.tenant)
+        tally.generated += len(text.token_ids)
         if text.finish_reason is not None:
-            times.observe_end(self._since, self._first[index], self._last[index], text.finish_reason, text.usage)
-            self._longest = max(self._longest, text.usage.completion_tokens if text.usage is not None else 0)
-            if self.finished:
-                times.longest.observe(self._longest)
-        self._pending.setdefault(index, []).append(text)
-        if self._texts[index].finished and output.finish_reason is None:
-            self._engine.engine.abort(self.request_key, index)
+            self.unfinished -= 1
+            tally.finished[text.finish_reason.value] += 1
+            tally.cached += text.usage.cached_tokens if text.usage is not None else 0
+            if output.finish_reason is None:  # a stop string ended it
+                self._engine.engine.abort(self.request_key, output.index)
+        self._observe_times(text, output.prefill_s)
+        self._pending.setdefault(output.index, []).append(text)
         self._changed.set()
 
-    def _observe_begin(self, prefill_s: float) -> None:
-        """Observe the time to the first tokens. Time that is no prefill counts as waiting."""
-        times = self._engine.times
-        queued_s = max(0.0, times.now - self._since - prefill_s)
-        times.observe_begin(queued_s, prefill_s)
-        self.parts = self.parts or (queued_s, prefill_s)
+    def _observe_times(self, text: TextOutput, prefill_s: float | None) -> None:
+        """Observe an output. Of the time to a sequence's first tokens, what is no prefill counts as waiting."""
+        times, index, since_s = self._engine.times, text.index, self._engine.times.now - self._since
+        if text.token_ids:
+            if prefill_s is not None:
+                queued_s = max(0.0, since_s - prefill_s)
+                times.queue.observe(queued_s)
+                times.prefill.observe(prefill_s)
+                self.parts = self.parts or (queued_s, prefill_s)
+            if self._last[index]:
+                times.gap.observe(times.now - self._last[index])
+            else:
+                times.first.observe(since_s)
+                self._first[index] = times.now
+            self._last[index] = times.now
+        if text.finish_reason is not None:
+            times.whole.observe(since_s)
+            if self._first[index]:
+                times.decode.observe(self._last[index] - self._first[index])
+            if text.usage is not None:
+                times.prompt.observe(text.usage.prompt_tokens)
+                times.generated.observe(text.usage.completion_tokens)
+                self._longest = max(self._longest, text.usage.completion_tokens)
+            if not self.unfinished:
+                times.longest.observe(self._longest)
 
     def fail_stream(self, error: WicoreError) -> None:
         """End the stream with `error` and abort the request."""
@@ -220,13 +226,6 @@ class Tally:
     cached: int = 0
     generated: int = 0
     finished: Counter[str] = field(default_factory=Counter)
-
-    def add_output(self, output: TextOutput) -> None:
-        self.generated += len(output.token_ids)
-        if output.finish_reason is not None:
-            self.finished[output.finish_reason.value] += 1
-        if output.usage is not None:
-            self.cached += output.usage.cached_tokens
 
 
 class TextEngine:
@@ -335,7 +334,7 @@ class TextEngine:
         """Drop a stream that its reader closed or that was refused; abort it if it still runs."""
         if stream.request_key in self._streams:
             if not refused:
-                self.find_tally(stream.tenant).finished[FinishReason.CANCELLED.value] += stream.count_unfinished()
+                self.find_tally(stream.tenant).finished[FinishReason.CANCELLED.value] += stream.unfinished
             self.engine.abort(stream.request_key)
             self._remove_stream(stream)
 
@@ -345,9 +344,6 @@ class TextEngine:
 
     def count_finished(self) -> Counter[str]:
         return sum((tally.finished for tally in self._tallies.values()), Counter())
-
-    async def read_stats(self) -> EngineStats:
-        return await self.engine.stats()
 
     async def read_tenant_stats(self, tenant: str) -> EngineStats:
         """Read the counts of one tenant's requests; counters that belong to no single tenant keep their defaults."""

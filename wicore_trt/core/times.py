@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from wicore_trt.types import FinishReason, Usage
-
 FIRST_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0),
@@ -55,33 +53,3 @@ class Times:
         self.prompt = Histogram(TOKENS)
         self.generated = Histogram(TOKENS)
         self.longest = Histogram(TOKENS)  # of the sequences of a request
-
-    @property
-    def histograms(self) -> dict[str, Histogram]:
-        return {name: getattr(self, name) for name in self.__slots__ if name != "now"}
-
-    def observe_output(self, since: float, last: float) -> float:
-        """Observe tokens of a sequence asked for at `since`, its last ones at `last` (0: none); return the new
-        `last`."""
-        now = self.now
-        if last:
-            self.gap.observe(now - last)
-        else:
-            self.first.observe(now - since)
-        return now
-
-    def observe_begin(self, queued_s: float, prefill_s: float) -> None:
-        """Observe a sequence's first tokens: its wait for the first step, and the time from there."""
-        self.queue.observe(queued_s)
-        self.prefill.observe(prefill_s)
-
-    def observe_end(self, since: float, first: float, last: float, reason: FinishReason, usage: Usage | None) -> None:
-        """Observe a sequence's end, and its first and last tokens' stamps (0: none). Failed sequences are left out."""
-        if reason is FinishReason.ERROR:
-            return
-        self.whole.observe(self.now - since)
-        if first:
-            self.decode.observe(last - first)
-        if usage is not None:
-            self.prompt.observe(usage.prompt_tokens)
-            self.generated.observe(usage.completion_tokens)

@@ -75,7 +75,7 @@ class GenerationCall:
                 stream = await engine.submit(request)
                 resources.push_async_callback(stream.aclose)
                 streams.append(stream)
-                totals.prompt += stream.prompt_tokens
+                totals.prompt += len(stream.prompt_token_ids)
                 totals.prompts += [stream.prompt_token_ids] * n
             grant.used += totals.prompt
             return cls(call, streams, n, grant, totals, resources.pop_all())

@@ -53,7 +53,7 @@ async def take_snapshot(context: Context) -> MetricsSnapshot:
     if engine is not None and engine.dead is None:
         with suppress(TimeoutError, WicoreError):
             async with asyncio.timeout(ANSWER_S):
-                stats = await engine.read_stats()
+                stats = await engine.engine.stats()
     engine_pid = engine.engine.pid if engine is not None else None
     pids = {"front": os.getpid()} | ({"engine": engine_pid} if engine_pid not in (None, os.getpid()) else {})
     return MetricsSnapshot(

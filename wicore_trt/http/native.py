@@ -78,7 +78,7 @@ def _count_open(context: Context, call: Call) -> int:
 async def serve_stats(context: Context, call: Call) -> Response:
     """Counters since start and gauges of the engine."""
     engine, who = context.require_engine(), call.who
-    found = await engine.read_stats() if who.operator else await engine.read_tenant_stats(who.tenant)
+    found = await engine.engine.stats() if who.operator else await engine.read_tenant_stats(who.tenant)
     answer = asdict(found)
     if who.operator:
         answer["latency"] = {

@@ -2,13 +2,13 @@
 
 "through": when a page is full. "selective": when a second request uses it. "back": coldest first, once more than
 DEVICE_THRESHOLD of a pool's pages are in use or on the device alone; at the latest at eviction. It must not know tokens
-or windows. Invariant (I3): a slot in `_unsaved` holds a published page that no lower tier was given. A slot in `due`
+or windows. Invariant (I3): a slot in `unsaved` holds a published page that no lower tier was given. A slot in `due`
 holds a published, trusted page: a step with finite logits has read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from typing import Literal
 
@@ -29,41 +29,33 @@ thread. Two for the tokens of a page, so that what is due does not grow."""
 
 class CopyDown:
     """Copies from `pools` to `tiers`; without tiers it does nothing. `due` are the pages, by group and slot, whose
-    copies have not begun. They begin beside a step, when the device is busy."""
+    copies have not begun. They begin beside a step, when the device is busy. `unsaved` are the slots, by group, of
+    published pages that no lower tier was given."""
 
     def __init__(self, pools: Mapping[str, PagePool], tiers: LowerTiers | None, policy: WritePolicy) -> None:
         self.due: dict[tuple[str, int], None] = {}
         self._pools = pools
         self._tiers = tiers
         self._policy = policy
-        self._unsaved: dict[str, set[int]] = {group: set() for group in pools}
-
-    def add_unsaved(self, group: str, slots: Iterable[int]) -> None:
-        """Note published pages that no lower tier has."""
-        if self._tiers is not None:
-            self._unsaved[group].update(slots)
-
-    def is_saved(self, group: str, slot: int) -> bool:
-        """Say whether a lower tier was given this page."""
-        return slot not in self._unsaved[group]
+        self.unsaved: dict[str, set[int]] = {group: set() for group in pools}
 
     def request_copy(self, group: str, slot: int, policy: WritePolicy) -> None:
         """Copy a page soon if it is trusted and `policy` is the write policy."""
         if policy == self._policy and self._tiers is not None:
             pool = self._pools[group]
-            if pool.page_of(slot) is not None and pool.is_trusted(slot):
+            if pool.page_of[slot] is not None and pool.trusted[slot]:
                 self.due[group, slot] = None
 
     def copy_evicted(self, group: str, page: Page, slot: int) -> None:
         """Copy a cached page that is about to lose its slot, if it is due or the policy left it to this moment."""
-        last_chance = (group, slot) in self.due or (self._policy == "back" and slot in self._unsaved[group])
-        if self._tiers is not None and last_chance and self._pools[group].is_trusted(slot):
+        last_chance = (group, slot) in self.due or (self._policy == "back" and slot in self.unsaved[group])
+        if self._tiers is not None and last_chance and self._pools[group].trusted[slot]:
             self._tiers.down.store_page(page, slot)
         self.forget_slot(group, slot)
 
     def forget_slot(self, group: str, slot: int) -> None:
         """Note that a slot holds no published page any more, or that its copy begins."""
-        self._unsaved[group].discard(slot)
+        self.unsaved[group].discard(slot)
         self.due.pop((group, slot), None)
 
     def begin_copies(self, tokens: int = 0, *, all_due: bool = False) -> None:
@@ -73,22 +65,22 @@ class CopyDown:
         for group, slot in list(islice(self.due, None if all_due else COPIES_AT_ONCE + tokens // TOKENS_A_COPY)):
             self._begin_copy(group, slot)
         for group, pool in self._pools.items() if self._policy == "back" and not all_due else ():
-            unsaved = self._unsaved[group]
+            unsaved = self.unsaved[group]
             surplus = pool.used_slots + len(unsaved) - DEVICE_THRESHOLD * pool.num_pages
             count = min(pool.cached_slots, int(surplus + HYSTERESIS * pool.num_pages) + 1)
             for slot in pool.list_coldest(count) if surplus > 0 and unsaved else ():
-                if slot in unsaved and pool.is_trusted(slot):
+                if slot in unsaved and pool.trusted[slot]:
                     self._begin_copy(group, slot)
 
     def _begin_copy(self, group: str, slot: int) -> None:
-        page = self._pools[group].page_of(slot)
+        page = self._pools[group].page_of[slot]
         assert self._tiers is not None and page is not None
         self.forget_slot(group, slot)
         self._tiers.down.store_page(page, slot)
 
     def check_integrity(self) -> None:
-        for group, slots in self._unsaved.items():
-            assert all(self._pools[group].page_of(slot) is not None for slot in slots), "an unsaved slot has no page"
+        for group, slots in self.unsaved.items():
+            assert all(self._pools[group].page_of[slot] is not None for slot in slots), "an unsaved slot has no page"
         for group, slot in self.due:
             pool = self._pools[group]
-            assert pool.page_of(slot) is not None and pool.is_trusted(slot), "a page is due that must not go (I3)"
+            assert pool.page_of[slot] is not None and pool.trusted[slot], "a page is due that must not go (I3)"

@@ -18,7 +18,7 @@ from wicore_trt.arithmetic import div_ceil, first_visible_page
 from wicore_trt.kv.copy_down import CopyDown, WritePolicy
 from wicore_trt.kv.events import MAX_EVENT_LOG_PAGES, Entry, KVEventLog
 from wicore_trt.kv.memory import Memory, SharedMemory
-from wicore_trt.kv.pages.hashing import KeyChain, TenantNames
+from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.a2cr import AttentionSignals
 from wicore_trt.kv.policy.policy import ChainPolicy, LRUPolicy
@@ -91,10 +91,10 @@ class KVCacheManager:
         self.retention = retention if retention is not None else Retention(600.0, time.monotonic)
         self.attention = AttentionSignals() if options.measure_attention else None
         self._policy = policy
-        self._copies = CopyDown(self.pools, tiers, options.write_policy)
+        self.copies = CopyDown(self.pools, tiers, options.write_policy)
         self.window = window
         self.page_tokens = chain.page_tokens
-        self._chain = chain
+        self.chain = chain
         first_of_window = cache(lambda n: self.first_visible_page(n * self.page_tokens))
         self.memory = Memory(self.pools)
         if slabs is not None and policy is not None:
@@ -106,10 +106,6 @@ class KVCacheManager:
         self._expected: dict[bytes, int] = {}  # pages that sequences wait for, and how many wait
         self.failures = 0
         """Failed steps so far. What a sequence shares with others or loads may have been condemned by one."""
-
-    def derive_names(self, who: str, salt: str) -> TenantNames:
-        """Derive the page names of tenant `who` under this cache_salt, on any thread; see `KeyChain.derive_names`."""
-        return self._chain.derive_names(who, salt)
 
     def first_visible_page(self, position: int) -> int:
         """Index of the first local page that a query at `position` looks at (keys position-window+1..position)."""
@@ -183,39 +179,25 @@ class KVCacheManager:
             self.tiers.touch_chain(pages.keys, signal)
         self.retention.renew_ends(pages.keys, pages.hints, pages.names.scope)
 
-    @property
-    def has_transfers(self) -> bool:
-        """True while any page is on its way to a tier or due to go there."""
-        return self.tiers is not None and (self.tiers.has_work or bool(self._copies.due))
-
     def close(self, timeout_s: float) -> None:
         """Close the tiers, giving pages on their way at most `timeout_s` seconds to arrive."""
         if self.tiers is not None:
-            self._copies.begin_copies(all_due=True)
+            self.copies.begin_copies(all_due=True)
             self.tiers.close(timeout_s)
 
-    def do_housekeeping(self) -> None:
-        """Apply finished transfers, copy pages down and drop expired pages, while no step is to be made."""
-        if self.tiers is not None:
-            self.tiers.poll_all()
-            self._copies.begin_copies()
-        self._drop_expired()
-
     def prepare_step(self) -> None:
-        """Do the housekeeping that the next step may depend on, while the device waits for it."""
+        """Do the housekeeping that the next step may depend on, while the device waits for it: apply what came up, drop
+        expired pages."""
         if self.tiers is not None:
             self.tiers.poll_up()
-        self._drop_expired()
-
-    def work_beside_step(self, tokens: int) -> None:
-        """Do the rest of the housekeeping beside a step of `tokens`."""
-        if self.tiers is not None:
-            self.tiers.poll_down()
-            self._copies.begin_copies(tokens)
-
-    def _drop_expired(self) -> None:
         for key in self.retention.take_due(self.retention.clock(), self._in_use):
             self.drop_page(key, "expired")
+
+    def work_beside_step(self, tokens: int) -> None:
+        """Do the rest of the housekeeping, beside a step of `tokens`: apply what went down, copy pages down."""
+        if self.tiers is not None:
+            self.tiers.poll_down()
+            self.copies.begin_copies(tokens)
 
     def _in_use(self, key: bytes) -> bool:
         """Say whether a page cannot be dropped now: a sequence holds or expects it, or it moves to a tier."""
@@ -249,17 +231,12 @@ class KVCacheManager:
         if len(tables[LOCAL]) >= count and len(tables[GLOBAL]) >= whole:
             return True
         need = {GLOBAL: whole, LOCAL: count}
-        return self._extend_tables({g: [(pages, max(0, need[g] - len(tables[g])))] for g in self.pools}, spare)
+        return self.extend_tables([(pages, need)], spare)
 
-    def reserve_for_all(self, wanted: Iterable[tuple[SequencePages, int]]) -> bool:
-        """Reserve pages of several sequences, given as (pages, tokens). False, and no change, unless all fit."""
-        counts = [(pages, self.count_pages(tokens)) for pages, tokens in wanted]
-        return self._extend_tables(
-            {g: [(p, max(0, count - len(p.tables[g]))) for p, count in counts] for g in self.pools}
-        )
-
-    def _extend_tables(self, lacking: dict[str, list[tuple[SequencePages, int]]], spare: int = 0) -> bool:
-        """Append so many slots to each table of a group; False, and no change, unless all have room."""
+    def extend_tables(self, wanted: Sequence[tuple[SequencePages, Mapping[str, int]]], spare: int = 0) -> bool:
+        """Extend the tables of several sequences to so many pages of each group. False, and no change, unless all fit
+        and leave `spare` available slots."""
+        lacking = {g: [(pages, max(0, need[g] - len(pages.tables[g]))) for pages, need in wanted] for g in self.pools}
         need = {group: count for group, short in lacking.items() if (count := sum([count for _, count in short]))}
         if spare and not self.memory.can_allocate({group: count + spare for group, count in need.items()}):
             return False
@@ -288,7 +265,15 @@ class KVCacheManager:
         # after another sequence's failed step, these pages may derive from a page condemned then
         if full > pages.published and self._prefix_cache and pages.failures == self.failures:
             pages.name_pages(tokens)
-            self._publish_computed(pages, full)
+            # without local pages that slide out now
+            gone = self._windows.unwanted_pages(pages.published, full, pages.resume_points)
+            for group, pool in self.pools.items():
+                table, places = tables[group], range(pages.published, full)
+                passing = gone if group == LOCAL != self.chain_group else ()
+                for i in passing:
+                    if i < full and table[i] >= 0:
+                        pool.check_full(table[i], i)
+                self.publish_pages(pages, group, [i for i in places if table[i] >= 0 and i not in passing])
             self.retention.begin_ends(pages.keys[pages.published : full], pages.hints)
             self.stop_computing(pages, pages.keys[pages.published : full])
             pages.published = full
@@ -299,23 +284,12 @@ class KVCacheManager:
         if full > begin // size:  # keep the window of a request that starts at the last full page, too
             self.slide_window(pages, full * size)
 
-    def _publish_computed(self, pages: SequencePages, full: int) -> None:
-        """Publish the first `full` pages, without local ones that slide out now. Raises UnwrittenPageError."""
-        gone = self._windows.unwanted_pages(pages.published, full, pages.resume_points)
-        for group, pool in self.pools.items():
-            table, places = pages.tables[group], range(pages.published, full)
-            passing = gone if group == LOCAL != self.chain_group else ()
-            for i in passing:
-                if i < full and table[i] >= 0:
-                    pool.check_full(table[i], i)
-            self.publish_pages(pages, group, [i for i in places if table[i] >= 0 and i not in passing])
-
     def publish_pages(self, pages: SequencePages, group: str, places: Sequence[int], *, saved: bool = False) -> None:
         """Publish full pages that no other slot holds; `saved` if a lower tier has them. Raises UnwrittenPageError."""
         table, pool = pages.tables[group], self.pools[group]
         found = pool.publish_slots([table[i] for i in places], pages.make_pages(group, places))
-        if not saved and pages.hints.priority is not CachePriority.LOW:
-            self._copies.add_unsaved(group, found)
+        if self.tiers is not None and not saved and pages.hints.priority is not CachePriority.LOW:
+            self.copies.unsaved[group].update(found)
         self.events.append_stored("device", *found.values())
 
     def _trust_pages(self, pages: SequencePages) -> None:
@@ -328,21 +302,21 @@ class KVCacheManager:
                 if slot < 0 or not pool.trust_page(slot) or low:
                     continue
                 if i < pages.attached:
-                    self._copies.request_copy(group, slot, "selective")
-                elif group == self.chain_group and not self._copies.is_saved(group, slot):
-                    self._copies.request_copy(group, slot, "through")
+                    self.copies.request_copy(group, slot, "selective")
+                elif group == self.chain_group and slot in self.copies.unsaved[group]:
+                    self.copies.request_copy(group, slot, "through")
         durable = self._windows.pages_before(pages.resume_points) if pages.left else ()
         for i, slot in pages.left.items():
-            page = self.pools[LOCAL].page_of(slot)
+            page = self.pools[LOCAL].page_of[slot]
             if page is not None and page.key == pages.keys[i]:
                 self.pools[LOCAL].trust_page(slot)
                 if not low and i in durable:
-                    self._copies.request_copy(LOCAL, slot, "through")
+                    self.copies.request_copy(LOCAL, slot, "through")
         pages.left.clear()
         pages.trusted = pages.published
 
     def _on_evict(self, group: str, page: Page, slot: int) -> None:
-        self._copies.copy_evicted(group, page, slot)
+        self.copies.copy_evicted(group, page, slot)
         self.events.append_removed("device", group, page.key, "capacity")
 
     def slide_window(self, pages: SequencePages, position: int) -> bool:
@@ -370,39 +344,30 @@ class KVCacheManager:
                 self._release_slots(LOCAL, [slot], keep=False)
                 continue
             if i < pages.published:
-                if not pool.is_trusted(slot):
+                if not pool.trusted[slot]:
                     pages.left[i] = slot
                 elif i in durable and pages.hints.priority is not CachePriority.LOW:
-                    self._copies.request_copy(LOCAL, slot, "through")
+                    self.copies.request_copy(LOCAL, slot, "through")
             # spare, as few requests start at a checkpoint: those windows must not crowd out the windows at ends
             self._release_slots(LOCAL, [slot], keep=True, spare=i not in durable)
         pages.replace_slots(LOCAL, dict.fromkeys(gone, -1))
 
-    def replace_global(self, pages: SequencePages, slots: Mapping[int, int]) -> None:
-        """Replace slots of the global table, by page index, and release the old ones."""
-        table = pages.tables[GLOBAL]
-        self.pools[GLOBAL].release_slots([table[i] for i in slots])
-        pages.replace_slots(GLOBAL, slots)
-
     def replace_window(self, pages: SequencePages, first: int, slots: Sequence[int]) -> None:
         """Replace all that the local table holds by `slots`, as pages first, first + 1, ..."""
         self._drop_local_pages(pages, pages.first_local, len(pages.tables[LOCAL]))
-        pages.cut_table(LOCAL, first)
-        pages.extend_table(LOCAL, [-1] * (first - len(pages.tables[LOCAL])))
-        pages.extend_table(LOCAL, slots)
-        pages.first_local = first
+        pages.set_window(first, slots)
         pages.trusted = min(pages.trusted, first)
 
     def _release_slots(self, group: str, slots: list[int], *, keep: bool, spare: bool = False) -> None:
         pool = self.pools[group]
-        before = [] if keep else [pool.page_of(slot) for slot in slots]
+        before = [] if keep else [pool.page_of[slot] for slot in slots]
         pool.release_slots(slots, keep=keep, spare=spare)
         if keep:
             self.memory.spare_orphans(group, slots)
         else:
             for slot, page in zip(slots, before, strict=True):
-                if page is not None and pool.page_of(slot) is None:
-                    self._copies.forget_slot(group, slot)
+                if page is not None and pool.page_of[slot] is None:
+                    self.copies.forget_slot(group, slot)
                     self.events.append_removed("device", group, page.key, "released")
 
     def free_pages(self, pages: SequencePages) -> None:
@@ -421,10 +386,11 @@ class KVCacheManager:
         a step of theirs has finite logits, and give up their loads."""
         self.failures += 1
         for group, pool in self.pools.items():
-            for key in {*pages.keys[: pages.published], *pool.list_doubtful()}:
+            doubtful = {p.key for p, trusted in zip(pool.page_of, pool.trusted, strict=True) if p and not trusted}
+            for key in doubtful.union(pages.keys[: pages.published]):
                 slot = pool.condemn_page(key)
                 if slot is not None:
-                    self._copies.forget_slot(group, slot)
+                    self.copies.forget_slot(group, slot)
                     self.events.append_removed("device", group, key, "failed")
         if self.tiers is not None:
             for key in pages.keys[: pages.published]:
@@ -449,7 +415,7 @@ class KVCacheManager:
         if self.tiers is None or pages.hints.priority is CachePriority.LOW:
             return
         for i in range(pages.first_local, min(pages.published, len(pages.tables[LOCAL]))):
-            self._copies.request_copy(LOCAL, pages.tables[LOCAL][i], "through")
+            self.copies.request_copy(LOCAL, pages.tables[LOCAL][i], "through")
         if self.chain_group == GLOBAL:
             for index in indexes:
                 ends.update(i + 1 for i in index.policy.find_branches(keys))
@@ -461,7 +427,7 @@ class KVCacheManager:
             slot = pool.find_slot(key)
             pool.drop_page(key)
             if slot is not None and pool.find_slot(key) is None:
-                self._copies.forget_slot(group, slot)
+                self.copies.forget_slot(group, slot)
                 self.events.append_removed("device", group, key, cause)
         if self.tiers is not None:
             self.tiers.drop_page(key, cause)
@@ -483,7 +449,7 @@ class KVCacheManager:
 
     def check_integrity(self) -> None:
         self.memory.check_integrity()
-        self._copies.check_integrity()
+        self.copies.check_integrity()
         assert all(count > 0 for count in self._expected.values()), "pages are waited for less than not at all"
         if self.tiers is not None:
             self.tiers.check_integrity()

@@ -8,7 +8,8 @@ can be allocated.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 
 from wicore_trt.arithmetic import least_slabs
 from wicore_trt.kv.policy.policy import ChainPolicy
@@ -81,12 +82,11 @@ class SharedMemory(Memory):
         self._first_of_window = first_of_window
         self._dead: dict[bytes, None] = {}
         for group, pool in pools.items():
-            pool.make_room = lambda count, group=group: self._make_room(group, count, 0)  # type: ignore[misc]
+            pool.make_room = partial(self._make_room, group)
 
     @property
     def free_counts(self) -> list[int]:
-        room = self.slabs.free_room
-        return [room.slabs, *room.beside]
+        return self.slabs.free_room
 
     def holds_alone(self, whole: int, local: int, window: int) -> bool:
         pages = self.slabs.pages
@@ -100,11 +100,8 @@ class SharedMemory(Memory):
             return None
         slots: dict[str, list[int]] = {}
         for group, count in need.items():
-            leave = sum(
-                self.slabs.needed_slabs(name, n) for name, n in need.items() if name not in slots and name != group
-            )
-            self._make_room(group, count, leave)
-            found = self._pools[group].allocate_slots(count)
+            rest = [(name, n) for name, n in need.items() if name not in slots and name != group]
+            found = self._pools[group].allocate_slots(count, sum(self.slabs.needed_slabs(*other) for other in rest))
             assert found is not None
             slots[group] = found
         return slots
@@ -118,7 +115,7 @@ class SharedMemory(Memory):
         if group == LOCAL:
             local, found = self._pools[LOCAL], self._pools[GLOBAL].find_slot
             for slot in slots:
-                page = local.page_of(slot)
+                page = local.page_of[slot]
                 if page is not None and found(page.key) is None:
                     local.make_spare(page.key)  # without its global page it is found by nobody
 
@@ -152,10 +149,10 @@ class SharedMemory(Memory):
         """Pack `count` slots into as few more slabs as possible, at any price, as memory is short. It looks at `count`
         pages and at those of slabs without a used page, fewer than `count`: never at all pages."""
         pool, slabs = self._pools[group], self.slabs
-        beside = (slot for slot in pool.iterate_oldest() if slabs.in_use(group, slot))
-        for slot in list(islice(beside, max(0, count - slabs.free_beside(group)))):
+        beside = (slot for slot in chain(pool.spare, pool.cached) if slabs.in_use(group, slot))
+        for slot in list(islice(beside, max(0, count - slabs.beside[group]))):
             pool.evict_slot(slot)
-        if slabs.free_beside(group) >= count:
+        if slabs.beside[group] >= count:
             return
         for name in (group, *(other for other in self._pools if other != group)):
             for slot in slabs.idle_slots(name):
@@ -165,40 +162,38 @@ class SharedMemory(Memory):
 
     def _evict_next(self) -> bool:
         """Evict the page that is worth least; False when nothing is cached."""
-        chain, local = self._pools[GLOBAL], self._pools[LOCAL]
-        spare = local.first_spare()
-        if spare is not None:
-            local.evict_slot(spare)
+        whole, local = self._pools[GLOBAL], self._pools[LOCAL]
+        if local.spare:
+            local.evict_slot(next(iter(local.spare)))
             return True
         while self._dead:
             key = next(iter(self._dead))
             del self._dead[key]
-            slot = chain.find_slot(key)
-            if slot is not None and chain.is_cached(slot) and not self._policy.count_children(key):
+            slot = whole.find_slot(key)
+            if slot is not None and whole.is_cached(slot) and not self._policy.count_children(key):
                 self._evict_place(key, slot)
                 return True
         victims = self._policy.choose_victims(1)
         if victims:
-            slot = chain.find_slot(victims[0])  # type: ignore[arg-type]
+            slot = whole.find_slot(victims[0])  # type: ignore[arg-type]
             assert slot is not None
             parent = self._evict_place(victims[0], slot)  # type: ignore[arg-type]
             if parent is not None:
                 self._mark_dead(parent)
             return True
         # windows of running sequences, and global pages whose children are in use
-        for pool in (local, chain):
-            first = pool.first_cached()
-            if first is not None:
-                pool.evict_slot(first)
+        for pool in (local, whole):
+            if pool.cached:
+                pool.evict_slot(next(iter(pool.cached)))
                 return True
         return False
 
     def _evict_place(self, key: bytes, slot: int) -> bytes | None:
         """Evict both pages of an index of a chain; return the key of the page before."""
-        chain, local = self._pools[GLOBAL], self._pools[LOCAL]
-        page = chain.page_of(slot)
+        whole, local = self._pools[GLOBAL], self._pools[LOCAL]
+        page = whole.page_of[slot]
         assert page is not None
-        chain.evict_slot(slot)
+        whole.evict_slot(slot)
         beside = local.find_slot(key)
         if beside is not None and local.is_cached(beside):
             local.evict_slot(beside)
@@ -206,12 +201,12 @@ class SharedMemory(Memory):
 
     def _mark_dead(self, key: bytes | None) -> None:
         """Mark pages dead that lie behind the last window of a chain, which now ends at this page."""
-        chain, children = self._pools[GLOBAL], 0
+        whole, children = self._pools[GLOBAL], 0
         while key is not None:
-            slot = chain.find_slot(key)
-            if slot is None or not chain.is_cached(slot) or self._policy.count_children(key) != children:
+            slot = whole.find_slot(key)
+            if slot is None or not whole.is_cached(slot) or self._policy.count_children(key) != children:
                 return
-            page = chain.page_of(slot)
+            page = whole.page_of[slot]
             assert page is not None
             if self._starts_here(key, page.index + 1):
                 return
@@ -220,14 +215,14 @@ class SharedMemory(Memory):
 
     def _starts_here(self, key: bytes | None, count: int) -> bool:
         """Say whether all local pages are there for a start behind `count` pages, of which `key` is the last."""
-        chain, local = self._pools[GLOBAL], self._pools[LOCAL]
+        whole, local = self._pools[GLOBAL], self._pools[LOCAL]
         if key is None or local.find_slot(key) is None:
             return False  # nearly always
         for _ in range(self._first_of_window(count), count):
-            slot = chain.find_slot(key) if key is not None and local.find_slot(key) is not None else None
+            slot = whole.find_slot(key) if key is not None and local.find_slot(key) is not None else None
             if slot is None:
                 return False
-            page = chain.page_of(slot)
+            page = whole.page_of[slot]
             assert page is not None
             key = page.parent
         return True

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 
 from wicore_trt.errors import UnwrittenPageError
@@ -23,7 +23,7 @@ class PagePool:
     """Slots 0..num_pages-1 of one layer group, `page_tokens` tokens each, with reference counts and a key index.
 
     `slabs` is the memory that it takes its slots from as `group`, by default its own. In shared memory it has fewer
-    slots at a time, and `make_room` evicts pages, also of others, until `count` slots are free.
+    slots at a time, and `make_room(count, leave)` evicts pages, also of others, until `count` slots are free.
 
     Cached slots are taken in the order of `policy`, or least recently released first without one; `spare` ones before
     all others. A sequence releases its pages tail first, so a chain's pages leave before their parents and the rest
@@ -40,7 +40,7 @@ class PagePool:
         slabs: Slabs | None = None,
         group: str = "",
     ) -> None:
-        self.make_room: Callable[[int], None] = self._evict_coldest
+        self.make_room: Callable[[int, int], None] = self._evict_coldest
         self._slabs = slabs if slabs is not None else Slabs(1, {group: num_pages})
         self._group = group
         self.page_tokens = page_tokens
@@ -50,11 +50,14 @@ class PagePool:
         self.written = array("i", [0]) * num_pages
         """How many tokens of its page the holder of a slot has written; see `write_tokens`."""
         self._references = [0] * num_pages
-        self._trusted = bytearray(num_pages)
-        self._page_of: list[Page | None] = [None] * num_pages
+        self.trusted = bytearray(num_pages)
+        """By slot: whether a step that read its page had finite logits, since the page came there."""
+        self.page_of: list[Page | None] = [None] * num_pages
+        """By slot: the page that it was published as."""
         self._slot_of: dict[bytes, int] = {}
-        self._cached: OrderedDict[int, None] = OrderedDict()
-        self._spare: OrderedDict[int, None] = OrderedDict()
+        self.cached: OrderedDict[int, None] = OrderedDict()
+        """Cached slots that are not spare, in the order of their release, as are the spare ones."""
+        self.spare: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_pages(self) -> int:
@@ -68,11 +71,11 @@ class PagePool:
 
     @property
     def cached_slots(self) -> int:
-        return len(self._cached) + len(self._spare)
+        return len(self.cached) + len(self.spare)
 
     @property
     def used_slots(self) -> int:
-        return self._slabs.used_slots(self._group)
+        return self._slabs.used_slots[self._group]
 
     def find_slot(self, key: bytes) -> int | None:
         return self._slot_of.get(key)
@@ -82,15 +85,16 @@ class PagePool:
         slot = self._slot_of.get(key)
         return slot is not None and self._references[slot] > 0
 
-    def allocate_slots(self, count: int) -> list[int] | None:
-        """Take `count` slots with one reference each, or return None and change nothing when there are not enough."""
+    def allocate_slots(self, count: int, leave: int = 0) -> list[int] | None:
+        """Take `count` slots with one reference each, or return None and change nothing when there are not enough. In
+        shared memory `leave` slabs besides stay without a used page."""
         if count > self.available_slots:
             return None
-        self.make_room(count)
+        self.make_room(count, leave)
         slots = self._slabs.take_slots(self._group, count)
         for slot in slots:
             self._references[slot] = 1
-            self.written[slot] = self._trusted[slot] = 0
+            self.written[slot] = self.trusted[slot] = 0
         return slots
 
     def acquire_slots(self, slots: Iterable[int]) -> None:
@@ -100,7 +104,7 @@ class PagePool:
             if self._references[slot] == 0:
                 self._uncache(slot)
                 self._slabs.pin_slot(self._group, slot)
-                page = self._page_of[slot]
+                page = self.page_of[slot]
                 if page is not None:
                     pinned.append(page.key)
             self._references[slot] += 1
@@ -109,22 +113,22 @@ class PagePool:
 
     def is_cached(self, slot: int) -> bool:
         """Say whether a slot holds a page that nobody uses."""
-        return slot in self._cached or slot in self._spare
+        return slot in self.cached or slot in self.spare
 
     def write_tokens(self, slot: int, begin: int, end: int) -> None:
         """Note that a step of the slot's holder wrote tokens [begin, end) of its page. Raises UnwrittenPageError, and
         changes nothing, when tokens before `begin` were never written or the page is published, so that others may read
         it."""
         written = self.written[slot]
-        if begin > written or self._page_of[slot] is not None:
-            state = f"has {written} tokens" if self._page_of[slot] is None else "is published"
+        if begin > written or self.page_of[slot] is not None:
+            state = f"has {written} tokens" if self.page_of[slot] is None else "is published"
             raise UnwrittenPageError(f"Tokens [{begin}, {end}) were written into a page that {state}.")
         if end > written:
             self.written[slot] = end
 
     def fill_slots(self, slots: Iterable[int], tokens: int) -> None:
         """Note that a verified load brought the first `tokens` tokens of each slot's page that is not published."""
-        written, page_of = self.written, self._page_of
+        written, page_of = self.written, self.page_of
         for slot in slots:
             if page_of[slot] is None and written[slot] < tokens:
                 written[slot] = tokens
@@ -136,25 +140,13 @@ class PagePool:
 
     def trust_page(self, slot: int) -> bool:
         """Note that a step that read this page had finite logits. False, and no change, if it is not published."""
-        if self._page_of[slot] is None:
+        if self.page_of[slot] is None:
             return False
-        self._trusted[slot] = 1
+        self.trusted[slot] = 1
         return True
 
-    def is_trusted(self, slot: int) -> bool:
-        """Say whether a step that read this page had finite logits, since it came into its slot."""
-        return bool(self._trusted[slot])
-
-    def list_doubtful(self) -> list[bytes]:
-        """List the keys of the published pages that are not trusted."""
-        return [page.key for page, trusted in zip(self._page_of, self._trusted, strict=True) if page and not trusted]
-
-    def page_of(self, slot: int) -> Page | None:
-        """Page that a slot was published as, or None."""
-        return self._page_of[slot]
-
     def list_pages(self) -> list[Page]:
-        return [page for page in self._page_of if page is not None]
+        return [page for page in self.page_of if page is not None]
 
     def publish_slots(self, slots: Sequence[int], pages: Sequence[Page]) -> dict[int, Page]:
         """Publish used slots as these pages, first pages of a chain first. Returns the newly findable ones: without
@@ -167,10 +159,10 @@ class PagePool:
                 self.check_full(slot, page.index)
         found: dict[int, Page] = {}
         for slot, page in zip(slots, pages, strict=True):
-            if page.key in self._slot_of or self._page_of[slot] is not None:
+            if page.key in self._slot_of or self.page_of[slot] is not None:
                 continue
             self._slot_of[page.key] = slot
-            self._page_of[slot] = found[slot] = page
+            self.page_of[slot] = found[slot] = page
         if self.policy is not None:  # hears of them run by run of a chain
             keys, parent, last = list[bytes](), None, None
             for page in found.values():
@@ -188,14 +180,14 @@ class PagePool:
     def release_slots(self, slots: Iterable[int], *, keep: bool = True, spare: bool = False) -> None:
         """Drop one reference of each slot, in order; pass a chain's tail first. An unused slot becomes cached if it was
         published and `keep` is set, else free; `spare` ones leave first."""
-        cached, unpinned = self._spare if spare else self._cached, []
+        cached, unpinned = self.spare if spare else self.cached, []
         for slot in slots:
             assert self._references[slot] > 0, f"slot {slot} released twice"
             self._references[slot] -= 1
             if self._references[slot]:
                 continue
             self._slabs.unpin_slot(self._group, slot)
-            page = self._page_of[slot]
+            page = self.page_of[slot]
             if keep and page is not None:
                 cached[slot] = None
                 unpinned.append(page.key)
@@ -225,37 +217,26 @@ class PagePool:
     def make_spare(self, key: bytes) -> None:
         """Make a cached page leave before those that are not spare."""
         slot = self._slot_of.get(key)
-        if slot is not None and slot in self._cached:
-            del self._cached[slot]
-            self._spare[slot] = None
-
-    def first_spare(self) -> int | None:
-        return next(iter(self._spare), None)
-
-    def first_cached(self) -> int | None:
-        """Return the slot of the cached page that was released first, spare ones aside."""
-        return next(iter(self._cached), None)
-
-    def iterate_oldest(self) -> Iterator[int]:
-        """Yield cached slots in the order of their release, spare ones first. Change nothing meanwhile."""
-        return chain(self._spare, self._cached)
+        if slot is not None and slot in self.cached:
+            del self.cached[slot]
+            self.spare[slot] = None
 
     def list_coldest(self, count: int) -> list[int]:
         """List at most `count` cached slots in the order in which they would be taken."""
         if self.policy is None:
-            return list(islice(chain(self._spare, self._cached), count))
-        keys = self.policy.choose_victims(min(count, len(self._cached)))
-        slots = [self._slot_of[key] for key in keys] if keys is not None else list(self._cached)  # type: ignore[index]
+            return list(islice(chain(self.spare, self.cached), count))
+        keys = self.policy.choose_victims(min(count, len(self.cached)))
+        slots = [self._slot_of[key] for key in keys] if keys is not None else list(self.cached)  # type: ignore[index]
         return slots[:count]
 
     def evict_slot(self, slot: int) -> None:
-        page = self._page_of[slot]
+        page = self.page_of[slot]
         assert page is not None
         self._on_evict(page, slot)
         self._free_cached(slot)
         self.evictions += 1
 
-    def _evict_coldest(self, count: int) -> None:
+    def _evict_coldest(self, count: int, leave: int) -> None:
         # A cached page whose child is in use has no place in the policy's order; then the oldest go.
         for slot in self.list_coldest(max(0, count - self._slabs.free_slots(self._group))):
             self.evict_slot(slot)
@@ -266,33 +247,33 @@ class PagePool:
         self._slabs.return_slot(self._group, slot)
 
     def _uncache(self, slot: int) -> None:
-        del (self._spare if slot in self._spare else self._cached)[slot]
+        del (self.spare if slot in self.spare else self.cached)[slot]
 
     def _unpublish(self, slot: int) -> None:
-        page = self._page_of[slot]
+        page = self.page_of[slot]
         if page is not None:
             del self._slot_of[page.key]
-            self._page_of[slot] = None
+            self.page_of[slot] = None
             if self.policy is not None:
                 self.policy.remove_page(page.key)
 
     def list_states(self) -> tuple[set[int], set[int]]:
         """List the used slots and the cached slots."""
-        return {slot for slot, count in enumerate(self._references) if count > 0}, {*self._cached, *self._spare}
+        return {slot for slot, count in enumerate(self._references) if count > 0}, {*self.cached, *self.spare}
 
     def check_integrity(self) -> None:
-        assert self.policy is None or not self._spare, "a policy orders all that is cached"
+        assert self.policy is None or not self.spare, "a policy orders all that is cached"
         used, cached = self.list_states()
         assert len(cached) == self.cached_slots, "a slot is cached twice"
         if len(self._slabs.pages) == 1:
             self._slabs.check_integrity({self._group: (used, cached)})
-        pages = {slot for slot, page in enumerate(self._page_of) if page is not None}
+        pages = {slot for slot, page in enumerate(self.page_of) if page is not None}
         assert pages <= used | cached, "a free slot has a page"
-        assert all(self._page_of[slot] is not None for slot in cached), "a cached slot has no page"
+        assert all(self.page_of[slot] is not None for slot in cached), "a cached slot has no page"
         assert all(self.written[slot] == self.page_tokens for slot in self._slot_of.values()), "an unwritten page (I2)"
-        named = {page.key: slot for slot, page in enumerate(self._page_of) if page is not None}
+        named = {page.key: slot for slot, page in enumerate(self.page_of) if page is not None}
         assert named == self._slot_of, "the index is wrong"
-        assert len(named) == sum(page is not None for page in self._page_of), "a key is indexed twice"
+        assert len(named) == sum(page is not None for page in self.page_of), "a key is indexed twice"
         if self.policy is not None:
             assert len(self.policy) == len(named) and all(key in self.policy for key in named), "the policy is wrong"
             self.policy.check_integrity()

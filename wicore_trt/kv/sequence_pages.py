@@ -91,9 +91,10 @@ class SequencePages:
             table[i] = slot
         self.stamp = next(STAMPS)
 
-    def cut_table(self, group: str, length: int) -> None:
-        del self.tables[group][length:]
-        self.stamp = next(STAMPS)
+    def set_window(self, first: int, slots: Iterable[int]) -> None:
+        """Make the local table hold these slots, as pages first, first + 1, ..., and nothing else."""
+        self.tables[LOCAL][:] = array("i", [*[-1] * first, *slots])
+        self.first_local, self.stamp = first, next(STAMPS)
 
     def clear_tables(self) -> None:
         self.tables, self.stamp = empty_tables(), next(STAMPS)

@@ -10,16 +10,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from wicore_trt.arithmetic import div_ceil
-
-
-class FreeSlots(NamedTuple):
-    """Unused memory: `slabs` without a used page, and by group the free slots `beside` used pages."""
-
-    slabs: int
-    beside: tuple[int, ...]
 
 
 class Slabs:
@@ -44,9 +36,10 @@ class Slabs:
         self._empty = list(range(count - 1, -1, -1))
         self._owned = dict.fromkeys(pages, 0)
         self._pinned = dict.fromkeys(pages, 0)
-        self._slots_used = dict.fromkeys(pages, 0)
+        self.used_slots = dict.fromkeys(pages, 0)
         self._loose = dict.fromkeys(pages, 0)
-        self._beside = dict.fromkeys(pages, 0)
+        self.beside = dict.fromkeys(pages, 0)
+        """Free slots that are in slabs in use."""
         self._idle: dict[str, dict[int, None]] = {group: {} for group in pages}  # slabs of a group without a used page
         # Slabs with free slots, by whether a page of theirs is used.
         self._partial: dict[str, tuple[OrderedDict[int, None], OrderedDict[int, None]]] = {
@@ -54,9 +47,6 @@ class Slabs:
         }
 
     # --- what there is -------------------------------------------------------------------------------------------
-
-    def used_slots(self, group: str) -> int:
-        return self._slots_used[group]
 
     def count_slots(self, group: str) -> int:
         """Count the slots of the slabs that a group has or that nobody has."""
@@ -66,28 +56,24 @@ class Slabs:
         """Count the slots that `take_slots` can give at once, if it may use any slab."""
         return self._loose[group] + self.pages[group] * len(self._empty)
 
-    def free_beside(self, group: str) -> int:
-        """Count the free slots that are in slabs in use."""
-        return self._beside[group]
-
     @property
     def unused_slabs(self) -> int:
         """Slabs without a used page."""
         return self.count - sum(self._pinned.values())
 
     @property
-    def free_room(self) -> FreeSlots:
-        beside = tuple(self.pages[g] * self._pinned[g] - self._slots_used[g] for g in self.pages)
-        return FreeSlots(self.unused_slabs, beside)
+    def free_room(self) -> list[int]:
+        """Slabs without a used page, and by group the slots of slabs in use that are free or cached."""
+        return [self.unused_slabs, *(self.pages[g] * self._pinned[g] - self.used_slots[g] for g in self.pages)]
 
     def available_slots(self, group: str) -> int:
         """Count the slots that a group alone could have when all cached pages leave."""
         others = sum(count for name, count in self._pinned.items() if name != group)
-        return self.pages[group] * (self.count - others) - self._slots_used[group]
+        return self.pages[group] * (self.count - others) - self.used_slots[group]
 
     def needed_slabs(self, group: str, count: int) -> int:
         """Count the slabs without a used page that `count` more slots take at least."""
-        beside = self.pages[group] * self._pinned[group] - self._slots_used[group]
+        beside = self.pages[group] * self._pinned[group] - self.used_slots[group]
         return div_ceil(max(0, count - beside), self.pages[group])
 
     def can_take(self, need: Mapping[str, int]) -> bool:
@@ -96,7 +82,7 @@ class Slabs:
 
     def would_pin(self, group: str, count: int) -> int:
         """Count the slabs without a used page that `take_slots` would use."""
-        left, slabs = count - self._beside[group], 0
+        left, slabs = count - self.beside[group], 0
         for slab in self._partial[group][0]:
             if left <= 0:
                 break
@@ -137,8 +123,8 @@ class Slabs:
             taken += reversed(free[-some:])
             del free[-some:]
             self._loose[group] -= some
-            self._beside[group] -= some
-            self._slots_used[group] += some
+            self.beside[group] -= some
+            self.used_slots[group] += some
             if not self._used[slab]:
                 del unpinned[slab]
                 if free:
@@ -155,17 +141,17 @@ class Slabs:
             self._enter_use(group, slab)
             self._move_partial(group, slab, 0)
         self._used[slab] += 1
-        self._slots_used[group] += 1
+        self.used_slots[group] += 1
 
     def unpin_slot(self, group: str, slot: int) -> None:
         """Note that a used slot is cached."""
         slab = slot // self.pages[group]
         self._used[slab] -= 1
-        self._slots_used[group] -= 1
+        self.used_slots[group] -= 1
         if not self._used[slab]:
             self._pinned[group] -= 1
             self._idle[group][slab] = None
-            self._beside[group] -= len(self._free[slab])
+            self.beside[group] -= len(self._free[slab])
             self._move_partial(group, slab, 1)
 
     def return_slot(self, group: str, slot: int) -> None:
@@ -174,7 +160,7 @@ class Slabs:
         free = self._free[slab]
         free.append(slot)
         self._loose[group] += 1
-        self._beside[group] += self._used[slab] > 0
+        self.beside[group] += self._used[slab] > 0
         at = self._partial[group][self._used[slab] > 0]
         at[slab] = None
         if len(free) == self.pages[group]:
@@ -187,7 +173,7 @@ class Slabs:
 
     def _enter_use(self, group: str, slab: int) -> None:
         self._pinned[group] += 1
-        self._beside[group] += len(self._free[slab])
+        self.beside[group] += len(self._free[slab])
         del self._idle[group][slab]
 
     def _move_partial(self, group: str, slab: int, place: int) -> None:
@@ -222,14 +208,11 @@ class Slabs:
             assert set(free) | used | cached == {slot for s in mine for slot in range(s * size, s * size + size)}, (
                 "a slot is lost, or in a slab of others"
             )
-            assert self._used_by_slab(mine) == {s: sum(slot // size == s for slot in used) for s in mine}
-            assert self._slots_used[group] == len(used) and self._owned[group] == len(mine), "slots are miscounted"
+            assert all(self._used[s] == sum(slot // size == s for slot in used) for s in mine), "pages are miscounted"
+            assert self.used_slots[group] == len(used) and self._owned[group] == len(mine), "slots are miscounted"
             pinned = {slot // size for slot in used}
             assert self._pinned[group] == len(pinned), "slabs in use are miscounted"
             assert set(self._idle[group]) == set(mine) - pinned, "a slab without a used page is lost"
-            assert self._beside[group] == sum(slot // size in pinned for slot in free), "free slots are miscounted"
+            assert self.beside[group] == sum(slot // size in pinned for slot in free), "free slots are miscounted"
             for place, slabs in enumerate(self._partial[group]):
                 assert set(slabs) == {s for s in mine if self._free[s] and (self._used[s] > 0) == place}, "not found"
-
-    def _used_by_slab(self, slabs: list[int]) -> dict[int, int]:
-        return {slab: self._used[slab] for slab in slabs}

@@ -14,7 +14,6 @@ import os
 import socket
 import threading
 from concurrent.futures import Future
-from contextlib import suppress
 
 from wicore_trt.core.loop import Core, EngineLoop
 from wicore_trt.core.port import follow_feed
@@ -53,7 +52,7 @@ class EngineHost:
         self._info = info
         self.engine = EngineLoop(core, self._send_outputs, max_waiting=max_waiting)
         core.began = self._send_outputs
-        self._links: dict[str, _Link] = {}
+        self.links: dict[str, _Link] = {}
         self._numbers = itertools.count(1)
         self._thread = threading.Thread(target=self._run_loop, name="wicore-link", daemon=True)
 
@@ -67,7 +66,7 @@ class EngineHost:
 
         def begin() -> None:
             prefix = f"{next(self._numbers)}/"
-            link = self._links[prefix] = _Link(self, prefix, sock)
+            link = self.links[prefix] = _Link(self, prefix, sock)
             link.channel.open()
             link.send_message(Welcome(prefix, self._info, os.getpid()))
             done.set_result(None)
@@ -88,22 +87,15 @@ class EngineHost:
     def _send_outputs(self, outputs: list[TokenOutput]) -> None:
         """Send each front its outputs as one message; on the engine's thread."""
         if self.engine.dead is not None:
-            for link in list(self._links.values()):
+            for link in list(self.links.values()):
                 link.send_message(Down(self.engine.dead))
         batches: dict[str, list[TokenOutput]] = {}
         for output in outputs:
             batches.setdefault(output.request_key.partition("/")[0], []).append(output)
         for number, batch in batches.items():
-            served = self._links.get(f"{number}/")  # the link thread may remove it at any time
+            served = self.links.get(f"{number}/")  # the link thread may remove it at any time
             if served is not None:
                 served.send_message(Outputs(batch))
-
-    def drop_front(self, prefix: str) -> None:
-        """Abort the requests of a front that left; on the link thread."""
-        self._links.pop(prefix, None)
-        for request_key in self.engine.live_ids():
-            if request_key.startswith(prefix):
-                self.engine.abort(request_key)
 
 
 class _Link:
@@ -121,7 +113,18 @@ class _Link:
         message = decode_to_engine(data)
         match message:
             case Add():
-                self._add_request(message)
+                try:
+                    if not message.request.request_key.startswith(self._prefix):
+                        raise InvalidRequestError("The request is of another link.", field="request_id")
+                    self._host.engine.add(message.request)
+                    answer: Done | Refused = Done(message.call)
+                except WicoreError as error:
+                    answer = Refused.from_error(message.call, error)
+                except Exception:
+                    log.exception("a request could not be taken")
+                    broken = WicoreError("The engine could not take the request; its log says why.")
+                    answer = Refused.from_error(message.call, broken)
+                self.send_message(answer)
             case Abort():
                 self._host.engine.abort(message.request_key, message.index)
             case AskStats():
@@ -136,23 +139,9 @@ class _Link:
             case Unfollow():
                 self._end_following(message.call)
 
-    def _add_request(self, message: Add) -> None:
-        try:
-            if not message.request.request_key.startswith(self._prefix):
-                raise InvalidRequestError("The request is of another link.", field="request_id")
-            self._host.engine.add(message.request)
-        except WicoreError as error:
-            self.send_message(Refused.from_error(message.call, error))
-        except Exception:
-            log.exception("a request could not be taken")
-            broken = WicoreError("The engine could not take the request; its log says why.")
-            self.send_message(Refused.from_error(message.call, broken))
-        else:
-            self.send_message(Done(message.call))
-
     async def _follow_events(self, ask: Follow, wanted: asyncio.Event) -> None:
         try:
-            feed = self._host.core.kv_events if ask.tenant is None else self._host.core.kv_events_of(ask.tenant)
+            feed = self._host.core.find_feed(ask.tenant)
             async for epoch, found in follow_feed(feed, (ask.epoch, ask.position)):
                 for part in split_change(ask.call, epoch, found):
                     self.send_message(part)
@@ -172,5 +161,7 @@ class _Link:
     def _close_link(self) -> None:
         for call in list(self._followers):
             self._end_following(call)
-        with suppress(RuntimeError):
-            self._host.drop_front(self._prefix)
+        self._host.links.pop(self._prefix, None)
+        for request_key in self._host.engine.live_ids():
+            if request_key.startswith(self._prefix):
+                self._host.engine.abort(request_key)

@@ -43,21 +43,17 @@ class RemoteEngine(EnginePort):
     engine comes (`dead` is then None) and when it has ended."""
 
     recovers = True
+    dead: str | None = STARTING
 
     def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
         self.info: ModelInfo | None = None
         self._changed = changed
         self._sink: Sink = lambda outputs: None
         self._channel: Channel | None = None
-        self._down: str | None = STARTING
         self._calls = itertools.count()
         self._pending: dict[int, tuple[asyncio.Future[Done], str]] = {}  # with the key of the request being added
         self._followers: dict[int, asyncio.Queue[KVChanges | WicoreError]] = {}
         self._live: dict[str, int] = {}  # sequences that have not ended, by request
-
-    @property
-    def dead(self) -> str | None:
-        return self._down
 
     @property
     def has_channel(self) -> bool:
@@ -116,8 +112,8 @@ class RemoteEngine(EnginePort):
             self._channel.close()
 
     def _require_channel(self) -> Channel:
-        if self._channel is None or self._down is not None:
-            raise UnavailableError(f"The engine takes no requests now: {self._down}.", fix="Try again soon.")
+        if self._channel is None or self.dead is not None:
+            raise UnavailableError(f"The engine takes no requests now: {self.dead}.", fix="Try again soon.")
         return self._channel
 
     async def _ask_engine(self, make: Callable[[int], object], request_key: str = "") -> Done:
@@ -135,9 +131,13 @@ class RemoteEngine(EnginePort):
         message = decode_from_engine(data)
         match message:
             case Outputs():
-                for output in message.outputs:
-                    if output.finish_reason is not None:
-                        self._count_end(output)
+                for output in [output for output in message.outputs if output.finish_reason is not None]:
+                    left = self._live.get(output.request_key, 0) - 1
+                    # an error without usage is the whole request's
+                    if left > 0 and (output.usage is not None or output.finish_reason is not FinishReason.ERROR):
+                        self._live[output.request_key] = left
+                    else:
+                        self._live.pop(output.request_key, None)
                 self._sink(message.outputs)
             case Done():
                 found = self._pending.get(message.call)
@@ -149,10 +149,10 @@ class RemoteEngine(EnginePort):
                 if message.call in self._followers:
                     self._followers[message.call].put_nowait(message)
             case Down():
-                self._down = message.why
+                self.dead = message.why
                 self._changed()
             case Welcome():
-                self.info, self.prefix, self.pid, self._down = message.info, message.prefix, message.pid, None
+                self.info, self.prefix, self.pid, self.dead = message.info, message.prefix, message.pid, None
                 self._changed()
 
     def _take_refusal(self, call: int, error: WicoreError) -> None:
@@ -163,18 +163,10 @@ class RemoteEngine(EnginePort):
         elif call in self._followers:
             self._followers[call].put_nowait(error)
 
-    def _count_end(self, output: TokenOutput) -> None:
-        left = self._live.get(output.request_key, 0) - 1
-        whole = output.finish_reason is FinishReason.ERROR and output.usage is None  # the error is the whole request's
-        if left > 0 and not whole:
-            self._live[output.request_key] = left
-        else:
-            self._live.pop(output.request_key, None)
-
     def _end_channel(self) -> None:
         """Fail all that waits for the engine: calls, followers and live requests."""
-        self._channel, self.pid, self._down = None, None, self._down or ENDED
-        error = EngineDeadError(f"The engine stopped: {self._down}.")
+        self._channel, self.pid, self.dead = None, None, self.dead or ENDED
+        error = EngineDeadError(f"The engine stopped: {self.dead}.")
         for call in (*self._pending, *self._followers):
             self._take_refusal(call, error)
         live, self._live = self._live, {}

@@ -61,7 +61,7 @@ def main(fd: int) -> int:
     threading.Thread(target=_obey_supervisor, args=(control, host), name="wicore-control", daemon=True).start()
     # counts beats, not time, so that a suspended machine counts as one beat
     last, same = host.engine.progress, 0
-    while not host.engine.wait_ended(BEAT_S):
+    while not host.engine.ended.wait(BEAT_S):
         now = host.engine.progress
         last, same = now, same + 1 if now is not None and now == last else 0
         control.send("beat", stuck_s=same * BEAT_S)  # for how long it has had work and ended no step

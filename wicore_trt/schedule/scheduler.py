@@ -226,8 +226,11 @@ class Scheduler:
         if len(self.waiting) and not (everybody and self._is_blocked() and self._find_in_the_way() is None):
             return None
         size = self.manager.page_tokens  # the next token of those whose last page is full has no page yet
-        short = [(s.pages, len(s.tokens) + 1) for s in following if not len(s.tokens) % size]
-        if short and not self.manager.reserve_for_all(short):
+        groups = self.manager.pools
+        short = [
+            (s.pages, dict.fromkeys(groups, len(s.tokens) // size + 1)) for s in following if not len(s.tokens) % size
+        ]
+        if short and not self.manager.extend_tables(short):
             return None
         return StepSchedule([(s, 1) for s in following])
 

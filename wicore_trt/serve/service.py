@@ -198,7 +198,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Collect statistics and the number of open Generate calls: of all for an operator, else of the tenant."""
         engine = self.get_engine()
         if who.operator:
-            return await engine.read_stats(), self.open.total()
+            return await engine.engine.stats(), self.open.total()
         return await engine.read_tenant_stats(who.tenant), self.open[who.tenant]
 
     async def SubscribeKVEvents(self, request: kv_pb2.SubscribeKVEventsRequest, context: CallReply) -> None:

@@ -13,7 +13,7 @@ import math
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -22,7 +22,7 @@ from wicore_trt.kv.manager import KVCacheManager
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.prefix.parking import Parking
 from wicore_trt.kv.prefix.planner import SLOWER, Candidate, LoadChoice, NextMove, aim_meeting, decide_load, decide_move
-from wicore_trt.kv.prefix.probe import MEASURED_BYTES, probe_tiers
+from wicore_trt.kv.prefix.probe import MEASURED_BYTES
 from wicore_trt.kv.prefix.rates import DISK_PRIOR, HOST_PRIOR, ComputeRate, Drag, TierMeter, TierRate
 from wicore_trt.kv.sequence_pages import PrefixHit, SequencePages
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
@@ -71,22 +71,15 @@ class PrefixLoader:
         self._manager = manager
         self._page_bytes = page_bytes
         self._clock = clock
-        self._host_meter = TierMeter(HOST_PRIOR)
-        self._disk_meter = TierMeter(DISK_PRIOR)
+        self.host_meter, self.disk_meter = TierMeter(HOST_PRIOR), TierMeter(DISK_PRIOR)
         self.drag = Drag()
         self._host_read = (0, 0.0)
         self._probed: SimpleQueue[tuple[TierMeter, int, float]] = SimpleQueue()
         self._begun: dict[PrefixLoad, _Begun] = {}
 
-    def begin_probe(self) -> None:
-        """Begin to rate link and disk before the first request; returns at once."""
-        probe_tiers(
-            self._manager, self.tiers, self._page_bytes, lambda *read: self._probed.put((self._host_meter, *read))
-        )
-
-    def record_probe(self, count: int, seconds: float) -> None:
-        """Record that reads of `count` bytes of the disk took `seconds`. Any thread."""
-        self._probed.put((self._disk_meter, count, seconds))
+    def record_probe(self, meter: TierMeter, count: int, seconds: float) -> None:
+        """Record that a probe of `count` bytes took `seconds`, for one of the meters. Any thread."""
+        self._probed.put((meter, count, seconds))
 
     # --- look-up and choice ----------------------------------------------------------------------------------------
 
@@ -102,21 +95,17 @@ class PrefixLoader:
         while not self._probed.empty():
             meter, count, seconds = self._probed.get_nowait()
             meter.observe_read(count, seconds, now=now)
-        rates: dict[str, TierRate] = {"host": self._host_meter.tier_rate(queued=self._queued_bytes(), now=now)}
-        if self.tiers.disk is not None:
-            longest = max(candidate.bytes_from_disk for candidate in candidates)
-            ahead = self.tiers.up.reading_bytes + self.tiers.loads.unasked_bytes(longest)
-            rates["disk"] = self._disk_meter.tier_rate(queued=ahead, now=now)
-        hope = self._disk_meter.hoped_factor(now) if trials else 1.0
-        return decide_load(total, hit.tokens, candidates, compute, rates, self.drag.slowdown(now), hope=hope)
-
-    def _queued_bytes(self) -> int:
-        """Count bytes that loads under way still want of host memory; pages from disk pass the link one by one."""
-        wanted = 0
+        wanted = 0  # bytes that loads under way still want of host memory; pages from disk pass the link one by one
         for load, begun in self._begun.items():
             lacking = sum(len(load.missing[group]) * count for group, count in self._page_bytes.items())
             wanted += max(0, lacking - begun.from_disk)
-        return wanted
+        rates: dict[str, TierRate] = {"host": self.host_meter.tier_rate(queued=wanted, now=now)}
+        if self.tiers.disk is not None:
+            longest = max(candidate.bytes_from_disk for candidate in candidates)
+            ahead = self.tiers.up.reading_bytes + self.tiers.loads.unasked_bytes(longest)
+            rates["disk"] = self.disk_meter.tier_rate(queued=ahead, now=now)
+        hope = self.disk_meter.hoped_factor(now) if trials else 1.0
+        return decide_load(total, hit.tokens, candidates, compute, rates, self.drag.slowdown(now), hope=hope)
 
     def _find_candidates(self, pages: SequencePages, total: int, hit: PrefixHit) -> list[Candidate]:
         manager, keys = self._manager, pages.keys
@@ -130,15 +119,14 @@ class PrefixLoader:
         while n > start and len(found) < MAX_CANDIDATES:
             window: Counter[str] = Counter()
             if LOCAL in manager.pools:
-                for i in range(manager.first_visible_page(n * manager.page_tokens), n):
-                    window[self._find_tier(LOCAL, keys[i]) or "host"] += self._page_bytes[LOCAL]
+                for key in keys[manager.first_visible_page(n * manager.page_tokens) : n]:
+                    on_device = manager.pools[LOCAL].find_slot(key) is not None
+                    tier = "device" if on_device else self.tiers.find_tier(LOCAL, key) or "host"
+                    window[tier] += self._page_bytes[LOCAL]
             page_bytes = self._page_bytes[GLOBAL] if group == GLOBAL else 0
             found.append(Candidate(n * manager.page_tokens, where, manager.page_tokens, page_bytes, dict(window)))
             n = manager.find_longest_window(keys, n - 1, has)
         return found
-
-    def _find_tier(self, group: str, key: bytes) -> str | None:
-        return "device" if self._manager.pools[group].find_slot(key) is not None else self.tiers.find_tier(group, key)
 
     def prefetch_prefix(self, pages: SequencePages, total: int, hit: PrefixHit, compute: ComputeRate) -> None:
         """Bring what a waiting sequence will load from disk to the host."""
@@ -190,14 +178,17 @@ class PrefixLoader:
             pool.acquire_slots(
                 found.values()
             )  # beside the table's own slots, which the sequence may write until it jumps
+        absent = {item.page.index for item in items if item.page.group == LOCAL}
         pages.load = load = PrefixLoad(
             chosen.stop, stop, items, first=first if manager.chain_group == GLOBAL else 0,
             window_first=manager.first_visible_page(chosen.stop) if window else stop, window=window,
-            found=found, here=self._pages_on_device(items, window, stop, found),
+            found=found, here={GLOBAL: found, LOCAL: set(range(stop - len(window), stop)) - absent},
         )  # fmt: skip
         load.expected, load.failures = pages.keys[:stop], manager.failures
         manager.expect_pages(load.expected)
-        read, now = self._items_on_disk(items), self._clock()
+        on_disk = self.tiers.disk is not None
+        read = [item for item in items if on_disk and self.tiers.find_tier(*item.page.name) != "host"]
+        now = self._clock()
         load.mark_unread(read)
         self._begun[load] = _Begun(chosen, now, sum(self._page_bytes[item.page.group] for item in read), came_at=now)
         self.tiers.loads.begin_load(load)
@@ -214,16 +205,6 @@ class PrefixLoader:
         ]
         pages.known[group].update(zip(places, known, strict=True))
         return list(map(LoadItem, known, slots))
-
-    def _items_on_disk(self, items: list[LoadItem]) -> list[LoadItem]:
-        return [i for i in items if self.tiers.find_tier(*i.page.name) != "host"] if self.tiers.disk is not None else []
-
-    @staticmethod
-    def _pages_on_device(
-        items: list[LoadItem], window: list[int], stop: int, found: Mapping[int, int]
-    ) -> dict[str, Iterable[int]]:
-        lacking = {item.page.index for item in items if item.page.group == LOCAL}
-        return {GLOBAL: found, LOCAL: set(range(stop - len(window), stop)) - lacking}
 
     def _window_slots(self, pages: SequencePages, stop: int, spare: int) -> tuple[list[int] | None, list[LoadItem]]:
         """Take slots for the local window before page `stop`; return them and the items that fill those the device
@@ -259,7 +240,7 @@ class PrefixLoader:
         # after a failure, or when all has come, there is nothing to wait for: what lacks is to be computed
         over = load.failed or load.finished
         if not over and begun.from_disk and not begun.late and now - begun.since > LATE * begun.choice.load_seconds:
-            self._disk_meter.observe_overdue(begun.from_disk, now - begun.since, now=now)
+            self.disk_meter.observe_overdue(begun.from_disk, now - begun.since, now=now)
             begun.late = True
         if begun.waiting_since is not None:
             begun.idle_s += now - begun.waiting_since
@@ -294,9 +275,9 @@ class PrefixLoader:
         asked = min(windows, load.reading) * each.get(LOCAL, 0) + max(0, load.reading - windows) * each.get(GLOBAL, 0)
         ahead = max(0, load.asked_up_to - (up.asked_bytes - up.reading_bytes) - asked)
         before = max(0, up.reading_bytes - asked - ahead) + self.tiers.loads.unasked_bytes(load=load)
-        disk = self._disk_meter.tier_rate(queued=ahead, now=now)
+        disk = self.disk_meter.tier_rate(queued=ahead, now=now)
         self.tiers.loads.set_read_ahead(disk.bytes_per_s)
-        link, missing = self._host_meter.tier_rate(now=now), sorted(load.missing[GLOBAL])
+        link, missing = self.host_meter.tier_rate(now=now), sorted(load.missing[GLOBAL])
 
         def arrival(token: int) -> float:
             page = token // self._manager.page_tokens
@@ -393,9 +374,10 @@ class PrefixLoader:
         manager, size = self._manager, self._manager.page_tokens
         if GLOBAL in manager.pools:
             pool = manager.pools[GLOBAL]
-            manager.replace_global(pages, load.found)
-            load.found.clear()
             table, full = pages.tables[GLOBAL], load.tokens // size
+            pool.release_slots([table[i] for i in load.found])
+            pages.replace_slots(GLOBAL, load.found)
+            load.found.clear()
             pool.fill_slots(table[computed // size : full], size)
             pool.fill_slots(table[max(full, computed // size) : load.stop], load.tokens - full * size)
         if LOCAL in manager.pools:
@@ -417,7 +399,13 @@ class PrefixLoader:
         load = pages.load
         assert load is not None
         load.cancel_load()
-        self._measure_host()  # also when a slow link let none of its pages come in time
+        # Measure the copies since a load ended last, also when a slow link let none of this one's pages come in time.
+        # One page says little: a busy machine may stop it half-way.
+        traffic = self.tiers.movers.host_traffic
+        count, seconds = traffic.read_bytes - self._host_read[0], traffic.read_seconds - self._host_read[1]
+        if count >= MEASURED_BYTES:
+            self._host_read = (traffic.read_bytes, traffic.read_seconds)
+            self.host_meter.observe_read(count, seconds, now=self._clock())
         self._manager.stop_expecting(load.expected)
         self._begun.pop(load, None)
         pages.load = None
@@ -428,12 +416,4 @@ class PrefixLoader:
 
     def observe_disk_read(self, count: int, asked: float, seconds: float, rests: bool) -> None:
         """Learn from a disk read of `count` bytes that ended `seconds` after it was asked for; see `UpTransfers`."""
-        self._disk_meter.observe_requested_read(count, asked, seconds, rests=rests, now=self._clock())
-
-    def _measure_host(self) -> None:
-        """Measure the copies since a load ended last. One page says little: a busy machine may stop it half-way."""
-        traffic = self.tiers.movers.host_traffic
-        count, seconds = traffic.read_bytes - self._host_read[0], traffic.read_seconds - self._host_read[1]
-        if count >= MEASURED_BYTES:
-            self._host_read = (traffic.read_bytes, traffic.read_seconds)
-            self._host_meter.observe_read(count, seconds, now=self._clock())
+        self.disk_meter.observe_requested_read(count, asked, seconds, rests=rests, now=self._clock())

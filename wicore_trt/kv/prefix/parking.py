@@ -37,7 +37,7 @@ class Parking:
                 manager.first_visible_page(computed) if group == LOCAL else 0, manager.count_pages(computed)
             ):
                 slot = pages.tables[group][i]
-                if i < trusted and pool.page_of(slot) is not None and not low:
+                if i < trusted and pool.page_of[slot] is not None and not low:
                     held[i] = pages.make_page(group, i)
                 else:
                     held[i] = Page(secret + i.to_bytes(8, "little"), group, i, None, pages.names.tag)

@@ -119,10 +119,15 @@ def choose_load(
         return max(front + tail, caution * load.load_seconds(meet) + max(tail, step))
 
     best: tuple[float, _Load, int] | None = None
-    sums: dict[int, _Sums] = {}
+    sums: dict[int, dict[str, list[int]]] = {}
     for candidate in candidates:
         assert start < candidate.tokens < total and candidate.tokens % candidate.page_tokens == 0
-        pages = sums.setdefault(id(candidate.global_pages), _page_sums(candidate.global_pages))
+        where = candidate.global_pages
+        if id(where) not in sums:  # how many of the first i pages are in each tier, for every i
+            sums[id(where)] = {
+                name: list(accumulate(map(name.__eq__, where), initial=0)) for name in (HOST, READING, DISK)
+            }
+        pages = sums[id(where)]
         load = _Load(candidate, start, pages, compute, tiers)
         meet = load.meeting_token(1.0)
         front = compute.delay_s + compute.shared_seconds(start, meet)
@@ -297,19 +302,16 @@ def decide_move(choice: LoadChoice, computed: int, ready_from: int, idle_s: floa
     return NextMove("compute", max(left, choice.slice_tokens))
 
 
-_Sums = dict[str, list[int]]
-
-
-def _page_sums(pages: Sequence[str]) -> _Sums:
-    """Count the pages in each tier among the first i, for every i."""
-    return {name: list(accumulate(map(name.__eq__, pages), initial=0)) for name in (HOST, READING, DISK)}
-
-
 class _Load:
     """Times of loading one candidate from any page boundary on. Boundaries are numbered from 0, the choice's start."""
 
     def __init__(
-        self, candidate: Candidate, start: int, sums: _Sums, compute: ComputeRate, tiers: Mapping[str, TierRate]
+        self,
+        candidate: Candidate,
+        start: int,
+        sums: dict[str, list[int]],
+        compute: ComputeRate,
+        tiers: Mapping[str, TierRate],
     ) -> None:
         self.candidate = candidate
         self._start = start
@@ -329,17 +331,14 @@ class _Load:
         seconds = link.read_seconds(host + reading + disk)
         if read:  # pages pass one after the other, so the slower of disk and link counts, and one page more
             last = link.latency_s + self.candidate.page_bytes / link.bytes_per_s
-            behind = self._bytes_before(
-                READING, begin
-            )  # of what is asked for, the last to come: it goes from back to front
+            # of what is asked for, the last to come: it goes from back to front
+            page = (begin - self._first) // self.candidate.page_tokens
+            behind = self._sums[READING][page] * self.candidate.page_bytes
             seconds = max(seconds, self._tiers[DISK].read_seconds(disk - behind, queued=bool(reading)) + last)
         return seconds
 
     def reads_disk(self, begin: int) -> bool:
         return bool(self._bytes_from(READING, begin) or self._bytes_from(DISK, begin))
-
-    def _bytes_before(self, tier: str, begin: int) -> int:
-        return self._sums[tier][(begin - self._first) // self.candidate.page_tokens] * self.candidate.page_bytes
 
     def _bytes_from(self, tier: str, begin: int) -> int:
         """Count bytes in a tier from token `begin` on, windows included."""

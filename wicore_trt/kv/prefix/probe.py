@@ -19,20 +19,6 @@ PROBE_SHARE = 0.75
 """Of the host's slots that the probe may borrow: pages may come meanwhile."""
 
 
-class _Sum:
-    """Callback of a copier for `count` copies; after the last, it calls `over` with their total seconds."""
-
-    def __init__(self, count: int, over: Callable[[float], None]) -> None:
-        self._left, self._over = count, over
-        self._seconds = 0.0
-
-    def __call__(self, digests: Sequence[bytes | None], seconds: float) -> None:
-        self._left -= len(digests)
-        self._seconds += seconds
-        if not self._left:
-            self._over(self._seconds)
-
-
 def probe_tiers(
     manager: KVCacheManager, tiers: LowerTiers, page_bytes: Mapping[str, int], copied: Callable[[int, float], None]
 ) -> None:
@@ -46,12 +32,15 @@ def probe_tiers(
     if count * size >= MEASURED_BYTES:
         copier, (buffers, slots) = movers.copier, movers.host.lend_slots(size, count)
 
-        def over(seconds: float) -> None:
-            copied(count * size, seconds)
-            # until now a copy could have been late
-            movers.post_report(movers.came_up, index.grant_slots, 0, slots)
+        lacking, total = count, 0.0
 
-        done = _Sum(count, over)
+        def done(digests: Sequence[bytes | None], seconds: float) -> None:
+            nonlocal lacking, total
+            lacking, total = lacking - len(digests), total + seconds
+            if not lacking:
+                copied(count * size, total)
+                movers.post_report(movers.came_up, index.grant_slots, 0, slots)  # until now a copy could have been late
+
         for slot in range(count):  # what an unwritten slot holds must stay there, so it goes and comes back
             copier.to_host(group, slot, buffers[slot], lambda digest, seconds: None)
         copier.to_device(group, range(count), buffers, done)
