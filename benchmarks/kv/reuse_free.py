@@ -96,7 +96,7 @@ def copying(engine: Any, count: int) -> Iterator[list[int]]:
         beside(tokens)
         begun = 0
         for pool, page, slot in itertools.islice(turn, count):
-            if pool.page_of(slot) is page:
+            if pool.page_of[slot] is page:
                 known = tiers.host.find_copy(*page.name)
                 if known is not None and known.ready and not known.readers:
                     tiers.host.drop_copy(known, "cleared")

@@ -49,12 +49,12 @@ class PoolMachine(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(self.held))
         self.counter += 1
         page = make_page(b"%d" % (self.counter // 2 if reuse else self.counter), b"%d" % (self.counter // 3))
-        named = self.pool.page_of(slot)
+        named = self.pool.page_of[slot]
         if named is None:
             self.pool.write_tokens(slot, 0, 4)
         done = bool(self.pool.publish_slots([slot], [page]))
         assert self.pool.find_slot((named or page).key) is not None
-        assert done == (self.pool.page_of(slot) is page)
+        assert done == (self.pool.page_of[slot] is page)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), keep=st.booleans())
