@@ -123,8 +123,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         with self._admission.reserve_tokens(call.who, [request]) as grant:
             request = call.note_request(engine.info.model_id, request)
             async with aclosing(await engine.submit(await engine.encode_long_prompt(request))) as stream:
-                grant.used += stream.prompt_tokens
-                call.facts |= {"prompt": stream.prompt_tokens, "cached": 0}
+                grant.used += len(stream.prompt_token_ids)
+                call.facts |= {"prompt": len(stream.prompt_token_ids), "cached": 0}
                 await reply.send_metadata()
                 async for output in stream:
                     elapsed = monotonic() - call.started
@@ -133,7 +133,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                         if not first_token_s:
                             call.note_first_token(stream.parts)
                         first_token_s[output.index] = elapsed
-                    call.facts["tokens"] = grant.used - stream.prompt_tokens
+                    call.facts["tokens"] = grant.used - len(stream.prompt_token_ids)
                     if output.finish_reason is not None:
                         reasons.add(output.finish_reason)
                         call.facts["finish"] = ",".join(sorted(reason.value for reason in reasons))
