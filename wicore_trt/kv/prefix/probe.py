@@ -34,7 +34,7 @@ def probe_tiers(
 
         lacking, total = count, 0.0
 
-        def done(digests: Sequence[bytes | None], seconds: float) -> None:
+        def count_copies(digests: Sequence[bytes | None], seconds: float) -> None:
             nonlocal lacking, total
             lacking, total = lacking - len(digests), total + seconds
             if not lacking:
@@ -43,7 +43,7 @@ def probe_tiers(
 
         for slot in range(count):  # what an unwritten slot holds must stay there, so it goes and comes back
             copier.to_host(group, slot, buffers[slot], lambda digest, seconds: None)
-        copier.to_device(group, range(count), buffers, done)
+        copier.to_device(group, range(count), buffers, count_copies)
         copier.flush()
     if tiers.disk is not None:
         pages, left = tiers.disk.find_newest(PROBE_READS), manager.retention.seconds_left
