@@ -15,7 +15,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from queue import SimpleQueue
 
 from wicore_trt.kv.manager import KVCacheManager
@@ -114,18 +113,20 @@ class PrefixLoader:
         where = self.tiers.find_tiers(group, keys[start:limit], manager.pools[group].find_slot)
         reach = start + len(where)
         found: list[Candidate] = []
-        has = partial(self._find_tier, LOCAL)
-        n = manager.find_longest_window(keys, reach, has)
+
+        def find_tier(key: bytes) -> str | None:
+            on_device = manager.pools[LOCAL].find_slot(key) is not None
+            return "device" if on_device else self.tiers.find_tier(LOCAL, key)
+
+        n = manager.find_longest_window(keys, reach, find_tier)
         while n > start and len(found) < MAX_CANDIDATES:
             window: Counter[str] = Counter()
             if LOCAL in manager.pools:
                 for key in keys[manager.first_visible_page(n * manager.page_tokens) : n]:
-                    on_device = manager.pools[LOCAL].find_slot(key) is not None
-                    tier = "device" if on_device else self.tiers.find_tier(LOCAL, key) or "host"
-                    window[tier] += self._page_bytes[LOCAL]
+                    window[find_tier(key) or "host"] += self._page_bytes[LOCAL]
             page_bytes = self._page_bytes[GLOBAL] if group == GLOBAL else 0
             found.append(Candidate(n * manager.page_tokens, where, manager.page_tokens, page_bytes, dict(window)))
-            n = manager.find_longest_window(keys, n - 1, has)
+            n = manager.find_longest_window(keys, n - 1, find_tier)
         return found
 
     def prefetch_prefix(self, pages: SequencePages, total: int, hit: PrefixHit, compute: ComputeRate) -> None:
