@@ -162,6 +162,8 @@ class Bench:
         if segments is not None:
             segments.wanted = True
         self.block = StepBlock(limits, GROUPS, shape.page_tokens, ROWS, self.device)
+        self.tokens = 0
+        """Of the last step, with its padding."""
 
     @contextmanager
     def _sizes(self) -> Iterator[None]:
@@ -264,6 +266,7 @@ class Bench:
         else:
             inputs = StepInputs.from_batch(StepBatch(ordered), self.layout, GROUPS)
             arrays, begin = self.block.upload_step(inputs, plan), plan.decode.rows
+        self.tokens = arrays.plan.tokens
         rows: dict[int, slice] = {}
         at = begin
         for number, i in enumerate(order):
