@@ -136,7 +136,8 @@ def make_core(case: str) -> EngineCore:
     memory = torch.empty(layout.memory_bytes, dtype=torch.uint8)
     pools = {g: memory[: n * PAGE_BYTES[g]].view(n, PAGE_BYTES[g]) for g, n in layout.num_pages.items()}
     lanes = (_Lane(), _Lane(), _Lane())
-    copier = StreamPageCopier(pools, PAGE_TOKENS, lanes, _Memory(), layout.find_overlaps, _Digests())
+    pinned, digests = _Memory(), _Digests()
+    copier = StreamPageCopier(pools, PAGE_TOKENS, lanes, pinned, layout.find_overlaps, digests)  # type: ignore[arg-type]
     host = HOST_SLOTS * 4096 if case == "host" else 0
     settings = KVSettings(host_bytes=host, prefix_cache=case != "nothing kept")
     manager, loader = make_cache(settings, layout, 1024, engine="e", kernels="k", copier=copier)

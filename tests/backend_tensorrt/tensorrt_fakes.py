@@ -37,7 +37,7 @@ class Misuse(Exception):
 
 
 class FakeDevice:
-    """Implements `Device` in host memory. `captured` counts graphs, `replayed` their runs."""
+    """Implements `CudaDevice` in host memory. `captured` counts graphs, `replayed` their runs."""
 
     def __init__(self, target: str = "sm89", free_bytes: int = 1 << 40) -> None:
         self.torch_device = torch.device("cpu")

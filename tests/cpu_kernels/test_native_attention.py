@@ -75,7 +75,7 @@ def step(lib: NativeLibrary, model: Model, pool: torch.Tensor, pieces: list[Piec
     qkv = torch.cat([p.qkv for p in pieces])
     lib.run(
         [
-            native_args.make_qk_norm_rope_write(qkv, model.weights, model.rope, EPS, model.dtype, q, kv),
+            native_args.make_qk_norm_rope_write(qkv, model.weights, model.rope, EPS, model.dtype, kv, q),
             native_args.make_attention(q, kv, model.window or 0, model.scale, model.dtype, out),
         ]
     )

@@ -135,7 +135,7 @@ def expected(problem: Problem) -> list[list[float]]:
         positions=torch.tensor([case.lengths[s] - 1 for s in live]),
         page_tables={GLOBAL: problem.tables[live]},
     )
-    probe = AttentionProbe.from_inputs(0, inputs)
+    probe = AttentionProbe(0, inputs.cu_seqlens[1:].long() - 1)
     probe.queries, probe.key_scale = problem.q[[problem.rows[s] for s in live]], problem.kv_scale
     keys = problem.pool[:, 1].view(E4M3) if case.kv_dtype == "fp8" else problem.pool[:, 1]
     batch = StepBatch([SequenceSlice(s, [0], case.lengths[s] - 1, {}) for s in live])

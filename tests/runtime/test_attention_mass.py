@@ -163,7 +163,7 @@ def test_the_static_scale_of_stored_keys_counts() -> None:
 
     def masses(pool: torch.Tensor, key_scale: float) -> list[float]:
         inputs = _Inputs(torch.tensor([0, 1], dtype=torch.int32), torch.tensor([10], dtype=torch.int32))
-        probe = AttentionProbe.from_inputs(0, inputs)  # type: ignore[arg-type]
+        probe = AttentionProbe(0, inputs.cu_seqlens[1:].long() - 1)  # type: ignore[arg-type]
         probe.queries, probe.key_scale = query, key_scale
         return probe.compute_masses(pool, inputs, batch, 0.3)[9]  # type: ignore[arg-type]
 

@@ -341,7 +341,7 @@ def test_a_device_that_fails_is_heard_of() -> None:
     world = World(3)
     slab, parts = world.buffer()
     done, happened = world.called()
-    world.copier._out.finisher._over = lambda batch: 1 / 0  # as synchronizing raises on a device that is lost
+    world.copier._out._over = lambda batch: 1 / 0  # as synchronizing raises on a device that is lost
     world.copier.to_host("global", 0, parts, done)
     world.copier.flush()
     world.device.run(100)

@@ -39,7 +39,7 @@ LOGITS_TOO = SamplingParams(temperature=0.0, logprobs=0)
 
 
 class CpuDevice:
-    """`runtime.cuda_device.Device` in host memory. It knows what it gave, so that addresses can be turned back into
+    """`runtime.cuda_device.CudaDevice` in host memory. It knows what it gave, so that addresses can be turned back into
     tensors."""
 
     def __init__(self, target: str) -> None:

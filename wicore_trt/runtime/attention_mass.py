@@ -7,8 +7,6 @@ Invariant: measuring only reads, so it changes neither tokens nor KV.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +16,7 @@ from wicore_trt.model.spec import GLOBAL
 from wicore_trt.runtime.batch import StepBatch
 from wicore_trt.runtime.step_inputs import StepInputs
 
-KEY_BLOCK = 1024
-"""Keys widened to float32 at once: on a CPU they stay in its cache."""
+KEY_BLOCK = 1024  # keys widened to float32 at once: on a CPU they stay in its cache
 
 
 @dataclass(slots=True)
@@ -33,10 +30,6 @@ class AttentionProbe:
     queries: torch.Tensor | None = None
     key_scale: float = 1.0
 
-    @classmethod
-    def from_inputs(cls, layer: int, inputs: StepInputs) -> AttentionProbe:
-        return cls(layer, inputs.cu_seqlens[1:].long() - 1)
-
     def compute_masses(
         self, pool: torch.Tensor, inputs: StepInputs, batch: StepBatch, scale: float
     ) -> dict[int, list[float]]:
@@ -47,11 +40,15 @@ class AttentionProbe:
         assert self.queries is not None, "the operators did not pass the probed layer"
         keys, tables = pool[:, 0], inputs.page_tables[GLOBAL]
         ends = inputs.positions[self.rows] + 1
-        with _one_thread():
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # the operations are too small to share: many times slower on a busy machine
+        try:
             found = [
                 _page_masses(query, keys, table, end, scale * self.key_scale)
                 for query, table, end in zip(self.queries.float(), tables, ends.tolist(), strict=True)
             ]
+        finally:
+            torch.set_num_threads(threads)
         flat = torch.cat(found).tolist()  # one transfer from the device
         masses, at = {}, 0
         for s, part in zip(batch.slices, found, strict=True):
@@ -89,14 +86,3 @@ def _select_pages(keys: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
     if keys.dtype == torch.float8_e4m3fn:
         return keys.view(torch.uint8).index_select(0, pages).view(keys.dtype)
     return keys.index_select(0, pages)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Run torch on one thread: the operations are too small to share, and many times slower so on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

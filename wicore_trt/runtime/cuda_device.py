@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from contextlib import contextmanager
 
 import torch
 
@@ -17,43 +16,9 @@ from wicore_trt.errors import EnvironmentUnfitError
 ALIGNMENT = 256  # bytes; what compiled plans ask of addresses
 
 
-class Device(Protocol):
-    """`target` is the architecture, like "sm89"; `stream` a CUDA stream's handle."""
-
-    torch_device: torch.device
-    target: str
-    stream: int
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate uninitialised contiguous memory on the device, at a multiple of ALIGNMENT."""
-
-    def staging(self, shape: Sequence[int]) -> torch.Tensor:
-        """Allocate int32 zeros in host memory that the device can copy from while the host goes on."""
-
-    def free_bytes(self) -> int:
-        """Count bytes that `empty` can still give."""
-
-    def unclaimed_bytes(self) -> int:
-        """Count `free_bytes` less freed memory that the allocator keeps for the next time."""
-
-    def total_bytes(self) -> int:
-        """Count all memory of the device."""
-
-    def active(self) -> AbstractContextManager[object]:
-        """Direct torch's work inside to `stream`. Afterwards the thread's work stays in order with it."""
-
-    def synchronize(self) -> None:
-        """Wait until the stream has done everything."""
-
-    def record(self) -> Callable[[], None]:
-        """Mark the present end of the stream; calling the result waits until the stream has passed the mark."""
-
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record what `work` puts on the stream, without running it; calling the result runs it. The caller keeps all
-        memory that it uses."""
-
-
 class CudaDevice:
+    """GPU `torch_device` of the architecture `target`, like "sm89"; `stream` is its CUDA stream's handle."""
+
     def __init__(self, name: str = "auto", backend: str = "triton") -> None:
         """Open GPU `name`: "auto", "cuda" or "cuda:1". Raises EnvironmentUnfitError, naming `backend`, without such a
         GPU."""
@@ -70,23 +35,25 @@ class CudaDevice:
         self.target = f"sm{major}{minor}"
         self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self.stream = int(self._stream.cuda_stream)
+        # The graph captured last, if it is still wanted: the next one's temporaries lie where its are, since graphs run
+        # one after the other.
         self._last: Callable[[], torch.cuda.CUDAGraph | None] = lambda: None
-        """The graph that was captured last, if it is still wanted: the next one's temporaries lie where its are, since
-        graphs run one after the other."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(
-            tuple(shape), dtype=dtype, device=self.torch_device
-        )  # the caching allocator aligns to 512 bytes
+        """Allocate uninitialised contiguous memory, at a multiple of ALIGNMENT: torch's allocator aligns to 512."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
 
     def staging(self, shape: Sequence[int]) -> torch.Tensor:
+        """Allocate int32 zeros in host memory that the device can copy from while the host goes on."""
         return torch.zeros(tuple(shape), dtype=torch.int32, pin_memory=True)
 
     def free_bytes(self) -> int:
+        """Count bytes that `empty` can still give."""
         torch.cuda.empty_cache()
         return self.unclaimed_bytes()
 
     def unclaimed_bytes(self) -> int:
+        """Count `free_bytes` less freed memory that the allocator keeps for the next time."""
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
     def total_bytes(self) -> int:
@@ -94,8 +61,8 @@ class CudaDevice:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Make the stream the thread's own for good. Giving the thread its stream back, in order, would make both wait
-        for each other between any two steps."""
+        """Direct torch's work to `stream`, which becomes the thread's own for good. Giving the thread its stream back,
+        in order, would make both wait for each other between any two steps."""
         caller = torch.cuda.current_stream(self.torch_device)
         if caller != self._stream:
             self._stream.wait_stream(caller)
@@ -106,11 +73,14 @@ class CudaDevice:
         self._stream.synchronize()
 
     def record(self) -> Callable[[], None]:
+        """Mark the present end of the stream; calling the result waits until the stream has passed the mark."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event.synchronize
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record what `work` puts on the stream, without running it; calling the result runs it. The caller keeps all
+        memory that it uses."""
         graph, last = torch.cuda.CUDAGraph(), self._last()
         with torch.cuda.graph(graph, stream=self._stream, pool=None if last is None else last.pool()):
             work()

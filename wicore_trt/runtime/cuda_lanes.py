@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,44 +22,24 @@ from wicore_trt.plugins.launch import SHARED_LAUNCHER
 from wicore_trt.plugins.step_layout import DigestArrays, page_digest_launch
 from wicore_trt.runtime.page_digest import PageDigest
 
-_PORTABLE = 1
-"""CU_MEMHOSTREGISTER_PORTABLE: pinned for every context."""
-BATCHES = 64
-"""Batches of digests whose memory is taken at once."""
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every context
+BATCHES = 64  # of digests, whose memory is taken at once
 log = logging.getLogger(__name__)
 
 
-class Event(Protocol):
-    def synchronize(self) -> None:
-        """Sleep until the lane has passed this point. Any thread may."""
-
-    def seconds_after(self, earlier: Any) -> float:
-        """Measure the time between two points of one lane that it has passed."""
-
-
-class Lane(Protocol):
-    """Queue of work that runs beside other lanes."""
-
-    def record(self) -> Event:
-        """Mark the point behind all work so far."""
-
-    def wait(self, event: Any) -> None:
-        """Start later work after `event`."""
-
-    def copy(self, pieces: Iterable[tuple[int, int, int]]) -> None:
-        """Copy (target, source, bytes) between device addresses and host addresses, whose memory the caller keeps. Host
-        memory that is not pinned is right but slow, and the call then waits."""
-
-
 class CudaEvent:
+    """Point behind all work that a stream has so far."""
+
     def __init__(self, stream: Any) -> None:
         self.event: Any = torch.cuda.Event(blocking=True, enable_timing=True)  # type: ignore[no-untyped-call]
         self.event.record(stream)
 
     def synchronize(self) -> None:
+        """Sleep until the stream has passed this point. Any thread may."""
         self.event.synchronize()
 
     def seconds_after(self, earlier: CudaEvent) -> float:
+        """Measure the time between two points of one stream that it has passed."""
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
@@ -86,6 +66,8 @@ def copy_all(memcpy: Any) -> Callable[[Sequence[tuple[int, int, int]], int], int
 
 
 class CudaLane:
+    """Queue of work that runs beside other lanes."""
+
     def __init__(self, device: torch.device, stream: int | None = None) -> None:
         """Make a stream, or take the one with the handle `stream` (0: the default stream)."""
         if stream is None:
@@ -100,9 +82,12 @@ class CudaLane:
         return CudaEvent(self.stream)
 
     def wait(self, event: CudaEvent) -> None:
+        """Start later work after `event`."""
         self.stream.wait_event(event.event)
 
     def copy(self, pieces: Iterable[tuple[int, int, int]]) -> None:
+        """Copy (target, source, bytes) between device addresses and host addresses, whose memory the caller keeps. Host
+        memory that is not pinned is right but slow, and the call then waits."""
         with torch.cuda.stream(self.stream):  # its device's context is this thread's, whichever the caller had
             status = self._copy_all(list(pieces), int(self.stream.cuda_stream))
         if status:
@@ -136,6 +121,8 @@ class CudaDigests:
         self._free.extend(map(_Scratch, asked, words, found))
 
     def start(self, lane: CudaLane, pages: Sequence[tuple[int, int]]) -> Callable[[], list[bytes]]:
+        """Compute on the lane the digests of pages (address, bytes); call the result once the lane has passed this
+        point."""
         count = len(pages)
         assert count <= self._pages
         try:

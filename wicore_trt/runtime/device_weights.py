@@ -16,14 +16,16 @@ from wicore_trt.checkpoint.names import kv_scale_name
 from wicore_trt.errors import EngineFormatError
 from wicore_trt.model.gemma3 import LM_HEAD
 from wicore_trt.model.spec import Gemma3Spec
-from wicore_trt.runtime.cuda_device import Device
+from wicore_trt.runtime.cuda_device import CudaDevice
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
 from wicore_trt.runtime.weight_specs import WeightSpec, rope_name
 
 MAX_LISTED = 6
 
 
-def load_weights(path: Path, wanted: Sequence[WeightSpec], spec: Gemma3Spec, device: Device) -> dict[str, torch.Tensor]:
+def load_weights(
+    path: Path, wanted: Sequence[WeightSpec], spec: Gemma3Spec, device: CudaDevice
+) -> dict[str, torch.Tensor]:
     """Load the weights `wanted`, by name, in their shapes and dtypes. Raises EngineFormatError for a file that cannot
     be read, lacks a part or holds an extra tensor, and for a part of another dtype or size."""
     try:
@@ -45,7 +47,7 @@ def load_weights(path: Path, wanted: Sequence[WeightSpec], spec: Gemma3Spec, dev
     return weights
 
 
-def make_rope_tables(spec: Gemma3Spec, positions: int, device: Device) -> dict[str, torch.Tensor]:
+def make_rope_tables(spec: Gemma3Spec, positions: int, device: CudaDevice) -> dict[str, torch.Tensor]:
     """Make rope tables float32 [positions, head_dim / 2] of each layer group by `rope_name`. They are cos and sin of
     position / factor * theta ** (-2 i / head_dim), computed in float64 and rounded. The factor stretches global layers
     only."""
@@ -60,7 +62,7 @@ def make_rope_tables(spec: Gemma3Spec, positions: int, device: Device) -> dict[s
     return tables
 
 
-def _assemble_weight(tensor: WeightSpec, parts: Sequence[torch.Tensor], path: Path, device: Device) -> torch.Tensor:
+def _assemble_weight(tensor: WeightSpec, parts: Sequence[torch.Tensor], path: Path, device: CudaDevice) -> torch.Tensor:
     dtype, shape = TORCH_DTYPES[tensor.dtype], tensor.shape
     for name, part in zip(tensor.parts, parts, strict=True):
         if part.dtype != dtype:

@@ -20,7 +20,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -31,14 +31,12 @@ import torch
 
 from wicore_trt.plugins.aot import CompiledKernel
 from wicore_trt.runtime.batch import StepBatch
-from wicore_trt.runtime.cuda_lanes import CudaDigests, CudaHostMemory, CudaLane, Event, Lane, host_address
+from wicore_trt.runtime.cuda_lanes import CudaDigests, CudaEvent, CudaHostMemory, CudaLane, host_address
 from wicore_trt.runtime.executor import CameIn, Done, PageCopier
 from wicore_trt.runtime.page_digest import KEY_BYTES, PageDigest
 
-SlotKey = tuple[str, int]
-"""Layer group and slot."""
-BATCH = 64
-"""Copies that begin together: one event and one digest kernel for all; 27B's take 3 to 15 ms on PCIe 5."""
+SlotKey = tuple[str, int]  # layer group and slot
+BATCH = 64  # copies that begin together: one event and one digest kernel for all; 27B's take 3 to 15 ms on PCIe 5
 
 
 class StepCopier(PageCopier, Protocol):
@@ -48,23 +46,6 @@ class StepCopier(PageCopier, Protocol):
 
     def close(self) -> None:
         """Wait for copies under way; no calls may follow. Call it before the pools are freed."""
-        ...
-
-
-class HostMemory(Protocol):
-    """Part of `cuda_lanes.CudaHostMemory` that `StreamPageCopier` needs."""
-
-    def pin(self, memory: memoryview) -> bool: ...
-
-    def unpin_all(self) -> None: ...
-
-
-class DeviceDigests(Protocol):
-    """Part of `cuda_lanes.CudaDigests` that `StreamPageCopier` needs."""
-
-    def start(self, lane: Any, pages: Sequence[tuple[int, int]]) -> Callable[[], Sequence[bytes]]:
-        """Compute on the lane the digests of pages (address, bytes); call the result once the lane has passed this
-        point."""
         ...
 
 
@@ -185,20 +166,6 @@ class _Asked:
     settled: bool = True
 
 
-class Starter(Protocol):
-    """Runner of work in the order of its submission."""
-
-    def submit(self, work: Callable[[], None], /) -> object: ...
-
-    def shutdown(self) -> None:
-        """Wait until all work is done."""
-        ...
-
-
-def new_starter() -> Starter:
-    return ThreadPoolExecutor(1, "wicore-page-copies")
-
-
 class StreamPageCopier:
     """Copier beside the steps: per direction a lane, a thread that puts copies on it and one that calls `done`. Batches
     of at most BATCH pages begin at `flush` and before a step. `lanes` are those of the steps, to the host and to the
@@ -209,12 +176,12 @@ class StreamPageCopier:
         self,
         pools: Mapping[str, torch.Tensor],
         page_tokens: int,
-        lanes: tuple[Lane, Lane, Lane],
-        memory: HostMemory,
+        lanes: tuple[CudaLane, CudaLane, CudaLane],
+        memory: CudaHostMemory,
         overlapping: Callable[[str, int], list[SlotKey]] = share_nothing,
-        digests: DeviceDigests | None = None,
+        digests: CudaDigests | None = None,
         digest: PageDigest | None = None,
-        starter: Callable[[], Starter] = new_starter,
+        starter: Callable[[], Executor] = lambda: ThreadPoolExecutor(1, "wicore-page-copies"),
     ) -> None:
         self._overlapping, self._sharing = overlapping, dict[SlotKey, list[SlotKey]]()
         flat = _flatten_pools(pools)
@@ -225,13 +192,10 @@ class StreamPageCopier:
         self.checks = digests is not None
         self.broken: BaseException | None = None
         self._lock = threading.Lock()
-        self._under_way: dict[SlotKey, _Batch] = {}
-        """That with the last copy of a slot; it waits for those before."""
-        self._asked: set[SlotKey] = set()
-        """Slots with a byte of a copy that has not begun."""
-        self._out, self._into = (_Way(lane, starter(), _Finisher(self._over, self._broke)) for lane in (out, into))
-        self._pinned: set[int] = set()
-        """Where memory that was locked by itself begins: one copy must not pass such a border."""
+        self._under_way: dict[SlotKey, _Batch] = {}  # that with the last copy of a slot; it waits for those before
+        self._asked: set[SlotKey] = set()  # slots with a byte of a copy that has not begun
+        self._out, self._into = (_Way(lane, starter(), self._over, self._broke) for lane in (out, into))
+        self._pinned: set[int] = set()  # where memory locked by one call begins: one copy must not pass such a border
         self._leaving, self._coming = _Asked(), _Asked()
 
     def pin(self, memory: memoryview) -> bool:
@@ -242,7 +206,7 @@ class StreamPageCopier:
         return self._digest.compute_digest(parts)
 
     def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done, *, settled: bool = False) -> None:
-        copies = self._make_copies(group, [slot], [parts], partial(_tell_one, done))
+        copies = self._make_copies(group, [slot], [parts], lambda digests, seconds: done(digests[0], seconds))
         asked = self._leaving
         asked.pieces += [(host, device, size) for device, host, size in self._cut_pieces(copies)]
         self._add_copies(asked, copies, settled=settled)
@@ -280,8 +244,7 @@ class StreamPageCopier:
             self.flush()
         finally:
             for way in (self._out, self._into):
-                way.starter.shutdown()
-                way.finisher.close()
+                way.close()
             self._memory.unpin_all()
             self._pools = {}
 
@@ -361,7 +324,7 @@ class StreamPageCopier:
         finally:
             batch.before = set()
             batch.started.set()
-        way.finisher.put(batch, found)
+        way.started.put((batch, found))
 
     def _broke(self, error: BaseException) -> None:
         self.broken = self.broken or error
@@ -384,13 +347,13 @@ class _Batch:
     copies: list[_Copies]
     pieces: list[tuple[int, int, int]]
     touched: frozenset[SlotKey]
-    behind: Event | None = None
+    behind: CudaEvent | None = None
     before: set[_Batch] = field(default_factory=set)
     started: threading.Event = field(default_factory=threading.Event)
-    begun: Event | None = None
-    ended: Event | None = None
+    begun: CudaEvent | None = None
+    ended: CudaEvent | None = None
 
-    def end(self) -> Event:
+    def end(self) -> CudaEvent:
         """Wait until the batch is on its lane. Raises RuntimeError when it could not be put there."""
         self.started.wait()
         if self.ended is None:
@@ -398,35 +361,30 @@ class _Batch:
         return self.ended
 
 
-@dataclass(slots=True)
 class _Way:
-    """Threads and lane of the copies in one direction."""
+    """Copies of one direction: the lane, the thread `starter` that puts batches on it, and a thread that waits for the
+    `started` ones in order, each with its digests if any, and reports them."""
 
-    lane: Lane
-    starter: Starter
-    finisher: _Finisher
-
-
-class _Finisher:
-    """Thread that waits for a lane's batches in order and reports them."""
-
-    def __init__(self, over: Callable[[_Batch], None], broke: Callable[[BaseException], None]) -> None:
-        self._over = over
-        self._broke = broke
-        self._queue: SimpleQueue[tuple[_Batch, Callable[[], Sequence[bytes]] | None] | None] = SimpleQueue()
+    def __init__(
+        self,
+        lane: CudaLane,
+        starter: Executor,
+        over: Callable[[_Batch], None],
+        broke: Callable[[BaseException], None],
+    ) -> None:
+        self.lane, self.starter, self._over, self._broke = lane, starter, over, broke
+        self.started = SimpleQueue[tuple[_Batch, Callable[[], Sequence[bytes]] | None] | None]()
         self._thread = threading.Thread(target=self._finish_batches, name="wicore-page-copies-over", daemon=True)
         self._thread.start()
 
-    def put(self, batch: _Batch, digests: Callable[[], Sequence[bytes]] | None) -> None:
-        self._queue.put((batch, digests))
-
     def close(self) -> None:
-        self._queue.put(None)
+        self.starter.shutdown()
+        self.started.put(None)
         self._thread.join()
 
     def _finish_batches(self) -> None:
         try:
-            while (item := self._queue.get()) is not None:
+            while (item := self.started.get()) is not None:
                 batch, found = item
                 assert batch.begun is not None and batch.ended is not None
                 batch.ended.synchronize()
@@ -441,10 +399,6 @@ class _Finisher:
                     told += len(copies.keys)
         except Exception as error:  # of the device: whoever waits for `done` must hear of it
             self._broke(error)
-
-
-def _tell_one(done: Done, digests: Sequence[bytes | None], seconds: float) -> None:
-    done(digests[0], seconds)
 
 
 def _flatten_pools(pools: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ import torch
 from wicore_trt.backends.tensorrt.slots import PageCopy, Slide
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.plugins.layout import CacheShape, Pool, PoolShape, Tables, copy_pages_launch, slide_launch
-from wicore_trt.runtime.cuda_device import Device
+from wicore_trt.runtime.cuda_device import CudaDevice
 from wicore_trt.runtime.dtypes import E4M3, E4M3_MAX, TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def copy_specs(pool: torch.Tensor, cache: torch.Tensor) -> dict[str, KernelSpec]
     }
 
 
-def choose_copier(pools: Tensors, caches: Tensors, scales: Tensors, device: Device) -> SlotCopier:
+def choose_copier(pools: Tensors, caches: Tensors, scales: Tensors, device: CudaDevice) -> SlotCopier:
     if device.torch_device.type == "cuda":
         reason = _no_kernels(next(iter(pools.values())))
         if reason is None:

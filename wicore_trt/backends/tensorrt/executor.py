@@ -26,7 +26,7 @@ from wicore_trt.checkpoint.names import kv_scale_name
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError, install_command
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.batch import StepBatch, StepResult
-from wicore_trt.runtime.cuda_device import CudaDevice, Device
+from wicore_trt.runtime.cuda_device import CudaDevice
 from wicore_trt.runtime.device_weights import load_weights, make_rope_tables
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
 from wicore_trt.runtime.executor import KVLayout, PageCopier
@@ -48,7 +48,7 @@ class TensorRTExecutor:
     first. `kernels` is like "tensorrt-rtx-1.7.1.116-sm89-" and a digest. Up to `slots` sequences copy only the KV that
     they compute; beyond that each step copies whole sequences."""
 
-    def __init__(self, engine: EngineDir, settings: ExecutorOptions, trt: Any, device: Device) -> None:
+    def __init__(self, engine: EngineDir, settings: ExecutorOptions, trt: Any, device: CudaDevice) -> None:
         """Load `engine` with the TensorRT module `trt` of the engine's flavour. Raises EnvironmentUnfitError for
         another version of TensorRT or a GPU without plans, EngineFormatError for files that do not fit, ConfigError for
         too little memory."""
@@ -196,7 +196,7 @@ class SlotMemory:
             )
         return int(count)
 
-    def allocate(self, slots: int, device: Device) -> dict[str, torch.Tensor]:
+    def allocate(self, slots: int, device: CudaDevice) -> dict[str, torch.Tensor]:
         """Allocate caches of all groups, zeroed: a hidden value has weight 0, and 0 times NaN would not be 0."""
         return {group: device.empty(self._cache_shape(group, slots), self._dtype).zero_() for group in self.groups}
 
@@ -257,7 +257,7 @@ def _make_layout(engine: EngineDir, settings: ExecutorOptions) -> KVLayout:
     return layout_of(manifest.spec, manifest.kv_dtype, page_tokens, max_context, settings)
 
 
-def _kv_scales(spec: Gemma3Spec, constants: Mapping[str, torch.Tensor], device: Device) -> dict[str, torch.Tensor]:
+def _kv_scales(spec: Gemma3Spec, constants: Mapping[str, torch.Tensor], device: CudaDevice) -> dict[str, torch.Tensor]:
     """Scales of FP8 pages per group, float32 [layers]; 1 where the checkpoint has none."""
     one = torch.ones(1, device=device.torch_device)
     return {

@@ -1,8 +1,8 @@
 """Execution contexts of an engine's plans: memory bound once, step inputs uploaded, runs put on one stream.
 
-Knows TensorRT's context and a `Device`; neither sequences nor pages. Invariants: each address in a context belongs to a
-tensor that the context's wrapper keeps; a call that TensorRT refuses raises and names itself; all contexts share one
-block of activation memory, which one stream makes safe.
+Knows TensorRT's context and a `CudaDevice`; neither sequences nor pages. Invariants: each address in a context belongs
+to a tensor that the context's wrapper keeps; a call that TensorRT refuses raises and names itself; all contexts share
+one block of activation memory, which one stream makes safe.
 
 Prefill has one context, whose shape and slot change. Decode has one per number of slots, whose shape and addresses
 stay, so its run can be a CUDA graph: TensorRT-RTX captures by itself, full TensorRT is captured here.
@@ -24,7 +24,7 @@ from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.tensorrt import plan_io
 from wicore_trt.backends.tensorrt.plan import LoadedPlan
 from wicore_trt.backends.tensorrt.plan_io import DECODE, LOGITS, PREFILL, TensorSpec
-from wicore_trt.runtime.cuda_device import ALIGNMENT, Device
+from wicore_trt.runtime.cuda_device import ALIGNMENT, CudaDevice
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
 
 DTYPES = {**TORCH_DTYPES, "int32": torch.int32}
@@ -79,7 +79,7 @@ class PlanSession:
     def __init__(
         self,
         trt: Any,
-        device: Device,
+        device: CudaDevice,
         plans: Mapping[str, LoadedPlan],
         constants: Mapping[str, torch.Tensor],
         caches: Mapping[str, torch.Tensor],
@@ -169,7 +169,7 @@ class StepBuffer:
     the input's memory. An upload copies the whole block, a few KB, from a host block that no other upload uses until
     `reuse`, because copies are asynchronous."""
 
-    def __init__(self, device: Device, plans: Mapping[str, LoadedPlan], slots: int) -> None:
+    def __init__(self, device: CudaDevice, plans: Mapping[str, LoadedPlan], slots: int) -> None:
         sizes: dict[str, int] = {}
         for plan in plans.values():
             profile = {**plan.profile, plan_io.BATCH: (1, 1, slots), plan_io.ROWS: (1, 1, slots)}

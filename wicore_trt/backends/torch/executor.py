@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 SOURCES = ("backends/torch",)
-SCORE_ROWS = 128
-"""Rows of a 262,144-token vocabulary that take 134 MB."""
+SCORE_ROWS = 128  # of a 262,144-token vocabulary: 134 MB
 StepOps = Callable[[StepInputs, AttentionProbe | None], Ops[torch.Tensor]]
 
 
@@ -66,13 +65,14 @@ class TorchExecutor:
         self.slice_tokens = CPU_SLICE_TOKENS if self.device.type == "cpu" else GPU_SLICE_TOKENS
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        self.layout = _make_layout(loaded, settings)
+        context = settings.max_context or loaded.max_context or self.spec.max_position_embeddings
+        page_tokens = settings.page_tokens or loaded.page_tokens
+        self.layout = layout_of(self.spec, loaded.kv_dtype, page_tokens, context, settings)
         if self.device.type == "cpu":
             check_room(self.layout.memory_bytes, "kv.device_bytes", "Lower it (--kv-bytes) to {room} at most.")
         else:
             check_pool_room(self.layout, torch.cuda.mem_get_info(self.device)[0])
-        empty = partial(torch.empty, device=self.device)
-        self.pools = new_pools(self.spec, self.layout, lambda s, d: empty(s, dtype=d))
+        self.pools = new_pools(self.spec, self.layout, lambda s, d: torch.empty(s, dtype=d, device=self.device))
         self._page_copies = make_copier(self.pools, self.layout.page_tokens, overlapping=self.layout.find_overlaps)
         self.copier: PageCopier = self._page_copies
         self.kernels, self._step_ops = _make_operators(loaded, settings, self.layout, self.pools, self.device)
@@ -98,7 +98,7 @@ class TorchExecutor:
         assert batch.num_tokens <= self.max_batch_tokens, "the scheduler exceeded the step's token budget"
         inputs = StepInputs.from_batch(batch, self.layout, tuple(self.layout.num_pages))
         layer = next(self._probed_layers, None) if batch.measure_attention else None
-        probe = None if layer is None else AttentionProbe.from_inputs(layer, inputs)
+        probe = None if layer is None else AttentionProbe(layer, inputs.cu_seqlens[1:].long() - 1)
         self._page_copies.begin_step(batch)
         with torch.inference_mode():
             logits = forward(self._step_ops(inputs, probe), self.spec)
@@ -138,19 +138,14 @@ def _make_operators(
     library = None if settings.kernels == "torch" else _native_library(engine, settings.kernels, device)
     if library is None:
         model = TorchModel(engine.spec, engine.dtype, engine.tensors, pools, device)
-        return kernels_name(torch_kernels(device), SOURCES), lambda inputs, probe: TorchOps(model, inputs, probe)
+        return kernels_name(torch_kernels(device), SOURCES), partial(TorchOps, model)
     if settings.threads:
         library.set_threads(settings.threads)
     packed = sum(t.numel() * max(2, t.itemsize) for t in engine.tensors.values())
     check_room(packed, "weights", "Use a machine, or a limit of the container, that has as much.")
     weights = NativeWeights.from_tensors(library, engine.tensors, engine.spec, engine.dtype)
     ops = NativeOps(library, weights, engine.spec, engine.dtype, layout, pools)
-
-    def begin(inputs: StepInputs, probe: AttentionProbe | None) -> Ops[torch.Tensor]:
-        ops.begin(inputs, probe)
-        return ops
-
-    return kernels_name(f"native-{library.isa}", SOURCES, library.name), begin
+    return kernels_name(f"native-{library.isa}", SOURCES, library.name), ops.begin
 
 
 def torch_kernels(device: torch.device) -> str:
@@ -186,12 +181,6 @@ def _native_library(engine: EngineTensors, kernels: str, device: torch.device) -
 
 def _refuse_closed(_: StepInputs, __: AttentionProbe | None) -> Ops[torch.Tensor]:
     raise AssertionError("execute() after close()")
-
-
-def _make_layout(engine: EngineTensors, settings: ExecutorOptions) -> KVLayout:
-    page_tokens = settings.page_tokens or engine.page_tokens
-    max_context = settings.max_context or engine.max_context or engine.spec.max_position_embeddings
-    return layout_of(engine.spec, engine.kv_dtype, page_tokens, max_context, settings)
 
 
 def _find_device(name: str) -> torch.device:

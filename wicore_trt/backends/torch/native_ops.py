@@ -112,9 +112,9 @@ class NativeOps:
         self._inputs: StepInputs
         self._probe: AttentionProbe | None = None
 
-    def begin(self, inputs: StepInputs, probe: AttentionProbe | None = None) -> None:
-        """Take the next step's geometry. Scratch grows to the largest step seen. `probe` has its queries once logits
-        are there."""
+    def begin(self, inputs: StepInputs, probe: AttentionProbe | None = None) -> NativeOps:
+        """Take the next step's geometry; return self. Scratch grows to the largest step seen. `probe` has its queries
+        once logits are there."""
         self._inputs, self._probe, self._steps = inputs, probe, []
         last = int(inputs.positions.max())
         self._rows = {"tokens": inputs.token_ids.shape[0], "samples": inputs.sample_rows.shape[0]}
@@ -129,28 +129,28 @@ class NativeOps:
             self._args, self._buffers = {}, {}  # they point to each other; rebuilt as the step asks for them
         for group, step in self._geometry.items():
             native_args.set_step(step, inputs.cu_seqlens, inputs.positions, inputs.page_tables[group])
+        return self
 
     def embed(self) -> torch.Tensor:
         out = self._find_buffer("residual", torch.float32, self._spec.hidden_size)
         index = self._find_buffer("token index", torch.int64, 1).flatten()
         given = index, self._weights.packed[EMBEDDING], self._embedding_scale, out
-        return self._record_operator("embed", out, native_args.make_embed, *given, index=self._inputs.token_ids)
+        return self._record_operator("embed", native_args.make_embed, *given, index=self._inputs.token_ids)
 
     def norm(self, residual: torch.Tensor, weight: str) -> torch.Tensor:
         out = self._find_buffer("operand", self._operand, self._spec.hidden_size)
         given = residual, self._weights.norms[weight], self._spec.rms_norm_eps, self._dtype, out
-        return self._record_operator(weight, out, native_args.make_norm, *given)
+        return self._record_operator(weight, native_args.make_norm, *given)
 
     def linear(self, x: torch.Tensor, weight: str, kind: str = "product", count: str = "tokens") -> torch.Tensor:
         """Extends `Ops.linear`: `kind` and `count` choose the results' buffer."""
         packed, quantized = self._weights.packed[weight], None
         out = self._find_buffer(kind, torch.float32, packed.n, count)
         if packed.scale is not None:
-            quantized = (
-                self._find_buffer("quantized", torch.bfloat16, packed.k),
-                self._find_buffer("quantized_scale", torch.float32, 1),
-            )
-        return self._record_operator(weight, out, native_args.make_linear, x, packed, out, quantized, count=count)
+            scale = self._find_buffer("quantized_scale", torch.float32, 1)
+            quantized = self._find_buffer("quantized", torch.bfloat16, packed.k), scale
+        self._record_operator(weight, native_args.make_linear, x, packed, out, quantized, count=count)
+        return out
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -158,12 +158,9 @@ class NativeOps:
     def qk_norm_rope_write(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
         group, norms = self._groups[layer], self._weights.norms
         q = self._find_buffer("q", self._operand, group.q_size).view(-1, group.num_heads, group.head_dim)
-        weights = (
-            norms[layer_weight(layer, "attention.q_layernorm")],
-            norms[layer_weight(layer, "attention.k_layernorm")],
-        )
-        given = qkv, weights, self._rope[group.name], self._spec.rms_norm_eps, self._dtype, q, self._kv[layer]
-        return self._record_operator(f"rope {layer}", q, native_args.make_qk_norm_rope_write, *given)
+        weights = tuple(norms[layer_weight(layer, f"attention.{part}_layernorm")] for part in "qk")
+        given = qkv, weights, self._rope[group.name], self._spec.rms_norm_eps, self._dtype, self._kv[layer], q
+        return self._record_operator(f"rope {layer}", native_args.make_qk_norm_rope_write, *given)
 
     def attention(self, q: torch.Tensor, layer: int) -> torch.Tensor:
         group = self._groups[layer]
@@ -172,7 +169,7 @@ class NativeOps:
             kept = self._probe.queries = q.new_empty((self._probe.rows.shape[0], *q.shape[1:]))
             self._steps.append(native_args.make_gather(q, self._probe.rows, kept))
         given = q, self._kv[layer], group.window, group.softmax_scale, self._dtype, out
-        return self._record_operator(f"attention {layer}", out, native_args.make_attention, *given)
+        return self._record_operator(f"attention {layer}", native_args.make_attention, *given)
 
     def add_norm(
         self, residual: torch.Tensor, x: torch.Tensor, post_weight: str, next_weight: str
@@ -180,19 +177,17 @@ class NativeOps:
         out = self._find_buffer("operand", self._operand, self._spec.hidden_size)
         weights = self._weights.norms[post_weight], self._weights.norms[next_weight]
         given = residual, x, weights, self._spec.rms_norm_eps, self._dtype, out
-        return residual, self._record_operator(post_weight, out, native_args.make_add_norm, *given)
+        return residual, self._record_operator(post_weight, native_args.make_add_norm, *given)
 
     def geglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         out = self._find_buffer("operand", self._operand, self._spec.intermediate_size)
-        return self._record_operator("geglu", out, native_args.make_geglu, gate_up, self._dtype, out)
+        return self._record_operator("geglu", native_args.make_geglu, gate_up, self._dtype, out)
 
     def sampled_rows(self, x: torch.Tensor) -> torch.Tensor:
         out = self._find_buffer("sampled", self._operand, self._spec.hidden_size, "samples")
-        index = self._find_buffer("sample index", torch.int64, 1, "samples").flatten()
-        given = x, index, out
-        return self._record_operator(
-            "gather", out, native_args.make_gather, *given, index=self._inputs.sample_rows, count="samples"
-        )
+        rows = self._find_buffer("sample index", torch.int64, 1, "samples").flatten()
+        index = self._inputs.sample_rows
+        return self._record_operator("gather", native_args.make_gather, x, rows, out, index=index, count="samples")
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         out = self.linear(x, LM_HEAD, "logits", "samples")[: self._rows["samples"]]
@@ -203,14 +198,13 @@ class NativeOps:
     def _record_operator(
         self,
         key: str,
-        out: torch.Tensor,
         make: Callable[..., native_args.Args],
         *given: Any,
         index: torch.Tensor | None = None,
         count: str = "tokens",
     ) -> torch.Tensor:
         """Append an operator to the step, made by `make(*given)` for full buffers at its first use. `index` is the
-        step's."""
+        step's. Returns the last of `given`, the operator's output."""
         args = self._args.get(key)
         if args is None:
             args = self._args[key] = make(*given)
@@ -218,6 +212,7 @@ class NativeOps:
         if index is not None:
             args.index = index.data_ptr()
         self._steps.append(args)
+        out: torch.Tensor = given[-1]
         return out
 
     def _find_buffer(self, kind: str, dtype: torch.dtype, width: int, count: str = "tokens") -> torch.Tensor:

@@ -48,7 +48,7 @@ from wicore_trt.model.spec import GLOBAL, GROUPS
 from wicore_trt.plugins.launch import SHARED_LAUNCHER, Launcher
 from wicore_trt.request_fields import MAX_LOGPROBS
 from wicore_trt.runtime.batch import UNREAD, SequenceSlice, StepBatch, StepResult
-from wicore_trt.runtime.cuda_device import CudaDevice, Device
+from wicore_trt.runtime.cuda_device import CudaDevice
 from wicore_trt.runtime.executor import PageCopier
 from wicore_trt.runtime.kernels_name import kernels_name
 from wicore_trt.runtime.options import GPU_SLICE_TOKENS, ExecutorOptions
@@ -115,7 +115,7 @@ class TritonExecutor:
         self,
         loading: Loading,
         settings: ExecutorOptions,
-        device: Device,
+        device: CudaDevice,
         launcher: Launcher = SHARED_LAUNCHER,
         *,
         graphs: bool = True,

@@ -23,7 +23,7 @@ from wicore_trt.backends.triton.ops import StepArrays
 from wicore_trt.backends.triton.rows import DECODE_ROWS, RowGroup, RowPlan, plan_rows
 from wicore_trt.backends.triton.segments import LongSlice
 from wicore_trt.runtime.batch import SequenceSlice
-from wicore_trt.runtime.cuda_device import Device
+from wicore_trt.runtime.cuda_device import CudaDevice
 from wicore_trt.runtime.step_inputs import ABSENT, StepInputs
 
 ALIGNMENT = 4  # int32s: 16 bytes
@@ -97,7 +97,7 @@ class HeldTables:
     of `find_changes` writes the changes there before a step reads it. `tokens`: for how many each row has pages, at
     least."""
 
-    def __init__(self, groups: Sequence[str], rows: int, pages: int, page_tokens: int, device: Device) -> None:
+    def __init__(self, groups: Sequence[str], rows: int, pages: int, page_tokens: int, device: CudaDevice) -> None:
         self.on_device = device.empty((len(groups), rows, pages), torch.int32).fill_(ABSENT)
         self.tokens = [0] * rows
         self.pages, self._page_tokens, self._groups = pages, page_tokens, tuple(groups)
@@ -163,7 +163,7 @@ class StepBlock:
     has two blocks, used in turn: a step may be submitted while the device still reads the one before."""
 
     def __init__(
-        self, limits: StepLimits, groups: Sequence[str], page_tokens: int, padded: int, device: Device
+        self, limits: StepLimits, groups: Sequence[str], page_tokens: int, padded: int, device: CudaDevice
     ) -> None:
         """Allocate; `padded` is the most sequences, and sampled rows, of a padded step, 0 for none."""
         self._groups, self._page_tokens = tuple(groups), page_tokens

@@ -17,7 +17,7 @@ from wicore_trt.backends.triton.ops import TritonModel
 from wicore_trt.backends.triton.roles import DRAW_WIDE, DRAWING
 from wicore_trt.plugins.step_layout import Logits, SampleArrays, sample_launches, sample_scratch, wide_launch
 from wicore_trt.runtime.batch import SampledTokens, SequenceSlice, StepResult
-from wicore_trt.runtime.cuda_device import Device
+from wicore_trt.runtime.cuda_device import CudaDevice
 from wicore_trt.runtime.sampler import NOT_FINITE, Sampler
 from wicore_trt.types import SamplingParams
 
@@ -49,7 +49,7 @@ def _has_filters(piece: SequenceSlice) -> bool:
 class DeviceSampler:
     """Sampler that draws from `model.memory.logits` into `model.memory.results` on the model's stream."""
 
-    def __init__(self, model: TritonModel, device: Device) -> None:
+    def __init__(self, model: TritonModel, device: CudaDevice) -> None:
         """Prepare the kernels; without them in the engine the sampler is not `available`."""
         self._model, self._rows, self._vocab = model, model.memory.limits.rows, model.shape.spec.vocab_size
         self.available = all(model.table.role_entries(role) for role in (*DRAWING.values(), DRAW_WIDE))
@@ -122,7 +122,7 @@ class StepSampler:
     """Chooser of a step's tokens: the graph's kernels and `drawing` on the device, a `Sampler` on the host for the
     rest. Logits stay on the device."""
 
-    def __init__(self, model: TritonModel, device: Device, drawing: DeviceSampler | None = None) -> None:
+    def __init__(self, model: TritonModel, device: CudaDevice, drawing: DeviceSampler | None = None) -> None:
         self._model, self._device, self.host = model, device, Sampler()
         self.drawing = drawing or DeviceSampler(model, device)
         self._last: tuple[list[SamplingParams | None], list[str]] = ([], [])

@@ -49,7 +49,7 @@ def engine_shape(engine: EngineDir, page_tokens: int | None = None) -> EngineSha
 
 
 def load_constants(engine: EngineDir, shape: EngineShape, positions: int, device: Any) -> Constants:
-    """Load the engine's weights onto `device` (`runtime.cuda_device.Device`), or make them up for an engine without
+    """Load the engine's weights onto `device` (`runtime.cuda_device.CudaDevice`), or make them up for an engine without
     any. Raises EngineFormatError for files that do not fit."""
     if engine.manifest.dummy_weights:
         return finish_constants(shape, make_dummy_weights(shape, device.torch_device), positions, device)
