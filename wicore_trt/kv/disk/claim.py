@@ -84,9 +84,7 @@ def secret_of(salt: str) -> bytes:
 
 def kept_secret(files: Files, path: Path) -> bytes:
     """The secret in the directory of a disk tier, drawn at random when there is none. The caller holds its lock.
-
-    OSError when the file system refuses, or the file is not this user's alone.
-    """
+    OSError when the file system refuses, or the file is not this user's alone."""
     found = read_secret(files, path)
     if found is None:
         found = secrets.token_bytes(SECRET_BYTES)

@@ -244,10 +244,8 @@ class DiskStore:
         return self._expires[slots[0]]
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Finish what was accepted and give the directory free, but return after `timeout_s` at the latest.
-
-        Threads that hang then keep the directory's lock until they come back or the process ends.
-        """
+        """Finish what was accepted and give the directory free, but return after `timeout_s` at the latest. Threads
+        that hang then keep the directory's lock until they come back or the process ends."""
         self._pool.close(timeout_s)
 
     # --- in the I/O threads --------------------------------------------------------------------------------------
@@ -375,10 +373,8 @@ def open_store(
     key_file: str | None,
     files: Files | None = None,
 ) -> DiskStore:
-    """The store of a tier, as settings have it: encrypted where there is a `key_file`.
-
-    Raises what DiskStore raises, and ConfigError for a key file that is none.
-    """
+    """The store of a tier, as settings have it: encrypted where there is a `key_file`. Raises what DiskStore raises,
+    and ConfigError for a key file that is none."""
     return DiskStore(
         Path(path), namespace=namespace, slot_bytes=slot_bytes, limit_bytes=limit_bytes, free_bytes=free_bytes,
         threads=DISK_THREADS, queue_limit=QUEUE_LIMIT, timeout_s=DISK_TIMEOUT_S,

@@ -93,7 +93,7 @@ class HostTier:
 
     def lend_slots(self, page_bytes: int, count: int) -> tuple[list[list[memoryview]], int]:
         """Lend, before any page is stored, buffers for `count` pages of this size, in the memory of the first slots,
-        and how many slots these are. No page gets them before `index.grow` says that they are used no more."""
+        and how many slots these are. No page gets them before `index.grant_slots`."""
         each = div_ceil(page_bytes, self.slot_bytes)
         self.index.withhold_slots(0, count * each)
         found = [self.cut_slots(range(at * each, (at + 1) * each)) for at in range(count)]

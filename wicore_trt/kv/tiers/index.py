@@ -118,8 +118,7 @@ class TierIndex:
         return [copy.page for copy in copies if copy is not None and copy.ready]
 
     def withhold_slots(self, first: int, stop: int) -> None:
-        """Free slots [first, stop) are not to be used before `grow` names them: they have no memory yet, or something
-        else has it."""
+        """Take free slots [first, stop) out of use until `grant_slots`: something else has their memory, or nothing."""
         before = len(self._free)
         self._free = [slot for slot in self._free if not first <= slot < stop]
         assert before - len(self._free) == stop - first, "only a free slot can be withheld"
@@ -256,7 +255,7 @@ class TierIndex:
         self._note_users(begun, True)
 
     def release_copies(self, copies: Iterable[TierCopy]) -> None:
-        """End of `acquire`. The slots of a copy that was dropped meanwhile are free after its last reader."""
+        """End of `acquire_copies`. The slots of a copy that was dropped meanwhile are free after its last reader."""
         nodes, ended, lost = self._nodes, list[TierNode](), CopyState.LOST
         for copy in copies:
             assert copy.readers > 0, "a copy was released twice (I6)"

@@ -67,8 +67,8 @@ class Retention:
             self._replace_session((scope, keys[-1]), keys, tiers, self._pin_s_of(hints))
 
     def begin_ends(self, keys: Iterable[bytes], hints: CacheHints) -> None:
-        """A running request made these pages: their time begins before any tier has them, so that none keeps them
-        longer."""
+        """A request made these pages: their time begins, while it runs before any tier has them, so that none keeps
+        them longer."""
         if hints.ttl_s is not None:
             now = self.clock()
             for key in keys:
