@@ -36,20 +36,9 @@ ALONE: launched ordinarily, and its own dependents as above. For a linear behind
 where crowding would be the same, and for one link of the longest chain, gate and up of E4M3 rows: with it in turn a
 step of 32 rows over FP8 KV took 13.8 ms on an H200, alone 12.9, and no step of 12 to 128 rows got slower."""
 
-IN_CHAINS = frozenset(
-    {
-        *("add_norm", "qk_norm_rope_write", "quantize_rows", "quantize_parts", "linear_vector", "linear_matrix"),
-        *(
-            "split_decode",
-            "combine_splits",
-            "paged_prefill",
-            "add_splits",
-            "scan",
-            "choose",
-            "collect",
-            "draw_filtered",
-        ),
-    }
+IN_CHAINS = (
+    *("add_norm", "qk_norm_rope_write", "quantize_rows", "quantize_parts", "linear_vector", "linear_matrix"),
+    *("split_decode", "combine_splits", "paged_prefill", "add_splits", "scan", "choose", "collect", "draw_filtered"),
 )
 """Functions of kernels that take turns; all others are ORDINARY, `embed_norm` on purpose."""
 

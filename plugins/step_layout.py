@@ -175,19 +175,8 @@ def geglu_launch(
     return Launch((tokens, 1, 1), {**arguments, "scales": scales})
 
 
-@dataclass(frozen=True)
-class DigestArrays:
-    """Arrays of the digest kernel: int64 `offsets` from `memory` and `lengths` [pages] in words of 4 bytes; `key`
-    uint32 as `PageDigest.words`; `sums` int64 [pages, 2], zero before."""
-
-    memory: Any
-    offsets: Any
-    lengths: Any
-    key: Any
-    sums: Any
-
-
-def page_digest_launch(arrays: DigestArrays, pages: int, most_bytes: int, second_pairs: int) -> Launch:
-    arguments = {"memory": arrays.memory, "offsets": arrays.offsets, "lengths": arrays.lengths, "key": arrays.key}
-    arguments |= {"sums": arrays.sums, "second": second_pairs}
-    return Launch((div_ceil(most_bytes, DIGEST_BLOCK_BYTES), pages, 1), arguments)
+def page_digest_launch(arrays: Mapping[str, Any], pages: int, most_bytes: int, second_pairs: int) -> Launch:
+    """Launch `kernels.page_digest` of `arrays`: int64 `offsets` from `memory` and `lengths` [pages] in words of 4
+    bytes; `key` uint32 as `PageDigest.words`; `sums` int64 [pages, 2], zero before."""
+    grid = (div_ceil(most_bytes, DIGEST_BLOCK_BYTES), pages, 1)
+    return Launch(grid, {**arrays, "second": second_pairs})

@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from wicore_trt.backends.torch.weights import fuse_weights
 from wicore_trt.backends.triton.compile import compile_table
 from wicore_trt.backends.triton.executor import Loading, TritonExecutor
 from wicore_trt.backends.triton.table import EngineShape, KernelTable
-from wicore_trt.backends.triton.weights import place_constants
+from wicore_trt.backends.triton.weights import Constants, finish_constants
 from wicore_trt.checkpoint.names import Role, unified_tensors, weight_scale_name
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL, Gemma3Spec
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
@@ -228,3 +229,16 @@ class _Comparison:
                 near = [abs(a - b) <= MASS_TOLERANCE * max(1.0, b) for a, b in zip(found, masses, strict=False)]
                 if len(found) != len(masses) or not all(near):
                     self._problems.append(f"{name}: attention of {seq} is {found}, the oracle's {masses}")
+
+
+def place_constants(tensors: Mapping[str, torch.Tensor], shape: EngineShape, positions: int, device: Any) -> Constants:
+    """Place the tensors of `backends.torch.weights.fuse_weights` on `device`, rounded to the engine's types."""
+    moved: dict[int, torch.Tensor] = {}
+    weights = {}
+    for name, tensor in tensors.items():
+        if id(tensor) not in moved:
+            matrix = tensor.dim() == 2 and tensor.dtype != E4M3
+            dtype = TORCH_DTYPES[shape.dtype] if matrix else tensor.dtype if tensor.dtype == E4M3 else torch.float32
+            moved[id(tensor)] = tensor.to(device.torch_device, dtype)
+        weights[name] = moved[id(tensor)]
+    return finish_constants(shape, weights, positions, device)

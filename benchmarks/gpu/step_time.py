@@ -45,6 +45,7 @@ from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.cuda_device import CudaDevice
 from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
 from wicore_trt.runtime.options import ExecutorOptions
+from wicore_trt.runtime.step_inputs import StepInputs
 from wicore_trt.types import SamplingParams
 from wicore_trt.weight_format import PLAIN, QUANTIZED
 
@@ -67,7 +68,6 @@ def main() -> int:
     parser.add_argument("--crossover8", type=int, help="most rows of a product by Triton's kernels of E4M3 rows")
     parser.add_argument("--replays", type=int, default=20, help="decode steps to compare with ordered launches")
     parser.add_argument("--ordered", help="regular expressions, with commas: kernels to launch one by one, by name")
-    parser.add_argument("--float32-results", type=int, help="most rows for which cuBLAS writes float32 results")
     parser.add_argument("--fast-sums", type=int, help="longest sum of FP8 products in the matrix units' precision")
     parser.add_argument("--invariant", action="store_true", help="batch-invariant kernels")
     parser.add_argument("--no-roles", action="store_true", help="leave the time by role out")
@@ -124,12 +124,10 @@ class Measurement:
     def run(self) -> dict[str, Any]:
         args, device = self.args, CudaDevice()
         measured = dict(triton_table.CROSSOVER.get(device.target, triton_table.DEFAULT_CROSSOVER))
-        if args.most_kernel_rows is not None:
-            measured |= {"16-bit": args.most_kernel_rows, "fp8": args.most_kernel_rows}
-        if args.most_narrow_rows is not None:
-            measured["fp8 rows"] = args.most_narrow_rows
-        if args.most_float32_rows is not None:
-            measured["float32 results"] = args.most_float32_rows
+        if args.crossover is not None:
+            measured |= {"16-bit": args.crossover, "fp8": args.crossover}
+        if args.crossover8 is not None:
+            measured["fp8 rows"] = args.crossover8
         if args.fast_sums is not None:
             triton_products.FAST_SUMS = args.fast_sums
         triton_table.CROSSOVER[device.target] = measured
@@ -281,7 +279,8 @@ class Measurement:
             wall.append(time.monotonic() - begun)
         device = executor.device
         with device.active(), torch.inference_mode():
-            arrays = executor.block.upload_step(executor.make_inputs(batch.slices), plan_rows([self.args.prefill]))
+            inputs = StepInputs.from_batch(batch, executor.layout, tuple(executor.layout.num_pages))
+            arrays = executor.block.upload_step(inputs, plan_rows([self.args.prefill]))
             graph = device.capture(lambda: executor.run(arrays))
         captured = events(executor, graph, 7)
         spec = self.shape.spec

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from tiny_source import CONFIG, write_tiny_source
@@ -34,8 +34,9 @@ from wicore_trt.engine.options import DummyModel  # noqa: E402
 from wicore_trt.errors import ConfigError, EngineFormatError, EnvironmentUnfitError  # noqa: E402
 from wicore_trt.kv.sizing import builtin_spec  # noqa: E402
 from wicore_trt.model.hf_config import read_hf_config  # noqa: E402
+from wicore_trt.model.spec import GLOBAL, Gemma3Spec, LayerGroup  # noqa: E402
 from wicore_trt.plugins.aot import TARGETS, CompiledKernel, KernelSpec  # noqa: E402
-from wicore_trt.weight_format import BF16, FP8  # noqa: E402
+from wicore_trt.weight_format import BF16, FP8, PLAIN  # noqa: E402
 
 SIZES = {"hidden_size": 32, "head_dim": 16, "intermediate_size": 48, "num_hidden_layers": 2}
 
@@ -206,13 +207,29 @@ def test_products_by_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CROSSOVER, "sm90", {"16-bit": 24, "fp8": 8, "fp8 rows": 32})
     assert [fp8.choose_product("sm90", "qkv", n) for n in (8, 9, 32, 33)] == [KERNEL, KERNEL8, KERNEL8, SCALED_MM]
     assert [wide.choose_product("sm90", "qkv", n) for n in (24, 25)] == [KERNEL, MM16]
-    monkeypatch.setitem(CROSSOVER, "sm90", {"float32 results": 100})
-    assert [wide.choose_product("sm90", "qkv", n) for n in (16, 17, 100, 101)] == [KERNEL, MM, MM, MM16]
-    monkeypatch.setitem(CROSSOVER, "sm90", {"float32 results": ANY})
-    assert wide.choose_product("sm90", "qkv", ANY) == MM and not any(
-        ".r16" in str(p.role) for p in list_kernels(wide, "sm90")
-    )
+    half = EngineShape(spec, "float16", PLAIN["float16"], "float16", 32)
+    assert not any(".r16" in str(p.role) for p in list_kernels(half, "sm90"))
     assert fp8.choose_product("sm80", "down", 4096) == KERNEL
+
+
+def test_groups_of_layers_must_be_alike() -> None:
+    """All kernels are of one shape, so models whose global layers have another head size or other KV heads are
+    refused."""
+
+    class UnlikeSpec(Gemma3Spec):
+        changes: ClassVar[dict[str, int]] = {}
+
+        def layer_group(self, name: str) -> LayerGroup:
+            group = super().layer_group(name)
+            return replace(group, **self.changes) if name == GLOBAL else group  # type: ignore[arg-type]
+
+    plain = builtin_spec("gemma3-270m")
+    spec = UnlikeSpec(**{f.name: getattr(plain, f.name) for f in fields(plain)})
+    EngineShape(spec, "bfloat16", BF16, "bfloat16", 32)
+    for changes in ({"head_dim": 128}, {"num_kv_heads": 2}, {"num_heads": 8}):
+        UnlikeSpec.changes = changes
+        with pytest.raises(ConfigError, match="global and local layers of one head size"):
+            EngineShape(spec, "bfloat16", BF16, "bfloat16", 32)
 
 
 @pytest.mark.long

@@ -14,23 +14,23 @@ from kernel_checks import Runner
 from step_runners import RUNNERS
 
 from wicore_trt.plugins.kernels.page_digest import page_digest_spec
-from wicore_trt.plugins.step_layout import DigestArrays, page_digest_launch
+from wicore_trt.plugins.step_layout import page_digest_launch
 from wicore_trt.runtime.page_digest import PageDigest
 
 
 def digests(run: Runner, memory: torch.Tensor, pages: list[tuple[int, int]], digest: PageDigest) -> list[bytes]:
     """Of pages (first byte, bytes) of `memory`, two programs of the grid past the longest page's end."""
     key = torch.from_numpy(digest.words.view("<i4"))
-    arrays = DigestArrays(
-        run.put(memory.view(torch.int32)).view(torch.uint32),
-        run.put(torch.tensor([at // 4 for at, _ in pages])),
-        run.put(torch.tensor([size // 4 for _, size in pages])),
-        run.put(key).view(torch.uint32),
-        run.put(torch.zeros((len(pages), 2), dtype=torch.int64)),
-    )
+    arrays = {
+        "memory": run.put(memory.view(torch.int32)).view(torch.uint32),
+        "offsets": run.put(torch.tensor([at // 4 for at, _ in pages])),
+        "lengths": run.put(torch.tensor([size // 4 for _, size in pages])),
+        "key": run.put(key).view(torch.uint32),
+        "sums": run.put(torch.zeros((len(pages), 2), dtype=torch.int64)),
+    }
     longest = max(size for _, size in pages)
     run.launch(page_digest_spec(), page_digest_launch(arrays, len(pages), longest + 2 * 16384, digest.second_pairs))
-    return [row.numpy().tobytes() for row in arrays.sums.cpu()]
+    return [row.numpy().tobytes() for row in arrays["sums"].cpu()]
 
 
 @pytest.mark.parametrize("run", RUNNERS)

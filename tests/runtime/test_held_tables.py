@@ -49,8 +49,8 @@ class Mirror:
 
     def _fail(self) -> None:
         """A step did not get to the device as a whole: nothing of what lies there is good."""
-        self.block.forget_tables()
-        self.block._held.on_device.fill_(POISON)
+        self.block.held.forget_rows()
+        self.block.held.on_device.fill_(POISON)
         self.counts["failed"] += 1
 
     def step(self, batch: StepBatch) -> None:
@@ -85,7 +85,7 @@ class Mirror:
         singles = [len(s.token_ids) for s in slices].count(1)
         rows = [*slices[:singles], *[None] * (size.decode.sequences - singles), *slices[singles:]]
         rows += [None] * (size.decode.sequences + size.prefill.sequences - len(rows))
-        for group, table in zip(self.groups, self.block._held.on_device.tolist(), strict=True):
+        for group, table in zip(self.groups, self.block.held.on_device.tolist(), strict=True):
             for number, (piece, found) in enumerate(zip(rows, table, strict=False)):
                 wanted = [] if piece is None else list(piece.pages[group])
                 if found != wanted + [-1] * (len(found) - len(wanted)):
@@ -165,7 +165,7 @@ def test_what_does_not_change_is_not_sent() -> None:
     """Sequences decode; some fill a page, one leaves, in whose row the last one goes on, and one comes."""
     layout, rng = KVLayout(4, "float32", {"global": 99, "local": 99}, {"global": 1, "local": 1}), random.Random()
     mirror = Mirror(layout, rng)
-    held, sent = mirror.block._held, list[list[int]]()
+    held, sent = mirror.block.held, list[list[int]]()
     changes = held.find_changes
     held.find_changes = lambda *given: (sent.append((found := changes(*given)).rows), found)[1]  # type: ignore[method-assign]
     sequences = {i: (8 + i % 4, SequencePages(TenantNames(b"", b"", 4, b""))) for i in range(8)}

@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="pip install -e .[triton]")
 from runtime.triton_cpu import CpuDevice, rounded, small_model  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
+from benchmarks.gpu.step_check import place_constants  # noqa: E402
 from wicore_trt.backends.torch.weights import fuse_weights  # noqa: E402
 from wicore_trt.backends.triton.table import EngineShape  # noqa: E402
 from wicore_trt.backends.triton.weights import (  # noqa: E402
@@ -19,7 +20,6 @@ from wicore_trt.backends.triton.weights import (  # noqa: E402
     finish_constants,
     load_constants,
     make_dummy_weights,
-    place_constants,
 )
 from wicore_trt.checkpoint.names import kv_scale_name  # noqa: E402
 from wicore_trt.engine.directory import EngineDir  # noqa: E402

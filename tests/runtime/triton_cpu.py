@@ -13,12 +13,12 @@ from gpu_kernels import interpreted
 from parity.paged import PagedDriver, PagedSequence
 from parity.tiny import TinyModel, cast, tiny_model
 
+from benchmarks.gpu.step_check import place_constants
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.backends.torch.weights import fuse_weights
 from wicore_trt.backends.triton.executor import Loading, TritonExecutor
 from wicore_trt.backends.triton.kernel_list import list_kernels
 from wicore_trt.backends.triton.table import EngineShape, KernelEntry, KernelTable, parse_config
-from wicore_trt.backends.triton.weights import place_constants
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec
 from wicore_trt.plugins.decode_layout import DecodeConfig
 from wicore_trt.plugins.launch import ParameterBlock

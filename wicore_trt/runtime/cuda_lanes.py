@@ -19,7 +19,7 @@ import torch
 from wicore_trt.plugins.aot import CompiledKernel
 from wicore_trt.plugins.cpu_library import open_library
 from wicore_trt.plugins.launch import SHARED_LAUNCHER
-from wicore_trt.plugins.step_layout import DigestArrays, page_digest_launch
+from wicore_trt.plugins.step_layout import page_digest_launch
 from wicore_trt.runtime.page_digest import PageDigest
 
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every context
@@ -136,9 +136,10 @@ class CudaDigests:
         words, sums = scratch.words, scratch.words[2 * count : 4 * count]
         with torch.cuda.stream(lane.stream):
             words[: 4 * count].copy_(scratch.asked[: 4 * count], non_blocking=True)
-            arrays = DigestArrays(
-                self._base, words.data_ptr(), words[count:].data_ptr(), self._key.data_ptr(), sums.data_ptr()
-            )
+            arrays = {
+                "memory": self._base, "offsets": words.data_ptr(), "lengths": words[count:].data_ptr(),
+                "key": self._key.data_ptr(), "sums": sums.data_ptr(),
+            }  # fmt: skip
             call = page_digest_launch(arrays, count, max(nbytes for _, nbytes in pages), self._second_pairs)
             SHARED_LAUNCHER.launch(self._kernel, call, int(lane.stream.cuda_stream))
             scratch.found[: 2 * count].copy_(sums, non_blocking=True)

@@ -6,8 +6,8 @@ Products of Gemma 3 27B's four linears by cuBLAS: bfloat16 operands with float32
 a scale per row and channel or with one per tensor, whose sums are float32 or the matrix unit's own ("fast"). Each with
 its error against float64, so that a faster choice is seen with its price. Then the kernels beside them (GeGLU, norms,
 rotation, quantisation), in several launch shapes; those that quantise are first compared with the oracle's bytes (exit
-status 1 where one differs). The figures fill `triton_table.CROSSOVER` ("float32 results"),
-`triton_products.FAST_SUMS` and the launch shapes of `kernels.step_specs`, `geglu` and `linear_specs`.
+status 1 where one differs). The figures fill `triton_products.FAST_SUMS` and the launch shapes of
+`kernels.step_specs`, `geglu` and `linear_specs`.
 
 Needs a GPU from sm90 on, torch, triton and cuda-bindings; about 40 s of it. Invariant: products read other weights at
 each launch than at the one before.

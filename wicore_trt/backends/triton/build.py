@@ -13,7 +13,6 @@ from wicore_trt.backends.triton.index import write_kernels
 from wicore_trt.backends.triton.table import EngineShape
 from wicore_trt.engine.options import BuildOptions
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError, install_command
-from wicore_trt.model.spec import Gemma3Spec
 
 if TYPE_CHECKING:
     from wicore_trt.checkpoint.format import Checkpoint
@@ -90,15 +89,10 @@ def shape_of(checkpoint: Checkpoint, options: BuildOptions) -> EngineShape:
     kv_dtype = options.kv_dtype_of(checkpoint, compiled=True)
     if checkpoint.tp_size != 1:
         raise ConfigError("backend 'triton' runs on one GPU.", fix="Convert the source with --tp 1.")
-    check_sizes(checkpoint.spec)
-    return EngineShape(checkpoint.spec, dtype, checkpoint.weights, kv_dtype, options.page_tokens)
-
-
-def check_sizes(spec: Gemma3Spec) -> None:
-    """Raises ConfigError for a model whose rows or heads no kernel takes."""
-    d = spec.head_dim
+    spec, d = checkpoint.spec, checkpoint.spec.head_dim
     if d < SIZES or d & (d - 1):
         raise ConfigError(f"head_dim {d} is no power of two of at least 16.", fix="Use --backend torch.")
     for name in ("hidden_size", "intermediate_size", "vocab_size"):
         if getattr(spec, name) % SIZES:
             raise ConfigError(f"{name} {getattr(spec, name)} is no multiple of {SIZES}.", fix="Use --backend torch.")
+    return EngineShape(spec, dtype, checkpoint.weights, kv_dtype, options.page_tokens)

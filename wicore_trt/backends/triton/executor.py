@@ -79,31 +79,16 @@ class Loading:
 
 
 @dataclass(frozen=True)
-class MeasuredMasses:
-    """Masses float32 [rows, pages] on the host; each sequence has the first of its `counts` of its one of `rows`."""
-
-    seq_ids: list[int]
-    rows: list[int]
-    counts: list[int]
-    masses: torch.Tensor
-
-    def finite_masses(self) -> dict[int, list[float]]:
-        """Collect masses by seq_id, without sequences that have a NaN or an infinity."""
-        rows = zip(self.seq_ids, self.counts, self.masses.numpy()[self.rows], strict=True)
-        return {seq_id: row[:count].tolist() for seq_id, count, row in rows if np.isfinite(row[:count]).all()}
-
-
-@dataclass(frozen=True)
 class SubmittedStep:
     """Step on the stream: its sampling `slices`, the `rows` of their logits, and indices `left` for the host to choose.
-    `results` and `measured` are valid on the host after `wait()`."""
+    `results` are valid on the host after `wait()`; `measured()` may be called then (`_fetch_masses`)."""
 
     slices: list[SequenceSlice]
     rows: list[int]
     left: list[int]
     results: np.ndarray
     wait: Callable[[], None]
-    measured: MeasuredMasses | None
+    measured: Callable[[], dict[int, list[float]]] | None
 
 
 class TritonExecutor:
@@ -203,7 +188,7 @@ class TritonExecutor:
         self.graphs.clear()
         self.pools.clear()
         for piece in slices:
-            self.sampler.release(piece.seq_id)
+            self.sampler.host.release(piece.seq_id)
         return room
 
     def execute(self, batch: StepBatch) -> StepResult:
@@ -218,7 +203,7 @@ class TritonExecutor:
             self._submit_batch(batch)
         except Exception:
             self.device.synchronize()  # what was begun reads the host's memory, which later steps write, and pages
-            self.block.forget_tables()
+            self.block.held.forget_rows()
             raise
 
     def _submit_batch(self, batch: StepBatch) -> None:
@@ -249,7 +234,7 @@ class TritonExecutor:
         step.wait()
         assert not (step.left and self._steps), "a step was started whose tokens the host has yet to choose"
         result = self.sampler.take_tokens(step.slices, step.rows, step.left, step.results)
-        return result if step.measured is None else replace(result, attention=step.measured.finite_masses())
+        return result if step.measured is None else replace(result, attention=step.measured())
 
     def leads(self, batch: StepBatch) -> bool:
         """Tell whether the device chooses all tokens of the last step."""
@@ -263,7 +248,7 @@ class TritonExecutor:
         return [*map(dict(zip(seq_ids, rows, strict=True)).__getitem__, wanted)]
 
     def release(self, seq_id: int) -> None:
-        self.sampler.release(seq_id)
+        self.sampler.host.release(seq_id)
 
     def close(self) -> None:
         """Drop everything on the device; calling it twice is harmless."""
@@ -303,9 +288,12 @@ class TritonExecutor:
             for piece in slices:
                 rows.append(count if piece.sample else -1)
                 count += piece.sample
-            self.run(self.block.upload_step(self.make_inputs(slices), plan, unread), measured)
+            inputs = StepInputs.from_batch(StepBatch(slices), self.layout, tuple(self.layout.num_pages))
+            self.run(self.block.upload_step(inputs, plan, unread), measured)
         if DRAWN in ways:
-            self.sampler.draw_tokens(count, zip(rows, slices, ways, strict=True))
+            sampled = zip(rows, slices, ways, strict=True)
+            if drawn := {row: piece for row, piece, way in sampled if piece.sample and way is DRAWN}:
+                self.sampler.drawing.draw_rows(count, drawn)
         return rows, places
 
     def _find_graph(self, slices: list[SequenceSlice], plan: RowPlan, measured: int | None) -> Graph | None:
@@ -322,12 +310,22 @@ class TritonExecutor:
         long = large and any(large.segments.dense_rows(s.start, len(s.token_ids)) for s in slices[first:])
         return None if long or measured is not None else found
 
-    def _fetch_masses(self, slices: list[SequenceSlice], places: list[int], host: torch.Tensor) -> MeasuredMasses:
+    def _fetch_masses(
+        self, slices: list[SequenceSlice], places: list[int], host: torch.Tensor
+    ) -> Callable[[], dict[int, list[float]]]:
+        """Begin to copy masses to the host. What is returned collects them by seq_id, without sequences that have a NaN
+        or an infinity."""
         counts = self._count_pages(slices)
         count, pages = places[-1] + 1, max(counts)
         found = host.view(torch.float32)[: count * pages]
         found.copy_(self.memory.masses[: count * pages], non_blocking=True)
-        return MeasuredMasses([s.seq_id for s in slices], places, counts, found.view(count, pages))
+        seq_ids = [s.seq_id for s in slices]
+
+        def collect_finite() -> dict[int, list[float]]:
+            rows = zip(seq_ids, counts, found.view(count, pages).numpy()[places], strict=True)
+            return {seq_id: row[:most].tolist() for seq_id, most, row in rows if np.isfinite(row[:most]).all()}
+
+        return collect_finite
 
     def _count_pages(self, slices: list[SequenceSlice]) -> list[int]:
         return [div_ceil(s.start + len(s.token_ids), self.layout.page_tokens) for s in slices]
@@ -369,9 +367,6 @@ class TritonExecutor:
         self.run(arrays)
         self.device.synchronize()
         return self.device.capture(lambda: self.run(arrays))
-
-    def make_inputs(self, slices: list[SequenceSlice]) -> StepInputs:
-        return StepInputs.from_batch(StepBatch(slices), self.layout, tuple(self.layout.num_pages))
 
     def _dummy_slice(self, seq_id: int, tokens: int) -> SequenceSlice:
         """Make a slice of tokens of nobody, whose pages are absent."""

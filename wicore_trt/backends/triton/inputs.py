@@ -107,6 +107,7 @@ class HeldTables:
         self._order: list[int] = []
 
     def forget_rows(self) -> None:
+        """Forget page tables on the device after a step failed to reach the stream whole."""
         self._stamps = [object()] * len(self._stamps)
         self._most = [self.pages] * len(self._most)
 
@@ -175,7 +176,7 @@ class StepBlock:
         self._hosts = [device.staging((array_offsets(largest, groups)[1] + tables,)) for _ in range(2)]
         self._turn, self._host = 0, [host.numpy() for host in self._hosts]
         self._block = device.empty(tuple(self._hosts[0].shape), torch.int32)
-        self._held = HeldTables(self._groups, padded, pages, page_tokens, device)
+        self.held = HeldTables(self._groups, padded, pages, page_tokens, device)
         self._paddings: dict[RowPlan, Padding] = {}
         self._sent: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}
         self._reads: tuple[tuple[int, int, int], Sequence[torch.Tensor]] | None = None
@@ -234,8 +235,8 @@ class StepBlock:
             self._fill_prefill(arrays, others, begin)
             owners += [*others, *[None] * (size.prefill.sequences - len(others))]
             lasts += [s.start + len(s.token_ids) - 1 for s in others]
-        changes = self._held.find_changes(owners, num_pages)
-        assert all(map(lt, lasts, self._held.tokens)), "a page is missing"
+        changes = self.held.find_changes(owners, num_pages)
+        assert all(map(lt, lasts, self.held.tokens)), "a page is missing"
         tables, last = self._write_update(host, changes, padding.end)
         self._send_block(last)
         self._copy_unread(unread, padding.offsets)
@@ -274,13 +275,9 @@ class StepBlock:
             new = self._block[tables : tables + changes.tables.size].view(changes.tables.shape)
             if len(self._changed) >= CHANGED:
                 self._changed.clear()
-            self._changed[where] = self._held.on_device.narrow(2, 0, new.shape[2]), rows, new
+            self._changed[where] = self.held.on_device.narrow(2, 0, new.shape[2]), rows, new
         table, rows, new = self._changed[where]
         table.index_copy_(1, rows, new)
-
-    def forget_tables(self) -> None:
-        """Forget page tables on the device after a step failed to reach the stream whole."""
-        self._held.forget_rows()
 
     def arrange_slices(self, slices: Sequence[SequenceSlice]) -> tuple[list[SequenceSlice], RowPlan]:
         """Order the slices as their rows lie, and make the plan. Those that decode keep the row of their page table if
@@ -288,15 +285,15 @@ class StepBlock:
         counts = [len(s.token_ids) for s in slices]
         plan = plan_rows(counts)
         if not plan.prefill.sequences:
-            return [slices[i] for i in self._held.assign_rows([s.seq_id for s in slices])], plan
+            return [slices[i] for i in self.held.assign_rows([s.seq_id for s in slices])], plan
         decoding = [s for s, count in zip(slices, counts, strict=True) if count <= DECODE_ROWS]
-        places = self._held.assign_rows([s.seq_id for s in decoding])
+        places = self.held.assign_rows([s.seq_id for s in decoding])
         others = [s for s, count in zip(slices, counts, strict=True) if count > DECODE_ROWS]
         return [*(decoding[i] for i in places), *others], plan
 
     def padded_arrays(self, size: RowPlan) -> StepArrays:
-        held = zip(self._groups, self._held.on_device, strict=True)
-        tables = {group: (table.data_ptr(), self._held.pages) for group, table in held}
+        held = zip(self._groups, self.held.on_device, strict=True)
+        tables = {group: (table.data_ptr(), self.held.pages) for group, table in held}
         return self._place_arrays(size, array_offsets(size, self._groups)[0], tables)
 
     def _next_host(self) -> np.ndarray:

@@ -102,7 +102,7 @@ def _list_sampling(shape: EngineShape, target: str) -> list[ListedKernel]:
 def _list_norms(shape: EngineShape, target: str) -> list[ListedKernel]:
     spec, listed = shape.spec, list[ListedKernel]()
     hidden, wide, native = spec.hidden_size, spec.intermediate_size, has_conversions(target)
-    pool, plain = shape.pool_shape(GROUPS[0]), NormShape(hidden, shape.dtype)
+    pool, plain = shape.pool_shapes[GROUPS[0]], NormShape(hidden, shape.dtype)
 
     def add_norm(role: KernelRole, to: NormShape, *, gather: bool = False) -> list[ListedKernel]:
         def spec_for(rows: int) -> KernelSpec:
@@ -118,7 +118,8 @@ def _list_norms(shape: EngineShape, target: str) -> list[ListedKernel]:
         chosen = step_config("qk_rope", target, rows)
         return qk_rope_spec(pool, spec.num_heads, product.results, shape.dtype, chosen)
 
-    narrow, scaled = shape.has_narrow_results(target), shape.has_scaled_products(target)
+    narrow = shape.choose_product(target, "qkv", ANY) == roles.MM16
+    scaled = shape.has_scaled_products(target)
     for product in (roles.MM, *((roles.MM16,) if narrow else ()), *((roles.SCALED_MM,) if scaled else ())):
         fp8, role = product.rows == roles.NARROW, partial(KernelRole, rows=product.rows, results=product.results)
         operands = NormShape(hidden, shape.dtype, fp8, fp8 and native)
@@ -163,7 +164,7 @@ def _list_linears(shape: EngineShape, target: str) -> list[ListedKernel]:
 
 
 def _list_attention(shape: EngineShape, target: str) -> list[ListedKernel]:
-    heads, dtype, pool = shape.spec.num_heads, shape.dtype, shape.pool_shape(GROUPS[0])
+    heads, dtype, pool = shape.spec.num_heads, shape.dtype, shape.pool_shapes[GROUPS[0]]
     common, listed = (pool, dtype, heads, target), list[ListedKernel]()
 
     def decode_for(rows: int) -> DecodeConfig:

@@ -88,12 +88,10 @@ class StepMemory:
         self.logsums = empty((max(heads, min(limits.rows * heads, LOGSUMS)),), torch.float32)
         self._allocate_scratch(shape, table, empty, variant=roles.INVARIANT if invariant else "")
 
-    def view_wide(self, dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
-        flat: torch.Tensor = self._wide if dtype == torch.float32 else self._wide.view(dtype)
+    def view_rows(self, dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
+        """View the beginning of `bytes8` (uint8) or of `wide` (other types)."""
+        flat: torch.Tensor = self.bytes8 if dtype == torch.uint8 else self._wide.view(dtype)
         return flat[: rows * columns].view(rows, columns)
-
-    def view_narrow(self, rows: int, columns: int) -> torch.Tensor:
-        return self.bytes8[: rows * columns].view(rows, columns)
 
     def _allocate_scratch(self, shape: EngineShape, table: KernelTable, empty: Allocator, variant: str) -> None:
         """Allocate the kernels' working memory. Counters are zero before and after every launch."""
@@ -114,7 +112,7 @@ class StepMemory:
                     counters = max(counters, entry.config.count_tiles(linear, rows))
         self.partials = empty((max(partials // 4, 4),), torch.float32)
         self.counters = empty((max(counters, 4),), torch.int32).zero_()
-        pool, heads = shape.pool_shape(GROUPS[0]), shape.spec.num_heads
+        pool, heads = shape.pool_shapes[GROUPS[0]], shape.spec.num_heads
         sizes = [0, 0, 0]
         for entry in table.role_entries(KernelRole("decode", variant=variant)):
             needed = workspace_elements(entry.config, pool, heads, min(entry.bucket, limits.rows))
@@ -139,13 +137,8 @@ def wide_floats(shape: EngineShape, target: str, tokens: int, *, invariant: bool
     most = 0  # in units of 16 bits
     narrow = max(shape.linear_shape(role).n for role in ("qkv", "o", "down"))
     gate_up = max(narrow, 2 * shape.spec.intermediate_size, 2 * shape.linear_shape("o").k)
-    limits = (
-        shape.most_kernel_rows(target, "qkv"),
-        shape.most_narrow_rows(target),
-        shape.most_float32_rows(target),
-        ANY,
-    )
-    for rows in {min(tokens, limit) for limit in (*limits, ANY)}:  # the most rows of each kind of product
+    limits = (shape.most_kernel_rows(target, "qkv"), shape.most_narrow_rows(target), ANY)
+    for rows in {min(tokens, limit) for limit in limits}:  # the most rows of each kind of product
         product = roles.KERNEL if invariant else shape.choose_product(target, "qkv", rows)
         halves = 1 if product.results == "bfloat16" else 2
         most = max(most, rows * (narrow if product.kernels else gate_up) * halves)

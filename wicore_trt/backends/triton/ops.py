@@ -338,7 +338,7 @@ class TritonOps:
         model.launch_kernel(entry, call)
 
     def _attend_split(self, q: torch.Tensor, out: torch.Tensor, layer: int, slices: Slices, tables: Tables) -> None:
-        """Run `_prefill` of a global layer for few tokens, whose keys several programs share."""
+        """Run `_attend_prefill` of a global layer for few tokens, whose keys several programs share."""
         model, memory, scale = self._model, self._memory, self._groups[layer].softmax_scale
         prefill, adding = (model.find_kernel(role, self._n) for role in (roles.PREFILL_SPLITS, roles.ADD_SPLITS))
         sums, rows = (memory.split_sums.data_ptr(), memory.split_lse.data_ptr()), memory.split_tokens
@@ -353,10 +353,10 @@ class TritonOps:
     def _attend_segments(
         self, segments: SegmentAttention, out: torch.Tensor, layer: int, slices: Slices, tables: Tables
     ) -> None:
-        """Run `_prefill` of a global layer, where cuDNN takes keys of long slices."""
+        """Run `_attend_prefill` of a global layer, where cuDNN takes keys of long slices."""
         model, step = self._model, self._step
         q, pool = self._memory.q[self._plan.decode.rows :], self._layer_pool(layer)
-        sums = self._memory.view_wide(torch.float32, *out.shape)  # nobody needs the queries' product any more
+        sums = self._memory.view_rows(torch.float32, *out.shape)  # nobody needs the queries' product any more
         entry, rows = model.find_kernel(roles.PREFILL_SEGMENTS, self._n), (q.data_ptr(), sums.data_ptr())
         constants, scale = entry.kernel.constants, self._groups[layer].softmax_scale
         call = decode_layout.prefill_launch(constants, rows, pool, tables, slices, scale, 0)
@@ -417,15 +417,14 @@ class TritonOps:
 
     def _cached_view(self, dtype: torch.dtype, columns: int) -> torch.Tensor:
         """View part of the step's memory. Layers share views, because making one costs as much as a launch."""
-        key, memory = (self._n, columns, dtype), self._memory
+        key = (self._n, columns, dtype)
         if key not in self._views:
-            eight = dtype == torch.uint8
-            self._views[key] = memory.view_narrow(*key[:2]) if eight else memory.view_wide(dtype, *key[:2])
+            self._views[key] = self._memory.view_rows(dtype, self._n, columns)
         return self._views[key]
 
     def _layer_pool(self, layer: int) -> Pool:
         group = self._spec.layer_groups[layer]
-        pool, shape = self._model.pools[group], self._model.shape.pool_shape(group)
+        pool, shape = self._model.pools[group], self._model.shape.pool_shapes[group]
         scale = self._model.weights.get(kv_scale_name(layer))
         return Pool(
             pool.data_ptr() + shape.layer_offset(self._index[layer]), shape, 0 if scale is None else scale.data_ptr()

@@ -26,48 +26,38 @@ SLICE_ROWS = {"float": 2048, "scaled": 4096}
 def float_mm(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
     """out (float32 or x's type) = x @ w.T of 16-bit operands, with float32 sums."""
     for part in _slice_rows(len(x), SLICE_ROWS["float"]):
-        _float_mm(x[part], w, out[part])
-
-
-def _float_mm(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
-    if not x.is_cuda:
-        out.copy_(torch.mm(x.float(), w.float().T))
-    elif out.dtype == torch.float32:
-        torch.mm(x, w.T, out_dtype=torch.float32, out=out)
-    else:
-        # Otherwise cuBLAS may add the parts of a split sum in bfloat16.
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        torch.mm(x, w.T, out=out)
+        if not x.is_cuda:
+            out[part].copy_(torch.mm(x[part].float(), w.float().T))
+        elif out.dtype == torch.float32:
+            torch.mm(x[part], w.T, out_dtype=torch.float32, out=out[part])
+        else:
+            # Otherwise cuBLAS may add the parts of a split sum in bfloat16.
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+            torch.mm(x[part], w.T, out=out[part])
 
 
 def scaled_mm(
     x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor
 ) -> None:
     """out (bfloat16) = (x @ w.T) * x_scale[:, None] * w_scale of E4M3 bytes; sums are float32, or see FAST_SUMS."""
+    x, w = x.view(E4M3), w.view(E4M3)
     for part in _slice_rows(len(x), SLICE_ROWS["scaled"]):
-        _scaled_mm(x[part], x_scale[part], w, w_scale, out[part])
+        if not x.is_cuda:
+            out[part].copy_((x[part].float() @ w.float().T) * x_scale[part, None] * w_scale)
+            continue
+        torch._scaled_mm(  # noqa: SLF001 -- PyTorch has no public name for it
+            x[part],
+            w.T,
+            scale_a=x_scale[part, None],
+            scale_b=w_scale[None, :],
+            out_dtype=out.dtype,
+            use_fast_accum=w.shape[1] <= FAST_SUMS,
+            out=out[part],
+        )
 
 
 def _slice_rows(rows: int, most: int) -> list[slice]:
     return [slice(start, min(start + most, rows)) for start in range(0, rows, most)]
-
-
-def _scaled_mm(
-    x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor
-) -> None:
-    x, w = x.view(E4M3), w.view(E4M3)
-    if x.is_cuda:
-        torch._scaled_mm(  # noqa: SLF001 -- PyTorch has no public name for it
-            x,
-            w.T,
-            scale_a=x_scale[:, None],
-            scale_b=w_scale[None, :],
-            out_dtype=out.dtype,
-            use_fast_accum=w.shape[1] <= FAST_SUMS,
-            out=out,
-        )
-    else:
-        out.copy_((x.float() @ w.float().T) * x_scale[:, None] * w_scale)
 
 
 def full_attention(

@@ -8,7 +8,8 @@ drawing allocates nothing after construction and does not wait for the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -41,11 +42,6 @@ def choose_way(params: SamplingParams | None) -> str:
     return GREEDY if params.greedy else DRAWN
 
 
-def _has_filters(piece: SequenceSlice) -> bool:
-    p = piece.params
-    return p is not None and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
-
-
 class DeviceSampler:
     """Sampler that draws from `model.memory.logits` into `model.memory.results` on the model's stream."""
 
@@ -55,7 +51,8 @@ class DeviceSampler:
         self.available = all(model.table.role_entries(role) for role in (*DRAWING.values(), DRAW_WIDE))
         if not self.available:
             return
-        words = self._rows * sum(WORDS.values())
+        *starts, words = (self._rows * before for before in accumulate(WORDS.values(), initial=0))
+        self._offsets = dict(zip(WORDS, starts, strict=True))
         self._staging = [device.staging((words,)) for _ in range(2)]
         """In turn: a step may be put on the stream while the device still reads what the one before it sent."""
         self._block = device.empty((words,), torch.int32)
@@ -79,14 +76,15 @@ class DeviceSampler:
         arrays = SampleArrays(
             memory.results[0].data_ptr(),
             memory.results[1].data_ptr(),
-            **{name: self._block.data_ptr() + 4 * at for name, at in self._parameter_offsets().items()},
+            **{name: self._block.data_ptr() + 4 * at for name, at in self._offsets.items()},
             **{name: tensor.data_ptr() for name, tensor in self._scratch.items()},
         )
         entries = {name: model.find_kernel(role, rows) for name, role in DRAWING.items()}
         logits = Logits(memory.logits.data_ptr(), rows, self._vocab)
         for name, call in sample_launches(entries["choose"].kernel.constants, logits, arrays).items():
             model.launch_kernel(entries[name], call)
-        if any(_has_filters(piece) for piece in drawn.values()):
+        params = [piece.params for piece in drawn.values() if piece.params is not None]
+        if any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params):
             programs = len(self._weights) // self._vocab
             model.launch_kernel(
                 model.find_kernel(DRAW_WIDE, rows), wide_launch(logits, arrays, self._weights.data_ptr(), programs)
@@ -104,18 +102,11 @@ class DeviceSampler:
             "indices": [s.start + len(s.token_ids) - s.prompt_len for s in pieces],
         }
         block, where = self._staging[0].numpy(), [*drawn]
-        for name, at in self._parameter_offsets().items():
+        for name, at in self._offsets.items():
             view = block[at : at + WORDS[name] * self._rows].view(TYPES.get(name, np.float64))
             if name == "temperatures":
                 view[:rows] = 0.0
             view[where] = np.array(values[name], view.dtype)
-
-    def _parameter_offsets(self) -> dict[str, int]:
-        found, at = {}, 0
-        for name, words in WORDS.items():
-            found[name] = at
-            at += words * self._rows
-        return found
 
 
 class StepSampler:
@@ -138,12 +129,6 @@ class StepSampler:
         if any(s.suppress_eos or s.mask is not None for s in slices):
             ways = [HOST if s.suppress_eos or s.mask is not None else way for s, way in zip(slices, ways, strict=True)]
         return ways
-
-    def draw_tokens(self, count: int, sampled: Iterable[tuple[int, SequenceSlice, str]]) -> None:
-        """Draw for slices of DRAWN ways, given with the rows of their logits, of which there are `count`."""
-        drawn = {row: piece for row, piece, way in sampled if piece.sample and way is DRAWN}
-        if drawn:
-            self.drawing.draw_rows(count, drawn)
 
     def take_tokens(
         self, slices: Sequence[SequenceSlice], rows: list[int], left: list[int], results: np.ndarray
@@ -172,9 +157,6 @@ class StepSampler:
             if cap is not None:  # it must not hide an infinite logit
                 logits = torch.where(logits.isposinf(), torch.nan, torch.tanh(logits / cap) * cap)
             return self.host.sample(logits, slices)
-
-    def release(self, seq_id: int) -> None:
-        self.host.release(seq_id)
 
 
 FILTERED = SamplingParams(temperature=1.0, top_k=2, top_p=0.9)

@@ -51,7 +51,7 @@ class SegmentAttention:
     def __init__(
         self, shape: EngineShape, table: KernelTable, limits: StepLimits, segments: Segments, empty: Allocator
     ) -> None:
-        pool, self._heads = shape.pool_shape(GROUPS[0]), shape.spec.num_heads
+        pool, self._heads = shape.pool_shapes[GROUPS[0]], shape.spec.num_heads
         self.segments, self._table = segments, table
         most = segments.most if limits.positions > segments.most * segments.tokens else 1
         self._dense = empty((2, most * segments.tokens, pool.kv_heads, pool.head_dim), TORCH_DTYPES[shape.dtype])
@@ -78,42 +78,27 @@ class SegmentAttention:
     ) -> None:
         """Complete `out` [tokens, heads * D] from `sums` (float32, same shape) and `lse`, which the kernel left. q has
         `segments.rows` rows more than there are tokens, of any content."""
-        start = 0
+        start, take, heads, dim = 0, self.segments.rows, self._heads, pool.shape.head_dim
         for piece, rows in self.find_long_slices(slices):
             out[start : piece.row].copy_(sums[start : piece.row])
-            table = tables.pointer + 4 * piece.table * tables.length, tables.length
-            self._add_slice(launcher, q, sums, out, pool, table, piece, rows)
             start = piece.row + rows
+            gather, adding = (self._table.find_entry(role, rows).kernel for role in (GATHER, ADD_SEGMENT))
+            table = tables.pointer + 4 * piece.table * tables.length, tables.length
+            spans = list(self.segments.spans(piece.first))
+            for span in spans:
+                dense = self._dense[:, : span[1]]
+                to = (dense.data_ptr(), self._dense.stride(0))
+                launcher[0].launch(gather, gather_launch(gather.constants, pool, table, span, to), launcher[1])
+                for row in range(piece.row, start, take):
+                    queries = q[row : row + take].view(take, heads, dim)
+                    part, lse = products.full_attention(queries, dense[0], dense[1], self._scale)
+                    call = add_segment_launch(
+                        adding.constants, (sums[row:].data_ptr(), self.lse[row:].data_ptr()),
+                        (part.data_ptr(), lse.data_ptr()), (part.stride(0), part.stride(1)), take,
+                        min(take, start - row), out[row:].data_ptr(), last=span == spans[-1],
+                    )  # fmt: skip
+                    launcher[0].launch(adding, call, launcher[1])
         out[start:].copy_(sums[start:])
-
-    def _add_slice(
-        self,
-        launcher: tuple[Launcher, int],
-        q: torch.Tensor,
-        sums: torch.Tensor,
-        out: torch.Tensor,
-        pool: Pool,
-        table: tuple[int, int],
-        piece: LongSlice,
-        rows: int,
-    ) -> None:
-        gather, adding = (self._table.find_entry(role, rows).kernel for role in (GATHER, ADD_SEGMENT))
-        take, heads, dim = self.segments.rows, self._heads, pool.shape.head_dim
-        spans = list(self.segments.spans(piece.first))
-        for number, span in enumerate(spans):
-            dense = self._dense[:, : span[1]]
-            to = (dense.data_ptr(), self._dense.stride(0))
-            launcher[0].launch(gather, gather_launch(gather.constants, pool, table, span, to), launcher[1])
-            for at in range(0, rows, take):
-                row, count = piece.row + at, min(take, rows - at)
-                queries = q[row : row + take].view(take, heads, dim)
-                part, lse = products.full_attention(queries, dense[0], dense[1], self._scale)
-                call = add_segment_launch(
-                    adding.constants, (sums[row:].data_ptr(), self.lse[row:].data_ptr()),
-                    (part.data_ptr(), lse.data_ptr()), (part.stride(0), part.stride(1)), take, count,
-                    out[row:].data_ptr(), last=number == len(spans) - 1,
-                )  # fmt: skip
-                launcher[0].launch(adding, call, launcher[1])
 
     def check_library(self, q: torch.Tensor) -> None:
         """Prepare this thread's products and compare a few rows; a library that computes something else is not used. q:

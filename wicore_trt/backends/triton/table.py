@@ -24,6 +24,7 @@ from wicore_trt.backends.triton.roles import (
     KernelRole,
     MatrixProduct,
 )
+from wicore_trt.errors import ConfigError
 from wicore_trt.model.spec import GLOBAL, GROUPS, Gemma3Spec
 from wicore_trt.plugins.aot import CompiledKernel
 from wicore_trt.plugins.decode_layout import DecodeConfig, PrefillConfig
@@ -37,17 +38,16 @@ DECODE_BUCKETS = (1, 2, 4, 6, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256
 """Rows of a decode step, rounded up to these."""
 SPLIT_TOKENS, KEPT_TOKENS = 384, 768
 """The most tokens of a step whose prompts' keys are split, and of one whose queries are kept until it is over."""
-DEFAULT_CROSSOVER = {"16-bit": 16, "fp8": 64, "fp8 rows": 0, "float32 results": 0}
-CROSSOVER: dict[str, dict[str, int]] = {"sm90": {"16-bit": 64, "fp8": 8, "fp8 rows": 128, "float32 results": 0}}
+DEFAULT_CROSSOVER = {"16-bit": 16, "fp8": 64, "fp8 rows": 0}
+CROSSOVER: dict[str, dict[str, int]] = {"sm90": {"16-bit": 64, "fp8": 8, "fp8 rows": 128}}
 """By target what was measured instead of DEFAULT_CROSSOVER: the most rows for which Triton kernels are faster than
 cuBLAS by 16-bit weights ("16-bit"), than products of E4M3 rows by E4M3 weights ("fp8"), and the most rows for which
-Triton's own of those are faster than cuBLAS's ("fp8 rows"). "float32 results": the most rows for which cuBLAS writes
-float32 results in a bfloat16 engine (ANY: always).
+Triton's own of those are faster than cuBLAS's ("fp8 rows").
 
-bfloat16 results halve what large steps write and read between kernels. They are a rounding that the oracle does not
-have, of half a unit in bfloat16's last place once per product, as every other bfloat16 engine rounds; sums stay
-float32. Products of Triton's kernels, so all of a batch-invariant engine, of float16 (results may exceed 65,504) and
-the logits are float32 for any number of rows."""
+In a bfloat16 engine cuBLAS writes bfloat16 results, which halve what large steps write and read between kernels. They
+are a rounding that the oracle does not have, of half a unit in bfloat16's last place once per product, as every other
+bfloat16 engine rounds; sums stay float32. Products of Triton's kernels, so all of a batch-invariant engine, of float16
+(results may exceed 65,504) and the logits are float32 for any number of rows."""
 SCALED_PRODUCTS = {"fp8": 89}
 """By the storage of weights the first architecture whose matrix units take them with rows quantized alike."""
 
@@ -55,7 +55,8 @@ SCALED_PRODUCTS = {"fp8": 89}
 @dataclass(frozen=True)
 class EngineShape:
     """Shapes and types that an engine's kernels are made for. `dtype` of activations and 16-bit weights is "bfloat16"
-    or "float16"; `weights` is the storage of the layers' linears; `kv_dtype` is `dtype` or "fp8"."""
+    or "float16"; `weights` is the storage of the layers' linears; `kv_dtype` is `dtype` or "fp8". Kernels of one shape
+    serve both groups of layers: raises ConfigError for groups that differ."""
 
     spec: Gemma3Spec
     dtype: str
@@ -63,11 +64,16 @@ class EngineShape:
     kv_dtype: str
     page_tokens: int
 
-    def pool_shape(self, group: str) -> PoolShape:
-        return self._pool_shapes[group]
+    def __post_init__(self) -> None:
+        groups = map(self.spec.layer_group, self.spec.groups)
+        if len({(group.num_heads, group.num_kv_heads, group.head_dim) for group in groups}) > 1:
+            raise ConfigError(
+                "backend 'triton' needs global and local layers of one head size and one number of heads and KV heads.",
+                fix="Use --backend torch.",
+            )
 
     @cached_property
-    def _pool_shapes(self) -> dict[str, PoolShape]:
+    def pool_shapes(self) -> dict[str, PoolShape]:
         return {
             g.name: PoolShape(max(1, len(g.layers)), self.page_tokens, g.num_kv_heads, g.head_dim, self.kv_dtype)
             for g in map(self.spec.layer_group, GROUPS)
@@ -85,7 +91,7 @@ class EngineShape:
         return {kind: self._make_linear_shape(*kind) for kind in kinds}
 
     def _make_linear_shape(self, role: str, rows: str) -> LinearShape:
-        spec, group = self.spec, self.spec.layer_group(GLOBAL)  # kernels of one shape serve both groups
+        spec, group = self.spec, self.spec.layer_group(GLOBAL)
         n, k = {
             "qkv": (group.qkv_size, spec.hidden_size),
             "o": (spec.hidden_size, group.q_size),
@@ -114,13 +120,6 @@ class EngineShape:
         """Most rows for which Triton multiplies E4M3 rows; no more than `crossover`: never."""
         return self._row_limits(target)["fp8 rows"] if self.has_scaled_products(target) else 0
 
-    def most_float32_rows(self, target: str) -> int:
-        """Most rows for which cuBLAS's products of bfloat16 rows have float32 results."""
-        return self._row_limits(target)["float32 results"]
-
-    def has_narrow_results(self, target: str) -> bool:
-        return self.choose_product(target, "qkv", ANY) == MM16
-
     @staticmethod
     def _row_limits(target: str) -> dict[str, int]:
         return DEFAULT_CROSSOVER | CROSSOVER.get(target, {})
@@ -129,8 +128,7 @@ class EngineShape:
         if rows <= self.most_kernel_rows(target, role):
             return KERNEL
         if not self.weights.quantized or role == "head":
-            wide = self.dtype != "bfloat16" or role == "head" or rows <= self.most_float32_rows(target)
-            return MM if wide else MM16
+            return MM if self.dtype != "bfloat16" or role == "head" else MM16
         return KERNEL8 if rows <= self.most_narrow_rows(target) else SCALED_MM
 
 

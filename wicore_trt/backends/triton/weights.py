@@ -58,19 +58,6 @@ def load_constants(engine: EngineDir, shape: EngineShape, positions: int, device
     return finish_constants(shape, loaded, positions, device)
 
 
-def place_constants(tensors: Mapping[str, torch.Tensor], shape: EngineShape, positions: int, device: Any) -> Constants:
-    """Place the tensors of `backends.torch.weights.fuse_weights` on `device`, rounded to the engine's types."""
-    moved: dict[int, torch.Tensor] = {}
-    weights = {}
-    for name, tensor in tensors.items():
-        if id(tensor) not in moved:
-            matrix = tensor.dim() == 2 and tensor.dtype != E4M3
-            dtype = TORCH_DTYPES[shape.dtype] if matrix else tensor.dtype if tensor.dtype == E4M3 else torch.float32
-            moved[id(tensor)] = tensor.to(device.torch_device, dtype)
-        weights[name] = moved[id(tensor)]
-    return finish_constants(shape, weights, positions, device)
-
-
 def finish_constants(shape: EngineShape, weights: Mapping[str, torch.Tensor], positions: int, device: Any) -> Constants:
     """Complete `weights` by tables, KV scales and exponents of float16. Raises EngineFormatError for other types."""
     spec, dtype = shape.spec, TORCH_DTYPES[shape.dtype]
@@ -88,7 +75,10 @@ def finish_constants(shape: EngineShape, weights: Mapping[str, torch.Tensor], po
     exponents = {}
     if shape.dtype == "float16":
         _prove_norms(spec, known)
-        exponents = {layer_weight(i, "mlp.gate_up"): _find_exponent(spec, known, i) for i in range(spec.num_layers)}
+        for layer in range(spec.num_layers):
+            name, norm = layer_weight(layer, "mlp.gate_up"), known[layer_weight(layer, "pre_feedforward_layernorm")]
+            largest = gate_up_bound(known[name], known.get(weight_scale_name(name)), norm)
+            exponents[name] = geglu_exponent(spec.hidden_size, largest)
     tables = make_rope_tables(spec, positions, device)
     rope = {group: (tables[rope_name(group, "cos")], tables[rope_name(group, "sin")]) for group in spec.groups}
     return Constants(known, rope, exponents)
@@ -126,10 +116,3 @@ def _prove_norms(spec: Gemma3Spec, weights: Mapping[str, torch.Tensor]) -> None:
             raise EngineFormatError(
                 f"{name} is too large for float16.", fix="Build the engine with --dtype bfloat16 or fp8."
             )
-
-
-def _find_exponent(spec: Gemma3Spec, weights: Mapping[str, torch.Tensor], layer: int) -> int:
-    name = layer_weight(layer, "mlp.gate_up")
-    norm = weights[layer_weight(layer, "pre_feedforward_layernorm")]
-    largest = gate_up_bound(weights[name], weights.get(weight_scale_name(name)), norm)
-    return int(geglu_exponent(spec.hidden_size, largest))
