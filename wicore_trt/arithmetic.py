@@ -21,7 +21,7 @@ def first_visible(position: int, window: int) -> int:
 
 def first_visible_page(position: int, window: int, page_tokens: int) -> int:
     """Return the index of the first page that a query at `position` sees through a sliding `window`."""
-    return first_visible(position, window) // page_tokens
+    return max(0, position - window + 1) // page_tokens
 
 
 def pages_per_slab(page_bytes: Mapping[str, int]) -> dict[str, int]:

@@ -31,11 +31,6 @@ def check_integer(name: str, value: object, low: int, high: int) -> None:
         raise InvalidRequestError(f"{name} must be an integer in [{low}, {high}], got {shown(value)}.", field=name)
 
 
-def check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise InvalidRequestError(f"{name} must be true or false, got {shown(value)}.", field=name)
-
-
 def check_text(name: str, value: object, longest: int) -> None:
     """Raise unless `value` is a str of valid Unicode and at most `longest` characters."""
     if not isinstance(value, str) or len(value) > longest:
@@ -57,18 +52,16 @@ def check_field(row: RequestField, value: object) -> None:
         case "number":
             check_finite(name, value, low, high, open_low=row.open_low)
         case "flag":
-            check_flag(name, value)
+            if not isinstance(value, bool):
+                raise InvalidRequestError(f"{name} must be true or false, got {shown(value)}.", field=name)
         case "text":
             check_text(name, value, int(high))
         case "texts":
-            if (
-                not isinstance(value, (tuple, list))
-                or len(value) > row.most
-                or any(not isinstance(text, str) or not low <= len(text) <= high for text in value)
-            ):
-                limits = f"at most {row.most} non-empty strings of up to {high} characters"
-                raise InvalidRequestError(f"{name} takes {limits}.", field=name)
-            for text in value:
+            texts = value if isinstance(value, (tuple, list)) and len(value) <= row.most else [None]
+            for text in texts:
+                if not isinstance(text, str) or not low <= len(text) <= high:
+                    limits = f"at most {row.most} non-empty strings of up to {high} characters"
+                    raise InvalidRequestError(f"{name} takes {limits}.", field=name)
                 check_text(name, text, int(high))
         case "tokens":
             if not isinstance(value, (tuple, list)) or len(value) > row.most:

@@ -40,9 +40,8 @@ from wicore_trt.types import (
     TierStats,
     TokenLogprob,
     Usage,
-    params_list,
+    pair_prompts,
     prompt_fields,
-    prompt_list,
 )
 
 MAX_REPLY_BYTES = 64 << 20
@@ -115,9 +114,7 @@ class Client:
     ) -> list[list[Completion]]:
         """Complete prompts (text, or token ids) together; result[i][j] is sequence j of prompt i. `params` are for all
         prompts, or a list with one for each; `timeout_s` bounds each call."""
-        many = prompt_list(prompts)
-        each = zip(many, params_list(params, len(many)), strict=True)
-        calls = [self._start_call(prompt, its, cache, timeout_s) for prompt, its in each]
+        calls = [self._start_call(prompt, its, cache, timeout_s) for prompt, its in pair_prompts(prompts, params)]
         try:
             return [_complete(call) for call in calls]
         finally:

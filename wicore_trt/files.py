@@ -78,11 +78,13 @@ class UntrustedFiles:
                 raise self.make_error(path, f"cannot be read: {error.strerror or error}") from error
 
     def read_bytes(self, path: Path, *, limit: int = SMALL_BYTES) -> bytes:
+        parts = io.BytesIO()
         with self.open_file(path, limit=limit, buffering=0) as file:
-            data = _read_at_most(file, limit + 1)
-        if len(data) > limit:
-            raise self._too_large(path, len(data), limit)
-        return data
+            while parts.tell() <= limit and (data := file.read(min(_COPY_BYTES, limit + 1 - parts.tell()))):
+                parts.write(data)
+        if parts.tell() > limit:
+            raise self._too_large(path, parts.tell(), limit)
+        return parts.getvalue()
 
     def read_text(self, path: Path, *, limit: int = SMALL_BYTES) -> str:
         """Read the file as UTF-8 text."""
@@ -92,7 +94,8 @@ class UntrustedFiles:
         """Read the file as a JSON object; see `parse_json`."""
         value = self.parse_json(self.read_bytes(path, limit=limit), path)
         if not isinstance(value, dict):
-            raise self.make_error(path, f"holds {_name_of(value)} where a JSON object belongs")
+            names = {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+            raise self.make_error(path, f"holds {names.get(type(value), 'a number')} where a JSON object belongs")
         return value
 
     def parse_json(self, data: bytes, path: Path | str) -> Any:
@@ -101,7 +104,7 @@ class UntrustedFiles:
         text = self.decode_text(data, path)
         try:
             value = json.loads(
-                text, object_pairs_hook=_without_doubles, parse_constant=_refuse_constant, parse_float=_parse_finite
+                text, object_pairs_hook=_without_doubles, parse_constant=_parse_finite, parse_float=_parse_finite
             )
             if _measure_depth(value) > MAX_DEPTH:
                 raise RecursionError
@@ -128,7 +131,13 @@ class UntrustedFiles:
             target.open("xb", buffering=0) as out,
         ):
             done = 0
-            while data := self._read_piece(path, file):
+            while True:
+                try:
+                    data = file.read(_COPY_BYTES)
+                except OSError as error:
+                    raise self.make_error(path, f"cannot be read: {error.strerror}") from error
+                if not data:
+                    break
                 done += len(data)
                 if done > limit:
                     raise self._too_large(path, done, limit)
@@ -147,12 +156,6 @@ class UntrustedFiles:
 
     def make_error(self, path: Path | str, reason: str) -> WicoreError:
         return self.error(f"{path} {reason}.", fix=self.fix)
-
-    def _read_piece(self, path: Path, file: BinaryIO) -> bytes:
-        try:
-            return file.read(_COPY_BYTES)
-        except OSError as error:
-            raise self.make_error(path, f"cannot be read: {error.strerror}") from error
 
     def _open_descriptor(self, path: Path, limit: int | None) -> int:
         try:
@@ -246,14 +249,6 @@ def make_printable(text: str) -> str:
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
-def _read_at_most(file: BinaryIO, size: int) -> bytes:
-    """Read up to `size` bytes: fewer only at the end of the file."""
-    parts = io.BytesIO()
-    while parts.tell() < size and (data := file.read(min(_COPY_BYTES, size - parts.tell()))):
-        parts.write(data)
-    return parts.getvalue()
-
-
 def write_all(out: io.FileIO, data: bytes) -> None:
     """Write all bytes to an unbuffered file, which takes at most 2 GiB at a time."""
     view = memoryview(data)
@@ -278,14 +273,10 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
-
-
 def _parse_finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"the number {text[:40]} is beyond what a float holds")
+        raise ValueError(f"{text[:40]} is no JSON number that a float holds")
     return value
 
 
@@ -298,8 +289,3 @@ def _measure_depth(value: Any) -> int:
             break
         values = chain.from_iterable([outer.values() if type(outer) is dict else outer for outer in level])
     return depth
-
-
-def _name_of(value: Any) -> str:
-    names = {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")

@@ -30,9 +30,8 @@ from wicore_trt.types import (
     TextOutput,
     TextRequest,
     TokenOutput,
-    params_list,
+    pair_prompts,
     prompt_fields,
-    prompt_list,
 )
 
 
@@ -67,9 +66,8 @@ class LLM:
         """Complete prompts (text, or token ids) together; result[i][j] is sequence j of prompt i. `params` are for all
         prompts, or a list with one for each. `cache` says how long each prompt's pages are worth keeping. Raises
         InvalidRequestError before anything runs when a prompt is wrong."""
-        many = prompt_list(prompts)
-        each = zip(many, params_list(params, len(many)), strict=True)
-        return self._complete_requests([self._make_request(prompt, its, cache) for prompt, its in each])
+        requests = [self._make_request(prompt, its, cache) for prompt, its in pair_prompts(prompts, params)]
+        return self._complete_requests(requests)
 
     def stream(
         self,
@@ -112,15 +110,7 @@ class LLM:
         self, prompt: Prompt | Sequence[Mapping[str, str]], params: SamplingParams | None, cache: CacheHints | None
     ) -> GenerateRequest:
         text = TextRequest(next(self._ids), params or SamplingParams(), cache=cache or CacheHints())
-        return self._tokenize_request(apply_turn_end(self.tokenizer, replace(text, **prompt_fields(prompt))))
-
-    def _complete_requests(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
-        parts: dict[tuple[str, int], list[TextOutput]] = {}
-        for output in self._run_requests(requests, awaited=False):
-            parts.setdefault((output.request_id, output.index), []).append(output)
-        return [[Completion.from_outputs(parts[r.request_key, i]) for i in range(r.params.n)] for r in requests]
-
-    def _tokenize_request(self, request: TextRequest) -> GenerateRequest:
+        request = apply_turn_end(self.tokenizer, replace(text, **prompt_fields(prompt)))
         with self._lock_engine():
             token_ids = encode_request(self.tokenizer, request, self.info)
             made = GenerateRequest(
@@ -129,6 +119,12 @@ class LLM:
             self._core.validate_request(made)
             self._core.prepare_request(made)
             return made
+
+    def _complete_requests(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
+        parts: dict[tuple[str, int], list[TextOutput]] = {}
+        for output in self._run_requests(requests, awaited=False):
+            parts.setdefault((output.request_id, output.index), []).append(output)
+        return [[Completion.from_outputs(parts[r.request_key, i]) for i in range(r.params.n)] for r in requests]
 
     @contextmanager
     def _lock_engine(self) -> Iterator[None]:
@@ -158,7 +154,8 @@ class LLM:
                     with self._lock_engine():
                         if not inbox:  # another thread's step may have filled it meanwhile
                             self._core.set_pace(awaited=awaited)
-                            self._distribute_outputs(self._core.step())
+                            for output in self._core.step():
+                                self._inboxes[output.request_key].append(output)
                     continue
                 output = inbox.popleft()
                 if output.finish_reason is FinishReason.ERROR:
@@ -181,7 +178,3 @@ class LLM:
                         self._core.abort(request.request_key)
                 if not self._closed:
                     self._core.settle_flight()
-
-    def _distribute_outputs(self, outputs: list[TokenOutput]) -> None:
-        for output in outputs:
-            self._inboxes[output.request_key].append(output)

@@ -32,7 +32,11 @@ def available_bytes(root: Path = Path("/")) -> int | None:
         found.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
     for group, names in _memory_groups(root):
         with suppress(OSError, ValueError):  # "max" is no number: no limit
-            found.append(_group_room(group, *names))
+            limit, usage, total = names
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            cached = sum(int(stat.get(f"{total}{kind}_file", 0)) for kind in ("active", "inactive"))
+            used = max(0, int((group / usage).read_text()) - cached)
+            found.append(max(0, int((group / limit).read_text()) - used))
     return min(found, default=None)
 
 
@@ -45,13 +49,6 @@ def check_room(needed: int, what: str, fix: str) -> None:
             "(of the machine, or of the container's limit).",
             fix=fix.format(room=f"{int(room / GIB * 10) / 10}GiB"),
         )
-
-
-def _group_room(group: Path, limit: str, usage: str, total: str) -> int:
-    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    cached = sum(int(stat.get(f"{total}{kind}_file", 0)) for kind in ("active", "inactive"))
-    used = int((group / usage).read_text()) - cached
-    return max(0, int((group / limit).read_text()) - max(0, used))
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:

@@ -74,6 +74,8 @@ REQUEST = (
     RequestField("session", "text", 0, MAX_SESSION, http="cache.session", grpc="cache.session"),
     RequestField("ttl_s", "number", 0, MAX_TTL_S, open_low=True, optional=True, http="cache.ttl_s", grpc="cache.ttl"),
     RequestField("truncate_prompt_tokens", "integer", 1, MAX_TOKENS, optional=True, http="truncate_prompt_tokens"),
+    RequestField("add_bos", "flag"),
+    RequestField("add_generation_prompt", "flag"),
 )
 FIELDS = {row.name: row for row in (*SAMPLING, *REQUEST)}
 COLLECTIONS = tuple(row for row in SAMPLING if row.most)

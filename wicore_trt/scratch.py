@@ -74,7 +74,10 @@ class Scratch:
     def publish_output(self) -> None:
         """Give the finished directory its name, after all of it has reached the disk and the output has been checked
         again. Raises ConfigError, with nothing changed, when something came into its way."""
-        _sync_tree(self.directory)
+        for folder, _, files in os.walk(self.directory, topdown=False):
+            for file in files:
+                _sync_path(Path(folder, file))
+            _sync_path(Path(folder))
         check_output(self.output, self.product, force=self.force, source=self.source)
         taken, old = self.folder / _TAKEN, self.folder / _OLD
         if _is_empty(self.output):  # a rename replaces it, unless something appears in it
@@ -450,13 +453,6 @@ def _make_parents(parent: Path) -> Iterator[None]:
         for path in reversed(made):
             with suppress(OSError):
                 path.rmdir()
-
-
-def _sync_tree(directory: Path) -> None:
-    for folder, _, files in os.walk(directory, topdown=False):
-        for name in files:
-            _sync_path(Path(folder, name))
-        _sync_path(Path(folder))
 
 
 def _sync_path(path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from wicore_trt.checks import as_token_ids, check_field, check_finite, check_flag, check_integer, check_text
+from wicore_trt.checks import as_token_ids, check_field, check_finite, check_integer, check_text
 from wicore_trt.errors import InvalidRequestError, ModelNotFoundError, shown
 from wicore_trt.request_fields import FIELDS, MAX_CACHE_SALT, MAX_TIMEOUT_S, MAX_TOKENS, SAMPLING
 
@@ -194,16 +194,6 @@ class ContentSpan:
             raise InvalidRequestError(f"A content digest has {CONTENT_DIGEST_BYTES} bytes.", field="content")
 
 
-def _check_content(content: Sequence[ContentSpan], prompt_tokens: int) -> tuple[ContentSpan, ...]:
-    """Return a prompt's spans. Raises InvalidRequestError unless they are in order, apart and inside it."""
-    begun = 0
-    for span in content:
-        if not isinstance(span, ContentSpan) or not begun <= span.begin < span.end <= prompt_tokens:
-            raise InvalidRequestError("Content spans are in order, apart and inside the prompt.", field="content")
-        begun = span.end
-    return tuple(content)
-
-
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """Request of a client after validation and tokenization.
@@ -232,8 +222,12 @@ class GenerateRequest:
         check_text("request_key", self.request_key, MAX_REQUEST_ID)
         _check_request(self)
         object.__setattr__(self, "prompt_token_ids", as_token_ids("prompt_token_ids", self.prompt_token_ids))
-        if self.content:
-            object.__setattr__(self, "content", _check_content(self.content, len(self.prompt_token_ids)))
+        begun = 0
+        for span in self.content:
+            if not isinstance(span, ContentSpan) or not begun <= span.begin < span.end <= len(self.prompt_token_ids):
+                raise InvalidRequestError("Content spans are in order, apart and inside the prompt.", field="content")
+            begun = span.end
+        object.__setattr__(self, "content", tuple(self.content))
         if self.deadline is not None:
             check_finite("deadline", self.deadline, -MAX_TIMEOUT_S, MAX_TIMEOUT_S)
 
@@ -320,15 +314,18 @@ def prompt_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     return [prompts] if single else prompts  # type: ignore[return-value, list-item]
 
 
-def params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """Make a list of SamplingParams, one for each of `count` prompts. Raises InvalidRequestError for another number."""
+def pair_prompts(
+    prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[tuple[Prompt, SamplingParams]]:
+    """Pair each prompt with its params. Raises InvalidRequestError unless there are params for all, or one for each."""
+    many = prompt_list(prompts)
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+        params = [params or SamplingParams()] * len(many)
     if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
         raise InvalidRequestError(f"params must be SamplingParams, got {shown(params)}.", field="params")
-    if len(params) != count:
-        raise InvalidRequestError(f"There are {len(params)} params for {count} prompts.", field="params")
-    return list(params)
+    if len(params) != len(many):
+        raise InvalidRequestError(f"There are {len(params)} params for {len(many)} prompts.", field="params")
+    return list(zip(many, params, strict=True))
 
 
 def prompt_fields(prompt: Prompt | Sequence[Mapping[str, str]]) -> dict[str, Any]:
@@ -389,8 +386,8 @@ class TextRequest:
         if self.prompt is not None and not isinstance(self.prompt, str):
             raise InvalidRequestError(f"prompt must be text, got {type(self.prompt).__name__}.", field="prompt")
         check_field(FIELDS["timeout_s"], self.timeout_s)
-        check_flag("add_bos", self.add_bos)
-        check_flag("add_generation_prompt", self.add_generation_prompt)
+        check_field(FIELDS["add_bos"], self.add_bos)
+        check_field(FIELDS["add_generation_prompt"], self.add_generation_prompt)
         if self.truncate_prompt_tokens != -1:
             check_field(FIELDS["truncate_prompt_tokens"], self.truncate_prompt_tokens)
         if self.content and (self.prompt_token_ids is None or self.truncate_prompt_tokens is not None):

@@ -162,6 +162,20 @@ def test_variable_types() -> None:
     assert settings.engine == "here"
 
 
+def test_the_removed_number_of_fronts_is_refused_wherever_it_is_written(tmp_path: Path, monkeypatch) -> None:
+    says = "Remove it: a server has one front."
+    assert refused(recipe(tmp_path, "server:\n  fronts: 2\n")).endswith(
+        f"r.yaml:2: server.fronts is not a setting. {says}"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_settings(None, {"server.fronts": Flag("--fronts", 2)})
+    assert str(caught.value) == f"server.fronts is not a setting. {says}" and caught.value.exit_code == 3
+    monkeypatch.setenv("WICORE_SERVER__FRONTS", "2")
+    with pytest.raises(ConfigError) as caught:
+        load_settings()
+    assert str(caught.value) == f"environment variable WICORE_SERVER__FRONTS is not a setting. {says}"
+
+
 @pytest.mark.parametrize(
     ("text", "count"),
     [("1", 1), ("2GiB", 2 << 30), ("2 GB", 2 * 10**9), ("0.5KiB", 512), ("3TiB", 3 << 40), ("7B", 7)],

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from contextlib import suppress
 
 import pytest
-from fakes import FAKE_INFO, FakeTokenizer, make_core
+from fakes import FAKE_INFO, FakeTokenizer, greedy, make_core
 
 from wicore_trt.core.text_engine import TextEngine
-from wicore_trt.errors import EngineDeadError, EngineFormatError
+from wicore_trt.errors import EngineDeadError, EngineFormatError, InvalidRequestError
 from wicore_trt.link.channel import Channel
 from wicore_trt.link.host import EngineHost
 from wicore_trt.link.messages import Add, Done, Outputs, Welcome, decode_to_engine, encode
@@ -107,6 +108,44 @@ async def test_a_front_that_leaves_while_outputs_are_on_their_way_ends_no_engine
     finally:
         await asyncio.to_thread(host.stop, 5)
         ours.close()
+
+
+async def test_a_request_id_used_again_right_behind_a_front_that_ended_is_a_new_request():
+    """The engine runs on. What the former front asked for ends, and the new front's request of the same name does not;
+    a front that has a request of that name refuses another by its name."""
+    core = make_core()
+    execute = core.executor.execute
+    core.executor.execute = lambda batch: (time.sleep(0.002), execute(batch))[1]
+    host = EngineHost(core, FAKE_INFO, max_waiting=8)
+    host.start()
+
+    async def start_front() -> TextEngine:
+        engine = TextEngine(RemoteEngine(), FakeTokenizer(), FAKE_INFO)
+        await engine.start()
+        ours, theirs = socket.socketpair()
+        engine.engine.connect(ours)
+        await asyncio.to_thread(host.attach, theirs)
+        await until(lambda: engine.ready)
+        return engine
+
+    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    request = TextRequest("same", params, prompt_token_ids=(5, 6, 7), tenant="alice")
+    try:
+        former = await start_front()
+        first = await former.submit(request)
+        await anext(aiter(first))
+        with pytest.raises(InvalidRequestError, match="Request id 'same' is in use"):
+            await former.submit(request)
+        await former.engine.stop(1.0)  # its end of the socket closes, as when its process ends
+        again = await (await start_front()).submit(request)
+        tokens = [token async for output in again for token in output.token_ids]
+        assert tokens == greedy([5, 6, 7], 30, ignore_eos=True)
+        with pytest.raises(EngineDeadError):
+            assert not [output async for output in first if output.finish_reason is not None]
+        await until(lambda: not host.engine.live)
+        assert core.stats().requests_finished == {"cancelled": 1, "length": 1} and not core.sequences
+    finally:
+        await asyncio.to_thread(host.stop, 5)
 
 
 async def test_a_message_that_breaks_its_receiver_ends_the_channel():

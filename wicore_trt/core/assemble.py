@@ -7,12 +7,11 @@ Invariant: the KV keys name everything that KV values depend on, the kernels tha
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import cast
 
-from wicore_trt.config import BATCH_TOKENS, KVSettings, SchedulerSettings, Settings
+from wicore_trt.config import BATCH_TOKENS, KVSettings, Settings
 from wicore_trt.core.assemble_kv import make_cache
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.core.limits import Limits
@@ -79,8 +78,19 @@ def load_engine(settings: Settings, executor: Executor | None = None, *, serves:
     if serves and tokenizer.chat_note is not None:
         log.warning("%s", tokenizer.chat_note)
     if serves:
-        core.limits = limits_of(settings.scheduler)
-    info = model_info(engine, kernels, kv_dtype, tokenizer, max_context, page_tokens, settings.model.name)
+        given = settings.scheduler
+        core.limits = Limits(given.max_queue_s, _to_seconds(given.target_ttft_ms), given.timeout_s)
+    spec, names = manifest.spec, settings.model.name
+    info = ModelInfo(
+        model_id=names[0] if names else manifest.model_id, aliases=tuple(names[1:]), backend=manifest.backend,
+        kernels=kernels, dtype=manifest.dtype, kv_dtype=kv_dtype,
+        quantization=manifest.quantization["algo"] if manifest.quantization else None,
+        max_context_tokens=max_context, vocab_size=spec.vocab_size, hidden_size=spec.hidden_size,
+        num_layers=spec.num_layers, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads,
+        fingerprint=manifest.fingerprint, eos_token_ids=tokenizer.eos_ids, bos_token_id=tokenizer.bos_id,
+        chat=tokenizer.has_chat and tokenizer.chat_fault is None, chat_note=tokenizer.chat_note,
+        page_tokens=page_tokens, engine_context_tokens=manifest.max_context, build=manifest.seal,
+    )  # fmt: skip
     return LoadedEngine(core, tokenizer, info)
 
 
@@ -159,10 +169,6 @@ def batch_tokens_of(settings: Settings) -> int:
     return BATCH_TOKENS[device]
 
 
-def limits_of(settings: SchedulerSettings) -> Limits:
-    return Limits(settings.max_queue_s, _to_seconds(settings.target_ttft_ms), settings.timeout_s)
-
-
 def _to_seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
@@ -176,25 +182,3 @@ def warm_up(executor: Executor) -> None:
     )  # fmt: skip
     executor.execute(StepBatch([piece]))
     executor.release(piece.seq_id)
-
-
-def model_info(
-    engine: EngineDir,
-    kernels: str,
-    kv_dtype: str,
-    tokenizer: Tokenizer,
-    max_context: int,
-    page_tokens: int,
-    names: Sequence[str],
-) -> ModelInfo:
-    manifest, spec = engine.manifest, engine.manifest.spec
-    return ModelInfo(
-        model_id=names[0] if names else manifest.model_id, aliases=tuple(names[1:]), backend=manifest.backend,
-        kernels=kernels, dtype=manifest.dtype, kv_dtype=kv_dtype,
-        quantization=manifest.quantization["algo"] if manifest.quantization else None,
-        max_context_tokens=max_context, vocab_size=spec.vocab_size, hidden_size=spec.hidden_size,
-        num_layers=spec.num_layers, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads,
-        fingerprint=manifest.fingerprint, eos_token_ids=tokenizer.eos_ids, bos_token_id=tokenizer.bos_id,
-        chat=tokenizer.has_chat and tokenizer.chat_fault is None, chat_note=tokenizer.chat_note,
-        page_tokens=page_tokens, engine_context_tokens=manifest.max_context, build=manifest.seal,
-    )  # fmt: skip

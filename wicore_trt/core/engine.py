@@ -148,7 +148,8 @@ class EngineCore(Core):
                 if sequence in self.scheduler.waiting:
                     self.scheduler.end_sequence(sequence)
             raise
-        self._matchers |= {sequence.seq_id: made for sequence, made in zip(sequences, matchers, strict=False)}
+        for sequence, made in zip(sequences, matchers, strict=False):
+            self._matchers[sequence.seq_id] = made
         if params.penalized:
             self._uncounted |= {sequence.seq_id for sequence in sequences}
         self._register_request(request, sequences, start_by)

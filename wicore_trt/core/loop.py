@@ -149,7 +149,7 @@ class Core(ABC):
 
     def _register_request(self, request: GenerateRequest, sequences: Iterable[Any], start_by: float) -> None:
         name, deadline = request.request_key, request.deadline
-        self.sequences[name] = {sequence.index: sequence for sequence in sequences}
+        self.sequences[name] = dict(enumerate(sequences))
         self._counts["prompt"] += len(request.prompt_token_ids) * request.params.n
         if deadline is None and self.limits.timeout_s is not None:
             deadline = self.clock() + self.limits.timeout_s
@@ -179,8 +179,10 @@ class Core(ABC):
             self.began([TokenOutput(sequence.request.request_key, 0, ())])
 
     def _end_expired(self) -> list[TokenOutput]:
-        late = self._deadlines.due_names(self.clock())
-        return [output for request_key in late for output in self.abort(request_key, reason=FinishReason.DEADLINE)]
+        outputs: list[TokenOutput] = []
+        for request_key in self._deadlines.due_names(self.clock()):
+            outputs += self.abort(request_key, reason=FinishReason.DEADLINE)
+        return outputs
 
     def _end_overdue_waits(self) -> list[TokenOutput]:
         """End requests that have waited as long as they may and still got no place."""
@@ -412,8 +414,8 @@ class EngineLoop:
 
     def _emit_outputs(self, outputs: list[TokenOutput]) -> None:
         with self._wake:
-            for output in [output for output in outputs if output.finish_reason is not None]:
-                if output.request_key not in self._core.sequences:
+            for output in outputs:
+                if output.finish_reason is not None and output.request_key not in self._core.sequences:
                     self._live.discard(output.request_key)
             self._note_state()
         if outputs:

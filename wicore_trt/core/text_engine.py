@@ -278,7 +278,7 @@ class TextEngine:
             await self.work(request.tenant, partial(self._check_constraint, constraint))
         if request.prompt is not None and len(request.prompt) <= INLINE_CHARS or request.prompt_token_ids is not None:
             return request
-        token_ids = await self.work(request.tenant, lambda: encode_request(self.tokenizer, request, self.info))
+        token_ids = await self.work(request.tenant, partial(encode_request, self.tokenizer, request, self.info))
         left = request.timeout_s
         if left is not None:
             left = max(left - (time.monotonic() - started), 1e-3)  # the engine ends it

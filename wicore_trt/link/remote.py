@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import socket
 from collections.abc import AsyncGenerator, Callable
+from typing import TypeVar
 
 from wicore_trt.core.port import Change, EnginePort, Position, Sink
 from wicore_trt.errors import EngineDeadError, UnavailableError, WicoreError
@@ -34,6 +35,7 @@ from wicore_trt.link.messages import (
 )
 from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, ModelInfo, TokenOutput
 
+T = TypeVar("T")
 STARTING = "it is being started"
 ENDED = "its process ended"
 
@@ -74,7 +76,7 @@ class RemoteEngine(EnginePort):
     async def add(self, request: GenerateRequest) -> None:
         self._live[request.request_key] = request.params.n
         try:
-            await self._ask_engine(lambda call: Add(call, request), request.request_key)
+            await self._ask_engine(Add, request, request.request_key)
         except BaseException:
             self._live.pop(request.request_key, None)
             raise
@@ -84,7 +86,7 @@ class RemoteEngine(EnginePort):
             self._channel.post(encode(Abort(request_key, index)))
 
     async def stats(self, tenant: str | None = None) -> EngineStats:
-        found = (await self._ask_engine(lambda call: AskStats(call, tenant))).stats
+        found = (await self._ask_engine(AskStats, tenant)).stats
         assert found is not None
         return found
 
@@ -116,12 +118,12 @@ class RemoteEngine(EnginePort):
             raise UnavailableError(f"The engine takes no requests now: {self.dead}.", fix="Try again soon.")
         return self._channel
 
-    async def _ask_engine(self, make: Callable[[int], object], request_key: str = "") -> Done:
+    async def _ask_engine(self, kind: Callable[[int, T], object], what: T, request_key: str = "") -> Done:
         channel, call = self._require_channel(), next(self._calls)
         reply: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
         self._pending[call] = reply, request_key
         try:
-            channel.post(encode(make(call)))
+            channel.post(encode(kind(call, what)))
             return await reply
         finally:
             self._pending.pop(call, None)
