@@ -2,7 +2,6 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.11,torch==2.13.0)
-export PYTHONDONTWRITEBYTECODE :=  # where an environment sets it, each of hundreds of processes compiles all modules
 NATIVE := CMakeLists.txt $(shell find plugins/cpu -type f)
 
 .PHONY: setup lint format test test-install test-targets test-long test-clients test-fleet test-mutants demo bench-cpu bench-gpu bench-kv bench-kv-gpu bench-serve-gpu proto clean

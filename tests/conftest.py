@@ -25,6 +25,7 @@ import pytest
 if TYPE_CHECKING:
     from wicore_trt.checkpoint.format import Checkpoint
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # where it is set, each of hundreds of processes compiles all modules
 if not {"PYTEST_XDIST_WORKER", "WICORE_TEST_ALONE"} & set(os.environ):  # before imports that look at these names
     CACHES = tempfile.mkdtemp(prefix="wicore-test-caches-")
     atexit.register(shutil.rmtree, CACHES, ignore_errors=True)

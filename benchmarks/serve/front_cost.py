@@ -33,7 +33,7 @@ BODY = {"prompt": "some words", "max_tokens": 3000, "ignore_eos": True, "tempera
 PACKAGES = ("uvloop", "uvicorn", "httptools", "grpcio", "tokenizers", "msgspec")
 
 
-def load_tokenizer(settings: Settings | None = None) -> Tokenizer:
+def load_tokenizer(settings: Settings | None = None, checked_build: str | None = None) -> Tokenizer:
     """As `serve.front.load_tokenizer`: words for the ids that the engine gives, and the decoder of SentencePiece."""
     import tokenizers
     from tokenizers import decoders, models, normalizers

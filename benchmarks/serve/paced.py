@@ -191,7 +191,7 @@ def load_engine(settings: Settings | None = None) -> tuple[EngineCore, ModelInfo
     return core, info
 
 
-def load_tokenizer(settings: Settings | None = None) -> PlainTokenizer:
+def load_tokenizer(settings: Settings | None = None, checked_build: str | None = None) -> PlainTokenizer:
     """As `serve.front.load_tokenizer`."""
     return PlainTokenizer()
 

@@ -89,7 +89,7 @@ def load_engine(settings: Settings):
     return core, info
 
 
-def load_tokenizer(settings: Settings) -> Tokenizer:
+def load_tokenizer(settings: Settings, checked_build: str | None) -> Tokenizer:
     signal.signal(signal.SIGUSR1, _report)
     return Tokenizer()
 

@@ -89,8 +89,10 @@ class AnyTextTokenizer(FakeTokenizer):
         return [(ord(c) - 32) % self.vocab_size for c in text]
 
 
-def load_tokenizer(settings: Settings) -> FakeTokenizer:
+def load_tokenizer(settings: Settings, checked_build: str | None) -> FakeTokenizer:
     leave_number("front")
+    if "pids" in options():
+        (Path(options()["pids"]) / "checked").write_text(str(checked_build))
     tokenizer = AnyTextTokenizer() if "chat" in options() else FakeTokenizer()
     tokenizer.build = build()
     return tokenizer

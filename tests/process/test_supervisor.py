@@ -515,6 +515,8 @@ async def test_front_and_engine_are_of_one_build(tmp_path):
             await server.until_serving()
             async with server.stub() as stub:
                 assert await answer(stub, "hello", 5) == expected("hello", 5)[0]
+        # so the tokenizer of a build that a front has loaded before is not checked again
+        assert (tmp_path / "checked").read_text() == "rebuilt before the engine ends"
         server.process.terminate()
         log = (await server.end())[1]
         for other in ("front", "engine"):

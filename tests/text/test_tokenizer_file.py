@@ -119,3 +119,12 @@ def test_ids_are_below_the_size(tmp_path: Path) -> None:
     value["model"]["vocab"]["far"] = 5000
     files = {"tokenizer.json": json.dumps(value).encode(), "generation_config.json": b'{"eos_token_id": 1}'}
     assert Tokenizer.from_files(files, tmp_path).vocab_size == 5001
+
+
+def test_what_was_checked_before_is_loaded_alike_and_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = backend().to_str().encode()
+    once = read_tokenizer(data, FILE, "Build it again.")
+    monkeypatch.setattr("wicore_trt.text.tokenizer_file._find_contradiction", lambda file: "contradicts itself")
+    with pytest.raises(EngineFormatError, match="contradicts itself"):
+        read_tokenizer(data, FILE, "Build it again.")
+    assert read_tokenizer(data, FILE, "Build it again.", checked=True).to_str() == once.to_str()

@@ -88,6 +88,7 @@ class Supervisor:
         self._slots = {"front": self._front, "engine": self._engine}
         self._front_bound = self._was_bound = self._served = self._stopping = self._refusing = False
         self._links = 0  # links given to the front
+        self._checked_build: str | None = None  # whose tokenizer a front has loaded
         self._stuck_s = 0.0  # seconds that the engine has had work and ended no step, by its beats
         self._idle = asyncio.Event()  # the front refuses generations and has none
         self._metrics: dict[int, tuple[list[str], asyncio.Future[str]]] = {}  # parts of answers, by call
@@ -144,8 +145,9 @@ class Supervisor:
             "wicore_trt.serve.front", self._on_front_message, partial(self._on_exit, "front")
         )
         child.control.send(
-            "start", settings=self._settings, loader=self._parts.load_tokenizer, max_context=self._max_context
-        )
+            "start", settings=self._settings, loader=self._parts.load_tokenizer, max_context=self._max_context,
+            checked_build=self._checked_build,
+        )  # fmt: skip
         if self._refusing:
             child.control.send("refuse")
         self._watch_front(child)
@@ -220,6 +222,7 @@ class Supervisor:
         match message["kind"]:
             case "loaded":
                 front.loaded, front.build = True, message["build"]
+                self._checked_build = front.build or self._checked_build
                 self._join_processes()
             case "bound":
                 front.ready_at = time.monotonic()

@@ -40,16 +40,18 @@ FIRST_TO_GO = 500
 front grow, and the next one is there in seconds, whereas an engine takes minutes to load."""
 
 
-def load_tokenizer(settings: Settings) -> Tokenizer:
-    """Load the tokenizer of the engine that the settings name. Raises EngineFormatError."""
+def load_tokenizer(settings: Settings, checked_build: str | None) -> Tokenizer:
+    """Load the tokenizer of the engine that the settings name; an earlier front has loaded that of `checked_build`.
+    Raises EngineFormatError."""
     from wicore_trt.engine.directory import open_engine
     from wicore_trt.text.model_files import FILES
     from wicore_trt.text.tokenizer import Tokenizer
 
     assert settings.engine is not None
     engine = open_engine(Path(settings.engine), verify=False)
-    tokenizer = Tokenizer.from_files(engine.read_present(FILES), engine.path)
-    tokenizer.build = engine.manifest.seal
+    build, files = engine.manifest.seal, engine.read_present(FILES)  # compared with the digests that the seal covers
+    tokenizer = Tokenizer.from_files(files, engine.path, checked=build == checked_build)
+    tokenizer.build = build
     return tokenizer
 
 
@@ -66,7 +68,7 @@ def main(fd: int) -> int:
     log_lines.configure_logging(json_lines=settings.log.json, level=settings.log.level.upper())
     tracing.start_tracing()
     try:
-        tokenizer = import_named(start["loader"])(settings)
+        tokenizer = import_named(start["loader"])(settings, start["checked_build"])
     except Exception as error:  # raised once the engine has loaded, whose own error would say more
         tokenizer = error
     control.send("loaded", build=getattr(tokenizer, "build", None))  # None where it could not be loaded

@@ -92,8 +92,9 @@ class Tokenizer:
         return cls.from_files(files, path)
 
     @classmethod
-    def from_files(cls, files: Mapping[str, bytes], where: Path) -> Tokenizer:
+    def from_files(cls, files: Mapping[str, bytes], where: Path, *, checked: bool = False) -> Tokenizer:
         """Load the tokenizer from files by name; names outside of FILES are ignored. `where` is for messages.
+        `checked`: the same tokenizer.json was loaded before, so its parts are not checked again.
         tokenizer.json is required. With a chat template, end ids are all that generation_config.json, config.json
         and the eos_token of tokenizer_config.json and special_tokens_map.json name, and the template's end of turn.
         A base model has those of the first file that names some, as in transformers. BOS comes from the same files,
@@ -102,7 +103,7 @@ class Tokenizer:
         Raises EngineFormatError for missing, broken or contradicting files."""
         if TOKENIZER not in files:
             raise EngineFormatError(f"{where / TOKENIZER} is missing.", fix=REBUILD)
-        backend = read_tokenizer(files[TOKENIZER], where / TOKENIZER, REBUILD)
+        backend = read_tokenizer(files[TOKENIZER], where / TOKENIZER, REBUILD, checked=checked)
         read = ModelFiles(files, where, backend)
         chat = read.read_chat_template()
         made = cls(

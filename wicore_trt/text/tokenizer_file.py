@@ -155,19 +155,12 @@ class _File(_Part):
 
 
 @collection_paused()  # a million values are made and stay until the file has been checked
-def read_tokenizer(data: bytes, path: Path, fix: str) -> tokenizers.Tokenizer:
+def read_tokenizer(data: bytes, path: Path, fix: str, *, checked: bool = False) -> tokenizers.Tokenizer:
     """Load the tokenizer from the bytes of the file `path`, without padding and truncation. Raises EngineFormatError
-    with `fix`, naming the key, for contents that are not Gemma's kind or contradict each other."""
+    with `fix`, naming the key, for contents that are not Gemma's kind or contradict each other. `checked`: the same
+    bytes were found right before; to check them takes as long as to load them."""
     door = UntrustedFiles(path.parent, EngineFormatError, fix)
-    if data.count(b",") > _MAX_VALUES or data.count(b"[") + data.count(b"{") > _MAX_GROUPS:
-        raise door.make_error(path, f"has more than {_MAX_VALUES} values or {_MAX_GROUPS} objects and lists")
-    try:
-        file = _File.model_validate(door.parse_json(data, path))
-    except ValidationError as error:
-        raise door.make_error(path, f"is not a tokenizer of Gemma 3: {first_fault(error)}") from error
-    wrong = _find_contradiction(file)
-    if wrong:
-        raise door.make_error(path, wrong)
+    added = [] if checked else _check_file(data, path, door)
     try:
         backend = tokenizers.Tokenizer.from_buffer(data)
     except BaseException as error:
@@ -177,12 +170,26 @@ def read_tokenizer(data: bytes, path: Path, fix: str) -> tokenizers.Tokenizer:
     backend.no_padding()
     backend.no_truncation()
     loaded = {index: token.content for index, token in backend.get_added_tokens_decoder().items()}
-    for token in file.added_tokens:  # the library numbers a token that the vocabulary lacks as it likes
+    for token in added:  # the library numbers a token that the vocabulary lacks as it likes
         if loaded.get(token.id) != token.content:
             raise door.make_error(
                 path, f"gives the added token {shown(token.content)} the id {token.id}, which it cannot have"
             )
     return backend
+
+
+def _check_file(data: bytes, path: Path, door: UntrustedFiles) -> list[_Added]:
+    """Check all but what the library does with the added tokens, which are returned."""
+    if data.count(b",") > _MAX_VALUES or data.count(b"[") + data.count(b"{") > _MAX_GROUPS:
+        raise door.make_error(path, f"has more than {_MAX_VALUES} values or {_MAX_GROUPS} objects and lists")
+    try:
+        file = _File.model_validate(door.parse_json(data, path))
+    except ValidationError as error:
+        raise door.make_error(path, f"is not a tokenizer of Gemma 3: {first_fault(error)}") from error
+    wrong = _find_contradiction(file)
+    if wrong:
+        raise door.make_error(path, wrong)
+    return file.added_tokens
 
 
 def _find_contradiction(file: _File) -> str | None:
