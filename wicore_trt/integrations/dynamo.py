@@ -21,6 +21,7 @@ import tempfile
 import zipfile
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,8 @@ GRACE, GRACE_S = "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", 30
 """After SIGTERM Dynamo waits so long, and then cancels what streams there are."""
 _SAMPLING = (
     "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed", "n",
-    "include_stop_str_in_output",
+    "include_stop_str_in_output", "max_tokens", "min_tokens", "ignore_eos", "logprobs",
 )  # fmt: skip
-_STOPPING = ("max_tokens", "min_tokens", "ignore_eos")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 
 
@@ -65,7 +65,7 @@ class WicoreEngine(LLMEngine):
     async def from_args(cls, argv: list[str] | None = None) -> tuple[WicoreEngine, WorkerConfig]:
         """Wait for the server, and take its tokenizer from it."""
         args = _make_parser().parse_args(argv)
-        stub = vllm_engine_pb2_grpc.VllmEngineStub(_open_channel(args))
+        stub = _open_stub(args)
         while True:
             with suppress(grpc.aio.AioRpcError):
                 if (await stub.HealthCheck(pb2.HealthCheckRequest(), timeout=READY_S, wait_for_ready=True)).healthy:
@@ -157,7 +157,12 @@ class WicoreEngine(LLMEngine):
                         case "stored" if not event.stored.group_idx:
                             for block in event.stored.blocks:
                                 tiers.setdefault(block.block_hash, set()).add(event.stored.tier)
-                            _publish_events(publisher, event.stored)
+                            publisher.publish_stored(
+                                [token for block in event.stored.blocks for token in block.token_ids],
+                                [block.block_size for block in event.stored.blocks],
+                                [block.block_hash for block in event.stored.blocks],
+                                event.stored.parent_block_hash if event.stored.HasField("parent_block_hash") else None,
+                            )
                         case "removed" if not event.removed.group_idx:
                             gone = []
                             for name in event.removed.block_hashes:
@@ -192,24 +197,13 @@ class WicoreEngine(LLMEngine):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _publish_events(publisher: Any, stored: Any) -> None:
-    publisher.publish_stored(
-        [token for block in stored.blocks for token in block.token_ids],
-        [block.block_size for block in stored.blocks],
-        [block.block_hash for block in stored.blocks],
-        stored.parent_block_hash if stored.HasField("parent_block_hash") else None,
-    )
-
-
 def _request(request: Mapping[str, Any], name: str) -> Any:
     """Convert a request. Raises InvalidArgument for options that the server's protocol lacks."""
     sampling, stopping, output = (
         {key: value for key, value in (request.get(part) or {}).items() if value is not None}
         for part in ("sampling_options", "stop_conditions", "output_options")
     )
-    given = {key: sampling[key] for key in _SAMPLING if key in sampling}
-    given |= {key: stopping[key] for key in _STOPPING if key in stopping}
-    given |= {key: output[key] for key in ("logprobs",) if key in output}
+    given = {key: value for key, value in (sampling | stopping | output).items() if key in _SAMPLING}
     if "prompt_logprobs" in output:
         raise InvalidArgument("prompt_logprobs are not served through Dynamo")
     top_k = sampling.get("top_k", 0)
@@ -299,36 +293,19 @@ async def _model_files(stub: Any, info: Any, cache: Path) -> Path:
     return folder
 
 
-class _UnaryKey(grpc.aio.UnaryUnaryClientInterceptor):
-    def __init__(self, key: str) -> None:
-        self._key = key
-
-    async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
-        return await continuation(_with_key(details, self._key), request)
-
-
-class _StreamKey(grpc.aio.UnaryStreamClientInterceptor):
-    """Puts the operator's key into streaming calls: grpc.aio takes an interceptor for one kind of calls only."""
-
-    def __init__(self, key: str) -> None:
-        self._key = key
-
-    async def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
-        return await continuation(_with_key(details, self._key), request)
-
-
-def _with_key(details: Any, key: str) -> Any:
-    return details._replace(metadata=[*(details.metadata or ()), ("x-api-key", key)])
-
-
-def _open_channel(args: argparse.Namespace) -> grpc.aio.Channel:
+def _open_stub(args: argparse.Namespace) -> vllm_engine_pb2_grpc.VllmEngineStub:
+    """Open a channel to the server; every call carries the operator's key, where there is one."""
     options = [("grpc.max_receive_message_length", -1)]
-    key = os.environ.get("WICORE_SERVER__API_KEY")
-    kinds = [_UnaryKey(key), _StreamKey(key)] if key else []
     if args.tls_ca is None:
-        return grpc.aio.insecure_channel(args.server, options=options, interceptors=kinds)
-    roots = grpc.ssl_channel_credentials(Path(args.tls_ca).read_bytes())
-    return grpc.aio.secure_channel(args.server, roots, options=options, interceptors=kinds)
+        channel = grpc.aio.insecure_channel(args.server, options=options)
+    else:
+        roots = grpc.ssl_channel_credentials(Path(args.tls_ca).read_bytes())
+        channel = grpc.aio.secure_channel(args.server, roots, options=options)
+    stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+    if key := os.environ.get("WICORE_SERVER__API_KEY"):
+        for name, call in [*vars(stub).items()]:
+            setattr(stub, name, partial(call, metadata=[("x-api-key", key)]))
+    return stub
 
 
 def _make_parser() -> argparse.ArgumentParser:
