@@ -25,7 +25,7 @@ WISHED = (
     "clock jumped",
     "wrong",
 )
-SEEDS, LONG = 20, 200
+SEEDS, LONG = 12, 200
 
 
 async def ask(site: Site, rng: random.Random) -> None:

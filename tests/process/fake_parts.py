@@ -5,7 +5,8 @@ Prints `bound ADDRESS` and `ready on ADDRESS`. Options reach the other processes
 (bytes after which the engine cuts off a front), `dies` (the process that ends while it starts, every time), `chat`
 (the model has a chat template or not, and any text has tokens), `host_bytes` of a host tier, and `pids`, a folder
 where each process leaves its number; `front_s`, `slow_s`, `quick_s`, `patience` and `together_s` stand for the
-supervisor's and its log's. `recipe` names a file of settings that the server reads, and reads again; `build` one that
+supervisor's and its log's; with `narrow` its sockets hold few messages. `recipe` names a file of settings that the
+server reads, and reads again; `build` one that
 names the engine's build.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from dataclasses import replace
@@ -103,6 +105,15 @@ def main(given: dict) -> int:
     logs = LogSettings(level=given.get("level", "info"), json=given.get("json", False))
     log.configure_logging(json_lines=logs.json, level=logs.level.upper())
     log.TOGETHER_S = given.get("together_s", log.TOGETHER_S)
+    if given.get("narrow"):
+        socketpair = socket.socketpair
+
+        def narrow_pair(*kind):
+            pair = socketpair(*kind)
+            pair[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+            return pair
+
+        child.socket.socketpair = narrow_pair
     supervisor.FRONT_S = given.get("front_s", supervisor.FRONT_S)
     child.QUICK_S = given.get("quick_s", child.QUICK_S)
     child.PATIENCE = supervisor.PATIENCE = given.get("patience", child.PATIENCE)

@@ -20,6 +20,7 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
+import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from serve.serving import expected, failure, request
 
@@ -31,6 +32,8 @@ from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
 
 HERE = Path(__file__).parent
 SERVING = health_pb2.HealthCheckResponse.SERVING
+QUICK = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 100),
+         ("grpc.use_local_subchannel_pool", 1)]  # fmt: skip
 ENDED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
 
 
@@ -56,26 +59,25 @@ class Server:
 
     @asynccontextmanager
     async def stub(self) -> AsyncIterator[inference_pb2_grpc.InferenceServiceStub]:
-        quick = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 100),
-                 ("grpc.use_local_subchannel_pool", 1)]  # fmt: skip
-        async with grpc.aio.insecure_channel(self.address, options=quick) as channel:
+        async with grpc.aio.insecure_channel(self.address, options=QUICK) as channel:
             yield inference_pb2_grpc.InferenceServiceStub(channel)
 
     async def until_serving(self) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(60), grpc.aio.insecure_channel(self.address, options=QUICK) as channel:
+            stub, wanted = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
             while True:
                 with suppress(grpc.aio.AioRpcError):
-                    async with grpc.aio.insecure_channel(self.address) as channel:
-                        stub = health_pb2_grpc.HealthStub(channel)
-                        got = await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
-                        if got.status == SERVING:
-                            return
-                await asyncio.sleep(0.02)
+                    if (await stub.Check(wanted, timeout=5, wait_for_ready=True)).status == SERVING:
+                        return
+                await asyncio.sleep(0.05)
+
+    def started(self, name: str) -> list[int]:
+        """Processes of this name that have begun to load."""
+        return [int(path.name.rpartition("-")[2]) for path in self._pids.glob(f"{name}-*")]
 
     def alive(self, name: str) -> list[int]:
         """Processes of this name that run."""
-        found = [int(path.name.rpartition("-")[2]) for path in self._pids.glob(f"{name}-*")]
-        return [pid for pid in found if runs(pid)]
+        return [pid for pid in self.started(name) if runs(pid)]
 
     async def all_gone(self) -> None:
         async with asyncio.timeout(30):
@@ -108,6 +110,15 @@ async def supervised(tmp_path: Path, **options) -> AsyncIterator[Server]:
 async def serving(server: Server) -> None:
     server.address = await server.line("bound")
     await server.line("ready on")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def lasting(tmp_path_factory) -> AsyncIterator[Server]:
+    """Server of the tests after which it serves as before."""
+    options = {"step_s": 0.002, "slow_s": 1.0, "quick_s": 0.0, "level": "warning"}  # `slow_s`: until the next attempt
+    async with supervised(tmp_path_factory.mktemp("lasting"), **options) as server:
+        await serving(server)
+        yield server
 
 
 async def answer(stub, prompt: str, count: int) -> str:
@@ -155,51 +166,51 @@ def test_pauses_grow_to_a_minute_and_end_with_a_life_that_lasts(monkeypatch):
 FEW = ("front", "engine")
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     "kills",
     [pytest.param(FEW, id="few"), pytest.param(("front",) * 50 + ("engine",) * 20, id="many", marks=pytest.mark.long)],
 )
-async def test_what_is_killed_is_started_again_and_only_its_streams_end(tmp_path, kills):
+async def test_what_is_killed_is_started_again_and_only_its_streams_end(lasting, kills):
     """Streams under way end with an error that says so, at once; what comes later is right."""
     rng = random.Random()
-    async with supervised(tmp_path, step_s=0.002, quick_s=0.0) as server:
-        await serving(server)
-        outcomes: list[object] = []
-        over = False
+    server = lasting
+    outcomes: list[object] = []
+    over = False
 
-        async def client(number: int) -> None:
-            while not over:
-                prompt = f"{number} {rng.random()}"
-                try:
-                    async with server.stub() as stub:
-                        text = await answer(stub, prompt, 40)
-                except grpc.aio.AioRpcError as error:
-                    outcomes.append(error.code())
-                    await asyncio.sleep(0.02)
-                else:
-                    assert text == expected(prompt, 40)[0]
-                    outcomes.append(True)
+    async def client(number: int) -> None:
+        while not over:
+            prompt = f"{number} {rng.random()}"
+            try:
+                async with server.stub() as stub:
+                    text = await answer(stub, prompt, 40)
+            except grpc.aio.AioRpcError as error:
+                outcomes.append(error.code())
+                await asyncio.sleep(0.02)
+            else:
+                assert text == expected(prompt, 40)[0]
+                outcomes.append(True)
 
-        clients = [asyncio.ensure_future(client(i)) for i in range(8)]
-        back: list[float] = []
-        for name in rng.sample(kills, len(kills)):
-            await asyncio.sleep(rng.uniform(0.1, 0.4))
-            [pid] = server.alive(name)
-            killed = time.monotonic()
-            os.kill(pid, signal.SIGKILL)
-            async with asyncio.timeout(60):
-                while server.alive(name) in ([], [pid]):
-                    await asyncio.sleep(0.02)
-            await server.until_serving()
-            back.append(time.monotonic() - killed)
-        print(f"back after {statistics.median(back):.2f} s (median), {max(back):.2f} s at most")
-        over = True
+    clients = [asyncio.ensure_future(client(i)) for i in range(4)]
+    back: list[float] = []
+    started = len(server.started("front") + server.started("engine"))
+    for name in rng.sample(kills, len(kills)):
+        await asyncio.sleep(rng.uniform(0.1, 0.4))
+        [pid] = server.alive(name)
+        killed = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
         async with asyncio.timeout(60):
-            await asyncio.gather(*clients)
-        assert True in outcomes and {o for o in outcomes if o is not True} <= set(ENDED), outcomes
-        server.process.send_signal(signal.SIGTERM)
-        code, log = await server.end()
-        assert code == 0 and len(kills) <= log.count("starting it again") <= len(kills) + 1, log[-5000:]
+            while server.alive(name) in ([], [pid]):
+                await asyncio.sleep(0.02)
+        await server.until_serving()
+        back.append(time.monotonic() - killed)
+    print(f"back after {statistics.median(back):.2f} s (median), {max(back):.2f} s at most")
+    over = True
+    async with asyncio.timeout(60):
+        await asyncio.gather(*clients)
+    assert True in outcomes and {o for o in outcomes if o is not True} <= set(ENDED), outcomes
+    started = len(server.started("front") + server.started("engine")) - started
+    assert len(kills) <= started <= len(kills) + 1 and server.process.returncode is None
 
 
 async def test_an_engine_that_breaks_says_why_and_the_next_one_serves(tmp_path):
@@ -259,11 +270,9 @@ async def test_an_engine_that_cannot_be_loaded_ends_the_server_with_its_error(tm
 
 
 async def test_a_used_port_is_told_before_the_engine_was_loaded(tmp_path):
-    async with supervised(tmp_path / "..", load_s=0) as first:
-        await serving(first)
-        port = int(first.address.rpartition(":")[2])
-        (tmp_path / "second").mkdir()
-        async with supervised(tmp_path / "second", load_s=60, server={"port": port}) as second:
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        port = first.getsockname()[1]
+        async with supervised(tmp_path, load_s=60, server={"port": port}) as second:
             code, log = await second.end()
             assert code == 4 and f"Port {port}" in log
 
@@ -313,41 +322,41 @@ async def test_a_signal_while_the_next_engine_loads(tmp_path):
         assert code == 0 and "no requests are taken" not in log, log[:2000]
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     ("poor", "killed"),
     [("supervisor", "front"), ("engine", "front"), pytest.param("supervisor", "engine", marks=pytest.mark.long)],
 )
-async def test_what_ends_while_no_file_can_be_opened_is_back_when_one_can(tmp_path, poor, killed):
+async def test_what_ends_while_no_file_can_be_opened_is_back_when_one_can(lasting, poor, killed):
     def allow(files: int) -> None:
         most = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (files, most))
 
-    async with supervised(tmp_path, slow_s=1.0) as server:  # how soon it is tried again
-        await serving(server)
-        pid, before = server.process.pid if poor == "supervisor" else server.alive(poor)[0], server.alive(killed)
-        allow(1)
-        os.kill(before[0], signal.SIGKILL)
-        async with asyncio.timeout(30):
-            if poor == "supervisor":
-                while b"cannot start a process" not in await server.process.stderr.readline():
-                    pass
-            else:
-                while server.alive(killed) in ([], before):
-                    await asyncio.sleep(0.02)
-                await asyncio.sleep(0.5)  # and it is joined in vain, which nobody tells
-        allow(1024)
-        async with asyncio.timeout(30):
-            while server.alive(killed) in ([], before):  # before that the front may not have seen the end
+    server = lasting
+    pid, before = server.process.pid if poor == "supervisor" else server.alive(poor)[0], server.alive(killed)
+    allow(1)
+    os.kill(before[0], signal.SIGKILL)
+    async with asyncio.timeout(30):
+        if poor == "supervisor":
+            while b"cannot start a process" not in await server.process.stderr.readline():
+                pass
+        else:
+            while server.alive(killed) in ([], before):
                 await asyncio.sleep(0.02)
-        await server.until_serving()
-        async with server.stub() as stub:
-            assert await answer(stub, "back", 20) == expected("back", 20)[0]
+            await asyncio.sleep(0.5)  # and it is joined in vain, which nobody tells
+    allow(1024)
+    async with asyncio.timeout(30):
+        while server.alive(killed) in ([], before):  # before that the front may not have seen the end
+            await asyncio.sleep(0.02)
+    await server.until_serving()
+    async with server.stub() as stub:
+        assert await answer(stub, "back", 20) == expected("back", 20)[0]
 
 
 @pytest.mark.parametrize("killed", ["front", pytest.param("engine", marks=pytest.mark.long)])
 async def test_what_ends_while_no_thread_can_be_started_is_back_when_one_can(tmp_path, killed):
     """Where memory is short, or a container has as many tasks as it may."""
-    async with supervised(tmp_path) as server:
+    async with supervised(tmp_path) as server:  # a new one, which has no idle thread
         await serving(server)
         pid, before = server.process.pid, server.alive(killed)
         most = resource.prlimit(pid, resource.RLIMIT_AS, (psutil.Process(pid).memory_info().vms, -1))
@@ -440,17 +449,17 @@ async def taken(port):
                 await asyncio.sleep(0.002)
 
 
-async def test_a_front_that_cannot_listen_for_a_while_is_tried_again(tmp_path):
-    async with supervised(tmp_path) as server:
-        await serving(server)
-        [front] = server.alive("front")
-        port = int(server.address.rpartition(":")[2])
-        os.kill(front, signal.SIGKILL)
-        with await taken(port):
-            async with asyncio.timeout(60):
-                while b"is in use" not in await server.process.stderr.readline():
-                    assert server.process.returncode is None
-        await server.until_serving()
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_front_that_cannot_listen_for_a_while_is_tried_again(lasting):
+    server = lasting
+    [front] = server.alive("front")
+    port = int(server.address.rpartition(":")[2])
+    os.kill(front, signal.SIGKILL)
+    with await taken(port):
+        async with asyncio.timeout(60):
+            while b"is in use" not in await server.process.stderr.readline():
+                assert server.process.returncode is None
+    await server.until_serving()
 
 
 async def test_nothing_is_left_when_the_supervisor_is_killed_at_once(tmp_path):

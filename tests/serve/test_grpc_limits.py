@@ -36,7 +36,7 @@ def silent(channel, method: str, metadata=None):
 
 
 async def test_calls_without_the_key_end_before_anything_is_read():
-    """4 gzip messages of 60 KB that unpack to 60 MiB each, and 300 streams that never send."""
+    """A gzip message of 60 KB that unpacks to 60 MiB, twice, and 300 streams that never send."""
     async with process(server={"api_key": KEY, "max_message_mb": 64}) as server:
         await server.until_serving()
         memory = psutil.Process(server.process.pid).memory_info
@@ -45,7 +45,7 @@ async def test_calls_without_the_key_end_before_anything_is_read():
         options = [("grpc.max_send_message_length", -1)]
         async with grpc.aio.insecure_channel(server.address, options=options) as channel:
             bomb = channel.unary_unary(SERVICE + "Generate")
-            calls = [bomb(bytes(60 << 20), compression=grpc.Compression.Gzip, timeout=60) for _ in range(4)]
+            calls = [bomb(bytes(60 << 20), compression=grpc.Compression.Gzip, timeout=60) for _ in range(2)]
             codes = asyncio.gather(*(call.code() for call in calls))
             while not codes.done():
                 peak = max(peak, memory().rss)
@@ -66,9 +66,9 @@ async def test_a_compressed_message_is_not_unpacked_beyond_the_limit():
         memory = psutil.Process(server.process.pid).memory_info
         before = memory().rss
         async with grpc.aio.insecure_channel(server.address, options=[("grpc.max_send_message_length", -1)]) as channel:
-            call = channel.unary_unary(SERVICE + "Tokenize")(bytes(100 << 20), compression=grpc.Compression.Gzip)
+            call = channel.unary_unary(SERVICE + "Tokenize")(bytes(64 << 20), compression=grpc.Compression.Gzip)
             assert await call.code() is EXHAUSTED
-        assert memory().rss - before < 60 << 20
+        assert memory().rss - before < 40 << 20
 
 
 async def test_a_call_that_sends_nothing_ends_and_gives_its_place_back(monkeypatch):
@@ -97,7 +97,7 @@ async def test_a_call_that_sends_nothing_ends_and_gives_its_place_back(monkeypat
         await until(lambda: interceptor._calls.taken == 0 and interceptor._watches.taken == 0)
 
 
-async def test_eight_hundred_calls_at_once_are_answered_or_told_when_to_come_back():
+async def test_four_hundred_calls_at_once_are_answered_or_told_when_to_come_back():
     async with process(step_s=0.01) as server:  # room for 16 that run and 100 that wait
         await server.until_serving()
         options = [("grpc.use_local_subchannel_pool", 1)]
@@ -116,7 +116,7 @@ async def test_eight_hundred_calls_at_once_are_answered_or_told_when_to_come_bac
                 assert details["RetryInfo"].retry_delay.ToMilliseconds() > 0
                 outcomes[error.code()] += 1
 
-        await asyncio.gather(*map(one, range(800)))
+        await asyncio.gather(*map(one, range(400)))
         assert set(outcomes) == {"OK", EXHAUSTED} and outcomes["OK"] >= 100, outcomes
         for channel in channels:
             await channel.close()
@@ -186,7 +186,7 @@ async def test_a_watcher_that_reads_nothing_holds_up_no_change_of_status():
 
 
 async def test_a_log_that_nobody_reads_hangs_nothing_and_says_what_it_lost():
-    """A pipe holds 64 KiB; 1,200 access lines are some 200 KiB. SIGTERM ends the process in spite of it."""
+    """A pipe holds 64 KiB; 800 access lines are some 130 KiB. SIGTERM ends the process in spite of it."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
     done = await asyncio.to_thread(
         subprocess.Popen, [sys.executable, str(HERE / "fake_server.py"), "{}"],
@@ -196,7 +196,7 @@ async def test_a_log_that_nobody_reads_hangs_nothing_and_says_what_it_lost():
         address = (await asyncio.to_thread(done.stdout.readline)).decode().strip()
         async with grpc.aio.insecure_channel(address) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            for _ in range(12):
+            for _ in range(8):
                 calls = [stub.Generate(request("x", 1), wait_for_ready=True) for _ in range(100)]
                 assert all(await asyncio.gather(*map(rest_of, calls)))
         done.send_signal(signal.SIGTERM)

@@ -56,6 +56,9 @@ async def test_a_path_that_is_no_text_closes_the_port_for_a_moment_and_ends_no_s
         for path in UNDECODABLE:
             held.append(await attacked(server.address, path))
             assert await ask(server.address) == expected("new", 5)[0]
+        if kind == "unix":  # a socket that was removed is made again
+            (tmp_path / "socket").unlink()
+            assert await ask(server.address) == expected("new", 5)[0]
         texts = [r.delta.text or r.finish.delta.text for r in [first, *await rest_of(stream)]]
         assert "".join(texts) == expected("old", 300)[0]
         server.process.terminate()  # the attackers' connections are still open
@@ -65,25 +68,11 @@ async def test_a_path_that_is_no_text_closes_the_port_for_a_moment_and_ends_no_s
             connection.close()
 
 
-async def test_a_socket_that_was_removed_is_made_again(tmp_path):
-    path = tmp_path / "socket"
-    async with process(step_s=0.01, server={"host": f"unix:{path}", "api_key": KEY}) as server:
-        await server.until_serving()
-        stream = server.stub.Generate(request("old", 100), metadata=METADATA)
-        first = await stream.read()
-        path.unlink()
-        assert await ask(server.address) == expected("new", 5)[0]
-        texts = [r.delta.text or r.finish.delta.text for r in [first, *await rest_of(stream)]]
-        assert "".join(texts) == expected("old", 100)[0]
-        server.process.terminate()
-        assert (await server.end())[0] == 0
-
-
-async def test_a_hundred_attacks_in_a_row_leave_little_of_a_log_and_a_server_that_answers():
+async def test_sixty_attacks_in_a_row_leave_little_of_a_log_and_a_server_that_answers():
     rng = random.Random(1)
     async with process() as server:
         await server.until_serving()
-        for _ in range(100):
+        for _ in range(60):
             (await attacked(server.address, bytes([47, rng.randrange(0x80, 0x100)]))).close()
         assert await ask(server.address) == expected("new", 5)[0]
         server.process.terminate()
@@ -102,7 +91,7 @@ async def test_attacks_while_others_call_do_not_end_the_process():
                 assert await ask(server.address) == expected("new", 5)[0]
 
         asking = [asyncio.ensure_future(keep_asking()) for _ in range(4)]
-        for _ in range(150):
+        for _ in range(100):
             (await attacked(server.address, b"/\xff")).close()
             assert server.process.returncode is None, (await server.end())[1]
         done.set()

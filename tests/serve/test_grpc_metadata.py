@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import grpc
-import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from raw_http2 import (
     DATA,
@@ -66,16 +65,16 @@ async def test_metadata_that_are_no_text_are_not_in_the_log():
         assert KEY not in log and "Traceback" not in log
 
 
-@pytest.mark.parametrize("path", [HEALTH_CHECK, f"{SERVICE}GetStats".encode(), b"/nobody/Knows"])
-@pytest.mark.parametrize("way", ["many", "long"])
-async def test_metadata_are_bounded_also_before_settings_are_acknowledged(path: bytes, way: str):
+async def test_metadata_are_bounded_also_before_settings_are_acknowledged():
+    many = b"\x40" + bytes([1]) + b"a" + b"\0", 600
+    long = b"\x40" + bytes([1]) + b"a" + bytes([100]) + b"v" * 100, 150
     async with process() as server:
         await server.until_serving()
-        added = b"\x40" + bytes([1]) + b"a" + (b"\0" if way == "many" else bytes([100]) + b"v" * 100)
-        repeats = 600 if way == "many" else 150
-        got = answer(server.address, path, added, NEWEST * repeats)
-        assert b"grpc-status\x013" in got and b"metadata have more than 16384 bytes" in got
-        assert b"metadata have" not in answer(server.address, path, added, NEWEST * 90)
+        for path in (HEALTH_CHECK, f"{SERVICE}GetStats".encode(), b"/nobody/Knows"):
+            for added, repeats in (many, long):
+                got = answer(server.address, path, added, NEWEST * repeats)
+                assert b"grpc-status\x013" in got and b"metadata have more than 16384 bytes" in got, (path, repeats)
+                assert b"metadata have" not in answer(server.address, path, added, NEWEST * 90), (path, repeats)
 
 
 async def test_metadata_within_the_limit_are_always_taken_and_beyond_it_never():

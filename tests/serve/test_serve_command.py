@@ -109,20 +109,18 @@ def engine(tmp_path_factory):
     return build_engine(write_tiny_source(place / "source"), place / "engine").path
 
 
-@pytest.mark.parametrize(
-    ("command", "flag", "setting"),
-    [("serve", "--kv-host-bytes", "kv.host_bytes"), ("generate", "--kv-bytes", "kv.device_bytes")],
-)
-def test_memory_that_is_not_there_is_an_error_with_figures(command, flag, setting, engine):
-    options = ["--grpc-port", "0", "--http-port", "0", flag, "9TiB"] if command == "serve" else ["a"]
-    environment = {} if command == "serve" else {f"WICORE_{setting.upper().replace('.', '__')}": "9TiB"}
-    done = subprocess.run(
-        [sys.executable, "-m", "wicore_trt.cli.main", command, str(engine), *options],
-        capture_output=True, text=True, timeout=120, env=os.environ | environment,
-    )  # fmt: skip
-    assert done.returncode == 4 and done.stdout == "" and "Traceback" not in done.stderr, done.stderr
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith(f"error: {setting}: 9216.0 GiB of memory are wanted, and ") and flag in last
+def test_memory_that_is_not_there_is_an_error_with_figures(engine, capsys, monkeypatch):
+    served = wicore("serve", str(engine), "--grpc-port", "0", "--http-port", "0", "--kv-host-bytes", "9TiB")
+    monkeypatch.setenv("WICORE_KV__DEVICE_BYTES", "9TiB")
+    code = run_command(["generate", str(engine), "a"])
+    out, err = capsys.readouterr()
+    assert (served.returncode, served.stdout, code, out) == (4, "", 4, "") and "Traceback" not in served.stderr + err
+    for name, flag, log in (
+        ("kv.host_bytes", "--kv-host-bytes", served.stderr),
+        ("kv.device_bytes", "--kv-bytes", err),
+    ):
+        last = log.splitlines()[-1]
+        assert last.startswith(f"error: {name}: 9216.0 GiB of memory are wanted, and ") and flag in last
 
 
 def test_a_directory_that_is_no_engine_ends_with_code_4(tmp_path):

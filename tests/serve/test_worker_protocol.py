@@ -267,8 +267,8 @@ def truth(publisher: Publisher) -> dict[tuple[int, int, int], tuple]:
 async def test_routers_have_the_true_pages_however_late_they_come(monkeypatch):
     """In a snapshot parents come before their children."""
     monkeypatch.setattr("test_grpc_kv.page", chained)
-    log = KVEventLog(3000)
-    publisher = Publisher(log, keys=3000)
+    log = KVEventLog(1500)
+    publisher = Publisher(log, keys=1500)
     async with serving(with_events(log)) as running:
         stub = stub_of(running)
         routers = [Router(), Router()]
