@@ -202,14 +202,19 @@ def serve(
     keys_file: str | None = None,
 ) -> None:
     """Such an engine as `wicore serve` runs one; prints the address of gRPC and the URL of HTTP, where there is one.
-    `tokenizer` loads the front's, as `process.supervisor.Parts` has it."""
+    `tokenizer` loads the front's, as `process.supervisor.Supervisor` has it."""
     from wicore_trt.config import LoadedSettings, SchedulerSettings, ServerSettings
-    from wicore_trt.process.supervisor import Parts, Supervisor
+    from wicore_trt.process.supervisor import Supervisor
 
     settings = Settings(
         server=ServerSettings(port=0, http_port=http_port, keys_file=keys_file),
         scheduler=SchedulerSettings(max_waiting=4096),
     )
-    parts = Parts(load_engine=f"{__name__}:load_engine", load_tokenizer=tokenizer)
+
     announce = lambda *at: print(*filter(None, at), flush=True)  # noqa: E731
-    Supervisor(LoadedSettings(settings, {}), parts=parts, report_serving=announce).run()
+    Supervisor(
+        LoadedSettings(settings, {}),
+        load_engine=f"{__name__}:load_engine",
+        load_tokenizer=tokenizer,
+        report_serving=announce,
+    ).run()

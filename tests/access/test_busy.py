@@ -28,8 +28,8 @@ from wicore_trt.core.loop import EngineLoop
 from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.errors import QueueFullError, RateLimitError
 from wicore_trt.model.spec import GLOBAL, LOCAL
-from wicore_trt.serve.errors import make_status
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
+from wicore_trt.serve.guard import make_status
 from wicore_trt.serve.lifecycle import Servers
 from wicore_trt.types import GenerateRequest, SamplingParams
 

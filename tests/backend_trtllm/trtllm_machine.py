@@ -63,5 +63,5 @@ if __name__ == "__main__":
     from wicore_trt.cli.main import run_command
 
     become(Path(sys.argv[1]))
-    supervisor.Parts = partial(supervisor.Parts, load_engine="backend_trtllm.trtllm_machine:load")
+    supervisor.Supervisor = partial(supervisor.Supervisor, load_engine="backend_trtllm.trtllm_machine:load")
     raise SystemExit(run_command(sys.argv[2:]))

@@ -95,7 +95,7 @@ def serve(engine: str, names: str) -> None:
     """Prints the URL."""
     from wicore_trt.access import log
     from wicore_trt.config import LoadedSettings, ModelSettings, ServerSettings
-    from wicore_trt.process.supervisor import Parts, Supervisor
+    from wicore_trt.process.supervisor import Supervisor
 
     log.configure_logging(json_lines=False, level="INFO")
     settings = Settings(
@@ -103,9 +103,8 @@ def serve(engine: str, names: str) -> None:
         model=ModelSettings(name=tuple(names.split(","))),
         server=ServerSettings(port=0, http_port=0),
     )
-    parts = Parts(load_engine="scripted:load_engine")
     report = lambda address, url: print(url, flush=True)  # noqa: E731
-    Supervisor(LoadedSettings(settings, {}), parts=parts, report_serving=report).run()
+    Supervisor(LoadedSettings(settings, {}), load_engine="scripted:load_engine", report_serving=report).run()
 
 
 if __name__ == "__main__":

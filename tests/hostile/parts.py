@@ -34,7 +34,7 @@ from wicore_trt.grammar.matcher import Grammars  # noqa: E402
 from wicore_trt.http.intake import BodyBudget  # noqa: E402
 from wicore_trt.kv.manager import CacheOptions, KVCacheManager  # noqa: E402
 from wicore_trt.kv.pages.hashing import KeyChain  # noqa: E402
-from wicore_trt.process.supervisor import Parts, Supervisor  # noqa: E402
+from wicore_trt.process.supervisor import Supervisor  # noqa: E402
 from wicore_trt.runtime.batch import SampledTokens, StepBatch, StepResult  # noqa: E402
 from wicore_trt.schedule.scheduler import Scheduler  # noqa: E402
 
@@ -119,13 +119,13 @@ def main(given: dict) -> int:
             ),
             scheduler=SchedulerSettings(max_waiting=1024),
         )
-        parts = Parts(load_engine="parts:load_engine", load_tokenizer="parts:load_tokenizer")
+        parts = {"load_engine": "parts:load_engine", "load_tokenizer": "parts:load_tokenizer"}
 
         def announce(address: str, url: str | None) -> None:
             print(address, url, report, flush=True)
 
         loaded = LoadedSettings(settings, {})
-        return Supervisor(loaded, max_context=paced.MAX_CONTEXT, parts=parts, report_serving=announce).run()
+        return Supervisor(loaded, max_context=paced.MAX_CONTEXT, **parts, report_serving=announce).run()
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from wicore_trt.access import log
 from wicore_trt.config import KVSettings, LoadedSettings, LogSettings, ServerSettings, Settings, resolve_settings
 from wicore_trt.errors import EngineFormatError, WicoreError
 from wicore_trt.process import child, supervisor
-from wicore_trt.process.supervisor import Parts, Supervisor
+from wicore_trt.process.supervisor import Supervisor
 
 MAX_CONTEXT = 4096
 HERE = "process.fake_parts"
@@ -119,7 +119,6 @@ def main(given: dict) -> int:
     child.PATIENCE = supervisor.PATIENCE = given.get("patience", child.PATIENCE)
     supervisor.SLOW_S = given.get("slow_s", supervisor.SLOW_S)
     server = ServerSettings(**{"port": 0, "http_port": None, "grace_s": 5.0, **given.get("server", {})})
-    parts = Parts(load_engine=f"{HERE}:load_engine", load_tokenizer=f"{HERE}:load_tokenizer")
     tell = lambda kind: lambda address, url: print(kind, url or address, flush=True)  # noqa: E731
     recipe = given.get("recipe")
     overrides = {"server.grace_s": 5.0, "server.port": 0, "server.http_port": "none"}
@@ -134,7 +133,8 @@ def main(given: dict) -> int:
         return Supervisor(
             read(),
             max_context=MAX_CONTEXT,
-            parts=parts,
+            load_engine=f"{HERE}:load_engine",
+            load_tokenizer=f"{HERE}:load_tokenizer",
             reread=read,
             report_bound=tell("bound"),
             report_serving=tell("ready on"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import re
 
 import pytest
 from serving import details_of
@@ -12,8 +13,8 @@ from serving import details_of
 from wicore_trt import errors
 from wicore_trt.access.log import JsonFormatter, LineFormatter
 from wicore_trt.serve import convert
-from wicore_trt.serve.errors import DuplicateRequestError, find_reason, make_status
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
+from wicore_trt.serve.guard import DuplicateRequestError, make_status
 from wicore_trt.types import FinishReason, SamplingParams, TextOutput, TokenLogprob, Usage
 
 
@@ -67,7 +68,9 @@ def test_every_error_of_ours_has_a_status_that_fits_into_metadata():
         status = make_status(kind("bad \N{SNOWMAN}" * 1000, fix="Mend it.", **keywords), "call-1")
         details = details_of(status)
         assert status.code != 0 and len(status.message) == 512 and status.ByteSize() < 4096
-        assert details["ErrorInfo"].reason == find_reason(kind("", **keywords)) != ""
+        words = re.findall("[A-Z][a-z]+", kind.__name__.removesuffix("Error"))
+        known = {errors.ContextLengthError: "INVALID_REQUEST", errors.QueueFullError: "QUEUE_FULL"}
+        assert details["ErrorInfo"].reason == known.get(kind, "_".join(words).upper()) != ""
         assert details["RequestInfo"].request_id == "call-1"
         assert ("BadRequest" in details) == bool(keywords)
         comes_back = issubclass(kind, errors.QueueFullError) or kind.grpc_code == "UNAVAILABLE"

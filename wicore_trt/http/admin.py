@@ -6,7 +6,7 @@ operators alone call it, but for /health; no web page of another origin does; a 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from starlette.datastructures import Headers
@@ -18,7 +18,7 @@ from wicore_trt.access.admission import Admission
 from wicore_trt.access.calls import Call
 from wicore_trt.access.listening import is_local
 from wicore_trt.config import ServerSettings
-from wicore_trt.errors import ConfigError, ForbiddenError, InvalidRequestError
+from wicore_trt.errors import ForbiddenError, InvalidRequestError
 from wicore_trt.http.app import HttpApp
 from wicore_trt.http.context import Context
 from wicore_trt.http.replies import json_reply, run_unless_gone
@@ -32,8 +32,8 @@ MAX_WAIT_S = 3600.0
 class Steered(Protocol):
     """Server as the operator's calls see it."""
 
-    def reload_settings(self) -> Mapping[str, Any]:
-        """Read the settings again; return keys "changed" and "restart", and "error": why nothing changed, or None."""
+    def reload_settings(self) -> tuple[Sequence[str], Sequence[str]]:
+        """Read the settings again; return keys that changed, and those that need a restart. Raises ConfigError."""
 
     async def drain(self, wait_s: float) -> bool:
         """Refuse generations from now on; return True when none is left within `wait_s` seconds."""
@@ -77,10 +77,8 @@ class AdminServer:
         self._context.admission.apply_settings(settings)
 
     async def _serve_reload(self, request: Request) -> Response:
-        found = self._server.reload_settings()
-        if found["error"] is not None:
-            raise ConfigError(found["error"])
-        return json_reply({"changed": found["changed"], "needs_restart": found["restart"]})
+        changed, restart = self._server.reload_settings()
+        return json_reply({"changed": changed, "needs_restart": restart})
 
     async def _serve_drain(self, request: Request) -> Response:
         """Answer when the last generation has ended, or after `?wait=SECONDS`."""

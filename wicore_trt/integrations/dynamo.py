@@ -115,7 +115,8 @@ class WicoreEngine(LLMEngine):
                     )
                     yield {"token_ids": [], "index": message.complete.index, "finish_reason": reason}
         except grpc.aio.AioRpcError as error:
-            raise _convert_error(error) from None
+            kind = _ERRORS.get(error.code().name, Unknown)
+            raise kind(error.details() or error.code().name) from None
         finally:
             self._open -= 1
             call.cancel()  # does nothing after its end
@@ -250,17 +251,11 @@ def _make_chunk(chunk: Any) -> dict[str, Any]:
     return made
 
 
-def _convert_error(error: grpc.aio.AioRpcError) -> Any:
-    """Convert the error for Dynamo, which moves requests on StreamIncomplete."""
-    text = error.details() or error.code().name
-    match error.code():
-        case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.NOT_FOUND | grpc.StatusCode.ALREADY_EXISTS:
-            return InvalidArgument(text)
-        case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return HttpError(429, text)
-        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.INTERNAL | grpc.StatusCode.CANCELLED:
-            return StreamIncomplete(text)
-    return Unknown(text)
+_ERRORS = {
+    **dict.fromkeys(("INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS"), InvalidArgument),
+    **dict.fromkeys(("UNAVAILABLE", "INTERNAL", "CANCELLED"), StreamIncomplete),  # on which Dynamo moves the request
+    "RESOURCE_EXHAUSTED": partial(HttpError, 429),
+}
 
 
 async def _model_files(stub: Any, info: Any, cache: Path) -> Path:

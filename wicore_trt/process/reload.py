@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from wicore_trt.access.admission import Admission
 from wicore_trt.access.listening import read_tls
@@ -25,18 +25,11 @@ LIVE = frozenset(
 TERMINAL = "/dev/tty"
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Settings to apply, the keys that change now, and the keys that differ but need a restart."""
-
-    loaded: LoadedSettings
-    changed: tuple[str, ...]
-    restart: tuple[str, ...]
-
-
-def check_reload(given: LoadedSettings, read: Callable[[], LoadedSettings]) -> Change:
-    """Compute the change from the running settings to those written now. Raises ConfigError for wrong settings or
-    files; nothing changes then."""
+def check_reload(
+    given: LoadedSettings, read: Callable[[], LoadedSettings]
+) -> tuple[LoadedSettings, tuple[str, ...], tuple[str, ...]]:
+    """Compute the change from the running settings to those written now: settings to apply, the keys that change now,
+    and the keys that differ but need a restart. Raises ConfigError for wrong settings or files."""
     written = read()
     running, wanted = given.settings, written.settings
     differ = [key for key in KEYS if value_of(wanted, key) != value_of(running, key)]
@@ -53,7 +46,7 @@ def check_reload(given: LoadedSettings, read: Callable[[], LoadedSettings]) -> C
         raise ConfigError("A server with API keys is not opened to everybody while it runs.", fix="Start it again.")
     log = replace(running.log, level=wanted.log.level)
     sources = {key: where for key in KEYS if (where := (given if key in restart else written).sources.get(key))}
-    return Change(LoadedSettings(replace(running, server=server, log=log), sources), changed, tuple(restart))
+    return LoadedSettings(replace(running, server=server, log=log), sources), changed, tuple(restart)
 
 
 def has_terminal() -> bool:

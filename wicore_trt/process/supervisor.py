@@ -15,9 +15,9 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -54,24 +54,18 @@ ANSWER_S = 3.0
 """Time for the front to send its metrics."""
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Functions that the processes load with, as "module:name"; tests replace them."""
-
-    load_engine: str = "wicore_trt.process.engine:load_engine"
-    load_tokenizer: str = "wicore_trt.serve.front:load_tokenizer"
-
-
 class Supervisor:
     """Runs one server. `report_bound` is called when the ports are taken, `report_serving` when the first requests are
-    taken. `reread` reads the settings again from their files."""
+    taken. `reread` reads the settings again from their files. The processes load by functions "module:name", which
+    tests replace."""
 
     def __init__(
         self,
         loaded: LoadedSettings,
         *,
         max_context: int | None = None,
-        parts: Parts | None = None,
+        load_engine: str = "wicore_trt.process.engine:load_engine",
+        load_tokenizer: str = "wicore_trt.serve.front:load_tokenizer",
         report_serving: Report = lambda address, url: None,
         report_bound: Report = lambda address, url: None,
         reread: Callable[[], LoadedSettings] | None = None,
@@ -82,7 +76,7 @@ class Supervisor:
         self._had_terminal = has_terminal()
         self._grace_s = loaded.settings.server.grace_s
         self._max_context = max_context
-        self._parts = parts or Parts()
+        self._load_engine, self._load_tokenizer = load_engine, load_tokenizer
         self._report_serving, self._report_bound = report_serving, report_bound
         self._engine, self._front = ChildSlot(), ChildSlot()
         self._slots = {"front": self._front, "engine": self._engine}
@@ -136,7 +130,7 @@ class Supervisor:
         child = self._engine.start_process(
             "wicore_trt.process.engine", self._on_engine_message, partial(self._on_exit, "engine")
         )
-        child.control.send("start", settings=self._settings, loader=self._parts.load_engine)
+        child.control.send("start", settings=self._settings, loader=self._load_engine)
 
     def _start_front(self) -> None:
         self._links, self._front_bound = 0, False
@@ -145,7 +139,7 @@ class Supervisor:
             "wicore_trt.serve.front", self._on_front_message, partial(self._on_exit, "front")
         )
         child.control.send(
-            "start", settings=self._settings, loader=self._parts.load_tokenizer, max_context=self._max_context,
+            "start", settings=self._settings, loader=self._load_tokenizer, max_context=self._max_context,
             checked_build=self._checked_build,
         )  # fmt: skip
         if self._refusing:
@@ -286,34 +280,34 @@ class Supervisor:
         if self._had_terminal and not has_terminal():
             self._on_signal(signal.SIGHUP)
         elif not self._stopping:
-            self.reload_settings()
+            with suppress(WicoreError):
+                self.reload_settings()
 
     def _keep_settings(self, loaded: LoadedSettings) -> None:
         self._loaded, settings = loaded, loaded.settings
         self._settings = settings_to_json(replace(settings, server=replace(settings.server, **self._ports)))
 
-    def reload_settings(self) -> dict[str, Any]:
-        """Apply the settings as written now, where they can change. Return "changed" and "restart" (keys of settings)
-        and "error" (why nothing was changed, or None)."""
-        result: dict[str, Any] = {"changed": (), "restart": (), "error": None}
+    def reload_settings(self) -> tuple[Sequence[str], Sequence[str]]:
+        """Apply the settings as written now, where they can change. Return the keys that changed, and those that need
+        a restart. Raises ConfigError, and changes nothing."""
         try:
-            change = check_reload(self._loaded, self._reread)
+            loaded, changed, restart = check_reload(self._loaded, self._reread)
             if self._admin is not None:
-                self._admin.change(change.loaded.settings.server)
+                self._admin.change(loaded.settings.server)
         except WicoreError as error:
             log.error("settings were not reloaded: %s", error)
-            return result | {"error": str(error)}
-        self._keep_settings(change.loaded)
-        level = change.loaded.settings.log.level
-        log.info("reloaded settings, keys and certificates; changed: %s", ", ".join(change.changed) or "none")
+            raise
+        self._keep_settings(loaded)
+        level = loaded.settings.log.level
+        log.info("reloaded settings, keys and certificates; changed: %s", ", ".join(changed) or "none")
         set_level(level)
-        if change.restart:
-            log.warning("these settings need a restart: %s", ", ".join(change.restart))
+        if restart:
+            log.warning("these settings need a restart: %s", ", ".join(restart))
         if self._engine.process is not None:
             self._engine.process.control.send("level", level=level)
         if self._front.process is not None:
             self._front.process.control.send("settings", settings=self._settings)
-        return result | {"changed": change.changed, "restart": change.restart}
+        return changed, restart
 
     # --- operators' calls ----------------------------------------------------------------------------------------
 

@@ -2,28 +2,38 @@
 
 Must not know what a call does. Invariants (I19): nothing of a call is read before its key is known to be good; a silent
 stream ends; a call of our service ends with OK, with a status made from a WicoreError, or by the client. No text of an
-unexpected exception reaches the client; a finished call writes one access line.
+unexpected exception reaches the client, and a status stays within the metadata limits of gRPC clients (8 KiB by
+default). A finished call writes one access line.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
 import grpc
+from google.protobuf import duration_pb2
 from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
 
 from wicore_trt.access.admission import Admission
 from wicore_trt.access.calls import CURRENT, REQUEST_ID_HEADER, Call, read_key, write_access_line
 from wicore_trt.access.keys import Identity
 from wicore_trt.access.log import QuietLog
 from wicore_trt.core.shares import Gate
-from wicore_trt.errors import AuthenticationError, InvalidRequestError, WicoreError
-from wicore_trt.serve.errors import abort_call
+from wicore_trt.errors import (
+    UNAVAILABLE_RETRY_S,
+    AuthenticationError,
+    ContextLengthError,
+    InvalidRequestError,
+    WicoreError,
+    shortened,
+)
 from wicore_trt.serve.intake import BriefRequestReader, RequestReader, find_host, parse_request, read_stream
 
 log = logging.getLogger(__name__)
@@ -35,9 +45,56 @@ MAX_CHECKS = MAX_WATCHES = 1024
 MAX_METADATA_BYTES, ENTRY_BYTES = 16 << 10, 32
 """Metadata of a call, counted as HTTP/2 does. gRPC holds clients to this number once they have acknowledged its
 settings, and takes 16 MiB from one that does not."""
+DOMAIN = "wicore"
+MAX_MESSAGE_CHARS = 512
+DETAILS = "grpc-status-details-bin"
+"""Where clients of all languages look for the google.rpc.Status."""
 
 Handler: TypeAlias = "grpc.RpcMethodHandler | None"
 Run: TypeAlias = "Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Awaitable[None]]"
+
+
+class DuplicateRequestError(InvalidRequestError):
+    """Request id of the client's choice that a running request has."""
+
+    grpc_code = "ALREADY_EXISTS"
+
+
+def make_status(error: WicoreError, call_id: str) -> status_pb2.Status:
+    """Make an error's google.rpc.Status: ErrorInfo, RequestInfo, and BadRequest and RetryInfo where they fit."""
+    text = shortened(str(error), MAX_MESSAGE_CHARS)
+    kind = InvalidRequestError if isinstance(error, ContextLengthError) else type(error)
+    reason = re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__.removesuffix("Error")).upper()  # QueueFullError: QUEUE_FULL
+    details: list[Message] = [
+        error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN),
+        error_details_pb2.RequestInfo(request_id=call_id),
+    ]
+    if isinstance(error, InvalidRequestError):
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=text)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    retry_s = UNAVAILABLE_RETRY_S if error.grpc_code == "UNAVAILABLE" else getattr(error, "retry_after_s", None)
+    if retry_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(max(1, round(retry_s * 1000)))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    status = status_pb2.Status(code=grpc.StatusCode[error.grpc_code].value[0], message=text)
+    for detail in details:
+        status.details.add(type_url=f"type.googleapis.com/{detail.DESCRIPTOR.full_name}",
+                           value=detail.SerializeToString())  # fmt: skip
+    return status
+
+
+async def abort_call(context: grpc.aio.ServicerContext, error: WicoreError, call_id: str) -> None:
+    """End the call with the error's status, and its id. Raises CancelledError when the client has left already."""
+    status = make_status(error, call_id)
+    metadata = ((DETAILS, status.SerializeToString()), (REQUEST_ID_HEADER, call_id))
+    try:
+        await context.abort(grpc.StatusCode[error.grpc_code], status.message, metadata)
+    except grpc.aio.AbortError as ended:
+        # gRPC keeps and re-raises it: its frames hold the call, and collecting such cycles would cost most of the time
+        ended.__traceback__ = ended.__context__ = None
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
 
 
 def read_metadata(details: grpc.HandlerCallDetails, key: str) -> str | None:

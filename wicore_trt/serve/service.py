@@ -28,10 +28,9 @@ from wicore_trt.core.port import UNKNOWN, Change, Position
 from wicore_trt.core.shares import Gate
 from wicore_trt.errors import AuthenticationError, DeadlineError, InvalidRequestError, UnavailableError
 from wicore_trt.serve import convert
-from wicore_trt.serve.errors import DuplicateRequestError
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc, kv_pb2
-from wicore_trt.serve.guard import CallReply
+from wicore_trt.serve.guard import CallReply, DuplicateRequestError
 from wicore_trt.text.calls import CallFinder
 from wicore_trt.types import EngineStats, FinishReason, TextOutput, TextRequest
 
@@ -57,10 +56,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._started_at.GetCurrentTime()
         self.idle = asyncio.Event()
         self.idle.set()
-
-    @property
-    def serving(self) -> bool:
-        return self.engine is not None and self.engine.ready and not self.draining
 
     def get_engine(self) -> TextEngine:
         """Return the engine. Raises UnavailableError before there is one."""

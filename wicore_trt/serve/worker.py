@@ -103,7 +103,8 @@ class WorkerService:
         return pb2.AbortResponse()
 
     async def HealthCheck(self, request: pb2.HealthCheckRequest, context: CallReply) -> pb2.HealthCheckResponse:
-        serving = self._service.serving
+        engine = self._service.engine
+        serving = engine is not None and engine.ready and not self._service.draining
         return pb2.HealthCheckResponse(healthy=serving, message="serving" if serving else "no requests are taken")
 
     async def GetModelInfo(self, request: pb2.GetModelInfoRequest, context: CallReply) -> pb2.GetModelInfoResponse:
