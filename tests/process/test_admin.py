@@ -38,7 +38,7 @@ async def administered(tmp_path, *, verify=True, **options) -> AsyncIterator[tup
 async def until(condition) -> None:
     async with asyncio.timeout(200):
         while not await condition():
-            await asyncio.sleep(0.1)  # conditions ask all processes of the server
+            await asyncio.sleep(0.25)  # conditions ask all processes of the server
 
 
 async def scraped(client: httpx.AsyncClient) -> dict[tuple[str, str], float]:

@@ -82,7 +82,7 @@ class Server:
     async def all_gone(self) -> None:
         async with asyncio.timeout(30):
             while any(map(self.alive, ("engine", "front"))):
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.05)
 
     async def end(self) -> tuple[int, str]:
         async with asyncio.timeout(60):
@@ -144,7 +144,7 @@ async def test_an_engine_that_is_killed_again_and_again_is_started_after_longer_
             os.kill(engine, signal.SIGKILL)
             async with asyncio.timeout(30):
                 while server.alive("engine") in ([], [engine]):
-                    await asyncio.sleep(0.01)
+                    await asyncio.sleep(0.03)
             await server.until_serving()
         server.process.send_signal(signal.SIGTERM)
         _, log = await server.end()
@@ -186,7 +186,7 @@ async def test_what_is_killed_is_started_again_and_only_its_streams_end(lasting,
                     text = await answer(stub, prompt, 40)
             except grpc.aio.AioRpcError as error:
                 outcomes.append(error.code())
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.05)
             else:
                 assert text == expected(prompt, 40)[0]
                 outcomes.append(True)
@@ -201,7 +201,7 @@ async def test_what_is_killed_is_started_again_and_only_its_streams_end(lasting,
         os.kill(pid, signal.SIGKILL)
         async with asyncio.timeout(60):
             while server.alive(name) in ([], [pid]):
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.05)
         await server.until_serving()
         back.append(time.monotonic() - killed)
     print(f"back after {statistics.median(back):.2f} s (median), {max(back):.2f} s at most")
@@ -223,7 +223,7 @@ async def test_an_engine_that_breaks_says_why_and_the_next_one_serves(tmp_path):
             assert "device lost" in caught.value.details()
             async with asyncio.timeout(60):
                 while server.alive("engine") in ([], [first]):
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(0.05)
             await server.until_serving()
             assert await answer(stub, "a few", 5) == expected("a few", 5)[0]
 
@@ -248,13 +248,13 @@ async def test_a_stuck_engine_is_ended_with_its_stacks_and_the_next_one_serves(t
             if stands:
                 os.kill(first, signal.SIGSTOP)
                 while thread_states(first) != {"T"}:  # on a busy machine its other threads go on for a while
-                    await asyncio.sleep(0.01)
+                    await asyncio.sleep(0.03)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await answer(stub, "hangs", 50)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
             async with asyncio.timeout(60):
                 while server.alive("engine") in ([], [first]):
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(0.05)
             await server.until_serving()
             assert await answer(stub, "a few", 5) == expected("a few", 5)[0]
         server.process.send_signal(signal.SIGTERM)
@@ -342,12 +342,12 @@ async def test_what_ends_while_no_file_can_be_opened_is_back_when_one_can(lastin
                 pass
         else:
             while server.alive(killed) in ([], before):
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.05)
             await asyncio.sleep(0.5)  # and it is joined in vain, which nobody tells
     allow(1024)
     async with asyncio.timeout(30):
         while server.alive(killed) in ([], before):  # before that the front may not have seen the end
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.05)
     await server.until_serving()
     async with server.stub() as stub:
         assert await answer(stub, "back", 20) == expected("back", 20)[0]
@@ -367,7 +367,7 @@ async def test_what_ends_while_no_thread_can_be_started_is_back_when_one_can(tmp
         resource.prlimit(pid, resource.RLIMIT_AS, most)
         async with asyncio.timeout(30):
             while server.alive(killed) in ([], before):
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.05)
         await server.until_serving()
         async with server.stub() as stub:
             assert await answer(stub, "back", 20) == expected("back", 20)[0]
@@ -398,7 +398,7 @@ async def test_requests_are_answered_and_signals_let_them_finish(tmp_path):
             assert texts == [expected(f"prompt {i}", 30)[0] for i in range(40)]
             last = asyncio.ensure_future(answer(stub, "the last one", 200))
             while (await stub.GetStats(pb2.GetStatsRequest())).requests_running != 1:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.03)
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
                 for child in psutil.Process(server.process.pid).children(recursive=True):
                     child.send_signal(number)
@@ -422,7 +422,7 @@ async def test_a_front_that_was_cut_off_is_joined_to_its_engine_again(tmp_path):
             try:
                 async with asyncio.timeout(60):
                     while psutil.Process(engine).num_fds() >= files:  # until it has closed its end
-                        await asyncio.sleep(0.02)
+                        await asyncio.sleep(0.05)
             finally:
                 os.kill(front, signal.SIGCONT)
             for feed in feeds:
@@ -484,7 +484,7 @@ async def test_a_call_whose_engine_ends_before_it_answers_is_unavailable(tmp_pat
             waiting = stub.Generate(request("waiting", 10))
             async with asyncio.timeout(60):
                 while (await stub.GetStats(pb2.GetStatsRequest())).requests_waiting != 1:
-                    await asyncio.sleep(0.01)
+                    await asyncio.sleep(0.03)
             os.kill(server.alive("engine")[0], signal.SIGKILL)
             code, text, details = await failure(waiting)
             assert code is grpc.StatusCode.UNAVAILABLE and "The engine stopped" in text
