@@ -110,7 +110,7 @@ async def serving(engine=None, *, attach: bool = True, headers=None, **settings)
     url = await server.start()
     if attach:
         await engine.start()
-        server.attach(engine)
+        server.context.attach(engine)
     try:
         async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60, verify=False) as client:
             yield Running(server, engine, url, client)

@@ -198,8 +198,12 @@ async def test_long_texts_are_tokenized_beside_the_event_loop_a_few_at_a_time_an
     assert len((await polite).prompt_token_ids) == 20
     done = await asyncio.gather(*floods, return_exceptions=True)
     assert sum(isinstance(one, TextRequest) for one in done) == 19
-    short = text_request("s")
-    assert await engine.encode_long_prompt(short) is short
+    said = [{"role": "user", "content": "x" * 100}]
+    chat = TextRequest("c", messages=said, params=GREEDY)
+    for short in (text_request("s"), chat):
+        assert await engine.encode_long_prompt(short) is short, "sooner than a thread would begin"
+    for more in (said * (INLINE_CHARS // 100 + 1), [{**said[0], "content": [{"type": "text", "text": "x"}]}]):
+        assert (await engine.encode_long_prompt(dataclasses.replace(chat, messages=more))).messages is None
     await engine.close()
 
 

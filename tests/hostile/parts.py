@@ -31,7 +31,6 @@ from wicore_trt.core.engine import EngineCore  # noqa: E402
 from wicore_trt.core.shares import Gate  # noqa: E402
 from wicore_trt.errors import InvalidRequestError  # noqa: E402
 from wicore_trt.grammar.matcher import Grammars  # noqa: E402
-from wicore_trt.http.intake import BodyBudget  # noqa: E402
 from wicore_trt.kv.manager import CacheOptions, KVCacheManager  # noqa: E402
 from wicore_trt.kv.pages.hashing import KeyChain  # noqa: E402
 from wicore_trt.process.supervisor import Supervisor  # noqa: E402
@@ -99,8 +98,6 @@ def _report(*_: object) -> None:
     for found in gc.get_objects():
         if isinstance(found, Gate):
             held[found._what] += found.taken
-        elif isinstance(found, BodyBudget):
-            held["blocks of bodies"] += found.taken
     for task in asyncio.all_tasks():
         held[f"task {task.get_coro().__qualname__}"] += 1
     path = Path(os.environ[REPORT])

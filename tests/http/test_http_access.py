@@ -135,10 +135,10 @@ async def test_probes_follow_the_state_of_the_server():
             assert (await ask()).status_code == 503
         assert (await running.client.get("/v1/models")).status_code == 503
         await running.engine.start()
-        running.server.attach(running.engine)
+        running.server.context.attach(running.engine)
         assert (await running.client.get("/ready")).status_code == 200
         assert (await running.completion()).status_code == 200
-        running.server.set_draining()
+        running.server.context.draining = True
         found = await running.client.get("/ready")
         assert found.status_code == 503 and "draining" in error_of(found)["message"]
         refused = await running.completion()
@@ -170,7 +170,7 @@ async def test_stopping_lets_streams_end_and_cuts_those_that_do_not(caplog):
         await running.server.stop(0.05)
         with pytest.raises(httpx.HTTPError):
             await cut
-        assert not running.server.context.open and not running.server._listener._state.tasks
+        assert not running.server.context.open and not running.server._state.tasks
     assert "Traceback" not in caplog.text and "ASGI" not in caplog.text
 
 
@@ -259,10 +259,10 @@ def test_who_does_not_shake_hands_counts_as_a_connection(pem, loop, monkeypatch)
             assert not await shakes("127.0.0.1") and await shakes("127.0.0.2")
             for writer in kept:
                 writer.transport.abort()
-            await until(lambda: not running.server._listener._state.shaking)
+            await until(lambda: not running.server._state.shaking)
             assert await shakes("127.0.0.1")
             await asyncio.gather(*(silent() for _ in range(4)))
-        assert not running.server._listener._shaking and not running.server._listener._state.shaking
+        assert not running.server._shaking and not running.server._state.shaking
 
     address: list = []
     kept: list[asyncio.StreamWriter] = []

@@ -297,10 +297,10 @@ async def test_connections_have_an_end(monkeypatch):
     monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 4)
     async with serving() as running:
         sockets = [await asyncio.open_connection(*running.address) for _ in range(12)]
-        await until(lambda: len(running.server._listener._state.connections) <= 4)
+        await until(lambda: len(running.server._state.connections) <= 4)
         for _, writer in sockets:
             writer.transport.abort()
-        await until(lambda: not running.server._listener._state.connections)
+        await until(lambda: not running.server._state.connections)
         assert (await running.client.get("/health")).status_code == 200
 
 
@@ -321,11 +321,11 @@ async def test_one_address_leaves_connections_to_others(monkeypatch):
         assert (await connected("127.0.0.3"))[1]
         greedy[0][0].transport.abort()
         shake = {"additional_headers": {}, "local_addr": ("127.0.0.2", 0)}
-        await until(lambda: running.server._listener._state._open["127.0.0.2"] == 3)
+        await until(lambda: running.server._state._open["127.0.0.2"] == 3)
         async with websockets.connect(f"ws://{host}:{port}/v1/stream", **shake):
-            assert running.server._listener._state._open["127.0.0.2"] == 4, "a WebSocket is one connection as before"
+            assert running.server._state._open["127.0.0.2"] == 4, "a WebSocket is one connection as before"
             assert not (await connected("127.0.0.2"))[1]
-        await until(lambda: running.server._listener._state._open["127.0.0.2"] == 3)
+        await until(lambda: running.server._state._open["127.0.0.2"] == 3)
         assert (await connected("127.0.0.2"))[1]
 
 

@@ -39,7 +39,7 @@ def refused() -> list[tuple[str, object]]:
         (name, value)
         for name, neutral in intake.REFUSED.items()
         for value in SAMPLES[1:]
-        if not any(intake.are_alike(value, n) for n in neutral)
+        if not any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral)
     ]
 
 

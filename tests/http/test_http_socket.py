@@ -221,9 +221,9 @@ async def test_a_client_that_reads_nothing_is_not_answered_without_end(frame):
                 while sent < 64 << 20:
                     await asyncio.wait_for(loop.sock_sendall(silent, frames), 0.5)
                     sent += len(frames)
-            [connection] = running.server._listener._state.connections
+            [connection] = running.server._state.connections
             assert sent < 64 << 20 and connection.transport.get_write_buffer_size() < 1 << 20
-        await until(lambda: not running.server._listener._state.connections)
+        await until(lambda: not running.server._state.connections)
 
 
 async def test_nothing_is_unpacked():

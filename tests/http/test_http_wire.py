@@ -70,7 +70,7 @@ async def test_what_a_connection_leaves_behind_is_freed_without_the_collector():
                 async with shaken(running) as (_, writer):
                     writer.write(begun(3 << 20) + bytes(2 << 20))
                     await until(lambda: buffered() >= 1 << 20)
-                await until(lambda: not running.server._listener._state.connections)
+                await until(lambda: not running.server._state.connections)
                 assert buffered() == 0
         finally:
             gc.enable()
@@ -106,7 +106,7 @@ async def test_messages_that_wait_count():
 
 async def test_a_reader_that_stops_is_no_fault_of_the_server(caplog):
     async with serving(make_engine(logprobs=True)) as running:
-        config = running.server._listener._config
+        config = running.server._config
         config.ws_ping_interval = config.ws_ping_timeout = 0.3
         with stdlib_socket.socket() as silent:
             silent.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_RCVBUF, 4096)
@@ -120,7 +120,7 @@ async def test_a_reader_that_stops_is_no_fault_of_the_server(caplog):
                 body = json.dumps({"type": "generate", "id": str(number), **fields}).encode()
                 await loop.sock_sendall(silent, bytes([0x81, 0xFE]) + len(body).to_bytes(2, "big") + bytes(4) + body)
             await until(lambda: running.server.context.open)
-            await until(lambda: not running.server._listener._state.connections)
+            await until(lambda: not running.server._state.connections)
         await until(lambda: not running.server.context.open)
     assert "Traceback" not in caplog.text and " 500" not in caplog.text
 
@@ -209,7 +209,7 @@ async def test_who_goes_on_sending_is_cut_off(monkeypatch):
                     writer.write(bytes(1000))
                     await writer.drain()
                     await asyncio.sleep(0.01)
-        await until(lambda: not running.server._listener._state.connections)
+        await until(lambda: not running.server._state.connections)
 
 
 def _sent_first(address, head: bytes, size: int) -> bytes:

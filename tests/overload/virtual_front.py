@@ -29,7 +29,6 @@ from wicore_trt.core.shares import Gate
 from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.http.app import make_app
 from wicore_trt.http.context import Context
-from wicore_trt.http.routes import make_routes
 from wicore_trt.link import host as host_end
 from wicore_trt.link import remote as remote_end
 from wicore_trt.link.host import EngineHost
@@ -189,7 +188,7 @@ class Site:
         self.service, services = InferenceService(max_message_bytes=1 << 20, admission=self.admission), Services()
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.service, services)
         self.guard = Guard(self.admission, services.handlers)
-        self.app = make_app(self.context, make_routes(self.context), ())
+        self.app = make_app(self.context)
         self.ends: Counter[int] = Counter()
         self.by_way: dict[str, Counter[int]] = {}
         self._steps: asyncio.Task | None = None

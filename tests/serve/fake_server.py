@@ -17,7 +17,7 @@ from serving import make_engine
 
 from wicore_trt.access import log
 from wicore_trt.config import ServerSettings
-from wicore_trt.core.offload import on_daemon_thread
+from wicore_trt.core.offload import Offload
 from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.errors import EngineFormatError, WicoreError
 from wicore_trt.runtime.batch import StepBatch, StepResult
@@ -45,7 +45,7 @@ class LocalProcess(ServingProcess):
     def begin_watching(self, servers: Servers) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.stop_serving)
-        self._loading = asyncio.ensure_future(on_daemon_thread(self._load))
+        self._loading = asyncio.ensure_future(Offload(1).run_function("", self._load))
         self._loading.add_done_callback(lambda _: self.changed.set())
 
     def find_engine(self) -> TextEngine | None:

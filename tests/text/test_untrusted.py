@@ -103,7 +103,11 @@ def test_many_marks_do_not_hold_up_who_reads_texts() -> None:
     names = ["<end_of_turn>", "<end", "[x]", *(f"<unused{i}>" for i in range(6242))]
     backend.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in names])
     control = ControlTokens(backend, "", ())
-    assert control.names_in("<end_of_turn> <unused624> <unused9999>[x]") == {"<end_of_turn>", "<unused624>", "[x]"}
+    assert set(control.pattern.findall("<end_of_turn> <unused624> <unused9999>[x]")) == {
+        "<end_of_turn>",
+        "<unused624>",
+        "[x]",
+    }
     parts = [{"type": "text", "text": text} for text in ("<" * 300_000, *("<end_of", "_turn>") * 10_000)]
     before = time.process_time()
     control.mark_texts(parts)

@@ -28,7 +28,7 @@ def fits_share(places: int, others: int, own: int, more: int = 1) -> bool:
 
 
 class Gate:
-    """Limits concurrent calls to `places`. `what` names them in errors."""
+    """Limits what is held at a time, such as concurrent calls, to `places`. `what` names it in errors."""
 
     def __init__(self, places: int, what: str) -> None:
         self._places = places
@@ -39,17 +39,24 @@ class Gate:
     def taken(self) -> int:
         return self._taken.total()
 
-    @contextmanager
-    def hold_place(self, tenant: str = "") -> Iterator[None]:
-        """Hold a place. Raises QueueFullError when there is none for this tenant; "" is not limited to a share."""
+    def take_places(self, tenant: str, count: int) -> None:
+        """Take places. Raises QueueFullError when there are none for this tenant; "" is not limited to a share."""
         taken, own = self._taken.total(), self._taken[tenant]
         # one text for both: a tenant must not learn that others have filled the places
-        if taken >= self._places or (tenant and not fits_share(self._places, taken - own, own)):
+        if taken + count > self._places or (tenant and not fits_share(self._places, taken - own, own, count)):
             raise QueueFullError(f"There is no room for more {self._what} of yours now.")
-        self._taken[tenant] += 1
+        self._taken[tenant] += count
+
+    def give_back(self, tenant: str, count: int) -> None:
+        self._taken[tenant] -= count
+        if not self._taken[tenant]:
+            del self._taken[tenant]
+
+    @contextmanager
+    def hold_place(self, tenant: str = "") -> Iterator[None]:
+        """Hold a place. Raises QueueFullError as `take_places` does."""
+        self.take_places(tenant, 1)
         try:
             yield
         finally:
-            self._taken[tenant] -= 1
-            if not self._taken[tenant]:
-                del self._taken[tenant]
+            self.give_back(tenant, 1)

@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -91,6 +91,22 @@ def tokenize_prompt(tokenizer: Tokenizer, request: TextRequest, max_tokens: int 
     if not request.prompt:
         raise InvalidRequestError("The prompt is empty.", field="prompt")
     return tuple(tokenizer.encode(request.prompt, add_bos=request.add_bos, max_tokens=max_tokens))
+
+
+def is_short(tokenizer: Tokenizer, request: TextRequest) -> bool:
+    """Return True for a text that is tokenized sooner than a thread begins; a model's chat template takes longer."""
+    if request.prompt is not None:
+        return len(request.prompt) <= INLINE_CHARS
+    if request.functions or request.chat_template_kwargs or tokenizer.has_chat or not request.messages:
+        return False
+    size = 0
+    for message in request.messages:
+        for pair in message.items() if isinstance(message, Mapping) else [(None, message)]:
+            for text in pair:
+                size += len(text) if isinstance(text, str) else INLINE_CHARS + 1
+            if size > INLINE_CHARS:
+                return False
+    return True
 
 
 def apply_turn_end(tokenizer: Tokenizer, request: TextRequest) -> TextRequest:
@@ -276,7 +292,7 @@ class TextEngine:
         request = apply_turn_end(self.tokenizer, request)
         if constraint is not None:
             await self.work(request.tenant, partial(self._check_constraint, constraint))
-        if request.prompt is not None and len(request.prompt) <= INLINE_CHARS or request.prompt_token_ids is not None:
+        if request.prompt_token_ids is not None or is_short(self.tokenizer, request):
             return request
         token_ids = await self.work(request.tenant, partial(encode_request, self.tokenizer, request, self.info))
         left = request.timeout_s

@@ -45,7 +45,7 @@ class Steered(Protocol):
         """Return the front's Prometheus text, "" when it does not answer, and (runs, restarts) by process."""
 
 
-class AdminServer:
+class AdminServer(Listener):
     """Server of the operator's calls. Construct it on the event loop that will run it."""
 
     def __init__(self, settings: ServerSettings, server: Steered) -> None:
@@ -62,17 +62,11 @@ class AdminServer:
         routes = [Route(path, _require_operator(answer), methods=[method]) for path, (method, answer) in table.items()]
         app = HttpApp(self._context, [*routes, Route("/health", _serve_health)])
         port = settings.admin_port or 0
-        self._listener = Listener(app, settings, settings.admin_host, port, flag="--admin-port")
-
-    async def start(self) -> str:
-        return await self._listener.start()
-
-    async def stop(self) -> None:
-        await self._listener.stop(0)
+        super().__init__(app, settings, settings.admin_host, port, flag="--admin-port")
 
     def change(self, settings: ServerSettings) -> None:
         """Use other keys and another certificate from now on. Raises ConfigError."""
-        self._listener.change(settings)
+        super().change(settings)
         self._context.allowed_hosts = settings.allowed_hosts
         self._context.admission.apply_settings(settings)
 

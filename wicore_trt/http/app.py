@@ -19,7 +19,7 @@ from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from wicore_trt.access.admission import OTHER, VERBS
-from wicore_trt.access.calls import CURRENT, REQUEST_ID_HEADER, Call, read_key, write_access_line
+from wicore_trt.access.calls import CURRENT, REQUEST_ID_HEADER, Call, check_host, read_key, write_access_line
 from wicore_trt.access.keys import EVERYBODY, Identity
 from wicore_trt.access.log import QuietLog
 from wicore_trt.errors import AuthenticationError, RateLimitError, WicoreError
@@ -31,11 +31,12 @@ from wicore_trt.http.errors import (
     anthropic_error_bytes,
     error_bytes,
     error_headers,
+    hide_failure,
     status_of,
 )
 from wicore_trt.http.page import load_assets
 from wicore_trt.http.replies import json_reply, rate_headers
-from wicore_trt.http.routes import OPEN, ROUTES, name_path
+from wicore_trt.http.routes import OPEN, ROUTES, make_routes, name_path
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +73,17 @@ class HttpApp:
         scope["state"]["call"] = call
         CURRENT.set(call)
         scope["app"] = self  # the router then raises where nothing fits, in place of an answer of its own
-        answer = Answer(call, scope, send)
+        answer = Answer(call, scope, receive, send)
         try:
-            await self._check_and_route(call, who, path, (scope, receive, answer))
+            if self._context.local and not self._context.admission.keys.needed:
+                # A stranger's page may have made the name up, and no key keeps it out.
+                check_host(headers.get("host"), self._context.allowed_hosts)
+            if who is None:
+                self._refused("refused a request without a valid API key", peer=call.facts["peer"])
+                self._context.admission.counts.refused["http"] += 1
+                raise AuthenticationError("This server needs an API key.", fix="Send it as Authorization: Bearer KEY.")
+            with nullcontext() if path in KEYLESS else self._context.admission.calls.hold_place(who.tenant):
+                await self._router(scope, receive, answer)
         except ClientGoneError:
             answer.status = CLIENT_GONE
         except WicoreError as error:
@@ -86,9 +95,8 @@ class HttpApp:
             extra = [(k.encode(), v.encode()) for k, v in (error.headers or {}).items()]
             known = {404: f"There is no {path}.", 405: f"{method} is not allowed here."}
             await answer.send_error(HttpError(error.status_code, known.get(error.status_code, error.detail)), extra)
-        except Exception:
-            log.exception("call %s (%s) failed unexpectedly", call.call_id, call.method)
-            await answer.send_error(WicoreError(f"Internal error; the server's log has it as {call.call_id}."))
+        except Exception as raised:
+            await answer.send_error(hide_failure(call, raised))
         except BaseException:
             answer.status = CLIENT_GONE
             raise
@@ -97,24 +105,12 @@ class HttpApp:
             verb = method if method in VERBS else OTHER
             self._context.admission.counts.http[verb, name_path(path), str(answer.status)] += 1
 
-    async def _check_and_route(
-        self, call: Call, who: Identity | None, path: str, asgi: tuple[Scope, Receive, Answer]
-    ) -> None:
-        self._context.check_host(Headers(scope=asgi[0]).get("host"))
-        if who is None:
-            self._refused("refused a request without a valid API key", peer=call.facts["peer"])
-            self._context.admission.counts.refused["http"] += 1
-            raise AuthenticationError("This server needs an API key.", fix="Send it as Authorization: Bearer KEY.")
-        place = nullcontext() if path in KEYLESS else self._context.admission.calls.hold_place(who.tenant)
-        with place:
-            await self._router(*asgi)
-
 
 class Answer:
     """Sends one request's answer, with the headers that all answers have; an error after it has begun breaks it off."""
 
-    def __init__(self, call: Call, scope: Scope, send: Send) -> None:
-        self._call, self._scope, self._send = call, scope, send
+    def __init__(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
+        self._call, self._scope, self._receive, self._send = call, scope, receive, send
         self._ids = [(REQUEST_ID_HEADER.encode(), call.call_id.encode())]
         if call.anthropic:
             self._ids.append((b"request-id", call.call_id.encode()))
@@ -122,8 +118,7 @@ class Answer:
         self.status = 0
 
     async def __call__(self, message: Message) -> None:
-        kind = message["type"]
-        if kind == "http.response.start" or kind == "websocket.accept":
+        if message["type"].endswith("http.response.start") or message["type"] == "websocket.accept":
             self._begun = True
             self.status = message.get("status", 101)
             message["headers"] = headers = [*message.get("headers", ()), *self._ids]
@@ -136,36 +131,19 @@ class Answer:
         if self._begun:
             self.status = status_of(error)
             raise error
-        found = [*headers, *error_headers(error)]
-        if not self._scope["state"].get("read", False) and self._has_body():
+        found, sent, call = [*headers, *error_headers(error)], Headers(scope=self._scope), self._call
+        has_body = sent.get("content-length", "0") != "0" or "transfer-encoding" in sent
+        if has_body and not self._scope["state"].get("read", False):
             found.append((b"connection", b"close"))
-        if self._scope["type"] == "websocket":
-            await self._deny_websocket(error, found)
-            return
-        call = self._call
         body = anthropic_error_bytes(error, call.call_id) if call.anthropic else error_bytes(error)
-        await json_reply(body, status_of(error), found)(self._scope, _receive_nothing, self)
-
-    def _has_body(self) -> bool:
-        headers = Headers(scope=self._scope)
-        return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-
-    async def _deny_websocket(self, error: WicoreError, headers: list[tuple[bytes, bytes]]) -> None:
-        self.status = status_of(error)
-        found = [(b"content-type", b"application/json"), *headers, *self._ids]
-        await self._send({"type": "websocket.http.response.start", "status": self.status, "headers": found})
-        await self._send({"type": "websocket.http.response.body", "body": error_bytes(error), "more_body": False})
+        await json_reply(body, status_of(error), found)(self._scope, self._receive, self)
 
 
-async def _receive_nothing() -> Message:
-    return {"type": "http.disconnect"}
-
-
-def make_app(context: Context, routes: Sequence[BaseRoute], origins: Sequence[str]) -> ASGIApp:
-    """Make the application. Web pages of `origins` may call it."""
-    app = HttpApp(context, routes)
-    if not origins:
+def make_app(context: Context) -> ASGIApp:
+    """Make the application of all routes. Web pages of the context's origins may call it."""
+    app = HttpApp(context, make_routes(context))
+    if not context.origins:
         return app
     return CORSMiddleware(
-        app, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=EXPOSED
+        app, allow_origins=context.origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=EXPOSED
     )

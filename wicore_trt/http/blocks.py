@@ -47,13 +47,14 @@ class Block:
 
 
 class BlockShape(ResponseShape):
-    """Shape of an answer of blocks. `calls`: functions may be called; `last` is the answer's last output."""
+    """Shape of an answer of blocks. `calls`: functions may be called; `last` is the answer's last output.
+    `is_open`: the last block is not closed yet."""
 
     def __init__(self, *, calls: bool) -> None:
         self.blocks: list[Block] = []
         self.last: TextOutput | Completion | None = None
         self._finder = CallFinder() if calls else None
-        self._open = False
+        self.is_open = False
 
     @property
     def has_calls(self) -> bool:
@@ -69,10 +70,6 @@ class BlockShape(ResponseShape):
     def make_chunk(self, index: int, output: TextOutput, totals: Totals) -> bytes:
         return b"".join(self.make_event(change, block, new) for change, block, new in self._list_changes(output))
 
-    def is_unfinished(self, block: Block) -> bool:
-        """Return True for a block that was cut off, which only the last one can be."""
-        return block is self.blocks[-1] and (self._open if self.last is None else was_cut(self.last))
-
     @abstractmethod
     def make_whole(self, totals: Totals) -> dict[str, Any]:
         """Make the answer of all blocks."""
@@ -87,7 +84,11 @@ class BlockShape(ResponseShape):
     def _list_changes(self, output: TextOutput | Completion) -> Iterator[tuple[Change, Block, str]]:
         self.take_output(output)
         ended = output.finish_reason is not None
-        for piece in self._split_parts(output.text, ended=ended):
+        if self._finder is None:
+            pieces = [TextPart(text=output.text)] if output.text else []
+        else:
+            pieces = self._finder.push_text(output.text) + (self._finder.end_output() if ended else [])
+        for piece in pieces:
             if piece.call is None and not self.blocks or piece.name is not None:
                 yield from self._close_block()
                 yield self._open_block(piece.name)
@@ -101,19 +102,14 @@ class BlockShape(ResponseShape):
                 yield self._open_block(None)
             yield from self._close_block()
 
-    def _split_parts(self, text: str, *, ended: bool) -> list[TextPart]:
-        if self._finder is None:
-            return [TextPart(text=text)] if text else []
-        return self._finder.push_text(text) + (self._finder.end_output() if ended else [])
-
     def _open_block(self, name: str | None) -> tuple[Change, Block, str]:
         self.blocks.append(Block(len(self.blocks), name))
-        self._open = True
+        self.is_open = True
         return "open", self.blocks[-1], ""
 
     def _close_block(self) -> Iterator[tuple[Change, Block, str]]:
-        if self._open:
-            self._open = False
+        if self.is_open:
+            self.is_open = False
             yield "close", self.blocks[-1], ""
 
 

@@ -153,12 +153,8 @@ def _describe_free_text(where: str, tool: Mapping[str, Any]) -> str:
     return "\n\n".join(filter(None, told))
 
 
-def message_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Convert tools of Messages to those of a chat; hosted ones are kept as they came."""
-    return None if tools is None else [_message_tool(tool) for tool in tools]
-
-
-def _message_tool(tool: dict[str, Any]) -> dict[str, Any]:
+def convert_message_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Convert a tool of Messages to that of a chat; a hosted one is kept as it came."""
     kind = tool.get("type") or "custom"
     if kind == "custom":
         return {"type": "function", "function": {**tool, "parameters": tool.get("input_schema")}}

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from wicore_trt.access.admission import Admission
-from wicore_trt.access.calls import check_host
 from wicore_trt.errors import UnavailableError
 from wicore_trt.http.intake import MANY_ITEMS, BodyBudget
 from wicore_trt.metrics.machine import GpuUse
@@ -42,44 +41,37 @@ class Context:
     began: float = field(default_factory=time.time)  # seconds since 1970
     gpus: asyncio.Future[Sequence[GpuUse]] | None = None
     """What was asked of the driver last."""
-    _engine: TextEngine | None = None
+    engine: TextEngine | None = None
+    max_items: int = MANY_ITEMS
+    """Objects, lists and items that a body may have: a prompt of token ids has one for each."""
 
     def __post_init__(self) -> None:
         self.idle.set()
 
     def attach(self, engine: TextEngine) -> None:
-        self._engine = engine
+        self.engine = engine
+        self.max_items = MANY_ITEMS + 2 * engine.info.max_context_tokens
 
     @property
     def state(self) -> str:
         """State: starting, serving, draining, or broken (the engine has ended, and the next one may be starting)."""
         if self.draining:
             return "draining"
-        if self._engine is None:
+        if self.engine is None:
             return "starting"
-        return "serving" if self._engine.dead is None else "broken"
-
-    @property
-    def attached(self) -> TextEngine | None:
-        """Engine, None while there is none."""
-        return self._engine
+        return "serving" if self.engine.dead is None else "broken"
 
     def require_engine(self) -> TextEngine:
         """Return the engine. Raises UnavailableError while it is loading."""
-        if self._engine is None:
+        if self.engine is None:
             raise UnavailableError("The engine is still loading.", fix="Wait until /ready answers 200.")
-        return self._engine
+        return self.engine
 
     def require_serving(self) -> TextEngine:
         """Return the engine for a new generation. Raises UnavailableError when the server starts or ends."""
         if self.draining:
             raise UnavailableError("The server is shutting down.", fix="Send the request to another server.")
         return self.require_engine()
-
-    def check_host(self, host: str | None) -> None:
-        """Raise ForbiddenError for a host name that a stranger's page may have made up, where no key keeps it out."""
-        if self.local and not self.admission.keys.needed:
-            check_host(host, self.allowed_hosts)
 
     @contextmanager
     def count_generation(self, tenant: str) -> Iterator[None]:
@@ -93,8 +85,3 @@ class Context:
                 del self.open[tenant]
             if not self.open:
                 self.idle.set()
-
-    def count_items(self) -> int:
-        """Return how many objects, lists and items a body may have: a prompt of token ids has one for each."""
-        context = self._engine.info.max_context_tokens if self._engine is not None else 0
-        return MANY_ITEMS + 2 * context

@@ -25,43 +25,37 @@ class ChatMessage:
     texts: list[str] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)
 
-    def to_message(self) -> dict[str, Any]:
-        return {"role": self.role, "content": "\n\n".join(filter(None, self.texts)), **self.more}
-
 
 class ChatBuilder:
     """Builds the turns of a chat. A message costs its own length, however many there are."""
 
     def __init__(self) -> None:
-        self._turns: list[ChatMessage] = []
+        self.turns: list[ChatMessage] = []
         self._called: set[str] = set()
 
     @property
     def last_role(self) -> str | None:
-        return self._turns[-1].role if self._turns else None
-
-    def list_messages(self) -> list[dict[str, Any]]:
-        return [turn.to_message() for turn in self._turns]
+        return self.turns[-1].role if self.turns else None
 
     def add_text(self, role: str, text: str) -> None:
         """Add a turn, or text to the last turn of that role."""
-        if self.last_role != role or self._turns[-1].more:
-            self._turns.append(ChatMessage(role))
-        self._turns[-1].texts.append(text)
+        if self.last_role != role or self.turns[-1].more:
+            self.turns.append(ChatMessage(role))
+        self.turns[-1].texts.append(text)
 
     def add_call(self, call_id: str, name: str, arguments: str | Mapping[str, Any]) -> None:
         self._called.add(call_id)
         if self.last_role != "assistant":
-            self._turns.append(ChatMessage("assistant"))
+            self.turns.append(ChatMessage("assistant"))
         function = {"name": name, "arguments": arguments}
-        calls = self._turns[-1].more.setdefault("tool_calls", [])
+        calls = self.turns[-1].more.setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
 
     def add_result(self, call_id: str, text: str, where: str) -> None:
         """Add a function's result. Raises InvalidRequestError for a function that was not called."""
         if call_id not in self._called:
             raise InvalidRequestError(f"{where}: no call before it has the id {shown(call_id)}.", field=where)
-        self._turns.append(ChatMessage("tool", [text], {"tool_call_id": call_id}))
+        self.turns.append(ChatMessage("tool", [text], {"tool_call_id": call_id}))
 
 
 def read_text(content: object, where: str) -> str:
@@ -96,7 +90,11 @@ def read_member(item: object, name: str, where: str) -> str:
 def make_chat_body(body: Body, conversation: ChatBuilder, **fields: Any) -> ChatBody:
     """Make the chat that a body of another API asks for; `fields` are ChatBody's, of checked types."""
     knobs = {name: getattr(body, name, None) for name in Knobs.model_fields}
-    return ChatBody.model_construct(messages=conversation.list_messages(), **knobs, **fields)
+    messages = [
+        {"role": turn.role, "content": "\n\n".join(filter(None, turn.texts)), **turn.more}
+        for turn in conversation.turns
+    ]
+    return ChatBody.model_construct(messages=messages, **knobs, **fields)
 
 
 @contextmanager

@@ -152,43 +152,35 @@ def make_sampling(
     if body.stop is not None:
         given["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
     if body.logit_bias:
-        given["logit_bias"] = {_read_token_id(key): bias for key, bias in body.logit_bias.items()}
+        for key in body.logit_bias:
+            if not (key.isascii() and key.isdigit() and len(key) <= 10):
+                raise InvalidRequestError(f"logit_bias has {shown(key)}, which is no token id.", field="logit_bias")
+        given["logit_bias"] = {int(key): bias for key, bias in body.logit_bias.items()}
     found = read_constraint(body) if constraint is None else None
     given["constraint"] = constraint if found is None else found[1]
     return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **given)
 
 
-def _read_token_id(key: str) -> int:
-    if not (key.isascii() and key.isdigit() and len(key) <= 10):
-        raise InvalidRequestError(f"logit_bias has {shown(key)}, which is no token id.", field="logit_bias")
-    return int(key)
-
-
-def read_cache_hints(cache: Cache | None) -> CacheHints:
-    """Raises InvalidRequestError."""
-    if cache is None:
-        return CacheHints()
+def _read_common(body: Sampling, tenant: str) -> dict[str, Any]:
+    cache = body.cache or Cache()
     try:
         priority = CachePriority(cache.priority or "normal")
     except ValueError:
         raise InvalidRequestError("cache.priority is low, normal or high.", field="cache.priority") from None
-    return CacheHints(cache.session or "", priority, cache.ttl_s)
-
-
-def _read_common(body: Sampling, tenant: str) -> dict[str, Any]:
     return {
         "request_id": uuid.uuid4().hex,
         "tenant": tenant,
         "timeout_s": body.timeout,
         "priority": body.priority or 0,
         "cache_salt": body.cache_salt or "",
-        "cache": read_cache_hints(body.cache),
+        "cache": CacheHints(cache.session or "", priority, cache.ttl_s),
         "truncate_prompt_tokens": body.truncate_prompt_tokens,
     }
 
 
-def make_chat_request(body: ChatBody, tenant: str, tools: Tools | None = None) -> TextRequest:
-    """Raises InvalidRequestError."""
+def make_chat_request(body: ChatBody, tenant: str, facts: dict[str, Any]) -> TextRequest:
+    """Make the request of a chat; `facts` of the call get the tools that are left out. Raises InvalidRequestError."""
+    tools = read_tools(body, facts)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true.", field="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -202,7 +194,7 @@ def make_chat_request(body: ChatBody, tenant: str, tools: Tools | None = None) -
     return TextRequest(
         params=params,
         messages=read_messages(body.messages),
-        functions=tuple(function.describe_function() for function in told),
+        functions=tuple(map(Function.describe_function, told)),
         chat_template_kwargs=body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt is not False,
         **_read_common(body, tenant),
@@ -211,7 +203,10 @@ def make_chat_request(body: ChatBody, tenant: str, tools: Tools | None = None) -
 
 def make_completion_requests(body: CompletionBody, tenant: str) -> list[TextRequest]:
     """Make a request for each prompt. Raises InvalidRequestError."""
-    prompts = _list_prompts(body.prompt)
+    prompts: Sequence[Any] = prompt_list(body.prompt)
+    if not prompts:
+        raise InvalidRequestError("The prompt is empty.", field="prompt")
+    check_count(prompts, MAX_PROMPTS, "prompt")
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if body.max_tokens is None and body.min_tokens is not None:
         max_tokens = max(max_tokens, body.min_tokens)
@@ -238,14 +233,9 @@ def make_inference_request(body: InferenceBody, tenant: str) -> TextRequest:
     return TextRequest(params=params, prompt=body.prompt, **_read_common(body, tenant))
 
 
-def _list_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[Any]:
-    """List the prompts of a completion request. Raises InvalidRequestError for none or too many."""
-    found = prompt_list(prompt)
-    if not found:
-        raise InvalidRequestError("The prompt is empty.", field="prompt")
-    if len(found) > MAX_PROMPTS:
-        raise InvalidRequestError(f"prompt has {len(found)} items; at most {MAX_PROMPTS} are taken.", field="prompt")
-    return found
+def check_count(items: Sequence[object], most: int, field: str) -> None:
+    if len(items) > most:
+        raise InvalidRequestError(f"{field} has {len(items)} items; at most {most} are taken.", field=field)
 
 
 def read_messages(given: Sequence[Mapping[str, Any]]) -> tuple[dict[str, object], ...]:
@@ -283,7 +273,8 @@ def read_tools(body: ChatBody, facts: dict[str, Any]) -> Tools | None:
     if body.tools is None and body.tool_choice is None:
         return None
     for i, tool in enumerate(body.tools or ()):
-        if (kind := _find_hosted_kind(tool)) is not None:
+        kind = tool.get("type")  # a server that knows the type runs a tool without anything to call it by
+        if isinstance(kind, str) and kind != "custom" and _KIND.fullmatch(kind) and not DESCRIBED & tool.keys():
             left_out[str(tool.get("name") or tool.get("server_label") or kind)] = kind
         else:
             functions.append(_read_function(f"tools[{i}]", tool))
@@ -294,13 +285,6 @@ def read_tools(body: ChatBody, facts: dict[str, Any]) -> Tools | None:
         raise _cannot_run(next(iter(left_out.values())))
     several = body.parallel_tool_calls is not False
     return make_tools(functions, choice, named, several=several, beside=read_constraint(body))
-
-
-def _find_hosted_kind(tool: dict[str, Any]) -> str | None:
-    """Return the type of a tool without anything to call it by: a server that knows the type runs it."""
-    kind = tool.get("type")
-    plain = isinstance(kind, str) and kind != "custom" and _KIND.fullmatch(kind) is not None
-    return kind if plain and not DESCRIBED & tool.keys() else None
 
 
 def _cannot_run(kind: str) -> InvalidRequestError:

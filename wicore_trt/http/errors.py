@@ -7,11 +7,12 @@ and without traceback.
 
 from __future__ import annotations
 
+import logging
 import re
-from typing import NamedTuple
 
 import msgspec
 
+from wicore_trt.access.calls import Call
 from wicore_trt.errors import (
     UNAVAILABLE_RETRY_S,
     AuthenticationError,
@@ -24,27 +25,21 @@ from wicore_trt.errors import (
 )
 from wicore_trt.request_fields import FIELDS
 
+log = logging.getLogger(__name__)
+
 MAX_MESSAGE_CHARS = 512
 CLIENT_GONE = 499
 """What the access line says of a call whose client left; nobody gets it as an answer."""
 
 
-class Status(NamedTuple):
-    """Status code and the `type` that goes with it."""
-
-    code: int
-    kind: str
-
-
 STATUSES = {
-    "INVALID_ARGUMENT": Status(400, "invalid_request_error"),
-    "UNAUTHENTICATED": Status(401, "authentication_error"),
-    "PERMISSION_DENIED": Status(403, "permission_error"), "NOT_FOUND": Status(404, "not_found_error"),
-    "RESOURCE_EXHAUSTED": Status(429, "rate_limit_error"), "CANCELLED": Status(CLIENT_GONE, "cancelled_error"),
-    "INTERNAL": Status(500, "server_error"), "FAILED_PRECONDITION": Status(500, "server_error"),
-    "UNAVAILABLE": Status(503, "unavailable_error"), "DEADLINE_EXCEEDED": Status(504, "timeout_error"),
+    "INVALID_ARGUMENT": (400, "invalid_request_error"), "UNAUTHENTICATED": (401, "authentication_error"),
+    "PERMISSION_DENIED": (403, "permission_error"), "NOT_FOUND": (404, "not_found_error"),
+    "RESOURCE_EXHAUSTED": (429, "rate_limit_error"), "CANCELLED": (CLIENT_GONE, "cancelled_error"),
+    "INTERNAL": (500, "server_error"), "FAILED_PRECONDITION": (500, "server_error"),
+    "UNAVAILABLE": (503, "unavailable_error"), "DEADLINE_EXCEEDED": (504, "timeout_error"),
 }  # fmt: skip
-"""By the gRPC status of an error, so that each error has one meaning for both."""
+"""Status codes and their `type`, by the gRPC status of an error, so that each error has one meaning for both."""
 ANTHROPIC_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 500: "api_error", 503: "overloaded_error", 504: "timeout_error",
@@ -75,7 +70,7 @@ class ClientGoneError(Exception):
 
 
 def status_of(error: WicoreError) -> int:
-    return error.status if isinstance(error, HttpError) else STATUSES[error.grpc_code].code
+    return error.status if isinstance(error, HttpError) else STATUSES[error.grpc_code][0]
 
 
 def code_of(error: WicoreError) -> str | None:
@@ -101,7 +96,7 @@ def param_of(error: WicoreError) -> str | None:
 
 
 def error_object(error: WicoreError) -> dict[str, object]:
-    kind = "invalid_request_error" if isinstance(error, HttpError) else STATUSES[error.grpc_code].kind
+    kind = "invalid_request_error" if isinstance(error, HttpError) else STATUSES[error.grpc_code][1]
     return {"error": {"message": message_of(error), "type": kind, "param": param_of(error), "code": code_of(error)}}
 
 
@@ -117,6 +112,12 @@ def anthropic_error_bytes(error: WicoreError, request_id: str | None = None) -> 
 
 def error_bytes(error: WicoreError) -> bytes:
     return msgspec.json.encode(error_object(error))
+
+
+def hide_failure(call: Call, raised: Exception) -> WicoreError:
+    """Log an unexpected exception; return the error that the client gets in its place."""
+    log.error("call %s (%s) failed unexpectedly", call.call_id, call.method, exc_info=raised)
+    return WicoreError(f"Internal error; the server's log has it as {call.call_id}.")
 
 
 def error_headers(error: WicoreError) -> list[tuple[bytes, bytes]]:

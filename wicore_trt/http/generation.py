@@ -8,14 +8,14 @@ not an end of the text.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from wicore_trt.access.admission import Grant
 from wicore_trt.access.calls import Call
-from wicore_trt.errors import DeadlineError, InvalidRequestError, RequestCancelledError, WicoreError
+from wicore_trt.errors import DeadlineError, RequestCancelledError, WicoreError
 from wicore_trt.grammar.source import UNENFORCED
 from wicore_trt.http.context import Context
 from wicore_trt.types import Completion, FinishReason, TextOutput, TextRequest
@@ -48,15 +48,17 @@ class Totals:
         }
 
 
+@dataclass(slots=True)
 class GenerationCall:
-    """Requests of a call on the engine, and their outputs. Sequence `i` of request `r` has index r * n + i."""
+    """Requests of a call on the engine, and their outputs. Sequence `i` of request `r` has index r * n + i.
+    `aclose` aborts running requests and settles the account."""
 
-    def __init__(
-        self, call: Call, streams: Sequence[TextStream], n: int, grant: Grant, totals: Totals, resources: AsyncExitStack
-    ) -> None:
-        self._call, self._streams, self._n, self._grant = call, streams, n, grant
-        self._resources, self.totals = resources, totals
-        self.sequences = len(streams) * n
+    call: Call
+    streams: Sequence[TextStream]
+    n: int
+    grant: Grant
+    totals: Totals
+    aclose: Callable[[], Awaitable[None]]
 
     @classmethod
     async def submit_requests(cls, context: Context, call: Call, requests: Sequence[TextRequest]) -> GenerationCall:
@@ -78,29 +80,25 @@ class GenerationCall:
                 totals.prompt += len(stream.prompt_token_ids)
                 totals.prompts += [stream.prompt_token_ids] * n
             grant.used += totals.prompt
-            return cls(call, streams, n, grant, totals, resources.pop_all())
+            return cls(call, streams, n, grant, totals, resources.pop_all().aclose)
         raise AssertionError("unreachable")
 
     async def wait_admitted(self) -> bool:
         """Wait until the engine has begun with one of the requests; return False where one has failed before."""
-        if len(self._streams) == 1:
-            await self._streams[0].begun.wait()
-            return self._streams[0].admitted
-        waits = [asyncio.ensure_future(stream.begun.wait()) for stream in self._streams]
+        if len(self.streams) == 1:
+            await self.streams[0].begun.wait()
+            return self.streams[0].admitted
+        waits = [asyncio.ensure_future(stream.begun.wait()) for stream in self.streams]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
-        return all(stream.admitted for stream in self._streams if stream.begun.is_set())
-
-    async def aclose(self) -> None:
-        """Abort running requests and settle the account."""
-        await self._resources.aclose()
+        return all(stream.admitted for stream in self.streams if stream.begun.is_set())
 
     async def stream_outputs(self) -> AsyncIterator[tuple[int, TextOutput]]:
         """Yield (index, output) as they come. Raises the error that broke the requests."""
-        call, totals, grant, first = self._call, self.totals, self._grant, True
+        call, totals, grant, first = self.call, self.totals, self.grant, True
         reasons: set[str] = set()
         try:
             async for number, output in self._merge_streams():
@@ -108,14 +106,14 @@ class GenerationCall:
                 grant.used += len(output.token_ids)
                 if first and output.token_ids:
                     first = False
-                    call.note_first_token(self._streams[number].parts)
+                    call.note_first_token(self.streams[number].parts)
                 if output.finish_reason is not None:
                     reasons.add(output.finish_reason.value)
                     if output.finish_reason in _CUT:
                         raise _CUT[output.finish_reason]
                     if output.usage is not None and output.index == 0:
                         totals.cached += output.usage.cached_tokens
-                yield number * self._n + output.index, output
+                yield number * self.n + output.index, output
         except WicoreError as error:
             call.note_error(error)
             raise
@@ -132,20 +130,20 @@ class GenerationCall:
 
     async def _merge_streams(self) -> AsyncIterator[tuple[int, TextOutput]]:
         """Yield (number of the request, output); of several streams each has at most one output waiting."""
-        if len(self._streams) == 1:
-            async for output in self._streams[0]:
+        if len(self.streams) == 1:
+            async for output in self.streams[0]:
                 yield 0, output
             return
         waiting: dict[asyncio.Task[TextOutput], int] = {}
         done: asyncio.Queue[asyncio.Task[TextOutput]] = asyncio.Queue()  # asyncio.wait looks at all of them each time
 
         def ask(number: int) -> None:
-            task = asyncio.ensure_future(anext(self._streams[number]))
+            task = asyncio.ensure_future(anext(self.streams[number]))
             waiting[task] = number
             task.add_done_callback(done.put_nowait)
 
         try:
-            for number in range(len(self._streams)):
+            for number in range(len(self.streams)):
                 ask(number)
             while waiting:
                 task = await done.get()
@@ -159,8 +157,3 @@ class GenerationCall:
         finally:
             for task in waiting:
                 task.cancel()
-
-
-def check_count(items: Sequence[object], most: int, field: str) -> None:
-    if len(items) > most:
-        raise InvalidRequestError(f"{field} has {len(items)} items; at most {most} are taken.", field=field)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import difflib
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,25 +23,21 @@ from starlette.datastructures import Headers
 from starlette.types import Receive
 
 from wicore_trt.arithmetic import div_ceil
-from wicore_trt.core.shares import fits_share
-from wicore_trt.errors import InvalidRequestError, QueueFullError, shown
+from wicore_trt.core.shares import Gate
+from wicore_trt.errors import InvalidRequestError, shown
 from wicore_trt.http.errors import ClientGoneError, HttpError
 from wicore_trt.text.chat import REFUSED_KEYS
 
-HARMLESS = frozenset(
-    (
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "reasoning_effort", "reasoning", "verbosity"),
-        *("truncation", "max_tool_calls", "prompt_cache_options", "background_options", "access_programs"),
-        *("thinking", "context_management", "inference_geo", "speed", "diagnostics", "user_profile_id"),
-        *("workspace_id", "cache_control", "betas"),
-        *("include_reasoning", "request_id", "session_id", "stream_interval", "cache_prompt", "models", "provider"),
-        *("timings_per_token", "separate_reasoning", "stream_reasoning", "stream_tokens", "keep_alive"),
-        "output_schema",  # of a tool: what its result is
-    )
-)
+_HARMLESS = """
+user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention reasoning_effort reasoning
+verbosity truncation max_tool_calls prompt_cache_options background_options access_programs thinking context_management
+inference_geo speed diagnostics user_profile_id workspace_id cache_control betas include_reasoning request_id session_id
+stream_interval cache_prompt models provider timings_per_token separate_reasoning stream_reasoning stream_tokens
+keep_alive output_schema
+"""
+HARMLESS = frozenset(_HARMLESS.split())
 """Accepted and ignored wherever they stand: they say nothing about the tokens of the answer, or would only have let a
-prompt be shortened that is refused without them."""
+prompt be shortened that is refused without them. `output_schema` of a tool says what its result is."""
 
 Neutral = Mapping[str, tuple[object, ...]]
 
@@ -93,11 +88,6 @@ MISSPELLED = 0.8
 """How much alike two names are that are meant to be the same, by difflib's ratio."""
 
 
-def are_alike(first: object, second: object) -> bool:
-    """Compare values, where True does not equal 1."""
-    return first == second and isinstance(first, bool) == isinstance(second, bool)
-
-
 @dataclass(frozen=True, slots=True)
 class FieldPath:
     """Object of a request, or each object of a list.
@@ -116,20 +106,9 @@ class FieldPath:
         assert place is not None
         return cls(place.served, REFUSED, place.closed, frozenset(every) - place.served.keys() - HARMLESS)
 
-    def check_body(self, body: Mapping[str, Any]) -> None:
-        """Raise InvalidRequestError for the first field that changes the answer, or is a likely misspelling."""
-        if len(body) > MAX_FIELDS:
-            raise InvalidRequestError(f"The body has {len(body)} fields; at most {MAX_FIELDS} are taken.", field="body")
-        self.check_object(body, "", set())
-
-    def list_paths(self, above: str = "") -> Iterator[tuple[str, FieldPath]]:
-        yield above, self
-        for name, inside in self.served.items():
-            if inside is not None:
-                yield from inside.list_paths(f"{above}.{name}" if above else name)
-
     def check_object(self, found: Mapping[str, Any], above: str, strange: set[tuple[int, str]]) -> None:
-        """Check an object whose path is `above`. `strange` are (place, name) already compared with served names."""
+        """Raise InvalidRequestError for the first field that changes the answer, or is a likely misspelling.
+        `above` is the object's path. `strange` are (place, name) already compared with served names."""
         for name, value in found.items():
             if value is None:
                 continue
@@ -146,7 +125,8 @@ class FieldPath:
 
     def _check_unserved(self, name: str, value: object, path: str, strange: set[tuple[int, str]]) -> None:
         if name in self.refused:
-            if not any(are_alike(value, neutral) for neutral in self.refused[name]):
+            # True is no 1 here.
+            if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.refused[name]):
                 raise InvalidRequestError(f"{path} is not supported.", field=path, fix="Leave it out.")
         elif self.closed:
             if value is not False:
@@ -158,15 +138,10 @@ class FieldPath:
             strange.add((id(self), name))
             if len(strange) > MAX_FIELDS:
                 raise InvalidRequestError(f"More than {MAX_FIELDS} unknown fields.", field=path)
-            if near := self._find_similar(name):
-                raise InvalidRequestError(f"{shown(path)} is no known field.", field=path, fix=f"Did you mean {near}?")
-
-    def _find_similar(self, name: str) -> str | None:
-        """Find the served field that a name means, also in JavaScript's spelling (`topP`)."""
-        if len(name) > LONGEST:
-            return None
-        name = "".join(f"_{c.lower()}" if c.isupper() else c for c in name)
-        return next(iter(difflib.get_close_matches(name, self.served, n=1, cutoff=MISSPELLED)), None)
+            snake = "".join(f"_{c.lower()}" if c.isupper() else c for c in name[: LONGEST + 1])  # of JavaScript's topP
+            if len(name) <= LONGEST and (near := difflib.get_close_matches(snake, self.served, n=1, cutoff=MISSPELLED)):
+                fix = f"Did you mean {near[0]}?"
+                raise InvalidRequestError(f"{shown(path)} is no known field.", field=path, fix=fix)
 
 
 def _read_path(schema: Mapping[str, Any], definitions: Mapping[str, Any], path: str) -> FieldPath | None:
@@ -216,16 +191,11 @@ end of the body: so whatever comes is read once."""
 Model = TypeVar("Model", bound=BaseModel)
 
 
-class BodyBudget:
-    """Memory for bodies that are read, wait for a thread or are being answered, shared among tenants."""
+class BodyBudget(Gate):
+    """Memory for bodies that are read, wait for a thread or are being answered: blocks, shared among tenants."""
 
-    def __init__(self, places: int = ROOM // BLOCK) -> None:
-        self._places = places
-        self._taken: Counter[str] = Counter()
-
-    @property
-    def taken(self) -> int:
-        return self._taken.total()
+    def __init__(self, blocks: int = ROOM // BLOCK) -> None:
+        super().__init__(blocks, "request bodies")
 
     @contextmanager
     def open_share(self, tenant: str) -> Iterator[BodyShare]:
@@ -234,37 +204,28 @@ class BodyBudget:
         try:
             yield hold
         finally:
-            self.give_back(tenant, hold.blocks)
-
-    def take_blocks(self, tenant: str, blocks: int) -> None:
-        """Take blocks. Raises QueueFullError when none are left for this tenant."""
-        own, taken = self._taken[tenant], self._taken.total()
-        if taken + blocks > self._places or (tenant and not fits_share(self._places, taken - own, own, blocks)):
-            raise QueueFullError("There is no room for more request bodies of yours now.")
-        self._taken[tenant] += blocks
-
-    def give_back(self, tenant: str, blocks: int) -> None:
-        self._taken[tenant] -= blocks
-        if not self._taken[tenant]:
-            del self._taken[tenant]
+            hold.fit_to(0)
 
 
+@dataclass(slots=True)
 class BodyShare:
-    def __init__(self, budget: BodyBudget, tenant: str) -> None:
-        self._budget, self._tenant = budget, tenant
-        self.blocks = 0
+    """Blocks of one body."""
+
+    budget: BodyBudget
+    tenant: str
+    blocks: int = 0
 
     def grow_to(self, size: int) -> None:
-        """Grow to at least `size` bytes. Raises QueueFullError."""
+        """Grow to at least `size` bytes. Raises QueueFullError when no block is left for this tenant."""
         more = div_ceil(size, BLOCK) - self.blocks
         if more > 0:
-            self._budget.take_blocks(self._tenant, more)
+            self.budget.take_places(self.tenant, more)
             self.blocks += more
 
     def fit_to(self, size: int) -> None:
         """Grow or shrink to `size` bytes. Raises QueueFullError."""
         self.grow_to(size)
-        self._budget.give_back(self._tenant, self.blocks - div_ceil(size, BLOCK))
+        self.budget.give_back(self.tenant, self.blocks - div_ceil(size, BLOCK))
         self.blocks = div_ceil(size, BLOCK)
 
 
@@ -324,28 +285,25 @@ def decode_json(raw: bytes, most_items: int) -> dict[str, Any]:
     return value
 
 
-def parse_body(model: type[Model], fields: FieldPath | None, value: Mapping[str, Any]) -> Model:
-    """Parse the body to a model. Raises InvalidRequestError that names the first wrong field."""
-    if fields is not None:
-        fields.check_body(value)
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        raise _first_fault(error) from None
-    except RecursionError:
-        raise _refuse_body("it is nested too deeply") from None
-
-
 def _refuse_body(why: str) -> InvalidRequestError:
     return InvalidRequestError(f"The body cannot be read: {why}.", field="body")
 
 
-def _first_fault(error: ValidationError) -> InvalidRequestError:
-    first = error.errors(include_url=False, include_context=False)[0]
+def parse_body(model: type[Model], fields: FieldPath, value: Mapping[str, Any]) -> Model:
+    """Parse the body to a model. Raises InvalidRequestError that names the first wrong field."""
+    if len(value) > MAX_FIELDS:
+        raise InvalidRequestError(f"The body has {len(value)} fields; at most {MAX_FIELDS} are taken.", field="body")
+    fields.check_object(value, "", set())
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+    except RecursionError:
+        raise _refuse_body("it is nested too deeply") from None
     whole = str(first["loc"][0]) if first["loc"] else "body"
     if whole in UNIONS:  # the path goes on with the name of an alternative, which no client knows
-        return InvalidRequestError(f"{whole} must be {UNIONS[whole]}, got {shown(first['input'])}.", field=whole)
+        raise InvalidRequestError(f"{whole} must be {UNIONS[whole]}, got {shown(first['input'])}.", field=whole)
     path = whole + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"][1:])[:128]
     if first["type"] == "missing":
-        return InvalidRequestError(f"{path} is missing.", field=path)
-    return InvalidRequestError(f"{path}: {first['msg']}, got {shown(first['input'])}.", field=path)
+        raise InvalidRequestError(f"{path} is missing.", field=path)
+    raise InvalidRequestError(f"{path}: {first['msg']}, got {shown(first['input'])}.", field=path)

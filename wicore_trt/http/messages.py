@@ -10,11 +10,13 @@ import json
 import uuid
 from typing import Any
 
+from starlette.types import ASGIApp
+
 from wicore_trt.access.calls import Call
 from wicore_trt.errors import InvalidRequestError, WicoreError, shown
 from wicore_trt.http.blocks import Block, BlockShape, Change, named_event, was_cut
 from wicore_trt.http.bodies import ChatBody, MessagesBody, PromptBody
-from wicore_trt.http.client_tools import message_tools
+from wicore_trt.http.client_tools import convert_message_tool
 from wicore_trt.http.context import Context
 from wicore_trt.http.conversation import (
     ChatBuilder,
@@ -24,11 +26,11 @@ from wicore_trt.http.conversation import (
     read_text,
     rename_fields,
 )
-from wicore_trt.http.convert import make_chat_request, read_tools
+from wicore_trt.http.convert import make_chat_request
 from wicore_trt.http.errors import anthropic_error_bytes
 from wicore_trt.http.generation import Totals
 from wicore_trt.http.openai import answer_requests, encode_prompt
-from wicore_trt.http.replies import HttpReply, json_reply
+from wicore_trt.http.replies import json_reply
 
 CHAT_NAMES = {
     **dict.fromkeys(("messages", "prompt", "prompt_token_ids"), "messages"),
@@ -43,7 +45,7 @@ def make_chat(body: PromptBody) -> ChatBody:
     """Make a chat of a request, or of a prompt whose tokens are counted. Raises InvalidRequestError."""
     choice = body.tool_choice
     asked: dict[str, Any] = {
-        "tools": message_tools(body.tools),
+        "tools": None if body.tools is None else list(map(convert_message_tool, body.tools)),
         "tool_choice": None if choice is None else _read_tool_choice(choice),
         "parallel_tool_calls": choice is None or choice.get("disable_parallel_tool_use") is not True,
     }
@@ -180,17 +182,18 @@ def _count_usage(totals: Totals) -> dict[str, Any]:
     }
 
 
-async def serve_messages(context: Context, call: Call, body: MessagesBody) -> HttpReply:
+async def serve_messages(context: Context, call: Call, body: MessagesBody) -> ASGIApp:
     """Answer a conversation."""
     model = context.require_serving().info.shown_as(body.model)
     chat = make_chat(body)
     with rename_fields(CHAT_NAMES):
-        tools = read_tools(chat, call.facts)
-        request = make_chat_request(chat, call.who.tenant, tools)
-        return await answer_requests(context, call, chat, [request], MessagesShape(model, calls=tools is not None))
+        request = make_chat_request(chat, call.who.tenant, call.facts)
+        return await answer_requests(
+            context, call, chat, [request], MessagesShape(model, calls=bool(request.functions))
+        )
 
 
-async def serve_count_tokens(context: Context, call: Call, body: PromptBody) -> HttpReply:
+async def serve_count_tokens(context: Context, call: Call, body: PromptBody) -> ASGIApp:
     """Count the tokens of a conversation."""
     context.require_engine().info.shown_as(body.model)
     with rename_fields(CHAT_NAMES):

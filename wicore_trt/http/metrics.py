@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
-from prometheus_client.core import Metric
 from starlette.datastructures import Headers
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from wicore_trt import __version__
 from wicore_trt.access.calls import Call
 from wicore_trt.core.times import Times
 from wicore_trt.errors import ForbiddenError, WicoreError
 from wicore_trt.http.context import Context
-from wicore_trt.http.replies import HttpReply
 from wicore_trt.metrics.exposition import MetricsSnapshot, collect_families, render_metrics
 from wicore_trt.metrics.machine import GpuUse, read_gpu_use, read_process_use
 from wicore_trt.types import EngineStats
@@ -30,11 +28,11 @@ ANSWER_S = 2.0
 """How long the engine may take to tell its statistics; a scrape has some ten seconds."""
 
 
-async def serve_metrics(context: Context, call: Call) -> HttpReply:
+async def serve_metrics(context: Context, call: Call) -> ASGIApp:
     """Everything, for an operator."""
     if not call.who.operator:
         raise ForbiddenError("The metrics tell of every tenant.", fix="Use an operator's key.")
-    found = await collect_metrics(context)
+    found = collect_families(await take_snapshot(context))
 
     async def reply(scope: Scope, receive: Receive, send: Send) -> None:
         raw, content_type = render_metrics(found, Headers(scope=scope).get("accept", ""))
@@ -43,12 +41,9 @@ async def serve_metrics(context: Context, call: Call) -> HttpReply:
     return reply
 
 
-async def collect_metrics(context: Context) -> Iterable[Metric]:
-    return collect_families(await take_snapshot(context))
-
-
 async def take_snapshot(context: Context) -> MetricsSnapshot:
-    engine = context.attached
+    engine = context.engine
+    gpus: Sequence[GpuUse] = ()
     stats: EngineStats | None = None
     if engine is not None and engine.dead is None:
         with suppress(TimeoutError, WicoreError):
@@ -56,6 +51,10 @@ async def take_snapshot(context: Context) -> MetricsSnapshot:
                 stats = await engine.engine.stats()
     engine_pid = engine.engine.pid if engine is not None else None
     pids = {"front": os.getpid()} | ({"engine": engine_pid} if engine_pid not in (None, os.getpid()) else {})
+    if context.gpus is None or context.gpus.done():  # a driver that does not answer takes one thread for all scrapes
+        context.gpus = asyncio.ensure_future(asyncio.to_thread(read_gpu_use))
+    with suppress(TimeoutError):
+        gpus = await asyncio.wait_for(asyncio.shield(context.gpus), ANSWER_S)
     return MetricsSnapshot(
         version=__version__, state=context.state, calls=context.admission.counts,
         open_requests=engine.live if engine is not None else 0,
@@ -63,14 +62,5 @@ async def take_snapshot(context: Context) -> MetricsSnapshot:
         times=engine.times if engine is not None else Times(),
         finished=engine.count_finished() if engine is not None else {},
         processes={name: read_process_use(pid) for name, pid in pids.items() if pid is not None},
-        gpus=await _ask_gpus(context),
+        gpus=gpus,
     )  # fmt: skip
-
-
-async def _ask_gpus(context: Context) -> Sequence[GpuUse]:
-    """Return the GPUs; none while the driver does not answer, which takes one thread however many scrapes come."""
-    if context.gpus is None or context.gpus.done():
-        context.gpus = asyncio.ensure_future(asyncio.to_thread(read_gpu_use))
-    with suppress(TimeoutError):
-        return await asyncio.wait_for(asyncio.shield(context.gpus), ANSWER_S)
-    return ()

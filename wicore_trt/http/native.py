@@ -11,16 +11,17 @@ from dataclasses import asdict
 from functools import partial
 
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from wicore_trt import __version__
 from wicore_trt.access.calls import Call
 from wicore_trt.errors import InvalidRequestError, UnavailableError
 from wicore_trt.http.bodies import ChatBody, DetokenizeBody, InferenceBody, TokenizeBody
 from wicore_trt.http.context import Context
-from wicore_trt.http.convert import make_inference_request
-from wicore_trt.http.generation import GenerationCall, check_count
+from wicore_trt.http.convert import check_count, make_inference_request
+from wicore_trt.http.generation import GenerationCall
 from wicore_trt.http.openai import encode_prompt
-from wicore_trt.http.replies import HttpReply, json_reply, rate_headers
+from wicore_trt.http.replies import json_reply, rate_headers
 
 
 async def serve_health(context: Context, call: Call) -> Response:
@@ -88,7 +89,7 @@ async def serve_stats(context: Context, call: Call) -> Response:
     return json_reply(answer)
 
 
-async def serve_tokenize(context: Context, call: Call, body: TokenizeBody) -> HttpReply:
+async def serve_tokenize(context: Context, call: Call, body: TokenizeBody) -> ASGIApp:
     """Token ids of a text or a conversation."""
     engine = context.require_engine()
     engine.info.shown_as(body.model)
@@ -111,7 +112,7 @@ async def serve_tokenize(context: Context, call: Call, body: TokenizeBody) -> Ht
     return json_reply(answer)
 
 
-async def serve_detokenize(context: Context, call: Call, body: DetokenizeBody) -> HttpReply:
+async def serve_detokenize(context: Context, call: Call, body: DetokenizeBody) -> ASGIApp:
     """The text of token ids."""
     engine = context.require_engine()
     engine.info.shown_as(body.model)
@@ -126,7 +127,7 @@ async def serve_detokenize(context: Context, call: Call, body: DetokenizeBody) -
     return json_reply({"prompt": await engine.work(call.who.tenant, decode)})
 
 
-async def serve_inference(context: Context, call: Call, body: InferenceBody) -> HttpReply:
+async def serve_inference(context: Context, call: Call, body: InferenceBody) -> ASGIApp:
     """Continue one prompt, in one answer."""
     context.require_serving().info.shown_as(body.model)
     request = make_inference_request(body, call.who.tenant)

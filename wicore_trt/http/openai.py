@@ -6,27 +6,26 @@ by the response that streams it or here.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from wicore_trt.access.calls import Call
 from wicore_trt.core.text_engine import tokenize_prompt
-from wicore_trt.errors import InvalidRequestError, WicoreError
+from wicore_trt.errors import InvalidRequestError
 from wicore_trt.http.bodies import ChatBody, CompletionBody, GenerationFields, StreamOptions
 from wicore_trt.http.context import Context
-from wicore_trt.http.convert import make_chat_request, make_completion_requests, name_field, read_tools
+from wicore_trt.http.convert import make_chat_request, make_completion_requests, name_field
+from wicore_trt.http.errors import hide_failure
 from wicore_trt.http.generation import GenerationCall
-from wicore_trt.http.replies import EventStream, HttpReply, json_reply, rate_headers
+from wicore_trt.http.replies import EventStream, json_reply, rate_headers
 from wicore_trt.http.shapes import ChatShape, CompletionShape, ResponseShape, ToolShape
-from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import TextRequest
-
-log = logging.getLogger(__name__)
 
 
 async def serve_models(context: Context, call: Call) -> Response:
@@ -61,36 +60,36 @@ def _describe_model(context: Context, call: Call, name: str) -> dict[str, object
     }
 
 
-async def serve_chat(context: Context, call: Call, body: ChatBody) -> HttpReply:
+async def serve_chat(context: Context, call: Call, body: ChatBody) -> ASGIApp:
     """Answer a conversation."""
     engine = context.require_serving()
-    model, tools = engine.info.shown_as(body.model), read_tools(body, call.facts)
-    request = make_chat_request(body, call.who.tenant, tools)
-    shape = (ToolShape if tools is not None else ChatShape)(model, engine.tokenizer, **_read_wishes(body))
+    model, request = engine.info.shown_as(body.model), make_chat_request(body, call.who.tenant, call.facts)
+    shape = (ToolShape if request.functions else ChatShape)(model, engine.tokenizer, **_read_wishes(body))
     return await answer_requests(context, call, body, [request], shape)
 
 
 async def encode_prompt(context: Context, call: Call, body: ChatBody) -> tuple[int, ...]:
     """Encode a conversation to the token ids that a generation begins with, however many."""
     engine, tenant = context.require_engine(), call.who.tenant
-    request = make_chat_request(body, tenant, read_tools(body, call.facts))
+    request = make_chat_request(body, tenant, call.facts)
     return await engine.work(tenant, partial(tokenize_prompt, engine.tokenizer, request))
 
 
-async def serve_completions(context: Context, call: Call, body: CompletionBody) -> HttpReply:
+async def serve_completions(context: Context, call: Call, body: CompletionBody) -> ASGIApp:
     """Continue prompts."""
     engine = context.require_serving()
     model, requests = engine.info.shown_as(body.model), make_completion_requests(body, call.who.tenant)
     prompts: Sequence[str] = ()
     if body.echo:
-        prompts = await engine.work(call.who.tenant, lambda: _decode_prompts(engine.tokenizer, requests))
+
+        def decode_prompts() -> list[str]:
+            decode = engine.tokenizer.decode
+            texts = [r.prompt if r.prompt is not None else decode(r.prompt_token_ids or ()) for r in requests]
+            return [text for text in texts for _ in range(requests[0].params.n)]
+
+        prompts = await engine.work(call.who.tenant, decode_prompts)
     shape = CompletionShape(model, engine.tokenizer, prompts=prompts, top=body.logprobs, **_read_wishes(body))
     return await answer_requests(context, call, body, requests, shape)
-
-
-def _decode_prompts(tokenizer: Tokenizer, requests: Sequence[TextRequest]) -> list[str]:
-    texts = [r.prompt if r.prompt is not None else tokenizer.decode(r.prompt_token_ids or ()) for r in requests]
-    return [text for text, request in zip(texts, requests, strict=True) for _ in range(request.params.n)]
 
 
 def _read_wishes(body: GenerationFields) -> dict[str, Any]:
@@ -101,23 +100,16 @@ def _read_wishes(body: GenerationFields) -> dict[str, Any]:
 
 async def answer_requests(
     context: Context, call: Call, body: GenerationFields, requests: Sequence[TextRequest], shape: ResponseShape
-) -> HttpReply:
+) -> ASGIApp:
     """Run the requests of a body and answer in a shape: as a stream, or when all of them have ended."""
     try:
         generation = await GenerationCall.submit_requests(context, call, requests)
     except InvalidRequestError as error:
         raise name_field(error, body) from None
-    headers = rate_headers(context, call)
     if body.stream:
-
-        def report_failure(raised: Exception) -> WicoreError:
-            log.error("call %s (%s) failed unexpectedly", call.call_id, call.method, exc_info=raised)
-            return WicoreError(f"Internal error; the server's log has it as {call.call_id}.")
-
-        return EventStream(
-            stream_events(generation, shape), generation.aclose, report_failure, headers,
-            done=shape.done, broken=shape.break_stream,
-        )  # fmt: skip
+        events, failed = stream_events(generation, shape), partial(hide_failure, call)
+        headers = rate_headers(context, call)
+        return EventStream(events, generation.aclose, failed, headers, shape.done, shape.break_stream)
     try:
         raw = shape.make_answer(await generation.collect_completions(), generation.totals)
     except InvalidRequestError as error:  # a constraint that could not be kept to the end
@@ -129,10 +121,10 @@ async def answer_requests(
 
 async def stream_events(generation: GenerationCall, shape: ResponseShape) -> AsyncIterator[bytes]:
     opened: set[int] = set()
-    totals = generation.totals
+    totals, sequences = generation.totals, len(generation.streams) * generation.n
     if await generation.wait_admitted():  # from here on a failure is an event
-        opened.update(range(generation.sequences))
-        yield b"".join([shape.open_sequence(index, totals) for index in range(generation.sequences)])
+        opened.update(range(sequences))
+        yield b"".join(map(shape.open_sequence, range(sequences), repeat(totals)))
     async for index, output in generation.stream_outputs():
         chunk = shape.make_chunk(index, output, totals)
         if index not in opened:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
@@ -44,6 +44,8 @@ MAX_PIPELINED = 16
 """Requests that a client sends on one connection before it has the answers; no library does that."""
 MAX_FRAGMENTS = 1024
 """Frames of one WebSocket message."""
+NOT_HTTP = HttpError(400, "The request is not valid HTTP.")
+TOO_LONG = HttpError(431, "The request line or the headers are too long.")
 MESSAGE_BYTES = 512
 """Cost of a WebSocket message that waits, beside its bytes."""
 
@@ -76,28 +78,20 @@ class Visitors(ServerState):
         return client[0] and (find_network(client[0]) or client[0]) if client else ""
 
 
-class _Outlet:
-    """Connection as its requests see it. `close` is the protocol's own."""
-
-    __slots__ = ("close", "is_closing", "write")
-
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
-
-
 class GuardedHttp(HttpToolsProtocol):
     server_state: Visitors
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._late: asyncio.TimerHandle | None = None
         self._stalled: asyncio.TimerHandle | None = None
-        self._in_head, self._head = True, 0
+        self._in_head, self._head, self._size = True, 0, 0
         self._running: RequestResponseCycle | None = None
         self._drops, self._dropped = False, 0  # whether nothing that comes is parsed any more, and bytes of that
         self._stays: bytes | None = None  # the first line of a request that offers a protocol which is not spoken here
-        self._refusal = HttpError(400, "The request is not valid HTTP.")
+        self._refusal = NOT_HTTP
         super().connection_made(transport)
-        self._outlet = _Outlet(transport, self._close_gently)
+        # The connection as its requests see it: `close` is the protocol's own.
+        self._outlet = SimpleNamespace(write=transport.write, is_closing=transport.is_closing, close=self._close_gently)
         if not self.server_state.admit_connection(self.client):
             transport.abort()
             return
@@ -148,7 +142,7 @@ class GuardedHttp(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._parse_bytes(data)
         if self._in_head and self._head > MAX_HEAD and not self.transport.is_closing():
-            self._too_long()
+            self._refusal = TOO_LONG
             self.send_400_response("")
 
     def _parse_bytes(self, data: bytes) -> None:
@@ -156,19 +150,16 @@ class GuardedHttp(HttpToolsProtocol):
             self.parser.feed_data(data)
         except HttpParserUpgrade as upgrade:
             if self._stays is not None:
-                self._stay_http(self._stays, data[upgrade.args[0] :])
+                # The offer of another protocol (h2c) is ignored, as RFC 9110, 7.8 allows. The parser leaves out bodies
+                # of such requests, so another parser gets the head without the offer.
+                head = [self._stays, *(b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade")]
+                self._stays, self.parser = None, HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+                self._parse_bytes(b"".join((*head, b"\r\n", data[upgrade.args[0] :])))
             elif self._should_upgrade():
                 self.handle_websocket_upgrade()
         except HttpParserError:
             self.send_400_response("")
-
-    def _stay_http(self, line: bytes, rest: bytes) -> None:
-        """Ignore the offer of another protocol (h2c) and go on with HTTP/1.1, as RFC 9110, 7.8 allows. The parser
-        leaves out bodies of such requests, so another parser gets the head without the offer."""
-        fields = [b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade"]
-        self._stays, self.parser = None, HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        self._parse_bytes(b"".join((line, *fields, b"\r\n", rest)))
 
     def _close_gently(self) -> None:
         """End the connection when its output is written and the client has sent what it began."""
@@ -191,25 +182,19 @@ class GuardedHttp(HttpToolsProtocol):
         if not self._drops:
             super().on_response_complete()
 
-    def on_message_begin(self) -> None:
-        self._in_head, self._size = True, 0
-        super().on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        self._count_head(len(url))
-        super().on_url(url)
-
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count_head(len(name) + len(value))
-        if not self._in_head:
-            return  # a trailer: it comes behind what its request may do
-        if len(self.headers) >= MAX_HEADERS:
-            self._too_long()
-            raise ValueError("too many headers")  # the parser then gives up with an error of its own
-        super().on_header(name, value)
+        self._size += len(name) + len(value)
+        if len(self.url) + self._size > MAX_HEAD or (self._in_head and len(self.headers) >= MAX_HEADERS):
+            self._refusal = TOO_LONG
+            raise ValueError("too long a head")  # the parser then gives up with an error of its own
+        if self._in_head:  # no trailer, which comes behind what its request may do
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_head, self._head = False, 0
+        if len(self.url) > MAX_HEAD:
+            self._refusal = TOO_LONG
+            raise ValueError("too long a URL")
         self._cancel_timer("_late")
         method = self.parser.get_method()
         if self.parser.should_upgrade() and method != b"CONNECT" and not self._should_upgrade():
@@ -224,7 +209,7 @@ class GuardedHttp(HttpToolsProtocol):
             raise ValueError("too many requests at once")
 
     def on_message_complete(self) -> None:
-        self._in_head = True
+        self._in_head, self._size = True, 0
         if self._stays is None:
             super().on_message_complete()
 
@@ -246,15 +231,6 @@ class GuardedHttp(HttpToolsProtocol):
         self._tell_gone()
         self.transport.write(_encode_refusal(self._refusal))
         self._drop_rest()
-
-    def _count_head(self, size: int) -> None:
-        self._size += size
-        if self._size > MAX_HEAD:
-            self._too_long()
-            raise ValueError("too long a head")
-
-    def _too_long(self) -> None:
-        self._refusal = HttpError(431, "The request line or the headers are too long.")
 
     def _cancel_timer(self, name: str) -> None:
         timer: asyncio.TimerHandle | None = getattr(self, name)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -22,10 +23,6 @@ from wicore_trt.http.context import Context
 from wicore_trt.http.errors import ClientGoneError
 
 T = TypeVar("T")
-
-
-class HttpReply(Protocol):
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
 
 def json_reply(body: object, status: int = 200, headers: list[tuple[bytes, bytes]] | None = None) -> Response:
@@ -67,25 +64,19 @@ HEADERS = (
 )
 
 
+@dataclass(slots=True)
 class EventStream:
     """ASGI response. `close` is awaited at the end; `failed` turns other exceptions into a WicoreError. `done` and
     `broken` are the last bytes of a stream."""
 
-    def __init__(
-        self,
-        events: AsyncIterator[bytes],
-        close: Callable[[], Awaitable[None]],
-        failed: Callable[[Exception], WicoreError],
-        headers: list[tuple[bytes, bytes]],
-        *,
-        done: bytes,
-        broken: Callable[[WicoreError], bytes],
-    ) -> None:
-        self._events, self._close, self._failed = events, close, failed
-        self._done, self._broken = done, broken
-        self._headers = [*HEADERS, *headers]
-        self._started = False
-        self._sent = 0
+    events: AsyncIterator[bytes]
+    close: Callable[[], Awaitable[None]]
+    failed: Callable[[Exception], WicoreError]
+    headers: list[tuple[bytes, bytes]]
+    done: bytes
+    broken: Callable[[WicoreError], bytes]
+    _started: bool = False
+    _sent: int = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events. Raises the error that broke the stream before anything was sent, and ClientGoneError."""
@@ -101,27 +92,27 @@ class EventStream:
                 task.cancel()
             with suppress(asyncio.CancelledError):
                 await asyncio.gather(pump, watch, return_exceptions=True)
-            await self._close()
+            await self.close()
 
     async def _send_head(self, send: Send) -> None:
         self._started = True
-        await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *self.headers]})
 
     async def _send_events(self, send: Send) -> None:
         try:
-            async for event in self._events:
+            async for event in self.events:
                 if not self._started:
                     await self._send_head(send)
                 self._sent += 1
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             if not self._started:
                 await self._send_head(send)
-            last = self._done
+            last = self.done
         except Exception as raised:
-            error = raised if isinstance(raised, WicoreError) else self._failed(raised)
+            error = raised if isinstance(raised, WicoreError) else self.failed(raised)
             if not self._started:
                 raise error from raised
-            last = self._broken(error)
+            last = self.broken(error)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _watch_client(self, receive: Receive, send: Send) -> None:

@@ -11,6 +11,8 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.types import ASGIApp
+
 from wicore_trt.access.calls import Call
 from wicore_trt.errors import InvalidRequestError, WicoreError, shown
 from wicore_trt.http.blocks import Block, BlockShape, Change, named_event, was_cut
@@ -18,11 +20,11 @@ from wicore_trt.http.bodies import ChatBody, ResponsesBody
 from wicore_trt.http.client_tools import FORMS, Form, join_namespace, response_tools
 from wicore_trt.http.context import Context
 from wicore_trt.http.conversation import ChatBuilder, make_chat_body, read_member, read_text, rename_fields
-from wicore_trt.http.convert import make_chat_request, read_tools
+from wicore_trt.http.convert import make_chat_request
 from wicore_trt.http.errors import message_of
 from wicore_trt.http.generation import Totals
 from wicore_trt.http.openai import answer_requests, encode_prompt
-from wicore_trt.http.replies import HttpReply, json_reply
+from wicore_trt.http.replies import json_reply
 from wicore_trt.http.shapes import encode, token_entry
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import Completion, TextOutput
@@ -200,22 +202,17 @@ class ResponsesShape(BlockShape):
             told = self._number_event("response.output_text.done", **inside, text=block.text, logprobs=self._logprobs)
             told += self._number_event("response.content_part.done", **inside, part=self._describe_part(block.text))
         else:
-            told = self._tell_arguments(block, item_id, at)
+            form = self._find_form(block)
+            fields, told = form.make_fields(block.text), b""
+            if form.key == "arguments":
+                told = self._number_event("response.function_call_arguments.done", item_id=item_id, **at, **fields)
+            elif form.key == "input":
+                name, given = "response.custom_tool_call_input", fields["input"]
+                told = self._number_event(f"{name}.delta", item_id=item_id, **at, delta=given)
+                told += self._number_event(f"{name}.done", item_id=item_id, **at, input=given)
         return told + self._number_event(
             "response.output_item.done", **at, item=self._describe_item(block, self._name_status(block))
         )
-
-    def _tell_arguments(self, block: Block, item_id: str, at: Mapping[str, int]) -> bytes:
-        form = self._find_form(block)
-        fields = form.make_fields(block.text)
-        match form.key:
-            case "arguments":
-                return self._number_event("response.function_call_arguments.done", item_id=item_id, **at, **fields)
-            case "input":
-                name, given = "response.custom_tool_call_input", fields["input"]
-                told = self._number_event(f"{name}.delta", item_id=item_id, **at, delta=given)
-                return told + self._number_event(f"{name}.done", item_id=item_id, **at, input=given)
-        return b""
 
     def _find_form(self, block: Block) -> Form:
         return self._forms.get(block.name or "") or Form(name=block.name)
@@ -235,22 +232,19 @@ class ResponsesShape(BlockShape):
 
     def _describe_response(self, status: str, totals: Totals | None) -> dict[str, Any]:
         reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        done = (
-            []
-            if status == "in_progress"
-            else [self._describe_item(block, self._name_status(block)) for block in self.blocks]
-        )
+        blocks = [] if status == "in_progress" else self.blocks
         return {
             **self._head,
             "status": status,
             "error": None,
             "incomplete_details": reason,
-            "output": done,
+            "output": [self._describe_item(block, self._name_status(block)) for block in blocks],
             "usage": None if totals is None else _count_usage(totals),
         }
 
     def _name_status(self, block: Block) -> str:
-        return "incomplete" if self.is_unfinished(block) else "completed"
+        cut = block is self.blocks[-1] and (self.is_open if self.last is None else was_cut(self.last))
+        return "incomplete" if cut else "completed"
 
     def _item_id(self, block: Block) -> str:
         return f"{'msg' if block.name is None else self._find_form(block).prefix}_{block.id}"
@@ -264,8 +258,7 @@ class ResponsesShape(BlockShape):
         return {**head, "type": form.item, "call_id": f"call_{block.id[:24]}", **form.make_fields(given)}
 
     def _describe_part(self, text: str) -> dict[str, Any]:
-        logprobs = self._logprobs if text else []
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs if text else []}
 
 
 def _count_usage(totals: Totals) -> dict[str, Any]:
@@ -278,19 +271,18 @@ def _count_usage(totals: Totals) -> dict[str, Any]:
     }
 
 
-async def serve_responses(context: Context, call: Call, body: ResponsesBody) -> HttpReply:
+async def serve_responses(context: Context, call: Call, body: ResponsesBody) -> ASGIApp:
     """Answer a conversation, as OpenAI's newer API asks."""
     engine = context.require_serving()
     model = engine.info.shown_as(body.model)
     chat, forms = make_chat(body)
     with rename_fields(CHAT_NAMES):
-        tools = read_tools(chat, call.facts)
-        request = make_chat_request(chat, call.who.tenant, tools)
-        shape = ResponsesShape(body, model, engine.tokenizer, calls=tools is not None, forms=forms)
+        request = make_chat_request(chat, call.who.tenant, call.facts)
+        shape = ResponsesShape(body, model, engine.tokenizer, calls=bool(request.functions), forms=forms)
         return await answer_requests(context, call, chat, [request], shape)
 
 
-async def serve_input_tokens(context: Context, call: Call, body: ResponsesBody) -> HttpReply:
+async def serve_input_tokens(context: Context, call: Call, body: ResponsesBody) -> ASGIApp:
     """Count the tokens of a response's input."""
     context.require_engine().info.shown_as(body.model)
     with rename_fields(CHAT_NAMES):

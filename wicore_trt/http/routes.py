@@ -6,15 +6,15 @@ body only when all of it has come and is valid.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette import routing
 from starlette.datastructures import Headers
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from wicore_trt import __version__
 from wicore_trt.access.admission import OTHER
@@ -22,10 +22,10 @@ from wicore_trt.access.calls import Call
 from wicore_trt.http import bodies, messages, native, openai, responses
 from wicore_trt.http.bodies import OBJECT, TEXT, object_of
 from wicore_trt.http.context import Context
-from wicore_trt.http.intake import FieldPath, decode_json, parse_body, read_body
+from wicore_trt.http.intake import decode_json, parse_body, read_body
 from wicore_trt.http.metrics import serve_metrics
 from wicore_trt.http.page import make_page_routes
-from wicore_trt.http.replies import HttpReply, json_reply, run_unless_gone
+from wicore_trt.http.replies import json_reply, run_unless_gone
 from wicore_trt.http.socket import PATH, StreamSocket
 
 OPEN = frozenset(("/health", "/ready", "/ping"))
@@ -37,24 +37,15 @@ class Route:
     """Route: path, body and handler. `handle` is called with the context, the call, and the body or path parameters."""
 
     path: str
-    handle: Callable[..., Awaitable[HttpReply]]
+    handle: Callable[..., Awaitable[ASGIApp]]
     body: type[BaseModel] | None = None
     generates: bool = False
     anthropic: bool = False
     """Its errors are of Anthropic's shape."""
-    fields: FieldPath | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        if self.body is not None:
-            object.__setattr__(self, "fields", bodies.read_fields(self.body))
 
     @property
     def method(self) -> str:
         return "GET" if self.body is None else "POST"
-
-    @property
-    def streams(self) -> bool:
-        return self.body is not None and "stream" in self.body.model_fields
 
     @property
     def statuses(self) -> tuple[int, ...]:
@@ -122,14 +113,15 @@ MEANINGS = {
 }
 
 
-def make_document() -> dict[str, Any]:
+async def serve_openapi(context: Context, call: Call) -> ASGIApp:
+    """Serve the OpenAPI document."""
     models = sorted({route.body for route in ROUTES if route.body is not None}, key=lambda model: model.__name__)
     _, found = models_json_schema([(m, "validation") for m in models], ref_template="#/components/schemas/{model}")
     paths: dict[str, Any] = {}
     for route in ROUTES:
         path = route.path.replace(":path", "")
         paths.setdefault(path, {})[route.method.lower()] = _describe_route(route)
-    return {
+    document = {
         "openapi": "3.1.0",
         "info": {"title": "WiCore-TRT", "version": __version__},
         "paths": paths,
@@ -139,6 +131,7 @@ def make_document() -> dict[str, Any]:
         },
         "security": [{"key": []}, {}],
     }
+    return json_reply(document)
 
 
 def _describe_route(route: Route) -> dict[str, Any]:
@@ -164,38 +157,34 @@ def _describe_response(route: Route, status: int) -> dict[str, Any]:
         content = {JSON: {"schema": {"$ref": f"#/components/schemas/{name}"}}}
         return {"description": MEANINGS[status], "content": content}
     found: dict[str, Any] = {JSON: {"schema": OBJECT}}
-    if route.streams:
+    if route.body is not None and "stream" in route.body.model_fields:
         found["text/event-stream"] = {"schema": {}}  # tools disagree whether it is of the stream or of an event
     return {"description": "Done.", "content": found}
 
 
+@dataclass(frozen=True, slots=True)
 class Endpoint:
-    def __init__(self, context: Context, route: Route) -> None:
-        self._context, self._route = context, route
+    context: Context
+    route: Route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call: Call = scope["state"]["call"]
-        context, route = self._context, self._route
+        context, model = self.context, self.route.body
         arguments: dict[str, Any] = scope.get("path_params", {})
         with context.body_budget.open_share(call.who.tenant) as hold:
-            if route.body is not None:
+            if model is not None:
                 raw = await read_body(receive, Headers(scope=scope), context.max_body_bytes, hold)
                 scope["state"]["read"] = True
-                arguments = {"body": parse_body(route.body, route.fields, decode_json(raw, context.count_items()))}
+                arguments = {"body": parse_body(model, bodies.read_fields(model), decode_json(raw, context.max_items))}
                 del raw
-            work = route.handle(context, call, **arguments)
+            work = self.route.handle(context, call, **arguments)
             del arguments
             reply = await run_unless_gone(receive, work)
         await reply(scope, receive, send)
 
 
-async def serve_openapi(context: Context, call: Call) -> HttpReply:
-    """Serve the OpenAPI document."""
-    return json_reply(make_document())
-
-
-def make_routes(context: Context, origins: Sequence[str] = ()) -> list[routing.BaseRoute]:
+def make_routes(context: Context) -> list[routing.BaseRoute]:
     """Make Starlette's routes of the table, the page and the WebSocket."""
     served = (*ROUTES, Route("/openapi.json", serve_openapi), Route("/metrics", serve_metrics))
     found = [routing.Route(r.path, Endpoint(context, r), methods=[r.method]) for r in served]
-    return [*found, *make_page_routes(), routing.WebSocketRoute(PATH, StreamSocket(context, origins))]
+    return [*found, *make_page_routes(), routing.WebSocketRoute(PATH, StreamSocket(context))]

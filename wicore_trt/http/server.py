@@ -11,11 +11,10 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from email.utils import formatdate
 from functools import partial
-from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import Config
@@ -28,11 +27,7 @@ from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.http.app import make_app
 from wicore_trt.http.context import Context
 from wicore_trt.http.protocol import GuardedHttp, GuardedWebSocket, Visitors
-from wicore_trt.http.routes import make_routes
 from wicore_trt.http.socket import MAX_FRAME
-
-if TYPE_CHECKING:
-    from wicore_trt.core.text_engine import TextEngine
 
 KEEP_ALIVE_S = 75
 """Seconds for which a connection without requests stays open."""
@@ -62,6 +57,7 @@ class Listener:
         )  # fmt: skip
         self._config.load()
         self._state = Visitors()
+        self._make_protocol = partial(GuardedHttp, self._config, self._state, {})
         self._listener: asyncio.Server | None = None
         self._clock: asyncio.TimerHandle | None = None
         self._shaking: set[asyncio.Future[None]] = set()
@@ -73,9 +69,6 @@ class Listener:
         """Use another certificate for new connections. Raises ConfigError, changing nothing, for bad files."""
         if self._tls is not None:
             self._tls = read_tls(settings)
-
-    def _make_protocol(self) -> asyncio.Protocol:
-        return GuardedHttp(self._config, self._state, {}, asyncio.get_running_loop())
 
     async def start(self) -> str:
         """Listen and return the URL (port 0: the system's choice). Raises EnvironmentUnfitError for a bad address."""
@@ -102,7 +95,10 @@ class Listener:
         client = get_remote_addr(transport)
         self._state.shaking += 1
         if self._state.admit_connection(client):
-            shaking = asyncio.ensure_future(self._do_handshake(take_socket(transport)))
+            own = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+            own.setblocking(False)
+            transport.abort()  # it has read nothing of its socket
+            shaking = asyncio.ensure_future(self._do_handshake(own))
             self._shaking.add(shaking)
             shaking.add_done_callback(lambda _: self._end_handshake(client, shaking))
         else:
@@ -126,17 +122,19 @@ class Listener:
         self._state.default_headers = [(b"date", formatdate(time.time(), usegmt=True).encode())]
         self._clock = asyncio.get_running_loop().call_later(1.0, self._update_date)
 
-    async def stop(self, grace_s: float, idle: Callable[[], Awaitable[object]] | None = None) -> None:
-        """Close the port; open connections are cancelled after `grace_s` seconds. They stay until `idle` says that
-        nothing is left which would begin an answer."""
+    async def wait_idle(self) -> None:
+        """Wait until nothing is left which would begin an answer."""
+
+    async def stop(self, grace_s: float) -> None:
+        """Close the port; open connections are cancelled when nothing would begin an answer, after `grace_s` seconds
+        at the latest."""
         if self._clock is not None:
             self._clock.cancel()
         if self._listener is not None:
             self._listener.close()
         end = time.monotonic() + grace_s
-        if idle is not None:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(idle(), max(grace_s, POLL_S))
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.wait_idle(), max(grace_s, POLL_S))
         for shaking in self._shaking:
             shaking.cancel()
         for connection in list(self._state.connections):
@@ -166,14 +164,6 @@ class Shaking(asyncio.Protocol):
         self._comes(transport)
 
 
-def take_socket(transport: asyncio.Transport) -> socket.socket:
-    """Take the socket of a transport that has read nothing of it, and close the transport."""
-    own = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
-    own.setblocking(False)
-    transport.abort()
-    return own
-
-
 async def _wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
     end = time.monotonic() + timeout_s
     while not condition():
@@ -183,7 +173,7 @@ async def _wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
     return True
 
 
-class HttpServer:
+class HttpServer(Listener):
     """HTTP server of a front. Construct it on the event loop that will run it."""
 
     def __init__(
@@ -197,34 +187,19 @@ class HttpServer:
         admission = admission or Admission.from_settings(settings)
         self.context = Context(admission, limit, local, settings.allowed_hosts)
         self.context.origins = settings.cors_origins
-        self._listener = Listener(
-            self._make_app(), settings, host, settings.http_port or 0,
-            flag="--http-port", max_frame=min(limit, MAX_FRAME),
-        )  # fmt: skip
-
-    def _make_app(self) -> ASGIApp:
-        origins = self.context.origins
-        return make_app(self.context, make_routes(self.context, origins), origins)
+        port, max_frame = settings.http_port or 0, min(limit, MAX_FRAME)
+        super().__init__(make_app(self.context), settings, host, port, flag="--http-port", max_frame=max_frame)
 
     def change(self, settings: ServerSettings) -> None:
         """Use other origins and certificate for new connections. Raises ConfigError, changing nothing, for bad
         files."""
-        self._listener.change(settings)
+        super().change(settings)
         self.context.allowed_hosts, self.context.origins = settings.allowed_hosts, settings.cors_origins
-        self._listener.app = self._make_app()
-
-    async def start(self) -> str:
-        """Listen and return the URL (port 0: the system's choice). Raises EnvironmentUnfitError for a bad address."""
-        return await self._listener.start()
-
-    def set_draining(self) -> None:
-        """Refuse new generations, and say so to probes."""
-        self.context.draining = True
-
-    def attach(self, engine: TextEngine) -> None:
-        self.context.attach(engine)
+        self.app = make_app(self.context)
 
     async def stop(self, grace_s: float) -> None:
-        """Close the port; open connections are cancelled after `grace_s` seconds."""
-        self.set_draining()
-        await self._listener.stop(grace_s, self.context.idle.wait)
+        self.context.draining = True
+        await super().stop(grace_s)
+
+    async def wait_idle(self) -> None:
+        await self.context.idle.wait()

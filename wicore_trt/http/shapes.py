@@ -18,7 +18,7 @@ import msgspec
 from wicore_trt.errors import WicoreError
 from wicore_trt.http.errors import error_bytes
 from wicore_trt.http.generation import Totals
-from wicore_trt.text.calls import CallFinder, TextPart, gather_parts
+from wicore_trt.text.calls import CallFinder, gather_parts
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import Completion, FinishReason, TextOutput, TokenLogprob
 
@@ -104,17 +104,10 @@ class ChoiceShape(ResponseShape):
         end = b"null"
         if reason is not None:
             end = b'"%b","stop_reason":%b' % (reason.value.encode(), encode(output.stop_reason))
-        parts = (
-            self._open,
-            b"%d," % index,
-            self._encode_body(text),
-            b',"logprobs":',
-            logprobs,
-            b',"finish_reason":',
-            end,
-        )
         ids = b',"token_ids":' + encode(output.token_ids) if self._token_ids else b""
-        return b"".join((*parts, ids, b"}]", self._encode_usage(totals) if self._continuous else self._tail))
+        tail = self._encode_usage(totals) if self._continuous else self._tail
+        parts = (self._open, index, self._encode_body(text), logprobs, end, ids, tail)
+        return b'%b%d,%b,"logprobs":%b,"finish_reason":%b%b}]%b' % parts
 
     def close_stream(self, totals: Totals) -> bytes:
         """Make the last chunk, which has the counts, where they are wanted."""
@@ -154,9 +147,8 @@ def token_entry(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, Any]:
     """Describe a token, its probability and the alternatives, with text and bytes."""
     chosen, *top = [
         {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
-        for raw, logprob in (
-            (tokenizer.token_bytes(token), logprob) for token, logprob in ((entry.token_id, entry.logprob), *entry.top)
-        )
+        for token, logprob in ((entry.token_id, entry.logprob), *entry.top)
+        for raw in (tokenizer.token_bytes(token),)
     ]
     return {**chosen, "top_logprobs": top}
 
@@ -264,11 +256,22 @@ class AnswerCalls:
     def __init__(self) -> None:
         self._finders: dict[int, CallFinder] = {}
 
-    def read_output(self, index: int, output: TextOutput) -> tuple[dict[str, Any], str | None]:
+    def read_output(self, index: int, output: TextOutput | Completion) -> tuple[dict[str, Any], str | None]:
         """Return what an output adds to a message, and the finish reason that ends the message with it."""
         finder, reason = self._finders.setdefault(index, CallFinder()), output.finish_reason
-        delta = _make_delta(finder.push_text(output.text) + (finder.end_output() if reason is not None else []))
-        return delta, None if reason is None else _name_reason(reason, finder)
+        pieces = finder.push_text(output.text) + (finder.end_output() if reason is not None else [])
+        text, calls = gather_parts(pieces)  # the parts of each call put together
+        delta: dict[str, Any] = {"content": text} if text else {}
+        for call in calls:
+            function = {"arguments": call.arguments}
+            told: dict[str, Any] = {"index": call.call, "function": function}
+            if call.name is not None:
+                function = {"name": call.name, **function}
+                told = {"index": call.call, "id": call.id, "type": "function", "function": function}
+            delta.setdefault("tool_calls", []).append(told)
+        if reason is FinishReason.STOP and finder.is_whole:
+            return delta, "tool_calls"
+        return delta, None if reason is None else reason.value
 
 
 class ToolShape(ChatShape):
@@ -292,30 +295,11 @@ class ToolShape(ChatShape):
         return raw + (self._encode_usage(totals) if self._continuous else self._tail)
 
     def _make_choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        finder = CallFinder()
-        delta = _make_delta(finder.push_text(completion.text) + finder.end_output())
+        delta, reason = AnswerCalls().read_output(index, completion)
         calls = [{k: v for k, v in call.items() if k != "index"} for call in delta.get("tool_calls", ())]
         message = {"role": "assistant", "content": delta.get("content"), "refusal": None}
         return {
             **super()._make_choice(index, completion),
             "message": message | ({"tool_calls": calls} if calls else {"content": delta.get("content", "")}),
-            "finish_reason": _name_reason(completion.finish_reason, finder),
+            "finish_reason": reason,
         }
-
-
-def _name_reason(reason: FinishReason, finder: CallFinder) -> str:
-    return "tool_calls" if finder.is_whole and reason is FinishReason.STOP else reason.value
-
-
-def _make_delta(pieces: list[TextPart]) -> dict[str, Any]:
-    """Make the addition to a message: text, or calls with the parts of each put together."""
-    text, calls = gather_parts(pieces)
-    delta: dict[str, Any] = {"content": text} if text else {}
-    return delta | ({"tool_calls": [_describe_call(call) for call in calls]} if calls else {})
-
-
-def _describe_call(call: TextPart) -> dict[str, Any]:
-    if call.name is None:
-        return {"index": call.call, "function": {"arguments": call.arguments}}
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"index": call.call, "id": call.id, "type": "function", "function": function}

@@ -8,7 +8,6 @@ revoked key begins nothing on open connections.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -23,15 +22,12 @@ from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.errors import InvalidRequestError, NotFoundError, RequestCancelledError, WicoreError
 from wicore_trt.http.bodies import ChatBody, CompletionBody, read_fields
 from wicore_trt.http.context import Context
-from wicore_trt.http.convert import make_chat_request, make_completion_requests, name_field, read_tools
-from wicore_trt.http.errors import CLIENT_GONE, HttpError, error_object, status_of
+from wicore_trt.http.convert import make_chat_request, make_completion_requests, name_field
+from wicore_trt.http.errors import CLIENT_GONE, HttpError, error_object, hide_failure, status_of
 from wicore_trt.http.generation import GenerationCall
 from wicore_trt.http.intake import decode_json, parse_body
 from wicore_trt.http.shapes import AnswerCalls, ChatShape, encode
-from wicore_trt.text.tools import Tools
-from wicore_trt.types import TextOutput, TextRequest
-
-log = logging.getLogger(__name__)
+from wicore_trt.types import TextOutput
 
 PATH = "/v1/stream"
 MAX_SOCKETS = 256
@@ -87,13 +83,13 @@ def check_origin(headers: Headers, origins: Sequence[str]) -> None:
 
 
 class StreamSocket:
-    def __init__(self, context: Context, origins: Sequence[str]) -> None:
-        self._context, self._origins = context, origins
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._sockets = Gate(MAX_SOCKETS, "WebSockets")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call: Call = scope["state"]["call"]
-        check_origin(Headers(scope=scope), self._origins)
+        check_origin(Headers(scope=scope), self._context.origins)
         with self._sockets.hold_place(call.who.tenant), self._context.body_budget.open_share(call.who.tenant) as hold:
             scope["state"]["hold"] = hold  # what has come of a message counts before it is whole
             await receive()  # websocket.connect
@@ -119,32 +115,27 @@ class Connection:
         """Process a frame. Faults go to the client."""
         frame_id: str | None = None
         try:
-            frame = decode_json(raw, self._context.count_items())
-            frame_id = self._check_id(frame.pop("id", None))
+            frame = decode_json(raw, self._context.max_items)
+            given = frame.pop("id", None)
+            if not isinstance(given, str) or not 0 < len(given) <= MAX_ID:
+                raise InvalidRequestError(f"id is a text of 1 to {MAX_ID} characters.", field="id")
+            frame_id = given
             kind = frame.pop("type", None)
             if kind == "cancel":
                 if frame_id not in self._open:
                     raise NotFoundError("No generation has this id.")
                 self._open[frame_id].cancel()
             elif kind == "generate":
-                self._begin_generation(frame_id, frame, len(raw))
+                if frame_id in self._open:
+                    raise InvalidRequestError("A generation with this id is open.", field="id")
+                if len(self._open) >= MAX_OPEN:
+                    raise InvalidRequestError(f"A connection has at most {MAX_OPEN} generations.", field="id")
+                self._open[frame_id] = asyncio.ensure_future(self._run_generation(frame_id, frame, len(raw)))
                 await asyncio.sleep(0)  # let it begin: a task that is cancelled before says nothing
             else:
                 raise InvalidRequestError("type is generate or cancel.", field="type")
         except WicoreError as error:
             await self._send_error(frame_id, error)
-
-    def _check_id(self, value: object) -> str:
-        if not isinstance(value, str) or not 0 < len(value) <= MAX_ID:
-            raise InvalidRequestError(f"id is a text of 1 to {MAX_ID} characters.", field="id")
-        return value
-
-    def _begin_generation(self, frame_id: str, frame: dict[str, Any], size: int) -> None:
-        if frame_id in self._open:
-            raise InvalidRequestError("A generation with this id is open.", field="id")
-        if len(self._open) >= MAX_OPEN:
-            raise InvalidRequestError(f"A connection has at most {MAX_OPEN} generations.", field="id")
-        self._open[frame_id] = asyncio.ensure_future(self._run_generation(frame_id, frame, size))
 
     async def _run_generation(self, frame_id: str, frame: dict[str, Any], size: int) -> None:
         call = Call.from_headers(f"STREAM {PATH}", self._call.who, {REQUEST_ID_HEADER: self._call.call_id}.get)
@@ -168,10 +159,9 @@ class Connection:
             await self._send_error(frame_id, error)
         except OSError:
             pass  # the connection is gone
-        except Exception:
+        except Exception as raised:
             status = 500
-            log.exception("call %s (%s) failed unexpectedly", call.call_id, call.method)
-            await self._send_error(frame_id, WicoreError(f"Internal error; the server's log has it as {call.call_id}."))
+            await self._send_error(frame_id, hide_failure(call, raised))
         finally:
             del self._open[frame_id]
             write_access_line(call, str(status), generates=True)
@@ -179,12 +169,16 @@ class Connection:
     async def _relay_outputs(self, frame_id: str, body: ChatBody | CompletionBody, call: Call) -> None:
         engine = self._context.require_serving()
         engine.info.shown_as(body.model)
-        tools = read_tools(body, call.facts) if isinstance(body, ChatBody) else None
-        shape = FrameShape(frame_id, engine, calls=tools is not None)
+        for field in ("echo", "prompt_logprobs", "return_token_ids"):
+            if (value := getattr(body, field, None)) is not None and value is not False:
+                raise InvalidRequestError(f"{field} is not supported here.", field=field, fix="Use HTTP.")
         try:
-            generation = await GenerationCall.submit_requests(
-                self._context, call, self._make_requests(body, tools, call.who.tenant)
-            )
+            if isinstance(body, ChatBody):
+                requests = [make_chat_request(body, call.who.tenant, call.facts)]
+            else:
+                requests = make_completion_requests(body, call.who.tenant)
+            shape = FrameShape(frame_id, engine, calls=bool(requests[0].functions))
+            generation = await GenerationCall.submit_requests(self._context, call, requests)
         except InvalidRequestError as error:
             raise name_field(error, body) from None
         try:
@@ -195,14 +189,6 @@ class Connection:
         finally:
             await generation.aclose()
         await self._send_frame({"type": "done", "id": frame_id, "usage": generation.totals.describe_usage()})
-
-    def _make_requests(self, body: ChatBody | CompletionBody, tools: Tools | None, tenant: str) -> list[TextRequest]:
-        for field in ("echo", "prompt_logprobs", "return_token_ids"):
-            if (value := getattr(body, field, None)) is not None and value is not False:
-                raise InvalidRequestError(f"{field} is not supported here.", field=field, fix="Use HTTP.")
-        if isinstance(body, ChatBody):
-            return [make_chat_request(body, tenant, tools)]
-        return make_completion_requests(body, tenant)
 
     async def _send_error(self, frame_id: str | None, error: WicoreError) -> None:
         await self._send_frame({"type": "error", "id": frame_id, **error_object(error)})

@@ -121,7 +121,7 @@ class Supervisor:
             for process in left:
                 process.wait_for_end(KILL_S)
             if self._admin is not None:
-                await self._admin.stop()
+                await self._admin.stop(0)
 
     # --- processes -----------------------------------------------------------------------------------------------
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 from wicore_trt.access.admission import Admission
 from wicore_trt.access.listening import check_exposure, find_http_host, is_local
 from wicore_trt.config import ServerSettings
-from wicore_trt.http.metrics import collect_metrics
+from wicore_trt.http.metrics import take_snapshot
 from wicore_trt.http.server import HttpServer
-from wicore_trt.metrics.exposition import render_metrics
+from wicore_trt.metrics.exposition import collect_families, render_metrics
 from wicore_trt.serve.server import GrpcServer
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Servers:
 
     def attach_engine(self, engine: TextEngine) -> None:
         self.grpc.service.engine = engine
-        self._http.attach(engine)
+        self._http.context.attach(engine)
 
     def apply_settings(self, settings: ServerSettings) -> None:
         """Apply other keys, rates, origins and certificates from now on. Raises ConfigError."""
@@ -76,11 +76,11 @@ class Servers:
 
     async def set_draining(self) -> None:
         """Refuse requests from now on, and tell probes."""
-        self._http.set_draining()
+        self._http.context.draining = True
         await self.grpc.set_draining()
 
     async def render_metrics(self) -> str:
-        return render_metrics(await collect_metrics(self._http.context))[0].decode()
+        return render_metrics(collect_families(await take_snapshot(self._http.context)))[0].decode()
 
     async def stop_listening(self, grace_s: float) -> None:
         """Close the ports; calls still open after `grace_s` seconds are cancelled."""

@@ -178,8 +178,8 @@ class CallFinder:
         listed = _LISTED.match(held)
         assert listed is not None
         at = listed.end()
-        if _HEAD.match(held, at):
-            return self._begin_call(held, at, found)
+        if (head := _HEAD.match(held, at)) is not None:
+            return self._begin_call(head, found)
         if _HEAD_SO_FAR.fullmatch(held, at):
             self._held = held
         else:
@@ -210,18 +210,16 @@ class CallFinder:
     def _read_between(self, text: str, found: list[TextPart]) -> str:
         held = self._held + text
         at = held.find("{")
-        if at >= 0 and _HEAD.match(held, at):
-            return self._begin_call(held, at, found)
+        if at >= 0 and (head := _HEAD.match(held, at)) is not None:
+            return self._begin_call(head, found)
         self._held = held[at:] if at >= 0 else ""
         return ""
 
-    def _begin_call(self, held: str, at: int, found: list[TextPart]) -> str:
-        head = _HEAD.match(held, at)
-        assert head is not None
+    def _begin_call(self, head: re.Match[str], found: list[TextPart]) -> str:
         found.append(TextPart(call=self.calls, id=f"call_{uuid.uuid4().hex[:24]}", name=head[1]))
         self.calls += 1
         self._state, self._held, self._depth = self._read_arguments, "", 0
-        return held[head.end() :]
+        return head.string[head.end() :]
 
     def _read_arguments(self, text: str, found: list[TextPart]) -> str:
         for at, character in enumerate(text):

@@ -49,7 +49,7 @@ class ChatTemplate:
     `variables` are the names that the template reads. `fault` is why it can never chat, or None. `takes` are the
     inputs whose text it renders whole: "text", "parts" (contents that are lists), "answers" as text, "system",
     "developer", "later" (those two behind a turn), "neighbours" (consecutive turns of one role) and "tools" (their
-    calls begin with `call_mark`). Raises EngineFormatError when the template cannot be compiled."""
+    calls begin with CALL_MARK). Raises EngineFormatError when the template cannot be compiled."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], origin: Path) -> None:
         self.source, self._tokens = source, dict(tokens)
@@ -62,16 +62,14 @@ class ChatTemplate:
             )
         self.variables = frozenset(compiled["text"].split("\n"))
         self.fault: str | None = None
-        self.call_mark = ""
         self._user: Mapping[str, Any] = PROBE
         self.takes = frozenset(("answers",))
         self.takes = self._try_forms()
 
     def run_probe(self, *more: Mapping[str, Any]) -> str | None:
         """Render a user's turn and `more` behind it, None where the template gives no text."""
-        return self._run_template([self._user, *(_shape_content(dict(turn), self.takes) for turn in more)], False).get(
-            "text"
-        )
+        turns = [self._user, *(_shape_content(dict(turn), self.takes) for turn in more)]
+        return self._run_template(turns, False).get("text")
 
     def _try_forms(self) -> frozenset[str]:
         takes: set[str] = set()
@@ -104,9 +102,8 @@ class ChatTemplate:
                 takes.add(name)
         if "tools" in self.variables:
             text = self._run_template([self._user, *_CALLING], True, [_TOOL]).get("text", "")
-            if all(word in text for word in ("qz_name", "Qz4", "qz_key", "Qz5", "Qz6", "Qz7")):
-                self.call_mark = next((mark for mark in CALL_MARKS if mark in text), "")
-                takes |= {"tools"} if self.call_mark else set()
+            if all(word in text for word in (CALL_MARK, "qz_name", "Qz4", "qz_key", "Qz5", "Qz6", "Qz7")):
+                takes.add("tools")
         return frozenset(takes)
 
     def _run_template(
@@ -139,15 +136,15 @@ class ChatTemplate:
         tools = [{"type": "function", "function": dict(function)} for function in functions]
         answer = self._run_template(turns, add_generation_prompt, tools, checked_variables(variables))
         if "refused" in answer:
-            raise _invalid_messages(
+            raise invalid_messages(
                 f"The chat template refuses these messages: {shortened(answer['refused'], 300)}"
             ) from TemplateRefusal()
         if "broken" in answer:
-            raise _invalid_messages(f"The chat template failed on these messages: {shortened(answer['broken'], 300)}.")
+            raise invalid_messages(f"The chat template failed on these messages: {shortened(answer['broken'], 300)}.")
         return answer["text"]
 
 
-CALL_MARKS = ("<start_function_call>call:",)
+CALL_MARK = "<start_function_call>call:"
 """How calls begin that `text.calls` reads: FunctionGemma's."""
 CALL_TOKENS = ("<start_function_call>", "<end_function_call>", "<escape>")
 """The tokens of these, which are text of an answer though they are special."""
@@ -184,29 +181,33 @@ def shaped_turns(messages: Sequence[Mapping[str, object]], takes: frozenset[str]
                 turn["role"] = "user"
         alone = last == "tool" or (turn.keys() | (turns[-1] if turns else turn).keys()) & {"tool_calls"}
         if turn["role"] == last and not alone and (follows or "neighbours" not in takes):
-            turns[-1]["content"] = _join_contents(turns[-1]["content"], turn["content"], last, takes)
+            first, second = turns[-1]["content"], turn["content"]
+            if _takes_text(last, takes):
+                turns[-1]["content"] = "\n\n".join(content_text("messages", content) for content in (first, second))
+            else:
+                turns[-1]["content"] = [*first, *second]
         else:
             turns.append(turn)
     if all(ROLES.get(str(message.get("role"))) == "system" for message in messages):
-        raise _invalid_messages("messages hold no user turn.")
+        raise invalid_messages("messages hold no user turn.")
     return turns
 
 
 def checked_messages(messages: object) -> Sequence[Mapping[str, Any]]:
     """Check that messages are objects with a known role and no key of REFUSED_KEYS. Raises InvalidRequestError."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
-        raise _invalid_messages("messages must be a non-empty list.")
+        raise invalid_messages("messages must be a non-empty list.")
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         if not isinstance(message, Mapping):
-            raise _invalid_messages(f"{where} must be an object with role and content.")
+            raise invalid_messages(f"{where} must be an object with role and content.")
         role = message.get("role")
         if not isinstance(role, str) or role not in (*ROLES, "tool"):
-            raise _invalid_messages(f"{where}.role must be one of {', '.join((*ROLES, 'tool'))}, got {shown(role)}.")
-        wrong = [key for key in REFUSED_KEYS if message.get(key)]
+            raise invalid_messages(f"{where}.role must be one of {', '.join((*ROLES, 'tool'))}, got {shown(role)}.")
+        wrong = list(filter(message.get, REFUSED_KEYS))
         wrong += ["tool_calls"] if message.get("tool_calls") and ROLES.get(role) != "assistant" else []
         if wrong:
-            raise _invalid_messages(f"{where} has {wrong[0]}, which is not supported.")
+            raise invalid_messages(f"{where} has {wrong[0]}, which is not supported.")
     return messages
 
 
@@ -233,30 +234,23 @@ def _shape_content(turn: dict[str, Any], takes: Collection[str]) -> dict[str, An
     return turn
 
 
-def _join_contents(first: Any, second: Any, role: str, takes: Collection[str]) -> Any:
-    """Join the contents of two turns of a role: to a text where that is taken, else to parts."""
-    if _takes_text(role, takes):
-        return "\n\n".join(content_text("messages", content) for content in (first, second))
-    return [*first, *second]
-
-
 def content_text(where: str, content: object) -> str:
     """Return a content's text. Raises InvalidRequestError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
-        raise _invalid_messages(f"{where} must be a string or a list of text parts.")
+        raise invalid_messages(f"{where} must be a string or a list of text parts.")
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if isinstance(kind, str) and kind in _IMAGE_PARTS:
-            raise _invalid_messages(f"{where}[{index}]: {kind} parts are not supported yet.")
+            raise invalid_messages(f"{where}[{index}]: {kind} parts are not supported yet.")
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise _invalid_messages(f'{where}[{index}] must be {{"type": "text", "text": ...}}.')
+            raise invalid_messages(f'{where}[{index}] must be {{"type": "text", "text": ...}}.')
         texts.append(part["text"])
     # Several parts are stripped and joined, as Gemma's template renders them.
     return texts[0] if len(texts) == 1 else "".join(text.strip() for text in texts)
 
 
-def _invalid_messages(message: str) -> InvalidRequestError:
+def invalid_messages(message: str) -> InvalidRequestError:
     return InvalidRequestError(message, field="messages")

@@ -7,6 +7,7 @@ and of `flush_text`, put together, are the tokenizer's decode of all pushed ids,
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import count
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,12 +33,11 @@ class IncrementalDetokenizer:
         self._pending: list[int] = []  # the run of bytes after it
         self._run = tokenizer.byte_run() if self._byte_ids else None  # the same where each token's text is known
         self._special = special
-        named = (
-            {}
-            if special
-            else {token: name for text in stop for token, name in tokenizer.find_named_specials(text).items()}
-        )
-        self._marks = {token: chr(_PRIVATE + i) for i, token in enumerate(named)}
+        self._end_pending = self._decode_pending if self._run is None else self._run.end_run
+        named: dict[int, str] = {}
+        for text in () if special else stop:
+            named |= tokenizer.find_named_specials(text)
+        self._marks = dict(zip(named, map(chr, count(_PRIVATE)), strict=False))
         self._unmarked = dict.fromkeys(map(ord, self._marks.values()))
         self._given = dict(zip(stop, stop, strict=True))  # stop strings as they were given, by what is looked for
         for text in stop if named else ():
@@ -47,12 +47,8 @@ class IncrementalDetokenizer:
             self._given.setdefault(marked, text)
         self._include = include_stop
         self._stops = _StopStrings(tuple(self._given), include_stop) if stop else None
-
-    @property
-    def matched(self) -> str | None:
-        """Stop string that ended the text, or None."""
-        found = self._stops.matched if self._stops else None
-        return None if found is None else self._given[found]
+        self.matched: str | None = None
+        """Stop string that ended the text."""
 
     def push_ids(self, token_ids: Iterable[int], *, may_stop: bool = True) -> str:
         """Return the text that became certain with these ids; "" after a stop match. Unless `may_stop`, a stop
@@ -60,37 +56,33 @@ class IncrementalDetokenizer:
         if self.matched is not None:
             return ""
         text = "".join(map(self._decode_token, token_ids))
-        return self._hide_marks(self._stops.push_text(text, may_stop)) if self._stops else text
+        return text if self._stops is None else self._hide_marks(self._stops.push_text(text, may_stop))
 
     def flush_text(self, *, may_stop: bool = True) -> str:
         """Return the rest at the end of the sequence, incomplete UTF-8 as U+FFFD. May still match a stop string."""
         if self.matched is not None:
             return ""
         text = self._end_pending()
-        return (
-            self._hide_marks(self._stops.push_text(text, may_stop) + self._stops.flush_held()) if self._stops else text
-        )
-
-    def _end_pending(self) -> str:
-        return self._decode_pending() if self._run is None else self._run.end_run()
+        if self._stops is None:
+            return text
+        return self._hide_marks(self._stops.push_text(text, may_stop) + self._stops.flush_held())
 
     def _hide_marks(self, text: str) -> str:
-        """Remove marks of special tokens from a text; a stop string is shown as it was given."""
-        found = self._stops.matched if self._marks and self._stops else None
-        if found is not None and self._include:
-            return text[: len(text) - len(found)].translate(self._unmarked) + self._given[found]
+        """Remove marks of special tokens from a searched text; a stop string is shown as it was given."""
+        assert self._stops is not None
+        if (found := self._stops.matched) is not None:
+            self.matched = self._given[found]
+            if self._marks and self._include:
+                return text[: len(text) - len(found)].translate(self._unmarked) + self.matched
         return text.translate(self._unmarked) if self._marks else text
 
-    def _name_special(self, token: int) -> str | None:
-        if not self._special:
-            return self._marks.get(token)
-        if token in self._byte_ids or self._token_text(token) or self._decode_ids([token, token]):
-            return None
-        return self._tokenizer.token_bytes(token).decode(errors="replace")
-
     def _decode_token(self, token: int) -> str:
-        if (self._special or self._marks) and (name := self._name_special(token)) is not None:
-            return self._end_pending() + name
+        if token in self._marks:
+            return self._end_pending() + self._marks[token]
+        if self._special and not (
+            token in self._byte_ids or self._token_text(token) or self._decode_ids([token, token])
+        ):
+            return self._end_pending() + self._tokenizer.token_bytes(token).decode(errors="replace")
         if self._run is not None:
             return self._run.decode_next(token)
         if not self._pending:
@@ -149,17 +141,14 @@ class _StopStrings:
             end, start, self.matched = min(found)
             self._held = ""
             return text[: end if self._include else start]
-        cut = self._find_partial(text)
+        cut = len(text)
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[start] in self._first and any(stop.startswith(text[start:]) for stop in self._stops):
+                cut = start
+                break
         self._held = text[cut:]
         return text[:cut]
 
     def flush_held(self) -> str:
         held, self._held = self._held, ""
         return held
-
-    def _find_partial(self, text: str) -> int:
-        """Find the start of the longest end of `text` that begins a stop string; the text's length if there is none."""
-        for start in range(max(0, len(text) - self._longest + 1), len(text)):
-            if text[start] in self._first and any(stop.startswith(text[start:]) for stop in self._stops):
-                return start
-        return len(text)

@@ -49,7 +49,7 @@ class ModelFiles:
         return value
 
     def read_bos(self) -> int | None:
-        name = self._name_token("bos_token")
+        name = _read_content(self._names.get("bos_token"))
         if name is not None:
             return self._find_token("bos_token", name)
         ids = [i for place, config in self._configs.items() for i in self._read_ids(config, "bos_token_id", place)]
@@ -100,9 +100,6 @@ class ModelFiles:
                     raise EngineFormatError(f"chat_template in {path} must be a string.", fix=REBUILD)
                 return value, path
         return None, self._path
-
-    def _name_token(self, role: str) -> str | None:
-        return _read_content(self._names.get(role))
 
     def _find_token(self, role: str, name: str) -> int:
         index = self._backend.token_to_id(name)

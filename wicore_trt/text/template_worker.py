@@ -129,15 +129,15 @@ def _compiled(source: str) -> tuple[jinja2.Template, str]:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
-    environment.globals["raise_exception"] = _refuse
+
+    def refuse(message: str) -> NoReturn:
+        raise _Refusal(message)
+
+    environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     environment.filters["tojson"] = _tojson
     names = jinja2.meta.find_undeclared_variables(environment.parse(source))
     return environment.from_string(source), "\n".join(sorted(names))
-
-
-def _refuse(message: str) -> NoReturn:
-    raise _Refusal(message)
 
 
 def _tojson(

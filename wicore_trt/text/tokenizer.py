@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,13 @@ class Tokenizer:
         self.build = ""  # the seal of the engine that it is of, where that matters
         self._backend = backend
         self._adds_bos = adds_bos and bos_id is not None
-        self._chat = chat
+        self._chat, self.has_chat = chat, chat is not None
+        self.takes_tools = chat is not None and "tools" in chat.takes  # in a form that `text.calls` reads
+        # The token that ends a turn of a model without chat template, which does not name it among its ends.
+        self.turn_end = None if chat is not None else backend.token_to_id("<end_of_turn>")
         written = chat.source if chat is not None else "<start_of_turn><end_of_turn>"
         self._control = ControlTokens(backend, written, (bos_id, *eos_ids))
-        called = CALL_TOKENS if chat is not None and chat.call_mark else ()
+        called = CALL_TOKENS if self.takes_tools else ()
         self._shown = {i for i in map(backend.token_to_id, called) if i is not None}
         self.bos_id = bos_id
         self.ends = {i: [*eos_ids[i]] if isinstance(eos_ids, Mapping) else [] for i in eos_ids}
@@ -122,10 +126,6 @@ class Tokenizer:
         return made
 
     @property
-    def has_chat(self) -> bool:
-        return self._chat is not None
-
-    @property
     def chat_note(self) -> str | None:
         """Sentence for users who chat with the model, or None."""
         if self.chat_fault is not None:
@@ -146,12 +146,12 @@ class Tokenizer:
         parts = (text or "").partition(str(ANSWER["content"]))
         end = _TAG.match(parts[2].lstrip())
         for tag in sorted({end[0] if end else "", *_TAG.findall(parts[0].replace(SAID, "") + parts[2])} - {""}):
-            ids = self._encode_text(tag, False, "messages", None)
+            ids = self.encode(tag, add_bos=False, field="messages")
             if len(ids) != 1 and (self._chat is None or tag == (end and end[0]) or self._backend.token_to_id(tag)):
                 return f"its mark {tag} is {len(ids)} tokens, not one"
             if end and tag == end[0] and self._chat is not None:
                 self.ends.setdefault(ids[0], []).append("the chat template")
-        ids = self._encode_text(text or "", True, "messages", None)
+        ids = self.encode(text or "", field="messages")
         if SAID not in self.decode(ids, skip_special=False):
             return "its tokenizer loses text"
         return None
@@ -161,33 +161,32 @@ class Tokenizer:
         if self._chat is None or self.chat_fault is not None:
             return []
         text, doubts = self._chat.run_probe() or "", []
-        if self._encode_text(text, True, "messages", None).count(self.bos_id if self.bos_id is not None else -1) > 1:
+        if self.encode(text, field="messages").count(self.bos_id if self.bos_id is not None else -1) > 1:
             doubts.append("conversations begin with BOS twice, as the chat template writes them.")
         if "tools" in self._chat.variables and not self.takes_tools:
             doubts.append("the chat template names tools and writes no calls that can be read: WiCore's own are used.")
         return doubts
-
-    @property
-    def takes_tools(self) -> bool:
-        """True where the model's template writes functions, calls and results in a form that `text.calls` reads."""
-        return self._chat is not None and "tools" in self._chat.takes
-
-    @property
-    def turn_end(self) -> int | None:
-        """Token that ends a turn of a model without chat template, which does not name it among its ends."""
-        return None if self._chat is not None else self._backend.token_to_id("<end_of_turn>")
 
     def described_ends(self) -> str:
         """Describe the ends: their text, and where each came from."""
         text = self._backend.id_to_token
         return ", ".join(f"{i} {shown(text(i))} ({', '.join(places)})" for i, places in self.ends.items())
 
-    def encode(self, text: str, *, add_bos: bool = True, max_tokens: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, *, add_bos: bool = True, max_tokens: int | None = None, field: str = "prompt"
+    ) -> list[int]:
         """Encode a prompt; other Python threads run meanwhile.
         `add_bos` puts BOS first, unless the text begins with it or the model's files say that it has none. Raises
-        InvalidRequestError (field "prompt") for text that is not valid Unicode. Text with so many characters that it
-        must have more than `max_tokens` tokens is refused, too, before any work."""
-        return self._encode_text(text, add_bos, "prompt", max_tokens)
+        InvalidRequestError (`field`) for text that is not valid Unicode. Text with so many characters that it must
+        have more than `max_tokens` tokens is refused, too, before any work."""
+        self._check_text(text, field, max_tokens)
+        # `encode` would hold Python's interpreter lock for all of its time, which stops every other thread.
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        if add_bos and self._adds_bos and ids[:1] != [self.bos_id]:
+            assert self.bos_id is not None
+            ids.insert(0, self.bos_id)
+        return ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Decode token ids; each byte that is part of no character becomes U+FFFD, ids beyond the vocabulary
@@ -251,7 +250,7 @@ class Tokenizer:
 
     def find_named_specials(self, text: str) -> dict[int, str]:
         """Find the special tokens, which are no text, that a text names."""
-        found = {self._backend.token_to_id(name): name for name in self._control.names_in(text)}
+        found = {self._backend.token_to_id(name): name for name in self._control.pattern.findall(text)}
         return {token: name for token, name in found.items() if token is not None and not self.decode([token])}
 
     def list_vocabulary(self) -> list[bytes | None]:
@@ -302,14 +301,13 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
             )
         if cut is None:
-            return self._encode_text(rendered, True, "messages", max_tokens)
+            return self.encode(rendered, max_tokens=max_tokens, field="messages")
         texts, ids = cut(rendered), list[int]()
         self._check_text("".join(filter(None, texts)), "messages", max_tokens)
         for i, text in enumerate(texts):
             if text:
-                ids += (
-                    self._control.encode_as_text(text) if i % 2 else self._encode_text(text, i == 0, "messages", None)
-                )
+                control = self._control
+                ids += control.encode_as_text(text) if i % 2 else self.encode(text, add_bos=i == 0, field="messages")
         return ids
 
     def _check_text(self, text: str, field: str, max_tokens: int | None) -> None:
@@ -320,32 +318,23 @@ class Tokenizer:
         except (UnicodeEncodeError, AttributeError) as error:
             raise InvalidRequestError(f"The text is not valid Unicode: {error}.", field=field) from error
 
-    def _encode_text(self, text: str, add_bos: bool, field: str, max_tokens: int | None) -> list[int]:
-        self._check_text(text, field, max_tokens)
-        # `encode` would hold Python's interpreter lock for all of its time, which stops every other thread.
-        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=False)
-        ids: list[int] = encoding.ids
-        if add_bos and self._adds_bos and ids[:1] != [self.bos_id]:
-            assert self.bos_id is not None
-            ids.insert(0, self.bos_id)
-        return ids
 
-
+@dataclass(slots=True)
 class ByteRun:
     """Decoder of ids one at a time, for tokenizers whose tokens have the same text in any company, but for bytes.
     Bytes make characters with their neighbours; special tokens without text between them do not separate them."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special
-        self._utf8: codecs.IncrementalDecoder | None = None  # has up to three bytes
+    tokenizer: Tokenizer
+    skip_special: bool
+    _utf8: codecs.IncrementalDecoder | None = None  # has up to three bytes
 
     def decode_next(self, token: int) -> str:
         """Return the text that is certain with this id."""
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         if token in tokenizer.byte_ids:
             self._utf8 = self._utf8 or _UTF8(errors=_EACH_BYTE)
             return self._utf8.decode(tokenizer.token_bytes(token))
-        text = tokenizer.token_text(token) if self._skip else tokenizer.decode([token], skip_special=False)
+        text = tokenizer.token_text(token) if self.skip_special else tokenizer.decode([token], skip_special=False)
         assert text is not None
         return self.end_run() + text if text else ""
 

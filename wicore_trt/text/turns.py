@@ -12,8 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from wicore_trt.errors import InvalidRequestError
-from wicore_trt.text.chat import ROLES, checked_messages, content_text
+from wicore_trt.text.chat import ROLES, checked_messages, content_text, invalid_messages
 
 _PREAMBLE = (
     "You can call functions. To call one, answer with one line of JSON and nothing else, without Markdown: "
@@ -34,26 +33,32 @@ def render_turns(
     messages: Sequence[Mapping[str, object]], functions: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
 ) -> str:
     """Render a conversation, without BOS. Raises as `plain_messages` does."""
-    turns = [(str(message["role"]), message["content"]) for message in plain_messages(messages, functions)]
-    if turns[0][0] == "system":  # Gemma 3 has no such turn: the user's first one begins with it
-        turns[:2] = [("user", f"{turns[0][1]}\n\n{turns[1][1]}")]
+    turns = plain_messages(messages, functions)
+    if turns[0]["role"] == "system":  # Gemma 3 has no such turn: the user's first one begins with it
+        turns[:2] = [{"role": "user", "content": f"{turns[0]['content']}\n\n{turns[1]['content']}"}]
     text = ""
-    for role, content in turns:
-        text += f"<start_of_turn>{role.replace('assistant', 'model')}\n{content}<end_of_turn>\n"
+    for turn in turns:
+        text += f"<start_of_turn>{turn['role'].replace('assistant', 'model')}\n{turn['content']}<end_of_turn>\n"
     return text + "<start_of_turn>model\n" if add_generation_prompt else text
 
 
 def plain_messages(
     messages: Sequence[Mapping[str, object]], functions: Sequence[Mapping[str, Any]]
-) -> list[dict[str, object]]:
+) -> list[dict[str, str]]:
     """Make the conversation for a template that takes no tools.
     The functions, {"name", "description", "parameters"}, are in its system message, calls are text of the assistant
     and results text of the user; turns of one role in a row are one. Raises InvalidRequestError (field "messages")."""
     head: list[str] = []
     turns: list[tuple[str, list[str]]] = []
-    for role, text, calls in _read_messages(messages):
+    for index, (message, calls, name) in enumerate(_name_results(messages)):
+        role, content = ROLES.get(str(message["role"]), "user"), message.get("content")
+        if role == "assistant":
+            content = content or ""
+        text = content_text(f"messages[{index}].content", content).strip()
+        if name is not None:
+            text = f"<tool_response>\n{_encode_json({'name': name, 'content': text})}\n</tool_response>"
         if calls:
-            found = [{"name": name, "parameters": parameters} for name, parameters in calls]
+            found = [{"name": called, "parameters": parameters} for called, parameters in calls]
             text = "\n".join(filter(None, (text, _encode_json(found[0] if len(found) == 1 else found))))
         if role == "system" and not turns:
             head.append(text)
@@ -63,7 +68,7 @@ def plain_messages(
             turns.append((role, []))
         turns[-1][1].append(text)
     if not turns:
-        raise _invalid_messages("messages hold no user turn.")
+        raise invalid_messages("messages hold no user turn.")
     if functions:
         head.append(_PREAMBLE + "\n".join(map(_encode_json, functions)))
     if head and turns[0][0] == "assistant":
@@ -71,18 +76,6 @@ def plain_messages(
     if head:
         turns.insert(0, ("system", head))
     return [{"role": role, "content": "\n\n".join(texts)} for role, texts in turns]
-
-
-def _read_messages(messages: Sequence[Mapping[str, object]]) -> Iterator[tuple[str, str, list[tuple[str, Any]]]]:
-    """Yield the role, the text and the calls of each message; results are the user's, in <tool_response>."""
-    for index, (message, calls, name) in enumerate(_name_results(messages)):
-        role, content = ROLES.get(str(message["role"])), message.get("content")
-        if role == "assistant":
-            content = content or ""
-        text = content_text(f"messages[{index}].content", content).strip()
-        if role is None:
-            role, text = "user", f"<tool_response>\n{_encode_json({'name': name, 'content': text})}\n</tool_response>"
-        yield role, text, calls
 
 
 def tool_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str, Any]]:
@@ -111,24 +104,24 @@ def _name_results(
         if message["role"] == "tool":
             called = message.get("tool_call_id")
             if not isinstance(called, str) or called not in names:
-                raise _invalid_messages(f"{where} of role tool needs the tool_call_id of a call before it.")
+                raise invalid_messages(f"{where} of role tool needs the tool_call_id of a call before it.")
             name = names[called]
         yield message, calls, name
 
 
 def _read_calls(where: str, calls: object, names: dict[str, str]) -> list[tuple[str, Any]]:
     if not isinstance(calls, Sequence) or isinstance(calls, (str, bytes)):
-        raise _invalid_messages(f"{where} must be a list.")
+        raise invalid_messages(f"{where} must be a list.")
     found = []
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise _invalid_messages(f"{where}[{i}] must be a function call with a name.")
+            raise invalid_messages(f"{where}[{i}] must be a function call with a name.")
         arguments = function.get("arguments") or "{}"
         try:
             parameters = json.loads(arguments) if isinstance(arguments, str) else arguments
         except (ValueError, RecursionError):
-            raise _invalid_messages(f"{where}[{i}].function.arguments must be JSON.") from None
+            raise invalid_messages(f"{where}[{i}].function.arguments must be JSON.") from None
         found.append((function["name"], parameters))
         names[str(call.get("id"))] = function["name"]
     return found
@@ -136,7 +129,3 @@ def _read_calls(where: str, calls: object, names: dict[str, str]) -> list[tuple[
 
 def _encode_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _invalid_messages(message: str) -> InvalidRequestError:
-    return InvalidRequestError(message, field="messages")

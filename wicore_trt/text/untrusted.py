@@ -35,18 +35,22 @@ class ControlTokens:
             or token.content.startswith("<unused")
         ]  # fmt: skip
         self._names = _any_of(names) if names else "(?!)"
-        self._pattern = re.compile(self._names)
+        self.pattern = re.compile(self._names)
 
     def mark_texts(self, values: Any) -> tuple[Any, Callable[[str], list[str | None]] | None]:
         """Mark texts in `values`, JSON; return them with a function that cuts a text into text, token, text and so
         on.
         None in place of the function where there are no marks."""
-        pieces = [text.strip() for text in _list_pieces(values)]
-        ends, marks = list(accumulate(map(len, pieces))), self._pattern.finditer("".join(pieces))
-        seams = {i for m in marks for i in range(bisect_right(ends, m.start()), bisect_left(ends, m.end()))}
-        if not seams and not any(self._pattern.search(text) for text in _list_texts(values)):
+        texts = list(_walk_texts(values))
+        pieces = [text.strip() for text, piece in texts if piece]
+        ends, seams = list(accumulate(map(len, pieces))), set[int]()
+        for mark in self.pattern.finditer("".join(pieces)):
+            seams.update(range(bisect_right(ends, mark.start()), bisect_left(ends, mark.end())))
+        every = set[str]()
+        if not seams and not any(self.pattern.search(text) for text, _ in texts):
             return values, None
-        every = set().union(*_list_texts(values))
+        for text, _ in texts:
+            every.update(text)
         begin, end = [c for c in map(chr, range(_FIRST, _LAST)) if c not in every][:2]
         cuts = re.compile(f"{begin}({self._names}){end}|[{begin}{end}]")
         number = count()
@@ -54,23 +58,18 @@ class ControlTokens:
         def marked(text: str, piece: bool) -> str:
             if piece and next(number) in seams:
                 text = f"{text.rstrip()}{begin}{text[len(text.rstrip()) :]}"
-            return self._pattern.sub(lambda found: f"{begin}{found[0]}{end}", text)
+            return self.pattern.sub(lambda found: f"{begin}{found[0]}{end}", text)
 
         return _replace_texts(values, marked), cuts.split
-
-    def names_in(self, text: str) -> set[str]:
-        return set(self._pattern.findall(text))
 
     def encode_as_text(self, name: str) -> list[int]:
         backend = self._backend
         text = backend.normalizer.normalize_str(name) if backend.normalizer else name
         words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)] if backend.pre_tokenizer else [text]
         ids = [token.id for word in words for token in backend.model.tokenize(word)]
-        return (
-            [i for c in name for i in self.encode_as_text(c)]
-            if len(name) > 1 and backend.token_to_id(name) in ids
-            else ids
-        )
+        if len(name) > 1 and backend.token_to_id(name) in ids:
+            return [i for c in name for i in self.encode_as_text(c)]
+        return ids
 
 
 def _any_of(names: list[str]) -> str:
@@ -84,28 +83,21 @@ def _any_of(names: list[str]) -> str:
     return re.escape(head) + (f"(?:{tree}){'?' if head in names else ''}" if rest else "")
 
 
-def _list_texts(value: Any) -> Iterator[str]:
+def _walk_texts(value: Any, piece: bool = False) -> Iterator[tuple[str, bool]]:
+    """Yield the texts of `value`, and whether each is of _PIECES; `piece`: a text `value` is one."""
     if isinstance(value, str):
-        yield value
+        yield value, piece
     elif isinstance(value, Mapping):
-        for pair in value.items():
-            yield from _list_texts(pair)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _list_texts(item)
-
-
-def _list_pieces(value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from [item] if key in _PIECES and isinstance(item, str) else _list_pieces(item)
+            yield from _walk_texts(key)
+            yield from _walk_texts(item, key in _PIECES)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _list_pieces(item)
+            yield from _walk_texts(item)
 
 
 def _replace_texts(value: Any, new: Callable[[str, bool], str], piece: bool = False) -> Any:
-    """Replace the texts of `value`, pieces in the order of `_list_pieces`; `piece`: a text `value` is one of these."""
+    """Replace the texts of `value`, pieces in the order of `_walk_texts`; `piece`: a text `value` is one of these."""
     if isinstance(value, str):
         return new(value, piece)
     if isinstance(value, Mapping):

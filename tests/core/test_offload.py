@@ -1,0 +1,49 @@
+"""Slow work beside the event loop: few threads, tenants in turn, outcomes to their callers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from wicore_trt.core import offload
+from wicore_trt.core.offload import Offload
+
+
+async def test_many_short_functions_run_on_two_threads():
+    work, seen = Offload(2), set()
+
+    def note(number: int) -> int:
+        seen.add(threading.get_ident())
+        return number
+
+    asked = (work.run_function(f"tenant{n % 7}" if n % 2 else "", lambda n=n: note(n)) for n in range(300))
+    assert await asyncio.gather(*asked) == list(range(300))
+    assert len(seen) <= 2 and threading.get_ident() not in seen
+
+
+async def test_an_error_reaches_its_caller_and_nothing_runs_for_a_caller_who_left():
+    work, go, ran = Offload(2), threading.Event(), []
+    first = asyncio.ensure_future(work.run_function("a", lambda: go.wait(60)))
+    left = asyncio.ensure_future(work.run_function("a", lambda: ran.append("left")))
+    await asyncio.sleep(0)
+    left.cancel()
+    assert await work.run_function("b", lambda: "beside") == "beside"
+    go.set()
+    assert await first
+    with pytest.raises(ZeroDivisionError):
+        await work.run_function("a", lambda: 1 // 0)
+    assert await work.run_function("a", lambda: "after") == "after" and not ran
+
+
+async def test_threads_without_work_end_and_others_begin(monkeypatch):
+    monkeypatch.setattr(offload, "IDLE_S", 0.02)
+    work = Offload(1)
+    for _ in range(2):
+        ident = await work.run_function("", threading.get_ident)
+        end = time.monotonic() + 30
+        while any(thread.ident == ident for thread in threading.enumerate()):
+            assert time.monotonic() < end
+            await asyncio.sleep(0.01)
