@@ -181,12 +181,12 @@ def _make_row(
     if device is not None:
         row["sessions_on_device"] = geometry.device_sessions(device, size.tokens, batch, loads=True)
     if host is not None:
-        row["sessions_in_host"] = geometry.host_slots(host) // size.slot_count
+        row["sessions_in_host"] = host // size.host_bytes
     if disk is not None:
         row["sessions_on_disk"] = geometry.disk_slots(disk) // size.slot_count
     if prefill is not None:
         row["recompute_s"] = round(size.tokens / prefill, 3)
-        row["break_even_disk_rate"] = int(size.break_even_rate(prefill))
+        row["break_even_disk_rate"] = int(size.resume_bytes * prefill / size.tokens)
     if rate is not None:
         row["disk_read_s"] = round(size.resume_bytes / rate, 3)
     return row
@@ -199,7 +199,7 @@ def _make_recipe(
     down when they are made. The disk gets what the host cannot hold."""
     geometry, slots = size.geometry, users * size.slot_count
     need = slots * geometry.slot_bytes
-    held = users if host is None else min(users, geometry.host_slots(host) // size.slot_count)
+    held = users if host is None else min(users, host // size.host_bytes)
     comment = f"{users} conversations of {size.tokens:,} tokens: {active} on the device, {held} in host memory"
     kv: dict[str, Any] = {
         "page_tokens": geometry.page_tokens,

@@ -273,8 +273,7 @@ class LoadedSettings:
 
     def render(self, *, meanings: bool = False) -> str:
         """Render the settings as a recipe with their sources as comments; `meanings` adds descriptions."""
-        lines: list[str] = []
-        section = ""
+        lines, section = list[str](), ""
         for key, value, source in self.rows():
             head, _, leaf = key.rpartition(".")
             if head != section:
@@ -282,17 +281,13 @@ class LoadedSettings:
                 section = head
             text, indent = json.dumps(list(value) if isinstance(value, tuple) else value), "  " if head else ""
             if meanings:
-                lines += wrap(_meaning(key), _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+                tree: Any = getattr(Settings(), head) if head else Settings()
+                about = type(tree).__pydantic_fields__[leaf]
+                choices = get_args(about.annotation) if get_origin(about.annotation) is Literal else ()
+                meaning = (about.description or "") + (f" One of {', '.join(choices)}." if choices else "")
+                lines += wrap(meaning, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
             lines.append(f"{indent}{leaf}: {text}  # {source}")
         return "\n".join(lines) + "\n"
-
-
-def _meaning(key: str) -> str:
-    section, _, leaf = key.rpartition(".")
-    found: Any = getattr(Settings(), section) if section else Settings()
-    about = type(found).__pydantic_fields__[leaf]
-    choices = get_args(about.annotation) if get_origin(about.annotation) is Literal else ()
-    return " ".join([about.description or "", *([f"One of {', '.join(choices)}."] if choices else [])])
 
 
 def _leaf_keys(tree: type, prefix: str = "") -> Iterator[str]:

@@ -39,7 +39,7 @@ def test_the_recipe_lines_load_and_hold_what_the_comment_says(capsys, tmp_path, 
     assert "20 conversations of 16,384 tokens: 3 on the device, 20 in host memory, 20 on disk" in out
     spec, geometry = builtin_spec(name), Geometry.from_spec(builtin_spec(name), 32, "bfloat16")
     slots = SessionSize(geometry, 16_384, 128).slot_count
-    assert geometry.host_slots(settings.kv.host_bytes) // slots == 20
+    assert settings.kv.host_bytes // geometry.slot_bytes // slots == 20
     assert geometry.disk_slots(settings.kv.disk_bytes) // slots == 20
     scheduler = settings.scheduler
     pools = pool_sizes(

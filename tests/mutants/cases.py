@@ -361,8 +361,8 @@ MUTANTS = (
     ),
     Mutant(
         "core/engine.py",
-        "        new = found[max(0, sequence.scored - start - 1) :]\n",
-        "        new = found\n",
+        "result.prompt_logprobs.get(seq_id, [])[max(0, sequence.scored - begin - 1) :]",
+        "result.prompt_logprobs.get(seq_id, [])",
         "tests/core/test_prompt_logprobs.py",
     ),
     Mutant(

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from wicore_trt.core.engine_stats import read_engine_stats
 from wicore_trt.core.loop import Core
@@ -261,7 +262,7 @@ class EngineCore(Core):
         if not flight.again:
             slices = flight.batch.slices
             prompts = [] if flight.batch.num_tokens == len(slices) else [(s.start, len(s.token_ids)) for s in slices]
-            load = load_of(prompts) if prompts else StepLoad(len(slices), sum([s.start for s in slices]))
+            load = load_of(prompts) if prompts else StepLoad(len(slices), sum(map(attrgetter("start"), slices)))
             self.scheduler.estimates.learn_step(load, prompts, seconds)
         outputs = self._apply_result(flight, result)
         for sequence in flight.ended:
@@ -289,7 +290,13 @@ class EngineCore(Core):
                 outputs.append(self._finish_sequence(sequence, FinishReason.ERROR, error=str(unwritten)))
                 continue
             if sequence.scoring:
-                outputs.append(self._output_scores(sequence, begin, result.prompt_logprobs.get(seq_id, [])))
+                # without those that were output before a preemption
+                scores = result.prompt_logprobs.get(seq_id, [])[max(0, sequence.scored - begin - 1) :]
+                if not sequence.scored:
+                    scores = [TokenLogprob(known[0], 0.0), *scores]
+                sequence.scored += len(scores)
+                sequence.scoring = sequence.scored < sequence.prompt_len
+                outputs.append(self._make_output(sequence, (), (), prompt_logprobs=tuple(scores)))
             if found is not None:
                 new, prompt_len = found.token_ids, sequence.prompt_len
                 length = len(known) + len(new)
@@ -370,15 +377,6 @@ class EngineCore(Core):
             slices.append(piece)
         wanted = self.scheduler.manager.attention is not None and self._counts["steps"] % ATTENTION_STEPS == 0
         return StepBatch(slices, measure_attention=wanted)
-
-    def _output_scores(self, sequence: Sequence, start: int, found: list[TokenLogprob]) -> TokenOutput:
-        """Output a slice's prompt log-probabilities from `start` on, except those output before a preemption."""
-        new = found[max(0, sequence.scored - start - 1) :]
-        if not sequence.scored:
-            new = [TokenLogprob(sequence.tokens[0], 0.0), *new]
-        sequence.scored += len(new)
-        sequence.scoring = sequence.scored < sequence.prompt_len
-        return self._make_output(sequence, (), (), prompt_logprobs=tuple(new))
 
     def _append_tokens(self, sequence: Sequence, found: SampledTokens) -> TokenOutput:
         """Add sampled tokens, up to one that ends the sequence; none for `max_tokens` 0."""

@@ -350,7 +350,14 @@ class EngineLoop:
             while self._take_inbox():
                 self._emit_outputs(self._core.step())
                 self._turns += 1
-            self._emit_outputs(self._cancel_unprepared() + self._core.abort_all())
+            with self._wake:
+                preparing, self._preparing = self._preparing, {}
+            outputs = self._core.abort_all()
+            for name, (request, _) in preparing.items():
+                usage = Usage(len(request.prompt_token_ids), 0)
+                for i in range(request.params.n):
+                    outputs.append(TokenOutput(name, i, (), (), FinishReason.CANCELLED, None, usage))
+            self._emit_outputs(outputs)
             self._core.close()
         except Exception as error:  # the executor broke, or we have a bug: tell every waiter, then end
             log.exception("engine loop ended")
@@ -366,15 +373,6 @@ class EngineLoop:
         finally:
             self._to_prepare.put(None)
             self.ended.set()
-
-    def _cancel_unprepared(self) -> list[TokenOutput]:
-        with self._wake:
-            preparing, self._preparing = self._preparing, {}
-        return [
-            TokenOutput(name, i, (), (), FinishReason.CANCELLED, None, Usage(len(request.prompt_token_ids), 0))
-            for name, (request, _) in preparing.items()
-            for i in range(request.params.n)
-        ]
 
     def _take_inbox(self) -> bool:
         """Apply what other threads asked for; sleep while there is nothing to do. Return False when asked to stop."""

@@ -236,16 +236,19 @@ class KVCacheManager:
     def extend_tables(self, wanted: Sequence[tuple[SequencePages, Mapping[str, int]]], spare: int = 0) -> bool:
         """Extend the tables of several sequences to so many pages of each group. False, and no change, unless all fit
         and leave `spare` available slots."""
-        lacking = {g: [(pages, max(0, need[g] - len(pages.tables[g]))) for pages, need in wanted] for g in self.pools}
-        need = {group: count for group, short in lacking.items() if (count := sum([count for _, count in short]))}
+        need: dict[str, int] = {}
+        for group in self.pools:
+            for pages, counts in wanted:
+                if (lacking := counts[group] - len(pages.tables[group])) > 0:
+                    need[group] = need.get(group, 0) + lacking
         if spare and not self.memory.can_allocate({group: count + spare for group, count in need.items()}):
             return False
         found = self.memory.allocate_slots(need)
         for group, slots in (found or {}).items():
             left = iter(slots)
-            for pages, count in lacking[group]:
-                if count:
-                    pages.extend_table(group, islice(left, count))
+            for pages, counts in wanted:
+                if (lacking := counts[group] - len(pages.tables[group])) > 0:
+                    pages.extend_table(group, islice(left, lacking))
         return found is not None
 
     def commit_tokens(self, pages: SequencePages, tokens: Sequence[int], begin: int, end: int, *, finite: bool) -> None:
@@ -331,10 +334,8 @@ class KVCacheManager:
     def _drop_local_pages(self, pages: SequencePages, start: int, stop: int) -> None:
         """Take the local pages [start, stop) out of the table, last one first."""
         table, pool, windows = pages.tables[LOCAL], self.pools[LOCAL], self._windows
-        durable, checkpoints = (
-            windows.pages_before(pages.resume_points, start, stop),
-            windows.checkpoint_pages(start, stop),
-        )
+        durable = windows.pages_before(pages.resume_points, start, stop)
+        checkpoints = windows.checkpoint_pages(start, stop)
         gone: dict[int, int] = {}
         for i in range(stop - 1, start - 1, -1):
             if table[i] < 0:

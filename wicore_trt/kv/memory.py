@@ -98,10 +98,10 @@ class SharedMemory(Memory):
     def allocate_slots(self, need: Mapping[str, int]) -> dict[str, list[int]] | None:
         if not self.slabs.can_take(need):
             return None
-        slots: dict[str, list[int]] = {}
+        slots, rest = dict[str, list[int]](), dict(need)
         for group, count in need.items():
-            rest = [(name, n) for name, n in need.items() if name not in slots and name != group]
-            found = self._pools[group].allocate_slots(count, sum(self.slabs.needed_slabs(*other) for other in rest))
+            del rest[group]
+            found = self._pools[group].allocate_slots(count, self.slabs.needed_slabs(rest))
             assert found is not None
             slots[group] = found
         return slots

@@ -70,17 +70,9 @@ class Geometry:
         page_bytes = {g: spec.page_bytes(g, page_tokens, size) for g in GROUPS if spec.layers_of(g)}
         return cls(spec, page_tokens, kv_dtype, page_bytes, *slot_geometry(page_bytes))
 
-    @property
-    def stored_bytes(self) -> Mapping[str, int]:
-        """Bytes of host memory that a page of each group takes."""
-        return {group: count * self.slot_bytes for group, count in self.slots_per_page.items()}
-
     def first_visible_page(self, tokens: int) -> int:
         """Index of the first local page that the token at position `tokens` looks at."""
         return first_visible_page(tokens, self.spec.sliding_window, self.page_tokens)
-
-    def host_slots(self, nbytes: int) -> int:
-        return nbytes // self.slot_bytes
 
     def disk_slots(self, nbytes: int) -> int:
         return self._disk_space(nbytes).slots_within(nbytes - _DIRECTORY_BYTES)
@@ -176,7 +168,8 @@ class SessionSize:
         return self.slot_count * self.geometry.slot_bytes
 
     def bytes_of(self, group: str) -> int:
-        return len(self.page_indices.get(group, ())) * self.geometry.stored_bytes.get(group, 0)
+        each = self.geometry.slots_per_page.get(group, 0) * self.geometry.slot_bytes
+        return len(self.page_indices.get(group, ())) * each
 
     @property
     def all_layers_bytes(self) -> int:
@@ -196,7 +189,3 @@ class SessionSize:
         slots = count * self.geometry.slots_per_page.get(GLOBAL, 0)
         slots += window * self.geometry.slots_per_page.get(LOCAL, 0)
         return slots * (BLOCK_BYTES + self.geometry.slot_bytes)
-
-    def break_even_rate(self, prefill_tokens_per_s: float) -> float:
-        """Bytes per second at which reading from disk takes as long as computing again."""
-        return self.resume_bytes * prefill_tokens_per_s / self.tokens

@@ -68,17 +68,19 @@ class Slabs:
 
     def available_slots(self, group: str) -> int:
         """Count the slots that a group alone could have when all cached pages leave."""
-        others = sum(count for name, count in self._pinned.items() if name != group)
-        return self.pages[group] * (self.count - others) - self.used_slots[group]
+        return self.pages[group] * (self.unused_slabs + self._pinned[group]) - self.used_slots[group]
 
-    def needed_slabs(self, group: str, count: int) -> int:
-        """Count the slabs without a used page that `count` more slots take at least."""
-        beside = self.pages[group] * self._pinned[group] - self.used_slots[group]
-        return div_ceil(max(0, count - beside), self.pages[group])
+    def needed_slabs(self, need: Mapping[str, int]) -> int:
+        """Count the slabs without a used page that so many more slots of each group take at least."""
+        slabs = 0
+        for group, count in need.items():
+            beside = self.pages[group] * self._pinned[group] - self.used_slots[group]
+            slabs += div_ceil(max(0, count - beside), self.pages[group])
+        return slabs
 
     def can_take(self, need: Mapping[str, int]) -> bool:
         """Say whether all groups can have so many more slots at the same time."""
-        return sum([self.needed_slabs(group, count) for group, count in need.items()]) <= self.unused_slabs
+        return self.needed_slabs(need) <= self.unused_slabs
 
     def would_pin(self, group: str, count: int) -> int:
         """Count the slabs without a used page that `take_slots` would use."""

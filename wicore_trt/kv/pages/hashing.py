@@ -13,6 +13,7 @@ import struct
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -83,14 +84,11 @@ class KeyChain:
         """Derive the names for the tenant `who` (as the server knows it) and a request's cache_salt. Where the server
         knows no tenants (`who` is "") the salt is the tenant: a gateway can separate its customers that way. Tenants of
         the two kinds never have the same tag or names."""
-        derived = self._keyed_hash(
-            self._engine + _encode_field(who) + _encode_field(salt), KEY_BYTES, b"wicore-kv-names"
-        )
-        scope = self._keyed_hash(_encode_field(who) + _encode_field(salt), KEY_BYTES, b"wicore-kv-scope")
+        fields = _encode_field(who) + _encode_field(salt)
+        keyed = partial(blake2b, digest_size=KEY_BYTES, key=self._secret)
+        derived = keyed(self._engine + fields, person=b"wicore-kv-names").digest()
+        scope = keyed(fields, person=b"wicore-kv-scope").digest()
         return TenantNames(tenant_tag(self._secret, who, salt), scope, self.page_tokens, derived)
-
-    def _keyed_hash(self, data: bytes, size: int, use: bytes) -> bytes:
-        return blake2b(data, digest_size=size, key=self._secret, person=use).digest()
 
 
 def mark_content(content: Sequence[ContentSpan], page_tokens: int) -> dict[int, bytes]:

@@ -176,9 +176,8 @@ class PrefixLoader:
             found = {i: slot for i in wanted if (slot := pool.find_slot(keys[i])) is not None}
             lacking = [i for i in wanted if i not in found] if found else wanted
             items += self._make_items(pages, GLOBAL, lacking, [table[i] for i in lacking])
-            pool.acquire_slots(
-                found.values()
-            )  # beside the table's own slots, which the sequence may write until it jumps
+            # beside the table's own slots, which the sequence may write until it jumps
+            pool.acquire_slots(found.values())
         absent = {item.page.index for item in items if item.page.group == LOCAL}
         pages.load = load = PrefixLoad(
             chosen.stop, stop, items, first=first if manager.chain_group == GLOBAL else 0,

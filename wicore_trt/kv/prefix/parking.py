@@ -33,9 +33,8 @@ class Parking:
         low = pages.hints.priority is CachePriority.LOW  # its pages go to no tier under a name that others find
         for group, pool in manager.pools.items():
             held = parked.pages[group] = {}
-            for i in range(
-                manager.first_visible_page(computed) if group == LOCAL else 0, manager.count_pages(computed)
-            ):
+            first = manager.first_visible_page(computed) if group == LOCAL else 0
+            for i in range(first, manager.count_pages(computed)):
                 slot = pages.tables[group][i]
                 if i < trusted and pool.page_of[slot] is not None and not low:
                     held[i] = pages.make_page(group, i)

@@ -108,9 +108,7 @@ def choose_load(
     device's time counts as time of others too. A candidate with pages in a tier that `tiers` lacks is passed over. A
     load that saves less than MARGIN of recomputing is not made. O(pages) for the sums over each distinct page list,
     then O(log pages) per candidate."""
-    step = compute.seconds_alone(
-        start, start + compute.slice_tokens
-    )  # that brings the first token takes as long at least
+    step = compute.seconds_alone(start, start + compute.slice_tokens)  # the one with the first token, at least
     recompute = max(compute.delay_s + compute.shared_seconds(start, total), step)
 
     def seconds_of(load: _Load, meet: int, caution: float = 1.0) -> float:
@@ -141,11 +139,8 @@ def choose_load(
     if best is None:
         return LoadChoice(0, start, recompute, recompute, "compute")
     _, load, meet = best
-    load_s, seconds, spared = (
-        load.load_seconds(meet),
-        seconds_of(load, meet),
-        compute.seconds_spared(meet, load.candidate.tokens),
-    )
+    load_s, seconds = load.load_seconds(meet), seconds_of(load, meet)
+    spared = compute.seconds_spared(meet, load.candidate.tokens)
     if seconds - spared > (1 - MARGIN) * recompute:
         return LoadChoice(0, start, recompute, recompute, "compute")
     one_slice = compute.shared_seconds(start, start + compute.slice_tokens)
@@ -158,9 +153,8 @@ def choose_load(
         tail = compute.shared_seconds(stop, total)
         wait_s, longest_s = wait_s + load_only, (recompute - tail + spared) * (compute.others > 0)
         return LoadChoice(stop, start, seconds, recompute, "load", meet, load_s, wait_s, slices, start, longest_s)
-    early = load.boundary_before(
-        min(load.meeting_token(1 - BAND), meet - slices // 2)
-    )  # `decide_move` may wait from there on
+    # `decide_move` may wait from there on
+    early = load.boundary_before(min(load.meeting_token(1 - BAND), meet - slices // 2))
     first = start if load.reads_disk(start) else early  # a disk may be any number of times faster than it was
     return LoadChoice(stop, first, seconds, recompute, "split", meet, load_s, wait_s, slices, early)
 
