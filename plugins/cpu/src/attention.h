@@ -39,15 +39,10 @@ inline AttentionBlock attention_block(const wicore_kv& kv, int64_t index) {
   return {0, 0, 0, 0};
 }
 
-template <class A, class B>
-constexpr bool kSame = false;
-template <class A>
-constexpr bool kSame<A, A> = true;
-
 // KV and Operand are the storage of keys and values, and of queries and results.
 template <class KV, class Operand>
 struct AttentionItem {
-  static constexpr bool kDot = kSame<KV, BF16> && kSame<Operand, BF16>;
+  static constexpr bool kDot = std::is_same_v<KV, BF16> && std::is_same_v<Operand, BF16>;
   using Scratch = AttentionScratch<kDot>;
   const wicore_attention& a;
   const wicore_kv& kv;
@@ -129,26 +124,6 @@ struct AttentionItem {
   }
 };
 
-template <class KV, class Operand>
-void attention_range(void* context, int64_t begin, int64_t end) {
-  const wicore_attention& a = *static_cast<const wicore_attention*>(context);
-  typename AttentionItem<KV, Operand>::Scratch scratch;
-  for (int64_t i = begin; i < end; ++i) {
-    AttentionItem<KV, Operand>{a, *a.kv, attention_block(*a.kv, i), scratch}.run();
-  }
-}
-
-template <class Operand>
-void attention_dispatch(const wicore_attention& a, int64_t items) {
-  void* context = const_cast<wicore_attention*>(&a);
-  switch (a.kv->kv_dtype) {
-    case WICORE_F32: wicore::parallel_for(items, 1, attention_range<F32, Operand>, context); break;
-    case WICORE_BF16: wicore::parallel_for(items, 1, attention_range<BF16, Operand>, context); break;
-    case WICORE_F16: wicore::parallel_for(items, 1, attention_range<F16, Operand>, context); break;
-    default: break;
-  }
-}
-
 inline void attention(const wicore_attention& a) {
   const wicore_kv& kv = *a.kv;
   int64_t items = 0;
@@ -156,9 +131,15 @@ inline void attention(const wicore_attention& a) {
     const int64_t rows = (kv.step->cu_seqlens[s + 1] - kv.step->cu_seqlens[s]) * (kv.heads / kv.kv_heads);
     items += (rows + kRows - 1) / kRows * kv.kv_heads;
   }
-  if (a.dtype == WICORE_BF16) attention_dispatch<BF16>(a, items);
-  if (a.dtype == WICORE_F32) attention_dispatch<F32>(a, items);
-  if (a.dtype == WICORE_F16) attention_dispatch<F16InF32>(a, items);
+  with_storage<F16InF32>(a.dtype, [&](auto operand) {
+    with_storage<F16>(kv.kv_dtype, [&](auto stored) {
+      using Item = AttentionItem<decltype(stored), decltype(operand)>;
+      wicore::parallel_for(items, 1, [&](int64_t begin, int64_t end) {
+        typename Item::Scratch scratch;
+        for (int64_t i = begin; i < end; ++i) Item{a, kv, attention_block(kv, i), scratch}.run();
+      });
+    });
+  });
 }
 
 }  // namespace WICORE_ISA

@@ -4,6 +4,8 @@
 #pragma once
 #include <stdint.h>
 
+#include <type_traits>
+
 #include "rope.h"
 #include "simd.h"
 
@@ -12,26 +14,15 @@ namespace WICORE_ISA {
 constexpr int kRows = 32;  // query rows of one work item
 constexpr int kKeys = 32;  // keys of one block
 
+// Dot: queries and keys are bf16 and multiplied as pairs.
 template <bool Dot>
-struct AttentionScratch;
-
-template <>
-struct AttentionScratch<true> {
-  alignas(64) uint32_t q[kMaxHeadDim / 2 * kRows];  // [pair of d][row], bf16 pairs
-  alignas(64) float p[kKeys * kRows];               // [key][row]: scores, then weights
-  alignas(64) float out[kRows * kMaxHeadDim];       // [row][d]: weighted values so far
+struct AttentionScratch {
+  alignas(64) std::conditional_t<Dot, uint32_t, float> q[kMaxHeadDim / (Dot ? 2 : 1) * kRows];  // [(pair of) d][row]
+  alignas(64) float k[Dot ? 1 : kKeys * kMaxHeadDim];  // keys of the block as float32, unless Dot
+  alignas(64) float p[kKeys * kRows];                  // [key][row]: scores, then weights
+  alignas(64) float out[kRows * kMaxHeadDim];          // [row][d]: weighted values so far
   alignas(64) float maximum[kRows], sum[kRows], rescale[kRows];
-  alignas(64) int32_t first[kRows], last[kRows];    // positions of the keys that a row sees
-};
-
-template <>
-struct AttentionScratch<false> {
-  alignas(64) float q[kMaxHeadDim * kRows];  // [d][row]
-  alignas(64) float k[kKeys * kMaxHeadDim];  // keys of the block as float32
-  alignas(64) float p[kKeys * kRows];
-  alignas(64) float out[kRows * kMaxHeadDim];
-  alignas(64) float maximum[kRows], sum[kRows], rescale[kRows];
-  alignas(64) int32_t first[kRows], last[kRows];
+  alignas(64) int32_t first[kRows], last[kRows];       // positions of the keys that a row sees
 };
 
 INLINE vf multiply(vf acc, const uint32_t* q, uint32_t k) { return dot_bf16(acc, load<vu>(q), splat_u32(k)); }

@@ -41,16 +41,12 @@ const Kernels*& active() {
   return kernels;
 }
 
-struct Gather {
-  const wicore_gather_rows& args;
-  static void run(void* context, int64_t begin, int64_t end) {
-    const wicore_gather_rows& a = static_cast<Gather*>(context)->args;
-    for (int64_t i = begin; i < end; ++i) {
-      memcpy(static_cast<char*>(a.out) + i * a.row_bytes,
-             static_cast<const char*>(a.x) + a.index[i] * a.row_bytes, static_cast<size_t>(a.row_bytes));
-    }
+void gather_rows(const wicore_gather_rows& a) {
+  for (int64_t i = 0; i < a.rows; ++i) {
+    memcpy(static_cast<char*>(a.out) + i * a.row_bytes, static_cast<const char*>(a.x) + a.index[i] * a.row_bytes,
+           static_cast<size_t>(a.row_bytes));
   }
-};
+}
 
 template <class Args>
 const Args& as(const void* args) {
@@ -66,11 +62,7 @@ bool dispatch(const Kernels& k, const wicore_command& c) {
     case WICORE_OP_LINEAR: k.linear(as<wicore_linear>(c.args)); return true;
     case WICORE_OP_QK_NORM_ROPE_WRITE: k.qk_norm_rope_write(as<wicore_qk_norm_rope_write>(c.args)); return true;
     case WICORE_OP_ATTENTION: k.attention(as<wicore_attention>(c.args)); return true;
-    case WICORE_OP_GATHER_ROWS: {
-      Gather gather{as<wicore_gather_rows>(c.args)};
-      Gather::run(&gather, 0, gather.args.rows);
-      return true;
-    }
+    case WICORE_OP_GATHER_ROWS: gather_rows(as<wicore_gather_rows>(c.args)); return true;
     default: return false;
   }
 }

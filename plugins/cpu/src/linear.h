@@ -24,12 +24,6 @@ constexpr int kRegisterRows = W == 16 ? 6 : 4;
 // Vectors of columns per register tile: chains enough to hide latency, registers few enough not to spill.
 constexpr int register_columns(int rows) { return W == 16 || rows == 1 ? 4 : 2; }
 
-struct LinearJob {
-  const wicore_linear* args;
-  const void* x;
-  int64_t row_blocks, rows_per_block;
-};
-
 // The first pass over a block requests the lines of all columns: weights come from memory once, in one stream.
 INLINE void request_line(const void* line, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) {
@@ -136,42 +130,31 @@ inline void write_tile(const wicore_linear& a, const float* tile, int64_t row, i
   }
 }
 
-template <class T>
-void linear_range(void* context, int64_t begin, int64_t end) {
-  const LinearJob& job = *static_cast<const LinearJob*>(context);
-  const wicore_linear& a = *job.args;
-  const int64_t block_elements = kTile * ((a.k + T::kPair - 1) / T::kPair * T::kPair);
-  alignas(64) float out[kMaxRows * kTile];
-  for (int64_t i = begin; i < end; ++i) {
-    // Rows vary fastest: the weights of a tile are read from memory once, then from cache.
-    const int64_t row = i % job.row_blocks * job.rows_per_block;
-    const int64_t rows = a.rows - row < job.rows_per_block ? a.rows - row : job.rows_per_block;
-    const int64_t column_tile = i / job.row_blocks;
-    const auto* block = static_cast<const typename T::Bits*>(a.weight) + column_tile * block_elements;
-    tile<T>(static_cast<const typename T::Activation*>(job.x) + row * a.k, rows, a.k, block, out);
-    write_tile(a, out, row, rows, column_tile * kTile);
-  }
-}
-
 inline void linear(const wicore_linear& a) {
   if (a.rows <= 0) return;
-  LinearJob job{&a, a.x, (a.rows + kMaxRows - 1) / kMaxRows, 0};
-  job.rows_per_block =
-      ((a.rows + job.row_blocks - 1) / job.row_blocks + kRegisterRows - 1) / kRegisterRows * kRegisterRows;
-  job.row_blocks = (a.rows + job.rows_per_block - 1) / job.rows_per_block;
-  if (a.row_scale != nullptr) {
-    quantize_rows(a);
-    job.x = a.quantized;
-  }
-  const int64_t items = (a.n + kTile - 1) / kTile * job.row_blocks;
+  const int64_t fewest = (a.rows + kMaxRows - 1) / kMaxRows;  // blocks of rows
+  const int64_t block_rows = ((a.rows + fewest - 1) / fewest + kRegisterRows - 1) / kRegisterRows * kRegisterRows;
+  const int64_t row_blocks = (a.rows + block_rows - 1) / block_rows;
+  if (a.row_scale != nullptr) quantize_rows(a);
+  const void* x = a.row_scale != nullptr ? a.quantized : a.x;
+  const int64_t items = (a.n + kTile - 1) / kTile * row_blocks;
   const int64_t share = items / (wicore::threads() * 8);
   const int64_t grain = share < 1 ? 1 : (share > 16 ? 16 : share);
-  switch (a.dtype) {
-    case WICORE_F32: wicore::parallel_for(items, grain, linear_range<F32>, &job); break;
-    case WICORE_BF16: wicore::parallel_for(items, grain, linear_range<BF16>, &job); break;
-    case WICORE_F16: wicore::parallel_for(items, grain, linear_range<F16>, &job); break;
-    default: break;
-  }
+  with_storage<F16>(a.dtype, [&](auto storage) {
+    using T = decltype(storage);
+    wicore::parallel_for(items, grain, [&](int64_t begin, int64_t end) {
+      const int64_t block_elements = kTile * ((a.k + T::kPair - 1) / T::kPair * T::kPair);
+      alignas(64) float out[kMaxRows * kTile];
+      for (int64_t i = begin; i < end; ++i) {
+        // Rows vary fastest: the weights of a tile are read from memory once, then from cache.
+        const int64_t row = i % row_blocks * block_rows, column_tile = i / row_blocks;
+        const int64_t rows = a.rows - row < block_rows ? a.rows - row : block_rows;
+        const auto* block = static_cast<const typename T::Bits*>(a.weight) + column_tile * block_elements;
+        tile<T>(static_cast<const typename T::Activation*>(x) + row * a.k, rows, a.k, block, out);
+        write_tile(a, out, row, rows, column_tile * kTile);
+      }
+    });
+  });
 }
 
 }  // namespace WICORE_ISA

@@ -38,18 +38,6 @@ void pack_block(const PackJob& job, int64_t block, int64_t pair) {
   }
 }
 
-void pack_range(void* context, int64_t begin, int64_t end) {
-  const PackJob& job = *static_cast<const PackJob*>(context);
-  for (int64_t i = begin; i < end; ++i) {
-    const int64_t block = job.first_row / kRows + i;
-    if (job.dtype == WICORE_F32) {
-      pack_block<uint32_t>(job, block, 1);
-    } else {
-      pack_block<uint16_t>(job, block, job.dtype == WICORE_BF16 ? 2 : 1);
-    }
-  }
-}
-
 // Streaming weights through 4 KiB pages costs a TLB miss per page; ask for huge ones where the buffer holds any.
 void advise_huge_pages(void* memory, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
@@ -75,9 +63,17 @@ void wicore_cpu_pack(void* packed, const void* source, int64_t first_row, int64_
                      int64_t dtype) {
   std::lock_guard<std::mutex> lock(wicore::entry_mutex());
   if (first_row == 0) advise_huge_pages(packed, wicore_cpu_packed_bytes(n, k, dtype));
-  PackJob job{static_cast<char*>(packed), static_cast<const char*>(source), first_row, rows, k, dtype};
-  const int64_t blocks = (first_row + rows + kRows - 1) / kRows - first_row / kRows;
-  wicore::parallel_for(blocks, 1, pack_range, &job);
+  const PackJob job{static_cast<char*>(packed), static_cast<const char*>(source), first_row, rows, k, dtype};
+  const int64_t first = first_row / kRows;
+  wicore::parallel_for((first_row + rows + kRows - 1) / kRows - first, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = first + begin; block < first + end; ++block) {
+      if (dtype == WICORE_F32) {
+        pack_block<uint32_t>(job, block, 1);
+      } else {
+        pack_block<uint16_t>(job, block, dtype == WICORE_BF16 ? 2 : 1);
+      }
+    }
+  });
 }
 
 }  // extern "C"

@@ -30,7 +30,7 @@ inline void pause() {
 
 struct Job {
   RangeFn fn;
-  void* context;
+  const void* context;
   int64_t count, grain;
 };
 
@@ -159,15 +159,13 @@ std::mutex& entry_mutex() {
   return *mutex;
 }
 
-void parallel_for(int64_t count, int64_t grain, RangeFn fn, void* context) {
+void run_ranges(int64_t count, int64_t grain, RangeFn fn, const void* context) {
   if (count <= 0) return;
   if (g_threads == 1 || count <= grain) {
     fn(context, 0, count);
     return;
   }
-  if (g_pool == nullptr) {
-    g_pool = new Pool(g_threads);
-  }
+  if (g_pool == nullptr) g_pool = new Pool(g_threads);
   g_pool->run({fn, context, count, grain});
 }
 

@@ -9,11 +9,18 @@
 
 namespace wicore {
 
-using RangeFn = void (*)(void* context, int64_t begin, int64_t end);
+using RangeFn = void (*)(const void* context, int64_t begin, int64_t end);
 
-// Threads take `grain` consecutive indices of [0, count) at a time. Runs inline when there is one thread or one
-// range. Not re-entrant. After fork the child starts with fresh workers on its next call.
-void parallel_for(int64_t count, int64_t grain, RangeFn fn, void* context);
+void run_ranges(int64_t count, int64_t grain, RangeFn fn, const void* context);
+
+// Calls body(begin, end) for ranges of [0, count). Threads take `grain` consecutive indices at a time. Runs inline when
+// there is one thread or one range. Not re-entrant. After fork the child starts with fresh workers on its next call.
+template <class Body>
+void parallel_for(int64_t count, int64_t grain, const Body& body) {
+  run_ranges(
+      count, grain,
+      [](const void* context, int64_t begin, int64_t end) { (*static_cast<const Body*>(context))(begin, end); }, &body);
+}
 
 void set_threads(int64_t threads);
 int64_t threads();

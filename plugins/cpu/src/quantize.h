@@ -46,16 +46,13 @@ inline void quantize_row(const uint16_t* x, int64_t k, uint16_t* out, float* sca
   }
 }
 
-inline void quantize_range(void* context, int64_t begin, int64_t end) {
-  const wicore_linear& a = *static_cast<const wicore_linear*>(context);
-  for (int64_t i = begin; i < end; ++i) {
-    quantize_row(static_cast<const uint16_t*>(a.x) + i * a.k, a.k, static_cast<uint16_t*>(a.quantized) + i * a.k,
-                 a.quantized_scale + i);
-  }
-}
-
 inline void quantize_rows(const wicore_linear& a) {
-  wicore::parallel_for(a.rows, 8, quantize_range, const_cast<wicore_linear*>(&a));
+  wicore::parallel_for(a.rows, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      quantize_row(static_cast<const uint16_t*>(a.x) + i * a.k, a.k, static_cast<uint16_t*>(a.quantized) + i * a.k,
+                   a.quantized_scale + i);
+    }
+  });
 }
 
 }  // namespace WICORE_ISA

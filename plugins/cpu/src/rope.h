@@ -38,8 +38,7 @@ INLINE void put_row(const float* x, int64_t dim, typename Out::Bits* out) {  // 
 }
 
 template <class Out, class KV>
-void rope_range(void* context, int64_t begin, int64_t end) {
-  const wicore_qk_norm_rope_write& a = *static_cast<const wicore_qk_norm_rope_write*>(context);
+void rope_range(const wicore_qk_norm_rope_write& a, int64_t begin, int64_t end) {
   const wicore_kv& kv = *a.kv;
   const wicore_step& step = *kv.step;
   const int64_t dim = kv.head_dim;
@@ -71,21 +70,14 @@ void rope_range(void* context, int64_t begin, int64_t end) {
   }
 }
 
-template <class Out>
-void rope_dispatch(const wicore_qk_norm_rope_write& a) {
-  void* context = const_cast<wicore_qk_norm_rope_write*>(&a);
-  switch (a.kv->kv_dtype) {
-    case WICORE_F32: wicore::parallel_for(a.rows, kRowsPerRange, rope_range<Out, F32>, context); break;
-    case WICORE_BF16: wicore::parallel_for(a.rows, kRowsPerRange, rope_range<Out, BF16>, context); break;
-    case WICORE_F16: wicore::parallel_for(a.rows, kRowsPerRange, rope_range<Out, F16>, context); break;
-    default: break;
-  }
-}
-
 inline void qk_norm_rope_write(const wicore_qk_norm_rope_write& a) {
-  if (a.dtype == WICORE_BF16) rope_dispatch<BF16>(a);
-  if (a.dtype == WICORE_F32) rope_dispatch<F32>(a);
-  if (a.dtype == WICORE_F16) rope_dispatch<F16InF32>(a);
+  with_storage<F16InF32>(a.dtype, [&](auto out) {
+    with_storage<F16>(a.kv->kv_dtype, [&](auto kv) {
+      wicore::parallel_for(a.rows, kRowsPerRange, [&](int64_t begin, int64_t end) {
+        rope_range<decltype(out), decltype(kv)>(a, begin, end);
+      });
+    });
+  });
 }
 
 }  // namespace WICORE_ISA

@@ -63,21 +63,30 @@ INLINE void normalize(const float* x, const float* weight, int64_t k, float inve
   Out::finish(out, k);
 }
 
-template <class Out>
-void norm_range(void* context, int64_t begin, int64_t end) {
-  const wicore_norm& a = *static_cast<const wicore_norm*>(context);
-  for (int64_t i = begin; i < end; ++i) {
+// Calls row(storage, args, i) for the rows of `args`, with the storage of its dtype.
+template <class Half, class Args, class Row>
+void for_rows(const Args& args, Row row) {
+  with_storage<Half>(args.dtype, [&](auto storage) {
+    wicore::parallel_for(args.rows, kRowsPerRange, [&](int64_t begin, int64_t end) {
+      const Args& a = args;
+      for (int64_t i = begin; i < end; ++i) row(storage, a, i);
+    });
+  });
+}
+
+inline void norm(const wicore_norm& args) {
+  for_rows<F16Row>(args, [](auto out, const wicore_norm& a, int64_t i) {
+    using Out = decltype(out);
     const float* x = a.x + i * a.k;
     const float inverse = inverse_rms(x, a.k, static_cast<float>(a.eps));
     normalize<Out>(x, a.weight, a.k, inverse, static_cast<typename Out::Bits*>(a.out) + i * a.k);
-  }
+  });
 }
 
-template <class Out>
-void add_norm_range(void* context, int64_t begin, int64_t end) {
-  const wicore_add_norm& a = *static_cast<const wicore_add_norm*>(context);
-  const float eps = static_cast<float>(a.eps);
-  for (int64_t i = begin; i < end; ++i) {
+inline void add_norm(const wicore_add_norm& args) {
+  for_rows<F16Row>(args, [](auto out, const wicore_add_norm& a, int64_t i) {
+    using Out = decltype(out);
+    const float eps = static_cast<float>(a.eps);
     const float* x = a.x + i * a.k;
     float* residual = a.residual + i * a.k;
     const float inverse = inverse_rms(x, a.k, eps);
@@ -88,7 +97,7 @@ void add_norm_range(void* context, int64_t begin, int64_t end) {
     for (; j < a.k; ++j) residual[j] += x[j] * inverse * a.post[j];
     normalize<Out>(residual, a.next, a.k, inverse_rms(residual, a.k, eps),
                    static_cast<typename Out::Bits*>(a.out) + i * a.k);
-  }
+  });
 }
 
 // gelu_tanh(x) = x / (1 + exp(-2 u)) with u = sqrt(2 / pi) (x + 0.044715 x^3).
@@ -97,10 +106,9 @@ INLINE vf gelu_tanh(vf x) {
   return x / (1.0f + vexp(-2.0f * u));
 }
 
-template <class Out>
-void geglu_range(void* context, int64_t begin, int64_t end) {
-  const wicore_geglu& a = *static_cast<const wicore_geglu*>(context);
-  for (int64_t i = begin; i < end; ++i) {
+inline void geglu(const wicore_geglu& args) {
+  for_rows<F16Row>(args, [](auto storage, const wicore_geglu& a, int64_t i) {
+    using Out = decltype(storage);
     const float* gate = a.x + i * 2 * a.k;
     const float* up = gate + a.k;
     auto* out = static_cast<typename Out::Bits*>(a.out) + i * a.k;
@@ -111,7 +119,7 @@ void geglu_range(void* context, int64_t begin, int64_t end) {
       Out::put_first(out + j, gelu_tanh(load_first<vf>(gate + j, n)) * load_first<vf>(up + j, n), n);
     }
     Out::finish(out, a.k);
-  }
+  });
 }
 
 template <class T>
@@ -120,12 +128,11 @@ INLINE float scalar_value(typename T::Bits bits) {
   return T::get(lanes)[0];
 }
 
-template <class T>
-void embed_range(void* context, int64_t begin, int64_t end) {
-  const wicore_embed& a = *static_cast<const wicore_embed*>(context);
-  const float scale = static_cast<float>(a.scale);
-  const int64_t block_elements = WICORE_PACK_ROWS * ((a.k + T::kPair - 1) / T::kPair * T::kPair);
-  for (int64_t i = begin; i < end; ++i) {
+inline void embed(const wicore_embed& args) {
+  for_rows<F16>(args, [](auto storage, const wicore_embed& a, int64_t i) {
+    using T = decltype(storage);
+    const float scale = static_cast<float>(a.scale);
+    const int64_t block_elements = WICORE_PACK_ROWS * ((a.k + T::kPair - 1) / T::kPair * T::kPair);
     const auto* block = static_cast<const typename T::Bits*>(a.weight) + a.ids[i] / WICORE_PACK_ROWS * block_elements;
     const int64_t lane = a.ids[i] % WICORE_PACK_ROWS * T::kPair;
     float* out = a.out + i * a.k;
@@ -141,27 +148,7 @@ void embed_range(void* context, int64_t begin, int64_t end) {
       }
       store_first(out + k, T::get(bits) * scale, n);
     }
-  }
-}
-
-// Runs range<Out> over the rows of `a`, Out the operand storage of its dtype.
-#define WICORE_DISPATCH_OPERAND(range, a)                                                              \
-  do {                                                                                                 \
-    void* context = const_cast<void*>(static_cast<const void*>(&(a)));                                 \
-    if ((a).dtype == WICORE_BF16) wicore::parallel_for((a).rows, kRowsPerRange, range<BF16>, context); \
-    if ((a).dtype == WICORE_F32) wicore::parallel_for((a).rows, kRowsPerRange, range<F32>, context);   \
-    if ((a).dtype == WICORE_F16) wicore::parallel_for((a).rows, kRowsPerRange, range<F16Row>, context); \
-  } while (0)
-
-inline void norm(const wicore_norm& a) { WICORE_DISPATCH_OPERAND(norm_range, a); }
-inline void add_norm(const wicore_add_norm& a) { WICORE_DISPATCH_OPERAND(add_norm_range, a); }
-inline void geglu(const wicore_geglu& a) { WICORE_DISPATCH_OPERAND(geglu_range, a); }
-
-inline void embed(const wicore_embed& a) {
-  void* context = const_cast<wicore_embed*>(&a);
-  if (a.dtype == WICORE_BF16) wicore::parallel_for(a.rows, kRowsPerRange, embed_range<BF16>, context);
-  if (a.dtype == WICORE_F32) wicore::parallel_for(a.rows, kRowsPerRange, embed_range<F32>, context);
-  if (a.dtype == WICORE_F16) wicore::parallel_for(a.rows, kRowsPerRange, embed_range<F16>, context);
+  });
 }
 
 }  // namespace WICORE_ISA

@@ -8,6 +8,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "wicore_cpu.h"
+
 #if defined(__AVX2__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
@@ -200,5 +202,16 @@ struct F16InF32 {
   INLINE vf get(const Bits* p) { return load<vf>(p); }
   INLINE void put(Bits* p, vf v) { store(p, from_f16(to_f16(v))); }
 };
+
+// Calls body(storage) with the storage of `dtype`: F32, BF16 or, for float16, Half.
+template <class Half, class Body>
+INLINE void with_storage(int64_t dtype, const Body& body) {
+  switch (dtype) {
+    case WICORE_F32: body(F32{}); break;
+    case WICORE_BF16: body(BF16{}); break;
+    case WICORE_F16: body(Half{}); break;
+    default: break;
+  }
+}
 
 }  // namespace WICORE_ISA
