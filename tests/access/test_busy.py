@@ -115,7 +115,8 @@ async def crowded(limits: Limits | None = None, key: str = "", **settings):
     servers = Servers(ServerSettings(port=0, http_port=0, **settings), CONTEXT)
     address, url = await servers.start_listening()
     await engine.start()
-    servers.attach_engine(engine)
+    servers.grpc.service.engine = engine
+    servers.http.context.attach(engine)
     await servers.grpc.set_serving()
     found = Crowded(engine, url, address, go)
     add = linked.host.engine.add

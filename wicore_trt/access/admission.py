@@ -89,12 +89,6 @@ class Grant:
     reserved: int = 0
     used: int = 0
 
-    def settle_tokens(self, used: int) -> None:
-        """Return unused tokens, or take those used beyond the reservation. Only the first call counts."""
-        if self.bucket is not None:
-            self.bucket.add_units(self.reserved - used)
-            self.bucket = None
-
 
 class Rates:
     """Buckets: one for each tenant, and for each key that has its own rate; None is no limit."""
@@ -208,7 +202,8 @@ class Admission:
         try:
             yield grant
         finally:
-            grant.settle_tokens(grant.used)
+            if grant.bucket is not None:  # unused tokens come back, those beyond the reservation are taken
+                grant.bucket.add_units(grant.reserved - grant.used)
 
 
 def find_message_limit(max_context: int | None, megabytes: int | None = None) -> int:

@@ -68,7 +68,7 @@ class Call:
         """Note the time to the first token of the call, and its `parts` in seconds: queue and prefill."""
         self.facts["ttft_ms"] = round((time.monotonic() - self.started) * 1000, 1)
         if parts is not None:
-            self.facts["queue_ms"], self.facts["prefill_ms"] = (round(seconds * 1000, 1) for seconds in parts)
+            self.facts["queue_ms"], self.facts["prefill_ms"] = round(parts[0] * 1000, 1), round(parts[1] * 1000, 1)
 
     def note_error(self, error: WicoreError) -> None:
         """Note an error: its kind and field alone where its message quotes the request."""

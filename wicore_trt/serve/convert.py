@@ -33,7 +33,6 @@ from wicore_trt.types import (
     ConstraintKind,
     EngineStats,
     FinishReason,
-    ModelInfo,
     SamplingParams,
     TextOutput,
     TierStats,
@@ -244,13 +243,6 @@ def _fill_finish(finish: pb2.Finish, output: TextOutput, first_token_s: float | 
     finish.timings.total.CopyFrom(make_duration(total_s))
     if first_token_s is not None:
         finish.timings.time_to_first_token.CopyFrom(make_duration(first_token_s))
-
-
-def make_model_info(info: ModelInfo) -> pb2.GetModelInfoResponse:
-    """Convert fields of the same names; None is left unset, and fields that the wire lacks (`build`) are left out."""
-    known = pb2.GetModelInfoResponse.DESCRIPTOR.fields_by_name
-    given = {name: value for name, value in dataclasses.asdict(info).items() if value is not None and name in known}
-    return pb2.GetModelInfoResponse(**given)
 
 
 def make_stats(now: EngineStats, streams_open: int) -> pb2.GetStatsResponse:

@@ -48,43 +48,39 @@ class Servers:
         """`max_context` is the engine's, where it is known. Raises ConfigError for bad TLS or keys files."""
         admission = self._admission = Admission.from_settings(settings)
         self.grpc = GrpcServer(settings, max_context, admission)
-        self._http = HttpServer(settings, max_context, admission)
+        self.http = HttpServer(settings, max_context, admission)
         self._serves_http = settings.http_port is not None
 
     async def start_listening(self) -> tuple[str, str | None]:
         """Listen and return the address of gRPC and the URL of HTTP. Raises EnvironmentUnfitError."""
         address = await self.grpc.start_listening()
-        return address, await self._http.start() if self._serves_http else None
-
-    def attach_engine(self, engine: TextEngine) -> None:
-        self.grpc.service.engine = engine
-        self._http.context.attach(engine)
+        return address, await self.http.start() if self._serves_http else None
 
     def apply_settings(self, settings: ServerSettings) -> None:
         """Apply other keys, rates, origins and certificates from now on. Raises ConfigError."""
         self.grpc.apply_settings(settings)
-        self._http.change(settings)
+        self.http.change(settings)
         self._admission.apply_settings(settings)
 
     @property
     def streams_open(self) -> int:
-        return self.grpc.service.open.total() + self._http.context.open.total()
+        return self.grpc.service.open.total() + self.http.context.open.total()
 
     async def wait_until_idle(self) -> None:
         await self.grpc.service.idle.wait()
-        await self._http.context.idle.wait()
+        await self.http.context.idle.wait()
 
     async def set_draining(self) -> None:
         """Refuse requests from now on, and tell probes."""
-        self._http.context.draining = True
+        self.http.context.draining = True
         await self.grpc.set_draining()
 
     async def render_metrics(self) -> str:
-        return render_metrics(collect_families(await take_snapshot(self._http.context)))[0].decode()
+        return render_metrics(collect_families(await take_snapshot(self.http.context)))[0].decode()
 
     async def stop_listening(self, grace_s: float) -> None:
         """Close the ports; calls still open after `grace_s` seconds are cancelled."""
-        await asyncio.gather(self.grpc.stop_listening(grace_s), self._http.stop(grace_s))
+        await asyncio.gather(self.grpc.stop_listening(grace_s), self.http.stop(grace_s))
 
 
 class ServingProcess(ABC):
@@ -141,7 +137,8 @@ class ServingProcess(ABC):
                 if engine is None:
                     await self.changed.wait()
             await engine.start()
-            servers.attach_engine(engine)
+            servers.grpc.service.engine = engine
+            servers.http.context.attach(engine)
             await servers.grpc.set_serving()  # HTTP asks the engine itself
             log.info("serving %s after %.1f s", engine.info.model_id, time.monotonic() - started)
             self.report_serving(address, url)

@@ -12,7 +12,7 @@ import uuid
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -175,7 +175,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return pb2.DetokenizeResponse(text=await engine.work(get_current_call().who.tenant, decode))
 
     async def GetModelInfo(self, request: pb2.GetModelInfoRequest, context: CallReply) -> pb2.GetModelInfoResponse:
-        return convert.make_model_info(self.get_engine().info)
+        known = pb2.GetModelInfoResponse.DESCRIPTOR.fields_by_name  # of the same names; the wire lacks `build`
+        given = asdict(self.get_engine().info).items()
+        return pb2.GetModelInfoResponse(**{name: value for name, value in given if value is not None and name in known})
 
     async def GetServerInfo(self, request: pb2.GetServerInfoRequest, context: CallReply) -> pb2.GetServerInfoResponse:
         if self.draining:
