@@ -216,10 +216,9 @@ def configure_logging(*, json_lines: bool = False, level: str = "INFO") -> None:
         for old in former:
             old.close()
         logger.propagate = False
-    logging.getLogger("wicore_trt").setLevel(level)
-    for name in OTHERS:
-        logger = logging.getLogger(name)
-        logger.setLevel(logging.ERROR)
-        logger.filters[:] = [make_quiet_filter()]
+        if name in OTHERS:
+            logger.setLevel(logging.ERROR)
+            logger.filters[:] = [make_quiet_filter()]
+    set_level(level)
     logging.getLogger(SILENT).setLevel(logging.CRITICAL)
     logging.lastResort = handler  # for all other libraries

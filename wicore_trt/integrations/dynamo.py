@@ -110,9 +110,7 @@ class WicoreEngine(LLMEngine):
                 elif message.complete.finish_reason == "error":
                     raise StreamIncomplete("the server could not finish the sequence")
                 else:
-                    reason = (
-                        "cancelled" if message.complete.finish_reason == "abort" else message.complete.finish_reason
-                    )
+                    reason = message.complete.finish_reason.replace("abort", "cancelled")
                     yield {"token_ids": [], "index": message.complete.index, "finish_reason": reason}
         except grpc.aio.AioRpcError as error:
             kind = _ERRORS.get(error.code().name, Unknown)
@@ -139,9 +137,8 @@ class WicoreEngine(LLMEngine):
 
     def _follow_events(self, publisher: Any) -> None:
         """Start publishing on the event loop; Dynamo may call this on its own thread."""
-        self._loop.call_soon_threadsafe(
-            lambda: self._tasks.append(self._loop.create_task(self._tell_events(publisher)))
-        )
+        follow = self._tell_events(publisher)
+        self._loop.call_soon_threadsafe(lambda: self._tasks.append(self._loop.create_task(follow)))
 
     async def _tell_events(self, publisher: Any) -> None:
         """Publish the pages that the caches gain and lose. Dynamo asks whether a worker has a page, so copies in

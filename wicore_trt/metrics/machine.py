@@ -84,10 +84,8 @@ def _read_gpu(nvml: Any, index: int) -> GpuUse:
     handle = read_figure("nvmlDeviceGetHandleByIndex", index)
     name, uuid = read_figure("nvmlDeviceGetName", handle), read_figure("nvmlDeviceGetUUID", handle)
     memory, rates = read_figure("nvmlDeviceGetMemoryInfo", handle), read_figure("nvmlDeviceGetUtilizationRates", handle)
-    power, heat = (
-        read_figure("nvmlDeviceGetPowerUsage", handle),
-        read_figure("nvmlDeviceGetTemperature", handle, 0),
-    )  # of the chip
+    power = read_figure("nvmlDeviceGetPowerUsage", handle)
+    heat = read_figure("nvmlDeviceGetTemperature", handle, 0)  # of the chip
     return GpuUse(
         index=index,
         name=_decode_text(name),

@@ -147,10 +147,8 @@ def main(fd: int) -> int:
 
 
 def _serve_checks(stream: BufferedIOBase) -> None:
-    with suppress(InvalidRequestError):
-        check_constraint(
-            Constraint(ConstraintKind.REGEX, "a")
-        )  # loads modules now, so that no constraint pays for them
+    with suppress(InvalidRequestError):  # loads modules now, so that no constraint pays for them
+        check_constraint(Constraint(ConstraintKind.REGEX, "a"))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the asking process logs how this one ends
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

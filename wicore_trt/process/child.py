@@ -213,8 +213,7 @@ class ChildSlot:
     def start_process(
         self, module: str, on_message: Callable[[dict[str, Any]], None], on_exit: Callable[[int], None]
     ) -> Child:
-        """Start `module`; `on_message` gets its messages, `on_exit` its exit code. Raises OSError if it cannot
-        start."""
+        """Start `module`; `on_message` gets its messages, `on_exit` its exit code. Raises OSError."""
         process = self.process = Child(module)
         self.error, self.build, self.loaded, self.killed = None, None, False, False
         self.started_at, self.silent_s, self.ready_at = time.monotonic(), 0.0, None

@@ -54,6 +54,10 @@ Handler: TypeAlias = "grpc.RpcMethodHandler | None"
 Run: TypeAlias = "Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Awaitable[None]]"
 
 
+INTERNAL = "Internal error; the server's log has it as {}."
+"""All that a client is told of an unexpected exception."""
+
+
 class DuplicateRequestError(InvalidRequestError):
     """Request id of the client's choice that a running request has."""
 
@@ -219,7 +223,7 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
         except Exception:
             code = "INTERNAL"
             log.exception("call %s (%s) failed unexpectedly", call.call_id, call.method)
-            await abort_call(context, make_internal_error(call.call_id), call.call_id)
+            await abort_call(context, WicoreError(INTERNAL.format(call.call_id)), call.call_id)
         finally:
             write_access_line(call, code, generates=call.method == "Generate")
             self._counts.grpc[call.method, code] += 1
@@ -261,9 +265,4 @@ async def run_foreign_call(run: Run, requests: AsyncIterator[bytes], context: gr
     except Exception:
         call_id = uuid.uuid4().hex
         log.exception("call %s failed unexpectedly", call_id)
-        await abort_call(context, make_internal_error(call_id), call_id)
-
-
-def make_internal_error(call_id: str) -> WicoreError:
-    """Make the error that hides an unexpected exception from the client."""
-    return WicoreError(f"Internal error; the server's log has it as {call_id}.")
+        await abort_call(context, WicoreError(INTERNAL.format(call_id)), call_id)

@@ -14,6 +14,7 @@ from contextlib import suppress
 
 import grpc
 
+from wicore_trt.access.listening import format_address
 from wicore_trt.access.log import QuietLog
 
 log = logging.getLogger(__name__)
@@ -61,14 +62,14 @@ class Listeners:
         self._starting = asyncio.Lock()
         self._warn = QuietLog(log, logging.WARNING)
 
-    async def start_listening(self, address: str, count: int, named: Callable[[int], str]) -> str:
-        """Listen at `address`; return the address `named` by the port that the system chose. Raises RuntimeError."""
+    async def start_listening(self, host: str, port: int) -> str:
+        """Listen and return the address with its actual port. Raises RuntimeError."""
         self._servers.append(self._make())
-        address = named(self._bind(self._servers[0], address))
-        for _ in range(count - 1):
+        address = format_address(host, self._bind(self._servers[0], format_address(host, port)))
+        for _ in range(0 if host.startswith("unix:") else LISTENERS - 1):
             self._servers.append(self._make())
             self._bind(self._servers[-1], address)
-        for place in range(count):
+        for place in range(len(self._servers)):
             accepting = await self._start_server(place)
             self._watchers.append(asyncio.ensure_future(self._watch_server(place, address, accepting)))
         return address

@@ -169,11 +169,8 @@ class GrpcServer:
         """Listen and return the address with its actual port. Raises EnvironmentUnfitError for an unusable address."""
         host, port = self._settings.host, self._settings.port
         check_free(host, port)
-        count = 1 if host.startswith("unix:") else LISTENERS
         try:
-            return await self._listeners.start_listening(
-                format_address(host, port), count, lambda bound: format_address(host, bound)
-            )
+            return await self._listeners.start_listening(host, port)
         except RuntimeError as error:
             raise EnvironmentUnfitError(f"Cannot listen on {format_address(host, port)}: {error}.") from None
 
