@@ -307,8 +307,8 @@ MUTANTS = (
     ),
     Mutant(
         "schedule/scheduler.py",
-        "        if head is None or self._prompt_order(head) > self._prompt_order(prompt):\n",
-        "        if head is None:\n",
+        "                if self._prompt_order(head) > self._prompt_order(before):\n",
+        "                if False:\n",
         "tests/schedule/test_against_reference.py",
     ),
     Mutant(

@@ -43,7 +43,7 @@ class PromptEstimates:
         loader, prefill = self.loader, self.prefill
         if slices and (loader is None or not loader.reads_disk or prefill.observed < LEARNT):
             prefill.observe_step(slices, seconds, self.slice_tokens)
-        elif loader is not None and sum(n for _, n in slices if n > 1) >= DRAGGED * self.slice_tokens:
+        elif slices and loader and sum(n for _, n in slices if n > 1) >= DRAGGED * self.slice_tokens:
             loader.observe_step(prefill.expected_seconds(slices), seconds)
         if self.time is not None:
             self.time.observe_step(load, seconds)

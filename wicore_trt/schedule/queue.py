@@ -163,11 +163,12 @@ class WaitingQueue(Generic[S]):
         return best[1] if best is not None else None
 
 
+@dataclass(slots=True)
 class Newcomers:
     """Counts of requests that came since the outlook was made: sequences and prompt tokens, by tenant and priority."""
 
-    def __init__(self) -> None:
-        self._sequences, self._tokens = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+    _sequences: Counter[tuple[str, int]] = field(default_factory=Counter)
+    _tokens: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     def add_request(self, request: GenerateRequest) -> None:
         name = request.tenant, request.priority

@@ -392,8 +392,13 @@ class Scheduler:
             and len(passed_over) < MAX_PASSED_OVER
             and not self._is_full()
         ):
-            if before is not None and not self._comes_before(before, budget):
-                break
+            if before is not None and (head := self.waiting.peek_next()) is not None:
+                if self._prompt_order(head) > self._prompt_order(before):
+                    break
+                both = self.manager.count_pages(len(head.tokens) + 1) + self.manager.count_pages(budget.tokens)
+                need = dict.fromkeys(self.manager.pools, both + 1 + len(self.running))
+                if not self.manager.memory.can_allocate(need):
+                    break
             sequence = self.waiting.pop_next()
             if sequence is None:
                 break
@@ -421,14 +426,6 @@ class Scheduler:
                     self._serve_sequence(sequence, schedule, budget)
                     if schedule.preempted:
                         break
-
-    def _comes_before(self, prompt: Sequence, budget: Budget) -> bool:
-        """Say whether the head of the queue has its turn before a running prompt, with pages for both."""
-        head = self.waiting.peek_next()
-        if head is None or self._prompt_order(head) > self._prompt_order(prompt):
-            return False
-        need = self.manager.count_pages(len(head.tokens) + 1) + self.manager.count_pages(budget.tokens) + 1
-        return self.manager.memory.can_allocate(dict.fromkeys(self.manager.pools, need + len(self.running)))
 
     def _find_prefix(self, sequence: Sequence) -> PrefixHit:
         hit = self.manager.find_prefix(sequence.pages, sequence.tokens)

@@ -73,40 +73,31 @@ def fuse_weights(tensors: Mapping[str, torch.Tensor], spec: Gemma3Spec) -> dict[
     fused: dict[str, torch.Tensor] = {}
     for tensor in unified_tensors(spec):
         if tensor.name in tensors:
-            fused[tensor.name] = tensors[tensor.name]
-            fused |= _read_scales(tensors, tensor.name, tensor.shape[0])
+            weight = fused[tensor.name] = tensors[tensor.name]
+            if weight.dtype == E4M3:
+                scale = tensors[tensor.scale_name].float().flatten()
+                fused[tensor.scale_name] = scale.expand(tensor.shape[0]).contiguous()
+                if (static := activation_scale_name(tensor.name)) in tensors:
+                    fused[static] = tensors[static].float().reshape(1)
     for layer in range(spec.num_layers):
         parts = [layer_weight(layer, "mlp.fc"), layer_weight(layer, "mlp.gate")]
         whole = layer_weight(layer, "mlp.gate_up")
         for name_of in (str, weight_scale_name, activation_scale_name):
             values = [fused.pop(name_of(part)) for part in parts if name_of(part) in fused]
             if values:
-                joined = torch.stack(values).amax(0) if name_of is activation_scale_name else _stack_rows(values)
+                dtype = values[0].dtype
+                if name_of is activation_scale_name:
+                    joined = torch.stack(values).amax(0)
+                elif dtype == E4M3:  # through bytes, as torch does not concatenate E4M3 everywhere
+                    joined = torch.cat([value.view(torch.uint8) for value in values]).view(dtype)
+                else:
+                    joined = torch.cat(values)
                 fused[name_of(whole)] = joined
         if kv_scale_name(layer) in tensors:
             fused[kv_scale_name(layer)] = tensors[kv_scale_name(layer)]
     if spec.tie_word_embeddings:
         fused[LM_HEAD] = fused[EMBEDDING]
     return fused
-
-
-def _stack_rows(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate rows, through bytes for E4M3, which torch does not concatenate everywhere."""
-    if parts[0].dtype == E4M3:
-        return torch.cat([p.view(torch.uint8) for p in parts]).view(E4M3)
-    return torch.cat(parts)
-
-
-def _read_scales(tensors: Mapping[str, torch.Tensor], weight: str, rows: int) -> dict[str, torch.Tensor]:
-    """Read scales beside `weight`: per output channel float32 [rows], and the static activation scale [1] if
-    present."""
-    if tensors[weight].dtype != E4M3:
-        return {}
-    scale = tensors[weight_scale_name(weight)].float().flatten()
-    scales = {weight_scale_name(weight): scale.expand(rows).contiguous()}
-    if activation_scale_name(weight) in tensors:
-        scales[activation_scale_name(weight)] = tensors[activation_scale_name(weight)].float().reshape(1)
-    return scales
 
 
 def _check_tensors(tensors: Mapping[str, torch.Tensor], spec: Gemma3Spec) -> None:

@@ -18,8 +18,7 @@ from wicore_trt.kv.policy.by_name import make_policy
 from wicore_trt.kv.study.simulate import KVBytes, Tiers
 from wicore_trt.kv.study.trace import BLOCK_TOKENS, TraceRequest
 
-LEAST_SHARE = 0.3
-"""Of a prompt, that a worker has for affinity to send it there; as routers have it."""
+LEAST_SHARE = 0.3  # of a prompt, that a worker has for affinity to send it there; as routers have it
 
 
 @dataclass(slots=True)
@@ -112,13 +111,10 @@ def simulate_fleet(
     `routing` is a name of ROUTINGS. Raises ConfigError for another one or an unknown policy."""
     if routing not in ROUTINGS:
         raise ConfigError(f"No routing is called {routing!r}.", fix=f"Take one of {', '.join(ROUTINGS)}.")
-    names, choose, start = list(capacity), ROUTINGS[routing], time.perf_counter()
-
-    def tiers() -> Tiers:
+    names, choose, start, fleet = list(capacity), ROUTINGS[routing], time.perf_counter(), list[_Worker]()
+    for _ in range(workers):
         policies = [make_policy(policy, capacity[name], victim_cache=i > 0) for i, name in enumerate(names)]
-        return Tiers(names, policies, KVBytes(), inclusive=False)
-
-    fleet = [_Worker(tiers()) for _ in range(workers)]
+        fleet.append(_Worker(Tiers(names, policies, KVBytes(), inclusive=False)))
     router, waits = _Router(fleet, tokens_per_second), []
     report = FleetReport(routing, workers, policy, dict(capacity), tokens_per_second, requests=len(requests))
     for i, request in enumerate(requests):
@@ -130,10 +126,8 @@ def simulate_fleet(
         worker.computed += tokens - hit
         report.tokens += tokens
         report.hit_tokens += hit
-        if progress is not None and i % 64 == 0:
-            progress(i, len(requests))
-    if progress is not None:
-        progress(len(requests), len(requests))
+        if progress is not None and (i % 64 == 0 or i + 1 == len(requests)):
+            progress(i + 1, len(requests))
     waits.sort()
     report.wait_s = sum(waits) / len(waits), waits[int(len(waits) * 0.99)]
     total = sum(worker.computed for worker in fleet)

@@ -81,10 +81,8 @@ def simulate(
         for tier in tiers.serve(request):
             report.hit_tokens[names[tier]] += BLOCK_TOKENS
         report.tokens += len(request.blocks) * BLOCK_TOKENS
-        if progress is not None and i % 64 == 0:
-            progress(i, len(requests))
-    if progress is not None:
-        progress(len(requests), len(requests))
+        if progress is not None and (i % 64 == 0 or i + 1 == len(requests)):
+            progress(i + 1, len(requests))
     report.requests = len(requests)
     report.moved_bytes = tiers.moved
     report.seconds = time.perf_counter() - start
@@ -110,25 +108,23 @@ class Tiers:
         blocks = request.blocks
         hit = self.look_up(blocks)
         if len(self._names) > 1:
-            self._remember(request)
+            self._parent.update(zip(blocks, (None, *blocks[:-1]), strict=True))
+            if full := request.tokens // BLOCK_TOKENS:
+                self._resume.add(blocks[min(full, len(blocks)) - 1])
             self._load(blocks, hit)
         for policy in self._policies:
             policy.touch_chain(blocks)
         first = self._policies[0]
         first.add_pages([block for block in blocks if block not in first])
-        if self._inclusive:
-            self._write_through(blocks)
+        for i in range(1, len(self._policies)) if self._inclusive else ():
+            fresh = [block for block in blocks if block not in self._policies[i]]
+            self._policies[i].add_pages(fresh)
+            self._count_arrivals(i, fresh, self._evict(i))
         if request.answer is not None:
             for policy in self._policies:
                 policy.note_answer(blocks, request.answer)
         self._shrink()
         return hit
-
-    def _remember(self, request: TraceRequest) -> None:
-        self._parent.update(zip(request.blocks, (None, *request.blocks[:-1]), strict=True))
-        full = request.tokens // BLOCK_TOKENS
-        if full:
-            self._resume.add(request.blocks[min(full, len(request.blocks)) - 1])
 
     def look_up(self, blocks: Sequence[int]) -> list[int]:
         hit = []
@@ -152,14 +148,6 @@ class Tiers:
                     if block in policy:
                         policy.remove_page(block)
 
-    def _write_through(self, blocks: Sequence[int]) -> None:
-        for i in range(1, len(self._policies)):
-            policy = self._policies[i]
-            fresh = [block for block in blocks if block not in policy]
-            policy.add_pages(fresh)
-            leaving = set(self._evict(i))
-            self._count(i - 1, i, sum(self._page_bytes(block) for block in fresh if block not in leaving))
-
     def _shrink(self) -> None:
         """Evict every tier down to its capacity; exclusive tiers pass pages on."""
         leaving = self._evict(0)
@@ -170,9 +158,7 @@ class Tiers:
             for block in reversed(leaving):
                 self._policies[i].add_pages([block], self._parent[block])
             arrived, leaving = leaving, self._evict(i)
-            passed_on = set(leaving)
-            kept = sum(self._page_bytes(block) for block in arrived if block not in passed_on)
-            self._count(i - 1, i, kept)
+            self._count_arrivals(i, arrived, leaving)
 
     def _evict(self, tier: int) -> list[Any]:
         policy = self._policies[tier]
@@ -185,9 +171,11 @@ class Tiers:
             policy.remove_page(block)
         return victims
 
-    def _page_bytes(self, block: int) -> int:
-        window = self._bytes.window if block in self._resume else 0
-        return self._bytes.per_token * BLOCK_TOKENS + window
+    def _count_arrivals(self, tier: int, arrived: Sequence[int], leaving: Sequence[int]) -> None:
+        """Count the bytes of pages that came into a tier from the one above it and stayed."""
+        kept, resumable = set(arrived).difference(leaving), self._resume
+        windows = self._bytes.window * len(kept & resumable)
+        self._count(tier - 1, tier, self._bytes.per_token * BLOCK_TOKENS * len(kept) + windows)
 
     def _count(self, source: int, target: int, count: int) -> None:
         self.moved[f"{self._names[source]}_to_{self._names[target]}"] += count
