@@ -38,7 +38,7 @@ def run_to_the_end(core: EngineCore, *requests: GenerateRequest) -> dict[str, To
         loop.add(one)
     loop.start()
     loop._thread.join(60)
-    assert not loop._thread.is_alive() and loop.dead and not loop.live
+    assert not loop._thread.is_alive() and loop.dead and not loop.live_ids()
     return {o.request_key: o for o in outputs if o.finish_reason is not None}
 
 
@@ -141,7 +141,7 @@ def test_what_comes_while_the_inbox_is_taken_is_taken_once(before):
         loop._take_inbox()
         loop._emit_outputs(core.step())
         assert loop.stats().requests_waiting == loop._count_queued().total() <= len(names) + 1
-        if not loop.live:
+        if not loop.live_ids():
             break
     ends = [(o.request_key, o.finish_reason) for o in outputs if o.finish_reason is not None]
     assert sorted(ends) == sorted((name, FinishReason.LENGTH) for name in ["runs", *names, "late"])

@@ -164,7 +164,7 @@ async def test_a_request_that_the_engine_cannot_take_fails_alone(where, monkeypa
     assert (await last_of(innocent)).usage.completion_tokens == 50
     again = await engine.submit(text_request("bad"))
     assert [t for o in [await last_of(again)] for t in o.token_ids] and engine.dead is None
-    assert not len(waiting) and not core.sequences and not engine.engine._loop.live
+    assert not len(waiting) and not core.sequences and not engine.engine._loop.live_ids()
     core.scheduler.check_integrity()
     await engine.close()
 

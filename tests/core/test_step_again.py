@@ -110,7 +110,7 @@ def test_a_broken_device_ends_the_engine_after_two_tries(count):
         loop.add(request(str(i), [i + 3, 4, 5]))
     loop.start()
     loop._thread.join(60)
-    assert "a kernel failed" in loop.dead and not loop.live and len(outputs) == count
+    assert "a kernel failed" in loop.dead and not loop.live_ids() and len(outputs) == count
     assert broken == [count, 1] + [1] * (count > 1)
 
 

@@ -34,7 +34,7 @@ async def started(max_waiting: int = 100, **kwargs) -> TextEngine:
 async def at_rest(engine: TextEngine) -> None:
     """Wait until the engine thread has ended every sequence, aborts included."""
     async with asyncio.timeout(60):
-        while engine.engine._loop.live:
+        while engine.engine._loop.live_ids():
             await asyncio.sleep(0.005)
 
 

@@ -45,7 +45,7 @@ async def test_an_id_is_free_again_when_its_stream_was_closed(ended):
     old = await engine.submit(TextRequest("same", params(max_tokens=100), prompt="old"))
     await anext(old)
     await old.aclose()
-    while ended and engine.engine._loop.live:
+    while ended and engine.engine._loop.live_ids():
         time.sleep(0.001)  # not asyncio.sleep: the event loop must not get the last output yet
     new = await engine.submit(TextRequest("same", params(), prompt="new"))
     assert await text_of(new) == expected("new")

@@ -129,10 +129,10 @@ def test_where_no_thread_can_be_started_the_next_constraint_tries_again(monkeypa
         patch.setattr("wicore_trt.core.loop._DeepThread.start", fails)
         with pytest.raises(RuntimeError, match="can't start"):
             loop.add(GenerateRequest("a", (5, 6), CHOICE))
-    assert not loop.live, "nothing is left of the one that was refused"
+    assert not loop.live_ids(), "nothing is left of the one that was refused"
     loop.add(GenerateRequest("b", (5, 6), CHOICE))
     deadline = time.monotonic() + 30
-    while (loop.live or not ended or ended[-1].finish_reason is None) and time.monotonic() < deadline:
+    while (loop.live_ids() or not ended or ended[-1].finish_reason is None) and time.monotonic() < deadline:
         time.sleep(0.01)  # the loop counts a sequence as ended before it emits the last output
-    assert not loop.live and ended[-1].finish_reason is FinishReason.STOP
+    assert not loop.live_ids() and ended[-1].finish_reason is FinishReason.STOP
     loop.stop(60)

@@ -397,7 +397,7 @@ def test_it_ends_on_a_server_that_nobody_asks(tmp_path: Path) -> None:
     hints = CacheHints(ttl_s=0.3)
     loop.start()
     loop.add(GenerateRequest("r", tuple(tokens), SamplingParams(max_tokens=1, temperature=0), cache=hints))
-    eventually(lambda: loop.live == 0)
+    eventually(lambda: not loop.live_ids())
     eventually(lambda: digests_on_disk(stack, tokens) == 0 and not stack.manager.retention._ends)
     assert not any(True for _ in stack.manager.list_pages())
     loop.stop(10)

@@ -88,10 +88,7 @@ class WireChannel:
 
     def __init__(self, wire, loop, received, closed) -> None:
         self._wire, self._loop = wire, loop
-        wire.received, wire.closed = received, closed
-
-    def open(self) -> None:
-        self._wire.open = True
+        wire.received, wire.closed, wire.open = received, closed, True
 
     def post(self, message: bytes) -> None:
         wire, peer = self._wire, self._wire.peer
@@ -215,7 +212,6 @@ class Site:
         ours, theirs = Wire.pair(self.delay)
         self.remote.connect(ours)
         link = host.links["1/"] = host_end._Link(host, "1/", theirs)
-        link.channel.open()
         link.send_message(Welcome("1/", FAKE_INFO, 1))
         while self.remote.dead:
             await asyncio.sleep(0.001)
@@ -234,7 +230,7 @@ class Site:
                 engine._emit_outputs(self.core.step())
             except RuntimeError as error:
                 with engine._wake:
-                    engine._dead, engine._open = str(error), False
+                    engine.dead, engine._open = str(error), False
                     live, engine._live = engine._live, set()
                 engine._sink(
                     [TokenOutput(name, 0, (), finish_reason=FinishReason.ERROR, error=str(error)) for name in live]

@@ -49,7 +49,7 @@ async def test_an_add_that_was_not_answered_raises_and_makes_no_output():
     theirs.close()
     with pytest.raises(EngineDeadError, match="its process ended"):
         await adding
-    assert not outputs and not remote.has_channel
+    assert not outputs and remote.channel is None
 
 
 async def test_a_sequence_that_fails_behind_its_stop_string_costs_the_others_nothing():
@@ -142,7 +142,7 @@ async def test_a_request_id_used_again_right_behind_a_front_that_ended_is_a_new_
         assert tokens == greedy([5, 6, 7], 30, ignore_eos=True)
         with pytest.raises(EngineDeadError):
             assert not [output async for output in first if output.finish_reason is not None]
-        await until(lambda: not host.engine.live)
+        await until(lambda: not host.engine.live_ids())
         assert core.stats().requests_finished == {"cancelled": 1, "length": 1} and not core.sequences
     finally:
         await asyncio.to_thread(host.stop, 5)
@@ -159,8 +159,7 @@ async def test_a_message_that_breaks_its_receiver_ends_the_channel():
             raise ValueError(message)
 
     ours, theirs = socket.socketpair()
-    channel = Channel(ours, asyncio.get_running_loop(), receive, lambda: ended.append(True))
-    channel.open()
+    Channel(ours, asyncio.get_running_loop(), receive, lambda: ended.append(True))
     for message in (b"good", b"bad", b"late"):
         with suppress(BrokenPipeError):
             theirs.sendall(len(message).to_bytes(4, "little") + message)

@@ -284,7 +284,7 @@ async def test_events_of_an_engine_that_serves_and_sleeps():
     async with serving(make_engine()) as running:
         stub, subscriber = running.stub, Subscriber()
         await anext(aiter(stub.Generate(request("before", 20))))
-        await until(lambda: not running.engine.engine._loop.live)
+        await until(lambda: not running.engine.engine._loop.live_ids())
         call = stub.SubscribeKVEvents(kv_pb2.SubscribeKVEventsRequest())
         while not subscriber.whole:
             subscriber.take(await asyncio.wait_for(call.read(), 60))

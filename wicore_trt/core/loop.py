@@ -226,10 +226,6 @@ class EngineLoop:
     def start(self) -> None:
         self._thread.start()
 
-    @property
-    def live(self) -> int:
-        return len(self._live)
-
     def live_ids(self) -> list[str]:
         """List the keys of the requests accepted and not finished."""
         with self._wake:

@@ -84,7 +84,19 @@ class RequestCore(Core):
         self._register_request(request, sequences, start_by)
 
     def step(self) -> list[TokenOutput]:
-        outputs = self._end_expired() + self._hand_on() + self._end_overdue_waits()
+        outputs = self._end_expired()
+        while self._running < self.executor.max_sequences and (waiting := self._waiting.pop_next()) is not None:
+            self._running += 1
+            self._begin_sequence(waiting)
+            request = waiting.request
+            try:
+                stop_ids = stop_ids_of(request.params, self.eos_ids)
+                self.executor.submit(request, waiting.index, waiting.seed, stop_ids)
+            except WicoreError as error:
+                facts = {"id": request.log_id}
+                log.warning("a request was not taken: %s", type(error).__name__, extra={"facts": facts})
+                outputs.append(self._finish_sequence(waiting, FinishReason.ERROR, error=str(error)))
+        outputs += self._end_overdue_waits()
         if self._running:
             for output in self.executor.poll(WAIT_S):
                 sequence = self.sequences.get(output.request_key, {}).get(output.index)
@@ -128,23 +140,6 @@ class RequestCore(Core):
 
     def close(self) -> None:
         self.executor.close()
-
-    def _hand_on(self) -> list[TokenOutput]:
-        """Submit waiting sequences to the engine; return the last outputs of those that it refuses."""
-        outputs = []
-        while self._running < self.executor.max_sequences and (sequence := self._waiting.pop_next()) is not None:
-            self._running += 1
-            self._begin_sequence(sequence)
-            request = sequence.request
-            try:
-                stop_ids = stop_ids_of(request.params, self.eos_ids)
-                self.executor.submit(request, sequence.index, sequence.seed, stop_ids)
-            except WicoreError as error:
-                log.warning(
-                    "a request was not taken: %s", type(error).__name__, extra={"facts": {"id": request.log_id}}
-                )
-                outputs.append(self._finish_sequence(sequence, FinishReason.ERROR, error=str(error)))
-        return outputs
 
     def _finish_sequence(
         self, sequence: RequestSequence, reason: FinishReason, *, error: str | None = None, retry_s: float | None = None

@@ -24,7 +24,8 @@ _HEAD = 4
 
 
 class Channel:
-    """End of a link. `received` is called with each message and `closed` at the end, both on the thread of `loop`."""
+    """End of a link. `received` is called with each message and `closed` at the end, both on the thread of `loop`,
+    where it must be constructed."""
 
     def __init__(
         self,
@@ -38,18 +39,11 @@ class Channel:
         self._received, self._closed = received, closed
         self._lock = threading.Lock()
         self._out: deque[memoryview] = deque()
-        self._waiting = 0  # bytes in `_out`
+        self.backlog = 0
+        """Bytes that the other side has not taken."""
         self._in = bytearray()
         self._open = True
-
-    def open(self) -> None:
-        """Begin to read; on the loop's thread."""
-        self._loop.add_reader(self._sock.fileno(), self._read_messages)
-
-    @property
-    def backlog(self) -> int:
-        """Bytes that the other side has not taken."""
-        return self._waiting
+        loop.add_reader(sock.fileno(), self._read_messages)
 
     def post(self, message: bytes) -> None:
         """Send a message, from any thread; do nothing when the channel has ended."""
@@ -63,8 +57,8 @@ class Channel:
                 return
             first = not self._out
             self._out.append(data)
-            self._waiting += len(data)
-            hangs = self._waiting > MAX_BACKLOG
+            self.backlog += len(data)
+            hangs = self.backlog > MAX_BACKLOG
         if hangs:
             self._call_soon(self.close)
         elif first:
@@ -101,7 +95,7 @@ class Channel:
             while self._out:
                 head = self._out.popleft()
                 rest = self._send_now(head)
-                self._waiting -= len(head) - len(rest)
+                self.backlog -= len(head) - len(rest)
                 if rest:
                     self._out.appendleft(rest)
                     return

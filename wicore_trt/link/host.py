@@ -67,7 +67,6 @@ class EngineHost:
         def begin() -> None:
             prefix = f"{next(self._numbers)}/"
             link = self.links[prefix] = _Link(self, prefix, sock)
-            link.channel.open()
             link.send_message(Welcome(prefix, self._info, os.getpid()))
             done.set_result(None)
 

@@ -51,27 +51,21 @@ class RemoteEngine(EnginePort):
         self.info: ModelInfo | None = None
         self._changed = changed
         self._sink: Sink = lambda outputs: None
-        self._channel: Channel | None = None
+        self.channel: Channel | None = None
+        """Channel to an engine, which may not have sent anything yet."""
         self._calls = itertools.count()
         self._pending: dict[int, tuple[asyncio.Future[Done], str]] = {}  # with the key of the request being added
         self._followers: dict[int, asyncio.Queue[KVChanges | WicoreError]] = {}
         self._live: dict[str, int] = {}  # sequences that have not ended, by request
-
-    @property
-    def has_channel(self) -> bool:
-        """Tell whether there is a channel, though its engine may not have sent anything yet."""
-        return self._channel is not None
 
     async def start(self, sink: Sink) -> None:
         self._sink = sink
 
     def connect(self, sock: socket.socket) -> None:
         """Connect to the engine at the other end of this socket, which takes requests once its Welcome has come."""
-        if self._channel is not None:
-            self._channel.close()
-        channel = Channel(sock, asyncio.get_running_loop(), self._take_message, self._end_channel)
-        self._channel = channel
-        channel.open()
+        if self.channel is not None:
+            self.channel.close()
+        self.channel = Channel(sock, asyncio.get_running_loop(), self._take_message, self._end_channel)
 
     async def add(self, request: GenerateRequest) -> None:
         self._live[request.request_key] = request.params.n
@@ -82,8 +76,8 @@ class RemoteEngine(EnginePort):
             raise
 
     def abort(self, request_key: str, index: int | None = None) -> None:
-        if self._channel is not None and request_key.startswith(self.prefix):
-            self._channel.post(encode(Abort(request_key, index)))
+        if self.channel is not None and request_key.startswith(self.prefix):
+            self.channel.post(encode(Abort(request_key, index)))
 
     async def stats(self, tenant: str | None = None) -> EngineStats:
         found = (await self._ask_engine(AskStats, tenant)).stats
@@ -110,13 +104,13 @@ class RemoteEngine(EnginePort):
 
     async def stop(self, timeout_s: float) -> None:
         """Leave the engine, which runs on without this front's requests."""
-        if self._channel is not None:
-            self._channel.close()
+        if self.channel is not None:
+            self.channel.close()
 
     def _require_channel(self) -> Channel:
-        if self._channel is None or self.dead is not None:
+        if self.channel is None or self.dead is not None:
             raise UnavailableError(f"The engine takes no requests now: {self.dead}.", fix="Try again soon.")
-        return self._channel
+        return self.channel
 
     async def _ask_engine(self, kind: Callable[[int, T], object], what: T, request_key: str = "") -> Done:
         channel, call = self._require_channel(), next(self._calls)
@@ -167,7 +161,7 @@ class RemoteEngine(EnginePort):
 
     def _end_channel(self) -> None:
         """Fail all that waits for the engine: calls, followers and live requests."""
-        self._channel, self.pid, self.dead = None, None, self.dead or ENDED
+        self.channel, self.pid, self.dead = None, None, self.dead or ENDED
         error = EngineDeadError(f"The engine stopped: {self.dead}.")
         for call in (*self._pending, *self._followers):
             self._take_refusal(call, error)

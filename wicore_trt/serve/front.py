@@ -129,12 +129,12 @@ class FrontProcess(ServingProcess):
 
     def _on_engine_change(self) -> None:
         self.changed.set()
-        if self._remote.dead is not None and not self._remote.has_channel:
+        if self._remote.dead is not None and self._remote.channel is None:
             asyncio.get_running_loop().call_later(RELINK_S, self._ask_for_link)
 
     def _ask_for_link(self) -> None:
         """Ask for a link if there is none: a link may end without its engine, if one side hung for too long."""
-        if not self._remote.has_channel:
+        if self._remote.channel is None:
             self._control.send("unlinked", links=self._links)
 
     def _on_message(self) -> None:
