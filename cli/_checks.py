@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -37,17 +36,21 @@ CUDA_LIBRARIES = ("cuda", "cudart", "cublas", "nvrtc")
 PACKAGES = ("wicore-trt", "torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "grpcio", "protobuf")
 
 
+Finding = tuple[str, str, str]
+"""State, what was found, and the fix, "" when there is nothing to do."""
+
+
 class DoctorCheck(NamedTuple):
     """Line of the report; `fix` is empty when there is nothing to do."""
 
     name: str
     state: str
     found: str
-    fix: str = ""
+    fix: str
 
 
 def check_machine(*, engine: Path | None, cache_dir: Path, port: int) -> list[DoctorCheck]:
-    checks: list[tuple[str, Callable[[], DoctorCheck]]] = [
+    checks: list[tuple[str, Callable[[], Finding]]] = [
         ("python", _check_python), ("system", _check_system),
         ("cpu", _check_cpu), ("memory", _check_memory), ("torch", _check_torch),
         ("native kernels", _native_kernels), ("gpu", _check_gpu), ("cuda libraries", _cuda_libraries),
@@ -58,137 +61,123 @@ def check_machine(*, engine: Path | None, cache_dir: Path, port: int) -> list[Do
     ]  # fmt: skip
     if engine is not None:
         checks.append(("engine", lambda: _check_engine(engine)))
-    return [_run_check(name, check) for name, check in checks]
+    return [DoctorCheck(name, *_run_check(check)) for name, check in checks]
 
 
-def _run_check(name: str, check: Callable[[], DoctorCheck]) -> DoctorCheck:
+def _run_check(check: Callable[[], Finding]) -> Finding:
     try:
         return check()
     except Exception as error:  # a report with a hole helps more than no report
-        return DoctorCheck(name, WARN, f"could not be checked: {error!r}", "Please report this as a bug.")
+        return WARN, f"could not be checked: {error!r}", "Please report this as a bug."
 
 
-def _check_python() -> DoctorCheck:
+def _judge(fit: bool, found: str, fix: str, state: str = WARN) -> Finding:
+    return (OK, found, "") if fit else (state, found, fix)
+
+
+def _check_python() -> Finding:
     found = f"{platform.python_version()} at {sys.executable}"
-    if sys.version_info[:2] < MIN_PYTHON:
-        return DoctorCheck("python", FAIL, found, "Install Python 3.11 or newer.")
-    return DoctorCheck("python", OK, found)
+    return _judge(sys.version_info[:2] >= MIN_PYTHON, found, "Install Python 3.11 or newer.", FAIL)
 
 
-def _check_system() -> DoctorCheck:
+def _check_system() -> Finding:
     found = f"{platform.system()} {platform.release()} {platform.machine()}"
-    if platform.system() != "Linux":
-        return DoctorCheck("system", WARN, found, "Linux is what WiCore is tested on.")
-    return DoctorCheck("system", OK, found)
+    return _judge(platform.system() == "Linux", found, "Linux is what WiCore is tested on.")
 
 
-def _check_cpu() -> DoctorCheck:
+def _check_cpu() -> Finding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     lines = dict(line.split(":", 1) for line in info.split("\n\n")[0].splitlines() if ":" in line)
     values = {key.strip(): value.strip() for key, value in lines.items()}
     flags = set(values.get("flags", values.get("Features", "")).split())
-    have = [flag for flag in ISA_FLAGS if flag in flags]
-    return DoctorCheck(
-        "cpu", OK, f"{values.get('model name', platform.machine())}, {cores} cores, {' '.join(have) or 'no AVX'}"
-    )
+    have = " ".join(flag for flag in ISA_FLAGS if flag in flags) or "no AVX"
+    return OK, f"{values.get('model name', platform.machine())}, {cores} cores, {have}", ""
 
 
-def _check_memory() -> DoctorCheck:
+def _check_memory() -> Finding:
     from wicore_trt.memory import available_bytes
 
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     kib = {name: int(rest.split()[0]) for name, rest in (line.split(":", 1) for line in lines)}
     free = available_bytes() or 0
     found = f"{free / GIB:.1f} GiB available of {kib['MemTotal'] / (1 << 20):.1f} GiB"
-    if free < MIN_FREE_BYTES:
-        return DoctorCheck("memory", WARN, found, "Close other programs; Gemma 3 270M alone needs about 2 GiB.")
-    return DoctorCheck("memory", OK, found)
+    return _judge(free >= MIN_FREE_BYTES, found, "Close other programs; Gemma 3 270M alone needs about 2 GiB.")
 
 
-def _check_torch() -> DoctorCheck:
+def _check_torch() -> Finding:
     from wicore_trt.errors import install_command
 
     fix = install_command("torch")
     if find_spec("torch") is None:
-        return DoctorCheck("torch", WARN, "not installed; engines are built without it, and run with it", fix)
+        return WARN, "not installed; engines are built without it, and run with it", fix
     try:
         import torch
     except Exception as error:
-        return DoctorCheck("torch", FAIL, f"cannot be imported: {error}", fix)
+        return FAIL, f"cannot be imported: {error}", fix
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    return DoctorCheck("torch", OK, f"{torch.__version__}, {cuda}, {torch.get_num_threads()} threads")
+    return OK, f"{torch.__version__}, {cuda}, {torch.get_num_threads()} threads", ""
 
 
-def _native_kernels() -> DoctorCheck:
+def _native_kernels() -> Finding:
     import wicore_trt
 
     found = next((p for root in wicore_trt.__path__ for p in Path(root, "_native").glob("libwicore_cpu.*")), None)
     if found is None:
         from wicore_trt.plugins.cpu_library import FIX, why_lacking
 
-        return DoctorCheck("native kernels", WARN, why_lacking(), f"{FIX} Until then slower torch operators run.")
+        return WARN, why_lacking(), f"{FIX} Until then slower torch operators run."
     try:
         library = ctypes.CDLL(str(found))
         library.wicore_cpu_isa.restype = ctypes.c_char_p
-        return DoctorCheck("native kernels", OK, f"{found.name}, {library.wicore_cpu_isa().decode()}")
+        return OK, f"{found.name}, {library.wicore_cpu_isa().decode()}", ""
     except (OSError, AttributeError) as error:
-        return DoctorCheck("native kernels", WARN, f"{error}", "Reinstall wicore-trt on this machine.")
+        return WARN, f"{error}", "Reinstall wicore-trt on this machine."
 
 
-def _check_gpu() -> DoctorCheck:
+def _check_gpu() -> Finding:
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return DoctorCheck("gpu", OK, "none (no nvidia-smi); engines run on the CPU")
+        return OK, "none (no nvidia-smi); engines run on the CPU", ""
     query = "--query-gpu=name,memory.total,driver_version,compute_cap"
     done = subprocess.run([tool, query, "--format=csv,noheader"], capture_output=True, text=True, timeout=20)
     if done.returncode or not done.stdout.strip():
         reason = (done.stdout + done.stderr).strip().splitlines()
-        return DoctorCheck(
-            "gpu", WARN, reason[0] if reason else "nvidia-smi failed", "Reload or reinstall the NVIDIA driver."
-        )
+        return WARN, reason[0] if reason else "nvidia-smi failed", "Reload or reinstall the NVIDIA driver."
     found = "; ".join(done.stdout.strip().splitlines())
     torch = sys.modules.get("torch")
     if torch is not None and not torch.cuda.is_available():
-        return DoctorCheck(
-            "gpu", WARN, f"{found}; PyTorch cannot use it", "Install a CUDA build of PyTorch for this driver."
-        )
-    return DoctorCheck("gpu", OK, found)
+        return WARN, f"{found}; PyTorch cannot use it", "Install a CUDA build of PyTorch for this driver."
+    return OK, found, ""
 
 
-def _cuda_libraries() -> DoctorCheck:
+def _cuda_libraries() -> Finding:
     have = [name for name in CUDA_LIBRARIES if ctypes.util.find_library(name)]
-    return DoctorCheck("cuda libraries", OK, ", ".join(have) or "none on the library path")
+    return OK, ", ".join(have) or "none on the library path", ""
 
 
-def _check_tensorrt() -> DoctorCheck:
-    for package in ("tensorrt", "tensorrt-rtx-cu13-bindings"):
-        try:
-            return DoctorCheck("tensorrt", OK, f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
-    return DoctorCheck("tensorrt", OK, "not installed; builds with --backend tensorrt need the extra tensorrt")
+def _check_tensorrt() -> Finding:
+    from wicore_trt.errors import list_installed
+
+    have = list_installed(("tensorrt", "tensorrt-rtx-cu13-bindings"))
+    found = [f"{package} {version}" for package, version in have.items()]
+    return OK, (found or ["not installed; builds with --backend tensorrt need the extra tensorrt"])[0], ""
 
 
-def _check_extras() -> DoctorCheck:
+def _check_extras() -> Finding:
     from wicore_trt.errors import install_command
 
     missing = [extra for extra, modules in EXTRAS.items() if any(find_spec(m) is None for m in modules)]
-    have = [extra for extra in EXTRAS if extra not in missing]
-    found = f"have {', '.join(have) or 'none'}"
-    if missing:
-        return DoctorCheck("extras", WARN, f"{found}; lack {', '.join(missing)}", install_command(*missing))
-    return DoctorCheck("extras", OK, found)
+    found = f"have {', '.join(extra for extra in EXTRAS if extra not in missing) or 'none'}"
+    lacking = f"; lack {', '.join(missing)}" if missing else ""
+    return _judge(not missing, found + lacking, install_command(*missing))
 
 
-def _list_versions() -> DoctorCheck:
-    found = []
-    for package in PACKAGES:
-        try:
-            found.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            found.append(f"{package} -")
-    return DoctorCheck("versions", OK, ", ".join(found))
+def _list_versions() -> Finding:
+    from wicore_trt.errors import list_installed
+
+    have = list_installed(PACKAGES)
+    return OK, ", ".join(f"{package} {have.get(package, '-')}" for package in PACKAGES), ""
 
 
 def _find_ancestor(path: Path) -> Path:
@@ -196,85 +185,69 @@ def _find_ancestor(path: Path) -> Path:
     return next(p for p in (path, *path.absolute().parents) if p.exists())
 
 
-def _check_disk(cache_dir: Path) -> DoctorCheck:
+def _check_disk(cache_dir: Path) -> Finding:
     place = _find_ancestor(cache_dir)
     free = shutil.disk_usage(place).free
     found = f"{free / GIB:.1f} GiB free at {cache_dir}"
     if not os.access(place, os.W_OK):
-        return DoctorCheck("disk", FAIL, f"{found}, not writable", "Make it writable or name another with --cache-dir.")
-    if free < MIN_FREE_BYTES:
-        return DoctorCheck("disk", WARN, found, "Free some space or name another directory with --cache-dir.")
-    return DoctorCheck("disk", OK, found)
+        return FAIL, f"{found}, not writable", "Make it writable or name another with --cache-dir."
+    return _judge(free >= MIN_FREE_BYTES, found, "Free some space or name another directory with --cache-dir.")
 
 
-def _direct_io(cache_dir: Path) -> DoctorCheck:
+def _direct_io(cache_dir: Path) -> Finding:
     fix = "Put the cache on a local disk (ext4, xfs); reads and writes go through the page cache until then."
     with tempfile.TemporaryDirectory(dir=_find_ancestor(cache_dir), prefix=".wicore-doctor-") as scratch:
         try:
             descriptor = os.open(Path(scratch, "probe"), os.O_CREAT | os.O_RDWR | os.O_DIRECT)
+            with open(descriptor, "wb", buffering=0) as file, mmap.mmap(-1, mmap.PAGESIZE) as page:
+                written = file.write(page)  # O_DIRECT wants aligned memory; mmap gives it
         except OSError as error:
-            return DoctorCheck("direct I/O", WARN, f"refused: {error.strerror}", fix)
-        try:
-            with mmap.mmap(-1, mmap.PAGESIZE) as page:  # O_DIRECT wants aligned memory; mmap gives it
-                written = os.write(descriptor, page)
-        except OSError as error:
-            return DoctorCheck("direct I/O", WARN, f"refused: {error.strerror}", fix)
-        finally:
-            os.close(descriptor)
-    return DoctorCheck("direct I/O", OK, f"O_DIRECT works ({written} bytes written)")
+            return WARN, f"refused: {error.strerror}", fix
+    return OK, f"O_DIRECT works ({written} bytes written)", ""
 
 
-def _check_memlock() -> DoctorCheck:
+def _check_memlock() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        return DoctorCheck("locked memory", OK, "unlimited")
-    found = f"limit {soft / GIB:.2f} GiB"
-    if shutil.which("nvidia-smi") and soft < GIB:
-        return DoctorCheck("locked memory", WARN, found, "ulimit -l unlimited, so that host memory can be pinned.")
-    return DoctorCheck("locked memory", OK, found)
+        return OK, "unlimited", ""
+    fit = shutil.which("nvidia-smi") is None or soft >= GIB
+    return _judge(fit, f"limit {soft / GIB:.2f} GiB", "ulimit -l unlimited, so that host memory can be pinned.")
 
 
-def _hugging_face() -> DoctorCheck:
+def _hugging_face() -> Finding:
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     token = bool(os.environ.get("HF_TOKEN")) or (home / "token").is_file()
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     found = f"token {'present' if token else 'absent'}, {'offline' if offline else 'online'}"
-    if not token and not offline:
-        fix = "Gated models need it: accept the licence on the model's page, then set HF_TOKEN or run `hf auth login`."
-        return DoctorCheck("hugging face", WARN, found, fix)
-    return DoctorCheck("hugging face", OK, found)
+    fix = "Gated models need it: accept the licence on the model's page, then set HF_TOKEN or run `hf auth login`."
+    return _judge(token or offline, found, fix)
 
 
-def _check_port(port: int) -> DoctorCheck:
+def _check_port(port: int) -> Finding:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
-            return DoctorCheck(
-                "port", WARN, f"{port}: {error.strerror}", "Stop what listens there, or serve with --grpc-port."
-            )
-    return DoctorCheck("port", OK, f"{port} is free")
+            return WARN, f"{port}: {error.strerror}", "Stop what listens there, or serve with --grpc-port."
+    return OK, f"{port} is free", ""
 
 
-def _check_clock() -> DoctorCheck:
+def _check_clock() -> Finding:
     now = time.time()
     found = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(now))
     newest = max((p.stat().st_mtime for p in Path(__file__).parent.glob("*.py")), default=now)
     if now + 86400 < newest:
-        return DoctorCheck("clock", WARN, f"{found}, before this program was installed", "Set the clock; TLS needs it.")
-    return DoctorCheck("clock", OK, found)
+        return WARN, f"{found}, before this program was installed", "Set the clock; TLS needs it."
+    return OK, found, ""
 
 
-def _check_engine(path: Path) -> DoctorCheck:
+def _check_engine(path: Path) -> Finding:
     from wicore_trt.engine.directory import open_engine
     from wicore_trt.errors import WicoreError
 
     try:
-        engine = open_engine(path)
+        manifest = open_engine(path).manifest
     except WicoreError as error:
-        return DoctorCheck("engine", FAIL, error.message, error.fix or "Rebuild it.")
-    manifest = engine.manifest
-    return DoctorCheck(
-        "engine", OK, f"{path}: {manifest.model_id}, {manifest.backend}, {manifest.dtype}, all hashes match"
-    )
+        return FAIL, error.message, error.fix or "Rebuild it."
+    return OK, f"{path}: {manifest.model_id}, {manifest.backend}, {manifest.dtype}, all hashes match", ""

@@ -70,7 +70,7 @@ def _group_files(files: list[dict[str, Any]]) -> list[tuple[str, int, str]]:
 
 def _describe_engine(path: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:
     from wicore_trt.cli._plans import plans_report
-    from wicore_trt.engine.directory import file_state, open_engine
+    from wicore_trt.engine.directory import open_engine, read_intact
     from wicore_trt.progress import count_progress
 
     engine = open_engine(path, verify=False)
@@ -85,6 +85,9 @@ def _describe_engine(path: Path, *, verify: bool, progress: Progress) -> dict[st
         about |= _describe_ends(engine)
     plans = plans_report(engine)
     moved = count_progress(progress, "verify", engine.manifest.total_bytes)
+    states = dict.fromkeys(entries, _UNCHECKED)
+    for name in sorted(entries) if verify else ():
+        states[name] = _OK if read_intact(engine, name, moved) else "corrupted"
     return {
         "kind": "engine",
         "path": str(path),
@@ -93,10 +96,7 @@ def _describe_engine(path: Path, *, verify: bool, progress: Progress) -> dict[st
         "spec": spec,
         "kv": _compute_kv_bytes(engine.manifest.spec, engine.manifest.page_tokens, engine.manifest.kv_dtype),
         "files": [
-            *(
-                {"name": name, **entry, "state": file_state(engine, name, moved) if verify else _UNCHECKED}
-                for name, entry in sorted(entries.items())
-            ),
+            *({"name": name, **entry, "state": states[name]} for name, entry in sorted(entries.items())),
             *({"name": n, "bytes": (path / n).lstat().st_size, "state": _UNLISTED} for n in engine.find_unlisted()),
         ],
         "again": f"Move files that are not the engine's elsewhere. {engine.rebuild_advice}",

@@ -25,6 +25,9 @@ torch. Invariant: a message says what is wrong, and `fix`, when given, says what
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from reprlib import Repr
 from typing import Any
@@ -211,6 +214,15 @@ def missing_package(module: str | None) -> EnvironmentUnfitError | None:
     if top not in _EXTRAS:
         return None
     return EnvironmentUnfitError(f"This needs {top}, which is not installed.", fix=install_command(_EXTRAS[top]))
+
+
+def list_installed(packages: Iterable[str]) -> dict[str, str]:
+    """List the versions of those of `packages` that are installed."""
+    found = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def check_extras(*extras: str) -> None:

@@ -45,7 +45,7 @@ def test_report_is_complete_and_every_finding_has_a_fix(tmp_path: Path) -> None:
 
 
 def test_a_broken_check_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> checks.DoctorCheck:
+    def broken() -> checks.Finding:
         raise ValueError("no such file")
 
     names = [f"_check_{part}" for part in ("python", "cpu", "memory", "torch", "gpu", "memlock", "clock")]
@@ -104,19 +104,19 @@ def test_gpu_through_nvidia_smi(
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    row = checks._check_gpu()
-    assert row.state == state and output in row.found
+    said, found, _ = checks._check_gpu()
+    assert said == state and output in found
 
 
 def test_hugging_face_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert checks._hugging_face().found == "token absent, offline"
+    assert rows_of(tmp_path)["hugging face"].found == "token absent, offline"
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    assert checks._hugging_face().state == checks.WARN
+    assert rows_of(tmp_path)["hugging face"].state == checks.WARN
     (tmp_path / "token").write_text("hf_secret")
-    row = checks._hugging_face()
+    row = rows_of(tmp_path)["hugging face"]
     assert row.found == "token present, online" and "hf_secret" not in str(row)
 
 

@@ -23,7 +23,7 @@ from wicore_trt.engine.build import build_engine, model_id
 from wicore_trt.engine.directory import EngineDir, open_engine
 from wicore_trt.engine.manifest import FileEntry
 from wicore_trt.engine.options import find_backend
-from wicore_trt.engine.weights import hash_weights, place_weights, read_weights
+from wicore_trt.engine.weights import hash_weights, place_weights
 from wicore_trt.errors import CheckpointError, ConfigError, EngineFormatError, EnvironmentUnfitError, WicoreError
 from wicore_trt.runtime.options import ExecutorOptions
 
@@ -104,14 +104,14 @@ def test_weights_hash_ignores_order_and_metadata(make_source: MakeSource, tmp_pa
                 writer.write(name, tensors[name])
         return path
 
-    again = write(tmp_path / "again")
+    again = write(tmp_path / "again.safetensors")
     assert [*SafetensorsFile(again).tensors] != [*SafetensorsFile(file).tensors]
-    whole = read_weights(file)
-    assert hash_weights([whole]) == hash_weights([read_weights(again)])
+    whole = record_of(file)
+    assert hash_weights([whole]) == hash_weights([record_of(again)])
     assert hash_weights([whole]) != hash_weights([whole, whole])
     name = sorted(tensors)[0]
     tensors[name].flat[-1] += 1
-    assert hash_weights([whole]) != hash_weights([read_weights(write(tmp_path / "changed"))])
+    assert hash_weights([whole]) != hash_weights([record_of(write(tmp_path / "changed.safetensors"))])
 
 
 def test_weights_are_linked_or_copied(make_source: MakeSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,16 +121,16 @@ def test_weights_are_linked_or_copied(make_source: MakeSource, tmp_path: Path, m
     def place(target: Path) -> None:
         assert place_weights(file, target, record, damaged=CheckpointError).parts == record.parts
 
-    place(tmp_path / "linked")
-    assert (tmp_path / "linked").samefile(file)
+    place(tmp_path / "linked.safetensors")
+    assert (tmp_path / "linked.safetensors").samefile(file)
 
     def refuse(*_: object) -> None:
         raise OSError("no links here")
 
     monkeypatch.setattr(os, "link", refuse)
-    place(tmp_path / "copied")
-    assert not (tmp_path / "copied").samefile(file)
-    assert (tmp_path / "copied").read_bytes() == file.read_bytes()
+    place(tmp_path / "copied.safetensors")
+    assert not (tmp_path / "copied.safetensors").samefile(file)
+    assert (tmp_path / "copied.safetensors").read_bytes() == file.read_bytes()
 
 
 def test_existing_output_needs_force(make_source: MakeSource, engine: EngineDir, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from wicore_trt.checkpoint.digest import SEAL, seal_of
 from wicore_trt.checkpoint.format import CONFIG, open_checkpoint, write_config
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import EngineDir, open_engine
-from wicore_trt.engine.manifest import MANIFEST_NAME, fingerprint_of
+from wicore_trt.engine.manifest import MANIFEST_NAME, compute_fingerprint
 from wicore_trt.errors import CheckpointError, EngineFormatError, WicoreError
 from wicore_trt.plugins.aot import CompiledKernel
 
@@ -120,7 +120,7 @@ def fuzz_engine(engine: EngineDir, count: int) -> None:
             found = attempt(lambda: open_engine(engine.path, verify=False), EngineFormatError, f"sealed, seed {seed}")
             if found is not None:
                 manifest = found.manifest
-                assert manifest.fingerprint == fingerprint_of(manifest) and manifest.max_context <= 128, seed
+                assert manifest.fingerprint == compute_fingerprint(manifest) and manifest.max_context <= 128, seed
                 assert set(manifest.files) <= {p.name for p in engine.path.iterdir()}, seed
     path.write_bytes(whole)
 

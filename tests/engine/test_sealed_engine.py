@@ -255,7 +255,7 @@ def test_what_does_not_open_never_replaces_an_engine(
     engine: EngineDir, make_source: MakeSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compute = build_module.compute_fingerprint
-    monkeypatch.setattr(build_module, "compute_fingerprint", lambda **facts: compute(**facts)[::-1])
+    monkeypatch.setattr(build_module, "compute_fingerprint", lambda manifest: compute(manifest)[::-1])
     other = make_source(1, name="other")
     for output in (engine.path, tmp_path / "fresh"):
         with pytest.raises(CheckpointError, match="makes no engine that opens.*fingerprint.*left as it was"):

@@ -20,12 +20,12 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wicore_trt.bench.bound import MachineRates, ModelCost, decode_bound_s, prefill_bound_s, request_bound_s
 from wicore_trt.bench.measure import Distributions, Load, Summary, Throughput
+from wicore_trt.errors import list_installed
 from wicore_trt.plugins.cpu_library import library_name, open_library
 
 if TYPE_CHECKING:
@@ -218,13 +218,7 @@ def list_versions() -> dict[str, str]:
     """List commit, native library (or ABSENT), Python and the packages that figures depend on."""
     library = open_library()
     found = {"commit": _find_commit(), "native": ABSENT if library is None else library_name(library)}
-    found |= {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {**found, "python": platform.python_version(), **list_installed(PACKAGES)}
 
 
 def _find_commit() -> str:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from wicore_trt.checkpoint.format import (
     FP8_TAG,
     VISION,
     Checkpoint,
-    Origin,
     build_config,
     open_checkpoint,
     rank_entries,
@@ -36,7 +35,7 @@ from wicore_trt.checkpoint.open_source import open_source
 from wicore_trt.checkpoint.quantize import STORAGE, from_float32, quantize_e4m3_per_channel, to_float32
 from wicore_trt.checkpoint.records import FileRecord, record_of
 from wicore_trt.checkpoint.safetensors_io import TAG_BYTES, SafetensorsWriter
-from wicore_trt.checkpoint.sharding import Shard, shard_of
+from wicore_trt.checkpoint.sharding import shard_of
 from wicore_trt.checkpoint.source import TEXT_TAGS, Source
 from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitError
 from wicore_trt.files import is_present, make_printable
@@ -109,7 +108,13 @@ def convert(  # noqa: PLR0913 -- the public call is flat
             fix="Give the model that it was converted from.",
         )
     if calibration and is_present(Path(source) / "rank0.safetensors"):
-        _check_same(open_checkpoint(source), dtype, tp_size)
+        old = open_checkpoint(source)
+        have = old.weights.storage
+        if dtype not in ("auto", have) or tp_size not in (1, old.tp_size):
+            raise ConfigError(
+                f"{old.path} is a checkpoint of {have} for tp {old.tp_size}; it can be calibrated, not cast.",
+                fix=f"Leave --dtype and --tp out, or convert {old.source}.",
+            )
         return calibration.of_checkpoint(source, output, force=force, progress=progress)
     if calibration and dtype not in QUANTIZED and not calibration.kv_scales:
         raise ConfigError(f"Without KV scales a {dtype} checkpoint has nothing to calibrate.", fix="Use --dtype fp8.")
@@ -149,7 +154,9 @@ class _Conversion:
         progress: Progress,
     ) -> None:
         self._source, self._directory, self._tp = source, directory, tp_size
-        self._dtype = _resolve_dtype(dtype, source)
+        linear = next(t for t in unified_tensors(source.spec) if t.role is Role.LINEAR)
+        own = _DTYPE_OF_SOURCE.get(source.tensors[linear.sources[0]].dtype, "bfloat16")
+        self._dtype = "bfloat16" if dtype in QUANTIZED else own if dtype == "auto" else dtype
         weights = QUANTIZED.get(dtype, PLAIN[self._dtype])
         self._weights = weights.calibrated if calibration else weights
         self._calibration = calibration
@@ -177,11 +184,12 @@ class _Conversion:
         from wicore_trt.checkpoint.tokenizer_check import check_tokenizer
 
         notes = check_tokenizer(self._directory, self._source.name, self._source.spec.vocab_size)
-        adapter = None if lora is None else make_printable(str(lora))
-        origin = Origin(make_printable(self._source.name), self._source.revision, lora=adapter)
+        origin: dict[str, Any] = {"source": make_printable(self._source.name), "revision": self._source.revision}
+        if lora is not None:
+            origin["lora"] = make_printable(str(lora))
         if self._calibration:
             found = self._calibration.of_source(self._source, self._directory, self._progress)
-            self._scales, origin = found.scales, replace(origin, calibration=found.origin)
+            self._scales, origin["calibration"] = found.scales, found.origin
         self._progress("read", 1, 1)
         self._moved = count_progress(self._progress, "convert", self._total)
         files = self._write_ranks()
@@ -190,8 +198,9 @@ class _Conversion:
         for file in tokenizer:
             files[file.name] = record_of(file)
         keys = ("vision_config", "mm_tokens_per_image", "image_token_index", "boi_token_index", "eoi_token_index")
-        vision = {k: self._source.config[k] for k in keys if k in self._source.config} if self._vision else {}
-        origin = replace(origin, flushed_to_zero=self._report.flushed_to_zero, vision=vision)
+        if self._vision:
+            origin["vision"] = {k: self._source.config[k] for k in keys if k in self._source.config}
+        origin["flushed_to_zero"] = self._report.flushed_to_zero
         spec, kv_scales = self._source.spec, self._kv_scales
         config = build_config(spec, self._dtype, self._weights, self._tp, files, origin, kv_scales=kv_scales)
         write_config(self._directory, config)
@@ -220,14 +229,16 @@ class _Conversion:
                 for shard, writer, kept in zip(shards, writers, scales, strict=True):
                     low, high = max(start, shard.rows[part][0]), min(stop, shard.rows[part][1])
                     if low < high:
-                        self._write_block(writer, tensor.name, _take_columns(block[low - start : high - start], shard))
+                        held = block[low - start : high - start]
+                        held = held if shard.columns is None else held[:, slice(*shard.columns)]
+                        self._moved(writer.write(tensor.name, held))
                         kept.append(scale[low - start : high - start])
         if tag == FP8_TAG:
             for writer, kept in zip(writers, scales, strict=True):
-                self._write_block(writer, tensor.scale_name, np.concatenate(kept))
+                self._moved(writer.write(tensor.scale_name, np.concatenate(kept)))
         for name in self._static[tensor.name]:
             for writer in writers:
-                self._write_block(writer, name, self._scales[name])
+                self._moved(writer.write(name, self._scales[name]))
 
     def _cast_rows(
         self, tensor: UnifiedTensor, name: str, rows: tuple[int, int], tag: str
@@ -261,29 +272,8 @@ class _Conversion:
                 for block in self._source.vision_blocks(name):
                     if tag in TEXT_TAGS:
                         check_finite_rows(place, name, 0, np.frombuffer(block, STORAGE[tag])[None], tag)
-                    self._write_block(writer, name, block)
+                    self._moved(writer.write(name, block))
         return FileRecord(writer.size, writer.digest, writer.digests)
-
-    def _write_block(self, writer: SafetensorsWriter, name: str, block: np.ndarray | bytes) -> None:
-        self._moved(writer.write(name, block))
-
-
-def _resolve_dtype(dtype: str, source: Source) -> str:
-    if dtype in QUANTIZED:
-        return "bfloat16"
-    if dtype != "auto":
-        return dtype
-    linear = next(t for t in unified_tensors(source.spec) if t.role is Role.LINEAR)
-    return _DTYPE_OF_SOURCE.get(source.tensors[linear.sources[0]].dtype, "bfloat16")
-
-
-def _check_same(checkpoint: Checkpoint, dtype: str, tp_size: int) -> None:
-    have = checkpoint.weights.storage
-    if dtype not in ("auto", have) or tp_size not in (1, checkpoint.tp_size):
-        raise ConfigError(
-            f"{checkpoint.path} is a checkpoint of {have} for tp {checkpoint.tp_size}; it can be calibrated, not cast.",
-            fix=f"Leave --dtype and --tp out, or convert {checkpoint.source}.",
-        )
 
 
 def _count_bytes(entries: list[tuple[str, str, tuple[int, ...]]]) -> int:
@@ -302,7 +292,3 @@ def check_disk_room(directory: Path, nbytes: int) -> None:
 
 def _format_bytes(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
-
-
-def _take_columns(block: np.ndarray, shard: Shard) -> np.ndarray:
-    return block if shard.columns is None else block[:, shard.columns[0] : shard.columns[1]]

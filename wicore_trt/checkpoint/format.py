@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +41,6 @@ KV_FP8 = "FP8"
 TAGS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 FP8_TAG = "F8_E4M3"
 _STORAGE_TAGS = {**TAGS, "fp8": FP8_TAG}
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Source of a checkpoint: its name, the hub commit if any, notable casts, and the merged adapter `lora`.
-    `calibration` is the text (`text`, `tokens`, `text_blake2b`) that the static scales come from."""
-
-    source: str
-    revision: str | None = None
-    flushed_to_zero: int = 0
-    vision: Mapping[str, Any] = field(default_factory=dict)
-    calibration: Mapping[str, Any] | None = None
-    lora: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,20 +162,22 @@ def build_config(
     weights: WeightFormat,
     tp_size: int,
     files: Mapping[str, FileRecord],
-    origin: Origin,
+    origin: Mapping[str, Any],
     *,
     kv_scales: bool = False,
 ) -> dict[str, Any]:
+    """Make config.json. `origin`: the `source`, the hub commit `revision`, `lora`, `vision` of its configuration, the
+    count `flushed_to_zero`, and `calibration` (`text`, `tokens`, `token_ids_blake2b`); all but the first may lack."""
     config = model_fields(spec, dtype, tp_size, weights, kv_fp8=kv_scales)
     pattern = window_pattern(spec)
     if pattern:  # both spellings occur among TensorRT-LLM's versions
         config |= {"sliding_window_pattern": pattern, "_sliding_window_pattern": pattern}
     config["wicore"] = {
-        "format_version": FORMAT_VERSION, "source": origin.source, "revision": origin.revision,
+        "format_version": FORMAT_VERSION, "source": origin["source"], "revision": origin.get("revision"),
         "spec": spec.to_dict(), "tie_word_embeddings": spec.tie_word_embeddings,
-        "vision": dict(origin.vision) or None, "flushed_to_zero": origin.flushed_to_zero,
-        "calibration": dict(origin.calibration) if origin.calibration else None, "files": file_entries(files),
-        **({"lora": origin.lora} if origin.lora else {}),
+        "vision": origin.get("vision") or None, "flushed_to_zero": origin.get("flushed_to_zero", 0),
+        "calibration": origin.get("calibration"), "files": file_entries(files),
+        **({"lora": origin["lora"]} if origin.get("lora") else {}),
     }  # fmt: skip
     return config
 

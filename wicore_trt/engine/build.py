@@ -13,14 +13,13 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from wicore_trt.checkpoint.format import Checkpoint
+from wicore_trt.checkpoint.format import Checkpoint, open_checkpoint
 from wicore_trt.checkpoint.hub import is_hub_id
 from wicore_trt.checkpoint.names import kv_scale_name
-from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
+from wicore_trt.checkpoint.records import FileRecord
 from wicore_trt.engine.directory import ENGINE, EngineDir, describe_files, open_engine
 from wicore_trt.engine.manifest import (
     DUMMY_SOURCE,
@@ -32,9 +31,10 @@ from wicore_trt.engine.manifest import (
     compute_fingerprint,
 )
 from wicore_trt.engine.options import LAYERS, PLUGIN, Backend, BuildOptions, DummyModel, find_backend, split_targets
-from wicore_trt.engine.weights import WeightFile, hash_weights, place_weights
-from wicore_trt.errors import CheckpointError, ConfigError, EngineFormatError
+from wicore_trt.engine.weights import hash_weights, place_weights
+from wicore_trt.errors import CheckpointError, ConfigError, EngineFormatError, list_installed
 from wicore_trt.files import is_present, make_printable
+from wicore_trt.model.gemma3 import LM_HEAD
 from wicore_trt.model.spec import MAX_RANKS
 from wicore_trt.progress import Progress, count_progress, ignore_progress
 from wicore_trt.scratch import replace_output
@@ -43,12 +43,16 @@ from wicore_trt.weight_format import PLAIN, QUANTIZED
 if TYPE_CHECKING:
     from wicore_trt.checkpoint.convert import Calibration
 
-LM_HEAD = "lm_head.weight"
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
 TOOLS = (
     "wicore-trt", "torch", "numpy", "safetensors", "tokenizers", "gguf", "triton", "tensorrt",
     "tensorrt-rtx-cu13-bindings",
 )  # fmt: skip
+_DUMMY_TOKENIZER = {
+    "tokenizer.json": {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"<eos>": 1}, "unk_token": "<eos>"}},
+    "tokenizer_config.json": {"eos_token": "<eos>"},
+}
+"""Tokenizer of one token, so that an engine without a source can be served by token ids."""
 
 
 def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the options travel as one value
@@ -90,7 +94,13 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
         backend, dtype, kv_dtype, tp_size, page_tokens, split_targets(targets), max_context, max_batch,
         max_chunk, calibration, dummy, revision, attention, lora,
     )  # fmt: skip
-    created = _format_build_time()
+    epoch = os.environ.get("SOURCE_DATE_EPOCH")
+    try:
+        created = datetime.fromtimestamp(int(epoch), UTC) if epoch else datetime.now(UTC)
+    except (ValueError, OverflowError, OSError):
+        raise ConfigError(
+            f"SOURCE_DATE_EPOCH is {epoch!r}; it must be seconds since 1970.", fix="Unset it or correct it."
+        ) from None
     _check_options(options, source)
     if options.dtype == "auto" and not (dummy or is_unified_checkpoint(Path(source))):
         options = replace(options, dtype="bfloat16")
@@ -104,9 +114,16 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
         options = replace(options, max_context=options.max_context or compiler.default_context(limit))
         name = f"{DUMMY_SOURCE}{dummy.name}" if dummy else make_printable(str(source))
         manifest = _lay_out(checkpoint, scratch.directory, options, compiler, name, progress)
-        manifest = replace(manifest, created=created)
+        manifest = replace(manifest, created=created.isoformat(timespec="seconds"))
         (scratch.directory / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-        engine = _open_finished(scratch.directory, scratch.output, name)
+        try:  # weights are not read again: their digests were computed while they were written
+            engine = open_engine(scratch.directory, verify=False)
+        except EngineFormatError as error:
+            said = error.message.replace(str(scratch.directory), scratch.output.name)
+            raise CheckpointError(
+                f"{name} makes no engine that opens: {said}",
+                fix=f"{scratch.output} was left as it was. Check the model's files.",
+            ) from error
         scratch.publish_output()
     return replace(engine, path=scratch.output)
 
@@ -140,46 +157,27 @@ def _check_options(options: BuildOptions, source: str | Path) -> None:
         raise ConfigError(f"tp must be 1 to {MAX_RANKS}, got {options.tp_size}.")
 
 
-def _open_finished(directory: Path, output: Path, source: str) -> EngineDir:
-    """Open the finished engine before it gets the output's name."""
-    try:
-        # Weights are not read again: their digests were computed while they were written.
-        return open_engine(directory, verify=False)
-    except EngineFormatError as error:
-        said = error.message.replace(str(directory), output.name)
-        raise CheckpointError(
-            f"{source} makes no engine that opens: {said}", fix=f"{output} was left as it was. Check the model's files."
-        ) from error
-
-
-def _format_build_time() -> str:
-    """Format the manifest's time, ISO 8601 in UTC. Raises ConfigError for a SOURCE_DATE_EPOCH that is no time."""
-    epoch = os.environ.get("SOURCE_DATE_EPOCH")
-    try:
-        now = datetime.fromtimestamp(int(epoch), UTC) if epoch else datetime.now(UTC)
-    except (ValueError, OverflowError, OSError):
-        raise ConfigError(
-            f"SOURCE_DATE_EPOCH is {epoch!r}; it must be seconds since 1970.", fix="Unset it or correct it."
-        ) from None
-    return now.isoformat(timespec="seconds")
-
-
 def _checkpoint_of(
     source: str | Path, work: Path, options: BuildOptions, progress: Progress, note: Callable[[str], None] | None
 ) -> Checkpoint:
-    from wicore_trt.checkpoint.format import open_checkpoint
-
-    if options.dummy:
-        return _dummy_checkpoint(options.dummy, options.dtype)
-    unified = is_unified_checkpoint(Path(source))
+    if options.dummy:  # a checkpoint without files; "auto", and the 16-bit parts of "fp8", are bfloat16
+        base = options.dtype if options.dtype in PLAIN else "bfloat16"
+        config = {
+            "wicore": {"source": f"{options.dummy.name} (dummy weights)"},
+            "quantization": {"kv_cache_quant_algo": None},
+        }
+        return Checkpoint(
+            path=Path(), config=config, spec=options.dummy.spec, dtype=base,
+            weights=QUANTIZED.get(options.dtype, PLAIN[base]), tp_size=1, rank_files=[], tokenizer_files=[],
+            vision_file=None, files={},
+        )  # fmt: skip
     from wicore_trt.checkpoint.convert import check_disk_room, convert
 
-    if unified and not options.calibration:
+    if is_unified_checkpoint(Path(source)) and not options.calibration:
         checkpoint = open_checkpoint(Path(source))
         if checkpoint.spec.tie_word_embeddings:  # its weights are copied, not linked: an engine has one embedding
             check_disk_room(work.parent, sum(checkpoint.files[path.name].bytes for path in checkpoint.rank_files))
         return checkpoint
-
     return convert(
         source, work, dtype=options.dtype, tp_size=options.tp_size, for_engine=True, revision=options.revision,
         lora=options.lora, calibration=options.calibration, progress=progress, note=note,
@@ -210,17 +208,20 @@ def _check_fit(checkpoint: Checkpoint, options: BuildOptions) -> None:
 def _lay_out(
     checkpoint: Checkpoint, partial: Path, options: BuildOptions, compiler: Backend, source: str, progress: Progress
 ) -> Manifest:
-    weights: dict[str, WeightFile] = {}
+    weights: dict[str, FileRecord] = {}
     kv_dtype = options.kv_dtype_of(checkpoint)
     moved = count_progress(
         progress, "weights", sum(checkpoint.files[path.name].bytes for path in checkpoint.rank_files)
     )
+    drop = {LM_HEAD} if checkpoint.spec.tie_word_embeddings else set()  # it is the embedding: one copy is enough
+    if kv_dtype != "fp8":  # kernels for other KV caches refuse these scales
+        drop |= {kv_scale_name(layer) for layer in range(checkpoint.spec.num_layers)}
     for path in checkpoint.rank_files:
         weights[path.name] = place_weights(
             path,
             partial / path.name,
             checkpoint.files[path.name],
-            drop=(*_tied_head(checkpoint, path), *_idle_scales(checkpoint, kv_dtype)),
+            drop=drop,
             damaged=lambda part, name=path.name: checkpoint.make_damage_error(name, part),  # type: ignore[misc]
             moved=moved,
         )
@@ -231,61 +232,20 @@ def _lay_out(
         compiled |= {LORA: make_printable(str(options.lora))}
     if options.dummy:
         compiled |= {DUMMY_WEIGHTS: True}
-        _write_dummy_tokenizer(partial)
-    weights_hash = hash_weights(list(weights.values()))
-    files = describe_files(partial, weights)  # but weights, a few MB
-    computed: dict[str, Any] = {
-        "spec": checkpoint.spec,
-        "weights_hash": weights_hash,
-        "dtype": checkpoint.weights.storage,
-        "kv_dtype": kv_dtype,
-        "quantization": (
-            {"algo": checkpoint.weights.algo, "base_dtype": checkpoint.dtype} if checkpoint.weights.quantized else None
-        ),
-        "tp_size": checkpoint.tp_size,
-    }
-    return Manifest(
-        **computed, fingerprint=compute_fingerprint(**computed), model_id=model_id(checkpoint.source),
-        backend=options.backend, targets=list(options.targets), compiled=compiled,
-        page_tokens=options.page_tokens,
-        max_context=options.max_context or checkpoint.spec.max_position_embeddings, files=files, tools=_list_versions(),
+        for name, content in _DUMMY_TOKENIZER.items():
+            (partial / name).write_text(json.dumps(content) + "\n", encoding="utf-8")
+    form = checkpoint.weights
+    manifest = Manifest(
+        spec=checkpoint.spec, weights_hash=hash_weights(weights.values()), dtype=form.storage, kv_dtype=kv_dtype,
+        quantization={"algo": form.algo, "base_dtype": checkpoint.dtype} if form.algo else None,
+        tp_size=checkpoint.tp_size, fingerprint="", model_id=model_id(checkpoint.source), backend=options.backend,
+        targets=list(options.targets), compiled=compiled, page_tokens=options.page_tokens,
+        max_context=options.max_context or checkpoint.spec.max_position_embeddings,
+        files=describe_files(partial, weights),  # but weights, a few MB
+        tools={"python": platform.python_version(), **list_installed(TOOLS)},
         source=source, revision=checkpoint.revision, created="",
     )  # fmt: skip
-
-
-def _write_dummy_tokenizer(directory: Path) -> None:
-    """Write a tokenizer of one token, so that an engine without a source can be served by token ids."""
-    model = {"type": "WordLevel", "vocab": {"<eos>": 1}, "unk_token": "<eos>"}
-    files = {"tokenizer.json": {"version": "1.0", "model": model}, "tokenizer_config.json": {"eos_token": "<eos>"}}
-    for name, content in files.items():
-        (directory / name).write_text(json.dumps(content) + "\n", encoding="utf-8")
-
-
-def _dummy_checkpoint(model: DummyModel, dtype: str) -> Checkpoint:
-    """Make a checkpoint of `model` without files; `dtype` "auto", and the 16-bit parts of "fp8", are bfloat16."""
-    config = {"wicore": {"source": f"{model.name} (dummy weights)"}, "quantization": {"kv_cache_quant_algo": None}}
-    base = dtype if dtype in PLAIN else "bfloat16"
-    return Checkpoint(
-        path=Path(), config=config, spec=model.spec, dtype=base,
-        weights=QUANTIZED.get(dtype, PLAIN[base]), tp_size=1, rank_files=[], tokenizer_files=[], vision_file=None,
-        files={},
-    )  # fmt: skip
-
-
-def _tied_head(checkpoint: Checkpoint, rank_file: Path) -> tuple[str, ...]:
-    """Name the LM head when it is the embedding, of which an engine keeps one copy."""
-    if not checkpoint.spec.tie_word_embeddings:
-        if LM_HEAD not in SafetensorsFile(rank_file).tensors:
-            raise CheckpointError(f"{rank_file} has no {LM_HEAD}, and the embeddings are not tied.")
-        return ()
-    return (LM_HEAD,)
-
-
-def _idle_scales(checkpoint: Checkpoint, kv_dtype: str) -> tuple[str, ...]:
-    """Name the KV scales that an engine without FP8 KV cache drops: kernels without them would refuse them."""
-    if kv_dtype == "fp8":
-        return ()
-    return tuple(kv_scale_name(layer) for layer in range(checkpoint.spec.num_layers))
+    return replace(manifest, fingerprint=compute_fingerprint(manifest))
 
 
 def model_id(source: str) -> str:
@@ -297,13 +257,3 @@ def model_id(source: str) -> str:
     if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
         return path.parent.parent.name.removeprefix("models--").replace("--", "/")
     return path.name.removesuffix(".gguf")
-
-
-def _list_versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in TOOLS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from wicore_trt.checkpoint.digest import hash_bytes
-from wicore_trt.checkpoint.records import WEIGHTS, record_of
+from wicore_trt.checkpoint.records import FileRecord, record_of
 from wicore_trt.engine.manifest import KIND, MANIFEST_NAME, FileEntry, Manifest, read_manifest, rebuild_engine
-from wicore_trt.engine.weights import WeightFile, hash_weights, read_weights
+from wicore_trt.engine.weights import hash_weights
 from wicore_trt.errors import CheckpointError, EngineFormatError
 from wicore_trt.files import LIST_BYTES, UntrustedFiles
 from wicore_trt.model.spec import RankSpec
@@ -105,24 +105,27 @@ def open_engine(path: Path, *, verify: bool = True) -> EngineDir:
             f"engine {path} holds {extra[0]}{more}, which it was not built with.",
             fix=f"Move what is not the engine's elsewhere. {engine.rebuild_advice}",
         )
-    weights: dict[str, WeightFile] = {}
-    for name, entry in engine.manifest.files.items():
-        if _compute_digest(engine, name, weights, lambda count: None) != entry.blake2b:
+    records: dict[str, FileRecord] = {}
+    for name in engine.manifest.files:
+        record = read_intact(engine, name)
+        if record is None:
             raise engine.make_damage_error(_describe_corruption(name))
-    if not engine.manifest.dummy_weights:
-        ranks = [weights[file.name] for file in engine.rank_files]
-        if hash_weights(ranks) != engine.manifest.weights_hash:
-            raise engine.make_damage_error(f"the weights are not those that weights_hash in {MANIFEST_NAME} names")
+        records[name] = record
+    if engine.manifest.dummy_weights:
+        return engine
+    if hash_weights(records[file.name] for file in engine.rank_files) != engine.manifest.weights_hash:
+        raise engine.make_damage_error(f"the weights are not those that weights_hash in {MANIFEST_NAME} names")
     return engine
 
 
-def file_state(engine: EngineDir, name: str, moved: Callable[[int], None]) -> str:
-    """Compare a file with the manifest: "ok" or "corrupted". `moved` gets the bytes done since its last call."""
-    return "ok" if _compute_digest(engine, name, {}, moved) == engine.manifest.files[name].blake2b else "corrupted"
-
-
-def _is_weights(name: str) -> bool:
-    return name.endswith(WEIGHTS)
+def read_intact(engine: EngineDir, name: str, moved: Callable[[int], None] = lambda count: None) -> FileRecord | None:
+    """Read a file and return its record; None when its digest is not the manifest's, or a weight file has no header.
+    `moved` gets the bytes done since its last call."""
+    try:
+        record = record_of(engine.path / name, engine.door, moved)
+    except CheckpointError:
+        return None
+    return record if record.blake2b == engine.manifest.files[name].blake2b else None
 
 
 def _describe_corruption(name: str) -> str:
@@ -136,20 +139,7 @@ def _check_size(engine: EngineDir, name: str) -> None:
         raise engine.make_damage_error(f"{name} is {state}: {size} bytes, built with {expected}")
 
 
-def _compute_digest(engine: EngineDir, name: str, weights: dict[str, WeightFile], moved: Callable[[int], None]) -> str:
-    """Compute a file's digest, "" for a weight file without header; what a weight file holds goes into `weights`."""
-    try:
-        if not _is_weights(name):
-            record = record_of(engine.path / name, engine.door)
-            moved(record.bytes)
-            return record.blake2b
-        weights[name] = read_weights(engine.path / name, engine.door, moved)
-        return weights[name].digest
-    except CheckpointError:
-        return ""
-
-
-def _listed(path: Path) -> set[str] | None:
+def _find_file_names(path: Path) -> set[str] | None:
     """Return the names of an engine's files, damaged or not; None when the directory is no engine."""
     try:
         data = UntrustedFiles(path, EngineFormatError).read_json(path / MANIFEST_NAME, limit=LIST_BYTES)
@@ -159,16 +149,14 @@ def _listed(path: Path) -> set[str] | None:
     return {MANIFEST_NAME, *files} if data.get("kind") == KIND and isinstance(files, dict) else None
 
 
-ENGINE = Product("engine", MANIFEST_NAME, _listed)
+ENGINE = Product("engine", MANIFEST_NAME, _find_file_names)
 """What `wicore build --force` may replace."""
 
 
-def describe_files(partial: Path, weights: Mapping[str, WeightFile] | None = None) -> dict[str, FileEntry]:
+def describe_files(partial: Path, weights: Mapping[str, FileRecord] | None = None) -> dict[str, FileEntry]:
     """Return sizes and digests of all files below `partial`, by POSIX name; those in `weights` are not read again."""
-    entries = {name: FileEntry(file.bytes, file.digest) for name, file in (weights or {}).items()}
-    for path in sorted(p for p in partial.rglob("*") if p.is_file() and p.name != MANIFEST_NAME):
+    records = dict(weights or {})
+    for path in (p for p in partial.rglob("*") if p.is_file() and p.name != MANIFEST_NAME):
         name = path.relative_to(partial).as_posix()
-        if name not in entries:
-            record = record_of(path)
-            entries[name] = FileEntry(record.bytes, record.blake2b)
-    return dict(sorted(entries.items()))
+        records[name] = records.get(name) or record_of(path)
+    return {name: FileEntry(record.bytes, record.blake2b) for name, record in sorted(records.items())}

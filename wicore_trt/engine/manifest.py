@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -55,22 +55,13 @@ def _check_time(value: str) -> str:
     return value
 
 
-def _one_of(*names: str) -> AfterValidator:
-    def check(value: str) -> str:
-        if value not in names:
-            raise ValueError(f"it must be one of {', '.join(names)}")
-        return value
-
-    return AfterValidator(check)
-
-
 Whole = Annotated[int, Strict(), Field(ge=1, le=1 << 31)]
 Hex = Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * DIGEST_BYTES}}}$")]
 FileName = Annotated[str, AfterValidator(_check_file_name)]
 Target = Annotated[str, Field(pattern="^(any|sm[0-9]{2,3})$")]
 PageTokens = Annotated[int, Strict(), Field(ge=1, le=MAX_PAGE_TOKENS), AfterValidator(_check_power_of_two)]
-Backend = Annotated[str, _one_of("torch", "triton", "tensorrt", "tensorrt-llm")]
-Dtype = Annotated[str, _one_of("float32", "bfloat16", "float16", "fp8")]
+Backend = Annotated[str, Field(pattern="^(torch|triton|tensorrt|tensorrt-llm)$")]
+Dtype = Annotated[str, Field(pattern="^(float32|bfloat16|float16|fp8)$")]
 _STRICT = ConfigDict(extra="forbid")
 
 
@@ -138,32 +129,18 @@ class Manifest:
         return str(seal_of(self.to_dict())["digest"])
 
     def to_dict(self) -> dict[str, Any]:
+        """Make the contents of `engine.json` but its seal."""
         return {"kind": KIND, **asdict(self), "spec": self.spec.to_dict()}
 
     def to_json(self) -> str:
-        """Encode the contents of `engine.json`: `to_dict` and its seal."""
         data = self.to_dict()
         return json.dumps({**data, SEAL: seal_of(data)}, indent=2, sort_keys=True) + "\n"
 
 
-def compute_fingerprint(
-    *,
-    spec: Gemma3Spec,
-    weights_hash: str,
-    dtype: str,
-    kv_dtype: str,
-    quantization: Mapping[str, Any] | None,
-    tp_size: int,
-) -> str:
+def compute_fingerprint(manifest: Manifest) -> str:
     """Return the hex blake2b of the canonical JSON of all that a KV page's content depends on, except page size."""
-    facts = {
-        "spec": spec.to_dict(),
-        "weights_hash": weights_hash,
-        "dtype": dtype,
-        "kv_dtype": kv_dtype,
-        "quantization": quantization,
-        "tp_size": tp_size,
-    }
+    names = ("weights_hash", "dtype", "kv_dtype", "quantization", "tp_size")
+    facts = {"spec": manifest.spec.to_dict(), **{name: getattr(manifest, name) for name in names}}
     return hashlib.blake2b(canonical_json(facts), digest_size=DIGEST_BYTES, person=b"wicore-engine-1").hexdigest()
 
 
@@ -272,17 +249,5 @@ def _check_agreement(manifest: Manifest) -> None:
     for rank in range(0 if manifest.dummy_weights else manifest.tp_size):
         if f"rank{rank}.safetensors" not in manifest.files:
             raise _InvalidFieldError(f"files lists no weights for rank {rank} of {manifest.tp_size}.")
-    if manifest.fingerprint != fingerprint_of(manifest):
+    if manifest.fingerprint != compute_fingerprint(manifest):
         raise _InvalidFieldError("the fingerprint does not match the fields.")
-
-
-def fingerprint_of(manifest: Manifest) -> str:
-    """Return the fingerprint that a manifest with these fields must have."""
-    return compute_fingerprint(
-        spec=manifest.spec,
-        weights_hash=manifest.weights_hash,
-        dtype=manifest.dtype,
-        kv_dtype=manifest.kv_dtype,
-        quantization=manifest.quantization,
-        tp_size=manifest.tp_size,
-    )

@@ -9,40 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
-from wicore_trt.checkpoint.digest import ANYWHERE, DIGEST_BYTES, HEADER, combine_digests, hash_parts
-from wicore_trt.checkpoint.records import FileRecord
+from wicore_trt.checkpoint.digest import DIGEST_BYTES, HEADER, hash_parts
+from wicore_trt.checkpoint.records import FileRecord, record_of
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, SafetensorsWriter, TensorInfo
 from wicore_trt.errors import CheckpointError
-from wicore_trt.files import UntrustedFiles, link_or_copy
-
-Moved = Callable[[int], None]
+from wicore_trt.files import link_or_copy
 
 
-@dataclass(frozen=True, slots=True)
-class WeightFile:
-    """Contents of a weight file of `bytes` bytes: its tensors, and the digests of its parts (`checkpoint.digest`)."""
-
-    bytes: int
-    tensors: Mapping[str, TensorInfo]
-    parts: Mapping[str, str]
-
-    @property
-    def digest(self) -> str:
-        return combine_digests(self.parts)
-
-
-def read_weights(path: Path, door: UntrustedFiles = ANYWHERE, moved: Moved = lambda count: None) -> WeightFile:
-    """Hash a weight file. `moved` is called with the number of bytes done since its last call. Raises the door's
-    error when it cannot be read, CheckpointError for a damaged header."""
-    size, file = door.check_file(path), SafetensorsFile(path)
-    return WeightFile(size, file.tensors, hash_parts(path, file.locate_parts(), door, moved))
-
-
-def hash_weights(ranks: Sequence[WeightFile]) -> str:
+def hash_weights(ranks: Iterable[FileRecord]) -> str:
     """Return hex blake2b over (rank, name, dtype, shape, content digest) of all tensors, sorted by rank and name."""
     hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for rank, file in enumerate(ranks):
@@ -58,8 +35,8 @@ def place_weights(
     *,
     drop: Collection[str] = (),
     damaged: Callable[[str], CheckpointError],
-    moved: Moved = lambda count: None,
-) -> WeightFile:
+    moved: Callable[[int], None] = lambda count: None,
+) -> FileRecord:
     """Place `source` at `target` without the tensors named in `drop`, comparing it with `record` while it is read.
     With nothing to drop the file is hard-linked, or copied where the file system cannot link. Raises `damaged` of
     the first part that is not as recorded, also of a dropped one. `moved` is called with the number of bytes done
@@ -68,7 +45,7 @@ def place_weights(
     kept = [(name, info.dtype, info.shape) for name, info in file.tensors.items() if name not in drop]
     if len(kept) == len(file.tensors):
         link_or_copy(source, target)
-        placed = read_weights(target, moved=moved)
+        placed = record_of(target, moved=moved)
         if part := record.changed_part(placed.parts):
             raise damaged(part)
         return placed
@@ -82,4 +59,5 @@ def place_weights(
                 raise damaged(name)
     if part := record.changed_part({**writer.digests, **found}):
         raise damaged(part)
-    return WeightFile(writer.size, {name: TensorInfo(shape, tag) for name, tag, shape in kept}, writer.digests)
+    tensors = {name: TensorInfo(shape, tag) for name, tag, shape in kept}
+    return FileRecord(writer.size, writer.digest, writer.digests, tensors)
