@@ -41,23 +41,15 @@ def partner_of(where: str, *, api_key: str | None, ca: Path | None, threads: int
     if where.startswith(("http://", "https://")):
         return _open_http(where.rstrip("/"), api_key, ca)
     if Path(where).is_dir():
-        return _open_engine(Path(where), threads)
+        from wicore_trt.llm import LLM
+
+        llm = LLM(Path(where), executor__threads=threads)
+        return Partner(llm.info.chat, _adapt_stream(llm.stream), llm.close, steps_here=True)
     if "/" in where:
         raise InvalidRequestError(f"{where} is neither a directory nor an address.", field="where")
-    return _open_grpc(where, api_key, ca)
-
-
-def _open_engine(path: Path, threads: int) -> Partner:
-    from wicore_trt.llm import LLM
-
-    llm = LLM(path, executor__threads=threads)
-    return Partner(llm.info.chat, _adapt_stream(llm.stream), llm.close, steps_here=True)
-
-
-def _open_grpc(address: str, api_key: str | None, ca: Path | None) -> Partner:
     from wicore_trt.client import Client
 
-    client = Client(address, api_key=api_key, ca=ca)
+    client = Client(where, api_key=api_key, ca=ca)
     return Partner(client.has_chat_template(), _adapt_stream(client.stream), client.close)
 
 

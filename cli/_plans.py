@@ -72,9 +72,10 @@ def print_plans(report: dict[str, Any]) -> None:
     print_table("plans", ("file", "size", "layers", "kernels", "written as", "activations"), rows)
     memory = [(name, str(v) if name == "slots at most" else human_bytes(v)) for name, v in report["memory"].items()]
     print_table("device memory", ("what", "size"), memory)
+    columns = ("name", "count", "kind", "dtype", "shape")
     for phase, tensors in report["tensors"].items():
-        cells = [(t["name"], t["count"], t["kind"], t["dtype"], _format_shape(t["shape"])) for t in tensors]
-        print_table(f"inputs and outputs of {phase}", ("name", "count", "kind", "dtype", "shape"), cells)
+        cells = [(*(t[key] for key in columns[:-1]), f"[{', '.join(map(str, t['shape']))}]") for t in tensors]
+        print_table(f"inputs and outputs of {phase}", columns, cells)
     for plan in report["plans"]:
         if plan["rearranged_weights"]:
             print(f"{plan['file']} transposes in every step: {', '.join(plan['rearranged_weights'])}")
@@ -94,10 +95,6 @@ def _group_tensors(tensors: Iterable[TensorSpec]) -> list[dict[str, Any]]:
 
 def _count_bytes(tensor: TensorSpec) -> int:
     return prod(d for d in tensor.shape if isinstance(d, int)) * _BYTES[tensor.dtype]
-
-
-def _format_shape(shape: list[Any]) -> str:
-    return "[" + ", ".join(str(d) for d in shape) + "]"
 
 
 def _format_counts(counts: dict[str, int]) -> str:

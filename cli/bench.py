@@ -69,25 +69,19 @@ def latency(
     _require_package("grpc")
     from wicore_trt.bench.report import LATENCY_COLUMNS, latency_result, latency_row
     from wicore_trt.bench.runs import list_cases, run_latency
-    from wicore_trt.cli._ui import print_table, progress
+    from wicore_trt.cli._ui import print_table
 
     cases = list_cases(_parse_list(batch), _parse_list(input_tokens), _parse_list(output_tokens))
     flags = {"scheduler.max_sequences": max(case.batch for case in cases), "executor.threads": threads}
     session = _open_session(engine, target, recipe, flags, api_key, tls_ca)
-    with progress(quiet=as_json) as report:
-        report("measuring the machine", 0, 1)
-        roof = session.measure_roof()
-        report("measuring the machine", 1, 1)
-        points, model = session.run_measurement(
-            lambda server: run_latency(server, cases, repeats=repeats, warmups=warmups, seed=seed, progress=report)
-        )
+    points, model, roof = _measure_target(
+        session, partial(run_latency, cases=cases, repeats=repeats, warmups=warmups, seed=seed), quiet=as_json
+    )
     results = [latency_result(point, roof) for point in points]
-    if as_json:
-        parameters = {"repeats": repeats, "warmups": warmups, "seed": seed, "threads": threads, "recipe": recipe}
-        _print_report("latency", session, model, parameters, roof, results)
-        return
-    _print_head(session, model, roof)
-    print_table("latency", LATENCY_COLUMNS, [latency_row(result) for result in results])
+    parameters = {"repeats": repeats, "warmups": warmups, "seed": seed, "threads": threads, "recipe": recipe}
+    _print_report("latency", session, model, parameters, roof, results, as_json=as_json)
+    if not as_json:
+        print_table("latency", LATENCY_COLUMNS, [latency_row(result) for result in results])
 
 
 @app.command()
@@ -112,29 +106,22 @@ def throughput(
     Tokens are counted from the server's usage. Requests that fail are counted apart and give no latencies.
     """
     _require_package("grpc")
+    from dataclasses import asdict
+
     from wicore_trt.bench.report import throughput_result
     from wicore_trt.bench.runs import ThroughputCase, run_throughput
-    from wicore_trt.cli._ui import progress
 
     if shared_prefix >= input_tokens:
         raise typer.BadParameter("--shared-prefix must be less than --input-tokens.")
     case = ThroughputCase(requests, input_tokens, output_tokens, concurrency, shared_prefix, seed)
     flags = {"scheduler.max_sequences": concurrency, "executor.threads": threads}
     session = _open_session(engine, target, recipe, flags, api_key, tls_ca)
-    with progress(quiet=as_json) as report:
-        report("measuring the machine", 0, 1)
-        roof = session.measure_roof()
-        report("measuring the machine", 1, 1)
-        report("measuring requests", 0, 1)
-        measured, model = session.run_measurement(lambda server: run_throughput(server, case, warmups=warmups))
-        report("measuring requests", 1, 1)
+    measured, model, roof = _measure_target(session, partial(run_throughput, case=case, warmups=warmups), quiet=as_json)
     result = throughput_result(measured, case, roof)
-    if as_json:
-        parameters = {"warmups": warmups, "threads": threads, "recipe": recipe}
-        _print_report("throughput", session, model, {**_list_fields(case), **parameters}, roof, [result])
-        return
-    _print_head(session, model, roof)
-    _print_throughput(result)
+    parameters = {**asdict(case), "warmups": warmups, "threads": threads, "recipe": recipe}
+    _print_report("throughput", session, model, parameters, roof, [result], as_json=as_json)
+    if not as_json:
+        _print_throughput(result)
 
 
 @app.command()
@@ -186,10 +173,15 @@ def _open_session(
     return BenchSession(settings, target, api_key, tls_ca)
 
 
-def _list_fields(case: Any) -> dict[str, Any]:
-    from dataclasses import asdict
+def _measure_target(session: BenchSession, measure: Any, *, quiet: bool) -> tuple[Any, dict[str, Any], Roof | None]:
+    """Measure this machine and then the target; returns the result of `measure`, the target's model and the bounds."""
+    from wicore_trt.cli._ui import progress
 
-    return asdict(case)
+    with progress(quiet=quiet) as report:
+        report("measuring the machine", 0, 1)
+        roof = session.measure_roof()
+        report("measuring the machine", 1, 1)
+        return *session.run_measurement(partial(measure, progress=report)), roof
 
 
 def _print_report(
@@ -199,26 +191,25 @@ def _print_report(
     parameters: dict[str, Any],
     roof: Roof | None,
     results: list[dict[str, Any]],
+    *,
+    as_json: bool,
 ) -> None:
-    from wicore_trt.bench.report import make_report
+    """Print the JSON document, or what stands above the tables."""
+    from wicore_trt.bench.report import describe_machine, make_report
     from wicore_trt.cli._ui import print_json
 
     rates = roof.rates if roof else None
-    print_json(
-        make_report(command, target=session.place, model=model, parameters=parameters, rates=rates, results=results)
-    )
-
-
-def _print_head(session: BenchSession, model: dict[str, Any], roof: Roof | None) -> None:
-    from wicore_trt.bench.report import describe_machine
-
+    if as_json:
+        print_json(
+            make_report(command, target=session.place, model=model, parameters=parameters, rates=rates, results=results)
+        )
+        return
     about = describe_machine()
     engine = f"{model['dtype']}, {model['backend']} backend, {model['kernels']} kernels"
     print(f"{model['model_id']}, {engine}, {session.place}")
     gpus = "".join(f", {gpu['name']}" for gpu in about["gpus"])
     print(f"{about['cpu']}, {about['cores']} cores{gpus}")
-    if roof is not None:
-        rates = roof.rates
+    if rates is not None:
         print(
             f"bounds: {rates.read_bytes_per_s / 1e9:.1f} GB/s read, {rates.flops / 1e12:.3g} TFLOP/s "
             f"({rates.gemm_dtype}), measured on {rates.device} in this run"
@@ -227,7 +218,8 @@ def _print_head(session: BenchSession, model: dict[str, Any], roof: Roof | None)
 
 
 def _print_throughput(result: dict[str, Any]) -> None:
-    from wicore_trt.bench.report import SUMMARY_COLUMNS, THROUGHPUT_COLUMNS, summary_rows, throughput_rows
+    from wicore_trt.bench.measure import LATENCIES
+    from wicore_trt.bench.report import LATENCY_KEYS, RATE_KEYS, list_cells
     from wicore_trt.cli._ui import print_table
 
     print(
@@ -236,5 +228,7 @@ def _print_throughput(result: dict[str, Any]) -> None:
     )
     for error, count in result["errors"].items():
         print(f"{count} requests failed: {error}")
-    print_table("rates", THROUGHPUT_COLUMNS, throughput_rows(result))
-    print_table("latencies", SUMMARY_COLUMNS, summary_rows(result))
+    rates = {"requests": "requests/s", "output": "output tokens/s", "total": "total tokens/s"}
+    print_table("rates", ("figure", "value", "bound", "bound %"), list_cells(result, rates, RATE_KEYS))
+    latencies = {name: name.upper() for name in LATENCIES}
+    print_table("latencies", ("ms", *LATENCY_KEYS), list_cells(result, latencies, LATENCY_KEYS))

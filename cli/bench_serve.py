@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from wicore_trt.bench.client import Target
-    from wicore_trt.bench.measure import Slo
 
 _WHERE, _WHAT, _WHEN, _OUT = (
     partial(typer.Option, rich_help_panel=panel)
@@ -134,7 +134,9 @@ def serve(
 
     results, models = run_quickly(run())
     if plot is not None:
-        write_load_plot(results, plot, _limits_ms(limits))
+        values = asdict(limits) if limits else {}
+        limits_ms = {name.removesuffix("_s"): value * 1e3 for name, value in values.items() if value is not None}
+        write_load_plot(results, plot, limits_ms)
     where, served = ", ".join(target or ["in process"]), ", ".join(dict.fromkeys(models))
     if as_json:
         about = {"model_id": served}
@@ -151,13 +153,6 @@ def _parse_option(option: str, parse: Any) -> Any:
         return parse()
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(f"{error}.", param_hint=option) from None
-
-
-def _limits_ms(slo: Slo | None) -> dict[str, float]:
-    from dataclasses import asdict
-
-    values = asdict(slo) if slo else {}
-    return {name.removesuffix("_s"): value * 1e3 for name, value in values.items() if value is not None}
 
 
 async def _open_target(

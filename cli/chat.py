@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -128,22 +128,18 @@ class ChatSession:
             if not self.partner.chats:
                 print_note("A model without chat template does not see it.")
         elif name == "/save" and rest:
-            self._save_transcript(rest)
+            try:
+                with Path(rest).expanduser().open("w" if rest in self.saved else "x", encoding="utf-8") as file:
+                    file.write(json.dumps(self._list_messages(), ensure_ascii=False, indent=1) + "\n")
+            except OSError as error:
+                raise WicoreError(f"{rest}: {error.strerror}.") from None
+            self.saved.add(rest)
+            print_note(f"Saved to {rest}.")
         else:
             print_note(HELP)
 
     def _list_messages(self) -> list[dict[str, str]]:
         return ([{"role": "system", "content": self.system}] if self.system else []) + self.turns
-
-    def _save_transcript(self, name: str) -> None:
-        try:
-            with Path(name).expanduser().open("w" if name in self.saved else "x", encoding="utf-8") as file:
-                json.dump(self._list_messages(), file, ensure_ascii=False, indent=1)
-                file.write("\n")
-        except OSError as error:
-            raise WicoreError(f"{name}: {error.strerror}.") from None
-        self.saved.add(name)
-        print_note(f"Saved to {name}.")
 
     def _make_prompt(self) -> Any:
         """Make the conversation, or for a model without template all text so far."""
@@ -190,22 +186,25 @@ class ChatSession:
             self.turns.append({"role": "assistant", "content": text})
         else:
             self.turns.pop()  # stopped before it began
-        if self.tty:
-            print_note(_format_summary(counts, first - started, time.perf_counter() - first, stopped))
+        if not self.tty:
+            return
+        if counts is None:
+            print_note("[stopped]")
+            return
+        prompt, output, cached = counts
+        rest_s = time.perf_counter() - first
+        rate = f", {(output - 1) / rest_s:.1f} tokens/s" if output > 1 and rest_s > 0 else ""
+        end, cache = "stopped; " if stopped else "", f"prompt {prompt}, {cached} from the cache"
+        print_note(f"[{end}{output} tokens; {cache}; first after {first - started:.2f} s{rate}]")
 
     @contextmanager
     def _allow_interrupt(self) -> Iterator[list[int]]:
         """While somebody is there Ctrl-C ends the answer: at once, or behind the step that runs in this process, which
         must not be left half-way. The list then holds something."""
         asked: list[int] = []
-        if not self.tty:
+        handler = (lambda *_: asked.append(1)) if self.partner.steps_here else _raise_interrupt
+        with on_interrupt(handler) if self.tty else nullcontext():
             yield asked
-        elif not self.partner.steps_here:
-            with on_interrupt(_raise_interrupt):
-                yield asked
-        else:
-            with on_interrupt(lambda *_: asked.append(1)):
-                yield asked
 
 
 def _raise_interrupt(*_: object) -> None:
@@ -221,12 +220,3 @@ def on_interrupt(handler: Callable[..., object]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _format_summary(counts: tuple[int, int, int] | None, first_s: float, rest_s: float, stopped: bool) -> str:
-    if counts is None:
-        return "[stopped]"
-    prompt, output, cached = counts
-    rate = f", {(output - 1) / rest_s:.1f} tokens/s" if output > 1 and rest_s > 0 else ""
-    end = "stopped; " if stopped else ""
-    return f"[{end}{output} tokens; prompt {prompt}, {cached} from the cache; first after {first_s:.2f} s{rate}]"

@@ -66,7 +66,7 @@ def command(
                 "quantization": checkpoint.weights.algo,
                 "kv_scales": checkpoint.kv_scales,
                 "vision": checkpoint.vision_file is not None,
-                "revision": checkpoint.config["wicore"]["revision"],
+                "revision": checkpoint.revision,
             }
         )
         return

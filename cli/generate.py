@@ -44,7 +44,12 @@ def command(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, seed=seed, stop=tuple(stop or ()), ignore_eos=ignore_eos,
     )  # fmt: skip
-    text = _read_prompt(prompt)
+    text = prompt
+    if text is None or text == "-":
+        try:
+            text = sys.stdin.buffer.read().decode().removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise InvalidRequestError(f"Standard input is not UTF-8: {error}.", field="prompt") from error
     with progress(quiet=as_json) as report:
         report(f"loading {engine}", 0, 1)
         from wicore_trt.llm import LLM
@@ -82,13 +87,3 @@ def command(
     if sys.stderr.isatty():
         speed = f", {rate:.1f} tokens/s" if rate else ""
         print(f"[{usage.completion_tokens} tokens, first after {first - started:.2f} s{speed}]", file=sys.stderr)
-
-
-def _read_prompt(prompt: str | None) -> str:
-    """Read the argument, or standard input. Raises InvalidRequestError for input that is not UTF-8."""
-    if prompt is not None and prompt != "-":
-        return prompt
-    try:
-        return sys.stdin.buffer.read().decode().removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"Standard input is not UTF-8: {error}.", field="prompt") from error

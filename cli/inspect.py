@@ -10,9 +10,6 @@ import typer
 from wicore_trt.arithmetic import ITEM_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from wicore_trt.checkpoint.records import FileRecord
     from wicore_trt.engine.directory import EngineDir
     from wicore_trt.model.spec import Gemma3Spec
     from wicore_trt.progress import Progress
@@ -135,10 +132,19 @@ def _cpu_kernels(engine: EngineDir) -> str:
 
 def _describe_checkpoint(path: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:
     from wicore_trt.checkpoint.format import open_checkpoint
+    from wicore_trt.errors import CheckpointError
     from wicore_trt.progress import count_progress
 
     checkpoint = open_checkpoint(path)
     moved = count_progress(progress, "verify", sum(record.bytes for record in checkpoint.files.values()))
+    states = dict.fromkeys(checkpoint.files, _UNCHECKED)
+    for name, record in sorted(checkpoint.files.items()) if verify else ():
+        try:
+            part = record.describe_change(path / name)
+        except CheckpointError:
+            part = name
+        moved(record.bytes)
+        states[name] = _OK if part is None else "corrupted" if part == name else f"corrupted ({part})"
     return {
         "kind": "checkpoint",
         "path": str(path),
@@ -151,26 +157,11 @@ def _describe_checkpoint(path: Path, *, verify: bool, progress: Progress) -> dic
         "spec": checkpoint.spec.to_dict(),
         "kv": _compute_kv_bytes(checkpoint.spec, 32, checkpoint.dtype),
         "files": [
-            {
-                "name": name,
-                "bytes": record.bytes,
-                "state": _describe_file(path / name, record, moved) if verify else _UNCHECKED,
-            }
+            {"name": name, "bytes": record.bytes, "state": states[name]}
             for name, record in sorted(checkpoint.files.items())
         ],
         "again": checkpoint.rebuild_command,
     }
-
-
-def _describe_file(file: Path, record: FileRecord, moved: Callable[[int], None]) -> str:
-    from wicore_trt.errors import CheckpointError
-
-    try:
-        part = record.describe_change(file)
-    except CheckpointError:
-        part = file.name
-    moved(record.bytes)
-    return _OK if part is None else "corrupted" if part == file.name else f"corrupted ({part})"
 
 
 def _compute_kv_bytes(spec: Gemma3Spec, page_tokens: int, kv_dtype: str) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import typer
 from wicore_trt.arithmetic import ITEM_BYTES, div_ceil
 
 if TYPE_CHECKING:
-    from wicore_trt.kv.sizing import Geometry, SessionSize
+    from wicore_trt.kv.sizing import SessionSize
     from wicore_trt.model.spec import Gemma3Spec
 
 GIB = 1 << 30
@@ -49,9 +49,13 @@ def plan(
     from wicore_trt.cli._ui import print_json
     from wicore_trt.config import BATCH_TOKENS
     from wicore_trt.errors import ConfigError
-    from wicore_trt.kv.sizing import SessionSize
+    from wicore_trt.kv.sizing import Geometry, SessionSize
 
-    geometry, longest = _find_geometry(model, page_tokens, kv_dtype)
+    spec, own_dtype, own_page_tokens, longest = _read_model(model)
+    dtype = kv_dtype or own_dtype
+    if dtype not in ITEM_BYTES:
+        raise ConfigError(f"--kv-dtype {dtype!r} is not known.", fix=f"Take one of {', '.join(ITEM_BYTES)}.")
+    geometry = Geometry.from_spec(spec, page_tokens or own_page_tokens, dtype)
     sizes = [
         SessionSize(geometry, _parse_tokens(text, longest, geometry.page_tokens), reply_tokens)
         for text in context.split(",")
@@ -71,7 +75,9 @@ def plan(
         together = min(together, fit)
     recipe = _make_recipe(largest, users, together, batch, host, disk)
     if json:
-        print_json({"model": model, **_describe_geometry(geometry), "sessions": rows, "recipe": recipe})
+        names = ("kv_dtype", "page_tokens", "page_bytes", "slot_bytes", "slots_per_page")
+        about = {name: getattr(geometry, name) for name in names}
+        print_json({"model": model, **about, "sessions": rows, "recipe": recipe})
         return
     _print_rows(f"{model}, {geometry.kv_dtype}, {geometry.page_tokens} tokens per page", rows)
     print(f"\n# {recipe.pop('comment')}")
@@ -79,17 +85,6 @@ def plan(
         print(f"{section}:")
         for name, value in values.items():
             print(f"  {name}: {value}")
-
-
-def _find_geometry(model: str, page_tokens: int | None, kv_dtype: str | None) -> tuple[Geometry, int]:
-    from wicore_trt.errors import ConfigError
-    from wicore_trt.kv.sizing import Geometry
-
-    spec, own_dtype, own_page_tokens, longest = _read_model(model)
-    dtype = kv_dtype or own_dtype
-    if dtype not in ITEM_BYTES:
-        raise ConfigError(f"--kv-dtype {dtype!r} is not known.", fix=f"Take one of {', '.join(ITEM_BYTES)}.")
-    return Geometry.from_spec(spec, page_tokens or own_page_tokens, dtype), longest
 
 
 def _read_model(model: str) -> tuple[Gemma3Spec, str, int, int]:
@@ -145,16 +140,6 @@ def _parse_bytes(text: str | None) -> int | None:
         raise ConfigError(f"{text!r} is nothing at all.", fix="Leave the option out.")
     assert count is None or isinstance(count, int)
     return count
-
-
-def _describe_geometry(geometry: Geometry) -> dict[str, Any]:
-    return {
-        "kv_dtype": geometry.kv_dtype,
-        "page_tokens": geometry.page_tokens,
-        "page_bytes": dict(geometry.page_bytes),
-        "slot_bytes": geometry.slot_bytes,
-        "slots_per_page": dict(geometry.slots_per_page),
-    }
 
 
 def _make_row(

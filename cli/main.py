@@ -70,10 +70,14 @@ def run_command(args: list[str]) -> int:
             raise
         _print_error(str(error))
         return error.exit_code
-    except (OSError, MemoryError) as error:
+    except (OSError, MemoryError) as error:  # a full disk behind stdout, say: no command expected it
         if debug:
             raise
-        _print_error(_of_the_machine(error))
+        if isinstance(error, MemoryError):
+            _print_error("this machine has too little memory for that.")
+        else:
+            place = f"{error.filename}: " if error.filename else "reading or writing failed: "
+            _print_error(f"{place}{error.strerror or error}.")
         _forget_stdout()
         return EnvironmentUnfitError.exit_code
     except Exception as error:
@@ -136,7 +140,8 @@ def _spelt_out(error: UnicodeError) -> tuple[bytes, int]:
 def _print_error(text: str) -> None:
     """Print an error on one line: line breaks of its parts become blanks, other control characters are spelt out."""
     line = " ".join(part.strip() for part in text.splitlines() if part.strip())
-    _print_stderr("error: " + "".join(c if c.isprintable() else _escape_control(c) for c in line))
+    kept = (c if c.isprintable() or "\udc80" <= c <= "\udcff" else ascii(c)[1:-1] for c in line)
+    _print_stderr("error: " + "".join(kept))
 
 
 def _print_stderr(line: str) -> None:
@@ -147,18 +152,6 @@ def _print_stderr(line: str) -> None:
         if not poll.poll(COMPLAIN_MS):
             return
     print(line[:MAX_LINE], file=sys.stderr)
-
-
-def _escape_control(c: str) -> str:
-    return c if "\udc80" <= c <= "\udcff" else c.encode("unicode_escape").decode("ascii")
-
-
-def _of_the_machine(error: OSError | MemoryError) -> str:
-    """Word a failure of the machine that no command expected: a full disk behind stdout, no memory."""
-    if isinstance(error, MemoryError):
-        return "this machine has too little memory for that."
-    place = f"{error.filename}: " if error.filename else "reading or writing failed: "
-    return f"{place}{error.strerror or error}."
 
 
 def _forget_stdout() -> None:

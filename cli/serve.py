@@ -109,7 +109,13 @@ def command(
 
     if engine_or_recipe is None and not print_config:
         raise typer.BadParameter("Name an engine directory or a recipe.", param_hint="ENGINE|RECIPE")
-    recipe = engine_or_recipe if engine_or_recipe is not None and _names_recipe(engine_or_recipe) else None
+    recipe, where = None, Path(engine_or_recipe or ".")
+    if not where.is_dir() and (where.suffix in (".yaml", ".yml") or where.name == engine_or_recipe):
+        recipe = engine_or_recipe  # a bare name or a YAML file, and no engine directory, present or not
+    if grpc_port is not None and None not in (port, http_port):
+        raise typer.BadParameter("It is given beside --http-port and --grpc-port.", param_hint="--port")
+    # --port meant the gRPC port before it became HTTP's, and still does beside --http-port.
+    old_port = grpc_port is None and http_port is not None
     same: dict[str, dict[str, Any]] = {  # settings and flags that have one name
         "executor": {"device": device, "threads": threads},
         "server": {
@@ -127,7 +133,7 @@ def command(
     overrides = {
         "engine": engine if recipe is not None else engine_or_recipe,
         "model.name": Flag("--served-model-name", name),
-        "server.port": _grpc_port(grpc_port, port, http_port),
+        "server.port": Flag("--port", port) if old_port else Flag("--grpc-port", grpc_port),
         "server.http_port": Flag("--port", port) if http_port is None else Flag("--http-port", http_port),
         "server.grace_s": Flag("--grace", grace),
         "kv.device_fraction": Flag("--gpu-memory-utilization", gpu_memory_utilization),
@@ -151,23 +157,6 @@ def command(
         fix = f"Build it: wicore build --recipe {quote_arg(recipe)}"
         raise EngineFormatError(f"engine {directory} does not exist.", fix=fix)
     return run_server(loaded, lambda: resolve_settings(recipe, overrides))
-
-
-def _grpc_port(grpc_port: int | None, port: int | None, http_port: str | None) -> Any:
-    """Choose the flag that gives the gRPC port: --port meant it before it became HTTP's, and still does beside
-    --http-port."""
-    from wicore_trt.config import Flag
-
-    if grpc_port is None and http_port is not None:
-        return Flag("--port", port)
-    if grpc_port is not None and None not in (port, http_port):
-        raise typer.BadParameter("It is given beside --http-port and --grpc-port.", param_hint="--port")
-    return Flag("--grpc-port", grpc_port)
-
-
-def _names_recipe(text: str) -> bool:
-    """Tell a recipe, which is a bare name or a YAML file, from an engine directory, present or not."""
-    return not Path(text).is_dir() and (Path(text).suffix in (".yaml", ".yml") or Path(text).name == text)
 
 
 def run_server(loaded: Any, reread: Any) -> int:

@@ -249,7 +249,7 @@ def make_printable(text: str) -> str:
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
-def write_all(out: io.FileIO, data: bytes) -> None:
+def write_all(out: io.FileIO, data: bytes | memoryview) -> None:
     """Write all bytes to an unbuffered file, which takes at most 2 GiB at a time."""
     view = memoryview(data)
     while view.nbytes:

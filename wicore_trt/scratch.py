@@ -354,7 +354,8 @@ def _settle_folder(folder: Path, output: Path, product: Product) -> None:
         if is_present(folder / name) and (not is_present(output) or (not published and _is_empty(output))):
             with suppress(OSError):  # something appeared there
                 os.rename(folder / name, output)
-    replaced = published or _is_whole(output, product)
+    whole = None if os.path.islink(output) or not os.path.isdir(output) else product.listed(output)
+    replaced = published or (whole is not None and all(is_present(output / name) for name in whole))
     with suppress(ConfigError, OSError):
         if replaced:
             check_output(folder / _TAKEN, product, force=True)
@@ -388,13 +389,6 @@ def _is_mounted(directory: Path) -> bool:
         name = os.fsencode(os.path.realpath(directory))
         return name in (re.sub(rb"\\(\d{3})", lambda code: bytes([int(code[1], 8)]), point) for point in points)
     return False
-
-
-def _is_whole(output: Path, product: Product) -> bool:
-    if os.path.islink(output) or not os.path.isdir(output):
-        return False
-    listed = product.listed(output)
-    return listed is not None and all(is_present(output / name) for name in listed)
 
 
 def _remove_listed(directory: Path, product: Product) -> None:

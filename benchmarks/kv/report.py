@@ -145,8 +145,8 @@ def arm_results(runs: Sequence[ArmRun]) -> list[dict[str, Any]]:
                 "prompt_tokens_per_s": median(lambda t: t.prompt_tokens / t.duration_s),
                 "share_percent": 100 * statistics.median(shares) if shares else None,
                 "shares_percent": [100 * share for share in shares],
-                "ttft_p50_ms": median(lambda t: 1e3 * t.latencies.ttft.p50 if t.latencies.ttft else float("nan")),
-                "ttft_p99_ms": median(lambda t: 1e3 * t.latencies.ttft.p99 if t.latencies.ttft else float("nan")),
+                "ttft_p50_ms": median(lambda t: 1e3 * t.latencies["ttft"].p50 if t.latencies["ttft"] else float("nan")),
+                "ttft_p99_ms": median(lambda t: 1e3 * t.latencies["ttft"].p99 if t.latencies["ttft"] else float("nan")),
                 "hit_tokens": {
                     tier: statistics.median(run.hits[tier] for run in own) for tier in TIERS if tier in own[0].hits
                 },

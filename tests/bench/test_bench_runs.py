@@ -20,17 +20,15 @@ from wicore_trt.bench.bound import (
 from wicore_trt.bench.client import LocalTarget
 from wicore_trt.bench.report import (
     LATENCY_COLUMNS,
-    SUMMARY_COLUMNS,
-    THROUGHPUT_COLUMNS,
+    LATENCY_KEYS,
     Roof,
     format_cell,
     latency_result,
     latency_row,
+    list_cells,
     make_report,
     rate_figure,
-    summary_rows,
     throughput_result,
-    throughput_rows,
     time_figure,
 )
 from wicore_trt.bench.runs import LatencyCase, ThroughputCase, list_cases, run_latency, run_throughput
@@ -79,8 +77,8 @@ async def test_latency_measures_the_step_of_the_engine():
     batch, single = points
     assert batch.prefill_s >= STEP_S and batch.total_s >= 11 * STEP_S
     assert batch.step_s == pytest.approx((batch.total_s - batch.prefill_s) / 10)
-    assert batch.latencies.ttft.count == 3 * 2 and batch.latencies.itl.count == 3 * 2 * 10  # warm-up not counted
-    assert single.step_s is None and single.latencies.tpot is None
+    assert batch.latencies["ttft"].count == 3 * 2 and batch.latencies["itl"].count == 3 * 2 * 10  # warm-up not counted
+    assert single.step_s is None and single.latencies["tpot"] is None
     assert single.prefill_s >= 3 * STEP_S  # 150 tokens are three chunks of up to 64
     assert len(spy.requests) == 4 * 2 * 2 + 4
     assert len({r.prompt_token_ids for r in spy.requests}) == len(spy.requests)  # a cache cannot help
@@ -148,7 +146,7 @@ async def test_report_of_latency():
     assert two["decode_rate"]["value"] == pytest.approx(2 / step * 1e3)
     assert two["decode_rate"]["percent"] == pytest.approx(two["decode_step"]["percent"])
     assert two["ttft"].keys() == {"unit", "count", "mean", "p50", "p90", "p99"}
-    assert two["ttft"]["p50"] == pytest.approx(points[0].latencies.ttft.p50 * 1e3)
+    assert two["ttft"]["p50"] == pytest.approx(points[0].latencies["ttft"].p50 * 1e3)
     assert one["decode_step"] is None and one["decode_rate"] is None and one["tpot"] is None
     assert all(len(latency_row(result)) == len(LATENCY_COLUMNS) for result in (one, two))
     assert latency_result(points[0], None)["decode_step"]["bound"] is None
@@ -165,9 +163,8 @@ async def test_report_of_throughput():
     bound = 1 / request_bound_s(ROOF.cost, ROOF.rates, 4, 24, 3)
     assert result["requests"]["bound"] == pytest.approx(bound)
     assert result["output"]["bound"] == pytest.approx(3 * bound)
-    assert all(len(row) == len(THROUGHPUT_COLUMNS) for row in throughput_rows(result))
-    assert [row[0] for row in summary_rows(result)] == ["TTFT", "TPOT", "ITL", "E2E"]
-    assert all(len(row) == len(SUMMARY_COLUMNS) for row in summary_rows(result))
+    rows = list_cells(result, {"ttft": "TTFT", "e2e": "E2E"}, LATENCY_KEYS)
+    assert [row[0] for row in rows] == ["TTFT", "E2E"] and all(len(row) == 1 + len(LATENCY_KEYS) for row in rows)
     check_schema(make_report("throughput", target="h:1", model={}, parameters=asdict(plan), rates=None,
                              results=[result]))  # fmt: skip
 

@@ -300,7 +300,7 @@ def test_a_load_against_plain_counting(found, unsent, ttft_s, tpot_s):
     assert (load.good, load.refused, load.failed, load.unsent) == (good, refused, failed, unsent)
     assert sum(load.statuses.values()) == len(found) and load.statuses.get("OK", 0) == answered
     assert (load.refusal.count if load.refusal else 0) == refused
-    assert (load.throughput.latencies.itl.count if load.throughput.latencies.itl else 0) == gaps_
+    assert (load.throughput.latencies["itl"].count if load.throughput.latencies["itl"] else 0) == gaps_
     result = json.loads(json.dumps(load_result(load, target="t", rate=2.0, tier_hits={"device": 3}), allow_nan=False))
     assert result["good_share"] == pytest.approx(good / (len(found) + unsent))  # what was not sent is not good
     assert result["completed"] == answered and not result["client"]["late"]

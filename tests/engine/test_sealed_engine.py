@@ -114,7 +114,7 @@ def test_an_engine_of_the_first_format_says_rebuild(engine: EngineDir) -> None:
         ({"max_context": 129}, "max_context 129 is beyond the model's 128"),
         ({"max_context": 0}, "max_context"),
         ({"max_context": True}, "max_context"),
-        ({"backend": "\x1b[31mX"}, "backend: .*one of torch"),
+        ({"backend": "\x1b[31mX"}, r"backend: .*\^\(torch"),
         ({"targets": [3]}, "targets"),
         ({"targets": []}, "targets"),
         ({"created": "never"}, "created"),

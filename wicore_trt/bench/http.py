@@ -183,7 +183,9 @@ class HttpTarget:
             tls = ssl.create_default_context(cafile=tls_ca)
         except OSError as error:
             raise ConfigError(f"{tls_ca} cannot be read: {error.strerror}.") from None
-        _allow_many_files()
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        with suppress(ValueError, OSError):  # each open request is a socket
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=tls, keepalive_timeout=KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
@@ -302,10 +304,3 @@ def _find_message(body: bytes) -> str:
         error = msgspec.json.decode(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
     return shortened(body.decode(errors="replace"))
-
-
-def _allow_many_files() -> None:
-    """Raise the limit of open files as far as the system lets it: each open request is a socket."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -87,24 +87,18 @@ class Summary:
         return cls(array.size, float(array.mean()), p50, p90, p99)
 
 
-@dataclass(frozen=True, slots=True)
-class Distributions:
-    """Distributions in seconds, None where no request has the quantity."""
+LATENCIES = ("ttft", "tpot", "itl", "e2e")
 
-    ttft: Summary | None
-    tpot: Summary | None
-    itl: Summary | None
-    e2e: Summary | None
 
-    @classmethod
-    def of(cls, records: Sequence[RequestRecord]) -> Distributions:
-        good = [r for r in records if r.error is None]
-        return cls(
-            ttft=Summary.of(r.ttft_s for r in good),
-            tpot=Summary.of(t for r in good if (t := r.tpot_s) is not None),
-            itl=Summary.of(gap for r in good for gap in r.gaps_s()),
-            e2e=Summary.of(r.e2e_s for r in good),
-        )
+def summarize_latencies(records: Sequence[RequestRecord]) -> dict[str, Summary | None]:
+    """Summarize LATENCIES in seconds by name, None where no request has the quantity."""
+    good = [r for r in records if r.error is None]
+    return {
+        "ttft": Summary.of(r.ttft_s for r in good),
+        "tpot": Summary.of(t for r in good if (t := r.tpot_s) is not None),
+        "itl": Summary.of(gap for r in good for gap in r.gaps_s()),
+        "e2e": Summary.of(r.e2e_s for r in good),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +114,7 @@ class Throughput:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
-    latencies: Distributions
+    latencies: dict[str, Summary | None]
 
     @classmethod
     def of(cls, records: Sequence[RequestRecord]) -> Throughput:
@@ -134,7 +128,7 @@ class Throughput:
             requests_per_s=len(good) / duration, output_tokens_per_s=output / duration,
             total_tokens_per_s=(prompt + output) / duration, prompt_tokens=prompt,
             cached_tokens=sum(r.cached_tokens for r in good), output_tokens=output,
-            latencies=Distributions.of(records),
+            latencies=summarize_latencies(records),
         )  # fmt: skip
 
 
@@ -163,7 +157,7 @@ class Slo:
             limits[f"{found[1]}_s"] = float(found[2]) * (1e-3 if found[3] == "ms" else 1.0)
         return cls(**limits)
 
-    def met_by(self, record: RequestRecord) -> bool:
+    def is_met(self, record: RequestRecord) -> bool:
         """Tell whether a request without an error is good. A request of one token has no TPOT, so it meets any."""
         pairs = ((self.ttft_s, record.ttft_s), (self.tpot_s, record.tpot_s), (self.e2e_s, record.e2e_s))
         return all(limit is None or value is None or value <= limit for limit, value in pairs)
@@ -217,7 +211,7 @@ class Load:
             failed=len(records) - len(done) - len(refused), statuses=dict(Counter(r.status for r in records)),
             examples={r.status: r.error for r in reversed(records) if r.error is not None},
             refusal=Summary.of(r.finished - (r.started if r.sent is None else r.sent) for r in refused),
-            good=None if slo is None else sum(slo.met_by(r) for r in done),
+            good=None if slo is None else sum(slo.is_met(r) for r in done),
             uncounted=sum(not r.counted for r in done),
             tells_cached=bool(done) and all(r.tells_cached for r in done), throughput=Throughput.of(records),
             lag=lag,

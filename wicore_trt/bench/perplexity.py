@@ -23,6 +23,7 @@ from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.engine.directory import EngineDir, open_engine
 from wicore_trt.errors import ConfigError
+from wicore_trt.progress import Progress
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.text.model_files import FILES
@@ -32,8 +33,6 @@ ROWS = 128  # logits held at once: 128 rows of a 262,144-token vocabulary are 13
 
 Scorer = Callable[[Sequence[int], int], list[float]]
 """score(token_ids, first): natural-log probabilities of token_ids[first:], each given all before it; first >= 1."""
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,16 +15,16 @@ from __future__ import annotations
 import math
 import os
 import platform
-import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wicore_trt.bench.bound import MachineRates, ModelCost, decode_bound_s, prefill_bound_s, request_bound_s
-from wicore_trt.bench.measure import Distributions, Load, Summary, Throughput
+from wicore_trt.bench.measure import LATENCIES, Load, Summary, Throughput
 from wicore_trt.errors import list_installed
 from wicore_trt.plugins.cpu_library import library_name, open_library
 
@@ -53,84 +53,67 @@ def time_figure(seconds: float | None, bound_s: float | None = None) -> Figure |
     """Make a figure in milliseconds; the bound is the shortest time."""
     if seconds is None:
         return None
-    return _make_figure(seconds * 1e3, "ms", None if bound_s is None else bound_s * 1e3, larger_is_better=False)
+    value, bound = seconds * 1e3, None if bound_s is None else bound_s * 1e3
+    return {"value": value, "unit": "ms", "bound": bound, "percent": None if bound is None else 100 * bound / value}
 
 
 def rate_figure(value: float, unit: str, bound: float | None = None) -> Figure:
     """Make a figure per second; the bound is the highest rate."""
-    return _make_figure(value, unit, bound, larger_is_better=True)
-
-
-def _make_figure(value: float, unit: str, bound: float | None, *, larger_is_better: bool) -> Figure:
-    percent = None
-    if bound is not None:
-        percent = 100 * (value / bound if larger_is_better else bound / value)
-    return {"value": value, "unit": unit, "bound": bound, "percent": percent}
+    return {"value": value, "unit": unit, "bound": bound, "percent": None if bound is None else 100 * value / bound}
 
 
 def latency_result(point: LatencyPoint, roof: Roof | None) -> dict[str, Any]:
     """Report one case of the latency benchmark. Bounds of a decode step are means over the steps' context lengths."""
     case = point.case
     lengths = (case.batch, case.input_tokens, case.output_tokens)
-    prefill_bound = step_bound = None
+    prefill_bound = step_bound = decode = None
     if roof is not None:
         prefill_bound = prefill_bound_s(roof.cost, roof.rates, case.batch, case.input_tokens)
         if case.output_tokens > 1:
             step_bound = decode_bound_s(roof.cost, roof.rates, *lengths)
-    decode = None
     if point.step_s is not None:
-        decode = rate_figure(
-            case.batch / point.step_s, "tokens/s", None if step_bound is None else case.batch / step_bound
-        )
+        bound = None if step_bound is None else case.batch / step_bound
+        decode = rate_figure(case.batch / point.step_s, "tokens/s", bound)
     return {
         **asdict(case),
         "prefill": time_figure(point.prefill_s, prefill_bound),
         "decode_step": time_figure(point.step_s, step_bound),
         "decode_rate": decode,
         "total": time_figure(point.total_s),
-        **_report_distributions(point.latencies),
+        **_report_latencies(point.latencies),
     }
 
 
-def throughput_result(result: Throughput, case: ThroughputCase, roof: Roof | None) -> dict[str, Any]:
-    bound = None
-    if roof is not None:
+def throughput_result(result: Throughput, case: ThroughputCase | None, roof: Roof | None) -> dict[str, Any]:
+    """Report the rates of a run, with their bounds where `case` and `roof` tell them."""
+    bound = output_bound = None
+    if case is not None and roof is not None:
         lengths = (case.concurrency, case.input_tokens, case.output_tokens)
         bound = 1 / request_bound_s(roof.cost, roof.rates, *lengths, cached_tokens=case.shared_prefix)
-    output_bound = None if bound is None else bound * case.output_tokens
-    return {"errors": result.errors, **_report_rates(result, bound, output_bound)}
-
-
-def _report_rates(result: Throughput, bound: float | None, output_bound: float | None) -> dict[str, Any]:
+        output_bound = bound * case.output_tokens
+    names = ("errors", "duration_s", "completed", "prompt_tokens", "cached_tokens", "output_tokens")
     return {
-        "duration_s": result.duration_s,
-        "completed": result.completed,
-        "prompt_tokens": result.prompt_tokens,
-        "cached_tokens": result.cached_tokens,
-        "output_tokens": result.output_tokens,
+        **{name: getattr(result, name) for name in names},
         "requests": rate_figure(result.requests_per_s, "requests/s", bound),
         "output": rate_figure(result.output_tokens_per_s, "tokens/s", output_bound),
         "total": rate_figure(result.total_tokens_per_s, "tokens/s"),
-        **_report_distributions(result.latencies),
+        **_report_latencies(result.latencies),
     }
 
 
 def load_result(load: Load, *, target: str, rate: float | None, tier_hits: Mapping[str, int]) -> dict[str, Any]:
     """Report one run of a load test. `rate` None: a trace at its own times."""
-    finite = load.offered_per_s if math.isfinite(load.offered_per_s) else None
-    answered = _report_rates(load.throughput, None, None)
-    goodput = None
-    if load.good is not None:
-        goodput = rate_figure(load.good / load.throughput.duration_s, "requests/s")
+    answered, good = throughput_result(load.throughput, None, None), load.good
+    del answered["errors"]  # they are in `examples`, by status
     return {
         "target": target,
         "rate": "inf" if rate is not None and math.isinf(rate) else rate,
-        "offered_per_s": finite,
+        "offered_per_s": load.offered_per_s if math.isfinite(load.offered_per_s) else None,
         **{name: getattr(load, name) for name in ("planned", "unsent", "refused", "failed", "statuses", "examples")},
         "refusal": _in_ms(load.refusal),
-        "good": load.good,
-        "good_share": None if load.good is None else load.good / load.planned,
-        "goodput": goodput,
+        "good": good,
+        "good_share": None if good is None else good / load.planned,
+        "goodput": None if good is None else rate_figure(good / load.throughput.duration_s, "requests/s"),
         **answered,
         "cached_tokens": answered["cached_tokens"] if load.tells_cached else None,
         "tier_hit_tokens": dict(tier_hits),
@@ -150,9 +133,9 @@ def _in_ms(summary: Summary | None) -> dict[str, Any] | None:
     return {"unit": "ms", "count": summary.count, **values}
 
 
-def _report_distributions(latencies: Distributions) -> dict[str, Any]:
+def _report_latencies(latencies: Mapping[str, Summary | None]) -> dict[str, Any]:
     """Report ttft, tpot, itl, e2e: {unit: "ms", count, mean, p50, p90, p99} or null."""
-    return {name: _in_ms(getattr(latencies, name)) for name in ("ttft", "tpot", "itl", "e2e")}
+    return {name: _in_ms(summary) for name, summary in latencies.items()}
 
 
 def make_report(
@@ -181,8 +164,12 @@ def make_report(
 
 def describe_machine() -> dict[str, Any]:
     """Describe this machine: CPU, cores that the process may use, memory, load, GPUs with their clocks."""
+    cpu = platform.machine()
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_1m": os.getloadavg()[0],
@@ -191,47 +178,25 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.machine()
-
-
 def _list_gpus() -> list[dict[str, str]]:
-    if shutil.which("nvidia-smi") is None:
-        return []
     query = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader"]
     try:
         lines = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return []
-    return [
-        dict(zip(GPU_FIELDS, (format_cell.strip() for format_cell in line.split(",")), strict=False)) for line in lines
-    ]
+    return [dict(zip(GPU_FIELDS, map(str.strip, line.split(",")), strict=False)) for line in lines]
 
 
 def list_versions() -> dict[str, str]:
-    """List commit, native library (or ABSENT), Python and the packages that figures depend on."""
-    library = open_library()
-    found = {"commit": _find_commit(), "native": ABSENT if library is None else library_name(library)}
-    return {**found, "python": platform.python_version(), **list_installed(PACKAGES)}
-
-
-def _find_commit() -> str:
-    """Find the commit of the running sources, "+" behind it where they were changed. BENCH_COMMIT takes precedence:
-    copies of a checkout may lack their history."""
-    if given := os.environ.get("BENCH_COMMIT"):
-        return given
+    """List commit ("+" behind it where sources were changed), native library (or ABSENT), Python and the packages that
+    figures depend on."""
+    library, commit = open_library(), os.environ.get("BENCH_COMMIT")  # copies of a checkout may lack their history
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
-    try:
-        said = subprocess.run(git, capture_output=True, text=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        said = ""
-    return said or "unknown"
+    with suppress(OSError, subprocess.SubprocessError):
+        commit = commit or subprocess.run(git, capture_output=True, text=True, timeout=20).stdout.strip()
+    native = ABSENT if library is None else library_name(library)
+    found = {"commit": commit or "unknown", "native": native, "python": platform.python_version()}
+    return found | list_installed(PACKAGES)
 
 
 LATENCY_COLUMNS = (
@@ -252,30 +217,19 @@ def latency_row(result: Mapping[str, Any]) -> Row:
     )
 
 
-THROUGHPUT_COLUMNS = ("figure", "value", "bound", "bound %")
-SUMMARY_COLUMNS = ("ms", "mean", "p50", "p90", "p99")
+RATE_KEYS, LATENCY_KEYS = ("value", "bound", "percent"), ("mean", "p50", "p90", "p99")
 
 
-def throughput_rows(result: Mapping[str, Any]) -> list[Row]:
-    names = {"requests": "requests/s", "output": "output tokens/s", "total": "total tokens/s"}
-    return [
-        (label, *(format_cell(result[name], key) for key in ("value", "bound", "percent")))
-        for name, label in names.items()
-    ]
-
-
-def summary_rows(result: Mapping[str, Any]) -> list[Row]:
-    return [
-        (name.upper(), *(format_cell(result[name], key) for key in ("mean", "p50", "p90", "p99")))
-        for name in ("ttft", "tpot", "itl", "e2e")
-    ]
+def list_cells(result: Mapping[str, Any], names: Mapping[str, str], keys: Sequence[str]) -> list[Row]:
+    """Format the figures `names` (to their labels) of a result, a row each with the values of `keys`."""
+    return [(label, *(format_cell(result[name], key) for key in keys)) for name, label in names.items()]
 
 
 LOAD_COLUMNS = (
     "rate", "planned", "good %", "goodput/s", "answered", "refused", "failed", "requests/s", "tokens/s", "cached %",
     "open", "lag p99 ms",
 )  # fmt: skip
-LOAD_SUMMARY_COLUMNS = ("rate", "ms", "count", *SUMMARY_COLUMNS[1:])
+LOAD_SUMMARY_COLUMNS = ("rate", "ms", "count", *LATENCY_KEYS)
 
 
 def load_row(result: Mapping[str, Any], *, several: bool) -> Row:
@@ -297,17 +251,10 @@ def load_row(result: Mapping[str, Any], *, several: bool) -> Row:
 
 def load_summary_rows(result: Mapping[str, Any], *, several: bool) -> list[Row]:
     """Format a load test's latencies under LOAD_SUMMARY_COLUMNS, and the time to a refusal where there was one."""
-    names = [name for name in ("ttft", "tpot", "itl", "e2e", "refusal") if result[name] is not None]
-    keys = LOAD_SUMMARY_COLUMNS[3:]
-    return [
-        (
-            "" if at else _load_name(result, several=several),
-            name.upper(),
-            str(result[name]["count"]),
-            *(format_cell(result[name], key) for key in keys),
-        )
-        for at, name in enumerate(names)
-    ]
+    names = {name: name.upper() for name in (*LATENCIES, "refusal") if result[name] is not None}
+    first = [_load_name(result, several=several), *[""] * len(names)]
+    rows = zip(first, names, list_cells(result, names, LATENCY_KEYS), strict=False)
+    return [(at, name, str(result[key]["count"]), *cells) for at, key, (name, *cells) in rows]
 
 
 def _load_name(result: Mapping[str, Any], *, several: bool) -> str:

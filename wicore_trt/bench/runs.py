@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wicore_trt.bench.client import Target, closed_loop
-from wicore_trt.bench.measure import Distributions, RequestRecord, Throughput
+from wicore_trt.bench.measure import RequestRecord, Summary, Throughput, summarize_latencies
 from wicore_trt.bench.workload import BenchRequest, Workload
 from wicore_trt.errors import ConfigError, WicoreError
-
-Progress = Callable[[str, int, int], None]
+from wicore_trt.progress import Progress, ignore_progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class LatencyPoint:
     prefill_s: float
     total_s: float
     step_s: float | None
-    latencies: Distributions
+    latencies: dict[str, Summary | None]
 
 
 def list_cases(batches: Sequence[int], inputs: Sequence[int], outputs: Sequence[int]) -> list[LatencyCase]:
@@ -80,7 +79,8 @@ async def _measure_latency(
             records += all_tokens
     prefill, total = statistics.median(prefills), statistics.median(totals)
     steps = case.output_tokens - 1
-    return LatencyPoint(case, prefill, total, (total - prefill) / steps if steps else None, Distributions.of(records))
+    step = (total - prefill) / steps if steps else None
+    return LatencyPoint(case, prefill, total, step, summarize_latencies(records))
 
 
 async def _run_together(target: Target, requests: Sequence[BenchRequest]) -> tuple[float, list[RequestRecord]]:
@@ -105,15 +105,19 @@ class ThroughputCase:
     seed: int = 0
 
 
-async def run_throughput(target: Target, case: ThroughputCase, *, warmups: int) -> Throughput:
+async def run_throughput(
+    target: Target, case: ThroughputCase, *, warmups: int, progress: Progress = ignore_progress
+) -> Throughput:
     """Send the case's requests after `warmups` that are not counted. Raises ConfigError for lengths beyond the target's
     context, WicoreError when not one request succeeds."""
     check_context(target, case.input_tokens, case.output_tokens)
+    progress("measuring requests", 0, 1)
     workload = Workload(target.info.vocab_size, seed=case.seed, shared_prefix=case.shared_prefix)
     warm = workload.take(warmups, case.input_tokens, case.output_tokens)
     await closed_loop(target, warm, case.concurrency)
     requests = workload.take(case.requests, case.input_tokens, case.output_tokens)
     records = await closed_loop(target, requests, case.concurrency)
+    progress("measuring requests", 1, 1)
     result = Throughput.of(records)
     if not result.completed:
         raise WicoreError(f"All {len(records)} requests failed: {records[0].error}.")

@@ -49,52 +49,44 @@ class BenchSession:
         manifest = read_manifest(Path(self.settings.engine))
         cost = ModelCost.of(manifest.spec, manifest.dtype, manifest.base_dtype, manifest.kv_dtype)
         threads = self.settings.executor.threads or len(os.sched_getaffinity(0))
-        return Roof(cost, measure_rates(_name_device(self.settings.executor.device), threads=threads))
+        device = self.settings.executor.device
+        if device == "auto":
+            import torch
+
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        return Roof(cost, measure_rates(device, threads=threads))
 
     def run_measurement(self, measure: Callable[[Target], Awaitable[T]]) -> tuple[T, dict[str, Any]]:
         """Open the target, measure it, close it; returns the result of `measure` and the measured model. Raises what
         opening and measuring raise, and ConfigError when the server runs another engine than the named."""
-        return run_quickly(self._run_async(measure))
 
-    async def _run_async(self, measure: Callable[[Target], Awaitable[T]]) -> tuple[T, dict[str, Any]]:
-        target = await self.connect(awaited=False)
-        try:
-            return await measure(target), asdict(target.info)
-        finally:
-            await target.close()
+        async def run() -> tuple[T, dict[str, Any]]:
+            target = await self.connect(awaited=False)
+            try:
+                return await measure(target), asdict(target.info)
+            finally:
+                await target.close()
+
+        return run_quickly(run())
 
     async def connect(self, *, awaited: bool = True) -> GrpcTarget | LocalTarget:
         """Open the target, which the caller closes; `awaited` as for `LocalTarget.load`. Raises as `run_measurement`
         does."""
         if self.address is None:
             return await LocalTarget.load(self.settings, awaited=awaited)
+        engine = self.settings.engine
+        named = None if engine is None else read_manifest(Path(engine)).fingerprint
         target = await GrpcTarget.connect(self.address, api_key=self.api_key, tls_ca=self.tls_ca)
-        try:
-            self._check_model(target)
-        except BaseException:
+        if named not in (None, target.info.fingerprint):
             await target.close()
-            raise
-        return target
-
-    def _check_model(self, target: GrpcTarget) -> None:
-        if self.settings.engine is None:
-            return
-        if read_manifest(Path(self.settings.engine)).fingerprint != target.info.fingerprint:
             raise ConfigError(
-                f"{self.address} runs {target.info.model_id}, another engine than {self.settings.engine}.",
+                f"{self.address} runs {target.info.model_id}, another engine than {engine}.",
                 fix="Name the engine that the server runs, or leave --engine out.",
             )
+        return target
 
 
 def run_quickly(work: Coroutine[Any, Any, T]) -> T:
     """Run on the event loop that servers use, which halves a client's cost of a message."""
     with asyncio.Runner(loop_factory=choose_loop_factory()) as runner:
         return runner.run(work)
-
-
-def _name_device(name: str) -> str:
-    if name != "auto":
-        return name
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"

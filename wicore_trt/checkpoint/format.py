@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from wicore_trt.checkpoint.digest import SEAL, broken_seal, hash_bytes, seal_of
-from wicore_trt.checkpoint.names import Role, Split, UnifiedTensor, kv_scale_name, unified_tensors
+from wicore_trt.checkpoint.names import (
+    Role,
+    Split,
+    UnifiedTensor,
+    activation_scale_name,
+    kv_scale_name,
+    unified_tensors,
+)
 from wicore_trt.checkpoint.records import FileRecord, file_entries
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
 from wicore_trt.checkpoint.sharding import shard_of
@@ -104,7 +111,7 @@ def static_scales(spec: Gemma3Spec, weights: WeightFormat, kv_scales: bool) -> d
 
     def names(tensor: UnifiedTensor) -> Iterator[str]:
         if weights.static_activations and tensor.role is Role.LINEAR:
-            yield tensor.activation_scale_name
+            yield activation_scale_name(tensor.name)
         if kv_scales and tensor.split is Split.QKV:
             yield kv_scale_name(int(tensor.name.split(".")[2]))
 

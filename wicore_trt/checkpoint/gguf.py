@@ -164,6 +164,10 @@ def gguf_spec(file: GgufFile, note: Callable[[str], None] = lambda text: None) -
     head_dim = keys.read_int("attention.key_length", default=hidden // heads)
     # llama.cpp's rule: the 27B alone scales by hidden / heads (168), the others by head_dim.
     scalar = hidden // heads if layers == _LAYERS_OF_27B else head_dim
+    cap = keys.read_float("final_logit_softcapping", None)
+    if keys.ollamas and layers == _LAYERS_OF_1B and cap is not None:
+        keys.note(f"final_logit_softcapping {cap:g} is left aside: Gemma 3 1B has none, Ollama's converter wrote it.")
+        cap = None
     try:
         spec = Gemma3Spec(
             vocab_size=embedding.shape[0], hidden_size=hidden, num_layers=layers, num_heads=heads,
@@ -176,7 +180,7 @@ def gguf_spec(file: GgufFile, note: Callable[[str], None] = lambda text: None) -
             sliding_window=keys.read_int("attention.sliding_window"), layer_groups=_layer_groups(keys, layers),
             max_position_embeddings=keys.read_int("context_length"),
             tie_word_embeddings="output.weight" not in file.tensors,
-            final_logit_softcapping=_read_softcap(keys, layers),
+            final_logit_softcapping=float(cap) if cap else None,  # 0 means none
         )  # fmt: skip
     except SpecError as error:
         raise error.name_place(str(file.path), _KEYS) from error
@@ -242,7 +246,8 @@ class _ModelKeys(MetadataKeys):
             return default
         if not isinstance(value, float):
             raise self.make_value_error(key, value, "a floating-point number")
-        return _shorten_decimal(value)
+        with np.errstate(over="ignore"):  # the decimal that was meant: 1e-06 for 9.99999997e-07, the file's float32
+            return float(str(np.float32(value)))
 
     def read_theta(self, key: str, default: float) -> float:
         """Read a rope base, under llama.cpp's or Ollama's name."""
@@ -265,15 +270,6 @@ class _ModelKeys(MetadataKeys):
                 f"{self._place}: WiCore does not know what {named(_PREFIX + others[0])} asks for.",
                 fix="Convert the original model with llama.cpp's convert_hf_to_gguf.py, or give that model.",
             )
-
-
-def _read_softcap(keys: _ModelKeys, layers: int) -> float | None:
-    """Read the cap of logits; 0 means none. Ollama's converter gave the 1B model a cap that it does not have."""
-    cap = keys.read_float("final_logit_softcapping", None)
-    if keys.ollamas and layers == _LAYERS_OF_1B and cap is not None:
-        keys.note(f"final_logit_softcapping {cap:g} is left aside: Gemma 3 1B has none, Ollama's converter wrote it.")
-        return None
-    return float(cap) if cap else None
 
 
 def _rope_factor(keys: _ModelKeys, layers: int) -> float:
@@ -318,9 +314,3 @@ def _hf_name(name: str) -> str:
     if match is None or match[2] not in _LAYER:
         return f"{name} (a GGUF name)"  # check_tensors lists it
     return f"model.layers.{match[1]}.{_LAYER[match[2]]}.weight"
-
-
-def _shorten_decimal(value: float) -> float:
-    """Return the decimal that was meant: 1e-06 for 9.99999997e-07, the float32 in the file."""
-    with np.errstate(over="ignore"):
-        return float(str(np.float32(value)))

@@ -94,7 +94,8 @@ def read_vocabulary(metadata: Mapping[str, Any], size: int, place: str) -> GgufV
             f"{place}: its tokenizer is {model!r} of bytes spelt as letters, as Llama 3's is, not Gemma's."
         )
     kinds = keys.read_kinds(pieces)
-    marked = _mark_specials(pieces, kinds, keys.named_ids(size))
+    ids = {keys.read_token_id(f"{name}_token_id", size) for name in _IDS}
+    marked = _mark_specials(pieces, kinds, {*ids, *keys.read_token_ids("eos_token_ids", size)})
     keys.check_pieces(pieces, kinds)
     if model == "llama":  # merges decide elsewhere; Ollama's converter writes ids as scores there
         keys.check_scores(pieces, kinds)
@@ -142,7 +143,7 @@ def _read_templates(metadata: Mapping[str, Any], place: str) -> tuple[str | None
     return found.pop("default", None), found
 
 
-def _mark_specials(pieces: list[str], kinds: list[int], ids: set[int]) -> list[str]:
+def _mark_specials(pieces: list[str], kinds: list[int], ids: set[int | None]) -> list[str]:
     """Correct `kinds` of special tokens that a converter typed as text; returns the pieces corrected.
     Special are Gemma's own, the `ids` that keys name, and pieces spelt as marks that no two pieces merge to: text
     could never become those. No piece that Gemma's vocabulary types as text is one."""
@@ -213,10 +214,6 @@ class _TokenizerKeys(MetadataKeys):
         if len(kinds) != size or not all(type(k) is int and 0 <= k <= _MAX_TYPE for k in kinds):
             raise self.make_value_error("token_type", kinds, f"{size} types from 0 to {_MAX_TYPE}, one per token")
         return [_BYTE if k == _NORMAL and _BYTES.fullmatch(p) else k for p, k in zip(pieces, kinds, strict=True)]
-
-    def named_ids(self, size: int) -> set[int]:
-        return {*(i for name in _IDS if (i := self.read_token_id(f"{name}_token_id", size)) is not None),
-                *self.read_token_ids("eos_token_ids", size)}  # fmt: skip
 
     def read_merges(self, pieces: list[str], *, needed: bool) -> list[tuple[str, str]] | None:
         """Read the file's merges. Merges beside SentencePiece's scores are not used, but must give the same pieces."""

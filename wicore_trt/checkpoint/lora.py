@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import sqrt
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -66,21 +66,6 @@ class _Config(BaseModel):
     base_model_name_or_path: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _LowRank:
-    """Addition to one weight: scale * left @ right, left [rows, rank] and right [rank, columns].
-    `lengths` [rows] are those of the merged rows, None without DoRA. Tensors are named as in the file."""
-
-    parts: dict[str, str]
-    scale: float
-
-    def read_factors(self, read: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        if "lora_embedding_A" in self.parts:
-            return read(self.parts["lora_embedding_A"]).T, read(self.parts["lora_embedding_B"]).T, None
-        lengths = self.parts.get("lora_magnitude_vector")
-        return read(self.parts["lora_B"]), read(self.parts["lora_A"]), None if lengths is None else read(lengths)
-
-
 # Weights are merged in float32, and the converter rounds them once. The result is the model that was trained,
 # unmerged: an adapter of tied embeddings changes the side that it names and unties them.
 class LoraSource(Source):
@@ -98,12 +83,13 @@ class LoraSource(Source):
         self._full, parts, aside = self._sort_tensors()
         self._shared: str | None = None  # what stands in the place of embedding and head of a tied base
         self.spec = self._settle_head(set(parts))
-        self._low = {name: self._low_rank(name, kinds) for name, kinds in parts.items()}
+        self._low = parts  # names in the file by kind, of each weight that gets an addition
+        self._scales = {name: self._check_low_rank(name, kinds) for name, kinds in parts.items()}
         needed = hf_shapes(self.spec)
         self.tensors = {name: self._find_info(name) for name in needed}
         check_tensors(self.spec, {name: info.shape for name, info in self.tensors.items()}, f"{path} with {base.name}")
         self._check_targets(parts)
-        self._held: tuple[str, Any] = "", None
+        self._held: tuple[str, dict[str, np.ndarray]] = "", {}
         self._own = os.path.realpath(path) != os.path.realpath(base.name) and is_present(path / "tokenizer.json")
         self.notes = [*base.notes, *self._describe_adapter(aside)]
 
@@ -114,16 +100,20 @@ class LoraSource(Source):
             if source is None
             else (source.read_rows(stored, start, stop), source.tensors[stored].dtype)
         )
-        low = self._low.get(name)
-        if low is None:
+        if name not in self._low:
             return block, tag
         if self._held[0] != name:
-            self._held = name, low.read_factors(self._read_array)
-        left, right, lengths = self._held[1]
+            self._held = name, {kind: self._read_array(raw) for kind, raw in self._low[name].items()}
+        kinds = self._held[1]
+        if "lora_embedding_A" in kinds:  # left [rows, rank], right [rank, columns]
+            left, right = kinds["lora_embedding_A"].T, kinds["lora_embedding_B"].T
+        else:
+            left, right = kinds["lora_B"], kinds["lora_A"]
         with np.errstate(over="ignore", invalid="ignore"):  # the converter refuses what is not finite
-            merged = to_float32(block, tag) + (left[start:stop] @ right) * np.float32(low.scale)
-            if lengths is not None:
-                merged *= (lengths[start:stop] / np.linalg.norm(merged, axis=1))[:, None]
+            merged = to_float32(block, tag) + (left[start:stop] @ right) * np.float32(self._scales[name])
+            if "lora_magnitude_vector" in kinds:  # DoRA: the lengths of the merged rows, [rows]
+                lengths = kinds["lora_magnitude_vector"][start:stop]
+                merged *= (lengths / np.linalg.norm(merged, axis=1))[:, None]
         return merged, "F32"
 
     def read_norm(self, name: str, start: int, stop: int) -> np.ndarray:
@@ -232,7 +222,8 @@ class LoraSource(Source):
         module = raw.removesuffix(".weight")
         return any(module == name or module.endswith(f".{name}") for name in self._config.modules_to_save or ())
 
-    def _low_rank(self, name: str, parts: dict[str, str]) -> _LowRank:
+    def _check_low_rank(self, name: str, parts: dict[str, str]) -> float:
+        """Check the tensors of an addition to one weight, by kind; returns its scale: scale * left @ right."""
         kinds, place = set(parts), self._file.path
         if kinds - {"lora_magnitude_vector"} not in ({"lora_A", "lora_B"}, {"lora_embedding_A", "lora_embedding_B"}):
             raise CheckpointError(f"{place}: of {name} it holds {' and '.join(sorted(kinds))} alone.")
@@ -256,7 +247,7 @@ class LoraSource(Source):
             raise CheckpointError(f"{place}: {name} has rank {down[0]}, and {ADAPTER} says {rank:g}.")
         if dora and shapes["lora_magnitude_vector"] != (rows,):
             raise CheckpointError(f"{place}: lora_magnitude_vector of {name} is {shapes['lora_magnitude_vector']}.")
-        return _LowRank(parts, alpha / (sqrt(rank) if self._config.use_rslora else rank))
+        return alpha / (sqrt(rank) if self._config.use_rslora else rank)
 
     def _check_targets(self, low: dict[str, dict[str, str]]) -> None:
         """Compare target_modules and their layers with the modules that have tensors."""

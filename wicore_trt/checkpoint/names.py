@@ -86,10 +86,6 @@ class UnifiedTensor:
     def scale_name(self) -> str:
         return weight_scale_name(self.name)
 
-    @property
-    def activation_scale_name(self) -> str:
-        return activation_scale_name(self.name)
-
 
 # unified name, Hugging Face names, role, split; all below a layer's prefix and above ".weight"
 _LAYER: tuple[tuple[str, tuple[str, ...], Role, Split], ...] = (

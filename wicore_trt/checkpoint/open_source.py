@@ -22,9 +22,8 @@ def open_source(ref: str | Path, *, revision: str | None = None, lora: Path | No
     `lora`.
     Raises CheckpointError for anything missing, truncated, gated, unreachable or not Gemma 3. Raises
     EnvironmentUnfitError for a GGUF file when the extra `gguf` is not installed."""
-    if lora is not None:
-        return LoraSource(_open_base(ref, revision, lora), lora)
-    return _open_base(ref, revision, None)
+    base = _open_base(ref, revision, lora)
+    return base if lora is None else LoraSource(base, lora)
 
 
 def _open_base(ref: str | Path, revision: str | None, lora: Path | None) -> Source:

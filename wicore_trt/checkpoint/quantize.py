@@ -38,12 +38,7 @@ def from_float32(block: np.ndarray, tag: str) -> np.ndarray:
     if tag == "F16":
         with np.errstate(over="ignore"):
             return block.astype(np.float16)
-    if tag == "BF16":
-        return _bf16_bits(block)
-    raise AssertionError(tag)
-
-
-def _bf16_bits(block: np.ndarray) -> np.ndarray:
+    assert tag == "BF16", tag
     bits = np.ascontiguousarray(block, dtype=np.float32).view(np.uint32)
     rounded = bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))
     nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from wicore_trt.checkpoint.digest import HEADER, READ_BYTES, Digest, combine_digests, hash_bytes
 from wicore_trt.checkpoint.quantize import STORAGE
 from wicore_trt.errors import CheckpointError, first_fault, named, shown
-from wicore_trt.files import SMALL_BYTES, UntrustedFiles, size_of
+from wicore_trt.files import SMALL_BYTES, UntrustedFiles, size_of, write_all
 
 TAG_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -46,12 +46,6 @@ class TensorInfo:
         return prod(self.shape) * TAG_BYTES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    info: TensorInfo
-    offset: int  # from the start of the file
-
-
 class SafetensorsFile:
     """Opens a file and reads its tensors with plain file I/O, through `door` (by default from anywhere).
     The header must describe every byte once: types, shapes and offsets, no gap, no overlap, no tensor twice. Raises
@@ -59,32 +53,28 @@ class SafetensorsFile:
 
     def __init__(self, path: Path, door: UntrustedFiles | None = None) -> None:
         self.path, self._door = path, door or UntrustedFiles(fix=_AGAIN)
-        self._entries = _read_header(path, self._door)
-        self.tensors = {name: entry.info for name, entry in self._entries.items()}
+        self.tensors, self._offsets = _read_header(path, self._door)
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Read rows [start, stop) of a tensor as stored; BF16 and 8-bit floats as their bits (uint16, uint8)."""
-        info, offset = self._entries[name].info, self._entries[name].offset
+        info = self.tensors[name]
         if info.dtype not in STORAGE:
             raise CheckpointError(f"{self.path}: {name} is stored as {info.dtype}, which is not a float format.")
-        row_items = prod(info.shape[1:])
-        raw = self._read_bytes(
-            offset + start * row_items * TAG_BYTES[info.dtype], (stop - start) * row_items * TAG_BYTES[info.dtype]
-        )
+        row_bytes = prod(info.shape[1:]) * TAG_BYTES[info.dtype]
+        raw = self._read_bytes(self._offsets[name] + start * row_bytes, (stop - start) * row_bytes)
         return np.frombuffer(raw, STORAGE[info.dtype]).reshape(stop - start, *info.shape[1:])
 
     def read_blocks(self, name: str) -> Iterator[bytes]:
         """Yield the bytes of a tensor's buffer, READ_BYTES or less at a time."""
         size = self.tensors[name].bytes
         for start in range(0, size, READ_BYTES):
-            yield self._read_bytes(self._entries[name].offset + start, min(READ_BYTES, size - start))
+            yield self._read_bytes(self._offsets[name] + start, min(READ_BYTES, size - start))
 
     def locate_parts(self) -> dict[str, tuple[int, int]]:
         """Return the byte range [first, end) of each part: the header as `digest.HEADER`, and the tensors by name."""
-        sizes = {name: info.bytes for name, info in self.tensors.items()}
-        offsets = {name: entry.offset for name, entry in self._entries.items()}
-        header = min(offsets.values(), default=self.path.stat().st_size)
-        return {HEADER: (0, header), **{name: (at, at + sizes[name]) for name, at in offsets.items()}}
+        header = min(self._offsets.values(), default=self.path.stat().st_size)
+        parts = {name: (at, at + self.tensors[name].bytes) for name, at in self._offsets.items()}
+        return {HEADER: (0, header), **parts}
 
     def _read_bytes(self, offset: int, size: int) -> bytes:
         with self._door.open_file(self.path, buffering=0) as file:
@@ -115,7 +105,8 @@ _HEADER = TypeAdapter(dict[str, _Item])
 _METADATA = TypeAdapter(dict[str, str], config=ConfigDict(strict=True))
 
 
-def _read_header(path: Path, door: UntrustedFiles) -> dict[str, _Entry]:
+def _read_header(path: Path, door: UntrustedFiles) -> tuple[dict[str, TensorInfo], dict[str, int]]:
+    """Read the tensors, and the offset of each from the start of the file."""
     with door.open_file(path) as file:
         size = size_of(file)
         start = file.read(len(_LFS_POINTER))
@@ -135,8 +126,7 @@ def _read_header(path: Path, door: UntrustedFiles) -> dict[str, _Entry]:
     except ValidationError as error:
         fault = first_fault(error, "its header")
         raise door.make_error(path, f"is not a readable safetensors file: {fault}") from error
-    entries: dict[str, _Entry] = {}
-    end = 0
+    tensors, offsets, end = dict[str, TensorInfo](), dict[str, int](), 0
     for name, item in sorted(items.items(), key=lambda pair: pair[1].data_offsets):
         first_byte, last = item.data_offsets
         if item.dtype not in TAG_BYTES:
@@ -149,13 +139,13 @@ def _read_header(path: Path, door: UntrustedFiles) -> dict[str, _Entry]:
                 f"gives {named(name)} the bytes {item.data_offsets}, but {info.dtype} {item.shape} needs {expected}",
             )
         if first_byte != end:
-            before = named(next(reversed(entries))) if entries else "the start"
+            before = named(next(reversed(tensors))) if tensors else "the start"
             kind = f"overlaps {before}" if first_byte < end else f"leaves a gap behind {before}"
             raise door.make_error(path, f"places {named(name)} at byte {first_byte} of the data, not {end}: it {kind}")
-        entries[name], end = _Entry(info, 8 + length + first_byte), last
+        tensors[name], offsets[name], end = info, 8 + length + first_byte, last
     if size != 8 + length + end:
         raise door.make_error(path, f"is truncated: {size} bytes of {8 + length + end}")
-    return entries
+    return tensors, offsets
 
 
 class SafetensorsWriter:
@@ -179,7 +169,7 @@ class SafetensorsWriter:
         self._hash = Digest()
         self._file = path.open("wb", buffering=0)
         head = len(text).to_bytes(8, "little") + text
-        self._append_bytes(head)
+        write_all(self._file, head)
         self.digests[HEADER] = hash_bytes(head)
 
     def write(self, name: str, block: np.ndarray | bytes) -> int:
@@ -193,7 +183,7 @@ class SafetensorsWriter:
         ).cast("B")
         assert data.nbytes <= self._left, f"{name}: too many bytes"
         self._hash.update(data)
-        self._append_bytes(data)
+        write_all(self._file, data)
         self._left -= data.nbytes
         if not self._left:
             self.digests[name] = self._hash.hexdigest()
@@ -205,11 +195,6 @@ class SafetensorsWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         self.digest = combine_digests(self.digests)
-
-    def _append_bytes(self, data: bytes | memoryview) -> None:
-        view = memoryview(data)
-        while view.nbytes:
-            view = view[self._file.write(view) :]
 
     def __enter__(self) -> SafetensorsWriter:
         return self

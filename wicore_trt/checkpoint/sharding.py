@@ -20,10 +20,6 @@ class Shard:
     columns: tuple[int, int] | None
     shape: tuple[int, ...]
 
-    @property
-    def row_count(self) -> int:
-        return self.shape[0]
-
 
 def shard_of(tensor: UnifiedTensor, spec: Gemma3Spec, rank: int, tp_size: int) -> Shard:
     """Compute the part of `tensor` on `rank` of `tp_size`. Raises what `Gemma3Spec.shard` raises."""

@@ -88,7 +88,7 @@ class CheckpointTensors(WholeTensors):
         whole: np.ndarray | None = None
         for rank, file in enumerate(self._files):
             shard = shard_of(tensor, self.spec, rank, len(self._files))
-            part = file.read_rows(name, 0, shard.row_count)
+            part = file.read_rows(name, 0, shard.shape[0])
             whole = np.empty(shape, part.dtype) if whole is None else whole
             first = taken = 0
             for (low, high), source in zip(shard.rows, tensor.sources, strict=True):

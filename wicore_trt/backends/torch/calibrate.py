@@ -31,7 +31,7 @@ from wicore_trt.checkpoint.format import (
     static_scales,
     write_config,
 )
-from wicore_trt.checkpoint.names import Role, kv_scale_name, run_weights, weight_scale_name
+from wicore_trt.checkpoint.names import Role, activation_scale_name, kv_scale_name, run_weights, weight_scale_name
 from wicore_trt.checkpoint.quantize import E4M3_MAX
 from wicore_trt.checkpoint.records import FileRecord, file_entries
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, SafetensorsWriter
@@ -205,7 +205,7 @@ class _RecordingOps(TorchOps):
 
     def linear(self, x: torch.Tensor, weight: str) -> torch.Tensor:
         for part in self._recorded.made_of[weight]:
-            self._note_magnitude(part.activation_scale_name, x)
+            self._note_magnitude(activation_scale_name(part.name), x)
         return super().linear(x, weight)
 
     def qk_norm_rope_write(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
