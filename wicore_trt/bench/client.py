@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -26,14 +26,11 @@ from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
 from wicore_trt.types import ModelInfo, SamplingParams, TextOutput, TextRequest, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
-
     from wicore_trt.config import Settings
     from wicore_trt.core.text_engine import TextEngine
 
 CONNECT_TIMEOUT_S = 30.0
 MAX_MESSAGE_BYTES = 64 << 20
-UNREADABLE = "INVALID: a message cannot be read"
 
 
 class Served(Protocol):
@@ -75,27 +72,38 @@ def describe_shortfall(request: BenchRequest, counted: int, received: int) -> st
     return f"INCOMPLETE: asked for {request.output_tokens} tokens, usage says {counted}, {received} came"
 
 
-def record_stream(
-    request: BenchRequest,
-    times: tuple[float, float],
-    arrivals: Sequence[tuple[float, int]],
-    usage: Usage | None,
-    answer: Iterable[int],
+class UnreadableError(Exception):
+    """A message of a stream that is none."""
+
+
+async def record_stream(
+    request: BenchRequest, due: float | None, parts: AsyncIterator[tuple[Sequence[int], Usage | None]]
 ) -> RequestRecord:
-    """Record a stream that ended, or one without the tokens asked for as an error. `times`: when it was due, when it
-    was sent."""
-    started, sent = times
-    finished = time.perf_counter()
-    received = sum(tokens for _, tokens in arrivals)
-    error = None
-    if usage is None:
-        error = "INCOMPLETE: the stream ended without usage"
-    elif usage.completion_tokens != received or not has_enough_tokens(request, received):
-        error = describe_shortfall(request, usage.completion_tokens, received)
-    if usage is None or error:
-        return RequestRecord(started, finished, error=error, sent=sent)
-    counts = (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
-    return RequestRecord(started, finished, tuple(arrivals), *counts, sent=sent, answer=tuple(answer))
+    """Record the stream `parts` of tokens and, at the end, usage; one that fails, or lacks tokens asked for, as an
+    error. `due` None: now."""
+    sent = time.perf_counter()
+    started = sent if due is None else due
+    arrivals, answer = list[tuple[float, int]](), list[int]()
+    usage, error = None, "INCOMPLETE: the stream ended without usage"
+    try:
+        async for tokens, counts in parts:
+            if tokens:
+                arrivals.append((time.perf_counter(), len(tokens)))
+                answer.extend(tokens)
+            usage = counts or usage
+        if usage is not None and usage.completion_tokens == len(answer) and has_enough_tokens(request, len(answer)):
+            numbers = (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+            finished = time.perf_counter()
+            return RequestRecord(started, finished, tuple(arrivals), *numbers, sent=sent, answer=tuple(answer))
+        if usage is not None:
+            error = describe_shortfall(request, usage.completion_tokens, len(answer))
+    except UnreadableError:
+        error = "INVALID: a message cannot be read"
+    except grpc.aio.AioRpcError as failure:
+        error = _name_status(failure)
+    except WicoreError as failure:
+        error = f"{failure.grpc_code}: {failure.message}"
+    return RequestRecord(started, time.perf_counter(), error=error, sent=sent)
 
 
 class GrpcTarget:
@@ -141,32 +149,22 @@ class GrpcTarget:
         return cls(channel, _model_info(answer), metadata)
 
     async def generate(self, request: BenchRequest, started: float | None = None) -> RequestRecord:
-        message = pb2.GenerateRequest(
-            token_ids=pb2.TokenIds(ids=request.prompt_token_ids),
-            sampling=pb2.SamplingParams(
-                max_tokens=request.output_tokens, temperature=0.0, ignore_eos=request.ignore_eos
-            ),
-        )
-        arrivals: list[tuple[float, int]] = []
-        answer: list[int] = []
-        usage = None
-        sent = time.perf_counter()
-        started = sent if started is None else started
-        try:
-            async for response in self._stub.Generate(message, metadata=self._metadata):
-                if response is None:  # what gRPC gives for a message that is none
-                    return RequestRecord(started, time.perf_counter(), error=UNREADABLE, sent=sent)
-                last = response.HasField("finish")
-                tokens = (response.finish.delta if last else response.delta).token_ids
-                if tokens:
-                    arrivals.append((time.perf_counter(), len(tokens)))
-                    answer.extend(tokens)
-                if last:
-                    counts = response.finish.usage
-                    usage = Usage(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens)
-        except grpc.aio.AioRpcError as error:
-            return RequestRecord(started, time.perf_counter(), error=_name_status(error), sent=sent)
-        return record_stream(request, (started, sent), arrivals, usage, answer)
+        sampling = pb2.SamplingParams(
+            max_tokens=request.output_tokens, temperature=0.0, ignore_eos=request.ignore_eos
+        )  # fmt: skip
+        message = pb2.GenerateRequest(token_ids=pb2.TokenIds(ids=request.prompt_token_ids), sampling=sampling)
+        return await record_stream(request, started, self._stream_parts(message))
+
+    async def _stream_parts(self, message: pb2.GenerateRequest) -> AsyncGenerator[tuple[Sequence[int], Usage | None]]:
+        async for response in self._stub.Generate(message, metadata=self._metadata):
+            if response is None:  # what gRPC gives for a message that is none
+                raise UnreadableError
+            if not response.HasField("finish"):
+                yield response.delta.token_ids, None
+                continue
+            counts = response.finish.usage
+            usage = Usage(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens)
+            yield response.finish.delta.token_ids, usage
 
     async def tier_hits(self) -> dict[str, int]:
         try:
@@ -224,24 +222,14 @@ class LocalTarget:
 
     async def generate(self, request: BenchRequest, started: float | None = None) -> RequestRecord:
         params = SamplingParams(max_tokens=request.output_tokens, temperature=0.0, ignore_eos=request.ignore_eos)
-        arrivals: list[tuple[float, int]] = []
-        answer: list[int] = []
-        usage = None
-        sent = time.perf_counter()
-        started = sent if started is None else started
-        try:
-            stream = await self._engine.submit(
-                TextRequest(next(self._ids), params, prompt_token_ids=request.prompt_token_ids)
-            )
-            async with aclosing(cast("AsyncGenerator[TextOutput]", stream)):
-                async for output in stream:
-                    if output.token_ids:
-                        arrivals.append((time.perf_counter(), len(output.token_ids)))
-                        answer += output.token_ids
-                    usage = output.usage or usage
-        except WicoreError as error:
-            return RequestRecord(started, time.perf_counter(), error=f"{error.grpc_code}: {error.message}", sent=sent)
-        return record_stream(request, (started, sent), arrivals, usage, answer)
+        asked = TextRequest(next(self._ids), params, prompt_token_ids=request.prompt_token_ids)
+        return await record_stream(request, started, self._stream_parts(asked))
+
+    async def _stream_parts(self, request: TextRequest) -> AsyncGenerator[tuple[Sequence[int], Usage | None]]:
+        stream = await self._engine.submit(request)
+        async with aclosing(cast("AsyncGenerator[TextOutput]", stream)):
+            async for output in stream:
+                yield output.token_ids, output.usage
 
     async def tier_hits(self) -> dict[str, int]:
         kv = (await self._engine.engine.stats()).kv

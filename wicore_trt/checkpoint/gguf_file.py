@@ -24,7 +24,6 @@ from wicore_trt.files import UntrustedFiles, is_present, quote_arg, size_of
 
 ALIGNMENT = "general.alignment"
 _MAGIC = b"GGUF"
-_VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _MAX_RANK = 4  # ggml's own
@@ -119,7 +118,7 @@ def _open_one(path: Path, door: UntrustedFiles) -> GgufFile:
                 f"{path} is not a GGUF file.", fix=_other_kind(path, start + file.read(_MAX_MANIFEST))
             )
         version = reader.read_scalar("I", "the version")
-        if version not in _VERSIONS:
+        if version not in (2, 3):
             turned = "It is big-endian: convert the model anew for this machine." if version % 65536 == 0 else None
             raise CheckpointError(f"{path} is GGUF version {version}; versions 2 and 3 are read.", fix=turned)
         tensors = reader.read_count("the number of tensors", _MAX_TENSORS, 24)
@@ -128,9 +127,8 @@ def _open_one(path: Path, door: UntrustedFiles) -> GgufFile:
         table = [reader.read_tensor_entry() for _ in range(tensors)]
         align = metadata.get(ALIGNMENT, 32)
         if type(align) is not int or not 1 <= align <= _MAX_ALIGNMENT or align & align - 1:
-            raise _make_damage_error(
-                f"{path}: {ALIGNMENT} is {shown(align)}; it must be a power of two up to {_MAX_ALIGNMENT}."
-            )
+            wanted = f"a power of two up to {_MAX_ALIGNMENT}"
+            raise CheckpointError(f"{path}: {ALIGNMENT} is {shown(align)}; it must be {wanted}.", fix=_AGAIN)
         data = div_ceil(file.tell(), align) * align
     return GgufFile(path, metadata, _check_tensor_table(path, table, data, align, size), door)
 
@@ -222,18 +220,16 @@ def _check_tensor_table(
         start = div_ceil(end, align) * align
         end = start + size_bytes
         if data + end > size:
-            raise _make_damage_error(f"{path} is truncated: {name} ends at byte {data + end}, the file at {size}.")
+            raise CheckpointError(
+                f"{path} is truncated: {name} ends at byte {data + end}, the file at {size}.", fix=_AGAIN
+            )
         if offset != start:
-            raise _make_damage_error(
-                f"{path} is damaged: {name} is placed at byte {offset} of the data, where {start} is due."
+            raise CheckpointError(
+                f"{path} is damaged: {name} is placed at byte {offset} of the data, where {start} is due.", fix=_AGAIN
             )
         row_bytes = block_bytes if len(dims) == 1 else dims[0] // block_items * block_bytes
         tensors[raw_name] = GgufTensor(tuple(reversed(dims)), kind.name, data + offset, row_bytes, path)
     return tensors
-
-
-def _make_damage_error(message: str) -> CheckpointError:
-    return CheckpointError(message, fix=_AGAIN)
 
 
 class _Reader:
@@ -243,7 +239,7 @@ class _Reader:
         self._file, self._path, self._left, self._values = file, path, limit, _MAX_VALUES
 
     def make_damage_error(self, reason: str) -> CheckpointError:
-        return _make_damage_error(f"{self._path} is truncated or damaged: {reason}.")
+        return CheckpointError(f"{self._path} is truncated or damaged: {reason}.", fix=_AGAIN)
 
     def take_bytes(self, size: int, what: str) -> bytes:
         if size > self._left:
