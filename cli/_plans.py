@@ -6,6 +6,7 @@ Reads `plans/plans.json` without TensorRT. Invariant: every input and output of 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -83,10 +84,7 @@ def print_plans(report: dict[str, Any]) -> None:
 
 def _group_tensors(tensors: Iterable[TensorSpec]) -> list[dict[str, Any]]:
     """Make a row per name without its layer number, kind, dtype and shape."""
-    rows: dict[tuple[Any, ...], int] = {}
-    for t in tensors:
-        key = (re.sub(r"\.\d+(?=\.|$)", ".*", t.name), t.kind, t.dtype, t.shape)
-        rows[key] = rows.get(key, 0) + 1
+    rows = Counter((re.sub(r"\.\d+(?=\.|$)", ".*", t.name), t.kind, t.dtype, t.shape) for t in tensors)
     return [
         {"name": name, "count": count, "kind": kind, "dtype": dtype, "shape": list(shape)}
         for (name, kind, dtype, shape), count in rows.items()

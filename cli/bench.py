@@ -136,7 +136,7 @@ def perplexity(
 ) -> None:
     """Perplexity of engines on the same tokens, and how much each differs from the first."""
     _require_package("torch")
-    from wicore_trt.bench.perplexity import COLUMNS, compare_engines, table_row
+    from wicore_trt.bench.perplexity import compare_engines
     from wicore_trt.bench.report import make_report
     from wicore_trt.cli._ui import print_json, print_table, progress
 
@@ -150,7 +150,11 @@ def perplexity(
             make_report("perplexity", target="in process", model={}, parameters=parameters, rates=None, results=results)
         )
         return
-    print_table("perplexity", COLUMNS, [table_row(result) for result in results])
+    names = ("engine", "dtype", "kernels", "tokens")
+    rows = [
+        (*(r[name] for name in names), f"{r['perplexity']:.4f}", f"{r['difference_percent']:+.3f} %") for r in results
+    ]
+    print_table("perplexity", (*names, "perplexity", "difference"), rows)
 
 
 def _require_package(package: str) -> None:

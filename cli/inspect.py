@@ -182,14 +182,13 @@ def _compute_kv_bytes(spec: Gemma3Spec, page_tokens: int, kv_dtype: str) -> list
 
 
 def _format_rows(values: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(name, _format_value(name, value)) for name, value in values.items()]
-
-
-def _format_value(name: str, value: Any) -> str:
-    if name == "layer_groups":
-        return " ".join(f"{value.count(g)} {g}" for g in dict.fromkeys(value))
-    if isinstance(value, dict):
-        return ", ".join(f"{k} {v}" for k, v in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "-"
-    return "-" if value is None else str(value)
+    rows = []
+    for name, value in values.items():
+        if name == "layer_groups":
+            value = " ".join(f"{value.count(g)} {g}" for g in dict.fromkeys(value))
+        elif isinstance(value, dict):
+            value = ", ".join(f"{k} {v}" for k, v in value.items())
+        elif isinstance(value, list):
+            value = ", ".join(map(str, value)) or "-"
+        rows.append((name, "-" if value is None else str(value)))
+    return rows

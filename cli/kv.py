@@ -11,8 +11,8 @@ from wicore_trt.cli import kv_disk
 from wicore_trt.cli.kv_plan import plan
 
 if TYPE_CHECKING:
+    from wicore_trt.kv.study.fleet import FleetReport
     from wicore_trt.kv.study.simulate import SimulationReport
-    from wicore_trt.kv.study.trace import TraceRequest
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", help="KV cache tools.")
 
@@ -70,9 +70,11 @@ def simulate(
     Example:  wicore kv simulate --generate 2000 --policy all
     """
     from functools import partial
+    from itertools import product
 
     from wicore_trt.cli._ui import print_json, progress
     from wicore_trt.kv.policy.by_name import POLICIES
+    from wicore_trt.kv.study.fleet import ROUTINGS, simulate_fleet
     from wicore_trt.kv.study.simulate import KVBytes, recompute_cost
     from wicore_trt.kv.study.simulate import simulate as replay
     from wicore_trt.kv.study.trace import generate_trace, load_trace, unique_blocks
@@ -89,67 +91,44 @@ def simulate(
     }
     sizes = [_parse_pages(text, unique, "capacity") for text in capacity.split(",")]
     names = [*POLICIES, "belady"] if policy == "all" else policy.split(",")
-    if workers is not None:
-        _simulate_fleet(title, requests, names, sizes, lower, workers, routing, tokens_per_second, json=json)
-        return
-    reports = []
+    options: dict[str, Any] = {
+        "inclusive": inclusive,
+        "page_cost": recompute_cost if recompute else None,
+        "kv_bytes": KVBytes(bytes_per_token, window_bytes),
+    }
+    routings = [None] if workers is None else [*ROUTINGS] if routing == "all" else routing.split(",")
+    reports: list[Any] = []
     with progress(quiet=json) as report:
-        for name in names:
-            for size in sizes:
-                result = replay(
-                    requests,
-                    name,
-                    {"device": size, **lower},
-                    inclusive=inclusive,
-                    page_cost=recompute_cost if recompute else None,
-                    kv_bytes=KVBytes(bytes_per_token, window_bytes),
-                    progress=partial(report, f"{name}, {size} pages"),
-                )
-                reports.append(result)
-    if json:
-        print_json({"trace": str(trace or title), "unique_blocks": unique, "results": [r.to_dict() for r in reports]})
-    else:
-        _print_reports(f"{title}: {len(requests)} requests, {unique} unique blocks", reports)
-
-
-def _simulate_fleet(
-    title: str,
-    requests: list[TraceRequest],
-    policies: list[str],
-    sizes: list[int],
-    lower: dict[str, int],
-    workers: int,
-    routing: str,
-    tokens_per_second: float,
-    *,
-    json: bool,
-) -> None:
-    from functools import partial
-    from itertools import product
-
-    from wicore_trt.cli._ui import print_json, print_table, progress
-    from wicore_trt.kv.study.fleet import ROUTINGS, simulate_fleet
-
-    routings = [*ROUTINGS] if routing == "all" else routing.split(",")
-    reports = []
-    with progress(quiet=json) as report:
-        for policy, size, name in product(policies, sizes, routings):
-            told = partial(report, f"{name}, {policy}, {size} pages")
+        for name, size, route in product(names, sizes, routings):
             tiers = {"device": size, **lower}
-            result = simulate_fleet(
-                requests, name, workers, policy, tiers, tokens_per_second=tokens_per_second, progress=told
-            )
-            reports.append(result)
+            if workers is None or route is None:
+                told = partial(report, f"{name}, {size} pages")
+                reports.append(replay(requests, name, tiers, progress=told, **options))
+            else:
+                told = partial(report, f"{route}, {name}, {size} pages")
+                rate = tokens_per_second
+                reports.append(
+                    simulate_fleet(requests, route, workers, name, tiers, tokens_per_second=rate, progress=told)
+                )
     if json:
-        print_json({"trace": title, "results": [r.to_dict() for r in reports]})
-        return
+        about = {"trace": str(trace or title), "unique_blocks": unique} if workers is None else {"trace": title}
+        print_json({**about, "results": [r.to_dict() for r in reports]})
+    elif workers is None:
+        _print_reports(f"{title}: {len(requests)} requests, {unique} unique blocks", reports)
+    else:
+        _print_fleet(f"{title}: {len(requests)} requests, {workers} workers", reports)
+
+
+def _print_fleet(title: str, reports: list[FleetReport]) -> None:
+    from wicore_trt.cli._ui import print_table
+
     columns = ("routing", "policy", "pages each", "hit rate", "busiest / mean", "wait mean s", "wait p99 s", "s")
     rows = [
         (r.routing, r.policy, "+".join(map(str, r.capacity.values())), f"{r.hit_rate:.4f}", f"{r.busy_share:.2f}",
          f"{r.wait_s[0]:.2f}", f"{r.wait_s[1]:.1f}", f"{r.seconds:.1f}")
         for r in reports
     ]  # fmt: skip
-    print_table(f"{title}: {len(requests)} requests, {workers} workers", columns, rows)
+    print_table(title, columns, rows)
 
 
 def _parse_pages(text: str, unique: int, option: str) -> int:

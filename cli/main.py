@@ -81,9 +81,12 @@ def run_command(args: list[str]) -> int:
         _forget_stdout()
         return EnvironmentUnfitError.exit_code
     except Exception as error:
-        code = INTERRUPTED if _interrupts else _usage_error(error)
-        if code is not None:
-            return code
+        if _interrupts or type(error).__name__ == "Abort":
+            return INTERRUPTED
+        # Newer releases of Typer carry their own copy of click: errors of usage are known by shape, not by class.
+        if (show := getattr(error, "show", None)) and hasattr(error, "exit_code"):
+            show()
+            return int(error.exit_code)
         if debug:
             raise
         if lacking := missing_package(error.name if isinstance(error, ModuleNotFoundError) else None):
@@ -160,18 +163,6 @@ def _forget_stdout() -> None:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
-
-
-def _usage_error(error: Exception) -> int | None:
-    """Return the exit code of an error that the argument parser raised and can show itself, else None. Newer releases
-    of Typer carry their own copy of click, so errors are known by shape and not by class."""
-    if type(error).__name__ == "Abort":
-        return INTERRUPTED
-    show = getattr(error, "show", None)
-    if show is None or not hasattr(error, "exit_code"):
-        return None
-    show()
-    return int(error.exit_code)
 
 
 if __name__ == "__main__":

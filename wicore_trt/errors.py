@@ -25,7 +25,7 @@ torch. Invariant: a message says what is wrong, and `fix`, when given, says what
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -261,3 +261,9 @@ def first_fault(error: Any, whole: str = "it") -> str:
 def named(name: str) -> str:
     """Format a name from a file for an error: unchanged when it is one line and not long."""
     return name if name.isprintable() and len(name) <= 2 * MAX_SHOWN else shown(name)
+
+
+def list_some(names: Collection[str], most: int = 4) -> str:
+    """Format the first of several names as `named` does, and the number of the others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(named, [*names][:most])) + more

@@ -20,12 +20,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError, list_some
 from wicore_trt.files import is_present, quote_arg
 
 MARKER = "marker"
 _NEW, _WORK, _TAKEN, _OLD = "new", "work", "taken", "old"
-_MAX_NAMED = 3
 _MAX_NAME = 100  # bytes, so that a scratch name has 141: file systems allow 255, encrypting ones 143
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
 
@@ -223,9 +222,8 @@ def check_output(
         raise ConfigError(f"The source {source} lies in {name}, which would be replaced.", fix="Choose another output.")
     odd = find_unlisted(output, frozenset(listed))
     if odd:
-        more = f" and {len(odd) - _MAX_NAMED} more" if len(odd) > _MAX_NAMED else ""
         raise ConfigError(
-            f"{name} holds what the {product.name} does not list: {', '.join(odd[:_MAX_NAMED])}{more}.",
+            f"{name} holds what the {product.name} does not list: {list_some(odd, 3)}.",
             fix="Move it elsewhere; nothing was changed.",
         )
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -206,14 +206,3 @@ def compare_engines(
             }
         )
     return results
-
-
-COLUMNS = ("engine", "dtype", "kernels", "tokens", "perplexity", "difference")
-
-
-def table_row(result: Mapping[str, Any]) -> tuple[str, ...]:
-    return (
-        *(str(result[name]) for name in ("engine", "dtype", "kernels", "tokens")),
-        f"{result['perplexity']:.4f}",
-        f"{result['difference_percent']:+.3f} %",
-    )

@@ -31,10 +31,6 @@ class PlannedTurn:
     pieces: tuple[PromptPart, ...]
     output_tokens: int
 
-    @property
-    def tokens(self) -> int:
-        return sum(piece.tokens for piece in self.pieces)
-
 
 @dataclass(frozen=True, slots=True)
 class Session:
@@ -47,7 +43,7 @@ class Session:
 
     @property
     def context_tokens(self) -> int:
-        return sum(turn.tokens + turn.output_tokens for turn in self.turns)
+        return sum(sum(piece.tokens for piece in turn.pieces) + turn.output_tokens for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +142,3 @@ def replay_trace(
     if not found:
         raise ConfigError("No request of the trace is left.")
     return found
-
-
-def keep_fitting(sessions: Sequence[Session], context_tokens: int | None) -> list[Session]:
-    return [s for s in sessions if context_tokens is None or s.context_tokens <= context_tokens]

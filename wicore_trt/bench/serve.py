@@ -14,7 +14,7 @@ from typing import Any
 from wicore_trt.bench.client import Target
 from wicore_trt.bench.load import LoadOptions, run_load
 from wicore_trt.bench.measure import Slo
-from wicore_trt.bench.plan import LoadShape, Session, keep_fitting, made_up, replay_trace, sessions_of
+from wicore_trt.bench.plan import LoadShape, Session, made_up, replay_trace, sessions_of
 from wicore_trt.bench.report import load_result
 from wicore_trt.bench.workload import WordList
 from wicore_trt.errors import ConfigError
@@ -66,7 +66,8 @@ async def run_sweep(
     vocabulary = WordList(min(target.info.vocab_size for _, target in targets), seed=offer.seed)
     if warmups:
         for index, (name, target) in enumerate(targets):
-            warm = keep_fitting(offer.make_warm_sessions(warmups, f"warm-up {index}"), context)
+            planned = offer.make_warm_sessions(warmups, f"warm-up {index}")
+            warm = [session for session in planned if session.context_tokens <= context]
             if warm:
                 await run_load(target, warm, vocabulary, options, progress=progress, phase=f"warm-up of {name}")
     results = []
@@ -74,7 +75,7 @@ async def run_sweep(
         order = list(enumerate(targets))
         for index, (name, target) in order if at % 2 == 0 else reversed(order):
             planned = offer.make_sessions(rate, f"run {at} {index}")
-            sessions = keep_fitting(planned, context)
+            sessions = [session for session in planned if session.context_tokens <= context]
             if not sessions:
                 raise ConfigError(f"No request fits a context of {context} tokens.", fix="Lower the lengths.")
             phase = f"{name}, {'the trace' if rate is None else f'{rate:g} requests/s'}"

@@ -194,7 +194,14 @@ class _Conversion:
         self._moved = count_progress(self._progress, "convert", self._total)
         files = self._write_ranks()
         if self._vision:
-            files[VISION] = self._write_vision()
+            with SafetensorsWriter(self._directory / VISION, self._vision) as writer:
+                for name, tag, _ in self._vision:
+                    for block in self._source.vision_blocks(name):
+                        if tag in TEXT_TAGS:
+                            row = np.frombuffer(block, STORAGE[tag])[None]
+                            check_finite_rows(self._source.place_of(name), name, 0, row, tag)
+                        self._moved(writer.write(name, block))
+            files[VISION] = FileRecord(writer.size, writer.digest, writer.digests)
         for file in tokenizer:
             files[file.name] = record_of(file)
         keys = ("vision_config", "mm_tokens_per_image", "image_token_index", "boi_token_index", "eoi_token_index")
@@ -264,16 +271,6 @@ class _Conversion:
         if tag != "F32" and not tied_copy:
             self._report.count_losses(name, values, stored, tag)
         return stored, scale
-
-    def _write_vision(self) -> FileRecord:
-        with SafetensorsWriter(self._directory / VISION, self._vision) as writer:
-            for name, tag, _ in self._vision:
-                place = self._source.place_of(name)
-                for block in self._source.vision_blocks(name):
-                    if tag in TEXT_TAGS:
-                        check_finite_rows(place, name, 0, np.frombuffer(block, STORAGE[tag])[None], tag)
-                    self._moved(writer.write(name, block))
-        return FileRecord(writer.size, writer.digest, writer.digests)
 
 
 def _count_bytes(entries: list[tuple[str, str, tuple[int, ...]]]) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from wicore_trt.errors import CheckpointError, named
+from wicore_trt.errors import CheckpointError, list_some, named
 from wicore_trt.files import is_present, quote_arg
 
 ADAPTER = "adapter_config.json"
@@ -90,7 +90,7 @@ def check_folder(path: Path, read: Collection[str], *, merges_adapter: bool = Fa
             if name == "additional_chat_templates":
                 notes.append(f"{name} was left aside: the model's own chat template serves every chat.")
         elif any(fnmatchcase(name, pattern) for pattern in _OTHER_FORMS):
-            forms.append(named(name))
+            forms.append(name)
         elif not any(fnmatchcase(name, pattern) for pattern in _NOTHING):
             unread.append(name)
     weights = [name for name in unread if name.endswith(_WEIGHTS)]
@@ -100,11 +100,7 @@ def check_folder(path: Path, read: Collection[str], *, merges_adapter: bool = Fa
             fix="Move it away if the model is whole without it.",
         )
     if forms:
-        notes.append(f"left aside, other forms of the weights: {_list_some(forms)}.")
+        notes.append(f"left aside, other forms of the weights: {list_some(forms)}.")
     if unread:
-        notes.append(f"left aside, read by nobody: {_list_some([named(name) for name in unread])}.")
+        notes.append(f"left aside, read by nobody: {list_some(unread)}.")
     return notes
-
-
-def _list_some(names: list[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -271,7 +271,12 @@ def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
     _check_files(path, files, [r.name for r in ranks], again)
     for rank, file in enumerate(ranks):
         entries = rank_entries(spec, dtype, weights, rank, tp_size, kv_scales=kv_algo is not None)
-        _check_rank(file, entries, again)
+        held = SafetensorsFile(file, UntrustedFiles(path, fix=again)).tensors
+        for name, tag, shape in entries:
+            info = held.get(name)
+            if info is None or info.dtype != tag or info.shape != shape:
+                found = "missing" if info is None else f"{info.dtype} {list(info.shape)}"
+                raise CheckpointError(f"{file}: {name} should be {tag} {list(shape)}, it is {found}.", fix=again)
     checkpoint = Checkpoint(
         path=path, config=config, spec=spec, dtype=dtype, weights=weights, tp_size=tp_size,
         rank_files=ranks, tokenizer_files=[path / n for n in TOKENIZER_FILES if n in files],
@@ -327,12 +332,3 @@ def _check_files(path: Path, files: Mapping[str, FileRecord], ranks: list[str], 
         size = UntrustedFiles(path, fix=again).check_file(file)
         if size != record.bytes:
             raise CheckpointError(f"{file} has {size} bytes, not {record.bytes}.", fix=again)
-
-
-def _check_rank(file: Path, entries: list[tuple[str, str, tuple[int, ...]]], again: str) -> None:
-    found_tensors = SafetensorsFile(file, UntrustedFiles(file.parent, fix=again)).tensors
-    for name, tag, shape in entries:
-        info = found_tensors.get(name)
-        if info is None or info.dtype != tag or info.shape != shape:
-            found = "missing" if info is None else f"{info.dtype} {list(info.shape)}"
-            raise CheckpointError(f"{file}: {name} should be {tag} {list(shape)}, it is {found}.", fix=again)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from wicore_trt.checkpoint.gguf_file import MetadataKeys
-from wicore_trt.errors import CheckpointError, named, shown
+from wicore_trt.errors import CheckpointError, list_some, named, shown
 
 SPACE = "\u2581"  # SentencePiece's visible space
 MAX_PIECE = 256  # characters of a piece; Gemma's longest has 31
@@ -100,7 +100,13 @@ def read_vocabulary(metadata: Mapping[str, Any], size: int, place: str) -> GgufV
     if model == "llama":  # merges decide elsewhere; Ollama's converter writes ids as scores there
         keys.check_scores(pieces, kinds)
     keys.refuse_others()
-    template, templates = _read_templates(metadata, place)
+    templates: dict[str, str] = {}
+    for key, value in metadata.items():
+        if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}."):
+            if not isinstance(value, str):
+                raise CheckpointError(f"{place}: {named(key)} is {shown(value)}; it must be text.")
+            templates[key.removeprefix(_TEMPLATE).removeprefix(".") or "default"] = value
+    template = templates.pop("default", None)
     bos = keys.read_token_id("bos_token_id", size)
     if bos is not None and not _BOS.fullmatch(pieces[bos]):
         raise keys.make_value_error("bos_token_id", pieces[bos], "a word such as <bos>")
@@ -123,24 +129,13 @@ def read_vocabulary(metadata: Mapping[str, Any], size: int, place: str) -> GgufV
                 f"{len(lost)} pieces, as {shown(lost[0])}, come from no merge of the file: text becomes others."
             )
     if marked:
-        names = ", ".join(map(named, marked[:4])) + (f" and {len(marked) - 4} more" if len(marked) > 4 else "")
-        notes.append(f"the file types {names} as text; each is read as one special token.")
+        notes.append(f"the file types {list_some(marked)} as text; each is read as one special token.")
     return GgufVocabulary(
         place=place, pieces=pieces, kinds=kinds, bos=bos, eos=eos, unk=unk,
         pad=keys.read_token_id("padding_token_id", size), ends=sorted(end for end in ends if end is not None),
         adds_bos=keys.find_value("add_bos_token", bool, "a boolean") is not False,
         chat_template=template, templates=templates, merges=merges, notes=notes,
     )  # fmt: skip
-
-
-def _read_templates(metadata: Mapping[str, Any], place: str) -> tuple[str | None, dict[str, str]]:
-    found: dict[str, str] = {}
-    for key, value in metadata.items():
-        if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}."):
-            if not isinstance(value, str):
-                raise CheckpointError(f"{place}: {named(key)} is {shown(value)}; it must be text.")
-            found[key.removeprefix(_TEMPLATE).removeprefix(".") or "default"] = value
-    return found.pop("default", None), found
 
 
 def _mark_specials(pieces: list[str], kinds: list[int], ids: set[int | None]) -> list[str]:

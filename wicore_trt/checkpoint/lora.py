@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
@@ -219,8 +219,7 @@ class LoraSource(Source):
         """Return True for a whole tensor that belongs to one module alone (modules_to_save)."""
         if ".base_layer." in raw or ".modules_to_save." in raw:
             return ".modules_to_save." in raw
-        module = raw.removesuffix(".weight")
-        return any(module == name or module.endswith(f".{name}") for name in self._config.modules_to_save or ())
+        return _is_among(raw.removesuffix(".weight"), self._config.modules_to_save or ())
 
     def _check_low_rank(self, name: str, parts: dict[str, str]) -> float:
         """Check the tensors of an addition to one weight, by kind; returns its scale: scale * left @ right."""
@@ -276,13 +275,7 @@ class LoraSource(Source):
     def _is_targeted(self, module: str) -> bool:
         """Return True when peft's check_target_module_exists would match this module."""
         config, targets = self._config, self._config.target_modules
-
-        def among(names: list[str] | str) -> bool:
-            if isinstance(names, str):
-                return re.fullmatch(names, module) is not None
-            return any(module == name or module.endswith(f".{name}") for name in names)
-
-        if config.exclude_modules and among(config.exclude_modules):
+        if config.exclude_modules and _is_among(module, config.exclude_modules):
             return False
         if targets is None or targets == "all-linear":
             return True
@@ -290,11 +283,10 @@ class LoraSource(Source):
         if not isinstance(targets, str) and module in targets:
             return True
         if layers in (None, []) or isinstance(targets, str):
-            return among(targets)
+            return _is_among(module, targets)
         layer = re.match(r".*?\.[^.]*\.(\d+)\.", module)
-        return (
-            among(targets) and layer is not None and int(layer[1]) in ([layers] if isinstance(layers, int) else layers)
-        )
+        chosen = [layers] if isinstance(layers, int) else layers
+        return _is_among(module, targets) and layer is not None and int(layer[1]) in chosen
 
     def _find_origin(self, name: str) -> tuple[SafetensorsFile | None, str]:
         """Find a tensor's rows before additions: the adapter's file, or None for the base, and the name there."""
@@ -336,6 +328,13 @@ class LoraSource(Source):
                 notes.append(f"{', '.join(beside)} of the adapter left aside: it has no tokenizer.json.")
             notes += check_folder(self._path, (ADAPTER, ADAPTER_WEIGHTS, *_TOKENIZER), merges_adapter=True)
         return notes
+
+
+def _is_among(module: str, names: Sequence[str]) -> bool:
+    """Return True when a module has one of these names, or matches the one regular expression."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)
 
 
 def _name_module(parts: dict[str, str]) -> str:

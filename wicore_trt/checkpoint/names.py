@@ -8,11 +8,11 @@ carried along, or an error by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from wicore_trt.errors import CheckpointError, named
+from wicore_trt.errors import CheckpointError, list_some, named
 from wicore_trt.model.gemma3 import EMBEDDING, FINAL_NORM, LM_HEAD, layer_weight
 from wicore_trt.model.spec import Gemma3Spec
 
@@ -176,26 +176,22 @@ def check_tensors(spec: Gemma3Spec, present: Mapping[str, tuple[int, ...]], plac
             fix="Set tie_word_embeddings to true if the model has no head of its own; else add the file that holds it.",
         )
     if missing:
-        others = f", and holds {len(unknown)} that it does not have: {_list_names(unknown)}" if unknown else ""
+        others = (
+            f", and holds {len(unknown)} that it does not have: {list_some(unknown, _MAX_LISTED)}" if unknown else ""
+        )
         raise CheckpointError(
-            f"{place} lacks {len(missing)} tensors of Gemma 3: {_list_names(missing)}{others}.",
+            f"{place} lacks {len(missing)} tensors of Gemma 3: {list_some(missing, _MAX_LISTED)}{others}.",
             fix="Its names must be those that transformers saves."
             if unknown
             else "Download it again, all files of it.",
         )
     if unknown:
         raise CheckpointError(
-            f"{place} holds {len(unknown)} tensors that Gemma 3 does not have: {_list_names(unknown)}."
+            f"{place} holds {len(unknown)} tensors that Gemma 3 does not have: {list_some(unknown, _MAX_LISTED)}."
         )
     wrong = [f"{n} is {list(present[n])}, not {list(s)}" for n, s in needed.items() if tuple(present[n]) != s]
     if wrong:
-        raise CheckpointError(f"{place}: its tensors do not fit its configuration: {_list_names(wrong)}.")
-
-
-def _list_names(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(map(named, names[:_MAX_LISTED])) + more
+        raise CheckpointError(f"{place}: its tensors do not fit its configuration: {list_some(wrong, _MAX_LISTED)}.")
 
 
 def run_weights(spec: Gemma3Spec) -> dict[str, list[UnifiedTensor]]:

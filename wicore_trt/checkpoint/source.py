@@ -112,7 +112,13 @@ class HfSource(Source):
         self.spec = read_hf_config(self.config, str(path / "config.json"))
         generation = path / GENERATION
         self.generation_config = self.door.read_json(generation) if is_present(generation) else {}
-        check_generation(self.generation_config, self.spec.vocab_size, str(generation))
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value, limit = self.generation_config.get(key), self.spec.vocab_size
+            for token in value if isinstance(value, list) and key == "eos_token_id" else [value]:
+                if token is not None and not (type(token) is int and 0 <= token < limit):
+                    raise CheckpointError(
+                        f"{generation}: {key} is {shown(value)}; it must be an id below {limit}, the vocabulary's size."
+                    )
         files, self.notes = _weight_files(path, self.door)
         asked = self.generation_config or self.config
         shaping = [f"{key} {shown(asked[key])}" for key in _SHAPING if asked.get(key) not in _SHAPES_NOTHING]
@@ -206,18 +212,6 @@ class HfSource(Source):
 
     def place_of(self, name: str) -> str:
         return str(self._files[name][0].path)
-
-
-def check_generation(config: Mapping[str, Any], vocab_size: int, place: str) -> None:
-    """Raise CheckpointError for a generation_config.json (`place`) with token ids not below `vocab_size`."""
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = config.get(key)
-        for token in value if isinstance(value, list) and key == "eos_token_id" else [value]:
-            whole = isinstance(token, int) and not isinstance(token, bool)
-            if token is not None and not (whole and 0 <= token < vocab_size):
-                raise CheckpointError(
-                    f"{place}: {key} is {shown(value)}; it must be an id below {vocab_size}, the vocabulary's size."
-                )
 
 
 class _Index(BaseModel):

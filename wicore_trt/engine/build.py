@@ -30,7 +30,7 @@ from wicore_trt.engine.manifest import (
     Manifest,
     compute_fingerprint,
 )
-from wicore_trt.engine.options import LAYERS, PLUGIN, Backend, BuildOptions, DummyModel, find_backend, split_targets
+from wicore_trt.engine.options import LAYERS, PLUGIN, Backend, BuildOptions, DummyModel, find_backend
 from wicore_trt.engine.weights import hash_weights, place_weights
 from wicore_trt.errors import CheckpointError, ConfigError, EngineFormatError, list_installed
 from wicore_trt.files import is_present, make_printable
@@ -90,9 +90,11 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     Raises ConfigError for options that do not fit the checkpoint or an output that is in the way. Raises
     CheckpointError for a bad source or a damaged checkpoint, EnvironmentUnfitError for a backend that is not here or
     a full disk."""
+    names = [part.strip().lower() for target in targets for part in target.split(",")]  # "sm80,sm89" are two
+    architectures = tuple(dict.fromkeys(filter(None, names)))
     options = BuildOptions(
-        backend, dtype, kv_dtype, tp_size, page_tokens, split_targets(targets), max_context, max_batch,
-        max_chunk, calibration, dummy, revision, attention, lora,
+        backend, dtype, kv_dtype, tp_size, page_tokens, architectures, max_context, max_batch, max_chunk,
+        calibration, dummy, revision, attention, lora,
     )  # fmt: skip
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
     try:

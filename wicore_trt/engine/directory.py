@@ -16,7 +16,7 @@ from wicore_trt.checkpoint.digest import hash_bytes
 from wicore_trt.checkpoint.records import FileRecord, record_of
 from wicore_trt.engine.manifest import KIND, MANIFEST_NAME, FileEntry, Manifest, read_manifest, rebuild_engine
 from wicore_trt.engine.weights import hash_weights
-from wicore_trt.errors import CheckpointError, EngineFormatError
+from wicore_trt.errors import CheckpointError, EngineFormatError, list_some
 from wicore_trt.files import LIST_BYTES, UntrustedFiles
 from wicore_trt.model.spec import RankSpec
 from wicore_trt.scratch import Product, find_unlisted
@@ -94,15 +94,17 @@ def open_engine(path: Path, *, verify: bool = True) -> EngineDir:
     Raises EngineFormatError that names the first bad file and the command that mends it."""
     path = Path(path)
     engine = EngineDir(path, read_manifest(path))
-    for name in engine.manifest.files:
-        _check_size(engine, name)
+    for name, entry in engine.manifest.files.items():
+        size = engine.door.check_file(path / name)
+        if size != entry.bytes:
+            state = "truncated" if size < entry.bytes else "too long"
+            raise engine.make_damage_error(f"{name} is {state}: {size} bytes, built with {entry.bytes}")
     if not verify:
         return engine
     extra = engine.find_unlisted()
     if extra:
-        more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise EngineFormatError(
-            f"engine {path} holds {extra[0]}{more}, which it was not built with.",
+            f"engine {path} holds {list_some(extra, 1)}, which it was not built with.",
             fix=f"Move what is not the engine's elsewhere. {engine.rebuild_advice}",
         )
     records: dict[str, FileRecord] = {}
@@ -130,13 +132,6 @@ def read_intact(engine: EngineDir, name: str, moved: Callable[[int], None] = lam
 
 def _describe_corruption(name: str) -> str:
     return f"{name} is corrupted (its digest differs from {MANIFEST_NAME})"
-
-
-def _check_size(engine: EngineDir, name: str) -> None:
-    size, expected = engine.door.check_file(engine.path / name), engine.manifest.files[name].bytes
-    if size != expected:
-        state = "truncated" if size < expected else "too long"
-        raise engine.make_damage_error(f"{name} is {state}: {size} bytes, built with {expected}")
 
 
 def _find_file_names(path: Path) -> set[str] | None:

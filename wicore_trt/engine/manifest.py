@@ -202,13 +202,9 @@ def read_manifest(path: Path) -> Manifest:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"] if part != "[key]")
         raise EngineFormatError(f"{manifest_path}: {where}: {first['msg']}.", fix=rebuild_command(path)) from None
-    except (_InvalidFieldError, CheckpointError) as error:
+    except (ValueError, CheckpointError) as error:
         raise EngineFormatError(f"{manifest_path}: {error}", fix=rebuild_command(path)) from error
     return manifest
-
-
-class _InvalidFieldError(ValueError):
-    """Contradiction between fields of the manifest; read_manifest adds the path."""
 
 
 _ADAPTER = TypeAdapter(Manifest)
@@ -232,22 +228,20 @@ def _check_version(path: Path, version: object) -> None:
 
 
 def _check_agreement(manifest: Manifest) -> None:
-    """Raise _InvalidFieldError or CheckpointError for fields that contradict one another."""
+    """Raise ValueError or CheckpointError for fields that contradict one another; read_manifest adds the path."""
     quantization, spec = manifest.quantization, manifest.spec
     if (manifest.dtype not in PLAIN) != (quantization is not None):
-        raise _InvalidFieldError("dtype and quantization do not agree.")
+        raise ValueError("dtype and quantization do not agree.")
     if quantization is not None:
         weights = FORMATS.get(quantization.get("algo"))
         known = {*quantization} == {"algo", "base_dtype"} and manifest.base_dtype in PLAIN
         if not known or weights is None or weights.storage != manifest.dtype:
-            raise _InvalidFieldError("quantization is not what an engine has.")
+            raise ValueError("quantization is not what an engine has.")
     if manifest.max_context > spec.max_position_embeddings:
-        raise _InvalidFieldError(
-            f"max_context {manifest.max_context} is beyond the model's {spec.max_position_embeddings}."
-        )
+        raise ValueError(f"max_context {manifest.max_context} is beyond the model's {spec.max_position_embeddings}.")
     spec.shard(0, manifest.tp_size)
     for rank in range(0 if manifest.dummy_weights else manifest.tp_size):
         if f"rank{rank}.safetensors" not in manifest.files:
-            raise _InvalidFieldError(f"files lists no weights for rank {rank} of {manifest.tp_size}.")
+            raise ValueError(f"files lists no weights for rank {rank} of {manifest.tp_size}.")
     if manifest.fingerprint != compute_fingerprint(manifest):
-        raise _InvalidFieldError("the fingerprint does not match the fields.")
+        raise ValueError("the fingerprint does not match the fields.")

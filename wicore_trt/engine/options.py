@@ -5,7 +5,6 @@ It must not know any backend's compiler. Invariant: a backend is found by name, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -114,9 +113,3 @@ def find_backend(name: str) -> Backend:
     module, attribute = BACKENDS[name].split(":")
     backend: Backend = getattr(import_module(module), attribute)()
     return backend
-
-
-def split_targets(values: Sequence[str]) -> tuple[str, ...]:
-    """Split lists such as "sm80,sm89" and join them with the others, in order and without duplicates."""
-    names = [part.strip().lower() for value in values for part in value.split(",")]
-    return tuple(dict.fromkeys(name for name in names if name))
