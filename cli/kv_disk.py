@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -85,14 +86,20 @@ def purge(
     from wicore_trt.cli._ui import human_bytes, print_json
     from wicore_trt.errors import ConfigError
     from wicore_trt.kv.disk.tools import namespace_homes, purge_directory
+    from wicore_trt.kv.pages.page import TENANT_BYTES
 
     if sum(given is not None for given in (salt, tenant_name, tenant)) > 1:
         raise ConfigError("--salt, --tenant-name and --tenant each name a tenant.", fix="Give one of them.")
     namespace_homes(path)  # not a disk cache: say so before asking
     if salt is not None or tenant_name is not None:
         tag: bytes | None = _tag_of(path, recipe, tenant_name or "", salt or "")
+    elif tenant is not None:
+        tag = bytes.fromhex(tenant) if re.fullmatch(f"[0-9a-fA-F]{{{2 * TENANT_BYTES}}}", tenant) else b""
+        if not tag:
+            fix = f"It has {2 * TENANT_BYTES} hexadecimal digits; see wicore kv inspect."
+            raise ConfigError(f"--tenant {tenant!r} is not a tenant's tag.", fix=fix)
     else:
-        tag = _parse_tag(tenant)
+        tag = None
     if not yes:
         what = "everything" if namespace is None else f"namespace {namespace}"
         what = f"one tenant's pages in {what}" if tag is not None else what
@@ -132,22 +139,6 @@ def _tag_of(path: Path, recipe: str | None, who: str, salt: str) -> bytes:
         fix = "Set WICORE_KV__SALT as for the server, or give the tag that `wicore kv inspect` prints: --tenant."
         raise ConfigError(f"{path} holds no secret, and kv.salt is not set: no tag can be made.", fix=fix)
     return tenant_tag(secret, who, salt)
-
-
-def _parse_tag(text: str | None) -> bytes | None:
-    from wicore_trt.errors import ConfigError
-    from wicore_trt.kv.pages.page import TENANT_BYTES
-
-    if text is None:
-        return None
-    try:
-        tag = bytes.fromhex(text)
-    except ValueError:
-        tag = b""
-    if len(tag) != TENANT_BYTES:
-        fix = f"It has {2 * TENANT_BYTES} hexadecimal digits; see wicore kv inspect."
-        raise ConfigError(f"--tenant {text!r} is not a tenant's tag.", fix=fix)
-    return tag
 
 
 def _print_directory(report: DirectoryReport) -> None:

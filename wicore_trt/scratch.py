@@ -117,17 +117,14 @@ class Scratch:
         """Give a finished file its name. Raises ConfigError when that is no longer free."""
         _sync_path(file)
         try:
-            try:
-                os.link(file, self.output)
-            except FileExistsError:
-                raise
-            except OSError:  # a file system without hard links
-                check_output(self.output, self.product, force=False)
-                os.rename(file, self.output)
+            os.link(file, self.output)
         except FileExistsError as error:
             raise ConfigError(
                 f"{self.output} appeared while this ran, so it is left alone.", fix="Choose another output."
             ) from error
+        except OSError:  # a file system without hard links
+            check_output(self.output, self.product, force=False)
+            os.rename(file, self.output)
         _sync_path(self.output.parent)
 
 

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,12 @@ from benchmarks.common import measured_engine, note
 from wicore_trt.bench.bound import ModelCost, decode_bound_s, measure_rates
 from wicore_trt.bench.perplexity import (
     ROWS,
-    ExecutorScorer,
     Scorer,
     chosen_logprobs,
     compute_perplexity,
+    load_scorer,
     read_tokens,
+    score_tokens,
 )
 from wicore_trt.bench.report import Roof, make_report, time_figure
 from wicore_trt.checkpoint.demo import fetch_model
@@ -267,9 +269,9 @@ def _quality(engine: EngineDir, text: Sequence[int], bos_id: int, reference: Any
     def tell(name: str) -> Callable[[int, int], None]:
         return lambda done, total: note(f"perplexity, {name}: {done} of {total} tokens")
 
-    scorer = ExecutorScorer(engine, context=1024, threads=threads, device="cpu")
-    ours = compute_perplexity(scorer, text, bos_id=bos_id, progress=tell(OURS))
-    scorer.close()
+    executor = load_scorer(engine, context=1024, threads=threads, device="cpu")
+    ours = compute_perplexity(partial(score_tokens, executor), text, bos_id=bos_id, progress=tell(OURS))
+    executor.close()
     theirs = compute_perplexity(transformers_scorer(reference), text, bos_id=bos_id, progress=tell(FLOAT32))
     assert ours.tokens == theirs.tokens
     return {

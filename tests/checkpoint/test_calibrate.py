@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 from wicore_trt.backends.torch import calibrate as module
 from wicore_trt.backends.torch.calibrate import TextCalibration, measure_magnitudes
-from wicore_trt.bench.perplexity import ExecutorScorer, default_text
+from wicore_trt.bench.perplexity import default_text, load_scorer, score_tokens
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.format import open_checkpoint, write_config
 from wicore_trt.checkpoint.names import unified_tensors
@@ -205,12 +205,12 @@ def test_through_an_engine(source: Path, text: Path, tmp_path: Path, capsys: pyt
         kept = [n for n in static_scales(engine.rank_files[0]) if "kv_cache" in n]
         assert len(kept) == (3 if kv_dtype == "fp8" else 0), "an engine keeps the KV scales that it uses"
         assert engine.manifest.quantization == {"algo": "FP8", "base_dtype": "bfloat16"}
-        scorer = ExecutorScorer(open_engine(engine.path), context=301, device="cpu")
-        assert scorer.executor.kernels.startswith("torch-")
-        logprobs[name] = np.array(scorer(token_ids, 1))
+        executor = load_scorer(open_engine(engine.path), context=301, device="cpu")
+        assert executor.kernels.startswith("torch-")
+        logprobs[name] = np.array(score_tokens(executor, token_ids, 1))
     assert run_command(["inspect", str(tmp_path / "kv")]) == 0
     assert "torch, not native: KV in fp8" in capsys.readouterr().out
-    logprobs["bf16"] = np.array(ExecutorScorer(plain, context=301, device="cpu")(token_ids, 1))
+    logprobs["bf16"] = np.array(score_tokens(load_scorer(plain, context=301, device="cpu"), token_ids, 1))
     losses = {name: -values.mean() for name, values in logprobs.items()}
     print(losses)
     assert losses["static"] == pytest.approx(losses["bf16"], rel=0.05)
@@ -224,13 +224,13 @@ def test_a_static_scale_that_is_wrong_shows(source: Path, text: Path, tmp_path: 
     tensors = load_file(checkpoint.rank_files[0])
     spoiled = {n: t / 200 if n.endswith("activation_scaling_factor") else t for n, t in tensors.items()}
     token_ids = [BOS, *range(20, 120)]
-    scorer = ExecutorScorer(build_engine(checkpoint.path, tmp_path / "good"), context=101, device="cpu")
-    good = np.array(scorer(token_ids, 1))
+    executor = load_scorer(build_engine(checkpoint.path, tmp_path / "good"), context=101, device="cpu")
+    good = np.array(score_tokens(executor, token_ids, 1))
     save_file(spoiled, checkpoint.rank_files[0])
     checkpoint.config["wicore"]["files"] |= file_entries({"rank0.safetensors": record_of(checkpoint.rank_files[0])})
     write_config(checkpoint.path, checkpoint.config)
-    scorer = ExecutorScorer(build_engine(checkpoint.path, tmp_path / "bad"), context=101, device="cpu")
-    assert np.abs(np.array(scorer(token_ids, 1)) - good).max() > 0.5
+    executor = load_scorer(build_engine(checkpoint.path, tmp_path / "bad"), context=101, device="cpu")
+    assert np.abs(np.array(score_tokens(executor, token_ids, 1)) - good).max() > 0.5
 
 
 def test_building_calibrates_on_the_way(source: Path, text: Path, tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_building_calibrates_on_the_way(source: Path, text: Path, tmp_path: Path
     assert run_command(["build", str(bare.path), str(tmp_path / "d"), *options]) == 0
     assert open_engine(tmp_path / "d").manifest.quantization == {"algo": "FP8", "base_dtype": "bfloat16"}
     unscaled = build_engine(bare.path, tmp_path / "e", kv_dtype="fp8")
-    scores = ExecutorScorer(unscaled, context=50, device="cpu")([BOS, *range(20, 60)], 1)
+    scores = score_tokens(load_scorer(unscaled, context=50, device="cpu"), [BOS, *range(20, 60)], 1)
     assert unscaled.manifest.kv_dtype == "fp8" and np.isfinite(scores).all()
 
 
@@ -339,8 +339,8 @@ def test_the_real_model_keeps_its_predictions(
     token_ids = Tokenizer.from_dir(checkpoint.path).encode(words[:8000])[:tokens]
     losses = []
     for engine in (open_engine(engine_270m), build_engine(checkpoint.path, tmp_path / "engine", kv_dtype=kv_dtype)):
-        scorer = ExecutorScorer(engine, context=1000, device="cpu")
-        losses.append(-np.mean(scorer(token_ids, 1)))
-        scorer.close()
+        executor = load_scorer(engine, context=1000, device="cpu")
+        losses.append(-np.mean(score_tokens(executor, token_ids, 1)))
+        executor.close()
     print(losses)
     assert losses[1] == pytest.approx(losses[0], rel=within)

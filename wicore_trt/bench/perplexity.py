@@ -1,7 +1,7 @@
 """Perplexity: how well an engine predicts a real text, which checks that its numbers are the model's.
 
-Windows and sums are plain arithmetic over any `Scorer`; `ExecutorScorer` is an engine's. Invariant: every token is
-scored exactly once, and engines are compared on the same token ids in the same windows.
+Windows and sums are plain arithmetic over any `Scorer`; `score_tokens` is an engine's own steps. Invariant: every token
+is scored exactly once, and engines are compared on the same token ids in the same windows.
 
 Perplexity is exp of the mean negative log-likelihood per token, natural logarithm. Windows of `context` tokens move by
 `stride`, and each scores what the one before did not see. So behind the first window every token has at least context -
@@ -14,6 +14,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def cut_windows(count: int, context: int, stride: int) -> Iterator[tuple[int, in
 
 
 def compute_perplexity(
-    score_tokens: Scorer,
+    score: Scorer,
     token_ids: Sequence[int],
     *,
     bos_id: int | None,
@@ -79,34 +80,22 @@ def compute_perplexity(
         if progress:
             progress(begin, len(token_ids))
         window = [*head, *token_ids[begin:end]]
-        logprobs = score_tokens(window, max(1, len(head) + first - begin))
+        logprobs = score(window, max(1, len(head) + first - begin))
         total -= math.fsum(logprobs)
         scored += len(logprobs)
     return Perplexity(scored, total / scored)
 
 
-class ExecutorScorer:
-    """Scorer with an engine's own step, in chunks, over its own paged KV cache."""
-
-    def __init__(self, engine: EngineDir, *, context: int, threads: int = 0, device: str = "auto") -> None:
-        """Load `engine` for windows of up to `context` tokens. Raises what TorchExecutor raises."""
-        manifest = engine.manifest
-        if context > manifest.max_context:
-            raise ConfigError(f"A context of {context} exceeds the engine's {manifest.max_context}.")
-        settings = ExecutorOptions(
-            device=device,
-            threads=threads,
-            kv_pages=pages_for(context, manifest.page_tokens),
-            max_batch_tokens=ROWS,
-            max_context=context,
-        )
-        self.executor = TorchExecutor(engine, settings)
-
-    def __call__(self, token_ids: Sequence[int], first: int) -> list[float]:
-        return score_tokens(self.executor, token_ids, first)
-
-    def close(self) -> None:
-        self.executor.close()
+def load_scorer(engine: EngineDir, *, context: int, threads: int = 0, device: str = "auto") -> TorchExecutor:
+    """Load `engine` for `score_tokens` over windows of up to `context` tokens. Raises what TorchExecutor raises."""
+    manifest = engine.manifest
+    if context > manifest.max_context:
+        raise ConfigError(f"A context of {context} exceeds the engine's {manifest.max_context}.")
+    settings = ExecutorOptions(
+        device=device, threads=threads, kv_pages=pages_for(context, manifest.page_tokens), max_batch_tokens=ROWS,
+        max_context=context,
+    )  # fmt: skip
+    return TorchExecutor(engine, settings)
 
 
 def pages_for(context: int, page_tokens: int) -> dict[str, int]:
@@ -180,10 +169,10 @@ def compare_engines(
                 f"{path} and {engines[0]} have different tokenizers.", fix="Compare engines of one model."
             )
         expected = token_ids
-        scorer = ExecutorScorer(engine, context=context, threads=threads)
+        executor = load_scorer(engine, context=context, threads=threads)
         try:
             measured = compute_perplexity(
-                scorer,
+                partial(score_tokens, executor),
                 token_ids,
                 bos_id=tokenizer.bos_id,
                 context=context,
@@ -191,13 +180,13 @@ def compare_engines(
                 progress=lambda done, total, name=str(path): progress(name, done, total),  # type: ignore[misc]
             )
         finally:
-            scorer.close()
+            executor.close()
         first = results[0]["perplexity"] if results else measured.value
         results.append(
             {
                 "engine": str(path),
                 "dtype": engine.manifest.dtype,
-                "kernels": scorer.executor.kernels,
+                "kernels": executor.kernels,
                 "tokens": measured.tokens,
                 "text_blake2b": hashlib.blake2b(repr(token_ids).encode(), digest_size=16).hexdigest(),
                 "perplexity": measured.value,
