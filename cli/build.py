@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,9 +14,6 @@ from wicore_trt.cli._options import (
     complete_backends,
     complete_recipes,
 )
-
-if TYPE_CHECKING:
-    from wicore_trt.engine.options import DummyModel
 
 
 def command(
@@ -101,12 +98,18 @@ def command(
     from wicore_trt.cli._ui import human_bytes, print_json, progress
     from wicore_trt.config import Flag, load_settings
     from wicore_trt.engine.build import build_engine
-    from wicore_trt.engine.options import BACKENDS
+    from wicore_trt.engine.options import BACKENDS, DummyModel
     from wicore_trt.errors import ConfigError
+    from wicore_trt.kv.sizing import MODELS, builtin_spec
 
     dummy = None
     if dummy_weights or model:
-        dummy = _parse_dummy(model, dummy_weights)
+        if model is None or not dummy_weights or model not in MODELS:
+            raise ConfigError(
+                "--dummy-weights and --model go together: wicore build --dummy-weights --model gemma3-27b OUTPUT.",
+                fix=f"Models: {', '.join(MODELS)}.",
+            )
+        dummy = DummyModel(model, builtin_spec(model))
         source, output = model, output or (None if source is None else Path(source))
     flags = {
         "engine": None if output is None else str(output),
@@ -151,17 +154,3 @@ def command(
         print_json({"path": str(engine.path), "fingerprint": manifest.fingerprint, "bytes": manifest.total_bytes})
     else:
         print(f"built {engine.path}: {manifest.model_id}, {manifest.dtype}, {human_bytes(manifest.total_bytes)}")
-
-
-def _parse_dummy(model: str | None, wanted: bool) -> DummyModel:
-    """Parse the sizes that --model names. Raises ConfigError for one flag without the other."""
-    from wicore_trt.engine.options import DummyModel
-    from wicore_trt.errors import ConfigError
-    from wicore_trt.kv.sizing import MODELS, builtin_spec
-
-    if model is None or not wanted or model not in MODELS:
-        raise ConfigError(
-            "--dummy-weights and --model go together: wicore build --dummy-weights --model gemma3-27b OUTPUT.",
-            fix=f"Models: {', '.join(MODELS)}.",
-        )
-    return DummyModel(model, builtin_spec(model))

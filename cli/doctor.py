@@ -6,7 +6,6 @@ row that is not ok says how to mend it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -22,10 +21,10 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check this machine; exit 4 when something makes it unfit. Never touches the network."""
-    from wicore_trt.cli._checks import FAIL, DoctorCheck, check_machine
+    from wicore_trt.cli._checks import FAIL, check_machine
     from wicore_trt.cli._ui import print_json, print_table
 
-    rows: Sequence[DoctorCheck] = check_machine(engine=engine, cache_dir=cache_dir or Path.home() / ".cache", port=port)
+    rows = check_machine(engine=engine, cache_dir=cache_dir or Path.home() / ".cache", port=port)
     if json:
         print_json({"fit": all(r.state != FAIL for r in rows), "checks": [r._asdict() for r in rows]})
     else:

@@ -24,10 +24,8 @@ def list_command(json: Annotated[bool, typer.Option("--json", help="Print JSON."
     from wicore_trt.cli._ui import print_json, print_table
     from wicore_trt.recipe import list_recipes, resolve_recipe
 
-    rows = []
-    for name in list_recipes():
-        first = resolve_recipe(name).read_text(encoding="utf-8").splitlines()[0]
-        rows.append((name, first.lstrip("# ")))
+    texts = {name: resolve_recipe(name).read_text(encoding="utf-8") for name in list_recipes()}
+    rows = [(name, text.splitlines()[0].lstrip("# ")) for name, text in texts.items()]
     if json:
         print_json([{"name": name, "about": about} for name, about in rows])
     else:

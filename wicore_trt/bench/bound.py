@@ -75,10 +75,8 @@ class ModelCost:
     def decode_flops(self, batch: int, input_tokens: int, output_tokens: int) -> float:
         steps = range(input_tokens + 1, input_tokens + output_tokens)
         groups = [self.spec.layer_group(name) for name in self.spec.groups]
-        attention = sum(4 * g.q_size * _count_visible_keys(g, context) for context in steps for g in groups) / len(
-            steps
-        )
-        return batch * (2 * (self.linear_parameters + self.head_parameters) + attention)
+        attention = sum(4 * g.q_size * _count_visible_keys(g, context) for context in steps for g in groups)
+        return batch * (2 * (self.linear_parameters + self.head_parameters) + attention / len(steps))
 
     def prefill_flops(self, input_tokens: int) -> float:
         """Count FLOPs from a prompt to the logits of its last token: causal attention, windows counted."""

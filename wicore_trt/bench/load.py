@@ -11,9 +11,10 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 
 from wicore_trt.bench.client import Target
@@ -111,7 +112,9 @@ class _Run:
         self.places: list[float] = []
 
     async def run_sessions(self, sessions: Sequence[Session], vocabulary: WordList) -> None:
-        coming = self._prepare_sessions(sessions, vocabulary)
+        prepare = partial(ClientSession, vocabulary=vocabulary, chat=self._target.chat)
+        talks = (prepare(session, ignore_eos=self._options.ignore_eos) for session in sessions)
+        coming = ((session, talk, talk.make_request(0)) for session, talk in zip(sessions, talks, strict=True))
         ready = deque(islice(coming, AHEAD))
         self._progress(self._phase, 0, self.planned)
         beat = asyncio.create_task(self._measure_lag())
@@ -127,15 +130,6 @@ class _Run:
                         ready.append(more)
         finally:
             beat.cancel()
-
-    def _prepare_sessions(
-        self, sessions: Sequence[Session], vocabulary: WordList
-    ) -> Iterator[tuple[Session, ClientSession, BenchRequest]]:
-        for session in sessions:
-            talk = ClientSession(
-                session, vocabulary, chat=self._target.chat, ignore_eos=self._options.ignore_eos
-            )  # fmt: skip
-            yield session, talk, talk.make_request(0)
 
     async def _run_session(self, session: Session, talk: ClientSession, request: BenchRequest, due: float) -> None:
         for number in range(len(session.turns)):

@@ -31,6 +31,10 @@ class PlannedTurn:
     pieces: tuple[PromptPart, ...]
     output_tokens: int
 
+    @property
+    def tokens(self) -> int:
+        return sum(piece.tokens for piece in self.pieces)
+
 
 @dataclass(frozen=True, slots=True)
 class Session:
@@ -43,7 +47,7 @@ class Session:
 
     @property
     def context_tokens(self) -> int:
-        return sum(sum(piece.tokens for piece in turn.pieces) + turn.output_tokens for turn in self.turns)
+        return sum(turn.tokens + turn.output_tokens for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,11 +44,6 @@ class Offer:
             seed=self.seed, run=run,
         )  # fmt: skip
 
-    def make_warm_sessions(self, count: int, run: str) -> list[Session]:
-        if self.trace:
-            return replay_trace(self.trace, rate=float("inf"), requests=count, duration_s=None, run=run)
-        return sessions_of(self.shape, [0.0] * count, seed=self.seed, run=run)
-
 
 async def run_sweep(
     targets: Sequence[tuple[str, Target]],
@@ -66,7 +61,10 @@ async def run_sweep(
     vocabulary = WordList(min(target.info.vocab_size for _, target in targets), seed=offer.seed)
     if warmups:
         for index, (name, target) in enumerate(targets):
-            planned = offer.make_warm_sessions(warmups, f"warm-up {index}")
+            run = f"warm-up {index}"
+            planned = sessions_of(offer.shape, [0.0] * warmups, seed=offer.seed, run=run)
+            if offer.trace:
+                planned = replay_trace(offer.trace, rate=float("inf"), requests=warmups, duration_s=None, run=run)
             warm = [session for session in planned if session.context_tokens <= context]
             if warm:
                 await run_load(target, warm, vocabulary, options, progress=progress, phase=f"warm-up of {name}")

@@ -45,7 +45,6 @@ from wicore_trt.scratch import replace_output
 from wicore_trt.weight_format import PLAIN, QUANTIZED
 
 DTYPES = ("auto", *PLAIN, *QUANTIZED)
-Note = Callable[[str], None]  # one sentence that the user should know
 
 _BLOCK_ITEMS = 1 << 22  # 16 MiB as float32; about ten such arrays live at once
 _SPARE_BYTES = 64 << 20  # tokenizer files and headers
@@ -88,7 +87,7 @@ def convert(  # noqa: PLR0913 -- the public call is flat
     calibration: Calibration | None = None,
     force: bool = False,
     progress: Progress = ignore_progress,
-    note: Note | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> Checkpoint:
     """Convert `source` (see open_source) into the unified checkpoint directory `output`.
     `dtype` "auto" keeps bfloat16 or float16 of the source and otherwise takes bfloat16. "fp8" quantizes the linears

@@ -268,7 +268,15 @@ def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
         if config.get(key) != value:
             raise CheckpointError(f"{path / CONFIG}: {key} does not agree with wicore.spec.", fix=again)
     ranks = [path / f"rank{rank}.safetensors" for rank in range(tp_size)]
-    _check_files(path, files, [r.name for r in ranks], again)
+    unlisted = [file.name for file in ranks if file.name not in files or not files[file.name].parts]
+    if unlisted:
+        raise CheckpointError(f"{path / CONFIG} does not list {', '.join(unlisted)}.", fix=again)
+    for name, record in files.items():
+        if Path(name).name != name or not is_present(path / name):
+            raise CheckpointError(f"{path} lacks {name}.", fix=again)
+        size = UntrustedFiles(path, fix=again).check_file(path / name)
+        if size != record.bytes:
+            raise CheckpointError(f"{path / name} has {size} bytes, not {record.bytes}.", fix=again)
     for rank, file in enumerate(ranks):
         entries = rank_entries(spec, dtype, weights, rank, tp_size, kv_scales=kv_algo is not None)
         held = SafetensorsFile(file, UntrustedFiles(path, fix=again)).tensors
@@ -319,16 +327,3 @@ def _find_rebuild_command(path: Path, config: Mapping[str, Any]) -> str:
     if isinstance(calibration, dict) and not (isinstance(quant, dict) and quant.get("kv_cache_quant_algo")):
         options += " --no-kv-scales"
     return f"Run: wicore convert {' '.join(quote_arg(word) for word in words)}{options} --force"
-
-
-def _check_files(path: Path, files: Mapping[str, FileRecord], ranks: list[str], again: str) -> None:
-    unlisted = [name for name in ranks if name not in files or not files[name].parts]
-    if unlisted:
-        raise CheckpointError(f"{path / CONFIG} does not list {', '.join(unlisted)}.", fix=again)
-    for name, record in files.items():
-        file = path / name
-        if Path(name).name != name or not is_present(file):
-            raise CheckpointError(f"{path} lacks {name}.", fix=again)
-        size = UntrustedFiles(path, fix=again).check_file(file)
-        if size != record.bytes:
-            raise CheckpointError(f"{file} has {size} bytes, not {record.bytes}.", fix=again)

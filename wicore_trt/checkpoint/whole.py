@@ -32,9 +32,9 @@ class WholeTensors(ABC):
     def read_whole(self, tensor: UnifiedTensor) -> tuple[np.ndarray, str]:
         """Read the tensor, of shape `tensor.shape`; a norm as 1 + w in float32."""
 
-    @abstractmethod
     def weight_scale(self, tensor: UnifiedTensor) -> np.ndarray:
         """Read the scale per output channel of a linear of a quantized model, float32 [out]."""
+        raise AssertionError(f"{tensor.name} is not quantized")
 
     @abstractmethod
     def embedding_row(self, token_id: int) -> tuple[np.ndarray, str]:
@@ -55,9 +55,6 @@ class SourceTensors(WholeTensors):
         if tensor.role is Role.NORM:
             return self._source.read_norm(tensor.sources[0], 0, tensor.shape[0]), "F32"
         return np.concatenate([self._source.read_tensor(name) for name in tensor.sources]), "F32"
-
-    def weight_scale(self, tensor: UnifiedTensor) -> np.ndarray:
-        raise AssertionError(f"{tensor.name} of a source is not quantized")
 
     def embedding_row(self, token_id: int) -> tuple[np.ndarray, str]:
         return self._source.read_rows(HF_EMBEDDING, token_id, token_id + 1)

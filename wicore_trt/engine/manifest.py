@@ -189,31 +189,9 @@ def read_manifest(path: Path) -> Manifest:
     data = UntrustedFiles(path, EngineFormatError, fix=rebuild_command(path)).read_json(manifest_path, limit=LIST_BYTES)
     if data.get("kind") != KIND:
         raise EngineFormatError(f"{manifest_path} was not written by wicore: its kind is not {KIND!r}.", fix=build)
-    _check_version(path, data.get("format_version"))
-    seal = data.pop(SEAL, None)
-    broken = broken_seal(data, seal)
-    if broken:
-        raise EngineFormatError(f"{manifest_path} was edited or damaged: {broken}.", fix=rebuild_command(path))
-    del data["kind"]
-    try:
-        manifest = _ADAPTER.validate_python(data)
-        _check_agreement(manifest)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "[key]")
-        raise EngineFormatError(f"{manifest_path}: {where}: {first['msg']}.", fix=rebuild_command(path)) from None
-    except (ValueError, CheckpointError) as error:
-        raise EngineFormatError(f"{manifest_path}: {error}", fix=rebuild_command(path)) from error
-    return manifest
-
-
-_ADAPTER = TypeAdapter(Manifest)
-
-
-def _check_version(path: Path, version: object) -> None:
-    rebuild = rebuild_command(path)
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise EngineFormatError(f"{path / MANIFEST_NAME} has no valid format_version.", fix=rebuild)
+    version, rebuild = data.get("format_version"), rebuild_command(path)
+    if type(version) is not int or version < 1:
+        raise EngineFormatError(f"{manifest_path} has no valid format_version.", fix=rebuild)
     if version > FORMAT_VERSION:
         raise EngineFormatError(
             f"engine {path} has format {version}; this wicore reads {FORMAT_VERSION}.",
@@ -225,6 +203,24 @@ def _check_version(path: Path, version: object) -> None:
             f"{FORMAT_VERSION}.",
             fix=rebuild,
         )
+    seal = data.pop(SEAL, None)
+    broken = broken_seal(data, seal)
+    if broken:
+        raise EngineFormatError(f"{manifest_path} was edited or damaged: {broken}.", fix=rebuild)
+    del data["kind"]
+    try:
+        manifest = _ADAPTER.validate_python(data)
+        _check_agreement(manifest)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "[key]")
+        raise EngineFormatError(f"{manifest_path}: {where}: {first['msg']}.", fix=rebuild) from None
+    except (ValueError, CheckpointError) as error:
+        raise EngineFormatError(f"{manifest_path}: {error}", fix=rebuild) from error
+    return manifest
+
+
+_ADAPTER = TypeAdapter(Manifest)
 
 
 def _check_agreement(manifest: Manifest) -> None:
