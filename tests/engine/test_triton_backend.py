@@ -25,7 +25,7 @@ from wicore_trt.backends.triton.kernel_list import list_kernels  # noqa: E402
 from wicore_trt.backends.triton.roles import KERNEL, KERNEL8, LINEARS, MM, MM16, SCALED_MM, parse_role, step_role  # noqa: E402
 from wicore_trt.backends.triton.table import ANY, CROSSOVER, EngineShape  # noqa: E402
 from wicore_trt.backends.triton.weights import engine_shape  # noqa: E402
-from wicore_trt.cli.build import _parse_dummy  # noqa: E402
+from wicore_trt.cli.main import run_command  # noqa: E402
 from wicore_trt.config import load_settings  # noqa: E402
 from wicore_trt.core.assemble import make_executor  # noqa: E402
 from wicore_trt.engine.build import build_engine  # noqa: E402
@@ -159,11 +159,22 @@ def test_a_machine_without_a_gpu_is_refused(source: Path) -> None:
         make_executor(engine, load_settings(None, {"engine": str(engine.path)}))
 
 
-def test_flags_of_engines_without_weights_go_together() -> None:
-    assert _parse_dummy("gemma3-27b", True) == DummyModel("gemma3-27b", builtin_spec("gemma3-27b"))
-    for model, wanted in (("gemma3-27b", False), (None, True), ("gemma4", True)):
-        with pytest.raises(ConfigError, match="go together"):
-            _parse_dummy(model, wanted)
+def test_flags_of_engines_without_weights_go_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[DummyModel] = []
+
+    def record(*_: object, dummy: DummyModel, **__: object) -> None:
+        given.append(dummy)
+        raise ConfigError("Nothing was built.")
+
+    monkeypatch.setattr("wicore_trt.engine.build.build_engine", record)
+    output = str(tmp_path / "engine")
+    assert run_command(["build", "--dummy-weights", "--model", "gemma3-27b", "--backend", "triton", output]) == 3
+    assert given == [DummyModel("gemma3-27b", builtin_spec("gemma3-27b"))]
+    for flags in (["--model", "gemma3-27b"], ["--dummy-weights"], ["--dummy-weights", "--model", "gemma4"]):
+        assert run_command(["build", *flags, output]) == 3 and "go together" in capsys.readouterr().err
+    assert len(given) == 1
 
 
 @pytest.mark.parametrize("target", ["sm80", "sm89", "sm90", "sm100", "sm120"])
