@@ -60,7 +60,10 @@ class TensorRTExecutor:
         self.max_batch_tokens, self.slice_tokens = settings.max_batch_tokens, GPU_SLICE_TOKENS
         plain = f"{engine.manifest.compiled['flavour']}-{trt.__version__}-{device.target}"
         self.kernels = kernels_name(plain, ("backends/tensorrt",), repr(sorted(engine.manifest.files.items())))
-        self.layout = _make_layout(engine, settings)
+        manifest = engine.manifest
+        max_context = min(settings.max_context or manifest.max_context, manifest.max_context)
+        page_tokens = settings.page_tokens or manifest.page_tokens
+        self.layout = layout_of(manifest.spec, manifest.kv_dtype, page_tokens, max_context, settings)
         with device.active():
             plans = load_plans(trt, engine, device.target)
             wanted = [tensor.weight for tensor in plans[DECODE].tensors.values() if tensor.kind == "weight"]
@@ -218,20 +221,16 @@ def open_executor(engine: EngineDir, settings: ExecutorOptions) -> TensorRTExecu
     except EnvironmentUnfitError as error:
         targets = ", ".join(engine.manifest.targets)
         raise EnvironmentUnfitError(f"{error.message} Engine {engine.path} is for {targets}.", fix=error.fix) from None
-    return TensorRTExecutor(engine, settings, _import_module(engine), device)
-
-
-def _import_module(engine: EngineDir) -> Any:
-    """Import the TensorRT module of the engine's flavour, which a build here might not choose."""
-    flavour = engine.manifest.compiled.get("flavour")
+    flavour = engine.manifest.compiled.get("flavour")  # a build here might not choose it
     name = "tensorrt_rtx_bindings" if flavour == RTX else "tensorrt"
     try:
-        return import_module(name)
+        trt = import_module(name)
     except (ImportError, OSError) as error:
         raise EnvironmentUnfitError(
             f"engine {engine.path} runs with {flavour}, and {name} cannot be imported ({error}).",
             fix=install_command("tensorrt"),
         ) from None
+    return TensorRTExecutor(engine, settings, trt, device)
 
 
 def check_environment(engine: EngineDir, trt: Any, target: str) -> None:
@@ -248,13 +247,6 @@ def check_environment(engine: EngineDir, trt: Any, target: str) -> None:
             f"and {trt.__version__} is installed.",
             fix=f"Install that version. Or: {rebuild_plans(engine)}",
         )
-
-
-def _make_layout(engine: EngineDir, settings: ExecutorOptions) -> KVLayout:
-    manifest = engine.manifest
-    max_context = min(settings.max_context or manifest.max_context, manifest.max_context)
-    page_tokens = settings.page_tokens or manifest.page_tokens
-    return layout_of(manifest.spec, manifest.kv_dtype, page_tokens, max_context, settings)
 
 
 def _kv_scales(spec: Gemma3Spec, constants: Mapping[str, torch.Tensor], device: CudaDevice) -> dict[str, torch.Tensor]:

@@ -146,17 +146,11 @@ class BuildLog:
             self.activation_bytes = max(self.activation_bytes, int(memory[1]))
         else:
             for part in text.split("\n"):
-                self._count_kernel(part)
-
-    def _count_kernel(self, text: str) -> None:
-        kernel = _KERNEL.match(text)
-        if kernel is None:
-            return
-        kind = "attention" if _ATTENTION.search(kernel["name"]) else kernel["type"]
-        self.kernels[kind] += 1
-        if _REARRANGED.match(kernel["name"]):
-            self.rearranged.update(_WEIGHT.findall(text.partition("Outputs: [")[0]))
-        self.precisions[_DTYPES.get(kernel["dtype"], kernel["dtype"].lower())] += 1
+                if kernel := _KERNEL.match(part):
+                    self.kernels["attention" if _ATTENTION.search(kernel["name"]) else kernel["type"]] += 1
+                    self.precisions[_DTYPES.get(kernel["dtype"], kernel["dtype"].lower())] += 1
+                    if _REARRANGED.match(kernel["name"]):
+                        self.rearranged.update(_WEIGHT.findall(part.partition("Outputs: [")[0]))
 
     def reason(self) -> str:
         return " | ".join(dict.fromkeys(self.errors)) or "it gave no reason"

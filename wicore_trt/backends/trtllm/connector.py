@@ -348,8 +348,7 @@ class TieredWorker:
         return saved, []
 
     def _read_moves(self) -> StepMoves:
-        moves = self.get_connector_meta()  # type: ignore[attr-defined] # of TensorRT-LLM's class
-        return moves if moves is not None else StepMoves()
+        return self.get_connector_meta() or StepMoves()  # type: ignore[attr-defined] # of TensorRT-LLM's class
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,6 @@ Block reuse is off: with Gemma 3's several windows it crashes engines of 1.2.0 u
 from __future__ import annotations
 
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wicore_trt.backends.trtllm.installed import ENGINE_DIR, require_tensorrt_llm
@@ -33,7 +32,8 @@ class TrtllmExecutor:
 
     def __init__(self, engine: EngineDir, settings: ExecutorOptions) -> None:
         _check_settings(settings)
-        version, target = require_tensorrt_llm(), _check_machine(engine)
+        version = require_tensorrt_llm()
+        target = _check_machine(engine, version)
         config = _read_config(engine)
         model, build = config["pretrained_config"], config["build_config"]
         self.spec = engine.manifest.spec
@@ -126,13 +126,12 @@ def _check_settings(settings: ExecutorOptions) -> None:
             raise ConfigError(f"{name}: engines of backend tensorrt-llm do not have it.", fix=f"Leave {name} out.")
 
 
-def _check_machine(engine: EngineDir) -> str:
+def _check_machine(engine: EngineDir, installed: str) -> str:
     """Find the architecture of this machine's GPU. Raises EnvironmentUnfitError where the engine was built for another
     one or by another TensorRT-LLM."""
     import torch
 
-    manifest = engine.manifest
-    built, installed = manifest.compiled.get("tensorrt_llm"), require_tensorrt_llm()
+    manifest, built = engine.manifest, engine.manifest.compiled.get("tensorrt_llm")
     if built != installed:
         raise EnvironmentUnfitError(
             f"engine {engine.path} was built by TensorRT-LLM {built}, and {installed} is installed.",
@@ -153,9 +152,8 @@ def _check_machine(engine: EngineDir) -> str:
 def _read_config(engine: EngineDir) -> dict[str, Any]:
     directory = engine.path / ENGINE_DIR
     try:
-        config = UntrustedFiles(directory, EngineFormatError, fix="Build it again.").read_json(
-            Path(directory) / "config.json"
-        )
+        files = UntrustedFiles(directory, EngineFormatError, fix="Build it again.")
+        config = files.read_json(directory / "config.json")
         model, build = config["pretrained_config"], config["build_config"]
         windows, world = model["runtime_defaults"]["max_attention_window"], int(model["mapping"]["world_size"])
         sizes = [int(build[name]) for name in ("max_seq_len", "max_batch_size", "max_num_tokens")]
