@@ -35,14 +35,7 @@ from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL
 from wicore_trt.serve import convert
 from wicore_trt.serve.guard import CallReply
 from wicore_trt.text.model_files import FILES
-from wicore_trt.types import (
-    EngineStats,
-    FinishReason,
-    SamplingParams,
-    TextOutput,
-    TextRequest,
-    TokenLogprob,
-)
+from wicore_trt.types import EngineStats, FinishReason, SamplingParams, TextOutput, TextRequest, TokenLogprob
 
 if TYPE_CHECKING:
     from wicore_trt.core.text_engine import TextEngine

@@ -23,23 +23,8 @@ from pathlib import Path
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.kv.disk.claim import (
-    NAMESPACE,
-    OURS,
-    check_contents,
-    kept_secret,
-    lock_directory,
-    root_directory,
-)
-from wicore_trt.kv.disk.files import (
-    Files,
-    aligned_buffer,
-    disk_bytes,
-    move_buffers,
-    read_file,
-    tree_bytes,
-    write_file,
-)
+from wicore_trt.kv.disk.claim import NAMESPACE, OURS, check_contents, kept_secret, lock_directory, root_directory
+from wicore_trt.kv.disk.files import Files, aligned_buffer, disk_bytes, move_buffers, read_file, tree_bytes, write_file
 from wicore_trt.kv.disk.format import BLOCK_BYTES, FORMAT_VERSION, Namespace, record_bytes
 
 SLAB_BYTES = 1 << 30

@@ -23,13 +23,7 @@ from pathlib import Path
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.kv.disk.cipher import PageCipher, load_key_file
 from wicore_trt.kv.disk.files import Files, NotOursError, aligned_buffers, move_buffers
-from wicore_trt.kv.disk.format import (
-    BLOCK_BYTES,
-    GROUP_BYTES,
-    CorruptSlotError,
-    Namespace,
-    SlotFormat,
-)
+from wicore_trt.kv.disk.format import BLOCK_BYTES, GROUP_BYTES, CorruptSlotError, Namespace, SlotFormat
 from wicore_trt.kv.disk.index import SlotIndex, find_runs
 from wicore_trt.kv.disk.io import DiskOperation, IoPool, Outcome
 from wicore_trt.kv.disk.space import SLAB_BYTES, DiskSpace, Wiper

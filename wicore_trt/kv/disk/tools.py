@@ -24,14 +24,7 @@ import numpy as np
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError, NotFoundError
 from wicore_trt.kv.disk.cipher import TAG_FAULT, PageCipher
 from wicore_trt.kv.disk.claim import LOCK, NAMESPACE, SECRET, lock_directory
-from wicore_trt.kv.disk.files import (
-    Files,
-    aligned_buffer,
-    check_owned,
-    move_buffers,
-    read_file,
-    tree_bytes,
-)
+from wicore_trt.kv.disk.files import Files, aligned_buffer, check_owned, move_buffers, read_file, tree_bytes
 from wicore_trt.kv.disk.format import (
     BLOCK_BYTES,
     CHECK_BYTES,
