@@ -110,7 +110,9 @@ class Sampler:
             if edited is logits:
                 edited = logits.clone()
             if params.logit_bias:
-                _add_bias(edited[row], params)
+                bias = {token: value for token, value in params.logit_bias.items() if token < logits.shape[1]}
+                tokens = torch.tensor([*bias], dtype=torch.int64, device=logits.device)
+                edited[row, tokens] += torch.tensor([*bias.values()], dtype=logits.dtype, device=logits.device)
             if penalized:
                 _penalize_tokens(edited[row], self._count_tokens(piece), params)
             if piece.suppress_eos:
@@ -120,7 +122,8 @@ class Sampler:
             if isinstance(mask, str):
                 failed[row] = mask
             elif mask is not None:
-                _mask_tokens(edited[row], mask)
+                bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=logits.shape[1], bitorder="little")
+                edited[row].masked_fill_(torch.from_numpy(bits == 0).to(logits.device), -torch.inf)
         return edited
 
     def _count_tokens(self, piece: SequenceSlice) -> _TokenCounts:
@@ -193,17 +196,6 @@ def _find_best(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     index = logits.argmax(dim=-1, keepdim=True)
     both = torch.cat([index.double(), logits.gather(1, index).double()], dim=1).cpu().numpy()
     return both[:, 0].astype(np.int64), both[:, 1]
-
-
-def _mask_tokens(row: torch.Tensor, allowed: bytes) -> None:
-    bits = np.unpackbits(np.frombuffer(allowed, np.uint8), count=row.shape[0], bitorder="little")
-    row.masked_fill_(torch.from_numpy(bits == 0).to(row.device), -torch.inf)
-
-
-def _add_bias(row: torch.Tensor, params: SamplingParams) -> None:
-    pairs = [(token, bias) for token, bias in params.logit_bias.items() if token < row.shape[0]]
-    tokens = torch.tensor([token for token, _ in pairs], dtype=torch.int64, device=row.device)
-    row[tokens] += torch.tensor([bias for _, bias in pairs], dtype=row.dtype, device=row.device)
 
 
 def _penalize_tokens(row: torch.Tensor, counts: _TokenCounts, params: SamplingParams) -> None:

@@ -95,6 +95,7 @@ class TorchExecutor:
 
     def execute(self, batch: StepBatch) -> StepResult:
         """Run one step: write the batch's KV, sample the slices that ask for it, measure attention if asked to."""
+        assert self.pools, "execute() after close()"
         assert batch.num_tokens <= self.max_batch_tokens, "the scheduler exceeded the step's token budget"
         inputs = StepInputs.from_batch(batch, self.layout, tuple(self.layout.num_pages))
         layer = next(self._probed_layers, None) if batch.measure_attention else None
@@ -123,8 +124,8 @@ class TorchExecutor:
         """Drop weights and pages; calling it twice is harmless."""
         if self.pools:
             self._page_copies.close()
+            del self._step_ops  # and with them the weights
         self.pools = {}
-        self._step_ops = _refuse_closed
 
 
 def _make_operators(
@@ -177,10 +178,6 @@ def _native_library(engine: EngineTensors, kernels: str, device: torch.device) -
     if reason and device.type == "cpu":
         log.log(level, "slower torch operators in place of the native CPU kernels: %s", reason)
     return library
-
-
-def _refuse_closed(_: StepInputs, __: AttentionProbe | None) -> Ops[torch.Tensor]:
-    raise AssertionError("execute() after close()")
 
 
 def _find_device(name: str) -> torch.device:
