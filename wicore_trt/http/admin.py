@@ -53,22 +53,29 @@ class AdminServer(Listener):
         self._server = server
         local = is_local(settings.admin_host) and not settings.admin_host.startswith("unix:")
         self._context = Context(Admission.from_settings(settings), 0, local, settings.allowed_hosts)
-        table = {
-            "/reload": ("POST", self._serve_reload),
-            "/drain": ("POST", self._serve_drain),
-            "/config": ("GET", self._serve_config),
-            "/metrics": ("GET", self._serve_metrics),
-        }
-        routes = [Route(path, _require_operator(answer), methods=[method]) for path, (method, answer) in table.items()]
+        self._answers: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/reload": self._serve_reload, "/drain": self._serve_drain,
+            "/config": self._serve_config, "/metrics": self._serve_metrics,
+        }  # fmt: skip
+        routes = [
+            Route(path, self._serve_operator, methods=["POST" if path in ("/reload", "/drain") else "GET"])
+            for path in self._answers
+        ]
         app = HttpApp(self._context, [*routes, Route("/health", _serve_health)])
-        port = settings.admin_port or 0
-        super().__init__(app, settings, settings.admin_host, port, flag="--admin-port")
+        super().__init__(app, settings, settings.admin_host, settings.admin_port or 0, flag="--admin-port")
 
     def change(self, settings: ServerSettings) -> None:
         """Use other keys and another certificate from now on. Raises ConfigError."""
         super().change(settings)
         self._context.allowed_hosts = settings.allowed_hosts
         self._context.admission.apply_settings(settings)
+
+    async def _serve_operator(self, request: Request) -> Response:
+        call: Call = request.scope["state"]["call"]
+        check_origin(Headers(scope=request.scope), ())
+        if not call.who.operator:
+            raise ForbiddenError("These calls are an operator's.", fix="Use an operator's key.")
+        return await self._answers[request.url.path](request)
 
     async def _serve_reload(self, request: Request) -> Response:
         changed, restart = self._server.reload_settings()
@@ -93,17 +100,6 @@ class AdminServer(Listener):
         told, processes = await self._server.collect_metrics()
         raw, content_type = render_metrics(describe_processes(processes))
         return Response(told.encode() + raw, media_type=content_type)
-
-
-def _require_operator(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    async def checked(request: Request) -> Response:
-        call: Call = request.scope["state"]["call"]
-        check_origin(Headers(scope=request.scope), ())
-        if not call.who.operator:
-            raise ForbiddenError("These calls are an operator's.", fix="Use an operator's key.")
-        return await answer(request)
-
-    return checked
 
 
 async def _serve_health(request: Request) -> Response:

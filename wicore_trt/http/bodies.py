@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from wicore_trt.http.intake import FieldPath
+from wicore_trt.http.intake import HARMLESS, REFUSED, FieldPath, read_path
 from wicore_trt.request_fields import FIELDS, MAX_LOGPROBS, RequestField
 from wicore_trt.text.tools import MAX_TOOLS
 
@@ -262,8 +262,7 @@ RESPONSE_TOOL = object_of(
     "type name", type={"const": "function"}, name=FUNCTION_NAME, description=TEXT, parameters=OBJECT, strict=FLAG
 )
 RESPONSE_TOOL_CHOICE = either_of(_CHOICE, object_of("type name", type={"const": "function"}, name=FUNCTION_NAME))
-FORMAT = object_of("type", type=one_of("text json_object json_schema"), schema=OBJECT)
-TEXT_FORMAT = object_of(format=FORMAT)
+TEXT_FORMAT = object_of(format=object_of("type", type=one_of("text json_object json_schema"), schema=OBJECT))
 RESPONSE_OPTIONS = object_of(include_usage=FLAG, include_obfuscation=FLAG) | {"additionalProperties": False}
 
 
@@ -378,4 +377,8 @@ EVERY_FIELD = frozenset(name for model in GENERATIONS for name in model.model_fi
 @cache
 def read_fields(model: type[BaseModel]) -> FieldPath:
     """Return the fields of a body as its schema names them, those inside of fields too."""
-    return FieldPath.read_schema(model.model_json_schema(), EVERY_FIELD if model in GENERATIONS else ())
+    schema = model.model_json_schema()
+    path = read_path(schema, schema.get("$defs", {}), "")
+    assert path is not None
+    elsewhere = EVERY_FIELD - path.served.keys() - HARMLESS if model in GENERATIONS else frozenset[str]()
+    return FieldPath(path.served, REFUSED, path.closed, elsewhere)

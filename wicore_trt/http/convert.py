@@ -29,21 +29,15 @@ from wicore_trt.types import (
     prompt_list,
 )
 
-GUIDED = {
-    "guided_json": ConstraintKind.JSON_SCHEMA,
-    "guided_regex": ConstraintKind.REGEX,
-    "guided_choice": ConstraintKind.CHOICE,
-    "guided_grammar": ConstraintKind.GRAMMAR,
-}
-STRUCTURED = {kind.removeprefix("guided_"): found for kind, found in GUIDED.items()}
-"""Names inside of structured_outputs, beside json_object."""
-NAMES = GUIDED | {
-    "json_schema": ConstraintKind.JSON_SCHEMA,
-    "regex": ConstraintKind.REGEX,
-    **dict.fromkeys(("ebnf", "grammar"), ConstraintKind.GRAMMAR),
+NAMES = {
+    **dict.fromkeys(("guided_json", "json_schema"), ConstraintKind.JSON_SCHEMA),
+    **dict.fromkeys(("guided_regex", "regex"), ConstraintKind.REGEX), "guided_choice": ConstraintKind.CHOICE,
+    **dict.fromkeys(("guided_grammar", "ebnf", "grammar"), ConstraintKind.GRAMMAR),
     "allowed_token_ids": ConstraintKind.TOKENS,
-}
+}  # fmt: skip
 """Fields that are a constraint: vLLM's, SGLang's and llama.cpp's."""
+STRUCTURED = {name.removeprefix("guided_"): kind for name, kind in NAMES.items() if name.startswith("guided_")}
+"""Names inside of structured_outputs, beside json_object."""
 
 
 def read_constraint(body: Knobs) -> tuple[str, Constraint] | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -99,13 +99,6 @@ class FieldPath:
     closed: bool = False
     elsewhere: frozenset[str] = frozenset()
 
-    @classmethod
-    def read_schema(cls, schema: Mapping[str, Any], every: Iterable[str] = ()) -> FieldPath:
-        """Make the path of a whole request from its JSON schema; all routes together serve the fields `every`."""
-        place = _read_path(schema, schema.get("$defs", {}), "")
-        assert place is not None
-        return cls(place.served, REFUSED, place.closed, frozenset(every) - place.served.keys() - HARMLESS)
-
     def check_object(self, found: Mapping[str, Any], above: str, strange: set[tuple[int, str]]) -> None:
         """Raise InvalidRequestError for the first field that changes the answer, or is a likely misspelling.
         `above` is the object's path. `strange` are (place, name) already compared with served names."""
@@ -144,14 +137,14 @@ class FieldPath:
                 raise InvalidRequestError(f"{shown(path)} is no known field.", field=path, fix=fix)
 
 
-def _read_path(schema: Mapping[str, Any], definitions: Mapping[str, Any], path: str) -> FieldPath | None:
+def read_path(schema: Mapping[str, Any], definitions: Mapping[str, Any], path: str) -> FieldPath | None:
     """Read the fields of a value, or of a list's items, from a schema; None where it names no fields."""
     objects = list(_list_objects(schema, definitions))
     names = {name for one in objects for name in one["properties"]}
     served = {}
     for name in sorted(names):
         inside = {"anyOf": [one["properties"][name] for one in objects if name in one["properties"]]}
-        served[name] = _read_path(inside, definitions, f"{path}.{name}".lstrip("."))
+        served[name] = read_path(inside, definitions, f"{path}.{name}".lstrip("."))
     closed = all(one.get("additionalProperties") is False for one in objects)
     refused = {name: neutral for name, neutral in REFUSED_INSIDE.get(path, {}).items() if name not in served}
     return FieldPath(served, refused, closed) if names else None

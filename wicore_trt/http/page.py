@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from functools import cache
 from hashlib import blake2b
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -65,15 +64,11 @@ class Asset:
 @cache
 def load_assets() -> Mapping[str, Asset]:
     found: dict[str, Asset] = {}
-
-    def add(folder: Traversable, prefix: str, lasting: bool) -> None:
+    static = files("wicore_trt.http").joinpath("static")
+    for prefix, folder in ((PREFIX, static), (f"{PREFIX}{VENDOR}/", static.joinpath(VENDOR))):
         for entry in folder.iterdir():
-            if entry.is_dir():
-                add(entry, f"{prefix}{entry.name}/", entry.name == VENDOR)
-            elif media := MEDIA.get(f".{entry.name.rpartition('.')[2]}"):
-                found[prefix + entry.name] = Asset(entry.read_bytes(), media, lasting=lasting)
-
-    add(files("wicore_trt.http").joinpath("static"), PREFIX, lasting=False)
+            if media := MEDIA.get(f".{entry.name.rpartition('.')[2]}"):
+                found[prefix + entry.name] = Asset(entry.read_bytes(), media, lasting=folder is not static)
     found["/"] = found.pop(PREFIX + INDEX)
     return found
 

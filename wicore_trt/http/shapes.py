@@ -86,7 +86,9 @@ class ChoiceShape(ResponseShape):
     def make_answer(self, completions: Sequence[Completion], totals: Totals) -> bytes:
         choices, of_prompt = [], dict[str, Any]()
         for index, completion in enumerate(completions):
-            choice = self._make_choice(index, completion)
+            made = self._make_choice(index, completion)
+            made.setdefault("finish_reason", completion.finish_reason.value)
+            choice = {"index": index, **made, "stop_reason": completion.stop_reason}
             if self._token_ids:
                 choice["token_ids"], of_prompt["prompt_token_ids"] = completion.token_ids, totals.prompts[index]
             if self._prompt_top is not None:
@@ -140,7 +142,7 @@ class ChoiceShape(ResponseShape):
 
     @abstractmethod
     def _make_choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        """Make a sequence of the whole answer."""
+        """Make text and probabilities of a sequence of the whole answer, and the reason of its end if a special one."""
 
 
 def token_entry(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, Any]:
@@ -169,11 +171,8 @@ class ChatShape(ChoiceShape):
 
     def _make_choice(self, index: int, completion: Completion) -> dict[str, Any]:
         return {
-            "index": index,
             "message": {"role": "assistant", "content": completion.text, "refusal": None},
             "logprobs": self._list_logprobs(index, completion) if completion.logprobs else None,
-            "finish_reason": completion.finish_reason.value,
-            "stop_reason": completion.stop_reason,
         }
 
 
@@ -226,11 +225,8 @@ class CompletionShape(ChoiceShape):
 
     def _make_choice(self, index: int, completion: Completion) -> dict[str, Any]:
         return {
-            "index": index,
             "text": (self._prompts[index] if self._prompts else "") + completion.text,
             "logprobs": self._list_logprobs(index, completion) if self._top is not None else None,
-            "finish_reason": completion.finish_reason.value,
-            "stop_reason": completion.stop_reason,
         }
 
 

@@ -38,7 +38,14 @@ def run_template(source: str, tokens: Mapping[str, str], values: Mapping[str, An
 
 def _ask_worker(job: Mapping[str, Any]) -> dict[str, str] | None:
     """Ask a worker; None where another process killed it."""
-    worker, began = _start_worker(), time.monotonic()
+    global _worker
+    if _worker is None or _worker[0] != os.getpid() or _worker[1].poll() is not None:
+        pipe = subprocess.PIPE
+        started = subprocess.Popen(
+            _COMMAND, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/"
+        )
+        _worker = (os.getpid(), started)
+    worker, began = _worker[1], time.monotonic()
     assert worker.stdin is not None and worker.stdout is not None
     late = threading.Timer(_WAIT_SECONDS, worker.kill)  # also when it neither reads the job nor ends its answer
     late.daemon = True
@@ -56,17 +63,6 @@ def _ask_worker(job: Mapping[str, Any]) -> dict[str, str] | None:
         raise
     finally:
         late.cancel()
-
-
-def _start_worker() -> subprocess.Popen[bytes]:
-    global _worker
-    if _worker is None or _worker[0] != os.getpid() or _worker[1].poll() is not None:
-        pipe = subprocess.PIPE
-        worker = subprocess.Popen(
-            _COMMAND, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/"
-        )
-        _worker = (os.getpid(), worker)
-    return _worker[1]
 
 
 def _end_worker(worker: subprocess.Popen[bytes]) -> str:

@@ -13,7 +13,6 @@ import resource
 import signal
 import struct
 import sys
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
@@ -61,14 +60,6 @@ def read_answer(stream: IO[bytes]) -> dict[str, str]:
     return {_KINDS[kind]: data.decode("utf-8", "surrogatepass")}
 
 
-def write_answer(stream: IO[bytes], answer: Mapping[str, str]) -> None:
-    """Write an answer as `read_answer` reads it; not as JSON, in which some texts are six times as long."""
-    [(name, text)] = answer.items()
-    data = text.encode("utf-8", "surrogatepass")
-    stream.write(struct.pack("<Qc", len(data), name[:1].encode()) + data)
-    stream.flush()
-
-
 def main() -> None:
     """Answer jobs until stdin ends."""
     import jinja2.ext
@@ -88,7 +79,10 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
         answer = _answer(job)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        write_answer(sys.stdout.buffer, answer)
+        [(name, text)] = answer.items()  # not as JSON, in which some texts are six times as long
+        data = text.encode("utf-8", "surrogatepass")
+        sys.stdout.buffer.write(struct.pack("<Qc", len(data), name[:1].encode()) + data)
+        sys.stdout.buffer.flush()
 
 
 def _answer(job: dict[str, Any]) -> dict[str, str]:
