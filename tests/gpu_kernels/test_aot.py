@@ -112,7 +112,7 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_loading_needs_no_triton_and_no_torch() -> None:
-    modules = "aot, layout, launch, tensorrt.network"
+    modules = "aot, layout, launch, tensorrt.cache_attention"
     imports = "; ".join(f"import wicore_trt.plugins.{m}" for m in modules.split(", "))
     code = f"{imports}; import sys; print([m for m in ('triton', 'torch', 'tensorrt', 'cuda') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
