@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from benchmarks.gpu import step_check as small  # noqa: E402
+from benchmarks.gpu.step_check import place_constants  # noqa: E402
 from benchmarks.gpu.step_overlap import graph_problems  # noqa: E402
 from wicore_trt.backends.torch.weights import fuse_weights  # noqa: E402
 from wicore_trt.backends.triton.compile import compile_table  # noqa: E402
@@ -25,7 +26,6 @@ from wicore_trt.backends.triton.executor import (  # noqa: E402
     Loading,
     TritonExecutor,
 )
-from wicore_trt.backends.triton.weights import place_constants  # noqa: E402
 from wicore_trt.kv.disk.files import aligned_buffer  # noqa: E402
 from wicore_trt.model.spec import GROUPS  # noqa: E402
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch  # noqa: E402
