@@ -164,3 +164,19 @@ def test_a_page_that_is_wrong_in_host_memory_waits_for_room_in_the_queue(kept):
     assert load.complete and not load.in_flight and not load.reading
     assert not tiers.movers.disk_traffic.failures and tiers.movers.host_traffic.failures == {"corrupt": len(pages)}
     assert {0, 1} == set(counts), "how often its bytes were wrong is not forgotten"
+
+
+def test_pages_that_come_for_a_load_that_is_over_are_let_go_with_the_last_transfer(kept):
+    tiers, pages = kept
+    pages = [page for page in pages if page.group == GLOBAL]
+    load = PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, -1) for page in pages])
+    tiers.loads.begin_load(load)
+    while tiers.movers.mailbox.qsize() < len(pages):
+        pass
+    load.cancel_load()
+    tiers.loads.pump_loads()
+    assert not tiers.loads.loads and tiers.has_work
+    while tiers.has_work:
+        tiers.poll_up()
+        tiers.poll_down()
+    assert not tiers.loads.inbox and not any(copy.readers for copy in tiers.host.iterate_copies())

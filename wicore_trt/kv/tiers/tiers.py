@@ -172,10 +172,10 @@ class LowerTiers:
 
     def poll_up(self) -> None:
         """`poll_all` of what the next step may depend on; the rest can wait for `poll_down`."""
-        if self.loads.loads or self.loads.inbox:
-            self.poll_all()
-        else:
+        if not self.loads.loads:
             self._apply_up()
+        if self.loads.loads or self.loads.inbox:  # a page may come that a load wanted which is over
+            self.poll_all()
 
     def poll_down(self) -> None:
         """`poll_all` of what went down, while a step runs: goes on with no load, so that nothing comes into a page
