@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import shutil
 import warnings
@@ -33,10 +35,16 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_source(tmp_path_factory.mktemp("base") / "gemma-3-tiny")
 
 
-def load(path: Path) -> Any:
+@functools.cache
+def _loaded(path: Path) -> Any:
     import transformers
 
     return transformers.Gemma3ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def load(path: Path) -> Any:
+    """A model of its own: peft writes into it."""
+    return copy.deepcopy(_loaded(path))
 
 
 def adapter(base: Path, path: Path, *, embeddings: bool | str = "auto", **options: Any) -> Path:
@@ -101,15 +109,29 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def plain(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, np.ndarray]:
+    """Fingerprint of the engine without an adapter, and what it computes."""
+    engine = build_engine(base, path := tmp_path_factory.mktemp("plain") / "p", dtype="float32")
+    return engine.manifest.fingerprint, of_engine(path)
+
+
+@pytest.fixture(scope="module")
+def of_queries(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of q_proj, to be copied."""
+    return adapter(base, tmp_path_factory.mktemp("queries") / "a", target_modules=["q_proj"])
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_engine_computes_what_peft_computes(kind: str, base: Path, tmp_path: Path) -> None:
+def test_an_engine_computes_what_peft_computes(
+    kind: str, base: Path, plain: tuple[str, np.ndarray], tmp_path: Path
+) -> None:
     path, notes = adapter(base, tmp_path / "a", **KINDS[kind]), list[str]()
     engine = build_engine(base, tmp_path / "e", dtype="float32", lora=path, note=notes.append)
     expected = of_peft(base, path)
     np.testing.assert_allclose(of_engine(tmp_path / "e"), expected, atol=2e-4)
-    plain = build_engine(base, tmp_path / "p", dtype="float32")
-    assert np.abs(of_engine(tmp_path / "p") - expected).max() > 0.01
-    assert engine.manifest.fingerprint != plain.manifest.fingerprint
+    assert np.abs(plain[1] - expected).max() > 0.01
+    assert engine.manifest.fingerprint != plain[0]
     assert engine.manifest.compiled["lora"] == str(path) and f"--lora {path}" in engine.rebuild_advice
     assert f"merged {path}: rank 4, alpha 12" in notes[0]
     apart = kind in ("a trained head", "trained embeddings", "head, embeddings and norms", "the embedding", "the head",
@@ -255,8 +277,10 @@ BAD: list[tuple[Callable[[dict[str, Any], dict[str, Any]], Any], str]] = [
 
 
 @pytest.mark.parametrize(("edit", "words"), BAD)
-def test_what_does_not_fit_is_refused(edit: Callable[..., Any], words: str, base: Path, tmp_path: Path) -> None:
-    path = adapter(base, tmp_path / "a", target_modules=["q_proj"])
+def test_what_does_not_fit_is_refused(
+    edit: Callable[..., Any], words: str, base: Path, of_queries: Path, tmp_path: Path
+) -> None:
+    path = shutil.copytree(of_queries, tmp_path / "a")
     config, tensors = (
         json.loads((path / "adapter_config.json").read_text()),
         load_file(path / "adapter_model.safetensors"),
