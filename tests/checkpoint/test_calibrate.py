@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -60,12 +61,12 @@ def source_of(model: TinyModel, directory: Path, dtype: torch.dtype = torch.floa
     return write_tokenizer(directory)
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """bfloat16 weights that 4 ranks can share, KV heads repeated."""
     shape: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "head_dim": 16}
     model = tiny_model(1, vocab_size=400, intermediate_size=96, num_hidden_layers=3, **shape)
-    return source_of(model, tmp_path / "source", torch.bfloat16)
+    return source_of(model, tmp_path_factory.mktemp("calibrated") / "source", torch.bfloat16)
 
 
 def static_scales(file: Path) -> dict[str, float]:
@@ -99,7 +100,7 @@ def hf_amax(model: TinyModel, pieces: list[list[int]]) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 3))])
 def test_amax_is_that_of_transformers(seed: int, tmp_path: Path) -> None:
     model = tiny_model(seed)
     source = source_of(model, tmp_path / "m")
@@ -113,7 +114,7 @@ def test_amax_is_that_of_transformers(seed: int, tmp_path: Path) -> None:
     assert measure_magnitudes(whole, tokens[:20], BOS) == pytest.approx(hf_amax(model, [pieces[0][:21]]), rel=2e-5)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long), 4])
 def test_scales_of_a_conversion(tp: int, source: Path, text: Path, tmp_path: Path) -> None:
     calibration = TextCalibration(text, 500)
     checkpoint = convert(source, tmp_path / "c", dtype="fp8", tp_size=tp, calibration=calibration)
@@ -134,8 +135,10 @@ def test_scales_of_a_conversion(tp: int, source: Path, text: Path, tmp_path: Pat
         assert all(torch.equal(a[n].view(torch.uint8), t.view(torch.uint8)) for n, t in b.items())
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
-@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize(
+    ("dtype", "tp"),
+    [("bfloat16", 1), ("fp8", 4), *(pytest.param(*p, marks=pytest.mark.long) for p in [("bfloat16", 4), ("fp8", 1)])],
+)
 def test_an_existing_checkpoint(dtype: str, tp: int, source: Path, text: Path, tmp_path: Path) -> None:
     """In place, from ranks put back together; a bfloat16 checkpoint computes what its bfloat16 source does."""
     plain = convert(source, tmp_path / "c", dtype=dtype, tp_size=tp)
@@ -281,6 +284,7 @@ def test_what_cannot_be_calibrated(source: Path, text: Path, tmp_path: Path) -> 
     for given, options, message in refused:
         with pytest.raises(ConfigError, match=message):
             convert(given, tmp_path / "out", **options)
+    source = shutil.copytree(source, tmp_path / "broken")
     weights = load_file(source / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.inf
     save_file(weights, source / "model.safetensors")

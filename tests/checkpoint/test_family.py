@@ -18,7 +18,7 @@ from wicore_trt.engine.build import build_engine
 IDS = [2, *(5 + (7 * i) % 50 for i in range(30))]
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 7, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8, "vocab_size": 64, "max_position_embeddings": 128,
+    "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8, "vocab_size": 64, "max_position_embeddings": 128,
 }  # fmt: skip
 SCALED = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
 KINDS = [*["sliding_attention"] * 5, "full_attention", "sliding_attention"]

@@ -92,13 +92,13 @@ async def test_many_at_a_time_by_the_asynchronous_client(served):
     async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
 
         async def streamed() -> tuple[str, int]:
-            fields = asking(served, max_completion_tokens=24, stream=True, stream_options={"include_usage": True})
+            fields = asking(served, max_completion_tokens=8, stream=True, stream_options={"include_usage": True})
             chunks = [chunk async for chunk in await client.chat.completions.create(**fields)]
             text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
             return text, chunks[-1].usage.completion_tokens
 
-        found = await asyncio.gather(*(streamed() for _ in range(8)))
-        whole = await client.chat.completions.create(**asking(served, max_completion_tokens=24))
+        found = await asyncio.gather(*(streamed() for _ in range(4)))
+        whole = await client.chat.completions.create(**asking(served, max_completion_tokens=8))
     assert set(found) == {(whole.choices[0].message.content, whole.usage.completion_tokens)}
 
 
@@ -110,7 +110,7 @@ def test_a_client_that_leaves_or_has_no_time_ends_its_request(served, client):
     stream.close()
     at_rest(served)
     with pytest.raises(openai.APITimeoutError):
-        client.with_options(timeout=1).chat.completions.create(**long)
+        client.with_options(timeout=0.5).chat.completions.create(**long)
     at_rest(served)
     with pytest.raises(openai.InternalServerError) as caught:
         client.chat.completions.create(**long | {"extra_body": {"ignore_eos": True, "timeout": 0.5}})
@@ -119,7 +119,9 @@ def test_a_client_that_leaves_or_has_no_time_ends_its_request(served, client):
 
 def test_many_bad_schemas_hurt_nobody(served, client):
     """Each is one 400; what runs beside them goes on."""
-    stream = client.chat.completions.create(**asking(served, stream=True, extra_body={"min_tokens": 100}))
+    stream = client.chat.completions.create(
+        **asking(served, max_completion_tokens=40, stream=True, extra_body={"min_tokens": 20})
+    )
     next(stream)
     deep: dict = {"type": "object"}
     for _ in range(200):
@@ -188,6 +190,7 @@ def test_a_client_that_knows_no_proto_file_asks_reflection(served):
     paint.model_validate_json("".join(p.get("arguments", "") for d in deltas for p in d.get("toolCalls", ())))
 
 
+@pytest.mark.long  # the engine comes back over HTTP and gRPC in tests/process
 @pytest.mark.timeout(400)
 def test_a_stream_that_breaks_is_an_error_of_the_client_and_the_server_comes_back(served, client):
     fields = asking(served, max_completion_tokens=20_000, temperature=1, extra_body={"ignore_eos": True})

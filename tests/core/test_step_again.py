@@ -235,7 +235,7 @@ class Flaky:
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at odds", "late"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.long) for n in range(4, 12))])
 def test_failures_at_random_moments_with_aborts_preemption_and_loads(seed, late, monkeypatch):
     rng = random.Random(f"{seed} {late}")
     kv = KVSettings(host_bytes=1 << 16) if rng.random() < 0.7 else None

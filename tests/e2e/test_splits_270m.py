@@ -122,7 +122,7 @@ class Engine:
         return got
 
 
-def compare(engine_270m: Path, path: Path, conversations: int, seed: int) -> Counter[str]:
+def compare(engine_270m: Path, path: Path, conversations: int, seed: int, longest: int = 900) -> Counter[str]:
     """Ask so many questions about known texts and compare with an engine that has no tiers; what was reached."""
     rng = random.Random(seed)
     plain = load_engine(
@@ -138,7 +138,7 @@ def compare(engine_270m: Path, path: Path, conversations: int, seed: int) -> Cou
     texts = []
     for _ in range(max(3, conversations // 12)):
         start = rng.randrange(len(TEXT) - 8000)
-        texts.append(encode(TEXT[start : start + 8000])[: rng.randint(250, 900)])
+        texts.append(encode(TEXT[start : start + 8000])[: rng.randint(250, longest)])
     questions = [encode(f" Number {i}:", add_bos=False) for i in range(40)]
     engine = Engine(path, engine_270m, rng, plain.tokenizer)
     asked = 0
@@ -170,7 +170,7 @@ def compare(engine_270m: Path, path: Path, conversations: int, seed: int) -> Cou
 
 @pytest.mark.timeout(600)
 def test_splits_give_the_tokens_of_no_tiers(engine_270m, tmp_path):
-    counts = compare(engine_270m, tmp_path / "kv", 4, seed=1)
+    counts = compare(engine_270m, tmp_path / "kv", 4, seed=1, longest=350)
     print(dict(counts))
     assert counts["split"] and counts["jump"]
 

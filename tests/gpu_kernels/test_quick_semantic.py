@@ -70,8 +70,10 @@ def _account(found: Any) -> Any:
 
 
 def test_any_two_dtypes_and_any_number(semantics: tuple[Any, Any]) -> None:
+    """Every two operands, with one of the checks: each operand meets all checks on either side."""
     operands = [value(e, s) for e in ELEMENTS for s in ((), (4,))] + list(NUMBERS)
-    for (lhs, rhs), checks in itertools.product(itertools.product(operands, repeat=2), CHECKS):
+    for (i, lhs), (j, rhs) in itertools.product(enumerate(operands), repeat=2):
+        checks = CHECKS[(i + j) % len(CHECKS)]
         quick, slow = (told(s.binary_op_type_checking_impl, lhs, rhs, *checks) for s in semantics)
         assert quick == slow, (lhs, rhs, checks)
 

@@ -22,6 +22,13 @@ from wicore_trt.plugins.layout import Pool, PoolShape, Slices, Tables
 SMALL = Segments(64, 128, 128, 2)
 
 
+def halves(cases: list[Any]) -> list[Any]:
+    """Each case with one type of keys, by turns; with the other one in the long profile."""
+    types = ("float16", "fp8")
+    other = [pytest.param(*case, types[1 - n % 2], marks=pytest.mark.long) for n, case in enumerate(cases)]
+    return [(*case, types[n % 2]) for n, case in enumerate(cases)] + other
+
+
 def test_spans_cover_all_whole_segments_once() -> None:
     assert list(SMALL.spans(64 * 5 + 3)) == [(0, 128), (128, 128), (256, 64)]
     for first in range(0, 700, 13):
@@ -31,9 +38,8 @@ def test_spans_cover_all_whole_segments_once() -> None:
     assert SMALL.dense_rows(63, 500) == 0 and Segments(64, 128, 100, 2).dense_rows(64, 230) == 230
 
 
-@pytest.mark.parametrize("kv_dtype", ["float16", "fp8"])
-@pytest.mark.parametrize("first, length", [(64, 128), (127, 130), (200, 261), (300, 128)])
-def test_kernels_together_against_float64(kv_dtype: str, first: int, length: int) -> None:
+@pytest.mark.parametrize("first, length, kv_dtype", halves([(64, 128), (127, 130), (200, 261), (300, 128)]))
+def test_kernels_together_against_float64(first: int, length: int, kv_dtype: str) -> None:
     """The kernel that leaves segments out, the gathering and the adding up, beside slices that have none; nothing else
     is written."""
     case = Case(((5, 40), (first, length), (70, 1)), 4, 2, 16, 8, "float16", kv_dtype, 0)
@@ -139,10 +145,13 @@ def split(case: Case, problem: Any, config: PrefillConfig, rows: int) -> torch.T
     return out[:total].reshape(total, case.heads, case.head_dim)
 
 
-@pytest.mark.parametrize("kv_dtype", ["float16", "fp8"])
-@pytest.mark.parametrize("slices", [((0, 1), (17, 5), (95, 33), (300, 16)), ((0, 90),), ((31, 2), (32, 2), (600, 3))])
-@pytest.mark.parametrize("splits, least", [(2, 1), (3, 32), (8, 48)])
-def test_programs_that_share_keys(kv_dtype: str, slices: Any, splits: int, least: int) -> None:
+SLICES = [((0, 1), (17, 5), (95, 33), (300, 16)), ((0, 90),), ((31, 2), (32, 2), (600, 3))]
+
+
+@pytest.mark.parametrize(
+    "slices, splits, least, kv_dtype", halves([(s, *split) for s in SLICES for split in [(2, 1), (3, 32), (8, 48)]])
+)
+def test_programs_that_share_keys(slices: Any, splits: int, least: int, kv_dtype: str) -> None:
     """Ranges without keys, with keys that some rows of a block do not see, and with all of them."""
     case = Case(slices, 4, 2, 16, 8, "float16", kv_dtype, 0)
     problem = make(case)

@@ -54,7 +54,7 @@ def test_worlds_that_broke_the_promise_once(seed, longest, requests):
 def test_a_read_that_hangs_costs_a_step_at_times():
     """One read takes 0.24 s, while steps grow: whether it ends just behind the beginning of one is chance."""
     case = random_case(20048, 32_768)
-    found = [judge(replace(case, prompts=case.prompts[:1], seed=seed)) for seed in range(8)]
+    found = [judge(replace(case, prompts=case.prompts[:1], seed=seed)) for seed in range(4)]
     assert sum(v.over for v in found) / len(found) < 1.0, [str(v) for v in found]
 
 

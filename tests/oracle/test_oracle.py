@@ -32,20 +32,20 @@ def run(*options: str, timeout_s: float = 1500) -> None:
 
 @pytest.mark.timeout(1600)
 def test_every_token_is_right_in_virtual_time() -> None:
-    run("--lives", "60", "--seed", "1")
+    run("--lives", "30", "--seed", "1")
 
 
 @pytest.mark.timeout(1600)
 def test_every_token_is_right_with_threads() -> None:
-    run("--real-lives", "12", "--seed", "1")
+    run("--real-lives", "6", "--seed", "1")
 
 
 @pytest.mark.timeout(1600)
 def test_every_token_is_right_after_kill_9() -> None:
-    run("--kills", "12", "--seed", "1")
+    run("--kills", "6", "--seed", "1")
 
 
-@pytest.mark.parametrize("seed", [11, 12, 13])
+@pytest.mark.parametrize("seed", [11, 12])
 def test_a_seed_gives_one_life(seed: int) -> None:
     one, other = Counter[str](), Counter[str]()
     first, second = live(seed, counts=one), live(seed, counts=other)

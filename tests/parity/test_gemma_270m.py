@@ -56,10 +56,10 @@ class Gemma270M:
             self.known[key] = self.hf(torch.tensor([tokens]), logits_to_keep=torch.tensor(positions)).logits[0]
         return self.known[key]
 
-    def hf_greedy(self, prompt: list[int], output: list[int]) -> list[int]:
-        """transformers' most probable token at each position of `output`, given everything before it."""
+    def hf_given(self, prompt: list[int], output: list[int]) -> torch.Tensor:
+        """transformers' logits for each position of `output`, given everything before it."""
         first = len(prompt) - 1
-        return self.hf_logits([*prompt, *output[:-1]], [*range(first, first + len(output))]).argmax(1).tolist()
+        return self.hf_logits([*prompt, *output[:-1]], [*range(first, first + len(output))])
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def prefill(driver: PagedDriver, sequences: list[PagedSequence], prompts: list[l
     return last
 
 
-@pytest.mark.parametrize("kernels", [pytest.param("torch", marks=pytest.mark.long), "native"], indirect=True)
+@pytest.mark.long
 def test_logits_of_a_long_prompt(gemma: Gemma270M, kernels: str) -> None:
     """550 tokens in uneven chunks, then three tokens one by one, each compared."""
     driver, prompt = gemma.driver(kernels), gemma.prompt(0, 550)
@@ -99,6 +99,7 @@ def test_logits_of_a_long_prompt(gemma: Gemma270M, kernels: str) -> None:
         assert relative_error(logits[0], row) < 1e-4, f"position {at - 1}"
 
 
+@pytest.mark.parametrize("kernels", [pytest.param("torch", marks=pytest.mark.long), "native"], indirect=True)
 @pytest.mark.parametrize(
     ("lengths", "new_tokens"),
     [
@@ -109,7 +110,8 @@ def test_logits_of_a_long_prompt(gemma: Gemma270M, kernels: str) -> None:
 def test_greedy_tokens_are_those_of_transformers(
     gemma: Gemma270M, kernels: str, lengths: tuple[int, ...], new_tokens: int
 ) -> None:
-    """Prompts of real text, decoded together: 3 with 8 tokens each, in the long profile 20 with 64.
+    """Prompts of real text, decoded together: 3 with 8 tokens each, in the long profile 20 with 64; of the first one the
+    logits too, which are compared before, in and behind the window's first slide.
 
     transformers does not generate here: one teacher-forced forward per prompt gives its most probable token after
     every prefix of ours. If all of them are our tokens, its greedy decoding is ours, by induction, at a fraction of
@@ -119,10 +121,15 @@ def test_greedy_tokens_are_those_of_transformers(
     prompts = [gemma.prompt(i, n) for i, n in enumerate(lengths)]
     assert [len(p) for p in prompts] == list(lengths)
     sequences = [driver.new_sequence() for _ in prompts]
-    outputs = [[int(row.argmax())] for row in prefill(driver, sequences, prompts)]
+    outputs = [[int(row.argmax())] for row in (rows := prefill(driver, sequences, prompts))]
+    first = [rows[0]]
     for _ in range(new_tokens - 1):
         logits = driver.step([(s, o[-1:]) for s, o in zip(sequences, outputs, strict=True)])
+        first.append(logits[0])
         for output, token in zip(outputs, logits.argmax(1).tolist(), strict=True):
             output.append(token)
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        assert gemma.hf_greedy(prompt, output) == output, f"prompt {i} of {len(prompt)} tokens"
+        rows = gemma.hf_given(prompt, output)
+        assert rows.argmax(1).tolist() == output, f"prompt {i} of {len(prompt)} tokens"
+        for number, row in enumerate(first if i == 0 else ()):
+            assert relative_error(row, rows[number]) < 1e-4, f"token {number}"

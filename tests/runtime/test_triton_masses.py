@@ -46,7 +46,7 @@ def steps_of(rng: random.Random) -> Iterator[list[SequenceSlice]]:
     yield [piece(i, [rng.randrange(48) for _ in range(n)], 0, pages[i]) for i, n in enumerate(ends)]
     pages[2] = [0, *pages[2][1:]]
     ends[2] = 4
-    for count in (1, 3, 2, 3):
+    for count in (3, 1, 2):
         batch = [piece(i, [rng.randrange(48)], ends[i], pages[i]) for i in rng.sample(range(3), count)]
         for s in batch:
             ends[s.seq_id] += 1
@@ -89,11 +89,11 @@ def test_a_measured_step_runs_in_its_graph_and_changes_no_bit(kv_dtype: str) -> 
             assert masses == pytest.approx(theirs.attention[seq_id], rel=0.05, abs=0.02)
             assert sum(masses) == pytest.approx(len(masses), rel=1e-4)
             seen += len(masses) > 1
-    assert run == [4] * 5 and seen > 6
+    assert run == [4] * 4 and seen > 4
 
 
 def test_two_measured_steps_under_way_keep_their_masses_apart() -> None:
-    model = small_model(random.randrange(1000), num_hidden_layers=4)
+    model = small_model(random.randrange(1000))
     ahead, after = (executor_of(model, graphs=True, max_sequences=2, max_batch_tokens=6) for _ in range(2))
     prompt = [piece(i, [7 + i, 3, 9], 0, [3 * i, 3 * i + 1, 3 * i + 2]) for i in range(2)]
     assert all(e.execute(StepBatch(prompt)).sampled for e in (ahead, after))
@@ -130,7 +130,7 @@ def test_the_engine_runs_ahead_of_measured_steps(monkeypatch: pytest.MonkeyPatch
     taken: list[tuple[int, int]] = []
     executor = executor_of(model, graphs=True, **LIMITS)
     submit = executor.submit
-    for interval in (0, 1, 3):
+    for interval in (0, 2):
         core, led = core_of(executor, 47), []
         if interval:
             core.scheduler.manager.attention = signals = AttentionSignals()
@@ -153,9 +153,9 @@ def test_the_engine_runs_ahead_of_measured_steps(monkeypatch: pytest.MonkeyPatch
         assert sum(unread for _, unread in led) > 4, "nothing ran ahead"
         assert sum(m for m, _ in led) == (len(range(0, len(led), interval)) if interval else 0)
         assert not interval or any(m and unread for m, unread in led), "no measured step ran ahead"
-        assert interval != 1 or sum(keys <= pages for keys, pages in taken) > 12
+        assert not interval or sum(keys <= pages for keys, pages in taken) > 6
     executor.close()
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
 
 
 def test_an_engine_that_was_built_without_the_kernels_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,9 @@ def long_steps(rng: random.Random) -> list[list[int]]:
     return [[rng.randint(64, 100), 3, 9], [rng.choice((128, 129, 140)), 1, rng.choice((1, 60))], [1, 1, 1]]
 
 
-@pytest.mark.parametrize("fp8, kv_dtype", [(False, "bfloat16"), (False, "fp8"), (True, "bfloat16")])
+@pytest.mark.parametrize(
+    "fp8, kv_dtype", [pytest.param(False, "bfloat16", marks=pytest.mark.long), (False, "fp8"), (True, "bfloat16")]
+)
 def test_steps_with_long_slices_compute_what_the_oracle_does(
     fp8: bool, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +151,7 @@ def test_few_tokens_behind_many_share_their_keys(kv_dtype: str, monkeypatch: pyt
     for driver in drivers:
         driver.executor.model.launcher.launched.clear()
     sequences: list[list[Any]] = [[d.new_sequence() for _ in range(3)] for d in drivers]
-    for lengths in ([150, 9, 40], [20, 1], [3, 1, 17], [1, 2, 1]):
+    for lengths in ([80, 9, 40], [3, 1, 17], [1, 2, 1]):
         tokens = [[rng.randrange(48) for _ in range(n)] for n in lengths]
         for driver, own in zip(drivers, sequences, strict=True):
             for name in ("attended", "split_sums", "split_lse"):
@@ -157,12 +159,16 @@ def test_few_tokens_behind_many_share_their_keys(kv_dtype: str, monkeypatch: pyt
             driver.step(list(zip(own, tokens, strict=False)))
         singles = lengths.count(1)
         padded = 4 if singles else 0
-        places = [*range(singles), *range(padded, padded + sum(lengths) - singles)] if sum(lengths) < 25 else range(199)
+        places = (
+            [*range(singles), *range(padded, padded + sum(lengths) - singles)]
+            if sum(lengths) < 25
+            else range(sum(lengths))
+        )
         attended = [d.executor.memory.attended[list(places)].float() for d in drivers]
         for rows in zip(*attended, strict=True):
             assert relative_error(*rows) < 0.03
     launched = [d.executor.model.launcher.launched for d in drivers]
-    assert [sum(name.startswith("add_splits") for name in names) for names in launched] == [4, 0]
+    assert [sum(name.startswith("add_splits") for name in names) for names in launched] == [3, 0]
 
 
 def test_models_with_more_heads_than_their_mlp_is_wide(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,9 @@ from wicore_trt.schedule.step_time import STRETCH, StepLoad
 from wicore_trt.types import FinishReason
 
 
-@pytest.mark.parametrize("device", [H200, SMALL, CPU], ids=["H200", "small", "CPU"])
+@pytest.mark.parametrize(
+    "device", [H200, SMALL, pytest.param(CPU, marks=pytest.mark.long)], ids=["H200", "small", "CPU"]
+)
 def test_a_prompt_of_32k_at_most_doubles_the_gaps_of_16_streams(device):
     target = STRETCH * device.step_s(StepLoad(16, 16 * 700))
     run = run_on(device, max_batch_tokens=256 if device is CPU else 2048, target_s=target)
