@@ -110,8 +110,8 @@ def test_logits_of_a_long_prompt(gemma: Gemma270M, kernels: str) -> None:
 def test_greedy_tokens_are_those_of_transformers(
     gemma: Gemma270M, kernels: str, lengths: tuple[int, ...], new_tokens: int
 ) -> None:
-    """Prompts of real text, decoded together: 3 with 8 tokens each, in the long profile 20 with 64; of the first one the
-    logits too, which are compared before, in and behind the window's first slide.
+    """Prompts of real text, decoded together: 3 with 8 tokens each, in the long profile 20 with 64. Of the first
+    one, over which the window slides, logits are compared too.
 
     transformers does not generate here: one teacher-forced forward per prompt gives its most probable token after
     every prefix of ours. If all of them are our tokens, its greedy decoding is ours, by induction, at a fraction of
@@ -121,8 +121,8 @@ def test_greedy_tokens_are_those_of_transformers(
     prompts = [gemma.prompt(i, n) for i, n in enumerate(lengths)]
     assert [len(p) for p in prompts] == list(lengths)
     sequences = [driver.new_sequence() for _ in prompts]
-    outputs = [[int(row.argmax())] for row in (rows := prefill(driver, sequences, prompts))]
-    first = [rows[0]]
+    computed = prefill(driver, sequences, prompts)
+    outputs, first = [[int(row.argmax())] for row in computed], computed[:1]
     for _ in range(new_tokens - 1):
         logits = driver.step([(s, o[-1:]) for s, o in zip(sequences, outputs, strict=True)])
         first.append(logits[0])
