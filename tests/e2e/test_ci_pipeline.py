@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_source
 import yaml
 
 from wicore_trt.engine.directory import open_engine
@@ -34,16 +35,27 @@ def test_it_installs_extras_that_exist() -> None:
     assert asked and set(asked[1].split(",")) <= set(extras)
 
 
+@pytest.fixture
+def two_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source of two layers with the shapes of 270M's."""
+    shapes = {"hidden_size": 640, "num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 256}
+    sizes = {"intermediate_size": 2048, "sliding_window": 512, "max_position_embeddings": 32768}
+    monkeypatch.setattr(tiny_source, "CONFIG", tiny_source.CONFIG | shapes | sizes)
+    return tiny_source.write_tiny_source(tmp_path / "source")
+
+
 @pytest.mark.parametrize("targets", ["sm89", pytest.param(None, id="all", marks=pytest.mark.long)])
-def test_its_commands_build_engines(targets: str | None, gemma_270m_gguf: Path, tmp_path: Path) -> None:
-    """One go, real weights, one of its three architectures or all, no GPU; every layer's attention is a fused kernel
-    when decoding."""
-    del gemma_270m_gguf  # the weights are on this machine
+def test_its_commands_build_engines(targets: str | None, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """In one go, without a GPU: two layers for one of its three architectures, or the real weights for all. Every
+    layer's attention is a fused kernel when decoding."""
+    source = str(request.getfixturevalue("two_layers")) if targets else ""
+    if not source:
+        request.getfixturevalue("gemma_270m_gguf")  # the weights are on this machine
     document = yaml.safe_load(PIPELINE.read_text())
     assert len(document["env"]["TARGETS"].split(",")) == 3
     document["env"]["TARGETS"] = targets or document["env"]["TARGETS"]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, **document["env"], "SOURCE": "", "PATH": path}
+    environment = {**os.environ, **document["env"], "SOURCE": source, "PATH": path}
     for step in steps():
         if "run" in step and step["name"] != "Install":
             subprocess.run(["bash", "-euc", step["run"]], cwd=tmp_path, env=environment, check=True)

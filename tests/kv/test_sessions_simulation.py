@@ -20,7 +20,8 @@ def test_a_host_tier_for_half_of_the_conversations_keeps_a_third_of_them_in_rand
     assert sum(row["in device or host"] for row in rows[2:]) / 3 > 0.3
 
 
-@pytest.mark.parametrize("seed", [3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [3, 4])
 def test_a_disk_brings_conversations_while_others_decode(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is found is what the disk brings: device and host memory have a seventh each time. Where requests were
     read ahead of that did not wait, and where loads shared the disk, a quarter was found in both rounds together; half

@@ -91,8 +91,9 @@ ANYTHING = Constraint(ConstraintKind.REGEX, "[A-z]*")
 
 
 def test_constrained_sequences_are_masked_and_others_are_not():
+    """Alone and in company: only batch-invariant kernels promise the same tokens."""
     model = small_model(11)
-    executor = executor_of(model, graphs=True, max_batch_tokens=12)
+    executor = executor_of(model, graphs=True, max_batch_tokens=12, batch_invariant=True)
     plain = [
         GenerateRequest("greedy", (3, 4), SamplingParams(temperature=0.0, max_tokens=4)),
         GenerateRequest("drawn", (5, 6), SamplingParams(temperature=0.9, max_tokens=4, seed=3)),
