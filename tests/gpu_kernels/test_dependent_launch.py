@@ -49,7 +49,6 @@ SPECS: list[KernelSpec] = [
     step_specs.qk_rope_spec(POOL, 4, "float32", "bfloat16", StepConfig(1, 1)),
     decode_spec(POOL, "bfloat16", 4, "sm90", DecodeConfig(1, 32, 4, fused=True)),
     combine_spec(POOL, "bfloat16", DecodeConfig(1, 32, 4, fused=False)),
-    prefill_spec(POOL, "bfloat16", 4, "sm90", PrefillConfig(32, 32, 4)),
     prefill_spec(POOL, "bfloat16", 4, "sm90", PrefillConfig(32, 32, 4, splits=3, least=64)),
     prefill_spec(POOL, "bfloat16", 4, "sm90", PrefillConfig(32, 32, 4), segmented=True),
     add_splits_spec(POOL, "bfloat16", 4, PrefillConfig(32, 32, 4, splits=3)),

@@ -84,7 +84,7 @@ class PoolMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("policy", [None, "lru", "cost", "a2cr"])
 def test_random_operations(policy):
     machine = type("Machine", (PoolMachine,), {"policy": policy})
-    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=30, stateful_step_count=40, deadline=None))
 
 
 def test_the_least_recently_released_page_goes_first_and_chains_lose_their_tail_first():

@@ -208,7 +208,7 @@ class NoBacking:
         pass
 
 
-@pytest.mark.parametrize("first", range(0, 24, 8))
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (8, 16))])
 def test_runs_bring_right_pages_lose_nobody_and_leak_nothing(first: int) -> None:
     seen = Counter[str]()
     for seed in range(first, first + 8):

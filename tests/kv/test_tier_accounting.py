@@ -33,7 +33,7 @@ AT_LEAST = {
 }
 LARGE = 128
 CASES = [
-    pytest.param(size, kilo, least, marks=[pytest.mark.long] * (kilo == LARGE and size != "27b"))
+    pytest.param(size, kilo, least, marks=[pytest.mark.long] * (kilo == LARGE))
     for size, row in AT_LEAST.items()
     for kilo, least in row.items()
 ]

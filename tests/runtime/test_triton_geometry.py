@@ -405,7 +405,7 @@ def life_of(
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
-@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("graphs", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_lives(graphs: bool, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seed = random.randrange(1 << 30)
     life, faults = life_of(random.Random(seed), monkeypatch, graphs=graphs, late=late)

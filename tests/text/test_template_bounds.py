@@ -40,7 +40,7 @@ def test_memory_is_bounded(source: str) -> None:
     assert render("{{ bos_token }}{{ messages[0].content }}") == "<bos>hello"
 
 
-def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_is_bounded() -> None:
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(InvalidRequestError, match="it takes more than 2 s"):
         render(loop)  # which takes hours
