@@ -15,7 +15,7 @@ import numpy as np
 
 CONFIG: dict[str, Any] = {
     "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "vocab_size": 48, "hidden_size": 32,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
     "intermediate_size": 64, "query_pre_attn_scalar": 16, "rms_norm_eps": 1e-6, "sliding_window": 8,
     "max_position_embeddings": 256, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh",
     "attention_bias": False, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
