@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
+from functools import partial
 
 import pytest
 
@@ -47,3 +50,22 @@ async def test_threads_without_work_end_and_others_begin(monkeypatch):
         while any(thread.ident == ident for thread in threading.enumerate()):
             assert time.monotonic() < end
             await asyncio.sleep(0.01)
+
+
+async def test_what_waits_for_a_caller_who_left_is_let_go_at_once():
+    work, go = Offload(2), threading.Event()
+    first = asyncio.ensure_future(work.run_function("a", lambda: go.wait(60)))
+    held = [{n} for n in range(3)]  # sets, because lists take no weak references
+    seen = [weakref.ref(one) for one in held]
+    waiting = [asyncio.ensure_future(work.run_function("a", partial(sorted, one))) for one in held]
+    del held
+    await asyncio.sleep(0)
+    for task in waiting[::2]:
+        task.cancel()
+    await asyncio.wait(waiting[::2])
+    last = waiting.pop(1)
+    del waiting, task
+    gc.collect()
+    assert [one() is None for one in seen] == [True, False, True]
+    go.set()
+    assert await first and await last == [1]

@@ -37,7 +37,18 @@ class Offload:
                 self._threads += 1
             self._waiting.setdefault(tenant, deque()).append((future, function))
             self._changed.notify()
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._forget_function(tenant, (future, function))
+            raise
+
+    def _forget_function(self, tenant: str, left: tuple[asyncio.Future[Any], Callable[[], Any]]) -> None:
+        """Let go of what a caller who left had waiting: it may hold megabytes, which nobody counts any more."""
+        with self._changed, suppress(KeyError, ValueError):
+            self._waiting[tenant].remove(left)
+            if not self._waiting[tenant]:
+                del self._waiting[tenant]
 
     def _run_functions(self) -> None:
         while self._run_next():
