@@ -1,4 +1,4 @@
-"""`wicore kv`: look at KV cache decisions without a model."""
+"""`wicore kv`: commands on KV tiers without a model. This file has `simulate`; `kv_plan` and `kv_disk` the others."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def command(
         int | None, _LIMITS(show_default="64", help="Sequences that run at the same time.")
     ] = None,
     max_batch_tokens: Annotated[int | None, _LIMITS(show_default="2048, CPU: 256", help="Tokens of one step.")] = None,
-    max_waiting: Annotated[int | None, _LIMITS(show_default="1024", help="Requests that may wait.")] = None,
+    max_waiting: Annotated[int | None, _LIMITS(show_default="1024", help="Sequences that may wait.")] = None,
     max_context: Annotated[int | None, _LIMITS(help="Longest prompt and output, tokens.")] = None,
     gpu_memory_utilization: Annotated[
         float | None, _LIMITS(show_default="0.9", help="Share of the GPU for weights, work space and KV pages.")
@@ -91,7 +91,7 @@ def command(
     ] = None,
     kv_disk: Annotated[str | None, _LIMITS(help="Directory for KV pages on disk.")] = None,
     kv_disk_bytes: Annotated[
-        str | None, _LIMITS(show_default="16GiB", help="Bytes that the files there never pass.")
+        str | None, _LIMITS(show_default="16GiB", help="Most bytes that the files there take.")
     ] = None,
     log_level: Annotated[str | None, _OUTPUT(show_default="info", help="debug, info, warning or error.")] = None,
     log_json: Annotated[bool | None, _OUTPUT("--log-json/--log-text", show_default="false", help="JSON lines.")] = None,

@@ -1,1 +1,1 @@
-"""GPU code: Triton kernels, their compilation ahead of time, and the TensorRT plugins over them."""
+"""Kernels: Triton's, their compilation ahead of time, the TensorRT plugin over them; C++ ones for the CPU (`cpu/`)."""

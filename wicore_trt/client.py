@@ -149,7 +149,7 @@ class Client:
         return found
 
     def stats(self) -> EngineStats:
-        """Return load and counters since the server's start: for an operator of all, else of the key's own requests."""
+        """Return load and counters since the engine's start: for an operator of all, else of the key's own requests."""
         found: EngineStats = _to_plain(self._ask_server(self._stub.GetStats, pb2.GetStatsRequest()))
         return found
 

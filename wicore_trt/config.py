@@ -99,7 +99,7 @@ class KVSettings:
     disk_path: str | None = None
     """Directory for KV pages on disk, for one server alone; needs a host tier. Default: no disk tier."""
     disk_bytes: ByteSize = 16 << 30
-    """Bytes that the files under disk_path never pass."""
+    """Most bytes that the files under disk_path take."""
     disk_free_bytes: ByteSizeOrNone = 1 << 30
     """Free space that the disk tier leaves on its file system."""
     disk_key_file: str | None = None
@@ -126,14 +126,15 @@ class SchedulerSettings:
     """Most tokens of one step, which it has where nobody decodes; beside running requests target_itl_ms bounds it.
     Default: 2048 on a GPU, 256 on a CPU."""
     target_itl_ms: Seconds = None
-    """How long a step may take while requests decode, by measure: prompts get the tokens, and requests the places, that
-    keep it; a prompt gets on in any case. Default: 50 ms, or 1.6 times as long as without prompts; none for
-    `LLM.generate` and `LLM.chat`, whose tokens nobody waits for one by one."""
+    """Longest time of a step while requests decode. Steps are measured: prompts get only as many tokens, and requests
+    as many places, as keep it, but some tokens in any case. Default: 50 ms, or 1.6 times a step without prompts if that
+    is more; none for `LLM.generate` and `LLM.chat`, whose tokens nobody waits for one by one."""
     target_ttft_ms: Seconds = None
-    """Refuse a request, with the time to retry, whose first token is not to be expected within this, or within twice
-    what its prompt takes where that is more; it ends if it then waits longer. Default: max_queue_s alone."""
+    """Refuse a request, with the time to retry, whose first token is not expected within three quarters of this, or
+    within twice what its prompt takes if that is more; it ends if it then waits longer. Default: max_queue_s alone."""
     max_queue_s: Seconds = 60.0
-    """The same for the time until its first step; none is no limit. Proxies give up after 60 s."""
+    """Refuse a request, with the time to retry, that would wait longer for its first step; it ends if it then does.
+    none is no limit. Proxies give up after 60 s."""
     timeout_s: Seconds = 3600.0
     """Time limit of a request that names none; none is no limit."""
     max_sequences: Positive = 64

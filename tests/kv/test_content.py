@@ -1,4 +1,4 @@
-"""Two contents of equal token ids never share a page: images, say, whose placeholders are the same ids (I1). (I1).
+"""Two contents of equal token ids never share a page: images, say, whose placeholders are the same ids (I1).
 
 The executor here sees content in place of placeholder ids, and checks in each step that all KV a position looks at is
 of this very prompt and content.

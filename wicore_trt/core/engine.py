@@ -1,8 +1,8 @@
 """The engine core: requests in, one step at a time, token outputs out.
 
 Joins scheduler and executor; single-threaded, so that every state can be tested. It must not know text, threads or
-transports. Invariant (I17): every added sequence ends with exactly one output that carries a finish reason, and no page
-is given back while a step that writes into it runs.
+transports. Invariants: every added sequence ends with exactly one output that carries a finish reason (I13); a step
+that raises fails only the sequences that fail alone (I17); no page is given back while a step that writes into it runs.
 """
 
 from __future__ import annotations

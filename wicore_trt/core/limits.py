@@ -27,7 +27,8 @@ HOLD_RATE = 0.1
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Limits in seconds, None for none. `max_queue_s`: until a request's first step. `target_ttft_s`: until its first
-    token, or twice its prefill time if that is more. `timeout_s`: until its end, unless it has its own deadline."""
+    token, of which MARGIN may be planned, or twice its prefill time if that is more. `timeout_s`: until its end, unless
+    it has its own deadline."""
 
     max_queue_s: float | None = None
     target_ttft_s: float | None = None

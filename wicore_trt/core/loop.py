@@ -1,8 +1,9 @@
 """The thread that steps the engine.
 
 Other threads put requests and aborts into an inbox, which is drained between steps. Outputs leave through one callback;
-a second thread prepares requests. It must not know text or asyncio. Invariants: every accepted request gets its final
-output, also when the executor breaks or the engine cannot take it (I13); no tenant fills the queue (I15).
+a second thread compiles constraints. It must not know text or asyncio. Invariants: every accepted request gets its
+final output, also when the executor breaks (I13); what the engine cannot take fails alone (I15); no tenant fills the
+queue (I18).
 """
 
 from __future__ import annotations
@@ -198,9 +199,10 @@ class Core(ABC):
 
 
 class EngineLoop:
-    """Owns a Core and the thread that steps it. `sink` is called on that thread, once per step. `max_waiting` bounds
-    the sequences that wait for their first step. A named tenant may have as many waiting as there is room left: a
-    flooding tenant gets half of the queue, and the next one finds room."""
+    """Owns a Core and the thread that steps it. `sink` is called on that thread, with what a step put out and with
+    what was refused or aborted before it. `max_waiting` bounds the sequences that wait for their first step. A named
+    tenant may have as many waiting as there is room left: a flooding tenant gets half of the queue, and the next one
+    finds room."""
 
     def __init__(self, core: Core, sink: Sink, *, max_waiting: int) -> None:
         self._core = core

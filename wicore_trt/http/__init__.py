@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's API, the product's own routes, a WebSocket."""
+"""The HTTP server: the APIs of OpenAI and Anthropic, the product's own routes, a WebSocket."""

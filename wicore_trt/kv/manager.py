@@ -3,7 +3,7 @@
 Plain data: slots, keys and token counts; it must not import torch. Invariant (I2, I3, I4): a hit of n tokens has every
 global page up to n and every local page that position n looks at. A page is findable only when all its tokens were
 written by steps of the sequence that publishes it, or by a verified load. A lower tier gets a page only after a step
-with finite logits has read it.
+with finite logits has read it. A page that a step with other logits read leaves all tiers.
 """
 
 from __future__ import annotations

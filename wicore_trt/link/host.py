@@ -1,8 +1,9 @@
 """The engine's end of links: an EngineLoop that serves fronts in other processes.
 
-The link thread reads the fronts' messages; the engine's thread sends each front one message of outputs a step. It must
-not know text, clients or processes. Invariants: a front delays steps only by the cost of reading its messages; a front
-that leaves takes its own requests with it, and no others.
+The link thread reads the fronts' messages. The engine's thread sends each front the outputs of a step as one message;
+refusals, aborts and beginnings have messages of their own. It must not know text, clients or processes. Invariants: a
+front delays steps only by the cost of reading its messages; a front that leaves takes its own requests with it, and no
+others.
 """
 
 from __future__ import annotations

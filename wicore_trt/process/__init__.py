@@ -1,1 +1,1 @@
-"""The processes of a server: supervisor, engine, front, checker of constraints."""
+"""The processes of a server: supervisor, engine, checker of constraints. The front is `serve/front.py`."""

@@ -52,8 +52,9 @@ class SequenceSlice(msgspec.Struct):  # the fastest class to make: a step makes 
 
 @dataclass(slots=True)
 class StepBatch:
-    """Slices of a step in any order; results depend neither on the order nor on other slices. `measure_attention` asks
-    for `StepResult.attention`. It costs time, so set it on one step in many."""
+    """Slices of a step in any order; results depend neither on the order nor on other slices, but for rounding where
+    an engine is not batch-invariant (I21). `measure_attention` asks for `StepResult.attention`. It costs time, so set
+    it on one step in many."""
 
     slices: list[SequenceSlice]
     measure_attention: bool = False

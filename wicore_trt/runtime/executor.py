@@ -1,8 +1,8 @@
 """Protocols between the engine loop and executors.
 
 An `Executor` runs one step: batch in, sampled tokens out. It must not know requests, queues or prefix reuse. A
-`RequestExecutor` takes whole requests and schedules steps itself. Invariant: a sequence's tokens depend on that
-sequence and its seed alone, not on the batch.
+`RequestExecutor` takes whole requests and schedules steps itself. Invariant: a sequence's logits depend on it alone,
+but for rounding where an engine is not batch-invariant (I21); its tokens depend on these and its seed (I14).
 """
 
 from __future__ import annotations

@@ -35,9 +35,10 @@ S = TypeVar("S", bound=Queued)
 
 def order_key(sequence: Queued) -> tuple[float, int]:
     """Sort key within a tenant, smallest first: arrival + priority * AGEING_S + cost_s; ties by seq_id. A prompt that
-    takes ten seconds lets those pass that arrive in its first ten. All terms are fixed at arrival and priorities are
-    bounded. So a heap is exact, and nobody is overtaken by a sequence that came later than cost_s + 2 * MAX_PRIORITY *
-    AGEING_S after it. A preempted sequence keeps its key and returns ahead of later arrivals."""
+    takes ten seconds lets those pass that arrive in its first ten. No term changes while a sequence waits, and
+    priorities are bounded. So a heap is exact, and nobody is overtaken by a sequence that came later than cost_s + 2 *
+    MAX_PRIORITY * AGEING_S after it. A preempted sequence returns with its key, ahead of later arrivals; only a load
+    changed its cost meanwhile."""
     return (sequence.arrival + sequence.request.priority * AGEING_S + sequence.cost_s, sequence.seq_id)
 
 

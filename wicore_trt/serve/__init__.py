@@ -1,1 +1,1 @@
-"""The gRPC server."""
+"""The gRPC server, the worker protocol of routers, and the front process."""
