@@ -126,9 +126,10 @@ class SchedulerSettings:
     """Most tokens of one step, which it has where nobody decodes; beside running requests target_itl_ms bounds it.
     Default: 2048 on a GPU, 256 on a CPU."""
     target_itl_ms: Seconds = None
-    """Longest time of a step while requests decode. Steps are measured: prompts get only as many tokens, and requests
-    as many places, as keep it, but some tokens in any case. Default: 50 ms, or 1.6 times a step without prompts if that
-    is more; none for `LLM.generate` and `LLM.chat`, whose tokens nobody waits for one by one."""
+    """Longest time of a step while requests decode. Steps are measured: prompts get only as many tokens as keep
+    it, but some in any case; where it is set, requests also get only as many places. Default: 50 ms, or 1.6 times a
+    step without prompts if that is more; none for `LLM.generate` and `LLM.chat`, whose tokens nobody waits for one by
+    one."""
     target_ttft_ms: Seconds = None
     """Refuse a request, with the time to retry, whose first token is not expected within three quarters of this, or
     within twice what its prompt takes if that is more; it ends if it then waits longer. Default: max_queue_s alone."""

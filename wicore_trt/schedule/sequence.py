@@ -41,7 +41,8 @@ class Sequence:
     - `turn`: places its tenant had been given before the one it holds; None without one
     - `ran`: steps that computed for it since its last admission; `gave_way`: times it left its place to another tenant
     - `scored`: prompt tokens whose log-probabilities were put out; `scoring`: some are wanted, so all is computed
-    - `cost_s`: expected seconds to compute its prompt, at arrival; `longest`: tokens that it ends with at the latest
+    - `cost_s`: expected seconds to compute its prompt, at arrival or by what a load brought since
+    - `longest`: tokens that it ends with at the latest
     """
 
     seq_id: int

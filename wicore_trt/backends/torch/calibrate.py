@@ -72,8 +72,8 @@ class TextCalibration:
     ) -> Checkpoint:
         """Write the unified checkpoint `path` with static scales as `output`, which may be the same. An FP8 checkpoint
         gets activation scales; any checkpoint gets KV scales when asked for. Earlier scales are dropped. Raises what
-        `of_source` and `scratch.replacing` raise, and ConfigError when the checkpoint is not FP8 and no KV scales are
-        asked for."""
+        `of_source` and `scratch.replace_output` raise, and ConfigError when the checkpoint is not FP8 and no KV scales
+        are asked for."""
         checkpoint = open_checkpoint(path)
         if not checkpoint.weights.quantized and not self.kv_scales:
             raise ConfigError(

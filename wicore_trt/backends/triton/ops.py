@@ -248,7 +248,7 @@ class TritonOps:
 
     def add_norm(self, residual: Value, x: Value, post_weight: str, next_weight: str) -> tuple[Value, Value]:
         """Add and norm; behind the last layer only the sampled rows go on. The residual returned is the step's, of
-        fewer rows than the caller's behind `_narrowed`."""
+        fewer rows than the caller's where the step went on with its sampled rows."""
         model, last = self._model, next_weight == FINAL_NORM
         rows = self._plan.sampled if last else self._n
         out = Value(self._memory.head_in[:rows]) if last else self._norm_output()

@@ -82,7 +82,7 @@ def trtllm_config(checkpoint: Checkpoint, *, kv_fp8: bool = False) -> dict[str, 
             fix="Use another backend: wicore build --backend torch",
         )
     config = model_fields(spec, checkpoint.dtype, checkpoint.tp_size, checkpoint.weights.calibrated, kv_fp8=kv_fp8)
-    config.setdefault("rotary_scaling", None)  # TensorRT-LLM gives it to local layers, too; `trtllm_model` takes it off
+    config.setdefault("rotary_scaling", None)  # TensorRT-LLM gives it to local layers, too; `trtllm.model` takes it off
     return {**config, PATTERN_KEY: pattern}
 
 

@@ -107,7 +107,7 @@ DISK: Table = {
 
 
 class Move:
-    """`go` changes the stage; an illegal transition is a bug of ours."""
+    """Page or pages in motion. `enter_stage` changes the stage; an illegal transition is a bug of ours."""
 
     LEGAL: ClassVar[Table]
     stage: Stage

@@ -3,7 +3,7 @@
 Plain data with the clock passed in; it must not know where pages are or what a request is. A session's pin is on
 keys, so that a page that reaches a tier later is pinned too (`TierIndex.pin_keys`). A time to live binds what its
 request made; pages that others use without one have none.
-Invariant (`check_integrity`): a session pins in its tiers exactly the chain of its latest request; after `due`, at
+Invariant (`check_integrity`): a session pins in its tiers exactly the chain of its latest request; after `take_due`, at
 most `max_keys` keys have a time to live and sessions pin at most `max_keys`: the soonest end makes room.
 """
 
@@ -27,7 +27,7 @@ KEPT_AT_ONCE = 64
 class Retention:
     """`pin_s` is how long a silent session is pinned when its request does not say; `clock` gives seconds and never
     goes back. `stamped(key, left)` hears of each key whose time is over in `left` seconds from now on, or never (None):
-    the disk tier writes it down. A restart forgets sessions; `restore` brings times to live back."""
+    the disk tier writes it down. A restart forgets sessions; `restore_end` brings times to live back."""
 
     def __init__(self, pin_s: float, clock: Callable[[], float], *, max_keys: int = _MAX_KEYS) -> None:
         self._pin_s = pin_s
@@ -84,7 +84,7 @@ class Retention:
         return None if found is None else found.end - self.clock()
 
     def rest_s(self) -> float | None:
-        """Seconds until something may be `due`; None when nothing has an end."""
+        """Seconds until `take_due` may find something; None when nothing has an end."""
         soonest = min(self._ends.soonest, self._session_ends.soonest)
         return max(0.0, soonest - self.clock()) if soonest < math.inf else None
 

@@ -113,8 +113,8 @@ class LowerTiers:
         return any(copy is not None and not copy.ready for copy in copies)
 
     def pin_copies(self, copies: Sequence[TierCopy]) -> bool:
-        """Wait until copies that are being stored are there, and keep all of them from leaving (`host.release` ends
-        that). False, and none is kept, when one does not arrive in time."""
+        """Wait until copies that are being stored are there, and keep all of them from leaving
+        (`host.release_copies` ends that). False, and none is kept, when one does not arrive in time."""
         end = time.monotonic() + RETAIN_S
         while any(copy.state is CopyState.WRITING for copy in copies) and time.monotonic() < end:
             self.wait_for_report(RETAIN_S)
