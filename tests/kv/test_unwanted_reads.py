@@ -31,8 +31,8 @@ def occupy(store, free):
 
 
 @pytest.fixture
-def kept(tmp_path):
-    """Tiers whose pages are on disk alone, and these pages."""
+def core(tmp_path):
+    """A core whose pages are on disk alone."""
     kv = KVSettings(host_bytes=1 << 20, disk_path=str(tmp_path / "kv"), disk_bytes=1 << 24, disk_free_bytes=0)
     core = make_core(pages={GLOBAL: 100}, kv=kv)
     core.add(GenerateRequest("a", tuple(range(2, 62)), SamplingParams(max_tokens=1, temperature=0.0)))
@@ -41,9 +41,16 @@ def kept(tmp_path):
         core.step()
     for copy in list(tiers.host.iterate_copies()):
         tiers.host.drop_copy(copy, "test")
-    yield tiers, [copy.page for copy in tiers.disk.iterate_copies()]
+    yield core
     tiers.check_integrity()
     core.close()
+
+
+@pytest.fixture
+def kept(core):
+    """The tiers of `core` and their pages."""
+    tiers = core.scheduler.manager.tiers
+    return tiers, [copy.page for copy in tiers.disk.iterate_copies()]
 
 
 def test_the_store_reads_nothing_that_is_not_wanted(kept):
@@ -166,8 +173,8 @@ def test_a_page_that_is_wrong_in_host_memory_waits_for_room_in_the_queue(kept):
     assert {0, 1} == set(counts), "how often its bytes were wrong is not forgotten"
 
 
-def test_pages_that_come_for_a_load_that_is_over_are_let_go_with_the_last_transfer(kept):
-    tiers, pages = kept
+def begin_and_cancel(tiers, pages):
+    """A load that is over when all its pages have been read, which the engine's thread does not know yet."""
     pages = [page for page in pages if page.group == GLOBAL]
     load = PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, -1) for page in pages])
     tiers.loads.begin_load(load)
@@ -176,7 +183,21 @@ def test_pages_that_come_for_a_load_that_is_over_are_let_go_with_the_last_transf
     load.cancel_load()
     tiers.loads.pump_loads()
     assert not tiers.loads.loads and tiers.has_work
+
+
+def test_pages_that_come_for_a_load_that_is_over_are_let_go_with_the_last_transfer(kept):
+    tiers, pages = kept
+    begin_and_cancel(tiers, pages)
     while tiers.has_work:
         tiers.poll_up()
         tiers.poll_down()
+    assert not tiers.loads.inbox and not any(copy.readers for copy in tiers.host.iterate_copies())
+
+
+def test_an_idle_engine_holds_no_page_that_came_late(core, kept):
+    tiers, pages = kept
+    begin_and_cancel(tiers, pages)
+    with mock.patch.object(tiers, "poll_up"), mock.patch.object(tiers, "poll_down", tiers.apply_reports):
+        while core.do_housekeeping():
+            pass
     assert not tiers.loads.inbox and not any(copy.readers for copy in tiers.host.iterate_copies())

@@ -329,6 +329,8 @@ class EngineCore(Core):
         manager = self.scheduler.manager
         manager.prepare_step()
         manager.work_beside_step(0)
+        if manager.tiers is not None:
+            manager.tiers.poll_all()  # last: pages that came up for loads, ended ones too, are not left in hand
         manager.events.publish_step()
         return manager.tiers is not None and (manager.tiers.has_work or bool(manager.copies.due))
 
