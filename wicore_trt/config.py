@@ -89,7 +89,8 @@ class KVSettings:
     device_fraction: Share = 0.9
     """Share of the GPU's memory that weights, work space and KV pages together take where device_bytes is not set."""
     prefix_cache: bool = True
-    """Keep the pages of finished requests and reuse them for prompts that begin alike."""
+    """Keep the pages of finished requests and reuse them for prompts that begin alike. Without this there is neither a
+    host tier nor a disk tier, whatever host_bytes says."""
     policy: Literal["cost", "lru", "a2cr"] = "cost"
     """Which pages leave a full tier first; `wicore kv simulate` compares the policies on a trace."""
     write_policy: Literal["through", "selective", "back"] = "through"
