@@ -27,7 +27,7 @@ _COUNTS = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}  # "32k" and "32K" of
 _COUNTED = {"--max-model-len", "--max-num-seqs", "--max-num-batched-tokens"}
 
 UNNEEDED = {
-    "--enable-prefix-caching": "prefixes are always cached",
+    "--enable-prefix-caching": "prefixes are cached unless kv.prefix_cache is off",
     "--enable-chunked-prefill": "prompts are always cut to what a step has time for",
     "--async-scheduling": "steps are always scheduled ahead",
     "--trust-remote-code": "no code of a model runs",
