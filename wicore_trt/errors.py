@@ -78,7 +78,9 @@ class ContextLengthError(InvalidRequestError):
         self.tokens, self.most = tokens, most
 
     @classmethod
-    def of(cls, tokens: int, context: int, field: str, *, built: int = 0, least: bool = False) -> ContextLengthError:
+    def from_counts(
+        cls, tokens: int, context: int, field: str, *, built: int = 0, least: bool = False
+    ) -> ContextLengthError:
         """Make the error in the words that clients search for. `context` counts the tokens of prompt and output;
         `built` is the engine's own limit, where known. With `least` the prompt may have more than `tokens`."""
         message = (

@@ -50,7 +50,7 @@ class EngineConfig:
 
     def cost(self) -> ModelCost:
         base = "bfloat16" if self.dtype == "fp8" else self.dtype
-        return ModelCost.of(self.spec, self.dtype, base, base if self.kv_dtype == "auto" else self.kv_dtype)
+        return ModelCost.from_dtypes(self.spec, self.dtype, base, base if self.kv_dtype == "auto" else self.kv_dtype)
 
 
 CONFIGS = {

@@ -41,7 +41,7 @@ class ArmRun:
 
     @property
     def throughput(self) -> Throughput:
-        return Throughput.of([s.record for s in self.served])
+        return Throughput.from_records([s.record for s in self.served])
 
 
 def tier_hits(before: EngineStats, after: EngineStats) -> dict[str, int]:

@@ -220,7 +220,7 @@ async def test_a_burst_is_refused_in_time_and_comes_back_one_by_one(way, timed):
         hints = sorted(retries)
         assert hints[0] >= 1.0 and hints[-1] > 20.0 and len(set(hints)) > BURST / 2, "they come back one by one"
         assert hints[-1] <= LATEST_S
-        await until(lambda: servers._admission.calls.taken == 2)
+        await until(lambda: servers._admission.calls.taken_places == 2)
 
 
 def test_a_request_waits_for_those_before_it_alone():

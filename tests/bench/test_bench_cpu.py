@@ -16,7 +16,8 @@ from wicore_trt.bench.bound import MachineRates, ModelCost
 from wicore_trt.bench.report import Roof
 
 ROOF = Roof(
-    ModelCost.of(tiny_model(0).spec, "bfloat16", "bfloat16", "bfloat16"), MachineRates("cpu", 2, 1e6, 1e12, "float32")
+    ModelCost.from_dtypes(tiny_model(0).spec, "bfloat16", "bfloat16", "bfloat16"),
+    MachineRates("cpu", 2, 1e6, 1e12, "float32"),
 )
 
 

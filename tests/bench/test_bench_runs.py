@@ -36,7 +36,7 @@ from wicore_trt.errors import ConfigError, WicoreError
 
 STEP_S = 0.004
 ROOF = Roof(
-    ModelCost.of(tiny_spec(8), "float32", "float32", "float32"),
+    ModelCost.from_dtypes(tiny_spec(8), "float32", "float32", "float32"),
     MachineRates("cpu", 2, read_bytes_per_s=1e6, flops=1e12, gemm_dtype="float32"),
 )
 

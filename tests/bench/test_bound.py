@@ -28,13 +28,13 @@ RATES = MachineRates("cpu", 2, read_bytes_per_s=100e9, flops=1e12, gemm_dtype="f
 
 
 def test_weights_of_27b():
-    cost = ModelCost.of(B27, "bfloat16", "bfloat16", "bfloat16")
+    cost = ModelCost.from_dtypes(B27, "bfloat16", "bfloat16", "bfloat16")
     assert cost.linear_parameters == 62 * (5376 * 12_288 + 3 * 5376 * 21_504) == 25_598_361_600
     assert cost.head_parameters == 1_409_630_208
     assert cost.weight_bytes == 54_015_983_616  # 54.0 GB; a tied embedding is not read again
-    assert ModelCost.of(B27, "fp8", "bfloat16", "bfloat16").weight_bytes == pytest.approx(28.4e9, rel=0.002)
-    assert ModelCost.of(replace(B27, tie_word_embeddings=False), "bfloat16", "bfloat16", "bfloat16") != cost
-    assert ModelCost.of(B27, "float32", "float32", "float32").weight_bytes == 2 * cost.weight_bytes
+    assert ModelCost.from_dtypes(B27, "fp8", "bfloat16", "bfloat16").weight_bytes == pytest.approx(28.4e9, rel=0.002)
+    assert ModelCost.from_dtypes(replace(B27, tie_word_embeddings=False), "bfloat16", "bfloat16", "bfloat16") != cost
+    assert ModelCost.from_dtypes(B27, "float32", "float32", "float32").weight_bytes == 2 * cost.weight_bytes
 
 
 @pytest.mark.parametrize(
@@ -47,13 +47,13 @@ def test_weights_of_27b():
     ],
 )
 def test_kv_of_27b(context, expected):
-    assert ModelCost.of(B27, "bfloat16", "bfloat16", "bfloat16").kv_read_bytes(context) == expected
-    assert ModelCost.of(B27, "bfloat16", "bfloat16", "fp8").kv_read_bytes(context) * 2 == expected
+    assert ModelCost.from_dtypes(B27, "bfloat16", "bfloat16", "bfloat16").kv_read_bytes(context) == expected
+    assert ModelCost.from_dtypes(B27, "bfloat16", "bfloat16", "fp8").kv_read_bytes(context) * 2 == expected
 
 
 @pytest.mark.parametrize(("tokens", "tflop"), [(512, 26.3), (1024, 53.0), (2048, 106.5), (4096, 214), (8192, 432)])
 def test_prefill_flops_of_27b(tokens, tflop):
-    cost = ModelCost.of(B27, "bfloat16", "bfloat16", "bfloat16")
+    cost = ModelCost.from_dtypes(B27, "bfloat16", "bfloat16", "bfloat16")
     assert cost.prefill_flops(tokens) / 1e12 == pytest.approx(tflop, rel=0.005)
 
 
@@ -64,7 +64,7 @@ def test_attention_counts_against_a_mask(seed):
     layers = int(rng.integers(1, 6))
     groups = tuple(rng.choice([GLOBAL, LOCAL], layers).tolist())
     spec = replace(B27, num_layers=layers, layer_groups=groups, sliding_window=int(rng.integers(1, 40)))
-    cost = ModelCost.of(spec, "bfloat16", "bfloat16", "bfloat16")
+    cost = ModelCost.from_dtypes(spec, "bfloat16", "bfloat16", "bfloat16")
     tokens = int(rng.integers(1, 60))
     behind = np.arange(tokens)[:, None] - np.arange(tokens)
     seen = {GLOBAL: behind >= 0, LOCAL: (behind >= 0) & (behind < spec.sliding_window)}
@@ -76,7 +76,7 @@ def test_attention_counts_against_a_mask(seed):
 
 
 def test_decode_means_are_over_the_steps():
-    cost = ModelCost.of(B27, "bfloat16", "bfloat16", "bfloat16")
+    cost = ModelCost.from_dtypes(B27, "bfloat16", "bfloat16", "bfloat16")
     steps = [cost.kv_read_bytes(context) for context in (1001, 1002, 1003)]  # 4 tokens are 3 decode steps
     assert cost.decode_bytes(5, 1000, 4) == pytest.approx(cost.weight_bytes + 5 * sum(steps) / 3)
     flops = 5 * (2 * 27_007_991_808 + 4 * 32 * 128 * 62 * 1002)
@@ -84,7 +84,7 @@ def test_decode_means_are_over_the_steps():
 
 
 def test_bounds_take_the_slower_of_memory_and_arithmetic():
-    cost = ModelCost.of(B27, "bfloat16", "bfloat16", "bfloat16")
+    cost = ModelCost.from_dtypes(B27, "bfloat16", "bfloat16", "bfloat16")
     assert decode_bound_s(cost, RATES, 1, 128, 64) == pytest.approx(cost.decode_bytes(1, 128, 64) / 100e9)
     slow = replace(RATES, flops=1e9)
     assert decode_bound_s(cost, slow, 4, 128, 64) == pytest.approx(cost.decode_flops(4, 128, 64) / 1e9)
@@ -93,7 +93,7 @@ def test_bounds_take_the_slower_of_memory_and_arithmetic():
 
 
 def test_a_request_among_many_pays_its_share_of_the_weights():
-    cost = ModelCost.of(B27, "bfloat16", "bfloat16", "bfloat16")
+    cost = ModelCost.from_dtypes(B27, "bfloat16", "bfloat16", "bfloat16")
     fast = replace(RATES, flops=1e18)
     expected = (cost.weight_bytes + 63 * cost.decode_bytes(8, 128, 64)) / 8 / 100e9
     assert request_bound_s(cost, fast, 8, 128, 64) == pytest.approx(expected)

@@ -280,9 +280,9 @@ def records(draw) -> RequestRecord:
 @settings(deadline=None)
 @given(st.lists(records(), min_size=1, max_size=30), st.integers(0, 5), st.floats(0.05, 0.5), st.floats(0.01, 0.2))
 def test_a_load_against_plain_counting(found, unsent, ttft_s, tpot_s):
-    lag = ClientLag(Summary.of([0.001]), Summary.of([0.002]), None, 3)
+    lag = ClientLag(Summary.from_values([0.001]), Summary.from_values([0.002]), None, 3)
     slo = Slo(ttft_s, tpot_s)
-    load = Load.of(found, planned=len(found) + unsent, offered_per_s=2.0, slo=slo, lag=lag)
+    load = Load.from_records(found, planned=len(found) + unsent, offered_per_s=2.0, slo=slo, lag=lag)
     good = refused = failed = gaps_ = 0
     for r in found:
         if r.error is None:
@@ -317,8 +317,10 @@ def test_a_load_against_plain_counting(found, unsent, ttft_s, tpot_s):
 
 @pytest.mark.parametrize(("send", "loop", "late"), [(0.002, 0.003, False), (0.02, 0.0, True), (0.0, 0.02, True)])
 def test_a_late_client_says_so(send, loop, late):
-    lag = ClientLag(Summary.of([0.0, send, send]), Summary.of([loop] * 3), None, 1)
-    load = Load.of([RequestRecord(0, 1, ((1, 1),), 5, 1)], planned=1, offered_per_s=math.inf, slo=None, lag=lag)
+    lag = ClientLag(Summary.from_values([0.0, send, send]), Summary.from_values([loop] * 3), None, 1)
+    load = Load.from_records(
+        [RequestRecord(0, 1, ((1, 1),), 5, 1)], planned=1, offered_per_s=math.inf, slo=None, lag=lag
+    )
     result = load_result(load, target="t", rate=math.inf, tier_hits={})
     assert result["client"]["late"] == late == any("late itself" in line for line in load_warnings(result))
     assert result["rate"] == "inf" and result["offered_per_s"] is None and result["good_share"] is None

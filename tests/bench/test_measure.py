@@ -44,7 +44,7 @@ def test_messages_are_not_tokens():
 @pytest.mark.parametrize("seed", range(5))
 def test_summary_against_sorted_interpolation(seed):
     values = np.random.default_rng(seed).lognormal(size=1 + seed * 37)
-    summary, ordered = Summary.of(iter(values)), sorted(values)
+    summary, ordered = Summary.from_values(iter(values)), sorted(values)
 
     def percentile(p: float) -> float:
         place = p / 100 * (len(ordered) - 1)
@@ -56,7 +56,7 @@ def test_summary_against_sorted_interpolation(seed):
 
 
 def test_summary_of_nothing_is_none():
-    assert Summary.of([]) is None
+    assert Summary.from_values([]) is None
     assert summarize_latencies([RequestRecord(0, 1, error="x")]) == dict.fromkeys(LATENCIES)
 
 
@@ -66,7 +66,7 @@ def test_throughput_against_numpy(seed):
     pairs = [random_record(rng) for _ in range(40)]
     failed = [RequestRecord(2.0, 50.0 + seed, error="RESOURCE_EXHAUSTED: full"), RequestRecord(0, 1, error="x")]
     records = [record for record, _ in pairs] + failed
-    result = Throughput.of(records)
+    result = Throughput.from_records(records)
     duration = 50.0 + seed - 0.0
     tokens = sum(len(times) for _, times in pairs)
     assert result.duration_s == pytest.approx(duration) and result.completed == 40

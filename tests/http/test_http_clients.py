@@ -43,11 +43,11 @@ def rests(running) -> bool:
     loop = running.engine.engine._loop
     stats = loop.stats()
     context = running.server.context
-    taken = context.admission.calls.taken
+    taken = context.admission.calls.taken_places
     return (
         not context.open
         and not taken
-        and not context.body_budget.taken
+        and not context.body_budget.taken_places
         and stats.requests_running == stats.requests_waiting == 0
     )
 
@@ -226,15 +226,15 @@ async def test_all_bodies_together_are_bounded():
             with pytest.raises(WicoreError):
                 other.grow_to(5 * block)
         other.grow_to(5 * block)
-        assert room.taken == 5
-    assert not room.taken and not room._taken
+        assert room.taken_places == 5
+    assert not room.taken_places and not room._taken
 
 
 async def test_a_body_has_its_room_until_it_is_answered():
     async with serving(make_engine(step_s=0.01)) as running:
         call = asyncio.ensure_future(running.completion(max_tokens=50))
         await until(lambda: running.server.context.open)
-        assert running.server.context.body_budget.taken == 1
+        assert running.server.context.body_budget.taken_places == 1
         await call
         await until(lambda: rests(running))
         monkey = intake.BodyBudget(1)
@@ -345,7 +345,7 @@ async def test_open_calls_are_bounded(monkeypatch):
     monkeypatch.setattr(admission, "MAX_CALLS", 3)
     async with serving(make_engine(step_s=0.01)) as running:
         calls = [asyncio.ensure_future(running.completion(max_tokens=100)) for _ in range(3)]
-        await until(lambda: running.server.context.admission.calls.taken == 3)
+        await until(lambda: running.server.context.admission.calls.taken_places == 3)
         found = await running.completion()
         assert found.status_code == 429 and found.headers["retry-after"] and error_of(found)["code"] == "queue_full"
         assert (await running.client.get("/health")).status_code == 200, "probes have no place"

@@ -141,7 +141,7 @@ async def test_a_client_that_leaves_ends_its_generations():
         await until(lambda: running.server.context.open.total() == 3)
         connection.transport.abort()
         await until(lambda: not running.server.context.open)
-        await until(lambda: running.server.context.admission.calls.taken == 0)
+        await until(lambda: running.server.context.admission.calls.taken_places == 0)
         assert len(executor_of(running.engine).steps) < 900
 
 

@@ -52,14 +52,14 @@ async def test_a_message_that_has_not_come_whole_counts_as_a_body_does():
         running.server.context.body_budget = room = BodyBudget(40)
         async with shaken(running) as (_, first), shaken(running) as (refused, second):
             first.write(begun(3 << 20) + bytes(30 * BLOCK))
-            await until(lambda: room.taken >= 30)
+            await until(lambda: room.taken_places >= 30)
             second.write(begun(3 << 20) + bytes(20 * BLOCK))
             [close] = {(await refused.readexactly(4))[2:]}
             assert int.from_bytes(close, "big") == 1013
-            await until(lambda: 30 <= room.taken <= 31)
+            await until(lambda: 30 <= room.taken_places <= 31)
             plain = await running.completion(prompt="x" * 900_000)
             assert plain.status_code == 429, "they share what there is"
-        await until(lambda: not room.taken)
+        await until(lambda: not room.taken_places)
 
 
 async def test_what_a_connection_leaves_behind_is_freed_without_the_collector():
@@ -100,8 +100,8 @@ async def test_messages_that_wait_count():
             for _ in range(200):
                 writer.write((bytes([0x81, 0x81, 0, 0, 0, 0]) + b"{") * 2000)
                 await asyncio.sleep(0)
-            await until(lambda: room.taken * BLOCK > 500 * protocol.MESSAGE_BYTES)
-        await until(lambda: not room.taken)
+            await until(lambda: room.taken_places * BLOCK > 500 * protocol.MESSAGE_BYTES)
+        await until(lambda: not room.taken_places)
 
 
 async def test_a_reader_that_stops_is_no_fault_of_the_server(caplog):

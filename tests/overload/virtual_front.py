@@ -379,7 +379,11 @@ class Site:
     def check_idle(self) -> None:
         """Nothing is held when nobody asks."""
         assert not self.context.open and self.context.idle.is_set() and self.service.idle.is_set()
-        assert not self.service.open.total() and not self.admission.calls.taken and not self.context.body_budget.taken
+        assert (
+            not self.service.open.total()
+            and not self.admission.calls.taken_places
+            and not self.context.body_budget.taken_places
+        )
         assert not self.engine._streams and not self.engine._keys
         assert not self.remote._pending and not self.remote._live
 

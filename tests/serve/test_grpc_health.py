@@ -68,14 +68,14 @@ async def test_silent_health_calls_give_way_to_one_that_sends():
     async with serving() as running, grpc.aio.insecure_channel(running.address, options=OWN) as channel:
         silent = [channel.stream_stream(CHECK)() for _ in range(5 * intake.READS)]
         interceptor = running.server._guard
-        await until(lambda: interceptor._checks.taken == len(silent))
+        await until(lambda: interceptor._checks.taken_places == len(silent))
         check = health_pb2_grpc.HealthStub(running.channel).Check
         assert (await asyncio.wait_for(check(health_pb2.HealthCheckRequest()), 5)).status == 1
         code, message, _ = await failure(silent[0])
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED and "others wait" in message
         for call in silent:
             call.cancel()
-        await until(lambda: interceptor._checks.taken == 0)
+        await until(lambda: interceptor._checks.taken_places == 0)
         assert not interceptor._brief._reading and interceptor._brief._free == intake.READS
 
 

@@ -94,7 +94,7 @@ async def test_a_call_that_sends_nothing_ends_and_gives_its_place_back(monkeypat
         assert await info(b"") and not watch.done()
         watch.cancel()
         interceptor = running.server._guard
-        await until(lambda: interceptor._calls.taken == 0 and interceptor._watches.taken == 0)
+        await until(lambda: interceptor._calls.taken_places == 0 and interceptor._watches.taken_places == 0)
 
 
 async def test_four_hundred_calls_at_once_are_answered_or_told_when_to_come_back():

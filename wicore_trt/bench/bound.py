@@ -41,7 +41,7 @@ class ModelCost:
     kv_bytes: int
 
     @classmethod
-    def of(cls, spec: Gemma3Spec, dtype: str, base_dtype: str, kv_dtype: str) -> ModelCost:
+    def from_dtypes(cls, spec: Gemma3Spec, dtype: str, base_dtype: str, kv_dtype: str) -> ModelCost:
         """Make the cost by dtype names; an FP8 engine keeps its head in `base_dtype`."""
         return cls(spec, ITEM_BYTES[dtype], ITEM_BYTES[base_dtype], ITEM_BYTES[kv_dtype])
 

@@ -85,12 +85,12 @@ async def run_load(
     planned = sum(len(session.turns) for session in sessions)
     run = _Run(target, options, progress, phase, planned, closed=last == 0.0)
     await run.run_sessions(sessions, vocabulary)
-    return Load.of(
+    return Load.from_records(
         run.records, planned=run.planned, offered_per_s=run.planned / last if last else math.inf, slo=slo,
         lag=ClientLag(
-            Summary.of(run.late),
-            Summary.of(run.beats),
-            Summary.of(run.places) if options.max_concurrency else None,
+            Summary.from_values(run.late),
+            Summary.from_values(run.beats),
+            Summary.from_values(run.places) if options.max_concurrency else None,
             run.most_open,
         ),
     )  # fmt: skip

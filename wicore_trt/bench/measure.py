@@ -79,7 +79,7 @@ class Summary:
     p99: float
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> Summary | None:
+    def from_values(cls, values: Iterable[float]) -> Summary | None:
         array = np.fromiter(values, np.float64)
         if not array.size:
             return None
@@ -94,10 +94,10 @@ def summarize_latencies(records: Sequence[RequestRecord]) -> dict[str, Summary |
     """Summarize LATENCIES in seconds by name, None where no request has the quantity."""
     good = [r for r in records if r.error is None]
     return {
-        "ttft": Summary.of(r.ttft_s for r in good),
-        "tpot": Summary.of(t for r in good if (t := r.tpot_s) is not None),
-        "itl": Summary.of(gap for r in good for gap in r.gaps_s()),
-        "e2e": Summary.of(r.e2e_s for r in good),
+        "ttft": Summary.from_values(r.ttft_s for r in good),
+        "tpot": Summary.from_values(t for r in good if (t := r.tpot_s) is not None),
+        "itl": Summary.from_values(gap for r in good for gap in r.gaps_s()),
+        "e2e": Summary.from_values(r.e2e_s for r in good),
     }
 
 
@@ -117,7 +117,7 @@ class Throughput:
     latencies: dict[str, Summary | None]
 
     @classmethod
-    def of(cls, records: Sequence[RequestRecord]) -> Throughput:
+    def from_records(cls, records: Sequence[RequestRecord]) -> Throughput:
         """Compute rates from `records` of one run, at least one."""
         duration = max(r.finished for r in records) - min(r.started for r in records)
         good = [r for r in records if r.error is None]
@@ -200,7 +200,7 @@ class Load:
     lag: ClientLag
 
     @classmethod
-    def of(
+    def from_records(
         cls, records: Sequence[RequestRecord], *, planned: int, offered_per_s: float, slo: Slo | None, lag: ClientLag
     ) -> Load:
         """Summarize `records` of one run, at least one."""
@@ -210,9 +210,9 @@ class Load:
             offered_per_s=offered_per_s, planned=planned, unsent=planned - len(records), refused=len(refused),
             failed=len(records) - len(done) - len(refused), statuses=dict(Counter(r.status for r in records)),
             examples={r.status: r.error for r in reversed(records) if r.error is not None},
-            refusal=Summary.of(r.finished - (r.started if r.sent is None else r.sent) for r in refused),
+            refusal=Summary.from_values(r.finished - (r.started if r.sent is None else r.sent) for r in refused),
             good=None if slo is None else sum(slo.is_met(r) for r in done),
             uncounted=sum(not r.counted for r in done),
-            tells_cached=bool(done) and all(r.tells_cached for r in done), throughput=Throughput.of(records),
+            tells_cached=bool(done) and all(r.tells_cached for r in done), throughput=Throughput.from_records(records),
             lag=lag,
         )  # fmt: skip

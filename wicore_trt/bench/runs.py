@@ -118,7 +118,7 @@ async def run_throughput(
     requests = workload.take(case.requests, case.input_tokens, case.output_tokens)
     records = await closed_loop(target, requests, case.concurrency)
     progress("measuring requests", 1, 1)
-    result = Throughput.of(records)
+    result = Throughput.from_records(records)
     if not result.completed:
         raise WicoreError(f"All {len(records)} requests failed: {records[0].error}.")
     return result

@@ -47,7 +47,7 @@ class BenchSession:
         if self.settings.engine is None:
             return None
         manifest = read_manifest(Path(self.settings.engine))
-        cost = ModelCost.of(manifest.spec, manifest.dtype, manifest.base_dtype, manifest.kv_dtype)
+        cost = ModelCost.from_dtypes(manifest.spec, manifest.dtype, manifest.base_dtype, manifest.kv_dtype)
         threads = self.settings.executor.threads or len(os.sched_getaffinity(0))
         device = self.settings.executor.device
         if device == "auto":

@@ -36,7 +36,7 @@ def read_engine_stats(
     parked, resumed = (loader.parking.parked, loader.parking.resumed) if loader is not None else (0, 0)
     events, step_counts, step_total = manager.events.sequence, tuple(step_tokens.counts), step_tokens.total
 
-    def made() -> EngineStats:
+    def make_stats() -> EngineStats:
         held = [(used + cached, used, layout.page_bytes[name]) for name, _, used, cached, _ in pools]
         device = TierStats(
             tier="device",
@@ -56,4 +56,4 @@ def read_engine_stats(
             kv=KVStats((device, *tiers), decisions, parked, resumed, events),
         )  # fmt: skip
 
-    return made
+    return make_stats

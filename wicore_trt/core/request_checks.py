@@ -25,7 +25,7 @@ def check_tokens(request: GenerateRequest, max_context: int, vocab: int) -> None
     if not prompt:
         raise InvalidRequestError("The prompt is empty.", field="prompt")
     if len(prompt) >= max_context:
-        raise ContextLengthError.of(len(prompt), max_context, "prompt")
+        raise ContextLengthError.from_counts(len(prompt), max_context, "prompt")
     for name, ids in (
         ("prompt_token_ids", prompt),
         ("stop_token_ids", params.stop_token_ids),

@@ -36,7 +36,7 @@ class Gate:
         self._taken: Counter[str] = Counter()
 
     @property
-    def taken(self) -> int:
+    def taken_places(self) -> int:
         return self._taken.total()
 
     def take_places(self, tenant: str, count: int) -> None:

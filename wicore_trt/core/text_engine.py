@@ -62,11 +62,11 @@ def encode_request(tokenizer: Tokenizer, request: TextRequest, info: ModelInfo) 
     try:
         token_ids = tokenize_prompt(tokenizer, request, limit if keep is None else None)
     except ContextLengthError as error:
-        raise ContextLengthError.of(error.tokens, limit, field, built=built, least=True) from None
+        raise ContextLengthError.from_counts(error.tokens, limit, field, built=built, least=True) from None
     if keep is not None:
         token_ids = token_ids[-(limit - 1 if keep == -1 else keep) :]
     if len(token_ids) >= limit:
-        raise ContextLengthError.of(len(token_ids), limit, field, built=built)
+        raise ContextLengthError.from_counts(len(token_ids), limit, field, built=built)
     return token_ids
 
 

@@ -312,7 +312,7 @@ class Tokenizer:
 
     def _check_text(self, text: str, field: str, max_tokens: int | None) -> None:
         if max_tokens is not None and self.longest_token is not None and len(text) > max_tokens * self.longest_token:
-            raise ContextLengthError.of(div_ceil(len(text), self.longest_token), max_tokens, field, least=True)
+            raise ContextLengthError.from_counts(div_ceil(len(text), self.longest_token), max_tokens, field, least=True)
         try:
             text.encode("utf-8")
         except (UnicodeEncodeError, AttributeError) as error:

@@ -37,14 +37,14 @@ def compile_listed(
     count = min(workers or os.cpu_count() or 1, len(names) // KERNELS_PER_WORKER)
     kernels: dict[str, CompiledKernel] = {}
 
-    def done(kernel: CompiledKernel) -> None:
+    def report_done(kernel: CompiledKernel) -> None:
         kernels[kernel.name] = kernel
         if report:
             report(len(kernels), len(names))
 
     if count <= 1:
         for name in names:
-            done(_compile_named(shape, target, name))
+            report_done(_compile_named(shape, target, name))
     else:
         context, given = get_context("spawn"), (dict(triton_table.CROSSOVER),)
         with _kill_on_failure(
@@ -53,7 +53,7 @@ def compile_listed(
             with _hold_interrupts():
                 futures = [pool.submit(_compile_named, shape, target, name) for name in names]
             for future in as_completed(futures):
-                done(future.result())
+                report_done(future.result())
     return [(p.role, p.bucket, p.spec.name, p.config) for p in listed], kernels
 
 
