@@ -119,7 +119,7 @@ def test_a_tenant_takes_half_of_the_places_and_another_finds_room():
     assert [take("") for _ in range(3)] == [True, True, False]
     for place in held:
         place.__exit__(None, None, None)
-    assert gate.taken == 0 and take("flood")
+    assert gate.taken_places == 0 and take("flood")
 
 
 def test_refusals_tell_a_tenant_nothing_of_the_others():

@@ -97,7 +97,7 @@ def _report(*_: object) -> None:
     held: Counter[str] = Counter()
     for found in gc.get_objects():
         if isinstance(found, Gate):
-            held[found._what] += found.taken
+            held[found._what] += found.taken_places
     for task in asyncio.all_tasks():
         held[f"task {task.get_coro().__qualname__}"] += 1
     path = Path(os.environ[REPORT])
