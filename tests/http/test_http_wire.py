@@ -230,3 +230,19 @@ async def _raw(running, request: bytes) -> bytes:
     answer = await reader.readuntil(b"\r\n\r\n")
     writer.close()
     return answer
+
+
+async def test_who_is_refused_before_the_body_is_asked_for_is_no_fault_of_the_server(caplog):
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"expect: 100-continue\r\ncontent-length: 15\r\n\r\n"
+    )
+    async with serving() as running:
+        reader, writer = await asyncio.open_connection(*running.address)
+        writer.write(head + b'{"prompt": "a"}' + b"no HTTP\r\n\r\n")
+        told = await reader.read()
+        writer.close()
+        counts = running.server.context.admission.counts.http
+        await until(lambda: counts.total() == 1)
+    assert told.startswith(b"HTTP/1.1 400 ") and b"not valid HTTP" in told
+    assert "Traceback" not in caplog.text and " 500" not in caplog.text

@@ -90,8 +90,8 @@ class GuardedHttp(HttpToolsProtocol):
         self._stays: bytes | None = None  # the first line of a request that offers a protocol which is not spoken here
         self._refusal = NOT_HTTP
         super().connection_made(transport)
-        # The connection as its requests see it: `close` is the protocol's own.
-        self._outlet = SimpleNamespace(write=transport.write, is_closing=transport.is_closing, close=self._close_gently)
+        # The connection as its requests see it: `write` and `close` are the protocol's own.
+        self._outlet = SimpleNamespace(write=self._write, is_closing=transport.is_closing, close=self._close_gently)
         if not self.server_state.admit_connection(self.client):
             transport.abort()
             return
@@ -102,7 +102,8 @@ class GuardedHttp(HttpToolsProtocol):
         self._cancel_timer("_stalled")
         self._tell_gone()
         self.server_state.drop_connection(self.client)
-        self._outlet.close = self.transport.close  # what holds no request, nor is held by one in a circle
+        # what holds no request, nor is held by one in a circle
+        self._outlet.write, self._outlet.close = _discard, self.transport.close
         super().connection_lost(exc)
 
     def cut_off(self) -> None:
@@ -160,6 +161,11 @@ class GuardedHttp(HttpToolsProtocol):
                 self.handle_websocket_upgrade()
         except HttpParserError:
             self.send_400_response("")
+
+    def _write(self, data: bytes) -> None:
+        """Write what a request says, unless the connection has ended already: by a refusal, or a moment ago."""
+        if not (self._drops or self.transport.is_closing()):
+            self.transport.write(data)
 
     def _close_gently(self) -> None:
         """End the connection when its output is written and the client has sent what it began."""
@@ -237,6 +243,10 @@ class GuardedHttp(HttpToolsProtocol):
         if timer is not None:
             timer.cancel()
             setattr(self, name, None)
+
+
+def _discard(data: bytes) -> None:
+    pass
 
 
 def _encode_refusal(error: HttpError) -> bytes:
