@@ -15,6 +15,7 @@ device's comparison away, and has to find wrong answers.
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import random
 import shutil
@@ -150,9 +151,11 @@ def coming_page(move: Any, copy: Any) -> tuple[int, int]:
 
 
 def moves_of(done: Any, kind: type) -> list[Any]:
-    """Moves of a kind that a callback was made with; callbacks may hold others."""
+    """Moves of a kind that a callback was made with; callbacks may hold others, as partials and closures do."""
     if isinstance(done, partial):
         return [move for part in done.args for move in moves_of(part, kind)]
+    if inner := inspect.getclosurevars(done).nonlocals.get("done") if inspect.isfunction(done) else None:
+        return moves_of(inner, kind)
     return [done] if isinstance(done, kind) else []
 
 
