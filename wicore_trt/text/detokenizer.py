@@ -33,7 +33,6 @@ class IncrementalDetokenizer:
         self._pending: list[int] = []  # the run of bytes after it
         self._run = tokenizer.byte_run() if self._byte_ids else None  # the same where each token's text is known
         self._special = special
-        self._end_pending = self._decode_pending if self._run is None else self._run.end_run
         named: dict[int, str] = {}
         for text in () if special else stop:
             named |= tokenizer.find_named_specials(text)
@@ -101,6 +100,9 @@ class IncrementalDetokenizer:
         text = self._decode_pending()
         self._context = [token]
         return text
+
+    def _end_pending(self) -> str:
+        return self._decode_pending() if self._run is None else self._run.end_run()
 
     def _decode_pending(self) -> str:
         before = self._decode_ids(self._context)
