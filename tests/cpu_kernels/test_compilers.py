@@ -99,7 +99,7 @@ def test_each_file_includes_what_it_uses(built: dict[str, list[str]]) -> None:
     need("include-what-you-use")
     for name, options in built.items():
         also = [part for header in READABLE for part in ("-Xiwyu", f"--check_also={SOURCES}/*/{header}")]
-        command = ["include-what-you-use", *also, *options, str(SOURCES / "src" / name)]
+        command = ["include-what-you-use", "-std=c++17", *also, *options, str(SOURCES / "src" / name)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert "error:" not in done.stderr and "Assertion" not in done.stderr, done.stderr
         assert "correct #includes" in done.stderr or "full include-list" in done.stderr
