@@ -400,7 +400,7 @@ class PrefixLoader:
         assert load is not None
         load.cancel_load()
         # Measure the copies since a load ended last, also when a slow link let none of this one's pages come in time.
-        # One page says little: a busy machine may stop it half-way.
+        # A single page says little: a busy machine may stop it half-way.
         traffic = self.tiers.movers.host_traffic
         count, seconds = traffic.read_bytes - self._host_read[0], traffic.read_seconds - self._host_read[1]
         if count >= MEASURED_BYTES:

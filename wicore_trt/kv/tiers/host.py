@@ -31,7 +31,7 @@ ALIGNMENT = 4096
 MAX_WASTE = 0.04
 MAX_PARTS = 8
 Report = Callable[[], object]
-"""What the engine thread does about something that happened on another thread."""
+"""Call that the engine thread makes about something that happened on another thread."""
 
 
 def slot_geometry(page_bytes: Mapping[str, int]) -> tuple[int, dict[str, int]]:
