@@ -292,6 +292,30 @@ def test_a_load_that_comes_no_further_costs_a_bounded_wait_while_it_spares_other
         assert idle + computing <= rest + compute.delay_s + slices + step_s
 
 
+@given(BESIDE, st.floats(0.0, 1.0), st.floats(1.0, 8.0), st.sampled_from([1.0, 3.0]))
+def test_no_load_under_way_waits_longer_than_the_plan_promised_that_it_began_with(problem, part, hope, drag):
+    """However fast the disk turns out, or slow the steps beside it, or alone the sequence is then; trials as well."""
+    total, start, _, compute, _ = problem
+    made = decide_load(*problem, hope=hope)
+    now = replace(compute.slow_down(drag), share=1.0)
+    here_s = part * now.shared_seconds(start, made.stop)
+    for computed in range(start, made.stop, PAGE):
+        aimed = aim_meeting(made, computed, PAGE, now, lambda token: here_s)
+        assert aimed.wait_s <= max(made.wait_s, made.longest_s)
+
+
+def test_a_trial_waits_no_longer_than_the_plan_that_it_hopes_for():
+    """1,024 tokens take 1 s to compute, and 20 s to load, or 1 s. Once they are nearly there it waits for them."""
+    slow, fast = ({"host": TierRate(1e12), "disk": TierRate(1024 * 1000 / seconds)} for seconds in (20.0, 1.0))
+    hoped = choose_load(1280, 0, [candidate(1024)], LINEAR, fast)
+    made = decide_load(1280, 0, [candidate(1024)], LINEAR, slow, hope=20.0)
+    assert made.meet > 1280 and 0.0 < made.wait_s == hoped.wait_s
+    assert decide_move(made, 0, 1025, 0.0).action == "compute"
+    near = aim_meeting(made, 512, PAGE, LINEAR, lambda token: 0.01)
+    assert decide_move(near, 512, 1025, 0.0).action == "wait"
+    assert decide_move(near, 512, 1025, made.wait_s).action == "compute"
+
+
 def test_who_decodes_is_spared_by_a_load_that_takes_longer_than_computing():
     """1,024 tokens take 1 s to compute, 1.5 s to load; or they meet after 0.6 s."""
     tiers = {"host": TierRate(1e12), "disk": TierRate(1024 * 1000 / 1.5)}

@@ -39,8 +39,9 @@ JUMP, WAIT, DROP = NextMove("jump"), NextMove("wait"), NextMove("drop")
 
 @dataclass(slots=True)
 class _Begun:
-    """Load under way, its choice, and how long its sequence has idled for it."""
+    """Load under way, the choices that it began with and has now, and how long its sequence has idled for it."""
 
+    first: LoadChoice
     choice: LoadChoice
     since: float
     from_disk: int
@@ -188,9 +189,9 @@ class PrefixLoader:
         manager.expect_pages(load.expected)
         on_disk = self.tiers.disk is not None
         read = [item for item in items if on_disk and self.tiers.find_tier(*item.page.name) != "host"]
-        now = self._clock()
+        now, from_disk = self._clock(), sum(self._page_bytes[item.page.group] for item in read)
         load.mark_unread(read)
-        self._begun[load] = _Begun(chosen, now, sum(self._page_bytes[item.page.group] for item in read), came_at=now)
+        self._begun[load] = _Begun(chosen, chosen, now, from_disk, came_at=now)
         self.tiers.loads.begin_load(load)
         return True
 
@@ -255,8 +256,8 @@ class PrefixLoader:
             idle_s = math.inf if over else begun.idle_s
             slowed, arrival = compute.slow_down(drag), self._expect_arrival(load, silence)
             begun.choice = aim_meeting(
-                begun.choice, computed, size, slowed, arrival, ready_from=ready_from, idle_s=idle_s
-            )
+                begun.first, computed, size, slowed, arrival, ready_from=ready_from, idle_s=idle_s
+            )  # from the first choice, since that made the promise of how long to wait
             stop = begun.choice.stop
             beside = drag * compute.shared_seconds(computed, min(begun.choice.meet, stop))
             if drag > SLOWER and load.reading and beside > compute.shared_seconds(computed, stop):

@@ -192,8 +192,8 @@ def find_trial(
     hope: float,
 ) -> LoadChoice | None:
     """Find a load that would be worth it if the disk were `hope` times as fast as it seems, where `choose_load` would
-    compute everything. It runs beside computing all (`aim_meeting`). It costs reads that nobody else waits for, and
-    slower steps."""
+    compute everything. It runs beside computing all (`aim_meeting`) until it shows that it is as fast. It costs reads
+    that nobody else waits for, and slower steps."""
     disk = tiers.get(DISK)
     if disk is None:
         return None
@@ -201,8 +201,7 @@ def find_trial(
     made = choose_load(total, start, candidates, compute, {**tiers, DISK: fast})
     if not made.stop:
         return None
-    seconds = made.compute_seconds
-    return replace(made, start=start, early=NEVER, meet=NEVER, seconds=seconds, decision="split", wait_s=0.0)
+    return replace(made, start=start, early=NEVER, meet=NEVER, seconds=made.compute_seconds, decision="split")
 
 
 def aim_meeting(
@@ -223,7 +222,8 @@ def aim_meeting(
     time.
 
     A load from disk is requested whole, so that it is as fast as loading all, however fast the disk turns out. At every
-    step the meeting point follows what came so far, and idling is a slice in all at most.
+    step the meeting point follows what came so far. `choice` is the one that the load began with: idling is in all a
+    slice at most, and never more than its wait_s promised.
     """
     first, last = computed // page_tokens, choice.stop // page_tokens
 
@@ -254,6 +254,7 @@ def aim_meeting(
         if here <= min(worth, in_time) and idle_s < longest_s:
             return replace(choice, meet=computed, early=computed, wait_s=longest_s, arrives_s=here)
     wait_s = min(
+        choice.wait_s,
         WAIT_SHARE * compute.shared_seconds(min(meet, choice.stop), choice.stop),
         compute.shared_seconds(computed, computed + choice.slice_tokens),
     )
