@@ -89,14 +89,13 @@ class KVSettings:
     device_fraction: Share = 0.9
     """Share of the GPU's memory that weights, work space and KV pages together take where device_bytes is not set."""
     prefix_cache: bool = True
-    """Keep the pages of finished requests and reuse them for prompts that begin alike. Without this there is neither a
-    host tier nor a disk tier, whatever host_bytes says."""
+    """Keep the pages of finished requests and reuse them for prompts that begin alike. A host tier needs it."""
     policy: Literal["cost", "lru", "a2cr"] = "cost"
     """Which pages leave a full tier first; `wicore kv simulate` compares the policies on a trace."""
     write_policy: Literal["through", "selective", "back"] = "through"
     """When pages are copied to the next tier: when made, when used a second time, or when the tier fills up."""
     host_bytes: ByteSizeOrNone = 0
-    """Host memory for KV pages that left the device; 0 is no host tier."""
+    """Host memory for KV pages that left the device; 0 is no host tier. Needs prefix_cache."""
     disk_path: str | None = None
     """Directory for KV pages on disk, for one server alone; needs a host tier. Default: no disk tier."""
     disk_bytes: ByteSize = 16 << 30
@@ -117,6 +116,8 @@ class KVSettings:
     """Seconds after its last request for which a pinned session is kept, unless the request says otherwise."""
 
     def __post_init__(self) -> None:
+        if self.host_bytes and not self.prefix_cache:
+            raise ValueError("host_bytes needs prefix_cache: without it nothing is kept; set host_bytes to 0")
         if self.disk_path is not None and not self.host_bytes:
             raise ValueError("disk_path needs host_bytes: pages pass through host memory on their way to the device")
 

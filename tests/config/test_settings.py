@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from wicore_trt.config import ENV_OTHER, KEYS, Flag, Settings, load_settings, parse_bytes, resolve_settings
+from wicore_trt.config import ENV_OTHER, KEYS, Flag, KVSettings, Settings, load_settings, parse_bytes, resolve_settings
 from wicore_trt.errors import ConfigError
 
 
@@ -140,6 +140,17 @@ def test_bad_variable_and_flag_values_are_named() -> None:
         resolve_settings(None, {"server.prot": 1})
     with pytest.raises(ConfigError, match="api_key"):
         resolve_settings(environ={"WICORE_SERVER__API_KEY": ""})  # an empty key must not mean "no key needed"
+
+
+def test_tiers_without_a_prefix_cache_are_refused_where_they_are_written(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "kv:\n  host_bytes: 1GiB\n  disk_path: d\n")
+    assert load_settings(path).kv.host_bytes == 1 << 30
+    with pytest.raises(ConfigError, match=f"{path}:2: kv: host_bytes needs prefix_cache"):
+        resolve_settings(path, environ={"WICORE_KV__PREFIX_CACHE": "false"})
+    off = {"kv.prefix_cache": False, "kv.host_bytes": 0, "kv.disk_path": None}
+    with pytest.raises(ConfigError, match="disk_path needs host_bytes"):
+        resolve_settings(path, off)
+    assert resolve_settings(None, off).settings.kv == KVSettings(prefix_cache=False)
 
 
 def test_variables_that_are_not_settings_pass() -> None:

@@ -189,9 +189,10 @@ class Stack:
         setup = self.setup
         slot_bytes, per_page = slot_geometry(self.page_bytes)
         settings = dict(setup.kv)
-        if setup.host_slots:
+        tiers = setup.kv["prefix_cache"]  # without it they are refused
+        if setup.host_slots and tiers:
             settings["host_bytes"] = slot_bytes * max(setup.host_slots, 2 * sum(per_page.values()))
-        if setup.disk_slots:
+        if setup.disk_slots and tiers:
             slots = max(setup.disk_slots, sum(per_page.values()))
             settings |= {
                 "disk_path": str(path / "disk"),

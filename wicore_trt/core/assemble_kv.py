@@ -52,7 +52,7 @@ def make_cache(
     events = KVEventLog(MAX_EVENT_LOG_PAGES)
     chain_group = GLOBAL if GLOBAL in layout.num_pages else LOCAL
     tiers, store = None, None
-    if settings.host_bytes and settings.prefix_cache:
+    if settings.host_bytes:
         namespace = Namespace(
             engine, kernels, layout.page_tokens, {g: layout.page_bytes[g] for g in layout.num_pages}, layout.kv_dtype
         )
