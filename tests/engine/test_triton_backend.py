@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -14,6 +15,7 @@ from tiny_source import CONFIG, write_tiny_source
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="pip install -e .[triton]")
 
+from wicore_trt.backends.tensorrt.build import TensorRTBackend  # noqa: E402
 from wicore_trt.backends.triton import compile as triton_compile  # noqa: E402
 from wicore_trt.backends.triton.index import (  # noqa: E402
     INDEX,
@@ -30,7 +32,7 @@ from wicore_trt.config import load_settings  # noqa: E402
 from wicore_trt.core.assemble import make_executor  # noqa: E402
 from wicore_trt.engine.build import build_engine  # noqa: E402
 from wicore_trt.engine.directory import EngineDir, open_engine  # noqa: E402
-from wicore_trt.engine.options import DummyModel  # noqa: E402
+from wicore_trt.engine.options import LAYERS, DummyModel  # noqa: E402
 from wicore_trt.errors import ConfigError, EngineFormatError, EnvironmentUnfitError  # noqa: E402
 from wicore_trt.kv.sizing import builtin_spec  # noqa: E402
 from wicore_trt.model.hf_config import read_hf_config  # noqa: E402
@@ -225,7 +227,7 @@ def test_products_by_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_groups_of_layers_must_be_alike() -> None:
     """All kernels are of one shape, so models whose global layers have another head size or other KV heads are
-    refused."""
+    refused, by the TensorRT backend as well, whose plans are tested with one shape alone."""
 
     class UnlikeSpec(Gemma3Spec):
         changes: ClassVar[dict[str, int]] = {}
@@ -236,10 +238,19 @@ def test_groups_of_layers_must_be_alike() -> None:
 
     plain = builtin_spec("gemma3-270m")
     spec = UnlikeSpec(**{f.name: getattr(plain, f.name) for f in fields(plain)})
+    checkpoint: Any = SimpleNamespace(spec=spec, dtype="bfloat16", weights=BF16)
+    options: Any = SimpleNamespace(kv_dtype_of=lambda *_, **__: "bfloat16", targets=("sm89",), attention=LAYERS)
+
+    def build() -> None:
+        TensorRTBackend().check(checkpoint, options)
+
     EngineShape(spec, "bfloat16", BF16, "bfloat16", 32)
+    build()
     for changes in ({"head_dim": 128}, {"num_kv_heads": 2}, {"num_heads": 8}):
         UnlikeSpec.changes = changes
-        with pytest.raises(ConfigError, match="global and local layers of one head size"):
+        with pytest.raises(ConfigError, match="'tensorrt' needs global and local layers of one head size"):
+            build()
+        with pytest.raises(ConfigError, match="'triton' needs global and local layers of one head size"):
             EngineShape(spec, "bfloat16", BF16, "bfloat16", 32)
 
 

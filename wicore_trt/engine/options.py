@@ -103,6 +103,16 @@ SCHEDULE_THEMSELVES = frozenset({"tensorrt-llm"})
 """Backends whose engines take whole requests and have a KV cache of their own."""
 
 
+def check_equal_groups(spec: Gemma3Spec, backend: str) -> None:
+    """Raise ConfigError for layer groups whose attention has different sizes, which `backend` does not compute."""
+    groups = map(spec.layer_group, spec.groups)
+    if len({(group.num_heads, group.num_kv_heads, group.head_dim) for group in groups}) > 1:
+        raise ConfigError(
+            f"backend {backend!r} needs global and local layers of one head size and one number of heads and KV heads.",
+            fix="Use --backend torch.",
+        )
+
+
 def find_backend(name: str) -> Backend:
     """Find a backend by name. Raises EnvironmentUnfitError for one that does not exist."""
     if name not in BACKENDS:

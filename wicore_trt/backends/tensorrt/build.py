@@ -36,7 +36,7 @@ from wicore_trt.backends.tensorrt.plan_io import (
 )
 from wicore_trt.backends.tensorrt.plan_worker import finish, start
 from wicore_trt.checkpoint.demo import cache_directory
-from wicore_trt.engine.options import PLUGIN, BuildOptions
+from wicore_trt.engine.options import PLUGIN, BuildOptions, check_equal_groups
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.plugins.tensorrt.cache_attention import check_plugins
@@ -77,6 +77,7 @@ class TensorRTBackend:
 
     def check(self, checkpoint: Checkpoint, options: BuildOptions) -> None:
         kv_dtype = options.kv_dtype_of(checkpoint, compiled=True)
+        check_equal_groups(checkpoint.spec, "tensorrt")
         check_dtypes(options.targets, (checkpoint.dtype, kv_dtype, checkpoint.weights.storage))
         if options.attention == PLUGIN:
             check_plugin_heads(checkpoint.spec)

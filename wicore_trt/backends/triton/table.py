@@ -24,7 +24,7 @@ from wicore_trt.backends.triton.roles import (
     KernelRole,
     MatrixProduct,
 )
-from wicore_trt.errors import ConfigError
+from wicore_trt.engine.options import check_equal_groups
 from wicore_trt.model.spec import GLOBAL, GROUPS, Gemma3Spec
 from wicore_trt.plugins.aot import CompiledKernel
 from wicore_trt.plugins.decode_layout import DecodeConfig, PrefillConfig
@@ -65,12 +65,7 @@ class EngineShape:
     page_tokens: int
 
     def __post_init__(self) -> None:
-        groups = map(self.spec.layer_group, self.spec.groups)
-        if len({(group.num_heads, group.num_kv_heads, group.head_dim) for group in groups}) > 1:
-            raise ConfigError(
-                "backend 'triton' needs global and local layers of one head size and one number of heads and KV heads.",
-                fix="Use --backend torch.",
-            )
+        check_equal_groups(self.spec, "triton")
 
     @cached_property
     def pool_shapes(self) -> dict[str, PoolShape]:
