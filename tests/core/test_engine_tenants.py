@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -14,8 +15,16 @@ from linked import engine_of, way  # noqa: F401 -- a fixture of each test
 from wicore_trt.config import KVSettings
 from wicore_trt.core.loop import EngineLoop
 from wicore_trt.core.text_engine import INLINE_CHARS, TextEngine
-from wicore_trt.errors import InvalidRequestError, QueueFullError, WicoreError
-from wicore_trt.types import CacheHints, FinishReason, GenerateRequest, SamplingParams, TextRequest
+from wicore_trt.errors import DeadlineError, InvalidRequestError, QueueFullError, WicoreError
+from wicore_trt.types import (
+    CacheHints,
+    Constraint,
+    ConstraintKind,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    TextRequest,
+)
 
 TOKENIZER = FakeTokenizer()
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=20)
@@ -204,6 +213,31 @@ async def test_long_texts_are_tokenized_beside_the_event_loop_a_few_at_a_time_an
         assert await engine.encode_long_prompt(short) is short, "sooner than a thread would begin"
     for more in (said * (INLINE_CHARS // 100 + 1), [{**said[0], "content": [{"type": "text", "text": "x"}]}]):
         assert (await engine.encode_long_prompt(dataclasses.replace(chat, messages=more))).messages is None
+    await engine.close()
+
+
+@pytest.mark.parametrize("blocked", ["text", "constraint"])
+async def test_a_timeout_passes_while_a_request_waits_for_a_thread(blocked):
+    """For one that works or for its turn; what is left of the time is the engine's."""
+    engine = await started()
+    engine.tokenizer = slow = SlowTokenizer()
+    long = "x" * (INLINE_CHARS + 1)
+    others = [asyncio.ensure_future(engine.encode_long_prompt(text_request(t, t, prompt=long))) for t in "ab"]
+    async with asyncio.timeout(60):
+        while len(slow.begun) < 2:
+            await asyncio.sleep(0.005)
+    timed = dataclasses.replace(text_request("c", "c", prompt=long), timeout_s=0.05)
+    if blocked == "constraint":
+        params = dataclasses.replace(GREEDY, constraint=Constraint(ConstraintKind.REGEX, "a"))
+        timed = dataclasses.replace(timed, prompt="short", params=params)
+    begun = time.monotonic()
+    with pytest.raises(DeadlineError):
+        await asyncio.wait_for(engine.encode_long_prompt(timed), 20)
+    assert time.monotonic() - begun < 10 and len(slow.begun) == 2
+    slow.go_on.set()
+    await asyncio.gather(*others)
+    in_time = await engine.encode_long_prompt(dataclasses.replace(timed, timeout_s=60.0))
+    assert 0.0 < in_time.timeout_s < 60.0
     await engine.close()
 
 

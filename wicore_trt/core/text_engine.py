@@ -23,6 +23,7 @@ from wicore_trt.core.text_output import SequenceText
 from wicore_trt.core.times import Times
 from wicore_trt.errors import (
     ContextLengthError,
+    DeadlineError,
     EngineDeadError,
     InvalidRequestError,
     QueueFullError,
@@ -287,18 +288,27 @@ class TextEngine:
         self._started = True
 
     async def encode_long_prompt(self, request: TextRequest) -> TextRequest:
-        """Check the constraint and tokenize a long text, both on a thread. Raises InvalidRequestError."""
+        """Check the constraint and tokenize a long text, both on a thread. Raises InvalidRequestError, and
+        DeadlineError when the request's time passes meanwhile."""
         started, constraint = time.monotonic(), request.params.constraint
         request = apply_turn_end(self.tokenizer, request)
-        if constraint is not None:
-            await self.work(request.tenant, partial(self._check_constraint, constraint))
-        if request.prompt_token_ids is not None or is_short(self.tokenizer, request):
+        short = request.prompt_token_ids is not None or is_short(self.tokenizer, request)
+        if short and constraint is None:
             return request
-        token_ids = await self.work(request.tenant, partial(encode_request, self.tokenizer, request, self.info))
-        left = request.timeout_s
-        if left is not None:
-            left = max(left - (time.monotonic() - started), 1e-3)  # the engine ends it
-        return replace(request, prompt=None, messages=None, prompt_token_ids=token_ids, timeout_s=left)
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                if constraint is not None:
+                    await self.work(request.tenant, partial(self._check_constraint, constraint))
+                if not short:
+                    encode = partial(encode_request, self.tokenizer, request, self.info)
+                    token_ids = await self.work(request.tenant, encode)
+                    request = replace(request, prompt=None, messages=None, prompt_token_ids=token_ids)
+        except TimeoutError:
+            raise DeadlineError("The request's time was over before its prompt was read.") from None
+        if request.timeout_s is None:
+            return request
+        left = request.timeout_s - (time.monotonic() - started)
+        return replace(request, timeout_s=max(left, 1e-3))  # the engine ends it
 
     def add_retry_hint(self, error: QueueFullError, tenant: str) -> QueueFullError:
         """Set the refusal's time to retry and return it."""
