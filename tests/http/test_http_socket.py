@@ -163,9 +163,13 @@ async def test_who_may_connect():
         for headers in ({}, {"origin": "https://chat.example.org"}, {"origin": f"http://{host}"}):
             async with connect(running, additional_headers={"x-api-key": KEY, **headers}) as connection:
                 assert connection.response.headers["x-request-id"]
-        with pytest.raises(websockets.InvalidStatus):
-            url = running.url.replace("http", "ws", 1) + "/v1/elsewhere"
-            await websockets.connect(url, additional_headers={"x-api-key": KEY})
+        for path in ("/v1/elsewhere", "/v1/models"):
+            with pytest.raises(websockets.InvalidStatus) as caught:
+                url = running.url.replace("http", "ws", 1) + path
+                await websockets.connect(url, additional_headers={"x-api-key": KEY})
+            response = caught.value.response
+            assert response.status_code == 404 and response.headers["x-request-id"]
+            assert json.loads(response.body)["error"]["message"] == f"There is no {path}."
 
 
 async def test_a_key_that_is_taken_back_begins_nothing_on_an_open_connection():

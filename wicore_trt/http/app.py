@@ -57,7 +57,7 @@ EXPOSED = (
 class HttpApp:
     def __init__(self, context: Context, routes: Sequence[BaseRoute]) -> None:
         self._context = context
-        self._router = Router(routes, redirect_slashes=False)
+        self._router = Router(routes, redirect_slashes=False, default=refuse_path)
         self._refused = QuietLog(log, logging.WARNING)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,7 +72,7 @@ class HttpApp:
         call.anthropic = path in ANTHROPIC or models
         scope["state"]["call"] = call
         CURRENT.set(call)
-        scope["app"] = self  # the router then raises where nothing fits, in place of an answer of its own
+        scope["app"] = self  # the router then raises for a wrong method, in place of an answer of its own
         answer = Answer(call, scope, receive, send)
         try:
             if self._context.local and not self._context.admission.keys.needed:
@@ -104,6 +104,11 @@ class HttpApp:
             write_access_line(call, str(answer.status), generates=path in LOUD)
             verb = method if method in VERBS else OTHER
             self._context.admission.counts.http[verb, name_path(path), str(answer.status)] += 1
+
+
+async def refuse_path(scope: Scope, receive: Receive, send: Send) -> None:
+    """Raise HTTPException where no route fits; Starlette itself refuses a WebSocket there with a bare 403."""
+    raise HTTPException(404)
 
 
 class Answer:
