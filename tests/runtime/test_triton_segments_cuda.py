@@ -77,7 +77,7 @@ def test_divided_attention(kv: str, first: int, length: int, absent: bool) -> No
                 call = prefill_launch(kernels[1].constants, *args)
                 call = leave_segments(call, kernels[1].constants, attention.segments, pointer(attention.lse))
                 SHARED_LAUNCHER.launch(kernels[1], call, stream)
-                attention.add(
+                attention.add_segments(
                     (SHARED_LAUNCHER, stream), q, sums, out, p.pools[1], p.table, [LongSlice(0, length, first, 0)]
                 )
                 torch.cuda.synchronize()
