@@ -85,6 +85,7 @@ class FakeExecutor(PlainCopier):
         self.slice_tokens = page_tokens
         self.max_sequences: int | None = None
         self.score_rows, self.graph_sizes = score_rows, {}
+        self.images = None
         self.kernels = "fake"
         self.max_batch_tokens = max_batch_tokens
         self.memory = {g: [[b""] * page_tokens for _ in range(n)] for g, n in num_pages.items()}

@@ -181,17 +181,35 @@ class CacheHints:
 @dataclass(frozen=True, slots=True)
 class ContentSpan:
     """Prompt tokens [begin, end) that stand for content, such as an image, which their ids do not identify. `digest`
-    (CONTENT_DIGEST_BYTES) is a cryptographic hash of that content; requests share KV pages by it."""
+    (CONTENT_DIGEST_BYTES) is a cryptographic hash of that content; requests share KV pages by it. The tokens see one
+    another, so a step computes all of them or none. `pixels`: an image as its encoder reads it, uint8 [size, size, 3],
+    RGB, whose features replace the tokens' embeddings; empty where ids alone are embedded."""
 
     begin: int
     end: int
     digest: bytes
+    pixels: bytes = b""
 
     def __post_init__(self) -> None:
         check_integer("content", self.begin, 0, 1 << 31)
         check_integer("content", self.end, self.begin + 1, 1 << 31)
         if not isinstance(self.digest, bytes) or len(self.digest) != CONTENT_DIGEST_BYTES:
             raise InvalidRequestError(f"A content digest has {CONTENT_DIGEST_BYTES} bytes.", field="content")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFile:
+    """Image of a request as a client gives it: the bytes of a file, or a URL from which a server may fetch it. `crops`
+    asks for pan and scan: crops of a long image are encoded beside the whole. `field` names its place for errors."""
+
+    data: bytes = b""
+    url: str = ""
+    crops: bool = False
+    field: str = "images"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.data, bytes) or not isinstance(self.url, str) or bool(self.data) == bool(self.url):
+            raise InvalidRequestError("An image is the bytes of a file, or a URL.", field=self.field)
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +397,9 @@ class TextRequest:
     truncate_prompt_tokens: int | None = None
     """The last tokens of the prompt that are kept; -1: as many as fit."""
     content: tuple[ContentSpan, ...] = ()
+    images: tuple[ImageFile, ...] = ()
+    """Images of `messages`, whose parts {"type": "image"} mark their places in order, or of `prompt`, whose places are
+    the model's begin-of-image tokens."""
 
     def __post_init__(self) -> None:
         check_text("request_id", self.request_id, MAX_REQUEST_ID)
@@ -404,6 +425,18 @@ def _check_request(request: GenerateRequest | TextRequest) -> None:
     check_field(FIELDS["cache_salt"], request.cache_salt)
     if not isinstance(request.cache, CacheHints):
         raise InvalidRequestError(f"cache must be CacheHints, got {type(request.cache).__name__}.", field="cache")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageInfo:
+    """Images that an engine reads: squares of `size` pixels, each `tokens` times the token `soft_id` of a prompt,
+    between the tokens `begin_id` and `end_id`."""
+
+    size: int
+    tokens: int
+    begin_id: int
+    soft_id: int
+    end_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,6 +468,8 @@ class ModelInfo:
     """Names the build of the engine, tokenizer files included; `fingerprint` is the same for equal weights."""
     chat_note: str | None = None
     """A note for users who chat with it: that it is a base model, or why it cannot chat."""
+    images: ImageInfo | None = None
+    """None for an engine that reads text alone."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -106,6 +106,7 @@ class MeasuringExecutor:
         self.max_batch_tokens, self.slice_tokens = inner.max_batch_tokens, inner.slice_tokens
         self.max_sequences = inner.max_sequences
         self.score_rows, self.graph_sizes = inner.score_rows, inner.graph_sizes
+        self.images = inner.images
         self.copier = inner.copier
         self.release, self.close = inner.release, inner.close
         self._steps = 0

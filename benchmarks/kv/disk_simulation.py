@@ -65,6 +65,7 @@ class Device:
     spec: Any = None
     kernels, max_batch_tokens, slice_tokens, max_sequences, score_rows = "none", BATCH_TOKENS, SLICE_TOKENS, None, 0
     graph_sizes: ClassVar[dict[int, tuple[int, ...]]] = {}
+    images = None
 
     def __init__(self, world: World, events: Events, copier: Link, layout: KVLayout, disk: Disk) -> None:
         self._world, self._events, self.copier, self.layout = world, events, copier, layout

@@ -90,6 +90,7 @@ class Device(Blank):
 
     score_rows = 0
     graph_sizes: ClassVar[dict[int, tuple[int, ...]]] = {}
+    images = None
 
     def __init__(self, layout: KVLayout, copier: StreamPageCopier) -> None:
         super().__init__(layout, 1024, 8192)

@@ -79,6 +79,7 @@ class PacedExecutor:
         pages = MAX_SEQUENCES * MAX_CONTEXT // PAGE_TOKENS
         self.layout = KVLayout(PAGE_TOKENS, "float32", {GLOBAL: pages}, {GLOBAL: 8 * PAGE_TOKENS})
         self.graph_sizes: dict[int, tuple[int, ...]] = {}
+        self.images = None
         self.kernels, self.max_batch_tokens, self.slice_tokens = "paced", 4096, given.get("slice_tokens", 32)
         self.max_sequences: int | None = None
         self.score_rows = 0

@@ -88,6 +88,7 @@ class HostSide(TritonExecutor):
         self.spec, self.device, self._closed = builtin_spec("gemma3-27b"), self, False  # type: ignore[assignment]
         self.max_batch_tokens, self.max_sequences, self.score_rows = BATCH_TOKENS, rows, 0
         self.graph_sizes: dict[int, tuple[int, ...]] = {}
+        self.images = None
         self.slice_tokens, self.kernels, self.layout = 256, "none", layout
         self.graphs, self.prompt_graphs = dict.fromkeys(BUCKETS, self.run), {}
         limits = StepLimits(BATCH_TOKENS, rows, context)

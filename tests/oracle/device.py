@@ -52,6 +52,7 @@ class Device:
         self.layout = layout
         self.max_batch_tokens = max_batch_tokens
         self.slice_tokens, self.score_rows, self.graph_sizes = slice_tokens, 0, {}
+        self.images = None
         self.max_sequences: int | None = None
         self.world, self.model = world, model
         self.size = layout.page_tokens

@@ -53,6 +53,7 @@ class Simulated:
     def __init__(self, device: Device, *, noise: float = 0.0, seed: int = 0) -> None:
         self.device, self.noise, self.rng = device, noise, random.Random(seed)
         self.graph_sizes: Mapping[int, Sequence[int]] = {}
+        self.images = None
         self.launch_s, self._before = 0.0, 0.0
         self.now = 0.0
         self.copier = self

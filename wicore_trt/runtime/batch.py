@@ -32,7 +32,9 @@ class SequenceSlice(msgspec.Struct):  # the fastest class to make: a step makes 
     - `mask`: a constraint's bit for each token that may be sampled, lowest first. A text is the reason why there is no
       mask, and fails this sequence alone. With `mask`, `suppress_eos` is unset.
     - `targets`: prompt tokens that follow the slice's first tokens. Their log-probabilities are reported with
-      `params.prompt_logprobs` alternatives each."""
+      `params.prompt_logprobs` alternatives each.
+    - `images`: (first, count, slot) of whole images in the slice: tokens [first, first + count) see one another, and
+      have the features in that slot of `Executor.images` in place of embeddings."""
 
     seq_id: int
     token_ids: list[int]
@@ -48,6 +50,7 @@ class SequenceSlice(msgspec.Struct):  # the fastest class to make: a step makes 
     targets: Sequence[int] = ()
     stamp: int | None = None
     earlier_ids: Sequence[int] = ()
+    images: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(slots=True)

@@ -103,6 +103,25 @@ class PageCopier(Protocol):
         ...
 
 
+class ImageEncoder(Protocol):
+    """Encoder of images beside the steps of an executor, one image after the other. Slot n of `slots` holds the
+    features of one image, [tokens, hidden size] in the engine's dtype, from the end of `begin(n, ...)` until the next
+    one. Callers begin no slot that a step under way reads. `tokens`, `pixel_bytes`: of each image."""
+
+    slots: int
+    tokens: int
+    pixel_bytes: int
+
+    def begin(self, slot: int, pixels: bytes, /) -> None:
+        """Begin to encode uint8 [size, size, 3] into a slot, behind images begun before; return at once."""
+        ...
+
+    def take_ended(self, timeout_s: float = 0.0, /) -> list[tuple[int, str | None]]:
+        """Return slots whose encoding ended since the last call, and why it failed. Steps submitted from now on see
+        the features. Waits at most `timeout_s` seconds for one."""
+        ...
+
+
 class Executor(Protocol):
     """Engine loaded on one device.
 
@@ -112,7 +131,7 @@ class Executor(Protocol):
     limit. `score_rows`: most targets of one step's slices, 0 where it reports none. `graph_sizes` tells to which
     numbers of prompt tokens steps are padded, by the most sequences that decode beside them; both ascend. Padded
     steps start at once. The kernels of others are launched one by one, for which the device may wait. Empty where
-    nothing is padded."""
+    nothing is padded. `images`: None for an engine that reads text alone."""
 
     spec: Gemma3Spec
     kernels: str
@@ -123,6 +142,7 @@ class Executor(Protocol):
     score_rows: int
     graph_sizes: dict[int, tuple[int, ...]]
     copier: PageCopier
+    images: ImageEncoder | None
 
     def execute(self, batch: StepBatch) -> StepResult:
         """Run one step. Raises only on a broken device; a bad sequence is reported in StepResult.failed."""

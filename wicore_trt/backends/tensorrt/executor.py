@@ -29,7 +29,7 @@ from wicore_trt.runtime.batch import StepBatch, StepResult
 from wicore_trt.runtime.cuda_device import CudaDevice
 from wicore_trt.runtime.device_weights import load_weights, make_rope_tables
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
-from wicore_trt.runtime.executor import KVLayout, PageCopier
+from wicore_trt.runtime.executor import ImageEncoder, KVLayout, PageCopier
 from wicore_trt.runtime.kernels_name import kernels_name
 from wicore_trt.runtime.options import GPU_SLICE_TOKENS, ExecutorOptions
 from wicore_trt.runtime.page_copier import make_copier
@@ -90,6 +90,7 @@ class TensorRTExecutor:
         self._table = SlotTable(slots, memory.groups, page_tokens=self.layout.page_tokens, max_chunk=limits.max_chunk)
         self.slots = slots
         self.max_sequences: int | None = slots
+        self.images: ImageEncoder | None = None
         self.score_rows = 0
         self.graph_sizes: dict[int, tuple[int, ...]] = {}
         self._sampler = Sampler()

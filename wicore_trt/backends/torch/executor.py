@@ -29,7 +29,7 @@ from wicore_trt.plugins.cpu_library import FIX, why_lacking
 from wicore_trt.runtime.attention_mass import AttentionProbe
 from wicore_trt.runtime.batch import StepBatch, StepResult
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
-from wicore_trt.runtime.executor import KVLayout, PageCopier
+from wicore_trt.runtime.executor import ImageEncoder, KVLayout, PageCopier
 from wicore_trt.runtime.kernels_name import kernels_name
 from wicore_trt.runtime.options import CPU_SLICE_TOKENS, GPU_SLICE_TOKENS, ExecutorOptions
 from wicore_trt.runtime.page_copier import make_copier
@@ -60,6 +60,7 @@ class TorchExecutor:
         self.max_batch_tokens = settings.max_batch_tokens
         self.device = _find_device(settings.device)
         self.max_sequences: int | None = None
+        self.images: ImageEncoder | None = None
         self.score_rows = SCORE_ROWS
         self.graph_sizes: dict[int, tuple[int, ...]] = {}
         self.slice_tokens = CPU_SLICE_TOKENS if self.device.type == "cpu" else GPU_SLICE_TOKENS

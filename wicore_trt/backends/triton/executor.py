@@ -49,7 +49,7 @@ from wicore_trt.plugins.launch import SHARED_LAUNCHER, Launcher
 from wicore_trt.request_fields import MAX_LOGPROBS
 from wicore_trt.runtime.batch import UNREAD, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.cuda_device import CudaDevice
-from wicore_trt.runtime.executor import PageCopier
+from wicore_trt.runtime.executor import ImageEncoder, PageCopier
 from wicore_trt.runtime.kernels_name import kernels_name
 from wicore_trt.runtime.options import GPU_SLICE_TOKENS, ExecutorOptions
 from wicore_trt.runtime.page_copier import make_copier
@@ -110,6 +110,7 @@ class TritonExecutor:
         self.spec, self.device, self._closed = loading.shape.spec, device, False
         self.max_batch_tokens = settings.max_batch_tokens
         self.max_sequences: int | None = settings.max_sequences
+        self.images: ImageEncoder | None = None
         self.score_rows, self.slice_tokens = 0, GPU_SLICE_TOKENS
         self.kernels = _name_kernels(loading, settings)
         self.pools: dict[str, torch.Tensor] = {}
