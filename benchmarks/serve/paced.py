@@ -25,7 +25,7 @@ from wicore_trt.kv.manager import CacheOptions, KVCacheManager
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.model.spec import GLOBAL, Gemma3Spec
 from wicore_trt.runtime.batch import SampledTokens, StepBatch, StepResult
-from wicore_trt.runtime.executor import KVLayout
+from wicore_trt.runtime.executor import ImageEncoder, KVLayout
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.schedule.step_time import StepTime
 from wicore_trt.types import ModelInfo
@@ -79,7 +79,7 @@ class PacedExecutor:
         pages = MAX_SEQUENCES * MAX_CONTEXT // PAGE_TOKENS
         self.layout = KVLayout(PAGE_TOKENS, "float32", {GLOBAL: pages}, {GLOBAL: 8 * PAGE_TOKENS})
         self.graph_sizes: dict[int, tuple[int, ...]] = {}
-        self.images = None
+        self.images: ImageEncoder | None = None
         self.kernels, self.max_batch_tokens, self.slice_tokens = "paced", 4096, given.get("slice_tokens", 32)
         self.max_sequences: int | None = None
         self.score_rows = 0
