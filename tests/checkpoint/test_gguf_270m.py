@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from wicore_trt.checkpoint.gguf import GgufSource
 from wicore_trt.checkpoint.open_source import open_source
+from wicore_trt.engine.directory import open_engine
 from wicore_trt.model.hf_config import read_hf_config
 
 pytestmark = pytest.mark.model
@@ -77,35 +78,28 @@ IDS_OF_TRANSFORMERS = "8465130b245f29c387029a7b54af2211"
 """A digest of the ids and texts that transformers 5.23 makes of these texts with this file."""
 
 
-@pytest.fixture(scope="module")
-def ours(source: GgufSource, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of the tokenizer's files."""
-    path = tmp_path_factory.mktemp("tokenizer")
-    source.write_tokenizer(path)
-    return path
-
-
 def test_tokenizer_gives_the_ids_that_it_gave_when_they_were_those_of_transformers(
-    source: GgufSource, ours: Path
+    engine_270m: Path,
 ) -> None:
-    tokenizer = Tokenizer.from_file(str(ours / "tokenizer.json"))
-    config = json.loads((ours / "tokenizer_config.json").read_text())
-    assert tokenizer.get_vocab_size() == source.spec.vocab_size
+    """With the files that the build of the engine made, straight from this file."""
+    tokenizer = Tokenizer.from_file(str(engine_270m / "tokenizer.json"))
+    config = json.loads((engine_270m / "tokenizer_config.json").read_text())
+    assert tokenizer.get_vocab_size() == open_engine(engine_270m).manifest.spec.vocab_size
     tokens = ["<bos>", "<eos>", "<pad>", "<unk>"]
     assert [config[k] for k in ("bos_token", "eos_token", "pad_token", "unk_token")] == tokens
     assert config["add_bos_token"] is True and "chat_template" not in config
-    assert json.loads((ours / "generation_config.json").read_text()) == {"bos_token_id": 2, "eos_token_id": [1]}
+    assert json.loads((engine_270m / "generation_config.json").read_text()) == {"bos_token_id": 2, "eos_token_id": [1]}
     ids = [tokenizer.encode(text, add_special_tokens=s).ids for text in ALL_TEXTS for s in (True, False)]
     known = [ids, [tokenizer.decode(i, skip_special_tokens=True) for i in ids]]
     assert hashlib.blake2b(json.dumps(known).encode(), digest_size=16).hexdigest() == IDS_OF_TRANSFORMERS
 
 
 @pytest.mark.long
-def test_tokenizer_equals_transformers(source: GgufSource, gemma_270m_gguf: Path, ours: Path) -> None:
+def test_tokenizer_equals_transformers(source: GgufSource, gemma_270m_gguf: Path, engine_270m: Path) -> None:
     """Transformers takes half a minute to read the file. Where this passes the test above holds the right digest."""
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(gemma_270m_gguf.parent, gguf_file=gemma_270m_gguf.name)
-    tokenizer = Tokenizer.from_file(str(ours / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(engine_270m / "tokenizer.json"))
     assert len(theirs) == source.spec.vocab_size
     for text in ALL_TEXTS:
         for special in (True, False):

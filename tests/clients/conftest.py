@@ -1,4 +1,4 @@
-"""`wicore serve` over Gemma 3 270M as a process of its own, one for each module."""
+"""`wicore serve` as a process of its own, one for each module, over a model with the vocabulary of Gemma 3."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from real_server import Served
+from scripted import write_source
 
 from wicore_trt.checkpoint.format import Checkpoint
 
@@ -38,9 +39,17 @@ def serving(engine: Path, log: Path) -> Iterator[Served]:
         process.kill()
 
 
-@pytest.fixture(scope="module")  # not beyond: it takes CPU time while it waits, too
-def served(engine_270m: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(engine_270m, tmp_path_factory.mktemp("served") / "log") as started:
+@pytest.fixture(scope="module", params=["two layers", pytest.param("270m", marks=pytest.mark.long)])
+def served(
+    request: pytest.FixtureRequest, engine_270m: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """Not beyond the module: it takes CPU time while it waits, too. The random weights of two layers do, beside the
+    real vocabulary, where a client is tried; the long profile has the real ones."""
+    home, engine = tmp_path_factory.mktemp("served"), engine_270m
+    if request.param != "270m":
+        source, engine = write_source(home / "source", engine_270m), home / "engine"
+        subprocess.run([sys.executable, "-m", "wicore_trt.cli.main", "build", str(source), str(engine)], check=True)
+    with serving(engine, home / "log") as started:
         yield started
 
 

@@ -16,7 +16,10 @@ from pathlib import Path
 import pytest
 from real_server import Served
 
-pytestmark = [pytest.mark.model, pytest.mark.long, pytest.mark.timeout(1200)]
+pytestmark = [
+    *(pytest.mark.model, pytest.mark.long, pytest.mark.timeout(1200)),
+    pytest.mark.parametrize("served", ["270m"], indirect=True),
+]
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PYTHON = {

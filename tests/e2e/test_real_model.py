@@ -6,6 +6,7 @@ import io
 import json
 import random
 import sys
+from collections.abc import Sequence
 from pydoc_data.topics import topics
 
 import pytest
@@ -27,13 +28,12 @@ def llm(engine_270m):
         yield llm
 
 
-def prompts(llm: LLM, count: int) -> list[tuple[int, ...]]:
-    """Real text of 3 to 900 tokens, cut at random places; a third of them shares a beginning with another one."""
+def prompts(llm: LLM, lengths: Sequence[int]) -> list[tuple[int, ...]]:
+    """Real text, cut at random places; a third of them shares a beginning with another one."""
     rng = random.Random(7)
     made: list[tuple[int, ...]] = []
-    for i in range(count):
+    for i, length in enumerate(lengths):
         start = rng.randrange(len(TEXT) - 8000)
-        length = rng.choice([rng.randint(3, 60), rng.randint(60, 300), rng.randint(500, 900)])
         ids = tuple(llm.tokenizer.encode(TEXT[start : start + 8000])[:length])
         if i % 3 == 2:
             other = rng.choice(made)
@@ -57,10 +57,21 @@ def run_together(llm: LLM, requests: dict[str, tuple[int, ...]], arrivals: dict[
     return tokens
 
 
-@pytest.mark.parametrize(("count", "orders"), [(4, 1), pytest.param(32, 2, marks=pytest.mark.long)])
-def test_tokens_do_not_depend_on_the_batch(llm, count, orders):
+def many_lengths(count: int) -> list[int]:
+    rng = random.Random(8)
+    return [rng.choice([rng.randint(3, 60), rng.randint(60, 300), rng.randint(500, 900)]) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "orders"),
+    [
+        pytest.param((30, 516, 40, 100), 1, id="few"),  # the window of 512 slides over the second one
+        pytest.param(many_lengths(32), 2, id="many", marks=pytest.mark.long),
+    ],
+)
+def test_tokens_do_not_depend_on_the_batch(llm, lengths, orders):
     """Requests alone, together, and in random arrival order (which also changes chunks, hits and preemptions)."""
-    requests = {f"r{i}": ids for i, ids in enumerate(prompts(llm, count))}
+    count, requests = len(lengths), {f"r{i}": ids for i, ids in enumerate(prompts(llm, lengths))}
     alone = {}
     for name, ids in requests.items():
         clear_cache(llm._core.scheduler.manager)  # alone also means without anybody's cached pages
@@ -97,6 +108,7 @@ def test_text_makes_sense_and_streams_equal_whole_completions(llm):
     assert texts == {"sun": sun.text, "moon": moon.text}
 
 
+@pytest.mark.long  # tests/cli run it with a tiny model
 def test_generate_command(engine_270m, monkeypatch, capsys):
     command = ["generate", str(engine_270m), "--json", "--max-tokens", "8"]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"The capital of France is"), encoding="utf-8"))

@@ -200,8 +200,16 @@ def _within(tensors: list[torch.Tensor]) -> dict[str, Any]:
     bounds = [(m.data_ptr(), m.data_ptr() + m.nbytes()) for m in memory if m.nbytes()]
 
     def check(pointers: Any, mask: Any) -> None:
-        touched = pointers.data[np.broadcast_to(mask.data.astype(bool), pointers.data.shape)]
+        every = mask.data.all()
+        touched = (
+            pointers.data if every else pointers.data[np.broadcast_to(mask.data.astype(bool), pointers.data.shape)]
+        )
+        if not touched.size:
+            return
         size = pointers.get_element_ty().primitive_bitwidth // 8
+        least, most = touched.min(), touched.max() + np.uint64(size)
+        if any(low <= least and most <= high for low, high in bounds):
+            return
         inside = np.zeros(touched.shape, bool)
         for low, high in bounds:
             inside |= (touched >= low) & (touched + size <= high)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pydoc_data.topics
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import Gemma3ForCausalLM
 
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.backends.torch.weights import EngineTensors, load_tensors
-from wicore_trt.checkpoint.format import Checkpoint
+from wicore_trt.engine.directory import open_engine
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.options import ExecutorOptions
 
@@ -63,11 +64,13 @@ class Gemma270M:
 
 
 @pytest.fixture(scope="module")
-def gemma(checkpoint_270m: Checkpoint) -> Gemma270M:
-    checkpoint = checkpoint_270m
-    tensors = load_tensors(checkpoint.rank_files[0], checkpoint.spec)
-    tokenizer = Tokenizer.from_file(str(checkpoint.path / "tokenizer.json"))
-    return Gemma270M(checkpoint.spec, tensors, transformers_model(checkpoint.spec, tensors), tokenizer)
+def gemma(engine_270m: Path) -> Gemma270M:
+    """The engine's bfloat16 weights in float32: on both sides the same, and no other conversion of the file."""
+    engine = open_engine(engine_270m)
+    spec = engine.manifest.spec
+    tensors = {n: t.float() for n, t in load_tensors(engine.rank_files[0], spec).items()}
+    tokenizer = Tokenizer.from_file(str(engine_270m / "tokenizer.json"))
+    return Gemma270M(spec, tensors, transformers_model(spec, tensors), tokenizer)
 
 
 def prefill(driver: PagedDriver, sequences: list[PagedSequence], prompts: list[list[int]]) -> list[torch.Tensor]:

@@ -18,18 +18,26 @@ from wicore_trt.backends.triton import memory as triton_memory  # noqa: E402
 from wicore_trt.backends.triton import products  # noqa: E402
 from wicore_trt.backends.triton import rows as triton_rows  # noqa: E402
 from wicore_trt.backends.triton import segments as triton_segments  # noqa: E402
-from wicore_trt.plugins.decode_layout import MEASURED_SEGMENTS, SPLIT_PREFILL, PrefillConfig, Segments  # noqa: E402
+from wicore_trt.plugins.decode_layout import (  # noqa: E402
+    MEASURED_PREFILL,
+    MEASURED_SEGMENTS,
+    SPLIT_PREFILL,
+    PrefillConfig,
+    Segments,
+)
 
-SMALL = Segments(64, 128, 128, 2)
+SMALL = Segments(32, 64, 64, 2)
 SETTINGS: dict[str, Any] = {
     **{"page_tokens": 8, "kv_pages": {"global": 96, "local": 96}},
-    **{"max_batch_tokens": 300, "max_sequences": 4},
+    **{"max_batch_tokens": 150, "max_sequences": 4},
 }
 
 
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(MEASURED_SEGMENTS, ("sm90", 16), SMALL)
+    for size in (1, 2):
+        monkeypatch.setitem(MEASURED_PREFILL, ("sm90", 16, size), ((1 << 31, PrefillConfig(32, 32)),))
     monkeypatch.setattr(triton_memory, "KEPT_TOKENS", 8)  # steps of graphs are smaller than those with segments
     specs_of.cache_clear()
     yield
@@ -60,7 +68,7 @@ def parts_launched(driver: Driver) -> tuple[int, int]:
 def long_steps(rng: random.Random) -> list[list[int]]:
     """New tokens of each sequence: prompts in chunks of which some see whole segments, with rows left over, beside
     sequences that decode and others too short or too early."""
-    return [[rng.randint(64, 100), 3, 9], [rng.choice((128, 129, 140)), 1, rng.choice((1, 60))], [1, 1, 1]]
+    return [[rng.randint(32, 50), 3, 9], [rng.choice((64, 65, 70)), 1, rng.choice((1, 30))], [1, 1, 1]]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +104,7 @@ def test_several_segments_and_two_long_slices(monkeypatch: pytest.MonkeyPatch) -
     drivers = segmented(model, monkeypatch, **SETTINGS), Driver(executor_of(model, **SETTINGS), 2)
     monkeypatch.setattr(drivers[1].executor.model.segments, "check_library", lambda q: None)
     sequences: list[list[Any]] = [[d.new_sequence() for _ in range(2)] for d in drivers]
-    for lengths in ([128, 64], [128, 130]):
+    for lengths in ([64, 32], [64, 66]):
         tokens = [[rng.randrange(48) for _ in range(n)] for n in lengths]
         works = [list(zip(s, tokens, strict=True)) for s in sequences]
         assert relative_error(*(d.step(w) for d, w in zip(drivers, works, strict=True))) < 0.02
@@ -112,7 +120,7 @@ def test_a_library_that_gives_other_sums_is_not_used(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(products, "full_attention", lambda *args, w=wrong: w(*full(*args)))
         mine = executor_of(small_model(3), **SETTINGS)
         mine.model.segments.check_library(mine.memory.q)
-        assert not mine.model.segments.find_long_slices([triton_segments.LongSlice(0, 128, 64, 0)])
+        assert not mine.model.segments.find_long_slices([triton_segments.LongSlice(0, 64, 32, 0)])
 
     def full_memory(*args: Any) -> Any:
         raise torch.OutOfMemoryError
@@ -122,7 +130,7 @@ def test_a_library_that_gives_other_sums_is_not_used(monkeypatch: pytest.MonkeyP
         patch.setattr(triton_segments, "_attend_plainly", full_memory)
         mine = executor_of(small_model(3), **SETTINGS)
         mine.model.segments.check_library(mine.memory.q)
-        assert not mine.model.segments.find_long_slices([triton_segments.LongSlice(0, 128, 64, 0)])
+        assert not mine.model.segments.find_long_slices([triton_segments.LongSlice(0, 64, 32, 0)])
 
     def fails(*args: Any) -> Any:
         raise RuntimeError("no engine")
@@ -133,7 +141,7 @@ def test_a_library_that_gives_other_sums_is_not_used(monkeypatch: pytest.MonkeyP
         Driver(oracle_of(small_model(3), "bfloat16", **SETTINGS), 2),
     )
     sequences = [d.new_sequence() for d in (mine, oracle)]
-    for length in (70, 130):
+    for length in (35, 65):
         tokens = [random.randrange(48) for _ in range(length)]
         assert relative_error(*(d.step([(s, tokens)]) for d, s in zip((mine, oracle), sequences, strict=True))) < 0.02
 
@@ -151,7 +159,7 @@ def test_few_tokens_behind_many_share_their_keys(kv_dtype: str, monkeypatch: pyt
     for driver in drivers:
         driver.executor.model.launcher.launched.clear()
     sequences: list[list[Any]] = [[d.new_sequence() for _ in range(3)] for d in drivers]
-    for lengths in ([80, 9, 40], [3, 1, 17], [1, 2, 1]):
+    for lengths in ([48, 9, 20], [3, 1, 17], [1, 2, 1]):
         tokens = [[rng.randrange(48) for _ in range(n)] for n in lengths]
         for driver, own in zip(drivers, sequences, strict=True):
             for name in ("attended", "split_sums", "split_lse"):
@@ -174,21 +182,21 @@ def test_few_tokens_behind_many_share_their_keys(kv_dtype: str, monkeypatch: pyt
 def test_models_with_more_heads_than_their_mlp_is_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the kernel leaves is float32, and wider than all that products of bfloat16 rows give."""
     model = small_model(3, num_attention_heads=8, intermediate_size=16)
-    given = {**SETTINGS, "max_batch_tokens": 130}
+    given = {**SETTINGS, "max_batch_tokens": 65}
     mine, oracle = segmented(model, monkeypatch, **given), Driver(oracle_of(model, "bfloat16", **given), 2)
     sequences = [d.new_sequence() for d in (mine, oracle)]
-    for length in (70, 130):
+    for length in (35, 65):
         tokens = [random.randrange(48) for _ in range(length)]
         assert relative_error(*(d.step([(s, tokens)]) for d, s in zip((mine, oracle), sequences, strict=True))) < 0.02
     assert parts_launched(mine) == (1, 1)
 
 
-@pytest.mark.parametrize("page_tokens", [64, 128])
+@pytest.mark.parametrize("page_tokens", [32, 64])
 def test_pages_that_are_longer_than_segments(page_tokens: int) -> None:
     given = {**SETTINGS, "page_tokens": page_tokens, "kv_pages": {"global": 9, "local": 9}}
     assert (executor_of(small_model(3), **given).model.segments is None) is (page_tokens > SMALL.tokens)
 
 
 def test_short_contexts_take_no_memory_for_it() -> None:
-    assert executor_of(small_model(3), **{**SETTINGS, "max_batch_tokens": 100}).model.segments is None
+    assert executor_of(small_model(3), **{**SETTINGS, "max_batch_tokens": 50}).model.segments is None
     assert executor_of(small_model(3), **SETTINGS, batch_invariant=True).model.segments is None
