@@ -1,4 +1,7 @@
-"""OpenAI's Python client, `websockets` and gRPC's reflection against the real server, in the long profile over the real Gemma 3 270M."""
+"""OpenAI's Python client, `websockets` and gRPC's reflection against the real server.
+
+In the long profile it serves the real Gemma 3 270M.
+"""
 
 from __future__ import annotations
 

@@ -11,12 +11,14 @@ from pydoc_data.topics import topics
 
 import pytest
 from fakes import clear_cache
+from tiny_source import write_tiny_source
 
 from wicore_trt import LLM, SamplingParams
 from wicore_trt.cli.main import run_command
+from wicore_trt.engine.build import build_engine
 from wicore_trt.types import GenerateRequest
 
-pytestmark = pytest.mark.model
+real = pytest.mark.model
 
 TEXT = " ".join(topics[name] for name in sorted(topics))
 NEW_TOKENS = 8
@@ -62,6 +64,7 @@ def many_lengths(count: int) -> list[int]:
     return [rng.choice([rng.randint(3, 60), rng.randint(60, 300), rng.randint(500, 900)]) for _ in range(count)]
 
 
+@real
 @pytest.mark.parametrize(
     ("lengths", "orders"),
     [
@@ -86,6 +89,7 @@ def test_tokens_do_not_depend_on_the_batch(llm, lengths, orders):
     llm._core.scheduler.check_integrity()
 
 
+@real
 def test_seeded_samples_do_not_depend_on_the_batch(llm):
     params = SamplingParams(temperature=0.9, top_p=0.95, top_k=50, seed=5, max_tokens=12, ignore_eos=True, n=2)
     some = ["The capital of France is", "Once upon a time", "def main():", "In the beginning"]
@@ -95,6 +99,7 @@ def test_seeded_samples_do_not_depend_on_the_batch(llm):
     assert len({tuple(c) for c in alone}) == len(some) and alone[0][0] != alone[0][1]
 
 
+@real
 def test_text_makes_sense_and_streams_equal_whole_completions(llm):
     params = SamplingParams(temperature=0.0, max_tokens=12)
     [[whole]] = llm.generate("The capital of France is", params)
@@ -108,10 +113,11 @@ def test_text_makes_sense_and_streams_equal_whole_completions(llm):
     assert texts == {"sun": sun.text, "moon": moon.text}
 
 
-@pytest.mark.long  # tests/cli run it with a tiny model
-def test_generate_command(engine_270m, monkeypatch, capsys):
-    command = ["generate", str(engine_270m), "--json", "--max-tokens", "8"]
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"The capital of France is"), encoding="utf-8"))
+def test_generate_command(tmp_path, monkeypatch, capsys):
+    """Of a model of a few letters, which is loaded in no time."""
+    engine = build_engine(write_tiny_source(tmp_path / "source"), tmp_path / "engine").path
+    command = ["generate", str(engine), "--json", "--max-tokens", "8"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"abc"), encoding="utf-8"))
     assert run_command(command) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["completion_tokens"] == 8 and result["finish_reason"] == "length" and result["text"].strip()
