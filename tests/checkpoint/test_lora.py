@@ -122,7 +122,12 @@ def of_queries(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return adapter(base, tmp_path_factory.mktemp("queries") / "a", target_modules=["q_proj"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+PARTS_OF_OTHERS = {"plain", "some layers", "a trained head", "trained embeddings", "the head"}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.long) if k in PARTS_OF_OTHERS else k for k in KINDS]
+)
 def test_an_engine_computes_what_peft_computes(
     kind: str, base: Path, plain: tuple[str, np.ndarray], tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ def _assert_clean(report: Report, seed: int) -> None:
 
 @pytest.mark.forks
 def test_broken_models_are_refused_or_built_right() -> None:
-    _assert_clean(run_command(SEED, range(240), jobs=2), SEED)
+    _assert_clean(run_command(SEED, range(160), jobs=2), SEED)
 
 
 @pytest.mark.forks

@@ -6,7 +6,6 @@ import json
 import logging
 from functools import partial
 
-import anthropic
 import openai
 import pytest
 from constrained_web import PAINT, make_constrained_engine
@@ -61,6 +60,8 @@ ANTHROPIC_HOSTED = [
 
 @pytest.fixture
 def claude(running):
+    import anthropic  # two seconds, which a worker that runs none of this need not take
+
     return anthropic.AsyncAnthropic(base_url=running.url, api_key="none", max_retries=0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
+import pytest
 from web import make_engine, serving
 
 from wicore_trt.http.routes import ROUTES
@@ -20,7 +21,10 @@ async def test_the_document_names_every_route_and_field():
     assert set(answers["200"]["content"]) == {"application/json", "text/event-stream"} and "429" in answers
 
 
-async def test_generated_requests_find_no_fault_of_ours(tmp_path):
+@pytest.mark.parametrize(
+    ("phases", "examples"), [("fuzzing", "4"), pytest.param("coverage,fuzzing", "3", marks=pytest.mark.long)]
+)
+async def test_generated_requests_find_no_fault_of_ours(tmp_path, phases, examples):
     """Valid bodies and broken ones, methods that are not there; every answer is a documented one of its kind."""
     checks = (
         "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
@@ -29,8 +33,8 @@ async def test_generated_requests_find_no_fault_of_ours(tmp_path):
     async with serving(make_engine(max_batch_tokens=512)) as running:
         runner = await asyncio.create_subprocess_exec(
             sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()",
-            "run", f"{running.url}/openapi.json", "--checks", checks, "--phases", "coverage,fuzzing",
-            "--max-examples", "3", "--seed", "1", "--generation-database", "none", "--no-color",
+            "run", f"{running.url}/openapi.json", "--checks", checks, "--phases", phases,
+            "--max-examples", examples, "--seed", "1", "--generation-database", "none", "--no-color",
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             cwd=tmp_path,
         )  # fmt: skip

@@ -299,7 +299,9 @@ async def test_a_second_signal_ends_everything_at_once(tmp_path):
         await server.all_gone()
 
 
-@pytest.mark.parametrize(("number", "expected_code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "expected_code"), [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.long), (signal.SIGINT, 130)]
+)
 async def test_a_signal_while_the_engine_loads(tmp_path, number, expected_code):
     async with supervised(tmp_path, load_s=60) as server:
         server.address = await server.line("bound")

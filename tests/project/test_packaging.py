@@ -53,6 +53,7 @@ def in_wheel(installed: Path, code: str, tmp_path: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.long  # `make test-install` runs it
 def test_wheel_runs_outside_the_repository(installed: Path, tmp_path: Path) -> None:
     out = in_wheel(
         installed,
@@ -69,6 +70,7 @@ def test_wheel_runs_outside_the_repository(installed: Path, tmp_path: Path) -> N
     assert lines[-1] == str(list_recipes()) and "gemma3-270m-cpu" in lines[-1]
 
 
+@pytest.mark.long
 def test_wheel_contents(installed: Path) -> None:
     names = {p.relative_to(installed).as_posix() for p in installed.rglob("*")}
     assert {"wicore_trt/py.typed", "wicore_trt/cli/main.py", "wicore_trt/recipes/gemma3-270m-cpu.yaml"} <= names
@@ -109,6 +111,7 @@ def test_a_checkout_runs_without_being_installed(tmp_path: Path) -> None:
     assert in_wheel(ROOT, code, tmp_path).splitlines()[-1] == str([str(ROOT / "wicore_trt")])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 def test_wheel_has_the_native_library(installed: Path, tmp_path: Path) -> None:
     code = (
