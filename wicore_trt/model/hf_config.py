@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from wicore_trt.errors import CheckpointError, named, shown
 from wicore_trt.model.spec import GLOBAL, LOCAL, MAX_LAYERS, Gemma3Spec, SpecError, check_whole
+from wicore_trt.model.vision import VisionSpec
 
 _KINDS = {"full_attention": GLOBAL, "sliding_attention": LOCAL}
 _KEYS = {
@@ -23,6 +24,10 @@ _KEYS = {
     "rope_local_theta": "rope_local_base_freq",
     "rope_scaling_factor": "rope_scaling.factor",
     "layer_groups": "layer_types",
+    "tokens": "mm_tokens_per_image",
+    "begin_id": "boi_token_index",
+    "soft_id": "image_token_index",
+    "end_id": "eoi_token_index",
 }
 _STRICT = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -104,6 +109,55 @@ class _Wrapper(BaseModel):
     model_config = _STRICT
     text_config: dict[str, Any]
     tie_word_embeddings: bool | None = None
+
+
+class _VisionConfig(BaseModel):
+    """Keys that SigLIP computes with, and defaults of transformers' SiglipVisionConfig."""
+
+    model_config = _STRICT
+    model_type: Literal["siglip_vision_model"] = "siglip_vision_model"
+    image_size: int = 224
+    patch_size: int = 16
+    num_channels: Literal[3] = 3
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    layer_norm_eps: float = 1e-6
+    hidden_act: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
+
+
+class _ImageConfig(BaseModel):
+    """Keys of the wrapper, and defaults of transformers' Gemma3Config, which knows each id by two names."""
+
+    model_config = _STRICT
+    vision_config: dict[str, Any]
+    mm_tokens_per_image: int = 256
+    boi_token_index: int = Field(default=255_999, validation_alias=AliasChoices("boi_token_index", "boi_token_id"))
+    image_token_index: int = Field(
+        default=262_144, validation_alias=AliasChoices("image_token_index", "image_token_id")
+    )
+    eoi_token_index: int = Field(default=256_000, validation_alias=AliasChoices("eoi_token_index", "eoi_token_id"))
+
+
+def read_vision_config(config: Mapping[str, Any], text: Gemma3Spec, place: str = "config.json") -> VisionSpec | None:
+    """Read the image encoder of a config.json, which errors call `place`; None if it has no vision_config. `text` is
+    the text model's spec. Raises CheckpointError for an encoder that is not SigLIP and for bad values."""
+    if config.get("vision_config") is None:
+        return None
+    outer = _parse_fields(_ImageConfig, config, place)
+    place = f"{place}: vision_config"
+    vision = _parse_fields(_VisionConfig, outer.vision_config, place)
+    try:
+        return VisionSpec(
+            image_size=vision.image_size, patch_size=vision.patch_size, hidden_size=vision.hidden_size,
+            num_layers=vision.num_hidden_layers, num_heads=vision.num_attention_heads,
+            intermediate_size=vision.intermediate_size, layer_norm_eps=float(vision.layer_norm_eps),
+            tokens=outer.mm_tokens_per_image, text_hidden_size=text.hidden_size, begin_id=outer.boi_token_index,
+            soft_id=outer.image_token_index, end_id=outer.eoi_token_index,
+        )  # fmt: skip
+    except SpecError as error:
+        raise error.name_place(place, _KEYS) from error
 
 
 def read_hf_config(config: Mapping[str, Any], place: str = "config.json") -> Gemma3Spec:

@@ -115,9 +115,7 @@ class Gemma3Spec:
             value = getattr(self, name)
             if value is None and name == "final_logit_softcapping":
                 continue
-            real = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not real or not low <= value <= high:
-                raise SpecError.from_field(name, f"is {shown(value)}; it must be a number from {low:g} to {high:g}.")
+            check_real(name, value, low, high)
         if not isinstance(self.tie_word_embeddings, bool):
             raise SpecError.from_field(
                 "tie_word_embeddings", f"is {shown(self.tie_word_embeddings)}; it must be true or false."
@@ -200,11 +198,7 @@ class Gemma3Spec:
     def from_dict(cls, data: Mapping[str, Any], place: str = "model spec") -> Gemma3Spec:
         """Invert to_dict; `place` names the file. Raises CheckpointError for unknown or missing keys and for bad
         values."""
-        names = {f.name for f in fields(cls)}
-        if not isinstance(data, Mapping) or set(data) != names:
-            given = set(data) if isinstance(data, Mapping) else set()
-            wrong = ", ".join(sorted(map(str, names ^ given))[:4])
-            raise CheckpointError(f"{place}: these keys are missing or unknown: {wrong}.")
+        check_keys(cls, data, place)
         groups = data["layer_groups"]
         try:
             return cls(**{**data, "layer_groups": tuple(groups) if isinstance(groups, list) else groups})
@@ -243,3 +237,18 @@ def check_whole(name: str, value: object, low: int, high: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise SpecError.from_field(name, f"is {shown(value)}; it must be a whole number from {low:,} to {high:,}.")
     return value
+
+
+def check_real(name: str, value: object, low: float, high: float) -> None:
+    """Raises SpecError unless `value` is a number from `low` to `high`."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+        raise SpecError.from_field(name, f"is {shown(value)}; it must be a number from {low:g} to {high:g}.")
+
+
+def check_keys(spec: type[Any], data: object, place: str) -> None:
+    """Raises CheckpointError unless `data` has the fields of the dataclass `spec`, and no other keys."""
+    names = {f.name for f in fields(spec)}
+    if not isinstance(data, Mapping) or set(data) != names:
+        given = set(data) if isinstance(data, Mapping) else set()
+        wrong = ", ".join(sorted(map(str, names ^ given))[:4])
+        raise CheckpointError(f"{place}: these keys are missing or unknown: {wrong}.")
