@@ -95,7 +95,10 @@ def hit_rate(policy: str, requests: list[TraceRequest], pages: int) -> float:
 @pytest.mark.parametrize("share", [0.05, pytest.param(0.2, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "workload",
-    [pytest.param(n, marks=pytest.mark.long) if n in ("agent", "chat, short think") else n for n in WORKLOADS],
+    [
+        pytest.param(n, marks=pytest.mark.long) if n in ("agent", "chat, short think", "documents") else n
+        for n in WORKLOADS
+    ],
 )
 def test_never_one_percent_below_lru_and_better_where_it_can(workload: str, share: float) -> None:
     chains = WORKLOADS[workload](random.Random(11))
