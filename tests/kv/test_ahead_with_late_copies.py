@@ -16,8 +16,13 @@ from late_device import LateExecutor
 from wicore_trt.model.spec import GLOBAL, LOCAL
 
 
-@pytest.mark.parametrize("policy", ["through", "back", "selective"])
-@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "disk"),
+    [
+        *(("through", True), ("back", False), ("selective", True)),
+        *(pytest.param(*p, marks=pytest.mark.long) for p in (("through", False), ("back", True), ("selective", False))),
+    ],
+)
 def test_random_traffic(tmp_path, monkeypatch, policy, disk):
     """Arrivals, aborts, deadlines, preemption, parking, pages of host and disk; each step checks each position that its
     queries see, so a copy that is late or early is a failure of the step."""

@@ -206,8 +206,14 @@ def test_a_park_that_takes_too_long_leaves_nothing(monkeypatch: pytest.MonkeyPat
     stack.close()
 
 
-@pytest.mark.parametrize("write_policy", ["through", "selective", "back"])
-@pytest.mark.parametrize("host_slots", [16, 40, 90])
+@pytest.mark.parametrize(
+    ("write_policy", "host_slots"),
+    [
+        pytest.param(policy, slots, marks=pytest.mark.long if (i + j) % 2 else ())
+        for i, policy in enumerate(("through", "selective", "back"))
+        for j, slots in enumerate((16, 40, 90))
+    ],
+)
 def test_nothing_private_is_left(tmp_path: Path, write_policy: str, host_slots: int) -> None:
     """Under pressure from all sides: parks fail half-way, parked pages fill the host, saves go to disk."""
     stack = crowded(tmp_path, host_slots=host_slots, write_policy=write_policy)
