@@ -54,7 +54,7 @@ def usable(engine: Engine, tokens: Sequence[int]) -> dict[str, int]:
             return any(tier(group, key) is not None for tier in tiers)
 
         whole = next((i for i, key in enumerate(pages.keys) if not there(GLOBAL, key)), len(pages.keys))
-        found[name] = PAGE_TOKENS * manager.find_longest_window(pages.keys, whole, partial(there, LOCAL))
+        found[name] = PAGE_TOKENS * manager.find_longest_window(pages, whole, partial(there, LOCAL))
     return found
 
 

@@ -265,7 +265,7 @@ MUTANTS = (
     ),
     Mutant(
         "schedule/scheduler.py",
-        "        if len(decoding) < live or not 0 < len(following) <= self.max_batch_tokens:\n",
+        "        if len(decoding) + stopped < len(live) or not 0 < len(following) <= self.max_batch_tokens:\n",
         "        if not 0 < len(following) <= self.max_batch_tokens:\n",
         "tests/schedule/test_steps_ahead.py",
     ),

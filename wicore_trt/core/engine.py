@@ -14,17 +14,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from wicore_trt.core.encodings import Encodings
 from wicore_trt.core.engine_stats import read_engine_stats
 from wicore_trt.core.loop import Core
-from wicore_trt.core.request_checks import check_tokens, sequence_seed, stop_ids_of
+from wicore_trt.core.request_checks import check_images, check_tokens, sequence_seed, stop_ids_of
 from wicore_trt.core.times import STEP_TOKENS, Histogram
 from wicore_trt.errors import InvalidRequestError, UnwrittenPageError
 from wicore_trt.grammar.matcher import Grammars, Matcher, MatcherError
 from wicore_trt.kv.events import EventFeed
 from wicore_trt.kv.pages.hashing import mark_content
-from wicore_trt.kv.sequence_pages import SequencePages
+from wicore_trt.kv.sequence_pages import SequencePages, bar_pages
 from wicore_trt.runtime.batch import UNREAD, SampledTokens, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.executor import AheadExecutor, Executor
+from wicore_trt.schedule.images import list_images
 from wicore_trt.schedule.queue import Outlook
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.schedule.sequence import Sequence, SequenceState, StepSchedule
@@ -80,6 +82,8 @@ class EngineCore(Core):
         self._ahead = executor if isinstance(executor, AheadExecutor) else None
         self._flight: Flight | None = None
         self._landed = 0.0
+        self._encodings = Encodings(executor.images) if executor.images is not None else None
+        scheduler.images = self._encodings.book if self._encodings is not None else None
         tiers = scheduler.manager.tiers
         if tiers is not None and tiers.backing is not None:
             tiers.backing.working = lambda: self.has_work
@@ -100,6 +104,7 @@ class EngineCore(Core):
 
     def validate_request(self, request: GenerateRequest) -> None:
         check_tokens(request, self.max_context, self.executor.spec.vocab_size)
+        check_images(request, self.executor.images)
         if request.params.constraint is not None and self._grammars is None:
             raise InvalidRequestError("This engine takes no constraint.", field="constraint", fix="Leave it out.")
         if request.params.prompt_logprobs is not None and not self.scheduler.score_rows:
@@ -123,7 +128,8 @@ class EngineCore(Core):
         params = request.params
         stop_ids = stop_ids_of(params, self.eos_ids)
         names = self.scheduler.manager.chain.derive_names(request.tenant, request.cache_salt)
-        marks = mark_content(request.content, self.scheduler.manager.page_tokens)
+        content, page_tokens = request.content, self.scheduler.manager.page_tokens
+        marks, barred = mark_content(content, page_tokens), bar_pages(content, page_tokens)
         sequences, matchers = list[Sequence](), list[Matcher]()
         if params.constraint is not None:
             assert self._grammars is not None, "a constraint was let in"
@@ -133,8 +139,9 @@ class EngineCore(Core):
             sequence = Sequence(
                 seq_id=self._next_id, request=request, index=index, seed=sequence_seed(params.seed, index),
                 tokens=list(request.prompt_token_ids), arrival=arrival,
-                pages=SequencePages(names, request.cache, marks), stop_ids=stop_ids,
+                pages=SequencePages(names, request.cache, marks, barred), stop_ids=stop_ids,
                 longest=min(self.max_context, len(request.prompt_token_ids) + most),
+                images=list_images(content, names.scope),
             )  # fmt: skip
             self._next_id += 1
             sequences.append(sequence)
@@ -157,9 +164,11 @@ class EngineCore(Core):
 
     def step(self) -> list[TokenOutput]:
         """Finish one step; where the executor runs ahead, the next one is then already started."""
-        outputs, flight = self._end_expired(), self._flight
+        outputs, flight = self._end_expired() + self._take_encodings(), self._flight
         if flight is None:
             schedule = self.scheduler.schedule_step()
+            if self._encodings is not None:
+                self._encodings.begin_next()
             outputs += self._end_overdue_waits()
             for sequence in schedule.preempted:
                 self._forget_counts(sequence)
@@ -178,6 +187,12 @@ class EngineCore(Core):
             self.scheduler.manager.work_beside_step(0)  # nobody waits for the device
         self.scheduler.manager.events.publish_step()
         return outputs
+
+    def _take_encodings(self, timeout_s: float = 0.0) -> list[TokenOutput]:
+        """Take encodings that ended, and end the sequences that wait for one that failed."""
+        failed = self._encodings.take_failed(timeout_s) if self._encodings is not None else {}
+        live = [s for s in self.scheduler.running if s.seq_id in failed and s.finish_reason is None]
+        return [self._finish_sequence(s, FinishReason.ERROR, error=failed[s.seq_id], doubtful=False) for s in live]
 
     def _start_step(self, schedule: StepSchedule, *, ahead: bool = False) -> Flight:
         batch, result = self._make_batch(schedule, ahead=ahead), None
@@ -338,8 +353,10 @@ class EngineCore(Core):
         return self.scheduler.manager.retention.rest_s()
 
     def _wait_or_fail(self, schedule: StepSchedule) -> list[TokenOutput]:
-        """Wait a moment for pages that are being loaded; if nothing loads or runs, fail the next waiting sequence."""
+        """Wait a moment for pages and images on their way; if nothing comes or runs, fail the next waiting sequence."""
         manager = self.scheduler.manager
+        if self._encodings is not None and self._encodings.book.busy:
+            return self._take_encodings(LOAD_WAIT_S / 5 if self.scheduler.is_loading else LOAD_WAIT_S)
         if manager.tiers is not None and self.scheduler.is_loading:
             manager.tiers.wait_for_report(0 if self.scheduler.held_back else LOAD_WAIT_S)
             return []
@@ -364,6 +381,8 @@ class EngineCore(Core):
                 sequence.seq_id, ids, start, pages.tables, sample, params, prompt_len, sequence.seed, suppress_eos,
                 sequence.stop_ids, None, (), pages.stamp,
             )  # fmt: skip
+            if sequence.images and self._encodings is not None and start < prompt_len:
+                piece.images = self._encodings.book.find_slots(sequence.images, start, count)
             if sequence.scoring:
                 piece.targets = tokens[start + 1 : min(start + count + 1, prompt_len)]
             if matchers and sample and sequence.seq_id in matchers:
@@ -414,16 +433,17 @@ class EngineCore(Core):
         logprobs: tuple[TokenLogprob, ...] = (),
         error: str | None = None,
         retry_s: float | None = None,
+        doubtful: bool = True,
     ) -> TokenOutput:
-        """End a live sequence; `last` and `logprobs` are the tokens it gained in this step."""
+        """End a live sequence; `last` and `logprobs` are of this step. `doubtful`: its pages may be why it failed."""
         sequence.finish_reason = reason
         matcher = self._matchers.pop(sequence.seq_id, None)
         fault = matcher is not None and error is not None and error == matcher.broken
-        if reason is FinishReason.ERROR and not fault and retry_s is None:
+        if reason is FinishReason.ERROR and not fault and retry_s is None and doubtful:
             facts = {"id": sequence.request.log_id, "index": sequence.index}
             log.error("a sequence failed: %s", error, extra={"facts": facts})
-            # KV values that led to bad logits would make every later request with this prefix fail too.
-            self.scheduler.manager.condemn_pages(sequence.pages)
+            # KV values or features that led to bad logits would make every later request with this prefix fail too.
+            self.scheduler.condemn_sequence(sequence)
         flight = self._flight
         if flight is not None and any(member is sequence for member, _ in flight.schedule.slices):
             flight.ended.append(sequence)  # that step still writes into its pages

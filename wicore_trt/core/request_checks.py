@@ -9,6 +9,7 @@ import secrets
 from hashlib import blake2b
 
 from wicore_trt.errors import ContextLengthError, InvalidRequestError
+from wicore_trt.runtime.executor import ImageEncoder
 from wicore_trt.types import GenerateRequest, SamplingParams
 
 
@@ -34,6 +35,25 @@ def check_tokens(request: GenerateRequest, max_context: int, vocab: int) -> None
         if ids and not 0 <= min(ids) <= max(ids) < vocab:
             bad = next(token for token in ids if not 0 <= token < vocab)
             raise InvalidRequestError(f"Token id {bad} is outside the vocabulary of {vocab}.", field=name)
+
+
+def check_images(request: GenerateRequest, encoder: ImageEncoder | None) -> None:
+    """Raise InvalidRequestError for images that `encoder` cannot read."""
+    images = [span for span in request.content if span.pixels]
+    if not images:
+        return
+    if encoder is None:
+        fix = "Build the engine with its vision tower, for a backend that reads images."
+        raise InvalidRequestError("This engine reads no images.", field="images", fix=fix)
+    if request.params.prompt_logprobs is not None:
+        raise InvalidRequestError("Prompts with images have no log-probabilities.", field="prompt_logprobs")
+    for span in images:
+        if (span.end - span.begin, len(span.pixels)) != (encoder.tokens, encoder.pixel_bytes):
+            raise InvalidRequestError(
+                f"An image is {encoder.tokens} tokens of {encoder.pixel_bytes:,} bytes of pixels here, not"
+                f" {span.end - span.begin} of {len(span.pixels):,}.",
+                field="images",
+            )
 
 
 def stop_ids_of(params: SamplingParams, eos_ids: tuple[int, ...]) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from wicore_trt.core.loop import Core
-from wicore_trt.core.request_checks import check_tokens, sequence_seed, stop_ids_of
+from wicore_trt.core.request_checks import check_images, check_tokens, sequence_seed, stop_ids_of
 from wicore_trt.errors import EnvironmentUnfitError, InvalidRequestError, WicoreError
 from wicore_trt.kv.events import EventFeed
 from wicore_trt.runtime.executor import RequestExecutor
@@ -67,6 +67,7 @@ class RequestCore(Core):
 
     def validate_request(self, request: GenerateRequest) -> None:
         check_tokens(request, self.max_context, self.executor.spec.vocab_size)
+        check_images(request, None)
         if request.content:  # its cache distinguishes prompts by their token ids alone
             raise InvalidRequestError("This engine takes token ids alone.", field="content")
         self.executor.check(request, stop_ids_of(request.params, self.eos_ids))

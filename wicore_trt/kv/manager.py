@@ -132,16 +132,18 @@ class KVCacheManager:
         if GLOBAL in self.pools:
             found = self.pools[GLOBAL].find_slot
             reachable = next((i for i in range(limit) if found(pages.keys[i]) is None), limit)
-        best = self.find_longest_window(pages.keys, reachable, lambda key: self.pools[LOCAL].find_slot(key) is not None)
-        in_flight = best < limit and pages.keys[best] in self._computing
+        best = self.find_longest_window(pages, reachable, lambda key: self.pools[LOCAL].find_slot(key) is not None)
+        following = best + 1  # the first start behind the hit
+        while following in pages.barred:
+            following += 1
+        in_flight = following <= limit and pages.keys[following - 1] in self._computing
         return PrefixHit(best * self.page_tokens, reachable, in_flight)
 
-    def find_longest_window(self, keys: list[bytes], reachable: int, found: Callable[[bytes], object]) -> int:
-        """Find the largest n <= reachable such that `found` holds for every local page of the window before it."""
-        if LOCAL not in self.pools:
-            return reachable
-        n = reachable
-        while n > 0:
+    def find_longest_window(self, pages: SequencePages, reachable: int, found: Callable[[bytes], object]) -> int:
+        """Find the largest n <= reachable where `pages` may start such that `found` holds for every local page of the
+        window before it."""
+        keys, n = pages.keys, pages.find_start(reachable)
+        while n > 0 and LOCAL in self.pools:
             first = self.first_visible_page(n * self.page_tokens)
             gap = next((i for i in range(n - 1, first - 1, -1) if not found(keys[i])), None)
             if gap is None:
@@ -149,6 +151,7 @@ class KVCacheManager:
             n = gap  # every longer window has this gap too
             while n > 0 and not found(keys[n - 1]):
                 n -= 1
+            n = pages.find_start(n)
         return n
 
     def attach_prefix(self, pages: SequencePages, hit: PrefixHit, prompt_tokens: int) -> None:
@@ -166,7 +169,7 @@ class KVCacheManager:
         pages.failures = self.failures
         # The next request with this prompt, and one that leaves it where this one did, start at these points.
         ends = {prompt_tokens // self.page_tokens, (prompt_tokens - 1) // self.page_tokens}
-        pages.resume_points.update(ends | {hit.reachable})
+        pages.resume_points.update(map(pages.find_start, ends | {hit.reachable}))
 
     def touch_chain(self, pages: SequencePages, hit_tokens: int) -> None:
         """Tell the policies of all tiers, once per request, that it looked up this chain; count its device hit."""
@@ -411,7 +414,7 @@ class KVCacheManager:
         if LOCAL not in self.pools or pages.load:
             return
         # Windows of earlier turns are behind us, except where other conversations branch off.
-        ends = {pages.published, (prompt_tokens - 1) // self.page_tokens}
+        ends = set(map(pages.find_start, (pages.published, (prompt_tokens - 1) // self.page_tokens)))
         self.memory.spare_windows(keys, self._windows.pages_before(ends))
         if self.tiers is None or pages.hints.priority is CachePriority.LOW:
             return

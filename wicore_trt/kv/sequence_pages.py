@@ -18,7 +18,7 @@ from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.tiers.load import PrefixLoad
 from wicore_trt.kv.tiers.moves import TierCopy
 from wicore_trt.model.spec import GLOBAL, LOCAL
-from wicore_trt.types import CacheHints
+from wicore_trt.types import CacheHints, ContentSpan
 
 STAMPS = itertools.count(1)
 
@@ -49,6 +49,7 @@ class SequencePages:
     """Page tables of one sequence; only the methods here change them.
 
     - `names`: makes the page keys of its tenant and salt; `marks`: content that token ids do not tell (`mark_content`)
+    - `barred`: page counts behind which nothing starts, as they end inside an image (`bar_pages`)
     - `tables[group][i]`: slot of page i, -1 where a local page slid out; `first_local`: first page of the local table
     - `stamp`: changes with the tables, so that a copy of them with the same stamp is good
     - `keys[i]`: key of page i, whose token bytes are `blocks[i]`
@@ -65,6 +66,7 @@ class SequencePages:
     names: TenantNames
     hints: CacheHints = CacheHints()
     marks: Mapping[int, bytes] = field(default_factory=dict)
+    barred: frozenset[int] = frozenset()
     keys: list[bytes] = field(default_factory=list)
     known: dict[str, dict[int, Page]] = field(default_factory=lambda: {GLOBAL: {}, LOCAL: {}})
     blocks: list[bytes] = field(default_factory=list)
@@ -99,6 +101,12 @@ class SequencePages:
     def clear_tables(self) -> None:
         self.tables, self.stamp = empty_tables(), next(STAMPS)
 
+    def find_start(self, count: int) -> int:
+        """Find the largest page count up to `count` behind which a sequence may start or go on."""
+        while count in self.barred:
+            count -= 1
+        return count
+
     def name_pages(self, tokens: Sequence[int]) -> None:
         """Make the keys of all full pages of `tokens`."""
         self.blocks += self.names.extend_keys(self.keys, tokens, self.marks)
@@ -122,6 +130,12 @@ class PrefixHit:
     tokens: int
     reachable: int
     in_flight: bool
+
+
+def bar_pages(content: Iterable[ContentSpan], page_tokens: int) -> frozenset[int]:
+    """List page counts that end strictly inside an image, whose tokens are computed together."""
+    images = [span for span in content if span.pixels]
+    return frozenset(n for s in images for n in range(s.begin // page_tokens + 1, (s.end - 1) // page_tokens + 1))
 
 
 class Windows:

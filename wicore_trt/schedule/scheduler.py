@@ -1,7 +1,8 @@
 """Scheduler: it decides which sequences compute how many tokens in the next step.
 
 It decides on plain data and must not know tensors or transports. Invariant: a schedule's slices fit the budget and
-their pages are reserved. While any sequence lives, the schedule is empty only while something is being loaded.
+their pages are reserved; an image is in one slice. While any sequence lives, the schedule is empty only while something
+is being loaded or encoded.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from wicore_trt.kv.prefix.rates import PrefillMeter
 from wicore_trt.kv.sequence_pages import PrefixHit
 from wicore_trt.model.spec import LOCAL
 from wicore_trt.schedule.estimates import LEAST, PromptEstimates
+from wicore_trt.schedule.images import ImageBook
 from wicore_trt.schedule.queue import Outlook, WaitingQueue, order_key
 from wicore_trt.schedule.sequence import Sequence, SequenceState, StepSchedule
 from wicore_trt.schedule.step_time import Budget, StepLoad, StepTime
@@ -49,7 +51,8 @@ class Scheduler:
     `max_batch_tokens` bounds a step's tokens, `max_sequences` the sequences that hold pages. `loader` loads prefixes
     from lower tiers. Without `step_time`, time limits no step. With fewer than `slice_tokens` a step gets no shorter,
     as the device reads its weights anyway. `score_rows` bounds a step's tokens of prompts that want log-probabilities;
-    those take nothing from the cache. `graph_sizes`: see `Executor`.
+    those take nothing from the cache. `graph_sizes`: see `Executor`. With `images` a sequence stops before one
+    until that is encoded.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Scheduler:
         graph_sizes: dict[int, tuple[int, ...]] | None = None,
         step_time: StepTime | None = None,
     ) -> None:
+        self.images: ImageBook | None = None
         self.manager = manager
         self.loader = loader
         self.prefill = PrefillMeter()
@@ -150,16 +154,29 @@ class Scheduler:
             self.loader.end_prefetch(sequence.pages)
         sequence.change_state(SequenceState.FINISHED)
 
+    def condemn_sequence(self, sequence: Sequence) -> None:
+        """Let nobody find again what a sequence with bad logits read."""
+        self.manager.condemn_pages(sequence.pages)
+        if self.images is not None:
+            self.images.forget_images(sequence.images)
+
     def _release_pages(self, sequence: Sequence) -> None:
         if self.loader is not None:
             self.loader.cancel_load(sequence.pages)
+        self._withdraw_images(sequence)
         self.manager.free_pages(sequence.pages)
         self._too_few = []
+
+    def _withdraw_images(self, sequence: Sequence) -> None:
+        if sequence.images and self.images is not None:
+            self.images.withdraw_sequence(sequence.seq_id)
 
     def schedule_step(self) -> StepSchedule:
         schedule, budget = StepSchedule(), Budget(self.max_batch_tokens)
         self._rows_left, self._load_pages, self.held_back = self.score_rows, PAGES_AT_ONCE, False
         self.manager.prepare_step()
+        if self.images is not None:
+            self.images.begin_schedule()
         decoding = [s for s in self.running if s.remaining_tokens == 1]
         if len(decoding) > budget.tokens:
             decoding.sort(key=order_key)
@@ -187,7 +204,7 @@ class Scheduler:
         short = bool(schedule.preempted)
         if not short and self._is_blocked() and (victim := self._find_in_the_way()) is not None:
             victim.gave_way += 1
-            budget.tokens += self._preempt_sequence(victim, schedule)
+            budget.give_back(self._preempt_sequence(victim, schedule))
         passed_over: list[Sequence] = []
         prompts = [s for s in self.running if s.remaining_tokens > 1]
         tenants, given = {s.request.tenant for s in prompts} | self.waiting.count_by_tenant().keys(), self._given
@@ -219,10 +236,13 @@ class Scheduler:
         self.manager.prepare_step()
         decoding = [s for s, n in schedule.slices if s.finish_reason is None and n == len(s.tokens) - s.computed]
         following = [s for s in decoding if len(s.tokens) + 1 < s.longest]
-        live = len([s for s in self.running if s.finish_reason is None])
-        if len(decoding) < live or not 0 < len(following) <= self.max_batch_tokens:
+        live, stopped = [s for s in self.running if s.finish_reason is None], 0
+        if self.images is not None and self.images.busy:  # those that wait for it hold up nobody
+            given = {s.seq_id: n for s, n in schedule.slices}
+            stopped = sum(self.images.is_stopped(s.seq_id, s.computed + given.get(s.seq_id, 0)) for s in live)
+        if len(decoding) + stopped < len(live) or not 0 < len(following) <= self.max_batch_tokens:
             return None
-        everybody = len(following) == len(self.running)
+        everybody = len(following) + stopped == len(self.running)
         if len(self.waiting) and not (everybody and self._is_blocked() and self._find_in_the_way() is None):
             return None
         size = self.manager.page_tokens  # the next token of those whose last page is full has no page yet
@@ -285,7 +305,7 @@ class Scheduler:
                 # if preempted, it would be admitted again with the same load in the same pools, forever
                 self._drop_load(sequence)
                 continue
-            budget.tokens += self._preempt_sequence(victim, schedule)
+            budget.give_back(self._preempt_sequence(victim, schedule))
             if victim is sequence:
                 if not self.running:  # it had all the memory, and its cached pages would lie in the same slabs again
                     self.manager.memory.evict_all()
@@ -302,11 +322,17 @@ class Scheduler:
             self._given[sequence.request.tenant] = self._given.get(sequence.request.tenant, 0) + count
 
     def _limit_tokens(self, sequence: Sequence, count: int, budget: Budget) -> int:
+        """Limit tokens to what the step has room for, and to whole images that are ready."""
+        start, images = sequence.computed, sequence.images
         if sequence.scoring:
             count = min(count, self._rows_left)
-        return (
-            budget.fit_tokens(sequence.computed, count) if sequence.remaining_tokens > 1 else min(count, budget.tokens)
-        )
+        if images and self.images is not None:
+            count = self.images.limit_tokens(sequence.seq_id, images, start, count)
+        count = budget.fit_tokens(start, count) if sequence.remaining_tokens > 1 else min(count, budget.tokens)
+        for image in images:
+            if image.begin < start + count < image.end:
+                return image.begin - start if image.begin > start else budget.fit_image(image.end - start)
+        return count
 
     def _advance_load(self, sequence: Sequence) -> int:
         """Return the tokens that a running sequence should compute now, budget aside."""
@@ -450,6 +476,7 @@ class Scheduler:
         sequence.computed = hit.tokens
         count = self._limit_tokens(sequence, total - hit.tokens, budget) if load is None else 0
         if not self.manager.reserve_pages(pages, hit.tokens + count, total=total + 1, spare=running):
+            self._withdraw_images(sequence)
             self.manager.free_pages(pages)
             sequence.computed = 0
             return None

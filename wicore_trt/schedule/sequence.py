@@ -10,6 +10,7 @@ import enum
 from dataclasses import dataclass, field
 
 from wicore_trt.kv.sequence_pages import SequencePages
+from wicore_trt.schedule.images import PromptImage
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams
 
 
@@ -42,6 +43,7 @@ class Sequence:
     - `ran`: steps that computed for it since its last admission; `gave_way`: times it left its place to another tenant
     - `scored`: prompt tokens whose log-probabilities were put out; `scoring`: some are wanted, so all is computed
     - `cost_s`: expected seconds to compute its prompt, at arrival or by what a load brought since
+    - `images` of its prompt, each of which a step computes whole
     - `longest`: tokens that it ends with at the latest
     """
 
@@ -67,6 +69,7 @@ class Sequence:
     begun: float | None = None
     cost_s: float = 0.0
     longest: int = 1 << 62
+    images: tuple[PromptImage, ...] = ()
     # Of the request, kept here because each step asks for them several times.
     request_key: str = field(init=False)
     tenant: str = field(init=False)

@@ -109,12 +109,16 @@ class StepTime:
 class Budget:
     """Budget of a step: `tokens` it may still compute. Prompts may take all until `set_time` limits their time.
     Invariants: the tokens given never exceed those there were. Prompts get no more than the step's time allows, but at
-    least `least` tokens in all, so that they advance however slow the step is."""
+    least `least` tokens in all, so that they advance however slow the step is, and one image whole. `room`: tokens that
+    the executor can still take."""
 
-    __slots__ = ("_ends", "_least", "_limit_s", "_load", "_rest", "_sizes", "_slice", "_time", "tokens")
+    __slots__ = (
+        "_ends", "_least", "_limit_s", "_load", "_rest", "_sizes", "_slice", "_stretched", "_time", "room", "tokens",
+    )  # fmt: skip
 
     def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
+        self.tokens = self.room = tokens
+        self._stretched = False
         self._load, self._least, self._limit_s = StepLoad(), 0, math.inf
         self._time: StepTime | None = None
         self._sizes: tuple[int, ...] = ()
@@ -154,6 +158,18 @@ class Budget:
                 high = middle - 1
         return low
 
+    def fit_image(self, count: int) -> int:
+        """Return the tokens of an image at the front of a prompt, though there is no time for all; or 0, if the
+        executor cannot take so many, or the step was stretched already."""
+        if self._stretched or count > self.room:
+            return 0
+        self._stretched = True
+        return count
+
+    def give_back(self, tokens: int) -> None:
+        """Take back tokens that were given to a sequence that does not compute."""
+        self.tokens, self.room = self.tokens + tokens, self.room + tokens
+
     def _pad_tokens(self, tokens: int) -> int:
         at = bisect_left(self._sizes, tokens)
         return self._sizes[at] if at < len(self._sizes) else tokens
@@ -161,7 +177,7 @@ class Budget:
     def take_tokens(self, start: int, count: int, *, prompt: bool, ends: bool) -> None:
         """Take tokens that were given, with which a prompt `ends` or goes on."""
         self._rest = max(0, self._rest - max(0, count - self.tokens))  # once, also when a prompt gives back what it had
-        self.tokens = max(0, self.tokens - count)
+        self.tokens, self.room = max(0, self.tokens - count), self.room - count
         if prompt:
             self._load = self._load.with_prompt(start, count)
             self._least = max(0, self._least - count)

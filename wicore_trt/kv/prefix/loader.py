@@ -119,7 +119,7 @@ class PrefixLoader:
             on_device = manager.pools[LOCAL].find_slot(key) is not None
             return "device" if on_device else self.tiers.find_tier(LOCAL, key)
 
-        n = manager.find_longest_window(keys, reach, find_tier)
+        n = manager.find_longest_window(pages, reach, find_tier)
         while n > start and len(found) < MAX_CANDIDATES:
             window: Counter[str] = Counter()
             if LOCAL in manager.pools:
@@ -127,7 +127,7 @@ class PrefixLoader:
                     window[find_tier(key) or "host"] += self._page_bytes[LOCAL]
             page_bytes = self._page_bytes[GLOBAL] if group == GLOBAL else 0
             found.append(Candidate(n * manager.page_tokens, where, manager.page_tokens, page_bytes, dict(window)))
-            n = manager.find_longest_window(keys, n - 1, find_tier)
+            n = manager.find_longest_window(pages, n - 1, find_tier)
         return found
 
     def prefetch_prefix(self, pages: SequencePages, total: int, hit: PrefixHit, compute: ComputeRate) -> None:
