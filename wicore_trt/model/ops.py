@@ -17,7 +17,8 @@ class Ops(Protocol[T]):
     """Operators of a step. `layer` selects weights, rope table, window and KV pages."""
 
     def embed(self) -> T:
-        """[N, H] float32: embedding rows of the step's token ids times embedding_scale."""
+        """[N, H] float32: embedding rows of the step's token ids times embedding_scale, and features where images
+        are."""
 
     def norm(self, residual: T, weight: str) -> T:
         """[N, H]: RMSNorm of the residual with the named weight (stored as 1 + w), rounded to the dtype."""
@@ -33,7 +34,8 @@ class Ops(Protocol[T]):
         k and v to the layer's KV pages; returns q as [N, heads, D]."""
 
     def attention(self, q: T, layer: int) -> T:
-        """[N, heads * D]: causal softmax attention over the sequence's pages, windowed on local layers."""
+        """[N, heads * D]: softmax attention over the sequence's pages: causal, but that an image's tokens see all of
+        it; on local layers a window limits what comes before a token."""
 
     def add_norm(self, residual: T, x: T, post_weight: str, next_weight: str) -> tuple[T, T]:
         """(residual + RMSNorm(x) * post, RMSNorm(that sum) * next rounded to the dtype)."""

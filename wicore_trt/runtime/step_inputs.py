@@ -25,13 +25,16 @@ class StepInputs:
     [cu_seqlens[s], cu_seqlens[s + 1]) with consecutive positions. `page_tables[group][s, j]` is the pool slot of
     positions [j * page_tokens, (j + 1) * page_tokens) of slice s; -1 for a page that slid out of the window or lies
     after the slice's end. `sample_rows`, ascending, are the rows before the slices' targets and the last rows of the
-    slices that sample."""
+    slices that sample. `images` are the slices' (first row, count, slot). With images a row sees keys up to `key_ends`,
+    exclusive: the end of its image, for text the row's own position + 1."""
 
     token_ids: torch.Tensor  # int64[N]
     positions: torch.Tensor  # int32[N]
     cu_seqlens: torch.Tensor  # int32[S + 1]
     page_tables: dict[str, torch.Tensor]  # group -> int32[S, P], P the pages of the longest slice
     sample_rows: torch.Tensor  # int64[R]
+    images: tuple[tuple[int, int, int], ...] = ()
+    key_ends: torch.Tensor | None = None  # int32[N]; None without images
 
     @classmethod
     def from_batch(cls, batch: StepBatch, layout: KVLayout, groups: Sequence[str]) -> StepInputs:
@@ -53,6 +56,14 @@ class StepInputs:
         if any(targets := [s.targets for s in slices]):
             scored = [np.arange(len(t)) + begin for t, begin in zip(targets, cu_seqlens, strict=False)]
             sample_rows = np.sort(np.concatenate([sample_rows, *scored]))
+        images, key_ends = list[tuple[int, int, int]](), None
+        if any(seen := [s.images for s in slices]):
+            key_ends = positions + np.int32(1)
+            for s, own, begin in zip(slices, seen, cu_seqlens.tolist(), strict=False):
+                for first, count, slot in own:
+                    assert 0 <= first < first + count <= len(s.token_ids), "a step computes an image whole"
+                    images.append((begin + first, count, slot))
+                    key_ends[begin + first : begin + first + count] = s.start + first + count
         used = (starts + lengths + layout.page_tokens - 1) // layout.page_tokens
         inside = np.arange(used.max()) < used[:, None]
         return cls(
@@ -64,6 +75,8 @@ class StepInputs:
                 for g in groups
             },
             sample_rows=torch.from_numpy(sample_rows),
+            images=tuple(images),
+            key_ends=None if key_ends is None else torch.from_numpy(key_ends),
         )
 
 

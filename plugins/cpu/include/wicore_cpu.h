@@ -17,7 +17,7 @@ extern "C" {
 #endif
 
 #define WICORE_API __attribute__((visibility("default")))
-#define WICORE_CPU_ABI 3
+#define WICORE_CPU_ABI 4
 #define WICORE_PACK_ROWS 64  // weight rows that are interleaved in one block
 
 enum wicore_dtype { WICORE_F32 = 0, WICORE_BF16 = 1, WICORE_F16 = 2 };
@@ -85,12 +85,14 @@ struct wicore_linear {
 
 // Geometry of a step for one layer group. Tokens are ragged: sequence s owns tokens cu_seqlens[s] .. cu_seqlens[s + 1]
 // at consecutive positions. page_table is int32 [num_seqs, table_width]: the pool slot of each page of positions; -1
-// marks a page that no query of the step sees.
+// marks a page that no query of the step sees. A query sees keys before its key end, which ascends within a sequence:
+// its position + 1 where key_ends is null.
 struct wicore_step {
   int64_t num_seqs, table_width;
   const int32_t* cu_seqlens;
   const int32_t* positions;
   const int32_t* page_table;
+  const int32_t* key_ends;
 };
 
 // One layer's KV in its group's pool [num_pages, layers, 2, page_tokens, kv_heads, head_dim]; the offset of the layer
@@ -117,7 +119,7 @@ struct wicore_qk_norm_rope_write {
 };
 
 // out operand [rows, heads * head_dim] = softmax(scale * q k^T) v over the last `window` keys with the query's own
-// (0: all keys). head_dim is a multiple of 16, at most 256.
+// (0: all keys), and those between it and its key end. head_dim is a multiple of 16, at most 256.
 struct wicore_attention {
   int64_t rows, dtype, window;
   double scale;

@@ -1,4 +1,4 @@
-// Causal attention over paged KV, one work item per (sequence, KV head, block of query rows).
+// Attention over paged KV, causal but within images, one work item per (sequence, KV head, block of query rows).
 //
 // A query row is (token, head of the group); a vector lane is a row. Keys are taken in blocks by absolute position:
 // pages in ascending order, each cut every kKeys tokens. Per row and key block the sequence is always the same:
@@ -68,8 +68,9 @@ struct AttentionItem {
   void begin(int64_t padded) {
     for (int64_t r = 0; r < padded; ++r) {
       const bool real = r < block.rows;
-      s.last[r] = real ? kv.step->positions[token(r)] : -1;
-      const int64_t first = a.window > 0 ? s.last[r] - a.window + 1 : 0;
+      const int32_t position = real ? kv.step->positions[token(r)] : -1;
+      s.last[r] = real && kv.step->key_ends ? kv.step->key_ends[token(r)] - 1 : position;
+      const int64_t first = a.window > 0 ? position - a.window + 1 : 0;
       s.first[r] = static_cast<int32_t>(first > 0 ? first : 0);
       s.maximum[r] = -__builtin_inff();
       s.sum[r] = 0.0f;

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 SOURCES = ("backends/torch",)
 SCORE_ROWS = 128  # of a 262,144-token vocabulary: 134 MB
-StepOps = Callable[[StepInputs, AttentionProbe | None], Ops[torch.Tensor]]
+StepOps = Callable[[StepInputs, AttentionProbe | None, torch.Tensor | None], Ops[torch.Tensor]]
 
 
 class TorchExecutor:
@@ -103,7 +103,7 @@ class TorchExecutor:
         probe = None if layer is None else AttentionProbe(layer, inputs.cu_seqlens[1:].long() - 1)
         self._page_copies.begin_step(batch)
         with torch.inference_mode():
-            logits = forward(self._step_ops(inputs, probe), self.spec)
+            logits = forward(self._step_ops(inputs, probe, self._find_features()), self.spec)
             result = self._sampler.step(logits, batch.slices)
             if probe is None:
                 return result
@@ -116,7 +116,11 @@ class TorchExecutor:
         tokens. For evaluation; valid until the next step."""
         inputs = StepInputs.from_batch(batch, self.layout, tuple(self.layout.num_pages))
         with torch.inference_mode():
-            return forward(self._step_ops(replace(inputs, sample_rows=rows), None), self.spec)
+            ops = self._step_ops(replace(inputs, sample_rows=rows), None, self._find_features())
+            return forward(ops, self.spec)
+
+    def _find_features(self) -> torch.Tensor | None:
+        return getattr(self.images, "features", None)
 
     def release(self, seq_id: int) -> None:
         self._sampler.release(seq_id)

@@ -72,7 +72,7 @@ class Linear(Args):
 class StepGeometry(Args):
     """Geometry of a step for one layer group; `set_step` fills it."""
 
-    _fields_ = _list_fields("num_seqs table_width", "cu_seqlens positions page_table")
+    _fields_ = _list_fields("num_seqs table_width", "cu_seqlens positions page_table key_ends")
 
 
 class KV(Args):
@@ -172,13 +172,21 @@ def make_linear(
     return args
 
 
-def set_step(step: StepGeometry, cu_seqlens: torch.Tensor, positions: torch.Tensor, page_table: torch.Tensor) -> None:
-    """Point `step` to the geometry of a step: int32 [S + 1], [N], [S, P]."""
+def set_step(
+    step: StepGeometry,
+    cu_seqlens: torch.Tensor,
+    positions: torch.Tensor,
+    page_table: torch.Tensor,
+    key_ends: torch.Tensor | None = None,
+) -> None:
+    """Point `step` to the geometry of a step: int32 [S + 1], [N], [S, P], [N]."""
     int32 = torch.int32
     step.num_seqs, step.table_width = page_table.shape
     step.point(
         cu_seqlens=(cu_seqlens, int32, step.num_seqs + 1), positions=(positions, int32), page_table=(page_table, int32)
     )
+    step.key_ends = None if key_ends is None else check_address(key_ends, int32, *positions.shape)
+    step.kept["key_ends"] = key_ends
 
 
 def layer_kv(pool: torch.Tensor, layer: int, heads: int, step: StepGeometry) -> KV:
@@ -218,8 +226,8 @@ def make_qk_norm_rope_write(
 def make_attention(
     q: torch.Tensor, kv: KV, window: int, scale: float, dtype: torch.dtype, out: torch.Tensor
 ) -> Attention:
-    """Attend causally with q operand [rows, heads, D] over the last `window` keys (0: all); out operand [rows, heads *
-    D]."""
+    """Attend with q operand [rows, heads, D] to the last `window` keys (0: all) up to each row's own, or to its key end
+    where the step has some; out operand [rows, heads * D]."""
     rows, width = out.shape
     assert width == kv.heads * kv.head_dim
     args = Attention(rows, DTYPE_CODES[dtype], window, scale)

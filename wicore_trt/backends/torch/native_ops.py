@@ -110,12 +110,16 @@ class NativeOps:
         self._args: dict[str, native_args.Args] = {}
         self._steps: list[native_args.Args] = []
         self._inputs: StepInputs
+        self._features: torch.Tensor | None = None
         self._probe: AttentionProbe | None = None
 
-    def begin(self, inputs: StepInputs, probe: AttentionProbe | None = None) -> NativeOps:
+    def begin(
+        self, inputs: StepInputs, probe: AttentionProbe | None = None, features: torch.Tensor | None = None
+    ) -> NativeOps:
         """Take the next step's geometry; return self. Scratch grows to the largest step seen. `probe` has its queries
-        once logits are there."""
-        self._inputs, self._probe, self._steps = inputs, probe, []
+        once logits are there. `features` [slots, tokens, hidden size] hold what the step's images have in place of
+        embeddings."""
+        self._inputs, self._probe, self._features, self._steps = inputs, probe, features, []
         last = int(inputs.positions.max())
         self._rows = {"tokens": inputs.token_ids.shape[0], "samples": inputs.sample_rows.shape[0]}
         stale = last >= self._rope_length
@@ -128,14 +132,20 @@ class NativeOps:
         if stale:
             self._args, self._buffers = {}, {}  # they point to each other; rebuilt as the step asks for them
         for group, step in self._geometry.items():
-            native_args.set_step(step, inputs.cu_seqlens, inputs.positions, inputs.page_tables[group])
+            table = inputs.page_tables[group]
+            native_args.set_step(step, inputs.cu_seqlens, inputs.positions, table, inputs.key_ends)
         return self
 
     def embed(self) -> torch.Tensor:
         out = self._find_buffer("residual", torch.float32, self._spec.hidden_size)
         index = self._find_buffer("token index", torch.int64, 1).flatten()
         given = index, self._weights.packed[EMBEDDING], self._embedding_scale, out
-        return self._record_operator("embed", native_args.make_embed, *given, index=self._inputs.token_ids)
+        self._record_operator("embed", native_args.make_embed, *given, index=self._inputs.token_ids)
+        for first, count, slot in self._inputs.images:
+            assert self._features is not None
+            rows = self._features[slot, :count].to(torch.float32).contiguous()
+            self._steps.append(native_args.make_gather(rows, torch.arange(count), out[first : first + count]))
+        return out
 
     def norm(self, residual: torch.Tensor, weight: str) -> torch.Tensor:
         out = self._find_buffer("operand", self._operand, self._spec.hidden_size)

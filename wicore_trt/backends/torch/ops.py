@@ -68,12 +68,20 @@ class TorchModel:
 
 class TorchOps:
     """`Ops` of one step; T is a tensor, always float32 between operators. Not bitwise independent of the batch: BLAS
-    picks its blocking by the number of rows, so logits move by float32 rounding."""
+    picks its blocking by the number of rows, so logits move by float32 rounding. `features` [slots, tokens, hidden
+    size] hold what the step's images have in place of embeddings."""
 
-    def __init__(self, model: TorchModel, inputs: StepInputs, probe: AttentionProbe | None = None) -> None:
+    def __init__(
+        self,
+        model: TorchModel,
+        inputs: StepInputs,
+        probe: AttentionProbe | None = None,
+        features: torch.Tensor | None = None,
+    ) -> None:
         device, spec = model.device, model.spec
         self._model, self._spec, self._probe = model, spec, probe
         self._token_ids = inputs.token_ids.to(device)
+        self._images, self._features, self._key_ends = inputs.images, features, inputs.key_ends
         self._sample_rows = inputs.sample_rows.to(device)
         positions = inputs.positions.to(device)
         bounds = inputs.cu_seqlens.tolist()
@@ -89,8 +97,11 @@ class TorchOps:
         self._rope = {g: _rope_table(spec.layer_group(g), positions) for g in inputs.page_tables}
 
     def embed(self) -> torch.Tensor:
-        rows = self._model.weights[EMBEDDING][self._token_ids]
-        return rows.float() * self._model.embedding_scale
+        rows = self._model.weights[EMBEDDING][self._token_ids].float() * self._model.embedding_scale
+        for first, count, slot in self._images:
+            assert self._features is not None
+            rows[first : first + count] = self._features[slot, :count]
+        return rows
 
     def norm(self, residual: torch.Tensor, weight: str) -> torch.Tensor:
         return self._rms_norm(residual, weight)
@@ -137,10 +148,14 @@ class TorchOps:
         for (first, last), start, table in zip(self._rows, self._starts, self._tables[group.name], strict=True):
             for row in range(first, last, QUERY_BLOCK):
                 block = slice(row, min(row + QUERY_BLOCK, last))
-                k, v, low = self._gather_keys(pool, table, start + row - first, start + block.stop - first, group)
+                at, end = start + row - first, start + block.stop - first
+                ends = torch.arange(at + 1, end + 1, device=q.device)
+                if self._key_ends is not None:
+                    ends, end = self._key_ends[block].to(q.device), int(self._key_ends[block.stop - 1])
+                k, v, low = self._gather_keys(pool, table, at, end, group)
                 if scale is not None:
                     k, v = k * scale, v * scale
-                out[block] = self._attend_block(q[block], k, v, start + row - first, low, group)
+                out[block] = self._attend_block(q[block], k, v, at, ends, low, group)
         return out.flatten(1)
 
     def add_norm(
@@ -183,20 +198,26 @@ class TorchOps:
         return k, v, low
 
     def _attend_block(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, low: int, group: LayerGroup
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        first: int,
+        ends: torch.Tensor,
+        low: int,
+        group: LayerGroup,
     ) -> torch.Tensor:
-        """Compute [n, heads, D] for queries at positions first, first + 1, ...; keys begin at position low."""
+        """Compute [n, heads, D] for queries at positions first, first + 1, ..., which see keys before `ends` ([n],
+        ascending); keys begin at position low. A window limits what comes before a query alone."""
         n, kv_heads, keys = q.shape[0], k.shape[0], k.shape[1]
         # query head h reads KV head h // (heads / kv_heads)
         grouped = q.view(n, kv_heads, -1, q.shape[2]).permute(1, 2, 0, 3)  # [kv_heads, repeat, n, D]
         scores = (grouped.flatten(1, 2) @ k.transpose(1, 2)).view(kv_heads, -1, n, keys)
         scores = scores * group.softmax_scale
-        behind = torch.arange(first, first + n, device=q.device)[:, None] - torch.arange(
-            low, low + keys, device=q.device
-        )
-        hidden = behind < 0
+        key = torch.arange(low, low + keys, device=q.device)
+        hidden = key >= ends[:, None]
         if group.window:
-            hidden |= behind >= group.window
+            hidden |= key <= torch.arange(first, first + n, device=q.device)[:, None] - group.window
         weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
         attended: torch.Tensor = weights.flatten(1, 2) @ v
         return attended.view(kv_heads, -1, n, q.shape[2]).permute(2, 0, 1, 3).flatten(1, 2)
