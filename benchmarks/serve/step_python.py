@@ -48,7 +48,7 @@ from wicore_trt.core.engine import EngineCore
 from wicore_trt.kv.sizing import builtin_spec
 from wicore_trt.link.host import EngineHost
 from wicore_trt.model.spec import GLOBAL, LOCAL
-from wicore_trt.runtime.executor import ImageEncoder, KVLayout
+from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.runtime.pool_sizes import shared_pages
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.schedule.step_time import StepTime
@@ -88,7 +88,7 @@ class HostSide(TritonExecutor):
         self.spec, self.device, self._closed = builtin_spec("gemma3-27b"), self, False  # type: ignore[assignment]
         self.max_batch_tokens, self.max_sequences, self.score_rows = BATCH_TOKENS, rows, 0
         self.graph_sizes: dict[int, tuple[int, ...]] = {}
-        self.images: ImageEncoder | None = None
+        self.images = None
         self.slice_tokens, self.kernels, self.layout = 256, "none", layout
         self.graphs, self.prompt_graphs = dict.fromkeys(BUCKETS, self.run), {}
         limits = StepLimits(BATCH_TOKENS, rows, context)

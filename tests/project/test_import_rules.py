@@ -67,7 +67,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "backends.torch.calibrate": (*BACKEND, "text", "backends.torch"),  # reads a text
     "backends.torch": (*BACKEND, "backends.torch"),
-    "backends.triton": (*BACKEND, "backends.triton"),
+    "backends.triton": (*BACKEND, "backends.torch.vision", "backends.triton"),  # one image encoder
     "backends.tensorrt": (*BACKEND, "backends.tensorrt"),
     "backends.trtllm": (*BACKEND, "kv", "backends.trtllm"),  # our tiers behind its KV connector
     "kv.sizing": ("errors", "kv", "model"),

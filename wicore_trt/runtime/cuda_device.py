@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 
@@ -16,12 +17,24 @@ from wicore_trt.errors import EnvironmentUnfitError
 ALIGNMENT = 256  # bytes; what compiled plans ask of addresses
 
 
+class Mark(Protocol):
+    """Point of a stream."""
+
+    def query(self) -> bool:
+        """Tell whether the stream has passed it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+        ...
+
+
 class CudaDevice:
     """GPU `torch_device` of the architecture `target`, like "sm89"; `stream` is its CUDA stream's handle."""
 
-    def __init__(self, name: str = "auto", backend: str = "triton") -> None:
-        """Open GPU `name`: "auto", "cuda" or "cuda:1". Raises EnvironmentUnfitError, naming `backend`, without such a
-        GPU."""
+    def __init__(self, name: str = "auto", backend: str = "triton", *, urgent: bool = False) -> None:
+        """Open GPU `name`: "auto", "cuda" or "cuda:1". An `urgent` stream goes before others. Raises
+        EnvironmentUnfitError, naming `backend`, without such a GPU."""
         if name == "cpu" or not torch.cuda.is_available():
             why = "executor.device is cpu" if name == "cpu" else "PyTorch finds none"
             raise EnvironmentUnfitError(
@@ -33,7 +46,7 @@ class CudaDevice:
             self.torch_device = torch.device("cuda", torch.cuda.current_device())
         major, minor = torch.cuda.get_device_capability(self.torch_device)
         self.target = f"sm{major}{minor}"
-        self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(self.torch_device, priority=-int(urgent))  # type: ignore[no-untyped-call]
         self.stream = int(self._stream.cuda_stream)
         # The graph captured last, if it is still wanted: the next one's temporaries lie where its are, since graphs run
         # one after the other.
@@ -43,9 +56,9 @@ class CudaDevice:
         """Allocate uninitialised contiguous memory, at a multiple of ALIGNMENT: torch's allocator aligns to 512."""
         return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
 
-    def staging(self, shape: Sequence[int]) -> torch.Tensor:
-        """Allocate int32 zeros in host memory that the device can copy from while the host goes on."""
-        return torch.zeros(tuple(shape), dtype=torch.int32, pin_memory=True)
+    def staging(self, shape: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        """Allocate zeros in host memory that the device can copy from and to while the host goes on."""
+        return torch.zeros(tuple(shape), dtype=dtype, pin_memory=True)
 
     def free_bytes(self) -> int:
         """Count bytes that `empty` can still give."""
@@ -69,14 +82,24 @@ class CudaDevice:
             torch.cuda.set_stream(self._stream)
         yield
 
+    @contextmanager
+    def visit(self) -> Iterator[None]:
+        """Direct torch's work to `stream` for a while. It is in no order with the caller's stream, which comes back."""
+        with torch.cuda.stream(self._stream):
+            yield
+
     def synchronize(self) -> None:
         self._stream.synchronize()
 
     def record(self) -> Callable[[], None]:
         """Mark the present end of the stream; calling the result waits until the stream has passed the mark."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return self.mark().synchronize
+
+    def mark(self) -> Mark:
+        """Mark the present end of the stream."""
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
-        return event.synchronize
+        return event  # type: ignore[no-any-return]
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record what `work` puts on the stream, without running it; calling the result runs it. The caller keeps all

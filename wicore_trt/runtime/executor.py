@@ -142,7 +142,9 @@ class Executor(Protocol):
     score_rows: int
     graph_sizes: dict[int, tuple[int, ...]]
     copier: PageCopier
-    images: ImageEncoder | None
+
+    @property
+    def images(self) -> ImageEncoder | None: ...
 
     def execute(self, batch: StepBatch) -> StepResult:
         """Run one step. Raises only on a broken device; a bad sequence is reported in StepResult.failed."""

@@ -19,7 +19,8 @@ class ExecutorOptions:
     step, 0 for PyTorch's choice. `kv_pages` sets each layer group's pages; otherwise `kv_bytes` is divided between the
     groups. With neither, backend triton takes the memory left, up to `kv_fraction` of the GPU, others DEFAULT_KV_BYTES.
     `batch_invariant`: kernels do not change with the size of a step; only backend triton has a choice. `loads`:
-    prefixes will be loaded from lower tiers, which takes KV pages of its own."""
+    prefixes will be loaded from lower tiers, which takes KV pages of its own. `image_slots`: images whose features are
+    kept, of 256 tokens each for a published model."""
 
     device: str = "auto"
     kernels: str = "auto"
@@ -33,3 +34,4 @@ class ExecutorOptions:
     max_context: int | None = None
     batch_invariant: bool = False
     loads: bool = False
+    image_slots: int = 32

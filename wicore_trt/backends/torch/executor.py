@@ -19,6 +19,7 @@ from wicore_trt.backends.torch import native
 from wicore_trt.backends.torch.native import NativeLibrary
 from wicore_trt.backends.torch.native_ops import NativeOps, NativeWeights, explain_unsupported
 from wicore_trt.backends.torch.ops import TorchModel, TorchOps
+from wicore_trt.backends.torch.vision import VisionWeights, open_encoder
 from wicore_trt.backends.torch.weights import EngineTensors, fuse_weights, load_engine_tensors
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.memory import check_room
@@ -29,7 +30,8 @@ from wicore_trt.plugins.cpu_library import FIX, why_lacking
 from wicore_trt.runtime.attention_mass import AttentionProbe
 from wicore_trt.runtime.batch import StepBatch, StepResult
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
-from wicore_trt.runtime.executor import ImageEncoder, KVLayout, PageCopier
+from wicore_trt.runtime.executor import KVLayout, PageCopier
+from wicore_trt.runtime.image_encoder import FeatureEncoder
 from wicore_trt.runtime.kernels_name import kernels_name
 from wicore_trt.runtime.options import CPU_SLICE_TOKENS, GPU_SLICE_TOKENS, ExecutorOptions
 from wicore_trt.runtime.page_copier import make_copier
@@ -60,12 +62,14 @@ class TorchExecutor:
         self.max_batch_tokens = settings.max_batch_tokens
         self.device = _find_device(settings.device)
         self.max_sequences: int | None = None
-        self.images: ImageEncoder | None = None
         self.score_rows = SCORE_ROWS
         self.graph_sizes: dict[int, tuple[int, ...]] = {}
         self.slice_tokens = CPU_SLICE_TOKENS if self.device.type == "cpu" else GPU_SLICE_TOKENS
         if settings.threads:
             torch.set_num_threads(settings.threads)
+        self.images: FeatureEncoder | None = None  # before pools take what memory is left
+        if loaded.vision is not None:
+            self.images = open_encoder(loaded.vision, loaded.dtype, settings.image_slots, self.device)
         context = settings.max_context or loaded.max_context or self.spec.max_position_embeddings
         page_tokens = settings.page_tokens or loaded.page_tokens
         self.layout = layout_of(self.spec, loaded.kv_dtype, page_tokens, context, settings)
@@ -90,9 +94,10 @@ class TorchExecutor:
         settings: ExecutorOptions,
         *,
         kv_dtype: str | None = None,
+        vision: VisionWeights | None = None,
     ) -> TorchExecutor:
         """Make an executor from a unified checkpoint's tensors in memory. `dtype` is that of the activations."""
-        return cls(EngineTensors(spec, dtype, kv_dtype or dtype, fuse_weights(tensors, spec)), settings)
+        return cls(EngineTensors(spec, dtype, kv_dtype or dtype, fuse_weights(tensors, spec), vision=vision), settings)
 
     def execute(self, batch: StepBatch) -> StepResult:
         """Run one step: write the batch's KV, sample the slices that ask for it, measure attention if asked to."""
@@ -120,7 +125,7 @@ class TorchExecutor:
             return forward(ops, self.spec)
 
     def _find_features(self) -> torch.Tensor | None:
-        return getattr(self.images, "features", None)
+        return None if self.images is None else self.images.features
 
     def release(self, seq_id: int) -> None:
         self._sampler.release(seq_id)
@@ -129,6 +134,8 @@ class TorchExecutor:
         """Drop weights and pages; calling it twice is harmless."""
         if self.pools:
             self._page_copies.close()
+            if self.images is not None:
+                self.images.close()
             del self._step_ops  # and with them the weights
         self.pools = {}
 

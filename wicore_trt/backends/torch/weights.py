@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from wicore_trt.backends.torch.vision import VisionWeights
 from wicore_trt.checkpoint.names import Role, activation_scale_name, kv_scale_name, unified_tensors, weight_scale_name
 from wicore_trt.errors import EngineFormatError
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
@@ -30,7 +31,7 @@ MAX_LISTED = 6
 @dataclass(frozen=True, slots=True)
 class EngineTensors:
     """Engine whose weights are in host memory, as `fuse_weights` returns them. `dtype` is that of the activations.
-    `max_context` None is the model's own limit."""
+    `max_context` None is the model's own limit. `vision`: None for an engine that reads text alone."""
 
     spec: Gemma3Spec
     dtype: str
@@ -38,6 +39,7 @@ class EngineTensors:
     tensors: dict[str, torch.Tensor]
     page_tokens: int = 32
     max_context: int | None = None
+    vision: VisionWeights | None = None
 
 
 def load_engine_tensors(engine: EngineDir) -> EngineTensors:

@@ -32,6 +32,7 @@ import torch
 from msgspec import structs
 
 from wicore_trt.arithmetic import div_ceil
+from wicore_trt.backends.torch.vision import VisionWeights, open_encoder
 from wicore_trt.backends.triton.index import load_table
 from wicore_trt.backends.triton.inputs import StepBlock, Unread
 from wicore_trt.backends.triton.memory import StepLimits, StepMemory
@@ -49,7 +50,8 @@ from wicore_trt.plugins.launch import SHARED_LAUNCHER, Launcher
 from wicore_trt.request_fields import MAX_LOGPROBS
 from wicore_trt.runtime.batch import UNREAD, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.cuda_device import CudaDevice
-from wicore_trt.runtime.executor import ImageEncoder, PageCopier
+from wicore_trt.runtime.executor import PageCopier
+from wicore_trt.runtime.image_encoder import FeatureEncoder
 from wicore_trt.runtime.kernels_name import kernels_name
 from wicore_trt.runtime.options import GPU_SLICE_TOKENS, ExecutorOptions
 from wicore_trt.runtime.page_copier import make_copier
@@ -69,13 +71,15 @@ MOST = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
 
 @dataclass(frozen=True)
 class Loading:
-    """Engine for a `TritonExecutor`: `constants(positions)` is called once the device is ready."""
+    """Engine for a `TritonExecutor`: `constants(positions)` is called once the device is ready. `vision`: None for one
+    that reads text alone."""
 
     shape: EngineShape
     table: KernelTable
     max_context: int
     constants: Callable[[int], Constants]
     dummy: bool = False
+    vision: VisionWeights | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ class TritonExecutor:
         self.spec, self.device, self._closed = loading.shape.spec, device, False
         self.max_batch_tokens = settings.max_batch_tokens
         self.max_sequences: int | None = settings.max_sequences
-        self.images: ImageEncoder | None = None
+        self.images: FeatureEncoder | None = None
         self.score_rows, self.slice_tokens = 0, GPU_SLICE_TOKENS
         self.kernels = _name_kernels(loading, settings)
         self.pools: dict[str, torch.Tensor] = {}
@@ -124,6 +128,9 @@ class TritonExecutor:
         self.layout = one_page if sizing else layout_of(*cache, limits.positions, settings)
         with device.active(), _must_fit():
             self.model = self._load_model(loading, limits, launcher, invariant=settings.batch_invariant)
+            if loading.vision is not None:
+                slots, dtype = settings.image_slots, loading.shape.dtype
+                self.images = open_encoder(loading.vision, dtype, slots, device.torch_device)
             self.memory = self.model.memory
             groups, padded = tuple(self.layout.num_pages), limits.rows if graphs else 0
             self.block = StepBlock(limits, groups, self.layout.page_tokens, padded, device)
@@ -258,6 +265,8 @@ class TritonExecutor:
         self._closed = True
         self.device.synchronize()
         self._page_copies.close()
+        if self.images is not None:
+            self.images.close()
         self.graphs.clear()
         self.prompt_graphs.clear()
         self.pools = {}
@@ -397,7 +406,8 @@ def _name_kernels(loading: Loading, settings: ExecutorOptions) -> str:
     for entry in loading.table.all_entries():
         launch = json.dumps(entry.kernel.metadata(), sort_keys=True)
         parts += [f"{entry.role} {entry.bucket} {entry.config} {launch}", entry.kernel.cubin]
-    name = kernels_name(f"triton-{loading.table.target}", SOURCES, *parts)
+    sources = (*SOURCES, "backends/torch") if loading.vision is not None else SOURCES
+    name = kernels_name(f"triton-{loading.table.target}", sources, *parts)
     mode = "-invariant" if settings.batch_invariant else ""
     return f"{name}{mode}{'-dummy-weights' if loading.dummy else ''}"
 
