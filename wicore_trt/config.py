@@ -147,6 +147,8 @@ class SchedulerSettings:
     RESOURCE_EXHAUSTED. A tenant may have as many waiting as there is room left."""
     max_context: Positive | None = None
     """Longest sequence in tokens, prompt and output. Default: the engine's limit."""
+    max_images: Positive = 16
+    """Most images of one request, crops included."""
 
 
 @settings(config=_STRICT, frozen=True)
@@ -196,7 +198,11 @@ class ServerSettings:
     reflection: bool = True
     """Serve gRPC reflection, so that grpcurl lists the methods."""
     max_message_mb: Positive | None = None
-    """Largest request message in MiB, unpacked. Default: 4 MiB, or 128 bytes for each token of the context."""
+    """Largest request message in MiB, unpacked. Default: 4 MiB, or 128 bytes for each token of the context; 32 MiB for
+    engines that read images."""
+    image_hosts: Names = ()
+    """Hosts from which images are fetched by their URLs, such as images.example.org or *.example.org, with a port where
+    it is not the scheme's own; * is any. Addresses that are not public are never asked. Default: none."""
 
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):

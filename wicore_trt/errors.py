@@ -38,7 +38,7 @@ MAX_SHOWN = 80  # characters of a value in a message
 _EXTRAS = {
     "torch": "torch", "triton": "triton", "tensorrt_rtx_bindings": "tensorrt", "gguf": "gguf", "cuda": "cuda",
     **dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google"), "serve"),
-    **dict.fromkeys(("starlette", "uvicorn", "httptools", "websockets", "msgspec", "llguidance"), "serve"),
+    **dict.fromkeys(("starlette", "uvicorn", "httptools", "websockets", "msgspec", "llguidance", "PIL"), "serve"),
     **dict.fromkeys(("prometheus_client", "smg_grpc_proto"), "serve"),
     **dict.fromkeys(("aiohttp", "matplotlib"), "bench"), "opentelemetry": "otel",
 }  # fmt: skip

@@ -16,9 +16,10 @@ from pathlib import Path
 
 from wicore_trt.config import load_settings
 from wicore_trt.core.assemble import LoadedEngine, load_engine
-from wicore_trt.core.text_engine import apply_turn_end, encode_request
+from wicore_trt.core.text_engine import ImageLimits, apply_turn_end, encode_request, prepare_images
 from wicore_trt.core.text_output import SequenceText
 from wicore_trt.errors import WicoreError, missing_package
+from wicore_trt.images.files import take_images
 from wicore_trt.types import (
     CacheHints,
     Completion,
@@ -43,11 +44,13 @@ class LLM:
     def __init__(self, engine: str | Path, **settings: object) -> None:
         overrides = {name.replace("__", "."): value for name, value in settings.items()}
         try:
-            self._take_engine(load_engine(load_settings(None, {"engine": str(engine), **overrides})))
+            given = load_settings(None, {"engine": str(engine), **overrides})
+            self._take_engine(load_engine(given), ImageLimits(given.scheduler.max_images, given.server.image_hosts))
         except ModuleNotFoundError as error:
             raise missing_package(error.name) or error from error
 
-    def _take_engine(self, loaded: LoadedEngine) -> None:
+    def _take_engine(self, loaded: LoadedEngine, images: ImageLimits | None = None) -> None:
+        self._image_limits = images or ImageLimits()
         self.info = loaded.info
         self.tokenizer = loaded.tokenizer
         self._core = loaded.core
@@ -63,7 +66,8 @@ class LLM:
         *,
         cache: CacheHints | None = None,
     ) -> list[list[Completion]]:
-        """Complete prompts (text, or token ids) together; result[i][j] is sequence j of prompt i. `params` are for all
+        """Complete prompts (text, or token ids) together; result[i][j] is sequence j of prompt i. A prompt {"prompt":
+        text, "images": files' bytes or paths} has "<start_of_image>" at the place of each image. `params` are for all
         prompts, or a list with one for each. `cache` says how long each prompt's pages are worth keeping. Raises
         InvalidRequestError before anything runs when a prompt is wrong."""
         requests = [self._make_request(prompt, its, cache) for prompt, its in pair_prompts(prompts, params)]
@@ -86,7 +90,9 @@ class LLM:
         *,
         cache: CacheHints | None = None,
     ) -> list[Completion]:
-        """Return `params.n` next turns of a conversation of {"role", "content"} turns, by the model's chat template."""
+        """Return `params.n` next turns of a conversation of {"role", "content"} turns, by the model's chat template. A
+        content is text, or a list of parts {"type": "text", "text": ...} and {"type": "image", "image": bytes or path}
+        (`images.files.take_images`)."""
         return self._complete_requests([self._make_request(messages, params, cache)])[0]
 
     def stats(self) -> EngineStats:
@@ -109,13 +115,16 @@ class LLM:
     def _make_request(
         self, prompt: Prompt | Sequence[Mapping[str, str]], params: SamplingParams | None, cache: CacheHints | None
     ) -> GenerateRequest:
-        text = TextRequest(next(self._ids), params or SamplingParams(), cache=cache or CacheHints())
+        prompt, images = take_images(prompt)
+        text = TextRequest(next(self._ids), params or SamplingParams(), cache=cache or CacheHints(), images=images)
         request = apply_turn_end(self.tokenizer, replace(text, **prompt_fields(prompt)))
+        request = prepare_images(request, self.info, self._image_limits)
         with self._lock_engine():
-            token_ids = encode_request(self.tokenizer, request, self.info)
+            request = encode_request(self.tokenizer, request, self.info)
             made = GenerateRequest(
-                request.request_id, token_ids, request.params, cache=request.cache, content=request.content
-            )
+                request.request_id, request.prompt_token_ids or (), request.params, cache=request.cache,
+                content=request.content,
+            )  # fmt: skip
             self._core.validate_request(made)
             self._core.prepare_request(made)
             return made

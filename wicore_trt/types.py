@@ -200,15 +200,18 @@ class ContentSpan:
 @dataclass(frozen=True, slots=True)
 class ImageFile:
     """Image of a request as a client gives it: the bytes of a file, or a URL from which a server may fetch it. `crops`
-    asks for pan and scan: crops of a long image are encoded beside the whole. `field` names its place for errors."""
+    asks for pan and scan: crops of a long image are encoded beside the whole. `field` names its place for errors.
+    `pixels`, once it is prepared, are in place of these: the whole image, then its crops, as ContentSpan has them."""
 
     data: bytes = b""
     url: str = ""
     crops: bool = False
     field: str = "images"
+    pixels: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.data, bytes) or not isinstance(self.url, str) or bool(self.data) == bool(self.url):
+        given = [isinstance(self.data, bytes) and self.data, isinstance(self.url, str) and self.url, self.pixels]
+        if sum(map(bool, given)) != 1:
             raise InvalidRequestError("An image is the bytes of a file, or a URL.", field=self.field)
 
 

@@ -32,6 +32,7 @@ ROOT_MODULES = (
     "recipe",
     "config",
     "collector",
+    "worker_process",
 )
 PLAIN_DATA = ("wicore_trt.arithmetic", "wicore_trt.request_fields", "wicore_trt.weight_format")
 """What every module may import."""
@@ -54,7 +55,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "model.gemma3": ("model.ops", "model.spec"),
     "model": ("errors", "model"),
     "plugins": ("errors", "plugins"),
-    "text": ("collector", "errors", "checks", "files", "types", "text"),
+    "worker_process": ("errors",),
+    "images": ("errors", "types", "worker_process", "images"),
+    "text": ("collector", "errors", "checks", "files", "types", "worker_process", "text"),
     "grammar": ("errors", "types", "text", "grammar"),
     "checkpoint.tokenizer_check": ("errors", "files", "checkpoint", "text"),  # loads it as an engine will
     "checkpoint": ("errors", "files", "progress", "scratch", "model", "checkpoint"),
@@ -73,8 +76,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "kv.sizing": ("errors", "kv", "model"),
     "kv": ("errors", "types", "collector", "kv", "model.spec", "runtime.executor"),
     "schedule": ("errors", "types", "kv", "schedule", "model.spec", "runtime.batch"),
-    "core": (*ROOT_MODULES, "kv", "schedule", "model", "runtime", "engine", "text", "grammar", "core"),
-    "llm": ("errors", "types", "config", "core"),
+    "core": (*ROOT_MODULES, "kv", "schedule", "model", "runtime", "engine", "text", "grammar", "images", "core"),
+    "llm": ("errors", "types", "config", "core", "images"),
     "client": ("errors", "types", "serve.gen"),
     "access": (*ROOT_MODULES, "core.shares", "access"),
     "link": (*ROOT_MODULES, "kv.events", "kv.pages", "core", "link"),

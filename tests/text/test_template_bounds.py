@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from wicore_trt import worker_process
 from wicore_trt.errors import EngineFormatError, InvalidRequestError
 from wicore_trt.text import template_process
 from wicore_trt.text.chat import ChatTemplate, TemplateRefusal
@@ -49,9 +50,9 @@ def test_time_is_bounded() -> None:
 
 def test_a_worker_that_was_killed_is_replaced() -> None:
     assert render("{{ 1 }}") == "1"
-    assert template_process._worker is not None
-    os.kill(template_process._worker[1].pid, signal.SIGKILL)
-    template_process._worker[1].wait()
+    assert template_process.WORKER.process is not None
+    os.kill(template_process.WORKER.process.pid, signal.SIGKILL)
+    template_process.WORKER.process.wait()
     assert render("{{ 2 }}") == "2"
 
 
@@ -59,8 +60,8 @@ def test_a_worker_that_is_killed_at_work_is_no_fault_of_the_template() -> None:
     """As where the machine's memory is short; the first template of a server would have ended it."""
     slow = "{% for a in range(40) %}{% for b in range(50000) %}{% endfor %}{% endfor %}slow"
     assert render("{{ 1 }}") == "1"
-    assert template_process._worker is not None
-    timer = threading.Timer(0.1, os.kill, (template_process._worker[1].pid, signal.SIGKILL))
+    assert template_process.WORKER.process is not None
+    timer = threading.Timer(0.1, os.kill, (template_process.WORKER.process.pid, signal.SIGKILL))
     timer.start()
     assert template_process.run_template(slow, {}, {}) == {"text": "slow"}
     timer.join()
@@ -85,9 +86,9 @@ def test_a_job_that_is_interrupted_leaves_its_answer_to_nobody() -> None:
 
 def test_a_worker_that_does_not_read_its_job_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert render("{{ 1 }}") == "1"
-    assert template_process._worker is not None
-    worker = template_process._worker[1].pid
-    monkeypatch.setattr(template_process, "_WAIT_SECONDS", 0.2)
+    assert template_process.WORKER.process is not None
+    worker = template_process.WORKER.process.pid
+    monkeypatch.setattr(worker_process, "WAIT_SECONDS", 0.2)
     os.kill(worker, signal.SIGSTOP)
     rescue = threading.Timer(60, os.kill, (worker, signal.SIGKILL))  # or a failure of this test would hang
     rescue.start()
@@ -100,10 +101,10 @@ def test_a_worker_that_does_not_read_its_job_is_ended(monkeypatch: pytest.Monkey
 
 @pytest.mark.forks
 def test_a_process_that_was_forked_while_a_template_was_rendered_renders_its_own() -> None:
-    with template_process._lock:
+    with template_process.WORKER.lock:
         child = os.fork()
         if child == 0:
-            os._exit(0 if template_process._lock.acquire(timeout=1) else 1)
+            os._exit(0 if template_process.WORKER.lock.acquire(timeout=1) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

@@ -32,13 +32,18 @@ from wicore_trt.errors import (
     shown,
 )
 from wicore_trt.grammar.source import check_constraint
+from wicore_trt.images.fetch import fetch_image
+from wicore_trt.images.prepare import prepare_image, start_workers
 from wicore_trt.text.calls import lets_text_be
+from wicore_trt.text.images import check_images, expand_marks, insert_soft_tokens, make_spans
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import (
     Constraint,
     EngineStats,
     FinishReason,
     GenerateRequest,
+    ImageFile,
+    ImageInfo,
     ModelInfo,
     TextOutput,
     TextRequest,
@@ -54,44 +59,83 @@ INLINE_CHARS = 2048
 """Texts of no more characters are tokenized on the event loop, in about a millisecond."""
 
 
-def encode_request(tokenizer: Tokenizer, request: TextRequest, info: ModelInfo) -> tuple[int, ...]:
-    """Return the prompt token ids of a request. Raises InvalidRequestError unless exactly one kind of prompt is given,
-    and ContextLengthError for a prompt that does not fit the context of `info`."""
+IMAGE_BYTES = 1 << 30
+"""Pixels of all requests that are here, about 440 images. A tenant may have as much as there is room left."""
+FETCHES = 8
+"""Images that are fetched at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """Most images of a request, and the hosts that they may be fetched from."""
+
+    most: int = 16
+    hosts: tuple[str, ...] = ()
+
+
+def encode_request(tokenizer: Tokenizer, request: TextRequest, info: ModelInfo) -> TextRequest:
+    """Return the request with its prompt as token ids, and with `content` for its images, which are prepared. Raises
+    InvalidRequestError unless exactly one kind of prompt is given, and ContextLengthError for one that does not fit
+    the context of `info`."""
     limit, built = info.max_context_tokens, info.engine_context_tokens
     field = "prompt" if request.messages is None else "messages"
     keep = request.truncate_prompt_tokens
     try:
-        token_ids = tokenize_prompt(tokenizer, request, limit if keep is None else None)
+        token_ids = tokenize_prompt(tokenizer, request, limit if keep is None else None, info.images)
     except ContextLengthError as error:
         raise ContextLengthError.from_counts(error.tokens, limit, field, built=built, least=True) from None
     if keep is not None:
         token_ids = token_ids[-(limit - 1 if keep == -1 else keep) :]
     if len(token_ids) >= limit:
         raise ContextLengthError.from_counts(len(token_ids), limit, field, built=built)
-    return token_ids
+    if token_ids is request.prompt_token_ids:
+        return request
+    content = make_spans(token_ids, info.images, request.images) if info.images and request.images else ()
+    return replace(
+        request, prompt=None, messages=None, images=(), truncate_prompt_tokens=None,
+        prompt_token_ids=token_ids, content=content,
+    )  # fmt: skip
 
 
-def tokenize_prompt(tokenizer: Tokenizer, request: TextRequest, max_tokens: int | None = None) -> tuple[int, ...]:
-    """Return the prompt token ids. Raises ContextLengthError for a text of certainly more than `max_tokens`."""
+def tokenize_prompt(
+    tokenizer: Tokenizer, request: TextRequest, max_tokens: int | None = None, images: ImageInfo | None = None
+) -> tuple[int, ...]:
+    """Return the prompt token ids; with those of the request's images, which are prepared, for an engine that reads
+    `images`. Raises ContextLengthError for a text of certainly more than `max_tokens`."""
     given = [request.prompt is not None, request.prompt_token_ids is not None, request.messages is not None]
     if sum(given) != 1:
         raise InvalidRequestError("Give exactly one of prompt, prompt_token_ids and messages.", field="prompt")
     if request.prompt_token_ids is not None:
         return request.prompt_token_ids
     if request.messages is not None:
-        return tuple(
-            tokenizer.apply_chat(
-                request.messages,
-                functions=request.functions,
-                chat_template_kwargs=request.chat_template_kwargs,
-                add_generation_prompt=request.add_generation_prompt,
-                max_tokens=max_tokens,
-            )
+        ids = tokenizer.apply_chat(
+            request.messages,
+            functions=request.functions,
+            chat_template_kwargs=request.chat_template_kwargs,
+            add_generation_prompt=request.add_generation_prompt,
+            max_tokens=max_tokens,
+            **({"images": request.images} if request.images else {}),
         )
-    assert request.prompt is not None
-    if not request.prompt:
+    elif prompt := request.prompt:
+        if request.images:
+            [prompt] = expand_marks([prompt], request.images, "prompt")
+        ids = tokenizer.encode(prompt, add_bos=request.add_bos, max_tokens=max_tokens)
+    else:
         raise InvalidRequestError("The prompt is empty.", field="prompt")
-    return tuple(tokenizer.encode(request.prompt, add_bos=request.add_bos, max_tokens=max_tokens))
+    if request.images and images is not None:
+        ids = insert_soft_tokens(ids, images, request.images)
+    return tuple(ids)
+
+
+def prepare_images(request: TextRequest, info: ModelInfo, limits: ImageLimits) -> TextRequest:
+    """Fetch and decode a request's images, here and now. Raises InvalidRequestError."""
+    check_images(request, info.images, limits.most)
+    if info.images is None or not request.images:
+        return request
+    images = tuple(prepare_image(fetch_image(image, limits.hosts), info.images) for image in request.images)
+    request = replace(request, images=images)
+    check_images(request, info.images, limits.most)
+    return request
 
 
 def is_short(tokenizer: Tokenizer, request: TextRequest) -> bool:
@@ -144,6 +188,7 @@ class TextStream:
         self._error: WicoreError | None = None
         self._changed = asyncio.Event()
         self.prompt_token_ids: tuple[int, ...] = ()
+        self.pixels = 0  # bytes of its images
         self._longest = 0  # output tokens
         self._computes = False
         self.begun = asyncio.Event()  # set when the engine computes, or when the request ended before
@@ -255,8 +300,11 @@ class TextEngine:
         tokenizer: Tokenizer,
         info: ModelInfo,
         check_constraint: Callable[[Constraint], None] = check_constraint,
+        images: ImageLimits = ImageLimits(),
     ) -> None:
         """`check_constraint` raises InvalidRequestError for an unfit constraint; it is called on a thread."""
+        self._image_limits, self._fetch = images, Offload(FETCHES).run_function
+        self._pixels: Counter[str] = Counter()  # bytes of live requests, by tenant
         self.tokenizer = tokenizer
         self._check_constraint = check_constraint
         self.info = info
@@ -285,24 +333,48 @@ class TextEngine:
 
     async def start(self) -> None:
         await self.engine.start(self._deliver_outputs)
+        if self.info.images is not None:
+            start_workers()
         self._started = True
 
+    async def prepare_images(self, request: TextRequest) -> TextRequest:
+        """Fetch and decode a request's images on threads, one after another. Raises InvalidRequestError, and
+        QueueFullError where there is no memory for them."""
+        info, tenant, found = self.info.images, request.tenant, list[ImageFile]()
+        check_images(request, info, self._image_limits.most)
+        if info is None:
+            return request
+        for image in request.images:
+            self._check_room(tenant, (len(found) + 1) * 3 * info.size**2)
+            if image.url:
+                image = await self._fetch(tenant, partial(fetch_image, image, self._image_limits.hosts))
+            found.append(await self.work(tenant, partial(prepare_image, image, info)))
+        request = replace(request, images=tuple(found))
+        check_images(request, info, self._image_limits.most)
+        return request
+
+    def _check_room(self, tenant: str, size: int) -> None:
+        if size and self._pixels[tenant] + size > IMAGE_BYTES - self._pixels.total():
+            raise self.add_retry_hint(QueueFullError("The server holds as many images as it may."), tenant)
+
     async def encode_long_prompt(self, request: TextRequest) -> TextRequest:
-        """Check the constraint and tokenize a long text, both on a thread. Raises InvalidRequestError, and
-        DeadlineError when the request's time passes meanwhile."""
+        """Check the constraint, prepare images and tokenize a long text, all on threads. Raises InvalidRequestError,
+        QueueFullError, and DeadlineError when the request's time passes meanwhile."""
         started, constraint = time.monotonic(), request.params.constraint
         request = apply_turn_end(self.tokenizer, request)
-        short = request.prompt_token_ids is not None or is_short(self.tokenizer, request)
+        short = not request.images and (request.prompt_token_ids is not None or is_short(self.tokenizer, request))
         if short and constraint is None:
             return request
         try:
             async with asyncio.timeout(request.timeout_s):
                 if constraint is not None:
                     await self.work(request.tenant, partial(self._check_constraint, constraint))
+                if request.images:
+                    request = await self.prepare_images(request)
                 if not short:
-                    encode = partial(encode_request, self.tokenizer, request, self.info)
-                    token_ids = await self.work(request.tenant, encode)
-                    request = replace(request, prompt=None, messages=None, prompt_token_ids=token_ids)
+                    request = await self.work(
+                        request.tenant, partial(encode_request, self.tokenizer, request, self.info)
+                    )
         except TimeoutError:
             raise DeadlineError("The request's time was over before its prompt was read.") from None
         if request.timeout_s is None:
@@ -324,10 +396,14 @@ class TextEngine:
         since, name = time.monotonic(), (request.tenant, request.request_id)
         if name in self._keys:
             raise InvalidRequestError(f"Request id {shown(request.request_id)} is in use.", field="request_id")
-        token_ids = encode_request(self.tokenizer, request, self.info)
+        request = encode_request(self.tokenizer, request, self.info)
+        assert request.prompt_token_ids is not None
+        token_ids, size = request.prompt_token_ids, sum(len(span.pixels) for span in request.content)
+        self._check_room(request.tenant, size)
         deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s
         stream = TextStream(self, f"{self.engine.prefix}{next(self._serial)}", request, self.tokenizer, since)
-        stream.prompt_token_ids = token_ids
+        stream.prompt_token_ids, stream.pixels = token_ids, size
+        self._pixels[request.tenant] += size
         self._streams[stream.request_key] = stream
         self._keys[name] = stream.request_key
         self._idle.clear()
@@ -415,5 +491,6 @@ class TextEngine:
 
     def _remove_stream(self, stream: TextStream) -> None:
         del self._streams[stream.request_key], self._keys[stream.tenant, stream.request_id]
+        self._pixels[stream.tenant] -= stream.pixels
         if not self._streams:
             self._idle.set()

@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Coroutine
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from wicore_trt.access import log as log_lines
 from wicore_trt.access import tracing
 from wicore_trt.collector import collect_rarely
 from wicore_trt.config import Settings, settings_from_json
-from wicore_trt.core.text_engine import TextEngine
+from wicore_trt.core.text_engine import ImageLimits, TextEngine
 from wicore_trt.errors import WicoreError
 from wicore_trt.link.remote import RemoteEngine
 from wicore_trt.process.checker import Checker
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 MAX_METRICS = 1 << 14
 """Characters that fit a control message, where each may take six bytes."""
+IMAGES_MESSAGE_MB = 32
+"""Largest request in MiB where images are read: a file of images.files.MAX_FILE as base64, and more."""
 RELINK_S = 0.1
 """After the end of a link, before another one is asked for: where the engine has ended, the next one brings it."""
 FIRST_TO_GO = 500
@@ -51,7 +54,7 @@ def load_tokenizer(settings: Settings, checked_build: str | None) -> Tokenizer:
     engine = open_engine(Path(settings.engine), verify=False)
     build, files = engine.manifest.seal, engine.read_present(FILES)  # compared with the digests that the seal covers
     tokenizer = Tokenizer.from_files(files, engine.path, checked=build == checked_build)
-    tokenizer.build = build
+    tokenizer.build, tokenizer.reads_images = build, getattr(engine.manifest, "vision", None) is not None
     return tokenizer
 
 
@@ -94,8 +97,12 @@ class FrontProcess(ServingProcess):
     def __init__(
         self, control: Control, settings: Settings, max_context: int | None, tokenizer: Tokenizer | Exception
     ) -> None:
-        super().__init__(settings.server, max_context)
+        given = settings.server
+        if given.max_message_mb is None and getattr(tokenizer, "reads_images", False):
+            given = replace(given, max_message_mb=IMAGES_MESSAGE_MB)
+        super().__init__(given, max_context)
         self._control, self._tokenizer = control, tokenizer
+        self._image_limits = ImageLimits(settings.scheduler.max_images, given.image_hosts)
         self._remote: RemoteEngine
         self._servers: Servers
         self._links = 0
@@ -112,7 +119,7 @@ class FrontProcess(ServingProcess):
             return None
         if isinstance(self._tokenizer, Exception):
             raise self._tokenizer
-        return TextEngine(self._remote, self._tokenizer, self._remote.info, Checker().check)
+        return TextEngine(self._remote, self._tokenizer, self._remote.info, Checker().check, self._image_limits)
 
     def report_bound(self, address: str, url: str | None) -> None:
         named = {"port": address, "http_port": url or "unix:"}

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from wicore_trt.errors import EngineFormatError, InvalidRequestError, shortened, shown
+from wicore_trt.text.images import IMAGE_MARK, is_image_part
 from wicore_trt.text.template_process import run_template
 
 # OpenAI's newer name for the system role and Gemma's own name for the assistant are taken as what they mean.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "model": "assistant"}
 REFUSED_KEYS = ("function_call", "audio", "images", "videos", "prefix", "partial")
 """Of messages: what would change the answer. Other keys are the template's to read or to leave alone."""
-_IMAGE_PARTS = {"image", "image_url", "input_image"}
 _MAX_TEMPLATE = 1 << 18  # characters; Gemma's has 1,500
 _OURS = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
 """Names of a template that are the request's, and no variables of it."""
@@ -126,10 +126,10 @@ class ChatTemplate:
     ) -> str:
         """Render the prompt text of a conversation.
         A message is {"role", "content"}: role is system, developer, user, assistant or model; content is a string or
-        a list of {"type": "text", "text": str}; other keys go to the template. Calls, results of role tool and
-        `functions`, {"name", "description", "parameters"}, need a template that takes tools. `variables` are the
-        template's other names (chat_template_kwargs). Messages are given in a form that the template takes: a later
-        system message as the user's, turns of one role in a row as one, parts as text, text as a part.
+        a list of {"type": "text", "text": str} and {"type": "image"}; other keys go to the template. Calls, results of
+        role tool and `functions`, {"name", "description", "parameters"}, need a template that takes tools. `variables`
+        are the template's other names (chat_template_kwargs). Messages are given in a form that the template takes: a
+        later system message as the user's, turns of one role in a row as one, parts as text, text as a part.
         Raises InvalidRequestError (fields "messages", "chat_template_kwargs") for invalid values, and when the
         template refuses, as Gemma's does for a conversation that the assistant begins."""
         turns = shaped_turns(messages, self.takes)
@@ -235,19 +235,19 @@ def _shape_content(turn: dict[str, Any], takes: Collection[str]) -> dict[str, An
 
 
 def content_text(where: str, content: object) -> str:
-    """Return a content's text. Raises InvalidRequestError."""
+    """Return a content's text, with a mark at the place of each image. Raises InvalidRequestError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
-        raise invalid_messages(f"{where} must be a string or a list of text parts.")
+        raise invalid_messages(f"{where} must be a string or a list of parts.")
     texts = []
     for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if isinstance(kind, str) and kind in _IMAGE_PARTS:
-            raise invalid_messages(f"{where}[{index}]: {kind} parts are not supported yet.")
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise invalid_messages(f'{where}[{index}] must be {{"type": "text", "text": ...}}.')
-        texts.append(part["text"])
+        if is_image_part(part):
+            texts.append(IMAGE_MARK)
+        elif isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            raise invalid_messages(f'{where}[{index}] must be {{"type": "text", "text": ...}} or {{"type": "image"}}.')
     # Several parts are stripped and joined, as Gemma's template renders them.
     return texts[0] if len(texts) == 1 else "".join(text.strip() for text in texts)
 

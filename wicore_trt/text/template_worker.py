@@ -1,63 +1,27 @@
-"""Render chat templates in a process of its own: `python -m wicore_trt.text.template_worker`.
+"""Render chat templates in a process of its own, which `text.template_process` owns.
 
 A template is a program from a file. jinja2's sandbox bounds neither its time nor its memory (a loop over 10^9), so
-the kernel does. Must not know what messages mean, or files. Invariant: a job takes at most CPU_SECONDS of processor
-time and MEMORY bytes, or the process ends.
+the kernel does. Must not know what messages mean, or files. Invariant: a job takes at most LIMITS, or the process ends.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-import resource
-import signal
-import struct
-import sys
 from functools import lru_cache
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from wicore_trt.worker_process import WorkerLimits, serve_jobs
 
 if TYPE_CHECKING:
     import jinja2
 
-CPU_SECONDS = 2.0
-MEMORY = 1 << 30
-MAX_TEXT = 32 << 20  # bytes of an answer
+LIMITS = WorkerLimits(cpu_seconds=2.0, memory=1 << 30, answer=32 << 20)
 _MESSAGE = 300  # characters of what went wrong
-_KINDS = {b"t": "text", b"r": "refused", b"b": "broken"}
 
 
 class _Refusal(Exception):
     """Refusal by the template itself, which called raise_exception."""
-
-
-# Protocol. stdin: a length in 8 bytes and that much JSON: `source`, `tokens` and, to render and not only to compile,
-# `values`. stdout: a length, a letter and that much UTF-8: "text" (without values the names that the template reads,
-# one a line), "refused" when it called raise_exception, or "broken". The owner imports this module for the protocol
-# alone, so jinja2 is imported where it is used.
-def read_job(stream: IO[bytes]) -> Any:
-    """Read one JSON value. Raises EOFError when the stream has ended, or the value is longer than MEMORY bytes."""
-    head = stream.read(8)
-    size = struct.unpack("<Q", head)[0] if len(head) == 8 else MEMORY + 1
-    data = stream.read(size) if size <= MEMORY else b""
-    if len(data) != size:
-        raise EOFError
-    return json.loads(data)
-
-
-def write_job(stream: IO[bytes], value: Any) -> None:
-    data = json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
-    stream.write(struct.pack("<Q", len(data)) + data)
-    stream.flush()
-
-
-def read_answer(stream: IO[bytes]) -> dict[str, str]:
-    """Read {"text"}, {"refused"} or {"broken"}. Raises EOFError as `read_job` does, also beyond MAX_TEXT bytes."""
-    head = stream.read(9)
-    size, kind = struct.unpack("<Qc", head) if len(head) == 9 else (MAX_TEXT + 1, b"")
-    data = stream.read(size) if size <= MAX_TEXT else b""
-    if len(data) != size:
-        raise EOFError
-    return {_KINDS[kind]: data.decode("utf-8", "surrogatepass")}
 
 
 def main() -> None:
@@ -65,39 +29,21 @@ def main() -> None:
     import jinja2.ext
     import jinja2.sandbox  # noqa: F401 -- before there are limits: it is in no job's time
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's; the owner ends this process by closing stdin
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process, also inside of a long string operation
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    while True:
-        try:
-            job = read_job(sys.stdin.buffer)
-        except EOFError:
-            return
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        answer = _answer(job)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        [(name, text)] = answer.items()  # not as JSON, in which some texts are six times as long
-        data = text.encode("utf-8", "surrogatepass")
-        sys.stdout.buffer.write(struct.pack("<Qc", len(data), name[:1].encode()) + data)
-        sys.stdout.buffer.flush()
+    serve_jobs(_answer_job, LIMITS)
 
 
-def _answer(job: dict[str, Any]) -> dict[str, str]:
+# A job is JSON: `source`, `tokens` and, to render and not only to compile, `values`. The owner imports this module for
+# the limits alone, so jinja2 is imported where it is used.
+def _answer_job(data: bytes) -> bytes:
+    """Return "t" and the text (without values the names that the template reads, one a line), or "r" and the message
+    of a template that called raise_exception."""
+    job = json.loads(data)
     try:
         template, names = _compiled(job["source"])
         text = names if job["values"] is None else template.render(job["tokens"] | job["values"])
-        if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT:
-            return {"broken": f"it makes more than {MAX_TEXT} bytes of text"}
-        return {"text": text}
+        return b"t" + text.encode("utf-8", "surrogatepass")
     except _Refusal as error:
-        return {"refused": str(error)[:_MESSAGE]}
-    except MemoryError:
-        return {"broken": "it takes too much memory"}
-    except Exception as error:
-        return {"broken": " ".join(f"{type(error).__name__}: {error}".split())[:_MESSAGE]}
+        return b"r" + str(error)[:_MESSAGE].encode("utf-8", "surrogatepass")
 
 
 @lru_cache(maxsize=8)
@@ -142,7 +88,3 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-if __name__ == "__main__":
-    main()

@@ -21,10 +21,12 @@ from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import ConfigError, ContextLengthError, EngineFormatError, InvalidRequestError, shown
 from wicore_trt.files import LIST_BYTES, TOKENIZER_BYTES, UntrustedFiles, is_present
 from wicore_trt.text.chat import ANSWER, CALL_TOKENS, PROBE, SAID, ChatTemplate, checked_variables
+from wicore_trt.text.images import IMAGE_TOKENS, expand_marks, list_image_roles
 from wicore_trt.text.model_files import FILES, REBUILD, TOKENIZER, ModelFiles
 from wicore_trt.text.tokenizer_file import find_byte_ids, longest_token, read_tokenizer
 from wicore_trt.text.turns import has_calls, plain_messages, render_turns, tool_messages
 from wicore_trt.text.untrusted import ControlTokens
+from wicore_trt.types import ImageFile
 
 _TAG = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_@]{2,40}\]")
 _JOINING = re.compile(
@@ -58,6 +60,7 @@ class Tokenizer:
     ) -> None:
         self.home = home
         self.build = ""  # the seal of the engine that it is of, where that matters
+        self.reads_images = False  # that engine does
         self._backend = backend
         self._adds_bos = adds_bos and bos_id is not None
         self._chat, self.has_chat = chat, chat is not None
@@ -65,7 +68,7 @@ class Tokenizer:
         # The token that ends a turn of a model without chat template, which does not name it among its ends.
         self.turn_end = None if chat is not None else backend.token_to_id("<end_of_turn>")
         written = chat.source if chat is not None else "<start_of_turn><end_of_turn>"
-        self._control = ControlTokens(backend, written, (bos_id, *eos_ids))
+        self._control = ControlTokens(backend, written, (bos_id, *eos_ids, *map(backend.token_to_id, IMAGE_TOKENS)))
         called = CALL_TOKENS if self.takes_tools else ()
         self._shown = {i for i in map(backend.token_to_id, called) if i is not None}
         self.bos_id = bos_id
@@ -276,14 +279,17 @@ class Tokenizer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         max_tokens: int | None = None,
+        images: Sequence[ImageFile] = (),
     ) -> list[int]:
-        """Encode a conversation in the model's own format; see `text.chat` for messages.
+        """Encode a conversation in the model's own format; see `text.chat` for messages. `images` are prepared ones, in
+        the order of their parts, whose soft tokens `text.images` inserts.
         A template that takes tools gets functions, calls and results; for others `text.turns` makes messages of
         them. Without a template `text.turns` makes the whole text. `chat_template_kwargs` are other variables of the
         template. Raises InvalidRequestError (fields "messages", "chat_template_kwargs") for invalid values, and for
         a text that is too long as in `encode`."""
         if self.chat_fault is not None:
             raise InvalidRequestError(str(self.chat_note), field="messages")
+        pictured = images or list_image_roles(messages)
         asked = (messages, functions, chat_template_kwargs)
         (messages, functions, chat_template_kwargs), cut = self._control.mark_texts(asked)
         if self._chat is None:
@@ -300,9 +306,9 @@ class Tokenizer:
                 variables=chat_template_kwargs,
                 add_generation_prompt=add_generation_prompt,
             )
-        if cut is None:
-            return self.encode(rendered, max_tokens=max_tokens, field="messages")
-        texts, ids = cut(rendered), list[int]()
+        texts, ids = [rendered] if cut is None else cut(rendered), list[int]()
+        if pictured:
+            texts[::2] = expand_marks([text or "" for text in texts[::2]], images, "messages")
         self._check_text("".join(filter(None, texts)), "messages", max_tokens)
         for i, text in enumerate(texts):
             if text:

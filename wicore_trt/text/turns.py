@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from wicore_trt.text.chat import ROLES, checked_messages, content_text, invalid_messages
+from wicore_trt.text.images import IMAGE_MARK, is_image_part
 
 _PREAMBLE = (
     "You can call functions. To call one, answer with one line of JSON and nothing else, without Markdown: "
@@ -54,9 +55,13 @@ def plain_messages(
         role, content = ROLES.get(str(message["role"]), "user"), message.get("content")
         if role == "assistant":
             content = content or ""
+        marks = ""
+        if name is not None and isinstance(content, (list, tuple)):
+            marks = IMAGE_MARK * sum(map(is_image_part, content))  # behind the JSON
+            content = [part for part in content if not is_image_part(part)] or ("" if marks else content)
         text = content_text(f"messages[{index}].content", content).strip()
         if name is not None:
-            text = f"<tool_response>\n{_encode_json({'name': name, 'content': text})}\n</tool_response>"
+            text = f"<tool_response>\n{_encode_json({'name': name, 'content': text})}\n</tool_response>{marks}"
         if calls:
             found = [{"name": called, "parameters": parameters} for called, parameters in calls]
             text = "\n".join(filter(None, (text, _encode_json(found[0] if len(found) == 1 else found))))

@@ -1,0 +1,1 @@
+"""Make of image files what an encoder of images reads."""

@@ -1,0 +1,194 @@
+"""Run jobs in a process of its own, whose time and memory the kernel bounds: both sides of it.
+
+A job is bytes from strangers that a program or a decoder reads. Must not know what jobs mean. Invariant: every job
+gets its answer, or the reason why it has none. A worker keeps nothing after a job, and ends when its owner does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO
+
+from wicore_trt.errors import shortened
+
+WAIT_SECONDS = 60.0
+"""For a machine so busy that a job's processor time takes that long."""
+_MESSAGE = 300  # characters of what went wrong
+_PIPE_BYTES = 1 << 20  # as much as Linux lets a user have
+_CODE = """
+import json, sys
+_, module, path = sys.argv
+sys.path[:] = json.loads(path)
+from importlib import import_module
+import_module(module).main()
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """Limits of one job: seconds of processor time, bytes of the worker's memory and of a job, bytes of an answer."""
+
+    cpu_seconds: float
+    memory: int
+    answer: int
+
+
+class JobFailure(Exception):
+    """Failure of a job, with the reason as the end of a sentence; `ended` where it ended the worker."""
+
+    def __init__(self, why: str, *, ended: bool = True) -> None:
+        super().__init__(why)
+        self.ended = ended
+
+
+class WorkerProcess:
+    """Owner of a process that runs `module`, whose `main` calls `serve_jobs`; jobs come one at a time, from any
+    thread. The process starts with the first job or with `start_worker`, and is replaced when it has ended."""
+
+    def __init__(self, module: str, limits: WorkerLimits) -> None:
+        self._module, self._limits = module, limits
+        self.lock = threading.Lock()
+        self.process: subprocess.Popen[bytes] | None = None
+        self._starter = 0  # the process that started it: a fork has none
+        os.register_at_fork(after_in_child=self._reset_lock)
+        atexit.register(self._kill_worker)
+
+    def start_worker(self) -> None:
+        """Start the process unless it runs."""
+        with self.lock:
+            self._find_worker()
+
+    def run_job(self, *parts: bytes) -> bytes:
+        """Return the answer to a job, which is the `parts` in a row. Raises JobFailure."""
+        with self.lock:  # a worker that another killed, for the machine's memory say, is no fault of the job
+            answer = self._ask_worker(parts) or self._ask_worker(parts)
+        if answer is None:
+            raise JobFailure("its process was killed twice")
+        if answer[:1] != b"+":
+            raise JobFailure(answer[1:].decode(), ended=False)
+        return answer[1:]
+
+    def _find_worker(self) -> subprocess.Popen[bytes]:
+        if self.process is None or self._starter != os.getpid() or self.process.poll() is not None:
+            path = json.dumps([os.path.abspath(place) for place in sys.path])
+            self.process, self._starter = (
+                subprocess.Popen(
+                    [sys.executable, "-P", "-c", _CODE, self._module, path], stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/",
+                    pipesize=_PIPE_BYTES,
+                ),
+                os.getpid(),
+            )  # fmt: skip
+        return self.process
+
+    def _ask_worker(self, parts: tuple[bytes, ...]) -> bytes | None:
+        """Ask the worker; None where another process killed it."""
+        worker, began = self._find_worker(), time.monotonic()
+        assert worker.stdin is not None and worker.stdout is not None
+        late = threading.Timer(WAIT_SECONDS, worker.kill)  # also when it neither reads the job nor ends its answer
+        late.daemon = True
+        try:
+            late.start()
+            _write_frame(worker.stdin, *parts)
+            return _read_frame(worker.stdout, self._limits.answer + 1)
+        except (EOFError, OSError):
+            why, waited = self._end_worker(worker), time.monotonic() - began
+            if worker.returncode in (-signal.SIGKILL, -signal.SIGTERM) and waited < WAIT_SECONDS:
+                return None
+            raise JobFailure(why) from None
+        except BaseException:  # KeyboardInterrupt: the answer on its way must not become that of the next job
+            worker.kill()
+            self._end_worker(worker)
+            raise
+        finally:
+            late.cancel()
+
+    def _end_worker(self, worker: subprocess.Popen[bytes]) -> str:
+        """End a worker that gave no answer; return why, as far as it is known."""
+        self.process = None
+        try:
+            code = worker.wait(1.0)  # of a process that has just ended
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            code = worker.wait()
+        for pipe in (worker.stdin, worker.stdout):
+            assert pipe is not None
+            with suppress(OSError):  # of what was not written yet
+                pipe.close()
+        if code in (-signal.SIGPROF, -signal.SIGKILL):
+            return f"it takes more than {self._limits.cpu_seconds:g} s"
+        return f"its process ended with code {code}, for its memory or its recursion"
+
+    def _reset_lock(self) -> None:
+        self.lock = threading.Lock()  # another thread may have held it, which is not in the child
+
+    def _kill_worker(self) -> None:
+        if self.process is not None and self._starter == os.getpid():
+            self.process.kill()
+            self._end_worker(self.process)
+
+
+# Protocol, on stdin and stdout: a length in 8 bytes and that much. An answer begins with "+", or "-" before a reason.
+def _read_frame(stream: IO[bytes], most: int) -> bytes:
+    """Read one frame. Raises EOFError when the stream has ended, or the frame is longer than `most` bytes."""
+    head = stream.read(8)
+    size = struct.unpack("<Q", head)[0] if len(head) == 8 else most + 1
+    data = stream.read(size) if size <= most else b""
+    if len(data) != size:
+        raise EOFError
+    return data
+
+
+def _write_frame(stream: IO[bytes], *parts: bytes) -> None:
+    stream.write(struct.pack("<Q", sum(map(len, parts))))
+    for part in parts:
+        stream.write(part)
+    stream.flush()
+
+
+def serve_jobs(answer: Callable[[bytes], bytes], limits: WorkerLimits) -> None:
+    """Answer jobs until stdin ends, in the worker. `answer` raises JobFailure for a reason to tell; whatever else it
+    raises is one, too."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's; the owner ends this process by closing stdin
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process, also inside of a long operation
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    most = limits.memory if hard == resource.RLIM_INFINITY else min(limits.memory, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    while True:
+        try:
+            job = _read_frame(sys.stdin.buffer, limits.memory)
+        except EOFError:
+            return
+        signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
+        parts = _try_answer(answer, job, limits)
+        del job
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _write_frame(sys.stdout.buffer, *parts)
+
+
+def _try_answer(answer: Callable[[bytes], bytes], job: bytes, limits: WorkerLimits) -> tuple[bytes, bytes]:
+    try:
+        found = answer(job)
+        if len(found) <= limits.answer:
+            return b"+", found
+        why = f"it makes more than {limits.answer} bytes"
+    except JobFailure as error:
+        why = str(error)
+    except MemoryError:
+        why = "it takes too much memory"
+    except Exception as error:
+        why = shortened(" ".join(f"{type(error).__name__}: {error}".split()), _MESSAGE)
+    return b"-", why.encode("utf-8", "replace")
