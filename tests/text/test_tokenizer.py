@@ -191,7 +191,10 @@ def test_aliases_of_roles(chat: Tokenizer) -> None:
         ([{"role": "user"}], "content"),
         ([{"role": "user", "content": None}], "content"),
         ([{"role": "user", "content": []}], "content"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "image_url.*not supported"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+            "content.0. must be .*image",
+        ),
         ([{"role": "user", "content": [{"type": "audio"}]}], r"content\[0\]"),
         ([{"role": "user", "content": [{"type": "text", "text": 1}]}], r"content\[0\]"),
         ([{"role": "user", "content": "x", "tool_calls": [1]}], "tool_calls"),

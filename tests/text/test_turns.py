@@ -81,7 +81,7 @@ def test_a_conversation_that_the_model_begins_keeps_its_system_message() -> None
         ([turn("assistant", None, tool_calls=[{"id": "a"}])], "function call"),
         ([turn("assistant", None, tool_calls=[{"function": {"name": "f", "arguments": "{"}}])], "must be JSON"),
         (["x"], "must be an object"),
-        ([turn("user", [{"type": "image_url"}])], "not supported yet"),
+        ([turn("user", [{"type": "image_url"}])], "must be .*image"),
     ],
 )
 def test_what_is_no_conversation(messages, said) -> None:

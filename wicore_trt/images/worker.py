@@ -64,7 +64,10 @@ def _prepare_file(size: int, crops: bool, data: bytes) -> bytes:
     except Exception as error:  # whatever a decoder finds wrong
         raise JobFailure(f"it is broken ({' '.join(str(error).split())[:200] or type(error).__name__})") from None
     image = _turn_upright(image)
-    image = image if image.mode == "RGB" else image.convert("RGB")
+    image = image if image.mode == "RGB" else image.convert("RGB")  # alpha is dropped, as `load_image` does
+    if image.info.get("transparency") is not None:  # a colour that is transparent: white, as the processor does
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image).convert("RGB")
     found = [image.resize((size, size), Image.Resampling.BILINEAR)]
     for box in _plan_crops(*image.size) if crops else ():
         found.append(image.crop(box).resize((size, size), Image.Resampling.BILINEAR))
