@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 from msgspec.structs import replace
 
-from oracle.model import DIGEST, NAN, POISON, VOCAB, Model, permitted
+from oracle.model import DIGEST, NAN, PIXEL_BYTES, POISON, VOCAB, Model, features_of, image_of, permitted
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.batch import UNREAD, SampledTokens, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.executor import CameIn, Done, KVLayout
@@ -41,6 +41,52 @@ class Bad:
     """By seq_id: the numbers of the spoilt entries that it has read."""
     unlucky: set[int] = field(default_factory=set)
     """seq_ids whose logits were spoilt."""
+    blind: set[bytes] = field(default_factory=set)
+    """Pixels that were not encoded once."""
+
+
+class Encoder:
+    """Encodes images beside steps, one after the other; `blind` is how often one fails."""
+
+    def __init__(self, world, bad: Bad, *, slots: int, tokens: int, seconds: float, blind: float) -> None:
+        self.slots, self.tokens, self.pixel_bytes = slots, tokens, PIXEL_BYTES
+        self.world, self.bad, self.seconds, self.blind = world, bad, seconds, blind
+        self.held: list[bytes | None] = [None] * slots
+        self.reads = 0
+        self.under_way, self.begun, self.until, self.busy_s = 0, 0, 0.0, 0.0
+        self._ended: deque[tuple[int, str | None]] = deque()
+
+    def begin(self, slot: int, pixels: bytes) -> None:
+        if self.under_way:
+            raise Failure("encoder", "two images are encoded at once")
+        self.under_way, self.begun = 1, self.begun + 1
+        self.held[slot] = None
+        fails = self.world.rng.random() < self.blind
+        if fails:
+            self.bad.blind.add(pixels)
+            if self.world.rng.random() < 0.3:
+                self.under_way = 0
+                raise RuntimeError("the encoder is blind")
+
+        def end() -> None:
+            self.held[slot] = None if fails else features_of(pixels)
+            self.under_way = 0
+            self._ended.append((slot, "its features are not finite" if fails else None))
+
+        seconds = self.world.takes(self.seconds)
+        self.until, self.busy_s = self.world.clock() + seconds, self.busy_s + seconds
+        self.world.later(seconds, end)
+
+    def take_ended(self, timeout_s: float = 0.0) -> list[tuple[int, str | None]]:
+        self.world.wait(lambda: bool(self._ended), timeout_s)
+        return [self._ended.popleft() for _ in range(len(self._ended))]
+
+    def read(self, slot: int) -> bytes:
+        found = self.held[slot]
+        if found is None:
+            raise Failure("features", f"slot {slot} is read, and has no features")
+        self.reads += 1
+        return image_of(found, self.tokens)
 
 
 class Device:
@@ -52,7 +98,7 @@ class Device:
         self.layout = layout
         self.max_batch_tokens = max_batch_tokens
         self.slice_tokens, self.score_rows, self.graph_sizes = slice_tokens, 0, {}
-        self.images = None
+        self.images: Encoder | None = None
         self.max_sequences: int | None = None
         self.world, self.model = world, model
         self.size = layout.page_tokens
@@ -139,9 +185,17 @@ class Device:
         local = bytearray(self._read(piece, LOCAL, first, start))
         spoilt = self._spoilt(before) | self._spoilt(local)
         unit, seen = model.entry_bytes.get(LOCAL, 0), model.begin(before)
-        for position, token in enumerate(piece.token_ids, start):
-            visible = local[(max(0, position - window + 1) - first) * unit :]
-            entry = model.entry(seen, bytes(visible), token, position)
+        images = {first: (first + count, self.images.read(slot)) for first, count, slot in piece.images}
+        until, known, behind, here = 0, b"", local, seen
+        for at, token in enumerate(piece.token_ids):
+            position = start + at
+            if at >= until:  # tokens of an image see what is before it, and all of it
+                until, known = images.get(at, (at + 1, b""))
+                behind, here = (local[:], seen.copy()) if at in images else (local, seen)
+                if until > len(piece.token_ids):
+                    raise Failure("image", f"a step has {len(piece.token_ids)} tokens of {piece.seq_id}, cut at {at}")
+            visible = behind[(max(0, position - window + 1) - first) * unit :]
+            entry = model.entry(here, bytes(visible), token, position, known)
             while self.bad.entries and self.world.rng.random() < 0.3:
                 number, group = self.bad.entries.popleft()
                 if group in entry:

@@ -22,10 +22,11 @@ Realm = tuple[str, str, str]
 
 @dataclass
 class Live:
-    """A sequence that has not ended. `order` is the number of requests before its own."""
+    """A sequence that has not ended. `prompt` has its images; `order` is the number of requests before its own."""
 
     seq_id: int
     request: GenerateRequest
+    prompt: tuple[int, ...]
     right: Answer
     realm: Realm
     order: int
@@ -37,7 +38,7 @@ class Live:
     @property
     def whole(self) -> tuple[int, ...]:
         """Its tokens when it has ended by itself."""
-        return (*self.request.prompt_token_ids, *self.right.tokens)
+        return (*self.prompt, *self.right.tokens)
 
 
 class Ledger:
@@ -66,7 +67,7 @@ class Ledger:
         require(place in self.live, "unknown output", output)
         live = self.live[place]
         live.got += output.token_ids
-        prompt, right = live.request.prompt_token_ids, live.right.tokens
+        prompt, right = live.prompt, live.right.tokens
         if tuple(live.got) != right[: len(live.got)]:
             raise Failure("wrong token", f"{place}: {live.got}, right is {list(right)}; prompt of {len(prompt)} tokens")
         assert usage is not None
@@ -95,6 +96,11 @@ class Ledger:
 
     def _check_error(self, output: TokenOutput, live: Live, bad: Bad) -> None:
         """A request may fail when it has read something spoilt that nobody had noticed before it came."""
+        if "could not be encoded" in (output.error or ""):
+            pixels = {span.pixels for span in live.request.content}
+            require(bool(pixels & bad.blind), "failed request", output.error)
+            self.counts["failed image"] += 1
+            return
         require("finite" in (output.error or ""), "failed request", output.error)
         if live.seq_id in bad.unlucky:
             self.counts["failed logits"] += 1
@@ -117,7 +123,7 @@ class Ledger:
 
     def _shared(self, mine: Live, of: Callable[[Realm], bool]) -> int:
         """The longest prefix of a prompt that somebody else has sent or got."""
-        prompt = mine.request.prompt_token_ids
+        prompt = mine.prompt
         if mine.request.params.n > 1:
             return len(prompt)
         known = [tokens for realm, all_of in self.history.items() if of(realm) for tokens in all_of]

@@ -21,7 +21,7 @@ from fault_injection import FaultPlan
 from oracle.checks import check_idle, check_steady, require, settle
 from oracle.device import Failure, scramble
 from oracle.ledger import Ledger, Live
-from oracle.model import Answer, answer, seed_of
+from oracle.model import Answer, answer, list_spans, seed_of, token_ids, whole_images
 from oracle.plan import Happening, Planner, Setup, draw_setup
 from oracle.real import Real
 from oracle.stack import Stack, constants
@@ -84,7 +84,8 @@ class Life:
         self._wait(-1)
         known = [tokens for realm in self.ledger.history.values() for tokens in realm]
         for tokens in self.rng.sample(known, min(3, len(known))):
-            self._add(tuple(tokens[: self.setup.max_context - 1]), SamplingParams(max_tokens=1, temperature=0.0))
+            prompt = whole_images(tokens[: self.setup.max_context - 1], self.setup.image_tokens)
+            self._add(tuple(prompt), SamplingParams(max_tokens=1, temperature=0.0))
         self._wait(-1)
         self._restart()
         self.stack.tally()
@@ -149,8 +150,8 @@ class Life:
         core, ledger, setup = self.stack.core, self.ledger, self.setup
         name = f"r{ledger.requests}"
         request = GenerateRequest(
-            name, prompt, params, None if deadline is None else self.world.clock() + deadline, priority,
-            tenant=tenant, cache_salt=salt, cache=hints or CacheHints(),
+            name, token_ids(prompt), params, None if deadline is None else self.world.clock() + deadline, priority,
+            tenant=tenant, cache_salt=salt, cache=hints or CacheHints(), content=list_spans(prompt, setup.image_tokens),
         )  # fmt: skip
         core.validate_request(request)
         alone = not ledger.live
@@ -160,8 +161,10 @@ class Life:
             seed, index = sequence.seed, sequence.index
             require(params.seed is None or seed == seed_of(params.seed, index), "seed", seed)
             if right is None or not known or (params.temperature and (index or params.seed is None)):
-                right = answer(setup.model, prompt, params, seed, setup.max_context)
-            ledger.add(Live(sequence.seq_id, request, right, (setup.engine, tenant, salt), ledger.requests), index)
+                right = answer(setup.model, prompt, params, seed, setup.max_context, setup.image_tokens)
+            ledger.add(
+                Live(sequence.seq_id, request, prompt, right, (setup.engine, tenant, salt), ledger.requests), index
+            )
         ledger.requests += 1
         self.progress.again(self.world.clock())
         watched = alone and params.n == 1 and self.world.virtual

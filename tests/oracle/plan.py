@@ -7,13 +7,13 @@ Invariant: one seed gives one plan.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import Any
 
 from fault_injection import Fault
 
-from oracle.model import DIGEST, VOCAB, Model, answer, seed_of
+from oracle.model import DIGEST, IMAGES, VOCAB, Model, answer, image_tokens, seed_of, whole_images
 from oracle.world import Speeds
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import CacheHints, CachePriority, SamplingParams
@@ -54,6 +54,11 @@ class Setup:
     """The device computes digests of pages, and bits change on the way to and from it as often as `lies` says."""
     lies: float = 0.0
     engine: str = "oracle"
+    image_tokens: int = 0
+    """Of each image; 0 where prompts are text. `image_s`: seconds of an encoding; `blind`: how often one fails."""
+    image_slots: int = 1
+    image_s: float = 0.0
+    blind: float = 0.0
 
     @property
     def model(self) -> Model:
@@ -95,7 +100,7 @@ def draw_setup(seed: int) -> Setup:
     disk = tiers and rng.random() < 0.75
     max_batch = rng.choice((4, 6, 8, 12, 16, 24, 48))
     tight = rng.random() < 0.5
-    return Setup(
+    setup = Setup(
         seed=seed,
         groups=groups,
         page_tokens=page_tokens,
@@ -134,6 +139,23 @@ def draw_setup(seed: int) -> Setup:
         queue_limit=some(rng, (0.8, 256), (0.2, rng.choice((1, 3, 9)))),
         shared=draw_shared(rng, entry_bytes),
         **draw_checks(rng),
+    )
+    return with_images(setup)
+
+
+def with_images(setup: Setup) -> Setup:
+    """Perhaps with images, which a step has room for beside all that decode. With dice of their own, so that lives of
+    text stay as they are."""
+    rng = random.Random(f"images/{setup.seed}")
+    most = setup.max_batch_tokens - setup.max_sequences + 1
+    if rng.random() < 0.3 or most < 1:
+        return setup
+    return replace(
+        setup,
+        image_tokens=min(rng.choice((1, 3, 5, 9, 16)), most),
+        image_slots=rng.choice((1, 1, 2, 3, 8)),
+        image_s=16 * setup.speeds.token * power(rng, -2, 1.0),
+        blind=some(rng, (0.8, 0.0), (0.2, 0.1)),
     )
 
 
@@ -185,6 +207,7 @@ class Planner:
         self.hinted = self.rng.random() < 0.4
         self.picky = self.rng.random() < 0.5
         self.busy = self.rng.random() < 0.5
+        self.pictures = random.Random(f"pictures/{setup.seed}")
 
     def tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(2, VOCAB) for _ in range(count)]
@@ -231,7 +254,8 @@ class Planner:
         self.count += 1
         prompt = self._prompt()
         params = self._params(setup.max_context - len(prompt))
-        right = answer(self.model, prompt, params, seed_of(params.seed or 0, 0), setup.max_context)
+        seed = seed_of(params.seed or 0, 0)
+        right = answer(self.model, prompt, params, seed, setup.max_context, setup.image_tokens)
         self.known.append([*prompt, *right.tokens])
         if len(self.known) > 10:
             self.known.pop(rng.randrange(len(self.known)))
@@ -255,12 +279,23 @@ class Planner:
         """A context from before, whole or cut, and something new."""
         rng, longest = self.rng, self.setup.max_context - 1
         if rng.random() < 0.08:
-            return self.tokens(rng.randint(1, longest))
+            return whole_images(
+                self._illustrate(self.tokens(rng.randint(1, longest)))[:longest], self.setup.image_tokens
+            )
         known = rng.choice(self.known)
         if rng.random() < 0.3:
             known = known[: rng.randrange(1, len(known) + 1)]
         new = self.tokens(some(rng, (0.3, 0), (0.5, rng.randint(1, 6)), (0.2, rng.randint(6, longest // 2))))
-        return [*known, *new][:longest]
+        return whole_images([*known, *self._illustrate(new)][:longest], self.setup.image_tokens)
+
+    def _illustrate(self, text: list[int]) -> list[int]:
+        """Put images between words."""
+        rng, count = self.pictures, self.setup.image_tokens
+        for _ in range(rng.choice((0, 1, 1, 2, 4)) if count else 0):
+            at = rng.randrange(len(text) + 1)
+            if at == len(text) or text[at] < IMAGES or (text[at] - IMAGES) % 100 == 0:
+                text = [*text[:at], *image_tokens(rng.randrange(4), count), *text[at:]]
+        return text
 
     def _params(self, room: int) -> SamplingParams:
         rng = self.rng

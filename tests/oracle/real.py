@@ -49,6 +49,12 @@ class Real:
         if self.rng.random() < 0.2:
             time.sleep(min(seconds, MOST_S))
 
+    def wait(self, over: Callable[[], bool], seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not over() and time.monotonic() < end:
+            time.sleep(MOST_S / 10)
+        return over()
+
     def takes(self, seconds: float) -> float:
         return min(seconds, MOST_S) * self.rng.random()
 

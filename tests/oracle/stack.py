@@ -19,7 +19,7 @@ from unittest import mock
 
 from fault_injection import FaultPlan, FaultyFiles
 
-from oracle.device import AheadDevice, Copier, Device, Failure, LateCopier
+from oracle.device import AheadDevice, Copier, Device, Encoder, Failure, LateCopier
 from oracle.model import DIGEST, EOS, POISON
 from oracle.plan import Setup
 from oracle.world import replace_everywhere
@@ -153,6 +153,11 @@ class Stack:
         self.device = kind(
             world, setup.model, layout, max_batch_tokens=setup.max_batch_tokens, slice_tokens=setup.slice_tokens
         )
+        if setup.image_tokens:
+            self.device.images = Encoder(
+                world, self.device.bad, slots=setup.image_slots, tokens=setup.image_tokens, seconds=setup.image_s,
+                blind=setup.blind,
+            )  # fmt: skip
         self.copier = (LateCopier if setup.late else Copier)(self.device, checks=setup.checks, lies=setup.lies)
         self.device.copier = self.copier
         try:
@@ -353,6 +358,10 @@ class Stack:
         def followed(plan):
             found = follow(plan)
             counts["step ahead"] += found is not None
+            waiting = [
+                s for s in self.scheduler.running if len(s.tokens) - s.computed > 1 and s not in dict(plan.slices)
+            ]
+            counts["step ahead of one that waits for an image"] += found is not None and bool(waiting)
             return found
 
         start_afresh = manager.memory.evict_all
@@ -380,6 +389,9 @@ class Stack:
         for load, _ in self.loads:
             counts["load with a failed page"] += load.failed
         counts["steps"] += stats.steps
+        if self.device.images is not None:
+            counts["image encoded"] += self.device.images.begun
+            counts["image read"] += self.device.images.reads
         counts["bit flipped on the way to or from the device"] += self.copier.lied
         if isinstance(self.manager.memory, SharedMemory):
             counts["slab changed hands"] += self.manager.memory.slabs.changes

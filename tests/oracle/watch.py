@@ -44,7 +44,7 @@ class Progress:
         speeds = stack.world.speeds
         tokens = sum(len(live.request.prompt_token_ids) + 60 for live in ledger.live.values())
         bound = 1.0 + 40 * tokens * speeds.token + 2 * max(stack.waits[-20:], default=0.0)
-        bound += 2000 * (speeds.link + speeds.checksum)
+        bound += 2000 * (speeds.link + speeds.checksum) + 40 * stack.setup.image_s * len(ledger.live)
         if self._steps > MAX_IDLE_STEPS or now - self._since > (bound if stack.world.virtual else 30.0):
             what = f"{self._steps} steps, {now - self._since:.3f} s (bound {bound:.3f})"
             raise Failure("stuck", f"{what} for {sorted(ledger.live)}")
@@ -61,17 +61,23 @@ class Lone:
     copies_s: float
     tokens: int
     plans: int
+    images_s: float = 0.0
 
     @classmethod
     def begin(cls, place: tuple[str, int], prompt: int, stack: Stack) -> Lone:
         device = stack.device
         now = stack.world.clock()
         busy_s = device.busy_s - max(0.0, device.busy_until - now)  # a step that nobody needs any more may still run
-        return cls(place, prompt, now, busy_s, stack.copier.seconds, device.tokens, len(stack.waits))
+        images_s = 0.0
+        if device.images is not None:  # an image of somebody who left may still be encoded
+            images_s = device.images.busy_s - max(0.0, device.images.until - now)
+        return cls(place, prompt, now, busy_s, stack.copier.seconds, device.tokens, len(stack.waits), images_s)
 
     def answered(self, stack: Stack) -> None:
         device, waits = stack.device, stack.waits[self.plans :]
         idle = stack.world.clock() - self.now - (device.busy_s - self.busy_s) - (stack.copier.seconds - self.copies_s)
+        if device.images is not None:
+            idle -= device.images.busy_s - self.images_s
         text = f"{self.place} idled {idle:.4f} s; plans may wait {waits}"
         require(idle <= sum(waits) + LOAD_WAIT_S * (len(waits) + 1), "late", text)
         computed = device.tokens - self.tokens
