@@ -375,4 +375,71 @@ MUTANTS = (
         "        for sequence in flight.ended:\n            self._release_sequence(sequence)\n",
         "",
     ),
+    # --- images
+    Mutant(
+        "kv/pages/hashing.py",
+        "mark = _SPAN.pack(span.begin, span.end) + span.digest",
+        "mark = _SPAN.pack(span.begin, span.end)",
+        "tests/kv/test_content.py",
+    ),
+    Mutant(
+        "kv/pages/hashing.py",
+        "mark = _SPAN.pack(span.begin, span.end) + span.digest",
+        "mark = span.digest",
+        "tests/kv/test_content.py",
+    ),
+    Mutant(
+        "kv/sequence_pages.py",
+        "        while count in self.barred:\n",
+        "        while False:\n",
+        "tests/kv/test_images.py",
+    ),
+    Mutant(
+        "kv/sequence_pages.py",
+        "(s.end - 1) // page_tokens + 1))",
+        "(s.end - 1) // page_tokens))",
+        "tests/kv/test_images.py",
+    ),
+    Mutant(
+        "kv/manager.py",
+        "        while following in pages.barred:\n",
+        "        while False:\n",
+        "tests/kv/test_images.py",
+    ),
+    Mutant(
+        "schedule/scheduler.py",
+        "            if image.begin < start + count < image.end:\n",
+        "            if False:\n",
+        "tests/kv/test_images.py",
+    ),
+    Mutant(
+        "schedule/images.py",
+        "                if key == self._encoding or key not in self._slots:\n",
+        "                if key not in self._slots:\n",
+        "tests/schedule/test_image_book.py",
+    ),
+    Mutant(
+        "schedule/images.py",
+        "next((key for key in self._slots if key not in self._asked), None)",
+        "next(iter(self._slots), None)",
+        "tests/schedule/test_image_book.py",
+    ),
+    Mutant(
+        "schedule/images.py",
+        "PromptImage(s.begin, s.end, scope + s.digest, s.pixels)",
+        "PromptImage(s.begin, s.end, s.digest, s.pixels)",
+        "tests/schedule/test_image_book.py",
+    ),
+    Mutant(
+        "core/encodings.py",
+        "self._note_end(why)\n",
+        "self._note_end(None)\n",
+        "tests/kv/test_images.py",
+    ),
+    Mutant(
+        "core/engine.py",
+        "error=failed[s.seq_id], doubtful=False)",
+        "error=failed[s.seq_id])",
+        "tests/kv/test_images.py",
+    ),
 )
