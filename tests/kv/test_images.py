@@ -222,6 +222,8 @@ def test_an_image_is_encoded_once_for_all_sequences_and_not_at_all_where_it_is_c
     stack.ask(tokens, content, n=4)
     stack.settle()
     assert len(stack.encoder.begun) == 2
+    prompts = sum(count for step in stack.executor.steps for _, count in step if count > 1)
+    assert prompts <= len(tokens), "a sequence computed an image that another one was about to compute"
     for _ in range(2):
         stack.ask([*tokens, 11], content)
         stack.settle()
