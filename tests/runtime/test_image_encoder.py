@@ -1,0 +1,180 @@
+"""Image encoders: on a thread, and on a stream that is late, slots hold the features of their own images."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+from parity.paged import PagedDriver
+from parity.tiny import cast, tiny_model
+from parity.vision import RandomEncoder, random_encoder, random_pixels
+from runtime.late_cpu import LateDevice
+
+from wicore_trt.backends.torch.executor import TorchExecutor
+from wicore_trt.backends.torch.vision import TorchVision, VisionWeights, open_encoder
+from wicore_trt.errors import EngineFormatError
+from wicore_trt.model.vision import FINAL_NORM, PROJECTION
+from wicore_trt.runtime.image_encoder import NOT_FINITE, FeatureEncoder, StreamEncoder, ThreadEncoder
+from wicore_trt.runtime.options import ExecutorOptions
+
+SLOTS = 3
+
+
+class LateStream(LateDevice):
+    """A `CudaDevice` beside the steps' own: everything put on it happens some time before its mark is passed."""
+
+    def visit(self) -> AbstractContextManager[object]:
+        return self.active()
+
+    def staging(self, shape, dtype: torch.dtype = torch.int32) -> torch.Tensor:  # type: ignore[no-untyped-def,override]
+        return torch.zeros(tuple(shape), dtype=dtype)
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        return lambda: self.put(work)
+
+    def mark(self) -> LateMark:
+        return LateMark(self)
+
+
+class LateMark:
+    def __init__(self, device: LateStream) -> None:
+        self._device, self._at = device, device._put
+
+    def query(self) -> bool:
+        if self._device._rng.random() < 0.3:
+            self._device._advance(self._device._done + self._device._rng.randrange(4))
+        return self._device._done >= self._at
+
+    def synchronize(self) -> None:
+        self._device._advance(self._at)
+
+
+@pytest.fixture(scope="module")
+def source() -> RandomEncoder:
+    return random_encoder(3)
+
+
+@pytest.fixture(params=["thread", "stream"])
+def encoder(request: pytest.FixtureRequest, source: RandomEncoder) -> Iterator[FeatureEncoder]:
+    model = TorchVision(source.weights, "float32", torch.device("cpu"))
+    if request.param == "thread":
+        made: FeatureEncoder = ThreadEncoder(source.weights.spec, SLOTS, torch.float32, model.encode)
+    else:
+        late = LateStream("sm90", random.Random(5))
+        made = StreamEncoder(source.weights.spec, SLOTS, torch.float32, model.encode, late)  # type: ignore[arg-type]
+        late.late = True
+    yield made
+    made.close()
+
+
+def _take(encoder: FeatureEncoder, count: int) -> list[tuple[int, str | None]]:
+    ended: list[tuple[int, str | None]] = []
+    while len(ended) < count:
+        found = encoder.take_ended(10.0)
+        assert found, "no image ended in ten seconds"
+        ended += found
+    assert encoder.take_ended() == encoder.take_ended(10.0) == [], "nothing is under way, so nothing is waited for"
+    return ended
+
+
+def test_slots_hold_the_features_of_their_own_images(encoder: FeatureEncoder, source: RandomEncoder) -> None:
+    assert (encoder.slots, encoder.tokens, encoder.pixel_bytes) == (SLOTS, 4, 56 * 56 * 3)
+    rng = random.Random(0)
+    images = [random_pixels(seed, 56) for seed in range(5)]
+    wanted = [source.hf_features(pixels) for pixels in images]
+    assert min((a - b).abs().max() for n, a in enumerate(wanted) for b in wanted[:n]) > 0.1
+    held: dict[int, int] = {}
+    for _ in range(6):
+        slots = rng.sample(range(SLOTS), rng.randint(1, SLOTS))
+        for slot in slots:
+            held[slot] = rng.randrange(len(images))
+            encoder.begin(slot, images[held[slot]].numpy().tobytes())
+        assert _take(encoder, len(slots)) == [(slot, None) for slot in slots]
+        for slot, image in held.items():
+            assert (encoder.features[slot] - wanted[image]).abs().max() < 1e-5, (slot, image)
+
+
+def test_features_that_overflow_fail_their_image_alone(source: RandomEncoder) -> None:
+    tensors = dict(source.weights.tensors)
+    tensors[PROJECTION] = tensors[PROJECTION].clone()
+    tensors[PROJECTION][:, 6] *= 2.6e4  # the features of some images are beyond float16
+    weights = VisionWeights(source.weights.spec, tensors)
+    images = [random_pixels(seed, 56) for seed in range(6)]
+    with torch.inference_mode():
+        for dtype, all_finite in (("float16", False), ("bfloat16", True)):
+            encoder = open_encoder(weights, dtype, len(images), torch.device("cpu"))
+            for slot, pixels in enumerate(images):
+                encoder.begin(slot, pixels.numpy().tobytes())
+            ended = _take(encoder, len(images))
+            encoder.close()
+            finite = [bool(encoder.features[slot].isfinite().all()) for slot, _ in ended]
+            assert [why for _, why in ended] == [None if ok else NOT_FINITE for ok in finite]
+            assert any(finite) and all(finite) is all_finite
+            late = LateStream("sm90", random.Random(1))
+            model = TorchVision(weights, dtype, torch.device("cpu"))
+            stream = StreamEncoder(weights.spec, len(images), model.dtype, model.encode, late)  # type: ignore[arg-type]
+            late.late = True
+            for slot, pixels in enumerate(images):
+                stream.begin(slot, pixels.numpy().tobytes())
+            assert _take(stream, len(images)) == ended
+
+
+def test_an_image_that_raises_fails_alone_and_thread_encodes_on(source: RandomEncoder) -> None:
+    model = TorchVision(source.weights, "float32", torch.device("cpu"))
+
+    def encode(pixels: torch.Tensor) -> torch.Tensor:
+        if not pixels.any():
+            raise MemoryError("no room")
+        return model.encode(pixels)
+
+    encoder = ThreadEncoder(source.weights.spec, 2, torch.float32, encode)
+    pixels = random_pixels(0, 56)
+    encoder.begin(0, bytes(encoder.pixel_bytes))
+    encoder.begin(1, pixels.numpy().tobytes())
+    assert _take(encoder, 2) == [(0, "MemoryError: no room"), (1, None)]
+    assert (encoder.features[1] - source.hf_features(pixels)).abs().max() < 1e-5
+    encoder.close()
+
+
+def test_begin_returns_at_once_and_steps_run_beside_an_encoding(source: RandomEncoder) -> None:
+    model = tiny_model(0)
+    settings = ExecutorOptions(
+        device="cpu", kernels="torch", page_tokens=8, kv_pages={"global": 8, "local": 8}, image_slots=2
+    )
+    vision = random_encoder(3, text_hidden=model.spec.hidden_size).weights
+    executor = TorchExecutor.from_tensors(
+        model.spec, "float32", cast(model.spec, model.tensors, torch.float32), settings, vision=vision
+    )
+    encoder = executor.images
+    assert isinstance(encoder, ThreadEncoder) and encoder.features.shape == (2, 4, model.spec.hidden_size)
+    free, encode = threading.Event(), encoder._encode
+    encoder._encode = lambda pixels: encode(pixels) if free.wait(20) else torch.zeros(0)
+    encoder.begin(0, random_pixels(0, 56).numpy().tobytes())
+    driver = PagedDriver(executor, 0)
+    logits = driver.step([(driver.new_sequence(), [1, 2, 3])])
+    assert (logits[-1] - model.hf_logits([1, 2, 3])[-1]).abs().max() < 1e-4
+    assert encoder.take_ended() == [] and encoder.take_ended(0.02) == []
+    free.set()
+    assert _take(encoder, 1) == [(0, None)]
+    executor.close()
+    assert not encoder._thread.is_alive()
+
+
+def test_an_engine_that_reads_text_alone_has_no_encoder() -> None:
+    model = tiny_model(0)
+    settings = ExecutorOptions(device="cpu", page_tokens=8, kv_pages={"global": 8, "local": 8})
+    executor = TorchExecutor.from_tensors(model.spec, "float32", model.tensors, settings)
+    assert executor.images is None
+    executor.close()
+
+
+def test_tensors_that_do_not_fit_are_named(source: RandomEncoder) -> None:
+    tensors = dict(source.weights.tensors)
+    tensors[PROJECTION] = tensors[PROJECTION].T
+    del tensors[f"{FINAL_NORM}.bias"]
+    with pytest.raises(EngineFormatError, match=f"{FINAL_NORM}.bias.*{PROJECTION}"):
+        VisionWeights(source.weights.spec, tensors)
