@@ -217,8 +217,8 @@ def test_no_step_sees_another_image_or_a_part_of_one(make_stack, late: bool) -> 
 
 
 def test_an_image_is_encoded_once_for_all_sequences_and_not_at_all_where_it_is_cached(make_stack) -> None:
-    stack = make_stack()
-    tokens, content = [*[SOFT] * 20, *[9] * 9], (image(3, 1), image(12, 2))
+    stack = make_stack(shape=Shape(max_batch_tokens=TOKENS))
+    tokens, content = [*[SOFT] * 20, *[9] * 9], (image(3, 1), image(13, 2))
     stack.ask(tokens, content, n=4)
     stack.settle()
     assert len(stack.encoder.begun) == 2

@@ -14,10 +14,10 @@ from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.errors import EngineDeadError, EngineFormatError, InvalidRequestError
 from wicore_trt.link.channel import Channel
 from wicore_trt.link.host import EngineHost
-from wicore_trt.link.messages import Add, Done, Outputs, Welcome, decode_to_engine, encode
+from wicore_trt.link.messages import Abort, Add, Done, Outputs, Welcome, decode_to_engine, encode
 from wicore_trt.link.remote import RemoteEngine
 from wicore_trt.process.child import Control, read_error
-from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams, TextRequest, TokenOutput, Usage
+from wicore_trt.types import ContentSpan, FinishReason, GenerateRequest, SamplingParams, TextRequest, TokenOutput, Usage
 
 
 def framed(message: object) -> bytes:
@@ -146,6 +146,43 @@ async def test_a_request_id_used_again_right_behind_a_front_that_ended_is_a_new_
         assert core.stats().requests_finished == {"cancelled": 1, "length": 1} and not core.sequences
     finally:
         await asyncio.to_thread(host.stop, 5)
+
+
+async def test_requests_with_images_wait_for_a_slow_engine_and_end_no_link(monkeypatch: pytest.MonkeyPatch):
+    """Each arrives whole, an abort behind its request, and the loop serves others meanwhile; one that the link could
+    never carry is refused."""
+    monkeypatch.setattr("wicore_trt.link.remote.HEAVY_BYTES", 1 << 16)
+    monkeypatch.setattr("wicore_trt.link.remote.MAX_BACKLOG", 1 << 19)
+    monkeypatch.setattr("wicore_trt.link.channel.MAX_BACKLOG", 1 << 19)
+    remote = RemoteEngine()
+    ours, theirs = socket.socketpair()
+    remote.connect(ours)
+    theirs.sendall(framed(Welcome("1/", FAKE_INFO, 1)))
+    await until(lambda: remote.dead is None)
+
+    def seeing(number: int, size: int) -> GenerateRequest:
+        span = ContentSpan(0, 4, bytes(32), bytes([number]) * size)
+        return GenerateRequest(f"1/{number}", (7,) * 5, SamplingParams(max_tokens=4), content=(span,))
+
+    with pytest.raises(InvalidRequestError, match="too many"):
+        await remote.add(seeing(99, 1 << 19))
+    sent = [seeing(number, 300_000) for number in range(12)]
+    adding = [asyncio.ensure_future(remote.add(request)) for request in sent]
+    await asyncio.sleep(0.05)
+    remote.abort("1/11")
+    heard: list[Add | Abort] = []
+
+    def answer(data: bytes) -> None:
+        heard.append(message := decode_to_engine(data))
+        if isinstance(message, Add):
+            engine.post(encode(Done(message.call)))
+
+    engine = Channel(theirs, asyncio.get_running_loop(), answer, lambda: None)
+    await asyncio.wait_for(asyncio.gather(*adding), 20)
+    assert [message.request for message in heard if isinstance(message, Add)] == sent
+    await until(lambda: len(heard) == 13)
+    assert isinstance(heard[-1], Abort) and heard[-1].request_key == "1/11"
+    engine.close()
 
 
 async def test_a_message_that_breaks_its_receiver_ends_the_channel():

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 MAX_BACKLOG = 256 << 20
 """Bytes that wait for the other side. It is one of our own processes, so that much means that it hangs."""
 READ_BYTES = 1 << 18
+TURN_BYTES = 1 << 20
+"""Bytes after which the loop's thread writes on in its next turn, lest pixels hold up all that it serves."""
 _HEAD = 4
 
 
@@ -47,17 +49,19 @@ class Channel:
 
     def post(self, message: bytes) -> None:
         """Send a message, from any thread; do nothing when the channel has ended."""
-        data = memoryview(len(message).to_bytes(_HEAD, "little") + message)
+        head = len(message).to_bytes(_HEAD, "little")
+        parts = [head + message] if len(message) < READ_BYTES else [head, message]
         with self._lock:
             if not self._open:
                 return
-            if not self._out:
-                data = self._send_now(data)
-            if not data:
-                return
             first = not self._out
-            self._out.append(data)
-            self.backlog += len(data)
+            for part in map(memoryview, parts):
+                data = part if self._out else self._send_now(part)
+                if data:
+                    self._out.append(data)
+                    self.backlog += len(data)
+            if not self._out:
+                return
             hangs = self.backlog > MAX_BACKLOG
         if hangs:
             self._call_soon(self.close)
@@ -91,13 +95,16 @@ class Channel:
             self._loop.add_writer(self._sock.fileno(), self._write_backlog)
 
     def _write_backlog(self) -> None:
+        sent = 0
         with self._lock:
             while self._out:
                 head = self._out.popleft()
-                rest = self._send_now(head)
-                self.backlog -= len(head) - len(rest)
-                if rest:
-                    self._out.appendleft(rest)
+                rest = self._send_now(head[:TURN_BYTES])
+                count = min(len(head), TURN_BYTES) - len(rest)
+                self.backlog, sent = self.backlog - count, sent + count
+                if count < len(head):
+                    self._out.appendleft(head[count:])
+                if rest or sent >= TURN_BYTES:
                     return
         self._loop.remove_writer(self._sock.fileno())
         with self._lock:
@@ -122,7 +129,7 @@ class Channel:
             if stop > end:
                 break
             try:
-                self._received(bytes(self._in[start + _HEAD : stop]))
+                self._received(bytes(memoryview(self._in)[start + _HEAD : stop]))
             except Exception:  # a bug of ours; ending the channel fails its waiting calls
                 log.exception("a message between front and engine could not be handled; closing the link")
                 self.close()

@@ -14,8 +14,8 @@ from collections.abc import AsyncGenerator, Callable
 from typing import TypeVar
 
 from wicore_trt.core.port import Change, EnginePort, Position, Sink
-from wicore_trt.errors import EngineDeadError, UnavailableError, WicoreError
-from wicore_trt.link.channel import Channel
+from wicore_trt.errors import EngineDeadError, InvalidRequestError, UnavailableError, WicoreError
+from wicore_trt.link.channel import MAX_BACKLOG, Channel
 from wicore_trt.link.messages import (
     Abort,
     Add,
@@ -36,6 +36,9 @@ from wicore_trt.link.messages import (
 from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, ModelInfo, TokenOutput
 
 T = TypeVar("T")
+HEAVY_BYTES = 64 << 20
+"""Bytes that wait for the engine before a request waits too. No request with its images has more than what is left of
+`MAX_BACKLOG` then, so none ends the link."""
 STARTING = "it is being started"
 ENDED = "its process ended"
 
@@ -57,6 +60,7 @@ class RemoteEngine(EnginePort):
         self._pending: dict[int, tuple[asyncio.Future[Done], str]] = {}  # with the key of the request being added
         self._followers: dict[int, asyncio.Queue[KVChanges | WicoreError]] = {}
         self._live: dict[str, int] = {}  # sequences that have not ended, by request
+        self._delayed: dict[str, list[Abort]] = {}  # of requests that wait until the engine has read others
 
     async def start(self, sink: Sink) -> None:
         self._sink = sink
@@ -68,15 +72,24 @@ class RemoteEngine(EnginePort):
         self.channel = Channel(sock, asyncio.get_running_loop(), self._take_message, self._end_channel)
 
     async def add(self, request: GenerateRequest) -> None:
-        self._live[request.request_key] = request.params.n
+        if sum([len(span.pixels) for span in request.content]) > MAX_BACKLOG - 2 * HEAVY_BYTES:
+            raise InvalidRequestError("The images of this request are too many for one request.", field="images")
+        name = request.request_key
+        self._live[name], self._delayed[name] = request.params.n, []
         try:
-            await self._ask_engine(Add, request, request.request_key)
+            while self.channel is not None and self.channel.backlog > HEAVY_BYTES:
+                await asyncio.sleep(0.002)
+            await self._ask_engine(Add, request, name)
         except BaseException:
-            self._live.pop(request.request_key, None)
+            self._live.pop(name, None)
             raise
+        finally:
+            self._delayed.pop(name, None)
 
     def abort(self, request_key: str, index: int | None = None) -> None:
-        if self.channel is not None and request_key.startswith(self.prefix):
+        if request_key in self._delayed:
+            self._delayed[request_key].append(Abort(request_key, index))
+        elif self.channel is not None and request_key.startswith(self.prefix):
             self.channel.post(encode(Abort(request_key, index)))
 
     async def stats(self, tenant: str | None = None) -> EngineStats:
@@ -118,6 +131,8 @@ class RemoteEngine(EnginePort):
         self._pending[call] = reply, request_key
         try:
             channel.post(encode(kind(call, what)))
+            for abort in self._delayed.pop(request_key, ()):
+                channel.post(encode(abort))
             return await reply
         finally:
             self._pending.pop(call, None)
