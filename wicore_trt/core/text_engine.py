@@ -59,8 +59,8 @@ INLINE_CHARS = 2048
 """Texts of no more characters are tokenized on the event loop, in about a millisecond."""
 
 
-IMAGE_BYTES = 1 << 30
-"""Pixels of all requests that are here, about 440 images. A tenant may have as much as there is room left."""
+IMAGE_BYTES = 2 << 30
+"""Pixels of all live requests, about 890 images. A tenant may have as much as there is room left."""
 FETCHES = 8
 """Images that are fetched at a time."""
 

@@ -11,6 +11,7 @@ import ipaddress
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
@@ -24,18 +25,20 @@ from wicore_trt.types import ImageFile
 FETCH_SECONDS = 10.0
 MAX_REDIRECTS = 3
 _PORTS = {"http": 80, "https": 443}
-_EMBEDDED = ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32")
-"""IPv6 networks whose addresses stand for IPv4 ones (NAT64, 6to4, Teredo)."""
+_UNICAST, _6TO4 = ipaddress.ip_network("2000::/3"), ipaddress.ip_network("2002::/16")
 
 
 def fetch_image(image: ImageFile, hosts: Collection[str]) -> ImageFile:
     """Fetch an image's URL; one with bytes is returned as it is. `hosts` are names, or patterns such as *.example.org
     and *, with a port where it is not the scheme's own. Takes at most FETCH_SECONDS, but for the resolver's time.
     Raises InvalidRequestError."""
-    url = image.url
+    url, until = image.url, time.monotonic() + FETCH_SECONDS
     for _ in range(1 + MAX_REDIRECTS if url else 0):
         try:
-            status, place, data = _get_once(url, hosts, image.field)
+            status, place, data = _get_once(url, hosts, image.field, until)
+            if time.monotonic() >= until:
+                raise TimeoutError(f"it takes more than {FETCH_SECONDS:g} s")
+            url = urljoin(url, place)
         except (OSError, ValueError, http.client.HTTPException) as error:
             why = " ".join(str(error).split())[:200] or type(error).__name__
             raise InvalidRequestError(f"The image's URL cannot be fetched: {why}.", field=image.field) from None
@@ -43,13 +46,12 @@ def fetch_image(image: ImageFile, hosts: Collection[str]) -> ImageFile:
             return replace(image, url="", data=data)
         if status not in (301, 302, 303, 307, 308) or not place:
             raise InvalidRequestError(f"The image's URL was answered with status {status}.", field=image.field)
-        url = urljoin(url, place)
     if url:
         raise InvalidRequestError(f"The image's URL leads on more than {MAX_REDIRECTS} times.", field=image.field)
     return image
 
 
-def _get_once(url: str, hosts: Collection[str], field: str) -> tuple[int, str, bytes]:
+def _get_once(url: str, hosts: Collection[str], field: str, until: float) -> tuple[int, str, bytes]:
     """Get a URL; return (status, place of a redirect, bytes of a body with status 200)."""
     parts = urlsplit(url)
     host, scheme = (parts.hostname or "").rstrip("."), parts.scheme
@@ -61,16 +63,23 @@ def _get_once(url: str, hosts: Collection[str], field: str) -> tuple[int, str, b
             field=field,
             fix="Send the image's bytes, as a data: URL, or have the operator add the host to server.image_hosts.",
         )
-    address = find_public_address(host, port)
-    connection = http.client.HTTPConnection(host, port, timeout=FETCH_SECONDS)
-    sock = socket.create_connection((address, port), FETCH_SECONDS)  # which no second look-up can change
-    late = threading.Timer(FETCH_SECONDS, _shut_socket, (sock,))  # a server may send a byte now and then
+    address, left = find_public_address(host, port), max(1e-3, until - time.monotonic())
+    connection = http.client.HTTPConnection(host, port)
+    sock = socket.create_connection((address, port), left)  # which no second look-up can change
+
+    def shut_socket() -> None:  # of a server that sends a byte now and then
+        with suppress(OSError):
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+    late = threading.Timer(left, shut_socket)
     late.daemon = True
     try:
         late.start()
-        connection.sock = sock
         if scheme == "https":
-            connection.sock = ssl.create_default_context().wrap_socket(sock, server_hostname=host)
+            context = ssl.create_default_context()
+            sock = context.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
+            sock.do_handshake()
+        connection.sock = sock
         target = parts._replace(scheme="", netloc="", fragment="").geturl() or "/"
         agent = {"Host": parts.netloc, "User-Agent": "wicore", "Accept": "image/*", "Accept-Encoding": "identity"}
         connection.request("GET", target, headers=agent)
@@ -82,11 +91,6 @@ def _get_once(url: str, hosts: Collection[str], field: str) -> tuple[int, str, b
         late.cancel()
         connection.close()
         sock.close()
-
-
-def _shut_socket(sock: socket.socket) -> None:
-    with suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
 
 
 def find_public_address(host: str, port: int) -> str:
@@ -101,9 +105,6 @@ def is_public(address: str) -> bool:
     """Tell whether an address is of the public Internet: no private, loopback, link-local, reserved or multicast one,
     nor one of IPv6 that stands for one of IPv4."""
     ip = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(ip, ipaddress.IPv6Address):
-        if ip.ipv4_mapped is not None:
-            return is_public(str(ip.ipv4_mapped))
-        if any(ip in ipaddress.ip_network(network) for network in _EMBEDDED):
-            return False
-    return ip.is_global and not ip.is_multicast
+    if isinstance(ip, ipaddress.IPv4Address):
+        return ip.is_global and not ip.is_multicast and not ip.is_reserved
+    return ip.is_global and ip in _UNICAST and ip not in _6TO4
