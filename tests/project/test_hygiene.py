@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 
@@ -70,3 +71,11 @@ def test_version_is_in_one_place() -> None:
 
 def test_no_build_products_are_tracked() -> None:
     assert not [n for n in tracked() if n.endswith((".so", ".pyc", ".whl", ".safetensors", ".gguf", ".partial"))]
+
+
+def test_the_lock_of_the_npm_packages_names_those_of_other_systems() -> None:
+    """npm 11 refuses a lock that leaves out an optional package, and so installs nothing."""
+    packages = json.loads(read("tests/clients/node/package-lock.json"))["packages"]
+    kinds = ("dependencies", "optionalDependencies")
+    asked = {name for package in packages.values() for kind in kinds for name in package.get(kind, ())}
+    assert asked and not asked - {path.rpartition("node_modules/")[2] for path in packages}
