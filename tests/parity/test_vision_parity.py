@@ -51,6 +51,7 @@ def test_pixel_values_are_those_of_the_processor() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_features_of_the_true_shapes() -> None:
     encoder = random_encoder(1, TRUE_VISION, tokens=256, text_hidden=5376)
     pixels = random_pixels(1, 896)
@@ -58,5 +59,4 @@ def test_features_of_the_true_shapes() -> None:
     for dtype, bound in (("float32", 1e-4), ("bfloat16", 0.05)):
         ours = _features(encoder, dtype, pixels)
         distance = (ours.float() - theirs).abs().max() if dtype == "float32" else (ours - theirs).norm() / theirs.norm()
-        print(dtype, float(distance), float(theirs.abs().mean()))
         assert distance < bound

@@ -31,7 +31,8 @@ class RandomEncoder:
         """transformers' features [tokens, text hidden size] of uint8 [size, size, 3], its processor included."""
         processor = Gemma3ImageProcessorPil(do_resize=False)
         values = processor([pixels.numpy()], return_tensors="pt", input_data_format="channels_last")["pixel_values"]
-        return self.projector(self.tower(pixel_values=values, return_dict=True).last_hidden_state)[0]
+        seen = self.tower(pixel_values=torch.as_tensor(values).to(self.tower.device), return_dict=True)
+        return self.projector(seen.last_hidden_state)[0].cpu()
 
 
 def random_encoder(

@@ -1,0 +1,237 @@
+"""Time of one image through the encoder's true shapes on this GPU, by part and by way, beside its bound.
+
+    python -m benchmarks.gpu.vision [--dtype bfloat16] [--repeats 20]
+
+Random weights: times do not depend on them. The bound counts products alone, at TFLOPS that large ones reach on an
+H100. The product's way is the first of each list. Every figure is the median over runs of a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from wicore_trt.backends.torch.vision import ATTENTION, TorchVision, VisionWeights, open_encoder
+from wicore_trt.model.vision import VisionSpec, vision_tensors
+from wicore_trt.runtime.cuda_device import CudaDevice
+from wicore_trt.runtime.dtypes import TORCH_DTYPES
+
+TFLOPS = 700.0
+SPEC = VisionSpec(896, 14, 1152, 27, 16, 4304, 1e-6, 256, 5376, 255_999, 262_144, 256_000)
+"""The encoder of every published Gemma 3 that sees, before the text model of 27B."""
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+Work = Callable[[], object]
+
+
+def make_weights(spec: VisionSpec) -> VisionWeights:
+    torch.manual_seed(0)
+    tensors = {n: torch.randn(s) * (0.02 if len(s) > 1 else 0.1) for n, s in vision_tensors(spec).items()}
+    return VisionWeights(spec, {n: t + 1 if "norm" in n and n.endswith("weight") else t for n, t in tensors.items()})
+
+
+def count_flops(spec: VisionSpec) -> tuple[float, float]:
+    """Operations of an image's linears, and of its attention."""
+    patches, hidden = spec.patches, spec.hidden_size
+    layer = patches * hidden * (4 * hidden + 2 * spec.intermediate_size)
+    ends = patches * spec.patch_values * hidden + spec.tokens * hidden * spec.text_hidden_size
+    return 2.0 * (layer * spec.num_layers + ends), 4.0 * patches * patches * hidden * spec.num_layers
+
+
+def make_events() -> tuple[Any, Any]:
+    return tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call,return-value]
+
+
+class Timer:
+    """Times work in a CUDA graph of its own."""
+
+    def __init__(self, device: CudaDevice, repeats: int) -> None:
+        self._device, self._repeats = device, repeats
+
+    def measure(self, work: Work, times: int = 1) -> float:
+        """Median milliseconds of one `work`, of which the graph has `times`."""
+
+        def all_times() -> None:
+            for _ in range(times):
+                work()
+
+        with self._device.visit(), torch.inference_mode():
+            work()
+            self._device.synchronize()
+            graph = self._device.capture(all_times)
+            found = []
+            for _ in range(self._repeats + 3):
+                begin, end = make_events()
+                begin.record()
+                graph()
+                end.record()
+                end.synchronize()
+                found.append(begin.elapsed_time(end) / times)
+            return float(median(found[3:]))
+
+    def show(self, name: str, work: Work, flops: float = 0.0) -> None:
+        try:
+            ms = self.measure(work, SPEC.num_layers)
+        except RuntimeError as error:
+            print(f"  {name:44} refused: {str(error).splitlines()[0][:70]}")
+            return
+        rate = f"{flops / ms / 1e9:6.0f} TFLOP/s" if flops else ""
+        print(f"  {name:44} {ms * 1e3:8.1f} us   {ms * SPEC.num_layers:6.2f} ms an image {rate}")
+
+
+def attention_ways(spec: VisionSpec, dtype: torch.dtype) -> dict[str, Work]:
+    """Attention of one layer, by backend and by the width to which heads are padded."""
+    qkv = torch.randn(spec.patches, 3 * spec.hidden_size, device="cuda", dtype=dtype)
+
+    def attend(backends: list[SDPBackend], width: int) -> Work:
+        q, k, v = qkv.view(1, spec.patches, 3, spec.num_heads, -1).permute(2, 0, 3, 1, 4)
+        if width > spec.head_dim:  # as fused weights with rows of zeros would give them
+            q, k, v = (F.pad(t.transpose(1, 2), (0, width - spec.head_dim)).transpose(1, 2) for t in (q, k, v))
+
+        def work() -> torch.Tensor:
+            with sdpa_kernel(backends, set_priority=True):
+                return F.scaled_dot_product_attention(q, k, v, scale=spec.head_dim**-0.5)
+
+        return work
+
+    ways = {"product's choice": attend(ATTENTION, spec.head_dim)}
+    for name, backend in BACKENDS.items():
+        for width in (spec.head_dim, 80, 96, 128):
+            ways[f"{name}, heads of {width}"] = attend([backend], width)
+    return ways
+
+
+def product_ways(spec: VisionSpec, dtype: torch.dtype) -> dict[str, tuple[Work, int]]:
+    """Products of one layer, and the values that a patch's row multiplies."""
+    hidden, inner, patches = spec.hidden_size, spec.intermediate_size, spec.patches
+
+    def random(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=of) * 0.02
+
+    x, y, residual = random(patches, hidden), random(patches, inner), random(patches, hidden, of=torch.float32)
+    qkv, out, up, down = (
+        random(3 * hidden, hidden),
+        random(hidden, hidden),
+        random(inner, hidden),
+        random(hidden, inner),
+    )
+    wide, middle, narrow = random(3 * hidden), random(inner), random(hidden, of=torch.float32)
+
+    def add(a: torch.Tensor, w: torch.Tensor) -> Work:
+        return lambda: torch.addmm(residual, a, w.T, out_dtype=torch.float32, out=residual).add_(narrow)
+
+    def add_apart(a: torch.Tensor, w: torch.Tensor) -> Work:
+        return lambda: residual.add_(torch.mm(a, w.T, out_dtype=torch.float32)).add_(narrow)
+
+    short = random(hidden)
+    return {
+        "qkv, bias in the epilogue": (lambda: torch.addmm(wide, x, qkv.T), hidden * 3 * hidden),
+        "out, added in place": (add(x, out), hidden * hidden),
+        "out, added apart": (add_apart(x, out), hidden * hidden),
+        "out, no residual (16 bit, bias in the epilogue)": (lambda: torch.addmm(short, x, out.T), hidden * hidden),
+        "fc1, GELU in the epilogue": (
+            lambda: torch._addmm_activation(middle, x, up.T, use_gelu=True),  # noqa: SLF001 -- as the product
+            hidden * inner,
+        ),
+        "fc1, GELU apart": (lambda: F.gelu(torch.addmm(middle, x, up.T), approximate="tanh"), hidden * inner),
+        "fc2, added in place": (add(y, down), hidden * inner),
+        "fc2, added apart": (add_apart(y, down), hidden * inner),
+        "fc2, no residual (16 bit, bias in the epilogue)": (lambda: torch.addmm(short, y, down.T), hidden * inner),
+    }
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_and_norm(x, w, b, added, out, width: tl.constexpr, block: tl.constexpr, eps: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, lanes = tl.program_id(0), tl.arange(0, block)
+    inside = lanes < width
+    values = tl.load(x + row * width + lanes, inside, 0.0) + tl.load(added + lanes, inside, 0.0)
+    tl.store(x + row * width + lanes, values, inside)
+    mean = tl.sum(values, 0) / width
+    centred = tl.where(inside, values - mean, 0.0)
+    scale = tl.rsqrt(tl.sum(centred * centred, 0) / width + eps)
+    result = centred * scale * tl.load(w + lanes, inside, 0.0) + tl.load(b + lanes, inside, 0.0)
+    tl.store(out + row * width + lanes, result.to(out.dtype.element_ty), inside)
+
+
+def norm_ways(spec: VisionSpec, dtype: torch.dtype) -> dict[str, Work]:
+    """LayerNorm of the residual stream, rounded; one kernel in Triton shows what fusing would give."""
+    patches, hidden = spec.patches, spec.hidden_size
+    x, out = torch.randn(patches, hidden, device="cuda"), torch.empty(patches, hidden, device="cuda", dtype=dtype)
+    w, b, added = (torch.randn(hidden, device="cuda") * 1e-3 for _ in range(3))
+    block = 1 << (hidden - 1).bit_length()
+    return {
+        "two operators": lambda: F.layer_norm(x, (hidden,), w, b, spec.layer_norm_eps).to(dtype),
+        "one kernel, which also adds the last bias": lambda: add_and_norm[(patches,)](
+            x, w, b, added, out, hidden, block, spec.layer_norm_eps, num_warps=4
+        ),
+        "adding a bias": lambda: x.add_(added),
+        "16 bit in and out": lambda: F.layer_norm(out, (hidden,), w.to(dtype), b.to(dtype), spec.layer_norm_eps),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    parser.add_argument("--repeats", type=int, default=20)
+    options = parser.parse_args()
+    dtype, device = TORCH_DTYPES[options.dtype], CudaDevice()
+    timer = Timer(device, options.repeats)
+    linears, attention = count_flops(SPEC)
+    bound = (linears + attention) / TFLOPS / 1e9
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.dtype}: an image of {SPEC.image_size}^2"
+    )
+    print(f"bound {bound:.2f} ms: {(linears + attention) / 1e12:.2f} TFLOP at {TFLOPS:.0f} TFLOP/s")
+    weights = make_weights(SPEC)
+    model = TorchVision(weights, options.dtype, device.torch_device)
+    pixels = torch.randint(0, 256, (SPEC.image_size, SPEC.image_size, 3), dtype=torch.uint8, device="cuda")
+    print("whole encoder:")
+    for name, backends in {"product": list(ATTENTION), **{n: [b] for n, b in BACKENDS.items()}}.items():
+        chosen, ATTENTION[:] = list(ATTENTION), backends
+        try:
+            ms = timer.measure(lambda: model.encode(pixels))
+            print(f"  {name:44} {ms:8.2f} ms   {ms / bound:.2f} x bound")
+        except RuntimeError as error:
+            print(f"  {name:44} refused: {str(error).splitlines()[0][:70]}")
+        finally:
+            ATTENTION[:] = chosen
+    encoder = open_encoder(weights, options.dtype, 4, device.torch_device)
+    image, found = pixels.cpu().numpy().tobytes(), []
+    for _ in range(options.repeats):
+        begin, end = make_events()
+        torch.cuda.synchronize()
+        begin.record(torch.cuda.default_stream())
+        encoder.begin(0, image)
+        while not encoder.take_ended(1.0):
+            pass
+        end.record(torch.cuda.default_stream())
+        end.synchronize()
+        found.append(begin.elapsed_time(end))
+    print(
+        f"  {'begin to take_ended, copies included':44} {median(found):8.2f} ms   {median(found) / bound:.2f} x bound"
+    )
+    with torch.inference_mode():
+        print("attention of a layer:")
+        for name, work in attention_ways(SPEC, dtype).items():
+            timer.show(name, work, attention / SPEC.num_layers)
+        print("products of a layer:")
+        for name, (work, values) in product_ways(SPEC, dtype).items():
+            timer.show(name, work, 2.0 * SPEC.patches * values)
+        print("norm, of which a layer has two:")
+        for name, work in norm_ways(SPEC, dtype).items():
+            timer.show(name, work)
+
+
+if __name__ == "__main__":
+    main()
