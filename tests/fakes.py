@@ -71,6 +71,24 @@ def greedy(prompt: list[int], max_tokens: int, *, ignore_eos: bool = False) -> l
     return tokens[len(prompt) :]
 
 
+class FakeEncoder:
+    """An encoder of images that is done at once; `begun` are the pixels of all images that it encoded."""
+
+    slots, tokens, pixel_bytes = 4, 4, 3 * 8 * 8
+
+    def __init__(self) -> None:
+        self.begun: list[bytes] = []
+        self._ended: list[tuple[int, str | None]] = []
+
+    def begin(self, slot: int, pixels: bytes) -> None:
+        self.begun.append(pixels)
+        self._ended.append((slot, None))
+
+    def take_ended(self, timeout_s: float = 0.0) -> list[tuple[int, str | None]]:
+        ended, self._ended = self._ended, []
+        return ended
+
+
 class FakeExecutor(PlainCopier):
     """See the module's docstring. It is its own page copier. `fail_at` makes the step of that number raise;
     `step_s` slows steps down; `poison` lists seq_ids whose logits are not finite. `tokens_of` gives all tokens of a
@@ -85,7 +103,7 @@ class FakeExecutor(PlainCopier):
         self.slice_tokens = page_tokens
         self.max_sequences: int | None = None
         self.score_rows, self.graph_sizes = score_rows, {}
-        self.images = None
+        self.images: FakeEncoder | None = None
         self.kernels = "fake"
         self.max_batch_tokens = max_batch_tokens
         self.memory = {g: [[b""] * page_tokens for _ in range(n)] for g, n in num_pages.items()}
@@ -324,6 +342,7 @@ def make_core(
     slab_pages: dict[str, int] | None = None,
     kv_policy: str | None = None,
     score_rows: int = 0,
+    images: FakeEncoder | None = None,
 ) -> EngineCore:
     """An EngineCore over a FakeExecutor (core.executor) with small pools; with `kv` its cache is made as a server's is,
     `files` being what its disk tier does to the system. `ahead` is the seed of an executor that runs ahead.
@@ -332,6 +351,7 @@ def make_core(
     sizes = (pages, page_tokens, window, max_batch_tokens, score_rows)
     executor = FakeExecutor(*sizes) if ahead is None else AheadFakeExecutor(*sizes, seed=ahead)
     executor.share(slab_pages)
+    executor.images = images
     if kv is None:
         manager, loader = (
             KVCacheManager(

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import httpx
-from fakes import FAKE_INFO, FakeTokenizer, greedy, make_core
+from fakes import FAKE_INFO, FakeEncoder, FakeTokenizer, greedy, make_core
 
 from wicore_trt.config import ServerSettings
 from wicore_trt.core.port import LocalEngine
@@ -17,25 +17,29 @@ from wicore_trt.http.server import HttpServer
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.batch import SampledTokens, StepBatch, StepResult
 from wicore_trt.text.chat import shaped_turns
+from wicore_trt.text.images import IMAGE_MARK, expand_marks
 from wicore_trt.text.turns import has_calls, render_turns
-from wicore_trt.types import TokenLogprob
+from wicore_trt.types import ImageInfo, TokenLogprob
 
 MAX_CONTEXT = 1024
 VOCAB = 97
+IMAGES = ImageInfo(size=8, tokens=FakeEncoder.tokens, begin_id=95, soft_id=96, end_id=94)
+"""Of engines that see; the first is the character DEL, the last ~."""
 
 
 class WebTokenizer(FakeTokenizer):
     """Takes any text, and checks conversations as the real one does."""
 
     def encode(self, text, *, add_bos=True, max_tokens=None):
-        return [(ord(c) - 32) % VOCAB for c in text]
+        return [(ord(c) - 32) % VOCAB for c in text.replace(IMAGE_MARK, "\x7f").replace("<end_of_image>", "~")]
 
-    def apply_chat(self, messages, *, functions=(), add_generation_prompt=True, max_tokens=None, **_):
+    def apply_chat(self, messages, *, functions=(), add_generation_prompt=True, max_tokens=None, images=(), **_):
         if functions or has_calls(messages):
-            return self.encode(render_turns(messages, functions, add_generation_prompt=add_generation_prompt))
-        return self.encode(
-            "".join(turn["content"] for turn in shaped_turns(messages, frozenset(("text", "answers", "system"))))
-        )
+            text = render_turns(messages, functions, add_generation_prompt=add_generation_prompt)
+        else:
+            turns = shaped_turns(messages, frozenset(("text", "answers", "system")))
+            text = "".join(turn["content"] for turn in turns)
+        return self.encode(expand_marks([text], images, "messages")[0])
 
 
 TOKENIZER = WebTokenizer()
@@ -59,14 +63,17 @@ def with_logprobs(execute):
     return reporting
 
 
-def make_engine(*, max_waiting: int = 100, step_s: float = 0.0, logprobs: bool = False, **kwargs) -> TextEngine:
-    """A TextEngine over a FakeExecutor with room for a few sequences of MAX_CONTEXT tokens."""
+def make_engine(
+    *, max_waiting: int = 100, step_s: float = 0.0, logprobs: bool = False, images: bool = False, **kwargs
+) -> TextEngine:
+    """A TextEngine over a FakeExecutor with room for a few sequences of MAX_CONTEXT tokens. With `images` it sees."""
     pages = {GLOBAL: 2 * MAX_CONTEXT // 4, LOCAL: 256}
-    core = make_core(**{"pages": pages, "max_context": MAX_CONTEXT, "max_sequences": 16, **kwargs})
+    core = make_core(**{"pages": pages, "max_context": MAX_CONTEXT, "max_sequences": 16, **kwargs},
+                     images=FakeEncoder() if images else None)  # fmt: skip
     core.executor.step_s = step_s
     if logprobs:
         core.executor.execute = with_logprobs(core.executor.execute)
-    info = replace(FAKE_INFO, max_context_tokens=MAX_CONTEXT, bos_token_id=2)
+    info = replace(FAKE_INFO, max_context_tokens=MAX_CONTEXT, bos_token_id=2, images=IMAGES if images else None)
     return TextEngine(LocalEngine(core, max_waiting=max_waiting), TOKENIZER, info)
 
 

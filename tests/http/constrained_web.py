@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from constrained import CharTokenizer, constrained_core
-from fakes import FAKE_INFO, VOCAB
-from web import MAX_CONTEXT, WebTokenizer
+from fakes import FAKE_INFO, VOCAB, FakeEncoder
+from web import IMAGES, MAX_CONTEXT, WebTokenizer
 
 from wicore_trt.core.port import LocalEngine
 from wicore_trt.core.text_engine import TextEngine
@@ -34,6 +34,7 @@ def make_constrained_engine(max_context: int = MAX_CONTEXT) -> TextEngine:
         max_sequences=16,
         max_batch_tokens=256,
         grammars=Grammars(tokenizer, VOCAB),
+        images=FakeEncoder(),
     )
-    info = replace(FAKE_INFO, max_context_tokens=max_context)
+    info = replace(FAKE_INFO, max_context_tokens=max_context, images=IMAGES)
     return TextEngine(LocalEngine(core, max_waiting=100), tokenizer, info)

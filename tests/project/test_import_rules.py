@@ -78,7 +78,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "schedule": ("errors", "types", "kv", "schedule", "model.spec", "runtime.batch"),
     "core": (*ROOT_MODULES, "kv", "schedule", "model", "runtime", "engine", "text", "grammar", "images", "core"),
     "llm": ("errors", "types", "config", "core", "images"),
-    "client": ("errors", "types", "serve.gen"),
+    "client": ("errors", "types", "images.files", "serve.gen"),
     "access": (*ROOT_MODULES, "core.shares", "access"),
     "link": (*ROOT_MODULES, "kv.events", "kv.pages", "core", "link"),
     "process.checker": (*ROOT_MODULES, "access", "grammar", "process"),
@@ -88,7 +88,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "serve.worker": (*ROOT_MODULES, "core", "kv.events", "kv.pages", "access", "serve", "text", "engine", "model.spec"),
     "serve": (*ROOT_MODULES, "core", "kv.events", "kv.pages", "access", "serve", "text"),
     "metrics": (*ROOT_MODULES, "core.times", "access.admission", "metrics"),
-    "http": (*ROOT_MODULES, "core", "access", "http", "metrics", "text", "grammar"),
+    "http": (*ROOT_MODULES, "core", "access", "http", "images.files", "metrics", "text", "grammar"),
 }
 
 

@@ -35,7 +35,7 @@ from wicore_trt.grammar.source import check_constraint
 from wicore_trt.images.fetch import fetch_image
 from wicore_trt.images.prepare import prepare_image, start_workers
 from wicore_trt.text.calls import lets_text_be
-from wicore_trt.text.images import check_images, expand_marks, insert_soft_tokens, make_spans
+from wicore_trt.text.images import IMAGE_MARK, check_images, expand_marks, insert_soft_tokens, make_spans
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import (
     Constraint,
@@ -118,7 +118,8 @@ def tokenize_prompt(
         )
     elif prompt := request.prompt:
         if request.images:
-            [prompt] = expand_marks([prompt], request.images, "prompt")
+            marks = "" if IMAGE_MARK in prompt else IMAGE_MARK * len(request.images)  # then they come first
+            [prompt] = expand_marks([marks + prompt], request.images, "prompt")
         ids = tokenizer.encode(prompt, add_bos=request.add_bos, max_tokens=max_tokens)
     else:
         raise InvalidRequestError("The prompt is empty.", field="prompt")

@@ -46,7 +46,12 @@ CALL = object_of(
     "id type function", id=TEXT, type={"const": "function"},
     function=object_of("name arguments", name=TEXT, arguments=TEXT),
 )  # fmt: skip
-PART = object_of("type", type=one_of("text input_text output_text refusal"), text=TEXT, refusal=TEXT)
+IMAGE_URL = either_of(TEXT, object_of("url", url=TEXT, detail=one_of("auto low high")))
+SOURCE = object_of("type", type=one_of("base64 url"), media_type=TEXT, data=TEXT, url=TEXT)
+PART = object_of(
+    "type", type=one_of("text input_text output_text refusal image_url input_image image"), image_url=IMAGE_URL,
+    source=SOURCE, **dict.fromkeys(("text", "refusal", "detail", "url", "image", "base64", "data"), TEXT),
+)  # fmt: skip
 MESSAGE = object_of(
     "role", role=one_of("system developer user assistant model tool"), tool_calls=list_of(CALL), tool_call_id=TEXT,
     content=either_of(TEXT, list_of(PART, minItems=1)),
@@ -296,9 +301,11 @@ class ResponsesBody(Knobs):
 
 
 TEXT_BLOCK = object_of("type text", type={"const": "text"}, text=TEXT)
+IMAGE_BLOCK = object_of("type source", type={"const": "image"}, source=SOURCE)
 BLOCK = object_of(
-    "type", type=one_of("text tool_use tool_result thinking"), input=OBJECT, is_error=FLAG,
-    content=either_of(TEXT, list_of(TEXT_BLOCK)), **dict.fromkeys(("text", "id", "name", "tool_use_id"), TEXT),
+    "type", type=one_of("text image tool_use tool_result thinking"), source=SOURCE, input=OBJECT, is_error=FLAG,
+    content=either_of(TEXT, list_of(either_of(TEXT_BLOCK, IMAGE_BLOCK))),
+    **dict.fromkeys(("text", "id", "name", "tool_use_id"), TEXT),
 )  # fmt: skip
 TURN = object_of("role content", role=one_of("user assistant"), content=either_of(TEXT, list_of(BLOCK, minItems=1)))
 MESSAGE_TOOL = object_of(
@@ -340,8 +347,8 @@ class MessagesBody(PromptBody, Knobs):
 
 class InferenceBody(Sampling):
     prompt: str
-    images: Annotated[list[Any], Field(max_length=0)] | None = None
-    """Not supported yet."""
+    images: Texts | None = None
+    """Files of images as base64 or URLs; <start_of_image> in the prompt is the place of each, else its beginning."""
 
 
 class TokenizeBody(Body):

@@ -7,23 +7,34 @@ consecutive turns of one role are one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from wicore_trt.errors import InvalidRequestError, shown
 from wicore_trt.http.bodies import Body, ChatBody, Knobs
-from wicore_trt.http.convert import IMAGES, TEXTS
+from wicore_trt.http.convert import IMAGES, TEXTS, read_image_part
+from wicore_trt.types import ImageFile
 
-MEDIA = frozenset((*IMAGES, "input_file", "file", "input_audio", "document", "search_result"))
+MEDIA = frozenset(("input_file", "file", "input_audio", "document", "search_result"))
+Part = str | ImageFile
 
 
 @dataclass(slots=True)
 class ChatMessage:
     role: str
-    texts: list[str] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)
+
+    def make_content(self) -> str | list[object]:
+        """Return the text, or parts where there are images; texts that follow one another are one."""
+        runs = groupby(filter(None, self.parts), lambda part: isinstance(part, str))
+        found = [part for text, run in runs for part in (["\n\n".join(map(str, run))] if text else run)]
+        if len(found) == 1 and isinstance(found[0], str) or not found:
+            return "".join(map(str, found))
+        return [{"type": "text", "text": part} if isinstance(part, str) else part for part in found]
 
 
 class ChatBuilder:
@@ -37,11 +48,11 @@ class ChatBuilder:
     def last_role(self) -> str | None:
         return self.turns[-1].role if self.turns else None
 
-    def add_text(self, role: str, text: str) -> None:
-        """Add a turn, or text to the last turn of that role."""
+    def add_parts(self, role: str, parts: Iterable[Part]) -> None:
+        """Add a turn, or texts and images to the last turn of that role."""
         if self.last_role != role or self.turns[-1].more:
             self.turns.append(ChatMessage(role))
-        self.turns[-1].texts.append(text)
+        self.turns[-1].parts += parts
 
     def add_call(self, call_id: str, name: str, arguments: str | Mapping[str, Any]) -> None:
         self._called.add(call_id)
@@ -51,31 +62,33 @@ class ChatBuilder:
         calls = self.turns[-1].more.setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
 
-    def add_result(self, call_id: str, text: str, where: str) -> None:
+    def add_result(self, call_id: str, parts: list[Part], where: str) -> None:
         """Add a function's result. Raises InvalidRequestError for a function that was not called."""
         if call_id not in self._called:
             raise InvalidRequestError(f"{where}: no call before it has the id {shown(call_id)}.", field=where)
-        self.turns.append(ChatMessage("tool", [text], {"tool_call_id": call_id}))
+        self.turns.append(ChatMessage("tool", parts, {"tool_call_id": call_id}))
 
 
-def read_text(content: object, where: str) -> str:
-    """Read a text, or the texts of parts. Raises InvalidRequestError."""
+def read_parts(content: object, where: str) -> list[Part]:
+    """Read a text, or the texts and images of parts. Raises InvalidRequestError."""
     if isinstance(content, str):
-        return content
+        return [content]
     if not isinstance(content, list):
         raise InvalidRequestError(f"{where} must be a text or a list of parts, got {shown(content)}.", field=where)
-    return "\n\n".join(read_part_text(part, f"{where}[{i}]") for i, part in enumerate(content))
+    return [read_part(part, f"{where}[{i}]") for i, part in enumerate(content)]
 
 
-def read_part_text(part: object, where: str) -> str:
-    """Read the text of a part. Raises InvalidRequestError for any other part."""
+def read_part(part: object, where: str) -> Part:
+    """Read a text or an image. Raises InvalidRequestError for any other part."""
     kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(part, dict) and kind in IMAGES:
+        return read_image_part(part, where)
     if isinstance(kind, str) and kind in MEDIA:
         raise InvalidRequestError(f"{where}: {kind} is not supported yet.", field=where)
     if kind == "refusal":
         return read_member(part, "refusal", where)
     if not isinstance(kind, str) or kind not in TEXTS:
-        raise InvalidRequestError(f"{where} must be a text, got {shown(kind)}.", field=where)
+        raise InvalidRequestError(f"{where} must be a text or an image, got {shown(kind)}.", field=where)
     return read_member(part, "text", where)
 
 
@@ -90,20 +103,17 @@ def read_member(item: object, name: str, where: str) -> str:
 def make_chat_body(body: Body, conversation: ChatBuilder, **fields: Any) -> ChatBody:
     """Make the chat that a body of another API asks for; `fields` are ChatBody's, of checked types."""
     knobs = {name: getattr(body, name, None) for name in Knobs.model_fields}
-    messages = [
-        {"role": turn.role, "content": "\n\n".join(filter(None, turn.texts)), **turn.more}
-        for turn in conversation.turns
-    ]
+    messages = [{"role": turn.role, "content": turn.make_content(), **turn.more} for turn in conversation.turns]
     return ChatBody.model_construct(messages=messages, **knobs, **fields)
 
 
 @contextmanager
 def rename_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """Name the fields of a chat in errors as the client wrote them."""
+    """Name the fields of a chat in errors as the client wrote them; paths inside of them, as of images, are its own."""
     try:
         yield
     except InvalidRequestError as error:
-        found = names.get((error.field or "").partition("[")[0])
+        found = names.get(error.field or "")
         if found is None:
             raise
         error.field = found

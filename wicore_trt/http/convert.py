@@ -16,6 +16,7 @@ import msgspec
 from wicore_trt.errors import InvalidRequestError, shown
 from wicore_trt.grammar.source import without_words
 from wicore_trt.http.bodies import Cache, ChatBody, CompletionBody, GenerationFields, InferenceBody, Knobs, Sampling
+from wicore_trt.images.files import read_image_url
 from wicore_trt.request_fields import SAMPLING
 from wicore_trt.text.calls import Function
 from wicore_trt.text.tools import AUTO, NONE, REQUIRED, Tools, make_function, make_tools
@@ -24,6 +25,7 @@ from wicore_trt.types import (
     CachePriority,
     Constraint,
     ConstraintKind,
+    ImageFile,
     SamplingParams,
     TextRequest,
     prompt_list,
@@ -118,6 +120,8 @@ COMPLETION_TOKENS = 16
 """What /v1/completions gives unless max_tokens says otherwise, as in OpenAI's API."""
 MAX_PROMPTS = 1024
 IMAGES = ("image_url", "image", "input_image")
+"""Types of parts: of OpenAI's chats, of Anthropic's messages and other servers, of Responses."""
+DETAILS = (None, "auto", "low", "high", "original")
 TEXTS = ("text", "input_text", "output_text")
 _OWN_WAY = frozenset(("max_tokens", "logprobs", "prompt_logprobs", "top_k", "stop", "logit_bias"))
 """Fields of the plain type that a body has in another form."""
@@ -180,6 +184,7 @@ def make_chat_request(body: ChatBody, tenant: str, facts: dict[str, Any]) -> Tex
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     told = tools.functions if tools is not None else ()
+    messages, images = read_messages(body.messages)
     try:
         constraint = tools.constraint if tools is not None else None
         params = make_sampling(body, logprobs, max_tokens, constraint, body.prompt_logprobs)
@@ -187,7 +192,8 @@ def make_chat_request(body: ChatBody, tenant: str, facts: dict[str, Any]) -> Tex
         raise InvalidRequestError(error.message, field="tools") if error.field == "constraint" else error from None
     return TextRequest(
         params=params,
-        messages=read_messages(body.messages),
+        messages=messages,
+        images=images,
         functions=tuple(map(Function.describe_function, told)),
         chat_template_kwargs=body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt is not False,
@@ -224,7 +230,8 @@ def make_completion_requests(body: CompletionBody, tenant: str) -> list[TextRequ
 def make_inference_request(body: InferenceBody, tenant: str) -> TextRequest:
     """Raises InvalidRequestError."""
     params = make_sampling(body, None, body.max_tokens)
-    return TextRequest(params=params, prompt=body.prompt, **_read_common(body, tenant))
+    images = tuple(_read_image_text(one, f"images[{i}]", binary=True) for i, one in enumerate(body.images or ()))
+    return TextRequest(params=params, prompt=body.prompt, images=images, **_read_common(body, tenant))
 
 
 def check_count(items: Sequence[object], most: int, field: str) -> None:
@@ -232,26 +239,50 @@ def check_count(items: Sequence[object], most: int, field: str) -> None:
         raise InvalidRequestError(f"{field} has {len(items)} items; at most {most} are taken.", field=field)
 
 
-def read_messages(given: Sequence[Mapping[str, Any]]) -> tuple[dict[str, object], ...]:
-    """Read the turns for the chat template, which checks the rest. Raises InvalidRequestError for images."""
-    told = []
+def read_messages(given: Sequence[Mapping[str, Any]]) -> tuple[tuple[dict[str, object], ...], tuple[ImageFile, ...]]:
+    """Read the turns for the chat template, which checks the rest, and the images of their parts. Raises
+    InvalidRequestError with the path of a wrong image."""
+    told, images = [], list[ImageFile]()
     for i, message in enumerate(given):
         turn, content = dict(message), message.get("content")
         if isinstance(content, list):
-            turn["content"] = [_read_part(part, f"messages[{i}].content[{j}]") for j, part in enumerate(content)]
+            parts = [(part, f"messages[{i}].content[{j}]") for j, part in enumerate(content)]
+            turn["content"] = [_read_part(part, where, images) for part, where in parts]
             if not content and message.get("role") == "tool":  # a function that returned nothing
                 turn["content"] = ""
         told.append(turn)
-    return tuple(told)
+    return tuple(told), tuple(images)
 
 
-def _read_part(part: Any, where: str) -> Any:
+def _read_part(part: Any, where: str, images: list[ImageFile]) -> Any:
+    if isinstance(part, ImageFile):  # of another API, which has read it
+        images.append(part)
+        return {"type": "image"}
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in IMAGES:
-        raise InvalidRequestError(f"{where}: images are not supported yet.", field=where)
+        return _read_part(read_image_part(part, where), where, images)
     if kind in TEXTS:
         return {**part, "type": "text"}
     return {"type": "text", "text": part.get("refusal")} if kind == "refusal" else part
+
+
+def read_image_part(part: Mapping[str, Any], where: str) -> ImageFile:
+    """Read the image of a part: OpenAI's image_url (an object or a text), Anthropic's source, or url, image, base64 or
+    data, which other servers take. `detail`: high asks for crops. Raises InvalidRequestError (`where`)."""
+    inside = next((part[name] for name in ("image_url", "source") if isinstance(part.get(name), Mapping)), part)
+    detail = inside.get("detail", part.get("detail"))
+    if detail not in DETAILS:
+        raise InvalidRequestError(f"{where}: detail is auto, low or high, got {shown(detail)}.", field=where)
+    for name in ("url", "image_url", "image", "base64", "data"):
+        if isinstance(text := inside.get(name), str):
+            return _read_image_text(text, where, binary=name in ("image", "base64", "data"), crops=detail == "high")
+    raise InvalidRequestError(f"{where}: an image has a url (data: or https:) or its bytes as base64.", field=where)
+
+
+def _read_image_text(text: str, where: str, *, binary: bool, crops: bool = False) -> ImageFile:
+    """Read a URL; where it may be `binary`, a text that has no scheme is base64."""
+    whole = f"data:;base64,{text}" if binary and ":" not in text[:8] else text
+    return read_image_url(whole, where, crops=crops)
 
 
 DESCRIBED = frozenset(("function", "parameters", "input_schema", "format", "tools"))

@@ -22,8 +22,8 @@ from wicore_trt.http.conversation import (
     ChatBuilder,
     make_chat_body,
     read_member,
-    read_part_text,
-    read_text,
+    read_part,
+    read_parts,
     rename_fields,
 )
 from wicore_trt.http.convert import make_chat_request
@@ -62,7 +62,7 @@ def make_chat(body: PromptBody) -> ChatBody:
 def _build_chat(body: PromptBody) -> ChatBuilder:
     found = ChatBuilder()
     if body.system:
-        found.add_text("system", read_text(body.system, "system"))
+        found.add_parts("system", read_parts(body.system, "system"))
     for i, message in enumerate(body.messages):
         where, role, content = f"messages[{i}]", message.get("role"), message.get("content")
         if role not in ("user", "assistant", "system"):
@@ -70,7 +70,7 @@ def _build_chat(body: PromptBody) -> ChatBuilder:
                 f"{where}.role must be user, assistant or system, got {shown(role)}.", field=where
             )
         if not isinstance(content, list):
-            found.add_text(role, read_text(content, f"{where}.content"))
+            found.add_parts(role, read_parts(content, f"{where}.content"))
             continue
         for j, block in enumerate(content):
             _add_block(found, role, block, f"{where}.content[{j}]")
@@ -82,9 +82,11 @@ def _build_chat(body: PromptBody) -> ChatBuilder:
 def _add_block(found: ChatBuilder, role: str, block: Any, where: str) -> None:
     match role, block.get("type") if isinstance(block, dict) else None:
         case "user", "tool_result":
-            text = read_text(block.get("content") or "", f"{where}.content")
-            text = f"Error: {text}" if block.get("is_error") is True else text
-            found.add_result(read_member(block, "tool_use_id", where), text, where)
+            parts = read_parts(block.get("content") or "", f"{where}.content")
+            if block.get("is_error") is True:
+                text = parts.pop(0) if isinstance(parts[0], str) else ""
+                parts.insert(0, f"Error: {text}")
+            found.add_result(read_member(block, "tool_use_id", where), parts, where)
         case "assistant", "tool_use":
             given = block.get("input")
             if not isinstance(given, dict):
@@ -93,7 +95,7 @@ def _add_block(found: ChatBuilder, role: str, block: Any, where: str) -> None:
         case "assistant", "thinking" | "redacted_thinking":
             pass  # of another model: what it thought is no part of the conversation
         case _:
-            found.add_text(role, read_part_text(block, where))
+            found.add_parts(role, [read_part(block, where)])
 
 
 def _read_tool_choice(given: dict[str, Any]) -> Any:

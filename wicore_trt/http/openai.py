@@ -44,7 +44,7 @@ async def serve_model(context: Context, call: Call, name: str) -> Response:
 
 def _describe_model(context: Context, call: Call, name: str) -> dict[str, object]:
     info, tokenizer = context.require_engine().info, context.require_engine().tokenizer
-    chats = ["chat"] if tokenizer.chat_fault is None else []
+    chats = ["chat", "tools"] if tokenizer.chat_fault is None else []
     if call.anthropic:
         began = datetime.fromtimestamp(int(context.began), UTC).isoformat()
         return {"type": "model", "id": name, "display_name": name, "created_at": began}
@@ -55,7 +55,7 @@ def _describe_model(context: Context, call: Call, name: str) -> dict[str, object
         "owned_by": "wicore-trt",
         "max_model_len": info.max_context_tokens,
         "chat_template": info.chat,
-        "capabilities": ["completions", *chats, *(["tools"] if chats else [])],
+        "capabilities": ["completions", *chats, *(["images"] if info.images is not None else [])],
         "chat_note": info.chat_note,
     }
 
@@ -71,8 +71,8 @@ async def serve_chat(context: Context, call: Call, body: ChatBody) -> ASGIApp:
 async def encode_prompt(context: Context, call: Call, body: ChatBody) -> tuple[int, ...]:
     """Encode a conversation to the token ids that a generation begins with, however many."""
     engine, tenant = context.require_engine(), call.who.tenant
-    request = make_chat_request(body, tenant, call.facts)
-    return await engine.work(tenant, partial(tokenize_prompt, engine.tokenizer, request))
+    request = await engine.prepare_images(make_chat_request(body, tenant, call.facts))
+    return await engine.work(tenant, partial(tokenize_prompt, engine.tokenizer, request, images=engine.info.images))
 
 
 async def serve_completions(context: Context, call: Call, body: CompletionBody) -> ASGIApp:

@@ -19,7 +19,7 @@ from wicore_trt.http.blocks import Block, BlockShape, Change, named_event, was_c
 from wicore_trt.http.bodies import ChatBody, ResponsesBody
 from wicore_trt.http.client_tools import FORMS, Form, join_namespace, response_tools
 from wicore_trt.http.context import Context
-from wicore_trt.http.conversation import ChatBuilder, make_chat_body, read_member, read_text, rename_fields
+from wicore_trt.http.conversation import ChatBuilder, make_chat_body, read_member, read_parts, rename_fields
 from wicore_trt.http.convert import make_chat_request
 from wicore_trt.http.errors import message_of
 from wicore_trt.http.generation import Totals
@@ -57,9 +57,9 @@ def make_chat(body: ResponsesBody) -> tuple[ChatBody, dict[str, Form]]:
 def _build_chat(body: ResponsesBody) -> ChatBuilder:
     found = ChatBuilder()
     if body.instructions:
-        found.add_text("system", body.instructions)
+        found.add_parts("system", [body.instructions])
     if isinstance(body.input, str):
-        found.add_text("user", body.input)
+        found.add_parts("user", [body.input])
         return found
     for i, item in enumerate(body.input):
         where = f"input[{i}]"
@@ -70,9 +70,8 @@ def _build_chat(body: ResponsesBody) -> ChatBuilder:
                     raise InvalidRequestError(
                         f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}.", field=where
                     )
-                found.add_text(
-                    "system" if role == "developer" else role, read_text(item.get("content"), f"{where}.content")
-                )
+                parts = read_parts(item.get("content"), f"{where}.content")
+                found.add_parts("system" if role == "developer" else role, parts)
             case "function_call":
                 arguments = read_member(item, "arguments", where)
                 name = join_namespace(item.get("namespace"), read_member(item, "name", where))
@@ -81,8 +80,8 @@ def _build_chat(body: ResponsesBody) -> ChatBuilder:
                 name = join_namespace(item.get("namespace"), read_member(item, "name", where))
                 found.add_call(read_member(item, "call_id", where), name, {"input": read_member(item, "input", where)})
             case "function_call_output" | "custom_tool_call_output":
-                text = read_text(item.get("output"), f"{where}.output")
-                found.add_result(read_member(item, "call_id", where), text, where)
+                parts = read_parts(item.get("output"), f"{where}.output")
+                found.add_result(read_member(item, "call_id", where), parts, where)
             case "reasoning" | "web_search_call":
                 pass  # of another model: what it thought, and where it looked, is no part of the conversation
             case str(kind) if kind in FORMS:
@@ -91,7 +90,7 @@ def _build_chat(body: ResponsesBody) -> ChatBuilder:
             case str(kind) if kind.removesuffix("_output") in FORMS:
                 output = item.get("output")
                 text = output if isinstance(output, str) else encode(output).decode()
-                found.add_result(_read_call_id(item, where), text, where)
+                found.add_result(_read_call_id(item, where), [text], where)
             case kind:
                 raise InvalidRequestError(f"{where}: {shown(kind)} is not supported.", field=where)
     return found
