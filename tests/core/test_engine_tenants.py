@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from wicore_trt.types import (
     CacheHints,
     Constraint,
     ConstraintKind,
+    ContentSpan,
     FinishReason,
     GenerateRequest,
     SamplingParams,
@@ -105,6 +107,26 @@ def test_a_tenant_that_floods_leaves_half_of_the_queue_and_n_counts():
     with pytest.raises(InvalidRequestError) as error:
         EngineLoop(make_core(), lambda outputs: None, max_waiting=4).add(request("never", n=5))
     assert error.value.field == "n"
+
+
+def test_images_of_live_requests_have_bounded_room_and_tenants_a_share_of_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("wicore_trt.core.loop.MAX_PIXELS", 16_000)
+    core = make_core()
+    core.executor.images = SimpleNamespace(slots=1, tokens=2, pixel_bytes=1000)
+    loop = EngineLoop(core, lambda outputs: None, max_waiting=64)
+
+    def seeing(name: str, tenant: str) -> GenerateRequest:
+        return dataclasses.replace(request(name, tenant), content=(ContentSpan(0, 2, bytes(32), bytes(1000)),))
+
+    for i in range(8):
+        loop.add(seeing(f"a{i}", "flood"))
+    with pytest.raises(QueueFullError, match="no room for the images"):
+        loop.add(seeing("more", "flood"))
+    loop.add(request("text", "flood"))
+    for i in range(8):
+        loop.add(seeing(f"b{i}", ""))
+    with pytest.raises(QueueFullError, match="no room for the images"):
+        loop.add(seeing("last", ""))
 
 
 BAD = {

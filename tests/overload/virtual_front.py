@@ -231,7 +231,7 @@ class Site:
             except RuntimeError as error:
                 with engine._wake:
                     engine.dead, engine._open = str(error), False
-                    live, engine._live = engine._live, set()
+                    live, engine._live = engine._live, {}
                 engine._sink(
                     [TokenOutput(name, 0, (), finish_reason=FinishReason.ERROR, error=str(error)) for name in live]
                 )

@@ -33,6 +33,8 @@ TIDY_S = 0.02
 """How often an idle engine looks after KV transfers that are still under way."""
 STACK = 32 << 20
 """Bytes of stack of the threads that build and use grammars, which nest as deep as the check let them."""
+MAX_PIXELS = 4 << 30
+"""Bytes of the images of all live requests, which keep them to the end: pages that they lose are computed again."""
 Sink = Callable[[list[TokenOutput]], None]
 Abort = tuple[str, int | None]
 """A request, and which of its sequences."""
@@ -217,7 +219,7 @@ class EngineLoop:
         self._preparing: dict[str, tuple[GenerateRequest, list[Abort]]] = {}  # with the aborts that arrived meanwhile
         self._to_prepare: queue.SimpleQueue[GenerateRequest | None] = queue.SimpleQueue()
         self._preparer: threading.Thread | None = None
-        self._live: set[str] = set()
+        self._live: dict[str, tuple[str, int]] = {}  # tenants and bytes of images, by request
         self._waiting, self._running = Counter[str](), Counter[str]()  # sequences by tenant
         self._open = True
         self._turns, self._rests = 0, True
@@ -259,6 +261,7 @@ class EngineLoop:
                 full.pace_s = self._outlook.turnover_s
                 raise full
             self._refuse_long_wait(request)
+            pixels = self._count_pixels(request)
             if request.params.constraint is not None:
                 if self._preparer is None:
                     preparer = _DeepThread(target=self._run_preparer, name="wicore-prepare", daemon=True)
@@ -270,7 +273,18 @@ class EngineLoop:
                 self._inbox.append(request)
                 self._newcomers.add_request(request)
                 self._wake.notify()
-            self._live.add(request.request_key)
+            self._live[request.request_key] = tenant, pixels
+
+    def _count_pixels(self, request: GenerateRequest) -> int:
+        """Count the bytes of a request's images. Raises QueueFullError without room for them. The lock is held."""
+        pixels, tenant = sum([len(span.pixels) for span in request.content]), request.tenant
+        total = sum([count for _, count in self._live.values()]) if pixels else 0
+        own = sum([count for name, count in self._live.values() if name == tenant]) if pixels else 0
+        if total + pixels > MAX_PIXELS or (pixels and tenant and not fits_share(MAX_PIXELS, total - own, own, pixels)):
+            full = QueueFullError("There is no room for the images of this request now.")
+            full.pace_s = self._outlook.turnover_s
+            raise full
+        return pixels
 
     def _refuse_long_wait(self, request: GenerateRequest) -> None:
         """Raise QueueFullError now for a request that would wait too long, by the state after the last step. The lock
@@ -362,7 +376,7 @@ class EngineLoop:
             with self._wake:
                 self.dead = dead = f"{type(error).__name__}: {error}"
                 self._open = False
-                live, self._live = self._live, set()
+                live, self._live = self._live, {}
                 self._preparing.clear()
             # made without the core, whose state may be half changed
             self._sink([TokenOutput(name, 0, (), finish_reason=FinishReason.ERROR, error=dead) for name in live])
@@ -412,7 +426,7 @@ class EngineLoop:
         with self._wake:
             for output in outputs:
                 if output.finish_reason is not None and output.request_key not in self._core.sequences:
-                    self._live.discard(output.request_key)
+                    self._live.pop(output.request_key, None)
             self._note_state()
         if outputs:
             self._sink(outputs)
