@@ -181,9 +181,10 @@ class CacheHints:
 @dataclass(frozen=True, slots=True)
 class ContentSpan:
     """Prompt tokens [begin, end) that stand for content, such as an image, which their ids do not identify. `digest`
-    (CONTENT_DIGEST_BYTES) is a cryptographic hash of that content; requests share KV pages by it. The tokens see one
-    another, so a step computes all of them or none. `pixels`: an image as its encoder reads it, uint8 [size, size, 3],
-    RGB, whose features replace the tokens' embeddings; empty where ids alone are embedded."""
+    (CONTENT_DIGEST_BYTES) is a cryptographic hash of that content; requests share KV pages by it. `pixels`: an image as
+    its encoder reads it, uint8 [size, size, 3], RGB. Its features replace the embeddings, and the tokens see one
+    another, so a step computes all of them or none. Empty where ids alone are embedded, and each token sees those
+    before it."""
 
     begin: int
     end: int
