@@ -7,6 +7,7 @@ gets its answer, or the reason why it has none. A worker keeps nothing after a j
 from __future__ import annotations
 
 import atexit
+import fcntl
 import json
 import os
 import resource
@@ -19,9 +20,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
-from wicore_trt.errors import shortened
+from wicore_trt.errors import UnavailableError, shortened
 
 WAIT_SECONDS = 60.0
 """For a machine so busy that a job's processor time takes that long."""
@@ -38,11 +40,13 @@ import_module(module).main()
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """Limits of one job: seconds of processor time, bytes of the worker's memory and of a job, bytes of an answer."""
+    """Limits of one job: seconds of processor time; bytes of memory beside what the worker has when it is ready, of an
+    answer, and of the stack (0: as usual)."""
 
     cpu_seconds: float
     memory: int
     answer: int
+    stack: int = 0
 
 
 class JobFailure(Exception):
@@ -71,7 +75,8 @@ class WorkerProcess:
             self._find_worker()
 
     def run_job(self, *parts: bytes) -> bytes:
-        """Return the answer to a job, which is the `parts` in a row. Raises JobFailure."""
+        """Return the answer to a job, which is the `parts` in a row. Raises JobFailure, and UnavailableError when no
+        process can be started."""
         with self.lock:  # a worker that another killed, for the machine's memory say, is no fault of the job
             answer = self._ask_worker(parts) or self._ask_worker(parts)
         if answer is None:
@@ -81,17 +86,23 @@ class WorkerProcess:
         return answer[1:]
 
     def _find_worker(self) -> subprocess.Popen[bytes]:
-        if self.process is None or self._starter != os.getpid() or self.process.poll() is not None:
-            path = json.dumps([os.path.abspath(place) for place in sys.path])
-            self.process, self._starter = (
-                subprocess.Popen(
-                    [sys.executable, "-P", "-c", _CODE, self._module, path], stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/",
-                    pipesize=_PIPE_BYTES,
-                ),
-                os.getpid(),
-            )  # fmt: skip
-        return self.process
+        if self.process is not None and self._starter == os.getpid() and self.process.poll() is None:
+            return self.process
+        path = json.dumps([os.path.abspath(place) for place in sys.path])
+        command = [sys.executable, "-P", "-c", _CODE, self._module, path]
+        pipe = subprocess.PIPE
+        try:
+            worker = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/"
+            )
+        except OSError as error:
+            raise UnavailableError(f"A process cannot be started now: {error}.", fix="Try again soon.") from None
+        for stream in (worker.stdin, worker.stdout):
+            assert stream is not None
+            with suppress(OSError):
+                fcntl.fcntl(stream, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        self.process, self._starter = worker, os.getpid()
+        return worker
 
     def _ask_worker(self, parts: tuple[bytes, ...]) -> bytes | None:
         """Ask the worker; None where another process killed it."""
@@ -164,19 +175,26 @@ def serve_jobs(answer: Callable[[bytes], bytes], limits: WorkerLimits) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's; the owner ends this process by closing stdin
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process, also inside of a long operation
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    most = limits.memory if hard == resource.RLIM_INFINITY else min(limits.memory, hard)
+    most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + limits.memory
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    while True:
-        try:
+    threading.stack_size(limits.stack)
+    thread = threading.Thread(target=_answer_jobs, args=(answer, limits))
+    thread.start()
+    thread.join()
+
+
+def _answer_jobs(answer: Callable[[bytes], bytes], limits: WorkerLimits) -> None:
+    with suppress(EOFError, BrokenPipeError):
+        while True:
             job = _read_frame(sys.stdin.buffer, limits.memory)
-        except EOFError:
-            return
-        signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
-        parts = _try_answer(answer, job, limits)
-        del job
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        _write_frame(sys.stdout.buffer, *parts)
+            signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
+            parts = _try_answer(answer, job, limits)
+            del job
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            _write_frame(sys.stdout.buffer, *parts)
+            del parts
 
 
 def _try_answer(answer: Callable[[bytes], bytes], job: bytes, limits: WorkerLimits) -> tuple[bytes, bytes]:

@@ -78,7 +78,7 @@ def jpeg_scans(dice: random.Random) -> bytes:
     Image.new("RGB", (1000, 1000), (dice.randrange(256), 5, 9)).save(out, "JPEG", progressive=True)
     whole = out.getvalue()
     at = whole.rindex(b"\xff\xda")
-    return whole[:-2] + whole[at:-2] * dice.choice([100, 8000]) + whole[-2:]
+    return whole[:-2] + whole[at:-2] * dice.choice([100, 150_000]) + whole[-2:]
 
 
 def jpeg_large(dice: random.Random) -> bytes:

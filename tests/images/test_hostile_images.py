@@ -71,7 +71,7 @@ def test_hostile_files() -> None:
 def test_two_thousand_hostile_files() -> None:
     ends = play(2000, seed=1)
     print(ends)
-    assert sum(ends.values()) == 2000 and len(ends) > 5
+    assert sum(ends.values()) == 2000 and len(ends) >= 5
 
 
 def test_a_bomb_is_refused_before_it_is_decoded() -> None:
