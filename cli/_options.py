@@ -17,6 +17,10 @@ NoKVScalesOption = Annotated[
 LoraOption = Annotated[
     Path | None, typer.Option("--lora", metavar="DIR", help="LoRA adapter of PEFT to merge into the source.")
 ]
+MmprojOption = Annotated[
+    Path | None, typer.Option("--mmproj", metavar="FILE", help="Image encoder of a GGUF model, as llama.cpp makes it.")
+]
+TextOnlyOption = Annotated[bool, typer.Option("--text-only", help="Leave the image encoder out.")]
 
 
 def complete_backends(incomplete: str) -> list[str]:

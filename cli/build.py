@@ -10,7 +10,9 @@ import typer
 from wicore_trt.cli._options import (
     CalibrateTokensOption,
     LoraOption,
+    MmprojOption,
     NoKVScalesOption,
+    TextOnlyOption,
     complete_backends,
     complete_recipes,
 )
@@ -73,6 +75,8 @@ def command(
         str, typer.Option(help="Backend tensorrt: layers, or plugin (needs full TensorRT and Triton).")
     ] = "layers",
     lora: LoraOption = None,
+    mmproj: MmprojOption = None,
+    text_only: TextOnlyOption = False,
     calibrate: Annotated[
         Path | None, typer.Option(help="UTF-8 text to measure static FP8 scales on; see wicore convert.")
     ] = None,
@@ -145,7 +149,8 @@ def command(
             page_tokens=settings.kv.page_tokens or 32, targets=settings.build.targets,
             max_context=settings.scheduler.max_context, max_batch=settings.build.max_batch,
             max_chunk=settings.build.max_chunk, attention=attention, calibration=calibration, dummy=dummy,
-            revision=revision, lora=lora, force=force, progress=report, note=lost.append,
+            revision=revision, lora=lora, mmproj=mmproj, text_only=text_only, force=force, progress=report,
+            note=lost.append,
         )  # fmt: skip
     manifest = engine.manifest
     for line in lost:

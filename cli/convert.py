@@ -7,7 +7,13 @@ from typing import Annotated
 
 import typer
 
-from wicore_trt.cli._options import CalibrateTokensOption, LoraOption, NoKVScalesOption
+from wicore_trt.cli._options import (
+    CalibrateTokensOption,
+    LoraOption,
+    MmprojOption,
+    NoKVScalesOption,
+    TextOnlyOption,
+)
 
 
 def command(
@@ -19,6 +25,8 @@ def command(
     tp: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="GPUs to split the weights over.")] = 1,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     lora: LoraOption = None,
+    mmproj: MmprojOption = None,
+    text_only: TextOnlyOption = False,
     calibrate: Annotated[
         Path | None, typer.Option(help="UTF-8 text to measure static FP8 scales on, in place of scales per token.")
     ] = None,
@@ -46,8 +54,8 @@ def command(
         calibration = TextCalibration(calibrate, calibrate_tokens, not no_kv_scales)
     with progress(quiet=json) as report:
         checkpoint = convert(
-            source, output, dtype=dtype, tp_size=tp, revision=revision, lora=lora, calibration=calibration,
-            force=force, progress=report, note=lost.append,
+            source, output, dtype=dtype, tp_size=tp, revision=revision, lora=lora, mmproj=mmproj,
+            text_only=text_only, calibration=calibration, force=force, progress=report, note=lost.append,
         )  # fmt: skip
     kind = checkpoint.weights.storage
     total = sum(record.bytes for record in checkpoint.files.values())
@@ -65,7 +73,7 @@ def command(
                 "notes": lost,
                 "quantization": checkpoint.weights.algo,
                 "kv_scales": checkpoint.kv_scales,
-                "vision": checkpoint.vision_file is not None,
+                "vision": checkpoint.vision is not None,
                 "revision": checkpoint.revision,
             }
         )

@@ -37,6 +37,8 @@ class WeightFormat:
         return k * ITEM_BYTES[self.storage] + 4 * scales
 
 
+VISION = "vision.safetensors"
+"""File of an image encoder's tensors, beside the ranks' files: whole, once, and for steps of text not loaded."""
 PLAIN = {dtype: WeightFormat(dtype) for dtype in ("float32", "bfloat16", "float16")}
 """Unquantized formats by their dtype, which is the base dtype too."""
 BF16, FP16 = PLAIN["bfloat16"], PLAIN["float16"]

@@ -21,28 +21,28 @@ from wicore_trt.checkpoint.cast_report import CastReport, check_cast, check_fini
 from wicore_trt.checkpoint.format import (
     CHECKPOINT,
     FP8_TAG,
-    VISION,
     Checkpoint,
     build_config,
     open_checkpoint,
     rank_entries,
     static_scales,
     storage_tag,
+    vision_entries,
     write_config,
 )
 from wicore_trt.checkpoint.names import HF_EMBEDDING, Role, UnifiedTensor, unified_tensors
 from wicore_trt.checkpoint.open_source import open_source
-from wicore_trt.checkpoint.quantize import STORAGE, from_float32, quantize_e4m3_per_channel, to_float32
+from wicore_trt.checkpoint.quantize import from_float32, quantize_e4m3_per_channel, to_float32
 from wicore_trt.checkpoint.records import FileRecord, record_of
 from wicore_trt.checkpoint.safetensors_io import TAG_BYTES, SafetensorsWriter
 from wicore_trt.checkpoint.sharding import shard_of
-from wicore_trt.checkpoint.source import TEXT_TAGS, Source
+from wicore_trt.checkpoint.source import Source
 from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitError
 from wicore_trt.files import is_present, make_printable
 from wicore_trt.model.gemma3 import LM_HEAD
 from wicore_trt.progress import Progress, count_progress, ignore_progress
 from wicore_trt.scratch import replace_output
-from wicore_trt.weight_format import PLAIN, QUANTIZED
+from wicore_trt.weight_format import PLAIN, QUANTIZED, VISION
 
 DTYPES = ("auto", *PLAIN, *QUANTIZED)
 
@@ -84,6 +84,8 @@ def convert(  # noqa: PLR0913 -- the public call is flat
     for_engine: bool = False,
     revision: str | None = None,
     lora: Path | None = None,
+    mmproj: Path | None = None,
+    text_only: bool = False,
     calibration: Calibration | None = None,
     force: bool = False,
     progress: Progress = ignore_progress,
@@ -93,9 +95,10 @@ def convert(  # noqa: PLR0913 -- the public call is flat
     `dtype` "auto" keeps bfloat16 or float16 of the source and otherwise takes bfloat16. "fp8" quantizes the linears
     (`weight_format.FP8`); embedding and head are bfloat16. Norms are always float32. `calibration` adds static
     scales, measured in the source's precision: of activations for fp8, of KV for any dtype. With it the source may
-    be a unified checkpoint (see Calibration.of_checkpoint). `lora` is the directory of an adapter to merge. `force`
-    replaces an existing directory at the end. `for_engine` requires disk space for an engine, too. `note` gets a
-    sentence for each loss, and for each decision between contradictions.
+    be a unified checkpoint (see Calibration.of_checkpoint). `lora` is the directory of an adapter to merge, `mmproj`
+    the GGUF file of a GGUF model's image encoder; `text_only` leaves the encoder out. `force` replaces an existing
+    directory at the end. `for_engine` requires disk space for an engine, too. `note` gets a sentence for each loss,
+    and for each decision between contradictions.
     Raises CheckpointError for a bad source and for a model that tp_size does not divide. It is raised, too, for a
     weight that is not finite or beyond the range of the new dtype, naming tensor and row. Raises ConfigError for an
     unknown dtype, a bad calibration text or an output that exists; EnvironmentUnfitError when the disk is too small."""
@@ -119,10 +122,11 @@ def convert(  # noqa: PLR0913 -- the public call is flat
         raise ConfigError(f"Without KV scales a {dtype} checkpoint has nothing to calibrate.", fix="Use --dtype fp8.")
     with replace_output(Path(output), CHECKPOINT, force=force, source=source) as scratch:
         progress("read", 0, 1)
-        opened = open_source(source, revision=revision, lora=lora)
+        opened = open_source(source, revision=revision, lora=lora, mmproj=mmproj, text_only=text_only)
         opened.spec.shard(0, tp_size)
+        origin = {"lora": lora and make_printable(str(lora)), "mmproj": mmproj and make_printable(str(mmproj))}
         lost = _Conversion(opened, scratch.directory, dtype, tp_size, calibration, progress).write_checkpoint(
-            for_engine, lora
+            for_engine, origin | {"text_only": text_only}
         )
         opened.check_unchanged()
         open_checkpoint(scratch.directory)  # a checkpoint that does not open replaces none
@@ -168,12 +172,11 @@ class _Conversion:
             rank_entries(source.spec, self._dtype, self._weights, r, tp_size, kv_scales=self._kv_scales)
             for r in range(tp_size)
         ]
-        vision = [(n, i.dtype, i.shape) for n, i in source.vision.items()]
-        self._vision: list[tuple[str, str, tuple[int, ...]]] = vision
-        self._total = sum(_count_bytes(entries) for entries in (*self._entries, vision))
+        self._vision = vision_entries(source.vision, self._dtype) if source.vision else []
+        self._total = sum(_count_bytes(entries) for entries in (*self._entries, self._vision))
 
-    def write_checkpoint(self, for_engine: bool, lora: Path | None = None) -> list[str]:
-        """Return sentences on what casts lost, and on tokens that the model lacks."""
+    def write_checkpoint(self, for_engine: bool, options: dict[str, Any]) -> list[str]:
+        """Return sentences on what casts lost, and on tokens that the model lacks. `options` go into config.json."""
         tied = self._source.spec.tie_word_embeddings  # the engine leaves the second embedding out, so it is no link
         placed = [entry for entries in self._entries for entry in entries if entry[0] != LM_HEAD]
         check_disk_room(self._directory, self._total + (_count_bytes(placed) if for_engine and tied else 0))
@@ -182,10 +185,8 @@ class _Conversion:
             check_has_tokenizer(self._source.name, tokenizer)
         from wicore_trt.checkpoint.tokenizer_check import check_tokenizer
 
-        notes = check_tokenizer(self._directory, self._source.name, self._source.spec.vocab_size)
-        origin: dict[str, Any] = {"source": make_printable(self._source.name), "revision": self._source.revision}
-        if lora is not None:
-            origin["lora"] = make_printable(str(lora))
+        notes = check_tokenizer(self._directory, self._source.name, self._source.spec.vocab_size, self._source.vision)
+        origin = {"source": make_printable(self._source.name), "revision": self._source.revision, **options}
         if self._calibration:
             found = self._calibration.of_source(self._source, self._directory, self._progress)
             self._scales, origin["calibration"] = found.scales, found.origin
@@ -193,19 +194,10 @@ class _Conversion:
         self._moved = count_progress(self._progress, "convert", self._total)
         files = self._write_ranks()
         if self._vision:
-            with SafetensorsWriter(self._directory / VISION, self._vision) as writer:
-                for name, tag, _ in self._vision:
-                    for block in self._source.vision_blocks(name):
-                        if tag in TEXT_TAGS:
-                            row = np.frombuffer(block, STORAGE[tag])[None]
-                            check_finite_rows(self._source.place_of(name), name, 0, row, tag)
-                        self._moved(writer.write(name, block))
-            files[VISION] = FileRecord(writer.size, writer.digest, writer.digests)
+            files[VISION] = self._write_vision()
         for file in tokenizer:
             files[file.name] = record_of(file)
-        keys = ("vision_config", "mm_tokens_per_image", "image_token_index", "boi_token_index", "eoi_token_index")
-        if self._vision:
-            origin["vision"] = {k: self._source.config[k] for k in keys if k in self._source.config}
+        origin["vision"] = self._source.vision and self._source.vision.to_dict()
         origin["flushed_to_zero"] = self._report.flushed_to_zero
         spec, kv_scales = self._source.spec, self._kv_scales
         config = build_config(spec, self._dtype, self._weights, self._tp, files, origin, kv_scales=kv_scales)
@@ -222,16 +214,23 @@ class _Conversion:
                 self._write_tensor(tensor, writers)
         return {w.path.name: FileRecord(w.size, w.digest, w.digests) for w in writers}
 
+    def _write_vision(self) -> FileRecord:
+        with SafetensorsWriter(self._directory / VISION, self._vision) as writer:
+            for name, tag, (rows, *rest) in self._vision:
+                for start, stop in _split_rows(rows, rest):
+                    self._moved(writer.write(name, self._cast_rows(name, (start, stop), tag)[0]))
+        return FileRecord(writer.size, writer.digest, writer.digests)
+
     def _write_tensor(self, tensor: UnifiedTensor, writers: list[SafetensorsWriter]) -> None:
         shards = [shard_of(tensor, self._source.spec, rank, self._tp) for rank in range(self._tp)]
         tag = storage_tag(tensor.role, self._dtype, self._weights)
         scales: list[list[np.ndarray]] = [[] for _ in shards]
         for part, name in enumerate(tensor.sources):
             rows, *rest = self._source.tensors[name].shape
-            step = max(1, _BLOCK_ITEMS // max(1, prod(rest)))
-            for start in range(0, rows, step):
-                stop = min(rows, start + step)
-                block, scale = self._cast_rows(tensor, name, (start, stop), tag)
+            tied_copy = tensor.sources == (HF_EMBEDDING,) and tensor.role is not Role.EMBEDDING
+            for start, stop in _split_rows(rows, rest):
+                norm = tensor.role is Role.NORM
+                block, scale = self._cast_rows(name, (start, stop), tag, norm=norm, counted=not tied_copy)
                 for shard, writer, kept in zip(shards, writers, scales, strict=True):
                     low, high = max(start, shard.rows[part][0]), min(stop, shard.rows[part][1])
                     if low < high:
@@ -247,11 +246,12 @@ class _Conversion:
                 self._moved(writer.write(name, self._scales[name]))
 
     def _cast_rows(
-        self, tensor: UnifiedTensor, name: str, rows: tuple[int, int], tag: str
+        self, name: str, rows: tuple[int, int], tag: str, *, norm: bool = False, counted: bool = True
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return rows of one source tensor stored as `tag`, and their FP8 scales (empty if not quantized)."""
+        """Return rows of one source tensor stored as `tag`, and their FP8 scales (empty if not quantized). A `norm`
+        of the text model is its factor, `counted` losses go into the report."""
         none, place = np.empty(0, np.float32), self._source.place_of(name)
-        if tensor.role is Role.NORM:
+        if norm:
             stored = self._source.read_norm(name, *rows)
             check_finite_rows(place, name, rows[0], stored, "F32")
             return stored, none
@@ -266,10 +266,15 @@ class _Conversion:
         else:
             stored, scale = from_float32(values, tag), none
             check_cast(place, name, rows[0], values, stored, tag)
-        tied_copy = tensor.sources == (HF_EMBEDDING,) and tensor.role is not Role.EMBEDDING
-        if tag != "F32" and not tied_copy:
+        if tag != "F32" and counted:
             self._report.count_losses(name, values, stored, tag)
         return stored, scale
+
+
+def _split_rows(rows: int, rest: list[int]) -> list[tuple[int, int]]:
+    """Split `rows` of the shape `rest` into ranges of a block each."""
+    step = max(1, _BLOCK_ITEMS // max(1, prod(rest)))
+    return [(start, min(rows, start + step)) for start in range(0, rows, step)]
 
 
 def _count_bytes(entries: list[tuple[str, str, tuple[int, ...]]]) -> int:

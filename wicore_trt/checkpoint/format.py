@@ -29,8 +29,9 @@ from wicore_trt.checkpoint.source import TOKENIZER_FILES
 from wicore_trt.errors import CheckpointError, shown
 from wicore_trt.files import LIST_BYTES, TOKENIZER_BYTES, UntrustedFiles, is_present, quote_arg
 from wicore_trt.model.spec import GLOBAL, Gemma3Spec
+from wicore_trt.model.vision import POSITIONS, VisionSpec, vision_tensors
 from wicore_trt.scratch import Product
-from wicore_trt.weight_format import PLAIN, WeightFormat, find_format
+from wicore_trt.weight_format import PLAIN, VISION, WeightFormat, find_format
 
 # The layout and field names are TensorRT-LLM's (docs/source/legacy/architecture/checkpoint.md and
 # models/gemma/config.py of 1.2); fields that it lacks are in the block `wicore`. Norm weights are 1 + w in float32
@@ -40,10 +41,11 @@ from wicore_trt.weight_format import PLAIN, WeightFormat, find_format
 # `<linear>.activation_scaling_factor`; kv_cache_quant_algo is FP8 when each layer has
 # `attention.kv_cache_scaling_factor`. Both are float32 [1] = amax / 448, equal on all ranks. `wicore.files` has a
 # digest of every other file, of weight files one per tensor, and `wicore.seal` that of config.json
-# (`checkpoint.digest`); readers compare what they have read.
+# (`checkpoint.digest`); readers compare what they have read. vision.safetensors has the image encoder that
+# `wicore.vision` describes (`VisionSpec`): weights of products in `dtype`, norms, biases and positions in float32.
+# Checkpoints before it have another `wicore.vision`, and the encoder as it was in the source: it is left aside.
 FORMAT_VERSION = 2
 CONFIG = "config.json"
-VISION = "vision.safetensors"
 KV_FP8 = "FP8"
 TAGS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 FP8_TAG = "F8_E4M3"
@@ -64,6 +66,8 @@ class Checkpoint:
     tokenizer_files: list[Path]
     vision_file: Path | None
     files: Mapping[str, FileRecord]
+    vision: VisionSpec | None = None
+    """The image encoder in `vision_file`; None for a text model, and for a file of an older layout."""
 
     def read(self, name: str) -> bytes:
         """Read the listed file `name`, a small one. Raises CheckpointError when its bytes are not as recorded."""
@@ -133,6 +137,14 @@ def rank_entries(
     return entries
 
 
+def vision_entries(vision: VisionSpec, dtype: str) -> list[tuple[str, str, tuple[int, ...]]]:
+    """List (name, safetensors tag, shape) of every tensor in vision.safetensors, in file order."""
+    return [
+        (name, TAGS[dtype] if len(shape) > 1 and name != POSITIONS else "F32", shape)
+        for name, shape in vision_tensors(vision).items()
+    ]
+
+
 def model_fields(spec: Gemma3Spec, dtype: str, tp_size: int, weights: WeightFormat, *, kv_fp8: bool) -> dict[str, Any]:
     """Make the fields of config.json that TensorRT-LLM reads."""
     # Without the period of the windows, which its versions name differently.
@@ -173,7 +185,7 @@ def build_config(
     *,
     kv_scales: bool = False,
 ) -> dict[str, Any]:
-    """Make config.json. `origin`: the `source`, the hub commit `revision`, `lora`, `vision` of its configuration, the
+    """Make config.json. `origin`: the `source`, the hub commit `revision`, `lora`, `mmproj`, the spec `vision`, the
     count `flushed_to_zero`, and `calibration` (`text`, `tokens`, `token_ids_blake2b`); all but the first may lack."""
     config = model_fields(spec, dtype, tp_size, weights, kv_fp8=kv_scales)
     pattern = window_pattern(spec)
@@ -184,7 +196,7 @@ def build_config(
         "spec": spec.to_dict(), "tie_word_embeddings": spec.tie_word_embeddings,
         "vision": origin.get("vision") or None, "flushed_to_zero": origin.get("flushed_to_zero", 0),
         "calibration": origin.get("calibration"), "files": file_entries(files),
-        **({"lora": origin["lora"]} if origin.get("lora") else {}),
+        **{key: origin[key] for key in ("lora", "mmproj", "text_only") if origin.get(key)},
     }  # fmt: skip
     return config
 
@@ -253,6 +265,9 @@ def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
         dtype, tp_size = str(config["dtype"]), int(config["mapping"]["tp_size"])
         quant_algo, kv_algo = (config["quantization"][key] for key in ("quant_algo", "kv_cache_quant_algo"))
         files = {name: FileRecord.from_dict(record) for name, record in block["files"].items()}
+        vision = block.get("vision") or {}
+        if "text_hidden_size" in vision:
+            vision = VisionSpec.from_dict(vision, f"{path / CONFIG}: wicore.vision")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path / CONFIG} is damaged: {error!r}.", fix=again) from error
     try:
@@ -268,7 +283,13 @@ def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
         if config.get(key) != value:
             raise CheckpointError(f"{path / CONFIG}: {key} does not agree with wicore.spec.", fix=again)
     ranks = [path / f"rank{rank}.safetensors" for rank in range(tp_size)]
-    unlisted = [file.name for file in ranks if file.name not in files or not files[file.name].parts]
+    tables = {
+        file: rank_entries(spec, dtype, weights, rank, tp_size, kv_scales=kv_algo is not None)
+        for rank, file in enumerate(ranks)
+    }
+    if isinstance(vision, VisionSpec):
+        tables[path / VISION] = vision_entries(vision, dtype)
+    unlisted = [file.name for file in tables if file.name not in files or not files[file.name].parts]
     if unlisted:
         raise CheckpointError(f"{path / CONFIG} does not list {', '.join(unlisted)}.", fix=again)
     for name, record in files.items():
@@ -277,8 +298,7 @@ def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
         size = UntrustedFiles(path, fix=again).check_file(path / name)
         if size != record.bytes:
             raise CheckpointError(f"{path / name} has {size} bytes, not {record.bytes}.", fix=again)
-    for rank, file in enumerate(ranks):
-        entries = rank_entries(spec, dtype, weights, rank, tp_size, kv_scales=kv_algo is not None)
+    for file, entries in tables.items():
         held = SafetensorsFile(file, UntrustedFiles(path, fix=again)).tensors
         for name, tag, shape in entries:
             info = held.get(name)
@@ -289,6 +309,7 @@ def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
         path=path, config=config, spec=spec, dtype=dtype, weights=weights, tp_size=tp_size,
         rank_files=ranks, tokenizer_files=[path / n for n in TOKENIZER_FILES if n in files],
         vision_file=path / VISION if VISION in files else None, files=files,
+        vision=vision if isinstance(vision, VisionSpec) else None,
     )  # fmt: skip
     for name, record in files.items() if verify else ():
         part = record.describe_change(path / name)
@@ -319,11 +340,12 @@ def _find_rebuild_command(path: Path, config: Mapping[str, Any]) -> str:
     tp = mapping.get("tp_size", 1) if isinstance(mapping, dict) else 1
     words: list[object] = [block.get("source", "SOURCE"), path]
     flags: list[tuple[str, object]] = [("dtype", dtype), ("tp", tp)]
-    flags += [(name, block[name]) for name in ("revision", "lora") if block.get(name)]
+    flags += [(name, block[name]) for name in ("revision", "lora", "mmproj") if block.get(name)]
     calibration = block.get("calibration")
     if isinstance(calibration, dict):
         flags += [("calibrate", calibration.get("text")), ("calibrate-tokens", calibration.get("tokens"))]
     options = "".join(f" --{name} {quote_arg(value)}" for name, value in flags)
     if isinstance(calibration, dict) and not (isinstance(quant, dict) and quant.get("kv_cache_quant_algo")):
         options += " --no-kv-scales"
+    options += " --text-only" if block.get("text_only") else ""
     return f"Run: wicore convert {' '.join(quote_arg(word) for word in words)}{options} --force"

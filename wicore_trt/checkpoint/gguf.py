@@ -8,7 +8,7 @@ the file's values; `read_norm` gives a norm's factor as the file has it, bit for
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -85,7 +85,7 @@ class GgufSource(Source):
         self.door, self.name, self.revision = self._file.door, str(path), None
         self.notes = list[str]()
         self.spec = gguf_spec(self._file, self.notes.append)
-        self.config, self.vision = {}, {}
+        self.vision = None
         self._places = dict[str, tuple[str, int]]()  # a tensor's name in the file and the first of its rows there
         self.tensors = {}
         for name, tensor in self._file.tensors.items():
@@ -137,9 +137,6 @@ class GgufSource(Source):
 
     def read_norm(self, name: str, start: int, stop: int) -> np.ndarray:
         return to_float32(*self.read_rows(name, start, stop))  # llama.cpp's converter has added 1, whatever the type
-
-    def vision_blocks(self, name: str) -> Iterator[bytes]:
-        raise KeyError(name)
 
     def write_tokenizer(self, directory: Path) -> list[Path]:
         return write_tokenizer(self._vocabulary, self.generation_config, directory)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
@@ -73,7 +73,7 @@ class LoraSource(Source):
 
     def __init__(self, base: Source, path: Path) -> None:
         self._base, self._path = base, path
-        self.name, self.revision, self.config = base.name, base.revision, base.config
+        self.name, self.revision = base.name, base.revision
         self.door, self.vision, self.generation_config = base.door, base.vision, base.generation_config
         self._door = UntrustedFiles(path, fix="Save the adapter again.", seen={})
         self._config = self._read_config()
@@ -118,9 +118,6 @@ class LoraSource(Source):
 
     def read_norm(self, name: str, start: int, stop: int) -> np.ndarray:
         return super().read_norm(name, start, stop) if name in self._full else self._base.read_norm(name, start, stop)
-
-    def vision_blocks(self, name: str) -> Iterator[bytes]:
-        return self._base.vision_blocks(name)
 
     def write_tokenizer(self, directory: Path) -> list[Path]:
         files = self._base.write_tokenizer(directory)

@@ -1,8 +1,8 @@
 """Map the names of Gemma 3's tensors between Hugging Face and the unified checkpoint.
 
 One table says which Hugging Face tensors are stacked into a unified tensor, its whole shape and its tensor-parallel
-split. It knows neither files nor torch. Invariant: every tensor of a source is in the table, a vision tensor that is
-carried along, or an error by name.
+split. It knows neither files nor torch. Invariant: every tensor of a source is in the table, a tensor of the image
+encoder (`model.vision` has those), or an error by name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from enum import Enum
 
 from wicore_trt.errors import CheckpointError, list_some, named
 from wicore_trt.model.gemma3 import EMBEDDING, FINAL_NORM, LM_HEAD, layer_weight
-from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.model.spec import Gemma3Spec, SpecError
+from wicore_trt.model.vision import TOWER, VisionSpec, vision_tensors
 
 HF_EMBEDDING = "model.embed_tokens.weight"
 HF_FINAL_NORM = "model.norm.weight"
@@ -23,7 +24,8 @@ HF_LM_HEAD = "lm_head.weight"
 _WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")  # anywhere in a name
 _OUTER = r"(?:(?:model|language_model|module|base_model)\.)*"
 _TEXT = re.compile(_OUTER + r"(embed_tokens\.weight|norm\.weight|layers\..+|lm_head\..+)")
-_VISION = re.compile(_OUTER + r"(?:vision_tower|multi_modal_projector)\..+")
+_VISION = re.compile(_OUTER + r"(vision_tower\.(?:vision_model\.)?|multi_modal_projector\.)(.+)")
+_IDLE_VISION = (f"{TOWER}head.", f"{TOWER}embeddings.position_ids")  # SigLIP's pooling head, which Gemma 3 lacks
 _QUANTIZED = "quantization, which WiCore does not read: give the model in BF16 or as GGUF"
 _MERGE = "merge it with peft's merge_and_unload"
 _FOREIGN = (  # part of an unknown tensor's name, and whose work it is
@@ -38,6 +40,8 @@ _FOREIGN = (  # part of an unknown tensor's name, and whose work it is
     ("v_head.", "the value head of a reward model: remove it from the weights"),
 )
 _MAX_LISTED = 8
+TEXT_ONLY = "For an engine that reads no images: --text-only."
+"""What to do about a broken image encoder."""
 
 
 def weight_scale_name(weight: str) -> str:
@@ -104,13 +108,17 @@ _LAYER: tuple[tuple[str, tuple[str, ...], Role, Split], ...] = (
 
 
 def is_vision(name: str) -> bool:
-    """Return True for tensors of the vision tower and its projector, whose names are kept as they are."""
-    return _VISION.fullmatch(_WRAPPERS.sub("", name)) is not None
+    """Return True for a canonical name of the image encoder's."""
+    return _VISION.fullmatch(name) is not None
 
 
 def canonical_name(name: str) -> str:
-    """Strip the prefix of a text tensor's Hugging Face name; other names are returned unchanged."""
-    match = _TEXT.fullmatch(_WRAPPERS.sub("", name).replace(".base_layer.", "."))
+    """Strip the prefix of a tensor's Hugging Face name, so that text tensors begin with `model.` or are the head, and
+    the image encoder's are called as in `model.vision`. Other names are returned unchanged."""
+    plain = _WRAPPERS.sub("", name).replace(".base_layer.", ".")
+    if vision := _VISION.fullmatch(plain):
+        return (TOWER if vision[1].startswith("vision") else vision[1]) + vision[2]
+    match = _TEXT.fullmatch(plain)
     if match is None:
         return name
     return match[1] if match[1].startswith("lm_head.") else f"model.{match[1]}"
@@ -192,6 +200,28 @@ def check_tensors(spec: Gemma3Spec, present: Mapping[str, tuple[int, ...]], plac
     wrong = [f"{n} is {list(present[n])}, not {list(s)}" for n, s in needed.items() if tuple(present[n]) != s]
     if wrong:
         raise CheckpointError(f"{place}: its tensors do not fit its configuration: {list_some(wrong, _MAX_LISTED)}.")
+
+
+def check_vision(
+    vision: VisionSpec, text: Gemma3Spec, present: Mapping[str, tuple[int, ...]], place: str = "The source"
+) -> dict[str, tuple[int, ...]]:
+    """Compare a source's canonical tensors with those of its image encoder, whose shapes are returned. Raises
+    CheckpointError that lists missing, unknown or wrong ones, and for an encoder of another text model."""
+    needed = vision_tensors(vision)
+    try:
+        vision.check_text(text)
+    except SpecError as error:
+        raise CheckpointError(f"{place}: its image encoder's {error.field} {error.problem}", fix=TEXT_ONLY) from error
+    unknown = [n for n in present if n not in needed and not n.startswith(_IDLE_VISION)]
+    wrong = [n for n, shape in needed.items() if n in present and tuple(present[n]) != shape]
+    for names, what in (
+        ([n for n in needed if n not in present], "lacks {} tensors of its image encoder: {}"),
+        (unknown, "holds {} tensors that Gemma 3's image encoder does not have: {}"),
+        ([f"{n} is {list(present[n])}, not {list(needed[n])}" for n in wrong], "has {} others than it says: {}"),
+    ):
+        if names:
+            raise CheckpointError(f"{place} {what.format(len(names), list_some(names, _MAX_LISTED))}.", fix=TEXT_ONLY)
+    return needed
 
 
 def run_weights(spec: Gemma3Spec) -> dict[str, list[UnifiedTensor]]:

@@ -17,16 +17,23 @@ from wicore_trt.errors import CheckpointError
 from wicore_trt.files import UntrustedFiles, is_present, quote_arg
 
 
-def open_source(ref: str | Path, *, revision: str | None = None, lora: Path | None = None) -> Source:
+def open_source(
+    ref: str | Path,
+    *,
+    revision: str | None = None,
+    lora: Path | None = None,
+    mmproj: Path | None = None,
+    text_only: bool = False,
+) -> Source:
     """Open a directory, a GGUF file or a hub id (`owner/name`, at `revision`); merge the adapter in the directory
-    `lora`.
+    `lora`. The image encoder is left out if `text_only`; a GGUF file's is in the file `mmproj`, or in itself.
     Raises CheckpointError for anything missing, truncated, gated, unreachable or not Gemma 3. Raises
     EnvironmentUnfitError for a GGUF file when the extra `gguf` is not installed."""
-    base = _open_base(ref, revision, lora)
+    base = _open_base(ref, revision, lora, text_only)
     return base if lora is None else LoraSource(base, lora)
 
 
-def _open_base(ref: str | Path, revision: str | None, lora: Path | None) -> Source:
+def _open_base(ref: str | Path, revision: str | None, lora: Path | None, text_only: bool) -> Source:
     path = Path(os.path.expanduser(ref))  # an unknown ~name stays as it is
     if is_present(path) and not os.path.isdir(path):
         if path.suffix == ".safetensors":
@@ -38,7 +45,7 @@ def _open_base(ref: str | Path, revision: str | None, lora: Path | None) -> Sour
         safetensors = is_present(path / "config.json") and any(path.glob("*.safetensors"))
         gguf = None if safetensors else choose_gguf(path)
         if gguf is None:
-            return HfSource(path, name=str(ref), lora=lora)
+            return HfSource(path, name=str(ref), lora=lora, text_only=text_only)
         UntrustedFiles(path, fix="Give the path of the GGUF file itself.").check_file(gguf)
         return GgufSource(gguf)
     if not isinstance(ref, str) or not hub.is_hub_id(ref):
@@ -48,4 +55,4 @@ def _open_base(ref: str | Path, revision: str | None, lora: Path | None) -> Sour
             "gemma3-270m",
         )
     snapshot = hub.download_snapshot(ref, revision)
-    return HfSource(snapshot, name=ref, revision=snapshot.name)
+    return HfSource(snapshot, name=ref, revision=snapshot.name, text_only=text_only)

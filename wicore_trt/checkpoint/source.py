@@ -1,6 +1,6 @@
 """Open sources of weights: a Hugging Face directory, a hub id or a GGUF file.
 
-A source gives the spec, tensors under canonical Hugging Face names (`checkpoint.names`), their rows, and tokenizer
+A source gives the specs, tensors under canonical Hugging Face names (`checkpoint.names`), their rows, and tokenizer
 files. It does not know the unified checkpoint. Invariant: an opened source holds exactly the tensors that its
 configuration asks for, and a local path never touches the network.
 """
@@ -11,7 +11,7 @@ import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,13 +20,22 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from wicore_trt.checkpoint.folder import ADAPTER, check_folder, list_entries, name_kind
-from wicore_trt.checkpoint.names import HF_EMBEDDING, HF_LM_HEAD, canonical_name, check_tensors, is_vision
+from wicore_trt.checkpoint.names import (
+    HF_EMBEDDING,
+    HF_LM_HEAD,
+    TEXT_ONLY,
+    canonical_name,
+    check_tensors,
+    check_vision,
+    is_vision,
+)
 from wicore_trt.checkpoint.quantize import to_float32
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, TensorInfo
 from wicore_trt.errors import CheckpointError, first_fault, named, shown
 from wicore_trt.files import CONFIG_ENDS, TOKENIZER_BYTES, UntrustedFiles, is_present, quote_arg
-from wicore_trt.model.hf_config import compare_config, read_hf_config
+from wicore_trt.model.hf_config import compare_config, read_hf_config, read_vision_config
 from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.model.vision import VisionSpec
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
@@ -42,6 +51,10 @@ _SHAPING = (  # what changes greedy answers of transformers' generate
     "forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens", "exponential_decay_length_penalty",
     "sequence_bias", "num_beams", "stop_strings", "guidance_scale", "penalty_alpha",
 )  # fmt: skip
+_PIXELS: dict[str, Any] = {  # what the encoder takes for granted of an image's way to it
+    "do_convert_rgb": True, "do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 2,
+    "rescale_factor": 1 / 255, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+}  # fmt: skip
 _SHAPES_NOTHING: tuple[Any, ...] = (None, 0, 1, [], {})
 _FILE_NAME = re.compile(r"[^/\\\0]{1,255}")
 _AGAIN = "Download it again."
@@ -51,7 +64,7 @@ _COMPARE_ITEMS = 1 << 22
 
 class Source(ABC):
     """Opened source.
-    `tensors` are canonical text tensors, `vision` tensors of the vision tower under their own names. `name` is the
+    `tensors` are canonical text tensors; `vision` is the image encoder, all of whose tensors are there. `name` is the
     reference that was opened and `revision` the hub commit; `generation_config` is {} when there is none. `notes`
     are sentences on decisions between contradictions and on ignored files. All files are read through `door`, which
     remembers them."""
@@ -61,18 +74,13 @@ class Source(ABC):
     name: str
     revision: str | None
     tensors: Mapping[str, TensorInfo]
-    vision: Mapping[str, TensorInfo]
-    config: Mapping[str, Any]
+    vision: VisionSpec | None
     generation_config: Mapping[str, Any]
     notes: Sequence[str] = ()
 
     @abstractmethod
     def read_rows(self, name: str, start: int, stop: int) -> tuple[np.ndarray, str]:
-        """Read rows [start, stop) of a text tensor, with their format: F32, F16 or BF16 bits (uint16)."""
-
-    @abstractmethod
-    def vision_blocks(self, name: str) -> Iterator[bytes]:
-        """Yield the bytes of a vision tensor as stored, some MiB at a time."""
+        """Read rows [start, stop) of a tensor, with their format: F32, F16 or BF16 bits (uint16)."""
 
     @abstractmethod
     def write_tokenizer(self, directory: Path) -> list[Path]:
@@ -80,7 +88,7 @@ class Source(ABC):
 
     @abstractmethod
     def place_of(self, name: str) -> str:
-        """Return the file that holds a text or vision tensor, for errors."""
+        """Return the file that holds a tensor, for errors."""
 
     def check_unchanged(self) -> None:
         """Refuse when a file that was read has changed since it was opened."""
@@ -100,10 +108,17 @@ class HfSource(Source):
     """Directory with config.json and model.safetensors, or shards listed in model.safetensors.index.json."""
 
     tensors: dict[str, TensorInfo]
-    vision: dict[str, TensorInfo]
     notes: list[str]
 
-    def __init__(self, path: Path, *, name: str, revision: str | None = None, lora: Path | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        name: str,
+        revision: str | None = None,
+        lora: Path | None = None,
+        text_only: bool = False,
+    ) -> None:
         self.path, self.name, self.revision = path, name, revision
         self.door = UntrustedFiles(path, fix=_AGAIN, seen={})
         if not is_present(path / "config.json"):
@@ -128,24 +143,62 @@ class HfSource(Source):
         merges = lora is not None and os.path.realpath(lora) == os.path.realpath(path)
         self.notes += [*compare_config(self.config), *check_folder(path, read, merges_adapter=merges)]
         self._files: dict[str, tuple[SafetensorsFile, str]] = {}  # name -> file, name in the file
-        self.tensors, self.vision = {}, {}
+        self.tensors, images = {}, dict[str, TensorInfo]()
         for file in files:
-            self._note_file(file)
+            self._note_file(file, images)
         self._settle_head()
         place = str(path / SINGLE) if len({f.path for f, _ in self._files.values()}) == 1 else str(path)
         check_tensors(self.spec, {n: info.shape for n, info in self.tensors.items()}, place)
-        for key, info in self.tensors.items():
-            if info.dtype not in TEXT_TAGS:
+        self._check_types(self.tensors)
+        self.vision = None if text_only else self._settle_vision(images)
+
+    def _check_types(self, names: Iterable[str]) -> None:
+        for key in names:
+            file, raw = self._files[key]
+            if (tag := file.tensors[raw].dtype) not in TEXT_TAGS:
                 raise CheckpointError(
-                    f"{self.place_of(key)}: {key} is stored as {info.dtype}, "
-                    + ("which WiCore does not read." if info.dtype == "F64" else "quantized."),
+                    f"{self.place_of(key)}: {key} is stored as {tag}, "
+                    + ("which WiCore does not read." if tag == "F64" else "quantized."),
                     fix="Use a BF16, F16 or F32 source, or a GGUF file.",
                 )
 
-    def _note_file(self, file: SafetensorsFile) -> None:
+    def _settle_vision(self, images: Mapping[str, TensorInfo]) -> VisionSpec | None:
+        """Read and check the image encoder, whose tensors are `images`; None where files or configuration have none."""
+        place, described = str(self.path / "config.json"), self.config.get("vision_config") is not None
+        if not images or not described:
+            if described:
+                self.notes.append("config.json describes an image encoder, which the files lack: images are not read.")
+            if images:
+                self.notes.append(f"left aside: {len(images)} tensors of an image encoder that config.json lacks.")
+            return None
+        try:
+            vision = read_vision_config(self.config, self.spec, place)
+        except CheckpointError as error:
+            raise CheckpointError(error.message, fix=TEXT_ONLY) from error
+        assert vision is not None
+        self._check_types(check_vision(vision, self.spec, {n: i.shape for n, i in images.items()}, str(self.path)))
+        self._check_processor(vision)
+        return vision
+
+    def _check_processor(self, vision: VisionSpec) -> None:
+        """Refuse files that ask for another way from an image to the encoder than Gemma 3's."""
+        square = {"height": vision.image_size, "width": vision.image_size}
+        wanted = _PIXELS | {"size": square, "image_seq_length": vision.tokens}
+        for file, key in (("preprocessor_config.json", None), ("processor_config.json", "image_processor")):
+            data = self.door.read_json(self.path / file) if is_present(self.path / file) else {}
+            found = data if key is None else data.get(key)
+            given = found if isinstance(found, Mapping) else {}
+            for name, want in wanted.items():
+                if given.get(name) not in (None, want):
+                    raise CheckpointError(
+                        f"{self.path / file}: {name} is {shown(given[name])}; Gemma 3's images need {want}.",
+                        fix=TEXT_ONLY,
+                    )
+
+    def _note_file(self, file: SafetensorsFile, images: dict[str, TensorInfo]) -> None:
         for raw, info in file.tensors.items():
-            kind = self.vision if is_vision(raw) else self.tensors
-            key = raw if is_vision(raw) else canonical_name(raw)
+            key = canonical_name(raw)
+            kind = images if is_vision(key) else self.tensors
             if key in kind:
                 raise CheckpointError(
                     f"{self.path} holds {named(key)} twice: in {self._files[key][0].path.name} and {file.path.name}."
@@ -189,11 +242,7 @@ class HfSource(Source):
 
     def read_rows(self, name: str, start: int, stop: int) -> tuple[np.ndarray, str]:
         file, raw = self._files[name]
-        return file.read_rows(raw, start, stop), self.tensors[name].dtype
-
-    def vision_blocks(self, name: str) -> Iterator[bytes]:
-        file, raw = self._files[name]
-        return file.read_blocks(raw)
+        return file.read_rows(raw, start, stop), file.tensors[raw].dtype
 
     def write_tokenizer(self, directory: Path) -> list[Path]:
         names = [name for name in TOKENIZER_FILES if is_present(self.path / name)]

@@ -28,7 +28,7 @@ from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.schedule.step_time import StepTime
 from wicore_trt.text.model_files import FILES
 from wicore_trt.text.tokenizer import Tokenizer
-from wicore_trt.types import ModelInfo, SamplingParams
+from wicore_trt.types import ImageInfo, ModelInfo, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +90,7 @@ def load_engine(settings: Settings, executor: Executor | None = None, *, serves:
         fingerprint=manifest.fingerprint, eos_token_ids=tokenizer.eos_ids, bos_token_id=tokenizer.bos_id,
         chat=tokenizer.has_chat and tokenizer.chat_fault is None, chat_note=tokenizer.chat_note,
         page_tokens=page_tokens, engine_context_tokens=manifest.max_context, build=manifest.seal,
+        images=ImageInfo(v.image_size, v.tokens, v.begin_id, v.soft_id, v.end_id) if (v := manifest.vision) else None,
     )  # fmt: skip
     return LoadedEngine(core, tokenizer, info)
 

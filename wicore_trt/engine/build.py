@@ -27,10 +27,12 @@ from wicore_trt.engine.manifest import (
     LORA,
     MANIFEST_NAME,
     MAX_PAGE_TOKENS,
+    MMPROJ,
+    TEXT_ONLY,
     Manifest,
     compute_fingerprint,
 )
-from wicore_trt.engine.options import LAYERS, PLUGIN, Backend, BuildOptions, DummyModel, find_backend
+from wicore_trt.engine.options import LAYERS, PLUGIN, READ_IMAGES, Backend, BuildOptions, DummyModel, find_backend
 from wicore_trt.engine.weights import hash_weights, place_weights
 from wicore_trt.errors import CheckpointError, ConfigError, EngineFormatError, list_installed
 from wicore_trt.files import is_present, make_printable
@@ -72,6 +74,8 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     dummy: DummyModel | None = None,
     revision: str | None = None,
     lora: Path | None = None,
+    mmproj: Path | None = None,
+    text_only: bool = False,
     attention: str = LAYERS,
     force: bool = False,
     progress: Progress = ignore_progress,
@@ -84,9 +88,10 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     the KV page size in tokens. `max_context` limits sequences in tokens (None: the backend's choice, at most the
     model's limit); `max_batch` and `max_chunk` limit the steps of compiled engines. `calibration` measures static
     scales on the way; `revision` is the commit, branch or tag of a hub id; `lora` is the directory of an adapter to
-    merge. `attention` is "layers", or "plugin" for backend tensorrt. An existing engine is replaced only with
-    `force`. `note` gets a sentence for each kind of loss in converting. The environment variable SOURCE_DATE_EPOCH
-    (seconds since 1970) sets the manifest's `created`.
+    merge. `mmproj` is the GGUF file of a GGUF model's image encoder; `text_only` leaves the encoder out. `attention`
+    is "layers", or "plugin" for backend tensorrt. An existing engine is replaced only with `force`. `note` gets a
+    sentence for each kind of loss in converting. The environment variable SOURCE_DATE_EPOCH (seconds since 1970) sets
+    the manifest's `created`.
     Raises ConfigError for options that do not fit the checkpoint or an output that is in the way. Raises
     CheckpointError for a bad source or a damaged checkpoint, EnvironmentUnfitError for a backend that is not here or
     a full disk."""
@@ -94,7 +99,7 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     architectures = tuple(dict.fromkeys(filter(None, names)))
     options = BuildOptions(
         backend, dtype, kv_dtype, tp_size, page_tokens, architectures, max_context, max_batch, max_chunk,
-        calibration, dummy, revision, attention, lora,
+        calibration, dummy, revision, attention, lora, mmproj, text_only,
     )  # fmt: skip
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
     try:
@@ -110,6 +115,7 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     with replace_output(output, ENGINE, force=force, source=None if dummy else source) as scratch:
         options = replace(options, targets=tuple(compiler.targets(options)))
         checkpoint = _checkpoint_of(source, scratch.work / "checkpoint", options, progress, note)
+        checkpoint = _leave_vision(checkpoint, options, note or (lambda text: None))
         _check_fit(checkpoint, options)
         compiler.check(checkpoint, options)
         limit = checkpoint.spec.max_position_embeddings
@@ -144,6 +150,11 @@ def _check_options(options: BuildOptions, source: str | Path) -> None:
         raise ConfigError(f"attention {options.attention!r} is unknown.", fix=f"Known: {LAYERS}, {PLUGIN}.")
     if options.attention == PLUGIN and options.backend != "tensorrt":
         raise ConfigError("only backend 'tensorrt' has the attention plugin.", fix="Leave --attention out.")
+    if options.mmproj is not None and (options.text_only or options.dummy or is_unified_checkpoint(Path(source))):
+        raise ConfigError(
+            "--mmproj is for a GGUF model; checkpoints, made-up weights and --text-only take none.",
+            fix="Leave it out, or give the GGUF file that it belongs to.",
+        )
     if options.lora is not None and (options.dummy or is_unified_checkpoint(Path(source))):
         raise ConfigError(
             "an adapter is merged into a source, which a checkpoint or made-up weights are not.",
@@ -182,8 +193,22 @@ def _checkpoint_of(
         return checkpoint
     return convert(
         source, work, dtype=options.dtype, tp_size=options.tp_size, for_engine=True, revision=options.revision,
-        lora=options.lora, calibration=options.calibration, progress=progress, note=note,
+        lora=options.lora, mmproj=options.mmproj, text_only=options.text_only, calibration=options.calibration,
+        progress=progress, note=note,
     )  # fmt: skip
+
+
+def _leave_vision(checkpoint: Checkpoint, options: BuildOptions, note: Callable[[str], None]) -> Checkpoint:
+    """Return the checkpoint without an image encoder where the engine gets none."""
+    if checkpoint.vision_file is None or (
+        checkpoint.vision and options.backend in READ_IMAGES and not options.text_only
+    ):
+        return checkpoint
+    if checkpoint.vision is None:
+        note(f"left aside: {checkpoint.vision_file.name} of an older checkpoint; convert again for images.")
+    elif not options.text_only:
+        note(f"left aside: the image encoder; backend {options.backend} reads text alone.")
+    return replace(checkpoint, vision=None, vision_file=None)
 
 
 def _check_fit(checkpoint: Checkpoint, options: BuildOptions) -> None:
@@ -212,13 +237,12 @@ def _lay_out(
 ) -> Manifest:
     weights: dict[str, FileRecord] = {}
     kv_dtype = options.kv_dtype_of(checkpoint)
-    moved = count_progress(
-        progress, "weights", sum(checkpoint.files[path.name].bytes for path in checkpoint.rank_files)
-    )
+    paths = [*checkpoint.rank_files, *filter(None, [checkpoint.vision_file])]
+    moved = count_progress(progress, "weights", sum(checkpoint.files[path.name].bytes for path in paths))
     drop = {LM_HEAD} if checkpoint.spec.tie_word_embeddings else set()  # it is the embedding: one copy is enough
     if kv_dtype != "fp8":  # kernels for other KV caches refuse these scales
         drop |= {kv_scale_name(layer) for layer in range(checkpoint.spec.num_layers)}
-    for path in checkpoint.rank_files:
+    for path in paths:
         weights[path.name] = place_weights(
             path,
             partial / path.name,
@@ -230,8 +254,11 @@ def _lay_out(
     for path in checkpoint.tokenizer_files:
         (partial / path.name).write_bytes(checkpoint.read(path.name))
     compiled = compiler.compile(checkpoint, partial, options, progress)
-    if options.lora is not None:
-        compiled |= {LORA: make_printable(str(options.lora))}
+    for key, file in ((LORA, options.lora), (MMPROJ, options.mmproj)):
+        if file is not None:
+            compiled |= {key: make_printable(str(file))}
+    if options.text_only:
+        compiled |= {TEXT_ONLY: True}
     if options.dummy:
         compiled |= {DUMMY_WEIGHTS: True}
         for name, content in _DUMMY_TOKENIZER.items():
@@ -245,7 +272,7 @@ def _lay_out(
         max_context=options.max_context or checkpoint.spec.max_position_embeddings,
         files=describe_files(partial, weights),  # but weights, a few MB
         tools={"python": platform.python_version(), **list_installed(TOOLS)},
-        source=source, revision=checkpoint.revision, created="",
+        source=source, revision=checkpoint.revision, vision=checkpoint.vision, created="",
     )  # fmt: skip
     return replace(manifest, fingerprint=compute_fingerprint(manifest))
 

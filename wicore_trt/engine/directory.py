@@ -20,6 +20,7 @@ from wicore_trt.errors import CheckpointError, EngineFormatError, list_some
 from wicore_trt.files import LIST_BYTES, UntrustedFiles
 from wicore_trt.model.spec import RankSpec
 from wicore_trt.scratch import Product, find_unlisted
+from wicore_trt.weight_format import VISION
 
 _SYSTEM = "lost+found"
 """What file systems put into a directory, beside names that begin with a dot."""
@@ -44,6 +45,11 @@ class EngineDir:
     def rank_files(self) -> list[Path]:
         """Weight files in rank order."""
         return [self.path / f"rank{rank}.safetensors" for rank in range(self.manifest.tp_size)]
+
+    @property
+    def vision_file(self) -> Path | None:
+        """Weight file of the image encoder `manifest.vision`; None for an engine that reads text alone."""
+        return self.path / VISION if self.manifest.vision else None
 
     def local_part(self) -> RankSpec:
         """Compute the part of the model that this process runs. Raises EngineFormatError for several ranks."""
@@ -115,7 +121,8 @@ def open_engine(path: Path, *, verify: bool = True) -> EngineDir:
         records[name] = record
     if engine.manifest.dummy_weights:
         return engine
-    if hash_weights(records[file.name] for file in engine.rank_files) != engine.manifest.weights_hash:
+    weights = [*engine.rank_files, *filter(None, [engine.vision_file])]
+    if hash_weights(records[file.name] for file in weights) != engine.manifest.weights_hash:
         raise engine.make_damage_error(f"the weights are not those that weights_hash in {MANIFEST_NAME} names")
     return engine
 

@@ -21,7 +21,8 @@ from wicore_trt.checkpoint.digest import DIGEST_BYTES, SEAL, broken_seal, canoni
 from wicore_trt.errors import CheckpointError, EngineFormatError
 from wicore_trt.files import LIST_BYTES, UntrustedFiles, is_present, quote_arg
 from wicore_trt.model.spec import Gemma3Spec
-from wicore_trt.weight_format import FORMATS, PLAIN, WeightFormat, find_format
+from wicore_trt.model.vision import VisionSpec
+from wicore_trt.weight_format import FORMATS, PLAIN, VISION, WeightFormat, find_format
 
 MANIFEST_NAME = "engine.json"
 KIND = "wicore-engine"
@@ -30,8 +31,9 @@ DEFAULT_PAGE_TOKENS = 32
 MAX_PAGE_TOKENS = 1 << 16
 DUMMY_WEIGHTS = "dummy_weights"
 """Key of Manifest.compiled: the engine has no weight files, and whoever loads it makes weights up."""
-LORA = "lora"
-"""Key of Manifest.compiled: the directory of the adapter that was merged into the source."""
+LORA, MMPROJ, TEXT_ONLY = "lora", "mmproj", "text_only"
+"""Keys of Manifest.compiled: the directory of the adapter that was merged into the source, the file of its image
+encoder, and whether that was to be left out."""
 DUMMY_SOURCE = "--dummy-weights --model "
 """What Manifest.source begins with for such an engine, before the model's name: it stands for a source in commands."""
 
@@ -80,7 +82,8 @@ class Manifest:
     `dtype` is that of the linear weights; for "fp8", `quantization` has "algo" and "base_dtype" (the dtype of all
     else). `page_tokens` is the default KV page size, `max_context` the longest sequence in tokens. `weights_hash` is
     over tensor contents, not over file bytes. `fingerprint` names what a KV page computed with this engine depends
-    on. `revision` is the hub commit of the source, if any. `created` is ISO 8601, UTC. `compiled` is the backend's
+    on. `revision` is the hub commit of the source, if any. `vision` is the image encoder, whose key engine.json lacks
+    for an engine that reads text alone. `created` is ISO 8601, UTC. `compiled` is the backend's
     record of its files. `read_manifest` checks types and ranges."""
 
     __pydantic_config__ = _STRICT
@@ -102,6 +105,7 @@ class Manifest:
     created: Annotated[str, AfterValidator(_check_time)]
     compiled: dict[str, Any] = field(default_factory=dict)
     revision: str | None = None
+    vision: Annotated[VisionSpec, PlainValidator(VisionSpec.from_dict)] | None = None
     format_version: Annotated[int, Strict()] = FORMAT_VERSION
 
     @property
@@ -130,7 +134,10 @@ class Manifest:
 
     def to_dict(self) -> dict[str, Any]:
         """Make the contents of `engine.json` but its seal."""
-        return {"kind": KIND, **asdict(self), "spec": self.spec.to_dict()}
+        data = {"kind": KIND, **asdict(self), "spec": self.spec.to_dict()}
+        if self.vision is None:  # as before images were read
+            del data["vision"]
+        return data
 
     def to_json(self) -> str:
         data = self.to_dict()
@@ -141,6 +148,8 @@ def compute_fingerprint(manifest: Manifest) -> str:
     """Return the hex blake2b of the canonical JSON of all that a KV page's content depends on, except page size."""
     names = ("weights_hash", "dtype", "kv_dtype", "quantization", "tp_size")
     facts = {"spec": manifest.spec.to_dict(), **{name: getattr(manifest, name) for name in names}}
+    if manifest.vision:
+        facts["vision"] = manifest.vision.to_dict()
     return hashlib.blake2b(canonical_json(facts), digest_size=DIGEST_BYTES, person=b"wicore-engine-1").hexdigest()
 
 
@@ -158,6 +167,8 @@ def rebuild_engine(path: Path, manifest: Manifest, targets: Iterable[str] = (), 
     options = {
         "--revision": quote_arg(manifest.revision) if manifest.revision else None,
         "--lora": quote_arg(manifest.compiled[LORA]) if LORA in manifest.compiled else None,
+        "--mmproj": quote_arg(manifest.compiled[MMPROJ]) if MMPROJ in manifest.compiled else None,
+        "--text-only": "" if TEXT_ONLY in manifest.compiled else None,
         "--dtype": manifest.dtype if manifest.dtype != "bfloat16" else None,
         "--kv-dtype": manifest.kv_dtype if manifest.kv_dtype != manifest.base_dtype else None,
         "--tp": manifest.tp_size if manifest.tp_size > 1 else None,
@@ -167,7 +178,7 @@ def rebuild_engine(path: Path, manifest: Manifest, targets: Iterable[str] = (), 
     if manifest.backend != "torch":
         options |= {"--backend": manifest.backend, "--target": ",".join(dict.fromkeys((*manifest.targets, *targets)))}
         options |= {"--attention": manifest.compiled.get("attention")}
-    words = [f"{name} {value}" for name, value in options.items() if value is not None]
+    words = [f"{name} {value}".rstrip() for name, value in options.items() if value is not None]
     return " ".join([rebuild_command(path, manifest.source).removesuffix(" --force"), *words, "--force"])
 
 
@@ -236,6 +247,10 @@ def _check_agreement(manifest: Manifest) -> None:
     if manifest.max_context > spec.max_position_embeddings:
         raise ValueError(f"max_context {manifest.max_context} is beyond the model's {spec.max_position_embeddings}.")
     spec.shard(0, manifest.tp_size)
+    if (VISION in manifest.files) != (manifest.vision is not None):
+        raise ValueError(f"files lists {VISION} for an engine without images, or lacks it.")
+    if manifest.vision:
+        manifest.vision.check_text(spec)
     for rank in range(0 if manifest.dummy_weights else manifest.tp_size):
         if f"rank{rank}.safetensors" not in manifest.files:
             raise ValueError(f"files lists no weights for rank {rank} of {manifest.tp_size}.")

@@ -39,7 +39,8 @@ class BuildOptions:
     """Arguments of `build_engine` that say what to build.
     `max_batch` limits the sequences of a compiled engine's decode step, `max_chunk` the tokens of its prefill step.
     `dummy` replaces a source. `revision` is the source's hub commit, branch or tag, `lora` the directory of an
-    adapter to merge. `attention` is LAYERS, or PLUGIN for backend tensorrt."""
+    adapter to merge, `mmproj` a GGUF file with the source's image encoder, which `text_only` leaves out. `attention`
+    is LAYERS, or PLUGIN for backend tensorrt."""
 
     backend: str
     dtype: str
@@ -55,6 +56,8 @@ class BuildOptions:
     revision: str | None = None
     attention: str = LAYERS
     lora: Path | None = None
+    mmproj: Path | None = None
+    text_only: bool = False
 
     def kv_dtype_of(self, checkpoint: Checkpoint, *, compiled: bool = False) -> str:
         """Return the dtype of the KV cache; "auto" is that of the activations. Raises ConfigError for a dtype that
@@ -99,6 +102,8 @@ BACKENDS = {
     "tensorrt-llm": "wicore_trt.backends.trtllm.build:TensorRTLLMBackend",
 }
 """Name of a backend to "module:class"."""
+READ_IMAGES = frozenset({"torch", "triton"})
+"""Backends whose engines keep the image encoder."""
 SCHEDULE_THEMSELVES = frozenset({"tensorrt-llm"})
 """Backends whose engines take whole requests and have a KV cache of their own."""
 

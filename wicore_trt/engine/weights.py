@@ -20,7 +20,8 @@ from wicore_trt.files import link_or_copy
 
 
 def hash_weights(ranks: Iterable[FileRecord]) -> str:
-    """Return hex blake2b over (rank, name, dtype, shape, content digest) of all tensors, sorted by rank and name."""
+    """Return hex blake2b over (rank, name, dtype, shape, content digest) of all tensors, sorted by rank and name. The
+    image encoder's file, if any, is the last."""
     hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for rank, file in enumerate(ranks):
         for name, info in sorted(file.tensors.items()):

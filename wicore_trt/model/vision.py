@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from math import isqrt
 from typing import Any, Protocol, TypeVar
 
-from wicore_trt.model.spec import MAX_LAYERS, SpecError, check_keys, check_real, check_whole
+from wicore_trt.model.spec import MAX_LAYERS, Gemma3Spec, SpecError, check_keys, check_real, check_whole
 
 TOWER = "vision_tower.vision_model."
 PATCHES = f"{TOWER}embeddings.patch_embedding"
@@ -89,6 +89,17 @@ class VisionSpec:
     def pixel_bytes(self) -> int:
         """Bytes of an image: uint8 [image_size, image_size, 3], RGB."""
         return CHANNELS * self.image_size**2
+
+    def check_text(self, text: Gemma3Spec) -> None:
+        """Raise SpecError for an encoder that belongs to another text model."""
+        if self.text_hidden_size != text.hidden_size:
+            raise SpecError.from_field(
+                "text_hidden_size", f"is {self.text_hidden_size}; the text model's is {text.hidden_size}."
+            )
+        for name in ("begin_id", "soft_id", "end_id"):
+            if getattr(self, name) >= text.vocab_size:
+                known = f"the text model has {text.vocab_size} tokens"
+                raise SpecError.from_field(name, f"is {getattr(self, name)}; {known}.")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
