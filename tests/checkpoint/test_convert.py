@@ -100,22 +100,6 @@ def test_auto_keeps_what_the_source_has(tmp_path: Path) -> None:
         assert convert(source, tmp_path / f"c{dtype}").dtype == expected
 
 
-def test_vision_tensors_are_carried_along(tmp_path: Path) -> None:
-    vision = {
-        "model.vision_tower.a": torch.randn(40, 60).bfloat16(),
-        "multi_modal_projector.b": torch.randn(7),
-        "vision_tower.ids": torch.arange(9),
-    }
-    config = {"model_type": "gemma3", "text_config": TEXT_CONFIG, "vision_config": {"hidden_size": 8}}
-    config["mm_tokens_per_image"] = 256
-    source = write_model(tmp_path / "m", random_tensors(SPEC, seed=3), config, prefix="new", extra=vision)
-    checkpoint = convert(source, tmp_path / "c", tp_size=2)
-    assert checkpoint.vision_file is not None
-    carried = load_file(checkpoint.vision_file)
-    assert set(carried) == set(vision) and all(torch.equal(carried[n], t) for n, t in vision.items())
-    assert checkpoint.config["wicore"]["vision"] == {"vision_config": {"hidden_size": 8}, "mm_tokens_per_image": 256}
-
-
 def test_tokenizer_files_come_along(tmp_path: Path) -> None:
     source = write_model(tmp_path / "m", random_tensors(SPEC, seed=3))
     write_tiny_tokenizer(source)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_source import write_tiny_tokenizer
+from tiny_images import BOI, EOI, SOFT, write_image_tokenizer
 
 from wicore_trt import LLM, SamplingParams
 from wicore_trt.engine.build import build_engine
@@ -18,7 +18,7 @@ from wicore_trt.engine.build import build_engine
 IDS = [2, *(5 + (7 * i) % 50 for i in range(30))]
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 7, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8, "vocab_size": 64, "max_position_embeddings": 128,
+    "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8, "vocab_size": 384, "max_position_embeddings": 128,
 }  # fmt: skip
 SCALED = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
 KINDS = [*["sliding_attention"] * 5, "full_attention", "sliding_attention"]
@@ -33,12 +33,21 @@ VISION = {
     "num_attention_heads": 2, "num_hidden_layers": 1, "patch_size": 14, "vision_use_head": False,
 }  # fmt: skip
 WRAPPER = {
-    "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "boi_token_index": 40,
-    "eoi_token_index": 41, "image_token_index": 42, "eos_token_id": [1, 6], "initializer_range": 0.02,
+    "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "boi_token_index": BOI,
+    "eoi_token_index": EOI, "image_token_index": SOFT, "eos_token_id": [1, 5], "initializer_range": 0.02,
     "mm_tokens_per_image": 4, "vision_config": VISION,
 }  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "MedGemma 4B": WRAPPER | {"torch_dtype": "bfloat16", "text_config": SIZES | SCALED | {"model_type": "gemma3_text"}},
+    "MedGemma 1.5 4B": WRAPPER  # as transformers 4.57 saves it
+    | {
+        "dtype": "bfloat16", "transformers_version": "4.57.3",
+        "text_config": SIZES | SCALED | SAVED | {"model_type": "gemma3_text", "query_pre_attn_scalar": 256},
+        "vision_config": VISION | {
+            "attention_dropout": 0.0, "dtype": "bfloat16", "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-06,
+            "num_channels": 3,
+        },
+    },
     "MedGemma 27B text": SIZES
     | SCALED
     | {k: v for k, v in SAVED.items() if k not in ("layer_types", "_sliding_window_pattern")}
@@ -80,9 +89,10 @@ def test_a_model_by_name_computes_what_transformers_computes(model: str, tmp_pat
         old = {n.replace("model.language_model.", "language_model.model.").replace("model.vision", "vision"): t
                for n, t in tensors.items()}  # fmt: skip
         save_file(old, tmp_path / "model.safetensors", {"format": "pt"})
-    write_tiny_tokenizer(tmp_path)
+    write_image_tokenizer(tmp_path)
     notes = list[str]()
-    build_engine(tmp_path, tmp_path / "e", dtype="float32", note=notes.append)
+    engine = build_engine(tmp_path, tmp_path / "e", dtype="float32", note=notes.append)
+    assert (engine.manifest.vision is not None) == wrapped
     assert not [note for note in notes if "left aside" in note or "counts" in note]
     with LLM(str(tmp_path / "e")) as llm:
         sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, ignore_eos=True)

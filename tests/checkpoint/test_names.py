@@ -18,6 +18,7 @@ from wicore_trt.checkpoint.names import (
 from wicore_trt.errors import CheckpointError
 from wicore_trt.model.hf_config import read_hf_config
 from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.model.vision import POSITIONS, PROJECTION, SOFT_NORM, vision_layer
 
 SPEC = read_hf_config(TEXT_CONFIG)
 UNTIED = read_hf_config(TEXT_CONFIG | {"tie_word_embeddings": False})
@@ -49,10 +50,14 @@ def test_the_trap_in_tensorrt_llm_names() -> None:
     assert sources["transformer.layers.1.attention.qkv.weight"] == qkv
 
 
-def test_vision_names() -> None:
-    assert is_vision("vision_tower.vision_model.embeddings.patch_embedding.weight")
-    assert is_vision("model.multi_modal_projector.mm_input_projection_weight")
-    assert not any(is_vision(n) for n in NAMES)
+@pytest.mark.parametrize(
+    "outer", ["", "model.", "_orig_mod.model.", "base_model.model.model.", "module.language_model."]
+)
+def test_vision_names(outer: str) -> None:
+    for name in (SOFT_NORM, PROJECTION, POSITIONS, f"{vision_layer(3, 'mlp.fc1')}.bias"):
+        for spelt in (name, name.replace("vision_tower.vision_model.", "vision_tower.")):
+            assert canonical_name(outer + spelt) == name and is_vision(name)
+    assert not any(is_vision(canonical_name(n)) for n in NAMES)
 
 
 def test_missing_unknown_and_misshapen_tensors_are_listed() -> None:
