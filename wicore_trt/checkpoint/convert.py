@@ -185,7 +185,9 @@ class _Conversion:
             check_has_tokenizer(self._source.name, tokenizer)
         from wicore_trt.checkpoint.tokenizer_check import check_tokenizer
 
-        notes = check_tokenizer(self._directory, self._source.name, self._source.spec.vocab_size, self._source.vision)
+        spec, vision = self._source.spec, self._source.vision
+        marks = vision.marks if vision else ()
+        notes = check_tokenizer(self._directory, self._source.name, spec.vocab_size, marks)
         origin = {"source": make_printable(self._source.name), "revision": self._source.revision, **options}
         if self._calibration:
             found = self._calibration.of_source(self._source, self._directory, self._progress)
@@ -197,9 +199,9 @@ class _Conversion:
             files[VISION] = self._write_vision()
         for file in tokenizer:
             files[file.name] = record_of(file)
-        origin["vision"] = self._source.vision and self._source.vision.to_dict()
+        origin["vision"] = vision and vision.to_dict()
         origin["flushed_to_zero"] = self._report.flushed_to_zero
-        spec, kv_scales = self._source.spec, self._kv_scales
+        kv_scales = self._kv_scales
         config = build_config(spec, self._dtype, self._weights, self._tp, files, origin, kv_scales=kv_scales)
         write_config(self._directory, config)
         return [*self._source.notes, *notes, *self._report.describe_losses()]

@@ -6,24 +6,23 @@ the embedding. The builder is told where answers end and, if so, why the model c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from wicore_trt.checkpoint.names import TEXT_ONLY
 from wicore_trt.errors import CheckpointError, EngineFormatError, shown
 from wicore_trt.files import TOKENIZER_BYTES, UntrustedFiles, is_present
-from wicore_trt.model.vision import VisionSpec
 from wicore_trt.text.tokenizer import Tokenizer
 
 _CONFIG, _ROLES, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _FLAGS = ("id", "lstrip", "rstrip", "normalized", "single_word")  # which text becomes a token
 
 
-def check_tokenizer(directory: Path, source: str, vocab_size: int, vision: VisionSpec | None = None) -> list[str]:
-    """Check the files of `directory`, which come from `source`, against an embedding of `vocab_size` rows, and the
-    tokens of an image. Without tokenizer.json there is nothing to check. Returns sentences for the user. Raises
-    CheckpointError in terms of the source."""
+def check_tokenizer(directory: Path, source: str, vocab_size: int, marks: Sequence[int] = ()) -> list[str]:
+    """Check the files of `directory`, which come from `source`, against an embedding of `vocab_size` rows, and `marks`,
+    tokens in and around images, against their text. Without tokenizer.json there is nothing to check. Returns
+    sentences for the user. Raises CheckpointError in terms of the source."""
     if not (directory / "tokenizer.json").is_file():
         return []
     try:
@@ -37,14 +36,12 @@ def check_tokenizer(directory: Path, source: str, vocab_size: int, vision: Visio
             f"{source}: its tokenizer has the id {max(ids)}, but the model has {vocab_size} tokens.",
             fix="Take tokenizer and weights from the same model.",
         )
-    if vision:
-        marks = [vision.begin_id, vision.soft_id, vision.end_id]
-        text = tokenizer.decode(marks, skip_special=False)
-        if tokenizer.encode(text, add_bos=False) != marks:
-            raise CheckpointError(
-                f"{source}: its tokenizer has no marks {marks} around images; their text is {shown(text)}.",
-                fix=f"Take tokenizer and config.json from the same model. {TEXT_ONLY}",
-            )
+    text = tokenizer.decode(marks, skip_special=False)
+    if tokenizer.encode(text, add_bos=False) != [*marks]:
+        raise CheckpointError(
+            f"{source}: its tokenizer has no marks {[*marks]} around images; their text is {shown(text)}.",
+            fix=f"Take tokenizer and config.json from the same model. {TEXT_ONLY}",
+        )
     notes = [f"answers end at {tokenizer.described_ends()}.", *filter(None, (tokenizer.chat_note,))]
     notes += [*tokenizer.chat_doubts(), *_compare_places(directory, source)]
     beyond = range(vocab_size, tokenizer.vocab_size)

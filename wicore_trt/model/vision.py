@@ -90,6 +90,11 @@ class VisionSpec:
         """Bytes of an image: uint8 [image_size, image_size, 3], RGB."""
         return CHANNELS * self.image_size**2
 
+    @property
+    def marks(self) -> tuple[int, int, int]:
+        """Tokens in and around an image."""
+        return self.begin_id, self.soft_id, self.end_id
+
     def check_text(self, text: Gemma3Spec) -> None:
         """Raise SpecError for an encoder that belongs to another text model."""
         if self.text_hidden_size != text.hidden_size:
