@@ -41,8 +41,8 @@ def test_the_oracle_sees_one_changed_weight(tmp_path, monkeypatch) -> None:
     _, case = case_of(SEED, 0)
     cast = convert._Conversion._cast_rows
 
-    def wrong(self, tensor, name, rows, tag):
-        block, scale = cast(self, tensor, name, rows, tag)
+    def wrong(self, name, rows, tag, **how):
+        block, scale = cast(self, name, rows, tag, **how)
         block = np.array(block)
         if name.endswith("1.mlp.up_proj.weight"):
             block.view(np.uint8).reshape(-1)[-1] ^= 0x40
@@ -51,7 +51,7 @@ def test_the_oracle_sees_one_changed_weight(tmp_path, monkeypatch) -> None:
     assert judge(case, tmp_path)[0] == BUILT
     monkeypatch.setattr(convert._Conversion, "_cast_rows", wrong)
     assert judge(case, tmp_path)[0] == DIFFERENT
-    monkeypatch.setattr(convert._Conversion, "_cast_rows", lambda *_: 1 / 0)
+    monkeypatch.setattr(convert._Conversion, "_cast_rows", lambda *_, **how: 1 / 0)
     assert judge(case, tmp_path)[0] == TRACEBACK
 
 
