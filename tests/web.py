@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import httpx
 from fakes import FAKE_INFO, FakeEncoder, FakeTokenizer, greedy, make_core
+from PIL import Image
 
 from wicore_trt.config import ServerSettings
 from wicore_trt.core.port import LocalEngine
@@ -25,6 +27,7 @@ MAX_CONTEXT = 1024
 VOCAB = 97
 IMAGES = ImageInfo(size=8, tokens=FakeEncoder.tokens, begin_id=95, soft_id=96, end_id=94)
 """Of engines that see; the first is the character DEL, the last ~."""
+SEQUENCE = "\n\n\x7f~\n\n"
 
 
 class WebTokenizer(FakeTokenizer):
@@ -141,3 +144,23 @@ def error_of(response: httpx.Response) -> dict:
     assert set(body) == ({"type", "error", "request_id"} if anthropic else {"error"})
     assert response.headers["x-request-id"]
     return error
+
+
+def png(colour: int, width: int = 8, height: int = 8) -> bytes:
+    """A file of one colour."""
+    made = io.BytesIO()
+    Image.new("RGB", (width, height), (colour, 2, 3)).save(made, "PNG")
+    return made.getvalue()
+
+
+def pixels(colour: int) -> bytes:
+    """What an encoder is given of that file."""
+    return bytes((colour, 2, 3)) * IMAGES.size**2
+
+
+def expected_seeing(prompt: str, count: int) -> tuple[str, int]:
+    """What the fake model continues a prompt with, ~ being the end of an image, and the prompt's tokens."""
+    ids = []
+    for token in TOKENIZER.encode(prompt):
+        ids += [token, *[IMAGES.soft_id] * IMAGES.tokens] if token == IMAGES.begin_id else [token]
+    return TOKENIZER.decode(greedy(ids, count, ignore_eos=True)), len(ids)

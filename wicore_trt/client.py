@@ -22,6 +22,7 @@ from grpc_status import rpc_status
 
 from wicore_trt import errors
 from wicore_trt.errors import WicoreError
+from wicore_trt.images.files import take_images
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc, kv_pb2
 from wicore_trt.types import (
@@ -31,6 +32,8 @@ from wicore_trt.types import (
     ConstraintKind,
     EngineStats,
     FinishReason,
+    ImageFile,
+    ImageInfo,
     KVStats,
     ModelInfo,
     PoolStats,
@@ -60,6 +63,7 @@ _BY_CODE = {
 _PLAIN: dict[type, type] = {
     pb2.GetModelInfoResponse: ModelInfo,
     pb2.GetStatsResponse: EngineStats,
+    pb2.ImageInfo: ImageInfo,
     pb2.PoolStats: PoolStats,
     kv_pb2.KVStats: KVStats,
     kv_pb2.TierStats: TierStats,
@@ -112,8 +116,9 @@ class Client:
         cache: CacheHints | None = None,
         timeout_s: float | None = None,
     ) -> list[list[Completion]]:
-        """Complete prompts (text, or token ids) together; result[i][j] is sequence j of prompt i. `params` are for all
-        prompts, or a list with one for each; `timeout_s` bounds each call."""
+        """Complete prompts (text, or token ids) together; result[i][j] is sequence j of prompt i. A prompt {"prompt":
+        text, "images": files' bytes, paths or URLs} has "<start_of_image>" at the place of each image, or all at its
+        beginning. `params` are for all prompts, or a list with one for each; `timeout_s` bounds each call."""
         calls = [self._start_call(prompt, its, cache, timeout_s) for prompt, its in pair_prompts(prompts, params)]
         try:
             return [_complete(call) for call in calls]
@@ -123,18 +128,19 @@ class Client:
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, object]],
         params: SamplingParams | None = None,
         *,
         cache: CacheHints | None = None,
         timeout_s: float | None = None,
     ) -> list[Completion]:
-        """Return `params.n` next turns of a conversation of {"role", "content"} turns, by the model's chat template."""
+        """Return `params.n` next turns of a conversation of {"role", "content"} turns, by the model's chat template. A
+        content is text, or parts {"type": "text", "text": ...} and {"type": "image", "image": bytes, path or URL}."""
         return _complete(self._start_call(messages, params, cache, timeout_s))
 
     def stream(
         self,
-        prompt: Prompt | Sequence[Mapping[str, str]],
+        prompt: Prompt | Sequence[Mapping[str, object]],
         params: SamplingParams | None = None,
         *,
         cache: CacheHints | None = None,
@@ -169,19 +175,21 @@ class Client:
 
     def _start_call(
         self,
-        prompt: Prompt | Sequence[Mapping[str, str]],
+        prompt: Prompt | Sequence[Mapping[str, object]],
         params: SamplingParams | None,
         cache: CacheHints | None,
         timeout_s: float | None,
     ) -> Any:
         message = pb2.GenerateRequest(sampling=_make_sampling(params or SamplingParams()))
-        fields = prompt_fields(prompt)
-        if "prompt" in fields:
+        prompt, images = take_images(prompt)
+        fields, left = prompt_fields(prompt), map(_make_image, images)
+        if "messages" in fields:
+            message.chat.messages.extend(_make_message(turn, left) for turn in fields["messages"])
+        elif "prompt" in fields:
             message.text = fields["prompt"]
-        elif "messages" in fields:
-            message.chat.messages.extend(pb2.ChatMessage(**turn) for turn in fields["messages"])
         else:
             message.token_ids.ids.extend(fields["prompt_token_ids"])
+        message.images.extend(left)
         if cache is not None:
             message.cache.session = cache.session
             message.cache.priority = getattr(kv_pb2, f"CACHE_PRIORITY_{cache.priority.name}")
@@ -211,12 +219,34 @@ def _to_plain(told: Any) -> Any:
         for name in (field.name for field in dataclasses.fields(kind)):
             wire = _WIRE_NAMES.get(name, name)
             if wire in known:
-                unset = known[wire].has_presence and known[wire].message_type is None and not told.HasField(wire)
+                plain = known[wire].message_type in (None, pb2.ImageInfo.DESCRIPTOR)
+                unset = known[wire].has_presence and plain and not told.HasField(wire)
                 given[name] = None if unset else _to_plain(getattr(told, wire))
         return kind(**given)
     if isinstance(told, MutableSequence):
         return tuple(map(_to_plain, told))
     return dict(told) if isinstance(told, Mapping) else told
+
+
+def _make_message(turn: Mapping[str, Any], images: Iterator[pb2.Image]) -> pb2.ChatMessage:
+    """Convert a turn; parts {"type": "image"} take the next of `images`."""
+    if not isinstance(content := turn.get("content"), (list, tuple)):
+        return pb2.ChatMessage(**turn)
+    parts = []
+    for part in content:
+        match part:
+            case {"type": "image"}:
+                parts.append(pb2.ContentPart(image=next(images, None)))
+            case {"type": "text", "text": str() as text}:
+                parts.append(pb2.ContentPart(text=text))
+            case _:
+                raise errors.InvalidRequestError(f"No part of a message: {errors.shown(part)}.", field="messages")
+    return pb2.ChatMessage(**{**turn, "content": "", "parts": parts})
+
+
+def _make_image(image: ImageFile) -> pb2.Image:
+    source = {"url": image.url} if image.url else {"data": image.data}
+    return pb2.Image(crops=image.crops, **source)
 
 
 def _make_sampling(params: SamplingParams) -> pb2.SamplingParams:

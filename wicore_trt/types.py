@@ -350,7 +350,7 @@ def pair_prompts(
     return list(zip(many, params, strict=True))
 
 
-def prompt_fields(prompt: Prompt | Sequence[Mapping[str, str]]) -> dict[str, Any]:
+def prompt_fields(prompt: Prompt | Sequence[Mapping[str, object]]) -> dict[str, Any]:
     """Return the field of TextRequest for a prompt, or for a conversation of {"role", "content"} turns. Raises
     InvalidRequestError for a dict that is no prompt."""
     if isinstance(prompt, str):

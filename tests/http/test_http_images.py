@@ -8,23 +8,12 @@ import random
 from functools import partial
 
 import pytest
-from fakes import greedy
 from PIL import Image
-from web import GREEDY, IMAGES, TOKENIZER, error_of, executor_of, make_engine, serving
+from web import GREEDY, IMAGES, SEQUENCE, error_of, executor_of, make_engine, pixels, png, serving
+from web import expected_seeing as expected
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 make_one = partial(make_engine, images=True)
-SEQUENCE = "\n\n\x7f~\n\n"
-
-
-def png(colour: int, width: int = 8, height: int = 8) -> bytes:
-    made = io.BytesIO()
-    Image.new("RGB", (width, height), (colour, 2, 3)).save(made, "PNG")
-    return made.getvalue()
-
-
-def pixels(colour: int) -> bytes:
-    return bytes((colour, 2, 3)) * IMAGES.size**2
 
 
 def text_of(data: bytes) -> str:
@@ -37,14 +26,6 @@ def url_of(data: bytes) -> str:
 
 def part(colour: int, **more) -> dict:
     return {"type": "image_url", "image_url": {"url": url_of(png(colour)), **more}}
-
-
-def expected(prompt: str, count: int) -> tuple[str, int]:
-    """What the fake model continues a prompt with, ~ being the end of an image, and the prompt's tokens."""
-    ids = []
-    for token in TOKENIZER.encode(prompt):
-        ids += [token, *[IMAGES.soft_id] * IMAGES.tokens] if token == IMAGES.begin_id else [token]
-    return TOKENIZER.decode(greedy(ids, count, ignore_eos=True)), len(ids)
 
 
 def sources(data: bytes) -> dict:

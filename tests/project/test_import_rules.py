@@ -86,7 +86,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "serve.front": (*ROOT_MODULES, "access", "core", "engine", "link", "process", "text", "serve"),
     "serve.lifecycle": (*ROOT_MODULES, "core", "access", "serve", "http", "metrics"),  # starts both
     "serve.worker": (*ROOT_MODULES, "core", "kv.events", "kv.pages", "access", "serve", "text", "engine", "model.spec"),
-    "serve": (*ROOT_MODULES, "core", "kv.events", "kv.pages", "access", "serve", "text"),
+    "serve": (*ROOT_MODULES, "core", "kv.events", "kv.pages", "access", "images.files", "serve", "text"),
     "metrics": (*ROOT_MODULES, "core.times", "access.admission", "metrics"),
     "http": (*ROOT_MODULES, "core", "access", "http", "images.files", "metrics", "text", "grammar"),
 }

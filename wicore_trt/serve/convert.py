@@ -19,6 +19,7 @@ from msgspec import structs
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import InvalidRequestError
+from wicore_trt.images.files import read_image_url
 from wicore_trt.kv.events import Event, EventSnapshot, Stored
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.request_fields import FIELDS, SAMPLING
@@ -33,6 +34,7 @@ from wicore_trt.types import (
     ConstraintKind,
     EngineStats,
     FinishReason,
+    ImageFile,
     SamplingParams,
     TextOutput,
     TierStats,
@@ -134,22 +136,43 @@ def make_duration(seconds: float) -> Duration:
     return Duration(seconds=int(whole), nanos=int(fraction * 1e9))
 
 
-def read_chat_messages(chat: pb2.Chat, most: int) -> tuple[dict[str, object], ...]:
-    """Convert turns for the chat template. Raises InvalidRequestError when there is none, or more than `most`."""
+def read_chat_messages(chat: pb2.Chat, most: int) -> tuple[tuple[dict[str, object], ...], tuple[ImageFile, ...]]:
+    """Convert turns for the chat template, and their images. Raises InvalidRequestError when there is no turn, or when
+    there are more than `most`."""
     if not chat.messages:
         raise InvalidRequestError("A chat needs at least one message.", field="chat.messages")
     check_count(chat.messages, most, "chat.messages")
-    return tuple(map(_read_message, chat.messages))
+    images = list[ImageFile]()
+    found = [_read_message(message, f"chat.messages[{i}]", images) for i, message in enumerate(chat.messages)]
+    return tuple(found), tuple(images)
 
 
-def _read_message(message: pb2.ChatMessage) -> dict[str, object]:
+def _read_message(message: pb2.ChatMessage, where: str, images: list[ImageFile]) -> dict[str, object]:
     turn: dict[str, object] = {"role": message.role, "content": message.content}
+    if message.parts:
+        if message.content:
+            raise InvalidRequestError("A message has content or parts.", field=f"{where}.parts")
+        turn["content"] = [_read_part(part, f"{where}.parts[{i}]", images) for i, part in enumerate(message.parts)]
     if message.tool_calls:
         called = [(call.id, {"name": call.name, "arguments": call.arguments}) for call in message.tool_calls]
         turn["tool_calls"] = [{"id": name, "function": function} for name, function in called]
     if message.HasField("tool_call_id"):
         turn["tool_call_id"] = message.tool_call_id
     return turn
+
+
+def _read_part(part: pb2.ContentPart, where: str, images: list[ImageFile]) -> dict[str, str]:
+    if part.WhichOneof("part") != "image":
+        return {"type": "text", "text": part.text}
+    images.append(read_image(part.image, f"{where}.image"))
+    return {"type": "image"}
+
+
+def read_image(message: pb2.Image, where: str) -> ImageFile:
+    """Read an image. Raises InvalidRequestError (`where`) for one without source, and for a URL that is none."""
+    if message.HasField("url"):
+        return read_image_url(message.url, where, crops=message.crops)
+    return ImageFile(data=message.data, crops=message.crops, field=where)
 
 
 def read_tools(message: pb2.Tools, constraint: Constraint | None) -> Tools | None:

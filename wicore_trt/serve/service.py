@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -26,13 +26,14 @@ from wicore_trt.access.calls import Call, check_request_id, get_current_call
 from wicore_trt.access.keys import Identity
 from wicore_trt.core.port import UNKNOWN, Change, Position
 from wicore_trt.core.shares import Gate
+from wicore_trt.core.text_engine import tokenize_prompt
 from wicore_trt.errors import AuthenticationError, DeadlineError, InvalidRequestError, UnavailableError
 from wicore_trt.serve import convert
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc, kv_pb2
 from wicore_trt.serve.guard import CallReply, DuplicateRequestError
 from wicore_trt.text.calls import CallFinder
-from wicore_trt.types import EngineStats, FinishReason, TextOutput, TextRequest
+from wicore_trt.types import EngineStats, FinishReason, SamplingParams, TextOutput, TextRequest
 
 if TYPE_CHECKING:
     from wicore_trt.core.text_engine import TextEngine
@@ -145,18 +146,25 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Tokenize(self, request: pb2.TokenizeRequest, context: CallReply) -> pb2.TokenizeResponse:
         engine = self.get_engine()
         limit = engine.info.max_context_tokens
-        kind = request.WhichOneof("input")
+        kind, tenant = request.WhichOneof("input"), get_current_call().who.tenant
         if kind is None:
             raise InvalidRequestError("Give text or chat.", field="input")
         if kind == "text":
             add_bos = request.add_bos if request.HasField("add_bos") else True
-            make = partial(engine.tokenizer.encode, request.text, add_bos=add_bos, max_tokens=limit)
+            make: Callable[[], Sequence[int]] = partial(
+                engine.tokenizer.encode, request.text, add_bos=add_bos, max_tokens=limit
+            )
         else:
             prompt = request.add_generation_prompt if request.HasField("add_generation_prompt") else True
-            messages = convert.read_chat_messages(request.chat, limit)
-            make = partial(engine.tokenizer.apply_chat, messages, add_generation_prompt=prompt, max_tokens=limit)
+            messages, images = convert.read_chat_messages(request.chat, limit)
+            chat = TextRequest(
+                uuid.uuid4().hex, SamplingParams(), messages=messages, images=images, tenant=tenant,
+                add_generation_prompt=prompt,
+            )  # fmt: skip
+            chat = await engine.prepare_images(chat)
+            make = partial(tokenize_prompt, engine.tokenizer, chat, limit, engine.info.images)
         try:
-            token_ids = await engine.work(get_current_call().who.tenant, make)
+            token_ids = await engine.work(tenant, make)
         except InvalidRequestError as error:
             error.field = convert.find_field_path(error.field, kind)
             raise
@@ -250,11 +258,17 @@ def _text_request(
         timeout_s=timeout_s, priority=request.priority, tenant=tenant, cache_salt=request.cache_salt,
         cache=convert.read_cache_hints(request.cache),
     )  # fmt: skip
+    if request.images and kind != "text":
+        raise InvalidRequestError("Images are of a text; a chat has them in its parts.", field="images")
     if kind == "token_ids":
         convert.check_count(request.token_ids.ids, limit, "token_ids")
         return make(prompt_token_ids=tuple(request.token_ids.ids))
     if kind == "chat":
-        return make(messages=convert.read_chat_messages(request.chat, limit))
+        messages, images = convert.read_chat_messages(request.chat, limit)
+        return make(messages=messages, images=images)
     if kind == "text":
-        return make(prompt=request.text, add_bos=request.add_bos if request.HasField("add_bos") else True)
+        convert.check_count(request.images, limit, "images")
+        images = tuple(convert.read_image(image, f"images[{i}]") for i, image in enumerate(request.images))
+        add_bos = request.add_bos if request.HasField("add_bos") else True
+        return make(prompt=request.text, images=images, add_bos=add_bos)
     raise InvalidRequestError("Give a prompt: text, token_ids or chat.", field="prompt")

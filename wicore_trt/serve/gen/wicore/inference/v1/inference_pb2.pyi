@@ -55,17 +55,37 @@ class TokenIds(_message.Message):
     ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class Image(_message.Message):
+    __slots__ = ("data", "url", "crops")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    CROPS_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    url: str
+    crops: bool
+    def __init__(self, data: _Optional[bytes] = ..., url: _Optional[str] = ..., crops: _Optional[bool] = ...) -> None: ...
+
+class ContentPart(_message.Message):
+    __slots__ = ("text", "image")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    image: Image
+    def __init__(self, text: _Optional[str] = ..., image: _Optional[_Union[Image, _Mapping]] = ...) -> None: ...
+
 class ChatMessage(_message.Message):
-    __slots__ = ("role", "content", "tool_calls", "tool_call_id")
+    __slots__ = ("role", "content", "tool_calls", "tool_call_id", "parts")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     role: str
     content: str
     tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCall]
     tool_call_id: str
-    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., tool_call_id: _Optional[str] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[ContentPart]
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., tool_call_id: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[ContentPart, _Mapping]]] = ...) -> None: ...
 
 class ToolCall(_message.Message):
     __slots__ = ("id", "name", "arguments")
@@ -181,7 +201,7 @@ class Choice(_message.Message):
     def __init__(self, texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "add_bos", "sampling", "timeout", "priority", "cache_salt", "cache", "tools")
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "add_bos", "sampling", "timeout", "priority", "cache_salt", "cache", "tools", "images")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -194,6 +214,7 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
     TOOLS_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -206,7 +227,8 @@ class GenerateRequest(_message.Message):
     cache_salt: str
     cache: _kv_pb2.CacheHints
     tools: Tools
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., add_bos: _Optional[bool] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., cache: _Optional[_Union[_kv_pb2.CacheHints, _Mapping]] = ..., tools: _Optional[_Union[Tools, _Mapping]] = ...) -> None: ...
+    images: _containers.RepeatedCompositeFieldContainer[Image]
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., add_bos: _Optional[bool] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., cache: _Optional[_Union[_kv_pb2.CacheHints, _Mapping]] = ..., tools: _Optional[_Union[Tools, _Mapping]] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "index", "delta", "finish")
@@ -347,7 +369,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("model_id", "backend", "kernels", "dtype", "kv_dtype", "quantization", "max_context_tokens", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "fingerprint", "eos_token_ids", "bos_token_id", "chat", "page_tokens", "aliases", "engine_context_tokens", "chat_note")
+    __slots__ = ("model_id", "backend", "kernels", "dtype", "kv_dtype", "quantization", "max_context_tokens", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "fingerprint", "eos_token_ids", "bos_token_id", "chat", "page_tokens", "aliases", "engine_context_tokens", "chat_note", "images")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
@@ -368,6 +390,7 @@ class GetModelInfoResponse(_message.Message):
     ALIASES_FIELD_NUMBER: _ClassVar[int]
     ENGINE_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CHAT_NOTE_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     backend: str
     kernels: str
@@ -388,7 +411,22 @@ class GetModelInfoResponse(_message.Message):
     aliases: _containers.RepeatedScalarFieldContainer[str]
     engine_context_tokens: int
     chat_note: str
-    def __init__(self, model_id: _Optional[str] = ..., backend: _Optional[str] = ..., kernels: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., fingerprint: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., chat: _Optional[bool] = ..., page_tokens: _Optional[int] = ..., aliases: _Optional[_Iterable[str]] = ..., engine_context_tokens: _Optional[int] = ..., chat_note: _Optional[str] = ...) -> None: ...
+    images: ImageInfo
+    def __init__(self, model_id: _Optional[str] = ..., backend: _Optional[str] = ..., kernels: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., fingerprint: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., chat: _Optional[bool] = ..., page_tokens: _Optional[int] = ..., aliases: _Optional[_Iterable[str]] = ..., engine_context_tokens: _Optional[int] = ..., chat_note: _Optional[str] = ..., images: _Optional[_Union[ImageInfo, _Mapping]] = ...) -> None: ...
+
+class ImageInfo(_message.Message):
+    __slots__ = ("size", "tokens", "begin_id", "soft_id", "end_id")
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_ID_FIELD_NUMBER: _ClassVar[int]
+    SOFT_ID_FIELD_NUMBER: _ClassVar[int]
+    END_ID_FIELD_NUMBER: _ClassVar[int]
+    size: int
+    tokens: int
+    begin_id: int
+    soft_id: int
+    end_id: int
+    def __init__(self, size: _Optional[int] = ..., tokens: _Optional[int] = ..., begin_id: _Optional[int] = ..., soft_id: _Optional[int] = ..., end_id: _Optional[int] = ...) -> None: ...
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()
