@@ -29,9 +29,10 @@ Constant = int | float | bool
 @dataclass(frozen=True)
 class KernelSpec:
     """Specialisation of a kernel, `function`, which is a `triton.jit` function. `signature` gives the Triton types of
-    its arguments in order, constants left out: "*fp16", "*i32", "i32", "i64", "fp32", ... Arguments in `aligned` are
-    multiples of 16 (a pointer: bytes; an integer: its value), which vectorises loads; the launcher checks it.
-    `dependent` is a mode of `plugins.dependent` and becomes the function's constant DEPENDENT, if any."""
+    its arguments in order: "*fp16", "*i32", "i32", "i64", "fp32", ... It leaves out constants and what has a default.
+    Arguments in `aligned` are multiples of 16 (a pointer: bytes; an integer: its value), which vectorises loads; the
+    launcher checks it. `dependent` is a mode of `plugins.dependent` and becomes the function's constant DEPENDENT, if
+    any."""
 
     name: str
     function: Any
@@ -97,7 +98,8 @@ def compile_kernel(spec: KernelSpec, target: str) -> CompiledKernel:
     names = spec.function.arg_names
     assert spec.dependent == ORDINARY or launches_dependents(target), f"{spec.name}: {target} launches no dependents"
     assert spec.dependent == ORDINARY or DEPENDENT in names, f"{spec.name} does not wait"
-    constants = {**spec.constants, **({DEPENDENT: spec.dependent} if DEPENDENT in names else {})}
+    constants = {p.name: p.default for p in spec.function.params if p.has_default and p.name not in spec.signature}
+    constants |= {**spec.constants, **({DEPENDENT: spec.dependent} if DEPENDENT in names else {})}
     assert {*spec.signature, *constants} == {*names}, f"{spec.name}: arguments without a type or a value"
     assert [n for n in names if n in spec.signature] == list(spec.signature), f"{spec.name}: order of arguments"
     source = ASTSource(

@@ -242,6 +242,7 @@ def prefill_launch(
             "softmax_scale": softmax_scale, "window": window, "n_sequences": tables.rows,
             "table_length": tables.length, "q_row": rows[0] or heads * shape.head_dim,
             "out_row": rows[1] or heads * shape.head_dim, "pool_page": shape.strides()["pool_page"],
+            **({} if slices.key_ends is None else {"key_ends": slices.key_ends}),
         },
     )  # fmt: skip
 

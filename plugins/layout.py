@@ -115,11 +115,13 @@ class Pool(NamedTuple):
 
 
 class Slices(NamedTuple):
-    """Rows of a step: `cu_seqlens` int32[S + 1] and `first_positions` int32[S] on the device, `tokens` in all."""
+    """Rows of a step: `cu_seqlens` int32[S + 1] and `first_positions` int32[S] on the device, `tokens` in all, and
+    `key_ends` int32[tokens] for a kernel that takes them."""
 
     cu_seqlens: Any
     first_positions: Any
     tokens: int
+    key_ends: Any = None
 
 
 class Launch(NamedTuple):

@@ -89,7 +89,7 @@ def measure(model: ops.TritonModel, driver: NoDriver, tokens: int, singles: int)
     tables = dict.fromkeys(model.pools, (16, POSITIONS // model.shape.page_tokens))
     sampled = torch.zeros(singles + 1, dtype=torch.int32)
     step = ops.StepArrays(
-        make_plan(singles + tokens, singles, 1, singles + 1), *(16,) * 7, tables=tables, sampled=sampled
+        make_plan(singles + tokens, singles, 1, singles + 1), *(16,) * 8, tables=tables, sampled=sampled
     )
     products.float_mm = products.scaled_mm = torch.index_select = lambda *_, **__: None  # type: ignore[assignment]
     taken = []

@@ -17,7 +17,7 @@ import torch
 from msgspec import structs
 
 from wicore_trt.backends.triton.executor import TritonExecutor
-from wicore_trt.backends.triton.inputs import Unread, array_offsets
+from wicore_trt.backends.triton.inputs import Unread, array_offsets, array_sizes
 from wicore_trt.backends.triton.rows import RowPlan
 from wicore_trt.runtime.batch import UNREAD, StepBatch
 
@@ -31,7 +31,7 @@ def between(
     """Milliseconds a step by what is in it. `batch` decodes, and was executed last; `size` is that of its graph."""
     device, memory, block = executor.device, executor.memory, executor.block
     graph, host = executor.graphs[size.tokens], device.staging(tuple(memory.results.shape))
-    offsets, end = array_offsets(size, tuple(executor.layout.num_pages))
+    offsets, end = array_offsets(array_sizes(size, tuple(executor.layout.num_pages)))
     unread = Unread(memory.results[0], [*range(size.decode.rows)])
     parts: dict[str, Callable[[], object]] = {
         "graph": graph,

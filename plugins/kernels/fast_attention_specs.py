@@ -6,6 +6,8 @@ on whether the target has E4M3 instructions.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from wicore_trt.arithmetic import ITEM_BYTES
 from wicore_trt.errors import ConfigError
 from wicore_trt.plugins.aot import Constant, KernelSpec
@@ -81,12 +83,19 @@ def combine_spec(pool: PoolShape, dtype: str, config: DecodeConfig) -> KernelSpe
 
 
 def prefill_spec(
-    pool: PoolShape, dtype: str, heads: int, target: str, config: PrefillConfig, *, segmented: bool = False
+    pool: PoolShape,
+    dtype: str,
+    heads: int,
+    target: str,
+    config: PrefillConfig,
+    *,
+    segmented: bool = False,
+    ends: bool = False,
 ) -> KernelSpec:
     """Specify `paged_prefill` of `heads` query heads of `dtype` over `pool`; `segmented` or with splits, results are
-    float32. Raises ConfigError for types that differ."""
+    float32. `ends`: with key ends of rows. Raises ConfigError for types that differ."""
     repeat, split = _checked(pool, dtype, heads), config.splits > 1
-    assert not (segmented and split)
+    assert segmented + split + ends <= 1
     unused = (() if segmented else _SEGMENTED) + (() if split else _SPLIT) + (() if segmented or split else ("lse",))
     constants: dict[str, Constant] = {
         **dict.fromkeys(unused, 0), "SEGMENTED": segmented, "SPLITS": config.splits, "LEAST": config.least,
@@ -96,11 +105,13 @@ def prefill_spec(
     name = (
         f"prefill_{pool.dtype}_{dtype}_d{pool.head_dim}_p{pool.page_tokens}_kv{pool.kv_heads}_r{repeat}"
         f"_m{config.block_m}_k{config.block_k}_w{config.num_warps}_s{config.num_stages}{'_seg' if segmented else ''}"
+        f"{'_ends' if ends else ''}"
         f"{f'_i{config.splits}_l{config.least}' if split else ''}"
     )
     out = "fp32" if segmented or split else FLOAT_TYPES[dtype]
     pointers = {"q": FLOAT_TYPES[dtype], "out": out, "pool": _pool_type(pool)}
-    return kernel_spec(name, paged_prefill, pointers, constants, config.num_warps, config.num_stages)
+    spec = kernel_spec(name, paged_prefill, pointers, constants, config.num_warps, config.num_stages)
+    return replace(spec, signature={**spec.signature, "key_ends": "*i32"}) if ends else spec
 
 
 def add_splits_spec(pool: PoolShape, dtype: str, heads: int, config: PrefillConfig) -> KernelSpec:

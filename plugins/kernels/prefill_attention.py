@@ -5,9 +5,9 @@ queries' type, over E4M3 pages float16. Invariants: slots of other sequences, sl
 are never read; a page that a block of tokens sees and that is absent makes the block NaN; a row's result does not
 depend on which rows share its block, because key blocks lie at absolute positions and a block without visible keys
 changes nothing. A key of the own sequence that is not finite may reach rows of its block that do not see it.
-Rows whose keys of whole segments another product takes (`kernels.segments`) leave those out here. Few rows behind many
-keys are shared by several programs, each with a range of the keys; `kernels.segments.add_splits` adds up what those
-give.
+Where a kernel takes key ends, rows of an image see all of it. Rows whose keys of whole segments another product takes
+(`kernels.segments`) leave those out here. Few rows behind many keys are shared by several programs, each with a range
+of the keys; `kernels.segments.add_splits` adds up what those give.
 
 Online softmax: arXiv:2205.14135. A block holds tokens of one sequence and one query head; the programs of one KV head
 are neighbours and share its keys in L2. The scale is applied inside the exponent's multiply-add.
@@ -50,6 +50,7 @@ def _key_block(
     low,
     last,
     position,
+    newest,
     scale,
     window,
     pool_page,
@@ -63,8 +64,8 @@ def _key_block(
     """Take keys [begin, begin + BLOCK_K) into a block's online softmax: (acc, top, total) before and after.
 
     `top` is the largest score so far, unscaled. `page` holds the keys' pages before and those of the next block after:
-    Triton prefetches what follows from a load half as deep. EDGE: some row does not see some of the keys; keys outside
-    [low, last] are then not even loaded. All pages are there.
+    Triton prefetches what follows from a load half as deep. Rows see keys (position - window, newest]. EDGE: some row
+    does not see some of the keys; keys outside [low, last] are then not even loaded. All pages are there.
     """
     n = begin + tl.arange(0, BLOCK_K)
     d = tl.arange(0, D)
@@ -80,7 +81,7 @@ def _key_block(
     k, v = widen(k, q.dtype, FP8), widen(v, q.dtype, FP8)
     scores = tl.dot(q, tl.trans(k))
     if EDGE:
-        seen = (n[None, :] <= position[:, None]) & ((window <= 0) | (n[None, :] > position[:, None] - window))
+        seen = (n[None, :] <= newest[:, None]) & ((window <= 0) | (n[None, :] > position[:, None] - window))
         scores = tl.where(seen, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=1))
     base = tl.where(new_top == float("-inf"), 0.0, new_top * scale)  # a row that has seen nothing yet
@@ -91,6 +92,17 @@ def _key_block(
     total = tl.fma(total, fade, tl.sum(weights, axis=1))
     acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None])
     return acc, new_top, total, page
+
+
+@triton.jit
+def _newest_keys(key_ends, begin, token, length, position, front, last):
+    """The last key that each token sees, that all of them see, and that any of them sees."""
+    newest = position
+    if key_ends is not None:
+        newest = tl.load(key_ends + begin + token, token < length, 0) - 1
+        front = tl.min(tl.where(token < length, newest, 2147483647), axis=0)
+        last = tl.max(newest, axis=0)
+    return newest, front, last
 
 
 @triton.jit
@@ -141,6 +153,7 @@ def paged_prefill(
     SPLITS: tl.constexpr,
     LEAST: tl.constexpr,
     DEPENDENT: tl.constexpr = 0,
+    key_ends=None,
 ):
     """out[i, h] = softmax(q[i, h] . K * softmax_scale) V over the keys that token i sees.
 
@@ -155,6 +168,9 @@ def paged_prefill(
     SPLITS > 1 (window is 0): programs (.., .., i) take a range of the keys each, of LEAST keys or more but for the last
     one; `out` is float32 [SPLITS, split_rows, KV_HEADS * REPEAT, D] and `lse` [SPLITS, split_rows, KV_HEADS * REPEAT],
     -inf where a range is empty, whose results are not written. Grid: as above, and SPLITS.
+
+    With `key_ends` (int32 [N]) row i sees positions before key_ends[i] in place of those up to its own. No key end is
+    behind the last token of its sequence.
     """
     take_turn(DEPENDENT)
     TOKEN: tl.constexpr = KV_HEADS * D
@@ -183,6 +199,7 @@ def paged_prefill(
     low = tl.where(window > 0, tl.maximum(front - window + 1, 0), 0)
     all_from = tl.where(window > 0, tl.maximum(last - window + 1, 0), 0)
     middle = tl.cdiv(all_from, BLOCK_K) * BLOCK_K
+    newest, front, last = _newest_keys(key_ends, begin, token, length, position, front, last)
     if SEGMENTED:
         low = _left_out(first, length, token0, segment, segment_rows, least_rows)
         middle = low
@@ -209,24 +226,23 @@ def paged_prefill(
         scale = tl.zeros([BLOCK_M], tl.float32) + softmax_scale * LOG2_E
     pool += head // REPEAT * D
     acc = tl.zeros([BLOCK_M, D], tl.float32)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    top, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     n0 = low // BLOCK_K * BLOCK_K + tl.arange(0, BLOCK_K)
     page = tl.load(table + n0 // PAGE_TOKENS, (n0 >= low) & (n0 <= last), 0)
     for n in range(low // BLOCK_K * BLOCK_K, tl.minimum(middle, last + 1), BLOCK_K):
         acc, top, total, page = _key_block(
-            acc, top, total, page, query, pool, table, n, low, last, position, scale, window, pool_page, D,
-            PAGE_TOKENS, TOKEN, BLOCK_K, FP8, True,
+            acc, top, total, page, query, pool, table, n, low, last, position, newest, scale, window, pool_page,
+            D, PAGE_TOKENS, TOKEN, BLOCK_K, FP8, True,
         )  # fmt: skip
     for n in range(middle, tail, BLOCK_K):
         acc, top, total, page = _key_block(
-            acc, top, total, page, query, pool, table, n, low, last, position, scale, window, pool_page, D,
-            PAGE_TOKENS, TOKEN, BLOCK_K, FP8, False,
+            acc, top, total, page, query, pool, table, n, low, last, position, newest, scale, window, pool_page,
+            D, PAGE_TOKENS, TOKEN, BLOCK_K, FP8, False,
         )  # fmt: skip
     for n in range(tail, last + 1, BLOCK_K):
         acc, top, total, page = _key_block(
-            acc, top, total, page, query, pool, table, n, low, last, position, scale, window, pool_page, D,
-            PAGE_TOKENS, TOKEN, BLOCK_K, FP8, True,
+            acc, top, total, page, query, pool, table, n, low, last, position, newest, scale, window, pool_page,
+            D, PAGE_TOKENS, TOKEN, BLOCK_K, FP8, True,
         )  # fmt: skip
     result = acc / total[:, None] * factor
     if SPLITS > 1:

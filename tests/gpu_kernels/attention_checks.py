@@ -16,7 +16,7 @@ from wicore_trt.plugins.layout import Pool, PoolShape, Slices, Tables
 
 @dataclass(frozen=True)
 class Case:
-    """Slices are (first position, tokens)."""
+    """Slices are (first position, tokens), images (first row of the step, rows)."""
 
     slices: tuple[tuple[int, int], ...]
     heads: int = 4
@@ -27,6 +27,7 @@ class Case:
     kv_dtype: str = "float32"
     window: int = 0
     block_rows: int = 16
+    images: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass
@@ -45,6 +46,13 @@ class Problem:
     def low(self, s: int) -> int:
         first = self.case.slices[s][0]
         return max(0, first - self.case.window + 1) if self.case.window else 0
+
+    def key_ends(self) -> torch.Tensor:
+        """Of each row: behind its own position, or its image."""
+        ends = torch.cat([torch.arange(first, first + n) + 1 for first, n in self.case.slices])
+        for row, count in self.case.images:
+            ends[row : row + count] = ends[row + count - 1].clone()
+        return ends.int()
 
     def bounds(self) -> list[int]:
         lengths = torch.tensor([0] + [n for _, n in self.case.slices])
@@ -112,8 +120,10 @@ def reference(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
         low = problem.low(s)
         k, v = (x[low:].repeat_interleave(case.heads // case.kv_heads, 1) for x in (problem.keys[s], problem.values[s]))
         scores = torch.einsum("thd,phd->htp", q, k) * case.head_dim**-0.5
-        behind = torch.arange(first, first + n)[:, None] - torch.arange(low, first + n)[None, :]
-        hidden = (behind < 0) | ((behind >= case.window) if case.window else False)
+        key = torch.arange(low, first + n)[None, :]
+        behind = torch.arange(first, first + n)[:, None] - key
+        hidden = key >= problem.key_ends()[bounds[s] : bounds[s + 1], None]
+        hidden |= (behind >= case.window) if case.window else False
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(nan=torch.nan)
         results.append(torch.einsum("htp,phd->thd", weights, v))
         errors.append(torch.einsum("htp,phd->thd", weights, v.abs()) * (2 * epsilon + 4e-6))

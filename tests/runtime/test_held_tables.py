@@ -108,7 +108,8 @@ class Mirror:
             "cu_seqlens": (ends, ends[-1]),
             "first_positions": ([positions[start] for start in starts[singles:-1]], 0),
         }
-        offsets, sizes = array_offsets(size, self.groups)[0], array_sizes(size, self.groups)
+        sizes = array_sizes(size, self.groups)
+        offsets = array_offsets(sizes)[0]
         for name, (values, rest) in wanted.items():
             found = self.block._block[offsets[name] :][: sizes[name]].tolist()
             if found != values + [rest] * (len(found) - len(values)):

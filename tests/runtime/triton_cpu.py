@@ -147,15 +147,15 @@ def executor_of(
     target: str = "sm90",
     graphs: bool = False,
     prepares: bool = False,
+    images: bool = False,
     tensors: Mapping[str, torch.Tensor] | None = None,
     **settings: Any,
 ) -> TritonExecutor:
     """An executor of the model's weights in `dtype`, with `kv_scale`s if `tensors` has them. What it runs to prepare,
     large steps whose results nobody takes, is computed if it `prepares`."""
     values = {"kv_pages": {"global": 24, "local": 24}, "max_batch_tokens": 40, "max_sequences": 4, **settings}
-    shape = EngineShape(
-        model.spec, dtype, FP8 if fp8 else PLAIN[dtype], kv_dtype or dtype, values.pop("page_tokens", 4)
-    )
+    weights, page_tokens = FP8 if fp8 else PLAIN[dtype], values.pop("page_tokens", 4)
+    shape = EngineShape(model.spec, dtype, weights, kv_dtype or dtype, page_tokens, images)
     table, specs = specs_of(shape, target)
     device = CpuDevice(target)
     launcher = InterpretingLauncher(device, specs)

@@ -299,7 +299,8 @@ class TritonExecutor:
                 rows.append(count if piece.sample else -1)
                 count += piece.sample
             inputs = StepInputs.from_batch(StepBatch(slices), self.layout, tuple(self.layout.num_pages))
-            self.run(self.block.upload_step(inputs, plan, unread), measured)
+            features = None if self.images is None else self.images.features
+            self.run(self.block.upload_step(inputs, plan, unread, features), measured)
         if DRAWN in ways:
             sampled = zip(rows, slices, ways, strict=True)
             if drawn := {row: piece for row, piece, way in sampled if piece.sample and way is DRAWN}:
@@ -307,9 +308,11 @@ class TritonExecutor:
         return rows, places
 
     def _find_graph(self, slices: list[SequenceSlice], plan: RowPlan, measured: int | None) -> Graph | None:
-        """Find the graph that runs a step, and the plan to pad it to, or None. A graph of many tokens neither keeps
-        queries nor has segments."""
+        """Find the graph that runs a step, and the plan to pad it to, or None. No graph has images, and one of many
+        tokens neither keeps queries nor has segments."""
         first, large = plan.decode.sequences, self.model.segments
+        if self.images is not None and any(s.images for s in slices):
+            return None
         if not plan.prefill.sequences:
             return next(((decode_plan(n), graph) for n, graph in self.graphs.items() if n >= first), None)
         if any(s.targets for s in slices):
@@ -362,6 +365,10 @@ class TritonExecutor:
                     slices, plan_rows(lengths), self.sampler.choose_ways(slices), next(iter(self._measurable), None)
                 )
                 self.device.synchronize()
+            if self.images is not None:  # no graph has their kernel, which is loaded by this
+                tokens = min(self.images.tokens, longest)
+                slices = [structs.replace(self._dummy_slice(0, tokens), images=((0, tokens, 0),))]
+                self._enqueue_step(slices, plan_rows([tokens]), self.sampler.choose_ways(slices), None)
             for rows in self._buckets:
                 self.graphs[rows] = self._record_graph(decode_plan(rows))
             if not sizing:  # small beside what is left free

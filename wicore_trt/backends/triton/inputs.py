@@ -34,9 +34,9 @@ CHANGED = 64
 """So many tensors that stand for changes of tables are kept."""
 
 
-def array_sizes(plan: RowPlan, groups: Sequence[str], pages: int = 0) -> dict[str, int]:
-    """Count int32s of each array of a step, in the order of the block; tables of `pages` for each sequence come
-    last."""
+def array_sizes(plan: RowPlan, groups: Sequence[str], pages: int = 0, *, images: bool = False) -> dict[str, int]:
+    """Count int32s of each array of a step, in the order of the block; tables of `pages` for each sequence come last.
+    Only steps with `images` have key ends."""
     return {
         **dict.fromkeys(("token_ids", "positions", "sequences"), plan.tokens),
         "sample_rows": plan.sampled,
@@ -44,14 +44,15 @@ def array_sizes(plan: RowPlan, groups: Sequence[str], pages: int = 0) -> dict[st
         "sources": plan.decode.rows,
         "cu_seqlens": plan.prefill.sequences + 1,
         "first_positions": plan.prefill.sequences,
+        "key_ends": plan.tokens if images else 0,
         **dict.fromkeys(groups, plan.sequences * pages),
     }
 
 
-def array_offsets(plan: RowPlan, groups: Sequence[str], pages: int = 0) -> tuple[dict[str, int], int]:
+def array_offsets(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
     """Compute offsets of the arrays in the block, in int32s, and the end of the block."""
     found, at = {}, 0
-    for name, size in array_sizes(plan, groups, pages).items():
+    for name, size in sizes.items():
         found[name] = at
         at += div_ceil(size, ALIGNMENT) * ALIGNMENT
     return found, at
@@ -173,7 +174,8 @@ class StepBlock:
         # However the rows are divided, this holds them.
         largest = RowPlan(tokens, max(limits.rows, padded), RowGroup(tokens, tokens), RowGroup(tokens, 0))
         tables = max(limits.rows, padded) * (len(groups) * pages + 2) + len(groups) * ALIGNMENT + ALIGNMENT
-        self._hosts = [device.staging((array_offsets(largest, groups)[1] + tables,)) for _ in range(2)]
+        end = array_offsets(array_sizes(largest, groups, images=True))[1]
+        self._hosts = [device.staging((end + tables,)) for _ in range(2)]
         self._turn, self._host = 0, [host.numpy() for host in self._hosts]
         self._block = device.empty(tuple(self._hosts[0].shape), torch.int32)
         self.held = HeldTables(self._groups, padded, pages, page_tokens, device)
@@ -182,14 +184,18 @@ class StepBlock:
         self._reads: tuple[tuple[int, int, int], Sequence[torch.Tensor]] | None = None
         self._changed: dict[tuple[int, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
-    def upload_step(self, inputs: StepInputs, plan: RowPlan, unread: Unread | None = None) -> StepArrays:
-        """Upload a step unpadded; its slices lie as in `plan`. Nothing waits."""
+    def upload_step(
+        self, inputs: StepInputs, plan: RowPlan, unread: Unread | None = None, features: torch.Tensor | None = None
+    ) -> StepArrays:
+        """Upload a step unpadded; its slices lie as in `plan`. Its images are in `features` [slots, tokens, H]. Nothing
+        waits."""
         lengths, starts = inputs.cu_seqlens.diff().numpy(), inputs.cu_seqlens.numpy()
         pages, first = next(iter(inputs.page_tables.values())).shape[1], plan.decode.sequences
         plan = plan._replace(sampled=len(inputs.sample_rows))
-        offsets, end = array_offsets(plan, self._groups, pages)
+        sizes = array_sizes(plan, self._groups, pages, images=inputs.key_ends is not None)
+        offsets, end = array_offsets(sizes)
         assert end <= len(self._block), "the step is larger than the executor's limits"
-        arrays = self._view_arrays(self._next_host(), array_sizes(plan, self._groups, pages), offsets)
+        arrays = self._view_arrays(self._next_host(), sizes, offsets)
         arrays["token_ids"][:] = inputs.token_ids.numpy()
         arrays["positions"][:] = inputs.positions.numpy()
         arrays["sequences"][:] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
@@ -197,6 +203,8 @@ class StepBlock:
         arrays["kv_lengths"][:] = inputs.positions.numpy()[:first] + 1
         arrays["cu_seqlens"][:] = starts[first:] - starts[first]
         arrays["first_positions"][:] = inputs.positions.numpy()[starts[first:-1]]
+        if inputs.key_ends is not None:
+            arrays["key_ends"][:] = inputs.key_ends.numpy()
         for group in self._groups:
             arrays[group][:] = inputs.page_tables[group].numpy().ravel()
         arrays["sources"][:] = 0 if unread is None else unread.rows
@@ -206,7 +214,8 @@ class StepBlock:
         step = self._place_arrays(plan, offsets, {g: (base + 4 * offsets[g], pages) for g in self._groups})
         rows, tables = starts[first:-1] - starts[first], range(plan.prefill.sequences)
         places = zip(rows, lengths[first:], arrays["first_positions"], tables, strict=True)
-        return replace(step, slices=tuple(LongSlice(*map(int, place)) for place in places))
+        found = tuple(LongSlice(*map(int, place)) for place in places)
+        return replace(step, slices=found, images=inputs.images, features=features)
 
     def upload_padded(
         self,
@@ -294,7 +303,7 @@ class StepBlock:
     def padded_arrays(self, size: RowPlan) -> StepArrays:
         held = zip(self._groups, self.held.on_device, strict=True)
         tables = {group: (table.data_ptr(), self.held.pages) for group, table in held}
-        return self._place_arrays(size, array_offsets(size, self._groups)[0], tables)
+        return self._place_arrays(size, array_offsets(array_sizes(size, self._groups))[0], tables)
 
     def _next_host(self) -> np.ndarray:
         self._turn ^= 1
@@ -307,9 +316,10 @@ class StepBlock:
     def _find_padding(self, size: RowPlan) -> Padding:
         found = self._paddings.get(size)
         if found is None:
-            offsets, end = array_offsets(size, self._groups)
+            sizes = array_sizes(size, self._groups)
+            offsets, end = array_offsets(sizes)
             assert end <= len(self._block), "the step is larger than the executor's limits"
-            blank, begin, sizes = np.zeros(end, np.int32), size.decode.sequences, array_sizes(size, self._groups)
+            blank, begin = np.zeros(end, np.int32), size.decode.sequences
             arrays = self._view_arrays(blank, sizes, offsets)
             arrays["token_ids"][:] = arrays["positions"][:] = arrays["sequences"][:] = -1
             arrays["sequences"][:begin] = arrays["sample_rows"][:begin] = np.arange(begin)

@@ -178,6 +178,8 @@ def _list_attention(shape: EngineShape, target: str) -> list[ListedKernel]:
         roles.DECODE, lambda rows: attention_specs.decode_spec(*common, decode_for(rows)), decode_for
     )
     add_kernel(roles.PREFILL, attention_specs.prefill_spec(*common, prefill), prefill)
+    if shape.images:
+        add_kernel(roles.PREFILL_IMAGES, attention_specs.prefill_spec(*common, prefill, ends=True), prefill)
     if (target, pool.head_dim) in MEASURED_SEGMENTS:
         add_kernel(roles.PREFILL_SEGMENTS, attention_specs.prefill_spec(*common, prefill, segmented=True), prefill)
         add_kernel(roles.GATHER, attention_specs.gather_spec(pool, dtype, target))

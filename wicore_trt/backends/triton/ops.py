@@ -58,8 +58,8 @@ class StepArrays:
 
     `token_ids`, `positions`, `sequences` (row of the page tables) [tokens]; `sample_rows` [sampled]; `kv_lengths`
     [decode sequences]; `cu_seqlens` [prefill sequences + 1] counted from the first prefill row, `first_positions`
-    [prefill sequences]. `tables[group]` are address and length of page tables [sequences, length]. -1, and a length of
-    0, mark rows of nobody.
+    [prefill sequences]; `key_ends` [tokens], as in `StepInputs`, where there are `images`. `tables[group]` are address
+    and length of page tables [sequences, length]. -1, and a length of 0, mark rows of nobody.
     """
 
     plan: RowPlan
@@ -70,11 +70,15 @@ class StepArrays:
     kv_lengths: int
     cu_seqlens: int
     first_positions: int
+    key_ends: int
     tables: Mapping[str, tuple[int, int]]
     sampled: torch.Tensor | None = None
     """`sample_rows`, where not every row is sampled."""
     slices: tuple[LongSlice, ...] = ()
     """Those of the prefill rows, where the step is not for a graph."""
+    images: tuple[tuple[int, int, int], ...] = ()
+    """(First row, count, slot in `features` [slots, tokens, H]); none in steps for graphs."""
+    features: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ class TritonOps:
         self._index = {i: n for g in model.pools for n, i in enumerate(self._spec.layers_of(g))}
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         # Of larger steps than graphs take; those keep their queries elsewhere.
-        large = model.segments is not None and self._n > model.memory.queries.shape[1]
+        large = model.segments is not None and self._n > model.memory.queries.shape[1] and not step.images
         self._segments = (
             model.segments if large and model.segments and model.segments.find_long_slices(step.slices) else None
         )
@@ -140,20 +144,25 @@ class TritonOps:
         return Value(self._residual[: self._n])
 
     def norm(self, residual: Value, weight: str) -> Value:
-        model, step, spec = self._model, self._step, self._spec
+        model, step, out = self._model, self._step, self._norm_output()
         embedding = model.weights[EMBEDDING]
-        out = self._norm_output()
-        call = step_layout.embed_norm_launch(
-            step.token_ids,
-            (embedding.data_ptr(), spec.vocab_size, model.embedding_scale),
-            model.weights[weight].data_ptr(),
-            residual.rows.data_ptr(),
-            _norm_out(out),
-            self._n,
-            spec.rms_norm_eps,
-        )
-        model.launch_kernel(model.find_kernel(roles.step_role("embed_norm", self._product), self._n), call)
+        table = embedding.data_ptr(), self._spec.vocab_size, model.embedding_scale
+        self._embed_rows(step.token_ids, table, weight, residual.rows, out)
+        for first, count, slot in step.images:
+            assert step.features is not None and step.features.dtype == embedding.dtype
+            rows, table = slice(first, first + count), (step.features[slot].data_ptr(), count, 1.0)
+            part = Value(out.rows[rows], None if out.scales is None else out.scales[rows])
+            self._embed_rows(self._memory.counting.data_ptr(), table, weight, residual.rows[rows], part)
         return out
+
+    def _embed_rows(
+        self, ids: int, table: tuple[int, int, float], weight: str, residual: torch.Tensor, out: Value
+    ) -> None:
+        """Write residual and norm of rows with these ids (address) in a table (address, rows, factor)."""
+        model, norm = self._model, self._model.weights[weight].data_ptr()
+        given = ids, table, norm, residual.data_ptr(), _norm_out(out), len(residual), self._spec.rms_norm_eps
+        entry = model.find_kernel(roles.step_role("embed_norm", self._product), self._n)
+        model.launch_kernel(entry, step_layout.embed_norm_launch(*given))
 
     def linear(self, x: Value, weight: str) -> Value:
         role = _linear_role(weight)
@@ -207,18 +216,19 @@ class TritonOps:
         out = self._memory.attended[: self._n]
         if layer == self._measured:
             self.measure_masses(layer, self._plan.sequences, step.tables[group][1])
+        ends = (step.key_ends, step.key_ends + 4 * decode.rows) if step.images else (None, None)
         if decode.sequences and self._model.invariant:
-            slices = Slices(self._memory.counting.data_ptr(), step.positions, decode.rows)
+            slices = Slices(self._memory.counting.data_ptr(), step.positions, decode.rows, ends[0])
             self._attend_prefill(q.rows, out, layer, slices, self._group_tables(group, 0, decode.sequences))
         elif decode.sequences:
             self._attend_decode(q.rows, out, layer)
         if prefill.sequences:
-            slices = Slices(step.cu_seqlens, step.first_positions, prefill.rows)
+            slices = Slices(step.cu_seqlens, step.first_positions, prefill.rows, ends[1])
             tables = self._group_tables(group, decode.sequences, prefill.sequences)
             rows = q.rows[decode.rows :], out[decode.rows :]
             if group == GLOBAL and self._segments is not None:
                 self._attend_segments(self._segments, rows[1], layer, slices, tables)
-            elif group == GLOBAL and self._n <= self._memory.split_tokens:
+            elif group == GLOBAL and not step.images and self._n <= self._memory.split_tokens:
                 self._attend_split(*rows, layer, slices, tables)
             else:
                 self._attend_prefill(*rows, layer, slices, tables)
@@ -330,8 +340,8 @@ class TritonOps:
 
     def _attend_prefill(self, q: torch.Tensor, out: torch.Tensor, layer: int, slices: Slices, tables: Tables) -> None:
         model, group = self._model, self._groups[layer]
-        entry, rows = model.find_kernel(roles.PREFILL, self._n), (q.data_ptr(), out.data_ptr())
-        scores = group.softmax_scale, group.window
+        entry = model.find_kernel(roles.PREFILL if slices.key_ends is None else roles.PREFILL_IMAGES, self._n)
+        rows, scores = (q.data_ptr(), out.data_ptr()), (group.softmax_scale, group.window)
         call = decode_layout.prefill_launch(
             entry.kernel.constants, rows, self._layer_pool(layer), tables, slices, *scores
         )

@@ -34,6 +34,7 @@ class KernelRole(NamedTuple):
     "final_norm", "qk_rope", one of LINEARS, "geglu", "quantize", "decode", "prefill" and so on. `rows` and `results`
     are those of the products around it (a linear: its own). `variant`: INVARIANT for any number of rows, SAMPLED for
     rows that are drawn, SEGMENTED and SPLIT for prefill that leaves keys to cuDNN or shares them between programs.
+    IMAGES: for prefill of steps with images.
     Engines hold roles by their target, weights and time of building."""
 
     operation: str
@@ -52,12 +53,13 @@ Row = tuple[KernelRole, int, str, dict[str, Any] | None]
 _SUFFIXES = {
     (WIDE, "float32"): "", (WIDE, "bfloat16"): ".r16", (NARROW, "float32"): ".x8", (NARROW, "bfloat16"): ".fp8"
 }  # fmt: skip
-INVARIANT, SAMPLED, SEGMENTED, SPLIT = "invariant", "sampled", "segments", "splits"
+INVARIANT, SAMPLED, SEGMENTED, SPLIT, IMAGES = "invariant", "sampled", "segments", "splits", "images"
 PAGE_DIGEST, PAGE_LOGSUMS, PAGE_MASSES = map(KernelRole, ("page_digest", "page_logsums", "page_masses"))
 QUANTIZE, QUANTIZE_ACT = KernelRole("quantize"), KernelRole("quantize_act")
 DECODE, COMBINE, PREFILL = map(KernelRole, ("decode", "combine", "prefill"))
 PREFILL_SEGMENTS, GATHER = KernelRole("prefill", variant=SEGMENTED), KernelRole("gather")
 ADD_SEGMENT, ADD_SPLITS = KernelRole("add_segment"), KernelRole("add_splits")
+PREFILL_IMAGES = KernelRole("prefill", variant=IMAGES)
 SEGMENT_ROLES, PREFILL_SPLITS = (PREFILL_SEGMENTS, GATHER, ADD_SEGMENT), KernelRole("prefill", variant=SPLIT)
 SCAN, CHOOSE = KernelRole("scan"), KernelRole("choose")
 DRAWING = {

@@ -55,14 +55,15 @@ SCALED_PRODUCTS = {"fp8": 89}
 @dataclass(frozen=True)
 class EngineShape:
     """Shapes and types that an engine's kernels are made for. `dtype` of activations and 16-bit weights is "bfloat16"
-    or "float16"; `weights` is the storage of the layers' linears; `kv_dtype` is `dtype` or "fp8". Kernels of one shape
-    serve both groups of layers: raises ConfigError for groups that differ."""
+    or "float16"; `weights` is the storage of the layers' linears; `kv_dtype` is `dtype` or "fp8"; `images`: the engine
+    reads images. Kernels of one shape serve both groups of layers: raises ConfigError for groups that differ."""
 
     spec: Gemma3Spec
     dtype: str
     weights: WeightFormat
     kv_dtype: str
     page_tokens: int
+    images: bool = False
 
     def __post_init__(self) -> None:
         check_equal_groups(self.spec, "triton")
