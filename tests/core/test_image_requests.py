@@ -16,10 +16,9 @@ from fakes import FAKE_INFO
 from PIL import Image
 from tiny_images import BOI, EOI, SOFT, TOKENS, write_image_tokenizer
 
-from wicore_trt.core import text_engine
 from wicore_trt.core.port import EnginePort
 from wicore_trt.core.text_engine import ImageLimits, TextEngine, TextStream
-from wicore_trt.errors import DeadlineError, InvalidRequestError, QueueFullError
+from wicore_trt.errors import DeadlineError, InvalidRequestError
 from wicore_trt.images import prepare
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import (
@@ -101,28 +100,9 @@ async def test_a_request_reaches_the_engine_with_its_pixels(engine: TextEngine) 
     assert [len(span.pixels) for span in taken.content] == [SIDE * SIDE * 3] * 2
     assert taken.content[0].digest != taken.content[1].digest
     assert stream.prompt_token_ids == taken.prompt_token_ids and taken.prompt_token_ids.count(SOFT) == 2 * TOKENS
-    assert engine._pixels.total() == 2 * SIDE * SIDE * 3
     usage = Usage(len(taken.prompt_token_ids), 1)
     engine.engine.sink([TokenOutput(taken.request_key, 0, (50,), finish_reason=FinishReason.LENGTH, usage=usage)])
     assert [output async for output in stream][-1].usage.prompt_tokens == len(taken.prompt_token_ids)
-    assert engine._pixels.total() == 0
-
-
-async def test_pixels_are_bounded_and_shared_among_tenants(engine: TextEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_engine, "IMAGE_BYTES", 8 * SIDE * SIDE * 3)
-    open_streams = [await submit(engine, ask(4, "greedy"))]
-    with pytest.raises(QueueFullError, match="as many images") as caught:  # half of all
-        await submit(engine, ask(1, "greedy"))
-    assert caught.value.retry_after_s > 0
-    open_streams.append(await submit(engine, ask(2, "polite")))
-    with pytest.raises(QueueFullError):
-        await submit(engine, ask(3, "third"))
-    await submit(engine, ask(1, "third"))
-    for stream in open_streams:
-        await stream.aclose()
-    assert engine._pixels.total() == SIDE * SIDE * 3
-    await submit(engine, ask(3, "greedy"))
-    assert not engine.engine.taken[-1].request_key.startswith("x") and len(engine.engine.taken) == 4
 
 
 async def test_a_client_that_leaves_frees_its_files(engine: TextEngine) -> None:
@@ -149,7 +129,7 @@ async def test_a_client_that_leaves_frees_its_files(engine: TextEngine) -> None:
         if not any(one() for one in watched):
             break
         await asyncio.sleep(0.02)
-    assert not any(one() for one in watched) and engine._pixels.total() == 0 and not engine.live
+    assert not any(one() for one in watched) and not engine.live
 
 
 async def test_time_passes_while_images_wait(engine: TextEngine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def tokenizer(home: Path) -> Tokenizer:
     return Tokenizer.from_dir(home)
 
 
+@cache
 def make_image(number: int) -> tuple[bytes, Image.Image]:
     """A file and its picture; every other one is long enough for crops."""
     size = (600, 260) if number % 2 else (60, 50)
@@ -58,7 +60,7 @@ def test_tokens_and_pixels_equal_those_of_the_processor(home: Path, tokenizer: T
     """Texts and images in every order, ends with line breaks that merge with those of images included."""
     processor = load_processor(home)
     atoms = ["I", "say: it ", "\n\nuser\n", ""]
-    lines = [list(order) for order in product(atoms, repeat=3) if "I" in order]
+    lines = [list(order) for order in product(atoms, repeat=3) if "I" in order][::2]
     lines += [["I"] * 5, ["a", "I", "I", "\n", "I", "b"]]
     for number, line in enumerate(lines):
         count, parts, marks = 0, [], []
@@ -66,7 +68,7 @@ def test_tokens_and_pixels_equal_those_of_the_processor(home: Path, tokenizer: T
             parts.append({"type": "image"} if atom == "I" else {"type": "text", "text": atom})
             marks.append("<start_of_image>" if atom == "I" else atom)
             count += atom == "I"
-        made = [make_image(number + i) for i in range(count)]
+        made = [make_image((number + i) % 6) for i in range(count)]
         images = tuple(ImageFile(data=data, crops=crops) for data, _ in made)
         turns = [{"role": "user", "content": parts}]
         rendered = processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
@@ -144,7 +146,6 @@ def test_images_in_results_of_tools_and_merged_turns(home: Path, tmp_path: Path,
         ({"messages": ({"role": "system", "content": [{"type": "image"}]}, {"role": "user", "content": "a"})},
          "images[0]", "role system takes no image"),
         ({"messages": ({"role": "user", "content": "<start_of_image>"},)}, "images[0]", '"image"} for 1 images'),
-        ({"prompt": "no place"}, "images[0]", "has 0 places for 1"),
         ({"prompt": "<start_of_image><start_of_image>"}, "images[0]", "has 2 places for 1"),
         ({"prompt": "<start_of_image><image_soft_token>"}, "images[0]", "tokens of images beside"),
         ({"prompt_token_ids": (2, BOI)}, "images[0]", "a prompt as text"),
@@ -155,6 +156,12 @@ def test_images_without_their_place_are_refused(tokenizer: Tokenizer, given: dic
     with pytest.raises(InvalidRequestError, match=message) as caught:
         encode(tokenizer, (ImageFile(data=make_image(0)[0], field="images[0]"),), **given)
     assert caught.value.field == field
+
+
+def test_images_come_first_where_the_prompt_has_no_place(tokenizer: Tokenizer) -> None:
+    images = tuple(ImageFile(data=make_image(i)[0]) for i in (0, 2))
+    marked = encode(tokenizer, images, prompt="<start_of_image><start_of_image>a")
+    assert encode(tokenizer, images, prompt="a") == marked and len(marked.content) == 2
 
 
 def test_limits_name_the_image(tokenizer: Tokenizer) -> None:

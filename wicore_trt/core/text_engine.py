@@ -59,8 +59,6 @@ INLINE_CHARS = 2048
 """Texts of no more characters are tokenized on the event loop, in about a millisecond."""
 
 
-IMAGE_BYTES = 2 << 30
-"""Pixels of all live requests, about 890 images. A tenant may have as much as there is room left."""
 FETCHES = 8
 """Images that are fetched at a time."""
 
@@ -189,7 +187,6 @@ class TextStream:
         self._error: WicoreError | None = None
         self._changed = asyncio.Event()
         self.prompt_token_ids: tuple[int, ...] = ()
-        self.pixels = 0  # bytes of its images
         self._longest = 0  # output tokens
         self._computes = False
         self.begun = asyncio.Event()  # set when the engine computes, or when the request ended before
@@ -305,7 +302,6 @@ class TextEngine:
     ) -> None:
         """`check_constraint` raises InvalidRequestError for an unfit constraint; it is called on a thread."""
         self._image_limits, self._fetch = images, Offload(FETCHES).run_function
-        self._pixels: Counter[str] = Counter()  # bytes of live requests, by tenant
         self.tokenizer = tokenizer
         self._check_constraint = check_constraint
         self.info = info
@@ -339,14 +335,12 @@ class TextEngine:
         self._started = True
 
     async def prepare_images(self, request: TextRequest) -> TextRequest:
-        """Fetch and decode a request's images on threads, one after another. Raises InvalidRequestError, and
-        QueueFullError where there is no memory for them."""
+        """Fetch and decode a request's images on threads, one after another. Raises InvalidRequestError."""
         info, tenant, found = self.info.images, request.tenant, list[ImageFile]()
         check_images(request, info, self._image_limits.most)
         if info is None:
             return request
         for image in request.images:
-            self._check_room(tenant, (len(found) + 1) * 3 * info.size**2)
             if image.url:
                 image = await self._fetch(tenant, partial(fetch_image, image, self._image_limits.hosts))
             found.append(await self.work(tenant, partial(prepare_image, image, info)))
@@ -354,13 +348,9 @@ class TextEngine:
         check_images(request, info, self._image_limits.most)
         return request
 
-    def _check_room(self, tenant: str, size: int) -> None:
-        if size and self._pixels[tenant] + size > IMAGE_BYTES - self._pixels.total():
-            raise self.add_retry_hint(QueueFullError("The server holds as many images as it may."), tenant)
-
     async def encode_long_prompt(self, request: TextRequest) -> TextRequest:
         """Check the constraint, prepare images and tokenize a long text, all on threads. Raises InvalidRequestError,
-        QueueFullError, and DeadlineError when the request's time passes meanwhile."""
+        and DeadlineError when the request's time passes meanwhile."""
         started, constraint = time.monotonic(), request.params.constraint
         request = apply_turn_end(self.tokenizer, request)
         short = not request.images and (request.prompt_token_ids is not None or is_short(self.tokenizer, request))
@@ -399,12 +389,10 @@ class TextEngine:
             raise InvalidRequestError(f"Request id {shown(request.request_id)} is in use.", field="request_id")
         request = encode_request(self.tokenizer, request, self.info)
         assert request.prompt_token_ids is not None
-        token_ids, size = request.prompt_token_ids, sum(len(span.pixels) for span in request.content)
-        self._check_room(request.tenant, size)
+        token_ids = request.prompt_token_ids
         deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s
         stream = TextStream(self, f"{self.engine.prefix}{next(self._serial)}", request, self.tokenizer, since)
-        stream.prompt_token_ids, stream.pixels = token_ids, size
-        self._pixels[request.tenant] += size
+        stream.prompt_token_ids = token_ids
         self._streams[stream.request_key] = stream
         self._keys[name] = stream.request_key
         self._idle.clear()
@@ -492,6 +480,5 @@ class TextEngine:
 
     def _remove_stream(self, stream: TextStream) -> None:
         del self._streams[stream.request_key], self._keys[stream.tenant, stream.request_id]
-        self._pixels[stream.tenant] -= stream.pixels
         if not self._streams:
             self._idle.set()
