@@ -15,9 +15,13 @@ pytest.importorskip("triton", reason="pip install -e .[triton]")
 from parity.paged import GREEDY, PagedSequence, relative_error  # noqa: E402
 from runtime.triton_cpu import Driver, executor_of, oracle_of, small_model, specs_of  # noqa: E402
 
+from wicore_trt.backends.triton import roles  # noqa: E402
 from wicore_trt.backends.triton import table as triton_table  # noqa: E402
+from wicore_trt.backends.triton.kernel_list import list_kernels  # noqa: E402
+from wicore_trt.backends.triton.table import EngineShape  # noqa: E402
 from wicore_trt.runtime.batch import UNREAD, SequenceSlice, StepBatch  # noqa: E402
 from wicore_trt.runtime.dtypes import TORCH_DTYPES  # noqa: E402
+from wicore_trt.weight_format import PLAIN  # noqa: E402
 
 TOKENS, SLOTS, SOFT = 7, 3, 47
 Part = list[int] | int
@@ -131,6 +135,19 @@ def test_an_image_has_the_same_bits_in_company() -> None:
     driver.see([(other, [[5, 6]])])
     found = driver.see([(third, [2, [4]]), (other, [1, [8]])])
     assert torch.equal(found[1], want[0])
+
+
+def test_engines_of_text_have_the_kernels_that_they_had() -> None:
+    spec = small_model(35).spec
+    with_images, text_alone = (
+        {
+            p.role: p.spec
+            for p in list_kernels(EngineShape(spec, "bfloat16", PLAIN["bfloat16"], "bfloat16", 4, i), "sm90")
+        }
+        for i in (True, False)
+    )
+    assert {*with_images} - {*text_alone} == {roles.PREFILL_IMAGES} and text_alone.items() <= with_images.items()
+    assert not [s for s in text_alone.values() if "key_ends" in {*s.signature, *s.constants}]
 
 
 def test_the_step_behind_an_image_starts_before_its_token_is_read() -> None:

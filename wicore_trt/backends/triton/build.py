@@ -95,4 +95,5 @@ def shape_of(checkpoint: Checkpoint, options: BuildOptions) -> EngineShape:
     for name in ("hidden_size", "intermediate_size", "vocab_size"):
         if getattr(spec, name) % SIZES:
             raise ConfigError(f"{name} {getattr(spec, name)} is no multiple of {SIZES}.", fix="Use --backend torch.")
-    return EngineShape(spec, dtype, checkpoint.weights, kv_dtype, options.page_tokens)
+    images = checkpoint.vision is not None
+    return EngineShape(spec, dtype, checkpoint.weights, kv_dtype, options.page_tokens, images)

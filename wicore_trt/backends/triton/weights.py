@@ -45,7 +45,7 @@ class Constants:
 
 def engine_shape(engine: EngineDir, page_tokens: int | None = None) -> EngineShape:
     m, tokens = engine.manifest, page_tokens or engine.manifest.page_tokens
-    return EngineShape(engine.local_part().spec, m.base_dtype, m.weights, m.kv_dtype, tokens)
+    return EngineShape(engine.local_part().spec, m.base_dtype, m.weights, m.kv_dtype, tokens, m.vision is not None)
 
 
 def load_constants(engine: EngineDir, shape: EngineShape, positions: int, device: Any) -> Constants:
