@@ -13,6 +13,7 @@ from parity.paged import PagedDriver
 from parity.tiny import cast, tiny_model
 from parity.vision import RandomEncoder, random_encoder, random_pixels
 from runtime.late_cpu import LateDevice
+from runtime.triton_cpu import executor_of, small_model
 
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.backends.torch.vision import TorchVision, VisionWeights, open_encoder
@@ -170,6 +171,21 @@ def test_an_engine_that_reads_text_alone_has_no_encoder() -> None:
     executor = TorchExecutor.from_tensors(model.spec, "float32", model.tensors, settings)
     assert executor.images is None
     executor.close()
+
+
+def test_a_triton_engine_has_the_same_encoder_and_names_it(source: RandomEncoder) -> None:
+    model = small_model(0)
+    vision = random_encoder(3, text_hidden=model.spec.hidden_size)
+    seeing, reading = executor_of(model, vision=vision.weights, image_slots=1), executor_of(model)
+    assert reading.images is None and reading.kernels != seeing.kernels
+    encoder, pixels = seeing.images, random_pixels(0, 56)
+    assert encoder is not None and encoder.features.dtype == torch.bfloat16
+    encoder.begin(0, pixels.numpy().tobytes())
+    assert _take(encoder, 1) == [(0, None)]
+    wanted = vision.hf_features(pixels)
+    assert (encoder.features[0] - wanted).norm() < 0.02 * wanted.norm()
+    seeing.close()
+    reading.close()
 
 
 def test_tensors_that_do_not_fit_are_named(source: RandomEncoder) -> None:

@@ -15,6 +15,7 @@ from parity.tiny import TinyModel, cast, tiny_model
 
 from benchmarks.gpu.step_check import place_constants
 from wicore_trt.backends.torch.executor import TorchExecutor
+from wicore_trt.backends.torch.vision import VisionWeights
 from wicore_trt.backends.torch.weights import fuse_weights
 from wicore_trt.backends.triton.executor import Loading, TritonExecutor
 from wicore_trt.backends.triton.kernel_list import list_kernels
@@ -149,6 +150,7 @@ def executor_of(
     prepares: bool = False,
     images: bool = False,
     tensors: Mapping[str, torch.Tensor] | None = None,
+    vision: VisionWeights | None = None,
     **settings: Any,
 ) -> TritonExecutor:
     """An executor of the model's weights in `dtype`, with `kv_scale`s if `tensors` has them. What it runs to prepare,
@@ -168,7 +170,7 @@ def executor_of(
         launcher.more += found.weights.values()
         return found
 
-    plan = Loading(shape, table, 512, constants)
+    plan = Loading(shape, table, 512, constants, vision=vision)
     executor = TritonExecutor(plan, ExecutorOptions(max_context=CONTEXT, **values), device, launcher, graphs=graphs)
     launcher.idles = False
     return executor
