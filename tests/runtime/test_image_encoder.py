@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +15,12 @@ from parity.tiny import cast, tiny_model
 from parity.vision import RandomEncoder, random_encoder, random_pixels
 from runtime.late_cpu import LateDevice
 from runtime.triton_cpu import executor_of, small_model
+from tiny_images import write_image_source
 
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.backends.torch.vision import TorchVision, VisionWeights, open_encoder
+from wicore_trt.engine.build import build_engine
+from wicore_trt.engine.directory import open_engine
 from wicore_trt.errors import EngineFormatError
 from wicore_trt.model.vision import FINAL_NORM, PROJECTION
 from wicore_trt.runtime.image_encoder import NOT_FINITE, FeatureEncoder, StreamEncoder, ThreadEncoder
@@ -186,6 +190,21 @@ def test_a_triton_engine_has_the_same_encoder_and_names_it(source: RandomEncoder
     assert (encoder.features[0] - wanted).norm() < 0.02 * wanted.norm()
     seeing.close()
     reading.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_on_disk_opens_with_its_encoder(tmp_path: Path, dtype: str) -> None:
+    source = write_image_source(tmp_path / "source", 7)
+    engine = open_engine(build_engine(source, tmp_path / "engine", dtype=dtype).path)
+    settings = ExecutorOptions(device="cpu", page_tokens=8, kv_pages={"global": 8, "local": 8})
+    executor, pixels = TorchExecutor(engine, settings), random_pixels(0, 56)
+    assert executor.images is not None
+    executor.images.begin(31, pixels.numpy().tobytes())
+    assert _take(executor.images, 1) == [(31, None)]
+    wanted = random_encoder(7).hf_features(pixels)  # the source's weights are made with the same seed
+    found = executor.images.features[31].float()
+    assert (found - wanted).norm() < (1e-5 if dtype == "float32" else 0.02) * wanted.norm()
+    executor.close()
 
 
 def test_tensors_that_do_not_fit_are_named(source: RandomEncoder) -> None:

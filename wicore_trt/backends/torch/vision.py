@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -31,6 +34,9 @@ from wicore_trt.model.vision import (
 from wicore_trt.runtime.cuda_device import CudaDevice
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
 from wicore_trt.runtime.image_encoder import FeatureEncoder, StreamEncoder, ThreadEncoder
+
+if TYPE_CHECKING:
+    from wicore_trt.engine.directory import EngineDir
 
 ATTENTION = [
     SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
@@ -140,6 +146,19 @@ def _add_product(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) 
     if weight.dtype == torch.float32:
         return residual.addmm_(x.float(), weight.T)
     return torch.addmm(residual, x, weight.T, out_dtype=torch.float32, out=residual)
+
+
+def load_vision(engine: EngineDir) -> VisionWeights | None:
+    """Read an engine's image encoder, memory-mapped; None if it has none. Raises EngineFormatError for a file that
+    cannot be read or does not fit its spec."""
+    spec, file = engine.manifest.vision, engine.vision_file
+    if spec is None or file is None:
+        return None
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise EngineFormatError(f"{file} cannot be read: {error}.", fix="Build the engine again.") from error
+    return VisionWeights(spec, tensors)
 
 
 def open_encoder(weights: VisionWeights, dtype: str, slots: int, device: torch.device) -> FeatureEncoder:

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from wicore_trt.backends.torch.vision import VisionWeights
+from wicore_trt.backends.torch.vision import VisionWeights, load_vision
 from wicore_trt.checkpoint.names import Role, activation_scale_name, kv_scale_name, unified_tensors, weight_scale_name
 from wicore_trt.errors import EngineFormatError
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
@@ -53,6 +53,7 @@ def load_engine_tensors(engine: EngineDir) -> EngineTensors:
         load_tensors(engine.rank_files[part.rank], part.spec),
         manifest.page_tokens,
         manifest.max_context,
+        load_vision(engine),
     )
 
 

@@ -32,7 +32,7 @@ import torch
 from msgspec import structs
 
 from wicore_trt.arithmetic import div_ceil
-from wicore_trt.backends.torch.vision import VisionWeights, open_encoder
+from wicore_trt.backends.torch.vision import VisionWeights, load_vision, open_encoder
 from wicore_trt.backends.triton.index import load_table
 from wicore_trt.backends.triton.inputs import StepBlock, Unread
 from wicore_trt.backends.triton.memory import StepLimits, StepMemory
@@ -395,7 +395,8 @@ def open_executor(engine: EngineDir, settings: ExecutorOptions) -> TritonExecuto
     """Open `engine` on this machine's GPU. Raises EnvironmentUnfitError without a GPU or kernels for it. Also raises
     EngineFormatError for files that do not fit and ConfigError for too little memory."""
     manifest = engine.manifest
-    device = CudaDevice(settings.device)
+    vision = load_vision(engine)
+    device = CudaDevice(settings.device, urgent=vision is not None)  # its steps go before encodings
     shape = engine_shape(engine, settings.page_tokens)
     table = load_table(engine, shape, device.target)
     loading = Loading(
@@ -404,6 +405,7 @@ def open_executor(engine: EngineDir, settings: ExecutorOptions) -> TritonExecuto
         manifest.max_context,
         lambda positions: load_constants(engine, shape, positions, device),
         dummy=manifest.dummy_weights,
+        vision=vision,
     )
     return TritonExecutor(loading, settings, device)
 
