@@ -55,7 +55,7 @@ class Channel:
             if not self._open:
                 return
             first = not self._out
-            for part in map(memoryview, parts):
+            for part in [memoryview(piece) for piece in parts]:
                 data = part if self._out else self._send_now(part)
                 if data:
                     self._out.append(data)
