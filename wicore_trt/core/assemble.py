@@ -21,6 +21,7 @@ from wicore_trt.engine.directory import EngineDir, open_engine
 from wicore_trt.engine.options import SCHEDULE_THEMSELVES, find_backend
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.grammar.matcher import Grammars
+from wicore_trt.model.vision import VisionSpec
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.executor import Executor, RequestExecutor
 from wicore_trt.runtime.options import ExecutorOptions
@@ -120,7 +121,8 @@ def _make_core(
         kernels=executor.kernels,
         copier=executor.copier,
     )
-    given, batch_tokens = settings.scheduler, min(batch_tokens_of(settings), executor.max_batch_tokens)
+    given, batch_tokens = settings.scheduler, executor_options(settings, manifest.vision).max_batch_tokens
+    batch_tokens = min(batch_tokens, executor.max_batch_tokens)
     if not manager.can_run(max_context, batch_tokens):
         raise EnvironmentUnfitError(
             f"KV pages {layout.num_pages} hold no sequence of {max_context} tokens.",
@@ -146,28 +148,40 @@ def make_executor(engine: EngineDir, settings: Settings) -> Executor:
     backend = engine.manifest.backend
     if backend in SCHEDULE_THEMSELVES:
         raise EnvironmentUnfitError(f"Engines of backend {backend} make their steps themselves; this needs one step.")
-    return cast(Executor, find_backend(backend).open(engine, executor_options(settings)))
+    return cast(Executor, find_backend(backend).open(engine, executor_options(settings, engine.manifest.vision)))
 
 
-def executor_options(settings: Settings) -> ExecutorOptions:
+def executor_options(settings: Settings, vision: VisionSpec | None = None) -> ExecutorOptions:
+    """Make the options of an executor. Raises ConfigError if a step has no room for an image of `vision`."""
     return ExecutorOptions(
         device=settings.executor.device, kernels=settings.executor.kernels, threads=settings.executor.threads,
         page_tokens=settings.kv.page_tokens, kv_bytes=settings.kv.device_bytes,
-        kv_fraction=settings.kv.device_fraction, max_batch_tokens=batch_tokens_of(settings),
+        kv_fraction=settings.kv.device_fraction,
+        max_batch_tokens=_count_batch_tokens(settings, 0 if vision is None else vision.tokens),
         max_sequences=settings.scheduler.max_sequences, max_context=settings.scheduler.max_context,
         batch_invariant=settings.executor.batch_invariant, loads=settings.kv.host_bytes > 0,
     )  # fmt: skip
 
 
-def batch_tokens_of(settings: Settings) -> int:
-    if settings.scheduler.max_batch_tokens is not None:
-        return settings.scheduler.max_batch_tokens
+def _count_batch_tokens(settings: Settings, image_tokens: int) -> int:
+    """Count the most tokens of a step. It takes an image whole, beside all others that decode, or nobody would know
+    when an image's turn comes: a smaller default is raised, a smaller setting refused."""
+    sequences, given = settings.scheduler.max_sequences, settings.scheduler.max_batch_tokens
+    least = image_tokens + sequences - 1 if image_tokens else 1
+    if given is not None and given < least:
+        raise ConfigError(
+            f"scheduler.max_batch_tokens = {given} is too few for an image of {image_tokens} tokens beside"
+            f" {sequences - 1} sequences that decode.",
+            fix=f"Set it to {least} at least (--max-batch-tokens), or lower scheduler.max_sequences.",
+        )
+    if given is not None:
+        return given
     device = settings.executor.device
     if device == "auto":
         import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return BATCH_TOKENS[device]
+    return max(BATCH_TOKENS[device], least)
 
 
 def _to_seconds(milliseconds: float | None) -> float | None:
