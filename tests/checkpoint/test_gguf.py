@@ -212,7 +212,10 @@ def test_a_directory_with_one_gguf_is_a_source(tmp_path: Path) -> None:
     assert open_source(tmp_path).spec.num_layers == LAYERS
     for side in ("mmproj-F16.gguf", "imatrix.gguf", "config.json"):  # hubs keep them beside
         (tmp_path / side).write_bytes(b"GGUF")
-    assert open_source(tmp_path).spec.num_layers == LAYERS
+    assert open_source(tmp_path, text_only=True).spec.num_layers == LAYERS
+    with pytest.raises(CheckpointError, match="mmproj-F16.gguf is truncated or damaged"):
+        open_source(tmp_path)
+    (tmp_path / "mmproj-F16.gguf").unlink()
     write_gguf(tmp_path / "b.gguf")
     with pytest.raises(CheckpointError, match="2 GGUF files"):
         open_source(tmp_path)
@@ -355,7 +358,7 @@ def test_a_head_of_its_own_is_read(tmp_path: Path) -> None:
     [
         ({"general.architecture": "gemma2"}, "'gemma2' model, not gemma3"),
         ({"general.architecture": "gemma-embedding"}, "EmbeddingGemma"),
-        ({"general.architecture": "clip"}, "a vision tower"),
+        ({"general.architecture": "clip"}, "an image encoder"),
         ({"general.architecture": "controlvector"}, "a control vector"),
         ({"general.architecture": None, "general.type": "imatrix"}, "an importance matrix"),
         ({"general.type": "adapter", "adapter.type": "lora"}, "a LoRA adapter.*--lora"),

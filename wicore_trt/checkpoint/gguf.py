@@ -17,12 +17,14 @@ import numpy as np
 
 from wicore_trt.checkpoint.gguf_file import GgufFile, GgufTensor, MetadataKeys, import_gguf, open_gguf
 from wicore_trt.checkpoint.gguf_tokenizer import read_vocabulary, write_tokenizer
-from wicore_trt.checkpoint.names import HF_EMBEDDING, HF_FINAL_NORM, HF_LM_HEAD, check_tensors
+from wicore_trt.checkpoint.gguf_vision import IMAGE_TENSORS, count_image_tensors, read_gguf_vision
+from wicore_trt.checkpoint.names import HF_EMBEDDING, HF_FINAL_NORM, HF_LM_HEAD, TEXT_ONLY, check_tensors, check_vision
 from wicore_trt.checkpoint.quantize import STORAGE, to_float32
 from wicore_trt.checkpoint.safetensors_io import TensorInfo
 from wicore_trt.checkpoint.source import Source
 from wicore_trt.errors import CheckpointError, named, shown
 from wicore_trt.model.spec import GLOBAL, LOCAL, MAX_LAYERS, Gemma3Spec, SpecError
+from wicore_trt.model.vision import SOFT_NORM, VisionSpec
 
 STORED = ("F32", "F16", "BF16")
 TYPES = (
@@ -46,12 +48,13 @@ _SCALED = (34, 48, 62)  # layers of 4B, 12B and 27B, whose global layers have th
 _QUANTIZATION = 2  # the version of all block layouts since 2023
 _DEFAULT_PATTERN = 6
 _DEFAULT_THETA = 10_000.0  # of both kinds of layers; the converter always writes that of the global ones
+_ITS_MODEL = "Give the GGUF of the language model that it belongs to, and this file as --mmproj."
 _OTHERS = {  # what else a GGUF may hold, by general.architecture and then by general.type, and what to do
-    "clip": ("a vision tower (mmproj)", "Give the GGUF of the language model that it belongs to."),
+    "clip": ("an image encoder (mmproj)", _ITS_MODEL),
     "gemma-embedding": ("EmbeddingGemma, which writes no text", "Give a Gemma 3 model."),
     "controlvector": ("a control vector", "Give the GGUF of the model that it steers."),
     "imatrix": ("an importance matrix", "Give the GGUF of the model that it was measured on."),
-    "mmproj": ("a vision tower (mmproj)", "Give the GGUF of the language model that it belongs to."),
+    "mmproj": ("an image encoder (mmproj)", _ITS_MODEL),
     "adapter": (
         "a LoRA adapter",
         "Build from the base with --lora and the adapter as peft saved it, or merge with llama-export-lora.",
@@ -74,36 +77,33 @@ _ONLY = {  # what llama.cpp can be asked for in other models, at the one value t
     "rope.scaling.attn_factor": 1.0, "use_parallel_residual": False,
 }  # fmt: skip
 _HARMLESS = ("rope.scaling.original_context_length", "rope.scaling.finetuned", "attention.layer_norm_epsilon")
-_VISION_KEYS, _VISION_TENSORS = ("vision.", "mm."), ("v.", "mm.")  # Ollama keeps the vision tower in the same file
+_VISION_KEYS = ("vision.", "mm.")  # Ollama keeps the image encoder in the same file
 
 
 class GgufSource(Source):
     tensors: dict[str, TensorInfo]
+    notes: list[str]
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mmproj: Path | None = None, *, text_only: bool = False) -> None:
         self._file = open_gguf(path)
         self.door, self.name, self.revision = self._file.door, str(path), None
-        self.notes = list[str]()
+        self.notes = []
         self.spec = gguf_spec(self._file, self.notes.append)
-        self.vision = None
-        self._places = dict[str, tuple[str, int]]()  # a tensor's name in the file and the first of its rows there
+        # a tensor's file, its name there and the first of its rows
+        self._places = dict[str, tuple[GgufFile, str, int]]()
         self.tensors = {}
         for name, tensor in self._file.tensors.items():
-            if not name.startswith(_VISION_TENSORS):
+            if not name.startswith(IMAGE_TENSORS):
                 self._enter_tensor(name, tensor)
         check_tensors(self.spec, {n: info.shape for n, info in self.tensors.items()}, str(path))
-        odd = next((n for n, info in self.tensors.items() if info.dtype not in TYPES), None)
-        if odd is not None:
-            kind = self.tensors[odd].dtype
-            raise CheckpointError(
-                f"{path}: {named(self._places[odd][0])} is stored as {kind}, which WiCore does not read.",
-                fix=f"Convert it: llama-quantize --allow-requantize FILE NEW.gguf Q8_0. Read are {', '.join(TYPES)}.",
-            )
-        vision = sum(n.startswith(_VISION_TENSORS) for n in self._file.tensors)
-        if vision:
-            self.notes.append(f"left aside: {vision} tensors of the vision tower.")
         self._vocabulary = read_vocabulary(self._file.metadata, self.spec.vocab_size, str(path))
         self.notes += self._vocabulary.notes
+        self.vision = None if text_only else self._read_vision(mmproj)
+        for file, stored, _ in self._places.values():
+            if (kind := file.tensors[stored].type_name) not in TYPES:
+                fix = f"Convert it: llama-quantize --allow-requantize FILE NEW.gguf Q8_0. Read are {', '.join(TYPES)}."
+                what = f"{named(stored)} is stored as {kind}, which WiCore does not read."
+                raise CheckpointError(f"{file.path}: {what}", fix=fix)
         self.generation_config = {"bos_token_id": self._vocabulary.bos, "eos_token_id": self._vocabulary.ends}
 
     def _enter_tensor(self, name: str, tensor: GgufTensor) -> None:
@@ -118,14 +118,38 @@ class GgufSource(Source):
             if hf in self.tensors:
                 raise CheckpointError(f"{self._file.path} holds {named(hf)} twice.")
             self.tensors[hf] = TensorInfo((rows, *tensor.shape[1:]), tensor.type_name)
-            self._places[hf] = name, first
+            self._places[hf] = self._file, name, first
             first += rows
+
+    def _read_vision(self, mmproj: Path | None) -> VisionSpec | None:
+        """Read the image encoder in the file `mmproj`, or Ollama's in the model's own file."""
+        within = count_image_tensors(self._file.tensors)
+        if mmproj is None and not within:
+            return None
+        if mmproj is not None and within:
+            raise CheckpointError(f"{self._file.path} has an image encoder of its own.", fix="Leave --mmproj out.")
+        file = self._file
+        if mmproj is not None:
+            file = open_gguf(mmproj, self.door)
+            if file.metadata.get("general.architecture") != "clip":
+                raise CheckpointError(f"{mmproj} holds no image encoder (mmproj).", fix=TEXT_ONLY)
+        try:
+            vision, names = read_gguf_vision(file, self.spec, self._vocabulary, self.notes.append)
+            shapes = {name: file.tensors[stored].shape for name, stored in names.items()}
+            check_vision(vision, self.spec, shapes, str(file.path))
+        except CheckpointError as error:
+            if mmproj is not None:
+                raise
+            self.notes.append(f"left aside: {within} tensors of the image encoder. {error.message}")
+            return None
+        self._places |= {name: (file, names[name], 0) for name in shapes}
+        return vision
 
     def read_rows(self, name: str, start: int, stop: int) -> tuple[np.ndarray, str]:
         gguf = import_gguf()
-        stored, first = self._places[name]
-        tensor = self._file.tensors[stored]
-        blocks = np.frombuffer(self._file.read_rows(stored, first + start, first + stop), np.uint8)
+        file, stored, first = self._places[name]
+        tensor = file.tensors[stored]
+        blocks = np.frombuffer(file.read_rows(stored, first + start, first + stop), np.uint8)
         shape = (stop - start, *tensor.shape[1:])
         if tensor.type_name in STORED:
             block, tag = blocks.view(STORAGE[tensor.type_name]).reshape(shape), tensor.type_name
@@ -133,6 +157,8 @@ class GgufSource(Source):
             kind = gguf.GGMLQuantizationType[tensor.type_name]
             with np.errstate(invalid="ignore", over="ignore"):  # a scale that is not finite; the converter refuses it
                 block, tag = gguf.quants.dequantize(blocks.reshape(stop - start, -1), kind).reshape(shape), "F32"
+        if name == SOFT_NORM:  # converters have added 1
+            return to_float32(block, tag) - np.float32(1.0), "F32"
         return block, tag
 
     def read_norm(self, name: str, start: int, stop: int) -> np.ndarray:
@@ -142,8 +168,8 @@ class GgufSource(Source):
         return write_tokenizer(self._vocabulary, self.generation_config, directory)
 
     def place_of(self, name: str) -> str:
-        stored = self._places[name][0]
-        return f"{self._file.tensors[stored].path}: {stored}"
+        file, stored, _ = self._places[name]
+        return f"{file.tensors[stored].path}: {stored}"
 
 
 def gguf_spec(file: GgufFile, note: Callable[[str], None] = lambda text: None) -> Gemma3Spec:

@@ -35,7 +35,8 @@ _MAX_NESTING = 4
 _MAX_ALIGNMENT = 1 << 16
 _AGAIN = "Download it again."
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
-_SIDE_FILE = re.compile(r"mmproj|imatrix")
+_MMPROJ = "mmproj"
+_SIDE_FILE = re.compile(rf"{_MMPROJ}|imatrix")
 _OLLAMA_MODEL = "application/vnd.ollama.image.model"  # media type of the weights in a manifest
 _MAX_MANIFEST = 1 << 16  # bytes
 
@@ -98,11 +99,11 @@ def import_gguf() -> Any:
     return gguf
 
 
-def open_gguf(path: Path) -> GgufFile:
-    """Parse and check a little-endian GGUF file of version 2 or 3, with the other parts of a split model.
-    Raises CheckpointError for any other file."""
+def open_gguf(path: Path, door: UntrustedFiles | None = None) -> GgufFile:
+    """Parse and check a little-endian GGUF file of version 2 or 3, with the other parts of a split model. Raises
+    CheckpointError for any other file."""
     import_gguf()
-    door = UntrustedFiles(fix=_AGAIN, seen={})
+    door = door or UntrustedFiles(fix=_AGAIN, seen={})
     file = _open_one(path, door)
     count = _split_key(file, "split.count")
     return file if count < 2 else _join_parts(path, count, door)
@@ -146,7 +147,7 @@ def _other_kind(path: Path, start: bytes) -> str:
 
 def choose_gguf(directory: Path) -> Path | None:
     """Find the GGUF file that is the model in a directory, of a split model the first part; None when there is none.
-    Files named as vision towers (mmproj) or imatrix are ignored beside others. Raises CheckpointError for several
+    Files named as image encoders (mmproj) or imatrix are ignored beside others. Raises CheckpointError for several
     models."""
     files = sorted(directory.glob("*.gguf"))
     models = [file for file in files if not _SIDE_FILE.search(file.name.lower())] or files
@@ -154,6 +155,11 @@ def choose_gguf(directory: Path) -> Path | None:
     if len(models) > 1 and (len(parts) != 1 or not all(_PART.fullmatch(file.name) for file in models)):
         raise CheckpointError(f"{directory} holds {len(models)} GGUF files.", fix="Give the path of one of them.")
     return models[0] if models else None
+
+
+def list_mmproj(directory: Path) -> list[Path]:
+    """List the files in a directory that are named as image encoders."""
+    return [file for file in sorted(directory.glob("*.gguf")) if _MMPROJ in file.name.lower()]
 
 
 def _split_key(file: GgufFile, key: str) -> int:
@@ -227,8 +233,7 @@ def _check_tensor_table(
             raise CheckpointError(
                 f"{path} is damaged: {name} is placed at byte {offset} of the data, where {start} is due.", fix=_AGAIN
             )
-        row_bytes = block_bytes if len(dims) == 1 else dims[0] // block_items * block_bytes
-        tensors[raw_name] = GgufTensor(tuple(reversed(dims)), kind.name, data + offset, row_bytes, path)
+        tensors[raw_name] = GgufTensor(tuple(reversed(dims)), kind.name, data + offset, size_bytes // dims[-1], path)
     return tensors
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from wicore_trt.checkpoint import hub
 from wicore_trt.checkpoint.gguf import GgufSource
-from wicore_trt.checkpoint.gguf_file import choose_gguf
+from wicore_trt.checkpoint.gguf_file import choose_gguf, list_mmproj
 from wicore_trt.checkpoint.lora import LoraSource
 from wicore_trt.checkpoint.source import HfSource, Source
 from wicore_trt.errors import CheckpointError
@@ -29,30 +29,45 @@ def open_source(
     `lora`. The image encoder is left out if `text_only`; a GGUF file's is in the file `mmproj`, or in itself.
     Raises CheckpointError for anything missing, truncated, gated, unreachable or not Gemma 3. Raises
     EnvironmentUnfitError for a GGUF file when the extra `gguf` is not installed."""
-    base = _open_base(ref, revision, lora, text_only)
+    base = _open_base(ref, revision, lora, mmproj, text_only)
     return base if lora is None else LoraSource(base, lora)
 
 
-def _open_base(ref: str | Path, revision: str | None, lora: Path | None, text_only: bool) -> Source:
+def _open_base(
+    ref: str | Path, revision: str | None, lora: Path | None, mmproj: Path | None, text_only: bool
+) -> Source:
     path = Path(os.path.expanduser(ref))  # an unknown ~name stays as it is
     if is_present(path) and not os.path.isdir(path):
         if path.suffix == ".safetensors":
             raise CheckpointError(
                 f"{path} is one file of a model.", fix=f"Give its directory: {quote_arg(path.parent)}"
             )
-        return GgufSource(path)
+        return GgufSource(path, mmproj, text_only=text_only)
     if os.path.isdir(path):
         safetensors = is_present(path / "config.json") and any(path.glob("*.safetensors"))
         gguf = None if safetensors else choose_gguf(path)
         if gguf is None:
+            _refuse_mmproj(mmproj)
             return HfSource(path, name=str(ref), lora=lora, text_only=text_only)
         UntrustedFiles(path, fix="Give the path of the GGUF file itself.").check_file(gguf)
-        return GgufSource(gguf)
+        beside = [] if mmproj or text_only or gguf in list_mmproj(path) else list_mmproj(path)
+        source = GgufSource(gguf, mmproj or (beside[0] if len(beside) == 1 else None), text_only=text_only)
+        if beside:
+            taken = f"the image encoder is that of {beside[0].name}, which lies beside the model."
+            many = f"left aside: {len(beside)} image encoders; --mmproj {quote_arg(beside[0])} takes the first."
+            source.notes.append(taken if len(beside) == 1 else many)
+        return source
     if not isinstance(ref, str) or not hub.is_hub_id(ref):
         raise CheckpointError(
             f"{ref} does not exist.",
             fix="Give a model directory, a .gguf file or a hub id such as google/gemma-3-27b-it, or run: wicore fetch "
             "gemma3-270m",
         )
+    _refuse_mmproj(mmproj)
     snapshot = hub.download_snapshot(ref, revision)
     return HfSource(snapshot, name=ref, revision=snapshot.name, text_only=text_only)
+
+
+def _refuse_mmproj(mmproj: Path | None) -> None:
+    if mmproj is not None:
+        raise CheckpointError(f"{mmproj} belongs to a GGUF model, and this model is none.", fix="Leave --mmproj out.")
