@@ -13,7 +13,7 @@ from typing import Any
 
 from wicore_trt.errors import AuthenticationError, InvalidRequestError, UnavailableError, WicoreError
 
-Prompt = str | Sequence[Mapping[str, str]]
+Prompt = str | Sequence[Mapping[str, Any]]
 TIMEOUT_S = 600.0
 
 

@@ -7,9 +7,11 @@ what a model writes cannot steer a terminal. Ctrl-C ends an answer, not the prog
 from __future__ import annotations
 
 import json
+import mimetypes
 import signal
 import sys
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -23,7 +25,10 @@ from wicore_trt.errors import WicoreError
 if TYPE_CHECKING:
     from wicore_trt.cli._partner import Partner
 
-HELP = "/reset begins anew, /system TEXT sets the system prompt, /save FILE writes the conversation as JSON, // says /."
+HELP = (
+    "/reset begins anew, /system TEXT sets the system prompt, /image FILE shows an image with the next line, "
+    "/save FILE writes the conversation as JSON, // says /."
+)
 
 
 def command(
@@ -31,6 +36,9 @@ def command(
         str, typer.Argument(metavar="[ADDRESS|URL|ENGINE]", help="HOST:PORT of gRPC, URL, or engine directory.")
     ] = "127.0.0.1:50051",
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
+    image: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="An image that the first line shows; may be repeated.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 512,
     temperature: Annotated[float, typer.Option(help="0 takes the most probable token each time.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Sample among the most probable tokens that make up this mass.")] = 0.95,
@@ -55,6 +63,8 @@ def command(
             print_note(
                 "This model has no chat template: it does not answer, it continues the text so far and what you write."
             )
+        for path in image or ():
+            talk.attach_image(path)
         talk.run_session()
     finally:
         partner.close()
@@ -78,7 +88,9 @@ class ChatSession:
     sampling: dict[str, Any]
     system: str
     tty: bool
-    turns: list[dict[str, str]] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    images: list[dict[str, Any]] = field(default_factory=list)
+    """Parts of the next turn, as data: URLs, which every partner and a saved file take."""
     saved: set[str] = field(default_factory=set)  # files that are ours to write again
 
     def run_session(self) -> None:
@@ -121,12 +133,16 @@ class ChatSession:
         rest = rest.strip()
         if name == "/reset":
             self.turns.clear()
+            self.images.clear()
             print_note("A new conversation.")
         elif name == "/system":
             self.system = rest
             print_note("The system prompt is set." if rest else "There is no system prompt any more.")
             if not self.partner.chats:
                 print_note("A model without chat template does not see it.")
+        elif name == "/image" and rest:
+            self.attach_image(rest)
+            print_note("The next line shows it.")
         elif name == "/save" and rest:
             try:
                 with Path(rest).expanduser().open("w" if rest in self.saved else "x", encoding="utf-8") as file:
@@ -138,7 +154,18 @@ class ChatSession:
         else:
             print_note(HELP)
 
-    def _list_messages(self) -> list[dict[str, str]]:
+    def attach_image(self, path: str) -> None:
+        """Show an image with the next line. Raises InvalidRequestError for a file that cannot be read."""
+        from wicore_trt.images.files import read_image
+
+        if not self.partner.chats:
+            raise WicoreError("A model without chat template takes no images here.")
+        image = read_image(path if ":" in path else str(Path(path).expanduser()), "image")
+        kind = mimetypes.guess_type(path)[0] or "image/png"
+        url = image.url or f"data:{kind};base64,{b64encode(image.data).decode()}"
+        self.images.append({"type": "image_url", "image_url": {"url": url}})
+
+    def _list_messages(self) -> list[dict[str, Any]]:
         return ([{"role": "system", "content": self.system}] if self.system else []) + self.turns
 
     def _make_prompt(self) -> Any:
@@ -153,7 +180,8 @@ class ChatSession:
 
     def _print_answer(self, line: str) -> None:
         """Send a line and print the answer. A turn that fails is taken back."""
-        self.turns.append({"role": "user", "content": line})
+        shown, self.images = self.images, []
+        self.turns.append({"role": "user", "content": [*shown, {"type": "text", "text": line}] if shown else line})
         parts: list[str] = []
         started = first = time.perf_counter()
         counts, stopped = None, False

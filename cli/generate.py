@@ -29,6 +29,10 @@ def command(
     repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes seen tokens less likely.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop at this text; may be given several times.")] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="An image that the prompt shows; may be given several times."),
+    ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Wrap the prompt as a user turn of the model's chat template.")
     ] = False,
@@ -36,8 +40,12 @@ def command(
     threads: Annotated[int, typer.Option(help="CPU threads; 0: all.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
 ) -> None:
-    """Complete one prompt, without a server."""
+    """Complete one prompt, without a server.
+
+    Images come first, or where a prompt without --chat has <start_of_image>.
+    """
     from wicore_trt.cli._ui import progress
+    from wicore_trt.images.files import read_image
     from wicore_trt.types import SamplingParams
 
     params = SamplingParams(
@@ -50,6 +58,11 @@ def command(
             text = sys.stdin.buffer.read().decode().removesuffix("\n")
         except UnicodeDecodeError as error:
             raise InvalidRequestError(f"Standard input is not UTF-8: {error}.", field="prompt") from error
+    images = [read_image(path, "image") for path in image or ()]
+    asked: Any = {"prompt": text, "images": images} if images else text
+    if chat:
+        shown = [{"type": "image", "image": one} for one in images]
+        asked = [{"role": "user", "content": [*shown, {"type": "text", "text": text}] if images else text}]
     with progress(quiet=as_json) as report:
         report(f"loading {engine}", 0, 1)
         from wicore_trt.llm import LLM
@@ -58,7 +71,7 @@ def command(
         report(f"loading {engine}", 1, 1)
     with llm:
         started = time.perf_counter()
-        outputs = llm.stream([{"role": "user", "content": text}] if chat else text, params)
+        outputs = llm.stream(asked, params)
         parts: list[str] = []
         first = started
         for output in outputs:
