@@ -6,6 +6,16 @@ VOCAB = 97
 EOS = 1
 
 
+IMAGE_BEGIN, IMAGE_SOFT, IMAGE_END = 95, 96, 94
+"""Tokens of images: the characters DEL, none that texts have, and ~."""
+
+
+def encode_any(text: str) -> list[int]:
+    """Every character has a token, several may have one; those of images have theirs."""
+    text = text.replace("<start_of_image>", "\x7f").replace("<end_of_image>", "~")
+    return [(ord(c) - 32) % VOCAB for c in text]
+
+
 class FakeTokenizer:
     """Token t is the character chr(32 + t); EOS is special and has no text."""
 

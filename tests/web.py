@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import httpx
+from fake_tokenizer import IMAGE_BEGIN, IMAGE_END, IMAGE_SOFT, encode_any
 from fakes import FAKE_INFO, FakeEncoder, FakeTokenizer, greedy, make_core
 from PIL import Image
 
@@ -19,14 +20,14 @@ from wicore_trt.http.server import HttpServer
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.batch import SampledTokens, StepBatch, StepResult
 from wicore_trt.text.chat import shaped_turns
-from wicore_trt.text.images import IMAGE_MARK, expand_marks
+from wicore_trt.text.images import expand_marks
 from wicore_trt.text.turns import has_calls, render_turns
 from wicore_trt.types import ImageInfo, TokenLogprob
 
 MAX_CONTEXT = 1024
 VOCAB = 97
-IMAGES = ImageInfo(size=8, tokens=FakeEncoder.tokens, begin_id=95, soft_id=96, end_id=94)
-"""Of engines that see; the first is the character DEL, the last ~."""
+IMAGES = ImageInfo(8, FakeEncoder.tokens, IMAGE_BEGIN, IMAGE_SOFT, IMAGE_END)
+"""Of engines that see."""
 SEQUENCE = "\n\n\x7f~\n\n"
 
 
@@ -34,7 +35,7 @@ class WebTokenizer(FakeTokenizer):
     """Takes any text, and checks conversations as the real one does."""
 
     def encode(self, text, *, add_bos=True, max_tokens=None):
-        return [(ord(c) - 32) % VOCAB for c in text.replace(IMAGE_MARK, "\x7f").replace("<end_of_image>", "~")]
+        return encode_any(text)
 
     def apply_chat(self, messages, *, functions=(), add_generation_prompt=True, max_tokens=None, images=(), **_):
         if functions or has_calls(messages):

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-from fakes import greedy
+from fake_tokenizer import IMAGE_SOFT
+from fakes import FakeEncoder, greedy
 from process.fake_parts import AnyTextTokenizer
 
 TESTS = Path(__file__).parents[1]
@@ -43,8 +44,10 @@ def server(**options) -> Iterator[str]:
 
 
 def answer_to(text: str, most: int = 512) -> str:
-    """What the fake model answers."""
-    return TOKENIZER.decode(greedy(TOKENIZER.encode(text), most))
+    """What the fake model answers; <start_of_image> is an image."""
+    head, *rest = (TOKENIZER.encode(part) for part in text.split("<start_of_image>"))
+    image = [*TOKENIZER.encode("\n\n<start_of_image>"), *[IMAGE_SOFT] * FakeEncoder.tokens, *TOKENIZER.encode("~\n\n")]
+    return TOKENIZER.decode(greedy(sum(([*image, *part] for part in rest), head), most))
 
 
 def prompt_with(least: int) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import random
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from page.browser import CHROMIUM, KEY, answer_to, prompt_with, server
+from PIL import Image
+from web import png
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 expect = sync_api.expect
@@ -101,6 +106,55 @@ def test_a_chat_streams_its_text_as_text(opened, url):
     assert page.input_value("#ask") == "one\ntwo"
     page.click(".clear")
     expect(page.locator(".turn")).to_have_count(0)
+
+
+DROP = """([text, kind]) => {
+  const data = new DataTransfer(), bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  data.items.add(new File([bytes], "a.png", { type: "image/png" }));
+  const target = kind === "paste" ? document.getElementById("ask") : document.body;
+  const more = { bubbles: true, cancelable: true };
+  target.dispatchEvent(kind === "paste" ? new ClipboardEvent("paste", { clipboardData: data, ...more })
+    : new DragEvent("drop", { dataTransfer: data, ...more }));
+}"""
+
+
+def test_images_that_are_dropped_pasted_and_attached_are_answered(opened, url):
+    with server(chat=True, images=True) as seeing:
+        page = opened(f"{seeing}/#chat")
+        expect(page.locator("#keys")).to_contain_text("16 in a conversation")
+        for count, kind in enumerate(("drop", "paste"), 1):
+            page.evaluate(DROP, [base64.b64encode(png(count)).decode(), kind])
+            expect(page.locator(".ask .pictures img")).to_have_count(count)
+        page.set_input_files(".attach input", {"name": "b.png", "mimeType": "image/png", "buffer": png(3)})
+        expect(page.locator(".ask .pictures img")).to_have_count(3)
+        page.click("[aria-label='Remove image 2']")
+        with page.expect_request("**/v1/chat/completions") as sent:
+            ask(page, "hello")
+        parts = sent.value.post_data_json["messages"][0]["content"]
+        sent_files = [base64.b64decode(part["image_url"]["url"].partition(",")[2]) for part in parts[:2]]
+        assert sent_files == [png(1), png(3)] and parts[2] == {"type": "text", "text": "hello"}
+        expect(last_answer(page)).to_have_attribute("aria-busy", "false")
+        said = last_answer(page).locator(".text").evaluate("e => e.textContent")
+        assert said == answer_to("<start_of_image><start_of_image>hello")
+        expect(page.locator(".turn.user .pictures img")).to_have_count(2)
+        assert page.locator(".pictures img").first.evaluate("e => e.naturalWidth") == 8
+        page.evaluate(DROP, [base64.b64encode(png(4)).decode(), "drop"])
+        expect(page.locator(".ask .pictures img")).to_have_count(1)
+        page.click(".send")
+        expect(page.locator(".turn.assistant")).to_have_count(2)
+        expect(last_answer(page)).to_have_attribute("aria-busy", "false")
+        again = last_answer(page).locator(".text").evaluate("e => e.textContent")
+        assert again == answer_to(f"<start_of_image><start_of_image>hello{said}<start_of_image>")
+        large = io.BytesIO()
+        Image.frombytes("RGB", (2400, 300), random.Random(1).randbytes(3 * 2400 * 300)).save(large, "PNG")
+        page.set_input_files(".attach input", {"name": "c.png", "mimeType": "image/png", "buffer": large.getvalue()})
+        expect(page.locator(".ask .pictures img")).to_have_count(1)
+        assert page.locator(".ask .pictures img").evaluate("e => [e.naturalWidth, e.naturalHeight]") == [1792, 224]
+        page.close()
+    page = opened(f"{url}/#chat")
+    expect(page.locator(".attach")).to_have_count(0)
+    page.evaluate(DROP, [base64.b64encode(png(1)).decode(), "drop"])
+    expect(page.locator(".ask .error")).to_contain_text("text alone")
 
 
 def test_stop_ends_the_request_on_the_server(opened, url):

@@ -5,9 +5,8 @@ Prints `bound ADDRESS` and `ready on ADDRESS`. Options reach the other processes
 (bytes after which the engine cuts off a front), `dies` (the process that ends while it starts, every time), `chat`
 (the model has a chat template or not, and any text has tokens), `host_bytes` of a host tier, and `pids`, a folder
 where each process leaves its number; `front_s`, `slow_s`, `quick_s`, `patience` and `together_s` stand for the
-supervisor's and its log's; with `narrow` its sockets hold few messages. `recipe` names a file of settings that the
-server reads, and reads again; `build` one that
-names the engine's build.
+supervisor's and its log's; with `narrow` its sockets hold few messages; with `images` the engine sees. `recipe`
+names a file of settings that the server reads, and reads again; `build` one that names the engine's build.
 """
 
 from __future__ import annotations
@@ -20,13 +19,16 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from fake_tokenizer import FakeTokenizer
+from fake_tokenizer import IMAGE_BEGIN, IMAGE_END, IMAGE_SOFT, FakeTokenizer, encode_any
 
 from wicore_trt.access import log
 from wicore_trt.config import KVSettings, LoadedSettings, LogSettings, ServerSettings, Settings, resolve_settings
 from wicore_trt.errors import EngineFormatError, WicoreError
 from wicore_trt.process import child, supervisor
 from wicore_trt.process.supervisor import Supervisor
+from wicore_trt.text.chat import content_text
+from wicore_trt.text.images import expand_marks
+from wicore_trt.types import ImageInfo
 
 MAX_CONTEXT = 4096
 HERE = "process.fake_parts"
@@ -44,7 +46,7 @@ def leave_number(name: str) -> None:
 
 
 def load_engine(settings: Settings):
-    from fakes import FAKE_INFO, make_core
+    from fakes import FAKE_INFO, FakeEncoder, make_core
 
     from wicore_trt.link import channel
     from wicore_trt.model.spec import GLOBAL, LOCAL
@@ -60,13 +62,15 @@ def load_engine(settings: Settings):
     core = make_core(
         pages=pages, max_context=MAX_CONTEXT, max_sequences=sequences,
         kv=KVSettings(host_bytes=given["host_bytes"]) if "host_bytes" in given else None,
+        images=FakeEncoder() if given.get("images") else None,
     )  # fmt: skip
     core.executor.step_s = given.get("step_s", 0.0)
     core.executor.fail_at = given.get("fail_at")
     if "hang_at" in given:
         hang_at(core.executor, given["hang_at"])
     info = replace(FAKE_INFO, max_context_tokens=MAX_CONTEXT, bos_token_id=2, chat=given.get("chat", False))
-    return core, replace(info, build=build())
+    images = ImageInfo(8, FakeEncoder.tokens, IMAGE_BEGIN, IMAGE_SOFT, IMAGE_END) if given.get("images") else None
+    return core, replace(info, build=build(), images=images)
 
 
 def build() -> str:
@@ -88,7 +92,11 @@ class AnyTextTokenizer(FakeTokenizer):
     """Every character has a token, several may have one."""
 
     def encode(self, text, *, add_bos=True, max_tokens=None):
-        return [(ord(c) - 32) % self.vocab_size for c in text]
+        return encode_any(text)
+
+    def apply_chat(self, messages, *, images=(), **_):
+        text = "".join(content_text("messages", message["content"]) for message in messages)
+        return self.encode(expand_marks([text], images, "messages")[0])
 
 
 def load_tokenizer(settings: Settings, checked_build: str | None) -> FakeTokenizer:
