@@ -67,7 +67,7 @@ def source() -> RandomEncoder:
 def encoder(request: pytest.FixtureRequest, source: RandomEncoder) -> Iterator[FeatureEncoder]:
     model = TorchVision(source.weights, "float32", torch.device("cpu"))
     if request.param == "thread":
-        made: FeatureEncoder = ThreadEncoder(source.weights.spec, SLOTS, torch.float32, model.encode)
+        made: FeatureEncoder = ThreadEncoder(source.weights.spec, SLOTS, torch.float32, model.encode, model.stop)
     else:
         late = LateStream("sm90", random.Random(5))
         made = StreamEncoder(source.weights.spec, SLOTS, torch.float32, model.encode, late)  # type: ignore[arg-type]
@@ -136,7 +136,7 @@ def test_an_image_that_raises_fails_alone_and_thread_encodes_on(source: RandomEn
             raise MemoryError("no room")
         return model.encode(pixels)
 
-    encoder = ThreadEncoder(source.weights.spec, 2, torch.float32, encode)
+    encoder = ThreadEncoder(source.weights.spec, 2, torch.float32, encode, model.stop)
     pixels = random_pixels(0, 56)
     encoder.begin(0, bytes(encoder.pixel_bytes))
     encoder.begin(1, pixels.numpy().tobytes())
@@ -167,6 +167,21 @@ def test_begin_returns_at_once_and_steps_run_beside_an_encoding(source: RandomEn
     assert _take(encoder, 1) == [(0, None)]
     executor.close()
     assert not encoder._thread.is_alive()
+
+
+def test_closing_waits_for_no_image(source: RandomEncoder) -> None:
+    model, inside = TorchVision(source.weights, "float32", torch.device("cpu")), threading.Event()
+
+    def encode(pixels: torch.Tensor) -> torch.Tensor:
+        inside.set()
+        while True:  # an image that takes for ever
+            model.encode(pixels)
+
+    encoder = ThreadEncoder(source.weights.spec, 2, torch.float32, encode, model.stop)
+    encoder.begin(0, bytes(encoder.pixel_bytes))
+    assert inside.wait(10)
+    encoder.close()
+    assert encoder.take_ended() == []
 
 
 def test_an_engine_that_reads_text_alone_has_no_encoder() -> None:

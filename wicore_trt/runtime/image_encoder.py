@@ -41,12 +41,15 @@ class FeatureEncoder(ImageEncoder, Protocol):
 
 
 class ThreadEncoder:
-    """Implements `FeatureEncoder` on the CPU."""
+    """Implements `FeatureEncoder` on the CPU. `stop`, from any thread, lets an `encode` under way raise soon."""
 
-    def __init__(self, spec: VisionSpec, slots: int, dtype: torch.dtype, encode: Encode) -> None:
+    def __init__(
+        self, spec: VisionSpec, slots: int, dtype: torch.dtype, encode: Encode, stop: Callable[[], None]
+    ) -> None:
         self.slots, self.tokens, self.pixel_bytes = slots, spec.tokens, spec.pixel_bytes
         self.features = torch.zeros(slots, spec.tokens, spec.text_hidden_size, dtype=dtype)
-        self._shape, self._encode, self._under_way, self._closed = _pixel_shape(spec), encode, 0, False
+        self._shape, self._encode, self._stop = _pixel_shape(spec), encode, stop
+        self._under_way, self._closed = 0, False
         self._begun: SimpleQueue[tuple[int, bytes] | None] = SimpleQueue()
         self._ended: SimpleQueue[tuple[int, str | None]] = SimpleQueue()
         self._thread = Thread(target=self._run, name="image-encoder", daemon=True)
@@ -69,6 +72,7 @@ class ThreadEncoder:
 
     def close(self) -> None:
         self._closed = True
+        self._stop()
         self._begun.put(None)
         self._thread.join()
 
@@ -81,6 +85,8 @@ class ThreadEncoder:
                     self.features[slot].copy_(found)
                 why = None if bool(found.isfinite().all()) else NOT_FINITE
             except Exception as error:  # fails this image alone
+                if self._closed:
+                    return
                 log.exception("an image could not be encoded")
                 why = f"{type(error).__name__}: {error}"
             self._ended.put((slot, why))

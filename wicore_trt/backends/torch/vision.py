@@ -68,7 +68,7 @@ class TorchVision:
 
     def __init__(self, weights: VisionWeights, dtype: str, device: torch.device) -> None:
         spec, tensors = weights.spec, dict(weights.tensors)
-        self.spec, self.dtype = spec, TORCH_DTYPES[dtype]
+        self.spec, self.dtype, self.stopped = spec, TORCH_DTYPES[dtype], False
         for layer in range(spec.num_layers):
             for kind in ("weight", "bias"):
                 parts = [tensors.pop(vision_layer(layer, f"self_attn.{part}_proj.{kind}")) for part in "qkv"]
@@ -89,6 +89,10 @@ class TorchVision:
         """Encode uint8 [size, size, 3] on the device into [tokens, text hidden size]."""
         return encode(TorchVisionOps(self, pixels), self.spec)
 
+    def stop(self) -> None:
+        """Let an encoding under way raise RuntimeError at its next norm: a CPU takes a minute for an image."""
+        self.stopped = True
+
 
 class TorchVisionOps:
     """`VisionOps` of one image."""
@@ -103,6 +107,8 @@ class TorchVisionOps:
         return _add_product(self._model.positions.clone(), rows, self._weights[f"{PATCHES}.weight"])
 
     def norm(self, residual: torch.Tensor, module: str) -> torch.Tensor:
+        if self._model.stopped:
+            raise RuntimeError("the image encoder was stopped")
         return self._layer_norm(residual, module).to(self._model.dtype)
 
     def linear(self, x: torch.Tensor, module: str) -> torch.Tensor:
@@ -167,7 +173,7 @@ def open_encoder(weights: VisionWeights, dtype: str, slots: int, device: torch.d
         needed = sum(4 * t.numel() for t in weights.tensors.values())
         check_room(needed, "the image encoder", "Use a machine that has it, or an engine built with --text-only.")
         model = TorchVision(weights, dtype, device)
-        return ThreadEncoder(weights.spec, slots, model.dtype, model.encode)
+        return ThreadEncoder(weights.spec, slots, model.dtype, model.encode, model.stop)
     side = CudaDevice(str(device))
     with side.visit():
         model = TorchVision(weights, dtype, side.torch_device)
