@@ -442,4 +442,28 @@ MUTANTS = (
         "error=failed[s.seq_id])",
         "tests/kv/test_images.py",
     ),
+    Mutant(
+        "backends/torch/native_ops.py",
+        "rows = self._features[slot, :count].to(torch.float32).contiguous()",
+        "rows = torch.zeros(self._features[slot, :count].shape)",
+        "tests/core/test_images_end_to_end.py",
+    ),
+    Mutant(
+        "runtime/step_inputs.py",
+        "key_ends[begin + first : begin + first + count] = s.start + first + count\n",
+        "pass\n",
+        "tests/core/test_images_end_to_end.py",
+    ),
+    Mutant(
+        "runtime/step_inputs.py",
+        "key_ends[begin + first : begin + first + count] = s.start + first + count\n",
+        "key_ends[begin + first : begin + first + count] = s.start + first + count - 1\n",
+        "tests/core/test_images_end_to_end.py",
+    ),
+    Mutant(
+        "runtime/step_inputs.py",
+        "images.append((begin + first, count, slot))",
+        "images.append((begin + first, count, own[0][2]))",
+        "tests/core/test_images_end_to_end.py",
+    ),
 )
