@@ -443,9 +443,9 @@ MUTANTS = (
         "tests/kv/test_images.py",
     ),
     Mutant(
-        "backends/torch/native_ops.py",
-        "rows = self._features[slot, :count].to(torch.float32).contiguous()",
-        "rows = torch.zeros(self._features[slot, :count].shape)",
+        "backends/torch/ops.py",
+        "rows[first : first + count] = self._features[slot, :count]",
+        "rows[first : first + count] = 0.0",
         "tests/core/test_images_end_to_end.py",
     ),
     Mutant(

@@ -172,7 +172,7 @@ async def test_requests_with_images_wait_for_a_slow_engine_and_end_no_link(monke
     remote.abort("1/11")
     heard: list[Add | Abort] = []
 
-    def answer(data: bytes) -> None:
+    def answer(data: memoryview) -> None:
         heard.append(message := decode_to_engine(data))
         if isinstance(message, Add):
             engine.post(encode(Done(message.call)))
@@ -190,8 +190,8 @@ async def test_a_message_that_breaks_its_receiver_ends_the_channel():
     read: list[bytes] = []
     ended: list[bool] = []
 
-    def receive(message: bytes) -> None:
-        read.append(message)
+    def receive(message: memoryview) -> None:
+        read.append(bytes(message))
         if message == b"bad":
             raise ValueError(message)
 

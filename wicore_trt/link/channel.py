@@ -26,14 +26,14 @@ _HEAD = 4
 
 
 class Channel:
-    """End of a link. `received` is called with each message and `closed` at the end, both on the thread of `loop`,
-    where it must be constructed."""
+    """End of a link. `received` is called with each message, which lasts until it returns, and `closed` at the end,
+    both on the thread of `loop`, where it must be constructed."""
 
     def __init__(
         self,
         sock: socket.socket,
         loop: asyncio.AbstractEventLoop,
-        received: Callable[[bytes], None],
+        received: Callable[[memoryview], None],
         closed: Callable[[], None],
     ) -> None:
         sock.setblocking(False)
@@ -129,7 +129,8 @@ class Channel:
             if stop > end:
                 break
             try:
-                self._received(bytes(memoryview(self._in)[start + _HEAD : stop]))
+                with memoryview(self._in)[start + _HEAD : stop] as message:  # not copied: pixels are megabytes
+                    self._received(message)
             except Exception:  # a bug of ours; ending the channel fails its waiting calls
                 log.exception("a message between front and engine could not be handled; closing the link")
                 self.close()

@@ -109,7 +109,7 @@ class _Link:
     def send_message(self, message: object) -> None:
         self.channel.post(encode(message))
 
-    def _take_message(self, data: bytes) -> None:
+    def _take_message(self, data: memoryview) -> None:
         message = decode_to_engine(data)
         match message:
             case Add():

@@ -138,7 +138,7 @@ class RemoteEngine(EnginePort):
             self._pending.pop(call, None)
             del reply  # breaks a cycle: its error has this frame in the traceback
 
-    def _take_message(self, data: bytes) -> None:
+    def _take_message(self, data: memoryview) -> None:
         message = decode_from_engine(data)
         match message:
             case Outputs():
