@@ -247,7 +247,7 @@ def _check_agreement(manifest: Manifest) -> None:
     if manifest.max_context > spec.max_position_embeddings:
         raise ValueError(f"max_context {manifest.max_context} is beyond the model's {spec.max_position_embeddings}.")
     spec.shard(0, manifest.tp_size)
-    if (VISION in manifest.files) != (manifest.vision is not None):
+    if (VISION in manifest.files) != (manifest.vision is not None and not manifest.dummy_weights):
         raise ValueError(f"files lists {VISION} for an engine without images, or lacks it.")
     if manifest.vision:
         manifest.vision.check_text(spec)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from wicore_trt.checkpoint.format import Checkpoint
     from wicore_trt.engine.directory import EngineDir
     from wicore_trt.model.spec import Gemma3Spec
+    from wicore_trt.model.vision import VisionSpec
     from wicore_trt.progress import Progress
     from wicore_trt.runtime.executor import Executor, RequestExecutor
     from wicore_trt.runtime.options import ExecutorOptions
@@ -32,6 +33,7 @@ class DummyModel:
 
     name: str
     spec: Gemma3Spec
+    vision: VisionSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)

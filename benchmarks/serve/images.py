@@ -1,0 +1,232 @@
+"""Images behind a server on a GPU: the first token after a picture, and decode beside a stream of pictures.
+
+    python -m benchmarks.serve.images [--only bf16,fp8] [--repeats 12] [--seconds 8]
+
+Weights are made up (27B's shapes and the true image encoder), so answers mean nothing and times hold. `first`: one JPEG
+of 1,024 x 768 pixels, another each time, and 64 tokens of text are posted to /v1/chat/completions; milliseconds until
+the first streamed token arrives, nothing cached. `beside`: streams decode, pictures come at `--rate` a second with one
+token each; tokens a second and gaps between tokens, before and during it. Invariant: every request must give its
+tokens, or the run fails. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import http.client
+import io
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from PIL import Image
+
+from benchmarks.common import say
+from benchmarks.gpu.cases import CONFIGS, PAGE_TOKENS
+from wicore_trt.engine import build
+from wicore_trt.engine.options import DummyModel
+from wicore_trt.model.vision import VisionSpec
+from wicore_trt.runtime.cuda_device import CudaDevice
+
+WORDS = {"<bos>": 2, "<eos>": 1, "<unk>": 3, "<start_of_image>": 4, "<image_soft_token>": 5, "<end_of_image>": 6}
+TEMPLATE = (
+    "<bos>{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}<start_of_image>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+VISION = VisionSpec(
+    image_size=896, patch_size=14, hidden_size=1152, num_layers=27, num_heads=16, intermediate_size=4304,
+    layer_norm_eps=1e-6, tokens=256, text_hidden_size=5376, begin_id=4, soft_id=5, end_id=6,
+)  # fmt: skip
+TOKENIZER = {
+    "tokenizer.json": {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": i, "content": word, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": False}
+            for word, i in sorted(WORDS.items(), key=lambda item: item[1])
+        ],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {
+            "type": "WordLevel", "unk_token": "<unk>",
+            "vocab": {"<pad>": 0, **WORDS} | {f"w{i}": i for i in range(7, 5000)},
+        },
+    },
+    "tokenizer_config.json": {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": TEMPLATE},
+}  # fmt: skip
+STREAMS, STREAM_TOKENS, SIZE, TEXT = 16, 2000, (1024, 768), 64
+
+
+def build_image_engine(path: Path, name: str, target: str) -> None:
+    config = CONFIGS[name]
+    with mock.patch.object(build, "_DUMMY_TOKENIZER", TOKENIZER):
+        build.build_engine(
+            config.model, path, backend="triton", dtype=config.dtype, kv_dtype=config.kv_dtype, page_tokens=PAGE_TOKENS,
+            targets=[target], dummy=DummyModel(config.model, config.spec, VISION), force=True,
+        )  # fmt: skip
+
+
+@contextmanager
+def run_server(engine: Path) -> Iterator[tuple[str, int]]:
+    """Yield host and port where a server of the engine listens."""
+    command = [sys.executable, "-m", "wicore_trt", "serve", str(engine), "--http-port", "0", "--grpc-port", "0"]
+    settings = {"WICORE_SCHEDULER__MAX_SEQUENCES": "64", "WICORE_SCHEDULER__MAX_CONTEXT": "8192"}
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, env=os.environ | settings, stdout=subprocess.PIPE, stderr=log, text=True)
+        killer = threading.Timer(120.0, process.kill)
+        killer.start()
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = re.search(r"http://([0-9.]+):(\d+)", line)
+            if not found:
+                log.seek(0)
+                raise RuntimeError(f"the server did not start: {line}\n{log.read()[-3000:]}")
+            killer.cancel()
+            yield found[1], int(found[2])
+        finally:
+            killer.cancel()
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def make_picture(number: int) -> bytes:
+    """A JPEG of a smooth picture with some noise: each number gives another."""
+    source = random.Random(number)
+    small = Image.frombytes("RGB", (64, 48), source.randbytes(64 * 48 * 3))
+    out = io.BytesIO()
+    small.resize(SIZE, Image.Resampling.BICUBIC).save(out, "JPEG", quality=90)
+    return out.getvalue()
+
+
+def make_body(text: str, picture: bytes | None, tokens: int) -> bytes:
+    content: list[dict[str, Any]] = [{"type": "text", "text": text}]
+    if picture is not None:
+        url = "data:image/jpeg;base64," + base64.b64encode(picture).decode()
+        content.insert(0, {"type": "image_url", "image_url": {"url": url}})
+    asked = {"messages": [{"role": "user", "content": content}], "max_tokens": tokens, "stream": True}
+    return json.dumps(asked | {"temperature": 0, "ignore_eos": True}).encode()
+
+
+def stream_answer(address: tuple[str, int], body: bytes, stamps: list[float] | None = None) -> float:
+    """Post a chat; return seconds to its first token. Puts the time of each event into `stamps`."""
+    connection = http.client.HTTPConnection(*address)
+    begun, first = time.perf_counter(), 0.0
+    connection.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+    answer = connection.getresponse()
+    if answer.status != 200:
+        raise RuntimeError(f"{answer.status}: {answer.read()[:500]!r}")
+    for line in answer:
+        if line.startswith(b"data: {"):
+            if b'"error"' in line[:40]:
+                raise RuntimeError(line[:500].decode())
+            now = time.perf_counter()
+            choices = json.loads(line[6:])["choices"]
+            if choices and ("content" in choices[0]["delta"] or choices[0]["finish_reason"]):
+                first = first or now - begun
+                if stamps is not None:
+                    stamps.append(now)
+    connection.close()
+    return first
+
+
+def words(seed: int, count: int) -> str:
+    source = random.Random(seed)
+    return " ".join(f"w{source.randrange(7, 5000)}" for _ in range(count))
+
+
+def measure_first(address: tuple[str, int], repeats: int, *, image: bool) -> dict[str, float]:
+    times = []
+    for i in range(repeats + 3):
+        body = make_body(words(i, TEXT), make_picture(i) if image else None, 4)
+        times.append(1e3 * stream_answer(address, body))
+        time.sleep(0.05)
+    kept = sorted(times[3:])
+    return {"median_ms": statistics.median(kept), "least_ms": kept[0], "most_ms": kept[-1]}
+
+
+def measure_beside(address: tuple[str, int], rate: float, seconds: float) -> dict[str, float]:
+    """Decode rates and gaps of streams before pictures come and while they come."""
+    stamps: list[list[float]] = [[] for _ in range(STREAMS)]
+    failures: list[BaseException] = []
+
+    def guard(function: Any, *given: Any) -> None:
+        try:
+            function(*given)
+        except BaseException as error:
+            failures.append(error)
+
+    bodies = [make_body(words(1000 + i, 512), None, STREAM_TOKENS) for i in range(STREAMS)]
+    pictures = [make_body(words(5000 + i, 16), make_picture(5000 + i), 1) for i in range(int(rate * seconds))]
+    threads = [threading.Thread(target=guard, args=(stream_answer, address, b, s), daemon=True)
+               for b, s in zip(bodies, stamps, strict=True)]  # fmt: skip
+    for thread in threads:
+        thread.start()
+    while any(len(s) < 40 for s in stamps) and not failures:
+        time.sleep(0.05)
+    begun = time.perf_counter()
+    time.sleep(seconds / 2)
+    middle, posts = time.perf_counter(), list[threading.Thread]()
+    for i, body in enumerate(pictures):
+        time.sleep(max(0.0, middle + i / rate - time.perf_counter()))
+        posts.append(threading.Thread(target=guard, args=(stream_answer, address, body), daemon=True))
+        posts[-1].start()
+    end = time.perf_counter()
+    for thread in (*posts, *threads):
+        thread.join(60)
+    if failures:
+        raise RuntimeError(f"{len(failures)} requests failed: {failures[0]!r}")
+    found: dict[str, float] = {}
+    for name, (low, high) in (("before", (begun, middle)), ("during", (middle, end))):
+        inside = [[t for t in s if low <= t < high] for s in stamps]
+        gaps = sorted(1e3 * (b - a) for s in inside for a, b in zip(s, s[1:], strict=False))
+        found |= {
+            f"{name}_tokens_s": sum(map(len, inside)) / (high - low),
+            f"{name}_gap_p50_ms": statistics.median(gaps),
+        }
+        found[f"{name}_gap_p99_ms"] = gaps[int(0.99 * len(gaps))]
+    found["decode_kept"] = found["during_tokens_s"] / found["before_tokens_s"]
+    found["p99_ratio"] = found["during_gap_p99_ms"] / found["before_gap_p99_ms"]
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="bf16,fp8")
+    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--rate", type=float, default=10.0)
+    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--output", type=Path)
+    given, rows = parser.parse_args(argv), []
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in given.only.split(","):
+            engine = Path(scratch, name)
+            build_image_engine(engine, name, CudaDevice().target)
+            with run_server(engine) as address:
+                row: dict[str, Any] = {"engine": CONFIGS[name].title}
+                row["text"] = measure_first(address, given.repeats, image=False)
+                row["image"] = measure_first(address, given.repeats, image=True)
+                row["beside"] = measure_beside(address, given.rate, given.seconds)
+            rows.append(row)
+            say(json.dumps(row))
+            if given.output:
+                given.output.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
