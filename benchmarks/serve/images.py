@@ -58,10 +58,10 @@ TOKENIZER = {
              "normalized": False}
             for word, i in sorted(WORDS.items(), key=lambda item: item[1])
         ],
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
         "model": {
-            "type": "WordLevel", "unk_token": "<unk>",
-            "vocab": {"<pad>": 0, **WORDS} | {f"w{i}": i for i in range(7, 5000)},
+            "type": "BPE", "unk_token": "<unk>", "byte_fallback": True, "merges": [],
+            "vocab": {"<pad>": 0, **WORDS} | {f"<0x{i:02X}>": 7 + i for i in range(256)},
         },
     },
     "tokenizer_config.json": {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": TEMPLATE},
@@ -146,8 +146,9 @@ def stream_answer(address: tuple[str, int], body: bytes, stamps: list[float] | N
 
 
 def words(seed: int, count: int) -> str:
-    source = random.Random(seed)
-    return " ".join(f"w{source.randrange(7, 5000)}" for _ in range(count))
+    """Text of so many tokens: each byte is one."""
+    inside = random.Random(seed).choices("abcdefghijklmnopqrstuvwxyz ", k=count - 2)
+    return f"x{''.join(inside)}x"
 
 
 def measure_first(address: tuple[str, int], repeats: int, *, image: bool) -> dict[str, float]:

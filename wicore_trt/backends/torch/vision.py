@@ -155,11 +155,13 @@ def _add_product(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) 
 
 
 def load_vision(engine: EngineDir) -> VisionWeights | None:
-    """Read an engine's image encoder, memory-mapped; None if it has none. Raises EngineFormatError for a file that
-    cannot be read or does not fit its spec."""
+    """Read an engine's image encoder, memory-mapped; None if it has none. It is made up for an engine without weights.
+    Raises EngineFormatError for a file that cannot be read or does not fit its spec."""
     spec, file = engine.manifest.vision, engine.vision_file
     if spec is None or file is None:
         return None
+    if engine.manifest.dummy_weights:
+        return VisionWeights(spec, {n: torch.randn(shape) * 0.02 for n, shape in vision_tensors(spec).items()})
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
