@@ -15,12 +15,18 @@ pytest.importorskip("triton", reason="pip install -e .[triton]")
 from parity.paged import GREEDY, PagedSequence, relative_error  # noqa: E402
 from runtime.triton_cpu import Driver, executor_of, oracle_of, small_model, specs_of  # noqa: E402
 
+from wicore_trt.backends.triton import memory as triton_memory  # noqa: E402
 from wicore_trt.backends.triton import roles  # noqa: E402
 from wicore_trt.backends.triton import table as triton_table  # noqa: E402
 from wicore_trt.backends.triton.kernel_list import list_kernels  # noqa: E402
+from wicore_trt.backends.triton.ops import TritonOps  # noqa: E402
 from wicore_trt.backends.triton.table import EngineShape  # noqa: E402
+from wicore_trt.model.gemma3 import EMBEDDING, layer_weight  # noqa: E402
+from wicore_trt.model.spec import GROUPS  # noqa: E402
+from wicore_trt.plugins.decode_layout import MEASURED_SEGMENTS, SPLIT_PREFILL, PrefillConfig, Segments  # noqa: E402
 from wicore_trt.runtime.batch import UNREAD, SequenceSlice, StepBatch  # noqa: E402
-from wicore_trt.runtime.dtypes import TORCH_DTYPES  # noqa: E402
+from wicore_trt.runtime.dtypes import E4M3, E4M3_MAX, TORCH_DTYPES  # noqa: E402
+from wicore_trt.runtime.step_inputs import StepInputs  # noqa: E402
 from wicore_trt.weight_format import PLAIN  # noqa: E402
 
 TOKENS, SLOTS, SOFT = 7, 3, 47
@@ -114,14 +120,50 @@ def test_images_beside_text_and_decoding(dtype: str, settings: dict[str, Any]) -
     compare(mine, oracle, STEPS, 0.04 if kv else 0.02 if dtype == "bfloat16" else 0.003, measure_attention=True)
 
 
-def test_images_reach_quantized_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """E4M3 rows have a scale each, and those of an image its own. Large steps go on with the sampled rows."""
+@pytest.mark.parametrize("fp8", [False, True])
+def test_features_stand_in_their_rows(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unscaled, normed like embeddings, and as E4M3 rows with a scale each."""
     monkeypatch.setitem(triton_table.CROSSOVER, "sm90", {"16-bit": 2, "fp8": 2, "fp8 rows": 4})
     specs_of.cache_clear()
     model = small_model(32)
+    features = features_of(model, "bfloat16") * torch.tensor([0.1, 3.0, 50.0]).bfloat16()[:, None, None]
+    driver = Seeing(executor_of(model, fp8=fp8, images=True), features)
+    executor, state = driver.executor, driver.executor.model
+    pieces = [driver.piece(driver.new_sequence(), parts) for parts in ([text(2), 2, text(1), 0], [text(1)], [1])]
+    slices, plan = executor.block.arrange_slices(pieces)
+    inputs = StepInputs.from_batch(StepBatch(slices), executor.layout, GROUPS)
+    ops = TritonOps(state, executor.block.upload_step(inputs, plan, None, features))
+    weight = layer_weight(0, "input_layernorm")
+    residual = ops.embed()
+    out = ops.norm(residual, weight)
+    want = state.weights[EMBEDDING][inputs.token_ids].float() * state.embedding_scale
+    for first, slot in ((3, 2), (11, 0), (18, 1)):  # behind the row that decodes
+        want[first : first + TOKENS] = features[slot].float()
+    assert torch.equal(residual.rows, want)
+    normed = torch.nn.functional.rms_norm(want, want.shape[1:], state.weights[weight], state.shape.spec.rms_norm_eps)
+    if out.scales is None:
+        assert not fp8 and torch.allclose(out.rows.float(), normed, rtol=0.01, atol=1e-6)
+    else:
+        assert fp8 and torch.allclose(out.scales * E4M3_MAX, normed.abs().amax(1), rtol=0.01)
+        assert torch.allclose(out.rows.view(E4M3).float() * out.scales[:, None], normed, rtol=0.08, atol=0.01)
+    specs_of.cache_clear()
+
+
+def test_other_kernels_take_no_keys_of_steps_with_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither programs that share keys nor cuDNN, which know no images, though steps of text would go to both."""
+    monkeypatch.setitem(SPLIT_PREFILL, ("sm90", 16), PrefillConfig(16, 16, splits=2, least=16))
+    monkeypatch.setitem(MEASURED_SEGMENTS, ("sm90", 16), Segments(8, 16, 8, 1))
+    monkeypatch.setattr(triton_memory, "KEPT_TOKENS", 4)
+    specs_of.cache_clear()
+    model = small_model(36, num_hidden_layers=3)  # the last layer's image is seen by nobody
     features = features_of(model, "bfloat16")
-    mine = Seeing(executor_of(model, fp8=True, images=True), features, 1)
-    compare(mine, Seeing(oracle_of(model, "bfloat16", fp8=True), features, 2), [STEPS[0], STEPS[1]], 0.25)
+    mine = Seeing(executor_of(model, images=True), features, 1)
+    segments = mine.executor.model.segments
+    monkeypatch.setattr(segments, "check_library", lambda q: None)
+    oracle = Seeing(oracle_of(model, "bfloat16"), features, 2)
+    for long in (False, True):
+        segments.wanted = long
+        compare(mine, oracle, [[[text(9)]], [[0, text(2)]]], 0.02)
     specs_of.cache_clear()
 
 
