@@ -48,6 +48,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "num_channels": 3,
         },
     },
+    "ShieldGemma 2": WRAPPER
+    | {
+        "architectures": ["ShieldGemma2ForImageClassification"], "model_type": "shieldgemma2", "yes_token_index": 9,
+        "tie_word_embeddings": False, "text_config": SIZES | SCALED | {"model_type": "gemma3_text"},
+    },
     "MedGemma 27B text": SIZES
     | SCALED
     | {k: v for k, v in SAVED.items() if k not in ("layer_types", "_sliding_window_pattern")}
@@ -74,8 +79,9 @@ def test_a_model_by_name_computes_what_transformers_computes(model: str, tmp_pat
     import transformers
 
     config = CONFIGS[model]
-    wrapped = config["model_type"] == "gemma3"
+    wrapped, shield = config["model_type"] != "gemma3_text", config["model_type"] == "shieldgemma2"
     kind = transformers.Gemma3ForConditionalGeneration if wrapped else transformers.Gemma3ForCausalLM
+    kind = transformers.ShieldGemma2ForImageClassification if shield else kind
     (tmp_path / "config.json").write_text(json.dumps(config))
     torch.manual_seed(3)
     theirs = kind(transformers.AutoConfig.from_pretrained(tmp_path)).float().eval()
@@ -93,12 +99,14 @@ def test_a_model_by_name_computes_what_transformers_computes(model: str, tmp_pat
     notes = list[str]()
     engine = build_engine(tmp_path, tmp_path / "e", dtype="float32", note=notes.append)
     assert (engine.manifest.vision is not None) == wrapped
+    assert any("9 for Yes, a violation, 3771 for No" in note for note in notes) == shield
     assert not [note for note in notes if "left aside" in note or "counts" in note]
     with LLM(str(tmp_path / "e")) as llm:
         sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, ignore_eos=True)
         [[answer]] = llm.generate([IDS], sampling)
     assert answer.prompt_logprobs is not None
     with torch.no_grad():
-        rows = torch.log_softmax(kind.from_pretrained(tmp_path, dtype=torch.float32)(torch.tensor([IDS])).logits[0], -1)
+        oracle = theirs.model if shield else kind.from_pretrained(tmp_path, dtype=torch.float32)
+        rows = torch.log_softmax(oracle(torch.tensor([IDS])).logits[0], -1)
     expected = rows[torch.arange(len(IDS) - 1), torch.tensor(IDS[1:])].numpy()
     np.testing.assert_allclose([entry.logprob for entry in answer.prompt_logprobs[1:]], expected, atol=1e-4)

@@ -175,7 +175,7 @@ def test_folders_that_are_no_model_are_named(name: str, words: str, tmp_path: Pa
     [
         ({"model_type": "gemma2"}, "it is Gemma 2"), ({"model_type": "gemma3n_text"}, "Gemma 3n"),
         ({"model_type": "gemma4"}, "Gemma 4"), ({"model_type": "t5gemma2"}, "T5Gemma"),
-        ({"model_type": "paligemma"}, "PaliGemma"), ({"model_type": "shieldgemma2"}, "ShieldGemma 2.*images"),
+        ({"model_type": "paligemma"}, "PaliGemma"),
         ({"architectures": ["ShieldGemma2ForImageClassification"]}, "an image classifier"),
         ({"architectures": ["Gemma3TextForSequenceClassification"]}, "classifier or reward"),
         ({"use_bidirectional_attention": True, "architectures": ["Gemma3TextModel"]}, "EmbeddingGemma"),

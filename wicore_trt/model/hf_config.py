@@ -45,13 +45,14 @@ _QUANTIZED = ("quantization_config", "compression_config", "quantization")  # th
 _OTHER_MODELS = {
     "gemma": "Gemma 1", "gemma2": "Gemma 2", "gemma3n": "Gemma 3n", "gemma4": "Gemma 4", "t5gemma": "T5Gemma",
     "paligemma": "PaliGemma", "recurrent_gemma": "RecurrentGemma",
-    "shieldgemma2": "ShieldGemma 2, which classifies images",
 }  # fmt: skip
 """Names of models of Gemma's family by the beginning of model_type, of which the longest that fits decides."""
+_SHIELD = "shieldgemma2"  # Gemma 3 whose answer is read from the logits of two tokens
+_WRAPPED = ("gemma3", _SHIELD)
 _OTHER_HEADS = {
     "ForSequenceClassification": "a classifier or reward model",
     "ForTokenClassification": "a tagger",
-    "ForImageClassification": "an image classifier (ShieldGemma 2)",
+    "ForImageClassification": "an image classifier",
     "ForQuestionAnswering": "a span finder",
 }
 """Endings of names in `architectures` whose model does not write text."""
@@ -164,7 +165,7 @@ def read_hf_config(config: Mapping[str, Any], place: str = "config.json") -> Gem
     """Read the contents of a config.json, which errors call `place`. Raises CheckpointError for another architecture, a
     missing key, a value of the wrong type or range, and a meaningful key that Gemma 3 does not have."""
     kind = config.get("model_type")
-    if kind not in ("gemma3", "gemma3_text"):
+    if kind not in (*_WRAPPED, "gemma3_text"):
         family = max((m for m in _OTHER_MODELS if str(kind).startswith(m)), key=len, default=None)
         what = f"it is {_OTHER_MODELS[family]}" if family else f"model_type {shown(kind)} is not supported"
         raise CheckpointError(
@@ -175,7 +176,7 @@ def read_hf_config(config: Mapping[str, Any], place: str = "config.json") -> Gem
     _refuse_heads(config, place)
     outer_tie: bool | None = None
     data: Mapping[str, Any] = config
-    if kind == "gemma3":
+    if kind in _WRAPPED:
         wrapper = _parse_fields(_Wrapper, config, place)
         data, outer_tie = wrapper.text_config, wrapper.tie_word_embeddings
         place = f"{place}: text_config"
@@ -184,6 +185,7 @@ def read_hf_config(config: Mapping[str, Any], place: str = "config.json") -> Gem
         _refuse_others(data, place)
     text = _parse_fields(_TextConfig, data, place)
     tie = outer_tie if kind == "gemma3" else text.tie_word_embeddings  # transformers asks the outermost alone
+    tie = True if kind == _SHIELD and outer_tie else tie  # but here either
     theta, local_theta, factor = _read_rope(text, place)
     try:
         check_whole("num_layers", text.num_hidden_layers, 1, MAX_LAYERS)
@@ -204,6 +206,9 @@ def compare_config(config: Mapping[str, Any]) -> list[str]:
     """Describe keys that a config.json gives twice with different values where transformers prefers one by rule.
     `config` has passed read_hf_config."""
     text, notes = config.get("text_config"), list[str]()
+    if config.get("model_type") == _SHIELD:
+        yes, no = (config.get(f"{word}_token_index", default) for word, default in (("yes", 10_784), ("no", 3_771)))
+        notes.append(f"ShieldGemma 2 answers by the first token's logits: {yes} for Yes, a violation, {no} for No.")
     if isinstance(text, dict):
         for key in ("tie_word_embeddings", *_TextConfig.model_fields):
             outer, inner = config.get(key), text.get(key)
@@ -224,7 +229,7 @@ def _refuse_heads(config: Mapping[str, Any], place: str) -> None:
     names = config.get("architectures")
     for name in names if isinstance(names, list) else []:
         for ending, what in _OTHER_HEADS.items():
-            if str(name).endswith(ending):
+            if str(name).endswith(ending) and config.get("model_type") != _SHIELD:
                 raise CheckpointError(f"{place}: {shown(name)} is {what}; WiCore builds models that write text.")
     code = config.get("auto_map")
     if isinstance(code, dict) and any(str(key).startswith("AutoModel") for key in code):
