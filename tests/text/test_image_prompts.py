@@ -158,6 +158,13 @@ def test_images_without_their_place_are_refused(tokenizer: Tokenizer, given: dic
     assert caught.value.field == field
 
 
+def test_a_system_turn_of_several_parts_is_whole(tokenizer: Tokenizer) -> None:
+    """Gemma's template reads the first part alone of such a turn."""
+    parts = [{"type": "text", "text": text} for text in ("one ", " two")]
+    turns = ({"role": "system", "content": parts}, {"role": "user", "content": "three"})
+    assert "onetwo\n\nthree" in tokenizer.decode(tokenizer.apply_chat(turns))
+
+
 def test_images_come_first_where_the_prompt_has_no_place(tokenizer: Tokenizer) -> None:
     images = tuple(ImageFile(data=make_image(i)[0]) for i in (0, 2))
     marked = encode(tokenizer, images, prompt="<start_of_image><start_of_image>a")

@@ -54,7 +54,7 @@ def load_tokenizer(settings: Settings, checked_build: str | None) -> Tokenizer:
     engine = open_engine(Path(settings.engine), verify=False)
     build, files = engine.manifest.seal, engine.read_present(FILES)  # compared with the digests that the seal covers
     tokenizer = Tokenizer.from_files(files, engine.path, checked=build == checked_build)
-    tokenizer.build, tokenizer.reads_images = build, getattr(engine.manifest, "vision", None) is not None
+    tokenizer.build, tokenizer.reads_images = build, engine.manifest.vision is not None
     return tokenizer
 
 

@@ -218,7 +218,8 @@ def _shape_message(where: str, message: Mapping[str, Any], takes: frozenset[str]
         content = ""  # clients send an answer without text back so
     text = content_text(f"{where}.content", content)
     if isinstance(content, Sequence) and not isinstance(content, str):
-        content = [dict(part) for part in content] if "parts" in takes else text
+        as_parts = "parts" in takes and not (role in _HEADS and len(content) > 1)  # of which Gemma's reads the first
+        content = [dict(part) for part in content] if as_parts else text
     more = {key: value for key, value in message.items() if value is not None}
     return _shape_content({**more, "role": role, "content": content}, takes)
 
