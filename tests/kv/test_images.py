@@ -275,6 +275,21 @@ def test_those_who_leave_while_an_image_is_encoded_keep_no_slot(make_stack) -> N
     stack.core.scheduler.images.check_integrity()
 
 
+def test_a_little_text_before_an_image_takes_no_step_of_its_own(make_stack) -> None:
+    """It is computed with the image, or while the image is encoded in a step that others need anyway."""
+    stack = make_stack()
+    stack.ask([*[9] * 5, *[SOFT] * TOKENS, 3], (image(5, 1),), answer=30, whole=True)
+    while not stack.executor.steps:
+        stack.step()
+    assert stack.executor.steps == [[(0, 5 + TOKENS + 1)]]
+    stack.step()
+    stack.ask([*[8] * 5, *[SOFT] * TOKENS, 3], (image(5, 2),))
+    stack.step()
+    assert stack.executor.steps[-1] == [(0, 1), (1, 5)]
+    stack.settle()
+    assert stack.wrong == 0
+
+
 # --- steps -----------------------------------------------------------------------------------------------------------
 
 

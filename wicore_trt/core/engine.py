@@ -39,6 +39,8 @@ LOAD_WAIT_S = 0.005
 """How long a step that has nothing to compute waits for transfers; new requests wait as long at most."""
 CLOSE_S = 4.0
 """How long pages that are still to be written to disk may hold up a shutdown."""
+LITTLE = 4
+"""Text of a slice / LITTLE tokens is not worth a step of its own before an image."""
 ATTENTION_STEPS = 32
 """Attention mass is measured on one step in so many, where a policy wants it."""
 
@@ -168,7 +170,7 @@ class EngineCore(Core):
         if flight is None:
             schedule = self.scheduler.schedule_step()
             if self._encodings is not None:
-                self._encodings.begin_next()
+                self._encodings.begin_next(schedule, self.scheduler.slice_tokens // LITTLE)
             outputs += self._end_overdue_waits()
             for sequence in schedule.preempted:
                 self._forget_counts(sequence)

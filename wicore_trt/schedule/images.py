@@ -37,7 +37,7 @@ class ImageBook:
         self._slots: dict[bytes, int] = {}  # by key, the least recently asked for first
         self._asked: dict[bytes, set[int]] = {}  # who asked since the schedule began, by key
         self._wanted: dict[bytes, PromptImage] = {}  # asked for and in no slot, in order
-        self._stops: dict[int, int] = {}  # where sequences that asked must stop: an image that is not ready begins
+        self._stops: dict[int, tuple[int, bytes]] = {}  # where sequences must stop, and for which image
         self._encoding: bytes | None = None
 
     @property
@@ -63,7 +63,7 @@ class ImageBook:
                 else:
                     self._wanted.setdefault(key, image)
                 if key == self._encoding or key not in self._slots:
-                    self._stops[seq_id] = image.begin
+                    self._stops[seq_id] = image.begin, key
                     return image.begin - start
         return count
 
@@ -78,7 +78,11 @@ class ImageBook:
 
     def is_stopped(self, seq_id: int, computed: int) -> bool:
         """Say whether a sequence with so many tokens has no other to compute before the encoding under way ends."""
-        return self.busy and self._stops.get(seq_id) == computed
+        return self.busy and seq_id in self._stops and self._stops[seq_id][0] == computed
+
+    def awaits_encoding(self, seq_id: int, computed: int) -> bool:
+        """Say whether a sequence with so many tokens goes on with the image that is being encoded."""
+        return self._stops.get(seq_id) == (computed, self._encoding)
 
     def find_slots(self, images: Sequence[PromptImage], start: int, count: int) -> tuple[tuple[int, int, int], ...]:
         """Return `SequenceSlice.images` of tokens [start, start + count), whose images are ready."""
