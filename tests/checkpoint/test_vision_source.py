@@ -155,3 +155,36 @@ def test_the_encoder_of_an_older_checkpoint_is_left_aside(tmp_path: Path) -> Non
     engine = build_engine(old.path, tmp_path / "e", note=notes.append)
     assert notes == ["left aside: vision.safetensors of an older checkpoint; convert again for images."]
     assert engine.manifest.vision is None and "vision.safetensors" not in engine.manifest.files
+
+
+@pytest.mark.parametrize("text_only", [False, True])
+def test_an_adapter_of_the_encoder_is_merged(text_only: bool, tmp_path: Path) -> None:
+    source, adapter = write_image_source(tmp_path / "m"), tmp_path / "adapter"
+    adapter.mkdir()
+    random = torch.Generator().manual_seed(3)
+    places = {
+        "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj": (32, 32),
+        f"{FC1}": (48, 32),
+        "language_model.layers.1.self_attn.q_proj": (64, 16),
+    }
+    parts = {name: (torch.randn(rows, 2, generator=random), torch.randn(2, columns, generator=random))
+             for name, (rows, columns) in places.items()}  # fmt: skip
+    tensors = {}
+    for name, (left, right) in parts.items():
+        tensors |= {f"base_model.model.model.{name}.lora_{kind}.weight": t for kind, t in (("A", right), ("B", left))}
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    config: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 3}
+    config["target_modules"] = ["fc1", "language_model.layers.1.self_attn.q_proj", "encoder.layers.0.self_attn.q_proj"]
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    notes = list[str]()
+    made = convert(source, tmp_path / "c", dtype="float32", lora=adapter, text_only=text_only, note=notes.append)
+    assert any("left aside: 4 tensors of the adapter" in note for note in notes) == text_only
+    if text_only:
+        return
+    given, stored = load_file(source / "model.safetensors"), load_file(made.vision_file or "")
+    for name, tensor in stored.items():
+        want = given[name]
+        if (name.removesuffix(".weight") in parts) and name.endswith(".weight"):
+            left, right = parts[name.removesuffix(".weight")]
+            want = want + 1.5 * left @ right
+        torch.testing.assert_close(tensor, want, atol=1e-5, rtol=0)

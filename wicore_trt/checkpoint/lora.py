@@ -26,6 +26,7 @@ from wicore_trt.checkpoint.source import GENERATION, TEXT_TAGS, TOKENIZER_FILES,
 from wicore_trt.errors import CheckpointError, first_fault, named, shown
 from wicore_trt.files import TOKENIZER_BYTES, UntrustedFiles, is_present
 from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.model.vision import vision_tensors
 
 _PARTS = re.compile(
     r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?"
@@ -80,6 +81,7 @@ class LoraSource(Source):
         if not is_present(path / ADAPTER_WEIGHTS):
             raise CheckpointError(f"{path} lacks {ADAPTER_WEIGHTS}.", fix="Save the adapter with peft as safetensors.")
         self._file = SafetensorsFile(path / ADAPTER_WEIGHTS, self._door)
+        self._images = vision_tensors(self.vision) if self.vision else {}
         self._full, parts, aside = self._sort_tensors()
         self._shared: str | None = None  # what stands in the place of embedding and head of a tied base
         self.spec = self._settle_head(set(parts))
@@ -169,18 +171,23 @@ class LoraSource(Source):
         return config
 
     def _sort_tensors(self) -> tuple[dict[str, str], dict[str, dict[str, str]], int]:
-        """Return tensors that replace the base's, tensors that are added to them, and the number of vision tensors.
-        Both are by canonical name."""
+        """Return tensors that replace the base's, tensors that are added to them, and the number of those that belong
+        to an image encoder that the base lacks. Both are by canonical name."""
         full, low, aside = dict[str, str](), dict[str, dict[str, str]](), 0
-        known = hf_shapes(replace(self._base.spec, tie_word_embeddings=False))
+        known = hf_shapes(replace(self._base.spec, tie_word_embeddings=False)) | self._images
         for raw, info in self._file.tensors.items():
             match = _PARTS.fullmatch(raw)
             name = canonical_name(f"{match[1]}.weight" if match else _SAVED.sub(".weight", raw))
-            if is_vision(raw):
+            if is_vision(name) and not self._images:
                 aside += 1
             elif _ORIGINAL in raw and raw.replace(_ORIGINAL, ".modules_to_save.") in self._file.tensors:
                 continue  # the base's own, of which no use is made
-            elif name not in known or info.dtype not in TEXT_TAGS or len(known[name]) != 2 and match:
+            elif (
+                name not in known
+                or info.dtype not in TEXT_TAGS
+                or (len(known[name]) != 2 and match)
+                or (name in self._images and not match and info.shape != known[name])
+            ):
                 raise CheckpointError(f"{self._file.path}: {named(raw)} is nothing that can be merged into Gemma 3.")
             elif match:
                 low.setdefault(name, {})[match[2]] = raw
@@ -236,7 +243,7 @@ class LoraSource(Source):
         down = shapes["lora_embedding_A" if embedding else "lora_A"]
         up = shapes["lora_embedding_B" if embedding else "lora_B"]
         rows, columns = (down[-1], up[0]) if embedding else (up[0], down[-1])
-        want = self._find_info(name).shape
+        want = self._images.get(name) or self._find_info(name).shape
         if len(down) != 2 or len(up) != 2 or down[0] != up[1] or (rows, columns) != want:
             raise CheckpointError(f"{place}: {list(up)} x {list(down)} does not fit {name}, which is {list(want)}.")
         if down[0] != rank:
@@ -253,7 +260,11 @@ class LoraSource(Source):
             raise CheckpointError(
                 f"{self._file.path} holds {named(strangers[0])}, which target_modules of {ADAPTER} does not name."
             )
-        inner = [_name_module(parts).partition("layers.")[0] for name, parts in low.items() if ".layers." in name]
+        inner = [
+            _name_module(parts).partition("layers.")[0]
+            for name, parts in low.items()
+            if ".layers." in name and name not in self._images
+        ]
         lost = [
             name
             for name, info in self.tensors.items()
@@ -313,7 +324,7 @@ class LoraSource(Source):
         if self.spec.tie_word_embeddings != self._base.spec.tie_word_embeddings:
             notes.append("the adapter changes embedding and head apart: the engine holds both.")
         if aside:
-            notes.append(f"{aside} tensors of the adapter belong to the vision tower, which no engine has.")
+            notes.append(f"left aside: {aside} tensors of the adapter, for an image encoder that the base lacks.")
         unknown = [k for k, v in (config.model_extra or {}).items() if v and k not in _IDLE]
         if unknown:
             notes.append(f"{ADAPTER} says {named(unknown[0])}, which is not known and changes nothing here.")
