@@ -17,8 +17,8 @@ import numpy as np
 
 from wicore_trt.checkpoint.gguf_file import GgufFile, GgufTensor, MetadataKeys, import_gguf, open_gguf
 from wicore_trt.checkpoint.gguf_tokenizer import read_vocabulary, write_tokenizer
-from wicore_trt.checkpoint.gguf_vision import IMAGE_TENSORS, count_image_tensors, read_gguf_vision
-from wicore_trt.checkpoint.names import HF_EMBEDDING, HF_FINAL_NORM, HF_LM_HEAD, TEXT_ONLY, check_tensors, check_vision
+from wicore_trt.checkpoint.gguf_vision import IMAGE_TENSORS, read_gguf_vision
+from wicore_trt.checkpoint.names import HF_EMBEDDING, HF_FINAL_NORM, HF_LM_HEAD, TEXT_ONLY, check_tensors
 from wicore_trt.checkpoint.quantize import STORAGE, to_float32
 from wicore_trt.checkpoint.safetensors_io import TensorInfo
 from wicore_trt.checkpoint.source import Source
@@ -123,7 +123,7 @@ class GgufSource(Source):
 
     def _read_vision(self, mmproj: Path | None) -> VisionSpec | None:
         """Read the image encoder in the file `mmproj`, or Ollama's in the model's own file."""
-        within = count_image_tensors(self._file.tensors)
+        within = sum(name.startswith(IMAGE_TENSORS) for name in self._file.tensors)
         if mmproj is None and not within:
             return None
         if mmproj is not None and within:
@@ -135,14 +135,12 @@ class GgufSource(Source):
                 raise CheckpointError(f"{mmproj} holds no image encoder (mmproj).", fix=TEXT_ONLY)
         try:
             vision, names = read_gguf_vision(file, self.spec, self._vocabulary, self.notes.append)
-            shapes = {name: file.tensors[stored].shape for name, stored in names.items()}
-            check_vision(vision, self.spec, shapes, str(file.path))
         except CheckpointError as error:
             if mmproj is not None:
                 raise
             self.notes.append(f"left aside: {within} tensors of the image encoder. {error.message}")
             return None
-        self._places |= {name: (file, names[name], 0) for name in shapes}
+        self._places |= {name: (file, stored, 0) for name, stored in names.items()}
         return vision
 
     def read_rows(self, name: str, start: int, stop: int) -> tuple[np.ndarray, str]:

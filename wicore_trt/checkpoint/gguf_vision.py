@@ -8,11 +8,12 @@ Both add 1 to the projector's norm and keep the projection as [in, out], as Hugg
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import Any
 
-from wicore_trt.checkpoint.gguf_file import GgufFile, MetadataKeys
+from wicore_trt.checkpoint.gguf_file import GgufFile
 from wicore_trt.checkpoint.gguf_tokenizer import GgufVocabulary
-from wicore_trt.checkpoint.names import TEXT_ONLY
+from wicore_trt.checkpoint.names import TEXT_ONLY, check_vision
 from wicore_trt.errors import CheckpointError, named
 from wicore_trt.model.spec import Gemma3Spec, SpecError
 from wicore_trt.model.vision import FINAL_NORM, PATCHES, POSITIONS, PROJECTION, SOFT_NORM, VisionSpec, vision_layer
@@ -51,36 +52,34 @@ def read_gguf_vision(
     file: GgufFile, text: Gemma3Spec, vocabulary: GgufVocabulary, note: Callable[[str], None]
 ) -> tuple[VisionSpec, dict[str, str]]:
     """Read the encoder in `file`, whose general.architecture is clip for an mmproj file; returns names in the file by
-    those of `model.vision`. An unused token of `vocabulary` becomes the image's where it has none, and `note` gets a
-    sentence on it. Raises CheckpointError for another encoder, missing keys and names that are not known."""
-    ours = file.metadata.get("general.architecture") == "clip"
-    prefix = "clip.vision." if ours else "gemma3.vision."
-    keys = MetadataKeys(file.metadata, str(file.path), prefix)
-    if ours:
+    those of `model.vision`, all of them. An unused token of `vocabulary` becomes the image's where it has none, and
+    `note` gets a sentence on it. Raises CheckpointError for another encoder and for keys or tensors that do not fit."""
+    mmproj, prefix, place = file.metadata.get("general.architecture") == "clip", "gemma3.vision.", str(file.path)
+    if mmproj:
+        prefix = "clip.vision."
         _check_projector(file)
-    values = {field: keys.find_metadata(key) for field, key in _KEYS.items()}
+    values: dict[str, Any] = {field: file.metadata.get(prefix + key) for field, key in _KEYS.items()}
     lacking = [prefix + _KEYS[field] for field, value in values.items() if value is None]
     if lacking:
-        raise CheckpointError(f"{file.path} lacks the key {lacking[0]}.", fix=TEXT_ONLY)
-    begin, soft, end = _find_marks(vocabulary, note)
+        raise CheckpointError(f"{place} lacks the key {lacking[0]}.", fix=TEXT_ONLY)
+    marks = _find_marks(vocabulary)
     try:
         values["layer_norm_eps"] = float(f"{values['layer_norm_eps']:.7g}")  # the decimal that was meant
-        tokens = file.metadata.get("gemma3.mm.tokens_per_image", _TOKENS)
-        if ours:
-            side, scale = values["image_size"] // values["patch_size"], keys.find_metadata("projector.scale_factor")
-            tokens = (side // (scale or _SCALE)) ** 2
-        vision = VisionSpec(
-            **values, tokens=tokens, text_hidden_size=text.hidden_size, begin_id=begin, soft_id=soft, end_id=end
+        side, scale = values["image_size"] // values["patch_size"], file.metadata.get(f"{prefix}projector.scale_factor")
+        tokens = (
+            (side // (scale or _SCALE)) ** 2 if mmproj else file.metadata.get("gemma3.mm.tokens_per_image", _TOKENS)
         )
-    except SpecError as error:
-        raise CheckpointError(
-            f"{file.path}: its image encoder's {error.field} {error.problem}", fix=TEXT_ONLY
-        ) from error
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise CheckpointError(
-            f"{file.path}: {prefix}* do not describe an image encoder: {error}.", fix=TEXT_ONLY
-        ) from error
-    return vision, _map_names(file, vision)
+        ids = dict(zip(("begin_id", "soft_id", "end_id"), marks, strict=True))
+        vision = VisionSpec(**values, tokens=tokens, text_hidden_size=text.hidden_size, **ids)
+    except (SpecError, TypeError, ValueError, ArithmeticError) as error:
+        raise CheckpointError(f"{place}: {prefix}* describes no image encoder: {error}", fix=TEXT_ONLY) from error
+    names = _map_names(file, vision)
+    shapes = {name: file.tensors[stored].shape for name, stored in names.items()}
+    needed = check_vision(vision, text, shapes, place)
+    if (spelt := vocabulary.pieces[vision.soft_id]) != _MARKS[1]:
+        note(f"{named(spelt)} becomes {_MARKS[1]}, which the file lacks.")
+        vocabulary.pieces[vision.soft_id] = _MARKS[1]
+    return vision, {name: names[name] for name in needed}
 
 
 def _check_projector(file: GgufFile) -> None:
@@ -93,40 +92,31 @@ def _check_projector(file: GgufFile) -> None:
             raise CheckpointError(f"{file.path}: clip.vision.{key} must be 0.5 for Gemma 3.", fix=TEXT_ONLY)
 
 
-def _find_marks(vocabulary: GgufVocabulary, note: Callable[[str], None]) -> tuple[int, int, int]:
+def _find_marks(vocabulary: GgufVocabulary) -> list[int]:
     """Find the tokens in and around an image. Early files of llama.cpp end before `<image_soft_token>`; its embedding
-    is never used, so any token that stands for nothing else will do."""
-    pieces, (begin, soft, end) = vocabulary.pieces, _MARKS
-    if soft not in pieces:
-        unused = next((i for i in reversed(range(len(pieces))) if _UNUSED.fullmatch(pieces[i])), None)
-        if unused is not None:
-            note(f"{named(pieces[unused])} becomes {soft}, which the file lacks.")
-            pieces[unused] = soft
-    lacking = [mark for mark in _MARKS if mark not in pieces]
+    is never used, so that the last token that stands for nothing will do."""
+    ids = {piece: index for index, piece in enumerate(vocabulary.pieces) if piece in _MARKS or _UNUSED.match(piece)}
+    if _MARKS[1] not in ids and (unused := [index for piece, index in ids.items() if piece not in _MARKS]):
+        ids[_MARKS[1]] = unused[-1]
+    lacking = [mark for mark in _MARKS if mark not in ids]
     if lacking:
         raise CheckpointError(f"{vocabulary.place}: its tokenizer lacks {lacking[0]}.", fix=TEXT_ONLY)
-    return pieces.index(begin), pieces.index(soft), pieces.index(end)
+    return [ids[mark] for mark in _MARKS]
 
 
 def _map_names(file: GgufFile, vision: VisionSpec) -> dict[str, str]:
     """Map names of `model.vision` to the file's. Early mmproj files call the first product of a layer ffn_down: shapes
     tell them, as in clip.cpp."""
     names, down = dict[str, str](), file.tensors.get("v.blk.0.ffn_down.weight")
-    square = vision.hidden_size == vision.intermediate_size
-    swapped = down is not None and down.shape == (vision.intermediate_size, vision.hidden_size) and not square
-    for stored in file.tensors:
+    wide = (vision.intermediate_size, vision.hidden_size)
+    swapped = down is not None and down.shape == wide != wide[::-1]
+    for stored in filter(lambda name: name.startswith(IMAGE_TENSORS), file.tensors):
         name, layer = _TOP.get(stored), _LAYER_NAME.fullmatch(stored)
         if layer:
-            part = _SWAPPED.get(layer[2], layer[2]) if swapped else layer[2]
-            name = f"{vision_layer(int(layer[1]), _LAYER[part])}.{layer[3]}" if part in _LAYER else None
-        if stored.startswith(IMAGE_TENSORS):
-            if name is None or name in names:
-                what = "once more" if name else "that Gemma 3's image encoder does not have"
-                raise CheckpointError(f"{file.path} holds the tensor {named(stored)} {what}.", fix=TEXT_ONLY)
-            names[name] = stored
+            part = _LAYER.get(_SWAPPED.get(layer[2], layer[2]) if swapped else layer[2])
+            name = part and f"{vision_layer(int(layer[1]), part)}.{layer[3]}"
+        if name is None or name in names:
+            what = "once more" if name else "that Gemma 3's image encoder does not have"
+            raise CheckpointError(f"{file.path} holds the tensor {named(stored)} {what}.", fix=TEXT_ONLY)
+        names[name] = stored
     return names
-
-
-def count_image_tensors(tensors: Mapping[str, object]) -> int:
-    """Count the image encoder's tensors among those of a file."""
-    return sum(name.startswith(IMAGE_TENSORS) for name in tensors)
