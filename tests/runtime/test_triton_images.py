@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="pip install -e .[triton]")
 
-from parity.paged import GREEDY, PagedSequence, relative_error  # noqa: E402
-from runtime.triton_cpu import Driver, executor_of, oracle_of, small_model, specs_of  # noqa: E402
+from parity.paged import GREEDY  # noqa: E402
+from runtime.seeing import Part, Seeing, compare, features_of, text  # noqa: E402
+from runtime.triton_cpu import executor_of, oracle_of, small_model, specs_of  # noqa: E402
 
 from wicore_trt.backends.triton import memory as triton_memory  # noqa: E402
 from wicore_trt.backends.triton import roles  # noqa: E402
@@ -24,62 +22,12 @@ from wicore_trt.backends.triton.table import EngineShape  # noqa: E402
 from wicore_trt.model.gemma3 import EMBEDDING, layer_weight  # noqa: E402
 from wicore_trt.model.spec import GROUPS  # noqa: E402
 from wicore_trt.plugins.decode_layout import MEASURED_SEGMENTS, SPLIT_PREFILL, PrefillConfig, Segments  # noqa: E402
-from wicore_trt.runtime.batch import UNREAD, SequenceSlice, StepBatch  # noqa: E402
-from wicore_trt.runtime.dtypes import E4M3, E4M3_MAX, TORCH_DTYPES  # noqa: E402
+from wicore_trt.runtime.batch import UNREAD, StepBatch  # noqa: E402
+from wicore_trt.runtime.dtypes import E4M3, E4M3_MAX  # noqa: E402
 from wicore_trt.runtime.step_inputs import StepInputs  # noqa: E402
 from wicore_trt.weight_format import PLAIN  # noqa: E402
 
-TOKENS, SLOTS, SOFT = 7, 3, 47
-Part = list[int] | int
-"""Token ids, or the slot of an image."""
-
-
-class Seeing(Driver):
-    """`Driver` of sequences made of parts."""
-
-    def __init__(self, executor: Any, features: torch.Tensor, seed: int = 0) -> None:
-        super().__init__(executor, seed)
-        executor.images = SimpleNamespace(features=features, tokens=TOKENS, close=lambda: None)
-        if hasattr(executor, "model"):
-            executor.model.launcher.more.append(features)
-        self.images: tuple[tuple[int, int, int], ...] = ()
-
-    def _slice(self, sequence: PagedSequence, token_ids: list[int]) -> SequenceSlice:
-        piece = super()._slice(sequence, token_ids)
-        piece.images = self.images
-        return piece
-
-    def piece(self, sequence: PagedSequence, parts: Sequence[Part]) -> SequenceSlice:
-        """The next tokens of a sequence."""
-        token_ids: list[int] = []
-        images = []
-        for part in parts:
-            if isinstance(part, int):
-                images.append((len(token_ids), TOKENS, part))
-            token_ids += [SOFT] * TOKENS if isinstance(part, int) else part
-        self.images = tuple(images)
-        found = self._slice(sequence, token_ids)
-        self.images = ()
-        sequence.token_ids += token_ids
-        return found
-
-    def see(self, work: Sequence[tuple[PagedSequence, Sequence[Part]]], **batch: Any) -> torch.Tensor:
-        """Logits behind the given parts of each sequence, computed in one step; `attention` is what was measured."""
-        result = self.executor.execute(StepBatch([self.piece(*given) for given in work], **batch))
-        self.attention = result.attention
-        for sequence, _ in work:
-            self._slide(sequence)
-        return self.sampler.logits
-
-
-def features_of(model: Any, dtype: str) -> torch.Tensor:
-    return torch.randn(SLOTS, TOKENS, model.spec.hidden_size).to(TORCH_DTYPES[dtype])
-
-
-def text(count: int) -> list[int]:
-    return [random.randrange(SOFT) for _ in range(count)]
-
-
+TOKENS = 7
 STEPS: list[list[list[Part]]] = [
     [[0, text(2)], [text(3)], [text(4), 2]],
     [[text(1)], [1, text(1), 0], [text(2)]],
@@ -87,20 +35,6 @@ STEPS: list[list[list[Part]]] = [
     [[text(1)], [text(1)], [text(1)]],
 ]
 """An image first, last, two of them but for a token, beside text and decoding, and decoding behind them."""
-
-
-def compare(
-    mine: Seeing, oracle: Seeing, steps: Sequence[Sequence[list[Part]]], tolerance: float, **batch: Any
-) -> None:
-    sequences = [[driver.new_sequence() for _ in steps[0]] for driver in (mine, oracle)]
-    for parts in steps:
-        found = [
-            d.see(list(zip(own, parts, strict=True)), **batch) for d, own in zip((mine, oracle), sequences, strict=True)
-        ]
-        assert relative_error(*found) < tolerance, parts
-        assert {*mine.attention} == {*oracle.attention}
-        for seq_id, masses in mine.attention.items():
-            assert torch.allclose(torch.tensor(masses), torch.tensor(oracle.attention[seq_id]), atol=0.1)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +48,7 @@ def compare(
 def test_images_beside_text_and_decoding(dtype: str, settings: dict[str, Any]) -> None:
     """Attention is measured in every step; steps of text go on in graphs."""
     model = small_model(31, sliding_window=6)
-    features, kv = features_of(model, dtype), settings.get("kv_dtype")
+    features, kv = features_of(model, dtype, TOKENS), settings.get("kv_dtype")
     mine = Seeing(executor_of(model, dtype, images=True, **settings), features, 1)
     oracle = Seeing(oracle_of(model, dtype, kv_dtype=kv), features, 2)
     compare(mine, oracle, STEPS, 0.04 if kv else 0.02 if dtype == "bfloat16" else 0.003, measure_attention=True)
@@ -126,7 +60,7 @@ def test_features_stand_in_their_rows(fp8: bool, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(triton_table.CROSSOVER, "sm90", {"16-bit": 2, "fp8": 2, "fp8 rows": 4})
     specs_of.cache_clear()
     model = small_model(32)
-    features = features_of(model, "bfloat16") * torch.tensor([0.1, 3.0, 50.0]).bfloat16()[:, None, None]
+    features = features_of(model, "bfloat16", TOKENS) * torch.tensor([0.1, 3.0, 50.0]).bfloat16()[:, None, None]
     driver = Seeing(executor_of(model, fp8=fp8, images=True), features)
     executor, state = driver.executor, driver.executor.model
     pieces = [driver.piece(driver.new_sequence(), parts) for parts in ([text(2), 2, text(1), 0], [text(1)], [1])]
@@ -156,7 +90,7 @@ def test_other_kernels_take_no_keys_of_steps_with_images(monkeypatch: pytest.Mon
     monkeypatch.setattr(triton_memory, "KEPT_TOKENS", 4)
     specs_of.cache_clear()
     model = small_model(36, num_hidden_layers=3)  # the last layer's image is seen by nobody
-    features = features_of(model, "bfloat16")
+    features = features_of(model, "bfloat16", TOKENS)
     mine = Seeing(executor_of(model, images=True), features, 1)
     segments = mine.executor.model.segments
     monkeypatch.setattr(segments, "check_library", lambda q: None)
@@ -167,10 +101,19 @@ def test_other_kernels_take_no_keys_of_steps_with_images(monkeypatch: pytest.Mon
     specs_of.cache_clear()
 
 
+def test_the_kernel_of_images_is_loaded_before_the_first_step() -> None:
+    model = small_model(37)
+    executor = Seeing(executor_of(model, images=True), features_of(model, "bfloat16", TOKENS)).executor
+    launcher = executor.model.launcher
+    launcher.idles = True
+    executor._prepare_steps()
+    assert any(name.endswith("_ends") for name in launcher.launched)
+
+
 def test_an_image_has_the_same_bits_in_company() -> None:
     """In a batch-invariant engine, and in other chunks."""
     model = small_model(33)
-    features = features_of(model, "bfloat16")
+    features = features_of(model, "bfloat16", TOKENS)
     driver = Seeing(executor_of(model, batch_invariant=True, images=True), features, 1)
     alone, other, third = (driver.new_sequence() for _ in range(3))
     want = driver.see([(alone, [[5, 6], 1, [8]])])
@@ -194,7 +137,7 @@ def test_engines_of_text_have_the_kernels_that_they_had() -> None:
 
 def test_the_step_behind_an_image_starts_before_its_token_is_read() -> None:
     model = small_model(34)
-    features, prompt = features_of(model, "bfloat16"), [[3, 9], 2, [4]]
+    features, prompt = features_of(model, "bfloat16", TOKENS), [[3, 9], 2, [4]]
     driver, tokens = Seeing(executor_of(model, images=True), features, 1), []
     for ahead in (True, False):
         executor, sequence = driver.executor, driver.new_sequence()
