@@ -18,8 +18,8 @@ import io
 import json
 import os
 import random
-import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -81,7 +81,10 @@ def build_image_engine(path: Path, name: str, target: str) -> None:
 @contextmanager
 def run_server(engine: Path) -> Iterator[tuple[str, int]]:
     """Yield host and port where a server of the engine listens."""
-    command = [sys.executable, "-m", "wicore_trt", "serve", str(engine), "--http-port", "0", "--grpc-port", "0"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "wicore_trt", "serve", str(engine), "--http-port", str(port), "--grpc-port", "0"]
     settings = {"WICORE_SCHEDULER__MAX_SEQUENCES": "64", "WICORE_SCHEDULER__MAX_CONTEXT": "8192"}
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, env=os.environ | settings, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -89,13 +92,11 @@ def run_server(engine: Path) -> Iterator[tuple[str, int]]:
         killer.start()
         try:
             assert process.stdout is not None
-            line = process.stdout.readline()
-            found = re.search(r"http://([0-9.]+):(\d+)", line)
-            if not found:
+            if not process.stdout.readline().startswith("ready on"):
                 log.seek(0)
-                raise RuntimeError(f"the server did not start: {line}\n{log.read()[-3000:]}")
+                raise RuntimeError(f"the server did not start:\n{log.read()[-3000:]}")
             killer.cancel()
-            yield found[1], int(found[2])
+            yield "127.0.0.1", port
         finally:
             killer.cancel()
             process.send_signal(signal.SIGTERM)

@@ -83,7 +83,7 @@ def test_images_are_encoded_beside_steps() -> None:
     images = [random_pixels(seed, 224) for seed in range(4)]
     wanted = [source.hf_features(pixels) for pixels in images]
     ids = list(range(1, 61))
-    alone = model.hf_logits(ids)
+    alone = model.hf_logits(ids)[2::3]  # a step gives those of its last row
     sequence = driver.new_sequence()
     logits = []
     for n in range(0, 60, 3):
