@@ -111,7 +111,8 @@ def test_what_does_not_fit_is_refused_by_name(case: str, tmp_path: Path) -> None
     ("dtype", "name", "value", "words"),
     [
         ("float16", f"{FC1}.weight", 7e4, "mlp.fc1.weight reaches 70000, beyond float16's 65504, in row 3"),
-        ("float16", f"{FC1}.bias", 7e4, ""),
+        ("float16", f"{FC1}.bias", 7e4, "mlp.fc1.bias reaches 70000, beyond float16's 65504, in row 3"),
+        ("float16", vision_layer(1, "layer_norm1.bias"), 7e4, ""),
         ("bfloat16", f"{FC1}.weight", np.nan, "mlp.fc1.weight holds NaN in row 3"),
         ("bfloat16", SOFT_NORM, np.inf, "soft_emb_norm.weight holds an infinity in row 3"),
     ],

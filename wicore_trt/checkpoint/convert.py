@@ -21,6 +21,7 @@ from wicore_trt.checkpoint.cast_report import CastReport, check_cast, check_fini
 from wicore_trt.checkpoint.format import (
     CHECKPOINT,
     FP8_TAG,
+    TAGS,
     Checkpoint,
     build_config,
     open_checkpoint,
@@ -220,7 +221,11 @@ class _Conversion:
         with SafetensorsWriter(self._directory / VISION, self._vision) as writer:
             for name, tag, (rows, *rest) in self._vision:
                 for start, stop in _split_rows(rows, rest):
-                    self._moved(writer.write(name, self._cast_rows(name, (start, stop), tag)[0]))
+                    block, _ = self._cast_rows(name, (start, stop), tag)
+                    if name.endswith(".bias") and "norm" not in name:  # backends round it, as the product's weight
+                        run = TAGS[self._dtype]
+                        check_cast(self._source.place_of(name), name, start, block, from_float32(block, run), run)
+                    self._moved(writer.write(name, block))
         return FileRecord(writer.size, writer.digest, writer.digests)
 
     def _write_tensor(self, tensor: UnifiedTensor, writers: list[SafetensorsWriter]) -> None:
