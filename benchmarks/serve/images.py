@@ -96,7 +96,12 @@ def run_server(engine: Path) -> Iterator[tuple[str, int]]:
                 log.seek(0)
                 raise RuntimeError(f"the server did not start:\n{log.read()[-3000:]}")
             killer.cancel()
-            yield "127.0.0.1", port
+            try:
+                yield "127.0.0.1", port
+            except Exception:
+                log.seek(0)
+                say(log.read()[-6000:])
+                raise
         finally:
             killer.cancel()
             process.send_signal(signal.SIGTERM)
