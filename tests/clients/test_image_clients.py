@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import os
 import random
 import re
@@ -23,7 +24,9 @@ from PIL import Image
 from real_server import Served
 from tiny_images import load_oracle, load_processor, write_image_source
 
+from wicore_trt.cli.generate import command as generate
 from wicore_trt.client import Client
+from wicore_trt.errors import InvalidRequestError
 from wicore_trt.types import SamplingParams
 
 HERE, ROOT, TOKENS = Path(__file__).parent, Path(__file__).parents[2], 8
@@ -38,6 +41,9 @@ class Seen:
     token_ids: list[int]
     text: str
     prompt_tokens: int
+    engine: Path
+    continued: str
+    """What it continues a prompt with that the picture begins."""
 
     @property
     def data(self) -> str:
@@ -61,13 +67,17 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
             found = oracle.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
         given = inputs["input_ids"].shape[1]
         answers.append(found[0, given:].tolist())
+    inputs = processor(text="<start_of_image>use", images=[image], return_tensors="pt")
+    with torch.inference_mode():
+        found = oracle.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
+    continued = processor.tokenizer.decode(found[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     ids = answers[0]
     assert ids != answers[1], "the picture makes no difference"
     build = [sys.executable, "-m", "wicore_trt.cli.main", "build", str(source), str(home / "engine")]
     subprocess.run([*build, "--dtype", "float32"], check=True)
     with serving(home / "engine", home / "log") as served:
         text = processor.tokenizer.decode(ids, skip_special_tokens=True)
-        yield Seen(served, made.getvalue(), ids, text, given)
+        yield Seen(served, made.getvalue(), ids, text, given, home / "engine", continued)
 
 
 def test_openai(seen: Seen) -> None:
@@ -101,6 +111,17 @@ def test_our_client(seen: Seen) -> None:
     with Client(seen.served.address) as client:
         [found] = client.chat(turns, SamplingParams(max_tokens=TOKENS, temperature=0))
     assert list(found.token_ids) == seen.token_ids and found.usage.prompt_tokens == seen.prompt_tokens
+
+
+def test_wicore_generate(seen: Seen, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.png").write_bytes(seen.picture)
+    generate(seen.engine, "use", image=[str(tmp_path / "a.png")], max_tokens=TOKENS, as_json=True)
+    assert json.loads(capsys.readouterr().out)["text"] == seen.continued
+    generate(seen.engine, "use", image=[str(tmp_path / "a.png")], max_tokens=TOKENS, as_json=True, chat=True)
+    # the picture comes first: its line breaks and that of the turn are one token
+    assert json.loads(capsys.readouterr().out)["prompt_tokens"] == seen.prompt_tokens - 1
+    with pytest.raises(InvalidRequestError, match="cannot be read"):
+        generate(seen.engine, "use", image=[str(tmp_path / "none.png")])
 
 
 def run(seen: Seen, tmp_path: Path, command: list[str], folder: Path) -> None:

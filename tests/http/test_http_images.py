@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import random
 from functools import partial
 
 import pytest
+import websockets
 from PIL import Image
 from web import GREEDY, IMAGES, SEQUENCE, error_of, executor_of, make_engine, pixels, png, serving
 from web import expected_seeing as expected
@@ -112,6 +114,18 @@ async def test_results_of_tools_in_chats_have_images(running):
     answer = await running.post("/v1/chat/completions", {"messages": turns, "max_tokens": 3})
     assert answer.status_code == 200, answer.text
     assert executor_of(running.engine).images.begun[-1] == pixels(41)
+
+
+async def test_the_websocket_takes_images(running):
+    turns = [{"role": "user", "content": [{"type": "text", "text": "a"}, part(45)]}]
+    async with websockets.connect(f"{running.url.replace('http', 'ws')}/v1/stream") as socket:
+        await socket.send(json.dumps({"type": "generate", "id": "a", "messages": turns, "max_tokens": 5, **GREEDY}))
+        frames = [json.loads(await socket.recv())]
+        while frames[-1]["type"] == "delta":
+            frames.append(json.loads(await socket.recv()))
+    said, tokens = expected(f"a{SEQUENCE}", 5)
+    assert "".join(frame["text"] for frame in frames[:-1]) == said
+    assert frames[-1]["usage"]["prompt_tokens"] == tokens
 
 
 @pytest.mark.parametrize(("prompt", "whole"), [("see", f"{SEQUENCE}see"), ("a <start_of_image> b", f"a {SEQUENCE} b")])
