@@ -126,7 +126,7 @@ class KVSettings:
 class SchedulerSettings:
     max_batch_tokens: Positive | None = None
     """Most tokens of one step, which it has where nobody decodes; beside running requests target_itl_ms bounds it.
-    Default: 2048 on a GPU, 256 on a CPU."""
+    Default: 2048 on a GPU, 256 on a CPU; where images are read, at least an image beside max_sequences."""
     target_itl_ms: Seconds = None
     """Longest time of a step while requests decode. Steps are measured: prompts get only as many tokens as keep
     it, but some in any case; where it is set, requests also get only as many places. Default: 50 ms, or 1.6 times a

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from fakes import clear_cache
 from tiny_images import BOI, EOI, SOFT, TOKENS, load_oracle, write_image_source
 
 from wicore_trt.config import ExecutorSettings, KVSettings, SchedulerSettings, Settings
-from wicore_trt.core.assemble import load_engine
+from wicore_trt.core.assemble import executor_options, load_engine
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.engine.build import build_engine
 from wicore_trt.errors import ConfigError
@@ -236,3 +237,6 @@ def test_a_step_has_room_for_an_image_beside_all_that_decode(engine: tuple[Path,
     with pytest.raises(ConfigError, match="an image of 4 tokens beside 3 sequences") as refused:
         load_engine(settings)
     assert "7 at least" in str(refused.value.fix)
+    settings = Settings(executor=ExecutorSettings(device="cpu"), scheduler=SchedulerSettings(max_sequences=40))
+    options = [executor_options(settings, vision) for vision in (None, SimpleNamespace(tokens=256))]
+    assert [found.max_batch_tokens for found in options] == [256, 256 + 39]

@@ -7,6 +7,7 @@ position looks at is of this very prompt.
 from __future__ import annotations
 
 import random
+import sys
 from collections import deque
 from hashlib import blake2b
 from pathlib import Path
@@ -267,12 +268,16 @@ def test_those_who_leave_while_an_image_is_encoded_keep_no_slot(make_stack) -> N
     for name in range(6):
         stack.ask([*[SOFT] * TOKENS, 3], (image(0, name),))
         stack.step()
+        assert sys.getrefcount(stack.encoder.begun[-1]) > 3
         stack.abort(f"r{name}")
     stack.encoder.delay = 1
     stack.ask([*[SOFT] * TOKENS, 3], (image(0, 9),))
     stack.settle()
     assert stack.wrong == 0
     stack.core.scheduler.images.check_integrity()
+    stack.encoder.held.clear()
+    for pixels in stack.encoder.begun:  # nobody keeps the request's: they are megabytes
+        assert sys.getrefcount(pixels) == 3
 
 
 def test_a_little_text_before_an_image_takes_no_step_of_its_own(make_stack) -> None:
