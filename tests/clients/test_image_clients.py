@@ -19,9 +19,8 @@ import anthropic
 import openai
 import pytest
 import torch
-from conftest import serving
 from PIL import Image
-from real_server import Served
+from real_server import Served, serving
 from tiny_images import load_oracle, load_processor, write_image_source
 
 from wicore_trt.cli.generate import command as generate
