@@ -75,7 +75,9 @@ def compare(
         found = [
             d.see(list(zip(own, parts, strict=True)), **batch) for d, own in zip((mine, oracle), sequences, strict=True)
         ]
-        assert relative_error(*found) < tolerance, parts
+        error = relative_error(*found)
+        print(f"logits differ by {error:.4f}")
+        assert error < tolerance, parts
         assert {*mine.attention} == {*oracle.attention}
         for seq_id, masses in mine.attention.items():
             assert torch.allclose(torch.tensor(masses), torch.tensor(oracle.attention[seq_id]), rtol=0.1, atol=0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -39,7 +40,14 @@ class LateStream(LateDevice):
         return torch.zeros(tuple(shape), dtype=dtype)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        return lambda: self.put(work)
+        kept = weakref.ref(work)  # a graph keeps no memory that it reads
+
+        def replay() -> None:
+            found = kept()
+            assert found is not None, "the memory of a graph was given back"
+            self.put(found)
+
+        return replay
 
     def mark(self) -> LateMark:
         return LateMark(self)

@@ -114,6 +114,7 @@ class StreamEncoder:
             encode_pixels()  # libraries choose their kernels and take workspaces
             device.synchronize()
             self._graph, self._found, self._all_finite = device.capture(encode_pixels), found, finite
+            self._kept = encode_pixels  # with the weights that the graph reads
             device.synchronize()
 
     def begin(self, slot: int, pixels: bytes) -> None:
@@ -144,7 +145,7 @@ class StreamEncoder:
     def close(self) -> None:
         self._device.synchronize()
         self._begun.clear()
-        del self._graph
+        del self._graph, self._kept
 
 
 def _pixel_shape(spec: VisionSpec) -> tuple[int, int, int]:
