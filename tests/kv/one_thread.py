@@ -141,7 +141,7 @@ class Device:
     broken = None
     kernels = "fake"
     max_sequences = None
-    score_rows, graph_limits = 0, (0, 0)
+    score_rows, graph_limits, images = 0, (0, 0), None
 
     def __init__(self, world: World, layout: KVLayout, window: int, batch: int, slice_tokens: int) -> None:
         self.world, self.layout, self.copier, self._rng = world, layout, self, world.rng
