@@ -34,7 +34,7 @@ LONGEST = 131_072
 class Blank:
     """An executor of a layout that computes nothing."""
 
-    kernels, slice_tokens, max_sequences = "blank", 256, None
+    kernels, slice_tokens, max_sequences, images = "blank", 256, None, None
     broken: BaseException | None = None
 
     def __init__(self, layout: KVLayout, window: int, max_batch_tokens: int) -> None:
