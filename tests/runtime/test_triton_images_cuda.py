@@ -56,9 +56,9 @@ def opened(model: TinyModel, dtype: str, kv_dtype: str, *, fp8: bool = False, **
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype", "fp8", "bound"),
     [
-        ("bfloat16", "bfloat16", False, 0.04),
+        ("bfloat16", "bfloat16", False, 0.12),  # the oracle's own distance from float32 is up to 0.08
         ("float16", "float16", False, 0.006),
-        ("bfloat16", "fp8", False, 0.06),
+        ("bfloat16", "fp8", False, 0.3),
         ("bfloat16", "bfloat16", True, 0.25),  # E4M3 values flip to their neighbours
     ],
 )
