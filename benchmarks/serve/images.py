@@ -4,9 +4,9 @@
 
 Weights are made up (27B's shapes and the true image encoder), so answers mean nothing and times hold. `first`: one JPEG
 of 1,024 x 768 pixels, another each time, and 64 tokens of text are posted to /v1/chat/completions for one token;
-milliseconds until the answer is there, nothing cached. `beside`: streams decode, pictures come at `--rate` a second with one
-token each; tokens a second and gaps between tokens, before and during it. Invariant: every request must give its
-tokens, or the run fails. Needs a GPU.
+milliseconds until the answer is there, nothing cached. `beside`: streams decode, pictures come at `--rate` a second,
+each for one token; tokens a second and gaps between tokens, before and during it. Invariant: every request must give
+its tokens, or the run fails. Needs a GPU.
 """
 
 from __future__ import annotations
