@@ -29,6 +29,7 @@ WAIT_SECONDS = 60.0
 """For a machine so busy that a job's processor time takes that long."""
 _MESSAGE = 300  # characters of what went wrong
 _PIPE_BYTES = 1 << 20  # as much as Linux lets a user have
+_PYTHON = sys.executable  # that of this program, whatever others make of the name later
 _CODE = """
 import json, sys
 _, module, path = sys.argv
@@ -89,7 +90,7 @@ class WorkerProcess:
         if self.process is not None and self._starter == os.getpid() and self.process.poll() is None:
             return self.process
         path = json.dumps([os.path.abspath(place) for place in sys.path])
-        command = [sys.executable, "-P", "-c", _CODE, self._module, path]
+        command = [_PYTHON, "-P", "-c", _CODE, self._module, path]
         pipe = subprocess.PIPE
         try:
             worker = subprocess.Popen(
