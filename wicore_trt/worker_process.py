@@ -117,8 +117,10 @@ class WorkerProcess:
             return _read_frame(worker.stdout, self._limits.answer + 1)
         except (EOFError, OSError):
             why, waited = self._end_worker(worker), time.monotonic() - began
-            if worker.returncode in (-signal.SIGKILL, -signal.SIGTERM) and waited < WAIT_SECONDS:
-                return None
+            if worker.returncode in (-signal.SIGKILL, -signal.SIGTERM):
+                if waited < WAIT_SECONDS:
+                    return None
+                raise UnavailableError("A job got no time of this machine's processors.", fix="Try again.") from None
             raise JobFailure(why) from None
         except BaseException:  # KeyboardInterrupt: the answer on its way must not become that of the next job
             worker.kill()

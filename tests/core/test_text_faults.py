@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
+from dataclasses import replace
 
 import pytest
 from fakes import FAKE_INFO, FakeTokenizer, greedy, make_core
 from linked import engine_of, way  # noqa: F401 -- a fixture of each test
 
+from wicore_trt.core import text_engine
 from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.core.text_output import SequenceText
 from wicore_trt.errors import QueueFullError, WicoreError
-from wicore_trt.types import FinishReason, SamplingParams, TextRequest, TokenOutput, Usage
+from wicore_trt.types import FinishReason, ImageFile, ImageInfo, SamplingParams, TextRequest, TokenOutput, Usage
 
 TOKENIZER = FakeTokenizer()
 
@@ -51,6 +54,33 @@ async def test_an_id_is_free_again_when_its_stream_was_closed(ended):
     assert await text_of(new) == expected("new")
     assert not engine.abort_request("same") and not engine._streams and not engine._keys
     await engine.close()
+
+
+async def test_texts_do_not_wait_for_pictures(monkeypatch):
+    """However many tenants send large ones."""
+    gate, begun = threading.Event(), threading.Semaphore(0)
+
+    def prepare(image: ImageFile, info: ImageInfo) -> ImageFile:
+        begun.release()
+        assert gate.wait(30)
+        return replace(image, data=b"", pixels=(bytes(3 * info.size**2),))
+
+    monkeypatch.setattr(text_engine, "prepare_image", prepare)
+    monkeypatch.setattr(text_engine, "INLINE_CHARS", 4)
+    info = replace(FAKE_INFO, images=ImageInfo(2, 1, 5, 6, 7))
+    engine = TextEngine(engine_of(make_core(), 100), TOKENIZER, info)
+    asked = [
+        TextRequest(f"{tenant} {n}", params(), prompt="a picture", images=(ImageFile(b"file"),), tenant=tenant)
+        for tenant in ("a", "b", "")
+        for n in range(3)
+    ]
+    pictures = [asyncio.create_task(engine.encode_long_prompt(request)) for request in asked]
+    await asyncio.to_thread(begun.acquire)
+    async with asyncio.timeout(20):
+        made = await engine.encode_long_prompt(TextRequest("c", params(), prompt="a text", tenant="c"))
+    assert made.prompt_token_ids and not any(task.done() for task in pictures)
+    gate.set()
+    await asyncio.gather(*pictures, return_exceptions=True)
 
 
 async def test_a_token_that_cannot_become_text_fails_its_stream_alone():

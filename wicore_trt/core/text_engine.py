@@ -302,6 +302,7 @@ class TextEngine:
     ) -> None:
         """`check_constraint` raises InvalidRequestError for an unfit constraint; it is called on a thread."""
         self._image_limits, self._fetch = images, Offload(FETCHES).run_function
+        self._prepare = Offload(TEXT_THREADS).run_function  # apart: a large picture takes seconds, and no text waits
         self.tokenizer = tokenizer
         self._check_constraint = check_constraint
         self.info = info
@@ -343,7 +344,7 @@ class TextEngine:
         for image in request.images:
             if image.url:
                 image = await self._fetch(tenant, partial(fetch_image, image, self._image_limits.hosts))
-            found.append(await self.work(tenant, partial(prepare_image, image, info)))
+            found.append(await self._prepare(tenant, partial(prepare_image, image, info)))
         request = replace(request, images=tuple(found))
         check_images(request, info, self._image_limits.most)
         return request
