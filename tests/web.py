@@ -155,7 +155,7 @@ def png(colour: int, width: int = 8, height: int = 8) -> bytes:
 
 
 def pixels(colour: int) -> bytes:
-    """What an encoder is given of that file."""
+    """Pixels that an encoder is given of that file."""
     return bytes((colour, 2, 3)) * IMAGES.size**2
 
 

@@ -42,7 +42,7 @@ class Seen:
     prompt_tokens: int
     engine: Path
     continued: str
-    """What it continues a prompt with that the picture begins."""
+    """Continuation of a prompt that the picture begins."""
 
     @property
     def data(self) -> str:

@@ -39,7 +39,7 @@ def image(begin: int, name: int, tokens: int = TOKENS) -> ContentSpan:
 
 
 def seen_rows(pixels: bytes, count: int) -> list[int]:
-    """What the model sees in place of an image's tokens."""
+    """Features in place of an image's tokens."""
     return [
         1000 + int.from_bytes(blake2b(pixels + bytes([i, count]), digest_size=3).digest(), "little")
         for i in range(count)
@@ -239,7 +239,7 @@ def test_an_image_is_encoded_once_for_all_sequences_and_not_at_all_where_it_is_c
 
 
 def test_a_failed_image_ends_its_request_alone(make_stack) -> None:
-    """What was computed before it stays cached, and the same image is tried again when it is asked for again."""
+    """Pages computed before it stay cached, and the same image is tried again when it is asked for again."""
     stack = make_stack()
     stack.encoder.failing = {image(0, 5).pixels}
     request = GenerateRequest(

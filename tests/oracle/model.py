@@ -130,14 +130,14 @@ def features_of(pixels: bytes) -> bytes:
 
 
 def image_of(features: bytes, count: int) -> bytes:
-    """What the tokens of an image know of it."""
+    """Value that the tokens of an image take from it."""
     return features + bytes([count])
 
 
 def answer(
     model: Model, prompt: Sequence[int], params: SamplingParams, seed: int, max_context: int, image: int = 0
 ) -> Answer:
-    """What the model says to a prompt with images of so many tokens."""
+    """Answer of the model to a prompt with images of so many tokens."""
     tokens, window = list(token_ids(prompt)), bytearray()
     spans = {span.begin: span for span in list_spans(prompt, image)}
     size = model.entry_bytes.get(LOCAL, 0)

@@ -44,7 +44,7 @@ def server(**options) -> Iterator[str]:
 
 
 def answer_to(text: str, most: int = 512) -> str:
-    """What the fake model answers; <start_of_image> is an image."""
+    """Answer of the fake model; <start_of_image> is an image."""
     head, *rest = (TOKENIZER.encode(part) for part in text.split("<start_of_image>"))
     image = [*TOKENIZER.encode("\n\n<start_of_image>"), *[IMAGE_SOFT] * FakeEncoder.tokens, *TOKENIZER.encode("~\n\n")]
     return TOKENIZER.decode(greedy(sum(([*image, *part] for part in rest), head), most))

@@ -20,7 +20,7 @@ _TOWER, _PROJECTOR = "vision_tower.vision_model.", "multi_modal_projector."
 
 @dataclass(frozen=True)
 class RandomEncoder:
-    """One set of weights seen by both sides."""
+    """Weights that both sides see."""
 
     weights: VisionWeights
     tower: SiglipVisionModel
