@@ -65,6 +65,7 @@ def number(page, name: str):
 
 def ask(page, text: str) -> None:
     page.fill("#ask", text)
+    expect(page.locator(".send")).to_be_enabled()  # Enter before the page knows the model sends nothing
     page.press("#ask", "Enter")
 
 
