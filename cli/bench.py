@@ -1,28 +1,38 @@
-"""`wicore bench`: latency, throughput and perplexity, each figure beside what the machine allows; load.
+"""`wicore bench`: latency, throughput and perplexity, each figure beside what the machine allows; load at given rates.
 
-Invariant: standard output carries the tables, or one JSON document with --json; progress goes to standard error.
+Must not import anything heavy before a command runs. Invariant: standard output carries the tables, or with --json one
+JSON document; progress and warnings go to standard error.
 """
 
 from __future__ import annotations
 
+import json
+import sys
+from contextlib import AsyncExitStack
+from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from wicore_trt.cli.bench_serve import serve
-from wicore_trt.errors import missing_package
+from wicore_trt.errors import WicoreError, missing_package
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from wicore_trt.bench.client import Target
     from wicore_trt.bench.report import Roof
-    from wicore_trt.bench.session import BenchSession
+    from wicore_trt.config import Settings
 
 app = typer.Typer(no_args_is_help=True, help="Measure latency, throughput, load and perplexity.")
-app.command()(serve)
 
-_WHERE, _WHAT = (partial(typer.Option, rich_help_panel=panel) for panel in ("What is measured", "What is sent"))
+_WHERE, _WHAT, _WHO, _WHEN, _OUT = (
+    partial(typer.Option, rich_help_panel=panel)
+    for panel in ("What is measured", "What is sent", "Who answers", "When it is sent", "What comes out")
+)
+LENGTHS = "N, N,N (one of these) or N..N (any between)."
 EngineOption = Annotated[
     Path | None,
     _WHERE(
@@ -72,14 +82,12 @@ def latency(
     from wicore_trt.cli._ui import print_table
 
     cases = list_cases(_parse_list(batch), _parse_list(input_tokens), _parse_list(output_tokens))
-    flags = {"scheduler.max_sequences": max(case.batch for case in cases), "executor.threads": threads}
-    session = _open_session(engine, target, recipe, flags, api_key, tls_ca)
-    points, model, roof = _measure_target(
-        session, partial(run_latency, cases=cases, repeats=repeats, warmups=warmups, seed=seed), quiet=as_json
-    )
+    settings = _read_settings(engine, recipe, threads, max(case.batch for case in cases))
+    measure = partial(run_latency, cases=cases, repeats=repeats, warmups=warmups, seed=seed)
+    points, model, roof = _measure_target(measure, settings, target, api_key, tls_ca, quiet=as_json)
     results = [latency_result(point, roof) for point in points]
     parameters = {"repeats": repeats, "warmups": warmups, "seed": seed, "threads": threads, "recipe": recipe}
-    _print_report("latency", session, model, parameters, roof, results, as_json=as_json)
+    _print_report("latency", target, model, parameters, roof, results, as_json=as_json)
     if not as_json:
         print_table("latency", LATENCY_COLUMNS, [latency_row(result) for result in results])
 
@@ -106,20 +114,18 @@ def throughput(
     Tokens are counted from the server's usage. Requests that fail are counted apart and give no latencies.
     """
     _require_package("grpc")
-    from dataclasses import asdict
-
     from wicore_trt.bench.report import throughput_result
     from wicore_trt.bench.runs import ThroughputCase, run_throughput
 
     if shared_prefix >= input_tokens:
         raise typer.BadParameter("--shared-prefix must be less than --input-tokens.")
     case = ThroughputCase(requests, input_tokens, output_tokens, concurrency, shared_prefix, seed)
-    flags = {"scheduler.max_sequences": concurrency, "executor.threads": threads}
-    session = _open_session(engine, target, recipe, flags, api_key, tls_ca)
-    measured, model, roof = _measure_target(session, partial(run_throughput, case=case, warmups=warmups), quiet=as_json)
+    settings = _read_settings(engine, recipe, threads, concurrency)
+    measure = partial(run_throughput, case=case, warmups=warmups)
+    measured, model, roof = _measure_target(measure, settings, target, api_key, tls_ca, quiet=as_json)
     result = throughput_result(measured, case, roof)
     parameters = {**asdict(case), "warmups": warmups, "threads": threads, "recipe": recipe}
-    _print_report("throughput", session, model, parameters, roof, [result], as_json=as_json)
+    _print_report("throughput", target, model, parameters, roof, [result], as_json=as_json)
     if not as_json:
         _print_throughput(result)
 
@@ -157,40 +163,187 @@ def perplexity(
     print_table("perplexity", (*names, "perplexity", "difference"), rows)
 
 
+@app.command()
+def serve(
+    target: Annotated[
+        list[str] | None,
+        _WHO(help="URL of a server with OpenAI's API, or HOST:PORT of our gRPC. Several are compared, rate by rate."),
+    ] = None,
+    engine: Annotated[Path | None, _WHO(help="In place of --target: an engine, run in this process.")] = None,
+    api: Annotated[
+        Literal["completions", "chat"], _WHO(help="Over HTTP: prompts of token ids, or chats of made-up words.")
+    ] = "completions",
+    model: Annotated[str | None, _WHO(help="Model to name over HTTP. Default: the server's first.")] = None,
+    extra_body: Annotated[
+        str, _WHO(metavar="JSON", help="Fields to add to each HTTP body; a null takes one out.")
+    ] = "{}",
+    api_key: Annotated[str | None, _WHO(envvar="WICORE_SERVER__API_KEY", help="Key of the server.")] = None,
+    tls_ca: Annotated[Path | None, _WHO(help="CA of the server's certificate, PEM; turns TLS on for gRPC.")] = None,
+    recipe: Annotated[str | None, _WHO(help="Recipe for the engine in this process.")] = None,
+    threads: Annotated[int | None, _WHO(min=0, help="CPU threads of one step of it; 0: all.")] = None,
+    input_tokens: Annotated[str, _WHAT(metavar="LENGTHS", help=f"Prompt lengths: {LENGTHS}")] = "128",
+    output_tokens: Annotated[str, _WHAT(metavar="LENGTHS", help="Output lengths, likewise.")] = "64",
+    shared_prefix: Annotated[int, _WHAT(min=0, help="Of each prompt's tokens, those of a system prompt.")] = 0,
+    prefixes: Annotated[int, _WHAT(min=1, help="Different system prompts.")] = 1,
+    turns: Annotated[int, _WHAT(min=1, help="Turns of a conversation, each sent after the answer before.")] = 1,
+    turn_tokens: Annotated[str, _WHAT(metavar="LENGTHS", help="What each further turn adds.")] = "64",
+    trace: Annotated[
+        Path | None, _WHAT(help="In place of all that: JSON lines in Mooncake's format. Equal hash_ids, equal blocks.")
+    ] = None,
+    ignore_eos: Annotated[bool, _WHAT(help="Outputs have exactly their lengths, else the request failed.")] = True,
+    seed: Annotated[int, _WHAT(help="Seed of prompts, lengths and arrival times.")] = 0,
+    rate: Annotated[
+        str | None,
+        _WHEN(metavar="N,N", help="Requests a second, one run each; inf: all at once. Default: 1, or a trace's."),
+    ] = None,
+    burstiness: Annotated[
+        float, _WHEN(min=1e-3, help="Shape of the gamma-distributed gaps: 1 Poisson, less is bursts, inf constant.")
+    ] = 1.0,
+    requests: Annotated[int, _WHEN(min=1, help="Requests of a run.")] = 100,
+    duration: Annotated[
+        float | None, _WHEN(min=1e-3, help="In place of --requests: seconds in which they come.")
+    ] = None,
+    max_concurrency: Annotated[
+        int | None, _WHEN(min=1, help="Requests open at a time; waiting for a place counts, unless the rate is inf.")
+    ] = None,
+    pause: Annotated[float, _WHEN(min=0, help="Seconds between an answer and the next turn.")] = 0.0,
+    timeout: Annotated[float, _WHEN(min=1e-3, help="Seconds after which a request has failed.")] = 600.0,
+    warmups: Annotated[int, _WHEN(min=0, help="Sessions before the first run, not counted.")] = 4,
+    slo: Annotated[
+        str | None, _OUT(metavar="LIMITS", help="A good request's, as ttft=450ms,tpot=40ms,e2e=20s.")
+    ] = None,
+    plot: Annotated[Path | None, _OUT(help="SVG to write.")] = None,
+    as_json: Annotated[bool, _OUT("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Open-loop load: requests are sent when they are due, and latencies count from then.
+
+    Examples:
+      wicore bench serve --target http://127.0.0.1:8000 --rate 2,4,8 --duration 60 --slo ttft=450ms,tpot=40ms
+      wicore bench serve --target 127.0.0.1:50051 --trace mooncake_conversation.jsonl --requests 500 --rate 1
+    """
+    given = {name: value for name, value in locals().items() if name not in ("api_key", "as_json", "plot", "target")}
+    from wicore_trt.bench.client import open_target, run_quickly
+    from wicore_trt.bench.load import LoadOptions, Offer, run_sweep
+    from wicore_trt.bench.measure import Slo
+    from wicore_trt.bench.report import make_report
+    from wicore_trt.bench.workload import LoadShape, parse_lengths
+    from wicore_trt.cli._ui import print_json, progress
+    from wicore_trt.kv.study.trace import load_trace
+
+    if (engine is None) == (not target):
+        raise typer.BadParameter("Give --target URL or HOST:PORT, or --engine DIR.", param_hint="--target")
+    rates = _parse_option("--rate", lambda: [float(r) for r in rate.split(",")] if rate else [None if trace else 1.0])
+    if not all(r is None or r > 0 for r in rates):
+        raise typer.BadParameter(f"{rate!r} is not a list of rates.", param_hint="--rate")
+    found = {
+        "input_tokens": _parse_option("--input-tokens", lambda: parse_lengths(input_tokens)),
+        "output_tokens": _parse_option("--output-tokens", lambda: parse_lengths(output_tokens)),
+        "turn_tokens": _parse_option("--turn-tokens", lambda: parse_lengths(turn_tokens)),
+    }
+    fields = _parse_option("--extra-body", lambda: dict(json.loads(extra_body)))
+    limits = _parse_option("--slo", lambda: Slo.parse_limits(slo) if slo else None)
+    options = LoadOptions(max_concurrency, pause, timeout, ignore_eos)
+    offer = Offer(
+        LoadShape(**found, turns=turns, shared_prefix=shared_prefix, prefixes=prefixes),
+        load_trace(trace, plain=True) if trace else (), burstiness, requests, duration, seed,
+    )  # fmt: skip
+    if plot is not None:
+        from wicore_trt.bench.plot import write_load_plot  # before minutes of work, where it cannot be had
+
+    async def run() -> tuple[list[dict[str, Any]], list[str]]:
+        async with AsyncExitStack() as stack:
+            targets: list[tuple[str, Target]] = []
+            for where in target or (None,):
+                opened: Target
+                if where is not None and where.startswith(("http://", "https://")):
+                    from wicore_trt.bench.http import HttpTarget
+
+                    opened = await HttpTarget.connect(
+                        where, chat=api == "chat", model=model, api_key=api_key, tls_ca=tls_ca, extra=fields
+                    )
+                else:
+                    settings = _read_settings(engine, recipe, threads)
+                    opened = await open_target(settings, where, api_key=api_key, tls_ca=tls_ca)
+                stack.push_async_callback(opened.close)
+                targets.append((where or "in process", opened))
+            with progress(quiet=as_json) as report:
+                results = await run_sweep(
+                    targets, offer, rates, options, warmups=warmups, slo=limits, progress=report
+                )  # fmt: skip
+            return results, [opened.info.model_id for _, opened in targets]
+
+    results, models = run_quickly(run())
+    if plot is not None:
+        values = asdict(limits) if limits else {}
+        limits_ms = {name.removesuffix("_s"): value * 1e3 for name, value in values.items() if value is not None}
+        write_load_plot(results, plot, limits_ms)
+    where, served = ", ".join(target or ["in process"]), ", ".join(dict.fromkeys(models))
+    if as_json:
+        about = {"model_id": served}
+        print_json(make_report("serve", target=where, model=about, parameters=given, rates=None, results=results))
+    else:
+        _print_results(results, f"{served}, {where}")
+    if not any(result["completed"] for result in results):
+        raise WicoreError("Not one request was answered.")
+
+
+def _parse_option(option: str, parse: Any) -> Any:
+    """Call `parse`; a ValueError or TypeError becomes wrong usage."""
+    try:
+        return parse()
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(f"{error}.", param_hint=option) from None
+
+
 def _require_package(package: str) -> None:
     if find_spec(package) is None and (lacking := missing_package(package)):
         raise lacking
 
 
-def _open_session(
-    engine: Path | None,
-    target: str | None,
-    recipe: str | None,
-    flags: dict[str, Any],
-    api_key: str | None,
-    tls_ca: Path | None,
-) -> BenchSession:
-    from wicore_trt.bench.session import BenchSession
+def _read_settings(
+    engine: Path | None, recipe: str | None, threads: int | None, sequences: int | None = None
+) -> Settings:
     from wicore_trt.config import load_settings
 
-    settings = load_settings(recipe, {"engine": engine and str(engine), **flags})
-    return BenchSession(settings, target, api_key, tls_ca)
+    flags = {"executor.threads": threads, "scheduler.max_sequences": sequences}
+    return load_settings(recipe, {"engine": engine and str(engine), **flags})
 
 
-def _measure_target(session: BenchSession, measure: Any, *, quiet: bool) -> tuple[Any, dict[str, Any], Roof | None]:
-    """Measure this machine and then the target; returns the result of `measure`, the target's model and the bounds."""
+def _measure_target(
+    measure: Any, settings: Settings, address: str | None, api_key: str | None, tls_ca: Path | None, *, quiet: bool
+) -> tuple[Any, dict[str, Any], Roof | None]:
+    """Measure this machine, before an engine is loaded that runs beside, and then the target. Returns the result of
+    `measure`, the target's model and, where an engine is named, the bounds."""
+    import os
+
+    from wicore_trt.bench.bound import ModelCost, measure_rates
+    from wicore_trt.bench.client import open_target, run_quickly
+    from wicore_trt.bench.report import Roof
     from wicore_trt.cli._ui import progress
+    from wicore_trt.engine.manifest import read_manifest
+
+    async def run() -> tuple[Any, dict[str, Any]]:
+        target = await open_target(settings, address, api_key=api_key, tls_ca=tls_ca, awaited=False)
+        try:
+            return await measure(target, progress=report), asdict(target.info)
+        finally:
+            await target.close()
 
     with progress(quiet=quiet) as report:
-        report("measuring the machine", 0, 1)
-        roof = session.measure_roof()
-        report("measuring the machine", 1, 1)
-        return *session.run_measurement(partial(measure, progress=report)), roof
+        roof = None
+        if settings.engine is not None:
+            report("measuring the machine", 0, 1)
+            manifest = read_manifest(Path(settings.engine))
+            cost = ModelCost.from_dtypes(manifest.spec, manifest.dtype, manifest.base_dtype, manifest.kv_dtype)
+            threads = settings.executor.threads or len(os.sched_getaffinity(0))
+            roof = Roof(cost, measure_rates(settings.executor.device, threads=threads))
+            report("measuring the machine", 1, 1)
+        return *run_quickly(run()), roof
 
 
 def _print_report(
     command: str,
-    session: BenchSession,
+    address: str | None,
     model: dict[str, Any],
     parameters: dict[str, Any],
     roof: Roof | None,
@@ -202,15 +355,13 @@ def _print_report(
     from wicore_trt.bench.report import describe_machine, make_report
     from wicore_trt.cli._ui import print_json
 
-    rates = roof.rates if roof else None
+    place, rates = address or "in process", roof.rates if roof else None
     if as_json:
-        print_json(
-            make_report(command, target=session.place, model=model, parameters=parameters, rates=rates, results=results)
-        )
+        print_json(make_report(command, target=place, model=model, parameters=parameters, rates=rates, results=results))
         return
     about = describe_machine()
     engine = f"{model['dtype']}, {model['backend']} backend, {model['kernels']} kernels"
-    print(f"{model['model_id']}, {engine}, {session.place}")
+    print(f"{model['model_id']}, {engine}, {place}")
     gpus = "".join(f", {gpu['name']}" for gpu in about["gpus"])
     print(f"{about['cpu']}, {about['cores']} cores{gpus}")
     if rates is not None:
@@ -236,3 +387,31 @@ def _print_throughput(result: dict[str, Any]) -> None:
     print_table("rates", ("figure", "value", "bound", "bound %"), list_cells(result, rates, RATE_KEYS))
     latencies = {name: name.upper() for name in LATENCIES}
     print_table("latencies", ("ms", *LATENCY_KEYS), list_cells(result, latencies, LATENCY_KEYS))
+
+
+def _print_results(results: Sequence[dict[str, Any]], head: str) -> None:
+    from wicore_trt.bench.report import (
+        LOAD_COLUMNS,
+        LOAD_SUMMARY_COLUMNS,
+        describe_machine,
+        load_row,
+        load_summary_rows,
+        load_warnings,
+    )
+    from wicore_trt.cli._ui import print_table
+
+    about = describe_machine()
+    print(f"{head}\nclient: {about['cpu']}, {about['cores']} cores\n")
+    several = len({result["target"] for result in results}) > 1
+    print_table("load", LOAD_COLUMNS, [load_row(result, several=several) for result in results])
+    rows = [row for result in results for row in load_summary_rows(result, several=several)]
+    print_table("latencies, ms", LOAD_SUMMARY_COLUMNS, rows)
+    for result in results:
+        name = load_row(result, several=several)[0]
+        hits = ", ".join(f"{tier} {tokens}" for tier, tokens in result["tier_hit_tokens"].items())
+        if hits:
+            print(f"{name}: prompt tokens saved by tier: {hits}")
+        if result["left_out"]:
+            print(f"{name}: {result['left_out']} sessions were left out, longer than the context")
+        for warning in load_warnings(result):
+            print(f"{name}: {warning}", file=sys.stderr)

@@ -17,8 +17,7 @@ from wicore_trt.bench.client import closed_loop
 from wicore_trt.bench.http import ANY_CONTEXT, ANY_VOCABULARY, HttpTarget, Stream
 from wicore_trt.bench.load import LoadOptions, run_load
 from wicore_trt.bench.measure import Slo
-from wicore_trt.bench.plan import LoadShape, sessions_of
-from wicore_trt.bench.workload import BenchRequest, WordList, Workload
+from wicore_trt.bench.workload import BenchRequest, LoadShape, WordList, Workload, sessions_of
 from wicore_trt.errors import ConfigError, UnavailableError, WicoreError
 
 ASKED = BenchRequest((5, 6, 7), 6)

@@ -13,20 +13,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wicore_trt.bench.load import ClientSession
+from wicore_trt.bench.load import ClientSession, Offer
 from wicore_trt.bench.measure import REFUSALS, ClientLag, Load, RequestRecord, Slo, Summary
-from wicore_trt.bench.plan import (
+from wicore_trt.bench.report import load_result, load_row, load_summary_rows, load_warnings
+from wicore_trt.bench.workload import (
     LoadShape,
     PlannedTurn,
+    PromptPart,
     Session,
+    WordList,
+    draw_arrivals,
     made_up,
     parse_lengths,
     replay_trace,
     sessions_of,
 )
-from wicore_trt.bench.report import load_result, load_row, load_summary_rows, load_warnings
-from wicore_trt.bench.serve import Offer
-from wicore_trt.bench.workload import PromptPart, WordList, draw_arrivals
 from wicore_trt.errors import ConfigError
 from wicore_trt.kv.study.trace import BLOCK_TOKENS, TraceRequest, generate_trace, load_trace
 

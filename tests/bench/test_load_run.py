@@ -13,13 +13,10 @@ from serve.serving import make_engine as make_grpc_engine
 from serve.serving import serving as serving_grpc
 from web import make_engine, serving
 
-from wicore_trt.bench.client import GrpcTarget, LocalTarget
-from wicore_trt.bench.load import LoadOptions, run_load
+from wicore_trt.bench.client import GrpcTarget, LocalTarget, run_quickly
+from wicore_trt.bench.load import LoadOptions, Offer, run_load, run_sweep
 from wicore_trt.bench.measure import RequestRecord
-from wicore_trt.bench.plan import LoadShape, PlannedTurn, Session, sessions_of
-from wicore_trt.bench.serve import Offer, run_sweep
-from wicore_trt.bench.session import run_quickly
-from wicore_trt.bench.workload import BenchRequest, PromptPart, WordList
+from wicore_trt.bench.workload import BenchRequest, LoadShape, PlannedTurn, PromptPart, Session, WordList, sessions_of
 from wicore_trt.cli.main import run_command
 from wicore_trt.errors import ConfigError
 

@@ -120,10 +120,12 @@ def request_bound_s(
 def measure_rates(
     device: str, *, threads: int = 0, read_bytes: int | None = None, gemm_size: int | None = None
 ) -> MachineRates:
-    """Measure "cpu" or "cuda". `threads` 0 takes PyTorch's choice, which is restored afterwards. The GEMM dtype is the
-    fastest that an engine may compute in, because a bound is of the machine."""
+    """Measure "cpu", "cuda" or "auto", as `executor.device`. `threads` 0 takes PyTorch's choice, which is restored
+    afterwards. The GEMM dtype is the fastest that an engine may compute in, because a bound is of the machine."""
     import torch
 
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:

@@ -11,18 +11,20 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import grpc
 
 from wicore_trt.bench.measure import RequestRecord
 from wicore_trt.bench.workload import BenchRequest
+from wicore_trt.engine.manifest import read_manifest
 from wicore_trt.errors import ConfigError, UnavailableError, WicoreError
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
+from wicore_trt.serve.lifecycle import choose_loop_factory
 from wicore_trt.types import ModelInfo, SamplingParams, TextOutput, TextRequest, Usage
 
 if TYPE_CHECKING:
@@ -31,24 +33,23 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 30.0
 MAX_MESSAGE_BYTES = 64 << 20
+T = TypeVar("T")
 
 
-class Served(Protocol):
-    """Facts of a model that a benchmark needs."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Served:
+    """Facts of a model that a benchmark needs, where its server tells no more."""
 
-    @property
-    def model_id(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_context_tokens(self) -> int: ...
+    model_id: str
+    vocab_size: int
+    max_context_tokens: int
 
 
 class Target(Protocol):
     """Generator under test. `info` describes its model; `chat` tells whether it takes turns of text, not tokens."""
 
     @property
-    def info(self) -> Served: ...
+    def info(self) -> ModelInfo | Served: ...
     @property
     def chat(self) -> bool: ...
 
@@ -250,3 +251,31 @@ async def closed_loop(target: Target, requests: Sequence[BenchRequest], concurre
 
     await asyncio.gather(*(worker() for _ in range(min(concurrency, len(requests)))))
     return [record for record in records if record is not None]
+
+
+async def open_target(
+    settings: Settings, address: str | None, *, api_key: str | None, tls_ca: Path | None, awaited: bool = True
+) -> GrpcTarget | LocalTarget:
+    """Open the server at `address`, or without one the engine of `settings` in this process (`awaited` as for
+    `LocalTarget.load`). Raises what opening raises, and ConfigError where `settings` name another engine than the
+    server runs, or nothing is named."""
+    engine = settings.engine
+    if address is None:
+        if engine is None:
+            raise ConfigError("Nothing to measure.", fix="Give --engine DIR or --target HOST:PORT.")
+        return await LocalTarget.load(settings, awaited=awaited)
+    named = None if engine is None else read_manifest(Path(engine)).fingerprint
+    target = await GrpcTarget.connect(address, api_key=api_key, tls_ca=tls_ca)
+    if named not in (None, target.info.fingerprint):
+        await target.close()
+        raise ConfigError(
+            f"{address} runs {target.info.model_id}, another engine than {engine}.",
+            fix="Name the engine that the server runs, or leave --engine out.",
+        )
+    return target
+
+
+def run_quickly(work: Coroutine[Any, Any, T]) -> T:
+    """Run on the event loop that servers use, which halves a client's cost of a message."""
+    with asyncio.Runner(loop_factory=choose_loop_factory()) as runner:
+        return runner.run(work)

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import aiohttp
 import msgspec
 
-from wicore_trt.bench.client import CONNECT_TIMEOUT_S, describe_shortfall, has_enough_tokens
+from wicore_trt.bench.client import CONNECT_TIMEOUT_S, Served, describe_shortfall, has_enough_tokens
 from wicore_trt.bench.measure import RequestRecord
 from wicore_trt.bench.workload import BenchRequest
 from wicore_trt.errors import ConfigError, UnavailableError, WicoreError, shortened
@@ -148,18 +148,11 @@ class Stream:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class HttpServed:
-    model_id: str
-    vocab_size: int
-    max_context_tokens: int
-
-
 class HttpTarget:
     """Running server; make it with `connect`."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, url: str, info: HttpServed, chat: bool, extra: Mapping[str, Any]
+        self, session: aiohttp.ClientSession, url: str, info: Served, chat: bool, extra: Mapping[str, Any]
     ) -> None:
         self.info, self.chat = info, chat
         self._session, self._url, self._extra = session, url, extra
@@ -267,7 +260,7 @@ class HttpTarget:
         await self._session.close()
 
 
-async def _read_model_list(session: aiohttp.ClientSession, url: str, model: str | None) -> HttpServed:
+async def _read_model_list(session: aiohttp.ClientSession, url: str, model: str | None) -> Served:
     """Read `model`, or the first one, from /v1/models; our own servers add their vocabulary. A server without that list
     accepts any model."""
     try:
@@ -292,7 +285,7 @@ async def _read_model_list(session: aiohttp.ClientSession, url: str, model: str 
     size = None
     with suppress(*UNREADABLE, KeyError, TypeError):  # another server's /status is anything
         size = msgspec.json.decode(status)["model"]["vocab_size"]
-    return HttpServed(known.id, _parse_size(size, ANY_VOCABULARY), _parse_size(known.max_model_len, ANY_CONTEXT))
+    return Served(known.id, _parse_size(size, ANY_VOCABULARY), _parse_size(known.max_model_len, ANY_CONTEXT))
 
 
 def _parse_size(value: Any, otherwise: int) -> int:
