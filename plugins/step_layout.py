@@ -25,13 +25,15 @@ class NormOut(NamedTuple):
 
 
 def embed_norm_launch(
-    token_ids: Any, embedding: tuple[Any, int, float], weight: Any, residual: Any, to: NormOut, tokens: int, eps: float
-) -> Launch:
+    token_ids: Any, embedding: tuple[Any, int, float], weight: Any, residual: Any, to: NormOut, tokens: int, eps: float,
+    *, features: Any = None,
+) -> Launch:  # fmt: skip
     """Launch `kernels.norm.embed_norm` of int32 token_ids [tokens]; `embedding` is its rows, their number and the
-    factor."""
+    factor. `features`: of images, for the kernel that reads them."""
     rows, vocab, scale = embedding
     arguments = {"token_ids": token_ids, "embedding": rows, "weight": weight, "residual": residual, "out": to.out}
     arguments |= {"scales": to.scales, "vocab": vocab, "embedding_scale": scale, "eps": eps}
+    arguments |= {} if features is None else {"features": features}
     return Launch((tokens, 1, 1), arguments)
 
 

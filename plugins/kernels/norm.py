@@ -74,11 +74,13 @@ def embed_norm(
     FP8: tl.constexpr,
     HALF: tl.constexpr,
     NATIVE: tl.constexpr,
+    features=None,
 ):
     """residual[i] = embedding[token_ids[i]] * embedding_scale (float32, unrounded), out[i] = its norm as in `norm`.
 
     `embedding` is 16 bit [vocab, H], `token_ids` int32. An id outside of [0, vocab) gives a row of zeros: a row that
-    was not sampled (-1) harms no memory. Grid: (tokens,).
+    was not sampled (-1) harms no memory. With `features` (16 bit [any, H]) the id vocab + n is row n of them, unscaled.
+    Grid: (tokens,).
     """
     row = tl.program_id(0).to(tl.int64)
     column = _columns(BLOCK)
@@ -89,6 +91,10 @@ def embed_norm(
     source = embedding + tl.where(known, token, 0) * H + column
     value = tl.load(source, mask=inside, other=0.0).to(tl.float32) * embedding_scale
     value = tl.where(known, value, 0.0)
+    if features is not None:
+        seen = token >= vocab
+        source = features + tl.where(seen, token - vocab, 0) * H + column
+        value += tl.load(source, mask=inside & seen, other=0.0).to(tl.float32)
     tl.store(residual + row * H + column, value, mask=inside)
     _store(out, scales, row, column, inside, _normed(value, w, eps, H), H, FP8, HALF, NATIVE)
 

@@ -94,18 +94,21 @@ def _spec(
 
 
 ALIGNED = {
-    *("residual", "x", "weight", "post_weight", "next_weight", "out", "embedding"),
+    *("residual", "x", "weight", "post_weight", "next_weight", "out", "embedding", "features"),
     *("qkv", "q", "q_weight", "k_weight", "cos", "sin", "pool", "pool_page", "pool_kv", "pool_token", "pool_head"),
 }
 
 
-def embed_norm_spec(shape: NormShape, num_warps: int) -> KernelSpec:
-    """Specify `kernels.norm.embed_norm`; the embedding has the operands' type."""
+def embed_norm_spec(shape: NormShape, num_warps: int, *, images: bool = False) -> KernelSpec:
+    """Specify `kernels.norm.embed_norm`; the embedding has the operands' type, and so have features of `images`."""
     types = {
+        **({"features": f"*{FLOAT_TYPES[shape.dtype]}"} if images else {}),
         **{"token_ids": "*i32", "embedding": f"*{FLOAT_TYPES[shape.dtype]}", "weight": "*fp32", "residual": "*fp32"},
         **{"out": f"*{shape.out_type()}", "scales": "*fp32", "vocab": "i32", "embedding_scale": "fp32", "eps": "fp32"},
     }
-    return _spec(f"embed_norm_{shape.name()}", norm.embed_norm, types, shape.constants(), num_warps)
+    return _spec(
+        f"embed_{'images' if images else 'norm'}_{shape.name()}", norm.embed_norm, types, shape.constants(), num_warps
+    )
 
 
 def add_norm_spec(shape: NormShape, num_warps: int, *, x_dtype: str, gather: bool = False) -> KernelSpec:

@@ -25,7 +25,11 @@ class Seeing(Driver):
 
     def __init__(self, executor: Any, features: torch.Tensor, seed: int = 0) -> None:
         super().__init__(executor, seed)
-        executor.images = SimpleNamespace(features=features, tokens=features.shape[1], close=lambda: None)
+        held = executor.images
+        if held is not None and held.features.shape[1:] == features.shape[1:]:  # where graphs read them
+            held.features[: len(features)].copy_(features)
+        else:
+            executor.images = SimpleNamespace(features=features, tokens=features.shape[1], close=lambda: None)
         if more := getattr(getattr(getattr(executor, "model", None), "launcher", None), "more", None):
             more.append(features)
         self.tokens = features.shape[1]

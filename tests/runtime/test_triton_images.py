@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,14 +12,18 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="pip install -e .[triton]")
 
 from parity.paged import GREEDY  # noqa: E402
+from parity.vision import random_encoder  # noqa: E402
 from runtime.seeing import Part, Seeing, compare, features_of, text  # noqa: E402
 from runtime.triton_cpu import executor_of, oracle_of, small_model, specs_of  # noqa: E402
 
+from wicore_trt.backends.triton import executor as triton_executor  # noqa: E402
 from wicore_trt.backends.triton import memory as triton_memory  # noqa: E402
 from wicore_trt.backends.triton import roles  # noqa: E402
+from wicore_trt.backends.triton import rows as triton_rows  # noqa: E402
 from wicore_trt.backends.triton import table as triton_table  # noqa: E402
 from wicore_trt.backends.triton.kernel_list import list_kernels  # noqa: E402
 from wicore_trt.backends.triton.ops import TritonOps  # noqa: E402
+from wicore_trt.backends.triton.rows import RowPlan  # noqa: E402
 from wicore_trt.backends.triton.table import EngineShape  # noqa: E402
 from wicore_trt.model.gemma3 import EMBEDDING, layer_weight  # noqa: E402
 from wicore_trt.model.spec import GROUPS  # noqa: E402
@@ -66,7 +72,7 @@ def test_features_stand_in_their_rows(fp8: bool, monkeypatch: pytest.MonkeyPatch
     pieces = [driver.piece(driver.new_sequence(), parts) for parts in ([text(2), 2, text(1), 0], [text(1)], [1])]
     slices, plan = executor.block.arrange_slices(pieces)
     inputs = StepInputs.from_batch(StepBatch(slices), executor.layout, GROUPS)
-    ops = TritonOps(state, executor.block.upload_step(inputs, plan, None, features))
+    ops = TritonOps(state, executor.block.upload_step(inputs, plan), None, features)
     weight = layer_weight(0, "input_layernorm")
     residual = ops.embed()
     out = ops.norm(residual, weight)
@@ -110,6 +116,38 @@ def test_the_kernel_of_images_is_loaded_before_the_first_step() -> None:
     assert any(name.endswith("_ends") for name in launcher.launched)
 
 
+def test_padding_changes_no_bit_of_steps_with_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with images run in graphs of their own, whatever lay in the memory before; logits and pages are those of
+    the same steps launched as they are."""
+    monkeypatch.setattr(triton_executor, "DECODE_BUCKETS", (2, 4))
+    monkeypatch.setattr(triton_rows, "PROMPT_BUCKETS", {0: (12, 30), 4: (12, 24, 34)})
+    model = small_model(38, sliding_window=6)
+    features = features_of(model, "bfloat16", TOKENS)
+    given = {"batch_invariant": True, "images": True, "kv_pages": {"global": 40, "local": 40}}
+    vision = random_encoder(3, text_hidden=model.spec.hidden_size).weights
+    padded, plain = executor_of(model, graphs=True, vision=vision, **given), executor_of(model, **given)
+    assert padded.images is not None
+    padded.images.close()
+    drivers, ran = [Seeing(e, features, 1) for e in (padded, plain)], Counter[bool]()
+    for plan, graph in [*padded.prompt_graphs.items()]:
+
+        def run(plan: RowPlan = plan, graph: Callable[[], None] = graph) -> None:
+            ran[plan.images] += 1
+            graph()
+
+        padded.prompt_graphs[plan] = run
+    sequences = [[d.new_sequence() for _ in STEPS[0]] for d in drivers]
+    for parts in [*STEPS, [[0, text(20)], [text(2)], [text(1)]]]:
+        padded.block._block.fill_(1 << 20)
+        for tensor in (padded.memory.residual, padded.memory.q, padded.memory.attended):
+            tensor.fill_(torch.nan)
+        mine, want = (d.see(list(zip(own, parts, strict=True))) for d, own in zip(drivers, sequences, strict=True))
+        assert torch.equal(mine.view(torch.int32), want.view(torch.int32)), parts
+    for group, pool in padded.pools.items():
+        assert torch.equal(pool.view(torch.uint8), plain.pools[group].view(torch.uint8)), group
+    assert ran == {True: 4}
+
+
 def test_an_image_has_the_same_bits_in_company() -> None:
     """In a batch-invariant engine, and in other chunks."""
     model = small_model(33)
@@ -131,8 +169,9 @@ def test_engines_of_text_have_the_kernels_that_they_had() -> None:
         }
         for i in (True, False)
     )
-    assert {*with_images} - {*text_alone} == {roles.PREFILL_IMAGES} and text_alone.items() <= with_images.items()
-    assert not [s for s in text_alone.values() if "key_ends" in {*s.signature, *s.constants}]
+    more = {roles.PREFILL_IMAGES, *(roles.KernelRole("embed_images", results=r) for r in ("float32", "bfloat16"))}
+    assert {*with_images} - {*text_alone} == more and text_alone.items() <= with_images.items()
+    assert not [s for s in text_alone.values() if {"key_ends", "features"} & {*s.signature, *s.constants}]
 
 
 def test_the_step_behind_an_image_starts_before_its_token_is_read() -> None:

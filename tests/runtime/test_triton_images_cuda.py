@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from parity.tiny import TinyModel  # noqa: E402
+from parity.vision import random_encoder  # noqa: E402
 from runtime.seeing import Part, Seeing, compare, features_of, text  # noqa: E402
 from runtime.triton_cpu import oracle_of, rounded, small_model  # noqa: E402
 
@@ -32,8 +33,10 @@ STEPS: list[list[list[Part]]] = [
     [[0, text(20)], [text(300)], [text(30), 2]],
     [[text(1)], [1, text(1), 0], [text(70)]],
     [[text(1)], [text(200), 2, text(1)], [text(1)]],
+    [[text(1)], [text(1)], [text(9), 1, text(20)]],
     [[text(1)], [text(1)], [text(1)]],
 ]
+"""The last step with an image runs in a graph; those before are too large beside sequences that decode."""
 
 
 def model_of(head_dim: int) -> TinyModel:
@@ -47,10 +50,19 @@ def opened(model: TinyModel, dtype: str, kv_dtype: str, *, fp8: bool = False, **
     shape = EngineShape(model.spec, dtype, FP8 if fp8 else PLAIN[dtype], kv_dtype, 32, images=True)
     weights = fuse_weights(rounded(model, dtype, fp8), model.spec)
     options = ExecutorOptions(max_batch_tokens=1024, max_sequences=4, max_context=2048, **PAGES, **settings)
-    loading = Loading(
-        shape, compile_table(shape, device.target), 2048, lambda n: place_constants(weights, shape, n, device)
-    )
+    vision = random_encoder(3, {"image_size": 224}, tokens=TOKENS, text_hidden=model.spec.hidden_size).weights
+    table = compile_table(shape, device.target)
+    loading = Loading(shape, table, 2048, lambda n: place_constants(weights, shape, n, device), vision=vision)
     return TritonExecutor(loading, options, device)
+
+
+def count_images(executor: TritonExecutor) -> list[int]:
+    """Tokens of the graphs with images that ran."""
+    ran: list[int] = []
+    for plan, graph in [*executor.prompt_graphs.items()]:
+        if plan.images:
+            executor.prompt_graphs[plan] = lambda graph=graph, n=plan.tokens: (ran.append(n), graph())
+    return ran
 
 
 @pytest.mark.parametrize(
@@ -69,8 +81,10 @@ def test_images_beside_text_and_decoding(head_dim: int, dtype: str, kv_dtype: st
     executor = opened(model, dtype, kv_dtype, fp8=fp8)
     mine = Seeing(executor, features.cuda(), 1)
     executor.memory.attended.fill_(torch.nan)
+    ran = count_images(executor)
     oracle = Seeing(oracle_of(model, dtype, fp8=fp8, kv_dtype=kv_dtype, max_batch_tokens=1024, **PAGES), features, 2)
     compare(mine, oracle, STEPS, bound, measure_attention=not (fp8 or kv_dtype == "fp8"))
+    assert ran == [320]
     executor.close()
 
 
@@ -79,12 +93,12 @@ def test_batch_invariant_rows_keep_their_bits_beside_images(head_dim: int) -> No
     """Text alone runs in graphs by the kernel without images, and images alone in other chunks."""
     model = model_of(head_dim)
     executor = opened(model, "bfloat16", "bfloat16", batch_invariant=True)
-    driver = Seeing(executor, features_of(model, "bfloat16", TOKENS).cuda(), 1)
+    driver, ran = Seeing(executor, features_of(model, "bfloat16", TOKENS).cuda(), 1), count_images(executor)
     words, one, other = text(90), [text(9), 1, text(40)], [0, text(1), 2, text(3)]
     alone = [driver.see([(driver.new_sequence(), parts)]) for parts in ([words], one, other)]
     sequences = [driver.new_sequence() for _ in range(3)]
     driver.see([(sequences[0], [words[:40]]), (sequences[1], one[:1]), (sequences[2], other[:2])])
     parts = [[words[40:]], one[1:], other[2:]]
     together = driver.see(list(zip(sequences, parts, strict=True)))
-    assert torch.equal(together, torch.cat(alone))
+    assert torch.equal(together, torch.cat(alone)) and ran
     executor.close()

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
+from unittest import mock
 
 import torch
 from gpu_kernels import interpreted
@@ -15,7 +16,7 @@ from parity.tiny import TinyModel, cast, tiny_model
 
 from benchmarks.gpu.step_check import place_constants
 from wicore_trt.backends.torch.executor import TorchExecutor
-from wicore_trt.backends.torch.vision import VisionWeights
+from wicore_trt.backends.torch.vision import VisionWeights, open_encoder
 from wicore_trt.backends.torch.weights import fuse_weights
 from wicore_trt.backends.triton.executor import Loading, TritonExecutor
 from wicore_trt.backends.triton.kernel_list import list_kernels
@@ -171,7 +172,14 @@ def executor_of(
         return found
 
     plan = Loading(shape, table, 512, constants, vision=vision)
-    executor = TritonExecutor(plan, ExecutorOptions(max_context=CONTEXT, **values), device, launcher, graphs=graphs)
+
+    def open_known(*given: Any) -> Any:
+        encoder = open_encoder(*given)
+        launcher.more.append(encoder.features)
+        return encoder
+
+    with mock.patch("wicore_trt.backends.triton.executor.open_encoder", open_known):
+        executor = TritonExecutor(plan, ExecutorOptions(max_context=CONTEXT, **values), device, launcher, graphs=graphs)
     launcher.idles = False
     return executor
 

@@ -133,7 +133,7 @@ class TritonExecutor:
                 self.images = open_encoder(loading.vision, dtype, slots, device.torch_device)
             self.memory = self.model.memory
             groups, padded = tuple(self.layout.num_pages), limits.rows if graphs else 0
-            self.block = StepBlock(limits, groups, self.layout.page_tokens, padded, device)
+            self.block = StepBlock(limits, groups, self.layout.page_tokens, padded, device, self.spec.vocab_size)
             # Of each step under way: results, as they come and as they are read, and masses.
             hosts = [(device.staging((2, limits.rows)), device.staging(self.memory.masses.shape)) for _ in range(2)]
             self._hosts = [(results, results.numpy(), masses) for results, masses in hosts]
@@ -160,7 +160,8 @@ class TritonExecutor:
         """Choose the plans of graphs to be recorded, and the limits of a step, which all of them fit."""
         largest = next((b for b in DECODE_BUCKETS if b >= settings.max_sequences), DECODE_BUCKETS[-1])
         self._buckets = [b for b in DECODE_BUCKETS if b <= largest] if graphs else []
-        self._prompt_plans = prompt_plans(settings.max_batch_tokens, largest) if graphs else []
+        image = loading.vision.spec.tokens if loading.vision is not None else 0
+        self._prompt_plans = prompt_plans(settings.max_batch_tokens, largest, image) if graphs else []
         self.graph_sizes = prompt_room(self._prompt_plans)
         positions = min(settings.max_context or loading.max_context, loading.max_context)
         tokens, rows = max(settings.max_batch_tokens, *self._buckets, 1), max(settings.max_sequences, *self._buckets, 1)
@@ -299,8 +300,7 @@ class TritonExecutor:
                 rows.append(count if piece.sample else -1)
                 count += piece.sample
             inputs = StepInputs.from_batch(StepBatch(slices), self.layout, tuple(self.layout.num_pages))
-            features = None if self.images is None else self.images.features
-            self.run(self.block.upload_step(inputs, plan, unread, features), measured)
+            self.run(self.block.upload_step(inputs, plan, unread), measured)
         if DRAWN in ways:
             sampled = zip(rows, slices, ways, strict=True)
             if drawn := {row: piece for row, piece, way in sampled if piece.sample and way is DRAWN}:
@@ -308,10 +308,10 @@ class TritonExecutor:
         return rows, places
 
     def _find_graph(self, slices: list[SequenceSlice], plan: RowPlan, measured: int | None) -> Graph | None:
-        """Find the graph that runs a step, and the plan to pad it to, or None. No graph has images, and one of many
-        tokens neither keeps queries nor has segments."""
+        """Find the graph that runs a step, and the plan to pad it to, or None. One of many tokens neither keeps queries
+        nor has segments."""
         first, large = plan.decode.sequences, self.model.segments
-        if self.images is not None and any(s.images for s in slices):
+        if plan.images and any(s.images for s in slices[:first]):  # an image of one token
             return None
         if not plan.prefill.sequences:
             return next(((decode_plan(n), graph) for n, graph in self.graphs.items() if n >= first), None)
@@ -345,7 +345,7 @@ class TritonExecutor:
 
     def run(self, arrays: StepArrays, measured: int | None = None) -> None:
         """Put all kernels of a step on the stream, greedy tokens included, and attention at layer `measured`."""
-        ops = TritonOps(self.model, arrays, measured)
+        ops = TritonOps(self.model, arrays, measured, None if self.images is None else self.images.features)
         logits: Value = forward(ops, self.spec)
         if arrays.plan.sampled:
             ops.choose_greedy(logits)
@@ -365,10 +365,11 @@ class TritonExecutor:
                     slices, plan_rows(lengths), self.sampler.choose_ways(slices), next(iter(self._measurable), None)
                 )
                 self.device.synchronize()
-            if self.images is not None:  # no graph has their kernel, which is loaded by this
+            if self.images is not None:  # larger steps than graphs take need their kernels, too
                 tokens = min(self.images.tokens, longest)
                 slices = [structs.replace(self._dummy_slice(0, tokens), images=((0, tokens, 0),))]
-                self._enqueue_step(slices, plan_rows([tokens]), self.sampler.choose_ways(slices), None)
+                plan = plan_rows([tokens])._replace(images=True)
+                self._enqueue_step(slices, plan, self.sampler.choose_ways(slices), None)
             for rows in self._buckets:
                 self.graphs[rows] = self._record_graph(decode_plan(rows))
             if not sizing:  # small beside what is left free

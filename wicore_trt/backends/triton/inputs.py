@@ -8,7 +8,7 @@ block lies at addresses that its plan fixes, so a CUDA graph may read it. Paddin
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from operator import le, lt, ne
@@ -34,9 +34,9 @@ CHANGED = 64
 """So many tensors that stand for changes of tables are kept."""
 
 
-def array_sizes(plan: RowPlan, groups: Sequence[str], pages: int = 0, *, images: bool = False) -> dict[str, int]:
+def array_sizes(plan: RowPlan, groups: Sequence[str], pages: int = 0) -> dict[str, int]:
     """Count int32s of each array of a step, in the order of the block; tables of `pages` for each sequence come last.
-    Only steps with `images` have key ends."""
+    Only steps with images have key ends."""
     return {
         **dict.fromkeys(("token_ids", "positions", "sequences"), plan.tokens),
         "sample_rows": plan.sampled,
@@ -44,7 +44,7 @@ def array_sizes(plan: RowPlan, groups: Sequence[str], pages: int = 0, *, images:
         "sources": plan.decode.rows,
         "cu_seqlens": plan.prefill.sequences + 1,
         "first_positions": plan.prefill.sequences,
-        "key_ends": plan.tokens if images else 0,
+        "key_ends": plan.tokens if plan.images else 0,
         **dict.fromkeys(groups, plan.sequences * pages),
     }
 
@@ -165,16 +165,23 @@ class StepBlock:
     has two blocks, used in turn: a step may be submitted while the device still reads the one before."""
 
     def __init__(
-        self, limits: StepLimits, groups: Sequence[str], page_tokens: int, padded: int, device: CudaDevice
+        self,
+        limits: StepLimits,
+        groups: Sequence[str],
+        page_tokens: int,
+        padded: int,
+        device: CudaDevice,
+        vocab: int = 0,
     ) -> None:
-        """Allocate; `padded` is the most sequences, and sampled rows, of a padded step, 0 for none."""
-        self._groups, self._page_tokens = tuple(groups), page_tokens
+        """Allocate; `padded` is the most sequences, and sampled rows, of a padded step, 0 for none. Ids from `vocab` on
+        name rows of images' features."""
+        self._groups, self._page_tokens, self._vocab = tuple(groups), page_tokens, vocab
         pages = div_ceil(limits.positions, page_tokens)
         tokens = max(limits.tokens, padded)
         # However the rows are divided, this holds them.
-        largest = RowPlan(tokens, max(limits.rows, padded), RowGroup(tokens, tokens), RowGroup(tokens, 0))
+        largest = RowPlan(tokens, max(limits.rows, padded), RowGroup(tokens, tokens), RowGroup(tokens, 0), True)
         tables = max(limits.rows, padded) * (len(groups) * pages + 2) + len(groups) * ALIGNMENT + ALIGNMENT
-        end = array_offsets(array_sizes(largest, groups, images=True))[1]
+        end = array_offsets(array_sizes(largest, groups))[1]
         self._hosts = [device.staging((end + tables,)) for _ in range(2)]
         self._turn, self._host = 0, [host.numpy() for host in self._hosts]
         self._block = device.empty(tuple(self._hosts[0].shape), torch.int32)
@@ -184,15 +191,13 @@ class StepBlock:
         self._reads: tuple[tuple[int, int, int], Sequence[torch.Tensor]] | None = None
         self._changed: dict[tuple[int, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
-    def upload_step(
-        self, inputs: StepInputs, plan: RowPlan, unread: Unread | None = None, features: torch.Tensor | None = None
-    ) -> StepArrays:
-        """Upload a step unpadded; its slices lie as in `plan`. Its images are in `features` [slots, tokens, H]. Nothing
-        waits."""
+    def upload_step(self, inputs: StepInputs, plan: RowPlan, unread: Unread | None = None) -> StepArrays:
+        """Upload a step unpadded; its slices lie as in `plan`. Nothing waits."""
+        assert plan.images == bool(inputs.images), "a plan of another step"
         lengths, starts = inputs.cu_seqlens.diff().numpy(), inputs.cu_seqlens.numpy()
         pages, first = next(iter(inputs.page_tables.values())).shape[1], plan.decode.sequences
         plan = plan._replace(sampled=len(inputs.sample_rows))
-        sizes = array_sizes(plan, self._groups, pages, images=inputs.key_ends is not None)
+        sizes = array_sizes(plan, self._groups, pages)
         offsets, end = array_offsets(sizes)
         assert end <= len(self._block), "the step is larger than the executor's limits"
         arrays = self._view_arrays(self._next_host(), sizes, offsets)
@@ -203,8 +208,7 @@ class StepBlock:
         arrays["kv_lengths"][:] = inputs.positions.numpy()[:first] + 1
         arrays["cu_seqlens"][:] = starts[first:] - starts[first]
         arrays["first_positions"][:] = inputs.positions.numpy()[starts[first:-1]]
-        if inputs.key_ends is not None:
-            arrays["key_ends"][:] = inputs.key_ends.numpy()
+        self._place_images(arrays, inputs.images)
         for group in self._groups:
             arrays[group][:] = inputs.page_tables[group].numpy().ravel()
         arrays["sources"][:] = 0 if unread is None else unread.rows
@@ -215,7 +219,7 @@ class StepBlock:
         rows, tables = starts[first:-1] - starts[first], range(plan.prefill.sequences)
         places = zip(rows, lengths[first:], arrays["first_positions"], tables, strict=True)
         found = tuple(LongSlice(*map(int, place)) for place in places)
-        return replace(step, slices=found, images=inputs.images, features=features)
+        return replace(step, slices=found)
 
     def upload_padded(
         self,
@@ -261,8 +265,21 @@ class StepBlock:
             arrays["sequences"][begin:end] = begin + np.repeat(np.arange(count), lengths)
             arrays["sample_rows"][begin : begin + count] = begin + bounds[1:] - 1
             arrays["first_positions"][:count] = starts
+        places = zip((begin + bounds).tolist(), chunks, strict=False)
+        self._place_images(arrays, [(row + first, n, slot) for row, s in places for first, n, slot in s.images])
         arrays["cu_seqlens"][: count + 1] = bounds
         arrays["cu_seqlens"][count + 1 :] = bounds[-1]
+
+    def _place_images(self, arrays: Mapping[str, np.ndarray], images: Iterable[tuple[int, int, int]]) -> None:
+        """Let rows of images (first row, count, slot) read features and see one another; text sees what is before it.
+        Positions and token ids are there."""
+        if not len(arrays["key_ends"]):
+            return
+        arrays["key_ends"][:] = arrays["positions"] + 1
+        for first, count, slot in images:
+            rows = slice(first, first + count)
+            arrays["token_ids"][rows] = np.arange(count) + (self._vocab + slot * count)
+            arrays["key_ends"][rows] = arrays["positions"][first] + count
 
     def _write_update(self, host: np.ndarray, changes: TableUpdate, at: int) -> tuple[int, int]:
         """Write changes to the host's block from `at` on, rows as int64; returns where the tables lie, and the end."""
@@ -292,7 +309,7 @@ class StepBlock:
         """Order the slices as their rows lie, and make the plan. Those that decode keep the row of their page table if
         possible."""
         counts = [len(s.token_ids) for s in slices]
-        plan = plan_rows(counts)
+        plan = plan_rows(counts)._replace(images=any(s.images for s in slices))
         if not plan.prefill.sequences:
             return [slices[i] for i in self.held.assign_rows([s.seq_id for s in slices])], plan
         decoding = [s for s, count in zip(slices, counts, strict=True) if count <= DECODE_ROWS]

@@ -111,8 +111,8 @@ def _list_norms(shape: EngineShape, target: str) -> list[ListedKernel]:
 
         return _merge_buckets(role, spec_for)
 
-    def embed_norm(rows: int) -> KernelSpec:
-        return embed_norm_spec(operands, norm_config(target, rows, hidden).num_warps)
+    def embed_norm(rows: int, *, images: bool = False) -> KernelSpec:
+        return embed_norm_spec(operands, norm_config(target, rows, hidden).num_warps, images=images)
 
     def qk_rope(rows: int) -> KernelSpec:
         chosen = step_config("qk_rope", target, rows)
@@ -124,6 +124,8 @@ def _list_norms(shape: EngineShape, target: str) -> list[ListedKernel]:
         fp8, role = product.rows == roles.NARROW, partial(KernelRole, rows=product.rows, results=product.results)
         operands = NormShape(hidden, shape.dtype, fp8, fp8 and native)
         listed += _merge_buckets(role("embed_norm"), embed_norm)
+        if shape.images:
+            listed += _merge_buckets(role("embed_images"), partial(embed_norm, images=True))
         listed += [*add_norm(role("add_norm"), operands), *add_norm(role("final_norm"), plain, gather=True)]
         listed += _merge_buckets(role("qk_rope"), qk_rope)
         geglu = geglu_rows_spec(wide, shape.dtype, product.results, native=native) if fp8 else None

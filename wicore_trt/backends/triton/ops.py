@@ -58,7 +58,7 @@ class StepArrays:
 
     `token_ids`, `positions`, `sequences` (row of the page tables) [tokens]; `sample_rows` [sampled]; `kv_lengths`
     [decode sequences]; `cu_seqlens` [prefill sequences + 1] counted from the first prefill row, `first_positions`
-    [prefill sequences]; `key_ends` [tokens], as in `StepInputs`, where there are `images`. `tables[group]` are address
+    [prefill sequences]; `key_ends` [tokens], as in `StepInputs`, where there are images. `tables[group]` are address
     and length of page tables [sequences, length]. -1, and a length of 0, mark rows of nobody.
     """
 
@@ -76,9 +76,6 @@ class StepArrays:
     """`sample_rows`, where not every row is sampled."""
     slices: tuple[LongSlice, ...] = ()
     """Those of the prefill rows, where the step is not for a graph."""
-    images: tuple[tuple[int, int, int], ...] = ()
-    """(First row, count, slot in `features` [slots, tokens, H]); none in steps for graphs."""
-    features: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -124,9 +121,13 @@ class TritonModel:
 
 class TritonOps:
     """`Ops` of one step; T is a `Value` in the step's memory, valid until the operation that writes there again.
-    Attention is measured at layer `measured`, if any."""
+    Attention is measured at layer `measured`, if any. `features` [slots, tokens, H] of images have ids behind the
+    vocabulary."""
 
-    def __init__(self, model: TritonModel, step: StepArrays, measured: int | None = None) -> None:
+    def __init__(
+        self, model: TritonModel, step: StepArrays, measured: int | None = None, features: torch.Tensor | None = None
+    ) -> None:
+        self._features = features
         self._model, self._step, self._measured, self._spec = model, step, measured, model.shape.spec
         self._memory, self._plan, self._n = model.memory, step.plan, step.plan.tokens
         self._groups, self._product = model.groups, model.choose_product("qkv", self._n)
@@ -134,7 +135,7 @@ class TritonOps:
         self._index = {i: n for g in model.pools for n, i in enumerate(self._spec.layers_of(g))}
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         # Of larger steps than graphs take; those keep their queries elsewhere.
-        large = model.segments is not None and self._n > model.memory.queries.shape[1] and not step.images
+        large = model.segments is not None and self._n > model.memory.queries.shape[1] and not step.plan.images
         self._segments = (
             model.segments if large and model.segments and model.segments.find_long_slices(step.slices) else None
         )
@@ -144,25 +145,17 @@ class TritonOps:
         return Value(self._residual[: self._n])
 
     def norm(self, residual: Value, weight: str) -> Value:
-        model, step, out = self._model, self._step, self._norm_output()
-        embedding = model.weights[EMBEDDING]
+        model, out, features = self._model, self._norm_output(), None
+        embedding, norm = model.weights[EMBEDDING], model.weights[weight].data_ptr()
         table = embedding.data_ptr(), self._spec.vocab_size, model.embedding_scale
-        self._embed_rows(step.token_ids, table, weight, residual.rows, out)
-        for first, count, slot in step.images:
-            assert step.features is not None and step.features.dtype == embedding.dtype
-            rows, table = slice(first, first + count), (step.features[slot].data_ptr(), count, 1.0)
-            part = Value(out.rows[rows], None if out.scales is None else out.scales[rows])
-            self._embed_rows(self._memory.counting.data_ptr(), table, weight, residual.rows[rows], part)
+        role = roles.step_role("embed_norm", self._product)
+        if self._plan.images:
+            assert self._features is not None and self._features.dtype == embedding.dtype
+            role, features = role._replace(operation="embed_images"), self._features.data_ptr()
+        given = self._step.token_ids, table, norm, residual.rows.data_ptr(), _norm_out(out), self._n
+        call = step_layout.embed_norm_launch(*given, self._spec.rms_norm_eps, features=features)
+        model.launch_kernel(model.find_kernel(role, self._n), call)
         return out
-
-    def _embed_rows(
-        self, ids: int, table: tuple[int, int, float], weight: str, residual: torch.Tensor, out: Value
-    ) -> None:
-        """Write residual and norm of rows with these ids (address) in a table (address, rows, factor)."""
-        model, norm = self._model, self._model.weights[weight].data_ptr()
-        given = ids, table, norm, residual.data_ptr(), _norm_out(out), len(residual), self._spec.rms_norm_eps
-        entry = model.find_kernel(roles.step_role("embed_norm", self._product), self._n)
-        model.launch_kernel(entry, step_layout.embed_norm_launch(*given))
 
     def linear(self, x: Value, weight: str) -> Value:
         role = _linear_role(weight)
@@ -216,7 +209,7 @@ class TritonOps:
         out = self._memory.attended[: self._n]
         if layer == self._measured:
             self.measure_masses(layer, self._plan.sequences, step.tables[group][1])
-        ends = (step.key_ends, step.key_ends + 4 * decode.rows) if step.images else (None, None)
+        ends = (step.key_ends, step.key_ends + 4 * decode.rows) if step.plan.images else (None, None)
         if decode.sequences and self._model.invariant:
             slices = Slices(self._memory.counting.data_ptr(), step.positions, decode.rows, ends[0])
             self._attend_prefill(q.rows, out, layer, slices, self._group_tables(group, 0, decode.sequences))
@@ -228,7 +221,7 @@ class TritonOps:
             rows = q.rows[decode.rows :], out[decode.rows :]
             if group == GLOBAL and self._segments is not None:
                 self._attend_segments(self._segments, rows[1], layer, slices, tables)
-            elif group == GLOBAL and not step.images and self._n <= self._memory.split_tokens:
+            elif group == GLOBAL and not step.plan.images and self._n <= self._memory.split_tokens:
                 self._attend_split(*rows, layer, slices, tables)
             else:
                 self._attend_prefill(*rows, layer, slices, tables)

@@ -38,12 +38,14 @@ class RowGroup(NamedTuple):
 class RowPlan(NamedTuple):
     """Plan of the `tokens` rows of a step, of which `sampled` are sampled. First come the rows of sequences that
     `decode`, DECODE_ROWS of each, for the decode kernel; then those of `prefill`, any number of each, for the prefill
-    kernel. Batch-invariant engines compute both by the prefill kernel."""
+    kernel. Batch-invariant engines compute both by the prefill kernel. Steps with `images` have kernels of their own.
+    """
 
     tokens: int
     sampled: int
     decode: RowGroup
     prefill: RowGroup
+    images: bool = False
 
     @property
     def sequences(self) -> int:
@@ -52,7 +54,8 @@ class RowPlan(NamedTuple):
     def holds(self, step: RowPlan) -> bool:
         """Tell whether a step can be padded to this plan."""
         return (
-            step.prefill.rows <= self.prefill.rows
+            step.images == self.images
+            and step.prefill.rows <= self.prefill.rows
             and step.prefill.sequences <= self.prefill.sequences
             and step.decode.sequences <= self.decode.sequences
         )
@@ -75,20 +78,23 @@ def decode_plan(sequences: int) -> RowPlan:
     return make_plan(sequences * DECODE_ROWS, sequences, 0, sequences)
 
 
-def prompt_plans(tokens: int, sequences: int) -> list[RowPlan]:
+def prompt_plans(tokens: int, sequences: int, image: int = 0) -> list[RowPlan]:
     """Plan padded steps with prompts, fewest tokens first: at most `tokens`, of which at most `sequences` sequences
-    decode."""
+    decode. Also those with images of `image` tokens, if any."""
     found = [
         make_plan(count, decoding, PROMPT_CHUNKS, decoding + PROMPT_CHUNKS)
         for decoding, counts in PROMPT_BUCKETS.items()
         for count in counts
         if count <= tokens and decoding <= sequences
     ]
+    if image:
+        found += [p._replace(images=True) for p in found if p.prefill.rows >= image and p.tokens <= KEPT_TOKENS]
     return sorted(found, key=lambda plan: (plan.tokens, plan.decode.sequences))
 
 
 def prompt_room(plans: Sequence[RowPlan]) -> dict[int, tuple[int, ...]]:
     """Count tokens of prompts that padded steps hold, by the sequences that decode beside them
     (`Executor.graph_sizes`)."""
+    plans = [plan for plan in plans if not plan.images]  # others have some of these sizes
     decoding = sorted({plan.decode.sequences for plan in plans})
     return {n: tuple(sorted({p.prefill.rows for p in plans if p.decode.sequences >= n})) for n in decoding}
