@@ -71,9 +71,6 @@ def command(
         int | None,
         typer.Option(min=1, metavar="N", show_default="512", help="Compiled engines: tokens of a prefill step."),
     ] = None,
-    attention: Annotated[
-        str, typer.Option(help="Backend tensorrt: layers, or plugin (needs full TensorRT and Triton).")
-    ] = "layers",
     lora: LoraOption = None,
     mmproj: MmprojOption = None,
     text_only: TextOnlyOption = False,
@@ -148,7 +145,7 @@ def command(
             dtype=settings.build.dtype, kv_dtype=settings.build.kv_dtype, tp_size=settings.build.tp_size,
             page_tokens=settings.kv.page_tokens or 32, targets=settings.build.targets,
             max_context=settings.scheduler.max_context, max_batch=settings.build.max_batch,
-            max_chunk=settings.build.max_chunk, attention=attention, calibration=calibration, dummy=dummy,
+            max_chunk=settings.build.max_chunk, calibration=calibration, dummy=dummy,
             revision=revision, lora=lora, mmproj=mmproj, text_only=text_only, force=force, progress=report,
             note=lost.append,
         )  # fmt: skip

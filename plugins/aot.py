@@ -145,23 +145,3 @@ def load_kernel(read: Callable[[str], bytes], name: str) -> CompiledKernel:
     except (OSError, ValueError, RecursionError) as error:
         raise EngineFormatError(f"Kernel {name!r} cannot be read: {error}.", fix="Build the engine again.") from error
     return CompiledKernel.from_metadata(data, cubin)
-
-
-def pack_kernels(kernels: Mapping[str, CompiledKernel]) -> bytes:
-    """Pack kernels by role as bytes: length of the JSON head (8 bytes, little endian), the head, the cubins."""
-    head = json.dumps([[role, kernel.metadata()] for role, kernel in kernels.items()]).encode()
-    return len(head).to_bytes(8, "little") + head + b"".join(k.cubin for k in kernels.values())
-
-
-def unpack_kernels(data: bytes) -> dict[str, CompiledKernel]:
-    """Unpack kernels that `pack_kernels` packed. Raises EngineFormatError for anything else."""
-    try:
-        at = 8 + int.from_bytes(data[:8], "little")
-        entries = [(str(role), dict(meta), int(meta["cubin_bytes"])) for role, meta in json.loads(data[8:at])]
-    except (KeyError, TypeError, ValueError) as error:
-        raise EngineFormatError(f"Packed kernels are damaged: {error!r}.", fix="Build the engine again.") from error
-    kernels = {}
-    for role, meta, size in entries:
-        kernels[role] = CompiledKernel.from_metadata(meta, data[at : at + size])
-        at += size
-    return kernels

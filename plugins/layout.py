@@ -2,7 +2,6 @@
 
 Knows pointers as integers only; neither Triton nor CUDA. Invariant: strides are in elements, of contiguous
 arrays: pool [pages, layers, 2, page_tokens, kv_heads, D] and cache [layers, 2, slots, kv_heads, S, D].
-`LinearPages` are pages over such a cache, with strides of their own.
 """
 
 from __future__ import annotations
@@ -47,26 +46,6 @@ class PoolShape:
             "pool_kv": kv,
             "pool_token": token,
             "pool_head": self.head_dim,
-        }
-
-
-@dataclass(frozen=True)
-class LinearPages(PoolShape):
-    """Linear caches [slots, kv_heads, entries, D] of one layer as pages of `page_tokens` entries, whose numbers count
-    kv_heads * entries / page_tokens for each slot. `values`: from the K to the V cache, in elements."""
-
-    entries: int
-    values: int
-
-    def strides(self) -> dict[str, int]:
-        assert self.layers == 1 and self.entries % self.page_tokens == 0
-        page = self.page_tokens * self.head_dim
-        return {
-            "pool_page": page,
-            "pool_layer": 0,
-            "pool_kv": self.values,
-            "pool_token": self.head_dim,
-            "pool_head": self.entries * self.head_dim,
         }
 
 
@@ -159,52 +138,3 @@ def slide_launch(cache: tuple[Any, CacheShape], moves: Any, n_moves: int) -> Lau
     shape = cache[1]
     arguments = {"cache": cache[0], "moves": moves, **shape.strides()}
     return Launch((shape.kv_heads, shape.layers * 2, n_moves), arguments)
-
-
-def kv_write_launch(
-    constants: Mapping[str, Any],
-    k: Any,
-    v: Any,
-    pool: Pool,
-    tables: Tables,
-    positions: Any,
-    sequences: Any,
-    tokens: int,
-) -> Launch:
-    """Launch `kernels.attention.kv_write` of contiguous k, v [tokens, kv_heads, D]; `pool` is the layer's."""
-    shape = pool.shape
-    strides = shape.strides()
-    del strides["pool_layer"]
-    row = shape.kv_heads * shape.head_dim
-    steps = {"k_token": row, "k_head": shape.head_dim, "v_token": row, "v_head": shape.head_dim}
-    pointers = {"k": k, "v": v, "pool": pool.pointer, "positions": positions, "sequences": sequences}
-    grid = (div_ceil(tokens, constants["BLOCK"]), shape.kv_heads, 1)
-    return Launch(grid, {**pointers, "tokens": tokens, **tables.table_arguments(), **steps, **strides})
-
-
-def attention_launch(
-    constants: Mapping[str, Any],
-    q: Any,
-    out: Any,
-    pool: Pool,
-    tables: Tables,
-    slices: Slices,
-    softmax_scale: float,
-    window: int,
-) -> Launch:
-    """Launch `kernels.attention.paged_attention` of contiguous q, out [tokens, heads, D]; `tables` has a row per
-    sequence, `pool` is the layer's, and `window` is 0 for full attention."""
-    shape = pool.shape
-    strides = shape.strides()
-    del strides["pool_layer"]
-    row = shape.kv_heads * constants["REPEAT"] * shape.head_dim
-    block = constants["BLOCK_M"] // constants["REPEAT"]
-    return Launch(
-        (slices.tokens // block + tables.rows if slices.tokens else 0, shape.kv_heads, 1),
-        {
-            "q": q, "out": out, "pool": pool.pointer, "cu_seqlens": slices.cu_seqlens,
-            "first_positions": slices.first_positions, "softmax_scale": softmax_scale, "window": window,
-            "n_sequences": tables.rows, "q_token": row, "q_head": shape.head_dim, "out_token": row,
-            "out_head": shape.head_dim, **tables.table_arguments(), **strides,
-        },
-    )  # fmt: skip

@@ -39,7 +39,7 @@ def _checked(pool: PoolShape, dtype: str, heads: int) -> int:
     if ITEM_BYTES[dtype] != 2 or pool.dtype not in ("fp8", dtype):
         raise ConfigError(
             f"{dtype} queries cannot read {pool.dtype} keys here.",
-            fix="Use bfloat16 or float16 for both, or FP8 keys; kernels.attention takes float32.",
+            fix="Use bfloat16 or float16 for both, or FP8 keys.",
         )
     repeat: int = heads // pool.kv_heads
     return repeat

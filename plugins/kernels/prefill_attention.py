@@ -19,11 +19,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from wicore_trt.plugins.kernels.attention import _find_sequence
 from wicore_trt.plugins.kernels.decode_attention import half_queries, widen
 from wicore_trt.plugins.kernels.turns import take_turn
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _find_sequence(cu_seqlens, n_sequences, block, TOKENS: tl.constexpr):
+    """The sequence that row block `block` belongs to: blocks of sequence s begin at cu_seqlens[s] // TOKENS + s.
+
+    That leaves each sequence enough blocks whatever the lengths are, and needs no table made on the host.
+    """
+    begun = 0
+    for base in range(0, n_sequences, 64):
+        s = base + tl.arange(0, 64)
+        opens = tl.load(cu_seqlens + s, mask=s < n_sequences, other=0) // TOKENS + s
+        begun += tl.sum(((s < n_sequences) & (opens <= block)).to(tl.int32), axis=0)
+    return begun - 1
 
 
 @triton.jit

@@ -13,13 +13,22 @@ from typing import Any
 from wicore_trt.arithmetic import ITEM_BYTES
 from wicore_trt.errors import ConfigError
 from wicore_trt.plugins.aot import Constant, KernelSpec
-from wicore_trt.plugins.kernels.attention import kv_write, paged_attention
 from wicore_trt.plugins.kernels.pages import copy_pages, slide
 from wicore_trt.plugins.layout import BITS_TYPES, FLOAT_TYPES, PoolShape
 
 _STRIDES = (
-    *("q_token", "q_head", "q_row", "k_token", "k_head", "v_token", "v_head", "out_token", "out_head", "out_row"),
-    *("pool_page", "pool_layer", "pool_kv", "pool_token", "pool_head", "part_row", "part_head", "values"),
+    *(
+        "q_row",
+        "out_row",
+        "pool_page",
+        "pool_layer",
+        "pool_kv",
+        "pool_token",
+        "pool_head",
+        "part_row",
+        "part_head",
+        "values",
+    ),
     *("cache_layer", "cache_kv", "cache_slot", "cache_head", "cache_token"),
 )
 _INDEX_ARRAYS = (
@@ -83,42 +92,6 @@ def slide_spec(pool: PoolShape, cache_dtype: str) -> KernelSpec:
     constants = {"D": pool.head_dim, "BLOCK": _copy_block(pool)}
     return kernel_spec(
         f"slide_{cache_dtype}_d{pool.head_dim}", slide, {"cache": BITS_TYPES[ITEM_BYTES[cache_dtype]]}, constants
-    )
-
-
-def kv_write_spec(pool: PoolShape) -> KernelSpec:
-    constants = {"D": pool.head_dim, "PAGE_TOKENS": pool.page_tokens, "BLOCK": 16}
-    pointers = dict.fromkeys(("k", "v", "pool"), FLOAT_TYPES[pool.dtype])
-    return kernel_spec(_named(f"kv_write_{pool.dtype}", pool), kv_write, pointers, constants)
-
-
-def attention_spec(pool: PoolShape, heads: int, *, block_rows: int = 64) -> KernelSpec:
-    """Specify attention of `heads` query heads over `pool`, queries of its type. Raises ConfigError for other heads.
-    `block_rows` (a power of two of at least 16) are the (token, head) rows of one program: 16 wastes least in decode,
-    64 reads KV least often in prefill; float32 queries take 32 at most."""
-    repeat = heads // pool.kv_heads
-    wide = ITEM_BYTES[pool.dtype] == 4
-    if wide:
-        # From 64 rows on, Triton 3.6 takes TF32 on sm100 for float32 queries and keys of 16 bits or less, whatever
-        # precision a product asks for.
-        block_rows = min(block_rows, 32)
-    if heads % pool.kv_heads or repeat > block_rows:
-        raise ConfigError(f"{heads} query heads cannot share {pool.kv_heads} KV heads.", fix="Check the model's heads.")
-    block_k = max(16, min(64, 8192 // pool.head_dim)) // (2 if wide else 1)
-    constants = {
-        "D": pool.head_dim,
-        "PAGE_TOKENS": pool.page_tokens,
-        "REPEAT": repeat,
-        "BLOCK_M": block_rows,
-        "BLOCK_K": max(16, block_k),
-    }
-    return kernel_spec(
-        _named(f"attention_{pool.dtype}_r{repeat}_m{block_rows}", pool),
-        paged_attention,
-        dict.fromkeys(("q", "out", "pool"), FLOAT_TYPES[pool.dtype]),
-        constants,
-        num_warps=8 if block_rows > 32 and pool.head_dim > 128 else 4,
-        num_stages=1 if wide else 2,
     )
 
 

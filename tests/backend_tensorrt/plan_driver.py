@@ -103,7 +103,7 @@ class PlanDriver:
 
     def __init__(
         self, spec: Gemma3Spec, tensors: Mapping[str, torch.Tensor], path: Path, limits: PlanLimits, *,
-        dtype: str, kv_dtype: str | None = None, tp_size: int = 1, attention: str = "layers",
+        dtype: str, kv_dtype: str | None = None, tp_size: int = 1,
     ) -> None:  # fmt: skip
         self.spec, self.limits, self.dtype = spec, limits, dtype
         ranks = [shard(spec, tensors, rank, tp_size) for rank in range(tp_size)]
@@ -114,7 +114,7 @@ class PlanDriver:
         self.networks, self.inputs, self.evaluators = {}, {}, {}
         self._builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
         for phase in PHASES:
-            request = PlanRequest(spec, limits, weights, dtype, kv_dtype or dtype, tp_size, "sm89", phase, attention)
+            request = PlanRequest(spec, limits, weights, dtype, kv_dtype or dtype, tp_size, "sm89", phase)
             network, io = make_network(trt, self._builder, request)
             bound = []
             for rank, parts in enumerate(ranks):

@@ -15,7 +15,6 @@ from backend_tensorrt.tensorrt_fakes import FakeDevice, fake_tensorrt
 from parity.tiny import tiny_model
 from tiny_source import write_tiny_tokenizer
 
-from wicore_trt.backends.tensorrt import plan
 from wicore_trt.backends.tensorrt.executor import WORKSPACE_BYTES, SlotMemory
 from wicore_trt.backends.tensorrt.plan import read_index
 from wicore_trt.backends.tensorrt.plan_io import INDEX, PHASES, plan_file
@@ -126,27 +125,6 @@ def test_a_plan_that_tensorrt_does_not_load_says_why(engine: EngineDir) -> None:
     (engine.path / plan_file("sm89", "decode")).write_bytes(b"\0")
     record(engine, plan_file("sm89", "decode"))
     with pytest.raises(EnvironmentUnfitError, match="does not load plans/sm89.decode.plan: not a plan of this version"):
-        executor_of(engine)
-
-
-def test_plans_with_the_plugin_find_it_and_need_not_call_caches_aliases(
-    engine: EngineDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The plugin looks at the addresses itself. A wrong alias is refused all the same."""
-    registered: list[Any] = []
-    monkeypatch.setattr(plan, "register", registered.append)
-    for phase in PHASES:
-        edit(engine, plan_file("sm89", phase), lambda p: p["aliases"].clear())
-    with pytest.raises(EngineFormatError, match="its alias"):
-        executor_of(engine)
-    assert not registered
-    engine.manifest.compiled["attention"] = "plugin"
-    device = FakeDevice()
-    trt = fake_tensorrt(device)
-    executor_of(engine, device, trt).close()
-    assert registered == [trt]
-    edit(engine, plan_file("sm89", "decode"), lambda p: p["aliases"].update({"cache.k.0.updated": "cache.v.0"}))
-    with pytest.raises(EngineFormatError, match=r"cache\.k\.0\.updated: its alias"):
         executor_of(engine)
 
 

@@ -32,7 +32,7 @@ from wicore_trt.config import load_settings  # noqa: E402
 from wicore_trt.core.assemble import make_executor  # noqa: E402
 from wicore_trt.engine.build import build_engine  # noqa: E402
 from wicore_trt.engine.directory import EngineDir, open_engine  # noqa: E402
-from wicore_trt.engine.options import LAYERS, DummyModel  # noqa: E402
+from wicore_trt.engine.options import DummyModel  # noqa: E402
 from wicore_trt.errors import ConfigError, EngineFormatError, EnvironmentUnfitError  # noqa: E402
 from wicore_trt.kv.sizing import builtin_spec  # noqa: E402
 from wicore_trt.model.hf_config import read_hf_config  # noqa: E402
@@ -239,7 +239,7 @@ def test_groups_of_layers_must_be_alike() -> None:
     plain = builtin_spec("gemma3-270m")
     spec = UnlikeSpec(**{f.name: getattr(plain, f.name) for f in fields(plain)})
     checkpoint: Any = SimpleNamespace(spec=spec, dtype="bfloat16", weights=BF16)
-    options: Any = SimpleNamespace(kv_dtype_of=lambda *_, **__: "bfloat16", targets=("sm89",), attention=LAYERS)
+    options: Any = SimpleNamespace(kv_dtype_of=lambda *_, **__: "bfloat16", targets=("sm89",))
 
     def build() -> None:
         TensorRTBackend().check(checkpoint, options)

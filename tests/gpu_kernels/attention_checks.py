@@ -1,17 +1,11 @@
-"""Checks of paged attention against a float64 reference, for whatever runs it: Triton's interpreter or a GPU."""
+"""Problems of paged attention with a float64 reference, for the tests of its kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 
 import torch
-from kernel_checks import E4M3, EPSILON, TORCH, Runner, to_e4m3
-
-from wicore_trt.plugins import layout
-from wicore_trt.plugins.kernels import specs
-from wicore_trt.plugins.layout import Pool, PoolShape, Slices, Tables
+from kernel_checks import E4M3, EPSILON, TORCH, to_e4m3
 
 
 @dataclass(frozen=True)
@@ -26,7 +20,6 @@ class Case:
     dtype: str = "float32"
     kv_dtype: str = "float32"
     window: int = 0
-    block_rows: int = 16
     images: tuple[tuple[int, int], ...] = ()
 
 
@@ -84,31 +77,6 @@ def make(case: Case) -> Problem:
     return problem
 
 
-def attend(run: Runner, problem: Problem) -> torch.Tensor:
-    """The kernel's result, with rows behind the last token that must stay as they are."""
-    case = problem.case
-    shape = PoolShape(2, case.page_tokens, case.kv_heads, case.head_dim, case.kv_dtype)
-    spec = specs.attention_spec(shape, case.heads, block_rows=case.block_rows)
-    total = problem.q.shape[0]
-    noise = torch.full((total + 7, case.heads, case.head_dim), 77.0, dtype=problem.q.dtype)
-    noise[:total] = torch.nan
-    out = run.put(noise)
-    call = layout.attention_launch(
-        spec.constants,
-        run.put(problem.q),
-        out,
-        Pool(run.put(problem.pool)[:, 1:], shape),
-        Tables(run.put(problem.tables), *problem.tables.shape),
-        Slices(run.ints(problem.bounds()), run.ints([first for first, _ in case.slices]), total),
-        case.head_dim**-0.5,
-        case.window,
-    )
-    run.launch(spec, call)
-    result = out.cpu()
-    assert (result[total:] == 77.0).all(), "rows of nobody were written"
-    return result[:total]
-
-
 def reference(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """Exact result, and the error that the operands' rounding allows: weights are rounded to the queries' type before
     the second product, and so is the result; scores are float32."""
@@ -128,82 +96,3 @@ def reference(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
         results.append(torch.einsum("htp,phd->thd", weights, v))
         errors.append(torch.einsum("htp,phd->thd", weights, v.abs()) * (2 * epsilon + 4e-6))
     return torch.cat(results), torch.cat(errors)
-
-
-def check_case(run: Runner, case: Case) -> None:
-    problem = make(case)
-    got, (want, error) = attend(run, problem).double(), reference(problem)
-    assert got.isfinite().all(), "a slot that no query sees was used"
-    worst = ((got - want).abs() / error).max().item() if got.numel() else 0.0
-    assert worst <= 1, f"{worst:.2f} times the error that rounding allows"
-
-
-def check_poison(run: Runner, window: int) -> None:
-    """A key or value that is NaN or infinite reaches the tokens that see it and no others of their block."""
-    case = Case(((3, 40),), head_dim=16, page_tokens=8, window=window, kv_dtype="float16", dtype="float16")
-    for kv, value in ((0, torch.nan), (1, torch.nan), (1, torch.inf)):
-        problem = make(case)
-        clean = attend(run, problem)
-        bad = 21
-        problem.pool[problem.tables[0, bad // 8], 1, kv, bad % 8, :, 5] = value
-        got = attend(run, problem)
-        position = torch.arange(3, 43)
-        sees = (position >= bad) & ((position < bad + window) if window else True)
-        assert not got[sees].isfinite().all(-1).any(), "a poisoned key was hidden"
-        assert torch.equal(got[~sees], clean[~sees]), "a key that is not seen changed the result"
-
-
-def check_missing_page(run: Runner) -> None:
-    """An absent page inside the window gives NaN, not a wrong number; so does a table that is too short."""
-    case = Case(((30, 2), (0, 9)), window=20, head_dim=16)
-    whole = make(case)
-    clean = attend(run, whole)
-    for cut in (False, True):
-        problem = replace(whole, tables=whole.tables.clone())
-        if cut:
-            problem.tables = problem.tables[:, :3].contiguous()
-        else:
-            problem.tables[0, 2] = -1
-        got = attend(run, problem)
-        assert got[:2].isnan().all() and torch.equal(got[2:], clean[2:])
-
-
-def check_rows_alone(run: Runner, dtype: str) -> None:
-    """A token's result has the same bits whether it is computed alone, in a chunk, or beside other sequences."""
-    case = Case(((5, 60),), heads=8, kv_heads=2, head_dim=64, page_tokens=16, dtype=dtype, kv_dtype=dtype, window=33)
-    case = replace(case, block_rows=32)
-    whole = make(replace(case, slices=((5, 60), (0, 7))))
-    together = attend(run, whole)
-    for cuts in ((0, 60), (0, 1, 2, 31, 60), tuple(range(0, 61, 12))):
-        for a, b in zip(cuts, cuts[1:], strict=False):
-            part = replace(whole, case=replace(case, slices=((5 + a, b - a),)))
-            part.q, part.tables = whole.q[a:b], whole.tables[:1]
-            assert torch.equal(attend(run, part), together[a:b])
-
-
-RAGGED = ((0, 1), (17, 5), (9, 0), (0, 23), (31, 1), (8, 8))
-EDGES = tuple((first, 5) for first in (*range(27, 34), 62))  # keys are taken 32 at a time
-CASES: dict[str, Case] = {
-    **{f"block edges, window {w}": Case(EDGES, 2, 1, 16, window=w) for w in (0, 31, 32, 33, 60)},
-    "ragged": Case(RAGGED),
-    "ragged, window 8, pages of 8": Case(RAGGED, window=8),
-    "ragged, window 1": Case(RAGGED, window=1),
-    "ragged, window 9, pages of 5": Case(RAGGED, window=9, page_tokens=5),
-    "270M heads, bf16, window": Case(
-        ((70, 3), (0, 30)), 4, 1, 256, 16, dtype="bfloat16", kv_dtype="bfloat16", window=40
-    ),
-    "27B heads, bf16": Case(((100, 1), (63, 2), (0, 66)), 4, 2, 128, 32, dtype="bfloat16", kv_dtype="bfloat16"),
-    "27B heads, fp16, blocks of 64": Case(
-        ((0, 130),), 4, 2, 128, 32, dtype="float16", kv_dtype="float16", window=64, block_rows=64
-    ),
-    "three query heads per KV head": Case(((7, 20),), 6, 2, 16, 4, window=5),
-    "one token at position 0": Case(((0, 1),)),
-    "seventy sequences": Case(tuple((i % 9, i % 3) for i in range(70)), 2, 1, 16),
-}
-CHECKS: dict[str, Callable[[Runner], None]] = {
-    **{f"attention: {name}": partial(check_case, case=case) for name, case in CASES.items()},
-    "attention: poison": partial(check_poison, window=0),
-    "attention: poison, window": partial(check_poison, window=13),
-    "attention: missing page": check_missing_page,
-    **{f"attention: rows alone, {dtype}": partial(check_rows_alone, dtype=dtype) for dtype in ("float32", "bfloat16")},
-}

@@ -27,7 +27,6 @@ from triton.runtime.jit import JITFunction
 
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec
 from wicore_trt.plugins.dependent import ALONE, ORDINARY
-from wicore_trt.plugins.kernels.attention import kv_write, paged_attention
 from wicore_trt.plugins.kernels.pages import copy_pages, slide
 from wicore_trt.plugins.launch import ParameterBlock
 from wicore_trt.plugins.layout import Launch
@@ -255,7 +254,7 @@ class AddressLauncher:
 
     def launch(self, kernel: CompiledKernel, call: Launch, stream: int) -> None:
         ParameterBlock(kernel).fill_parameters(call.arguments)
-        function = {f.__name__: f for f in (copy_pages, slide, kv_write, paged_attention)}[kernel.symbol]
+        function = {f.__name__: f for f in (copy_pages, slide)}[kernel.symbol]
         arguments = dict(call.arguments)
         for name, type_ in kernel.arguments:
             if type_.startswith("*") and arguments[name]:

@@ -7,7 +7,6 @@ outputs start as noise and are compared whole.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -179,36 +178,6 @@ def check_slide(run: Runner, dtype: str) -> None:
     same_bits(on_cache, cache)
 
 
-def check_kv_write(run: Runner, dtype: str, kv_heads: int) -> None:
-    """Tokens of three sequences, shuffled; one without a position, one without a sequence, pages absent."""
-    shape = PoolShape(3, 4, kv_heads, 32, dtype)
-    pool = noise(16, 3, 2, 4, kv_heads, 32, dtype=dtype)
-    tables = torch.randperm(16)[:15].view(3, 5).tolist()
-    tables[1][0] = -1
-    places = [(s, p) for s, n in enumerate((20, 7, 13)) for p in range(n)]
-    random.shuffle(places)
-    places += [(0, -1), (-1, 3), (2, 20)]
-    k, v = (torch.randn(len(places), kv_heads, 32).to(TORCH[dtype]) for _ in "kv")
-    on_pool = run.put(pool.clone())
-    spec = specs.kv_write_spec(shape)
-    call = layout.kv_write_launch(
-        spec.constants,
-        run.put(k),
-        run.put(v),
-        Pool(on_pool.view(TORCH[dtype])[:, 1:], shape),
-        Tables(run.ints(tables), 3, 5),
-        run.ints([p for _, p in places]),
-        run.ints([s for s, _ in places]),
-        len(places),
-    )
-    run.launch(spec, call)
-    for i, (s, p) in enumerate(places):
-        if s >= 0 and 0 <= p < 20 and tables[s][p // 4] >= 0:
-            for kv, x in enumerate((k[i], v[i])):
-                pool[tables[s][p // 4], 1, kv, p % 4] = x.view(pool.dtype)
-    same_bits(on_pool, pool)
-
-
 CHECKS: dict[str, Callable[[Runner], None]] = {
     "e4m3": check_e4m3,
     **{
@@ -227,8 +196,4 @@ CHECKS: dict[str, Callable[[Runner], None]] = {
         for to_cache in (True, False)
     },
     **{f"slide {dtype}": partial(check_slide, dtype=dtype) for dtype in ("float32", "bfloat16", "fp8")},
-    **{
-        f"kv write {dtype}, {kv_heads} heads": partial(check_kv_write, dtype=dtype, kv_heads=kv_heads)
-        for dtype, kv_heads in (("bfloat16", 2), ("float16", 1), ("float32", 3))
-    },
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from wicore_trt.plugins.aot import KernelSpec
-from wicore_trt.plugins.kernels import specs
+from wicore_trt.plugins.decode_layout import PrefillConfig
+from wicore_trt.plugins.kernels import fast_attention_specs, specs
 from wicore_trt.plugins.layout import PoolShape
 
 LARGE = PoolShape(52, 32, 16, 128, "bfloat16")  # 27B's local layers
@@ -16,8 +17,6 @@ SPECS: dict[str, KernelSpec] = {
         specs.copy_pages_spec(LARGE, "bfloat16", to_cache=True),
         specs.copy_pages_spec(SMALL, "float16", to_cache=False),
         specs.slide_spec(LARGE, "bfloat16"),
-        specs.kv_write_spec(LARGE),
-        specs.attention_spec(LARGE, 32),
-        specs.attention_spec(NARROW, 4, block_rows=16),
+        fast_attention_specs.prefill_spec(NARROW, "bfloat16", 4, "sm80", PrefillConfig(16, 32, 4, 2)),
     ]
 }

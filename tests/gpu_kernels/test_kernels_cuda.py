@@ -1,4 +1,4 @@
-"""The kernels on a real GPU: compiled ahead of time for it, launched by raw pointers, alone and through the plugins.
+"""The kernels on a real GPU: compiled ahead of time for it, launched by raw pointers.
 
 Run by pytest, or from a checkout without installing anything:
 
@@ -26,17 +26,15 @@ else:
     if not sys.modules["torch"].cuda.is_available():
         pytest.skip("needs a GPU", allow_module_level=True)
 
-import attention_checks
 import kernel_checks
-import plugin_checks
 import torch
 from step_runners import GPU
 
 from wicore_trt.plugins import layout
 from wicore_trt.plugins.kernels import specs
-from wicore_trt.plugins.layout import CacheShape, Pool, PoolShape, Slices, Tables
+from wicore_trt.plugins.layout import CacheShape, Pool, PoolShape, Tables
 
-CHECKS = {**kernel_checks.CHECKS, **attention_checks.CHECKS, **plugin_checks.CHECKS}
+CHECKS = kernel_checks.CHECKS
 
 if __name__ != "__main__":
 
@@ -58,31 +56,8 @@ def milliseconds(work: Callable[[], None]) -> float:
 
 
 def print_times() -> None:
-    """27B's heads (32 query, 16 KV, 128 wide), bfloat16, pages of 32 tokens."""
+    """27B's heads (16 KV, 128 wide), bfloat16, pages of 32 tokens."""
     device = "cuda"
-    for name, sequences, tokens, context in (
-        ("prefill 2048 of 2048", 1, 2048, 0),
-        ("chunk 512 behind 8192", 1, 512, 8192),
-        ("decode 1 behind 8192", 1, 1, 8192),
-        ("decode 32 behind 2048", 32, 1, 2048),
-    ):
-        columns = (context + tokens + 31) // 32
-        pool = torch.randn(sequences * columns, 2, 2, 32, 16, 128, dtype=torch.bfloat16, device=device)
-        table = torch.arange(sequences * columns, dtype=torch.int32, device=device).view(sequences, columns)
-        q = torch.randn(sequences * tokens, 32, 128, dtype=torch.bfloat16, device=device)
-        bounds = torch.arange(sequences + 1, dtype=torch.int32, device=device) * tokens
-        first = torch.full((sequences,), context, dtype=torch.int32, device=device)
-        shape = PoolShape(2, 32, 16, 128, "bfloat16")
-        spec = specs.attention_spec(shape, 32)
-        slices = Slices(bounds, first, sequences * tokens)
-        tables = Tables(table, *table.shape)
-        call = layout.attention_launch(
-            spec.constants, q, torch.empty_like(q), Pool(pool, shape), tables, slices, 128**-0.5, 0
-        )
-        took = milliseconds(partial(GPU.launch, spec, call))
-        flops = 4 * 32 * 128 * sequences * tokens * (context + (tokens + 1) / 2)
-        read = 2 * 16 * 128 * 2 * sequences * (context + tokens)
-        print(f"time  {name}: {took:.3f} ms, {flops / took / 1e9:.1f} TFLOP/s, KV {read / took / 1e6:.0f} GB/s")
     shape, lines = PoolShape(52, 32, 16, 128, "bfloat16"), CacheShape(52, 1, 16, 2048, 128, "bfloat16")
     spec = specs.copy_pages_spec(shape, "bfloat16", to_cache=True)
     pool = torch.zeros(32, 52, 2, 32, 16, 128, dtype=torch.bfloat16, device=device)

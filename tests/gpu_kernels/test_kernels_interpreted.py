@@ -7,12 +7,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton", reason="pip install -e .[triton]")
 
-import attention_checks
 import interpreted
 import kernel_checks
-import plugin_checks
 
-CHECKS = {**kernel_checks.CHECKS, **attention_checks.CHECKS, **plugin_checks.CHECKS}
+CHECKS = kernel_checks.CHECKS
 CPU = kernel_checks.Runner("cpu", interpreted.launch, interpreted.uncompiled, interpreted.AddressLauncher)
 
 

@@ -32,7 +32,7 @@ from wicore_trt.engine.manifest import (
     Manifest,
     compute_fingerprint,
 )
-from wicore_trt.engine.options import LAYERS, PLUGIN, READ_IMAGES, Backend, BuildOptions, DummyModel, find_backend
+from wicore_trt.engine.options import READ_IMAGES, Backend, BuildOptions, DummyModel, find_backend
 from wicore_trt.engine.weights import hash_weights, place_weights
 from wicore_trt.errors import CheckpointError, ConfigError, EngineFormatError, list_installed
 from wicore_trt.files import is_present, make_printable
@@ -76,7 +76,6 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     lora: Path | None = None,
     mmproj: Path | None = None,
     text_only: bool = False,
-    attention: str = LAYERS,
     force: bool = False,
     progress: Progress = ignore_progress,
     note: Callable[[str], None] | None = None,
@@ -88,10 +87,9 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     the KV page size in tokens. `max_context` limits sequences in tokens (None: the backend's choice, at most the
     model's limit); `max_batch` and `max_chunk` limit the steps of compiled engines. `calibration` measures static
     scales on the way; `revision` is the commit, branch or tag of a hub id; `lora` is the directory of an adapter to
-    merge. `mmproj` is the GGUF file of a GGUF model's image encoder; `text_only` leaves the encoder out. `attention`
-    is "layers", or "plugin" for backend tensorrt. An existing engine is replaced only with `force`. `note` gets a
-    sentence for each kind of loss in converting. The environment variable SOURCE_DATE_EPOCH (seconds since 1970) sets
-    the manifest's `created`.
+    merge. `mmproj` is the GGUF file of a GGUF model's image encoder; `text_only` leaves the encoder out. An existing
+    engine is replaced only with `force`. `note` gets a sentence for each kind of loss in converting. The environment
+    variable SOURCE_DATE_EPOCH (seconds since 1970) sets the manifest's `created`.
     Raises ConfigError for options that do not fit the checkpoint or an output that is in the way. Raises
     CheckpointError for a bad source or a damaged checkpoint, EnvironmentUnfitError for a backend that is not here or
     a full disk."""
@@ -99,7 +97,7 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     architectures = tuple(dict.fromkeys(filter(None, names)))
     options = BuildOptions(
         backend, dtype, kv_dtype, tp_size, page_tokens, architectures, max_context, max_batch, max_chunk,
-        calibration, dummy, revision, attention, lora, mmproj, text_only,
+        calibration, dummy, revision, lora, mmproj, text_only,
     )  # fmt: skip
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
     try:
@@ -146,10 +144,6 @@ def _check_options(options: BuildOptions, source: str | Path) -> None:
         raise ConfigError(f"kv_dtype {options.kv_dtype!r} is unknown.", fix=f"Known: {', '.join(KV_DTYPES)}.")
     if options.dummy and options.backend != "triton":
         raise ConfigError("only backend 'triton' builds engines without weights.", fix="Add --backend triton.")
-    if options.attention not in (LAYERS, PLUGIN):
-        raise ConfigError(f"attention {options.attention!r} is unknown.", fix=f"Known: {LAYERS}, {PLUGIN}.")
-    if options.attention == PLUGIN and options.backend != "tensorrt":
-        raise ConfigError("only backend 'tensorrt' has the attention plugin.", fix="Leave --attention out.")
     if options.mmproj is not None and (options.text_only or options.dummy or is_unified_checkpoint(Path(source))):
         raise ConfigError(
             "--mmproj is for a GGUF model; checkpoints, made-up weights and --text-only take none.",

@@ -177,7 +177,6 @@ def rebuild_engine(path: Path, manifest: Manifest, targets: Iterable[str] = (), 
     }
     if manifest.backend != "torch":
         options |= {"--backend": manifest.backend, "--target": ",".join(dict.fromkeys((*manifest.targets, *targets)))}
-        options |= {"--attention": manifest.compiled.get("attention")}
     words = [f"{name} {value}".rstrip() for name, value in options.items() if value is not None]
     return " ".join([rebuild_command(path, manifest.source).removesuffix(" --force"), *words, "--force"])
 

@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from wicore_trt.runtime.options import ExecutorOptions
 
 
-LAYERS, PLUGIN = "layers", "plugin"
-"""Attention by a backend's own means, or by our TensorRT plugin."""
-
-
 @dataclass(frozen=True, slots=True)
 class DummyModel:
     """Model without weights, to measure speed; its weights are made up at load."""
@@ -41,8 +37,7 @@ class BuildOptions:
     """Arguments of `build_engine` that say what to build.
     `max_batch` limits the sequences of a compiled engine's decode step, `max_chunk` the tokens of its prefill step.
     `dummy` replaces a source. `revision` is the source's hub commit, branch or tag, `lora` the directory of an
-    adapter to merge, `mmproj` a GGUF file with the source's image encoder, which `text_only` leaves out. `attention`
-    is LAYERS, or PLUGIN for backend tensorrt."""
+    adapter to merge, `mmproj` a GGUF file with the source's image encoder, which `text_only` leaves out."""
 
     backend: str
     dtype: str
@@ -56,7 +51,6 @@ class BuildOptions:
     calibration: Calibration | None
     dummy: DummyModel | None = None
     revision: str | None = None
-    attention: str = LAYERS
     lora: Path | None = None
     mmproj: Path | None = None
     text_only: bool = False

@@ -75,18 +75,12 @@ def compile_attention(job: tuple[str, AttentionSizes, str, bool, dict[str, Any]]
     from wicore_trt.plugins.aot import compile_kernel
     from wicore_trt.plugins.decode_layout import DecodeConfig, PrefillConfig
     from wicore_trt.plugins.kernels import fast_attention_specs as specs
-    from wicore_trt.plugins.kernels.specs import attention_spec
     from wicore_trt.plugins.layout import PoolShape
 
     target, model, kv, prefill, fields = job
     pool = PoolShape(2, model.page_tokens, model.kv_heads, model.head_dim, kv)
     try:
-        if not fields:  # the kernel that the TensorRT plugin uses
-            rows = 64 if prefill else 16
-            if kv == "fp8":
-                return "kernels/attention.py reads no FP8 keys"
-            made = {"main": attention_spec(pool, model.heads, block_rows=rows)}
-        elif prefill:
+        if prefill:
             config = PrefillConfig(**fields)
             made = {"main": specs.prefill_spec(pool, "bfloat16", model.heads, target, config)}
         else:
@@ -105,25 +99,20 @@ class Kernel:
         self.fields, self.roles, self._launch = fields, roles, launch
 
     def __str__(self) -> str:
-        short = " ".join(f"{k}={int(v)}" for k, v in self.fields.items())
-        return short or "kernels/attention.py"
+        return " ".join(f"{k}={int(v)}" for k, v in self.fields.items())
 
     def prepared(self, p: AttentionProblem, splits: int) -> Callable[[int], None]:
         """A function that runs layer i; launches are made once."""
         import torch
 
         from wicore_trt.plugins import decode_layout as layout
-        from wicore_trt.plugins.layout import Slices, attention_launch
+        from wicore_trt.plugins.layout import Slices
 
         m, scale = p.point.model, p.point.model.head_dim**-0.5
         slices = Slices(pointer(p.cu), pointer(p.first), p.bounds[-1])
         constants, window = self.roles["main"].constants, p.point.window
         q, out = pointer(p.q), pointer(p.out)
-        if not self.fields:
-            calls = [
-                [("main", attention_launch(constants, q, out, x, p.table, slices, scale, window))] for x in p.pools
-            ]
-        elif p.point.tokens:
+        if p.point.tokens:
             calls = [
                 [("main", layout.prefill_launch(constants, (q, out), x, p.table, slices, scale, window))]
                 for x in p.pools
@@ -233,9 +222,9 @@ def sweep_point(point: Point, kernels: list[Kernel], until: float, sms: int) -> 
     times: list[tuple[float, str, dict[str, Any], int]] = []
     for kernel in kernels:
         groups = point.model.kv_heads // kernel.fields.get("heads", 1) * point.rows
-        blocks = div_ceil(point.seen, kernel.fields.get("block_k", 64))
+        blocks = div_ceil(point.seen, kernel.fields["block_k"])
         options = {min(blocks, max(1, round(waves * sms / groups))) for waves in (1, 2, 3, 6, 12)}
-        for splits in sorted({1} if point.tokens or not kernel.fields else options):
+        for splits in sorted({1} if point.tokens else options):
             if time.monotonic() > until:
                 break
             try:
@@ -254,15 +243,12 @@ def sweep_point(point: Point, kernels: list[Kernel], until: float, sms: int) -> 
 
 def report(found: dict[str, Any], point: Point) -> str:
     size, flops = point.cost()
-    ours = [t for t in found["times"] if t[2]]
-    theirs = [t for t in found["times"] if not t[2]]
-    if not ours:
+    if not found["times"]:
         return f"{point}: nothing ran"
-    us, name = ours[0][0], ours[0][1]
+    us, name, *_ = found["times"][0]
     bound = max(size / BANDWIDTH, flops / FLOPS) * 1e6
     rate = f"{flops / us / 1e6:6.0f} TFLOP/s" if point.tokens else f"{size / us / 1e6:6.2f} TB/s"
-    old = f"{theirs[0][0]:8.1f}" if theirs else "       -"
-    beside = f"kernels/attention.py {old}, torch {found['sdpa_us']:8.1f}"
+    beside = f"torch {found['sdpa_us']:8.1f}"
     return (
         f"{point!s:58} {us:8.1f} us {rate} bound {bound:7.1f} us ({beside}; x{point.model.layers} layers "
         f"{us * point.model.layers / 1e3:.2f} ms)  {name}"
@@ -280,7 +266,7 @@ def kernels_that_hold(
     def launch(kernel: Any, call: Any) -> None:
         SHARED_LAUNCHER.launch(kernel, call, torch.cuda.current_stream().cuda_stream)
 
-    jobs = [(target, *w, fields) for w in wanted for fields in [*kernels_of(*w), {}]]
+    jobs = [(target, *w, fields) for w in wanted for fields in kernels_of(*w)]
     began = time.monotonic()
     with ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as pool:
         built = list(pool.map(compile_attention, jobs))
@@ -294,7 +280,7 @@ def kernels_that_hold(
             continue
         kernel = Kernel(fields, roles, launch)
         try:
-            fault = kernel.check(model, kv, prefill, "cuda") if fields else ""
+            fault = kernel.check(model, kv, prefill, "cuda")
         except Exception as error:
             fault = f"{type(error).__name__}: {error}"[:300]
         if fault:

@@ -18,6 +18,8 @@ from wicore_trt.errors import ConfigError, EnvironmentUnfitError, install_comman
 
 RTX, FULL = "tensorrt-rtx", "tensorrt"
 OLDEST = (10, 15)
+TRT_TYPES = {"float32": "FLOAT", "bfloat16": "BF16", "float16": "HALF", "fp8": "FP8", "int32": "INT32"}
+"""Names of TensorRT's DataType by our names."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,10 +36,8 @@ from wicore_trt.backends.tensorrt.plan_io import (
 )
 from wicore_trt.backends.tensorrt.plan_worker import finish, start
 from wicore_trt.checkpoint.demo import cache_directory
-from wicore_trt.engine.options import PLUGIN, BuildOptions, check_equal_groups
+from wicore_trt.engine.options import BuildOptions, check_equal_groups
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
-from wicore_trt.model.spec import Gemma3Spec
-from wicore_trt.plugins.tensorrt.cache_attention import check_plugins
 
 if TYPE_CHECKING:
     from wicore_trt.checkpoint.format import Checkpoint
@@ -68,8 +66,6 @@ class TensorRTBackend:
         for target in targets:
             api.check_target(target)
         check_dtypes(targets, (options.dtype, options.kv_dtype))  # what is known before converting takes its time
-        if options.attention == PLUGIN:
-            check_plugins(api.module)
         return targets
 
     def default_context(self, limit: int) -> int:
@@ -79,8 +75,6 @@ class TensorRTBackend:
         kv_dtype = options.kv_dtype_of(checkpoint, compiled=True)
         check_equal_groups(checkpoint.spec, "tensorrt")
         check_dtypes(options.targets, (checkpoint.dtype, kv_dtype, checkpoint.weights.storage))
-        if options.attention == PLUGIN:
-            check_plugin_heads(checkpoint.spec)
 
     def compile(
         self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress
@@ -99,7 +93,6 @@ class TensorRTBackend:
             "version": api.version,
             "max_batch": limits.max_batch,
             "max_chunk": limits.max_chunk,
-            **({"attention": PLUGIN} if options.attention == PLUGIN else {}),
         }
 
     def open(self, engine: EngineDir, settings: ExecutorOptions) -> Executor:
@@ -115,9 +108,7 @@ def plan_requests(checkpoint: Checkpoint, directory: Path, options: BuildOptions
     files = [directory / f"rank{rank}.safetensors" for rank in range(checkpoint.tp_size)]
     weights = weight_tensors(files, spec, kv_dtype)
     return [
-        PlanRequest(
-            spec, limits, weights, checkpoint.dtype, kv_dtype, checkpoint.tp_size, target, phase, options.attention
-        )
+        PlanRequest(spec, limits, weights, checkpoint.dtype, kv_dtype, checkpoint.tp_size, target, phase)
         for target in options.targets
         for phase in PHASES
     ]
@@ -132,15 +123,6 @@ def check_dtypes(targets: Sequence[str], dtypes: Sequence[str]) -> None:
                     f"target {target!r} has no {dtype} arithmetic; it begins with sm{OLDEST_SM[dtype]}.",
                     fix="Leave the target out, or build it from a checkpoint of another dtype.",
                 )
-
-
-def check_plugin_heads(spec: Gemma3Spec) -> None:
-    """Raises ConfigError for heads that the attention plugin's kernels do not take."""
-    if spec.head_dim < 16 or spec.head_dim & (spec.head_dim - 1):
-        raise ConfigError(
-            f"--attention plugin needs a head_dim that is a power of two of at least 16, not {spec.head_dim}.",
-            fix="Leave --attention out.",
-        )
 
 
 def build_plans(api: TensorRT, requests: list[PlanRequest], directory: Path, progress: Progress) -> list[Plan]:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from wicore_trt.backends.tensorrt.api import TRT_TYPES
 from wicore_trt.backends.tensorrt.plan_io import TensorSpec
 from wicore_trt.errors import ConfigError
-from wicore_trt.plugins.tensorrt.cache_attention import TRT_TYPES
 
 Tensor = Any  # trt.ITensor; the module is imported by the caller
 
@@ -169,10 +169,6 @@ class Graph:
             layer.mask = mask
         layer.decomposable = True  # a target without a fused kernel of this shape still gets a plan
         return layer.get_output(0)
-
-    def plugin(self, plugin: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
-        layer = self._name_layer("plugin", self.network.add_plugin_v3(list(inputs), [], plugin))
-        return [layer.get_output(i) for i in range(plugin.num_outputs)]
 
     def all_ranks(self, op: str, x: Tensor, ranks: int) -> Tensor:
         """Combine x over tensor-parallel ranks: "sum", or "gather", which stacks all ranks' parts on dim 0."""

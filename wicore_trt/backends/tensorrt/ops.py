@@ -13,9 +13,8 @@ an FP8 product have that one constant scale, which FP8 kernels take; the weight'
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -24,9 +23,7 @@ from wicore_trt.backends.tensorrt.graph import Graph, Tensor
 from wicore_trt.backends.tensorrt.plan_io import PlanRequest, TensorSpec
 from wicore_trt.checkpoint.names import activation_scale_name, weight_scale_name
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, forward, layer_weight
-from wicore_trt.model.spec import LOCAL, Gemma3Spec, LayerGroup
-from wicore_trt.plugins.aot import CompiledKernel
-from wicore_trt.plugins.tensorrt.cache_attention import PAGE, CacheAttentionConfig, plugin_class
+from wicore_trt.model.spec import LOCAL, Gemma3Spec
 from wicore_trt.runtime.weight_specs import rope_name
 
 E4M3_STEP = 1 / 448
@@ -34,20 +31,17 @@ DIRECT_ENTRIES = 22_016
 TINY = 1e-30  # stands in for the largest magnitude of a row of zeros
 
 
-def define_network(
-    network: Any, trt: Any, request: PlanRequest, plugin_kernels: Mapping[str, CompiledKernel] | None = None
-) -> list[TensorSpec]:
+def define_network(network: Any, trt: Any, request: PlanRequest) -> list[TensorSpec]:
     """Define one rank's network of a phase in `network`; returns its inputs and outputs. A linear is FP8 when its
     weight is. With kv_dtype "fp8" keys and values are rounded to E4M3 before they enter a cache of the activations'
-    dtype. With `plugin_kernels` (`cache_attention_specs`, for this target) the plugin WicoreCacheAttention attends."""
+    dtype."""
     spec, limits, dtype, tp_size = request.spec, request.limits, request.dtype, request.tp_size
     local, profile = spec.shard(0, tp_size).spec, limits.profile(request.phase)
     caches = plan_io.cache_tensors(local, limits, dtype)
     tensors = [*plan_io.step_tensors(spec, limits, tp_size), *request.weights, *caches]
     inputs = [tensor.fixed(profile) for tensor in tensors]
     graph = Graph(network, trt)
-    ops_class = TensorRTOps if plugin_kernels is None else partial(PluginOps, plugin_kernels, profile)
-    ops = ops_class(graph, local, {t.name: graph.input(t) for t in inputs}, dtype, request.kv_dtype, tp_size)
+    ops = TensorRTOps(graph, local, {t.name: graph.input(t) for t in inputs}, dtype, request.kv_dtype, tp_size)
     graph.output(forward(ops, local), plan_io.LOGITS)
     for name, tensor in ops.updated.items():
         graph.output(tensor, plan_io.updated(name))
@@ -57,8 +51,6 @@ def define_network(
 class TensorRTOps:
     """`Ops` of a whole network; T is an ITensor, float32 between operators. N is B * T, slots in order. `updated` maps
     each cache input to its tensor after the step."""
-
-    MASKS: ClassVar[bool] = True
 
     def __init__(
         self, graph: Graph, spec: Gemma3Spec, inputs: Mapping[str, Tensor], dtype: str, kv_dtype: str, tp_size: int
@@ -72,7 +64,7 @@ class TensorRTOps:
         self._batch = graph.gather(shape, graph.constant([0], np.int32))
         self._chunk = graph.gather(shape, graph.constant([1], np.int32))
         self._rows = graph.binary("PROD", self._batch, self._chunk)
-        self._mask = self._window_mask() if spec.layers_of(LOCAL) and self.MASKS else None
+        self._mask = self._window_mask() if spec.layers_of(LOCAL) else None
 
     def embed(self) -> Tensor:
         g = self._g
@@ -116,16 +108,12 @@ class TensorRTOps:
         v = self._slice_heads(split, normed, group.num_kv_heads)
         q = self._rotate_heads(g.binary("PROD", q, self._in[layer_weight(layer, "attention.q_layernorm")]), layer)
         k = self._rotate_heads(g.binary("PROD", k, self._in[layer_weight(layer, "attention.k_layernorm")]), layer)
-        self._write_entries(layer, self._round_entry(k, layer), self._round_entry(v, layer))
-        # TensorRT's attention does not scale, so the queries are.
-        return g.cast(g.binary("PROD", q, group.softmax_scale), self._dtype)
-
-    def _write_entries(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Write k and v [B, kv_heads, T, D] into the layer's caches."""
         first = self._in[plan_io.write_indices(self._spec.layer_groups[layer])]
         for part, values in (("k", k), ("v", v)):
             name = plan_io.cache(part, layer)
-            self.updated[name] = self._g.update_cache(self._in[name], values, first)
+            self.updated[name] = g.update_cache(self._in[name], self._round_entry(values, layer), first)
+        # TensorRT's attention does not scale, so the queries are.
+        return g.cast(g.binary("PROD", q, group.softmax_scale), self._dtype)
 
     def attention(self, q: Tensor, layer: int) -> Tensor:
         g, group = self._g, self._groups[layer]
@@ -223,69 +211,16 @@ class TensorRTOps:
             x = g.binary("PROD", rounded, factor)
         return g.cast(x, self._dtype)
 
-    def _find_entries(self, group: str) -> Tensor:
-        """Find each token's cache entry, int32 [B, T]."""
-        g, positions = self._g, self._in[plan_io.POSITIONS]
-        offset = g.binary("SUB", positions, g.slice(positions, (0, 0), g.dims(self._batch, 1)))
-        return g.binary("SUM", offset, g.reshape(self._in[plan_io.write_indices(group)], (-1, 1)))
-
     def _window_mask(self) -> Tensor:
         """Mask bool [B, 1, T, entries]: entry j is within the window that ends at the token's own entry."""
         g, group = self._g, self._spec.layer_group(LOCAL)
         g.scope = "window"
-        own = g.reshape(self._find_entries(LOCAL), g.dims(self._batch, 1, self._chunk, 1))
+        positions = self._in[plan_io.POSITIONS]
+        offset = g.binary("SUB", positions, g.slice(positions, (0, 0), g.dims(self._batch, 1)))
+        own = g.binary("SUM", offset, g.reshape(self._in[plan_io.write_indices(LOCAL)], (-1, 1)))
+        own = g.reshape(own, g.dims(self._batch, 1, self._chunk, 1))
         entries = self._in[plan_io.cache("k", group.layers[0])].shape[2]
         j = g.constant(np.arange(entries).reshape(1, 1, 1, -1), np.int32)
         not_after = g.binary("LESS", j, g.binary("SUM", own, 1))
         inside = g.binary("GREATER", j, g.binary("SUB", own, group.window))
         return g.binary("AND", not_after, inside)
-
-
-class PluginOps(TensorRTOps):
-    """Operators with WicoreCacheAttention in place of TensorRT's cache update and attention. `kernels` are the plugin's
-    for the target; `profile` is the phase's."""
-
-    MASKS = False
-
-    def __init__(self, kernels: Mapping[str, CompiledKernel], profile: Mapping[str, Sequence[int]], *ops: Any) -> None:
-        super().__init__(*ops)
-        self._kernels = kernels
-        self._step: dict[str, tuple[Tensor, ...]] = {}
-        self._rows_of: dict[int, tuple[Tensor, Tensor]] = {}
-        self._counted = int(profile[plan_io.BATCH][-1])
-
-    def _write_entries(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Hold k and v for the plugin, which writes them when it attends."""
-        group = self._groups[layer]
-        order, shape = (0, 2, 1, 3), (-1, group.num_kv_heads, group.head_dim)
-        self._rows_of[layer] = self._g.transpose(k, order, shape), self._g.transpose(v, order, shape)
-
-    def attention(self, q: Tensor, layer: int) -> Tensor:
-        g, group = self._g, self._groups[layer]
-        step = self._step.get(group.name) or self._step.setdefault(group.name, self._step_tensors(group))
-        self._enter_scope(layer_weight(layer, "attention.core"))
-        names = [plan_io.cache(part, layer) for part in ("k", "v")]
-        caches = [self._in[name] for name in names]
-        sizes = (caches[0].shape[2], group.num_heads, group.num_kv_heads, group.head_dim)
-        config = CacheAttentionConfig(*sizes, self._dtype, group.window, 1.0)  # the queries are scaled already
-        rows = g.transpose(q, (0, 2, 1, 3), (-1, group.num_heads, group.head_dim))
-        inputs = [rows, *self._rows_of.pop(layer), *caches, *step]
-        attended, *after = g.plugin(plugin_class(g.trt)(config, self._kernels), inputs)
-        self.updated |= dict(zip(names, after, strict=True))
-        return g.cast(g.reshape(attended, (-1, group.q_size)), "float32")
-
-    def _step_tensors(self, group: LayerGroup) -> tuple[Tensor, ...]:
-        """Make the plugin's inputs of a step, equal for all layers of a group: page table, entries, slots, cu_seqlens
-        and first entries, as in `CacheAttention`."""
-        g = self._g
-        g.scope = f"step.{group.name}"
-        entries = self._in[plan_io.cache("k", group.layers[0])].shape[2]
-        count = g.constant(np.arange(self._counted + 1), np.int32)
-        slot = g.reshape(g.slice(count, (0,), self._batch), (-1, 1))
-        own = self._find_entries(group.name)
-        places = g.constant(np.arange(entries // PAGE).reshape(1, -1), np.int32)
-        table = g.binary("SUM", g.binary("PROD", slot, group.num_kv_heads * entries // PAGE), places)
-        slots = g.reshape(g.binary("SUM", g.binary("PROD", own, 0), slot), (-1,))
-        bounds = g.slice(count, (0,), g.binary("SUM", self._batch, g.constant([1], np.int64)))
-        cu_seqlens = g.binary("PROD", bounds, g.cast(self._chunk, "int32"))
-        return table, g.reshape(own, (-1,)), slots, cu_seqlens, self._in[plan_io.write_indices(group.name)]

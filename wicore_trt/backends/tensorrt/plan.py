@@ -13,13 +13,12 @@ from typing import Any
 import msgspec
 
 from wicore_trt.backends.tensorrt import plan_io
+from wicore_trt.backends.tensorrt.api import TRT_TYPES
 from wicore_trt.backends.tensorrt.plan_build import BuildLog, make_logger
 from wicore_trt.backends.tensorrt.plan_io import INDEX, PHASES, PlanLimits, TensorSpec, plan_file
 from wicore_trt.engine.directory import EngineDir
 from wicore_trt.engine.manifest import rebuild_engine
-from wicore_trt.engine.options import PLUGIN
 from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError
-from wicore_trt.plugins.tensorrt.cache_attention import TRT_TYPES, register
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +81,6 @@ def load_plans(trt: Any, engine: EngineDir, target: str, runtime: Any = None) ->
     """Load the plans of both phases for `target`. Raises EngineFormatError for a plan that differs from the index,
     EnvironmentUnfitError with TensorRT's words for one that it refuses."""
     index, limits, book = read_index(engine), plan_limits(engine), BuildLog()
-    plugin = engine.manifest.compiled.get("attention") == PLUGIN
-    if plugin:
-        register(trt)
     runtime = runtime or trt.Runtime(make_logger(trt, book))
     plans = {}
     for phase in PHASES:
@@ -99,7 +95,7 @@ def load_plans(trt: Any, engine: EngineDir, target: str, runtime: Any = None) ->
         problems = [f"it lacks {tensor}" for tensor in sorted({*tensors} - names)]
         problems += [f"it has {tensor}" for tensor in sorted(names - {*tensors})]
         for tensor in sorted(names & {*tensors}):
-            found = _list_problems(trt, loaded, tensors[tensor], profile, plugin=plugin)
+            found = _list_problems(trt, loaded, tensors[tensor], profile)
             problems += [f"{tensor}: {problem}" for problem in found]
         if problems:
             raise _make_damaged(engine, f"{name} is not as {INDEX} says: {'; '.join(problems[:3])}")
@@ -107,11 +103,8 @@ def load_plans(trt: Any, engine: EngineDir, target: str, runtime: Any = None) ->
     return plans
 
 
-def _list_problems(
-    trt: Any, engine: Any, tensor: TensorSpec, profile: Mapping[str, tuple[int, int, int]], *, plugin: bool
-) -> list[str]:
-    """List differences between a tensor of TensorRT's `engine` and `tensor`. `plugin`: the attention plugin changes
-    caches and checks their addresses in every step, so TensorRT need not call them aliases."""
+def _list_problems(trt: Any, engine: Any, tensor: TensorSpec, profile: Mapping[str, tuple[int, int, int]]) -> list[str]:
+    """List differences between a tensor of TensorRT's `engine` and `tensor`."""
     name, is_output = tensor.name, tensor.kind == "output"
     shape = tuple(d if isinstance(d, int) else -1 for d in tensor.shape)
     compared = [
@@ -125,9 +118,7 @@ def _list_problems(
         compared.append(("profile", bounds, [tensor.bound(profile, which) for which in range(3)]))
     if is_output and hasattr(engine, "get_aliased_input_tensor"):
         aliased = name.removesuffix(plan_io.updated("")) if name != plan_io.LOGITS else None
-        found = engine.get_aliased_input_tensor(name) or None
-        if not (plugin and found is None):
-            compared.append(("alias", found, aliased))
+        compared.append(("alias", engine.get_aliased_input_tensor(name) or None, aliased))
     return [f"its {what} is {got}, expected {want}" for what, got, want in compared if got != want]
 
 

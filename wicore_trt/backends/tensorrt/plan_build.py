@@ -19,11 +19,7 @@ from typing import Any
 from wicore_trt.backends.tensorrt.api import RTX, TensorRT
 from wicore_trt.backends.tensorrt.ops import define_network
 from wicore_trt.backends.tensorrt.plan_io import PlanRequest, TensorSpec
-from wicore_trt.engine.options import PLUGIN
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.model.spec import GLOBAL
-from wicore_trt.plugins.aot import compile_kernel
-from wicore_trt.plugins.tensorrt.cache_attention import cache_attention_specs, check_plugins, register
 
 log = logging.getLogger(__name__)
 
@@ -49,16 +45,11 @@ def build_plan(
     """Build the plan of `request`. `timing_cache` is an earlier build's (full TensorRT only). Raises
     EnvironmentUnfitError with TensorRT's reason when it cannot."""
     trt, book = api.module, BuildLog()
-    if request.attention == PLUGIN:
-        check_plugins(trt)
-        register(trt)
     builder = trt.Builder(make_logger(trt, book))
     network, tensors = make_network(trt, builder, request)
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # kernel names; no effect on what is built
     config.clear_flag(trt.BuilderFlag.TF32)
-    if request.attention == PLUGIN:
-        config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)  # caches change in place
     if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
     if api.targets[request.target] is not None:
@@ -94,12 +85,7 @@ def build_plan(
 def make_network(trt: Any, builder: Any, request: PlanRequest) -> tuple[Any, list[TensorSpec]]:
     strongly_typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = builder.create_network(strongly_typed)
-    kernels = None
-    if request.attention == PLUGIN:
-        group = request.spec.shard(0, request.tp_size).spec.layer_group(GLOBAL)
-        specs = cache_attention_specs(group.num_heads, group.num_kv_heads, group.head_dim, request.dtype)
-        kernels = {role: compile_kernel(spec, request.target) for role, spec in specs.items()}
-    return network, define_network(network, trt, request, kernels)
+    return network, define_network(network, trt, request)
 
 
 def hash_network(network: Any) -> str:

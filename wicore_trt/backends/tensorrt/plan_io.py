@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wicore_trt.arithmetic import div_ceil
-from wicore_trt.engine.options import LAYERS
 from wicore_trt.errors import ConfigError
 from wicore_trt.model.spec import LOCAL, Gemma3Spec
 from wicore_trt.runtime.weight_specs import WeightSpec, list_weights, rope_name
@@ -131,7 +130,7 @@ class PlanLimits:
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """Inputs of a plan's build. `dtype` is that of the activations; `attention` is LAYERS or PLUGIN."""
+    """Inputs of a plan's build. `dtype` is that of the activations."""
 
     spec: Gemma3Spec
     limits: PlanLimits
@@ -141,7 +140,6 @@ class PlanRequest:
     tp_size: int
     target: str
     phase: str
-    attention: str = LAYERS
 
 
 def step_tensors(spec: Gemma3Spec, limits: PlanLimits, tp_size: int = 1) -> list[TensorSpec]:

@@ -1,1 +1,0 @@
-"""TensorRT plugins (IPluginV3) over the kernels."""
