@@ -21,7 +21,9 @@ def command(
         str, typer.Argument(help="Hub id, Hugging Face directory, GGUF file, or checkpoint to calibrate.")
     ],
     output: Annotated[Path, typer.Argument(help="Checkpoint directory to write.")],
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or fp8. auto: the source's.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="auto, float32, bfloat16, float16, fp8 or q4_0. auto: the source's.")
+    ] = "auto",
     tp: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="GPUs to split the weights over.")] = 1,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     lora: LoraOption = None,

@@ -223,7 +223,7 @@ class LogSettings:
 class BuildSettings:
     source: str | None = None
     """Hub id, directory or GGUF file that `wicore build RECIPE` builds from."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "q4_0"] = "auto"
     """Dtype of the weights."""
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
     """Dtype of the KV cache; auto is that of the activations. fp8 runs on the torch operators, on a GPU on

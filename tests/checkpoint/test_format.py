@@ -118,7 +118,8 @@ def _edit(path: Path, change: Callable[[dict[str, Any]], Any], *, sealed: bool =
 @pytest.mark.parametrize(
     "change,message",
     [
-        (lambda c: c["wicore"].update(format_version=3), "checkpoint format 3"),
+        (lambda c: c["wicore"].update(format_version=4), "checkpoint format 4"),
+        (lambda c: c["wicore"].update(format_version=3), "format 3 with dtype 'bfloat16'"),
         (lambda c: c.pop("wicore"), "not written by wicore"),
         (lambda c: c.update(architecture="LlamaForCausalLM"), "not written by wicore"),
         (lambda c: c["wicore"].pop("spec"), "damaged"),

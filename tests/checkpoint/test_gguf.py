@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import hashlib
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +92,16 @@ def _encode(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
 
 
 def write_gguf(
-    path: Path, kind: str = "F32", seed: int = 0, head: str = "", only: str = "", **metadata: Any
+    path: Path,
+    kind: str = "F32",
+    seed: int = 0,
+    head: str = "",
+    only: str = "",
+    kinds: Mapping[str, str] | None = None,
+    **metadata: Any,
 ) -> dict[str, np.ndarray]:
-    """A tiny model; linears and embedding are of `kind` (with `only` that one, the others F16), an output.weight of its
-    own of `head`. Returns what is in the file, as stored."""
+    """A tiny model; linears and embedding are of `kind` (with `only` that one, the others F16), those in `kinds` of
+    theirs, an output.weight of its own of `head`. Returns what is in the file, as stored."""
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(str(path), "gemma3")
     writer.add_context_length(4096)
@@ -108,6 +115,8 @@ def write_gguf(
     writer.add_rope_freq_base(1e6)
     writer.add_sliding_window(128)
     writer.add_tokenizer_model("llama")
+    writer.add_eos_token_id(1)
+    writer.add_bos_token_id(2)
     writer.add_token_list(["<pad>", "<eos>", "<bos>", "<unk>", *(f"t{i}" for i in range(4, VOCAB))])
     for key, value in metadata.items():
         writer.add_string(key.replace("__", "."), value)
@@ -118,7 +127,7 @@ def write_gguf(
             stored[name] = values
             writer.add_tensor(name, values)
             continue
-        other = "F16" if only and name != only else kind
+        other = "F16" if only and name != only else (kinds or {}).get(name, kind)
         quant = gguf.GGMLQuantizationType[head if name == "output.weight" else other]
         stored[name] = _encode(values, quant)
         writer.add_tensor(name, stored[name], raw_dtype=quant)

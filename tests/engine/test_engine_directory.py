@@ -63,8 +63,8 @@ def test_damaged_manifest(engine: EngineDir, text: str) -> None:
 
 
 def test_newer_format_says_upgrade(engine: EngineDir) -> None:
-    edit(engine, format_version=3)
-    with pytest.raises(EngineFormatError, match="format 3; this wicore reads 2.*Upgrade wicore-trt") as caught:
+    edit(engine, format_version=4)
+    with pytest.raises(EngineFormatError, match="format 4; this wicore reads 2 and 3.*Upgrade wicore-trt") as caught:
         open_engine(engine.path)
     assert "--force" in str(caught.value)
 

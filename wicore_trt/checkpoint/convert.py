@@ -10,46 +10,48 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from wicore_trt.checkpoint.blocks import HEAD_BLOCKS, LINEAR_BLOCKS, fits_bfloat16, quantize_q4_0
 from wicore_trt.checkpoint.cast_report import CastReport, check_cast, check_finite_rows
 from wicore_trt.checkpoint.format import (
     CHECKPOINT,
-    FP8_TAG,
     TAGS,
     Checkpoint,
     build_config,
+    list_parts,
     open_checkpoint,
     rank_entries,
     static_scales,
-    storage_tag,
+    storage_of,
     vision_entries,
     write_config,
 )
-from wicore_trt.checkpoint.names import HF_EMBEDDING, Role, UnifiedTensor, unified_tensors
+from wicore_trt.checkpoint.names import HF_EMBEDDING, Role, UnifiedTensor, linear_kind, unified_tensors
 from wicore_trt.checkpoint.open_source import open_source
 from wicore_trt.checkpoint.quantize import from_float32, quantize_e4m3_per_channel, to_float32
 from wicore_trt.checkpoint.records import FileRecord, record_of
 from wicore_trt.checkpoint.safetensors_io import TAG_BYTES, SafetensorsWriter
-from wicore_trt.checkpoint.sharding import shard_of
+from wicore_trt.checkpoint.sharding import Shard, shard_of
 from wicore_trt.checkpoint.source import Source
 from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitError
 from wicore_trt.files import is_present, make_printable
 from wicore_trt.model.gemma3 import LM_HEAD
 from wicore_trt.progress import Progress, count_progress, ignore_progress
 from wicore_trt.scratch import replace_output
-from wicore_trt.weight_format import PLAIN, QUANTIZED, VISION
+from wicore_trt.weight_format import FP8, LAYOUTS, PLAIN, QUANTIZED, VISION, WeightFormat
 
 DTYPES = ("auto", *PLAIN, *QUANTIZED)
 
 _BLOCK_ITEMS = 1 << 22  # 16 MiB as float32; about ten such arrays live at once
 _SPARE_BYTES = 64 << 20  # tokenizer files and headers
 _DTYPE_OF_SOURCE = {"BF16": "bfloat16", "F16": "float16"}
+_STORED = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +94,15 @@ def convert(  # noqa: PLR0913 -- the public call is flat
     progress: Progress = ignore_progress,
     note: Callable[[str], None] | None = None,
 ) -> Checkpoint:
-    """Convert `source` (see open_source) into the unified checkpoint directory `output`.
-    `dtype` "auto" keeps bfloat16 or float16 of the source and otherwise takes bfloat16. "fp8" quantizes the linears
-    (`weight_format.FP8`); embedding and head are bfloat16. Norms are always float32. `calibration` adds static
-    scales, measured in the source's precision: of activations for fp8, of KV for any dtype. With it the source may
-    be a unified checkpoint (see Calibration.of_checkpoint). `lora` is the directory of an adapter to merge, `mmproj`
-    the GGUF file of a GGUF model's image encoder; `text_only` leaves the encoder out. `force` replaces an existing
-    directory at the end. `for_engine` requires disk space for an engine, too. `note` gets a sentence for each loss,
-    and for each decision between contradictions.
+    """Convert `source` (see open_source) into the unified checkpoint directory `output`. `dtype` "auto" keeps bfloat16
+    or float16 of the source and otherwise takes bfloat16. "fp8" quantizes the linears (`weight_format.FP8`); embedding
+    and head are bfloat16. "q4_0" keeps linears that a GGUF file has in Q4_0 or Q4_1, bit for bit, and quantizes others
+    (`blocks.quantize_q4_0`). It keeps embedding and head in Q8_0, Q6_K or float16 where bfloat16 would round them.
+    Norms are always float32. `calibration` adds static scales, measured in the source's precision: of activations for
+    fp8, of KV for any dtype. With it the source may be a unified checkpoint (see Calibration.of_checkpoint). `lora` is
+    the directory of an adapter to merge, `mmproj` the GGUF file of a GGUF model's image encoder; `text_only` leaves the
+    encoder out. `force` replaces an existing directory at the end. `for_engine` requires disk space for an engine, too.
+    `note` gets a sentence for each loss, and for each decision between contradictions.
     Raises CheckpointError for a bad source and for a model that tp_size does not divide. It is raised, too, for a
     weight that is not finite or beyond the range of the new dtype, naming tensor and row. Raises ConfigError for an
     unknown dtype, a bad calibration text or an output that exists; EnvironmentUnfitError when the disk is too small."""
@@ -119,7 +122,7 @@ def convert(  # noqa: PLR0913 -- the public call is flat
                 fix=f"Leave --dtype and --tp out, or convert {old.source}.",
             )
         return calibration.of_checkpoint(source, output, force=force, progress=progress)
-    if calibration and dtype not in QUANTIZED and not calibration.kv_scales:
+    if calibration and dtype != FP8.storage and not calibration.kv_scales:
         raise ConfigError(f"Without KV scales a {dtype} checkpoint has nothing to calibrate.", fix="Use --dtype fp8.")
     with replace_output(Path(output), CHECKPOINT, force=force, source=source) as scratch:
         progress("read", 0, 1)
@@ -162,6 +165,7 @@ class _Conversion:
         own = _DTYPE_OF_SOURCE.get(source.tensors[linear.sources[0]].dtype, "bfloat16")
         self._dtype = "bfloat16" if dtype in QUANTIZED else own if dtype == "auto" else dtype
         weights = QUANTIZED.get(dtype, PLAIN[self._dtype])
+        weights = self._find_block_format(weights) if weights.group else weights
         self._weights = weights.calibrated if calibration else weights
         self._calibration = calibration
         self._kv_scales = calibration is not None and calibration.kv_scales
@@ -176,10 +180,52 @@ class _Conversion:
         self._vision = vision_entries(source.vision, self._dtype) if source.vision else []
         self._total = sum(_count_bytes(entries) for entries in (*self._entries, self._vision))
 
+    def _find_block_format(self, weights: WeightFormat) -> WeightFormat:
+        """Return `weights` with the minimums that the source's Q4_1 linears have, and the storage of its head."""
+        source, tensors = self._source, unified_tensors(self._source.spec)
+        linears = [(t, name) for t in tensors if t.role is Role.LINEAR for name in t.sources]
+        kinds = {linear_kind(t.name) for t, name in linears if source.find_blocks(name) == "Q4_1"}
+        names = {t.sources[0] for t in tensors if t.role in (Role.EMBEDDING, Role.HEAD)}
+        heads = {self._find_head(name) for name in names}
+        return replace(weights, minimums=tuple(sorted(kinds)), head=heads.pop() if len(heads) == 1 else "")
+
+    def _find_head(self, name: str) -> str:
+        """Find the storage that holds an embedding or head as published, "" for the base dtype."""
+        if (kind := self._source.find_blocks(name)) in HEAD_BLOCKS:
+            return HEAD_BLOCKS[kind][0]
+        info = self._source.tensors[name]
+        rows, *rest = info.shape
+        pieces = _split_rows(rows, rest) if info.dtype == "F16" else []
+        blocks = (self._source.read_rows(name, *piece) for piece in pieces)
+        return "float16" if any(tag == "F16" and not fits_bfloat16(block) for block, tag in blocks) else ""
+
+    def _describe_blocks(self) -> list[str]:
+        """Return sentences on what is kept as published and what is not, for the dtype of this conversion."""
+        source = self._source
+        linears = [n for t in unified_tensors(source.spec) if t.role is Role.LINEAR for n in t.sources]
+        kept = [n for n in linears if source.find_blocks(n) in LINEAR_BLOCKS]
+        if not self._weights.group:
+            advice = (
+                f"{len(kept)} of {len(linears)} linears are published in Q4_0: --dtype q4_0 keeps them bit for bit."
+            )
+            return [advice] if 2 * len(kept) > len(linears) else []
+        other = [source.tensors[n].dtype for n in linears if n not in {*kept}]
+        again = sorted({kind for kind in other if kind not in _STORED})
+        compare = "wicore bench perplexity --engine BF16_ENGINE --engine Q4_0_ENGINE"
+        said = [f"{len(kept)} of {len(linears)} linears are kept as published, bit for bit."] if kept else []
+        if other:
+            said.append(f"{len(other)} linears are quantized to Q4_0 after training; to see the loss: {compare}")
+        if again:
+            said.append(f"they are quantized twice, as the source has {', '.join(again)}: the original loses less.")
+        kind = source.tensors[HF_EMBEDDING].dtype
+        if kind not in _STORED and not self._weights.head:
+            said.append(f"the embedding, {kind} in the source, is rounded to {self._dtype}.")
+        return said
+
     def write_checkpoint(self, for_engine: bool, options: dict[str, Any]) -> list[str]:
         """Return sentences on what casts lost, and on tokens that the model lacks. `options` go into config.json."""
         tied = self._source.spec.tie_word_embeddings  # the engine leaves the second embedding out, so it is no link
-        placed = [entry for entries in self._entries for entry in entries if entry[0] != LM_HEAD]
+        placed = [entry for entries in self._entries for entry in entries if not entry[0].startswith(LM_HEAD)]
         check_disk_room(self._directory, self._total + (_count_bytes(placed) if for_engine and tied else 0))
         tokenizer = self._source.write_tokenizer(self._directory)
         if for_engine:  # an engine needs one, and weights take hours
@@ -205,7 +251,7 @@ class _Conversion:
         kv_scales = self._kv_scales
         config = build_config(spec, self._dtype, self._weights, self._tp, files, origin, kv_scales=kv_scales)
         write_config(self._directory, config)
-        return [*self._source.notes, *notes, *self._report.describe_losses()]
+        return [*self._source.notes, *notes, *self._describe_blocks(), *self._report.describe_losses()]
 
     def _write_ranks(self) -> dict[str, FileRecord]:
         with ExitStack() as stack:
@@ -221,7 +267,7 @@ class _Conversion:
         with SafetensorsWriter(self._directory / VISION, self._vision) as writer:
             for name, tag, (rows, *rest) in self._vision:
                 for start, stop in _split_rows(rows, rest):
-                    block, _ = self._cast_rows(name, (start, stop), tag)
+                    block = self._cast_rows(name, (start, stop), tag)
                     if name.endswith(".bias") and "norm" not in name:  # backends round it, as the product's weight
                         run = TAGS[self._dtype]
                         check_cast(self._source.place_of(name), name, start, block, from_float32(block, run), run)
@@ -230,52 +276,86 @@ class _Conversion:
 
     def _write_tensor(self, tensor: UnifiedTensor, writers: list[SafetensorsWriter]) -> None:
         shards = [shard_of(tensor, self._source.spec, rank, self._tp) for rank in range(self._tp)]
-        tag = storage_tag(tensor.role, self._dtype, self._weights)
-        scales: list[list[np.ndarray]] = [[] for _ in shards]
+        storage = storage_of(tensor.role, self._dtype, self._weights)
+        entries = list_parts(tensor, tensor.shape, self._dtype, self._weights)
+        later: list[list[list[np.ndarray]]] = [[[] for _ in entries[1:]] for _ in shards]
         for part, name in enumerate(tensor.sources):
             rows, *rest = self._source.tensors[name].shape
             tied_copy = tensor.sources == (HF_EMBEDDING,) and tensor.role is not Role.EMBEDDING
             for start, stop in _split_rows(rows, rest):
                 norm = tensor.role is Role.NORM
-                block, scale = self._cast_rows(name, (start, stop), tag, norm=norm, counted=not tied_copy)
-                for shard, writer, kept in zip(shards, writers, scales, strict=True):
+                if storage in LAYOUTS:
+                    blocks = self._quantize_rows(tensor, name, (start, stop), counted=not tied_copy)
+                else:
+                    blocks = [self._cast_rows(name, (start, stop), TAGS[storage], norm=norm, counted=not tied_copy)]
+                for shard, writer, kept in zip(shards, writers, later, strict=True):
                     low, high = max(start, shard.rows[part][0]), min(stop, shard.rows[part][1])
                     if low < high:
-                        held = block[low - start : high - start]
-                        held = held if shard.columns is None else held[:, slice(*shard.columns)]
-                        self._moved(writer.write(tensor.name, held))
-                        kept.append(scale[low - start : high - start])
-        if tag == FP8_TAG:
-            for writer, kept in zip(writers, scales, strict=True):
-                self._moved(writer.write(tensor.scale_name, np.concatenate(kept)))
+                        values, *more = (_take_part(b, low - start, high - start, shard, rest) for b in blocks)
+                        self._moved(writer.write(tensor.name, values))
+                        for pieces, piece in zip(kept, more, strict=True):
+                            pieces.append(piece)
+        for writer, kept in zip(writers, later, strict=True):
+            for (name, *_), pieces in zip(entries[1:], kept, strict=True):
+                for piece in pieces:
+                    self._moved(writer.write(name, piece))
         for name in self._static[tensor.name]:
             for writer in writers:
                 self._moved(writer.write(name, self._scales[name]))
 
     def _cast_rows(
         self, name: str, rows: tuple[int, int], tag: str, *, norm: bool = False, counted: bool = True
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return rows of one source tensor stored as `tag`, and their FP8 scales (empty if not quantized). A `norm`
-        of the text model is its factor, `counted` losses go into the report."""
-        none, place = np.empty(0, np.float32), self._source.place_of(name)
+    ) -> np.ndarray:
+        """Return rows of one source tensor stored as `tag`. A `norm` of the text model is its factor, `counted` losses
+        go into the report."""
+        place = self._source.place_of(name)
         if norm:
             stored = self._source.read_norm(name, *rows)
             check_finite_rows(place, name, rows[0], stored, "F32")
-            return stored, none
+            return stored
         block, have = self._source.read_rows(name, *rows)
-        if tag in (have, FP8_TAG):
-            check_finite_rows(place, name, rows[0], block, have)
         if tag == have:
-            return block, none
+            check_finite_rows(place, name, rows[0], block, have)
+            return block
         values = to_float32(block, have)
-        if tag == FP8_TAG:
-            stored, scale = quantize_e4m3_per_channel(values)
-        else:
-            stored, scale = from_float32(values, tag), none
-            check_cast(place, name, rows[0], values, stored, tag)
+        stored = from_float32(values, tag)
+        check_cast(place, name, rows[0], values, stored, tag)
         if tag != "F32" and counted:
             self._report.count_losses(name, values, stored, tag)
-        return stored, scale
+        return stored
+
+    def _quantize_rows(
+        self, tensor: UnifiedTensor, name: str, rows: tuple[int, int], *, counted: bool
+    ) -> list[np.ndarray]:
+        """Return the parts that store rows of one source tensor of a quantized `tensor`, as `list_parts` names them."""
+        place, linear, kind = self._source.place_of(name), tensor.role is Role.LINEAR, self._source.find_blocks(name)
+        split = LINEAR_BLOCKS.get(kind) if linear else HEAD_BLOCKS[kind][1]
+        if self._weights.fp8 or split is None:
+            block, have = self._source.read_rows(name, *rows)
+            check_finite_rows(place, name, rows[0], block, have)
+            values = to_float32(block, have)
+            if self._weights.fp8:
+                stored, scale = quantize_e4m3_per_channel(values)
+                if counted:
+                    self._report.count_losses(name, values, stored, LAYOUTS["fp8"].tag)
+                return [stored, scale]
+            blocks = quantize_q4_0(values)
+        else:
+            blocks = split(self._source.read_blocks(name, *rows))
+        if linear and linear_kind(tensor.name) in self._weights.minimums:
+            blocks = blocks.add_minimums()
+        for part in blocks.parts[1:]:
+            check_finite_rows(place, f"the scales of {name}", rows[0], part, "F16" if part.itemsize == 2 else "F32")
+        return blocks.parts
+
+
+def _take_part(part: np.ndarray, low: int, high: int, shard: Shard, rest: list[int]) -> np.ndarray:
+    """Take rows [low, high) of a part of a weight [rows, *rest], and of these the shard's columns."""
+    held = part[low:high]
+    if shard.columns is None or held.ndim == 1:
+        return held
+    first, last = (column * held.shape[1] // rest[0] for column in shard.columns)
+    return held[:, first:last]
 
 
 def _split_rows(rows: int, rest: list[int]) -> list[tuple[int, int]]:

@@ -20,7 +20,9 @@ from wicore_trt.checkpoint.names import (
     UnifiedTensor,
     activation_scale_name,
     kv_scale_name,
+    linear_kind,
     unified_tensors,
+    weight_minimum_name,
 )
 from wicore_trt.checkpoint.records import FileRecord, file_entries
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
@@ -31,25 +33,27 @@ from wicore_trt.files import LIST_BYTES, TOKENIZER_BYTES, UntrustedFiles, is_pre
 from wicore_trt.model.spec import GLOBAL, Gemma3Spec
 from wicore_trt.model.vision import POSITIONS, VisionSpec, vision_tensors
 from wicore_trt.scratch import Product
-from wicore_trt.weight_format import PLAIN, VISION, WeightFormat, find_format
+from wicore_trt.weight_format import FORMATS, LAYOUTS, PLAIN, VISION, WeightFormat, find_format
 
 # The layout and field names are TensorRT-LLM's (docs/source/legacy/architecture/checkpoint.md and
 # models/gemma/config.py of 1.2); fields that it lacks are in the block `wicore`. Norm weights are 1 + w in float32
-# whatever the dtype (TensorRT-LLM's own converter rounds them), the embedding is unscaled, the head always written.
-# FP8 (quant_algo FP8_PER_CHANNEL_PER_TOKEN): the five linears of a layer are E4M3 with `<weight>s_scaling_factor`,
-# float32 [out], so that w = e4m3 * scale; embedding and head are BF16. Calibrated: quant_algo FP8, linears have
+# whatever the dtype (TensorRT-LLM's own converter rounds them), the embedding is unscaled, the head always written. FP8
+# (quant_algo FP8_PER_CHANNEL_PER_TOKEN): the five linears of a layer are E4M3 with `<weight>s_scaling_factor`, float32
+# [out], so that w = e4m3 * scale; embedding and head are BF16. Calibrated: quant_algo FP8, linears have
 # `<linear>.activation_scaling_factor`; kv_cache_quant_algo is FP8 when each layer has
 # `attention.kv_cache_scaling_factor`. Both are float32 [1] = amax / 448, equal on all ranks. `wicore.files` has a
 # digest of every other file, of weight files one per tensor, and `wicore.seal` that of config.json
 # (`checkpoint.digest`); readers compare what they have read. vision.safetensors has the image encoder that
 # `wicore.vision` describes (`VisionSpec`): weights of products in `dtype`, norms, biases and positions in float32.
-# Checkpoints before it have another `wicore.vision`, and the encoder as it was in the source: it is left aside.
-FORMAT_VERSION = 2
+# Checkpoints before it have another `wicore.vision`, and the encoder as it was in the source: it is left aside. Q4_0
+# (quant_algo W4A16_Q4_0, which TensorRT-LLM lacks): layouts of `weight_format.LAYOUTS`, scales as for FP8, minimums in
+# `<weight>s_minimum`; `quantization` names the storage of embedding and head, and the kinds of linears that have
+# minimums. Version 3 is for these checkpoints alone, so that older readers refuse them by their version.
+FORMAT_VERSION, BLOCKS_VERSION = 2, 3
 CONFIG = "config.json"
 KV_FP8 = "FP8"
 TAGS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 FP8_TAG = "F8_E4M3"
-_STORAGE_TAGS = {**TAGS, "fp8": FP8_TAG}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +106,35 @@ class Checkpoint:
         return self.config["quantization"]["kv_cache_quant_algo"] is not None
 
 
-def storage_tag(role: Role, dtype: str, weights: WeightFormat) -> str:
-    """Return the safetensors tag that a tensor is stored as."""
+def storage_of(role: Role, dtype: str, weights: WeightFormat) -> str:
+    """Return the storage of a tensor: a base dtype or a name in LAYOUTS."""
     if role is Role.NORM:
         # 1 + w of norms in bfloat16 would move them by up to 0.4 %, so they are float32.
-        return "F32"
-    return _STORAGE_TAGS[weights.storage if role is Role.LINEAR else dtype]
+        return "float32"
+    return weights.storage if role is Role.LINEAR else weights.head or dtype
+
+
+def list_parts(
+    tensor: UnifiedTensor, shape: tuple[int, ...], dtype: str, weights: WeightFormat
+) -> list[tuple[str, str, tuple[int, ...]]]:
+    """List (name, safetensors tag, shape) of what stores a tensor's shard of `shape`: values, then scales, then
+    minimums. Raises CheckpointError for rows that are not whole blocks."""
+    storage = storage_of(tensor.role, dtype, weights)
+    layout = LAYOUTS.get(storage)
+    if layout is None:
+        return [(tensor.name, TAGS[storage], shape)]
+    rows, k = shape
+    if layout.group and k % layout.group:
+        raise CheckpointError(
+            f"{tensor.name} has rows of {k} values on a rank, which are not whole blocks of {layout.group}.",
+            fix="Use fewer ranks (--tp), or --dtype bfloat16 or fp8.",
+        )
+    scales: tuple[int, ...] = (rows, k // layout.group) if layout.group else (rows,)
+    values: tuple[int, ...] = (rows, k // layout.packed)
+    parts = [(tensor.name, layout.tag, values), (tensor.scale_name, layout.scale_tag, scales)]
+    if tensor.role is Role.LINEAR and linear_kind(tensor.name) in weights.minimums:
+        parts.append((weight_minimum_name(tensor.name), layout.scale_tag, scales))
+    return parts
 
 
 def static_scales(spec: Gemma3Spec, weights: WeightFormat, kv_scales: bool) -> dict[str, tuple[str, ...]]:
@@ -130,9 +157,7 @@ def rank_entries(
     static = static_scales(spec, weights, kv_scales)
     for tensor in unified_tensors(spec):
         shape = shard_of(tensor, spec, rank, tp_size).shape
-        entries.append((tensor.name, storage_tag(tensor.role, dtype, weights), shape))
-        if weights.quantized and tensor.role is Role.LINEAR:
-            entries.append((tensor.scale_name, "F32", shape[:1]))
+        entries += list_parts(tensor, shape, dtype, weights)
         entries += [(name, "F32", (1,)) for name in static[tensor.name]]
     return entries
 
@@ -170,6 +195,9 @@ def model_fields(spec: Gemma3Spec, dtype: str, tp_size: int, weights: WeightForm
     }  # fmt: skip
     if weights.quantized:
         config["quantization"]["exclude_modules"] = ["transformer.vocab_embedding", "lm_head"]
+    if weights.group:
+        named = {"group_size": weights.group, "head": weights.head, "minimums": list(weights.minimums)}
+        config["quantization"] |= named
     if spec.rope_scaling_factor != 1.0:  # of global layers only
         config["rotary_scaling"] = {"type": "linear", "factor": spec.rope_scaling_factor}
     return config
@@ -192,13 +220,18 @@ def build_config(
     if pattern:  # both spellings occur among TensorRT-LLM's versions
         config |= {"sliding_window_pattern": pattern, "_sliding_window_pattern": pattern}
     config["wicore"] = {
-        "format_version": FORMAT_VERSION, "source": origin["source"], "revision": origin.get("revision"),
+        "format_version": find_version(weights), "source": origin["source"], "revision": origin.get("revision"),
         "spec": spec.to_dict(), "tie_word_embeddings": spec.tie_word_embeddings,
         "vision": origin.get("vision") or None, "flushed_to_zero": origin.get("flushed_to_zero", 0),
         "calibration": origin.get("calibration"), "files": file_entries(files),
         **{key: origin[key] for key in ("lora", "mmproj", "text_only") if origin.get(key)},
     }  # fmt: skip
     return config
+
+
+def find_version(weights: WeightFormat) -> int:
+    """Return the version of a checkpoint's format."""
+    return BLOCKS_VERSION if weights.group else FORMAT_VERSION
 
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:
@@ -251,9 +284,10 @@ def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
         raise CheckpointError(
             f"{path / CONFIG} was not written by wicore.", fix="Convert the original model: wicore convert"
         )
-    if block.get("format_version") != FORMAT_VERSION:
+    if block.get("format_version") not in (FORMAT_VERSION, BLOCKS_VERSION):
         raise CheckpointError(
-            f"{path} has checkpoint format {shown(block.get('format_version'))}; this version reads {FORMAT_VERSION}.",
+            f"{path} has checkpoint format {shown(block.get('format_version'))}; this version reads {FORMAT_VERSION} "
+            f"and {BLOCKS_VERSION}.",
             fix="Convert it again or update wicore-trt.",
         )
     again = _find_rebuild_command(path, config)
@@ -263,7 +297,9 @@ def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
     try:
         spec = Gemma3Spec.from_dict(block["spec"], f"{path / CONFIG}: wicore.spec")
         dtype, tp_size = str(config["dtype"]), int(config["mapping"]["tp_size"])
-        quant_algo, kv_algo = (config["quantization"][key] for key in ("quant_algo", "kv_cache_quant_algo"))
+        quantization = config["quantization"]
+        quant_algo, kv_algo = (quantization[key] for key in ("quant_algo", "kv_cache_quant_algo"))
+        head, minimums = quantization.get("head", ""), quantization.get("minimums", ())
         files = {name: FileRecord.from_dict(record) for name, record in block["files"].items()}
         vision = block.get("vision") or {}
         if "text_hidden_size" in vision:
@@ -271,12 +307,15 @@ def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path / CONFIG} is damaged: {error!r}.", fix=again) from error
     try:
-        weights, known = find_format(quant_algo, dtype), dtype in PLAIN and kv_algo in (None, KV_FP8)
+        weights = find_format(quant_algo, dtype, head, minimums)
+        known = dtype in PLAIN and kv_algo in (None, KV_FP8) and block["format_version"] == find_version(weights)
     except (KeyError, TypeError):
         known = False
     if not known:
         raise CheckpointError(
-            f"{path}: dtype {dtype!r} with quantization {quant_algo!r}, KV {kv_algo!r}, is unknown.", fix=again
+            f"{path}: format {block['format_version']} with dtype {dtype!r}, quantization {quant_algo!r}, KV "
+            f"{kv_algo!r} is unknown.",
+            fix=again,
         )
     spec.shard(0, tp_size)
     for key, value in model_fields(spec, dtype, tp_size, weights, kv_fp8=kv_algo is not None).items():
@@ -336,7 +375,9 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _find_rebuild_command(path: Path, config: Mapping[str, Any]) -> str:
     """Return the command that makes the checkpoint again, as far as a damaged config tells."""
     block, mapping, quant = config["wicore"], config.get("mapping"), config.get("quantization")
-    dtype = "fp8" if isinstance(quant, dict) and quant.get("quant_algo") else config.get("dtype", "auto")
+    algo = quant.get("quant_algo") if isinstance(quant, dict) else None
+    known = FORMATS.get(algo) if isinstance(algo, str) else None
+    dtype = known.storage if known else config.get("dtype", "auto")
     tp = mapping.get("tp_size", 1) if isinstance(mapping, dict) else 1
     words: list[object] = [block.get("source", "SOURCE"), path]
     flags: list[tuple[str, object]] = [("dtype", dtype), ("tp", tp)]

@@ -143,18 +143,26 @@ class GgufSource(Source):
         self._places |= {name: (file, stored, 0) for name, stored in names.items()}
         return vision
 
+    def find_blocks(self, name: str) -> str:
+        kind = self.tensors[name].dtype
+        return "" if kind in STORED else kind
+
+    def read_blocks(self, name: str, start: int, stop: int) -> np.ndarray:
+        file, stored, first = self._places[name]
+        blocks = np.frombuffer(file.read_rows(stored, first + start, first + stop), np.uint8)
+        return blocks.reshape(stop - start, -1)
+
     def read_rows(self, name: str, start: int, stop: int) -> tuple[np.ndarray, str]:
         gguf = import_gguf()
-        file, stored, first = self._places[name]
-        tensor = file.tensors[stored]
-        blocks = np.frombuffer(file.read_rows(stored, first + start, first + stop), np.uint8)
+        file, stored, _ = self._places[name]
+        tensor, blocks = file.tensors[stored], self.read_blocks(name, start, stop)
         shape = (stop - start, *tensor.shape[1:])
         if tensor.type_name in STORED:
             block, tag = blocks.view(STORAGE[tensor.type_name]).reshape(shape), tensor.type_name
         else:
             kind = gguf.GGMLQuantizationType[tensor.type_name]
             with np.errstate(invalid="ignore", over="ignore"):  # a scale that is not finite; the converter refuses it
-                block, tag = gguf.quants.dequantize(blocks.reshape(stop - start, -1), kind).reshape(shape), "F32"
+                block, tag = gguf.quants.dequantize(blocks, kind).reshape(shape), "F32"
         if name == SOFT_NORM:  # converters have added 1
             return to_float32(block, tag) - np.float32(1.0), "F32"
         return block, tag

@@ -118,6 +118,13 @@ class LoraSource(Source):
                 merged *= (lengths / np.linalg.norm(merged, axis=1))[:, None]
         return merged, "F32"
 
+    def find_blocks(self, name: str) -> str:
+        source, stored = self._find_origin(name)
+        return "" if source is not None or name in self._low else self._base.find_blocks(stored)
+
+    def read_blocks(self, name: str, start: int, stop: int) -> np.ndarray:
+        return self._base.read_blocks(self._find_origin(name)[1], start, stop)
+
     def read_norm(self, name: str, start: int, stop: int) -> np.ndarray:
         return super().read_norm(name, start, stop) if name in self._full else self._base.read_norm(name, start, stop)
 

@@ -40,6 +40,7 @@ _FOREIGN = (  # part of an unknown tensor's name, and whose work it is
     ("v_head.", "the value head of a reward model: remove it from the weights"),
 )
 _MAX_LISTED = 8
+_GATE_UP = re.compile(r"\.mlp\.(fc|gate)\.")
 TEXT_ONLY = "For an engine that reads no images: --text-only."
 """What to do about a broken image encoder."""
 
@@ -47,6 +48,17 @@ TEXT_ONLY = "For an engine that reads no images: --text-only."
 def weight_scale_name(weight: str) -> str:
     """Return the name of a weight's scales: "x.weight" -> "x.weights_scaling_factor"."""
     return weight + "s_scaling_factor"
+
+
+def weight_minimum_name(weight: str) -> str:
+    """Return the name of a weight's minimums: "x.weight" -> "x.weights_minimum"."""
+    return weight + "s_minimum"
+
+
+def linear_kind(name: str) -> str:
+    """Return the kind of a layer's linear, as in a step's weights: "transformer.layers.3.mlp.fc.weight" ->
+    "mlp.gate_up"."""
+    return _GATE_UP.sub(".mlp.gate_up.", name).split(".", 3)[-1].removesuffix(".weight")
 
 
 def activation_scale_name(weight: str) -> str:
@@ -228,5 +240,5 @@ def run_weights(spec: Gemma3Spec) -> dict[str, list[UnifiedTensor]]:
     """Return the tensors stacked in each weight of a step: `mlp.fc` and `mlp.gate` in `mlp.gate_up`, else one."""
     made: dict[str, list[UnifiedTensor]] = {}
     for tensor in unified_tensors(spec):
-        made.setdefault(re.sub(r"\.mlp\.(fc|gate)\.", ".mlp.gate_up.", tensor.name), []).append(tensor)
+        made.setdefault(_GATE_UP.sub(".mlp.gate_up.", tensor.name), []).append(tensor)
     return made

@@ -82,6 +82,15 @@ class Source(ABC):
     def read_rows(self, name: str, start: int, stop: int) -> tuple[np.ndarray, str]:
         """Read rows [start, stop) of a tensor, with their format: F32, F16 or BF16 bits (uint16)."""
 
+    def find_blocks(self, name: str) -> str:
+        """Name the kind of GGUF blocks in which a tensor can be read, "" for none."""
+        return ""
+
+    def read_blocks(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Read rows [start, stop) of a tensor for which `find_blocks` names a kind: uint8 [rows, bytes], a row's GGUF
+        blocks in order."""
+        raise AssertionError(f"{name} is not stored in blocks")
+
     @abstractmethod
     def write_tokenizer(self, directory: Path) -> list[Path]:
         """Put the tokenizer's files into `directory` and return them."""

@@ -10,7 +10,8 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from wicore_trt.checkpoint.format import TAGS, Checkpoint
+from wicore_trt.checkpoint.blocks import dequantize_parts
+from wicore_trt.checkpoint.format import TAGS, Checkpoint, list_parts
 from wicore_trt.checkpoint.names import HF_EMBEDDING, Role, UnifiedTensor, hf_shapes, unified_tensors
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
 from wicore_trt.checkpoint.sharding import shard_of
@@ -21,20 +22,20 @@ _DTYPES = {tag: dtype for dtype, tag in TAGS.items()}
 
 
 class WholeTensors(ABC):
-    """Unified tensors of a model of precision `dtype`; `quantized`: its linears are E4M3.
+    """Unified tensors of a model of precision `dtype`; `fp8`: its linears are E4M3, other blocks are read as float32.
     Blocks come with their safetensors tag; BF16 and E4M3 as their bits."""
 
     spec: Gemma3Spec
     dtype: str
-    quantized: bool
+    fp8: bool
 
     @abstractmethod
     def read_whole(self, tensor: UnifiedTensor) -> tuple[np.ndarray, str]:
         """Read the tensor, of shape `tensor.shape`; a norm as 1 + w in float32."""
 
     def weight_scale(self, tensor: UnifiedTensor) -> np.ndarray:
-        """Read the scale per output channel of a linear of a quantized model, float32 [out]."""
-        raise AssertionError(f"{tensor.name} is not quantized")
+        """Read the scale per output channel of a linear of an FP8 model, float32 [out]."""
+        raise AssertionError(f"{tensor.name} is not E4M3")
 
     @abstractmethod
     def embedding_row(self, token_id: int) -> tuple[np.ndarray, str]:
@@ -44,7 +45,7 @@ class WholeTensors(ABC):
 class SourceTensors(WholeTensors):
     """Tensors of a source; F32 and GGUF tensors count as float32."""
 
-    quantized = False
+    fp8 = False
 
     def __init__(self, source: Source) -> None:
         self._source, self.spec = source, source.spec
@@ -64,24 +65,30 @@ class CheckpointTensors(WholeTensors):
     """Tensors of a unified checkpoint, its ranks put back together."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.spec, self.dtype, self.quantized = checkpoint.spec, checkpoint.dtype, checkpoint.weights.quantized
+        self.spec, self.dtype, self.fp8 = checkpoint.spec, checkpoint.dtype, checkpoint.weights.fp8
+        self._weights = checkpoint.weights
         self._files = [SafetensorsFile(path) for path in checkpoint.rank_files]
         self._embedding = next(t for t in unified_tensors(self.spec) if t.role is Role.EMBEDDING)
         self._rows = {name: shape[0] for name, shape in hf_shapes(self.spec).items()}
 
     def read_whole(self, tensor: UnifiedTensor) -> tuple[np.ndarray, str]:
-        return self._assemble_shards(tensor, tensor.name, tensor.shape)
+        parts = list_parts(tensor, tensor.shape, self.dtype, self._weights)
+        read = [self._assemble_shards(tensor, name, shape) for name, _, shape in parts]
+        fp8 = self.fp8 and tensor.role is Role.LINEAR
+        return read[0] if len(parts) == 1 or fp8 else (dequantize_parts([part for part, _ in read]), "F32")
 
     def weight_scale(self, tensor: UnifiedTensor) -> np.ndarray:
         return self._assemble_shards(tensor, tensor.scale_name, tensor.shape[:1])[0]
 
     def embedding_row(self, token_id: int) -> tuple[np.ndarray, str]:
-        name, per_rank = self._embedding.name, self.spec.vocab_size // len(self._files)
+        tensor, per_rank = self._embedding, self.spec.vocab_size // len(self._files)
         file, row = self._files[token_id // per_rank], token_id % per_rank
-        return file.read_rows(name, row, row + 1), file.tensors[name].dtype
+        names = [name for name, *_ in list_parts(tensor, tensor.shape, self.dtype, self._weights)]
+        parts = [file.read_rows(name, row, row + 1) for name in names]
+        return (dequantize_parts(parts), "F32") if names[1:] else (parts[0], file.tensors[names[0]].dtype)
 
     def _assemble_shards(self, tensor: UnifiedTensor, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, str]:
-        """Assemble `tensor`, or the scale `name` of its rows, from the shards of all ranks."""
+        """Assemble `tensor`, or the part `name` of it, of this `shape`, from the shards of all ranks."""
         whole: np.ndarray | None = None
         for rank, file in enumerate(self._files):
             shard = shard_of(tensor, self.spec, rank, len(self._files))
@@ -91,7 +98,8 @@ class CheckpointTensors(WholeTensors):
             for (low, high), source in zip(shard.rows, tensor.sources, strict=True):
                 target = whole[first + low : first + high]
                 if shard.columns is not None and len(shape) > 1:
-                    target = target[:, shard.columns[0] : shard.columns[1]]
+                    lowest, highest = (column * shape[1] // tensor.shape[1] for column in shard.columns)
+                    target = target[:, lowest:highest]
                 target[...] = part[taken : taken + high - low]
                 first, taken = first + self._rows[source], taken + high - low
         assert whole is not None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from wicore_trt.checkpoint.format import Checkpoint, open_checkpoint
 from wicore_trt.checkpoint.hub import is_hub_id
-from wicore_trt.checkpoint.names import kv_scale_name
+from wicore_trt.checkpoint.names import kv_scale_name, weight_scale_name
 from wicore_trt.checkpoint.records import FileRecord
 from wicore_trt.engine.directory import ENGINE, EngineDir, describe_files, open_engine
 from wicore_trt.engine.manifest import (
@@ -31,8 +31,9 @@ from wicore_trt.engine.manifest import (
     TEXT_ONLY,
     Manifest,
     compute_fingerprint,
+    find_version,
 )
-from wicore_trt.engine.options import READ_IMAGES, Backend, BuildOptions, DummyModel, find_backend
+from wicore_trt.engine.options import READ_BLOCKS, READ_IMAGES, Backend, BuildOptions, DummyModel, find_backend
 from wicore_trt.engine.weights import hash_weights, place_weights
 from wicore_trt.errors import CheckpointError, ConfigError, EngineFormatError, list_installed
 from wicore_trt.files import is_present, make_printable
@@ -40,7 +41,7 @@ from wicore_trt.model.gemma3 import LM_HEAD
 from wicore_trt.model.spec import MAX_RANKS
 from wicore_trt.progress import Progress, count_progress, ignore_progress
 from wicore_trt.scratch import replace_output
-from wicore_trt.weight_format import PLAIN, QUANTIZED
+from wicore_trt.weight_format import PLAIN, Q4_0, QUANTIZED
 
 if TYPE_CHECKING:
     from wicore_trt.checkpoint.convert import Calibration
@@ -139,9 +140,19 @@ def is_unified_checkpoint(path: Path) -> bool:
     return os.path.isdir(path) and is_present(path / "rank0.safetensors") and is_present(path / "config.json")
 
 
+def make_blocks_error(backend: str) -> ConfigError:
+    """Make the refusal of Q4_0 weights by a backend without products for them."""
+    return ConfigError(
+        f"backend {backend!r} does not compute with q4_0 weights.",
+        fix=f"Use --backend {' or '.join(sorted(READ_BLOCKS))}, or --dtype bfloat16 or fp8.",
+    )
+
+
 def _check_options(options: BuildOptions, source: str | Path) -> None:
     if options.kv_dtype not in KV_DTYPES:
         raise ConfigError(f"kv_dtype {options.kv_dtype!r} is unknown.", fix=f"Known: {', '.join(KV_DTYPES)}.")
+    if options.dtype == Q4_0.storage and options.backend not in READ_BLOCKS:
+        raise make_blocks_error(options.backend)
     if options.dummy and options.backend != "triton":
         raise ConfigError("only backend 'triton' builds engines without weights.", fix="Add --backend triton.")
     if options.mmproj is not None and (options.text_only or options.dummy or is_unified_checkpoint(Path(source))):
@@ -212,6 +223,8 @@ def _check_fit(checkpoint: Checkpoint, options: BuildOptions) -> None:
         raise ConfigError(
             f"the checkpoint is {have}, not {options.dtype}.", fix=f"Convert the source with --dtype {options.dtype}."
         )
+    if checkpoint.weights.group and options.backend not in READ_BLOCKS:
+        raise make_blocks_error(options.backend)
     if options.tp_size not in (1, checkpoint.tp_size):
         raise ConfigError(
             f"the checkpoint is split for {checkpoint.tp_size} ranks, not {options.tp_size}.",
@@ -233,7 +246,9 @@ def _lay_out(
     kv_dtype = options.kv_dtype_of(checkpoint)
     paths = [*checkpoint.rank_files, *filter(None, [checkpoint.vision_file])]
     moved = count_progress(progress, "weights", sum(checkpoint.files[path.name].bytes for path in paths))
-    drop = {LM_HEAD} if checkpoint.spec.tie_word_embeddings else set()  # it is the embedding: one copy is enough
+    drop = (
+        {LM_HEAD, weight_scale_name(LM_HEAD)} if checkpoint.spec.tie_word_embeddings else set()
+    )  # it is the embedding: one copy is enough
     if kv_dtype != "fp8":  # kernels for other KV caches refuse these scales
         drop |= {kv_scale_name(layer) for layer in range(checkpoint.spec.num_layers)}
     for path in paths:
@@ -260,7 +275,7 @@ def _lay_out(
     form = checkpoint.weights
     manifest = Manifest(
         spec=checkpoint.spec, weights_hash=hash_weights(weights.values()), dtype=form.storage, kv_dtype=kv_dtype,
-        quantization={"algo": form.algo, "base_dtype": checkpoint.dtype} if form.algo else None,
+        quantization={**form.describe(), "base_dtype": checkpoint.dtype} if form.algo else None,
         tp_size=checkpoint.tp_size, fingerprint="", model_id=model_id(checkpoint.source), backend=options.backend,
         targets=list(options.targets), compiled=compiled, page_tokens=options.page_tokens,
         max_context=options.max_context or checkpoint.spec.max_position_embeddings,
@@ -268,6 +283,7 @@ def _lay_out(
         tools={"python": platform.python_version(), **list_installed(TOOLS)},
         source=source, revision=checkpoint.revision, vision=checkpoint.vision, created="",
     )  # fmt: skip
+    manifest = replace(manifest, format_version=find_version(form))
     return replace(manifest, fingerprint=compute_fingerprint(manifest))
 
 

@@ -22,11 +22,12 @@ from wicore_trt.errors import CheckpointError, EngineFormatError
 from wicore_trt.files import LIST_BYTES, UntrustedFiles, is_present, quote_arg
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.model.vision import VisionSpec
-from wicore_trt.weight_format import FORMATS, PLAIN, VISION, WeightFormat, find_format
+from wicore_trt.weight_format import PLAIN, VISION, WeightFormat, find_format
 
 MANIFEST_NAME = "engine.json"
 KIND = "wicore-engine"
-FORMAT_VERSION = 2
+FORMAT_VERSION, BLOCKS_VERSION = 2, 3
+"""Format of engines, and that of engines with Q4_0 weights, which older readers refuse by it."""
 DEFAULT_PAGE_TOKENS = 32
 MAX_PAGE_TOKENS = 1 << 16
 DUMMY_WEIGHTS = "dummy_weights"
@@ -63,7 +64,8 @@ FileName = Annotated[str, AfterValidator(_check_file_name)]
 Target = Annotated[str, Field(pattern="^(any|sm[0-9]{2,3})$")]
 PageTokens = Annotated[int, Strict(), Field(ge=1, le=MAX_PAGE_TOKENS), AfterValidator(_check_power_of_two)]
 Backend = Annotated[str, Field(pattern="^(torch|triton|tensorrt|tensorrt-llm)$")]
-Dtype = Annotated[str, Field(pattern="^(float32|bfloat16|float16|fp8)$")]
+Dtype = Annotated[str, Field(pattern="^(float32|bfloat16|float16|fp8|q4_0)$")]
+KVDtype = Annotated[str, Field(pattern="^(float32|bfloat16|float16|fp8)$")]
 _STRICT = ConfigDict(extra="forbid")
 
 
@@ -78,13 +80,13 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything in `engine.json` but its seal.
-    `dtype` is that of the linear weights; for "fp8", `quantization` has "algo" and "base_dtype" (the dtype of all
-    else). `page_tokens` is the default KV page size, `max_context` the longest sequence in tokens. `weights_hash` is
-    over tensor contents, not over file bytes. `fingerprint` names what a KV page computed with this engine depends
-    on. `revision` is the hub commit of the source, if any. `vision` is the image encoder, whose key engine.json lacks
-    for an engine that reads text alone. `created` is ISO 8601, UTC. `compiled` is the backend's
-    record of its files. `read_manifest` checks types and ranges."""
+    """Everything in `engine.json` but its seal. `dtype` is that of the linear weights; for "fp8" and "q4_0",
+    `quantization` has "base_dtype" (the dtype of all else) and what `WeightFormat.describe` gives. `page_tokens` is the
+    default KV page size, `max_context` the longest sequence in tokens. `weights_hash` is over tensor contents, not over
+    file bytes. `fingerprint` names what a KV page computed with this engine depends on. `revision` is the hub commit of
+    the source, if any. `vision` is the image encoder, whose key engine.json lacks for an engine that reads text alone.
+    `created` is ISO 8601, UTC. `compiled` is the backend's record of its files. `read_manifest` checks types and
+    ranges."""
 
     __pydantic_config__ = _STRICT
     model_id: str
@@ -92,7 +94,7 @@ class Manifest:
     backend: Backend
     targets: Annotated[list[Target], Field(min_length=1)]
     dtype: Dtype
-    kv_dtype: Dtype
+    kv_dtype: KVDtype
     page_tokens: PageTokens
     max_context: Whole
     quantization: dict[str, str] | None
@@ -115,8 +117,10 @@ class Manifest:
 
     @property
     def weights(self) -> WeightFormat:
-        """Storage format of linears. Raises KeyError for an unknown algo or dtype."""
-        return find_format(self.quantization["algo"] if self.quantization else None, self.base_dtype)
+        """Storage format of linears and head. Raises KeyError for an unknown algo, dtype, head or kind."""
+        said = self.quantization or {}
+        kinds = filter(None, said.get("minimums", "").split(","))
+        return find_format(said.get("algo"), self.base_dtype, said.get("head", ""), kinds)
 
     @property
     def dummy_weights(self) -> bool:
@@ -142,6 +146,11 @@ class Manifest:
     def to_json(self) -> str:
         data = self.to_dict()
         return json.dumps({**data, SEAL: seal_of(data)}, indent=2, sort_keys=True) + "\n"
+
+
+def find_version(weights: WeightFormat) -> int:
+    """Return the version of an engine's format."""
+    return BLOCKS_VERSION if weights.group else FORMAT_VERSION
 
 
 def compute_fingerprint(manifest: Manifest) -> str:
@@ -202,9 +211,9 @@ def read_manifest(path: Path) -> Manifest:
     version, rebuild = data.get("format_version"), rebuild_command(path)
     if type(version) is not int or version < 1:
         raise EngineFormatError(f"{manifest_path} has no valid format_version.", fix=rebuild)
-    if version > FORMAT_VERSION:
+    if version > BLOCKS_VERSION:
         raise EngineFormatError(
-            f"engine {path} has format {version}; this wicore reads {FORMAT_VERSION}.",
+            f"engine {path} has format {version}; this wicore reads {FORMAT_VERSION} and {BLOCKS_VERSION}.",
             fix=f"Upgrade wicore-trt, or {rebuild[0].lower()}{rebuild[1:]}",
         )
     if version < FORMAT_VERSION:
@@ -239,10 +248,15 @@ def _check_agreement(manifest: Manifest) -> None:
     if (manifest.dtype not in PLAIN) != (quantization is not None):
         raise ValueError("dtype and quantization do not agree.")
     if quantization is not None:
-        weights = FORMATS.get(quantization.get("algo"))
-        known = {*quantization} == {"algo", "base_dtype"} and manifest.base_dtype in PLAIN
-        if not known or weights is None or weights.storage != manifest.dtype:
+        try:
+            weights = manifest.weights
+            known = quantization == {**weights.describe(), "base_dtype": manifest.base_dtype}
+        except KeyError:
+            known = False
+        if not known or manifest.base_dtype not in PLAIN or weights.storage != manifest.dtype:
             raise ValueError("quantization is not what an engine has.")
+    if manifest.format_version != find_version(manifest.weights):
+        raise ValueError("format_version and quantization do not agree.")
     if manifest.max_context > spec.max_position_embeddings:
         raise ValueError(f"max_context {manifest.max_context} is beyond the model's {spec.max_position_embeddings}.")
     spec.shard(0, manifest.tp_size)

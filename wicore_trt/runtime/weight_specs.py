@@ -10,20 +10,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from wicore_trt.checkpoint.names import Role, activation_scale_name, kv_scale_name, run_weights, weight_scale_name
+from wicore_trt.checkpoint.names import (
+    Role,
+    activation_scale_name,
+    kv_scale_name,
+    run_weights,
+    weight_minimum_name,
+    weight_scale_name,
+)
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, TensorInfo
 from wicore_trt.errors import CheckpointError
 from wicore_trt.model.gemma3 import EMBEDDING
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.weight_format import PLAIN
 
-DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "fp8"}
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "fp8", "U8": "q4_0"}
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
     """Weight, norm or scale as kernels take it, made of the tensors `parts` of the rank's file. `combine` "rows" stacks
-    them on dim 0, "max" takes the elementwise maximum."""
+    them on dim 0, "max" takes the elementwise maximum. Of a "q4_0", "q8_0" or "q6_k" weight `shape` is that of its
+    bytes (`weight_format.LAYOUTS`)."""
 
     name: str
     dtype: str
@@ -70,14 +78,22 @@ def _weight_and_scales(
     if missing:
         raise CheckpointError(f"The checkpoint lacks {', '.join(missing)}.", fix="Convert the source again.")
     infos = [found[part] for part in parts]
-    dtype, rows = DTYPES[infos[0].dtype], sum(info.shape[0] for info in infos)
+    tag, rows = infos[0].dtype, sum(info.shape[0] for info in infos)
+    scales, minimums = ([name_of(part) for part in parts] for name_of in (weight_scale_name, weight_minimum_name))
+    scaled = found.get(scales[0])
+    dtype = ("q8_0" if scaled and scaled.dtype == "F16" else "q6_k") if tag == "I8" else DTYPES[tag]
     shape: tuple[int, ...] = (rows, *infos[0].shape[1:])
     if len(shape) == 1:  # a norm: broadcast over rows, or over slots, heads and tokens
         shape = (1, 1, 1, *shape) if head_norm else (1, *shape)
     tensors = [WeightSpec(name, dtype, shape, parts)]
     if dtype not in PLAIN:
-        scales = tuple(weight_scale_name(part) for part in parts)
-        tensors.append(WeightSpec(weight_scale_name(name), "float32", (1, rows), scales))
+        for target, held in ((weight_scale_name(name), scales), (weight_minimum_name(name), minimums)):
+            if held is scales or held[0] in found:
+                info = found.get(held[0])
+                if info is None or any(part not in found for part in held):
+                    raise CheckpointError(f"The checkpoint lacks {held[0]}.", fix="Convert the source again.")
+                size = (rows, info.shape[1]) if len(info.shape) > 1 else (1, rows)
+                tensors.append(WeightSpec(target, DTYPES[info.dtype], size, tuple(held)))
         static = tuple(activation_scale_name(part) for part in parts)
         if all(part in found for part in static):
             target = activation_scale_name(name)

@@ -75,7 +75,7 @@ class TextCalibration:
         `of_source` and `scratch.replace_output` raise, and ConfigError when the checkpoint is not FP8 and no KV scales
         are asked for."""
         checkpoint = open_checkpoint(path)
-        if not checkpoint.weights.quantized and not self.kv_scales:
+        if not checkpoint.weights.fp8 and not self.kv_scales:
             raise ConfigError(
                 f"{path} is {checkpoint.dtype}: without KV scales there is nothing to calibrate.",
                 fix="Convert its source with --dtype fp8.",
@@ -161,7 +161,7 @@ class _StreamedModel(TorchModel):
         self.index_in_group = dict.fromkeys(range(spec.num_layers), 0)
         self.weights = _Weights(whole, self.dtype, device, self.weights[EMBEDDING])
         self.made_of = run_weights(spec)
-        if whole.quantized:
+        if whole.fp8:
             self.fp8 = {name for name, parts in self.made_of.items() if parts[0].role is Role.LINEAR}
         self.amax: dict[str, float] = {}
         self._index = {token_id: i for i, token_id in enumerate(used_ids)}

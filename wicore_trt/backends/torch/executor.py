@@ -20,7 +20,7 @@ from wicore_trt.backends.torch.native import NativeLibrary
 from wicore_trt.backends.torch.native_ops import NativeOps, NativeWeights, explain_unsupported
 from wicore_trt.backends.torch.ops import TorchModel, TorchOps
 from wicore_trt.backends.torch.vision import VisionWeights, open_encoder
-from wicore_trt.backends.torch.weights import EngineTensors, fuse_weights, load_engine_tensors
+from wicore_trt.backends.torch.weights import BLOCK_DTYPES, EngineTensors, fuse_weights, load_engine_tensors
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.memory import check_room
 from wicore_trt.model.gemma3 import forward
@@ -177,6 +177,8 @@ def _native_library(engine: EngineTensors, kernels: str, device: torch.device) -
         reason = f"they run on the CPU, and the engine on {device}"
     elif any(t.dtype == TORCH_DTYPES["fp8"] for t in engine.tensors.values()) and engine.dtype != "bfloat16":
         reason = f"FP8 weights with {engine.dtype} activations"
+    elif any(t.dtype in BLOCK_DTYPES for t in engine.tensors.values()):
+        reason = "Q4_0 weights"
     else:
         reason = explain_unsupported(engine.spec, engine.kv_dtype, engine.tensors)
     if reason is None:

@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional as F
 
 from wicore_trt.arithmetic import div_ceil, first_visible
+from wicore_trt.backends.torch.weights import BLOCK_DTYPES, widen_blocks
 from wicore_trt.checkpoint.names import activation_scale_name, kv_scale_name, weight_scale_name
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
 from wicore_trt.model.spec import Gemma3Spec, LayerGroup
@@ -31,9 +32,9 @@ QUERY_BLOCK = 256  # rows of attention scores held at once: heads * 256 * contex
 class TorchModel:
     """Weights and KV pages on one device, as `TorchOps` needs them. `tensors` are a tp=1 unified checkpoint's with gate
     and up fused (`backends.torch.weights`). `dtype` of the activations is "float32", "bfloat16" or "float16"; a linear
-    is FP8 when its weight is E4M3. `pools[group]` is [pages, layers_in_group, 2, page_tokens, kv_heads, head_dim]. A
-    GPU multiplies in `dtype` with a float32 result. Elsewhere weights are widened to float32 once, here, so products of
-    16-bit or E4M3 values are exact."""
+    is FP8 when its weight is E4M3, and weights stored in blocks are widened to float32. `pools[group]` is [pages,
+    layers_in_group, 2, page_tokens, kv_heads, head_dim]. A GPU multiplies in `dtype` with a float32 result. Elsewhere
+    weights are widened to float32 once, here, so products of 16-bit or E4M3 values are exact."""
 
     def __init__(
         self,
@@ -49,8 +50,12 @@ class TorchModel:
         self.pools = pools
         self.page_tokens = next(iter(pools.values())).shape[3]
         self.fp8 = {name for name, tensor in tensors.items() if tensor.dtype == E4M3}
-        # As transformers does, the factor is rounded to the embedding's dtype; the product stays float32.
-        self.embedding_scale = torch.tensor(spec.embedding_scale).to(tensors[EMBEDDING].dtype).item()
+        # As transformers does, the factor is rounded to the embedding's dtype; the product stays float32. Where the
+        # embedding is kept more precisely than in the engine's dtype, the latter counts.
+        embedding = tensors[EMBEDDING].dtype
+        exact = embedding in BLOCK_DTYPES or any(tensor.dtype == torch.uint8 for tensor in tensors.values())
+        self.embedding_scale = torch.tensor(spec.embedding_scale).to(self.dtype if exact else embedding).item()
+        tensors = widen_blocks(tensors)
         self.groups = spec.attention_by_layer
         self.index_in_group = {i: n for g in pools for n, i in enumerate(spec.layers_of(g))}
         on_gpu = device.type == "cuda"

@@ -16,7 +16,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from wicore_trt.backends.torch.vision import VisionWeights, load_vision
-from wicore_trt.checkpoint.names import Role, activation_scale_name, kv_scale_name, unified_tensors, weight_scale_name
+from wicore_trt.checkpoint.blocks import dequantize_parts
+from wicore_trt.checkpoint.names import (
+    Role,
+    activation_scale_name,
+    kv_scale_name,
+    unified_tensors,
+    weight_minimum_name,
+    weight_scale_name,
+)
 from wicore_trt.errors import EngineFormatError
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
 from wicore_trt.model.spec import Gemma3Spec
@@ -26,6 +34,8 @@ if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir
 
 MAX_LISTED = 6
+BLOCK_DTYPES = (torch.uint8, torch.int8)
+"""Of weights that are stored in blocks (`weight_format.LAYOUTS`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +79,9 @@ def load_tensors(file: Path, spec: Gemma3Spec) -> dict[str, torch.Tensor]:
 
 def fuse_weights(tensors: Mapping[str, torch.Tensor], spec: Gemma3Spec) -> dict[str, torch.Tensor]:
     """Fuse the unified `tensors` of a whole model for running. Per layer, `mlp.fc` and `mlp.gate` become `mlp.gate_up`
-    with rows [gate_proj; up_proj], scales included. FP8 weight scales become float32 [out]; a tied head is the
-    embedding itself. Tensors of the vision tower are left out. Raises EngineFormatError that names missing tensors or
-    wrong shapes."""
+    with rows [gate_proj; up_proj], scales included. FP8 weight scales become float32 [out]; blocks stay as in the file,
+    with scales and minimums beside them (see `widen_blocks`). A tied head is the embedding itself. Tensors of the
+    vision tower are left out. Raises EngineFormatError that names missing tensors or wrong shapes."""
     _check_tensors(tensors, spec)
     fused: dict[str, torch.Tensor] = {}
     for tensor in unified_tensors(spec):
@@ -82,10 +92,13 @@ def fuse_weights(tensors: Mapping[str, torch.Tensor], spec: Gemma3Spec) -> dict[
                 fused[tensor.scale_name] = scale.expand(tensor.shape[0]).contiguous()
                 if (static := activation_scale_name(tensor.name)) in tensors:
                     fused[static] = tensors[static].float().reshape(1)
+            elif weight.dtype in BLOCK_DTYPES:
+                names = (tensor.scale_name, weight_minimum_name(tensor.name))
+                fused |= {name: tensors[name] for name in names if name in tensors}
     for layer in range(spec.num_layers):
         parts = [layer_weight(layer, "mlp.fc"), layer_weight(layer, "mlp.gate")]
         whole = layer_weight(layer, "mlp.gate_up")
-        for name_of in (str, weight_scale_name, activation_scale_name):
+        for name_of in (str, weight_scale_name, weight_minimum_name, activation_scale_name):
             values = [fused.pop(name_of(part)) for part in parts if name_of(part) in fused]
             if values:
                 dtype = values[0].dtype
@@ -103,6 +116,21 @@ def fuse_weights(tensors: Mapping[str, torch.Tensor], spec: Gemma3Spec) -> dict[
     return fused
 
 
+def widen_blocks(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return `tensors` with each weight that is stored in blocks as its float32 values [rows, in], without its scales
+    and minimums. A tied head stays the embedding itself."""
+    known, made = dict(tensors), dict[int, torch.Tensor]()
+    for name, weight in tensors.items():
+        if weight.dtype not in BLOCK_DTYPES:
+            continue
+        parts = [known.pop(part, None) for part in (weight_scale_name(name), weight_minimum_name(name))]
+        if id(weight) not in made:
+            held = [part.numpy() for part in (weight, *parts) if part is not None]
+            made[id(weight)] = torch.from_numpy(dequantize_parts(held))
+        known[name] = made[id(weight)]
+    return known
+
+
 def _check_tensors(tensors: Mapping[str, torch.Tensor], spec: Gemma3Spec) -> None:
     missing, wrong = [], []
     for expected in unified_tensors(spec):
@@ -111,8 +139,16 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor], spec: Gemma3Spec) -> Non
             if expected.role is not Role.HEAD or not spec.tie_word_embeddings:
                 missing.append(expected.name)
             continue
-        if tuple(tensor.shape) != expected.shape:
+        packed = 2 if tensor.dtype == torch.uint8 else 1
+        if (tensor.shape[0], *(size * packed for size in tensor.shape[1:])) != expected.shape:
             wrong.append(f"{expected.name} is {list(tensor.shape)}, not {list(expected.shape)}")
+        if tensor.dtype in BLOCK_DTYPES:
+            names = [weight_scale_name(expected.name), weight_minimum_name(expected.name)]
+            held = [tensors[name].shape for name in names if name in tensors]
+            missing += [name for name in names[:1] if name not in tensors]
+            rows, k = expected.shape
+            if any(len(s) != 2 or s[0] != rows or k % s[1] or s != held[0] for s in held):
+                wrong.append(f"{names[0]} is {list(held[0])}")
         if tensor.dtype == E4M3:
             scale = tensors.get(weight_scale_name(expected.name))
             if scale is None:

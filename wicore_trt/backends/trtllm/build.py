@@ -129,7 +129,7 @@ def build_arguments(checkpoint: Checkpoint, options: BuildOptions) -> dict[str, 
         "--max_num_tokens": options.max_chunk + options.max_batch, "--max_beam_width": 1,
         "--kv_cache_type": "paged", "--tokens_per_block": options.page_tokens,
         "--remove_input_padding": "enable", "--context_fmha": "enable", "--use_paged_context_fmha": "enable",
-        "--gpt_attention_plugin": "auto", **({} if checkpoint.weights.quantized else {"--gemm_plugin": "auto"}),
+        "--gpt_attention_plugin": "auto", **({} if checkpoint.weights.fp8 else {"--gemm_plugin": "auto"}),
         "--workers": 1, "--log_level": "info",
     }  # fmt: skip
 

@@ -30,7 +30,7 @@ from wicore_trt.checkpoint.format import (
     Checkpoint,
     model_fields,
     static_scales,
-    storage_tag,
+    storage_of,
     window_pattern,
 )
 from wicore_trt.checkpoint.names import Role, UnifiedTensor, unified_tensors
@@ -64,7 +64,7 @@ def export_checkpoint(
             "its output may be nonsense. Convert with --dtype bfloat16 or fp8."
         )
     files = [SafetensorsFile(path) for path in checkpoint.rank_files]
-    scales = _tensor_scales(checkpoint, files) if checkpoint.weights.quantized else {}
+    scales = _tensor_scales(checkpoint, files) if checkpoint.weights.fp8 else {}
     for rank, file in enumerate(files):
         progress("checkpoint", rank, len(files))
         _write_rank(checkpoint, rank, file, directory / f"rank{rank}.safetensors", scales, kv_fp8=kv_fp8)
@@ -93,7 +93,7 @@ def _check_export(checkpoint: Checkpoint, kv_fp8: bool) -> None:
             f"TensorRT-LLM's attention runs in {' or '.join(DTYPES)}, not {checkpoint.dtype}.",
             fix=f"{again} --dtype bfloat16",
         )
-    if checkpoint.weights.quantized and not checkpoint.weights.static_activations:
+    if checkpoint.weights.fp8 and not checkpoint.weights.static_activations:
         raise ConfigError(
             "TensorRT-LLM's FP8 needs static scales of activations, and this checkpoint has none.",
             fix=f"Measure them: {again} --dtype fp8 --calibrate TEXT",
@@ -113,13 +113,15 @@ def _write_rank(
     norm_tag = TAGS[checkpoint.dtype]
     entries: list[tuple[str, str, tuple[int, ...]]] = []
     for tensor in unified_tensors(spec):
-        tag = norm_tag if tensor.role is Role.NORM else storage_tag(tensor.role, checkpoint.dtype, weights)
+        storage = storage_of(tensor.role, checkpoint.dtype, weights)
+        fp8 = storage == "fp8"
+        tag = norm_tag if tensor.role is Role.NORM else FP8_TAG if fp8 else TAGS[storage]
         entries.append((tensor.name, tag, shard_of(tensor, spec, rank, checkpoint.tp_size).shape))
-        one = [tensor.scale_name] if tag == FP8_TAG else []
+        one = [tensor.scale_name] if fp8 else []
         entries += [(name, "F32", (1,)) for name in (*one, *static[tensor.name])]
     with SafetensorsWriter(path, entries) as writer:
         for tensor in unified_tensors(spec):
-            fp8 = storage_tag(tensor.role, checkpoint.dtype, weights) == FP8_TAG
+            fp8 = storage_of(tensor.role, checkpoint.dtype, weights) == "fp8"
             if not fp8:
                 for block in _read_blocks(file, tensor.name):
                     writer.write(tensor.name, from_float32(block, norm_tag) if tensor.role is Role.NORM else block)
