@@ -147,12 +147,12 @@ class Disk:
         return [rate for when, rate in self._world.disk if when <= now][-1]
 
     def read_page(
-        self, page: Page, slots: Sequence[int], parts: object, done: Told, *, seen: Callable[[], None],
-        wanted: Callable[[], bool] = lambda: True,
+        self, page: Page, slots: Sequence[int], parts: object, done: Told, *, probe: object,
+        seen: Callable[[bytes], None], wanted: Callable[[], bool] = lambda: True,
     ) -> bool:  # fmt: skip
         def over(outcome: Outcome) -> None:
             if outcome is Outcome.OK:
-                seen()
+                seen(b"")
                 self.read_bytes += PAGE_BYTES[page.group]
             done(outcome)
 

@@ -307,19 +307,21 @@ class Disk:
         self._world.put(self._rng.choice(["disk 0", "disk 1"]), run)
         return True
 
-    def write_page(self, page: Any, slots: Any, parts: Any, done: Any, *, right: Any, expires: int) -> bool:
+    def write_page(
+        self, page: Any, slots: Any, parts: Any, done: Any, *, probe: Any, expected: bytes, expires: int
+    ) -> bool:
         def work() -> Outcome:
             self.erase_slots(slots)
             if self._rng.random() < self.odds:
                 return self._rng.choice([Outcome.FAILED, Outcome.NO_SPACE])
-            if not right():
+            if probe.digest(probe.parts) != expected:
                 return Outcome.CORRUPT
             self.kept[tuple(slots)] = page, b"".join(parts)
             return Outcome.OK
 
         return self._begin(work, done)
 
-    def read_page(self, page: Any, slots: Any, parts: Any, done: Any, *, seen: Any, wanted: Any) -> bool:
+    def read_page(self, page: Any, slots: Any, parts: Any, done: Any, *, probe: Any, seen: Any, wanted: Any) -> bool:
         def work() -> Outcome:
             if not wanted():
                 return Outcome.UNWANTED
@@ -332,7 +334,7 @@ class Disk:
                 at += len(part)
             if found is None or found[0] != page or short:
                 return self._rng.choice([Outcome.FAILED, Outcome.CORRUPT])
-            seen()
+            seen(probe.digest(probe.parts))
             return Outcome.OK
 
         return self._begin(work, done)

@@ -19,6 +19,7 @@ from msgspec import structs
 from wicore_trt.kv.disk.cipher import PageCipher
 from wicore_trt.kv.disk.files import Files, aligned_buffer
 from wicore_trt.kv.disk.format import record_bytes
+from wicore_trt.kv.disk.io import Probe
 from wicore_trt.kv.disk.store import DiskStore, Outcome
 from wicore_trt.kv.pages.page import Page
 
@@ -93,12 +94,14 @@ def test_a_read_shows_the_page_and_nothing_that_changed_since_its_check(tmp_path
     for damaged in (False, True):
         target, shown = buffers([bytes(SLOT)] * 2), []
 
-        def seen(target=target, shown=shown, damaged=damaged) -> None:
+        def take_digest(target, shown=shown, damaged=damaged) -> bytes:
             shown.append([bytes(part) for part in target])
             target[1][7] ^= damaged
+            return b"digest"
 
-        outcome = wait_for(partial(store.read_page, seen=seen), page, (3, 4), target)
-        assert shown == [PARTS]
+        read = partial(store.read_page, probe=Probe(take_digest, target), seen=shown.append)
+        outcome = wait_for(read, page, (3, 4), target)
+        assert shown == ([PARTS, b"digest"] if outcome is Outcome.OK else [PARTS])
         # what is encrypted is shown behind its check: whoever compares notices this bit, but the store does not
         assert outcome is (Outcome.CORRUPT if damaged and cipher is None else Outcome.OK)
     store.close()

@@ -22,6 +22,7 @@ from fakes import chain
 from wicore_trt.core.loop import EngineLoop
 from wicore_trt.kv.disk.cipher import PageCipher
 from wicore_trt.kv.disk.files import Files
+from wicore_trt.kv.disk.io import Probe
 from wicore_trt.kv.disk.store import DiskStore, Outcome
 from wicore_trt.kv.disk.tools import verify_directory
 from wicore_trt.kv.pages.page import Page
@@ -282,7 +283,7 @@ def test_erased_twice_the_record_still_stays_as_long_as_the_bytes(tmp_path: Path
 
     files = Refusing()
     store = open_store(tmp_path, files=files)
-    write = lambda *args: store.write_page(*args, right=lambda: False, expires=FAR)  # noqa: E731
+    write = lambda *args: store.write_page(*args, probe=Probe(bytes, ()), expected=b"other", expires=FAR)  # noqa: E731
     assert wait_for(write, make_page(1), [0], buffers([content(1, 0)])) is Outcome.CORRUPT
     store.erase_slots([0])
     put(store, make_page(2), [1], [content(2, 0)])  # what is to be forgotten is, by now

@@ -16,6 +16,7 @@ from disk_store_helpers import buffers, content, get, make_page, open_store, wai
 from fault_injection import flip_bit
 
 from wicore_trt.kv.disk.files import Files, aligned_buffer
+from wicore_trt.kv.disk.io import Probe
 from wicore_trt.kv.disk.store import DiskStore, Outcome
 from wicore_trt.kv.tiers.moves import CopyState
 
@@ -85,13 +86,13 @@ def test_a_flipped_page_is_right_after_no_crash(tmp_path: Path, sealed: bool) ->
 def test_the_question_comes_between_the_bytes_and_the_record(tmp_path: Path) -> None:
     asked = []
 
-    def right() -> bool:
+    def right(_parts) -> bytes:
         page, data = make_page(1), b"".join(file.read_bytes() for file in tmp_path.rglob("slab-*"))
         asked.append((content(1, 0) in data, any(page.key in file.read_bytes() for file in tmp_path.rglob("index"))))
-        return len(asked) > 1
+        return b"right" if len(asked) > 1 else b"wrong"
 
     store = open_store(tmp_path)
-    write = lambda *args: store.write_page(*args, right=right)  # noqa: E731
+    write = lambda *args: store.write_page(*args, probe=Probe(right, ()), expected=b"right")  # noqa: E731
     parts = buffers([content(1, 0)])
     assert wait_for(write, make_page(1), [0], parts) is Outcome.CORRUPT
     assert get(store, make_page(1), [0])[0] is Outcome.CORRUPT

@@ -10,23 +10,20 @@ import pytest
 from fakes import make_core
 
 from wicore_trt.config import KVSettings
-from wicore_trt.kv.disk import store
 from wicore_trt.kv.disk.io import Outcome
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
 from wicore_trt.kv.tiers.moves import Stage
 from wicore_trt.model.spec import GLOBAL
 from wicore_trt.types import GenerateRequest, SamplingParams
 
-THREADS = store.DISK_THREADS
-
 
 def occupy(store, free):
     """Every thread of the disk has something else to do until `free`."""
-    for _ in range(THREADS):
+    for _ in range(store._pool._left):
         assert store._pool.submit_operation(
-            lambda op: Outcome.OK if free.wait(20) else Outcome.FAILED, lambda outcome: None
+            lambda op: Outcome.OK if free.wait(20) else Outcome.FAILED, lambda outcome: None, urgent=True
         )
-    while store._pool._normal:
+    while store._pool._urgent:
         pass
 
 

@@ -268,7 +268,7 @@ class VirtualIoPool:
     never end."""
 
     def __init__(
-        self, world: Virtual, threads: int, queue_limit: int, timeout_s: float, chore: Callable, end: Callable
+        self, world: Virtual, threads: int, queue_limit: int, timeout_s: float, chore: Callable, end: Callable, **_: int
     ) -> None:
         self._world, self._idle, self._threads = world, threads, threads
         self._limit, self._timeout_s, self._chore, self._end = queue_limit, timeout_s, chore, end
@@ -281,7 +281,7 @@ class VirtualIoPool:
     def stalled(self) -> bool:
         return len(self._running) == self._threads and all(op.timed_out for op in self._running)
 
-    def submit_operation(self, run: Callable, done: Callable, *, urgent: bool = False) -> bool:
+    def submit_operation(self, run: Callable, done: Callable, *, urgent: bool = False, **_: int) -> bool:
         queue = self._queues[urgent]
         if self._closing or len(queue) >= self._limit or self.stalled:
             return False

@@ -16,7 +16,7 @@ PURE = ("wicore_trt.kv", "wicore_trt.schedule", "wicore_trt.types", "wicore_trt.
 # What moves bytes may use numpy: a restart reads millions of index records at once. What decides may not: its books are
 # plain data, and a process that only plans, simulates or talks to a server does not load an array library.
 NUMPY_STORES = ("wicore_trt.kv.disk.index", "wicore_trt.kv.disk.tools")
-LOAD_NUMPY = {*NUMPY_STORES, "wicore_trt.kv.disk.store"}
+LOAD_NUMPY = {*NUMPY_STORES, "wicore_trt.kv.disk.mover", "wicore_trt.kv.disk.store"}
 """The stores and what imports them."""
 
 # Package: what of wicore_trt it may import, itself included. The first entry that fits a module counts.

@@ -180,9 +180,9 @@ class SlotIndex:
     def flush_records(self) -> None:
         """Clear the records of forgotten slots and write stamped ones. OSError when that fails; they are then tried
         again."""
-        if not self._forgotten and not self._stamped:
-            return
-        with self._writing:
+        with self._writing:  # first: who writes a slot next needs what another thread clears just now
+            if not self._forgotten and not self._stamped:
+                return
             with self._mutex:
                 slots = sorted(slot for slot in self._forgotten if slot < self.num_records)
                 stamped = sorted(self._stamped.items())

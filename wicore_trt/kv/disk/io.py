@@ -17,10 +17,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import NamedTuple
 
 from wicore_trt.kv.disk.files import aligned_buffers
 
 CHORE_WAIT_S = 1.0
+AHEAD_BYTES, URGENT_AHEAD_BYTES = 16 << 20, 64 << 20
+"""What may have begun elsewhere when the next operation begins: 1 to 10 ms of a disk's work."""
 RATE_PIECE_BYTES, RATE_PIECES = 4 << 20, 16
 _log = logging.getLogger(__name__)
 
@@ -42,20 +45,31 @@ class Outcome(enum.Enum):
     """Follows TIMEOUT: nobody touches the buffers any more."""
 
 
+class Probe(NamedTuple):
+    """Digest of a page's bytes in its buffers, `parts`, taken in the disk's thread while they are there."""
+
+    digest: Callable[[Sequence[memoryview]], bytes]
+    parts: Sequence[memoryview]
+
+
 class DiskOperation:
-    """Submitted operation. `run` may look at `timed_out` to leave out what nobody waits for any more."""
+    """Submitted operation. `run` may look at `timed_out` to leave out what nobody waits for any more; None: it goes on
+    elsewhere, until `IoPool.end_operation`. `drop` ends it there before it begins, if that is still possible."""
 
     def __init__(
         self,
-        run: Callable[[DiskOperation], Outcome],
+        run: Callable[[DiskOperation], Outcome | None],
         done: Callable[[Outcome], None],
         deadline: float = math.inf,
         *,
         urgent: bool = False,
+        nbytes: int = 0,
     ) -> None:
         self.run = run
         self.deadline = deadline
         self.urgent = urgent
+        self.nbytes = nbytes
+        self.drop: Callable[[], bool] = lambda: False
         self.timed_out = False
         self._done = done
         self._finished = False
@@ -88,10 +102,17 @@ class IoPool:
     may wait for longer while the disk works.
 
     `chore` runs in a thread after `request_chore` when nothing else waits or it waited for CHORE_WAIT_S; `end` runs
-    in the last thread that leaves."""
+    in the last thread that leaves. With `clerks`, so many threads here begin operations that `threads` elsewhere run;
+    one of them is kept for urgent ones. Those elsewhere get some bytes more than they work on, so that none waits."""
 
     def __init__(
-        self, threads: int, queue_limit: int, timeout_s: float, chore: Callable[[], None], end: Callable[[], None]
+        self,
+        threads: int,
+        queue_limit: int,
+        timeout_s: float,
+        chore: Callable[[], None],
+        end: Callable[[], None],
+        clerks: int | None = None,
     ) -> None:
         self._limit = queue_limit
         self._timeout_s = timeout_s
@@ -110,9 +131,11 @@ class IoPool:
         self._done_at = -math.inf
         self._chore_runs = False
         self._closing = False
-        self._threads = self._left = threads
+        self._threads, self._left = threads, clerks or threads
+        self._slow_limit = threads if clerks is None else clerks - 1
+        self._slow = self._begun_bytes = 0  # threads here in operations that are not urgent; bytes of `_running`
         self._ended = threading.Event()
-        for number in range(threads):
+        for number in range(self._left):
             threading.Thread(target=self._run_operations, name=f"wicore-disk-{number}", daemon=True).start()
         threading.Thread(target=self._watch_deadlines, name="wicore-disk-watchdog", daemon=True).start()
 
@@ -120,17 +143,22 @@ class IoPool:
     def stalled(self) -> bool:
         """True while every thread is in an operation that timed out."""
         with self._lock:
-            return len(self._running) == self._threads and all(map(attrgetter("timed_out"), self._running))
+            return len(self._running) >= self._threads and all(map(attrgetter("timed_out"), self._running))
 
     def submit_operation(
-        self, run: Callable[[DiskOperation], Outcome], done: Callable[[Outcome], None], *, urgent: bool = False
+        self,
+        run: Callable[[DiskOperation], Outcome | None],
+        done: Callable[[Outcome], None],
+        *,
+        urgent: bool = False,
+        nbytes: int = 0,
     ) -> bool:
         """False, and nothing was done, when the queue is full, all threads hang, or the pool is closed."""
         with self._lock:
             queue = self._urgent if urgent else self._normal
             if self._closing or len(queue) >= self._limit or self.stalled:
                 return False
-            op = DiskOperation(run, done, urgent=urgent)
+            op = DiskOperation(run, done, urgent=urgent, nbytes=nbytes)
             self._start_clock(op)
             self.live[op] = None
             queue.append(op)
@@ -186,38 +214,61 @@ class IoPool:
         """The next operation, with the chore as the last of them, or None when this thread is to leave."""
         with self._lock:
             while True:
-                chore = self._nudged and not self._chore_runs and not self._closing
+                free = self._slow < self._slow_limit
+                chore = self._nudged and not self._chore_runs and not self._closing and free
                 late = chore and time.monotonic() >= self._nudged_at + CHORE_WAIT_S
-                if (self._urgent or self._normal) and not late:
-                    op = (self._urgent or self._normal).popleft()
-                    self._running.add(op)
-                    if not op.urgent:
-                        self._start_clock(op)
-                    return op
-                if self._closing:
+                queue = self._urgent or self._normal
+                if queue and not late and self._may_begin(queue[0], free):
+                    op = queue.popleft()
+                elif self._closing and not queue and not self._running:
                     return None
-                if chore:
+                elif chore and (late or not queue):
                     self._nudged, self._chore_runs = False, True
                     op = DiskOperation(self._run_chore, lambda outcome: None)
+                else:
+                    self._work.wait()
+                    continue
+                self._running.add(op)
+                self._begun_bytes += op.nbytes
+                if not op.urgent:
+                    self._slow += 1
                     self._start_clock(op)
-                    self._running.add(op)
-                    return op
-                self._work.wait()
+                return op
+
+    def _may_begin(self, op: DiskOperation, free: bool) -> bool:
+        ahead = self._begun_bytes < (URGENT_AHEAD_BYTES if op.urgent else AHEAD_BYTES)
+        return (ahead or len(self._running) < self._threads) and (op.urgent or free)
+
+    def end_operation(self, op: DiskOperation, outcome: Outcome) -> None:
+        """Note the end of one that went on elsewhere: nobody touches its buffers any more."""
+        with self._lock:
+            self._leave_running(op)
+            self.live.pop(op, None)
+            self._waiting.pop(op, None)
+            if not op.timed_out:
+                self._done_at = time.monotonic()
+        op.finish(outcome)
+
+    def _leave_running(self, op: DiskOperation) -> None:
+        self._running.discard(op)
+        self._begun_bytes -= op.nbytes
+        if self._closing:
+            self._work.notify_all()
+        elif self._urgent or self._normal:
+            self._work.notify()
 
     def _run_operations(self) -> None:
         while (op := self._take_operation()) is not None:
-            outcome = Outcome.FAILED
+            outcome: Outcome | None = Outcome.FAILED
             try:
                 outcome = op.run(op)
             except Exception:
                 _log.exception("disk operation failed")
-            with self._lock:
-                self._running.discard(op)
-                self.live.pop(op, None)
-                self._waiting.pop(op, None)
-                if not op.timed_out:
-                    self._done_at = time.monotonic()
-            op.finish(outcome)
+            if not op.urgent:
+                with self._lock:
+                    self._slow -= 1
+            if outcome is not None:
+                self.end_operation(op, outcome)
         with self._lock:
             self._left -= 1
             last = self._left == 0
@@ -255,8 +306,12 @@ class IoPool:
                     self._start_clock(op)
                     continue
                 if queued:
-                    del self.live[op]
                     (self._urgent if op in self._urgent else self._normal).remove(op)
+                elif op.drop():
+                    queued = True
+                    self._leave_running(op)
+                if queued:
+                    del self.live[op]
                 return op, queued
 
 

@@ -22,10 +22,11 @@ from pathlib import Path
 
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.kv.disk.cipher import PageCipher, load_key_file
-from wicore_trt.kv.disk.files import Files, NotOursError, aligned_buffers, move_buffers
+from wicore_trt.kv.disk.files import Files, NotOursError
 from wicore_trt.kv.disk.format import BLOCK_BYTES, GROUP_BYTES, CorruptSlotError, Namespace, SlotFormat
-from wicore_trt.kv.disk.index import SlotIndex, find_runs
-from wicore_trt.kv.disk.io import DiskOperation, IoPool, Outcome
+from wicore_trt.kv.disk.index import SlotIndex
+from wicore_trt.kv.disk.io import DiskOperation, IoPool, Outcome, Probe
+from wicore_trt.kv.disk.mover import DroppedError, Fault, PageMove, PageMover
 from wicore_trt.kv.disk.space import SLAB_BYTES, DiskSpace, Wiper
 from wicore_trt.kv.pages.page import Page
 
@@ -110,8 +111,8 @@ class DiskStore:
         self._wiper = Wiper(self._files, self._space, slot_bytes, lambda slot: self._index.forget_slots((slot,)))
         self._numbering = threading.Lock()
         self._last_id = time.time_ns()  # beyond all earlier write ids, unless the clock was set back: see recover
-        self._scratch = threading.local()
         self._logged: set[tuple[str, int | None]] = set()
+        self._mover = PageMover(self._format, self._space, self._index, self._files)
         self._pool = IoPool(threads, queue_limit, timeout_s, chore=self._run_chore, end=self._end_store)
 
     @property
@@ -168,16 +169,16 @@ class DiskStore:
         parts: Sequence[memoryview],
         done: Callable[[Outcome], None],
         *,
-        right: Callable[[], bool] = lambda: True,
+        probe: Probe | None = None,
+        expected: bytes = b"",
         expires: int = 0,
     ) -> bool:
         """Write the page's parts, one buffer per slot, each starting at a multiple of 4096.
 
         False, and nothing was done, when the queue is full or all threads hang. Else `done` is called from another
         thread: with OK, FAILED or NO_SPACE; or with TIMEOUT, and RETURNED when buffers and slots are free again.
-        `right` is asked, in that thread, whether the buffers are what they should be, after they were written and
-        before the page is acknowledged: CORRUPT when they are not. `expires`: seconds since 1970 at which the page's
-        time is over; 0 for never.
+        `probe` looks at the buffers after they were written and before the page is acknowledged: CORRUPT when their
+        digest is not `expected`. `expires`: seconds since 1970 at which the page's time is over; 0 for never.
         """
         held, buffers = self._check_slots(slots, parts)
 
@@ -188,8 +189,8 @@ class DiskStore:
                 self.erase_slots(held)
             done(outcome)
 
-        run = partial(self._run_write, page, held, buffers, right, expires)
-        return self._pool.submit_operation(run, finish_write)
+        move = PageMove(page, held, buffers, 0, True, expires, probe, expected)
+        return self._pool.submit_operation(partial(self._run_write, move), finish_write, nbytes=self._count_bytes(held))
 
     def read_page(
         self,
@@ -198,19 +199,22 @@ class DiskStore:
         parts: Sequence[memoryview],
         done: Callable[[Outcome], None],
         *,
-        seen: Callable[[], None] = lambda: None,
+        probe: Probe | None = None,
+        seen: Callable[[bytes], None] = lambda digest: None,
         wanted: Callable[[], bool] = lambda: True,
     ) -> bool:
         """Read the page's parts into the buffers. As `write_page`; CORRUPT when the slots hold anything else, and only
-        after OK do the buffers mean something. `seen` is called, in that thread, when they hold the page, before it is
-        checked: so no bit can flip between the check and what `seen` takes down. Encrypted ones are checked first.
-        `wanted` is asked, in that thread, before anything is read: UNWANTED where it says no."""
+        after OK do the buffers mean something. `probe` looks at them before they are checked, so that no bit can flip
+        between; encrypted ones are checked first. `seen` hears its digest of a page that is OK, before `done`.
+        `wanted` is asked, in another thread, before anything is read: UNWANTED where it says no."""
         held, buffers = self._check_slots(slots, parts)
 
-        def run(op: DiskOperation) -> Outcome:
-            return self._run_read(page, held, buffers, seen) if wanted() else Outcome.UNWANTED
+        move = PageMove(page, held, buffers, 0, False, probe=probe)
 
-        return self._pool.submit_operation(run, done, urgent=True)
+        def run(op: DiskOperation) -> Outcome | None:
+            return self._run_read(move, seen, op) if wanted() else Outcome.UNWANTED
+
+        return self._pool.submit_operation(run, done, urgent=True, nbytes=self._count_bytes(held))
 
     def erase_slots(self, slots: Sequence[int]) -> None:
         """The slots hold nothing any more. Reads of them fail at once; the index follows soon, in a thread. So do the
@@ -244,17 +248,10 @@ class DiskStore:
 
     # --- in the I/O threads --------------------------------------------------------------------------------------
 
-    def _run_write(
-        self,
-        page: Page,
-        slots: tuple[int, ...],
-        parts: tuple[memoryview, ...],
-        right: Callable[[], bool],
-        expires: int,
-        op: DiskOperation,
-    ) -> Outcome:
+    def _run_write(self, move: PageMove, op: DiskOperation) -> Outcome | None:
+        slots = move.slots
         taken = self._wiper.take_slots(slots)
-        passing = expires or (EXPIRED if taken else 0)  # what lies there must go too, should this write fail
+        passing = move.expires or (EXPIRED if taken else 0)  # what lies there must go too, should this write fail
         for slot in slots:
             self._written[slot], self._expires[slot] = 0, passing
         try:
@@ -262,59 +259,41 @@ class DiskStore:
                 self.erase_slots(slots)
                 return Outcome.NO_SPACE
             if passing:
-                self._index.put_records(page, slots, 0, passing)  # if we die now, the next life overwrites them
+                self._index.put_records(move.page, slots, 0, passing)  # if we die now, the next life overwrites them
             self._index.flush_records()  # before data changes: no record may name what was just overwritten
-            with self._numbering:
-                # A time, so that `now` of the next life is not before it. This life may have lasted for days.
-                write_id = self._last_id = max(self._last_id + 1, time.time_ns())
-            blocks, room = self._get_buffers(len(slots))
-            for first, last in find_runs(slots, self._space.slab_slots):
-                iov: list[memoryview] = []
-                for part in range(first, last):
-                    block, data, space = blocks[part], parts[part], room[part]
-                    iov += [block, self._format.seal(block, page, part, len(slots), slots[part], write_id, data, space)]
-                fd, offset = self._space.locate_slot(slots[first])
-                move_buffers(self._files.pwritev, fd, iov, offset)
-            if op.timed_out:
-                return Outcome.FAILED
-            if not right():
-                self.erase_slots(slots)
-                return Outcome.CORRUPT
-            self._index.put_records(page, slots, write_id, expires)
-        except (OSError, EOFError) as error:
-            self._log_once("write", error)
-            self.erase_slots(slots)
-            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-            return Outcome.NO_SPACE if full else Outcome.FAILED
-        for slot in slots:  # the end once more: it was erased if somebody dropped the page meanwhile
-            self._written[slot], self._expires[slot] = write_id, expires
-        return Outcome.OK
-
-    def _run_read(
-        self, page: Page, slots: tuple[int, ...], parts: tuple[memoryview, ...], seen: Callable[[], None]
-    ) -> Outcome:
-        write_id = self._written[slots[0]]
-        if not write_id or any(self._written[slot] != write_id for slot in slots):
-            return Outcome.CORRUPT
-        blocks, _ = self._get_buffers(len(slots))
-        try:
-            for first, last in find_runs(slots, self._space.slab_slots):
-                iov = [buffer for part in range(first, last) for buffer in (blocks[part], parts[part])]
-                fd, offset = self._space.locate_slot(slots[first])
-                move_buffers(self._files.preadv, fd, iov, offset)
-            if not self._format.encrypts:
-                seen()
-            for part, slot in enumerate(slots):
-                self._format.open(blocks[part], page, part, len(slots), slot, write_id, parts[part])
-            if self._format.encrypts:
-                seen()
-        except (CorruptSlotError, EOFError) as error:
-            self._log_once("read", error)
-            return Outcome.CORRUPT
         except OSError as error:
-            self._log_once("read", error)
+            return self._land_write(move, error, b"")
+        with self._numbering:
+            # A time, so that `now` of the next life is not before it. This life may have lasted for days.
+            move.write_id = self._last_id = max(self._last_id + 1, time.time_ns())
+        return self._mover.begin(move, op, partial(self._land_write, move))
+
+    def _land_write(self, move: PageMove, fault: Fault | None, digest: bytes) -> Outcome:
+        if fault is None:
+            for slot in move.slots:  # the end once more: it was erased if somebody dropped the page meanwhile
+                self._written[slot], self._expires[slot] = move.write_id, move.expires
+            return Outcome.OK
+        if isinstance(fault, DroppedError):
             return Outcome.FAILED
-        return Outcome.OK
+        self.erase_slots(move.slots)
+        if isinstance(fault, CorruptSlotError):
+            return Outcome.CORRUPT
+        self._log_once("write", fault)
+        full = isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT)
+        return Outcome.NO_SPACE if full else Outcome.FAILED
+
+    def _run_read(self, move: PageMove, seen: Callable[[bytes], None], op: DiskOperation) -> Outcome | None:
+        move.write_id = self._written[move.slots[0]]
+        if not move.write_id or any(self._written[slot] != move.write_id for slot in move.slots):
+            return Outcome.CORRUPT
+        return self._mover.begin(move, op, partial(self._land_read, seen))
+
+    def _land_read(self, seen: Callable[[bytes], None], fault: Fault | None, digest: bytes) -> Outcome:
+        if fault is None:
+            seen(digest)
+            return Outcome.OK
+        self._log_once("read", fault)
+        return Outcome.FAILED if isinstance(fault, OSError) else Outcome.CORRUPT
 
     def _run_chore(self) -> None:
         """Between operations: overwrite what is to be, some of it at a time, and bring the index up to date."""
@@ -326,6 +305,7 @@ class DiskStore:
             self._pool.request_chore()
 
     def _end_store(self) -> None:
+        self._mover.close()
         try:
             with suppress(OSError):  # what is left has its record, and the next life overwrites it
                 self._wiper.wipe_slots(math.inf)
@@ -333,13 +313,8 @@ class DiskStore:
         finally:
             self._space.close()
 
-    def _get_buffers(self, parts: int) -> tuple[list[memoryview], list[memoryview]]:
-        """Get this thread's own header blocks, and room for ciphertext, of so many parts."""
-        scratch = self._scratch
-        if len(getattr(scratch, "blocks", ())) < parts:
-            scratch.blocks = aligned_buffers(parts, BLOCK_BYTES)
-            scratch.room = aligned_buffers(parts, self._slot_bytes) if self._format.encrypts else scratch.blocks
-        return scratch.blocks, scratch.room
+    def _count_bytes(self, slots: Sequence[int]) -> int:
+        return len(slots) * self._slot_bytes
 
     def _check_slots(
         self, slots: Sequence[int], parts: Sequence[memoryview]

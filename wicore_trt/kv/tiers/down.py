@@ -151,8 +151,11 @@ class DownTransfers:
             return True
         move = Save(copy, target, self.expires(copy.page.key))
         done = partial(movers.post_timed, movers.went_down, self.end_save, move, time.perf_counter())
-        right, parts = partial(movers.is_right, copy), movers.host.cut_slots(copy.slots)
-        if not store.write_page(copy.page, target.slots, parts, done, right=right, expires=move.expires):
+        parts, (digest, whose) = movers.host.cut_slots(copy.slots), copy.checksum or (b"", None)
+        if not store.write_page(
+            copy.page, target.slots, parts, done,
+            probe=movers.probe_copy(copy), expected=digest if whose == copy.page else b"", expires=move.expires,
+        ):  # fmt: skip
             index.abort_copy(target, "queue full")
             return False
         movers.host.index.acquire_copies([copy])

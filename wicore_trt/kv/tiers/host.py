@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from wicore_trt.arithmetic import div_ceil
+from wicore_trt.kv.disk.io import Outcome, Probe
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.tiers.backing import piece_slots
 from wicore_trt.kv.tiers.index import TierIndex
@@ -24,7 +25,6 @@ from wicore_trt.kv.tiers.moves import Checksum, TierCopy
 from wicore_trt.runtime.executor import PageCopier
 
 if TYPE_CHECKING:
-    from wicore_trt.kv.disk.io import Outcome
     from wicore_trt.kv.disk.store import DiskStore
 
 ALIGNMENT = 4096
@@ -139,6 +139,10 @@ class Movers:
     def take_checksum(self, copy: TierCopy) -> Checksum:
         """Compute the checksum of what a host copy's buffers hold now. Any thread."""
         return (self.copier.digest(self.host.page_parts(copy)), copy.page)
+
+    def probe_copy(self, copy: TierCopy) -> Probe:
+        """Have the disk's threads take the digest of what a host copy's buffers hold."""
+        return Probe(self.copier.digest, self.host.page_parts(copy))
 
     def is_right(self, copy: TierCopy) -> bool:
         """Check that no bit of a host copy flipped since it was stored. Any thread."""

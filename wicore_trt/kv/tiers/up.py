@@ -200,10 +200,10 @@ class UpTransfers:
         copy.origin = "disk"
         move = Read(copy, source, time.perf_counter())
         done = partial(movers.post_timed, movers.came_up, self._end_read, move, move.asked)
-        seen = partial(self._take_checksum, copy)
+        seen, probe = partial(self._note_digest, copy), movers.probe_copy(copy)
         self.waiting.setdefault(name, []).append(fetch)  # first, because the disk's thread may ask at once
         parts, wanted = movers.host.cut_slots(copy.slots), partial(self._is_wanted, name)
-        if not store.read_page(page, source.slots, parts, done, seen=seen, wanted=wanted):
+        if not store.read_page(page, source.slots, parts, done, probe=probe, seen=seen, wanted=wanted):
             index.release_copies([source])
             movers.host.index.abort_copy(copy, "queue full")
             self.waiting[name].remove(fetch)
@@ -220,8 +220,8 @@ class UpTransfers:
         after it was asked, get what `_end_read` makes of it."""
         return any(fetch.wanted() and not fetch.unwanted for fetch in tuple(self.waiting.get(name, ())))
 
-    def _take_checksum(self, copy: TierCopy) -> None:
-        copy.checksum = self._movers.take_checksum(copy)  # on the disk's thread, which has the time
+    def _note_digest(self, copy: TierCopy, digest: bytes) -> None:
+        copy.checksum = (digest, copy.page)
 
     def _end_read(self, move: Read, outcome: Outcome, seconds: float) -> None:
         """Note what became of a read. RETURNED follows a TIMEOUT."""

@@ -1,0 +1,110 @@
+"""Moves one page between host buffers and its slots, in the caller's thread, and checks every byte of it.
+
+`NativeMover` does the same in threads of the native library; this one is the fallback, the oracle, and the one for
+encrypted pages. It must not know queues, deadlines or eviction. Invariant (I10): a read ends without a fault only when
+the buffers hold what was sealed for this page, these slots and this write; a record is written after its bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from wicore_trt.kv.disk.files import Files, aligned_buffers, move_buffers
+from wicore_trt.kv.disk.format import BLOCK_BYTES, CorruptSlotError, SlotFormat
+from wicore_trt.kv.disk.index import SlotIndex, find_runs
+from wicore_trt.kv.disk.io import DiskOperation, Outcome, Probe
+from wicore_trt.kv.disk.space import DiskSpace
+from wicore_trt.kv.pages.page import Page
+
+Fault = CorruptSlotError | EOFError | OSError
+"""Why a page was not moved."""
+Landed = Callable[[Fault | None, bytes], Outcome]
+"""What hears of the end of a move, with the digest that its probe took, and says what the operation came to."""
+
+
+class DroppedError(EOFError):
+    """Nobody waits for the write any more, and it got no record."""
+
+
+@dataclass(slots=True)
+class PageMove:
+    """Page to read from `slots` or to write there, one buffer a slot. A write ends with CorruptSlotError and without a
+    record unless the digest of `probe` is `expected`."""
+
+    page: Page
+    slots: tuple[int, ...]
+    parts: tuple[memoryview, ...]
+    write_id: int
+    write: bool
+    expires: int = 0
+    probe: Probe | None = None
+    expected: bytes = b""
+
+
+class PageMover:
+    """`begin` moves a page at once. Any thread."""
+
+    def __init__(self, slot_format: SlotFormat, space: DiskSpace, index: SlotIndex, files: Files) -> None:
+        self._format, self._space, self._index, self._files = slot_format, space, index, files
+        self._scratch = threading.local()
+
+    def begin(self, move: PageMove, op: DiskOperation, landed: Landed) -> Outcome | None:
+        """Move a page; what `landed` says of it, or None when that is for a later call of `IoPool.end_operation`."""
+        digest, fault = b"", None
+        try:
+            digest = self._write_page(move, op) if move.write else self._read_page(move)
+        except (CorruptSlotError, EOFError, OSError) as error:
+            fault = error
+        return landed(fault, digest)
+
+    def close(self) -> None:
+        """No move is under way any more."""
+
+    def _write_page(self, move: PageMove, op: DiskOperation) -> bytes:
+        count = len(move.slots)
+        blocks, room = self._get_buffers(move)
+        for part, (block, slot, data, space) in enumerate(zip(blocks, move.slots, move.parts, room, strict=False)):
+            room[part] = self._format.seal(block, move.page, part, count, slot, move.write_id, data, space)
+        self._move_runs(self._files.pwritev, move.slots, blocks, room)
+        if op.timed_out:
+            raise DroppedError
+        digest = _take_digest(move)
+        if move.probe is not None and digest != move.expected:
+            raise CorruptSlotError("the buffers changed")
+        self._index.put_records(move.page, move.slots, move.write_id, move.expires)
+        return digest
+
+    def _read_page(self, move: PageMove) -> bytes:
+        blocks, _ = self._get_buffers(move)
+        self._move_runs(self._files.preadv, move.slots, blocks, move.parts)
+        # first the digest: no bit can flip between it and the check
+        digest = b"" if self._format.encrypts else _take_digest(move)
+        for part, (block, slot, data) in enumerate(zip(blocks, move.slots, move.parts, strict=False)):
+            self._format.open(block, move.page, part, len(move.slots), slot, move.write_id, data)
+        return _take_digest(move) if self._format.encrypts else digest
+
+    def _move_runs(
+        self,
+        call: Callable[..., int],
+        slots: Sequence[int],
+        blocks: Sequence[memoryview],
+        parts: Sequence[memoryview],
+    ) -> None:
+        for first, last in find_runs(slots, self._space.slab_slots):
+            iov = [buffer for part in range(first, last) for buffer in (blocks[part], parts[part])]
+            fd, offset = self._space.locate_slot(slots[first])
+            move_buffers(call, fd, iov, offset)
+
+    def _get_buffers(self, move: PageMove) -> tuple[list[memoryview], list[memoryview]]:
+        """Get this thread's own header blocks, and room for ciphertext, for at least a page's parts."""
+        scratch, parts = self._scratch, len(move.slots)
+        if len(getattr(scratch, "blocks", ())) < parts:
+            scratch.blocks = aligned_buffers(parts, BLOCK_BYTES)
+            scratch.room = aligned_buffers(parts, len(move.parts[0])) if self._format.encrypts else scratch.blocks
+        return scratch.blocks, list(scratch.room)
+
+
+def _take_digest(move: PageMove) -> bytes:
+    return move.probe.digest(move.probe.parts) if move.probe is not None else b""
