@@ -51,15 +51,15 @@ class EngineDir:
         """Weight file of the image encoder `manifest.vision`; None for an engine that reads text alone."""
         return self.path / VISION if self.manifest.vision else None
 
-    def local_part(self) -> RankSpec:
-        """Compute the part of the model that this process runs. Raises EngineFormatError for several ranks."""
-        if self.manifest.tp_size != 1:
+    def local_part(self, rank: int | None = None) -> RankSpec:
+        """Compute the part of the model that `rank` runs. Raises EngineFormatError for several ranks and none named."""
+        if self.manifest.tp_size != 1 and rank is None:
             raise EngineFormatError(
                 f"This engine is split over {self.manifest.tp_size} ranks, and backend {self.manifest.backend!r} "
                 "runs one.",
                 fix="Build it again with --tp 1.",
             )
-        return self.manifest.spec.shard(0, self.manifest.tp_size)
+        return self.manifest.spec.shard(rank or 0, self.manifest.tp_size)
 
     def read(self, name: str) -> bytes:
         """Read the file `name` and compare it with the manifest. Raises EngineFormatError for a file that the engine

@@ -103,6 +103,15 @@ class PageCopier(Protocol):
         ...
 
 
+@runtime_checkable
+class SharedCopier(PageCopier, Protocol):
+    """Copier over several processes, whose host buffers all lie in memory that it maps."""
+
+    def map_memory(self, size: int, /) -> memoryview:
+        """Map `size` zero bytes, from the begin of a page of memory."""
+        ...
+
+
 class ImageEncoder(Protocol):
     """Encoder of images beside the steps of an executor, one image after the other. Slot n of `slots` holds the
     features of one image, [tokens, hidden size] in the engine's dtype, from the end of `begin(n, ...)` until the next

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 from wicore_trt.errors import ConfigError
 
 if TYPE_CHECKING:
+    from wicore_trt.backends.torch.executor import TorchExecutor
     from wicore_trt.checkpoint.format import Checkpoint
     from wicore_trt.engine.directory import EngineDir
     from wicore_trt.engine.options import BuildOptions
     from wicore_trt.progress import Progress
+    from wicore_trt.runtime.exchange import RankExchange
     from wicore_trt.runtime.executor import Executor
     from wicore_trt.runtime.options import ExecutorOptions
 
@@ -38,4 +40,18 @@ class TorchBackend:
     def open(self, engine: EngineDir, settings: ExecutorOptions) -> Executor:
         from wicore_trt.backends.torch.executor import TorchExecutor
 
+        manifest = engine.manifest
+        if manifest.tp_size > 1:
+            from wicore_trt.runtime.ranks import RankedExecutor
+
+            opener = f"{__name__}:open_rank"
+            return RankedExecutor(engine.path, manifest.spec, manifest.tp_size, opener, settings)
         return TorchExecutor(engine, settings)
+
+
+def open_rank(path: Path, settings: ExecutorOptions, ranks: RankExchange) -> TorchExecutor:
+    """Open the part of the engine at `path` that the rank of `ranks` runs; it was verified before ranks started."""
+    from wicore_trt.backends.torch.executor import TorchExecutor
+    from wicore_trt.engine.directory import open_engine
+
+    return TorchExecutor(open_engine(path, verify=False), settings, ranks)

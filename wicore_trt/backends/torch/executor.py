@@ -30,6 +30,7 @@ from wicore_trt.plugins.cpu_library import FIX, why_lacking
 from wicore_trt.runtime.attention_mass import AttentionProbe
 from wicore_trt.runtime.batch import StepBatch, StepResult
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
+from wicore_trt.runtime.exchange import RankExchange
 from wicore_trt.runtime.executor import KVLayout, PageCopier
 from wicore_trt.runtime.image_encoder import FeatureEncoder
 from wicore_trt.runtime.kernels_name import kernels_name
@@ -53,12 +54,15 @@ class TorchExecutor:
     first. `kernels` is "native-" and the instruction set, or "torch-" and torch's device, and a digest
     (`runtime/kernels_name.py`)."""
 
-    def __init__(self, engine: EngineDir | EngineTensors, settings: ExecutorOptions) -> None:
-        """Load `engine` from disk, or run the tensors of one that is in memory. Raises EngineFormatError for weights
-        that do not fit or tp > 1, EnvironmentUnfitError for a missing device or missing kernels, ConfigError for too
-        little KV memory."""
-        loaded = engine if isinstance(engine, EngineTensors) else load_engine_tensors(engine)
-        self.spec = loaded.spec
+    def __init__(
+        self, engine: EngineDir | EngineTensors, settings: ExecutorOptions, ranks: RankExchange | None = None
+    ) -> None:
+        """Load `engine` from disk, or run the tensors of one that is in memory. `ranks`: run the part of its rank,
+        and sample on rank 0 alone. Raises EngineFormatError for weights that do not fit, and for tp > 1 without
+        `ranks`, EnvironmentUnfitError for a missing device or missing kernels, ConfigError for too little KV memory."""
+        rank = None if ranks is None else ranks.rank
+        loaded = engine if isinstance(engine, EngineTensors) else load_engine_tensors(engine, rank)
+        self.spec, self._samples = loaded.spec, not rank
         self.max_batch_tokens = settings.max_batch_tokens
         self.device = _find_device(settings.device)
         self.max_sequences: int | None = None
@@ -80,7 +84,7 @@ class TorchExecutor:
         self.pools = new_pools(self.spec, self.layout, lambda s, d: torch.empty(s, dtype=d, device=self.device))
         self._page_copies = make_copier(self.pools, self.layout.page_tokens, overlapping=self.layout.find_overlaps)
         self.copier: PageCopier = self._page_copies
-        self.kernels, self._step_ops = _make_operators(loaded, settings, self.layout, self.pools, self.device)
+        self.kernels, self._step_ops = _make_operators(loaded, settings, self.layout, self.pools, self.device, ranks)
         self._sampler = Sampler()
         self._probed_layers = cycle(self.spec.layers_of(GLOBAL))
         log.info("engine on %s, %s kernels, KV pages %s", self.device, self.kernels, self.layout.num_pages)
@@ -109,6 +113,8 @@ class TorchExecutor:
         self._page_copies.begin_step(batch)
         with torch.inference_mode():
             logits = forward(self._step_ops(inputs, probe, self._find_features()), self.spec)
+            if not self._samples:
+                return StepResult([])
             result = self._sampler.step(logits, batch.slices)
             if probe is None:
                 return result
@@ -146,18 +152,19 @@ def _make_operators(
     layout: KVLayout,
     pools: dict[str, torch.Tensor],
     device: torch.device,
+    ranks: RankExchange | None,
 ) -> tuple[str, StepOps]:
     """Return the kernels' name and a factory of a step's operators."""
     library = None if settings.kernels == "torch" else _native_library(engine, settings.kernels, device)
     if library is None:
         model = TorchModel(engine.spec, engine.dtype, engine.tensors, pools, device)
-        return kernels_name(torch_kernels(device), SOURCES), partial(TorchOps, model)
+        return kernels_name(torch_kernels(device), SOURCES), partial(TorchOps, model, ranks=ranks)
     if settings.threads:
         library.set_threads(settings.threads)
     packed = sum(t.numel() * max(2, t.itemsize) for t in engine.tensors.values())
     check_room(packed, "weights", "Use a machine, or a limit of the container, that has as much.")
     weights = NativeWeights.from_tensors(library, engine.tensors, engine.spec, engine.dtype)
-    ops = NativeOps(library, weights, engine.spec, engine.dtype, layout, pools)
+    ops = NativeOps(library, weights, engine.spec, engine.dtype, layout, pools, ranks)
     return kernels_name(f"native-{library.isa}", SOURCES, library.name), ops.begin
 
 

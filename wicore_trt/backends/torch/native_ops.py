@@ -19,11 +19,13 @@ import torch
 from wicore_trt.backends.torch import native_args
 from wicore_trt.backends.torch.native import NativeLibrary
 from wicore_trt.backends.torch.native_args import OPERANDS, PackedWeight
+from wicore_trt.backends.torch.ops import sum_embeddings
 from wicore_trt.checkpoint.names import activation_scale_name, kv_scale_name, weight_scale_name
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
 from wicore_trt.model.spec import Gemma3Spec, LayerGroup
 from wicore_trt.runtime.attention_mass import AttentionProbe
 from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
+from wicore_trt.runtime.exchange import RankExchange
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.runtime.step_inputs import StepInputs
 
@@ -86,9 +88,10 @@ class NativeOps:
         dtype: str,
         layout: KVLayout,
         pools: dict[str, torch.Tensor],
+        ranks: RankExchange | None = None,
     ) -> None:
         assert all(p.shape[3] == layout.page_tokens for p in pools.values())
-        self._lib, self._weights, self._spec = lib, weights, spec
+        self._lib, self._weights, self._spec, self._ranks = lib, weights, spec, ranks
         self._dtype = TORCH_DTYPES[dtype]
         self._operand = OPERANDS[self._dtype]
         embedding = weights.packed[EMBEDDING]
@@ -139,8 +142,15 @@ class NativeOps:
     def embed(self) -> torch.Tensor:
         out = self._find_buffer("residual", torch.float32, self._spec.hidden_size)
         index = self._find_buffer("token index", torch.int64, 1).flatten()
-        given = index, self._weights.packed[EMBEDDING], self._embedding_scale, out
-        self._record_operator("embed", native_args.make_embed, *given, index=self._inputs.token_ids)
+        table, ids, ranks = self._weights.packed[EMBEDDING], self._inputs.token_ids, self._ranks
+        if ranks is not None:
+            ids, absent = ranks.find_own_tokens(ids, table.n)
+        given = index, table, self._embedding_scale, out
+        self._record_operator("embed", native_args.make_embed, *given, index=ids)
+        if ranks is not None:
+            self._run_steps()
+            sum_embeddings(ranks, out[: len(ids)], absent, self._inputs.images, self._features)
+            return out
         for first, count, slot in self._inputs.images:
             assert self._features is not None
             rows = self._features[slot, :count].to(torch.float32).contiguous()
@@ -163,6 +173,9 @@ class NativeOps:
         return out
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if self._ranks is not None:
+            self._run_steps()
+            self._ranks.sum_rows(x[: self._rows["tokens"]])
         return x
 
     def qk_norm_rope_write(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
@@ -201,9 +214,15 @@ class NativeOps:
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         out = self.linear(x, LM_HEAD, "logits", "samples")[: self._rows["samples"]]
-        self._lib.run(self._steps)
+        self._run_steps()
+        if self._ranks is not None:
+            out = self._ranks.gather_columns(out)
         cap = self._spec.final_logit_softcapping
         return out if cap is None else out.div_(cap).tanh_().mul_(cap)
+
+    def _run_steps(self) -> None:
+        self._lib.run(self._steps)
+        self._steps = []
 
     def _record_operator(
         self,

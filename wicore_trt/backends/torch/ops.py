@@ -12,7 +12,7 @@ and is rounded to E4M3, to nearest even. The result is (q @ W.T) * s * weight_sc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.nn import functional as F
@@ -24,6 +24,7 @@ from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
 from wicore_trt.model.spec import Gemma3Spec, LayerGroup
 from wicore_trt.runtime.attention_mass import AttentionProbe
 from wicore_trt.runtime.dtypes import E4M3, E4M3_MAX, TORCH_DTYPES
+from wicore_trt.runtime.exchange import RankExchange
 from wicore_trt.runtime.step_inputs import StepInputs
 
 QUERY_BLOCK = 256  # rows of attention scores held at once: heads * 256 * context * 4 bytes
@@ -71,6 +72,21 @@ class TorchModel:
         self.scalars = {n: t.item() for n, t in tensors.items() if t.numel() == 1 and n.endswith("_scaling_factor")}
 
 
+def sum_embeddings(
+    ranks: RankExchange,
+    rows: torch.Tensor,
+    absent: torch.Tensor,
+    images: Sequence[tuple[int, int, int]],
+    features: torch.Tensor | None,
+) -> torch.Tensor:
+    """Complete embeddings, float32 [N, H], that are right on this rank but for the rows `absent`, over all ranks.
+    Features of images come from the rank that has them."""
+    rows[absent] = 0.0
+    for first, count, slot in images:
+        rows[first : first + count] = 0.0 if features is None else features[slot, :count]
+    return ranks.sum_rows(rows)
+
+
 class TorchOps:
     """`Ops` of one step; T is a tensor, always float32 between operators. Not bitwise independent of the batch: BLAS
     picks its blocking by the number of rows, so logits move by float32 rounding. `features` [slots, tokens, hidden
@@ -82,9 +98,10 @@ class TorchOps:
         inputs: StepInputs,
         probe: AttentionProbe | None = None,
         features: torch.Tensor | None = None,
+        ranks: RankExchange | None = None,
     ) -> None:
         device, spec = model.device, model.spec
-        self._model, self._spec, self._probe = model, spec, probe
+        self._model, self._spec, self._probe, self._ranks = model, spec, probe, ranks
         self._token_ids = inputs.token_ids.to(device)
         self._images, self._features, self._key_ends = inputs.images, features, inputs.key_ends
         self._sample_rows = inputs.sample_rows.to(device)
@@ -102,7 +119,12 @@ class TorchOps:
         self._rope = {g: _rope_table(spec.layer_group(g), positions) for g in inputs.page_tables}
 
     def embed(self) -> torch.Tensor:
-        rows = self._model.weights[EMBEDDING][self._token_ids].float() * self._model.embedding_scale
+        ids, ranks, table = self._token_ids, self._ranks, self._model.weights[EMBEDDING]
+        if ranks is not None:
+            ids, absent = ranks.find_own_tokens(ids, len(table))
+        rows = table[ids].float() * self._model.embedding_scale
+        if ranks is not None:
+            return sum_embeddings(ranks, rows, absent, self._images, self._features)
         for first, count, slot in self._images:
             assert self._features is not None
             rows[first : first + count] = self._features[slot, :count]
@@ -124,7 +146,7 @@ class TorchOps:
         return y if scale is None else y * scale
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x
+        return x if self._ranks is None else self._ranks.sum_rows(x)
 
     def qk_norm_rope_write(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
         model = self._model
@@ -179,6 +201,8 @@ class TorchOps:
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         operand, scale = _round_operand(x, self._model.dtype)
         logits = _multiply(operand, self._model.weights[LM_HEAD], scale)
+        if self._ranks is not None:
+            logits = self._ranks.gather_columns(logits)
         cap = self._spec.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

@@ -52,10 +52,10 @@ class EngineTensors:
     vision: VisionWeights | None = None
 
 
-def load_engine_tensors(engine: EngineDir) -> EngineTensors:
-    """Read an engine directory's weights. Raises what `load_tensors` raises, and EngineFormatError for several
-    ranks."""
-    manifest, part = engine.manifest, engine.local_part()
+def load_engine_tensors(engine: EngineDir, rank: int | None = None) -> EngineTensors:
+    """Read the weights of an engine directory's `rank`; images are encoded on rank 0. Raises what `load_tensors`
+    raises, and EngineFormatError for an engine of several ranks without `rank`."""
+    manifest, part = engine.manifest, engine.local_part(rank)
     return EngineTensors(
         part.spec,
         manifest.base_dtype,
@@ -63,7 +63,7 @@ def load_engine_tensors(engine: EngineDir) -> EngineTensors:
         load_tensors(engine.rank_files[part.rank], part.spec),
         manifest.page_tokens,
         manifest.max_context,
-        load_vision(engine),
+        load_vision(engine) if part.rank == 0 else None,
     )
 
 

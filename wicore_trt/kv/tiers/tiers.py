@@ -23,7 +23,7 @@ from wicore_trt.kv.tiers.host import HostTier, Movers
 from wicore_trt.kv.tiers.index import TierIndex
 from wicore_trt.kv.tiers.moves import CopyState, TierCopy
 from wicore_trt.kv.tiers.up import LoadPump, UpTransfers
-from wicore_trt.runtime.executor import PageCopier
+from wicore_trt.runtime.executor import PageCopier, SharedCopier
 from wicore_trt.types import TierStats
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ def open_tiers(
     """Tiers over a fresh slab for the slots of the host's empty `index`, pinned if the copier can, and over what the
     store of `disk` recovers into its empty index. The host tier grows while its memory is pinned. `announce` as in
     `Movers`, the rest as in `LowerTiers`."""
-    slab = aligned_buffer(index.num_slots * slot_bytes)
+    allocate = copier.map_memory if isinstance(copier, SharedCopier) else aligned_buffer
+    slab = allocate(index.num_slots * slot_bytes)
     backing = Backing(slab, slot_bytes, copier.pin)
     if backing.ready < index.num_slots:
         index.withhold_slots(backing.ready, index.num_slots)

@@ -1,0 +1,82 @@
+"""The process of one rank but the first: does what rank 0 says, in order, until rank 0 ends.
+
+It must not know requests. Invariants: it ends when rank 0 does, however that ends; an error ends it, and with it the
+group, so that ranks never go on at different places.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wicore_trt.runtime.exchange import RankError, RankExchange
+from wicore_trt.runtime.options import ExecutorOptions
+from wicore_trt.runtime.ranks import MessageSocket, RankExecutor, import_opener, unpack_slices
+
+log = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main(start: Mapping[str, Any]) -> None:
+    """Run the rank that `start` describes (`ranks._Ranks`)."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # rank 0 says when to end
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != start["parent"]:
+        return
+    logging.basicConfig(level=logging.WARNING, format=f"rank {start['rank']}: %(levelname)s %(message)s")
+    for fd in (start["control"], *start["peers"].values()):
+        os.set_inheritable(fd, False)
+    peers = {int(rank): socket.socket(fileno=fd) for rank, fd in start["peers"].items()}
+    control = MessageSocket(socket.socket(fileno=start["control"]))
+    try:
+        exchange = RankExchange(start["rank"], start["ranks"], start["memory"], peers)
+        os.close(start["memory"])
+        executor = import_opener(start["opener"])(Path(start["engine"]), ExecutorOptions(**start["options"]), exchange)
+        control.send("ready")
+        _obey_messages(control, executor)
+    except (RankError, BrokenPipeError, ConnectionResetError) as error:
+        log.warning("%s; this rank ends", error)
+    except Exception:
+        log.exception("this rank ends")
+
+
+def _obey_messages(control: MessageSocket, executor: RankExecutor) -> None:
+    slab = memoryview(b"")
+
+    def cut(places: Sequence[tuple[int, int]]) -> list[memoryview]:
+        return [slab[at : at + size] for at, size in places]
+
+    def report(call: int, digests: object, seconds: float) -> None:
+        control.send("copied", call, seconds)
+
+    while (received := control.receive()) is not None:
+        (kind, *given), fds = received
+        if kind == "step":
+            packed, rows = given
+            batch = unpack_slices(packed)
+            if rows is None:
+                executor.execute(batch)
+            else:
+                executor.logits(batch, torch.tensor(rows, dtype=torch.int64))
+        elif kind == "memory":
+            slab = memoryview(mmap.mmap(fds[0], given[0]))
+            os.close(fds[0])
+        elif kind == "out":
+            call, group, slot, places = given
+            executor.copier.to_host(group, slot, cut(places), partial(report, call))
+        elif kind == "in":
+            call, group, slots, pages = given
+            executor.copier.to_device(group, slots, [cut(places) for places in pages], partial(report, call))
+            executor.copier.flush()
