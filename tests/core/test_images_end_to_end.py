@@ -1,6 +1,7 @@
 """Images in a whole engine on the CPU: greedy tokens equal those of transformers for each prompt alone.
 
-In company, in chunks of all sizes, cached, preempted, parked, through host and disk tiers and a restart: the same.
+In company, in chunks of all sizes, cached, preempted, parked, through host and disk tiers and a restart, on one rank
+and on two: the same.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Served:
             engine=str(path),
             executor=ExecutorSettings(device="cpu", threads=1),
             scheduler=SchedulerSettings(max_batch_tokens=batch, max_sequences=sequences, max_context=CONTEXT),
-            kv=KVSettings(**{"page_tokens": PAGE, "device_bytes": 1 << 20} | kv),
+            kv=KVSettings(page_tokens=PAGE, **kv),
         )
         self.core: EngineCore = load_engine(settings).engine_core
         self.oracle, self.count, self.encoded = oracle, 0, 0
@@ -148,19 +149,26 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Oracle]:
+def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, Path], Oracle]:
+    """The same model by its number of ranks."""
     path = tmp_path_factory.mktemp("images")
     source = write_image_source(path / "source", seed=5)
-    build_engine(source, path / "engine", dtype="float32", page_tokens=PAGE)
-    return path / "engine", Oracle(source)
+    found = {1: path / "engine", 2: path / "two ranks"}
+    for ranks, engine in found.items():
+        build_engine(source, engine, dtype="float32", page_tokens=PAGE, tp_size=ranks)
+    return found, Oracle(source)
 
 
-@pytest.fixture
-def serving(engine: tuple[Path, Oracle]) -> Iterator:
+ONE_RANK = pytest.mark.parametrize("serving", [1], indirect=True)
+
+
+@pytest.fixture(params=[1, 2], ids=["1 rank", "2 ranks"])
+def serving(engines: tuple[dict[int, Path], Oracle], request: pytest.FixtureRequest) -> Iterator:
     made: list[Served] = []
 
-    def make(**settings: object) -> Served:
-        made.append(Served(*engine, **settings))
+    def make(device_bytes: int = 1 << 20, **settings: object) -> Served:
+        path = engines[0][request.param]
+        made.append(Served(path, engines[1], device_bytes=device_bytes // request.param, **settings))
         return made[-1]
 
     yield make
@@ -184,11 +192,13 @@ def test_tokens_are_those_of_transformers_alone_and_in_company(serving) -> None:
     served.serve(prompts[5:], n=3)
 
 
+@ONE_RANK
 @pytest.mark.parametrize("batch", [7, 8, 11, 64])
 def test_tokens_do_not_depend_on_chunks(serving, batch: int) -> None:
     serving(batch=batch, prefix_cache=False).serve(prompts_of(2))
 
 
+@ONE_RANK
 def test_what_is_cached_is_not_encoded_again_and_gives_the_same_tokens(serving) -> None:
     """Also behind an image, where another one took its place, and where the same one is elsewhere."""
     served, author = serving(), Author(3)
@@ -232,8 +242,8 @@ def test_tiers_and_a_restart_give_the_same_tokens(serving, tmp_path: Path) -> No
     second.serve(prompts)
 
 
-def test_a_step_has_room_for_an_image_beside_all_that_decode(engine: tuple[Path, Oracle]) -> None:
-    settings = Settings(engine=str(engine[0]), scheduler=SchedulerSettings(max_batch_tokens=6, max_sequences=4))
+def test_a_step_has_room_for_an_image_beside_all_that_decode(engines: tuple[dict[int, Path], Oracle]) -> None:
+    settings = Settings(engine=str(engines[0][1]), scheduler=SchedulerSettings(max_batch_tokens=6, max_sequences=4))
     with pytest.raises(ConfigError, match="an image of 4 tokens beside 3 sequences") as refused:
         load_engine(settings)
     assert "7 at least" in str(refused.value.fix)

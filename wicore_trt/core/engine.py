@@ -25,7 +25,7 @@ from wicore_trt.kv.events import EventFeed
 from wicore_trt.kv.pages.hashing import mark_content
 from wicore_trt.kv.sequence_pages import SequencePages, bar_pages
 from wicore_trt.runtime.batch import UNREAD, SampledTokens, SequenceSlice, StepBatch, StepResult
-from wicore_trt.runtime.executor import AheadExecutor, Executor
+from wicore_trt.runtime.executor import AheadExecutor, Executor, SharedCopier
 from wicore_trt.schedule.images import list_images
 from wicore_trt.schedule.queue import Outlook
 from wicore_trt.schedule.scheduler import Scheduler
@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 LOAD_WAIT_S = 0.005
 """How long a step that has nothing to compute waits for transfers; new requests wait as long at most."""
+WATCH_S = 0.5
+"""How often an idle engine of several processes looks whether all of them run."""
 CLOSE_S = 4.0
 """How long pages that are still to be written to disk may hold up a shutdown."""
 LITTLE = 4
@@ -343,7 +345,9 @@ class EngineCore(Core):
             self._land_step(flight)
 
     def do_housekeeping(self) -> bool:
-        manager = self.scheduler.manager
+        manager, broken = self.scheduler.manager, self.executor.copier.broken
+        if broken is not None:
+            raise RuntimeError(f"The executor broke while the engine was idle: {broken}.") from broken
         manager.prepare_step()
         manager.work_beside_step(0)
         if manager.tiers is not None:
@@ -352,7 +356,10 @@ class EngineCore(Core):
         return manager.tiers is not None and (manager.tiers.has_work or bool(manager.copies.due))
 
     def rest_s(self) -> float | None:
-        return self.scheduler.manager.retention.rest_s()
+        rest = self.scheduler.manager.retention.rest_s()
+        if isinstance(self.executor.copier, SharedCopier):  # another process can end while this one is idle
+            return WATCH_S if rest is None else min(rest, WATCH_S)
+        return rest
 
     def _wait_or_fail(self, schedule: StepSchedule) -> list[TokenOutput]:
         """Wait a moment for pages and images on their way; if nothing comes or runs, fail the next waiting sequence."""

@@ -9,14 +9,15 @@ from __future__ import annotations
 import mmap
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import torch
 
 PART_BYTES = 1 << 20
 """Bytes that a rank shares at once; longer rows are exchanged in parts."""
-PATIENCE_S = 300.0
-"""Longest wait for another rank in one exchange; the server's watchdog is usually shorter."""
+GLANCE_S = 0.25
+"""While a rank waits for another one, it asks so often whether that one is alive."""
 
 
 class RankError(RuntimeError):
@@ -33,12 +34,20 @@ def create_memory(ranks: int) -> int:
 class RankExchange:
     """End of `rank` of an exchange of `ranks`. All ranks call the same methods with rows of the same shapes, in the
     same order. `memory` is the descriptor that `create_memory` returned, `peers` a connected stream socket to each
-    other rank. Two buffers take turns: a rank writes one again only after every rank has left it."""
+    other rank, and `is_alive(rank)` tells whether a rank is worth waiting for. Two buffers take turns: a rank writes
+    one again only after every rank has left it."""
 
-    def __init__(self, rank: int, ranks: int, memory: int, peers: Mapping[int, socket.socket]) -> None:
-        self.rank, self.ranks, self._peers = rank, ranks, dict(peers)
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        memory: int,
+        peers: Mapping[int, socket.socket],
+        is_alive: Callable[[int], bool] = lambda rank: True,
+    ) -> None:
+        self.rank, self.ranks, self._peers, self._is_alive = rank, ranks, dict(peers), is_alive
         for peer in self._peers.values():
-            peer.settimeout(PATIENCE_S)
+            peer.settimeout(GLANCE_S)
         shared = torch.frombuffer(mmap.mmap(memory, 2 * ranks * PART_BYTES), dtype=torch.float32)
         self._buffers, self._turn = shared.view(2, ranks, -1), 0
         self.within_step = False
@@ -54,8 +63,8 @@ class RankExchange:
         return x
 
     def find_own_tokens(self, token_ids: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows of `token_ids`, int64 [N], in this rank's `size` rows of a table that is split by tokens, and
-        a mask [N] of the tokens of other ranks, whose row is 0 here."""
+        """Find `token_ids`, int64 [N], in a table that is split by tokens, `size` rows on each rank. Return the rows
+        here, and a mask [N] of the tokens of other ranks, whose row is 0."""
         own = token_ids - self.rank * size
         absent = (own < 0) | (own >= size)
         return own.masked_fill(absent, 0), absent
@@ -70,7 +79,7 @@ class RankExchange:
             gathered[:, begin : begin + len(part)] = self._share(part)
             begin += len(part)
         self.within_step = False
-        return gathered.view(self.ranks, rows, columns).transpose(0, 1).reshape(rows, -1)
+        return gathered.view(self.ranks, rows, columns).transpose(0, 1).reshape(rows, self.ranks * columns)
 
     def close(self) -> None:
         for peer in self._peers.values():
@@ -86,14 +95,22 @@ class RankExchange:
 
     def _meet_ranks(self) -> None:
         """Wait until all ranks are here. A system call orders memory before and after it."""
-        rank = self.rank
-        try:
-            for peer in self._peers.values():
-                peer.sendall(b"\0")
-            for rank, peer in self._peers.items():
-                if not peer.recv(1):
-                    raise RankError(f"rank {rank} has ended")
-        except TimeoutError:
-            raise RankError(f"rank {rank} has not answered for {PATIENCE_S:.0f} s") from None
-        except OSError as error:
-            raise RankError(f"another rank has ended: {error}") from None
+        for peer in self._peers.values():
+            with suppress(OSError):  # of a rank that has ended, which is noticed below
+                peer.send(b"\0")  # it never waits: at most two bytes are on their way
+        for rank, peer in self._peers.items():
+            while (byte := _receive_byte(peer)) is None:
+                if not self._is_alive(rank):
+                    raise RankError(f"rank {rank} hangs")
+            if not byte:
+                raise RankError(f"rank {rank} has ended")
+
+
+def _receive_byte(peer: socket.socket) -> bytes | None:
+    """Receive a byte; none when the other side has ended, None when it has sent nothing for GLANCE_S."""
+    try:
+        return peer.recv(1)
+    except TimeoutError:
+        return None
+    except OSError:
+        return b""

@@ -12,7 +12,10 @@ import mmap
 import os
 import signal
 import socket
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ import torch
 
 from wicore_trt.runtime.exchange import RankError, RankExchange
 from wicore_trt.runtime.options import ExecutorOptions
-from wicore_trt.runtime.ranks import MessageSocket, RankExecutor, import_opener, unpack_slices
+from wicore_trt.runtime.ranks import BEAT_S, MessageSocket, RankExecutor, import_opener, unpack_slices
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +47,20 @@ def main(start: Mapping[str, Any]) -> None:
         exchange = RankExchange(start["rank"], start["ranks"], start["memory"], peers)
         os.close(start["memory"])
         executor = import_opener(start["opener"])(Path(start["engine"]), ExecutorOptions(**start["options"]), exchange)
+        threading.Thread(target=_send_beats, args=(control,), name="wicore-rank-beats", daemon=True).start()
         control.send("ready")
         _obey_messages(control, executor)
     except (RankError, BrokenPipeError, ConnectionResetError) as error:
         log.warning("%s; this rank ends", error)
     except Exception:
         log.exception("this rank ends")
+
+
+def _send_beats(control: MessageSocket) -> None:
+    with suppress(OSError):
+        while True:
+            control.send("beat")
+            time.sleep(BEAT_S)
 
 
 def _obey_messages(control: MessageSocket, executor: RankExecutor) -> None:

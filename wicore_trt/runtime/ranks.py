@@ -37,6 +37,8 @@ from wicore_trt.runtime.page_digest import KEY_BYTES, PageDigest
 
 log = logging.getLogger(__name__)
 
+BEAT_S, SILENCE_S = 0.25, 2.0
+"""How often a rank's process says that it runs, whatever it computes; for how long it may be silent in a step."""
 END_S = 5.0
 """Time for a rank's process to end by itself when this one closes."""
 _CODE = """
@@ -195,7 +197,8 @@ class _Ranks:
                 )  # fmt: skip
             self.processes.append(process)
             self._sockets.append(MessageSocket(ours))
-        self.exchange = RankExchange(0, ranks, memory, peers_of(0))
+        self._beats = dict.fromkeys(range(ranks), time.monotonic())
+        self.exchange = RankExchange(0, ranks, memory, peers_of(0), self._has_beaten)
         os.close(memory)
         for a, b in mesh:
             for rank, end in zip((a, b), mesh[a, b], strict=True):
@@ -247,7 +250,7 @@ class _Ranks:
         for sock in self._sockets:
             sock.close()
         self.exchange.close()
-        end = time.monotonic() + END_S
+        end = time.monotonic() + (END_S if self.failure is None else 0.0)
         for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, end - time.monotonic()))
@@ -255,6 +258,9 @@ class _Ranks:
             process.wait()
         for reader in self._readers:
             reader.join()
+
+    def _has_beaten(self, rank: int) -> bool:
+        return time.monotonic() - self._beats[rank] < SILENCE_S
 
     def _fail(self, error: RankError) -> None:
         """Note that no step can run any more."""
@@ -271,6 +277,8 @@ class _Ranks:
                 if message[0] == "ready":
                     ready = True
                     self._ready.release()
+                elif message[0] == "beat":
+                    self._beats[rank] = time.monotonic()
                 else:
                     self.on_reply(rank, message)
         except OSError:

@@ -1,0 +1,209 @@
+"""Engines of several ranks: the logits of one rank, sums with the same bits on all, and no rank left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_source import CONFIG, write_tiny_source
+
+from wicore_trt.backends.torch.executor import TorchExecutor
+from wicore_trt.engine.build import build_engine
+from wicore_trt.engine.directory import open_engine
+from wicore_trt.engine.options import find_backend
+from wicore_trt.errors import CheckpointError
+from wicore_trt.runtime import exchange, ranks
+from wicore_trt.runtime.batch import SequenceSlice, StepBatch
+from wicore_trt.runtime.exchange import RankError, RankExchange, create_memory
+from wicore_trt.runtime.options import ExecutorOptions
+from wicore_trt.runtime.ranks import RankedExecutor
+from wicore_trt.types import SamplingParams
+
+PAGE = 4
+PAGES = {"global": 24, "local": 24}
+Group = list[RankExchange]
+
+
+@pytest.fixture
+def new_group() -> Iterator[Callable[..., Group]]:
+    with ExitStack() as stack:
+
+        def make(count: int, **options: object) -> Group:
+            memory = create_memory(count)
+            mesh = {(a, b): socket.socketpair() for a in range(count) for b in range(a + 1, count)}
+            peers = [{b: mesh[min(a, b), max(a, b)][a > b] for b in range(count) if b != a} for a in range(count)]
+            group = [RankExchange(rank, count, memory, peers[rank], **options) for rank in range(count)]  # type: ignore
+            os.close(memory)
+            for end in group:
+                stack.callback(end.close)
+            return group
+
+        yield make
+
+
+def run_all(group: Group, run: Callable[[RankExchange], torch.Tensor]) -> list[torch.Tensor]:
+    with ThreadPoolExecutor(len(group)) as pool:
+        return list(pool.map(run, group))
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_all_ranks_get_the_bits_of_a_sum_in_rank_order(new_group, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """In rows that take many parts and turns, and in rows that take none."""
+    monkeypatch.setattr(exchange, "PART_BYTES", 256)
+    group, rng = new_group(count), random.Random(count)
+    shapes = [(rng.randrange(0, 9), rng.randrange(1, 60)) for _ in range(20)]
+    given = [[torch.randn(shape) * 10.0 ** rng.randrange(-3, 4) for shape in shapes] for _ in range(count)]
+
+    def run(end: RankExchange) -> list[torch.Tensor]:
+        found = []
+        for x in given[end.rank]:
+            found += [end.gather_columns(x), end.sum_rows(x.clone())]
+        return found
+
+    for found in run_all(group, run):  # type: ignore[arg-type]
+        for i, parts in enumerate(zip(*given, strict=True)):
+            total = parts[0].clone()
+            for part in parts[1:]:
+                total += part
+            assert torch.equal(found[2 * i], torch.cat(parts, 1)) and torch.equal(found[2 * i + 1], total)
+
+
+@pytest.mark.parametrize("way", ["ended", "hangs"])
+def test_a_rank_that_does_not_come_is_named(new_group, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    monkeypatch.setattr(exchange, "GLANCE_S", 0.01)
+    first, second, third = new_group(3, is_alive=lambda rank: rank != 2)
+    if way == "ended":
+        third.close()
+    with pytest.raises(RankError, match=f"rank 2 (has )?{way}"):
+        run_all([first, second], lambda end: end.sum_rows(torch.ones(3)))
+
+
+def test_tokens_of_other_ranks_have_no_row_here(new_group) -> None:
+    group, ids = new_group(2), torch.tensor([0, 9, 10, 19])
+    assert [[t.tolist() for t in end.find_own_tokens(ids, 10)] for end in group] == [
+        [[0, 9, 0, 0], [False, False, True, True]],
+        [[0, 0, 0, 9], [True, True, False, False]],
+    ]
+
+
+def open_tiny(tmp_path: Path, tp: int, kernels: str = "auto", **build: object):
+    path = tmp_path / f"tp{tp}-{'-'.join(map(str, build.values()))}"
+    if not path.exists():
+        build_engine(tmp_path / "source", path, tp_size=tp, page_tokens=PAGE, **build)  # type: ignore[arg-type]
+    engine = open_engine(path)
+    options = ExecutorOptions(device="cpu", kernels=kernels, threads=1, kv_pages=PAGES)
+    return find_backend("torch").open(engine, options)
+
+
+def all_logits(executor: TorchExecutor | RankedExecutor, seed: int) -> torch.Tensor:
+    """Logits of all tokens of two sequences, in steps of random sizes."""
+    rng, found = random.Random(seed), [list[torch.Tensor](), list[torch.Tensor]()]
+    prompts = [[rng.randrange(CONFIG["vocab_size"]) for _ in range(count)] for count in (30, 17)]
+    starts = [0, 0]
+    while any(start < len(prompt) for start, prompt in zip(starts, prompts, strict=True)):
+        slices, owners = [], list[int]()
+        for i, prompt in enumerate(prompts):
+            ids = prompt[starts[i] : starts[i] + rng.randrange(1, 9)]
+            if ids:
+                pages = {group: list(range(10 * i, 10 * i + 10)) for group in PAGES}
+                slices.append(SequenceSlice(i, ids, starts[i], pages))
+                owners += [i] * len(ids)
+                starts[i] += len(ids)
+        logits = executor.logits(StepBatch(slices), torch.arange(len(owners)))
+        for owner, row in zip(owners, logits.clone(), strict=True):
+            found[owner].append(row)
+    return torch.stack(found[0] + found[1])
+
+
+@pytest.mark.parametrize(
+    ("tp", "kernels", "build"),
+    [
+        (2, "native", {"dtype": "float32"}),
+        (4, "torch", {"dtype": "float32"}),  # more ranks than KV heads
+        (2, "torch", {"dtype": "bfloat16", "kv_dtype": "fp8"}),
+    ],
+)
+def test_logits_are_those_of_one_rank(tmp_path: Path, tp: int, kernels: str, build: dict[str, str]) -> None:
+    write_tiny_source(tmp_path / "source", seed=tp, tied=tp == 2)
+    one, many = open_tiny(tmp_path, 1, kernels, **build), open_tiny(tmp_path, tp, kernels, **build)
+    try:
+        right, found = all_logits(one, 1), all_logits(many, 1)
+        assert many.layout.page_bytes["global"] == one.layout.page_bytes["global"] * max(1, tp // 2)
+    finally:
+        one.close()
+        many.close()
+    bound = {"float32": 2e-5, "bfloat16": 0.03}[build["dtype"]]
+    assert float((found - right).abs().max() / right.abs().max()) < bound
+    assert float((found - right).abs().max()) > 0 or build["dtype"] != "float32"
+
+
+def greedy_slice() -> SequenceSlice:
+    params = SamplingParams(temperature=0.0)
+    return SequenceSlice(1, [3, 4], 0, dict.fromkeys(PAGES, [0]), sample=True, params=params, prompt_len=2)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_hangs_ends_the_engine_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+) -> None:
+    monkeypatch.setattr(ranks, "SILENCE_S", 0.5)
+    write_tiny_source(tmp_path / "source")
+    executor = open_tiny(tmp_path, 2)
+    assert isinstance(executor, RankedExecutor)
+    process = executor._group.processes[0]
+    try:
+        assert executor.execute(StepBatch([greedy_slice()])).sampled
+        process.send_signal(how)
+        if how == signal.SIGKILL:  # noticed without a step
+            end = time.monotonic() + 20
+            while executor.copier.broken is None:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+        for _ in range(2):
+            with pytest.raises(RankError, match="rank 1 (has ended|hangs)"):
+                executor.execute(StepBatch([greedy_slice()]))
+        assert isinstance(executor.copier.broken, RankError)
+    finally:
+        executor.close()
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_an_error_within_a_step_ends_the_group_and_a_later_one_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tiny_source(tmp_path / "source")
+    executor = open_tiny(tmp_path, 2)
+    sampler, local = executor._local._sampler, executor._local
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(sampler, "step", lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                executor.execute(StepBatch([greedy_slice()]))
+        assert executor.execute(StepBatch([greedy_slice()])).sampled
+        monkeypatch.setattr(local, "_find_features", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            executor.execute(StepBatch([greedy_slice()]))
+        with pytest.raises(RankError, match="rank 0 failed in a step"):
+            executor.execute(StepBatch([greedy_slice()]))
+    finally:
+        executor.close()
+
+
+def test_a_rank_that_cannot_open_its_part_is_an_error(tmp_path: Path) -> None:
+    write_tiny_source(tmp_path / "source")
+    with pytest.raises(CheckpointError, match="4 attention heads"):
+        open_tiny(tmp_path, 3)
+    engine = build_engine(tmp_path / "source", tmp_path / "engine", tp_size=2)
+    weights = engine.rank_files[1]
+    weights.write_bytes(bytes(weights.stat().st_size))  # rank 0 does not read them
+    with pytest.raises(RankError, match="rank 1 has ended"):
+        find_backend("torch").open(engine, ExecutorOptions(device="cpu", threads=1, kv_pages=PAGES))
