@@ -80,7 +80,7 @@ class FakeEncoder:
         self.begun: list[bytes] = []
         self._ended: list[tuple[int, str | None]] = []
 
-    def begin(self, slot: int, pixels: bytes) -> None:
+    def begin(self, slot: int, pixels: bytes, beside: bool) -> None:
         self.begun.append(pixels)
         self._ended.append((slot, None))
 

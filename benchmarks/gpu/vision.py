@@ -213,7 +213,7 @@ def main() -> None:
     for _ in range(options.repeats):
         torch.cuda.synchronize()
         begun = time.perf_counter()
-        encoder.begin(0, image)
+        encoder.begin(0, image, False)
         while not encoder.take_ended(1.0):
             pass
         found.append(1e3 * (time.perf_counter() - begun))

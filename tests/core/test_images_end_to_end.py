@@ -105,9 +105,9 @@ class Served:
         encoder = self.core.executor.images
         begin = encoder.begin
 
-        def begun(slot: int, pixels: bytes) -> None:
+        def begun(slot: int, pixels: bytes, beside: bool) -> None:
             self.encoded += 1
-            begin(slot, pixels)
+            begin(slot, pixels, beside)
 
         encoder.begin = begun
 

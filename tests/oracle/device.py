@@ -56,7 +56,7 @@ class Encoder:
         self.under_way, self.begun, self.until, self.busy_s = 0, 0, 0.0, 0.0
         self._ended: deque[tuple[int, str | None]] = deque()
 
-    def begin(self, slot: int, pixels: bytes) -> None:
+    def begin(self, slot: int, pixels: bytes, beside: bool) -> None:
         if self.under_way:
             raise Failure("encoder", "two images are encoded at once")
         self.under_way, self.begun = 1, self.begun + 1

@@ -52,6 +52,9 @@ class LateStream(LateDevice):
     def mark(self) -> LateMark:
         return LateMark(self)
 
+    def wait_for(self, mark: LateMark) -> None:
+        self.put(mark.synchronize)
+
 
 class LateMark:
     def __init__(self, device: LateStream) -> None:
@@ -109,6 +112,26 @@ def test_slots_hold_the_features_of_their_own_images(encoder: FeatureEncoder, so
         assert _take(encoder, len(slots)) == [(slot, None) for slot in slots]
         for slot, image in held.items():
             assert (encoder.features[slot] - wanted[image]).abs().max() < 1e-5, (slot, image)
+
+
+def test_images_on_two_streams_are_encoded_in_their_order(source: RandomEncoder) -> None:
+    """Which share memory for pixels and features, and are late each for itself."""
+    for seed in range(4):
+        rng = random.Random(seed)
+        model = TorchVision(source.weights, "float32", torch.device("cpu"))
+        streams = [LateStream("sm90", random.Random(seed + n)) for n in range(2)]
+        streams[1]._storages = streams[0]._storages
+        encoder = StreamEncoder(source.weights.spec, SLOTS, torch.float32, model.encode, streams[0])  # type: ignore[arg-type]
+        encoder.add_stream(streams[1])  # type: ignore[arg-type]
+        streams[0].late = streams[1].late = True
+        images, ways = [random_pixels(n, 56) for n in range(SLOTS)], [rng.random() < 0.5 for _ in range(SLOTS)]
+        for slot, pixels in enumerate(images):
+            encoder.begin(slot, pixels.numpy().tobytes(), ways[slot])
+        assert _take(encoder, SLOTS) == [(slot, None) for slot in range(SLOTS)]
+        for slot, pixels in enumerate(images):
+            assert (encoder.features[slot] - source.hf_features(pixels)).abs().max() < 1e-5
+        assert [stream._put > 0 for stream in streams] == [False in ways, True in ways]
+        encoder.close()
 
 
 def test_features_that_overflow_fail_their_image_alone(source: RandomEncoder) -> None:

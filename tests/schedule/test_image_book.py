@@ -44,7 +44,7 @@ def test_every_prompt_is_computed_with_its_own_features(slots: int, prompts: lis
     """With one slot and many images too: encodings end late or fail, prompts are preempted or begin anew, and steps
     compute whole images. A slot is not begun while a step that was made up reads it."""
     rng = random.Random(seed)
-    book, held = ImageBook(slots), [b""] * slots  # what the encoder's slots hold
+    book, held = ImageBook(slots, seed % 3), [b""] * slots  # what the encoder's slots hold
     readers = [Reader(n, names, rng) for n, names in enumerate(prompts)]
     encoding: tuple[int, PromptImage] | None = None
     begun = 0
@@ -108,6 +108,18 @@ def test_an_image_asked_for_by_several_is_encoded_once() -> None:
     book.begin_schedule()
     assert ask(book, 1, image(4, 7)) == ask(book, 2, image(9, 7), start=2) == 100
     assert book.begin_encoding() is None
+
+
+def test_a_little_text_waits_for_the_image_behind_it() -> None:
+    """But not for one behind a ready image."""
+    book = ImageBook(2, 4)
+    book.begin_schedule()
+    assert (ask(book, 1, image(4, 7)), ask(book, 2, image(5, 7))) == (0, 5)
+    book.begin_encoding()
+    assert book.is_stopped(1, 0) and book.is_stopped(2, 5) and not book.is_stopped(2, 0)
+    book.end_encoding(failed=False)
+    book.begin_schedule()
+    assert ask(book, 1, image(4, 7), image(8, 9)) == 8
 
 
 def test_the_image_asked_for_least_recently_leaves() -> None:

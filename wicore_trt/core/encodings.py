@@ -13,29 +13,28 @@ from wicore_trt.schedule.images import ImageBook
 from wicore_trt.schedule.sequence import StepSchedule
 
 log = logging.getLogger(__name__)
+LITTLE = 4
+"""Text of a slice / LITTLE tokens is not worth a step of its own before an image."""
 
 
 class Encodings:
-    def __init__(self, encoder: ImageEncoder) -> None:
-        self.book = ImageBook(encoder.slots)
-        self._encoder = encoder
+    def __init__(self, encoder: ImageEncoder, slice_tokens: int) -> None:
+        self.book = ImageBook(encoder.slots, slice_tokens // LITTLE)
+        self._encoder, self._postponed = encoder, False
         self._failed: dict[int, str] = {}
 
-    def begin_next(self, schedule: StepSchedule, little: int) -> None:
-        """Begin the next image that is wanted, if any may be begun. A step that has nothing but a `little` text before
-        the image that is encoded waits for it: then it reads the weights once for both."""
-        book, chosen = self.book, self.book.begin_encoding()
-        if chosen is not None:
+    def begin_next(self, schedule: StepSchedule) -> None:
+        """Begin the next image that is wanted, if any may be begun. Where sequences decode beside an image in the step,
+        it waits for one step: both are arithmetic, and those tokens would be late by the sum."""
+        decode = any(count == 1 for _, count in schedule.slices)
+        images = any(self.book.find_slots(s.images, s.computed, count) for s, count in schedule.slices)
+        self._postponed = decode and images and not self._postponed
+        if not self._postponed and (chosen := self.book.begin_encoding()) is not None:
             try:
-                self._encoder.begin(chosen[0], chosen[1].pixels)
+                self._encoder.begin(chosen[0], chosen[1].pixels, decode)
             except Exception as error:  # fails those who asked for it
                 log.exception("an image could not be encoded")
                 self._note_end(f"{type(error).__name__}: {error}")
-        if sum([count for _, count in schedule.slices]) <= little and all(
-            book.awaits_encoding(s.seq_id, s.computed + count) and not book.find_slots(s.images, s.computed, count)
-            for s, count in schedule.slices
-        ):
-            schedule.slices.clear()
 
     def take_failed(self, timeout_s: float = 0.0) -> dict[int, str]:
         """Take what ended, waiting at most `timeout_s` seconds for it; return why images failed, by the numbers of the

@@ -41,8 +41,6 @@ WATCH_S = 0.5
 """How often an idle engine of several processes looks whether all of them run."""
 CLOSE_S = 4.0
 """How long pages that are still to be written to disk may hold up a shutdown."""
-LITTLE = 4
-"""Text of a slice / LITTLE tokens is not worth a step of its own before an image."""
 ATTENTION_STEPS = 32
 """Attention mass is measured on one step in so many, where a policy wants it."""
 
@@ -86,7 +84,7 @@ class EngineCore(Core):
         self._ahead = executor if isinstance(executor, AheadExecutor) else None
         self._flight: Flight | None = None
         self._landed = 0.0
-        self._encodings = Encodings(executor.images) if executor.images is not None else None
+        self._encodings = Encodings(executor.images, scheduler.slice_tokens) if executor.images is not None else None
         scheduler.images = self._encodings.book if self._encodings is not None else None
         tiers = scheduler.manager.tiers
         if tiers is not None and tiers.backing is not None:
@@ -172,7 +170,7 @@ class EngineCore(Core):
         if flight is None:
             schedule = self.scheduler.schedule_step()
             if self._encodings is not None:
-                self._encodings.begin_next(schedule, self.scheduler.slice_tokens // LITTLE)
+                self._encodings.begin_next(schedule)
             outputs += self._end_overdue_waits()
             for sequence in schedule.preempted:
                 self._forget_counts(sequence)

@@ -32,9 +32,12 @@ class Mark(Protocol):
 class CudaDevice:
     """GPU `torch_device` of the architecture `target`, like "sm89"; `stream` is its CUDA stream's handle."""
 
-    def __init__(self, name: str = "auto", backend: str = "triton", *, urgent: bool = False) -> None:
-        """Open GPU `name`: "auto", "cuda" or "cuda:1". An `urgent` stream goes before others. Raises
-        EnvironmentUnfitError, naming `backend`, without such a GPU."""
+    def __init__(
+        self, name: str = "auto", backend: str = "triton", *, urgent: bool = False, multiprocessors: int = 0
+    ) -> None:
+        """Open GPU `name`: "auto", "cuda" or "cuda:1". An `urgent` stream goes before others; one of `multiprocessors`
+        runs on so many (rounded up), where 0 is all. Raises EnvironmentUnfitError, naming `backend`, without such a
+        GPU; RuntimeError, ImportError or AttributeError where the driver or its bindings cannot limit a stream."""
         if name == "cpu" or not torch.cuda.is_available():
             why = "executor.device is cpu" if name == "cpu" else "PyTorch finds none"
             raise EnvironmentUnfitError(
@@ -46,7 +49,11 @@ class CudaDevice:
             self.torch_device = torch.device("cuda", torch.cuda.current_device())
         major, minor = torch.cuda.get_device_capability(self.torch_device)
         self.target = f"sm{major}{minor}"
-        self._stream = torch.cuda.Stream(self.torch_device, priority=-int(urgent))  # type: ignore[no-untyped-call]
+        self._stream: torch.cuda.Stream = (
+            _open_limited_stream(self.torch_device, multiprocessors)
+            if multiprocessors
+            else torch.cuda.Stream(self.torch_device, priority=-int(urgent))  # type: ignore[no-untyped-call]
+        )
         self.stream = int(self._stream.cuda_stream)
         # The graph captured last, if it is still wanted: the next one's temporaries lie where its are, since graphs run
         # one after the other.
@@ -101,6 +108,10 @@ class CudaDevice:
         event.record(self._stream)
         return event  # type: ignore[no-any-return]
 
+    def wait_for(self, mark: Mark) -> None:
+        """Let what is put on the stream from now on wait until another stream has passed `mark`."""
+        self._stream.wait_event(mark)  # type: ignore[arg-type]
+
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record what `work` puts on the stream, without running it; calling the result runs it. The caller keeps all
         memory that it uses."""
@@ -109,3 +120,22 @@ class CudaDevice:
             work()
         self._last = weakref.ref(graph)
         return graph.replay
+
+
+def _open_limited_stream(device: torch.device, multiprocessors: int) -> torch.cuda.Stream:
+    """Open a stream of a green context, which never ends (CUDA driver API, "Green Contexts"; driver 550 or later)."""
+    from cuda.bindings import driver
+
+    def check(returned: Any) -> Any:
+        error, *found = returned
+        if int(error):
+            raise RuntimeError(f"the CUDA driver limits no stream: {error}")
+        return found[0]
+
+    card = check(driver.cuDeviceGet(device.index))
+    whole = check(driver.cuDeviceGetDevResource(card, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM))
+    part = check(driver.cuDevSmResourceSplitByCount(1, whole, 0, multiprocessors))
+    flag = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+    context = check(driver.cuGreenCtxCreate(check(driver.cuDevResourceGenerateDesc(part, 1)), card, flag))
+    stream = check(driver.cuGreenCtxStreamCreate(context, driver.CUstream_flags.CU_STREAM_NON_BLOCKING, 0))
+    return torch.cuda.ExternalStream(int(stream), device)  # type: ignore[no-untyped-call]

@@ -121,8 +121,9 @@ class ImageEncoder(Protocol):
     tokens: int
     pixel_bytes: int
 
-    def begin(self, slot: int, pixels: bytes, /) -> None:
-        """Begin to encode uint8 [size, size, 3] into a slot, behind images begun before; return at once."""
+    def begin(self, slot: int, pixels: bytes, beside: bool, /) -> None:
+        """Begin to encode uint8 [size, size, 3] into a slot, behind images begun before; return at once. `beside`: for
+        steps that decode meanwhile it should leave most of the device."""
         ...
 
     def take_ended(self, timeout_s: float = 0.0, /) -> list[tuple[int, str | None]]:

@@ -55,7 +55,7 @@ class ThreadEncoder:
         self._thread = Thread(target=self._run, name="image-encoder", daemon=True)
         self._thread.start()
 
-    def begin(self, slot: int, pixels: bytes) -> None:
+    def begin(self, slot: int, pixels: bytes, beside: bool = False) -> None:
         assert len(pixels) == self.pixel_bytes, f"an image of {len(pixels)} bytes"
         self._under_way += 1
         self._begun.put((slot, pixels))
@@ -93,12 +93,12 @@ class ThreadEncoder:
 
 
 class StreamEncoder:
-    """Implements `FeatureEncoder` on the stream of `device`, which is not the steps' own. Each slot has pinned memory
-    for its pixels, so `begin` never waits for the device."""
+    """Implements `FeatureEncoder` on the stream of `device`, which is not the steps' own; beside steps that decode on
+    the stream added last. Each slot has pinned memory for its pixels, so `begin` never waits for the device."""
 
     def __init__(self, spec: VisionSpec, slots: int, dtype: torch.dtype, encode: Encode, device: CudaDevice) -> None:
         self.slots, self.tokens, self.pixel_bytes = slots, spec.tokens, spec.pixel_bytes
-        self._device, self._begun = device, deque[tuple[int, Mark]]()
+        self._begun = deque[tuple[int, Mark]]()
         shape = _pixel_shape(spec)
         self._staged = device.staging((slots, *shape), torch.uint8)
         self._finite = device.staging((slots,), torch.bool)
@@ -111,22 +111,32 @@ class StreamEncoder:
                 found.copy_(encode(self._pixels))
                 finite.copy_(found.isfinite().all())
 
-            encode_pixels()  # libraries choose their kernels and take workspaces
+        device.synchronize()
+        self._found, self._all_finite, self._kept = found, finite, encode_pixels  # with the weights that graphs read
+        self._ways: list[tuple[CudaDevice, Callable[[], None]]] = []
+        self.add_stream(device)
+
+    def add_stream(self, device: CudaDevice) -> None:
+        """Encode on this stream, too. Raises RuntimeError for one that takes no graph."""
+        with device.visit(), torch.inference_mode():
+            self._kept()  # libraries choose their kernels and take workspaces
             device.synchronize()
-            self._graph, self._found, self._all_finite = device.capture(encode_pixels), found, finite
-            self._kept = encode_pixels  # with the weights that the graph reads
+            self._ways.append((device, device.capture(self._kept)))
             device.synchronize()
 
-    def begin(self, slot: int, pixels: bytes) -> None:
+    def begin(self, slot: int, pixels: bytes, beside: bool = False) -> None:
         assert len(pixels) == self.pixel_bytes, f"an image of {len(pixels)} bytes"
         assert all(slot != begun for begun, _ in self._begun), "a slot whose encoding is under way"
-        with self._device.visit(), torch.inference_mode():
+        device, encode = self._ways[-1 if beside else 0]
+        with device.visit(), torch.inference_mode():
+            if self._begun:
+                device.wait_for(self._begun[-1][1])
             self._staged[slot].view(-1).numpy()[:] = np.frombuffer(pixels, np.uint8)
             self._pixels.copy_(self._staged[slot], non_blocking=True)
-            self._graph()
+            encode()
             self.features[slot].copy_(self._found)
             self._finite[slot].copy_(self._all_finite, non_blocking=True)
-            self._begun.append((slot, self._device.mark()))
+            self._begun.append((slot, device.mark()))
 
     def take_ended(self, timeout_s: float = 0.0) -> list[tuple[int, str | None]]:
         ended: list[tuple[int, str | None]] = []
@@ -143,9 +153,10 @@ class StreamEncoder:
         return ended
 
     def close(self) -> None:
-        self._device.synchronize()
+        for device, _ in self._ways:
+            device.synchronize()
         self._begun.clear()
-        del self._graph, self._kept
+        del self._ways, self._kept
 
 
 def _pixel_shape(spec: VisionSpec) -> tuple[int, int, int]:

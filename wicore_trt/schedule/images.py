@@ -30,14 +30,16 @@ def list_images(content: Iterable[ContentSpan], scope: bytes) -> tuple[PromptIma
 class ImageBook:
     """Books of `slots` slots. Each schedule opens with `begin_schedule`; then sequences ask for their next images. At
     most one image is encoded at a time. Ready ones that nobody asks for stay until their slot is needed, the one asked
-    for last the longest."""
+    for last the longest. `little` tokens of text before an image are computed with it: a step of their own would read
+    all weights for them."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, little: int = 0) -> None:
+        self._little = little
         self._free = list(range(slots))
         self._slots: dict[bytes, int] = {}  # by key, the least recently asked for first
         self._asked: dict[bytes, set[int]] = {}  # who asked since the schedule began, by key
         self._wanted: dict[bytes, PromptImage] = {}  # asked for and in no slot, in order
-        self._stops: dict[int, tuple[int, bytes]] = {}  # where sequences must stop, and for which image
+        self._stops: dict[int, int] = {}  # where sequences must stop for an image
         self._encoding: bytes | None = None
 
     @property
@@ -52,8 +54,9 @@ class ImageBook:
 
     def limit_tokens(self, seq_id: int, images: Sequence[PromptImage], start: int, count: int) -> int:
         """Limit tokens from `start` on to those before the first image that is not ready, which is then wanted, and
-        keep the ready ones before it."""
+        keep the ready ones before it. A little text alone is none."""
         self._stops.pop(seq_id, None)
+        known = start
         for image in images:
             if start <= image.begin < start + count:
                 key = image.key
@@ -63,8 +66,10 @@ class ImageBook:
                 else:
                     self._wanted.setdefault(key, image)
                 if key == self._encoding or key not in self._slots:
-                    self._stops[seq_id] = image.begin, key
-                    return image.begin - start
+                    stop = start if known == start and image.begin - start <= self._little else image.begin
+                    self._stops[seq_id] = stop
+                    return stop - start
+                known = image.end
         return count
 
     def withdraw_sequence(self, seq_id: int) -> None:
@@ -78,11 +83,7 @@ class ImageBook:
 
     def is_stopped(self, seq_id: int, computed: int) -> bool:
         """Say whether a sequence with so many tokens has no other to compute before the encoding under way ends."""
-        return self.busy and seq_id in self._stops and self._stops[seq_id][0] == computed
-
-    def awaits_encoding(self, seq_id: int, computed: int) -> bool:
-        """Say whether a sequence with so many tokens goes on with the image that is being encoded."""
-        return self._stops.get(seq_id) == (computed, self._encoding)
+        return self.busy and self._stops.get(seq_id) == computed
 
     def find_slots(self, images: Sequence[PromptImage], start: int, count: int) -> tuple[tuple[int, int, int], ...]:
         """Return `SequenceSlice.images` of tokens [start, start + count), whose images are ready."""

@@ -114,6 +114,7 @@ class NativeOps:
         self._steps: list[native_args.Args] = []
         self._inputs: StepInputs
         self._features: torch.Tensor | None = None
+        self._counting = torch.arange(0)
         self._probe: AttentionProbe | None = None
 
     def begin(
@@ -153,8 +154,10 @@ class NativeOps:
             return out
         for first, count, slot in self._inputs.images:
             assert self._features is not None
+            if len(self._counting) != count:
+                self._counting = torch.arange(count)
             rows = self._features[slot, :count].to(torch.float32).contiguous()
-            self._steps.append(native_args.make_gather(rows, torch.arange(count), out[first : first + count]))
+            self._steps.append(native_args.make_gather(rows, self._counting, out[first : first + count]))
         return out
 
     def norm(self, residual: torch.Tensor, weight: str) -> torch.Tensor:

@@ -7,6 +7,7 @@ weights to float32 once, so that products of 16-bit values are exact.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -42,6 +43,10 @@ ATTENTION = [
     SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
 ]  # fmt: skip
 """Ways of attention, the fastest first; each refuses what it cannot do, such as float32."""
+BESIDE = 4
+"""While sequences decode, an encoding has one multiprocessor in so many. Decode waits for memory, which the others
+read nearly as fast; on all of them its kernels would wait for blocks of the encoder."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,4 +185,10 @@ def open_encoder(weights: VisionWeights, dtype: str, slots: int, device: torch.d
     with side.visit():
         model = TorchVision(weights, dtype, side.torch_device)
         side.synchronize()
-    return StreamEncoder(weights.spec, slots, model.dtype, model.encode, side)
+    encoder = StreamEncoder(weights.spec, slots, model.dtype, model.encode, side)
+    try:
+        processors = torch.cuda.get_device_properties(side.torch_device).multi_processor_count
+        encoder.add_stream(CudaDevice(str(device), multiprocessors=max(1, processors // BESIDE // 8) * 8))
+    except (AttributeError, ImportError, RuntimeError) as error:
+        log.warning("images are encoded on the whole GPU, also while sequences decode: %s", error)
+    return encoder
