@@ -18,9 +18,9 @@ PROGRAMS = 264
 """Programs that fill a large GPU: two for each of 132 SMs."""
 
 Key = tuple[str, int, int, str, bool, int]
-"""(target, n, k, kind, geglu, bucket); kind is "w16", "w8" or "w8x8"."""
-# (n, k, kind, geglu): (bucket, block_n, block_k, columns, splits, num_warps, num_stages, unroll). Bucket 1 is "vector",
-# the others "matrix". 27B on an H100, 2026-11-21.
+"""(target, n, k, kind, geglu, bucket); kind is "w16", "w8", "w8x8" or "w4"."""
+# (n, k, kind, geglu): (bucket, block_n, block_k, columns, splits, num_warps, num_stages, unroll). "w4" is "tiles", of
+# the rest bucket 1 "vector", the others "matrix". 27B on an H100, 2026-11-21.
 _SM90: dict[tuple[int, int, str, bool], tuple[tuple[int, ...], ...]] = {
     (5376, 21504, "w16", False): (
         (1, 4, 1024, 1, 1, 4, 1, 1), (8, 32, 128, 8, 2, 4, 4, 1), (16, 32, 128, 16, 2, 4, 4, 1),
@@ -83,7 +83,8 @@ def _read_measured(
     found: dict[Key, LinearConfig] = {}
     for key, rows in table.items():
         for bucket, block_n, block_k, columns, splits, warps, stages, unroll in rows:
-            kind: Literal["vector", "matrix"] = "vector" if bucket == 1 else "matrix"
+            kind: Literal["vector", "matrix", "tiles"] = "vector" if bucket == 1 else "matrix"
+            kind = "tiles" if key[2] == "w4" else kind
             sizes = (block_n, block_k, columns, splits, warps, stages, unroll)
             found[target, *key, bucket] = LinearConfig(kind, *sizes)
     return found
@@ -98,7 +99,8 @@ def find_bucket(tokens: int) -> int:
 
 
 def config_key(target: str, shape: LinearShape, tokens: int) -> Key:
-    kind = f"w{8 * ITEM_BYTES[shape.weights.storage]}{'x8' if shape.fp8_input else ''}"
+    bits = 4 if shape.four_bit else 8 * ITEM_BYTES[shape.weights.storage]
+    kind = f"w{bits}{'x8' if shape.fp8_input else ''}"
     return (target, shape.n, shape.k, kind, shape.geglu, find_bucket(tokens))
 
 
@@ -111,6 +113,8 @@ def choose_by_rule(shape: LinearShape, bucket: int) -> LinearConfig:
     needs no matrix unit. E4M3 weights are widened in registers. From 64 weight rows and 4 warps on, sm90 would use
     warp-group products, whose operand Triton 3.6 fetches from shared memory 2 bytes at a time; so few rows use blocks
     of 32. From 64 rows on, activations are the larger traffic, and larger blocks read them less often."""
+    if shape.four_bit:
+        return _choose_tiles(shape, bucket)
     if bucket == 1 and not shape.fp8_input:
         block_k = 1024 if shape.k >= 4096 else 512
         return LinearConfig("vector", 2 if shape.geglu else 4, block_k, unroll=2)
@@ -127,3 +131,18 @@ def choose_by_rule(shape: LinearShape, bucket: int) -> LinearConfig:
                 splits = candidate
     stages = 3 if wide else 4
     return LinearConfig("matrix", block_n, block_k, columns, splits, 8 if wide else 4, stages, evict_first=not wide)
+
+
+def _choose_tiles(shape: LinearShape, bucket: int) -> LinearConfig:
+    """Choose for 4-bit weights: a warp has two loads of 512 bytes on their way for few rows of x, where programs of one
+    tile of rows suffice; many rows of x are loaded once for two tiles. Sums are split until every SM has 16 warps."""
+    columns = min(max(8, bucket), 64)
+    tiles = 2 if columns in (16, 32) and not shape.geglu else 1
+    warps = 8 if shape.k >= 4096 and not shape.geglu else 4
+    splits, parts = 1, div_ceil(shape.k, 32 * warps)
+    while not shape.geglu and splits < 4 and shape.n // (32 * tiles) * splits * warps < 16 * PROGRAMS // 2:
+        if parts // (2 * splits) < 4 or div_ceil(parts, 2 * splits) * (2 * splits - 1) >= parts:
+            break
+        splits *= 2
+    unroll = 1 if columns == 64 else 2 if shape.geglu or columns >= 16 else 4
+    return LinearConfig("tiles", 32 * tiles, 32 * warps, columns, splits, warps, 1, unroll, evict_first=bucket < 128)

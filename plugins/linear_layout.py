@@ -16,6 +16,7 @@ from wicore_trt.weight_format import WeightFormat
 
 VECTOR: Final = "vector"
 MATRIX: Final = "matrix"
+TILES: Final = "tiles"
 MAX_SPLITS = 16
 FLOAT16_EXPONENT = 15  # results up to 2**15 fit float16 (65504) with a factor of two to spare
 
@@ -25,7 +26,8 @@ class LinearShape:
     """Sizes and types of a linear layer: `n` columns of its output, `k` of its input. `dtype` ("bfloat16", "float16")
     is that of the input, or what quantized `weights` are widened to, and else the weights' own. `fp8_input`: the input
     is E4M3 too, with a float32 scale per row. `out` is "float32" or a 16-bit type. `geglu`: the weights are [2 n, k],
-    rows [gate; up]. `largest`: also output each row's largest magnitude; not by "vector"."""
+    rows [gate; up]. `largest`: also output each row's largest magnitude; not by "vector". `minimums`: weights of 4
+    bits are as GGUF's Q4_1."""
 
     n: int
     k: int
@@ -35,11 +37,16 @@ class LinearShape:
     fp8_input: bool = False
     geglu: bool = False
     largest: bool = False
+    minimums: bool = False
 
     def __post_init__(self) -> None:
         assert self.dtype in ("bfloat16", "float16") and (self.weights.quantized or self.weights.storage == self.dtype)
-        assert self.out in ("float32", "bfloat16", "float16") and (self.weights.quantized or not self.fp8_input)
+        assert self.out in ("float32", "bfloat16", "float16") and (self.weights.storage == "fp8" or not self.fp8_input)
         assert self.n > 0 and self.k > 0 and self.k % 16 == 0, "rows of weights begin at multiples of 16 bytes"
+
+    @property
+    def four_bit(self) -> bool:
+        return self.weights.storage == "q4_0"
 
     @property
     def weight_rows(self) -> int:
@@ -55,9 +62,10 @@ class LinearConfig:
     """Block sizes of a launch; powers of two. "vector" takes one row of x without matrix units; `unroll` and
     `num_stages` say how its loads overlap. "matrix" takes `columns` rows of x per program and splits k into `splits`
     parts, summed in order by the part that ends last. `block_n` counts outputs: with geglu a program reads twice as
-    many rows of weights. `evict_first` suits weights that one launch reads once, that is, few rows."""
+    many rows of weights. `evict_first` suits weights that one launch reads once, that is, few rows. "tiles" is "matrix"
+    for weights of 4 bits (`kernels.linear_q4`): block_k / 32 warps share the rows of a program."""
 
-    kind: Literal["vector", "matrix"]
+    kind: Literal["vector", "matrix", "tiles"]
     block_n: int
     block_k: int
     columns: int = 1
@@ -75,10 +83,22 @@ class LinearConfig:
             assert self.columns == 1 and self.splits == 1
         else:
             assert self.columns >= 8 and self.block_n >= 16 and self.block_k >= 32
+        if self.kind == TILES:
+            assert self.num_warps % self.warps_k == 0 and self.block_n % (32 * self.warps_n) == 0
+
+    @property
+    def warps_k(self) -> int:
+        """Warps of "tiles" that share rows of weights."""
+        return self.block_k // 32
+
+    @property
+    def warps_n(self) -> int:
+        return self.num_warps // self.warps_k
 
     def short_name(self) -> str:
         text = f"{self.kind[0]}{self.block_n}x{self.block_k}"
-        text += f"c{self.columns}s{self.splits}" if self.kind == MATRIX else f"u{self.unroll}"
+        text += "" if self.kind == VECTOR else f"c{self.columns}s{self.splits}"
+        text += "" if self.kind == MATRIX else f"u{self.unroll}"
         return text + f"w{self.num_warps}p{self.num_stages}" + ("" if self.evict_first else "n")
 
     def count_tiles(self, shape: LinearShape, tokens: int) -> int:
@@ -89,6 +109,7 @@ class LinearConfig:
 
 
 def check_config(shape: LinearShape, config: LinearConfig) -> None:
+    assert (config.kind == TILES) == shape.four_bit
     if config.kind == VECTOR:
         assert not shape.fp8_input, "one row is read faster in 16 bits than it is quantised"
         assert not shape.largest, "one row is not quantised"
@@ -101,7 +122,8 @@ def check_config(shape: LinearShape, config: LinearConfig) -> None:
 class LinearArrays(NamedTuple):
     """Arrays that a launch reads and writes (shapes: `kernels.linear`); 0 for those that the shape lacks. `partials`
     (bytes: `partials_bytes`) and `counters` (int32, `tiles`, zeros) are scratch of the launches of one stream; the
-    counters are zeros again after each. `largest` (int32 [tokens]) is zeros before a launch."""
+    counters are zeros again after each. `largest` (int32 [tokens]) is zeros before a launch. 4-bit weights, their
+    scales and minimums (float16) are in the order of `kernels.linear_q4`."""
 
     x: Any
     w: Any
@@ -111,6 +133,7 @@ class LinearArrays(NamedTuple):
     partials: Any = 0
     counters: Any = 0
     largest: Any = 0
+    w_minimum: Any = 0
 
 
 def partials_bytes(shape: LinearShape, config: LinearConfig, tokens: int) -> int:
@@ -128,8 +151,9 @@ def linear_launch(
     if config.kind == VECTOR:
         assert tokens in (0, 1), "the vector kernel takes one row"
         return Launch((config.count_blocks(shape) * tokens, 1, 1), arguments)
-    more = {"x_scale": arrays.x_scale, "partials": arrays.partials, "counters": arrays.counters}
-    more |= {"largest": arrays.largest, "tokens": tokens}
+    more = {"partials": arrays.partials, "counters": arrays.counters, "tokens": tokens}
+    own = ("w_minimum",) if shape.four_bit else ("x_scale", "largest")
+    more |= {name: getattr(arrays, name) for name in own}
     return Launch((config.count_tiles(shape, tokens), config.splits, 1), {**arguments, **more})
 
 
@@ -138,6 +162,13 @@ def quantize_launch(constants: Mapping[str, Any], x: Any, out: Any, x_scale: Any
     it."""
     parts = div_ceil(constants["K"], constants["BLOCK"])
     return Launch((tokens, parts, 1), {"x": x, "out": out, "x_scale": x_scale, "largest": largest})
+
+
+def dequantize_launch(constants: Mapping[str, Any], w: Any, out: Any, w_scale: Any, w_minimum: Any = 0) -> Launch:
+    """Launch `kernels.linear_q4.dequantize_q4` into out [N, K]."""
+    tiles = constants["N"] * constants["K"] // 1024
+    arguments = {"w": w, "out": out, "w_scale": w_scale, "w_minimum": w_minimum}
+    return Launch((div_ceil(tiles, constants["W"]), 1, 1), arguments)
 
 
 def geglu_exponent(hidden: int, largest: float) -> int:

@@ -60,7 +60,7 @@ def _load_weights(w, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr, EVICT_FIRS
 
 
 @triton.jit
-def _gelu_tanh(g):
+def gelu_tanh(g):
     """gelu(g) with tanh: 0.5 (1 + tanh z) = 1 / (1 + exp(-2 z)), which cancels nothing."""
     z = 0.7978845608028654 * (g + 0.044715 * g * g * g)
     return g / (1.0 + tl.exp(-2.0 * z))
@@ -117,13 +117,13 @@ def linear_vector(
             acc_up = tl.fma(weights_up, value, acc_up)
     y = _scaled_rows(tl.sum(acc, axis=1), w_scale, inside, W8)
     if GEGLU:
-        y = _gelu_tanh(y) * _scaled_rows(tl.sum(acc_up, axis=1), w_scale, inside + N, W8)
+        y = gelu_tanh(y) * _scaled_rows(tl.sum(acc_up, axis=1), w_scale, inside + N, W8)
     y = y * alpha
     tl.store(out + rows, y.to(out.dtype.element_ty), mask=rows < N)
 
 
 @triton.jit
-def _sum_splits(acc, partials, counters, tile, tiles, live, SPLITS: tl.constexpr):
+def sum_splits(acc, partials, counters, tile, tiles, live, SPLITS: tl.constexpr):
     """Leave `acc` [BLOCK_N, COLUMNS] for the program of this tile that comes last; it gets the sum in order of the
     splits, and `True`. The counter is 0 before and after a launch.
 
@@ -203,7 +203,7 @@ def linear_matrix(
             weights_up = _operand(_load_weights(w, inside + N, k, K, BLOCK_K, EVICT_FIRST), value)
             acc_up = tl.dot(weights_up, value, acc_up, max_num_imprecise_acc=EXACT_EVERY)
     if SPLITS > 1:
-        acc, last = _sum_splits(acc, partials, counters, tl.program_id(0), tl.num_programs(0), live, SPLITS)
+        acc, last = sum_splits(acc, partials, counters, tl.program_id(0), tl.num_programs(0), live, SPLITS)
         if not last:
             return
     if X8:
@@ -211,7 +211,7 @@ def linear_matrix(
         acc, acc_up = acc * unit, acc_up * unit
     y = _scaled_rows(acc, w_scale, inside, W8)
     if GEGLU:
-        y = _gelu_tanh(y) * _scaled_rows(acc_up, w_scale, inside + N, W8)
+        y = gelu_tanh(y) * _scaled_rows(acc_up, w_scale, inside + N, W8)
     y = y * alpha
     at = out + m.to(tl.int64)[None, :] * N + rows[:, None]
     stored = y.to(out.dtype.element_ty)

@@ -11,14 +11,17 @@ from typing import Any
 from wicore_trt.errors import ConfigError
 from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.kernels.linear import linear_matrix, linear_vector
+from wicore_trt.plugins.kernels.linear_q4 import dequantize_q4, linear_q4
 from wicore_trt.plugins.kernels.linear_quantize import quantize_parts, quantize_rows
 from wicore_trt.plugins.layout import FLOAT_TYPES
-from wicore_trt.plugins.linear_layout import VECTOR, LinearConfig, LinearShape, check_config
+from wicore_trt.plugins.linear_layout import TILES, VECTOR, LinearConfig, LinearShape, check_config
 
 EXACT_EVERY = 128
 """Products of E4M3 that sm90 may sum in its matrix unit before a float32 addition; cuBLAS's choice as well."""
 QUANTIZED_PART = 2048
 """Columns of a program of `quantize_parts`."""
+DEQUANTIZED_TILES = 4
+"""Tiles, and warps, of a program of `dequantize_q4`."""
 POINTERS = {"w_scale": "*fp32", "x_scale": "*fp32", "partials": "*fp32", "counters": "*i32", "largest": "*i32"}
 
 
@@ -26,6 +29,8 @@ def linear_spec(shape: LinearShape, config: LinearConfig, target: str) -> Kernel
     """Specify the kernel of `shape` by `config` for `target` ("sm80", ...). Raises ConfigError for E4M3 inputs on a
     target whose matrix units do not take them."""
     check_config(shape, config)
+    if config.kind == TILES:
+        return _tiles_spec(shape, config)
     native = int(target.removeprefix("sm")) >= 89
     if shape.fp8_input and not native:
         raise ConfigError(f"{target} has no FP8 matrix products.", fix="Keep the activations in 16 bits.")
@@ -58,6 +63,32 @@ def linear_spec(shape: LinearShape, config: LinearConfig, target: str) -> Kernel
     )
 
 
+def _tiles_spec(shape: LinearShape, config: LinearConfig) -> KernelSpec:
+    x = "*" + FLOAT_TYPES[shape.dtype]
+    signature = {
+        "x": x, "w": "*u8", "out": "*" + FLOAT_TYPES[shape.out], "w_scale": "*fp16", "w_minimum": "*fp16",
+        "alpha": "fp32", "partials": "*fp32", "counters": "*i32", "tokens": "i32",
+    }  # fmt: skip
+    constants: dict[str, Any] = {
+        "N": shape.n, "K": shape.k, "T": config.block_n // (32 * config.warps_n), "WN": config.warps_n,
+        "WK": config.warps_k, "COLUMNS": config.columns, "SPLITS": config.splits, "STAGES": config.num_stages,
+        "UNROLL": config.unroll, "EVICT_FIRST": config.evict_first, "MINIMUMS": shape.minimums, "GEGLU": shape.geglu,
+    }  # fmt: skip
+    aligned = frozenset({"x", "w", "out", "w_scale", "w_minimum", "partials"})
+    return KernelSpec(
+        _name(shape, config, native=True), linear_q4, signature, constants, aligned, config.num_warps, config.num_stages
+    )
+
+
+def dequantize_spec(shape: LinearShape) -> KernelSpec:
+    """Specify `dequantize_q4` of the weights of `shape` into its dtype, DEQUANTIZED_TILES to a program."""
+    to = FLOAT_TYPES[shape.dtype]
+    signature = {"w": "*u8", "out": "*" + to, "w_scale": "*fp16", "w_minimum": "*fp16"}
+    name = f"dequantize_q4_{to}_{shape.weight_rows}x{shape.k}{'_minimums' if shape.minimums else ''}"
+    constants = {"N": shape.weight_rows, "K": shape.k, "W": DEQUANTIZED_TILES, "MINIMUMS": shape.minimums}
+    return KernelSpec(name, dequantize_q4, signature, constants, frozenset(signature), DEQUANTIZED_TILES, 1)
+
+
 def quantize_rows_spec(k: int, dtype: str, *, native: bool) -> KernelSpec:
     """Specify `quantize_rows` of `k` values of `dtype`; `native`: for targets that `e4m3.has_conversions`."""
     block = 1 << (k - 1).bit_length()
@@ -77,7 +108,9 @@ def _quantize_spec(function: Any, k: int, dtype: str, block: int, warps: int, na
 
 
 def _name(shape: LinearShape, config: LinearConfig, native: bool) -> str:
-    kind = FLOAT_TYPES[shape.dtype] + ("_x8" if shape.fp8_input else "") + ("_w8" if shape.weights.quantized else "")
+    fp8 = shape.weights.storage == "fp8"
+    kind = FLOAT_TYPES[shape.dtype] + ("_x8" if shape.fp8_input else "") + ("_w8" if fp8 else "")
+    kind += ("_q4" if shape.four_bit else "") + ("_minimums" if shape.minimums else "")
     kind += ("_geglu" if shape.geglu else "") + ("_largest" if shape.largest else "")
-    bits = "" if native or not shape.weights.quantized else "_bits"
+    bits = "" if native or not fp8 else "_bits"
     return f"linear_{kind}_{FLOAT_TYPES[shape.out]}{bits}_{shape.n}x{shape.k}_{config.short_name()}"

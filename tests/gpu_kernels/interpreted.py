@@ -177,6 +177,21 @@ def _float8() -> dict[str, Any]:
         exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
         return TensorHandle(exact.astype(np.float32), z.dtype.scalar)
 
+    class Nibbles:
+        """Does as `linear_q4` tells the GPU: halves of 4 bytes to values of -8 to 7, bytes 1 and 2 exchanged."""
+
+        def __init__(self, text: str, values: list[Any]) -> None:
+            assert text.count("0x000f000f") == 4 and "shr.u32 second, $4, 8;" in text, text
+            self._type = tl.bfloat16 if "bf16x2" in text else tl.float16
+            data = values[0].data
+            self._bytes = data.reshape(*data.shape[:-1], -1, 4)[..., [0, 2, 1, 3]].reshape(data.shape)
+
+        def get_result(self, index: int) -> Any:
+            found = torch.from_numpy((self._bytes >> 4 * index & 15).astype(np.float32) - 8)
+            if self._type == tl.float16:
+                return TensorHandle(found.to(torch.float16).numpy(), tl.float16)
+            return TensorHandle(found.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
+
     class Pairs:
         """What `e4m3.halves` tells the GPU to do."""
 
@@ -188,7 +203,10 @@ def _float8() -> dict[str, Any]:
             chosen = torch.from_numpy(((self._bytes >> (8 * index)) & 0xFF).astype(np.uint8))
             return TensorHandle(chosen.view(torch.float8_e4m3fn).to(torch.float16).numpy(), tl.float16)
 
-    return {"create_fp_to_fp": right_convert, "create_fma": right_fma, "create_inline_asm": Pairs}
+    def assemble(text: str, constraints: str, values: list[Any], *rest: Any) -> Any:
+        return Nibbles(text, values) if "0x000f000f" in text else Pairs(text, constraints, values, *rest)
+
+    return {"create_fp_to_fp": right_convert, "create_fma": right_fma, "create_inline_asm": assemble}
 
 
 def _within(tensors: list[torch.Tensor]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from wicore_trt.backends.triton.tiles import pack_scales, pack_tiles
 from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.layout import Launch
 from wicore_trt.plugins.linear_layout import LinearArrays, LinearConfig, LinearShape, linear_launch, partials_bytes
@@ -36,6 +37,7 @@ class LinearInputs:
     w: Any
     x_scale: Any
     w_scale: Any
+    w_minimum: Any = None
 
     def with_x(self, x: Any) -> LinearInputs:
         return replace(self, x=x)
@@ -51,6 +53,8 @@ def draw(shape: LinearShape, tokens: int, device: str = "cpu") -> LinearInputs:
     """Normal x, normal weights / sqrt(k); E4M3 ones with scales that differ by row."""
     import torch
 
+    if shape.four_bit:
+        return draw_blocks(shape, tokens, device)
     x = torch.randn(tokens + GUARD_ROWS, shape.k, device=device)
     x[tokens:] = math.nan
     x_type = torch_type("fp8" if shape.fp8_input else shape.dtype)
@@ -64,17 +68,45 @@ def draw(shape: LinearShape, tokens: int, device: str = "cpu") -> LinearInputs:
     return LinearInputs(shape, tokens, x.to(x_type), w.to(torch_type(shape.weights.storage)), x_scale, w_scale)
 
 
+def draw_blocks(shape: LinearShape, tokens: int, device: str = "cpu") -> LinearInputs:
+    """Normal x and any bytes as weights of 4 bits, in GGUF's order; scales differ by block and sign."""
+    import torch
+
+    x = torch.randn(tokens + GUARD_ROWS, shape.k, device=device).to(torch_type(shape.dtype))
+    x[tokens:] = math.nan
+    w = torch.randint(0, 256, (shape.weight_rows, shape.k // 2), dtype=torch.uint8, device=device)
+    d, m = torch.randn(2, shape.weight_rows, shape.k // 32, device=device) / math.sqrt(shape.k)
+    return LinearInputs(shape, tokens, x, w, None, d.half(), (4 * m).half() if shape.minimums else None)
+
+
+def pack_case(case: LinearInputs) -> tuple[Any, Any, Any]:
+    """(Weights, scales, minimums) of 4 bits in the kernels' order."""
+    w, d, m = (None if t is None else t.clone() for t in (case.w, case.w_scale, case.w_minimum))
+    pack_tiles(w)
+    for scales in (d, m):
+        if scales is not None:
+            pack_scales(scales)
+    return w, d, m
+
+
 def reference(case: LinearInputs, alpha: float = 1.0) -> tuple[Any, Any]:
     """(y, allowed error), float64 [tokens, n], on the case's device. What the operands are is taken as exact."""
     import torch
 
     shape = case.shape
     x, w = case.x[: case.tokens].double(), case.w.double()
+    size = None
+    if shape.four_bit:
+        blocks = case.w.view(len(w), -1, 16)
+        q = torch.cat([blocks & 15, blocks >> 4], 2).double()
+        d = case.w_scale.double()[:, :, None]
+        m = -8 * d if case.w_minimum is None else case.w_minimum.double()[:, :, None]
+        w, size = (d * q + m).flatten(1), ((d * (q - 8)).abs() + (8 * d + m).abs()).flatten(1)
     if case.x_scale is not None:
         x = x * case.x_scale.double()[:, None]
-    if case.w_scale is not None:
+    if case.w_scale is not None and not shape.four_bit:
         w = w * case.w_scale.double()[:, None]
-    y, size = x @ w.T, x.abs() @ w.abs().T
+    y, size = x @ w.T, x.abs() @ (w.abs() if size is None else size).T
     error = size * (FP8_SUM_ERROR if shape.fp8_input and x.is_cuda else SUM_ERROR)
     if shape.geglu:
         (gate, up), (d_gate, d_up) = y.chunk(2, dim=1), error.chunk(2, dim=1)
@@ -101,15 +133,19 @@ def run_case(
     counters = torch.zeros(config.count_tiles(shape, case.tokens), dtype=torch.int32, device=device)
     largest = torch.empty(case.tokens, dtype=torch.int32, device=device)
     w = case.w.view(torch.uint8) if spec.signature["w"] == "*u8" else case.w
+    w_scale, w_minimum = case.w_scale, case.w_minimum
+    if shape.four_bit:
+        w, w_scale, w_minimum = pack_case(case)
     arrays = LinearArrays(
         case.x,
         w,
         out,
-        0 if case.w_scale is None else case.w_scale,
+        0 if w_scale is None else w_scale,
         0 if case.x_scale is None else case.x_scale,
         partials if scratch else 0,
         counters if scratch else 0,
         largest if shape.largest else 0,
+        0 if w_minimum is None else w_minimum,
     )
     for _ in range(launches):
         out.fill_(math.nan)

@@ -1,0 +1,105 @@
+"""Linear kernels of 4-bit weights in Triton's interpreter, bit by bit where a result is exact, and compiled."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton", reason="pip install -e .[triton]")
+
+import interpreted  # noqa: E402
+from gpu_kernels.ptx import recorded_ptx  # noqa: E402
+from gpu_kernels.targets import targets  # noqa: E402
+
+from benchmarks.gpu.kernels.linear_cases import check_case, draw, pack_case, run_case  # noqa: E402
+from wicore_trt.backends.triton.tiles import (  # noqa: E402
+    dequantize_blocks,
+    pack_scales,
+    pack_tiles,
+    unpack_scales,
+    unpack_tiles,
+)
+from wicore_trt.plugins import aot  # noqa: E402
+from wicore_trt.plugins.kernels.linear_specs import dequantize_spec, linear_spec  # noqa: E402
+from wicore_trt.plugins.linear_layout import LinearConfig, LinearShape, dequantize_launch  # noqa: E402
+from wicore_trt.weight_format import Q4_0  # noqa: E402
+
+SHAPE = LinearShape(96, 224, "bfloat16", Q4_0, "float32")
+SMALL, SPLIT = LinearConfig("tiles", 32, 128, 8, 1, 4), LinearConfig("tiles", 64, 64, 16, 2, 4, 1, 2)
+CASES = [  # 7 blocks of columns and 3 tiles of rows: the last step, split and program are partial
+    (SHAPE, SMALL, 1),
+    (SHAPE, SPLIT, 19),
+    (replace(SHAPE, dtype="float16", out="float16", minimums=True), SPLIT, 11),
+    (replace(SHAPE, n=64, k=256, out="bfloat16", geglu=True), LinearConfig("tiles", 64, 64, 32, 1, 4), 5),
+]
+
+
+@pytest.mark.parametrize(("shape", "config", "tokens"), CASES)
+def test_linear(shape: LinearShape, config: LinearConfig, tokens: int) -> None:
+    check_case(draw(shape, tokens), config, linear_spec(shape, config, "sm90"), interpreted.launch)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_no_weight_is_rounded(dtype: str) -> None:
+    """Rows that are 1 in one column each give the weights themselves: float32(d) * (q - 8), every bit of it."""
+    shape = replace(SHAPE, k=64, dtype=dtype)
+    case = draw(shape, 64)
+    case.x[:64] = torch.eye(64)
+    config = LinearConfig("tiles", 64, 32, 64, 1, 2)
+    out = run_case(case, config, linear_spec(shape, config, "sm90"), interpreted.launch)[:64]
+    q = torch.empty(96, 2, 32)
+    for j in range(16):  # GGUF: the low half of byte j is weight j of its block of 32, the high half weight j + 16
+        q[:, :, j], q[:, :, j + 16] = (case.w.view(96, 2, 16)[:, :, j] & 15), (case.w.view(96, 2, 16)[:, :, j] >> 4)
+    want = ((q - 8) * case.w_scale.float()[:, :, None]).view(96, 64)
+    assert torch.equal(out.T, want) and torch.equal(dequantize_blocks(case.w, case.w_scale, None), want)
+
+
+@pytest.mark.parametrize("minimums", [False, True])
+def test_dequantize_rounds_once(minimums: bool) -> None:
+    shape = replace(SHAPE, minimums=minimums)
+    case = draw(shape, 0)
+    spec, out = dequantize_spec(shape), torch.full((97, 224), math.nan, dtype=torch.bfloat16)
+    w, d, m = pack_case(case)
+    interpreted.launch(spec, dequantize_launch(spec.constants, w, out, d, 0 if m is None else m))
+    want = dequantize_blocks(case.w, case.w_scale, case.w_minimum)
+    assert bool(out[96].isnan().all())
+    if minimums:  # d (q - 8) + (8 d + m) for d q + m
+        assert torch.allclose(out[:96].float(), want, rtol=2.0**-8, atol=2.0**-22)
+    else:
+        assert torch.equal(out[:96], want.bfloat16())
+
+
+def test_order_of_tiles_is_reversible() -> None:
+    w, d = torch.randint(0, 256, (4128, 48), dtype=torch.uint8), torch.randn(4128, 3).half()
+    packed, scales = w.clone(), d.clone()
+    pack_tiles(packed)
+    pack_scales(scales)
+    assert torch.equal(unpack_tiles(packed), w) and torch.equal(unpack_scales(scales), d)
+    assert not torch.equal(packed, w) and not torch.equal(scales, d)
+
+
+@pytest.mark.parametrize("config", [SMALL, SPLIT])
+def test_a_row_does_not_depend_on_the_others(config: LinearConfig) -> None:
+    many, spec = draw(SHAPE, 21), linear_spec(SHAPE, config, "sm90")
+    together = run_case(many, config, spec, interpreted.launch)
+    for row in (0, 20):
+        x = torch.full_like(many.x[:3], math.nan)
+        x[0] = many.x[row]
+        alone = run_case(replace(many, tokens=1).with_x(x), config, spec, interpreted.launch)
+        assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("target", targets("sm90"))
+def test_operands_cross_no_lanes(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More blocks of columns in the loop's body take no more barriers: no layout is converted in shared memory."""
+    texts, shape = recorded_ptx(monkeypatch), LinearShape(5376, 4096, "bfloat16", Q4_0, "float32")
+    monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")
+    for unroll in (1, 2):
+        config = LinearConfig("tiles", 32, 64, 8, 1, 2, 1, unroll)
+        aot.compile_kernel(linear_spec(shape, config, target), target)
+    one, two = (text.count("bar.sync") for text in texts)
+    assert one == two and texts[1].count("mma.sync") == 2 * texts[0].count("mma.sync") > 0
+    aot.compile_kernel(dequantize_spec(replace(shape, minimums=True)), target)

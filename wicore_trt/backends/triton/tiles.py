@@ -1,0 +1,58 @@
+"""4-bit weights in the order in which a GPU's lanes load them, and back: GGUF's bytes, each nibble and scale kept.
+
+Knows tensors and the order of `kernels.linear_q4`; neither files nor layers. Invariant: both directions are inverse to
+each other, bit by bit, and take as many bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from wicore_trt.errors import ConfigError
+
+ROWS, GROUP = 32, 32
+"""Rows and columns of a tile."""
+
+
+def pack_tiles(packed: torch.Tensor) -> None:
+    """Reorder uint8 [N, K / 2], 16 bytes per block of 32 columns as in GGUF, in place."""
+    for part in packed.split(4096):
+        q = torch.cat([half.view(len(part), -1, 16) for half in (part & 15, part >> 4)], dim=2)
+        q = q.view(-1, 4, 8, q.shape[1], 4, 2, 2, 2)  # row = 8 r + g; column = 8 t + 4 half + 2 a + b
+        low, high = q.permute(0, 3, 2, 4, 1, 7, 6, 5).unbind(-1)  # [tiles, blocks, g, t, r, b, a]
+        part.copy_((low | high << 4).reshape(part.shape))
+
+
+def unpack_tiles(packed: torch.Tensor) -> torch.Tensor:
+    """Return what `pack_tiles` made `packed` of."""
+    tiles = packed.view(len(packed) // ROWS, -1, 8, 4, 4, 2, 2)
+    q = torch.stack([tiles & 15, tiles >> 4], dim=-1).permute(0, 4, 2, 1, 3, 7, 6, 5).reshape(len(packed), -1, 2, 16)
+    return (q[:, :, 0] | q[:, :, 1] << 4).reshape(packed.shape)
+
+
+def pack_scales(scales: torch.Tensor) -> None:
+    """Reorder float16 [N, K / 32] in place as [tile rows, blocks, 8, 4]."""
+    scales.copy_(scales.view(-1, 4, 8, scales.shape[1]).permute(0, 3, 2, 1).reshape(scales.shape))
+
+
+def unpack_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Return what `pack_scales` made `scales` of."""
+    return scales.view(len(scales) // ROWS, -1, 8, 4).permute(0, 3, 2, 1).reshape(scales.shape)
+
+
+def dequantize_blocks(packed: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor | None) -> torch.Tensor:
+    """Return float32 [N, K] of GGUF's bytes uint8 [N, K / 2], float16 scales and minimums [N, K / 32]."""
+    blocks = packed.view(len(packed), -1, 16)
+    q = torch.cat([blocks & 15, blocks >> 4], dim=2).float()
+    d = scales.float()[:, :, None]
+    values = (q - 8) * d if minimums is None else torch.addcmul(minimums.float()[:, :, None], q, d)
+    return values.view(len(packed), -1)
+
+
+def check_tiles(name: str, rows: int, columns: int) -> None:
+    """Raise ConfigError for sizes that are no whole tiles."""
+    if rows % ROWS or columns % GROUP:
+        raise ConfigError(
+            f"{name} has {rows} x {columns} weights; 4-bit kernels take multiples of {ROWS} x {GROUP}.",
+            fix="Build the engine with --dtype bfloat16 or fp8, or for fewer ranks.",
+        )
