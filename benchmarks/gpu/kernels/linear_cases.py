@@ -81,11 +81,12 @@ def draw_blocks(shape: LinearShape, tokens: int, device: str = "cpu") -> LinearI
 
 def pack_case(case: LinearInputs) -> tuple[Any, Any, Any]:
     """(Weights, scales, minimums) of 4 bits in the kernels' order."""
-    w, d, m = (None if t is None else t.clone() for t in (case.w, case.w_scale, case.w_minimum))
+    w, d, m = case.w.clone(), case.w_scale.clone(), case.w_minimum
     pack_tiles(w)
-    for scales in (d, m):
-        if scales is not None:
-            pack_scales(scales)
+    pack_scales(d)
+    if m is not None:
+        m = m.clone()
+        pack_scales(m)
     return w, d, m
 
 

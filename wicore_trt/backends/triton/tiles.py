@@ -16,7 +16,7 @@ ROWS, GROUP = 32, 32
 
 def pack_tiles(packed: torch.Tensor) -> None:
     """Reorder uint8 [N, K / 2], 16 bytes per block of 32 columns as in GGUF, in place."""
-    for part in packed.split(4096):
+    for part in torch.split(packed, 4096):
         q = torch.cat([half.view(len(part), -1, 16) for half in (part & 15, part >> 4)], dim=2)
         q = q.view(-1, 4, 8, q.shape[1], 4, 2, 2, 2)  # row = 8 r + g; column = 8 t + 4 half + 2 a + b
         low, high = q.permute(0, 3, 2, 4, 1, 7, 6, 5).unbind(-1)  # [tiles, blocks, g, t, r, b, a]
