@@ -26,8 +26,7 @@ class LinearShape:
     """Sizes and types of a linear layer: `n` columns of its output, `k` of its input. `dtype` ("bfloat16", "float16")
     is that of the input, or what quantized `weights` are widened to, and else the weights' own. `fp8_input`: the input
     is E4M3 too, with a float32 scale per row. `out` is "float32" or a 16-bit type. `geglu`: the weights are [2 n, k],
-    rows [gate; up]. `largest`: also output each row's largest magnitude; not by "vector". `minimums`: weights of 4
-    bits are as GGUF's Q4_1."""
+    rows [gate; up]. `largest`: also output each row's largest magnitude; not by "vector"."""
 
     n: int
     k: int
@@ -37,11 +36,10 @@ class LinearShape:
     fp8_input: bool = False
     geglu: bool = False
     largest: bool = False
-    minimums: bool = False
 
     def __post_init__(self) -> None:
         assert self.dtype in ("bfloat16", "float16") and (self.weights.quantized or self.weights.storage == self.dtype)
-        assert self.out in ("float32", "bfloat16", "float16") and (self.weights.storage == "fp8" or not self.fp8_input)
+        assert self.out in ("float32", "bfloat16", "float16") and (self.weights.fp8 or not self.fp8_input)
         assert self.n > 0 and self.k > 0 and self.k % 16 == 0, "rows of weights begin at multiples of 16 bytes"
 
     @property

@@ -35,7 +35,7 @@ def linear_spec(shape: LinearShape, config: LinearConfig, target: str) -> Kernel
     if shape.fp8_input and not native:
         raise ConfigError(f"{target} has no FP8 matrix products.", fix="Keep the activations in 16 bits.")
     e4m3 = "fp8e4nv" if native else "u8"
-    x, fp8 = FLOAT_TYPES[shape.dtype], shape.weights.storage == "fp8"
+    x, fp8 = FLOAT_TYPES[shape.dtype], shape.weights.fp8
     types = {
         "x": "*" + (e4m3 if shape.fp8_input else x),
         "w": "*" + (e4m3 if fp8 else x),
@@ -72,7 +72,8 @@ def _tiles_spec(shape: LinearShape, config: LinearConfig) -> KernelSpec:
     constants: dict[str, Any] = {
         "N": shape.n, "K": shape.k, "T": config.block_n // (32 * config.warps_n), "WN": config.warps_n,
         "WK": config.warps_k, "COLUMNS": config.columns, "SPLITS": config.splits, "STAGES": config.num_stages,
-        "UNROLL": config.unroll, "EVICT_FIRST": config.evict_first, "MINIMUMS": shape.minimums, "GEGLU": shape.geglu,
+        "UNROLL": config.unroll, "EVICT_FIRST": config.evict_first, "MINIMUMS": bool(shape.weights.minimums),
+        "GEGLU": shape.geglu,
     }  # fmt: skip
     aligned = frozenset({"x", "w", "out", "w_scale", "w_minimum", "partials"})
     return KernelSpec(
@@ -82,10 +83,10 @@ def _tiles_spec(shape: LinearShape, config: LinearConfig) -> KernelSpec:
 
 def dequantize_spec(shape: LinearShape) -> KernelSpec:
     """Specify `dequantize_q4` of the weights of `shape` into its dtype, DEQUANTIZED_TILES to a program."""
-    to = FLOAT_TYPES[shape.dtype]
+    to, minimums = FLOAT_TYPES[shape.dtype], bool(shape.weights.minimums)
     signature = {"w": "*u8", "out": "*" + to, "w_scale": "*fp16", "w_minimum": "*fp16"}
-    name = f"dequantize_q4_{to}_{shape.weight_rows}x{shape.k}{'_minimums' if shape.minimums else ''}"
-    constants = {"N": shape.weight_rows, "K": shape.k, "W": DEQUANTIZED_TILES, "MINIMUMS": shape.minimums}
+    name = f"dequantize_q4_{to}_{shape.weight_rows}x{shape.k}{'_minimums' if minimums else ''}"
+    constants = {"N": shape.weight_rows, "K": shape.k, "W": DEQUANTIZED_TILES, "MINIMUMS": minimums}
     return KernelSpec(name, dequantize_q4, signature, constants, frozenset(signature), DEQUANTIZED_TILES, 1)
 
 
@@ -108,9 +109,9 @@ def _quantize_spec(function: Any, k: int, dtype: str, block: int, warps: int, na
 
 
 def _name(shape: LinearShape, config: LinearConfig, native: bool) -> str:
-    fp8 = shape.weights.storage == "fp8"
+    fp8 = shape.weights.fp8
     kind = FLOAT_TYPES[shape.dtype] + ("_x8" if shape.fp8_input else "") + ("_w8" if fp8 else "")
-    kind += ("_q4" if shape.four_bit else "") + ("_minimums" if shape.minimums else "")
+    kind += ("_q4" if shape.four_bit else "") + ("_minimums" if shape.weights.minimums else "")
     kind += ("_geglu" if shape.geglu else "") + ("_largest" if shape.largest else "")
     bits = "" if native or not fp8 else "_bits"
     return f"linear_{kind}_{FLOAT_TYPES[shape.out]}{bits}_{shape.n}x{shape.k}_{config.short_name()}"

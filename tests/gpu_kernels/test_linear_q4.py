@@ -25,14 +25,15 @@ from wicore_trt.backends.triton.tiles import (  # noqa: E402
 from wicore_trt.plugins import aot  # noqa: E402
 from wicore_trt.plugins.kernels.linear_specs import dequantize_spec, linear_spec  # noqa: E402
 from wicore_trt.plugins.linear_layout import LinearConfig, LinearShape, dequantize_launch  # noqa: E402
-from wicore_trt.weight_format import Q4_0  # noqa: E402
+from wicore_trt.weight_format import Q4_0, WeightFormat  # noqa: E402
 
+Q4_1 = replace(Q4_0, minimums=("mlp.proj",))
 SHAPE = LinearShape(96, 224, "bfloat16", Q4_0, "float32")
 SMALL, SPLIT = LinearConfig("tiles", 32, 128, 8, 1, 4), LinearConfig("tiles", 64, 64, 16, 2, 4, 1, 2)
 CASES = [  # 7 blocks of columns and 3 tiles of rows: the last step, split and program are partial
     (SHAPE, SMALL, 1),
     (SHAPE, SPLIT, 19),
-    (replace(SHAPE, dtype="float16", out="float16", minimums=True), SPLIT, 11),
+    (replace(SHAPE, dtype="float16", out="float16", weights=Q4_1), SPLIT, 11),
     (replace(SHAPE, n=64, k=256, out="bfloat16", geglu=True), LinearConfig("tiles", 64, 64, 32, 1, 4), 5),
 ]
 
@@ -57,16 +58,16 @@ def test_no_weight_is_rounded(dtype: str) -> None:
     assert torch.equal(out.T, want) and torch.equal(dequantize_blocks(case.w, case.w_scale, None), want)
 
 
-@pytest.mark.parametrize("minimums", [False, True])
-def test_dequantize_rounds_once(minimums: bool) -> None:
-    shape = replace(SHAPE, minimums=minimums)
+@pytest.mark.parametrize("weights", [Q4_0, Q4_1])
+def test_dequantize_rounds_once(weights: WeightFormat) -> None:
+    shape = replace(SHAPE, weights=weights)
     case = draw(shape, 0)
     spec, out = dequantize_spec(shape), torch.full((97, 224), math.nan, dtype=torch.bfloat16)
     w, d, m = pack_case(case)
     interpreted.launch(spec, dequantize_launch(spec.constants, w, out, d, 0 if m is None else m))
     want = dequantize_blocks(case.w, case.w_scale, case.w_minimum)
     assert bool(out[96].isnan().all())
-    if minimums:  # d (q - 8) + (8 d + m) for d q + m
+    if weights.minimums:  # d (q - 8) + (8 d + m) for d q + m
         assert torch.allclose(out[:96].float(), want, rtol=2.0**-8, atol=2.0**-22)
     else:
         assert torch.equal(out[:96], want.bfloat16())

@@ -76,7 +76,7 @@ def draw_blocks(shape: LinearShape, tokens: int, device: str = "cpu") -> LinearI
     x[tokens:] = math.nan
     w = torch.randint(0, 256, (shape.weight_rows, shape.k // 2), dtype=torch.uint8, device=device)
     d, m = torch.randn(2, shape.weight_rows, shape.k // 32, device=device) / math.sqrt(shape.k)
-    return LinearInputs(shape, tokens, x, w, None, d.half(), (4 * m).half() if shape.minimums else None)
+    return LinearInputs(shape, tokens, x, w, None, d.half(), (4 * m).half() if shape.weights.minimums else None)
 
 
 def pack_case(case: LinearInputs) -> tuple[Any, Any, Any]:
