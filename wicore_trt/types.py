@@ -215,6 +215,11 @@ class ImageFile:
         if sum(map(bool, given)) != 1:
             raise InvalidRequestError("An image is the bytes of a file, or a URL.", field=self.field)
 
+    @property
+    def remote(self) -> bool:
+        """Tell whether its bytes must be fetched; a `data:` URL has them."""
+        return bool(self.url) and self.url[:5].lower() != "data:"
+
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:

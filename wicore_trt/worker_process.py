@@ -28,13 +28,18 @@ from wicore_trt.errors import UnavailableError, shortened
 WAIT_SECONDS = 60.0
 """For a machine so busy that a job's processor time takes that long."""
 _MESSAGE = 300  # characters of what went wrong
+ANSWERS = -1
+"""In the worker: the file in memory for its answers, which its owner reads."""
 _PIPE_BYTES = 1 << 20  # as much as Linux lets a user have
+_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": f"{1 << 27}", "MALLOC_TRIM_THRESHOLD_": f"{1 << 28}"}
+"""For glibc: a job uses the memory of the last one. New pages take longer than a picture's arithmetic."""
 _PYTHON = sys.executable  # that of this program, whatever others make of the name later
 _CODE = """
 import json, sys
-_, module, path = sys.argv
+_, module, path, answers = sys.argv
 sys.path[:] = json.loads(path)
 from importlib import import_module
+import_module("wicore_trt.worker_process").ANSWERS = int(answers)
 import_module(module).main()
 """
 
@@ -66,6 +71,7 @@ class WorkerProcess:
         self._module, self._limits = module, limits
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
+        self._answers = -1  # a file in memory; sealed, so that it holds one answer at most
         self._starter = 0  # the process that started it: a fork has none
         os.register_at_fork(after_in_child=self._reset_lock)
         atexit.register(self._kill_worker)
@@ -79,24 +85,31 @@ class WorkerProcess:
         """Return the answer to a job, which is the `parts` in a row. Raises JobFailure, and UnavailableError when no
         process can be started."""
         with self.lock:  # a worker that another killed, for the machine's memory say, is no fault of the job
-            answer = self._ask_worker(parts) or self._ask_worker(parts)
-        if answer is None:
-            raise JobFailure("its process was killed twice")
-        if answer[:1] != b"+":
-            raise JobFailure(answer[1:].decode(), ended=False)
-        return answer[1:]
+            head = self._ask_worker(parts) or self._ask_worker(parts)
+            if head is None:
+                raise JobFailure("its process was killed twice")
+            if head[:1] != b"+":
+                raise JobFailure(head[1:].decode("utf-8", "replace"), ended=False)
+            size = min(int.from_bytes(head[1:], "little"), self._limits.answer)
+            return os.pread(self._answers, size, 0)  # a copy: nothing changes it later
 
     def _find_worker(self) -> subprocess.Popen[bytes]:
         if self.process is not None and self._starter == os.getpid() and self.process.poll() is None:
             return self.process
         path = json.dumps([os.path.abspath(place) for place in sys.path])
-        command = [_PYTHON, "-P", "-c", _CODE, self._module, path]
         pipe = subprocess.PIPE
+        self._close_answers()
         try:
+            self._answers = os.memfd_create("answers", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self._answers, self._limits.answer)
+            fcntl.fcntl(self._answers, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
             worker = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/"
-            )
+                [_PYTHON, "-P", "-c", _CODE, self._module, path, str(self._answers)], stdin=pipe, stdout=pipe,
+                stderr=subprocess.DEVNULL, start_new_session=True, cwd="/", pass_fds=(self._answers,),
+                env=os.environ | _MALLOC,
+            )  # fmt: skip
         except OSError as error:
+            self._close_answers()
             raise UnavailableError(f"A process cannot be started now: {error}.", fix="Try again soon.") from None
         for stream in (worker.stdin, worker.stdout):
             assert stream is not None
@@ -106,7 +119,7 @@ class WorkerProcess:
         return worker
 
     def _ask_worker(self, parts: tuple[bytes, ...]) -> bytes | None:
-        """Ask the worker; None where another process killed it."""
+        """Ask the worker and return the head of its answer; None where another process killed it."""
         worker, began = self._find_worker(), time.monotonic()
         assert worker.stdin is not None and worker.stdout is not None
         late = threading.Timer(WAIT_SECONDS, worker.kill)  # also when it neither reads the job nor ends its answer
@@ -114,7 +127,7 @@ class WorkerProcess:
         try:
             late.start()
             _write_frame(worker.stdin, *parts)
-            return _read_frame(worker.stdout, self._limits.answer + 1)
+            return _read_frame(worker.stdout, 8 * _MESSAGE)
         except (EOFError, OSError):
             why, waited = self._end_worker(worker), time.monotonic() - began
             if worker.returncode in (-signal.SIGKILL, -signal.SIGTERM):
@@ -132,6 +145,7 @@ class WorkerProcess:
     def _end_worker(self, worker: subprocess.Popen[bytes]) -> str:
         """End a worker that gave no answer; return why, as far as it is known."""
         self.process = None
+        self._close_answers()
         try:
             code = worker.wait(1.0)  # of a process that has just ended
         except subprocess.TimeoutExpired:
@@ -145,6 +159,11 @@ class WorkerProcess:
             return f"it takes more than {self._limits.cpu_seconds:g} s"
         return f"its process ended with code {code}, for its memory or its recursion"
 
+    def _close_answers(self) -> None:
+        if self._answers >= 0:
+            os.close(self._answers)
+        self._answers = -1
+
     def _reset_lock(self) -> None:
         self.lock = threading.Lock()  # another thread may have held it, which is not in the child
 
@@ -154,7 +173,8 @@ class WorkerProcess:
             self._end_worker(self.process)
 
 
-# Protocol, on stdin and stdout: a length in 8 bytes and that much. An answer begins with "+", or "-" before a reason.
+# Protocol, on stdin and stdout: a length in 8 bytes and that much. An answer is "-" and a reason, or "+" and the size
+# (little endian) of an answer in ANSWERS.
 def _read_frame(stream: IO[bytes], most: int) -> bytes:
     """Read one frame. Raises EOFError when the stream has ended, or the frame is longer than `most` bytes."""
     head = stream.read(8)
@@ -203,8 +223,8 @@ def _answer_jobs(answer: Callable[[bytes], bytes], limits: WorkerLimits) -> None
 def _try_answer(answer: Callable[[bytes], bytes], job: bytes, limits: WorkerLimits) -> tuple[bytes, bytes]:
     try:
         found = answer(job)
-        if len(found) <= limits.answer:
-            return b"+", found
+        if len(found) <= limits.answer and os.pwrite(ANSWERS, found, 0) == len(found):
+            return b"+", len(found).to_bytes(8, "little")
         why = f"it makes more than {limits.answer} bytes"
     except JobFailure as error:
         why = str(error)

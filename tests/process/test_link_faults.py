@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from fakes import FAKE_INFO, FakeTokenizer, greedy, make_core
 
 from wicore_trt.core.text_engine import TextEngine
-from wicore_trt.errors import EngineDeadError, EngineFormatError, InvalidRequestError
+from wicore_trt.errors import EngineDeadError, EngineFormatError, InvalidRequestError, UnavailableError
 from wicore_trt.link.channel import Channel
 from wicore_trt.link.host import EngineHost
-from wicore_trt.link.messages import Abort, Add, Done, Outputs, Welcome, decode_to_engine, encode
+from wicore_trt.link.messages import Abort, Add, Done, Outputs, Welcome, decode_to_engine, encode, read_request
 from wicore_trt.link.remote import RemoteEngine
 from wicore_trt.process.child import Control, read_error
 from wicore_trt.types import ContentSpan, FinishReason, GenerateRequest, SamplingParams, TextRequest, TokenOutput, Usage
@@ -148,41 +150,61 @@ async def test_a_request_id_used_again_right_behind_a_front_that_ended_is_a_new_
         await asyncio.to_thread(host.stop, 5)
 
 
-async def test_requests_with_images_wait_for_a_slow_engine_and_end_no_link(monkeypatch: pytest.MonkeyPatch):
-    """Each arrives whole, an abort behind its request, and the loop serves others meanwhile; one that the link could
-    never carry is refused."""
-    monkeypatch.setattr("wicore_trt.link.remote.HEAVY_BYTES", 1 << 16)
-    monkeypatch.setattr("wicore_trt.link.remote.MAX_BACKLOG", 1 << 19)
-    monkeypatch.setattr("wicore_trt.link.channel.MAX_BACKLOG", 1 << 19)
+async def test_pixels_cross_in_files_of_which_none_stays_open(monkeypatch: pytest.MonkeyPatch):
+    """Each request arrives whole, an abort behind it; those that nobody reads are closed with their channel, and a
+    front that may open no file refuses the request."""
+    files = len(os.listdir("/proc/self/fd"))
     remote = RemoteEngine()
     ours, theirs = socket.socketpair()
     remote.connect(ours)
     theirs.sendall(framed(Welcome("1/", FAKE_INFO, 1)))
     await until(lambda: remote.dead is None)
 
-    def seeing(number: int, size: int) -> GenerateRequest:
-        span = ContentSpan(0, 4, bytes(32), bytes([number]) * size)
-        return GenerateRequest(f"1/{number}", (7,) * 5, SamplingParams(max_tokens=4), content=(span,))
+    def seeing(number: int, size: int = 300_000) -> GenerateRequest:
+        spans = tuple(ContentSpan(at, at + 2, bytes(32), bytes([number + at]) * (size + at)) for at in (0, 2, 5))
+        spans = (spans[0], replace(spans[1], pixels=b""), spans[2])
+        return GenerateRequest(f"1/{number}", (7,) * 300_000, SamplingParams(max_tokens=4), content=spans)
 
-    with pytest.raises(InvalidRequestError, match="too many"):
-        await remote.add(seeing(99, 1 << 19))
-    sent = [seeing(number, 300_000) for number in range(12)]
+    sent = [seeing(number) for number in range(12)]
     adding = [asyncio.ensure_future(remote.add(request)) for request in sent]
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0)
     remote.abort("1/11")
-    heard: list[Add | Abort] = []
+    heard: list[GenerateRequest | Abort] = []
 
-    def answer(data: memoryview) -> None:
-        heard.append(message := decode_to_engine(data))
+    def answer(data: memoryview, file: int) -> None:
+        message = decode_to_engine(data)
+        heard.append(read_request(message, file) if isinstance(message, Add) else message)
         if isinstance(message, Add):
             engine.post(encode(Done(message.call)))
 
     engine = Channel(theirs, asyncio.get_running_loop(), answer, lambda: None)
     await asyncio.wait_for(asyncio.gather(*adding), 20)
-    assert [message.request for message in heard if isinstance(message, Add)] == sent
     await until(lambda: len(heard) == 13)
-    assert isinstance(heard[-1], Abort) and heard[-1].request_key == "1/11"
-    engine.close()
+    assert heard[:-1] == sent and isinstance(heard[-1], Abort) and heard[-1].request_key == "1/11"
+    theirs = socket.socket(fileno=os.dup(theirs.fileno()))
+    engine.close()  # from here on nobody reads
+    adding = [asyncio.ensure_future(remote.add(request)) for request in sent]
+    await asyncio.sleep(0)
+    assert remote.channel is not None and remote.channel.backlog
+    monkeypatch.setattr("os.memfd_create", lambda name: os.open("/nowhere", os.O_RDONLY))
+    with pytest.raises(UnavailableError, match="cannot be passed on"):
+        await remote.add(seeing(20))
+    assert not [name for name in remote._live if name == "1/20"]
+    remote.channel.close()
+    theirs.close()
+    for added in await asyncio.gather(*adding, return_exceptions=True):
+        assert isinstance(added, EngineDeadError)
+    await until(lambda: len(os.listdir("/proc/self/fd")) == files)
+
+
+async def test_a_message_without_its_file_ends_the_channel():
+    """This process had too many open; who asked hears that there is no answer."""
+    ended: list[bool] = []
+    ours, theirs = socket.socketpair()
+    Channel(ours, asyncio.get_running_loop(), lambda message, file: None, lambda: ended.append(True))
+    theirs.sendall((4 | 1 << 31).to_bytes(4, "little") + b"four")
+    await until(lambda: ended)
+    theirs.close()
 
 
 async def test_a_message_that_breaks_its_receiver_ends_the_channel():
@@ -190,7 +212,7 @@ async def test_a_message_that_breaks_its_receiver_ends_the_channel():
     read: list[bytes] = []
     ended: list[bool] = []
 
-    def receive(message: memoryview) -> None:
+    def receive(message: memoryview, file: int) -> None:
         read.append(bytes(message))
         if message == b"bad":
             raise ValueError(message)

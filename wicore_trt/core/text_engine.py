@@ -342,7 +342,7 @@ class TextEngine:
         if info is None:
             return request
         for image in request.images:
-            if image.url:
+            if image.remote:
                 image = await self._fetch(tenant, partial(fetch_image, image, self._image_limits.hosts))
             found.append(await self._prepare(tenant, partial(prepare_image, image, info)))
         request = replace(request, images=tuple(found))

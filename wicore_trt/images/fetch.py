@@ -29,11 +29,13 @@ _UNICAST, _6TO4 = ipaddress.ip_network("2000::/3"), ipaddress.ip_network("2002::
 
 
 def fetch_image(image: ImageFile, hosts: Collection[str]) -> ImageFile:
-    """Fetch an image's URL; one with bytes is returned as it is. `hosts` are names, or patterns such as *.example.org
-    and *, with a port where it is not the scheme's own. Takes at most FETCH_SECONDS, but for the resolver's time.
-    Raises InvalidRequestError."""
+    """Fetch an image's URL; one that is not `remote` is returned as it is. `hosts` are names, or patterns such as
+    *.example.org and *, with a port where it is not the scheme's own. Takes at most FETCH_SECONDS, but for the
+    resolver's time. Raises InvalidRequestError."""
+    if not image.remote:
+        return image
     url, until = image.url, time.monotonic() + FETCH_SECONDS
-    for _ in range(1 + MAX_REDIRECTS if url else 0):
+    for _ in range(1 + MAX_REDIRECTS):
         try:
             status, place, data = _get_once(url, hosts, image.field, until)
             if time.monotonic() >= until:
@@ -46,9 +48,7 @@ def fetch_image(image: ImageFile, hosts: Collection[str]) -> ImageFile:
             return replace(image, url="", data=data)
         if status not in (301, 302, 303, 307, 308) or not place:
             raise InvalidRequestError(f"The image's URL was answered with status {status}.", field=image.field)
-    if url:
-        raise InvalidRequestError(f"The image's URL leads on more than {MAX_REDIRECTS} times.", field=image.field)
-    return image
+    raise InvalidRequestError(f"The image's URL leads on more than {MAX_REDIRECTS} times.", field=image.field)
 
 
 def _get_once(url: str, hosts: Collection[str], field: str, until: float) -> tuple[int, str, bytes]:

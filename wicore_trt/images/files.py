@@ -5,13 +5,11 @@ Must not know servers. A server reads URLs alone (`read_image_url`): paths are f
 
 from __future__ import annotations
 
-import base64
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote_to_bytes
 
 from wicore_trt.errors import InvalidRequestError, shown
 from wicore_trt.types import ImageFile
@@ -23,32 +21,14 @@ MAX_URL = 4096
 _URL = re.compile(r"(data|https?):", re.IGNORECASE)
 
 
-def read_data_url(url: str, field: str) -> bytes:
-    """Decode a `data:` URL (RFC 2397), whatever media type it names. Raises InvalidRequestError (`field`)."""
-    head, _, data = url.partition(",")
-    check_size(len(data) * 3 // 4, field)
-    try:
-        raw = unquote_to_bytes(data) if "%" in data else data.encode("ascii")
-        if head.lower().endswith(";base64"):
-            raw = re.sub(rb"\s", b"", raw).rstrip(b"=")
-            raw = base64.b64decode(raw + b"=" * (-len(raw) % 4), validate=True)
-    except ValueError as error:
-        raise InvalidRequestError(f"The data: URL is not valid: {error}.", field=field) from None
-    if not raw:
-        raise InvalidRequestError("The data: URL holds no data; write data:image/png;base64,...", field=field)
-    return raw
-
-
 def read_image_url(url: str, field: str, *, crops: bool = False) -> ImageFile:
-    """Make the image of a client's URL: with its bytes for a `data:` URL, else to be fetched. Raises
-    InvalidRequestError (`field`)."""
+    """Make the image of a client's URL: `data:`, which is decoded when the image is prepared, or one to be fetched.
+    Raises InvalidRequestError (`field`)."""
     kind = _URL.match(url)
     if kind is None or (kind[1].lower() != "data" and len(url) > MAX_URL):
         raise InvalidRequestError(
             f"An image's URL begins with data:, https: or http: and is not long, got {shown(url)}.", field=field
         )
-    if kind[1].lower() == "data":
-        return ImageFile(data=read_data_url(url, field), crops=crops, field=field)
     return ImageFile(url=url, crops=crops, field=field)
 
 

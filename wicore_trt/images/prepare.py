@@ -26,15 +26,16 @@ def start_workers() -> None:
 
 
 def prepare_image(image: ImageFile, info: ImageInfo) -> ImageFile:
-    """Decode, turn and resize a file: return the image with `pixels` alone, the whole first, then its crops. Takes
-    some 15 ms for a photo and at most LIMITS. Raises InvalidRequestError."""
+    """Decode, turn and resize a file or a `data:` URL: return the image with `pixels` alone, the whole first, then its
+    crops. Takes some 10 ms for a photo and at most LIMITS. Raises InvalidRequestError."""
     if image.pixels:
         return image
     _check_pillow()
-    check_size(len(image.data), image.field)
+    data = image.data or image.url.encode("ascii", "replace")
+    check_size(len(image.data) or len(data) * 3 // 4, image.field)
     worker = next((worker for worker in _WORKERS if not worker.lock.locked()), _WORKERS[0])
     try:
-        pixels = worker.run_job(pack_job(info.size, image.crops), image.data)
+        pixels = worker.run_job(pack_job(info.size, image.crops), data)
     except JobFailure as failure:
         raise InvalidRequestError(f"The image cannot be read: {failure}.", field=image.field) from None
     step = info.size * info.size * 3

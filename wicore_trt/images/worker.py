@@ -7,11 +7,15 @@ it is decoded; a job takes at most LIMITS, or the process ends.
 
 from __future__ import annotations
 
+import binascii
 import io
 import math
+import os
 import struct
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
+from urllib.parse import unquote_to_bytes
 
 from wicore_trt.worker_process import JobFailure, WorkerLimits, serve_jobs
 
@@ -23,13 +27,16 @@ MAX_PIXELS = 1 << 26
 MIN_CROP, MAX_CROPS, MIN_RATIO = 256, 4, 1.2
 """Pan and scan: least side of a crop, most crops of an image, least ratio of its sides (processing_gemma3.py)."""
 _TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # orientation of EXIF to PIL.Image.Transpose
+THREADS = min(4, len(os.sched_getaffinity(0)))
+_POOL = ThreadPoolExecutor(THREADS)
 MAX_SIZE = 1024
 """Largest side of what an encoder reads."""
 LIMITS = WorkerLimits(cpu_seconds=8.0, memory=3 << 29, answer=(1 + MAX_CROPS) * MAX_SIZE**2 * 3)
 
 
 def main() -> None:
-    """Answer jobs until stdin ends: a side and whether to crop (`pack_job`), then a file; pixels of all images."""
+    """Answer jobs until stdin ends: a side and whether to crop (`pack_job`), then a file or a `data:` URL. An answer is
+    the pixels of all images."""
     from PIL import Image, WebPImagePlugin  # noqa: F401 -- other formats' plugins are loaded with a file that needs them
 
     Image.preinit()
@@ -44,7 +51,23 @@ def pack_job(size: int, crops: bool) -> bytes:
 
 def _answer_job(job: bytes) -> bytes:
     size, crops = struct.unpack_from("<I?", job)
-    return _prepare_file(size, crops, job[5:])
+    data = job[5:]
+    return _prepare_file(size, crops, _decode_url(data) if data[:5].lower() == b"data:" else data)
+
+
+def _decode_url(url: bytes) -> bytes:
+    """Decode a `data:` URL (RFC 2397), whatever media type it names. Raises JobFailure."""
+    head, _, raw = url.partition(b",")
+    try:
+        raw = unquote_to_bytes(raw) if b"%" in raw else raw
+        if head.lower().endswith(b";base64"):
+            raw = b"".join(raw.split()).rstrip(b"=")
+            raw = binascii.a2b_base64(raw + b"=" * (-len(raw) % 4), strict_mode=True)
+    except ValueError as error:
+        raise JobFailure(f"the data: URL is not valid ({error})") from None
+    if not raw:
+        raise JobFailure("the data: URL holds no data; write data:image/png;base64,...")
+    return raw
 
 
 def _prepare_file(size: int, crops: bool, data: bytes) -> bytes:
@@ -68,10 +91,33 @@ def _prepare_file(size: int, crops: bool, data: bytes) -> bytes:
     if image.info.get("transparency") is not None:  # a colour that is transparent: white, as the processor does
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image).convert("RGB")
-    found = [image.resize((size, size), Image.Resampling.BILINEAR)]
-    for box in _plan_crops(*image.size) if crops else ():
-        found.append(image.crop(box).resize((size, size), Image.Resampling.BILINEAR))
-    return b"".join(part.tobytes() for part in found)
+    parts = [image, *(image.crop(box) for box in (_plan_crops(*image.size) if crops else ()))]
+    return b"".join(_resize_image(part, size).tobytes() for part in parts)
+
+
+def _resize_image(image: Image.Image, size: int) -> Image.Image:
+    """Resize to a square as `Image.resize` does with BILINEAR, to the last bit: rows, then columns, each in bands on
+    threads. Of images that are higher than wide Pillow may take the columns first."""
+    from PIL import Image
+
+    (width, height), how = image.size, Image.Resampling.BILINEAR
+    if width < height or THREADS == 1:
+        return image.resize((size, size), how)
+    wide, square = Image.new("RGB", (size, height)), Image.new("RGB", (size, size))
+    tops = _split_range(height)
+    bands = _POOL.map(lambda a, b: image.crop((0, a, width, b)).resize((size, b - a), how), *zip(*tops, strict=True))
+    for (top, _), band in zip(tops, bands, strict=True):
+        wide.paste(band, (0, top))
+    lefts = _split_range(size)
+    bands = _POOL.map(lambda a, b: wide.crop((a, 0, b, height)).resize((b - a, size), how), *zip(*lefts, strict=True))
+    for (left, _), band in zip(lefts, bands, strict=True):
+        square.paste(band, (left, 0))
+    return square
+
+
+def _split_range(count: int) -> list[tuple[int, int]]:
+    step = -(-count // THREADS)
+    return [(at, min(at + step, count)) for at in range(0, count, step)]
 
 
 def _turn_upright(image: Image.Image) -> Image.Image:

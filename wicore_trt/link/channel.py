@@ -1,14 +1,15 @@
 """Messages over a stream socket between two processes of one server: a length (4 bytes, little endian) and bytes.
 
-It must not know their content. Invariants (I24): messages arrive whole and in the order of `post`, which never waits; a
-peer that does not read is cut off at MAX_BACKLOG; a message that its receiver cannot handle ends the channel; `closed`
-is called once, on the loop's thread.
+With its highest bit set a file comes along. It must not know their content. Invariants (I24): messages arrive whole and
+in the order of `post`, which never waits; a peer that does not read is cut off at MAX_BACKLOG; a message that its
+receiver cannot handle ends the channel; `closed` is called once, on the loop's thread; no file stays open.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import threading
 from collections import deque
@@ -20,48 +21,45 @@ log = logging.getLogger(__name__)
 MAX_BACKLOG = 256 << 20
 """Bytes that wait for the other side. It is one of our own processes, so that much means that it hangs."""
 READ_BYTES = 1 << 18
-TURN_BYTES = 1 << 20
-"""Bytes after which the loop's thread writes on in its next turn, lest pixels hold up all that it serves."""
-_HEAD = 4
+_HEAD, _FILE = 4, 1 << 31
+_MAX_FILES = 64  # of one read
 
 
 class Channel:
-    """End of a link. `received` is called with each message, which lasts until it returns, and `closed` at the end,
-    both on the thread of `loop`, where it must be constructed."""
+    """End of a link. `received` is called with each message and its file, -1 for none; both last until it returns.
+    `closed` is called at the end. Both run on the thread of `loop`, where a channel must be constructed."""
 
     def __init__(
         self,
         sock: socket.socket,
         loop: asyncio.AbstractEventLoop,
-        received: Callable[[memoryview], None],
+        received: Callable[[memoryview, int], None],
         closed: Callable[[], None],
     ) -> None:
         sock.setblocking(False)
         self._sock, self._loop = sock, loop
         self._received, self._closed = received, closed
         self._lock = threading.Lock()
-        self._out: deque[memoryview] = deque()
+        self._out: deque[tuple[memoryview, int]] = deque()
         self.backlog = 0
         """Bytes that the other side has not taken."""
-        self._in = bytearray()
+        self._in, self._files = bytearray(), deque[int]()
         self._open = True
         loop.add_reader(sock.fileno(), self._read_messages)
 
-    def post(self, message: bytes) -> None:
-        """Send a message, from any thread; do nothing when the channel has ended."""
-        head = len(message).to_bytes(_HEAD, "little")
-        parts = [head + message] if len(message) < READ_BYTES else [head, message]
+    def post(self, message: bytes, file: int = -1) -> None:
+        """Send a message and an open file, which is closed here, from any thread; an ended channel sends nothing."""
+        data = memoryview((len(message) | (_FILE if file >= 0 else 0)).to_bytes(_HEAD, "little") + message)
         with self._lock:
             if not self._open:
-                return
+                return _close_file(file)
             first = not self._out
-            for part in [memoryview(piece) for piece in parts]:
-                data = part if self._out else self._send_now(part)
-                if data:
-                    self._out.append(data)
-                    self.backlog += len(data)
-            if not self._out:
+            if first:
+                data, file = self._send_now(data, file)
+            if not data:
                 return
+            self._out.append((data, file))
+            self.backlog += len(data)
             hangs = self.backlog > MAX_BACKLOG
         if hangs:
             self._call_soon(self.close)
@@ -74,7 +72,10 @@ class Channel:
             if not self._open:
                 return
             self._open = False
+            for file in [*(file for _, file in self._out), *self._files]:
+                _close_file(file)
             self._out.clear()
+            self._files.clear()
         self._loop.remove_reader(self._sock.fileno())
         self._loop.remove_writer(self._sock.fileno())
         self._sock.close()
@@ -84,27 +85,26 @@ class Channel:
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(function)
 
-    def _send_now(self, data: memoryview) -> memoryview:
+    def _send_now(self, data: memoryview, file: int) -> tuple[memoryview, int]:
         """Send what the socket takes now and return the rest. `_read_messages` detects a broken socket."""
-        with suppress(BlockingIOError, InterruptedError, BrokenPipeError, ConnectionResetError):
-            return data[self._sock.send(data) :]
-        return data
+        with suppress(OSError):
+            sent = self._sock.send(data) if file < 0 else socket.send_fds(self._sock, [data], [file])
+            _close_file(file)
+            return data[sent:], -1
+        return data, file
 
     def _write_later(self) -> None:
         if self._open:
             self._loop.add_writer(self._sock.fileno(), self._write_backlog)
 
     def _write_backlog(self) -> None:
-        sent = 0
         with self._lock:
             while self._out:
-                head = self._out.popleft()
-                rest = self._send_now(head[:TURN_BYTES])
-                count = min(len(head), TURN_BYTES) - len(rest)
-                self.backlog, sent = self.backlog - count, sent + count
-                if count < len(head):
-                    self._out.appendleft(head[count:])
-                if rest or sent >= TURN_BYTES:
+                data, file = self._out.popleft()
+                rest, file = self._send_now(data, file)
+                self.backlog -= len(data) - len(rest)
+                if rest:
+                    self._out.appendleft((rest, file))
                     return
         self._loop.remove_writer(self._sock.fileno())
         with self._lock:
@@ -114,7 +114,8 @@ class Channel:
 
     def _read_messages(self) -> None:
         try:
-            data = self._sock.recv(READ_BYTES)
+            data, files, _, _ = socket.recv_fds(self._sock, READ_BYTES, _MAX_FILES)
+            self._files += files
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
@@ -125,16 +126,25 @@ class Channel:
         self._in += data
         start, end = 0, len(self._in)
         while end - start >= _HEAD:
-            stop = start + _HEAD + int.from_bytes(self._in[start : start + _HEAD], "little")
+            size, file = int.from_bytes(self._in[start : start + _HEAD], "little"), -1
+            stop = start + _HEAD + (size & ~_FILE)
             if stop > end:
                 break
             try:
-                with memoryview(self._in)[start + _HEAD : stop] as message:  # not copied: pixels are megabytes
-                    self._received(message)
+                file = self._files.popleft() if size & _FILE else -1
+                with memoryview(self._in)[start + _HEAD : stop] as message:
+                    self._received(message, file)
             except Exception:  # a bug of ours; ending the channel fails its waiting calls
                 log.exception("a message between front and engine could not be handled; closing the link")
                 self.close()
+            finally:
+                _close_file(file)
             if not self._open:
                 return
             start = stop
         del self._in[:start]
+
+
+def _close_file(file: int) -> None:
+    if file >= 0:
+        os.close(file)

@@ -34,6 +34,7 @@ from wicore_trt.link.messages import (
     Welcome,
     decode_to_engine,
     encode,
+    read_request,
     split_change,
 )
 from wicore_trt.types import ModelInfo, TokenOutput
@@ -109,14 +110,14 @@ class _Link:
     def send_message(self, message: object) -> None:
         self.channel.post(encode(message))
 
-    def _take_message(self, data: memoryview) -> None:
+    def _take_message(self, data: memoryview, file: int) -> None:
         message = decode_to_engine(data)
         match message:
             case Add():
                 try:
                     if not message.request.request_key.startswith(self._prefix):
                         raise InvalidRequestError("The request is of another link.", field="request_id")
-                    self._host.engine.add(message.request)
+                    self._host.engine.add(read_request(message, file))
                     answer: Done | Refused = Done(message.call)
                 except WicoreError as error:
                     answer = Refused.from_error(message.call, error)

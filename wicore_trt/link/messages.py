@@ -6,7 +6,11 @@ decoded message holds values of its declared types, and decoded requests are val
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
 
 import msgspec
 from msgspec import Struct
@@ -23,10 +27,12 @@ PAGES = 1024
 
 
 class Add(Struct, tag=0, array_like=True):
-    """Request for the engine. Answered by Done or Refused."""
+    """Request for the engine. Answered by Done or Refused. `pixels`: bytes of those of each span of its content, which
+    lie in the message's file instead (`encode_request`, `read_request`)."""
 
     call: int
     request: GenerateRequest
+    pixels: tuple[int, ...] = ()
 
 
 class Abort(Struct, tag=1, array_like=True):
@@ -158,3 +164,30 @@ def join_change(parts: list[KVChanges]) -> tuple[int, EventSnapshot | list[Event
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+
+
+def encode_request(call: int, request: GenerateRequest) -> tuple[bytes, int]:
+    """Encode Add; return it with a file in memory that holds its pixels, -1 where there are none. Raises OSError."""
+    sizes = tuple(len(span.pixels) for span in request.content)
+    if not any(sizes):
+        return encode(Add(call, request)), -1
+    file = os.memfd_create("pixels")
+    try:
+        for span in request.content:
+            if os.write(file, span.pixels) < len(span.pixels):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except BaseException:
+        os.close(file)
+        raise
+    bare = replace(request, content=tuple(replace(span, pixels=b"") for span in request.content))
+    return encode(Add(call, bare, sizes)), file
+
+
+def read_request(message: Add, file: int) -> GenerateRequest:
+    """Return the request of a message, with the pixels of its file. Raises OSError."""
+    if not message.pixels:
+        return message.request
+    ends = accumulate(message.pixels)
+    parts = [os.pread(file, size, end - size) for size, end in zip(message.pixels, ends, strict=True)]
+    spans = [replace(span, pixels=part) for span, part in zip(message.request.content, parts, strict=True)]
+    return replace(message.request, content=tuple(spans))

@@ -14,11 +14,10 @@ from collections.abc import AsyncGenerator, Callable
 from typing import TypeVar
 
 from wicore_trt.core.port import Change, EnginePort, Position, Sink
-from wicore_trt.errors import EngineDeadError, InvalidRequestError, UnavailableError, WicoreError
-from wicore_trt.link.channel import MAX_BACKLOG, Channel
+from wicore_trt.errors import EngineDeadError, UnavailableError, WicoreError
+from wicore_trt.link.channel import Channel
 from wicore_trt.link.messages import (
     Abort,
-    Add,
     AskStats,
     Done,
     Down,
@@ -31,14 +30,12 @@ from wicore_trt.link.messages import (
     Welcome,
     decode_from_engine,
     encode,
+    encode_request,
     join_change,
 )
 from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, ModelInfo, TokenOutput
 
 T = TypeVar("T")
-HEAVY_BYTES = 64 << 20
-"""Bytes that wait for the engine before a request waits too. No request with its images has more than what is left of
-`MAX_BACKLOG` then, so none ends the link."""
 STARTING = "it is being started"
 ENDED = "its process ended"
 
@@ -60,7 +57,6 @@ class RemoteEngine(EnginePort):
         self._pending: dict[int, tuple[asyncio.Future[Done], str]] = {}  # with the key of the request being added
         self._followers: dict[int, asyncio.Queue[KVChanges | WicoreError]] = {}
         self._live: dict[str, int] = {}  # sequences that have not ended, by request
-        self._delayed: dict[str, list[Abort]] = {}  # of requests that wait until the engine has read others
 
     async def start(self, sink: Sink) -> None:
         self._sink = sink
@@ -72,28 +68,22 @@ class RemoteEngine(EnginePort):
         self.channel = Channel(sock, asyncio.get_running_loop(), self._take_message, self._end_channel)
 
     async def add(self, request: GenerateRequest) -> None:
-        if sum([len(span.pixels) for span in request.content]) > MAX_BACKLOG - 2 * HEAVY_BYTES:
-            raise InvalidRequestError("The images of this request are too many for one request.", field="images")
         name = request.request_key
-        self._live[name], self._delayed[name] = request.params.n, []
+        self._live[name] = request.params.n
         try:
-            while self.channel is not None and self.channel.backlog > HEAVY_BYTES:
-                await asyncio.sleep(0.002)
-            await self._ask_engine(Add, request, name)
-        except BaseException:
+            await self._ask_engine(encode_request, request, name)
+        except BaseException as error:
             self._live.pop(name, None)
+            if isinstance(error, OSError):
+                raise UnavailableError(f"Images cannot be passed on now: {error}.", fix="Try again soon.") from None
             raise
-        finally:
-            self._delayed.pop(name, None)
 
     def abort(self, request_key: str, index: int | None = None) -> None:
-        if request_key in self._delayed:
-            self._delayed[request_key].append(Abort(request_key, index))
-        elif self.channel is not None and request_key.startswith(self.prefix):
+        if self.channel is not None and request_key.startswith(self.prefix):
             self.channel.post(encode(Abort(request_key, index)))
 
     async def stats(self, tenant: str | None = None) -> EngineStats:
-        found = (await self._ask_engine(AskStats, tenant)).stats
+        found = (await self._ask_engine(lambda call, whose: (encode(AskStats(call, whose)), -1), tenant)).stats
         assert found is not None
         return found
 
@@ -125,20 +115,18 @@ class RemoteEngine(EnginePort):
             raise UnavailableError(f"The engine takes no requests now: {self.dead}.", fix="Try again soon.")
         return self.channel
 
-    async def _ask_engine(self, kind: Callable[[int, T], object], what: T, request_key: str = "") -> Done:
+    async def _ask_engine(self, make: Callable[[int, T], tuple[bytes, int]], what: T, request_key: str = "") -> Done:
         channel, call = self._require_channel(), next(self._calls)
         reply: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
         self._pending[call] = reply, request_key
         try:
-            channel.post(encode(kind(call, what)))
-            for abort in self._delayed.pop(request_key, ()):
-                channel.post(encode(abort))
+            channel.post(*make(call, what))
             return await reply
         finally:
             self._pending.pop(call, None)
             del reply  # breaks a cycle: its error has this frame in the traceback
 
-    def _take_message(self, data: memoryview) -> None:
+    def _take_message(self, data: memoryview, file: int) -> None:
         message = decode_from_engine(data)
         match message:
             case Outputs():

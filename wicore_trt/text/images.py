@@ -7,10 +7,10 @@ InvalidRequestError.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b
+from hashlib import sha256
 
 from wicore_trt.errors import InvalidRequestError
-from wicore_trt.types import CONTENT_DIGEST_BYTES, ContentSpan, ImageFile, ImageInfo, TextRequest
+from wicore_trt.types import ContentSpan, ImageFile, ImageInfo, TextRequest
 
 IMAGE_MARK = "<start_of_image>"
 """The place of an image in a prompt, and in a rendered conversation."""
@@ -103,6 +103,6 @@ def make_spans(ids: Sequence[int], info: ImageInfo, images: Sequence[ImageFile])
     begins = [at + 1 for at, token in enumerate(ids) if token == info.begin_id]
     pixels = [part for image in images for part in image.pixels]
     return tuple(
-        ContentSpan(begin, begin + info.tokens, blake2b(part, digest_size=CONTENT_DIGEST_BYTES).digest(), part)
+        ContentSpan(begin, begin + info.tokens, sha256(part).digest(), part)
         for begin, part in zip(begins, pixels, strict=True)
     )
