@@ -33,7 +33,7 @@ def command(
         str | None,
         typer.Option(
             show_default="auto",
-            help="float32, bfloat16, float16, fp8, q4_0, or auto: a checkpoint's own, bfloat16 of a source.",
+            help="float32, bfloat16, float16, fp8, q4_0, or auto: a checkpoint's own; of a source fp8 or bfloat16.",
         ),
     ] = None,
     kv_dtype: Annotated[

@@ -131,7 +131,7 @@ def _cpu_kernels(engine: EngineDir) -> str:
 
 
 def _describe_checkpoint(path: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:
-    from wicore_trt.checkpoint.format import open_checkpoint
+    from wicore_trt.checkpoint.format import READ_AS, open_checkpoint
     from wicore_trt.errors import CheckpointError
     from wicore_trt.progress import count_progress
 
@@ -152,6 +152,7 @@ def _describe_checkpoint(path: Path, *, verify: bool, progress: Progress) -> dic
             "dtype": checkpoint.dtype,
             "quantization": checkpoint.weights.algo,
             "kv_scales": checkpoint.kv_scales,
+            **({READ_AS: read_as} if (read_as := checkpoint.config["wicore"].get(READ_AS)) else {}),
             "tp_size": checkpoint.tp_size,
         },
         "spec": checkpoint.spec.to_dict(),

@@ -8,7 +8,7 @@ run leaves nothing that open_checkpoint accepts.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
@@ -21,6 +21,7 @@ from wicore_trt.checkpoint.blocks import HEAD_BLOCKS, LINEAR_BLOCKS, fits_bfloat
 from wicore_trt.checkpoint.cast_report import CastReport, check_cast, check_finite_rows
 from wicore_trt.checkpoint.format import (
     CHECKPOINT,
+    READ_AS,
     TAGS,
     Checkpoint,
     build_config,
@@ -32,7 +33,15 @@ from wicore_trt.checkpoint.format import (
     vision_entries,
     write_config,
 )
-from wicore_trt.checkpoint.names import HF_EMBEDDING, Role, UnifiedTensor, linear_kind, unified_tensors
+from wicore_trt.checkpoint.names import (
+    HF_EMBEDDING,
+    Role,
+    UnifiedTensor,
+    activation_scale_name,
+    kv_scale_name,
+    linear_kind,
+    unified_tensors,
+)
 from wicore_trt.checkpoint.open_source import open_source
 from wicore_trt.checkpoint.quantize import from_float32, quantize_e4m3_per_channel, to_float32
 from wicore_trt.checkpoint.records import FileRecord, record_of
@@ -94,15 +103,16 @@ def convert(  # noqa: PLR0913 -- the public call is flat
     progress: Progress = ignore_progress,
     note: Callable[[str], None] | None = None,
 ) -> Checkpoint:
-    """Convert `source` (see open_source) into the unified checkpoint directory `output`. `dtype` "auto" keeps bfloat16
-    or float16 of the source and otherwise takes bfloat16. "fp8" quantizes the linears (`weight_format.FP8`); embedding
-    and head are bfloat16. "q4_0" keeps linears that a GGUF file has in Q4_0 or Q4_1, bit for bit, and quantizes others
-    (`blocks.quantize_q4_0`). It keeps embedding and head in Q8_0, Q6_K or float16 where bfloat16 would round them.
-    Norms are always float32. `calibration` adds static scales, measured in the source's precision: of activations for
-    fp8, of KV for any dtype. With it the source may be a unified checkpoint (see Calibration.of_checkpoint). `lora` is
-    the directory of an adapter to merge, `mmproj` the GGUF file of a GGUF model's image encoder; `text_only` leaves the
+    """Convert `source` (see open_source) into the unified checkpoint directory `output`. `dtype` "auto" keeps FP8 of
+    the source, and bfloat16 or float16 if not `for_engine`; else it is bfloat16. "fp8" keeps the source's FP8 or
+    quantizes the linears (`weight_format.FP8`); embedding and head are bfloat16. "q4_0" keeps linears that the source
+    has in Q4_0 or Q4_1, bit for bit, and quantizes others (`blocks.quantize_q4_0`). It keeps embedding and head in
+    Q8_0, Q6_K or float16 where bfloat16 would round them. Norms are always float32. The source's static scales are
+    kept; `calibration` puts others in their place, measured in the source's precision: of activations for fp8, of KV
+    for any dtype. With it the source may be a unified checkpoint (see Calibration.of_checkpoint). `lora` is the
+    directory of an adapter to merge, `mmproj` the GGUF file of a GGUF model's image encoder; `text_only` leaves the
     encoder out. `force` replaces an existing directory at the end. `for_engine` requires disk space for an engine, too.
-    `note` gets a sentence for each loss, and for each decision between contradictions.
+    `note` gets a sentence for each loss, on quantized sources, and for each decision between contradictions.
     Raises CheckpointError for a bad source and for a model that tp_size does not divide. It is raised, too, for a
     weight that is not finite or beyond the range of the new dtype, naming tensor and row. Raises ConfigError for an
     unknown dtype, a bad calibration text or an output that exists; EnvironmentUnfitError when the disk is too small."""
@@ -128,6 +138,8 @@ def convert(  # noqa: PLR0913 -- the public call is flat
         progress("read", 0, 1)
         opened = open_source(source, revision=revision, lora=lora, mmproj=mmproj, text_only=text_only)
         opened.spec.shard(0, tp_size)
+        if dtype == "auto":
+            dtype = "fp8" if opened.fp8 else "bfloat16" if for_engine else _find_dtype(opened)
         origin = {"lora": lora and make_printable(str(lora)), "mmproj": mmproj and make_printable(str(mmproj))}
         lost = _Conversion(opened, scratch.directory, dtype, tp_size, calibration, progress).write_checkpoint(
             for_engine, origin | {"text_only": text_only}
@@ -161,18 +173,19 @@ class _Conversion:
         progress: Progress,
     ) -> None:
         self._source, self._directory, self._tp = source, directory, tp_size
-        linear = next(t for t in unified_tensors(source.spec) if t.role is Role.LINEAR)
-        own = _DTYPE_OF_SOURCE.get(source.tensors[linear.sources[0]].dtype, "bfloat16")
-        self._dtype = "bfloat16" if dtype in QUANTIZED else own if dtype == "auto" else dtype
+        self._dtype = "bfloat16" if dtype in QUANTIZED else dtype
+        self._read_as = source.describe_reading(dtype)
+        self._calibration, own = calibration, {} if calibration else source.static_scales
         weights = QUANTIZED.get(dtype, PLAIN[self._dtype])
         weights = self._find_block_format(weights) if weights.group else weights
-        self._weights = weights.calibrated if calibration else weights
-        self._calibration = calibration
-        self._kv_scales = calibration is not None and calibration.kv_scales
+        linear = next(t for t in unified_tensors(source.spec) if t.role is Role.LINEAR)
+        static = calibration is not None or activation_scale_name(linear.name) in own
+        self._weights = weights.calibrated if static else weights
+        self._kv_scales = calibration.kv_scales if calibration else kv_scale_name(0) in own
         self._progress = progress
         self._report = CastReport()
         self._static = static_scales(source.spec, self._weights, self._kv_scales)
-        self._scales: dict[str, np.ndarray] = {}
+        self._scales: Mapping[str, np.ndarray] = own
         self._entries = [
             rank_entries(source.spec, self._dtype, self._weights, r, tp_size, kv_scales=self._kv_scales)
             for r in range(tp_size)
@@ -236,6 +249,7 @@ class _Conversion:
         marks = vision.marks if vision else ()
         notes = check_tokenizer(self._directory, self._source.name, spec.vocab_size, marks)
         origin = {"source": make_printable(self._source.name), "revision": self._source.revision, **options}
+        origin[READ_AS] = self._read_as
         if self._calibration:
             found = self._calibration.of_source(self._source, self._directory, self._progress)
             self._scales, origin["calibration"] = found.scales, found.origin
@@ -251,7 +265,8 @@ class _Conversion:
         kv_scales = self._kv_scales
         config = build_config(spec, self._dtype, self._weights, self._tp, files, origin, kv_scales=kv_scales)
         write_config(self._directory, config)
-        return [*self._source.notes, *notes, *self._describe_blocks(), *self._report.describe_losses()]
+        read_as = [self._read_as] if self._read_as else []
+        return [*read_as, *self._source.notes, *notes, *self._describe_blocks(), *self._report.describe_losses()]
 
     def _write_ranks(self) -> dict[str, FileRecord]:
         with ExitStack() as stack:
@@ -330,6 +345,8 @@ class _Conversion:
         """Return the parts that store rows of one source tensor of a quantized `tensor`, as `list_parts` names them."""
         place, linear, kind = self._source.place_of(name), tensor.role is Role.LINEAR, self._source.find_blocks(name)
         split = LINEAR_BLOCKS.get(kind) if linear else HEAD_BLOCKS[kind][1]
+        if self._weights.fp8 and (published := self._source.read_e4m3(name, *rows)):
+            return [*published]
         if self._weights.fp8 or split is None:
             block, have = self._source.read_rows(name, *rows)
             check_finite_rows(place, name, rows[0], block, have)
@@ -356,6 +373,12 @@ def _take_part(part: np.ndarray, low: int, high: int, shard: Shard, rest: list[i
         return held
     first, last = (column * held.shape[1] // rest[0] for column in shard.columns)
     return held[:, first:last]
+
+
+def _find_dtype(source: Source) -> str:
+    """Find the dtype that "auto" keeps: a 16-bit one of the source, else bfloat16."""
+    linear = next(t for t in unified_tensors(source.spec) if t.role is Role.LINEAR)
+    return _DTYPE_OF_SOURCE.get(source.tensors[linear.sources[0]].dtype, "bfloat16")
 
 
 def _split_rows(rows: int, rest: list[int]) -> list[tuple[int, int]]:

@@ -52,6 +52,8 @@ from wicore_trt.weight_format import FORMATS, LAYOUTS, PLAIN, VISION, WeightForm
 FORMAT_VERSION, BLOCKS_VERSION = 2, 3
 CONFIG = "config.json"
 KV_FP8 = "FP8"
+READ_AS = "read_as"
+"""Key, in `wicore` and in an engine's `compiled`, of a sentence on how quantized tensors of the source were read."""
 TAGS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 FP8_TAG = "F8_E4M3"
 
@@ -214,7 +216,8 @@ def build_config(
     kv_scales: bool = False,
 ) -> dict[str, Any]:
     """Make config.json. `origin`: the `source`, the hub commit `revision`, `lora`, `mmproj`, the spec `vision`, the
-    count `flushed_to_zero`, and `calibration` (`text`, `tokens`, `token_ids_blake2b`); all but the first may lack."""
+    count `flushed_to_zero`, the sentence `read_as` and `calibration` (`text`, `tokens`, `token_ids_blake2b`); all but
+    the first may lack."""
     config = model_fields(spec, dtype, tp_size, weights, kv_fp8=kv_scales)
     pattern = window_pattern(spec)
     if pattern:  # both spellings occur among TensorRT-LLM's versions
@@ -224,7 +227,7 @@ def build_config(
         "spec": spec.to_dict(), "tie_word_embeddings": spec.tie_word_embeddings,
         "vision": origin.get("vision") or None, "flushed_to_zero": origin.get("flushed_to_zero", 0),
         "calibration": origin.get("calibration"), "files": file_entries(files),
-        **{key: origin[key] for key in ("lora", "mmproj", "text_only") if origin.get(key)},
+        **{key: origin[key] for key in ("lora", "mmproj", "text_only", READ_AS) if origin.get(key)},
     }  # fmt: skip
     return config
 

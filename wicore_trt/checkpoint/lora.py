@@ -125,6 +125,13 @@ class LoraSource(Source):
     def read_blocks(self, name: str, start: int, stop: int) -> np.ndarray:
         return self._base.read_blocks(self._find_origin(name)[1], start, stop)
 
+    def read_e4m3(self, name: str, start: int, stop: int) -> tuple[np.ndarray, np.ndarray] | None:
+        kept = self._find_origin(name) == (None, name) and name not in self._low
+        return self._base.read_e4m3(name, start, stop) if kept else None
+
+    def describe_reading(self, dtype: str) -> str | None:
+        return self._base.describe_reading(dtype)
+
     def read_norm(self, name: str, start: int, stop: int) -> np.ndarray:
         return super().read_norm(name, start, stop) if name in self._full else self._base.read_norm(name, start, stop)
 

@@ -26,7 +26,7 @@ _OUTER = r"(?:(?:model|language_model|module|base_model)\.)*"
 _TEXT = re.compile(_OUTER + r"(embed_tokens\.weight|norm\.weight|layers\..+|lm_head\..+)")
 _VISION = re.compile(_OUTER + r"(vision_tower\.(?:vision_model\.)?|multi_modal_projector\.)(.+)")
 _IDLE_VISION = (f"{TOWER}head.", f"{TOWER}embeddings.position_ids")  # SigLIP's pooling head, which Gemma 3 lacks
-_QUANTIZED = "quantization, which WiCore does not read: give the model in BF16 or as GGUF"
+_QUANTIZED = "quantization that its configuration does not describe: give the model in BF16 or as GGUF"
 _MERGE = "merge it with peft's merge_and_unload"
 _FOREIGN = (  # part of an unknown tensor's name, and whose work it is
     (".lora_", f"a LoRA adapter that is not merged: {_MERGE}, or build the base with --lora"),
@@ -34,7 +34,8 @@ _FOREIGN = (  # part of an unknown tensor's name, and whose work it is
     (".qweight", f"AWQ or GPTQ {_QUANTIZED}"),
     (".weight_packed", f"compressed-tensors {_QUANTIZED}"),
     (".absmax", f"bitsandbytes {_QUANTIZED}"),
-    (".weight_scale", f"FP8 {_QUANTIZED}"),
+    *((part, f"zero points or an order of columns beside {_QUANTIZED}") for part in (".weight_zero_point", "g_idx")),
+    *((f".{part}_scale", f"FP8 {_QUANTIZED}") for part in ("weight", "input", "output", "k", "v", "q")),
     (".scales", f"MLX {_QUANTIZED}"),
     ("score.", "a classifier or reward model, which writes no text"),
     ("v_head.", "the value head of a reward model: remove it from the weights"),

@@ -28,6 +28,7 @@ TAG_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
 }  # fmt: skip
+_ARRAYS = {**STORAGE, "U8": np.uint8, "I32": np.int32, "U32": np.uint32, "I64": np.int64}
 _AGAIN = "Download or convert it again."
 _LFS_POINTER = b"version https://git-lfs"
 _ALIGN = 8
@@ -58,11 +59,11 @@ class SafetensorsFile:
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Read rows [start, stop) of a tensor as stored; BF16 and 8-bit floats as their bits (uint16, uint8)."""
         info = self.tensors[name]
-        if info.dtype not in STORAGE:
-            raise CheckpointError(f"{self.path}: {name} is stored as {info.dtype}, which is not a float format.")
+        if info.dtype not in _ARRAYS:
+            raise CheckpointError(f"{self.path}: {name} is stored as {info.dtype}, which holds no weights.")
         row_bytes = prod(info.shape[1:]) * TAG_BYTES[info.dtype]
         raw = self._read_bytes(self._offsets[name] + start * row_bytes, (stop - start) * row_bytes)
-        return np.frombuffer(raw, STORAGE[info.dtype]).reshape(stop - start, *info.shape[1:])
+        return np.frombuffer(raw, _ARRAYS[info.dtype]).reshape(stop - start, *info.shape[1:])
 
     def read_blocks(self, name: str) -> Iterator[bytes]:
         """Yield the bytes of a tensor's buffer, READ_BYTES or less at a time."""

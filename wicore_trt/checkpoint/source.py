@@ -30,7 +30,15 @@ from wicore_trt.checkpoint.names import (
     is_vision,
 )
 from wicore_trt.checkpoint.quantize import to_float32
+from wicore_trt.checkpoint.quantized import FIX, FORM_FILES, KEYS, describe_form, find_form
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, TensorInfo
+from wicore_trt.checkpoint.unpack import (
+    PackedModule,
+    find_input_scales,
+    find_kv_scales,
+    gather_modules,
+    read_e4m3,
+)
 from wicore_trt.errors import CheckpointError, first_fault, named, shown
 from wicore_trt.files import CONFIG_ENDS, TOKENIZER_BYTES, UntrustedFiles, is_present, quote_arg
 from wicore_trt.model.hf_config import compare_config, read_hf_config, read_vision_config
@@ -66,8 +74,9 @@ class Source(ABC):
     """Opened source.
     `tensors` are canonical text tensors; `vision` is the image encoder, all of whose tensors are there. `name` is the
     reference that was opened and `revision` the hub commit; `generation_config` is {} when there is none. `notes`
-    are sentences on decisions between contradictions and on ignored files. All files are read through `door`, which
-    remembers them."""
+    are sentences on decisions between contradictions and on ignored files. Quantized tensors are read dequantized, as
+    F32; `fp8`: `read_e4m3` gives the linears as published. `static_scales` are the source's own, of inputs and KV, by
+    the checkpoint's names, float32 [1]. All files are read through `door`, which remembers them."""
 
     spec: Gemma3Spec
     door: UntrustedFiles
@@ -77,6 +86,8 @@ class Source(ABC):
     vision: VisionSpec | None
     generation_config: Mapping[str, Any]
     notes: Sequence[str] = ()
+    fp8: bool = False
+    static_scales: dict[str, np.ndarray] = {}
 
     @abstractmethod
     def read_rows(self, name: str, start: int, stop: int) -> tuple[np.ndarray, str]:
@@ -102,6 +113,14 @@ class Source(ABC):
     def check_unchanged(self) -> None:
         """Refuse when a file that was read has changed since it was opened."""
         self.door.check_unchanged()
+
+    def read_e4m3(self, name: str, start: int, stop: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Read rows of a tensor that is E4M3 in the source: bits uint8 and scales float32 [stop - start]; else None."""
+        return None
+
+    def describe_reading(self, dtype: str) -> str | None:
+        """Say how quantized tensors were read into a checkpoint of `dtype`; None for a source without them."""
+        return None
 
     def read_tensor(self, name: str) -> np.ndarray:
         """Read a whole text tensor as float32."""
@@ -133,7 +152,9 @@ class HfSource(Source):
         if not is_present(path / "config.json"):
             raise _no_config(path)
         self.config = self.door.read_json(path / "config.json")
-        self.spec = read_hf_config(self.config, str(path / "config.json"))
+        self.spec = read_hf_config(_drop_form(self.config), str(path / "config.json"))
+        self._form = find_form(path, self.config, self.door)
+        self.fp8 = self._form is not None and self._form.kind == "e4m3"
         generation = path / GENERATION
         self.generation_config = self.door.read_json(generation) if is_present(generation) else {}
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -148,21 +169,36 @@ class HfSource(Source):
         shaping = [f"{key} {shown(asked[key])}" for key in _SHAPING if asked.get(key) not in _SHAPES_NOTHING]
         if shaping:
             self.notes.append(f"left aside: {', '.join(shaping)}. How tokens are chosen is what requests say.")
-        read = {"config.json", SINGLE, INDEX, *TOKENIZER_FILES, *(file.path.name for file in files)}
+        read = {"config.json", SINGLE, INDEX, *TOKENIZER_FILES, *FORM_FILES, *(file.path.name for file in files)}
         merges = lora is not None and os.path.realpath(lora) == os.path.realpath(path)
         self.notes += [*compare_config(self.config), *check_folder(path, read, merges_adapter=merges)]
         self._files: dict[str, tuple[SafetensorsFile, str]] = {}  # name -> file, name in the file
+        self._packed: dict[str, PackedModule] = {}
         self.tensors, images = {}, dict[str, TensorInfo]()
+        modules, taken = gather_modules(self._form, files) if self._form else ({}, set[str]())
+        if self._form and not modules:
+            raise CheckpointError(
+                f"{path}: its files hold no tensor of {self._form.title}, which it describes.", fix=FIX
+            )
+        for name, module in modules.items():
+            info = TensorInfo((module.rows, module.columns), "F32")
+            key = self._note_tensor(f"{name}.weight", info, module.path, images)
+            self._packed[key] = module
+        kv, self.static_scales = find_kv_scales(self._form, files, self.spec.num_layers) if self._form else (set(), {})
         for file in files:
-            self._note_file(file, images)
+            for raw, info in file.tensors.items():
+                if raw not in taken and raw not in kv:
+                    self._files[self._note_tensor(raw, info, file.path, images)] = file, raw
         self._settle_head()
-        place = str(path / SINGLE) if len({f.path for f, _ in self._files.values()}) == 1 else str(path)
+        place = str(files[0].path) if len(files) == 1 else str(path)
         check_tensors(self.spec, {n: info.shape for n, info in self.tensors.items()}, place)
         self._check_types(self.tensors)
+        if self._form and self._form.static:
+            self.static_scales |= find_input_scales(self.spec, self._packed)
         self.vision = None if text_only else self._settle_vision(images)
 
     def _check_types(self, names: Iterable[str]) -> None:
-        for key in names:
+        for key in (name for name in names if name not in self._packed):
             file, raw = self._files[key]
             if (tag := file.tensors[raw].dtype) not in TEXT_TAGS:
                 raise CheckpointError(
@@ -204,16 +240,16 @@ class HfSource(Source):
                         fix=TEXT_ONLY,
                     )
 
-    def _note_file(self, file: SafetensorsFile, images: dict[str, TensorInfo]) -> None:
-        for raw, info in file.tensors.items():
-            key = canonical_name(raw)
-            kind = images if is_vision(key) else self.tensors
-            if key in kind:
-                raise CheckpointError(
-                    f"{self.path} holds {named(key)} twice: in {self._files[key][0].path.name} and {file.path.name}."
-                )
-            kind[key] = info
-            self._files[key] = (file, raw)
+    def _note_tensor(self, raw: str, info: TensorInfo, path: Path, images: dict[str, TensorInfo]) -> str:
+        """Enter a tensor of the file `path` under its canonical name, which is returned."""
+        key = canonical_name(raw)
+        kind = images if is_vision(key) else self.tensors
+        if key in kind:
+            raise CheckpointError(
+                f"{self.path} holds {named(key)} twice: in {Path(self.place_of(key)).name} and {path.name}."
+            )
+        kind[key] = info
+        return key
 
     def _settle_head(self) -> None:
         """Decide between configuration and files on tied embeddings as transformers 5 (PreTrainedModel.tie_weights).
@@ -223,7 +259,8 @@ class HfSource(Source):
             return
         if embedding is None:
             self.tensors = {HF_EMBEDDING: head, **{n: i for n, i in self.tensors.items() if n != HF_LM_HEAD}}
-            self._files[HF_EMBEDDING] = self._files.pop(HF_LM_HEAD)
+            holder: dict[str, Any] = self._files if HF_LM_HEAD in self._files else self._packed
+            holder[HF_EMBEDDING] = holder.pop(HF_LM_HEAD)
             self.notes.append(f"{HF_LM_HEAD} is the embedding too: the files hold no {HF_EMBEDDING}.")
         elif head.shape != embedding.shape:
             raise CheckpointError(
@@ -250,6 +287,8 @@ class HfSource(Source):
         )
 
     def read_rows(self, name: str, start: int, stop: int) -> tuple[np.ndarray, str]:
+        if name in self._packed:
+            return self._packed[name].decode_rows(start, stop), "F32"
         file, raw = self._files[name]
         return file.read_rows(raw, start, stop), file.tensors[raw].dtype
 
@@ -268,8 +307,23 @@ class HfSource(Source):
             paths = [*(p for p in paths if p != path), path]
         return paths
 
+    def read_e4m3(self, name: str, start: int, stop: int) -> tuple[np.ndarray, np.ndarray] | None:
+        return read_e4m3(self._packed[name], start, stop) if self.fp8 and name in self._packed else None
+
+    def describe_reading(self, dtype: str) -> str | None:
+        if self._form is None:
+            return None
+        return describe_form(self._form, dtype, len(self._packed), self.static_scales)
+
     def place_of(self, name: str) -> str:
-        return str(self._files[name][0].path)
+        return str(self._packed[name].path if name in self._packed else self._files[name][0].path)
+
+
+def _drop_form(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json without what it says of quantization, which `find_form` reads."""
+    text = config.get("text_config")
+    kept = {key: value for key, value in config.items() if key not in KEYS}
+    return kept | ({"text_config": _drop_form(text)} if isinstance(text, Mapping) else {})
 
 
 class _Index(BaseModel):

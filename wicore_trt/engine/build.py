@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wicore_trt.checkpoint.format import Checkpoint, open_checkpoint
+from wicore_trt.checkpoint.format import READ_AS, Checkpoint, open_checkpoint
 from wicore_trt.checkpoint.hub import is_hub_id
 from wicore_trt.checkpoint.names import kv_scale_name, weight_scale_name
 from wicore_trt.checkpoint.records import FileRecord
@@ -83,14 +83,14 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
 ) -> EngineDir:
     """Build the engine `output` from a source (hub id, directory, GGUF) or a unified checkpoint directory.
     With `dummy` only a model's sizes are given: weights are made up at load, and the manifest says so.
-    `dtype="auto"` keeps a checkpoint's dtype and converts a source to bfloat16. `kv_dtype="auto"` is the dtype of
-    the activations; "fp8" is a KV cache in E4M3, with the checkpoint's KV scales or else unscaled. `page_tokens` is
-    the KV page size in tokens. `max_context` limits sequences in tokens (None: the backend's choice, at most the
-    model's limit); `max_batch` and `max_chunk` limit the steps of compiled engines. `calibration` measures static
-    scales on the way; `revision` is the commit, branch or tag of a hub id; `lora` is the directory of an adapter to
-    merge. `mmproj` is the GGUF file of a GGUF model's image encoder; `text_only` leaves the encoder out. An existing
-    engine is replaced only with `force`. `note` gets a sentence for each kind of loss in converting. The environment
-    variable SOURCE_DATE_EPOCH (seconds since 1970) sets the manifest's `created`.
+    `dtype="auto"` keeps a checkpoint's dtype, and FP8 of a source, which else becomes bfloat16. `kv_dtype="auto"` is
+    the dtype of the activations; "fp8" is a KV cache in E4M3, with the checkpoint's KV scales or else unscaled.
+    `page_tokens` is the KV page size in tokens. `max_context` limits sequences in tokens (None: the backend's choice,
+    at most the model's limit); `max_batch` and `max_chunk` limit the steps of compiled engines. `calibration` measures
+    static scales on the way; `revision` is the commit, branch or tag of a hub id; `lora` is the directory of an
+    adapter to merge. `mmproj` is the GGUF file of a GGUF model's image encoder; `text_only` leaves the encoder out. An
+    existing engine is replaced only with `force`. `note` gets a sentence for each kind of loss in converting, and on
+    quantized sources. The environment variable SOURCE_DATE_EPOCH (seconds since 1970) sets the manifest's `created`.
     Raises ConfigError for options that do not fit the checkpoint or an output that is in the way. Raises
     CheckpointError for a bad source or a damaged checkpoint, EnvironmentUnfitError for a backend that is not here or
     a full disk."""
@@ -108,8 +108,6 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
             f"SOURCE_DATE_EPOCH is {epoch!r}; it must be seconds since 1970.", fix="Unset it or correct it."
         ) from None
     _check_options(options, source)
-    if options.dtype == "auto" and not (dummy or is_unified_checkpoint(Path(source))):
-        options = replace(options, dtype="bfloat16")
     compiler = find_backend(options.backend)
     with replace_output(output, ENGINE, force=force, source=None if dummy else source) as scratch:
         options = replace(options, targets=tuple(compiler.targets(options)))
@@ -268,6 +266,8 @@ def _lay_out(
             compiled |= {key: make_printable(str(file))}
     if options.text_only:
         compiled |= {TEXT_ONLY: True}
+    if read_as := checkpoint.config["wicore"].get(READ_AS):
+        compiled |= {READ_AS: read_as}
     if options.dummy:
         compiled |= {DUMMY_WEIGHTS: True}
         for name, content in _DUMMY_TOKENIZER.items():
