@@ -243,6 +243,7 @@ def _check_clock() -> Finding:
 
 
 def _check_engine(path: Path) -> Finding:
+    from wicore_trt.checkpoint.format import count_weight_bytes
     from wicore_trt.engine.directory import open_engine
     from wicore_trt.errors import WicoreError
 
@@ -250,4 +251,5 @@ def _check_engine(path: Path) -> Finding:
         manifest = open_engine(path).manifest
     except WicoreError as error:
         return FAIL, error.message, error.fix or "Rebuild it."
-    return OK, f"{path}: {manifest.model_id}, {manifest.backend}, {manifest.dtype}, all hashes match", ""
+    size = f"{count_weight_bytes(manifest.spec, manifest.weights) / GIB:.1f} GiB of weights"
+    return OK, f"{path}: {manifest.model_id}, {manifest.backend}, {manifest.dtype}, {size}, all hashes match", ""

@@ -9,8 +9,9 @@ import typer
 from wicore_trt.arithmetic import ITEM_BYTES, div_ceil
 
 if TYPE_CHECKING:
-    from wicore_trt.kv.sizing import SessionSize
+    from wicore_trt.kv.sizing import Geometry, SessionSize
     from wicore_trt.model.spec import Gemma3Spec
+    from wicore_trt.weight_format import WeightFormat
 
 GIB = 1 << 30
 
@@ -37,6 +38,13 @@ def plan(
     device_bytes: Annotated[
         str | None, typer.Option(help="Device memory for KV pages that there is, e.g. 40GB.")
     ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Weights of a named model: bfloat16, float16, fp8, q4_0. Several with commas, for --gpus."),
+    ] = None,
+    gpus: Annotated[
+        str | None, typer.Option(help="Memory of GPUs, such as 16GB,24GB,80GB: conversations that fit beside weights.")
+    ] = None,
     host_bytes: Annotated[str | None, typer.Option(help="Host memory that there is, e.g. 100GB.")] = None,
     disk_bytes: Annotated[str | None, typer.Option(help="Disk space that there is, e.g. 1TB.")] = None,
     disk_rate: Annotated[str | None, typer.Option(help="What the disk reads per second, e.g. 4GB.")] = None,
@@ -46,16 +54,17 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Size the KV tiers for conversations that share no prefix: bytes of each, and what the tiers hold."""
-    from wicore_trt.cli._ui import print_json
+    from wicore_trt.checkpoint.format import count_weight_bytes
+    from wicore_trt.cli._ui import human_bytes, print_json, print_table
     from wicore_trt.config import BATCH_TOKENS
     from wicore_trt.errors import ConfigError
     from wicore_trt.kv.sizing import Geometry, SessionSize
 
-    spec, own_dtype, own_page_tokens, longest = _read_model(model)
-    dtype = kv_dtype or own_dtype
-    if dtype not in ITEM_BYTES:
-        raise ConfigError(f"--kv-dtype {dtype!r} is not known.", fix=f"Take one of {', '.join(ITEM_BYTES)}.")
-    geometry = Geometry.from_spec(spec, page_tokens or own_page_tokens, dtype)
+    spec, own_dtype, own_page_tokens, longest, formats = _read_model(model, dtype)
+    kv_dtype = kv_dtype or own_dtype
+    if kv_dtype not in ITEM_BYTES:
+        raise ConfigError(f"--kv-dtype {kv_dtype!r} is not known.", fix=f"Take one of {', '.join(ITEM_BYTES)}.")
+    geometry = Geometry.from_spec(spec, page_tokens or own_page_tokens, kv_dtype)
     sizes = [
         SessionSize(geometry, _parse_tokens(text, longest, geometry.page_tokens), reply_tokens)
         for text in context.split(",")
@@ -74,12 +83,24 @@ def plan(
             )
         together = min(together, fit)
     recipe = _make_recipe(largest, users, together, batch, host, disk)
+    weights = {name: count_weight_bytes(spec, form) for name, form in formats.items()}
+    cards = {card.strip(): _parse_bytes(card) or 0 for card in gpus.split(",")} if gpus else {}
+    fits = [
+        {"weights": name, "weight_bytes": nbytes, **{
+            card: _count_sessions(geometry, memory - nbytes, sizes, batch) for card, memory in cards.items()
+        }}
+        for name, nbytes in weights.items()
+    ]  # fmt: skip
     if json:
         names = ("kv_dtype", "page_tokens", "page_bytes", "slot_bytes", "slots_per_page")
         about = {name: getattr(geometry, name) for name in names}
-        print_json({"model": model, **about, "sessions": rows, "recipe": recipe})
+        print_json({"model": model, **about, "weight_bytes": weights, "fits": fits, "sessions": rows, "recipe": recipe})
         return
     _print_rows(f"{model}, {geometry.kv_dtype}, {geometry.page_tokens} tokens per page", rows)
+    heads = ["weights", "bytes", *cards]
+    cells = [[f["weights"], human_bytes(f["weight_bytes"]), *(f[card] for card in cards)] for f in fits]
+    lengths = ", ".join(f"{size.tokens:,}" for size in sizes)
+    print_table(f"conversations of {lengths} tokens at a time, by GPU" if cards else "device memory", heads, cells)
     print(f"\n# {recipe.pop('comment')}")
     for section, values in recipe.items():
         print(f"{section}:")
@@ -87,8 +108,9 @@ def plan(
             print(f"  {name}: {value}")
 
 
-def _read_model(model: str) -> tuple[Gemma3Spec, str, int, int]:
-    """Read (spec, KV dtype, page size, longest context) of an engine, a checkpoint, a model's files or a name."""
+def _read_model(model: str, dtype: str | None) -> tuple[Gemma3Spec, str, int, int, dict[str, WeightFormat]]:
+    """Read (spec, KV dtype, page size, longest context, formats of weights by name) of an engine, a checkpoint, a
+    model's files or a name. The formats of the latter two are what `dtype` lists."""
     from pathlib import Path
 
     from wicore_trt.checkpoint.format import open_checkpoint
@@ -98,20 +120,40 @@ def _read_model(model: str) -> tuple[Gemma3Spec, str, int, int]:
     from wicore_trt.errors import ConfigError
     from wicore_trt.kv.sizing import MODELS, builtin_spec
     from wicore_trt.recipe import did_you_mean
+    from wicore_trt.weight_format import PLAIN, QUANTIZED
 
     path = Path(model).expanduser()
     if (path / "engine.json").exists():
         manifest = open_engine(path, verify=False).manifest
-        return manifest.spec, manifest.kv_dtype, manifest.page_tokens, manifest.max_context
+        kept = {manifest.dtype: manifest.weights}
+        return manifest.spec, manifest.kv_dtype, manifest.page_tokens, manifest.max_context, kept
+    if path.exists() and is_unified_checkpoint(path):
+        checkpoint = open_checkpoint(path)
+        kept = {checkpoint.weights.storage: checkpoint.weights}
+        return checkpoint.spec, "bfloat16", 32, checkpoint.spec.max_position_embeddings, kept
+    known, names = {**PLAIN, **QUANTIZED}, (dtype or "bfloat16").split(",")
+    if wrong := [name for name in names if name not in known]:
+        raise ConfigError(f"--dtype {wrong[0]!r} is not known.", fix=f"Take some of {', '.join(known)}.")
     if path.exists():
-        spec = open_checkpoint(path).spec if is_unified_checkpoint(path) else open_source(path).spec
+        spec = open_source(path).spec
     elif model in MODELS:
         spec = builtin_spec(model)
     else:
         raise ConfigError(
             f"--model {model}: no such directory, and no model of that name.", fix=did_you_mean(model, MODELS)
         )
-    return spec, "bfloat16", 32, spec.max_position_embeddings
+    return spec, "bfloat16", 32, spec.max_position_embeddings, {name: known[name] for name in names}
+
+
+def _count_sessions(geometry: Geometry, nbytes: int, sizes: list[SessionSize], batch: int) -> str:
+    """Count, for each size, the conversations that are computed at a time in `nbytes`, of which steps take a part: "no"
+    where none fits. Steps take for a token what the widest results need, and a fixed amount for logits of 64 sequences
+    and the libraries: an estimate, which a server replaces by what it measures."""
+    spec = geometry.spec
+    token = 6 * spec.hidden_size + 8 * (spec.num_heads * spec.head_dim) // 2 + 10 * spec.intermediate_size
+    room = nbytes - batch * token - 64 * 8 * spec.vocab_size - GIB
+    counts = [geometry.device_sessions(max(room, 0), size.tokens, batch) for size in sizes]
+    return " / ".join(f"{count:,}" if count else "no" for count in counts)
 
 
 def _parse_tokens(text: str, longest: int, least: int) -> int:

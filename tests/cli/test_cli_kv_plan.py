@@ -10,9 +10,11 @@ import pytest
 import yaml
 from tiny_source import write_tiny_source
 
+from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
 from wicore_trt.cli._ui import human_bytes
 from wicore_trt.cli.main import run_command
 from wicore_trt.config import BATCH_TOKENS, load_settings, parse_bytes
+from wicore_trt.engine.build import build_engine
 from wicore_trt.kv.sizing import MODELS, Geometry, SessionSize, builtin_spec
 from wicore_trt.model.spec import GLOBAL
 from wicore_trt.recipe import resolve_recipe
@@ -79,12 +81,29 @@ def test_the_table_of_sizes_is_what_the_commands_beside_it_print(capsys):
     assert [[row[0], row[1].split()[0], *row[2:]] for row in shown] == printed and len(printed) == 5
 
 
-@pytest.mark.parametrize("name", ["fp16-h100", "fp8-h100", "fp8-l20"])
+@pytest.mark.parametrize("name", ["fp16-h100", "fp8-h100", "fp8-l20", "q4-h100", "q4-rtx4090"])
 def test_the_recipes_say_how_many_conversations_their_host_tier_holds(capsys, name):
     recipe = f"gemma3-27b-{name}"
-    host = str(load_settings(recipe).kv.host_bytes)
-    row = plan_json(capsys, "--model", "gemma3-27b", "--host-bytes", host)["sessions"][0]
+    settings = load_settings(recipe)
+    kv_dtype = "bfloat16" if settings.build.kv_dtype == "auto" else settings.build.kv_dtype
+    options = ("--host-bytes", str(settings.kv.host_bytes), "--kv-dtype", kv_dtype)
+    row = plan_json(capsys, "--model", "gemma3-27b", *options)["sessions"][0]
     assert f"holds {row['sessions_in_host']} (wicore kv plan)" in resolve_recipe(recipe).read_text()
+
+
+def test_weights_are_counted_exactly_and_leave_room_for_conversations(capsys, tmp_path):
+    options = ("--dtype", "q4_0,fp8,bfloat16", "--context", "8K", "--kv-dtype", "fp8", "--gpus", "16GB,24GB,80GB")
+    report = plan_json(capsys, "--model", "gemma3-27b", *options)
+    linear, head = 25_598_361_600, 262_208 * 5376  # of the published sizes
+    norms = 62 * (4 * 5376 + 2 * 128) + 5376
+    channels = 62 * (64 * 128 + 5376 + 2 * 21_504 + 5376)  # with a scale in FP8
+    wanted = {"q4_0": linear * 18 // 32, "fp8": linear + 4 * channels, "bfloat16": 2 * linear}
+    assert report["weight_bytes"] == {name: size + 2 * head + 4 * norms for name, size in wanted.items()}
+    assert [fit["24GB"] for fit in report["fits"]] == ["7", "no", "no"]
+    assert all(fit["16GB"] == "no" != fit["80GB"] for fit in report["fits"])
+    engine = build_engine(write_tiny_source(tmp_path / "source"), tmp_path / "engine", dtype="fp8")
+    held = sum(info.bytes for info in SafetensorsFile(engine.rank_files[0]).tensors.values())
+    assert plan_json(capsys, "--model", str(engine.path), "--context", "64")["weight_bytes"] == {"fp8": held}
 
 
 def test_dtype_page_size_and_length_of_the_reply_count(capsys):

@@ -15,9 +15,9 @@ from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec
 from wicore_trt.recipe import list_recipes, resolve_recipe
 
 GIB = 1 << 30
-USABLE_GIB = {"h100": 78.0, "l20": 45.0, "cpu": 4.0}
-TARGETS = {"h100": ("sm90",), "l20": ("sm89",), "cpu": ()}
-RESERVE_GIB = {"h100": 5.0, "l20": 4.0, "cpu": 0.5}  # activations, logits, CUDA context
+USABLE_GIB = {"h100": 78.0, "l20": 45.0, "rtx4090": 23.5, "cpu": 4.0}
+TARGETS = {"h100": ("sm90",), "l20": ("sm89",), "rtx4090": ("sm89",), "cpu": ()}
+RESERVE_GIB = {"h100": 5.0, "l20": 4.0, "rtx4090": 2.5, "cpu": 0.5}  # activations, logits, CUDA context
 
 # From the config.json of google/gemma-3-27b-it and google/gemma-3-270m.
 CONFIGS = {
@@ -51,6 +51,8 @@ NAMES = [
     "gemma3-27b-fp16-h100",
     "gemma3-27b-fp8-h100",
     "gemma3-27b-fp8-l20",
+    "gemma3-27b-q4-h100",
+    "gemma3-27b-q4-rtx4090",
 ]
 
 
@@ -60,11 +62,11 @@ def facts(name: str) -> tuple[Gemma3Spec, str, Settings]:
 
 
 def weight_bytes(spec: Gemma3Spec, dtype: str, tp_size: int) -> float:
-    """Bytes per card; under FP8 only matrices shrink, and the embedding stays at 16 bits."""
-    total = 0
+    """Bytes per card; under FP8 and Q4_0 only matrices shrink, and the embedding stays at 16 bits."""
+    total = 0.0
     for name, shape in hf_shapes(spec).items():
-        small = dtype == "fp8" and len(shape) == 2 and name != HF_EMBEDDING
-        total += prod(shape) * (1 if small else 2)
+        linear = len(shape) == 2 and name != HF_EMBEDDING
+        total += prod(shape) * ({"fp8": 1, "q4_0": 18 / 32}.get(dtype, 2) if linear else 2)
     return total / tp_size
 
 
@@ -88,15 +90,16 @@ def test_kv_budget_holds_the_longest_sequence(name: str) -> None:
     context, page = settings.scheduler.max_context, settings.kv.page_tokens
     assert context is not None and page is not None and context <= spec.max_position_embeddings
     local_tokens = min(context, spec.sliding_window + settings.scheduler.max_batch_tokens)
-    need = spec.page_bytes(GLOBAL, context + page, 2) + spec.page_bytes(LOCAL, local_tokens + 2 * page, 2)
+    item = 1 if settings.build.kv_dtype == "fp8" else 2
+    need = spec.page_bytes(GLOBAL, context + page, item) + spec.page_bytes(LOCAL, local_tokens + 2 * page, item)
     assert need / settings.build.tp_size <= settings.kv.device_bytes
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_recipe_says_what_its_name_says(name: str) -> None:
     _, card, settings = facts(name)
-    dtype = "float16" if "fp16" in name else "fp8" if "fp8" in name else "bfloat16"
-    assert settings.build.dtype == dtype
+    said = {"fp16": "float16", "fp8": "fp8", "q4": "q4_0"}
+    assert settings.build.dtype == next((said[part] for part in name.split("-") if part in said), "bfloat16")
     assert settings.executor.device == ("cpu" if card == "cpu" else "cuda")
     assert settings.engine == f"engines/{name}"
     # One GPU, and the backend that is fast there: what is built can be served.

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,12 @@ from wicore_trt.checkpoint.names import (
     weight_minimum_name,
 )
 from wicore_trt.checkpoint.records import FileRecord, file_entries
-from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
+from wicore_trt.checkpoint.safetensors_io import TAG_BYTES, SafetensorsFile
 from wicore_trt.checkpoint.sharding import shard_of
 from wicore_trt.checkpoint.source import TOKENIZER_FILES
 from wicore_trt.errors import CheckpointError, shown
 from wicore_trt.files import LIST_BYTES, TOKENIZER_BYTES, UntrustedFiles, is_present, quote_arg
+from wicore_trt.model.gemma3 import LM_HEAD
 from wicore_trt.model.spec import GLOBAL, Gemma3Spec
 from wicore_trt.model.vision import POSITIONS, VisionSpec, vision_tensors
 from wicore_trt.scratch import Product
@@ -162,6 +164,15 @@ def rank_entries(
         entries += list_parts(tensor, shape, dtype, weights)
         entries += [(name, "F32", (1,)) for name in static[tensor.name]]
     return entries
+
+
+def count_weight_bytes(spec: Gemma3Spec, weights: WeightFormat) -> int:
+    """Count the bytes of a text model's weights on a device: all of one rank's file but a tied head. The base dtype has
+    16 bits unless `weights` are plain."""
+    dtype = "bfloat16" if weights.quantized else weights.storage
+    tied = LM_HEAD if spec.tie_word_embeddings else None
+    entries = rank_entries(spec, dtype, weights, 0, 1)
+    return sum(prod(shape) * TAG_BYTES[tag] for name, tag, shape in entries if not (tied and name.startswith(tied)))
 
 
 def vision_entries(vision: VisionSpec, dtype: str) -> list[tuple[str, str, tuple[int, ...]]]:
