@@ -85,7 +85,7 @@ def plan(
     recipe = _make_recipe(largest, users, together, batch, host, disk)
     weights = {name: count_weight_bytes(spec, form) for name, form in formats.items()}
     cards = {card.strip(): _parse_bytes(card) or 0 for card in gpus.split(",")} if gpus else {}
-    fits = [
+    fits: list[dict[str, Any]] = [
         {"weights": name, "weight_bytes": nbytes, **{
             card: _count_sessions(geometry, memory - nbytes, sizes, batch) for card, memory in cards.items()
         }}

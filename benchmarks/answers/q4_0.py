@@ -35,12 +35,12 @@ MOST_PERCENT = 0.1
 def write_q4_0(source: Path, target: Path) -> Path:
     """Write the GGUF `source` with its linears quantized to Q4_0 by the gguf package; all else stays as it is."""
     reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(target, reader.get_field("general.architecture").contents())
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     for key, field in reader.fields.items():
         if not key.startswith(("GGUF.", "general.architecture")):
-            kind = field.types[0]
-            inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(key, field.contents(), kind, sub_type=inner)
+            outer = field.types[0]
+            inner = field.types[-1] if outer == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(key, field.contents(), outer, sub_type=inner)
     kind = gguf.GGMLQuantizationType.Q4_0
     for tensor in reader.tensors:
         data, stored = tensor.data, tensor.tensor_type
@@ -58,10 +58,10 @@ def load_reference(path: Path) -> Any:
     """Load the file with transformers in float32. Its embedding's factor is that of bfloat16, as Gemma was trained."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     scale = model.model.embed_tokens.embed_scale
     scale.copy_(scale.to(torch.bfloat16))
-    return model
+    return model.eval()
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file as load_torch
 from test_gguf import DIM, HEADS, HIDDEN, KV, LAYERS, MLP, write_gguf
 from tiny_source import CONFIG, write_tiny_tokenizer
 
+from wicore_trt.backends.torch.calibrate import TextCalibration
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.format import open_checkpoint
@@ -204,3 +205,41 @@ def test_torch_operators_compute_what_dequantized_weights_give(tmp_path: Path) -
         logits.append(executor.logits(batch, torch.arange(5)).clone())
         executor.close()
     assert torch.equal(*logits) and float(logits[0].std()) > 0
+
+
+def test_an_adapter_changes_only_the_blocks_that_it_reaches(tmp_path: Path) -> None:
+    stored = write_gguf(tmp_path / "m.gguf", "Q4_0", kinds={"token_embd.weight": "BF16"})
+    (tmp_path / "lora").mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["up_proj"], "layers_to_transform": [0]}
+    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(config))
+    random, name = np.random.default_rng(1), "base_model.model.model.layers.0.mlp.up_proj"
+    low = {"A": random.standard_normal((2, HIDDEN), np.float32), "B": random.standard_normal((MLP, 2), np.float32)}
+    save_file({f"{name}.lora_{n}.weight": t for n, t in low.items()}, tmp_path / "lora" / "adapter_model.safetensors")
+    said: list[str] = []
+    made = convert(tmp_path / "m.gguf", tmp_path / "c", dtype="q4_0", lora=tmp_path / "lora", note=said.append)
+    assert any("1 linears are quantized to Q4_0 after training" in line for line in said)
+    assert any("quantized twice, as the source has Q4_0" in line for line in said)
+    tensors = {n: t.numpy() for n, t in _load(made.rank_files[0]).items()}
+    kind = gguf.GGMLQuantizationType.Q4_0
+    merged = gguf.quants.dequantize(stored["blk.0.ffn_up.weight"], kind) + (low["B"] @ low["A"]) * np.float32(2)
+    for layer, want in ((0, gguf.quants.quantize(merged, kind)), (1, stored["blk.1.ffn_up.weight"])):
+        back = blocks_of(tensors, f"transformer.layers.{layer}.mlp.gate.weight", "Q4_0", slice(None))
+        assert back.tobytes() == want.tobytes(), layer
+
+
+def test_kv_scales_are_those_of_the_dequantized_weights(tmp_path: Path) -> None:
+    """Measured at building on the source, and later on the checkpoint, whose blocks are read again."""
+    source = q4_source(tmp_path / "source")
+    (tmp_path / "text.txt").write_text("abcdefghijklmnop" * 8)
+    calibration = TextCalibration(tmp_path / "text.txt", 64)
+    early = convert(source, tmp_path / "early", dtype="q4_0", calibration=calibration)
+    plain = convert(source, tmp_path / "plain", dtype="q4_0", tp_size=2)
+    late = convert(plain.path, tmp_path / "late", calibration=calibration)
+    assert early.kv_scales and late.kv_scales and late.weights == plain.weights and late.tp_size == 2
+    name = "transformer.layers.3.attention.kv_cache_scaling_factor"
+    first, second = (float(load_torch(c.rank_files[0])[name]) for c in (early, late))
+    assert 0 < abs(first / second - 1) < 0.2, "float32 weights and their Q4_0"
+    with pytest.raises(ConfigError, match="nothing to calibrate"):
+        convert(source, tmp_path / "none", dtype="q4_0", calibration=replace(calibration, kv_scales=False))
+    with pytest.raises(ConfigError, match="nothing to calibrate"):
+        convert(plain.path, tmp_path / "none", calibration=replace(calibration, kv_scales=False))
