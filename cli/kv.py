@@ -11,8 +11,7 @@ from wicore_trt.cli import kv_disk
 from wicore_trt.cli.kv_plan import plan
 
 if TYPE_CHECKING:
-    from wicore_trt.kv.study.fleet import FleetReport
-    from wicore_trt.kv.study.simulate import SimulationReport
+    from wicore_trt.kv.study.simulate import FleetReport, SimulationReport
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", help="KV cache tools.")
 
@@ -74,8 +73,7 @@ def simulate(
 
     from wicore_trt.cli._ui import print_json, progress
     from wicore_trt.kv.policy.by_name import POLICIES
-    from wicore_trt.kv.study.fleet import ROUTINGS, simulate_fleet
-    from wicore_trt.kv.study.simulate import KVBytes, recompute_cost
+    from wicore_trt.kv.study.simulate import ROUTINGS, KVBytes, recompute_cost, simulate_fleet
     from wicore_trt.kv.study.simulate import simulate as replay
     from wicore_trt.kv.study.trace import generate_trace, load_trace, unique_blocks
 

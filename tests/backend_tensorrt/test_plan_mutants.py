@@ -17,8 +17,7 @@ from plan_driver import PlanDriver
 from test_plan_parity import BOUNDS, LIMITS, compare
 
 from wicore_trt.backends.tensorrt import plan_io
-from wicore_trt.backends.tensorrt.graph import Graph
-from wicore_trt.backends.tensorrt.ops import TensorRTOps
+from wicore_trt.backends.tensorrt.ops import Graph, TensorRTOps
 from wicore_trt.model.gemma3 import layer_weight
 from wicore_trt.model.spec import GLOBAL, LOCAL
 

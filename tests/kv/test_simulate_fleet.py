@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from wicore_trt.cli.kv import app
 from wicore_trt.errors import ConfigError
-from wicore_trt.kv.study.fleet import ROUTINGS, FleetReport, simulate_fleet
-from wicore_trt.kv.study.simulate import simulate
+from wicore_trt.kv.study.simulate import ROUTINGS, FleetReport, simulate, simulate_fleet
 from wicore_trt.kv.study.trace import TraceRequest, generate_trace, unique_blocks
 
 TRACE = generate_trace(400)

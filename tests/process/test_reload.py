@@ -19,7 +19,7 @@ from process.test_supervisor import HERE, serving, supervised
 
 from wicore_trt.config import LoadedSettings, ServerSettings, Settings
 from wicore_trt.errors import ConfigError
-from wicore_trt.process.reload import check_reload
+from wicore_trt.process.supervisor import check_reload
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 
 ALICE, BOB = "a" * 20, "b" * 20

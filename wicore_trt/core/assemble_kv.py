@@ -21,8 +21,7 @@ from wicore_trt.kv.events import MAX_EVENT_LOG_PAGES, KVEventLog
 from wicore_trt.kv.manager import CacheOptions, KVCacheManager
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.policy.by_name import make_policy
-from wicore_trt.kv.prefix.loader import PrefixLoader
-from wicore_trt.kv.prefix.probe import probe_tiers
+from wicore_trt.kv.prefix.loader import PrefixLoader, probe_tiers
 from wicore_trt.kv.tiers.host import slot_geometry
 from wicore_trt.kv.tiers.index import TierIndex
 from wicore_trt.kv.tiers.moves import TierCopy

@@ -3,7 +3,8 @@
 It must not know messages, models or devices, and imports nothing that could crash it but the operators' listener.
 Invariants: engine and front run or are being started; no hanging process blocks the supervisor. A stuck engine
 (server.watchdog_s) is ended, its stacks logged, and so is a silent front. Both have opened the same build of the engine
-directory; no process outlives the supervisor; a second signal ends everything at once.
+directory; no process outlives the supervisor; a second signal ends everything at once. Every process can apply the
+settings that `check_reload` returns without failing.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from wicore_trt.access.admission import Admission
+from wicore_trt.access.listening import read_tls
 from wicore_trt.access.log import set_level
-from wicore_trt.config import LoadedSettings, settings_to_json
-from wicore_trt.errors import EngineDeadError, WicoreError
+from wicore_trt.config import KEYS, LoadedSettings, settings_to_json, value_of
+from wicore_trt.errors import ConfigError, EngineDeadError, WicoreError
 from wicore_trt.process.child import (
     BEAT_S,
     DUMP,
@@ -37,7 +40,6 @@ from wicore_trt.process.child import (
     read_error,
     wait_for_exit,
 )
-from wicore_trt.process.reload import check_reload, has_terminal
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,14 @@ DUMP_S = 1.0
 """Time for a stuck engine to write its stacks before it is killed."""
 ANSWER_S = 3.0
 """Time for the front to send its metrics."""
+LIVE = frozenset(
+    (
+        *("server.keys_file", "server.api_key", "server.requests_per_minute", "server.tokens_per_minute"),
+        *("server.cors_origins", "server.allowed_hosts", "server.tls_cert", "server.tls_key", "log.level"),
+    )
+)
+"""Settings that change while the server runs. Of the files that these name the contents are read again, too."""
+TERMINAL = "/dev/tty"
 
 
 class Supervisor:
@@ -371,3 +381,36 @@ class Supervisor:
             engine.control.send("stop", timeout_s=STOP_S)
             await wait_for_exit(engine, 2 * STOP_S)
         self._finish_run(1 if front_code else code)
+
+
+def check_reload(
+    given: LoadedSettings, read: Callable[[], LoadedSettings]
+) -> tuple[LoadedSettings, tuple[str, ...], tuple[str, ...]]:
+    """Compute the change from the running settings to those written now: settings to apply, the keys that change now,
+    and the keys that differ but need a restart. Raises ConfigError for wrong settings or files."""
+    written = read()
+    running, wanted = given.settings, written.settings
+    differ = [key for key in KEYS if value_of(wanted, key) != value_of(running, key)]
+    changed = tuple(key for key in differ if key in LIVE)
+    restart = [key for key in differ if key not in LIVE]
+    server = replace(
+        running.server, **{k.rpartition(".")[2]: value_of(wanted, k) for k in changed if k.startswith("server.")}
+    )
+    if (server.tls_cert is None) != (running.server.tls_cert is None):
+        raise ConfigError("TLS cannot be switched on or off while the server runs.", fix="Start it again.")
+    Admission.from_settings(server)
+    read_tls(server)
+    if (server.api_key, server.keys_file) == (None, None) != (running.server.api_key, running.server.keys_file):
+        raise ConfigError("A server with API keys is not opened to everybody while it runs.", fix="Start it again.")
+    log = replace(running.log, level=wanted.log.level)
+    sources = {key: where for key in KEYS if (where := (given if key in restart else written).sources.get(key))}
+    return LoadedSettings(replace(running, server=server, log=log), sources), changed, tuple(restart)
+
+
+def has_terminal() -> bool:
+    """Tell whether this process has a controlling terminal that is still open."""
+    try:
+        os.close(os.open(TERMINAL, os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from wicore_trt.backends.tensorrt.api import TensorRT, find_tensorrt
-from wicore_trt.backends.tensorrt.plan_build import Plan
+from wicore_trt.backends.tensorrt.plan_build import Plan, finish, start
 from wicore_trt.backends.tensorrt.plan_io import (
     INDEX,
     PHASES,
@@ -34,7 +34,6 @@ from wicore_trt.backends.tensorrt.plan_io import (
     plan_file,
     weight_tensors,
 )
-from wicore_trt.backends.tensorrt.plan_worker import finish, start
 from wicore_trt.checkpoint.demo import cache_directory
 from wicore_trt.engine.options import BuildOptions, check_equal_groups
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError

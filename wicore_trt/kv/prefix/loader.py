@@ -3,7 +3,8 @@
 Joins page tables, lower tiers and planner; it must not know steps, budgets or queues. Invariant (I2): a load's slots
 belong to the sequence from `begin_load` until `end_load` or `cancel_load`. Pages become findable at the jump, not
 before. A jump passes over no token whose page was neither written by the sequence nor brought by the load. A sequence
-whose load fails computes what is missing.
+whose load fails computes what is missing. The probe before the first request changes no slot's content, and a host slot
+that it borrows is used by nobody else until its copies are over.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -21,7 +22,6 @@ from wicore_trt.kv.manager import KVCacheManager
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.prefix.parking import Parking
 from wicore_trt.kv.prefix.planner import SLOWER, Candidate, LoadChoice, NextMove, aim_meeting, decide_load, decide_move
-from wicore_trt.kv.prefix.probe import MEASURED_BYTES
 from wicore_trt.kv.prefix.rates import DISK_PRIOR, HOST_PRIOR, ComputeRate, Drag, TierMeter, TierRate
 from wicore_trt.kv.sequence_pages import PrefixHit, SequencePages
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
@@ -34,6 +34,11 @@ MAX_CANDIDATES = 4
 """Resume points to choose among, the longest first."""
 LATE = 2.0
 """A load from disk that takes this many times its estimate counts as measured, so that the next ones do not wait."""
+MEASURED_BYTES = 4 << 20
+"""Fewer bytes say little of a link."""
+PROBE_BYTES, PROBE_READS = 64 << 20, 8
+PROBE_SHARE = 0.75
+"""Of the host's slots that the probe may borrow: pages may come meanwhile."""
 JUMP, WAIT, DROP = NextMove("jump"), NextMove("wait"), NextMove("drop")
 
 
@@ -418,3 +423,37 @@ class PrefixLoader:
     def observe_disk_read(self, count: int, asked: float, seconds: float, rests: bool) -> None:
         """Learn from a disk read of `count` bytes that ended `seconds` after it was asked for; see `UpTransfers`."""
         self.disk_meter.observe_requested_read(count, asked, seconds, rests=rests, now=self._clock())
+
+
+def probe_tiers(
+    manager: KVCacheManager, tiers: LowerTiers, page_bytes: Mapping[str, int], copied: Callable[[int, float], None]
+) -> None:
+    """Begin to rate the link by copies into unused slots, and the disk by bringing some of its pages to host memory.
+    For the link, any thread calls `copied(bytes, seconds)`."""
+    group = manager.chain_group
+    size, pool, movers = page_bytes[group], manager.pools[group], tiers.movers
+    index = tiers.host
+    room = int(PROBE_SHARE * index.free_slots) // index.slots_per_page[group]
+    count = min(PROBE_BYTES // size, pool.num_pages, room)
+    if count * size >= MEASURED_BYTES:
+        copier, (buffers, slots) = movers.copier, movers.host.lend_slots(size, count)
+
+        lacking, total = count, 0.0
+
+        def count_copies(digests: Sequence[bytes | None], seconds: float) -> None:
+            nonlocal lacking, total
+            lacking, total = lacking - len(digests), total + seconds
+            if not lacking:
+                copied(count * size, total)
+                movers.post_report(movers.came_up, index.grant_slots, 0, slots)  # until now a copy could have been late
+
+        for slot in range(count):  # what an unwritten slot holds must stay there, so it goes and comes back
+            copier.to_host(group, slot, buffers[slot], lambda digest, seconds: None)
+        copier.to_device(group, range(count), buffers, count_copies)
+        copier.flush()
+    if tiers.disk is not None:
+        pages, left = tiers.disk.find_newest(PROBE_READS), manager.retention.seconds_left
+        # a page on its way is in use, and the time to live of one that is in use starts anew
+        for page in pages:
+            if left(page.key) is None:
+                tiers.loads.begin_load(PrefixLoad(0, 0, [LoadItem(page, -1)]))
