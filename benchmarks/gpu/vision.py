@@ -1,18 +1,21 @@
 """Time of one image through the encoder's true shapes on this GPU, by part and by way, beside its bound.
 
-    python -m benchmarks.gpu.vision [--dtype bfloat16] [--repeats 20]
+    python -m benchmarks.gpu.vision [--dtype bfloat16] [--repeats 20] [--sms 16,24,32,48,64,96]
 
 Random weights: times do not depend on them. The bound counts products alone, at TFLOPS that large ones reach on an
-H100. The product's way is the first of each list. Every figure is the median over runs of a CUDA graph.
+H100. The product's way is the first of each list. Every figure is the median over runs of a CUDA graph. `--sms`: on so
+many multiprocessors alone. What images cost sequences that decode: `benchmarks.gpu.vision_beside`.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
@@ -20,8 +23,8 @@ import triton.language as tl
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from wicore_trt.backends.torch.vision import ATTENTION, TorchVision, VisionWeights, open_encoder
-from wicore_trt.model.vision import VisionSpec, vision_tensors
+from wicore_trt.backends.torch.vision import ATTENTION, TorchVision, TorchVisionOps, VisionWeights, open_encoder
+from wicore_trt.model.vision import VisionSpec, encode, vision_tensors
 from wicore_trt.runtime.cuda_device import CudaDevice
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
 
@@ -141,7 +144,10 @@ def product_ways(spec: VisionSpec, dtype: torch.dtype) -> dict[str, tuple[Work, 
         "qkv, bias in the epilogue": (lambda: torch.addmm(wide, x, qkv.T), hidden * 3 * hidden),
         "out, added in place": (add(x, out), hidden * hidden),
         "out, added apart": (add_apart(x, out), hidden * hidden),
-        "out, no residual (16 bit, bias in the epilogue)": (lambda: torch.addmm(short, x, out.T), hidden * hidden),
+        "out, 16 bit, bias in the epilogue, added": (
+            lambda: residual.add_(torch.addmm(short, x, out.T)),
+            hidden * hidden,
+        ),
         "fc1, GELU in the epilogue": (
             lambda: torch._addmm_activation(middle, x, up.T, use_gelu=True),  # noqa: SLF001 -- as the product
             hidden * inner,
@@ -149,7 +155,10 @@ def product_ways(spec: VisionSpec, dtype: torch.dtype) -> dict[str, tuple[Work, 
         "fc1, GELU apart": (lambda: F.gelu(torch.addmm(middle, x, up.T), approximate="tanh"), hidden * inner),
         "fc2, added in place": (add(y, down), hidden * inner),
         "fc2, added apart": (add_apart(y, down), hidden * inner),
-        "fc2, no residual (16 bit, bias in the epilogue)": (lambda: torch.addmm(short, y, down.T), hidden * inner),
+        "fc2, 16 bit, bias in the epilogue, added": (
+            lambda: residual.add_(torch.addmm(short, y, down.T)),
+            hidden * inner,
+        ),
     }
 
 
@@ -157,8 +166,10 @@ def product_ways(spec: VisionSpec, dtype: torch.dtype) -> dict[str, tuple[Work, 
 def add_and_norm(x, w, b, added, out, width: tl.constexpr, block: tl.constexpr, eps: tl.constexpr):  # type: ignore[no-untyped-def]
     row, lanes = tl.program_id(0), tl.arange(0, block)
     inside = lanes < width
-    values = tl.load(x + row * width + lanes, inside, 0.0) + tl.load(added + lanes, inside, 0.0)
-    tl.store(x + row * width + lanes, values, inside)
+    values = tl.load(x + row * width + lanes, inside, 0.0)
+    if added is not None:
+        values += tl.load(added + row * width + lanes, inside, 0.0).to(tl.float32)
+        tl.store(x + row * width + lanes, values, inside)
     mean = tl.sum(values, 0) / width
     centred = tl.where(inside, values - mean, 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, 0) / width + eps)
@@ -170,22 +181,93 @@ def norm_ways(spec: VisionSpec, dtype: torch.dtype) -> dict[str, Work]:
     """LayerNorm of the residual stream, rounded; one kernel in Triton shows what fusing would give."""
     patches, hidden = spec.patches, spec.hidden_size
     x, out = torch.randn(patches, hidden, device="cuda"), torch.empty(patches, hidden, device="cuda", dtype=dtype)
-    w, b, added = (torch.randn(hidden, device="cuda") * 1e-3 for _ in range(3))
+    w, b = (torch.randn(hidden, device="cuda") * 1e-3 for _ in range(2))
+    added = torch.randn(patches, hidden, device="cuda", dtype=dtype) * 1e-3
     w16, b16, block = w.to(dtype), b.to(dtype), 1 << (hidden - 1).bit_length()
     return {
         "two operators": lambda: F.layer_norm(x, (hidden,), w, b, spec.layer_norm_eps).to(dtype),
-        "one kernel, which also adds the last bias": lambda: add_and_norm[(patches,)](
+        "one kernel, which also adds the last product": lambda: add_and_norm[(patches,)](
             x, w, b, added, out, hidden, block, spec.layer_norm_eps, num_warps=4
         ),
-        "adding a bias": lambda: x.add_(added),
+        "adding a product": lambda: x.add_(added),
         "16 bit in and out": lambda: F.layer_norm(out, (hidden,), w16, b16, spec.layer_norm_eps),
     }
+
+
+class FusedOps(TorchVisionOps):
+    """`VisionOps` that add a product where the next norm reads it."""
+
+    _added: torch.Tensor | None = None
+
+    def add_linear(self, residual: torch.Tensor, x: torch.Tensor, module: str) -> torch.Tensor:
+        self._added = self.linear(x, module)
+        return residual
+
+    def norm(self, residual: torch.Tensor, module: str) -> torch.Tensor:
+        out, (patches, width) = torch.empty_like(residual, dtype=self._model.dtype), residual.shape
+        w, b = self._weights[f"{module}.weight"], self._weights[f"{module}.bias"]
+        block, eps = 1 << (width - 1).bit_length(), self._spec.layer_norm_eps
+        add_and_norm[(patches,)](residual, w, b, self._added, out, width, block, eps, num_warps=4)
+        return out
+
+    def project(self, residual: torch.Tensor) -> torch.Tensor:
+        assert self._added is not None
+        return super().project(residual.add_(self._added))
+
+
+class PairOps(TorchVisionOps):
+    """`VisionOps` of two images, one behind the other in all rows."""
+
+    def __init__(self, model: TorchVision, pixels: torch.Tensor) -> None:
+        super().__init__(model, pixels)
+        self._each = [TorchVisionOps(model, pixels) for _ in range(2)]
+
+    def embed_patches(self) -> torch.Tensor:
+        return torch.cat([ops.embed_patches() for ops in self._each])
+
+    def attention(self, qkv: torch.Tensor) -> torch.Tensor:
+        q, k, v = qkv.view(2, len(qkv) // 2, 3, self._spec.num_heads, -1).permute(2, 0, 3, 1, 4)
+        with sdpa_kernel(ATTENTION, set_priority=True):
+            attended = F.scaled_dot_product_attention(q, k, v, scale=self._spec.head_dim**-0.5)
+        return attended.transpose(1, 2).reshape(len(qkv), -1)
+
+    def project(self, residual: torch.Tensor) -> torch.Tensor:
+        parts = residual.chunk(2)
+        return torch.cat([ops.project(part) for ops, part in zip(self._each, parts, strict=True)])
+
+
+def whole_ways(weights: VisionWeights, dtype: str, pixels: torch.Tensor) -> dict[str, tuple[Work, int]]:
+    """Ways through the whole encoder, and how many images each takes."""
+    product, narrow = (TorchVision(weights, dtype, pixels.device, faster=faster) for faster in (True, False))
+    wide_results, padded_alone = copy.copy(product), copy.copy(narrow)
+    wide_results.rounds_products, padded_alone.rounds_products = False, dtype == "bfloat16"
+    models = {
+        "product": product,
+        "float32 results of products": wide_results,
+        "heads as they are": padded_alone,
+        "both of these": narrow,
+    }
+    ways: dict[str, tuple[Work, int]] = {n: (partial(m.encode, pixels), 1) for n, m in models.items()}
+    if dtype == "bfloat16":
+        ways["one kernel for additions and norms"] = (lambda: encode(FusedOps(product, pixels), weights.spec), 1)
+    ways["two images at once, each"] = (lambda: encode(PairOps(product, pixels), weights.spec), 2)
+    return ways
+
+
+def compare_ways(ways: dict[str, tuple[Work, int]]) -> None:
+    """Print how far the features of each way are from those of the first."""
+    with torch.inference_mode():
+        found = {name: cast(torch.Tensor, work())[: SPEC.tokens].float() for name, (work, _) in ways.items()}
+    first = found["product"]
+    for name, features in found.items():
+        print(f"  {name:44} {float((features - first).norm() / first.norm()):.5f} from the product's features")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--sms", default="16,24,32,48,64,96", help="multiprocessors of an encoder beside decode")
     options = parser.parse_args()
     dtype, device = TORCH_DTYPES[options.dtype], CudaDevice()
     timer = Timer(device, options.repeats)
@@ -196,18 +278,19 @@ def main() -> None:
     )
     print(f"bound {bound:.2f} ms: {(linears + attention) / 1e12:.2f} TFLOP at {TFLOPS:.0f} TFLOP/s")
     weights = make_weights(SPEC)
-    model = TorchVision(weights, options.dtype, device.torch_device)
     pixels = torch.randint(0, 256, (SPEC.image_size, SPEC.image_size, 3), dtype=torch.uint8, device="cuda")
     print("whole encoder:")
-    for name, backends in {"product": list(ATTENTION), **{n: [b] for n, b in BACKENDS.items()}}.items():
-        chosen, ATTENTION[:] = list(ATTENTION), backends
+    ways = whole_ways(weights, options.dtype, pixels)
+    for name, (work, images) in ways.items():
+        ms = timer.measure(work) / images
+        print(f"  {name:44} {ms:8.2f} ms   {ms / bound:.2f} x bound")
+    compare_ways(ways)
+    for count in filter(None, map(int, options.sms.split(","))):
         try:
-            ms = timer.measure(lambda: model.encode(pixels))
-            print(f"  {name:44} {ms:8.2f} ms   {ms / bound:.2f} x bound")
-        except RuntimeError as error:
-            print(f"  {name:44} refused: {str(error).splitlines()[0][:70]}")
-        finally:
-            ATTENTION[:] = chosen
+            ms = Timer(CudaDevice(multiprocessors=count), options.repeats).measure(ways["product"][0])
+            print(f"  {f'product on {count} multiprocessors':44} {ms:8.2f} ms   {ms / bound:.2f} x bound")
+        except (ImportError, AttributeError, RuntimeError) as error:
+            print(f"  {f'product on {count} multiprocessors':44} refused: {error}")
     encoder = open_encoder(weights, options.dtype, 4, device.torch_device)
     image, found = pixels.cpu().numpy().tobytes(), []
     for _ in range(options.repeats):

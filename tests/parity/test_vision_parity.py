@@ -12,6 +12,7 @@ from tiny_images import TRUE_VISION
 from wicore_trt.backends.torch.vision import TorchVision
 
 CPU = torch.device("cpu")
+SIXTEEN_BITS = [(d, bound, faster) for d, bound in (("bfloat16", 0.02), ("float16", 2e-3)) for faster in (False, True)]
 SHAPES: list[tuple[dict[str, Any], int]] = [
     ({}, 4),
     ({"image_size": 84, "hidden_size": 36, "num_attention_heads": 3, "num_hidden_layers": 3}, 4),  # pooled by 3 x 3
@@ -19,9 +20,9 @@ SHAPES: list[tuple[dict[str, Any], int]] = [
 ]
 
 
-def _features(encoder: RandomEncoder, dtype: str, pixels: torch.Tensor) -> torch.Tensor:
+def _features(encoder: RandomEncoder, dtype: str, pixels: torch.Tensor, *, faster: bool = False) -> torch.Tensor:
     with torch.inference_mode():
-        return TorchVision(encoder.weights, dtype, CPU).encode(pixels)
+        return TorchVision(encoder.weights, dtype, CPU, faster=faster).encode(pixels)
 
 
 @pytest.mark.parametrize(("vision", "tokens"), SHAPES)
@@ -33,8 +34,8 @@ def test_features_are_those_of_transformers(vision: dict[str, Any], tokens: int)
         ours = _features(encoder, "float32", pixels)
         assert ours.shape == theirs.shape and 0.3 < theirs.abs().mean() < 3
         assert (ours - theirs).abs().max() < 1e-5
-        for dtype, bound in (("bfloat16", 0.02), ("float16", 2e-3)):
-            close = _features(encoder, dtype, pixels)
+        for dtype, bound, faster in (("float32", 1e-5, True), *SIXTEEN_BITS):  # faster: as on a GPU
+            close = _features(encoder, dtype, pixels, faster=faster)
             assert close.dtype == getattr(torch, dtype)
             assert (close.float() - theirs).norm() < bound * theirs.norm()
 

@@ -1,8 +1,8 @@
 """Image encoder in PyTorch: the oracle on the CPU, and what runs on a GPU for the backends torch and triton.
 
 Must not know slots or steps. Invariants (I20): residual stream, norms and sums are float32; values are rounded to the
-engine's dtype only as operands. A GPU multiplies in the dtype, with bias and GELU in cuBLAS's epilogue; the CPU widens
-weights to float32 once, so that products of 16-bit values are exact.
+engine's dtype only as operands, and on a GPU in bfloat16 as results of products. It multiplies in the dtype, with bias
+and GELU in cuBLAS's epilogue; the CPU widens weights to float32 once, so that products of 16-bit values are exact.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import EngineFormatError, list_some
 from wicore_trt.memory import check_room
 from wicore_trt.model.vision import (
@@ -69,15 +70,25 @@ class VisionWeights:
 
 class TorchVision:
     """Weights of an image encoder on one device. `dtype` is "float32", "bfloat16" or "float16". Linears are rounded to
-    it, with their biases; norms and positions stay float32. The three attention inputs are one product."""
+    it, with their biases; norms and positions stay float32. The three attention inputs are one product. A GPU attends
+    faster to heads that zeros fill up to a multiple of 16, and writes bfloat16 results of products faster than float32
+    ones: those are rounded before they are added."""
 
-    def __init__(self, weights: VisionWeights, dtype: str, device: torch.device) -> None:
+    def __init__(self, weights: VisionWeights, dtype: str, device: torch.device, *, faster: bool | None = None) -> None:
         spec, tensors = weights.spec, dict(weights.tensors)
         self.spec, self.dtype, self.stopped = spec, TORCH_DTYPES[dtype], False
+        faster = device.type == "cuda" if faster is None else faster
+        self.head_width = div_ceil(spec.head_dim, 16) * 16 if faster else spec.head_dim
+        self.rounds_products = faster and dtype == "bfloat16"  # float16 might not hold them
+        more = self.head_width - spec.head_dim
         for layer in range(spec.num_layers):
             for kind in ("weight", "bias"):
                 parts = [tensors.pop(vision_layer(layer, f"self_attn.{part}_proj.{kind}")) for part in "qkv"]
-                tensors[vision_layer(layer, f"self_attn.qkv.{kind}")] = torch.cat(parts)
+                heads = torch.cat(parts).view(3 * spec.num_heads, spec.head_dim, -1)
+                wide = F.pad(heads, (0, 0, 0, more)).flatten(0, 1)
+                tensors[vision_layer(layer, f"self_attn.qkv.{kind}")] = wide if kind == "weight" else wide.flatten()
+            out = vision_layer(layer, "self_attn.out_proj.weight")
+            tensors[out] = F.pad(tensors[out].view(spec.hidden_size, -1, spec.head_dim), (0, more)).flatten(1)
         stored = self.dtype if device.type == "cuda" else torch.float32
         self.positions = (tensors.pop(POSITIONS).float() + tensors.pop(f"{PATCHES}.bias").float()).to(device)
         self.soft_norm = tensors.pop(SOFT_NORM).to(device, torch.float32) + 1.0
@@ -125,7 +136,7 @@ class TorchVisionOps:
         if not qkv.is_cuda:
             q, k, v = q.float(), k.float(), v.float()
         with sdpa_kernel(ATTENTION, set_priority=True):
-            attended = F.scaled_dot_product_attention(q, k, v)
+            attended = F.scaled_dot_product_attention(q, k, v, scale=self._spec.head_dim**-0.5)
         return attended.transpose(1, 2).reshape(len(qkv), -1).to(self._model.dtype)
 
     def gelu_linear(self, x: torch.Tensor, module: str) -> torch.Tensor:
@@ -136,6 +147,8 @@ class TorchVisionOps:
         return F.gelu(hidden, approximate="tanh").to(self._model.dtype)
 
     def add_linear(self, residual: torch.Tensor, x: torch.Tensor, module: str) -> torch.Tensor:
+        if self._model.rounds_products:
+            return residual.add_(self.linear(x, module))
         return _add_product(residual, x, self._weights[f"{module}.weight"]).add_(self._weights[f"{module}.bias"])
 
     def project(self, residual: torch.Tensor) -> torch.Tensor:

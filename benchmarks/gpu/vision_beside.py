@@ -1,0 +1,161 @@
+"""What a stream of images costs sequences that decode, by the ways to encode and compute them, on this GPU.
+
+    python -m benchmarks.gpu.vision_beside [--only fp8,bf16] [--rate 10] [--seconds 6] [--ways product,sms=0,...]
+
+The engine's own loop in this process, 27B's shapes and the true image encoder, made-up weights; neither server nor
+front. `--streams` sequences decode behind 512 tokens; then a request with an image comes `--rate` times a second, of
+some 280 tokens and for one more. Ways: `product`; `sms=N`: encodings beside decode have N multiprocessors (0: all of
+them); `launched`: steps with images run kernel by kernel; `apart`: a little text before an image has a step of its own.
+Prints a JSON row for each: tokens a second, quantiles of gaps between tokens in ms before and during, the rate kept,
+p99 over that before, and how long images took from their arrival. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import say
+from benchmarks.serve.images import VISION, build_image_engine
+from wicore_trt.config import resolve_settings
+from wicore_trt.core.assemble import load_engine
+from wicore_trt.core.engine import EngineCore
+from wicore_trt.model.vision import VisionSpec
+from wicore_trt.runtime.cuda_device import CudaDevice
+from wicore_trt.types import ContentSpan, FinishReason, GenerateRequest, SamplingParams
+
+WAYS = "product,sms=0,sms=16,sms=24,sms=48,sms=64,launched,apart,product"
+PROMPT, TEXT, WARM = 512, 16, 40
+_NUMBERS = itertools.count()
+
+
+def make_text_request(vocab: int, tokens: int) -> GenerateRequest:
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    return GenerateRequest(f"text{next(_NUMBERS)}", tuple(random.choices(range(vocab), k=PROMPT)), params)
+
+
+def make_image_request(vocab: int, vision: VisionSpec, pixels: bytes) -> GenerateRequest:
+    """Two tokens, an image that no other request shows, and some text. Its pixels are always the same."""
+    number = next(_NUMBERS)
+    text, begin = random.choices(range(vocab), k=TEXT), 2
+    tokens = (2, vision.begin_id, *[vision.soft_id] * vision.tokens, vision.end_id, *text)
+    digest = blake2b(number.to_bytes(8, "little"), digest_size=32).digest()
+    content = (ContentSpan(begin, begin + vision.tokens, digest, pixels),)
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    return GenerateRequest(f"image{number}", tokens, params, content=content)
+
+
+def measure_way(
+    core: EngineCore, vision: VisionSpec, *, streams: int, rate: float, seconds: float
+) -> dict[str, dict[str, float] | float]:
+    """Decode alone for half of `seconds`, then beside images. Raises RuntimeError for a sequence that fails."""
+    vocab, pixels = core.executor.spec.vocab_size, random.randbytes(vision.pixel_bytes)
+    stamps: dict[str, list[float]] = {}
+    for request in [make_text_request(vocab, 1 << 20) for _ in range(streams)]:
+        stamps[request.request_key] = []
+        core.add(request)
+    asked, took = dict[str, float](), list[float]()
+
+    def step() -> None:
+        outputs, now = core.step(), time.monotonic()
+        for output in outputs:
+            if output.finish_reason not in (None, FinishReason.LENGTH):
+                raise RuntimeError(f"{output.request_key} ended: {output.error}")
+            if output.request_key in stamps:
+                stamps[output.request_key] += [now] * len(output.token_ids)
+            else:
+                took.append(1e3 * (now - asked.pop(output.request_key)))
+
+    while min(map(len, stamps.values())) < WARM:
+        step()
+    begun = time.monotonic()
+    middle, end, sent = begun + seconds / 2, begun + 1.5 * seconds, 0
+    while (now := time.monotonic()) < end:
+        while now >= middle + sent / rate:
+            request = make_image_request(vocab, vision, pixels)
+            asked[request.request_key] = middle + sent / rate
+            core.add(request)
+            sent += 1
+        step()
+    found: dict[str, dict[str, float] | float] = {}
+    for name, low, high in (("before", begun, middle), ("during", middle, end)):
+        inside = [[t for t in s if low <= t < high] for s in stamps.values()]
+        gaps = sorted(1e3 * (b - a) for s in inside for a, b in itertools.pairwise(s))
+        quantiles = {f"p{q:g}": round(gaps[int(q / 100 * (len(gaps) - 1))], 2) for q in (50, 80, 90, 95, 99, 100)}
+        found[name] = {"tokens_s": round(sum(map(len, inside)) / (high - low), 1), **quantiles}
+    before, during = found["before"], found["during"]
+    assert isinstance(before, dict) and isinstance(during, dict)
+    took.sort()
+    found["kept"] = round(during["tokens_s"] / before["tokens_s"], 3)
+    found["p99_ratio"] = round(during["p99"] / before["p99"], 2)
+    found["image_p50_ms"] = round(took[len(took) // 2], 1) if took else 0.0
+    found["images_s"] = round(len(took) / seconds, 1)
+    core.abort_all()
+    while core.has_work:
+        core.step()
+    return found
+
+
+@contextmanager
+def choose_way(core: EngineCore, way: str) -> Iterator[None]:
+    """Let an engine work in one of the ways; afterwards as before."""
+    executor: Any = core.executor
+    encoder, graphs = executor.images, executor.prompt_graphs
+    streams, book = list(encoder._ways), core.scheduler.images  # noqa: SLF001 -- no setting chooses them
+    assert book is not None
+    little = book._little  # noqa: SLF001
+    name, _, number = way.partition("=")
+    if name == "sms":
+        del encoder._ways[1:]  # noqa: SLF001
+        if int(number):
+            encoder.add_stream(CudaDevice("cuda", multiprocessors=int(number)))
+    elif name == "launched":
+        executor.prompt_graphs = {plan: graph for plan, graph in graphs.items() if not plan.images}
+    elif name == "apart":
+        book._little = 0  # noqa: SLF001
+    elif name != "product":
+        raise ValueError(f"no way {way}")
+    try:
+        yield
+    finally:
+        encoder._ways[:], executor.prompt_graphs, book._little = streams, graphs, little  # noqa: SLF001
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="fp8,bf16")
+    parser.add_argument("--ways", default=WAYS)
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--rate", type=float, default=10.0)
+    parser.add_argument("--seconds", type=float, default=6.0)
+    parser.add_argument("--output", type=Path)
+    given, rows = parser.parse_args(argv), []
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in given.only.split(","):
+            path = Path(scratch, name)
+            build_image_engine(path, name, CudaDevice().target)
+            flags = {"engine": str(path), "executor.device": "cuda", "kv.prefix_cache": True}
+            flags |= {"kv.device_bytes": 8 << 30, "scheduler.max_sequences": 64, "scheduler.max_context": 8192}
+            core = load_engine(resolve_settings(None, flags, environ={}).settings).engine_core
+            for way in given.ways.split(","):
+                with choose_way(core, way):
+                    measure = {"streams": given.streams, "rate": given.rate, "seconds": given.seconds}
+                    row = {"engine": name, "way": way, **measure_way(core, VISION, **measure)}
+                rows.append(row)
+                say(json.dumps(row))
+                if given.output:
+                    given.output.write_text(json.dumps(rows, indent=1) + "\n")
+            core.close()
+
+
+if __name__ == "__main__":
+    main()
