@@ -243,3 +243,31 @@ def test_kv_scales_are_those_of_the_dequantized_weights(tmp_path: Path) -> None:
         convert(source, tmp_path / "none", dtype="q4_0", calibration=replace(calibration, kv_scales=False))
     with pytest.raises(ConfigError, match="nothing to calibrate"):
         convert(plain.path, tmp_path / "none", calibration=replace(calibration, kv_scales=False))
+
+
+@pytest.mark.parametrize("group", [32, 64])
+def test_w4a16_of_compressed_tensors_fits_exactly_where_float16_holds_its_scales(tmp_path: Path, group: int) -> None:
+    source, random = q4_source(tmp_path / "source"), np.random.default_rng(2)
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights | {"dynamic": False}, "input_activations": None}}
+    said = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": said | {"ignore": ["lm_head"]}}
+    (source / "config.json").write_text(json.dumps(config))
+    plain, exact, odd = load_file(source / "model.safetensors"), dict[str, np.ndarray](), "model.layers.2.mlp.up_proj"
+    for name in [n for n in plain if n.endswith("_proj.weight")]:
+        module, (rows, columns) = name.removesuffix(".weight"), plain.pop(name).shape
+        values = random.integers(-8, 8, (rows, columns)).astype(np.int64)
+        scales = np.exp(random.standard_normal((rows, columns // group)) - 4).astype(np.float16).astype(np.float32)
+        scales[0, 0] = np.float32(0.1) if module == odd else scales[0, 0]
+        words = ((values + 8).reshape(rows, -1, 8) << (4 * np.arange(8))).sum(axis=2)
+        plain[f"{module}.weight_packed"] = words.astype(np.uint32).view(np.int32)
+        plain |= {f"{module}.weight_scale": scales, f"{module}.weight_shape": np.array([rows, columns])}
+        exact[name] = values.astype(np.float32) * np.repeat(scales, group, axis=1)
+    save_file(plain, source / "model.safetensors")
+    notes: list[str] = []
+    whole = CheckpointTensors(convert(source, tmp_path / "ckpt", dtype="q4_0", note=notes.append))
+    assert any("second time to Q4_0, but for 27 that are kept bit for bit" in line for line in notes), notes
+    for tensor in unified_tensors(whole.spec):
+        if tensor.role is Role.LINEAR and f"{odd}.weight" not in tensor.sources:
+            want = np.concatenate([exact[name] for name in tensor.sources])
+            np.testing.assert_array_equal(whole.read_whole(tensor)[0], want)

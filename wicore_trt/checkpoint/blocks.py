@@ -94,6 +94,13 @@ def _widen_q4_0(raw: np.ndarray) -> Blocks:
     return Blocks(values.reshape(len(raw), -1), blocks.scales)
 
 
+def join_q4_0(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Join int8 [rows, in] of -8..7 and float16 [rows, in / 32] to GGUF's Q4_0 blocks, uint8 [rows, bytes]."""
+    nibbles = (values + np.int8(8)).view(np.uint8).reshape(*scales.shape, GROUP)
+    packed = nibbles[..., : GROUP // 2] | nibbles[..., GROUP // 2 :] << 4
+    return np.concatenate([scales[..., None].view(np.uint8), packed], axis=2).reshape(len(values), -1)
+
+
 LINEAR_BLOCKS: dict[str, Callable[[np.ndarray], Blocks]] = {
     "Q4_0": lambda raw: _split_q4(raw, 2),
     "Q4_1": lambda raw: _split_q4(raw, 4),

@@ -74,10 +74,14 @@ def find_form(path: Path, config: Mapping[str, Any], door: UntrustedFiles) -> Pa
     return forms[0] if forms else None
 
 
-def describe_form(form: PackedForm, dtype: str, count: int, scales: Collection[str]) -> str:
-    """Say how `count` tensors of a form were read into a checkpoint of `dtype`, with the static `scales` by name."""
+def describe_form(form: PackedForm, dtype: str, count: int, scales: Collection[str], kept: int = 0) -> str:
+    """Say how `count` tensors of a form were read into a checkpoint of `dtype`, with the static `scales` by name; of a
+    q4_0 checkpoint, `kept` fit it exactly."""
     static = any("activation" in name for name in scales)
-    if dtype != "fp8":
+    if dtype == "q4_0":
+        said = "kept bit for bit" if kept == count else "dequantized, and quantized a second time to Q4_0"
+        said += f", but for {kept} that are kept bit for bit" if 0 < kept < count else ""
+    elif dtype != "fp8":
         said = f"dequantized to {dtype}, each value rounded once"
     elif form.kind != "e4m3":
         said = "dequantized, and quantized a second time to FP8"

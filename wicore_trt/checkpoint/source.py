@@ -36,8 +36,10 @@ from wicore_trt.checkpoint.unpack import (
     PackedModule,
     find_input_scales,
     find_kv_scales,
+    fits_q4_0,
     gather_modules,
     read_e4m3,
+    read_q4_0,
 )
 from wicore_trt.errors import CheckpointError, first_fault, named, shown
 from wicore_trt.files import CONFIG_ENDS, TOKENIZER_BYTES, UntrustedFiles, is_present, quote_arg
@@ -174,6 +176,7 @@ class HfSource(Source):
         self.notes += [*compare_config(self.config), *check_folder(path, read, merges_adapter=merges)]
         self._files: dict[str, tuple[SafetensorsFile, str]] = {}  # name -> file, name in the file
         self._packed: dict[str, PackedModule] = {}
+        self._fitting: dict[str, bool] = {}  # tensors that Q4_0 holds exactly
         self.tensors, images = {}, dict[str, TensorInfo]()
         modules, taken = gather_modules(self._form, files) if self._form else ({}, set[str]())
         if self._form and not modules:
@@ -310,10 +313,19 @@ class HfSource(Source):
     def read_e4m3(self, name: str, start: int, stop: int) -> tuple[np.ndarray, np.ndarray] | None:
         return read_e4m3(self._packed[name], start, stop) if self.fp8 and name in self._packed else None
 
+    def find_blocks(self, name: str) -> str:
+        if name not in self._fitting:
+            self._fitting[name] = name in self._packed and fits_q4_0(self._packed[name])
+        return "Q4_0" if self._fitting[name] else ""
+
+    def read_blocks(self, name: str, start: int, stop: int) -> np.ndarray:
+        return read_q4_0(self._packed[name], start, stop)
+
     def describe_reading(self, dtype: str) -> str | None:
         if self._form is None:
             return None
-        return describe_form(self._form, dtype, len(self._packed), self.static_scales)
+        kept = sum(self.find_blocks(name) == "Q4_0" for name in self._packed) if dtype == "q4_0" else 0
+        return describe_form(self._form, dtype, len(self._packed), self.static_scales, kept)
 
     def place_of(self, name: str) -> str:
         return str(self._packed[name].path if name in self._packed else self._files[name][0].path)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from wicore_trt.arithmetic import div_ceil
+from wicore_trt.checkpoint.blocks import GROUP, join_q4_0
 from wicore_trt.checkpoint.names import Role, activation_scale_name, kv_scale_name, run_weights
 from wicore_trt.checkpoint.quantize import e4m3_values, to_float32
 from wicore_trt.checkpoint.quantized import FIX, PackedForm, check_keys
@@ -143,6 +144,22 @@ def read_integers(module: PackedModule, start: int, stop: int) -> tuple[np.ndarr
         codes = unpack_words(module.read_whole("qweight")[:, start:stop].T, module.bits)
         scales = module.read_whole("scales")[:, start:stop].T
     return (codes - np.uint8(1 << (module.bits - 1))).view(np.int8), scales
+
+
+def fits_q4_0(module: PackedModule) -> bool:
+    """Tell whether Q4_0 holds a module exactly: symmetric W4A16 in groups of whole blocks, its scales float16."""
+    if module.form.kind != "pack" or module.bits != 4 or module.columns // module.groups % GROUP:
+        return False
+    scales = module.read_rows("weight_scale", 0, module.rows)
+    with np.errstate(over="ignore"):
+        return bool((scales.astype(np.float16).astype(np.float32) == scales).all())
+
+
+def read_q4_0(module: PackedModule, start: int, stop: int) -> np.ndarray:
+    """Read rows of a module that fits as GGUF's Q4_0 blocks, uint8 [rows, bytes]; a wider group's scale is repeated."""
+    values, scales = read_integers(module, start, stop)
+    wide = np.repeat(scales, module.columns // GROUP // module.groups, axis=1)
+    return join_q4_0(values, wide.astype(np.float16))
 
 
 def unpack_words(words: np.ndarray, bits: int) -> np.ndarray:
