@@ -334,7 +334,8 @@ def _measure_target(
         if settings.engine is not None:
             report("measuring the machine", 0, 1)
             manifest = read_manifest(Path(settings.engine))
-            cost = ModelCost.from_dtypes(manifest.spec, manifest.dtype, manifest.base_dtype, manifest.kv_dtype)
+            head = manifest.weights.head or manifest.base_dtype
+            cost = ModelCost.from_dtypes(manifest.spec, manifest.dtype, head, manifest.kv_dtype)
             threads = settings.executor.threads or len(os.sched_getaffinity(0))
             roof = Roof(cost, measure_rates(settings.executor.device, threads=threads))
             report("measuring the machine", 1, 1)

@@ -155,6 +155,7 @@ def _describe_checkpoint(path: Path, *, verify: bool, progress: Progress) -> dic
         "about": {
             "dtype": checkpoint.dtype,
             "quantization": checkpoint.weights.algo,
+            **{key: value for key, value in checkpoint.weights.describe().items() if key != "algo"},
             "kv_scales": checkpoint.kv_scales,
             **({READ_AS: read_as} if (read_as := checkpoint.config["wicore"].get(READ_AS)) else {}),
             "tp_size": checkpoint.tp_size,

@@ -232,7 +232,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with measured_engine(args.engine, gguf) as engine:
         manifest, tokenizer = engine.manifest, Tokenizer.from_files(engine.read_present(FILES), engine.path)
         assert tokenizer.bos_id is not None
-        roof = Roof(ModelCost.from_dtypes(manifest.spec, manifest.dtype, manifest.base_dtype, manifest.kv_dtype), rates)
+        head = manifest.weights.head or manifest.base_dtype
+        roof = Roof(ModelCost.from_dtypes(manifest.spec, manifest.dtype, head, manifest.kv_dtype), rates)
         text = read_tokens(tokenizer, None, args.perplexity_tokens)
         prompts = prompt_source(text, tokenizer.bos_id, args.prompt_tokens)
         models = {FLOAT32: load_transformers(gguf, torch.float32), BFLOAT16: load_transformers(gguf, torch.bfloat16)}

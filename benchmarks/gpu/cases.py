@@ -16,6 +16,7 @@ from wicore_trt.bench.bound import ModelCost
 from wicore_trt.kv.sizing import builtin_spec
 from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec
 from wicore_trt.runtime.pool_sizes import pages_per_sequence
+from wicore_trt.weight_format import QUANTIZED
 
 PAGE_TOKENS = 32
 CONTEXT = 1024
@@ -49,7 +50,7 @@ class EngineConfig:
         return 1 if self.kv_dtype == "fp8" else 2
 
     def cost(self) -> ModelCost:
-        base = "bfloat16" if self.dtype == "fp8" else self.dtype
+        base = "bfloat16" if self.dtype in QUANTIZED else self.dtype
         return ModelCost.from_dtypes(self.spec, self.dtype, base, base if self.kv_dtype == "auto" else self.kv_dtype)
 
 

@@ -33,6 +33,8 @@ def test_weights_of_27b():
     assert cost.head_parameters == 1_409_630_208
     assert cost.weight_bytes == 54_015_983_616  # 54.0 GB; a tied embedding is not read again
     assert ModelCost.from_dtypes(B27, "fp8", "bfloat16", "bfloat16").weight_bytes == pytest.approx(28.4e9, rel=0.002)
+    four = ModelCost.from_dtypes(B27, "q4_0", "q6_k", "bfloat16").weight_bytes
+    assert four == cost.linear_parameters * 18 // 32 + cost.head_parameters * 20 // 16
     assert ModelCost.from_dtypes(replace(B27, tie_word_embeddings=False), "bfloat16", "bfloat16", "bfloat16") != cost
     assert ModelCost.from_dtypes(B27, "float32", "float32", "float32").weight_bytes == 2 * cost.weight_bytes
 

@@ -13,10 +13,12 @@ from functools import partial
 
 from wicore_trt.arithmetic import ITEM_BYTES
 from wicore_trt.model.spec import Gemma3Spec, LayerGroup
+from wicore_trt.weight_format import row_bytes
 
 READ_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}
 GEMM_SIZE = {"cpu": 2048, "cuda": 8192}
 REPEATS = 7
+_ROW = 256  # values that are whole blocks of any format
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +35,19 @@ class MachineRates:
 @dataclass(frozen=True, slots=True)
 class ModelCost:
     """Bytes and FLOPs of one model. Element sizes are in bytes: of the linear weights, of the LM head, of the KV cache.
-    Small parts are left out: norms, FP8 scales, embedding rows, activations."""
+    Small parts are left out: norms, FP8 scales, minimums of Q4_1, embedding rows, activations."""
 
     spec: Gemma3Spec
-    linear_bytes: int
-    head_bytes: int
+    linear_bytes: float
+    head_bytes: float
     kv_bytes: int
 
     @classmethod
-    def from_dtypes(cls, spec: Gemma3Spec, dtype: str, base_dtype: str, kv_dtype: str) -> ModelCost:
-        """Make the cost by dtype names; an FP8 engine keeps its head in `base_dtype`."""
-        return cls(spec, ITEM_BYTES[dtype], ITEM_BYTES[base_dtype], ITEM_BYTES[kv_dtype])
+    def from_dtypes(cls, spec: Gemma3Spec, dtype: str, head: str, kv_dtype: str) -> ModelCost:
+        """Make the cost by storage names; a quantized engine keeps its `head` in its base dtype, unless its format says
+        otherwise. Blocks include their scales."""
+        linear, last = (ITEM_BYTES.get(name) or row_bytes(name, _ROW) / _ROW for name in (dtype, head))
+        return cls(spec, linear, last, ITEM_BYTES[kv_dtype])
 
     @property
     def linear_parameters(self) -> int:
@@ -59,7 +63,7 @@ class ModelCost:
     @property
     def weight_bytes(self) -> int:
         """Count bytes of weights that every step reads; a tied head is read once, as the head."""
-        return self.linear_parameters * self.linear_bytes + self.head_parameters * self.head_bytes
+        return int(self.linear_parameters * self.linear_bytes + self.head_parameters * self.head_bytes)
 
     def kv_read_bytes(self, context: int) -> int:
         """Count bytes of keys and values that a token reads with `context` visible tokens, itself included."""
