@@ -271,3 +271,19 @@ def test_w4a16_of_compressed_tensors_fits_exactly_where_float16_holds_its_scales
         if tensor.role is Role.LINEAR and f"{odd}.weight" not in tensor.sources:
             want = np.concatenate([exact[name] for name in tensor.sources])
             np.testing.assert_array_equal(whole.read_whole(tensor)[0], want)
+
+
+@pytest.mark.long
+def test_ranks_compute_what_one_computes(tmp_path: Path) -> None:
+    source, found = q4_source(tmp_path / "source"), list[torch.Tensor]()
+    pages = {"global": [0], "local": [0]}
+    for tp in (1, 2):
+        engine = build_engine(source, tmp_path / f"tp{tp}", dtype="q4_0", tp_size=tp)
+        options = ExecutorOptions(device="cpu", kernels="torch", threads=1, kv_pages={"global": 1, "local": 1})
+        executor: Any = find_backend("torch").open(open_engine(engine.path), options)
+        try:
+            batch = StepBatch([SequenceSlice(0, [2, 5, 9, 40, 41], 0, pages)])
+            found.append(executor.logits(batch, torch.arange(5)).clone())
+        finally:
+            executor.close()
+    assert float((found[0] - found[1]).abs().max() / found[0].abs().max()) < 0.03

@@ -81,6 +81,18 @@ def test_the_table_of_sizes_is_what_the_commands_beside_it_print(capsys):
     assert [[row[0], row[1].split()[0], *row[2:]] for row in shown] == printed and len(printed) == 5
 
 
+def test_the_table_of_what_fits_is_what_the_command_beside_it_prints(capsys):
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8").partition("What fits:")[2]
+    command = " ".join(text[text.index("`wicore kv plan") + 15 : text.index("`)")].split())
+    shown = [line.strip("| ").split(" | ") for line in text.partition("\n\n!")[0].splitlines() if "GiB" in line]
+    names, printed = {"q4_0": "Q4_0", "fp8": "FP8", "bfloat16": "BF16"}, []
+    for size in ("27b", "12b"):
+        for fit in plan_json(capsys, *command.replace("27b", size).split())["fits"]:
+            weights, nbytes, *cards = fit.values()
+            printed.append([f"{size.upper()} {names[weights]}", human_bytes(nbytes), *cards])
+    assert shown == printed[:4]
+
+
 @pytest.mark.parametrize("name", ["fp16-h100", "fp8-h100", "fp8-l20", "q4-h100", "q4-rtx4090"])
 def test_the_recipes_say_how_many_conversations_their_host_tier_holds(capsys, name):
     recipe = f"gemma3-27b-{name}"
