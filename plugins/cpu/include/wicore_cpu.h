@@ -17,10 +17,15 @@ extern "C" {
 #endif
 
 #define WICORE_API __attribute__((visibility("default")))
-#define WICORE_CPU_ABI 4
-#define WICORE_PACK_ROWS 64  // weight rows that are interleaved in one block
+#define WICORE_CPU_ABI 5
+#define WICORE_PACK_ROWS 64  // weight rows that are interleaved in one tile
 
 enum wicore_dtype { WICORE_F32 = 0, WICORE_BF16 = 1, WICORE_F16 = 2 };
+
+// Formats of packed weights: a dtype, or codes in groups along k with a scale each (GGUF's, by the same names).
+// Q4_0 is (q - 8) * scale and Q4_1 q * scale + minimum, q 0..15, groups of 32, float16 scales and minimums. Q8_0 has
+// int8 codes, groups of 32 and float16 scales; Q6_K int8 codes, groups of 16 and float32 scales.
+enum wicore_format { WICORE_Q4_0 = 3, WICORE_Q4_1 = 4, WICORE_Q8_0 = 5, WICORE_Q6_K = 6 };
 
 enum wicore_op {
   WICORE_OP_EMBED = 0,
@@ -33,9 +38,10 @@ enum wicore_op {
   WICORE_OP_GATHER_ROWS = 7,
 };
 
-// out[i, :] = weight[ids[i], :] * scale. weight is packed (see wicore_cpu_pack), out float32 [rows, k].
+// out[i, :] = weight[ids[i], :] * scale. weight is packed (see wicore_cpu_pack) in `format`, a dtype, Q8_0 or Q6_K;
+// out float32 [rows, k].
 struct wicore_embed {
-  int64_t rows, k, dtype;
+  int64_t rows, k, format;
   double scale;
   const int64_t* ids;
   const void* weight;
@@ -70,11 +76,11 @@ struct wicore_geglu {
 };
 
 // out[i, j] = dot(x[i, :], weight[j, :]), float32 accumulation in ascending k. x operand [rows, k] of `dtype`,
-// weight packed [n, k], out float32 [rows, n]. With row_scale (float32 [n], bfloat16 only) x is first quantized to
+// weight packed [n, k] in `format`: the dtype, float16, or groups, out float32 [rows, n]. With row_scale (float32 [n], bfloat16 only) x is first quantized to
 // E4M3 per row with scale a = amax / 448 (1 if amax is 0), and out = dot * (a * row_scale[j]); `quantized`
 // (uint16 [rows, k]) and `quantized_scale` (float32 [rows]) are its scratch.
 struct wicore_linear {
-  int64_t rows, n, k, dtype;
+  int64_t rows, n, k, dtype, format;
   const void* x;
   const void* weight;
   const float* row_scale;
@@ -178,13 +184,15 @@ WICORE_API int wicore_cpu_copy_all(wicore_copy_async copy, const uint64_t* targe
                                    const uint64_t* bytes, int64_t count, void* stream);
 
 // Bytes of a packed [n, k] weight.
-WICORE_API int64_t wicore_cpu_packed_bytes(int64_t n, int64_t k, int64_t dtype);
+WICORE_API int64_t wicore_cpu_packed_bytes(int64_t n, int64_t k, int64_t format);
 
-// Packs rows [first_row, first_row + rows) of a weight [n, k] from the row-major `source` (same dtype) into `packed`.
-// Layout: blocks of 64 rows; within one, k ascending, then the 64 rows; bfloat16 keeps pairs of k together
-// ([n / 64][k / 2][64][2]). The caller zeroes `packed` first when n % 64 or k % 2 is not 0.
-WICORE_API void wicore_cpu_pack(void* packed, const void* source, int64_t first_row, int64_t rows, int64_t n, int64_t k,
-                     int64_t dtype);
+// Packs a weight [n, k] from the row-major `source`. Layout: tiles of 64 rows; within one, k ascending, then the 64
+// rows; bfloat16 keeps pairs of k together ([n / 64][k / 2][64][2]). Codes of groups ([n, k] int8; of 4 bits
+// [n, k / 2], GGUF's bytes) come with `scales` [n, groups], and for Q4_1 `minimums`: each group of a tile holds codes
+// [k][64] (of 4 bits [k / 8][64] of 32 bits), then scales [64] and minimums [64]. k is a multiple of the group. The
+// caller zeroes `packed` first when n % 64 or k % 2 is not 0.
+WICORE_API void wicore_cpu_pack(void* packed, const void* source, const void* scales, const void* minimums, int64_t n,
+                     int64_t k, int64_t format);
 
 #ifdef __cplusplus
 }

@@ -1,12 +1,16 @@
 // Matrix product x [M, K] * weight [N, K]^T over packed weights (see wicore_cpu_pack).
 //
 // Reduction order, the same for every tile shape: an output element is one float32 accumulator that takes k = 0, 1,
-// 2, ... in turn (bf16: pairs of k). Blocking K stores and reloads accumulators, which is exact. So a row's result
-// depends on neither M nor its place in the batch.
+// 2, ... in turn (bf16: pairs of k), or the scaled sums of groups of k in turn. Blocking K stores and reloads
+// accumulators, which is exact. So a row's result depends on neither M nor its place in the batch.
 #pragma once
 #include <stdint.h>
 #include <string.h>
 
+#include <type_traits>
+
+#include "formats.h"
+#include "groups.h"
 #include "pool.h"
 #include "quantize.h"
 #include "simd.h"
@@ -17,19 +21,11 @@ namespace WICORE_ISA {
 constexpr int kTile = WICORE_PACK_ROWS;  // output columns of one work item
 constexpr int kMaxRows = 96;             // rows of one work item
 constexpr int kBlockK = 256;
-constexpr int kPrefetchBytes = 2048;     // how far ahead of use weights are requested
 
 constexpr int kRegisterRows = W == 16 ? 6 : 4;
 
 // Vectors of columns per register tile: chains enough to hide latency, registers few enough not to spill.
 constexpr int register_columns(int rows) { return W == 16 || rows == 1 ? 4 : 2; }
-
-// The first pass over a block requests the lines of all columns: weights come from memory once, in one stream.
-INLINE void request_line(const void* line, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64) {
-    __builtin_prefetch(static_cast<const char*>(line) + kPrefetchBytes + at);
-  }
-}
 
 // acc[r][c] += x[r, k0:k1] * block[k0:k1, column + c * W], `block` the packed weights of one tile.
 template <class T, int R, int C>
@@ -41,7 +37,7 @@ INLINE void accumulate(vf (&acc)[R][C], const typename T::Activation* x, int64_t
     vf w[C];
     for (int c = 0; c < C; ++c) w[c] = T::get(line + c * W);
     for (int r = 0; r < R; ++r) {
-      const vf value = splat(x[r * ldx + k]);
+      const vf value = splat(widen(x[r * ldx + k]));
       for (int c = 0; c < C; ++c) acc[r][c] = fma(w[c], value, acc[r][c]);
     }
   }
@@ -89,12 +85,38 @@ INLINE void register_tile(const typename T::Activation* x, int64_t ldx, const ty
   }
 }
 
+// One register tile of a quantized format.
+template <class T, int R, int C>
+INLINE void register_groups(const typename T::Activation* x, int64_t ldx, const uint8_t* block, int64_t k0, int64_t k1,
+                            int column, float* out) {
+  for (int64_t k = k0; k < k1; k += T::kGroup.size) {
+    const uint8_t* group = block + k / T::kGroup.size * T::kGroup.bytes();
+    if (column == 0) request_line(group + T::kCodes, T::kGroup.bytes() - T::kCodes);
+    vf acc[R][C] = {};
+    T::accumulate(acc, x + k, ldx, group, column);
+    for (int c = 0; c < C; ++c) {
+      const int at = column + c * W;
+      const vf scale = T::scale(group, at);
+      for (int r = 0; r < R; ++r) {
+        vf total = k == 0 ? vf{} : load<vf>(out + r * kTile + at);
+        total = fma(acc[r][c], scale, total);
+        if constexpr (T::kGroup.minimum != 0) total = fma(T::minimum(group, at), splat(T::sum(x + k + r * ldx)), total);
+        store(out + r * kTile + at, total);
+      }
+    }
+  }
+}
+
 template <class T, int R>
 INLINE void tile_rows(const typename T::Activation* x, int64_t ldx, const typename T::Bits* block, int64_t k0,
                       int64_t k1, float* out) {
   constexpr int C = register_columns(R);
   for (int column = 0; column < kTile; column += C * W) {
-    register_tile<T, R, C>(x, ldx, block, k0, k1, column, out);
+    if constexpr (std::is_same_v<typename T::Bits, uint8_t>) {
+      register_groups<T, R, C>(x, ldx, block, k0, k1, column, out);
+    } else {
+      register_tile<T, R, C>(x, ldx, block, k0, k1, column, out);
+    }
   }
 }
 
@@ -140,17 +162,17 @@ inline void linear(const wicore_linear& a) {
   const int64_t items = (a.n + kTile - 1) / kTile * row_blocks;
   const int64_t share = items / (wicore::threads() * 8);
   const int64_t grain = share < 1 ? 1 : (share > 16 ? 16 : share);
-  with_storage<F16>(a.dtype, [&](auto storage) {
-    using T = decltype(storage);
+  with_weights(a.format, a.dtype, [&](auto weights) {
+    using T = decltype(weights);
     wicore::parallel_for(items, grain, [&](int64_t begin, int64_t end) {
-      const int64_t block_elements = kTile * ((a.k + T::kPair - 1) / T::kPair * T::kPair);
       alignas(64) float out[kMaxRows * kTile];
       for (int64_t i = begin; i < end; ++i) {
         // Rows vary fastest: the weights of a tile are read from memory once, then from cache.
         const int64_t row = i % row_blocks * block_rows, column_tile = i / row_blocks;
         const int64_t rows = a.rows - row < block_rows ? a.rows - row : block_rows;
-        const auto* block = static_cast<const typename T::Bits*>(a.weight) + column_tile * block_elements;
-        tile<T>(static_cast<const typename T::Activation*>(x) + row * a.k, rows, a.k, block, out);
+        const void* block = static_cast<const char*>(a.weight) + column_tile * wicore::tile_bytes(a.k, a.format);
+        tile<T>(static_cast<const typename T::Activation*>(x) + row * a.k, rows, a.k,
+                static_cast<const typename T::Bits*>(block), out);
         write_tile(a, out, row, rows, column_tile * kTile);
       }
     });

@@ -5,6 +5,10 @@
 #pragma once
 #include <stdint.h>
 
+#include <type_traits>
+
+#include "formats.h"
+#include "groups.h"
 #include "pool.h"
 #include "simd.h"
 #include "wicore_cpu.h"
@@ -128,26 +132,51 @@ INLINE float scalar_value(typename T::Bits bits) {
   return T::get(lanes)[0];
 }
 
-inline void embed(const wicore_embed& args) {
-  for_rows<F16>(args, [](auto storage, const wicore_embed& a, int64_t i) {
-    using T = decltype(storage);
-    const float scale = static_cast<float>(a.scale);
-    const int64_t block_elements = WICORE_PACK_ROWS * ((a.k + T::kPair - 1) / T::kPair * T::kPair);
-    const auto* block = static_cast<const typename T::Bits*>(a.weight) + a.ids[i] / WICORE_PACK_ROWS * block_elements;
-    const int64_t lane = a.ids[i] % WICORE_PACK_ROWS * T::kPair;
-    float* out = a.out + i * a.k;
-    for (int64_t k = 0; k < a.k; k += W) {
-      typename T::Bits bits[W] = {};
-      const int64_t n = a.k - k < W ? a.k - k : W;
-      for (int64_t i = 0; i < n; ++i) {
-        bits[i] = block[(k + i) / T::kPair * (WICORE_PACK_ROWS * T::kPair) + lane + (k + i) % T::kPair];
-      }
-      // A row's elements lie a line apart, which the processor does not foresee.
-      for (int64_t i = 0; i < n; i += T::kPair) {
-        __builtin_prefetch(block + (k + i + kEmbedAhead) * WICORE_PACK_ROWS + lane);
-      }
-      store_first(out + k, T::get(bits) * scale, n);
+// A row of a quantized table: scale * code is exact in float32.
+template <class T>
+INLINE void embed_groups(const wicore_embed& a, const uint8_t* block, int64_t lane, float* out) {
+  for (int64_t k = 0; k < a.k; ++k) {
+    const uint8_t* group = block + k / T::kGroup.size * T::kGroup.bytes();
+    const uint8_t* scale = group + T::kCodes + lane * T::kGroup.scale;
+    const float factor = T::kGroup.scale == 4 ? load<float>(scale) : scalar_value<F16>(load<uint16_t>(scale));
+    const uint8_t code = group[k % T::kGroup.size * WICORE_PACK_ROWS + lane];
+    out[k] = static_cast<float>(static_cast<int8_t>(code)) * factor * static_cast<float>(a.scale);
+  }
+}
+
+template <class T>
+INLINE void embed_row(const wicore_embed& a, const typename T::Bits* block, int64_t row, float* out) {
+  const float scale = static_cast<float>(a.scale);
+  const int64_t lane = row * T::kPair;
+  for (int64_t k = 0; k < a.k; k += W) {
+    typename T::Bits bits[W] = {};
+    const int64_t n = a.k - k < W ? a.k - k : W;
+    for (int64_t i = 0; i < n; ++i) {
+      bits[i] = block[(k + i) / T::kPair * (WICORE_PACK_ROWS * T::kPair) + lane + (k + i) % T::kPair];
     }
+    // A row's elements lie a line apart, which the processor does not foresee.
+    for (int64_t i = 0; i < n; i += T::kPair) {
+      __builtin_prefetch(block + (k + i + kEmbedAhead) * WICORE_PACK_ROWS + lane);
+    }
+    store_first(out + k, T::get(bits) * scale, n);
+  }
+}
+
+inline void embed(const wicore_embed& a) {
+  with_weights(a.format, a.format == WICORE_BF16 ? WICORE_BF16 : WICORE_F32, [&](auto weights) {
+    using T = decltype(weights);
+    wicore::parallel_for(a.rows, kRowsPerRange, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const void* at = static_cast<const char*>(a.weight) + a.ids[i] / WICORE_PACK_ROWS * wicore::tile_bytes(a.k, a.format);
+        const auto* block = static_cast<const typename T::Bits*>(at);
+        const int64_t lane = a.ids[i] % WICORE_PACK_ROWS;
+        if constexpr (std::is_same_v<typename T::Bits, uint8_t>) {
+          embed_groups<T>(a, block, lane, a.out + i * a.k);
+        } else {
+          embed_row<T>(a, block, lane, a.out + i * a.k);
+        }
+      }
+    });
   });
 }
 

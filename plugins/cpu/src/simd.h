@@ -30,6 +30,7 @@ typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef uint32_t vu __attribute__((vector_size(4 * W)));
 typedef uint16_t vh __attribute__((vector_size(2 * W)));
+typedef int8_t vb __attribute__((vector_size(W)));
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -81,6 +82,33 @@ INLINE vh to_bf16(vf v) {
   const vu bits = as_bits(v);
   const vu rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   return __builtin_convertvector(v == v ? rounded : splat_u32(0x7fc0u), vh);
+}
+
+INLINE vf from_i8(const void* p) {
+#if defined(__AVX512BF16__)
+  return __builtin_convertvector((vi)_mm512_maskz_cvtepi8_epi32((__mmask16)-1, (__m128i)load<vb>(p)), vf);
+#elif defined(__AVX2__)
+  return __builtin_convertvector((vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))), vf);
+#else
+  return __builtin_convertvector(__builtin_convertvector(load<vb>(p), vi), vf);
+#endif
+}
+
+// Bits [at, at + 4) of each lane as a number from -8 to 7.
+INLINE vf nibbles(vu codes, int at) { return __builtin_convertvector((vi)(codes << (28 - at)) >> 28, vf); }
+
+// Bits [4 J, 4 J + 4) and [16 + 4 J, 20 + 4 J) of each lane as two bf16 values from -8 to 7.
+template <int J>
+INLINE vu nibble_pairs(vu codes) {
+#if defined(__AVX512BF16__)
+  // Only the low five bits of an index count, so a table whose halves are equal looks up four.
+  const __m512i table = (__m512i)(vu){0x3f800000u, 0x40404000u, 0x40a04080u, 0x40e040c0u, 0xc0e0c100u, 0xc0a0c0c0u,
+                                      0xc040c080u, 0xbf80c000u, 0x3f800000u, 0x40404000u, 0x40a04080u, 0x40e040c0u,
+                                      0xc0e0c100u, 0xc0a0c0c0u, 0xc040c080u, 0xbf80c000u};
+  return (vu)_mm512_permutexvar_epi16(_mm512_srli_epi16((__m512i)codes, 4 * J), table);
+#else
+  return as_bits(nibbles(codes, 4 * J)) >> 16 | as_bits(nibbles(codes, 16 + 4 * J));
+#endif
 }
 
 INLINE vf from_f16(vh h) {

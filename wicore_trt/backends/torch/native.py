@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from wicore_trt.backends.torch.native_args import DTYPE_CODES, Args, PackedWeight, check_address
+from wicore_trt.backends.torch.native_args import Args, PackedWeight, check_address, find_format
 from wicore_trt.plugins.cpu_library import library_name, open_library
 
 ISAS = ("avx512bf16", "avx2", "generic")
@@ -36,7 +36,7 @@ class NativeLibrary:
         lib.wicore_cpu_run.restype = c_int
         lib.wicore_cpu_packed_bytes.argtypes = [c_int64] * 3
         lib.wicore_cpu_packed_bytes.restype = c_int64
-        lib.wicore_cpu_pack.argtypes = [c_void_p, c_void_p, *[c_int64] * 5]
+        lib.wicore_cpu_pack.argtypes = [*[c_void_p] * 4, *[c_int64] * 3]
         lib.wicore_cpu_pack.restype = None
         self._lib = lib
 
@@ -67,19 +67,31 @@ class NativeLibrary:
         status = self._lib.wicore_cpu_run(commands, len(steps))
         assert status == 0, "unknown operator"
 
-    def pack(self, matrix: torch.Tensor, scale: torch.Tensor | None = None) -> PackedWeight:
-        """Pack a matrix [n, k]. Inputs are only read. An E4M3 one needs `scale` (float32 [n]) and becomes bfloat16,
-        which holds its values exactly."""
-        dtype = torch.bfloat16 if matrix.dtype == torch.float8_e4m3fn else matrix.dtype
-        (n, k), code = matrix.shape, DTYPE_CODES[dtype]
+    def pack(
+        self,
+        matrix: torch.Tensor,
+        scales: torch.Tensor | None = None,
+        minimums: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> PackedWeight:
+        """Pack a matrix [n, k] for operands of the engine's `dtype`, the matrix's own where it is None. Inputs are only
+        read. An E4M3 one needs scales float32 [n] and becomes bfloat16, which holds its values exactly. Codes in
+        groups, as `native_args.find_format` tells them apart, have scales and minimums [n, groups]."""
+        code = find_format(matrix, scales, minimums)
+        per_row = None
+        if matrix.dtype == torch.float8_e4m3fn:
+            assert scales is not None
+            matrix, dtype, per_row = matrix.bfloat16(), torch.bfloat16, scales.float().reshape(-1).contiguous()
+            scales = None
+        n, k = matrix.shape[0], matrix.shape[1] * (2 if matrix.dtype == torch.uint8 else 1)
         data = (torch.zeros if n % 64 or k % 2 else torch.empty)(
             self._lib.wicore_cpu_packed_bytes(n, k, code), dtype=torch.uint8
         )
-        source = matrix.to(dtype).contiguous()
-        self._lib.wicore_cpu_pack(data.data_ptr(), check_address(source, dtype, n, k), 0, n, n, k, code)
-        if scale is not None:
-            scale = scale.to(torch.float32).reshape(n).contiguous()
-        return PackedWeight(data, n, k, dtype, scale)
+        sources = [None if t is None else t.contiguous() for t in (matrix, scales, minimums)]
+        addresses = [None if t is None else check_address(t, t.dtype) for t in sources]
+        self._lib.wicore_cpu_pack(data.data_ptr(), *addresses, n, k, code)
+        return PackedWeight(data, n, k, dtype or matrix.dtype, code, per_row)
 
 
 def load_library(path: Path | None = None) -> NativeLibrary | None:

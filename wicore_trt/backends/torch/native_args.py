@@ -16,6 +16,7 @@ import torch
 
 HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 16, 256
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+Q4_0, Q4_1, Q8_0, Q6_K = 3, 4, 5, 6  # formats of packed codes, beside the dtypes
 F32 = torch.float32
 # Dtype of inputs of matrix products by that of the engine: float16 ones are float32 on its grid.
 OPERANDS = {torch.float32: torch.float32, torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}
@@ -46,7 +47,7 @@ def _list_fields(ints: str, pointers: str, *, real: str = "") -> list[tuple[str,
 
 class Embed(Args):
     OP = 0
-    _fields_ = _list_fields("rows k dtype", "index weight out", real="scale")
+    _fields_ = _list_fields("rows k format", "index weight out", real="scale")
 
 
 class Norm(Args):
@@ -66,7 +67,7 @@ class Geglu(Args):
 
 class Linear(Args):
     OP = 4
-    _fields_ = _list_fields("rows n k dtype", "x weight row_scale quantized quantized_scale out")
+    _fields_ = _list_fields("rows n k dtype format", "x weight row_scale quantized quantized_scale out")
 
 
 class StepGeometry(Args):
@@ -99,13 +100,34 @@ class GatherRows(Args):
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """Weight [n, k] in the kernels' layout. `scale` (float32 [n]) makes a product quantize its input to E4M3."""
+    """Weight [n, k] in the kernels' layout of `format`, for operands of `dtype`. `scale` (float32 [n]) makes a product
+    quantize its input to E4M3."""
 
     data: torch.Tensor
     n: int
     k: int
     dtype: torch.dtype
+    format: int
     scale: torch.Tensor | None = None
+
+
+def find_format(matrix: torch.Tensor, scales: torch.Tensor | None, minimums: torch.Tensor | None) -> int:
+    """Find the format, by wicore_cpu.h's code, of a matrix. uint8 [n, k / 2] is Q4_0, or Q4_1 with minimums, both
+    float16 [n, k / 32]; int8 [n, k] is Q8_0 with scales float16 [n, k / 32] and Q6_K with float32 [n, k / 16]."""
+    if matrix.dtype not in (torch.uint8, torch.int8):
+        return DTYPE_CODES.get(matrix.dtype, DTYPE_CODES[torch.bfloat16])
+    assert scales is not None
+    if matrix.dtype == torch.uint8:
+        code, row_bytes, dtype = Q4_0 if minimums is None else Q4_1, 16, torch.float16
+    elif scales.dtype == torch.float16:
+        code, row_bytes, dtype = Q8_0, 32, torch.float16
+    else:
+        code, row_bytes, dtype = Q6_K, 16, F32
+    groups, rest = divmod(matrix.shape[1], row_bytes)
+    assert not rest, "rows are whole groups"
+    for values in (scales,) if minimums is None else (scales, minimums):
+        check_address(values, dtype, len(matrix), groups)
+    return code
 
 
 def check_address(tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> int:
@@ -119,7 +141,7 @@ def check_address(tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> int:
 def make_embed(ids: torch.Tensor, weight: PackedWeight, scale: float, out: torch.Tensor) -> Embed:
     """out float32 [rows, k] = weight[ids int64 [rows]] * scale."""
     rows = out.shape[0]
-    args = Embed(rows, weight.k, DTYPE_CODES[weight.dtype], scale)
+    args = Embed(rows, weight.k, weight.format, scale)
     args.point(index=(ids, torch.int64, rows), weight=(weight.data, torch.uint8), out=(out, F32, rows, weight.k))
     return args
 
@@ -162,7 +184,7 @@ def make_linear(
     """out float32 [rows, n] = x operand [rows, k] @ weight.T. A weight with a scale needs `quantized`: scratch bfloat16
     [>= rows * k] and float32 [>= rows]."""
     rows = out.shape[0]
-    args, scales = Linear(rows, weight.n, weight.k, DTYPE_CODES[weight.dtype]), dict[str, tuple[Any, ...]]()
+    args, scales = Linear(rows, weight.n, weight.k, DTYPE_CODES[weight.dtype], weight.format), dict[str, tuple[Any, ...]]()
     if weight.scale is not None:
         assert quantized is not None and quantized[0].numel() >= x.numel() and quantized[1].numel() >= rows
         scales = {"row_scale": (weight.scale, F32, weight.n), "quantized": (quantized[0], torch.bfloat16)}
