@@ -167,7 +167,8 @@ inline void embed(const wicore_embed& a) {
     using T = decltype(weights);
     wicore::parallel_for(a.rows, kRowsPerRange, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        const void* at = static_cast<const char*>(a.weight) + a.ids[i] / WICORE_PACK_ROWS * wicore::tile_bytes(a.k, a.format);
+        const int64_t tile = a.ids[i] / WICORE_PACK_ROWS * wicore::tile_bytes(a.k, a.format);
+        const void* at = static_cast<const char*>(a.weight) + tile;
         const auto* block = static_cast<const typename T::Bits*>(at);
         const int64_t lane = a.ids[i] % WICORE_PACK_ROWS;
         if constexpr (std::is_same_v<typename T::Bits, uint8_t>) {

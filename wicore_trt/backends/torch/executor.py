@@ -161,7 +161,8 @@ def _make_operators(
         return kernels_name(torch_kernels(device), SOURCES), partial(TorchOps, model, ranks=ranks)
     if settings.threads:
         library.set_threads(settings.threads)
-    packed = sum(t.numel() * max(2, t.itemsize) for t in engine.tensors.values())
+    least = dict.fromkeys(BLOCK_DTYPES, 1)  # E4M3 becomes bfloat16
+    packed = sum(t.numel() * max(least.get(t.dtype, 2), t.itemsize) for t in engine.tensors.values())
     check_room(packed, "weights", "Use a machine, or a limit of the container, that has as much.")
     weights = NativeWeights.from_tensors(library, engine.tensors, engine.spec, engine.dtype)
     ops = NativeOps(library, weights, engine.spec, engine.dtype, layout, pools, ranks)
@@ -184,8 +185,6 @@ def _native_library(engine: EngineTensors, kernels: str, device: torch.device) -
         reason = f"they run on the CPU, and the engine on {device}"
     elif any(t.dtype == TORCH_DTYPES["fp8"] for t in engine.tensors.values()) and engine.dtype != "bfloat16":
         reason = f"FP8 weights with {engine.dtype} activations"
-    elif any(t.dtype in BLOCK_DTYPES for t in engine.tensors.values()):
-        reason = "Q4_0 weights"
     else:
         reason = explain_unsupported(engine.spec, engine.kv_dtype, engine.tensors)
     if reason is None:

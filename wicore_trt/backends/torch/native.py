@@ -82,8 +82,7 @@ class NativeLibrary:
         per_row = None
         if matrix.dtype == torch.float8_e4m3fn:
             assert scales is not None
-            matrix, dtype, per_row = matrix.bfloat16(), torch.bfloat16, scales.float().reshape(-1).contiguous()
-            scales = None
+            matrix, per_row, scales = matrix.bfloat16(), scales.float().reshape(-1).contiguous(), None
         n, k = matrix.shape[0], matrix.shape[1] * (2 if matrix.dtype == torch.uint8 else 1)
         data = (torch.zeros if n % 64 or k % 2 else torch.empty)(
             self._lib.wicore_cpu_packed_bytes(n, k, code), dtype=torch.uint8

@@ -184,7 +184,8 @@ def make_linear(
     """out float32 [rows, n] = x operand [rows, k] @ weight.T. A weight with a scale needs `quantized`: scratch bfloat16
     [>= rows * k] and float32 [>= rows]."""
     rows = out.shape[0]
-    args, scales = Linear(rows, weight.n, weight.k, DTYPE_CODES[weight.dtype], weight.format), dict[str, tuple[Any, ...]]()
+    args = Linear(rows, weight.n, weight.k, DTYPE_CODES[weight.dtype], weight.format)
+    scales: dict[str, tuple[Any, ...]] = {}
     if weight.scale is not None:
         assert quantized is not None and quantized[0].numel() >= x.numel() and quantized[1].numel() >= rows
         scales = {"row_scale": (weight.scale, F32, weight.n), "quantized": (quantized[0], torch.bfloat16)}

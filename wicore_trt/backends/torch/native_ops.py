@@ -20,7 +20,13 @@ from wicore_trt.backends.torch import native_args
 from wicore_trt.backends.torch.native import NativeLibrary
 from wicore_trt.backends.torch.native_args import OPERANDS, PackedWeight
 from wicore_trt.backends.torch.ops import sum_embeddings
-from wicore_trt.checkpoint.names import activation_scale_name, kv_scale_name, weight_scale_name
+from wicore_trt.backends.torch.weights import BLOCK_DTYPES
+from wicore_trt.checkpoint.names import (
+    activation_scale_name,
+    kv_scale_name,
+    weight_minimum_name,
+    weight_scale_name,
+)
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
 from wicore_trt.model.spec import Gemma3Spec, LayerGroup
 from wicore_trt.runtime.attention_mass import AttentionProbe
@@ -59,8 +65,8 @@ class NativeWeights:
         cls, lib: NativeLibrary, tensors: Mapping[str, torch.Tensor], spec: Gemma3Spec, dtype: str
     ) -> NativeWeights:
         """Pack `tensors`, which are as `weights.fuse_weights` returns them. Packing copies: drop `tensors` afterwards.
-        `dtype` of the activations is "float32", "bfloat16" or "float16"; matrices are converted to it. E4M3 ones
-        (scales float32 [out] beside them) need "bfloat16"."""
+        `dtype` of the activations is "float32", "bfloat16" or "float16"; matrices are converted to it, but for blocks
+        and a float16 embedding or head, which stay. E4M3 ones (scales float32 [out] beside them) need "bfloat16"."""
         packed: dict[str, PackedWeight] = {}
         norms: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
@@ -70,8 +76,11 @@ class NativeWeights:
                 norms[name] = tensor.to(torch.float32).contiguous()
             elif name != LM_HEAD or not spec.tie_word_embeddings:
                 assert tensor.dtype != E4M3 or dtype == "bfloat16", "FP8 engines run with bfloat16 activations"
-                scale = tensors[weight_scale_name(name)] if tensor.dtype == E4M3 else None
-                packed[name] = lib.pack(tensor if tensor.dtype == E4M3 else tensor.to(TORCH_DTYPES[dtype]), scale)
+                kept = tensor.dtype in (E4M3, *BLOCK_DTYPES)
+                parts = [tensors.get(name_of(name)) for name_of in (weight_scale_name, weight_minimum_name) if kept]
+                if not kept and not (tensor.dtype == torch.float16 and name in (EMBEDDING, LM_HEAD)):
+                    tensor = tensor.to(TORCH_DTYPES[dtype])
+                packed[name] = lib.pack(tensor, *parts, dtype=TORCH_DTYPES[dtype])
         packed.setdefault(LM_HEAD, packed[EMBEDDING])
         return cls(packed, norms)
 

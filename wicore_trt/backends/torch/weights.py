@@ -144,11 +144,13 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor], spec: Gemma3Spec) -> Non
             wrong.append(f"{expected.name} is {list(tensor.shape)}, not {list(expected.shape)}")
         if tensor.dtype in BLOCK_DTYPES:
             names = [weight_scale_name(expected.name), weight_minimum_name(expected.name)]
-            held = [tensors[name].shape for name in names if name in tensors]
+            held = [tensors[name] for name in names if name in tensors]
             missing += [name for name in names[:1] if name not in tensors]
             rows, k = expected.shape
-            if any(len(s) != 2 or s[0] != rows or k % s[1] or s != held[0] for s in held):
-                wrong.append(f"{names[0]} is {list(held[0])}")
+            group = 16 if tensor.dtype == torch.int8 and held and held[0].dtype == torch.float32 else 32
+            dtype = torch.float32 if group == 16 else torch.float16
+            if any(s.dtype != dtype or s.shape != (rows, k / group) for s in held):
+                wrong.append(f"{names[0]} is {held[0].dtype} {list(held[0].shape)}")
         if tensor.dtype == E4M3:
             scale = tensors.get(weight_scale_name(expected.name))
             if scale is None:
