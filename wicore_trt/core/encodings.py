@@ -1,7 +1,7 @@
 """Encodings of images beside the steps of an engine: begins what the books choose, takes what ended.
 
-Single-threaded; it must not know pages. Invariant: a slot is begun right after a schedule was made up and before
-its step starts, while no step under way reads images.
+Single-threaded; it must not know pages. Invariant: a slot is begun right after a schedule was made up, which the books
+know, and no other step is under way; so no step under way reads that slot.
 """
 
 from __future__ import annotations

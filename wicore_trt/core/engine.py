@@ -169,7 +169,7 @@ class EngineCore(Core):
         outputs, flight = self._end_expired() + self._take_encodings(), self._flight
         if flight is None:
             schedule = self.scheduler.schedule_step()
-            if self._encodings is not None:
+            if self._encodings is not None and (self._ahead is None or not schedule.slices):
                 self._encodings.begin_next(schedule)
             outputs += self._end_overdue_waits()
             for sequence in schedule.preempted:
@@ -178,6 +178,8 @@ class EngineCore(Core):
                 self.scheduler.manager.work_beside_step(0)
                 return outputs + self._wait_or_fail(schedule)
             flight = self._start_step(schedule)
+            if self._encodings is not None and self._ahead is not None:  # the device need not wait for it
+                self._encodings.begin_next(schedule)
         self._flight = self._start_next(flight)
         if self._flight is not None:  # a next step was scheduled, without those that still wait
             outputs += self._end_overdue_waits()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -49,11 +49,11 @@ class CudaDevice:
             self.torch_device = torch.device("cuda", torch.cuda.current_device())
         major, minor = torch.cuda.get_device_capability(self.torch_device)
         self.target = f"sm{major}{minor}"
-        self._stream: torch.cuda.Stream = (
-            _open_limited_stream(self.torch_device, multiprocessors)
-            if multiprocessors
-            else torch.cuda.Stream(self.torch_device, priority=-int(urgent))  # type: ignore[no-untyped-call]
-        )
+        self._within: Callable[[], AbstractContextManager[None]] = nullcontext
+        if multiprocessors:
+            self._stream, self._within = _open_limited_stream(self.torch_device, multiprocessors)
+        else:
+            self._stream = torch.cuda.Stream(self.torch_device, priority=-int(urgent))  # type: ignore[no-untyped-call]
         self.stream = int(self._stream.cuda_stream)
         # The graph captured last, if it is still wanted: the next one's temporaries lie where its are, since graphs run
         # one after the other.
@@ -92,7 +92,7 @@ class CudaDevice:
     @contextmanager
     def visit(self) -> Iterator[None]:
         """Direct torch's work to `stream` for a while. It is in no order with the caller's stream, which comes back."""
-        with torch.cuda.stream(self._stream):
+        with self._within(), torch.cuda.stream(self._stream):
             yield
 
     def synchronize(self) -> None:
@@ -122,20 +122,33 @@ class CudaDevice:
         return graph.replay
 
 
-def _open_limited_stream(device: torch.device, multiprocessors: int) -> torch.cuda.Stream:
-    """Open a stream of a green context, which never ends (CUDA driver API, "Green Contexts"; driver 550 or later)."""
+def _open_limited_stream(
+    device: torch.device, multiprocessors: int
+) -> tuple[torch.cuda.Stream, Callable[[], AbstractContextManager[None]]]:
+    """Open a stream of a green context, which never ends (CUDA driver API, "Green Contexts"; driver 550 or later).
+    Return it with what makes that context the thread's own for a while, as `torch.cuda.green_contexts` does."""
     from cuda.bindings import driver
 
     def check(returned: Any) -> Any:
         error, *found = returned
         if int(error):
             raise RuntimeError(f"the CUDA driver limits no stream: {error}")
-        return found[0]
+        return found[0] if found else None
 
     card = check(driver.cuDeviceGet(device.index))
     whole = check(driver.cuDeviceGetDevResource(card, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM))
     part = check(driver.cuDevSmResourceSplitByCount(1, whole, 0, multiprocessors))
     flag = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
-    context = check(driver.cuGreenCtxCreate(check(driver.cuDevResourceGenerateDesc(part, 1)), card, flag))
-    stream = check(driver.cuGreenCtxStreamCreate(context, driver.CUstream_flags.CU_STREAM_NON_BLOCKING, 0))
-    return torch.cuda.ExternalStream(int(stream), device)  # type: ignore[no-untyped-call]
+    green = check(driver.cuGreenCtxCreate(check(driver.cuDevResourceGenerateDesc(part, 1)), card, flag))
+    stream = check(driver.cuGreenCtxStreamCreate(green, driver.CUstream_flags.CU_STREAM_NON_BLOCKING, 0))
+    context = check(driver.cuCtxFromGreenCtx(green))
+
+    @contextmanager
+    def work_within() -> Iterator[None]:
+        check(driver.cuCtxPushCurrent(context))
+        try:
+            yield
+        finally:
+            check(driver.cuCtxPopCurrent())
+
+    return torch.cuda.ExternalStream(int(stream), device), work_within  # type: ignore[no-untyped-call]
