@@ -16,7 +16,7 @@ from pathlib import Path
 
 from wicore_trt.config import load_settings
 from wicore_trt.core.assemble import LoadedEngine, load_engine
-from wicore_trt.core.text_engine import ImageLimits, apply_turn_end, encode_request, prepare_images
+from wicore_trt.core.text_engine import ImageLimits, apply_turn_end, encode_request, prepare_images_now
 from wicore_trt.core.text_output import SequenceText
 from wicore_trt.errors import WicoreError, missing_package
 from wicore_trt.images.files import take_images
@@ -118,7 +118,7 @@ class LLM:
         prompt, images = take_images(prompt)
         text = TextRequest(next(self._ids), params or SamplingParams(), cache=cache or CacheHints(), images=images)
         request = apply_turn_end(self.tokenizer, replace(text, **prompt_fields(prompt)))
-        request = prepare_images(request, self.info, self._image_limits)
+        request = prepare_images_now(request, self.info, self._image_limits)
         with self._lock_engine():
             request = encode_request(self.tokenizer, request, self.info)
             made = GenerateRequest(

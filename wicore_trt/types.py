@@ -202,13 +202,15 @@ class ContentSpan:
 class ImageFile:
     """Image of a request as a client gives it: the bytes of a file, or a URL from which a server may fetch it. `crops`
     asks for pan and scan: crops of a long image are encoded beside the whole. `field` names its place for errors.
-    `pixels`, once it is prepared, are in place of these: the whole image, then its crops, as ContentSpan has them."""
+    `pixels` and their `digests`, once it is prepared, are in place of these: those of the whole image, then of its
+    crops, as ContentSpan has them."""
 
     data: bytes = b""
     url: str = ""
     crops: bool = False
     field: str = "images"
     pixels: tuple[bytes, ...] = ()
+    digests: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
         given = [isinstance(self.data, bytes) and self.data, isinstance(self.url, str) and self.url, self.pixels]

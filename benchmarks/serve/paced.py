@@ -83,7 +83,8 @@ class PacedExecutor:
         self.kernels, self.max_batch_tokens, self.slice_tokens = "paced", 4096, given.get("slice_tokens", 32)
         self.max_sequences: int | None = None
         self.score_rows = 0
-        self.copier, self.broken = self, None  # no page is moved
+        self.copier: Any = self  # no page is moved
+        self.broken = None
         self._step_s, self._row_s, self._token_s = (given.get(f"{name}_s", 0.0) for name in ("step", "row", "token"))
         self._report = given.get("report")
         self._sleep = sleeper()

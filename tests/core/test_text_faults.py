@@ -63,14 +63,16 @@ async def test_texts_do_not_wait_for_pictures(monkeypatch):
     def prepare(image: ImageFile, info: ImageInfo) -> ImageFile:
         begun.release()
         assert gate.wait(30)
-        return replace(image, data=b"", pixels=(bytes(3 * info.size**2),))
+        return replace(image, data=b"", pixels=(bytes(3 * info.size**2),), digests=(bytes(32),))
 
     monkeypatch.setattr(text_engine, "prepare_image", prepare)
     monkeypatch.setattr(text_engine, "INLINE_CHARS", 4)
     info = replace(FAKE_INFO, images=ImageInfo(2, 1, 5, 6, 7))
     engine = TextEngine(engine_of(make_core(), 100), TOKENIZER, info)
     asked = [
-        TextRequest(f"{tenant} {n}", params(), prompt="a picture", images=(ImageFile(b"file"),), tenant=tenant)
+        TextRequest(
+            f"{tenant} {n}", params(), prompt="a picture", images=(ImageFile(b"file", crops=True),), tenant=tenant
+        )
         for tenant in ("a", "b", "")
         for n in range(3)
     ]

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from tiny_images import BOI, EOI, SOFT, TOKENS, load_processor, write_image_tokenizer
 
-from wicore_trt.core.text_engine import ImageLimits, encode_request, prepare_images
+from wicore_trt.core.text_engine import ImageLimits, encode_request, prepare_images_now
 from wicore_trt.errors import ContextLengthError, InvalidRequestError
 from wicore_trt.images.files import take_images
 from wicore_trt.text.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ def make_image(number: int) -> tuple[bytes, Image.Image]:
 
 def encode(tokenizer: Tokenizer, images: tuple[ImageFile, ...] = (), info: ModelInfo = INFO, **given) -> TextRequest:
     request = TextRequest("r", SamplingParams(), images=images, **given)
-    return encode_request(tokenizer, prepare_images(request, info, ImageLimits()), info)
+    return encode_request(tokenizer, prepare_images_now(request, info, ImageLimits()), info)
 
 
 @pytest.mark.parametrize("crops", [False, True])
@@ -130,7 +130,7 @@ def test_images_in_results_of_tools_and_merged_turns(home: Path, tmp_path: Path,
     ids = list(got.prompt_token_ids or ())
     text = tokenizer.decode(ids, skip_special=False)
     assert [span.pixels for span in got.content] == [
-        prepare_images(TextRequest("r", SamplingParams(), images=(i,), prompt="x"), INFO, ImageLimits())
+        prepare_images_now(TextRequest("r", SamplingParams(), images=(i,), prompt="x"), INFO, ImageLimits())
         .images[0]
         .pixels[0]
         for i in images

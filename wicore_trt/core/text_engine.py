@@ -12,9 +12,10 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import cast
 
 from wicore_trt.core.limits import Hints
 from wicore_trt.core.offload import Offload
@@ -35,7 +36,15 @@ from wicore_trt.grammar.source import check_constraint
 from wicore_trt.images.fetch import fetch_image
 from wicore_trt.images.prepare import prepare_image, start_workers
 from wicore_trt.text.calls import lets_text_be
-from wicore_trt.text.images import IMAGE_MARK, check_images, expand_marks, insert_soft_tokens, make_spans
+from wicore_trt.text.images import (
+    IMAGE_MARK,
+    blank_image,
+    check_images,
+    expand_marks,
+    fill_spans,
+    insert_soft_tokens,
+    make_spans,
+)
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import (
     Constraint,
@@ -52,6 +61,8 @@ from wicore_trt.types import (
 )
 
 log = logging.getLogger(__name__)
+Run = Callable[[str, Callable[[], ImageFile]], Awaitable[ImageFile]]
+"""Runs a tenant's function."""
 
 TEXT_THREADS = 2
 """Threads that tokenize. They are beside the engine's, and one text may take seconds."""
@@ -126,15 +137,34 @@ def tokenize_prompt(
     return tuple(ids)
 
 
-def prepare_images(request: TextRequest, info: ModelInfo, limits: ImageLimits) -> TextRequest:
-    """Fetch and decode a request's images, here and now. Raises InvalidRequestError."""
+async def _run_now(tenant: str, function: Callable[[], ImageFile]) -> ImageFile:
+    return function()
+
+
+async def prepare_images(
+    request: TextRequest, info: ModelInfo, limits: ImageLimits, fetch: Run = _run_now, prepare: Run = _run_now
+) -> TextRequest:
+    """Fetch and decode a request's images one after another, by `fetch` and `prepare`. Raises InvalidRequestError."""
     check_images(request, info.images, limits.most)
     if info.images is None or not request.images:
         return request
-    images = tuple(prepare_image(fetch_image(image, limits.hosts), info.images) for image in request.images)
-    request = replace(request, images=images)
+    found = list[ImageFile]()
+    for image in request.images:
+        if image.remote:
+            image = await fetch(request.tenant, partial(fetch_image, image, limits.hosts))
+        found.append(await prepare(request.tenant, partial(prepare_image, image, info.images)))
+    request = replace(request, images=tuple(found))
     check_images(request, info.images, limits.most)
     return request
+
+
+def prepare_images_now(request: TextRequest, info: ModelInfo, limits: ImageLimits) -> TextRequest:
+    """Do the same here, without an event loop."""
+    try:
+        prepare_images(request, info, limits).send(None)
+    except StopIteration as end:  # it waits for nothing
+        return cast("TextRequest", end.value)
+    raise AssertionError
 
 
 def is_short(tokenizer: Tokenizer, request: TextRequest) -> bool:
@@ -337,17 +367,21 @@ class TextEngine:
 
     async def prepare_images(self, request: TextRequest) -> TextRequest:
         """Fetch and decode a request's images on threads, one after another. Raises InvalidRequestError."""
-        info, tenant, found = self.info.images, request.tenant, list[ImageFile]()
-        check_images(request, info, self._image_limits.most)
-        if info is None:
-            return request
-        for image in request.images:
-            if image.remote:
-                image = await self._fetch(tenant, partial(fetch_image, image, self._image_limits.hosts))
-            found.append(await self._prepare(tenant, partial(prepare_image, image, info)))
-        request = replace(request, images=tuple(found))
-        check_images(request, info, self._image_limits.most)
-        return request
+        return await prepare_images(request, self.info, self._image_limits, self._fetch, self._prepare)
+
+    async def _encode_pictured(self, request: TextRequest) -> TextRequest:
+        """Encode a prompt while its images are prepared, unless their number, with crops, decides about its text."""
+        encode = partial(encode_request, self.tokenizer, info=self.info)
+        if self.info.images is None or any(image.crops or image.pixels for image in request.images):
+            return await self.work(request.tenant, partial(encode, await self.prepare_images(request)))
+        try:
+            async with asyncio.TaskGroup() as both:
+                seen = both.create_task(self.prepare_images(request))
+                early = replace(request, images=tuple(map(blank_image, request.images)))
+                told = both.create_task(self.work(request.tenant, partial(encode, early)))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return replace(told.result(), content=fill_spans(told.result().content, seen.result().images))
 
     async def encode_long_prompt(self, request: TextRequest) -> TextRequest:
         """Check the constraint, prepare images and tokenize a long text, all on threads. Raises InvalidRequestError,
@@ -362,8 +396,8 @@ class TextEngine:
                 if constraint is not None:
                     await self.work(request.tenant, partial(self._check_constraint, constraint))
                 if request.images:
-                    request = await self.prepare_images(request)
-                if not short:
+                    request = await self._encode_pictured(request)
+                elif not short:
                     request = await self.work(
                         request.tenant, partial(encode_request, self.tokenizer, request, self.info)
                     )

@@ -7,6 +7,7 @@ InvalidRequestError with the image's field; a file takes no more of this process
 from __future__ import annotations
 
 from dataclasses import replace
+from hashlib import sha256
 from importlib.util import find_spec
 
 from wicore_trt.errors import InvalidRequestError, missing_package
@@ -40,7 +41,7 @@ def prepare_image(image: ImageFile, info: ImageInfo) -> ImageFile:
         raise InvalidRequestError(f"The image cannot be read: {failure}.", field=image.field) from None
     step = info.size * info.size * 3
     parts = tuple(pixels[at : at + step] for at in range(0, len(pixels), step))
-    return replace(image, data=b"", url="", pixels=parts)
+    return replace(image, data=b"", url="", pixels=parts, digests=tuple(sha256(part).digest() for part in parts))
 
 
 def _check_pillow() -> None:

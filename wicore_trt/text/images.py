@@ -7,10 +7,10 @@ InvalidRequestError.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from hashlib import sha256
+from dataclasses import replace
 
 from wicore_trt.errors import InvalidRequestError
-from wicore_trt.types import ContentSpan, ImageFile, ImageInfo, TextRequest
+from wicore_trt.types import CONTENT_DIGEST_BYTES, ContentSpan, ImageFile, ImageInfo, TextRequest
 
 IMAGE_MARK = "<start_of_image>"
 """The place of an image in a prompt, and in a rendered conversation."""
@@ -101,8 +101,16 @@ def insert_soft_tokens(ids: Sequence[int], info: ImageInfo, images: Sequence[Ima
 def make_spans(ids: Sequence[int], info: ImageInfo, images: Sequence[ImageFile]) -> tuple[ContentSpan, ...]:
     """Make the content of a prompt of `insert_soft_tokens`: the soft tokens behind each begin, and their pixels."""
     begins = [at + 1 for at, token in enumerate(ids) if token == info.begin_id]
-    pixels = [part for image in images for part in image.pixels]
-    return tuple(
-        ContentSpan(begin, begin + info.tokens, sha256(part).digest(), part)
-        for begin, part in zip(begins, pixels, strict=True)
-    )
+    spans = [ContentSpan(begin, begin + info.tokens, bytes(CONTENT_DIGEST_BYTES)) for begin in begins]
+    return fill_spans(spans, images)
+
+
+def fill_spans(spans: Sequence[ContentSpan], images: Sequence[ImageFile]) -> tuple[ContentSpan, ...]:
+    """Put the pixels of images, and of their crops, and the digests of these into spans."""
+    parts = [part for image in images for part in zip(image.digests, image.pixels, strict=True)]
+    return tuple(replace(span, digest=d, pixels=p) for span, (d, p) in zip(spans, parts, strict=True))
+
+
+def blank_image(image: ImageFile) -> ImageFile:
+    """Make what stands for an image without crops until it is prepared."""
+    return replace(image, data=b"", url="", pixels=(b"",), digests=(bytes(CONTENT_DIGEST_BYTES),))
