@@ -245,6 +245,38 @@ def test_kv_scales_are_those_of_the_dequantized_weights(tmp_path: Path) -> None:
         convert(plain.path, tmp_path / "none", calibration=replace(calibration, kv_scales=False))
 
 
+@pytest.mark.parametrize(
+    ("tensor", "kind", "at", "bits"),
+    [
+        ("blk.1.ffn_up.weight", "Q4_0", 0, 0x7C00),
+        ("blk.0.ffn_down.weight", "Q4_1", 2, 0x7E00),
+        ("blk.0.ffn_down.weight", "Q4_1", 0, 0xFC00),
+        ("token_embd.weight", "Q8_0", 0, 0x7E01),
+        ("token_embd.weight", "Q6_K", 208, 0x7C00),
+    ],
+)
+def test_scales_that_are_no_numbers_are_refused(tmp_path: Path, tensor: str, kind: str, at: int, bits: int) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, "Q4_0", kinds={tensor: kind})
+    entry = next(t for t in gguf.GGUFReader(path).tensors if t.name == tensor)
+    size, data = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1], bytearray(path.read_bytes())
+    place = int(entry.data_offset) + 5 * size + at  # in the sixth block
+    data[place : place + 2] = bits.to_bytes(2, "little")
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"{tensor}: the scales of .* holds (NaN|an infinity) in row \d"):
+        convert(path, tmp_path / "ckpt", dtype="q4_0")
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_weights_beyond_the_scales_of_float16_are_refused(tmp_path: Path) -> None:
+    source = q4_source(tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][3, 40] = 1e6
+    save_file(weights, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"scale of model.*down_proj.* reaches 125000, beyond .*row 3.*bfloat16"):
+        convert(source, tmp_path / "ckpt", dtype="q4_0")
+
+
 @pytest.mark.parametrize("group", [32, 64])
 def test_w4a16_of_compressed_tensors_fits_exactly_where_float16_holds_its_scales(tmp_path: Path, group: int) -> None:
     source, random = q4_source(tmp_path / "source"), np.random.default_rng(2)

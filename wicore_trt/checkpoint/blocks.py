@@ -7,11 +7,10 @@ its bytes can be made from them again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from wicore_trt.errors import CheckpointError
 from wicore_trt.weight_format import Q4_0
 
 GROUP = Q4_0.group
@@ -33,15 +32,9 @@ class Blocks:
         return [self.values, self.scales, *([] if self.minimums is None else [self.minimums])]
 
     def add_minimums(self) -> Blocks:
-        """Return the same weights with minimums: -8 d, which float16 holds exactly. Raises CheckpointError where it
-        does not."""
-        if self.minimums is not None:
-            return self
+        """Return the same weights with minimums: -8 d, which float16 holds exactly or as an infinity."""
         with np.errstate(over="ignore"):
-            minimums = self.scales * np.float16(-8)
-        if not np.isfinite(minimums).all():
-            raise CheckpointError("A scale of a Q4_0 block is beyond what the minimum of a Q4_1 block holds.")
-        return Blocks(self.values, self.scales, minimums)
+            return self if self.minimums is not None else replace(self, minimums=self.scales * np.float16(-8))
 
     def to_float32(self) -> np.ndarray:
         """Compute the weights, float32 [rows, in]: d * (q - 8) and d * q are exact, d * q + m is rounded once."""

@@ -357,6 +357,7 @@ class _Conversion:
                     self._report.count_losses(name, values, stored, LAYOUTS["fp8"].tag)
                 return [stored, scale]
             blocks = quantize_q4_0(values)
+            check_cast(place, f"a block's scale of {name}", rows[0], values / np.float32(8), blocks.scales, "F16")
         else:
             blocks = split(self._source.read_blocks(name, *rows))
         if linear and linear_kind(tensor.name) in self._weights.minimums:
