@@ -265,9 +265,10 @@ def _read_gptq(place: str, said: dict[str, Any]) -> PackedForm:
         "checkpoint_format": ("gptq", "gptq_v2"), "pack_dtype": ("int32",), "is_marlin_format": (False,),
         "lm_head": (True, False), "backend": ("auto",),
     }  # fmt: skip
+    layout = said.setdefault("checkpoint_format", said.pop("format", None) or "gptq")
     check_keys(place, said, allowed, ("bits", "group_size", "sym"), _IDLE)
     bits, ordered = said["bits"], said.get("desc_act") is True
-    zero = (1 << (bits - 1)) - (said.get("checkpoint_format") != "gptq_v2")  # the first layout stores it less 1
+    zero = (1 << (bits - 1)) - (layout == "gptq")  # the first layout stores it less 1
     return PackedForm("gptq", f"GPTQ {bits}-bit", bits, max(said["group_size"], 0), ordered=ordered, stored_zero=zero)
 
 
