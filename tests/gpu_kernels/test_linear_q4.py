@@ -103,4 +103,3 @@ def test_operands_cross_no_lanes(target: str, monkeypatch: pytest.MonkeyPatch) -
         aot.compile_kernel(linear_spec(shape, config, target), target)
     one, two = (text.count("bar.sync") for text in texts)
     assert one == two and texts[1].count("mma.sync") == 2 * texts[0].count("mma.sync") > 0
-    aot.compile_kernel(dequantize_spec(replace(shape, minimums=True)), target)

@@ -29,7 +29,12 @@ from wicore_trt.plugins.dependent import ALONE, find_mode
 from wicore_trt.plugins.kernels import fast_attention_specs as attention_specs
 from wicore_trt.plugins.kernels.e4m3 import has_conversions
 from wicore_trt.plugins.kernels.geglu import geglu_rows_spec, geglu_spec
-from wicore_trt.plugins.kernels.linear_specs import linear_spec, quantize_parts_spec, quantize_rows_spec
+from wicore_trt.plugins.kernels.linear_specs import (
+    dequantize_spec,
+    linear_spec,
+    quantize_parts_spec,
+    quantize_rows_spec,
+)
 from wicore_trt.plugins.kernels.page_digest import page_digest_spec
 from wicore_trt.plugins.kernels.step_specs import (
     NormShape,
@@ -72,7 +77,8 @@ def _chain_kernel(listed: ListedKernel, target: str) -> KernelSpec:
     """Specify a kernel as part of a step, where kernels wait for each other instead of the GPU for them."""
     spec, function, role = listed.spec, listed.spec.function.__name__, listed.role
     behind = ("gate_up",) if role.rows == roles.NARROW else ("o", "down")
-    mode = find_mode(function, target, crowds=function == "linear_matrix" and role.operation in behind)
+    fills = function == "linear_matrix" or (function == "linear_q4" and listed.bucket > 1)
+    mode = find_mode(function, target, crowds=fills and role.operation in behind)
     return replace(spec, dependent=mode, name=spec.name + ("_alone" if mode == ALONE else ""))
 
 
@@ -157,6 +163,8 @@ def _list_linears(shape: EngineShape, target: str) -> list[ListedKernel]:
         # Whole sums, and weights that stay in L2: large steps have several programs for each.
         chosen = replace(linear_config(target, linear, INVARIANT_LINEAR_BUCKET), splits=1, evict_first=False)
         add_linear(KernelRole(operation, variant=roles.INVARIANT), ANY, chosen)
+    for operation, role in roles.DEQUANTIZE.items() if shape.weights.storage == "q4_0" else ():
+        listed.append(ListedKernel(role, ANY, dequantize_spec(shape.linear_shape(operation))))
     for operation in roles.LINEARS[:-1] if shape.most_narrow_rows(target) else ():
         linear = shape.linear_shape(operation, roles.NARROW)
         for bucket in BUCKETS:

@@ -42,6 +42,7 @@ class StepMemory:
     """Buffers by content; [tokens, ...] unless said otherwise.
 
     `wide` holds qkv, gate and up, or the output of o and down in turn: float32, or bfloat16 where products give that.
+    `dequantized` holds one layer's weights for cuBLAS where they have 4 bits.
     `largest` holds the largest values of rows of gate * up until they are quantised (`kernels.linear_quantize`).
     `sampled_residual` [rows, H] is the residual of the sampled rows of a large step's last layer. `counting`, int32
     [tokens + 1], is 0, 1, 2, ...: where sequences of one token begin, or all rows. `queries` [global layers,
@@ -74,6 +75,10 @@ class StepMemory:
         scaled = shape.has_scaled_products(table.target)
         self.bytes8 = empty((tokens * widest if scaled else 0,), torch.uint8)
         self.scales = empty((tokens if scaled else 0,), torch.float32)
+        dequantized = not invariant and shape.weights.storage == "q4_0"
+        dequantized &= tokens > shape.most_kernel_rows(table.target, "qkv")
+        linears = [shape.linear_shape(role) for role in roles.LINEARS[:-1]]
+        self.dequantized = empty((max(s.weight_rows * s.k for s in linears) if dequantized else 0,), dtype)
         self.largest = empty((tokens if scaled else 0,), torch.int32).zero_()
         self.head_in = empty((limits.rows, spec.hidden_size), dtype)
         self.logits = empty((limits.rows, spec.vocab_size), torch.float32)
@@ -99,7 +104,7 @@ class StepMemory:
         for role in roles.LINEARS:
             most = limits.rows if role == "head" else limits.tokens
             kinds = {roles.WIDE: ANY if variant else shape.most_kernel_rows(table.target, role)}
-            if not variant and shape.weights.quantized and role != "head":
+            if not variant and shape.weights.fp8 and role != "head":
                 kinds[roles.NARROW] = shape.most_narrow_rows(table.target)
             for kind, crossover in kinds.items():
                 entries = table.role_entries(KernelRole(role, kind, variant=variant))

@@ -35,7 +35,7 @@ from wicore_trt.backends.triton.roles import KernelRole, MatrixProduct
 from wicore_trt.backends.triton.rows import RowPlan
 from wicore_trt.backends.triton.segments import LongSlice, SegmentAttention
 from wicore_trt.backends.triton.table import ANY, EngineShape, KernelEntry, KernelTable
-from wicore_trt.checkpoint.names import kv_scale_name, weight_scale_name
+from wicore_trt.checkpoint.names import kv_scale_name, weight_minimum_name, weight_scale_name
 from wicore_trt.model.gemma3 import EMBEDDING, FINAL_NORM, LM_HEAD, layer_weight
 from wicore_trt.model.spec import GLOBAL, LOCAL, LayerGroup
 from wicore_trt.plugins import decode_layout, linear_layout, step_layout
@@ -159,7 +159,7 @@ class TritonOps:
 
     def linear(self, x: Value, weight: str) -> Value:
         role = _linear_role(weight)
-        shape = self._model.shape.linear_shape(role)
+        shape, weights = self._model.shape.linear_shape(role), self._model.weights
         exponent = self._model.exponents.get(weight, 0)
         if self._product.kernels:
             if self._product.rows == roles.NARROW and x.scales is None:
@@ -171,10 +171,10 @@ class TritonOps:
         if self._product.rows == roles.NARROW:
             operand = x if x.scales is not None else self._quantize_operand(x, role)
             assert operand.scales is not None
-            scale = self._model.weights[weight_scale_name(weight)]
-            triton_products.scaled_mm(operand.rows, operand.scales, self._model.weights[weight], scale.view(-1), out)
+            scale = weights[weight_scale_name(weight)]
+            triton_products.scaled_mm(operand.rows, operand.scales, weights[weight], scale.view(-1), out)
             return Value(out, exponent=exponent)
-        triton_products.float_mm(x.rows, self._model.weights[weight], out)
+        triton_products.float_mm(x.rows, self._dequantize(role, weight) if shape.four_bit else weights[weight], out)
         if x.exponent:
             out.mul_(2.0**x.exponent)
         return Value(out, exponent=exponent)
@@ -386,14 +386,24 @@ class TritonOps:
         model, memory, rows = self._model, self._memory, len(x.rows)
         kind = roles.WIDE if x.scales is None else roles.NARROW
         entry, shape = model.find_kernel(roles.linear_role(role, kind), rows), model.shape.linear_shape(role, kind)
-        scale = model.weights.get(weight_scale_name(weight))
+        scale, minimum = (model.weights.get(name(weight)) for name in (weight_scale_name, weight_minimum_name))
         arrays = linear_layout.LinearArrays(
             x.rows.data_ptr(), model.weights[weight].data_ptr(), out.data_ptr(),
             w_scale=0 if scale is None else scale.data_ptr(), x_scale=_norm_out(x).scales,
             partials=memory.partials.data_ptr(), counters=memory.counters.data_ptr(),
-            largest=memory.largest.data_ptr(),
+            largest=memory.largest.data_ptr(), w_minimum=0 if minimum is None else minimum.data_ptr(),
         )  # fmt: skip
         model.launch_kernel(entry, linear_layout.linear_launch(shape, entry.config, arrays, rows, alpha))
+
+    def _dequantize(self, role: str, weight: str) -> torch.Tensor:
+        """Write a layer's 4-bit weights in 16 bits into the step's memory."""
+        model, shape, to = self._model, self._model.shape.linear_shape(role), self._memory.dequantized
+        names = (weight, weight_scale_name(weight), weight_minimum_name(weight))
+        w, scale, minimum = (model.weights[n].data_ptr() if n in model.weights else 0 for n in names)
+        entry = model.find_kernel(roles.DEQUANTIZE[role], ANY)
+        call = linear_layout.dequantize_launch(entry.kernel.constants, w, to.data_ptr(), scale, minimum)
+        model.launch_kernel(entry, call)
+        return to[: shape.weight_rows * shape.k].view(shape.weight_rows, shape.k)
 
     def _quantize_operand(self, x: Value, role: str) -> Value:
         """Quantize the operand of `role`, o or down, to E4M3. That of o clears the rows' largest values, which gate_up

@@ -6,6 +6,8 @@ tests.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from wicore_trt.runtime.dtypes import E4M3
@@ -79,10 +81,10 @@ def full_attention(
     return out[0].transpose(0, 1), sums.reshape(q.shape[1], q.shape[2])
 
 
-def gate_up_bound(gate_up: torch.Tensor, scale: torch.Tensor | None, norm: torch.Tensor) -> float:
-    """Find `largest` of `linear_layout.geglu_exponent` for gate_up [2 I, H], its scales [2 I] if E4M3, and the norm
-    [H]."""
-    lengths = torch.cat([(rows.float() * norm).norm(dim=1) for rows in torch.split(gate_up, 4096)])
+def gate_up_bound(gate_up: Iterable[torch.Tensor], scale: torch.Tensor | None, norm: torch.Tensor) -> float:
+    """Find `largest` of `linear_layout.geglu_exponent` for the rows of gate_up [2 I, H], its scales [2 I] if E4M3, and
+    the norm [H]."""
+    lengths = torch.cat([(rows.float() * norm).norm(dim=1) for rows in gate_up])
     if scale is not None:
         lengths = lengths * scale.view(-1).abs()
     gate, up = lengths.chunk(2)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 LINEARS = ("qkv", "o", "gate_up", "down", "head")
 LINEAR_ROLES = {"attention.qkv": "qkv", "attention.dense": "o", "mlp.gate_up": "gate_up", "mlp.proj": "down"}
+KINDS = {role: kind for kind, role in LINEAR_ROLES.items()}
 WIDE, NARROW = "16-bit", "fp8"
 """How rows of activations are stored for a product: in the engine's dtype, or as E4M3 with a scale each."""
 
@@ -55,6 +56,8 @@ _SUFFIXES = {
 }  # fmt: skip
 INVARIANT, SAMPLED, SEGMENTED, SPLIT, IMAGES = "invariant", "sampled", "segments", "splits", "images"
 PAGE_DIGEST, PAGE_LOGSUMS, PAGE_MASSES = map(KernelRole, ("page_digest", "page_logsums", "page_masses"))
+DEQUANTIZE = {role: KernelRole("dequantize", variant=role) for role in LINEARS[:-1]}
+"""Roles of the kernels that write a layer's 4-bit weights as 16-bit ones, by the linear's role."""
 QUANTIZE, QUANTIZE_ACT = KernelRole("quantize"), KernelRole("quantize_act")
 DECODE, COMBINE, PREFILL = map(KernelRole, ("decode", "combine", "prefill"))
 PREFILL_SEGMENTS, GATHER = KernelRole("prefill", variant=SEGMENTED), KernelRole("gather")

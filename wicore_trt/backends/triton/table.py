@@ -15,6 +15,7 @@ from typing import Any
 from wicore_trt.backends.triton.roles import (
     KERNEL,
     KERNEL8,
+    KINDS,
     LINEARS,
     MM,
     MM16,
@@ -25,6 +26,7 @@ from wicore_trt.backends.triton.roles import (
     MatrixProduct,
 )
 from wicore_trt.engine.options import check_equal_groups
+from wicore_trt.errors import ConfigError
 from wicore_trt.model.spec import GLOBAL, GROUPS, Gemma3Spec
 from wicore_trt.plugins.aot import CompiledKernel
 from wicore_trt.plugins.decode_layout import DecodeConfig, PrefillConfig
@@ -38,11 +40,12 @@ DECODE_BUCKETS = (1, 2, 4, 6, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256
 """Rows of a decode step, rounded up to these."""
 SPLIT_TOKENS, KEPT_TOKENS = 384, 768
 """The most tokens of a step whose prompts' keys are split, and of one whose queries are kept until it is over."""
-DEFAULT_CROSSOVER = {"16-bit": 16, "fp8": 64, "fp8 rows": 0}
+DEFAULT_CROSSOVER = {"16-bit": 16, "fp8": 64, "fp8 rows": 0, "q4_0": 128}
 CROSSOVER: dict[str, dict[str, int]] = {"sm90": {"16-bit": 64, "fp8": 8, "fp8 rows": 128}}
 """By target what was measured instead of DEFAULT_CROSSOVER: the most rows for which Triton kernels are faster than
 cuBLAS by 16-bit weights ("16-bit"), than products of E4M3 rows by E4M3 weights ("fp8"), and the most rows for which
-Triton's own of those are faster than cuBLAS's ("fp8 rows").
+Triton's own of those are faster than cuBLAS's ("fp8 rows"). "q4_0": the most for which they are faster than writing
+4-bit weights as 16-bit ones, each rounded once, for cuBLAS.
 
 In a bfloat16 engine cuBLAS writes bfloat16 results, which halve what large steps write and read between kernels. They
 are a rounding that the oracle does not have, of half a unit in bfloat16's last place once per product, as every other
@@ -67,6 +70,12 @@ class EngineShape:
 
     def __post_init__(self) -> None:
         check_equal_groups(self.spec, "triton")
+        for shape in self._linear_shapes.values() if self.weights.storage == "q4_0" else ():
+            if shape.four_bit and (shape.n % 32 or shape.k % 32):
+                raise ConfigError(
+                    f"A linear of {shape.n} x {shape.k} weights has no 4-bit kernels, which take multiples of 32.",
+                    fix="Build with --dtype bfloat16, or for fewer ranks.",
+                )
 
     @cached_property
     def pool_shapes(self) -> dict[str, PoolShape]:
@@ -82,7 +91,7 @@ class EngineShape:
 
     @cached_property
     def _linear_shapes(self) -> dict[tuple[str, str], LinearShape]:
-        narrow = LINEARS[:-1] if self.weights.quantized else ()
+        narrow = LINEARS[:-1] if self.weights.fp8 else ()
         kinds = [*((role, WIDE) for role in LINEARS), *((role, NARROW) for role in narrow)]
         return {kind: self._make_linear_shape(*kind) for kind in kinds}
 
@@ -95,7 +104,7 @@ class EngineShape:
             "down": (spec.hidden_size, spec.intermediate_size),
             "head": (spec.vocab_size, spec.hidden_size),
         }[role]
-        weights = self.weights if role != "head" else PLAIN[self.dtype]
+        weights = self.weights.of_kind(KINDS[role]) if role != "head" else PLAIN[self.dtype]
         geglu = role == "gate_up"
         out = self.dtype if geglu else "float32"
         narrow = rows == NARROW
@@ -107,9 +116,9 @@ class EngineShape:
         return first is not None and int(target.removeprefix("sm")) >= first
 
     def most_kernel_rows(self, target: str, role: str) -> int:
-        """Most rows for which a linear runs as a Triton kernel; ANY for quantized weights without scaled products."""
-        if role == "head" or not self.weights.quantized:
-            return self._row_limits(target)["16-bit"]
+        """Most rows for which a linear runs as a Triton kernel; ANY for E4M3 weights without scaled products."""
+        if role == "head" or not self.weights.fp8:
+            return self._row_limits(target)["16-bit" if role == "head" else self.weights.storage]
         return self._row_limits(target)[self.weights.storage] if self.has_scaled_products(target) else ANY
 
     def most_narrow_rows(self, target: str) -> int:
@@ -118,12 +127,13 @@ class EngineShape:
 
     @staticmethod
     def _row_limits(target: str) -> dict[str, int]:
-        return DEFAULT_CROSSOVER | CROSSOVER.get(target, {})
+        limits = DEFAULT_CROSSOVER | CROSSOVER.get(target, {})
+        return limits | dict.fromkeys(PLAIN, limits["16-bit"])
 
     def choose_product(self, target: str, role: str, rows: int) -> MatrixProduct:
         if rows <= self.most_kernel_rows(target, role):
             return KERNEL
-        if not self.weights.quantized or role == "head":
+        if not self.weights.fp8 or role == "head":
             return MM if self.dtype != "bfloat16" or role == "head" else MM16
         return KERNEL8 if rows <= self.most_narrow_rows(target) else SCALED_MM
 

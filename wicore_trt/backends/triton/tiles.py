@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from wicore_trt.errors import ConfigError
-
-ROWS, GROUP = 32, 32
-"""Rows and columns of a tile."""
+ROWS = 32
+"""Rows of a tile."""
 
 
 def pack_tiles(packed: torch.Tensor) -> None:
@@ -40,19 +38,10 @@ def unpack_scales(scales: torch.Tensor) -> torch.Tensor:
     return scales.view(len(scales) // ROWS, -1, 8, 4).permute(0, 3, 2, 1).reshape(scales.shape)
 
 
-def dequantize_blocks(packed: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor | None) -> torch.Tensor:
+def dequantize_blocks(packed: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor | None = None) -> torch.Tensor:
     """Return float32 [N, K] of GGUF's bytes uint8 [N, K / 2], float16 scales and minimums [N, K / 32]."""
     blocks = packed.view(len(packed), -1, 16)
     q = torch.cat([blocks & 15, blocks >> 4], dim=2).float()
     d = scales.float()[:, :, None]
     values = (q - 8) * d if minimums is None else torch.addcmul(minimums.float()[:, :, None], q, d)
     return values.view(len(packed), -1)
-
-
-def check_tiles(name: str, rows: int, columns: int) -> None:
-    """Raise ConfigError for sizes that are no whole tiles."""
-    if rows % ROWS or columns % GROUP:
-        raise ConfigError(
-            f"{name} has {rows} x {columns} weights; 4-bit kernels take multiples of {ROWS} x {GROUP}.",
-            fix="Build the engine with --dtype bfloat16 or fp8, or for fewer ranks.",
-        )

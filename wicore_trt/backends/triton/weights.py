@@ -16,7 +16,8 @@ import torch
 
 from wicore_trt.backends.triton.products import gate_up_bound
 from wicore_trt.backends.triton.table import EngineShape
-from wicore_trt.checkpoint.names import Role, kv_scale_name, run_weights, weight_scale_name
+from wicore_trt.backends.triton.tiles import dequantize_blocks, pack_scales, pack_tiles
+from wicore_trt.checkpoint.names import Role, kv_scale_name, run_weights, weight_minimum_name, weight_scale_name
 from wicore_trt.errors import EngineFormatError
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
 from wicore_trt.model.spec import Gemma3Spec
@@ -77,8 +78,19 @@ def finish_constants(shape: EngineShape, weights: Mapping[str, torch.Tensor], po
         _prove_norms(spec, known)
         for layer in range(spec.num_layers):
             name, norm = layer_weight(layer, "mlp.gate_up"), known[layer_weight(layer, "pre_feedforward_layernorm")]
-            largest = gate_up_bound(known[name], known.get(weight_scale_name(name)), norm)
+            scale, minimum = known.get(weight_scale_name(name)), known.get(weight_minimum_name(name))
+            if shape.weights.storage == "q4_0":
+                parts = [torch.split(t, 4096) for t in (known[name], scale, minimum) if t is not None]
+                largest = gate_up_bound((dequantize_blocks(*part) for part in zip(*parts, strict=True)), None, norm)
+            else:
+                largest = gate_up_bound(torch.split(known[name], 4096), scale, norm)
             exponents[name] = geglu_exponent(spec.hidden_size, largest)
+    for name in run_weights(spec) if shape.weights.storage == "q4_0" else ():
+        if known[name].dtype == torch.uint8:
+            pack_tiles(known[name])
+            for other in (weight_scale_name(name), weight_minimum_name(name)):
+                if other in known:
+                    pack_scales(known[other])
     tables = make_rope_tables(spec, positions, device)
     rope = {group: (tables[rope_name(group, "cos")], tables[rope_name(group, "sin")]) for group in spec.groups}
     return Constants(known, rope, exponents)
@@ -96,7 +108,16 @@ def make_dummy_weights(shape: EngineShape, device: torch.device) -> dict[str, to
         if tensor.role is Role.NORM:
             weights[name] = torch.ones(rows, device=device)
             continue
-        fp8 = shape.weights.quantized and tensor.role is Role.LINEAR
+        linear = tensor.role is Role.LINEAR
+        if linear and shape.weights.storage == "q4_0":
+            size = (rows, tensor.shape[1] // 2)
+            weights[name] = torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=generator)
+            scales = weights[weight_scale_name(name)] = torch.empty((rows, tensor.shape[1] // 32), device=device).half()
+            scales.fill_(SMALL / 4.6)  # of whole numbers from -8 to 7
+            if name.split(".", 3)[-1].removesuffix(".weight") in shape.weights.minimums:
+                weights[weight_minimum_name(name)] = scales * -8
+            continue
+        fp8 = shape.weights.fp8 and linear
         values = torch.empty((rows, *tensor.shape[1:]), dtype=torch.bfloat16 if fp8 else dtype, device=device)
         values.normal_(0, E4M3_SPREAD if fp8 else SMALL, generator=generator)
         weights[name] = values.clamp_(-448, 448).to(E4M3) if fp8 else values
