@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -25,14 +25,15 @@ from wicore_trt.backends.triton.compile import compile_table
 from wicore_trt.backends.triton.executor import Loading, TritonExecutor
 from wicore_trt.backends.triton.table import EngineShape, KernelTable
 from wicore_trt.backends.triton.weights import Constants, finish_constants
-from wicore_trt.checkpoint.names import Role, unified_tensors, weight_scale_name
+from wicore_trt.checkpoint.blocks import quantize_q4_0
+from wicore_trt.checkpoint.names import Role, unified_tensors, weight_minimum_name, weight_scale_name
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL, Gemma3Spec
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.cuda_device import CudaDevice
 from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
 from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.types import SamplingParams
-from wicore_trt.weight_format import FP8, PLAIN
+from wicore_trt.weight_format import FP8, PLAIN, Q4_0
 
 PAGE_TOKENS = 16
 PAGES = 64
@@ -54,6 +55,7 @@ class StepCase:
     dtype: str
     tolerance: float
     fp8: bool = False
+    q4: bool = False
     kv_dtype: str | None = None
     chunk: int = 90
     exact8: bool = False
@@ -61,6 +63,8 @@ class StepCase:
     lengths: tuple[int, int, int] = (150, 70, 21)
 
 
+MINIMUMS = ("mlp.proj",)
+"""Kinds of linears that 4-bit weights give minimums."""
 CASES = (
     StepCase("bfloat16", "bfloat16", 0.03),
     StepCase("float16", "float16", 0.004),
@@ -68,6 +72,9 @@ CASES = (
     StepCase("fp8 weights, few rows", "bfloat16", 0.03, fp8=True, chunk=5),
     StepCase("fp8 weights, more rows", "bfloat16", 0.08, fp8=True, exact8=True, lengths=(60, 37, 3)),
     StepCase("fp8 weights, many rows", "bfloat16", 0.08, fp8=True, exact8=True),
+    StepCase("4-bit weights, few rows", "bfloat16", 0.03, q4=True, chunk=30),
+    StepCase("4-bit weights, many rows", "bfloat16", 0.04, q4=True),
+    StepCase("4-bit weights, invariant, FP8 KV", "float16", 0.08, q4=True, invariant=True, kv_dtype="fp8"),
     StepCase("fp8 weights and KV", "bfloat16", 0.08, fp8=True, kv_dtype="fp8", chunk=5),
 )
 
@@ -84,9 +91,8 @@ def small_spec() -> Gemma3Spec:
 
 def case_shape(case: StepCase) -> EngineShape:
     """What the kernels of a case are made for."""
-    return EngineShape(
-        small_spec(), case.dtype, FP8 if case.fp8 else PLAIN[case.dtype], case.kv_dtype or case.dtype, PAGE_TOKENS
-    )
+    weights = FP8 if case.fp8 else replace(Q4_0, minimums=MINIMUMS) if case.q4 else PLAIN[case.dtype]
+    return EngineShape(small_spec(), case.dtype, weights, case.kv_dtype or case.dtype, PAGE_TOKENS)
 
 
 def check_step(
@@ -137,7 +143,16 @@ def _weights(spec: Gemma3Spec, case: StepCase) -> tuple[dict[str, torch.Tensor],
             continue
         spread = 0.6 if tensor.role is Role.EMBEDDING else 1.5 * tensor.shape[1] ** -0.5
         w = torch.randn(tensor.shape) * spread
-        if case.fp8 and tensor.role is Role.LINEAR:
+        if case.q4 and tensor.role is Role.LINEAR:
+            blocks = quantize_q4_0(w.numpy())
+            if tensor.name.split(".", 3)[-1].removesuffix(".weight") in MINIMUMS:
+                blocks = blocks.add_minimums()
+                blocks.minimums[:] *= 0.75
+                engine[weight_minimum_name(tensor.name)] = torch.from_numpy(blocks.minimums)
+            engine[tensor.name] = torch.from_numpy(blocks.values)
+            engine[weight_scale_name(tensor.name)] = torch.from_numpy(blocks.scales)
+            oracle[tensor.name] = torch.from_numpy(blocks.to_float32())
+        elif case.fp8 and tensor.role is Role.LINEAR:
             scale = w.abs().amax(1) / 448
             bits = (w / scale[:, None]).to(E4M3)
             engine[tensor.name], engine[weight_scale_name(tensor.name)] = bits, scale
@@ -237,8 +252,11 @@ def place_constants(tensors: Mapping[str, torch.Tensor], shape: EngineShape, pos
     weights = {}
     for name, tensor in tensors.items():
         if id(tensor) not in moved:
-            matrix = tensor.dim() == 2 and tensor.dtype != E4M3
-            dtype = TORCH_DTYPES[shape.dtype] if matrix else tensor.dtype if tensor.dtype == E4M3 else torch.float32
-            moved[id(tensor)] = tensor.to(device.torch_device, dtype)
+            kept = tensor.dtype in (E4M3, torch.uint8, torch.int8) or (tensor.dim() == 2 and "scaling_factor" in name)
+            kept |= name.endswith("_minimum") or (tensor.dtype == torch.float16 and shape.weights.head == "float16")
+            dtype: torch.dtype = (
+                tensor.dtype if kept else TORCH_DTYPES[shape.dtype] if tensor.dim() == 2 else torch.float32
+            )
+            moved[id(tensor)] = tensor.to(device.torch_device, dtype, copy=kept)
         weights[name] = moved[id(tensor)]
     return finish_constants(shape, weights, positions, device)

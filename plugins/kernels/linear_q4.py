@@ -97,7 +97,7 @@ def _add_blocks(acc, w, d, c, at, live, low, high, EVICT_FIRST: tl.constexpr, MI
     scale = _load_scales(d, at, live)
     acc = tl.fma(part, tl.broadcast_to(scale, acc.shape), acc)
     if MINIMUMS:
-        ones = tl.full([W, 16, 16], 1.0, low.dtype)
+        ones = tl.full([W, 16, 16], 1.0, tl.float32).to(low.dtype)
         sums = tl.reshape(tl.dot(ones, high, tl.dot(ones, low)), [W, 2, 8, M8, 4, 2])  # all 16 rows alike
         sums, _ = tl.split(tl.permute(sums, (0, 2, 3, 4, 5, 1)))
         rest = tl.fma(scale, 8.0, _load_scales(c, at, live))  # of Q4_0's d and -8 d: 0

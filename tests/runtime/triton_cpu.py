@@ -21,6 +21,8 @@ from wicore_trt.backends.torch.weights import fuse_weights
 from wicore_trt.backends.triton.executor import Loading, TritonExecutor
 from wicore_trt.backends.triton.kernel_list import list_kernels
 from wicore_trt.backends.triton.table import EngineShape, KernelEntry, KernelTable, parse_config
+from wicore_trt.checkpoint.blocks import Blocks, quantize_q4_0
+from wicore_trt.checkpoint.names import Role, unified_tensors, weight_minimum_name
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec
 from wicore_trt.plugins.decode_layout import DecodeConfig
 from wicore_trt.plugins.launch import ParameterBlock
@@ -29,7 +31,7 @@ from wicore_trt.runtime.batch import SequenceSlice
 from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
 from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.types import SamplingParams
-from wicore_trt.weight_format import FP8, PLAIN
+from wicore_trt.weight_format import FP8, PLAIN, WeightFormat
 
 POINTED = {
     **{"*fp32": torch.float32, "*fp64": torch.float64, "*fp16": torch.float16, "*bf16": torch.bfloat16},
@@ -151,14 +153,15 @@ def executor_of(
     prepares: bool = False,
     images: bool = False,
     tensors: Mapping[str, torch.Tensor] | None = None,
+    weights: WeightFormat | None = None,
     vision: VisionWeights | None = None,
     **settings: Any,
 ) -> TritonExecutor:
     """An executor of the model's weights in `dtype`, with `kv_scale`s if `tensors` has them. What it runs to prepare,
     large steps whose results nobody takes, is computed if it `prepares`."""
     values = {"kv_pages": {"global": 24, "local": 24}, "max_batch_tokens": 40, "max_sequences": 4, **settings}
-    weights, page_tokens = FP8 if fp8 else PLAIN[dtype], values.pop("page_tokens", 4)
-    shape = EngineShape(model.spec, dtype, weights, kv_dtype or dtype, page_tokens, images)
+    stored, page_tokens = weights or (FP8 if fp8 else PLAIN[dtype]), values.pop("page_tokens", 4)
+    shape = EngineShape(model.spec, dtype, stored, kv_dtype or dtype, page_tokens, images)
     table, specs = specs_of(shape, target)
     device = CpuDevice(target)
     launcher = InterpretingLauncher(device, specs)
@@ -188,6 +191,36 @@ def rounded(model: TinyModel, dtype: str, fp8: bool) -> dict[str, torch.Tensor]:
     """The model's tensors as an engine of that dtype has them."""
     found = cast(model.spec, model.tensors, E4M3 if fp8 else TORCH_DTYPES[dtype])
     return {n: t.to(TORCH_DTYPES[dtype]) if t.dtype == torch.bfloat16 else t for n, t in found.items()}
+
+
+def blocks_of(
+    model: TinyModel, dtype: str, weights: WeightFormat
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The model's tensors as an engine of 4-bit `weights` has them, and what they mean."""
+    stored, meant = rounded(model, dtype, False), rounded(model, dtype, False)
+    for tensor in unified_tensors(model.spec):
+        kind = tensor.name.split(".", 3)[-1].removesuffix(".weight")
+        table = tensor.role in (Role.EMBEDDING, Role.HEAD) and tensor.name in stored
+        if tensor.role is Role.LINEAR:
+            blocks = quantize_q4_0(model.tensors[tensor.name].float().numpy())
+            if {"mlp.fc": "mlp.gate_up", "mlp.gate": "mlp.gate_up"}.get(kind, kind) in weights.minimums:
+                blocks = blocks.add_minimums()
+                blocks.minimums[:] *= 0.75
+        elif table and weights.head == "q8_0":
+            values = stored[tensor.name].float()
+            scale = (values.abs().amax() / 127).half()
+            bits = (values / scale.float()).round().to(torch.int8)
+            blocks = Blocks(bits.numpy(), scale.expand(len(values), tensor.shape[1] // 32).contiguous().numpy())
+        else:
+            if table and weights.head == "float16":
+                stored[tensor.name] = model.tensors[tensor.name].half()
+                meant[tensor.name] = stored[tensor.name].float()
+            continue
+        stored[tensor.name], stored[tensor.scale_name] = map(torch.from_numpy, (blocks.values, blocks.scales))
+        if blocks.minimums is not None:
+            stored[weight_minimum_name(tensor.name)] = torch.from_numpy(blocks.minimums)
+        meant[tensor.name] = torch.from_numpy(blocks.to_float32())
+    return stored, meant
 
 
 def oracle_of(

@@ -39,9 +39,10 @@ def unpack_scales(scales: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize_blocks(packed: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor | None = None) -> torch.Tensor:
-    """Return float32 [N, K] of GGUF's bytes uint8 [N, K / 2], float16 scales and minimums [N, K / 32]."""
-    blocks = packed.view(len(packed), -1, 16)
-    q = torch.cat([blocks & 15, blocks >> 4], dim=2).float()
-    d = scales.float()[:, :, None]
-    values = (q - 8) * d if minimums is None else torch.addcmul(minimums.float()[:, :, None], q, d)
+    """Return float32 [N, K] of GGUF's bytes uint8 [N, K / 2] or int8 [N, K], scales and minimums [N, groups]."""
+    q, d = packed.view(*scales.shape, -1), scales.float()[:, :, None]
+    if packed.dtype == torch.uint8:
+        q = torch.cat([q & 15, q >> 4], dim=2)
+        q = q.to(torch.int8) - (8 if minimums is None else 0)
+    values = q * d if minimums is None else q * d + minimums.float()[:, :, None]
     return values.view(len(packed), -1)

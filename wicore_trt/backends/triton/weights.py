@@ -7,6 +7,7 @@ the weights prove that no norm overflows.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
@@ -29,6 +30,7 @@ from wicore_trt.runtime.weight_specs import list_weights, rope_name
 if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir
 
+log = logging.getLogger(__name__)
 FLOAT16_MAX = 65504.0
 SMALL = 0.02  # standard deviation of made-up weights
 E4M3_SPREAD = 64.0  # of made-up E4M3 values
@@ -62,7 +64,7 @@ def load_constants(engine: EngineDir, shape: EngineShape, positions: int, device
 def finish_constants(shape: EngineShape, weights: Mapping[str, torch.Tensor], positions: int, device: Any) -> Constants:
     """Complete `weights` by tables, KV scales and exponents of float16. Raises EngineFormatError for other types."""
     spec, dtype = shape.spec, TORCH_DTYPES[shape.dtype]
-    known = {n: t.flatten() if t.dtype == torch.float32 else t for n, t in weights.items()}
+    known = {n: t.flatten() if t.dtype == torch.float32 else t for n, t in _widen_head(weights, dtype).items()}
     for name, (tensor, *_) in run_weights(spec).items():
         wanted = {Role.NORM: torch.float32, Role.LINEAR: TORCH_DTYPES[shape.weights.storage]}.get(tensor.role, dtype)
         if known[name].dtype != wanted:
@@ -94,6 +96,22 @@ def finish_constants(shape: EngineShape, weights: Mapping[str, torch.Tensor], po
     tables = make_rope_tables(spec, positions, device)
     rope = {group: (tables[rope_name(group, "cos")], tables[rope_name(group, "sin")]) for group in spec.groups}
     return Constants(known, rope, exponents)
+
+
+def _widen_head(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return `weights` with embedding and head rounded to `dtype`, if they are stored otherwise."""
+    known, made = dict(weights), dict[int, torch.Tensor]()
+    for name in (EMBEDDING, LM_HEAD):
+        table, scale = known[name], known.pop(weight_scale_name(name), None)
+        known[name] = made.get(table.data_ptr(), table)
+        if known[name].dtype == dtype or (scale is None and table.dtype != torch.float16):
+            continue
+        log.info("embedding and head are stored as %s and computed with as %s", table.dtype, dtype)
+        wide = known[name] = made[table.data_ptr()] = torch.empty(table.shape, dtype=dtype, device=table.device)
+        for start in range(0, len(table), 16384):
+            part = slice(start, start + 16384)
+            wide[part] = table[part] if scale is None else dequantize_blocks(table[part], scale[part])
+    return known
 
 
 def make_dummy_weights(shape: EngineShape, device: torch.device) -> dict[str, torch.Tensor]:
