@@ -146,8 +146,7 @@ def _weights(spec: Gemma3Spec, case: StepCase) -> tuple[dict[str, torch.Tensor],
         if case.q4 and tensor.role is Role.LINEAR:
             blocks = quantize_q4_0(w.numpy())
             if tensor.name.split(".", 3)[-1].removesuffix(".weight") in MINIMUMS:
-                blocks = blocks.add_minimums()
-                blocks.minimums[:] *= 0.75
+                blocks = replace(blocks, minimums=(blocks.scales * -6).astype(blocks.scales.dtype))
                 engine[weight_minimum_name(tensor.name)] = torch.from_numpy(blocks.minimums)
             engine[tensor.name] = torch.from_numpy(blocks.values)
             engine[weight_scale_name(tensor.name)] = torch.from_numpy(blocks.scales)

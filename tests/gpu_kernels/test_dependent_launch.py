@@ -31,10 +31,11 @@ from wicore_trt.plugins.kernels.linear_specs import linear_spec, quantize_parts_
 from wicore_trt.plugins.kernels.step_specs import NormShape, StepConfig  # noqa: E402
 from wicore_trt.plugins.layout import PoolShape  # noqa: E402
 from wicore_trt.plugins.linear_layout import LinearConfig, LinearShape  # noqa: E402
-from wicore_trt.weight_format import BF16, FP8, FP16  # noqa: E402
+from wicore_trt.weight_format import BF16, FP8, FP16, Q4_0  # noqa: E402
 
 POOL = PoolShape(2, 16, 2, 64, "fp8")
 WIDE = LinearShape(4096, 512, "bfloat16", FP8, "bfloat16", geglu=True)
+TILES = LinearShape(64, 256, "bfloat16", Q4_0, "float32")
 PLAIN = LinearShape(70, 208, "bfloat16", BF16, "float32")
 VECTOR = LinearConfig("vector", 2, 128, unroll=2)
 MATRIX = LinearConfig("matrix", 32, 64, 16, num_stages=3)
@@ -54,6 +55,7 @@ SPECS: list[KernelSpec] = [
     add_splits_spec(POOL, "bfloat16", 4, PrefillConfig(32, 32, 4, splits=3)),
     quantize_rows_spec(512, "bfloat16", native=True),
     quantize_parts_spec(4096, "bfloat16", native=True),
+    linear_spec(TILES, LinearConfig("tiles", 32, 64, 8, 2, 2), "sm90"),
     *(spec for spec in SAMPLING if spec and spec.function.__name__ in IN_CHAINS),
 ]
 EARLY_READS = {

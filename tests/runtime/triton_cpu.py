@@ -204,8 +204,7 @@ def blocks_of(
         if tensor.role is Role.LINEAR:
             blocks = quantize_q4_0(model.tensors[tensor.name].float().numpy())
             if {"mlp.fc": "mlp.gate_up", "mlp.gate": "mlp.gate_up"}.get(kind, kind) in weights.minimums:
-                blocks = blocks.add_minimums()
-                blocks.minimums[:] *= 0.75
+                blocks = replace(blocks, minimums=(blocks.scales * -6).astype(blocks.scales.dtype))
         elif table and weights.head == "q8_0":
             values = stored[tensor.name].float()
             scale = (values.abs().amax() / 127).half()
