@@ -7,7 +7,8 @@ front. `--streams` sequences decode behind 512 tokens; then a request with an im
 some 280 tokens and for one more. Ways: `product`; `sms=N`: encodings beside decode have N multiprocessors (0: all of
 them); `launched`: steps with images run kernel by kernel; `apart`: a little text before an image has a step of its own.
 Prints a JSON row for each: tokens a second, quantiles of gaps between tokens in ms before and during, the rate kept,
-p99 over that before, and how long images took from their arrival. Needs a GPU.
+p99 over that before, and how long images took from their arrival. First of all it prints what the products of a step
+of `--rows` take, by which the sizes of graphs of steps with images should be chosen. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -20,18 +21,28 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.common import say
+from benchmarks.gpu.cases import CONFIGS, PAGE_TOKENS
+from benchmarks.gpu.vision import Timer
 from benchmarks.serve.images import VISION, build_image_engine
+from wicore_trt.backends.triton.products import float_mm, scaled_mm
+from wicore_trt.backends.triton.roles import LINEARS
+from wicore_trt.backends.triton.table import EngineShape
 from wicore_trt.config import resolve_settings
 from wicore_trt.core.assemble import load_engine
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.model.vision import VisionSpec
 from wicore_trt.runtime.cuda_device import CudaDevice
+from wicore_trt.runtime.dtypes import E4M3
 from wicore_trt.types import ContentSpan, FinishReason, GenerateRequest, SamplingParams
+from wicore_trt.weight_format import FP8, PLAIN
 
 WAYS = "product,sms=0,sms=16,sms=24,sms=48,sms=64,launched,apart,product"
 PROMPT, TEXT, WARM = 512, 16, 40
@@ -105,6 +116,24 @@ def measure_way(
     return found
 
 
+def time_products(name: str, rows: int) -> float:
+    """Milliseconds of the products of a step of so many rows by cuBLAS, without the head; a layer exceeds the L2."""
+    spec, fp8 = CONFIGS[name].spec, CONFIGS[name].dtype == "fp8"
+    shape = EngineShape(spec, "bfloat16", FP8 if fp8 else PLAIN["bfloat16"], "bfloat16", PAGE_TOKENS)
+    products = []
+    for role in LINEARS[:4]:
+        linear = shape.linear_shape(role)
+        n, k = linear.weight_rows, linear.k
+        out = torch.empty(rows, n, device="cuda", dtype=torch.bfloat16)
+        x, w = (torch.randn(size, k, device="cuda", dtype=torch.bfloat16) for size in (rows, n))
+        if fp8:
+            scales = [torch.ones(size, device="cuda") for size in (rows, n)]
+            products.append(partial(scaled_mm, x.to(E4M3), scales[0], w.to(E4M3), scales[1], out))
+        else:
+            products.append(partial(float_mm, x, w, out))
+    return Timer(CudaDevice(), 10).measure(lambda: [product() for product in products], 8) * spec.num_layers
+
+
 @contextmanager
 def choose_way(core: EngineCore, way: str) -> Iterator[None]:
     """Let an engine work in one of the ways; afterwards as before."""
@@ -137,8 +166,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--rate", type=float, default=10.0)
     parser.add_argument("--seconds", type=float, default=6.0)
+    parser.add_argument("--rows", default="256,272,288,304,320,336,352,368,384,416,448")
     parser.add_argument("--output", type=Path)
-    given, rows = parser.parse_args(argv), []
+    given, rows = parser.parse_args(argv), list[dict[str, Any]]()
+    for name, count in itertools.product(given.only.split(","), map(int, filter(None, given.rows.split(",")))):
+        rows.append({"engine": name, "rows": count, "products_ms": round(time_products(name, count), 2)})
+        say(json.dumps(rows[-1]))
     with tempfile.TemporaryDirectory() as scratch:
         for name in given.only.split(","):
             path = Path(scratch, name)

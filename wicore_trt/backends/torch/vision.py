@@ -44,9 +44,10 @@ ATTENTION = [
     SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
 ]  # fmt: skip
 """Ways of attention, the fastest first; each refuses what it cannot do, such as float32."""
-BESIDE = 4
+BESIDE = 3
 """While sequences decode, an encoding has one multiprocessor in so many. Decode waits for memory, which the others
-read nearly as fast; on all of them its kernels would wait for blocks of the encoder."""
+read nearly as fast; on all of them its kernels would wait for blocks of the encoder. With one in four, ten images a
+second would be too many beside BF16 steps of 27B on an H100 (`tests/schedule/image_load.py`)."""
 log = logging.getLogger(__name__)
 
 
