@@ -158,7 +158,10 @@ class ChatSession:
         from wicore_trt.images.files import read_image
 
         if not self.partner.chats:
-            raise WicoreError("A model without chat template takes no images here.")
+            raise WicoreError(
+                "This model has no chat template, so a conversation with it shows no images.",
+                fix="Ask it once: wicore generate --image FILE.",
+            )
         image = read_image(path if ":" in path else str(Path(path).expanduser()), "image")
         kind = mimetypes.guess_type(path)[0] or "image/png"
         url = image.url or f"data:{kind};base64,{b64encode(image.data).decode()}"

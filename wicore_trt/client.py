@@ -181,7 +181,7 @@ class Client:
         timeout_s: float | None,
     ) -> Any:
         message = pb2.GenerateRequest(sampling=_make_sampling(params or SamplingParams()))
-        prompt, images = take_images(prompt)
+        prompt, images = take_images(prompt, "chat.messages[{}].parts[{}].image")
         fields, left = prompt_fields(prompt), map(_make_image, images)
         if "messages" in fields:
             message.chat.messages.extend(_make_message(turn, left) for turn in fields["messages"])

@@ -15,6 +15,7 @@ from tiny_images import BOI, EOI, SOFT, VISION, write_image_source
 
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.format import open_checkpoint, write_config
+from wicore_trt.checkpoint.open_source import open_source
 from wicore_trt.checkpoint.records import record_of
 from wicore_trt.engine.build import build_engine
 from wicore_trt.errors import CheckpointError
@@ -91,6 +92,13 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     "size": (configure("preprocessor_config.json", size={"height": 224, "width": 224}), "size is .'height': 224"),
     "inner": (configure("processor_config.json", image_processor={"resample": 3}), "resample is 3; .* need 2"),
 }  # fmt: skip
+
+
+def test_pan_and_scan_of_the_source_is_told(tmp_path: Path) -> None:
+    source = write_image_source(tmp_path / "m")
+    assert not any("pan and scan" in note for note in open_source(source).notes)
+    configure("preprocessor_config.json", do_pan_and_scan=True)(source)
+    assert any("preprocessor_config.json asks for pan and scan" in note for note in open_source(source).notes)
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -14,6 +14,8 @@ from PIL import Image
 from web import GREEDY, IMAGES, SEQUENCE, error_of, executor_of, make_engine, pixels, png, serving
 from web import expected_seeing as expected
 
+from wicore_trt.runtime.executor import NOT_FINITE
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 make_one = partial(make_engine, images=True)
 
@@ -200,6 +202,26 @@ async def test_what_cannot_be_is_400_with_the_path(running, path, body, param, w
     found = await running.post(f"/v1/{path}", body)
     assert found.status_code == 400 and error_of(found)["param"] == param, found.text
     assert why in error_of(found)["message"]
+
+
+async def test_an_image_that_the_encoder_fails_on_is_told_without_insides(running, monkeypatch):
+    """Features that are not finite are the image's fault; the device's faults are for the operator's eyes."""
+    encoder = executor_of(running.engine).images
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error 719 at 0x7f")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(encoder, "begin", fail)
+        found = await running.post("/v1/chat/completions", ask(part(61)))
+        assert found.status_code == 500 and "the engine's log says why" in found.text and "CUDA" not in found.text
+    with monkeypatch.context() as patch:
+        patch.setattr(encoder, "take_ended", lambda timeout_s=0.0: [(0, NOT_FINITE)])
+        found = await running.post("/v1/chat/completions", ask(part(62)))
+        assert found.status_code == 400 and error_of(found)["param"] == "images", found.text
+    encoder.take_ended()
+    found = await running.post("/v1/chat/completions", ask(part(62)))
+    assert found.status_code == 200, found.text
 
 
 async def test_an_engine_of_text_alone_says_so():

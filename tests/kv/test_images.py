@@ -26,6 +26,7 @@ from wicore_trt.kv.pages.hashing import KeyChain, mark_content
 from wicore_trt.kv.sequence_pages import SequencePages, bar_pages
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch, StepResult
+from wicore_trt.runtime.executor import NOT_FINITE
 from wicore_trt.schedule.step_time import Budget, StepLoad, StepTime
 from wicore_trt.types import ContentSpan, FinishReason, GenerateRequest, SamplingParams
 
@@ -77,7 +78,7 @@ class SlowEncoder:
             return []
         _, slot, pixels = self._under_way.popleft()
         if pixels in self.failing:
-            return [(slot, "its features are not finite")]
+            return [(slot, NOT_FINITE)]
         self.held[slot] = pixels
         return [(slot, None)]
 
@@ -251,7 +252,8 @@ def test_a_failed_image_ends_its_request_alone(make_stack) -> None:
     while stack.core.has_work:
         outputs += stack.core.step()
     ended = {o.request_key: o for o in outputs if o.finish_reason is not None}
-    assert ended.pop("bad").error == "An image could not be encoded: its features are not finite"
+    assert (ended["bad"].error, ended["bad"].field) == (f"An image could not be encoded: {NOT_FINITE}", "images")
+    del ended["bad"]
     assert [o.finish_reason for o in ended.values()] == [FinishReason.LENGTH]
     stack.expected.clear(), stack.got.clear()
     stack.encoder.failing = set()

@@ -65,6 +65,14 @@ async def test_images_of_texts_and_turns_are_read(tmp_path):
             with pytest.raises(InvalidRequestError, match="cannot be read") as caught:
                 await asyncio.to_thread(client.generate, {"prompt": "a", "images": [png(1)[:30]]}, GREEDY)
             assert caught.value.field == "images[0]"
+            (tmp_path / "empty.png").write_bytes(b"")
+            for wrong in (png(1)[:30], b"", tmp_path / "empty.png", tmp_path / "none.png", "data:,"):  # here and there
+                turns = [
+                    {"role": "user", "content": [{"type": "text", "text": "b"}, {"type": "image", "image": wrong}]}
+                ]
+                with pytest.raises(InvalidRequestError) as caught:
+                    await asyncio.to_thread(client.chat, turns, GREEDY)
+                assert caught.value.field == "chat.messages[0].parts[1].image", wrong
 
 
 async def test_what_cannot_be_is_named():

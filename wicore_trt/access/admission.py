@@ -18,13 +18,12 @@ from wicore_trt.arithmetic import div_ceil
 from wicore_trt.config import ServerSettings
 from wicore_trt.core.shares import Gate
 from wicore_trt.errors import AuthenticationError, RateLimitError
-from wicore_trt.types import TextRequest
+from wicore_trt.types import ImageInfo, TextRequest
 
 MAX_CALLS = 4096
 """Calls that are open at the same time; more are refused."""
 CHARS_PER_TOKEN = 4
 """Of a text that nobody has tokenized yet, roughly."""
-IMAGE_TOKENS = 256
 OPEN_OUTPUT = 256
 """Tokens that a sequence without max_tokens reserves; what it takes beyond is a debt of its tenant."""
 BYTES_PER_TOKEN, LEAST_MESSAGE_BYTES = 128, 4 << 20
@@ -186,9 +185,11 @@ class Admission:
         return found
 
     @contextmanager
-    def reserve_tokens(self, who: Identity, requests: Sequence[TextRequest]) -> Iterator[Grant]:
+    def reserve_tokens(
+        self, who: Identity, requests: Sequence[TextRequest], images: ImageInfo | None = None
+    ) -> Iterator[Grant]:
         """Reserve the most tokens that the requests of one call may use, and settle what they `used` at the end. Of a
-        prompt that is not tokenized yet the tokens are estimated, IMAGE_TOKENS for each image; a sequence without
+        prompt that is not tokenized yet the tokens are estimated, those of `images` for each image; a sequence without
         max_tokens reserves OPEN_OUTPUT. Raises RateLimitError."""
         tokens = 0
         for request in requests:
@@ -196,7 +197,7 @@ class Admission:
                 tokens += len(request.prompt_token_ids)
             else:
                 text = request.prompt if request.prompt is not None else "".join(map(str, request.messages or ()))
-                tokens += div_ceil(len(text), CHARS_PER_TOKEN) + IMAGE_TOKENS * len(request.images)
+                tokens += div_ceil(len(text), CHARS_PER_TOKEN) + (images.tokens if images else 0) * len(request.images)
             limit = request.params.max_tokens
             tokens += request.params.n * (OPEN_OUTPUT if limit is None else limit)
         grant = self.rates.reserve_units(who, tokens, len(requests))

@@ -236,6 +236,8 @@ class HfSource(Source):
             data = self.door.read_json(self.path / file) if is_present(self.path / file) else {}
             found = data if key is None else data.get(key)
             given = found if isinstance(found, Mapping) else {}
+            if given.get("do_pan_and_scan"):
+                self.notes.append(f"{file} asks for pan and scan: here a request does, by detail: high or crops.")
             for name, want in wanted.items():
                 if given.get(name) not in (None, want):
                     raise CheckpointError(

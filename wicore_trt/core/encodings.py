@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from wicore_trt.runtime.executor import ImageEncoder
+from wicore_trt.runtime.executor import NOT_ENCODED, ImageEncoder
 from wicore_trt.schedule.images import ImageBook
 from wicore_trt.schedule.sequence import StepSchedule
 
@@ -32,9 +32,9 @@ class Encodings:
         if not self._postponed and (chosen := self.book.begin_encoding()) is not None:
             try:
                 self._encoder.begin(chosen[0], chosen[1].pixels, decode)
-            except Exception as error:  # fails those who asked for it
+            except Exception:  # fails those who asked for it
                 log.exception("an image could not be encoded")
-                self._note_end(f"{type(error).__name__}: {error}")
+                self._note_end(NOT_ENCODED)
 
     def take_failed(self, timeout_s: float = 0.0) -> dict[int, str]:
         """Take what ended, waiting at most `timeout_s` seconds for it; return why images failed, by the numbers of the

@@ -25,7 +25,7 @@ from wicore_trt.kv.events import EventFeed
 from wicore_trt.kv.pages.hashing import mark_content
 from wicore_trt.kv.sequence_pages import SequencePages, bar_pages
 from wicore_trt.runtime.batch import UNREAD, SampledTokens, SequenceSlice, StepBatch, StepResult
-from wicore_trt.runtime.executor import AheadExecutor, Executor, SharedCopier
+from wicore_trt.runtime.executor import NOT_FINITE, AheadExecutor, Executor, SharedCopier
 from wicore_trt.schedule.images import list_images
 from wicore_trt.schedule.queue import Outlook
 from wicore_trt.schedule.scheduler import Scheduler
@@ -196,7 +196,13 @@ class EngineCore(Core):
         """Take encodings that ended, and end the sequences that wait for one that failed."""
         failed = self._encodings.take_failed(timeout_s) if self._encodings is not None else {}
         live = [s for s in self.scheduler.running if s.seq_id in failed and s.finish_reason is None]
-        return [self._finish_sequence(s, FinishReason.ERROR, error=failed[s.seq_id], doubtful=False) for s in live]
+        return [
+            self._finish_sequence(
+                s, FinishReason.ERROR, error=why, doubtful=False, field="images" if why.endswith(NOT_FINITE) else None
+            )
+            for s in live
+            for why in [failed[s.seq_id]]
+        ]
 
     def _start_step(self, schedule: StepSchedule, *, ahead: bool = False) -> Flight:
         batch, result = self._make_batch(schedule, ahead=ahead), None
@@ -443,8 +449,10 @@ class EngineCore(Core):
         error: str | None = None,
         retry_s: float | None = None,
         doubtful: bool = True,
+        field: str | None = None,
     ) -> TokenOutput:
-        """End a live sequence; `last` and `logprobs` are of this step. `doubtful`: its pages may be why it failed."""
+        """End a live sequence; `last` and `logprobs` are of this step. `doubtful`: its pages may be why it failed;
+        `field`: that of its request which is."""
         sequence.finish_reason = reason
         matcher = self._matchers.pop(sequence.seq_id, None)
         fault = matcher is not None and error is not None and error == matcher.broken
@@ -460,7 +468,7 @@ class EngineCore(Core):
             self._release_sequence(sequence)
         self._drop_sequence(sequence, reason)
         self._counts["cached"] += sequence.cached or 0
-        field = "constraint" if fault else None
+        field = "constraint" if fault else field
         return self._make_output(sequence, last, logprobs, error, field=field, retry_s=retry_s)
 
     def _release_sequence(self, sequence: Sequence) -> None:

@@ -68,7 +68,7 @@ class GenerationCall:
         streams: list[TextStream] = []
         async with AsyncExitStack() as resources:
             resources.enter_context(context.count_generation(call.who.tenant))
-            grant = resources.enter_context(context.admission.reserve_tokens(call.who, requests))
+            grant = resources.enter_context(context.admission.reserve_tokens(call.who, requests, engine.info.images))
             for request in requests:
                 request = call.note_request(engine.info.model_id, request)
                 if (asked := request.params.constraint) is not None and UNENFORCED.search(asked.text):

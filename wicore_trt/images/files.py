@@ -55,10 +55,11 @@ def check_size(size: int, field: str) -> None:
         raise InvalidRequestError(f"The image has more than {MAX_FILE >> 20} MiB.", field=field)
 
 
-def take_images(prompt: Any) -> tuple[Any, tuple[ImageFile, ...]]:
+def take_images(prompt: Any, place: str = "messages[{}].content[{}]") -> tuple[Any, tuple[ImageFile, ...]]:
     """Take the images out of a prompt: of a dict its "images"; of messages those of parts {"type": "image", "image": a
     file's bytes, path or URL, "crops": whether to crop} and of OpenAI's {"type": "image_url"}. Return the prompt with
-    parts {"type": "image"} in their places, and the images. Raises InvalidRequestError."""
+    parts {"type": "image"} in their places, and the images. `place` names that of a part for errors. Raises
+    InvalidRequestError."""
     found: list[ImageFile] = []
     if isinstance(prompt, Mapping) and prompt.get("images") is not None:
         if not isinstance(prompt["images"], (list, tuple)):
@@ -71,8 +72,8 @@ def take_images(prompt: Any) -> tuple[Any, tuple[ImageFile, ...]]:
     for index, turn in enumerate(prompt):
         content = turn.get("content") if isinstance(turn, Mapping) else None
         if isinstance(content, (list, tuple)):
-            where = f"messages[{index}].content"
-            turn = {**turn, "content": [_take_image(f"{where}[{i}]", part, found) for i, part in enumerate(content)]}
+            parts = [_take_image(place.format(index, i), part, found) for i, part in enumerate(content)]
+            turn = {**turn, "content": parts}
         turns.append(turn)
     return turns, tuple(found)
 

@@ -112,6 +112,11 @@ class SharedCopier(PageCopier, Protocol):
         ...
 
 
+NOT_FINITE = "its features are not finite in the engine's dtype"
+"""Why an image cannot be encoded: of this image, whoever encodes it."""
+NOT_ENCODED = "the engine's log says why"
+
+
 class ImageEncoder(Protocol):
     """Encoder of images beside the steps of an executor, one image after the other. Slot n of `slots` holds the
     features of one image, [tokens, hidden size] in the engine's dtype, from the end of `begin(n, ...)` until the next

@@ -19,10 +19,9 @@ import torch
 
 from wicore_trt.model.vision import CHANNELS, VisionSpec
 from wicore_trt.runtime.cuda_device import CudaDevice, Mark
-from wicore_trt.runtime.executor import ImageEncoder
+from wicore_trt.runtime.executor import NOT_ENCODED, NOT_FINITE, ImageEncoder
 
 log = logging.getLogger(__name__)
-NOT_FINITE = "its features are not finite: the encoder overflowed in the engine's dtype"
 _POLL_SECONDS = 2e-4
 Encode = Callable[[torch.Tensor], torch.Tensor]
 """From uint8 [size, size, 3] to features [tokens, text hidden size], on the same device. It is synchronous on a CPU, on
@@ -84,11 +83,11 @@ class ThreadEncoder:
                     found = self._encode(torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(self._shape))
                     self.features[slot].copy_(found)
                 why = None if bool(found.isfinite().all()) else NOT_FINITE
-            except Exception as error:  # fails this image alone
+            except Exception:  # fails this image alone
                 if self._closed:
                     return
                 log.exception("an image could not be encoded")
-                why = f"{type(error).__name__}: {error}"
+                why = NOT_ENCODED
             self._ended.put((slot, why))
 
 

@@ -116,7 +116,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         engine = self.get_engine()
         first_token_s: dict[int, float] = {}
         reasons: set[FinishReason] = set()
-        with self._admission.reserve_tokens(call.who, [request]) as grant:
+        with self._admission.reserve_tokens(call.who, [request], engine.info.images) as grant:
             request = call.note_request(engine.info.model_id, request)
             async with aclosing(await engine.submit(await engine.encode_long_prompt(request))) as stream:
                 grant.used += len(stream.prompt_token_ids)
