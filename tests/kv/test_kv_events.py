@@ -283,7 +283,7 @@ def test_a_page_that_could_not_be_found_yet_does_not_leave() -> None:
     told: list[tuple[bytes, str]] = []
     log.append_removed = lambda tier, group, key, cause: told.append((key, cause))  # type: ignore[method-assign]
     index = TierIndex(
-        4, {"global": 1}, make_policy("lru", 4), primary="global", on_evict=partial(_note_eviction, log, "host", None)
+        4, {"global": 1}, make_policy("lru", 4), primary="global", on_evict=partial(_note_eviction, log, "host")
     )
     pages = [Page(bytes([n]) * 32, "global", 0, None, b"t" * 32, b"b") for n in range(3)]
     index.restore_pages([(pages[0], (0,))])

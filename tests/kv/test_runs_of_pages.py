@@ -19,7 +19,7 @@ from wicore_trt.config import KVSettings
 from wicore_trt.core import assemble_kv
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.kv.prefix import parking
-from wicore_trt.kv.tiers import down, host, tiers, up
+from wicore_trt.kv.tiers import down, host, open_tiers, tiers, up
 from wicore_trt.kv.tiers.host import slot_geometry
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.executor import KVLayout
@@ -62,9 +62,8 @@ class Campaign:
         with ExitStack() as changed:
             changed.enter_context(mock.patch.object(host, "SimpleQueue", lambda: reports))
             changed.enter_context(mock.patch.object(host, "ThreadPoolExecutor", lambda *_, **__: Checker(self.world)))
-            changed.enter_context(mock.patch.multiple(assemble_kv, time=clock, open_store=lambda *_, **__: disk))
-            changed.enter_context(mock.patch.object(assemble_kv, "rate_reads", lambda *_: None))
-            changed.enter_context(mock.patch.object(tiers, "Backing", NoBacking))
+            changed.enter_context(mock.patch.multiple(assemble_kv, time=clock, rate_reads=lambda *_: None))
+            changed.enter_context(mock.patch.multiple(open_tiers, Backing=NoBacking, open_store=lambda *_, **__: disk))
             self.manager, self.loader = assemble_kv.make_cache(
                 self.kv, self.layout, self.window, engine="fake", kernels="fake", copier=self.device
             )

@@ -265,13 +265,13 @@ def linked_copier(pools: Any, page_tokens: int, *, overlapping: Any) -> Any:
 @contextmanager
 def lies(ledger: Ledger, plan: FaultPlan, *, unchecked: bool) -> Iterator[None]:
     """Everything that an engine opened inside believes in may lie."""
-    make_tiers, copier = assemble_kv._make_tiers, page_copier.StreamPageCopier
+    open_truly, copier = assemble_kv.open_tiers, page_copier.StreamPageCopier
     put = copier._start_batch
     placed, corrupt, remove = up.UpTransfers.apply_uploaded, up.UpTransfers._drop_corrupt, TierIndex._remove_copy
 
-    def open_tiers(*args: Any) -> Any:
-        found = make_tiers(*args[:-1], FaultyFiles(plan))
-        host = found[0].movers.host
+    def open_tiers(*args: Any, **more: Any) -> Any:
+        found = open_truly(*args, **{**more, "files": FaultyFiles(plan)})
+        host = found.movers.host
         ledger.opened(host._slab, host.slot_bytes)
         ours.append(host.index)
         return found
@@ -307,7 +307,7 @@ def lies(ledger: Ledger, plan: FaultPlan, *, unchecked: bool) -> Iterator[None]:
 
     ours: list[Any] = [None]
     with (
-        mock.patch.object(assemble_kv, "_make_tiers", open_tiers),
+        mock.patch.object(assemble_kv, "open_tiers", open_tiers),
         mock.patch.object(page_copier, "StreamPageCopier", open_copier),
         mock.patch.object(copier, "_start_batch", see_put),
         mock.patch.object(torch_executor, "make_copier", linked_copier),

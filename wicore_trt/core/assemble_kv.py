@@ -11,23 +11,20 @@ import time
 from functools import partial
 
 from wicore_trt.config import KVSettings
-from wicore_trt.errors import ConfigError
 from wicore_trt.kv.disk.claim import secret_of
 from wicore_trt.kv.disk.files import Files
 from wicore_trt.kv.disk.format import Namespace
 from wicore_trt.kv.disk.io import rate_reads
-from wicore_trt.kv.disk.store import DISK_THREADS, DiskStore, open_store
+from wicore_trt.kv.disk.store import DISK_THREADS
 from wicore_trt.kv.events import MAX_EVENT_LOG_PAGES, KVEventLog
 from wicore_trt.kv.manager import CacheOptions, KVCacheManager
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.policy.by_name import make_policy
 from wicore_trt.kv.prefix.loader import PrefixLoader, probe_tiers
-from wicore_trt.kv.tiers.host import slot_geometry
-from wicore_trt.kv.tiers.index import TierIndex
 from wicore_trt.kv.tiers.moves import TierCopy
+from wicore_trt.kv.tiers.open_tiers import open_tiers
 from wicore_trt.kv.tiers.retention import Retention
-from wicore_trt.kv.tiers.tiers import LowerTiers, open_tiers
-from wicore_trt.memory import check_room
+from wicore_trt.kv.tiers.tiers import LowerTiers
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.request_fields import MAX_TTL_S
 from wicore_trt.runtime.executor import KVLayout, PageCopier
@@ -55,7 +52,11 @@ def make_cache(
         namespace = Namespace(
             engine, kernels, layout.page_tokens, {g: layout.page_bytes[g] for g in layout.num_pages}, layout.kv_dtype
         )
-        tiers, store = _make_tiers(settings, layout, namespace, chain_group, copier, events, files)
+        tiers = open_tiers(
+            settings, namespace, chain_group, copier,
+            announce=events.append_stored, left=partial(_note_eviction, events), files=files,
+        )  # fmt: skip
+        store = tiers.store
     secret = secret_of(settings.salt) if settings.salt else store.secret if store is not None else None
     policy = None
     if GLOBAL in layout.num_pages:
@@ -89,49 +90,6 @@ def make_cache(
     return manager, loader
 
 
-def _make_tiers(
-    settings: KVSettings,
-    layout: KVLayout,
-    namespace: Namespace,
-    chain_group: str,
-    copier: PageCopier,
-    events: KVEventLog,
-    files: Files | None,
-) -> tuple[LowerTiers, DiskStore | None]:
-    slot_bytes, slots_per_page = slot_geometry(dict(namespace.layout))
-    num_slots = settings.host_bytes // slot_bytes
-    if num_slots < 2 * sum(slots_per_page.values()):
-        raise ConfigError(
-            f"kv.host_bytes = {settings.host_bytes:,} holds {num_slots} slots of {slot_bytes:,} bytes: too few.",
-            fix="Raise kv.host_bytes, or set it to 0; `wicore kv plan` says how much is useful.",
-        )
-    check_room(num_slots * slot_bytes, "kv.host_bytes", "Lower it (--kv-host-bytes) to {room} at most.")
-    store: DiskStore | None = None
-    if settings.disk_path is not None:
-        store = open_store(
-            settings.disk_path, namespace, slot_bytes, limit_bytes=settings.disk_bytes,
-            free_bytes=settings.disk_free_bytes, key_file=settings.disk_key_file, files=files,
-        )  # fmt: skip
-
-    def index(tier: str, slots: int) -> TierIndex:
-        return TierIndex(
-            slots,
-            slots_per_page,
-            make_policy(settings.policy, max(1, slots // slots_per_page[chain_group]), page_tokens=layout.page_tokens),
-            primary=chain_group,
-            quota=settings.tenant_quota,
-            pin_share=settings.pin_share,
-            on_evict=partial(_note_eviction, events, tier, store if tier == "disk" else None),
-        )
-
-    tiers = open_tiers(
-        index("host", num_slots), (index("disk", store.num_slots), store) if store is not None else None,
-        slot_bytes, namespace.layout, copier,
-        save_early=settings.write_policy == "through", announce=events.append_stored,
-    )  # fmt: skip
-    return tiers, store
-
-
 def _keep_times(retention: Retention, tiers: LowerTiers) -> None:
     """Write times to live to the disk tier as they change, and restore those of an earlier process."""
     if tiers.movers.disk is None:
@@ -158,8 +116,6 @@ def _keep_times(retention: Retention, tiers: LowerTiers) -> None:
     retention.stamped = stamped
 
 
-def _note_eviction(events: KVEventLog, tier: str, store: DiskStore | None, copy: TierCopy, cause: str) -> None:
+def _note_eviction(events: KVEventLog, tier: str, copy: TierCopy, cause: str) -> None:
     if copy.found:  # a copy that was never found was never announced
         events.append_removed(tier, copy.page.group, copy.page.key, cause)
-    if store is not None:
-        store.erase_slots(copy.slots)

@@ -1,7 +1,7 @@
 """Our host and disk tiers under another engine's block pool: one layer group, pages by chain key.
 
-Joins the tiers' parts as `core.assemble_kv` does for our own engines. Must not know TensorRT-LLM. Invariant: `match`
-returns only pages whose bytes were just checked against their identity, and which stay until they are released (I5).
+Must not know TensorRT-LLM. Invariant: `match` returns only pages whose bytes were just checked against their identity,
+and which stay until they are released (I5).
 """
 
 from __future__ import annotations
@@ -9,20 +9,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 from itertools import takewhile
 
 from wicore_trt.config import KVSettings
-from wicore_trt.errors import ConfigError
 from wicore_trt.kv.disk.claim import secret_of
 from wicore_trt.kv.disk.format import Namespace
-from wicore_trt.kv.disk.store import DiskStore, open_store
 from wicore_trt.kv.pages.page import Page
-from wicore_trt.kv.policy.by_name import make_policy
-from wicore_trt.kv.tiers.host import slot_geometry
-from wicore_trt.kv.tiers.index import TierIndex
-from wicore_trt.kv.tiers.moves import Fetch, Stage, TierCopy
-from wicore_trt.kv.tiers.tiers import LowerTiers, open_tiers
+from wicore_trt.kv.tiers.moves import Fetch, Stage
+from wicore_trt.kv.tiers.open_tiers import open_tiers
+from wicore_trt.kv.tiers.tiers import LowerTiers
 from wicore_trt.kv.tiers.up import IN_FLIGHT
 from wicore_trt.runtime.executor import PageCopier
 
@@ -33,41 +28,12 @@ _WAIT_S = 0.02
 class BlockTiers:
     """Tiers for pages of `namespace`, which has the one group GROUP; `copier` moves them to and from the pool. All
     calls, those of `lower` too, come from one thread. `secret` is the operator's, None where neither a setting nor a
-    disk tier keeps one. Raises ConfigError for sizes that hold no page, EnvironmentUnfitError for a disk directory that
-    cannot be used."""
+    disk tier keeps one. Raises what `open_tiers` raises."""
 
     def __init__(self, settings: KVSettings, namespace: Namespace, copier: PageCopier) -> None:
-        slot_bytes, slots_per_page = slot_geometry(dict(namespace.layout))
-        num_slots = settings.host_bytes // slot_bytes
-        if num_slots < 2 * slots_per_page[GROUP]:
-            raise ConfigError(
-                f"kv.host_bytes = {settings.host_bytes:,} holds no two blocks of {namespace.layout[GROUP]:,} bytes.",
-                fix="Raise WICORE_KV__HOST_BYTES.",
-            )
-        store = None
-        self.secret = secret_of(settings.salt) if settings.salt else None
-        if settings.disk_path is not None:
-            store = open_store(
-                settings.disk_path,
-                namespace,
-                slot_bytes,
-                limit_bytes=settings.disk_bytes,
-                free_bytes=settings.disk_free_bytes,
-                key_file=settings.disk_key_file,
-            )
-            self.secret = self.secret or store.secret
-
-        def index(tier: str, slots: int) -> TierIndex:
-            policy = make_policy(settings.policy, max(1, slots), page_tokens=namespace.page_tokens)
-            left = partial(_erase_copy, store if tier == "disk" else None)
-            quota = settings.tenant_quota
-            return TierIndex(slots, slots_per_page, policy, primary=GROUP, quota=quota, on_evict=left)
-
-        disk = (index("disk", store.num_slots), store) if store is not None else None
-        self.lower = open_tiers(
-            index("host", num_slots), disk, slot_bytes, namespace.layout, copier,
-            save_early=settings.write_policy == "through",
-        )  # fmt: skip
+        self.lower = open_tiers(settings, namespace, GROUP, copier)
+        store = self.lower.store
+        self.secret = secret_of(settings.salt) if settings.salt else store.secret if store is not None else None
 
     def has_page(self, page: Page) -> bool:
         """Tell whether some tier has the page, or is getting it."""
@@ -133,8 +99,3 @@ class _Match:
         for fetch in [*self.waiting, *(fetch for place, fetch in self._arrived.items() if place >= run)]:
             self._tiers.up.release_fetch(fetch)
         return [self._arrived[place] for place in range(run)]
-
-
-def _erase_copy(store: DiskStore | None, copy: TierCopy, cause: str) -> None:
-    if store is not None:
-        store.erase_slots(copy.slots)

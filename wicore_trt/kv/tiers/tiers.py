@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from queue import Empty
 from typing import TYPE_CHECKING
 
-from wicore_trt.kv.disk.files import aligned_buffer
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.tiers.backing import Backing
 from wicore_trt.kv.tiers.down import DownTransfers
-from wicore_trt.kv.tiers.host import HostTier, Movers
+from wicore_trt.kv.tiers.host import Movers
 from wicore_trt.kv.tiers.index import TierIndex
 from wicore_trt.kv.tiers.moves import CopyState, TierCopy
 from wicore_trt.kv.tiers.up import LoadPump, UpTransfers
-from wicore_trt.runtime.executor import PageCopier, SharedCopier
 from wicore_trt.types import TierStats
 
 if TYPE_CHECKING:
@@ -39,32 +37,9 @@ HYSTERESIS = 0.05
 """Once a threshold is passed, cold pages are copied down until the tier is this share below it."""
 
 
-def open_tiers(
-    index: TierIndex,
-    disk: tuple[TierIndex, DiskStore] | None,
-    slot_bytes: int,
-    page_bytes: Mapping[str, int],
-    copier: PageCopier,
-    *,
-    save_early: bool,
-    announce: Callable[[str, Page], None] = lambda tier, page: None,
-) -> LowerTiers:
-    """Tiers over a fresh slab for the slots of the host's empty `index`, pinned if the copier can, and over what the
-    store of `disk` recovers into its empty index. The host tier grows while its memory is pinned. `announce` as in
-    `Movers`, the rest as in `LowerTiers`."""
-    allocate = copier.map_memory if isinstance(copier, SharedCopier) else aligned_buffer
-    slab = allocate(index.num_slots * slot_bytes)
-    backing = Backing(slab, slot_bytes, copier.pin)
-    if backing.ready < index.num_slots:
-        index.withhold_slots(backing.ready, index.num_slots)
-    if disk is not None:
-        disk[0].restore_pages(disk[1].recover_pages())
-    movers = Movers(HostTier(index, slab, slot_bytes, page_bytes), disk, copier, announce)
-    return LowerTiers(movers, save_early=save_early, backing=backing)
-
-
 class LowerTiers:
-    """`save_early` as in `DownTransfers`. `host` and `disk` are the indexes; None without a disk tier."""
+    """`save_early` as in `DownTransfers`. `host` and `disk` are the indexes. Without a disk tier `disk` and `store`
+    are None."""
 
     def __init__(self, movers: Movers, *, save_early: bool, backing: Backing | None = None) -> None:
         self.movers = movers
@@ -73,6 +48,7 @@ class LowerTiers:
         self.loads = LoadPump(movers, self.up)
         self.host: TierIndex = movers.host.index
         self.disk: TierIndex | None = movers.disk[0] if movers.disk is not None else None
+        self.store: DiskStore | None = movers.disk[1] if movers.disk is not None else None
         self.indexes = {"host": self.host} | ({"disk": self.disk} if self.disk is not None else {})
         self.hit_tokens: Counter[str] = Counter()
         self.backing = backing
@@ -252,8 +228,8 @@ class LowerTiers:
         movers, stats = self.movers, list[TierStats]()
         for name, index in self.indexes.items():
             traffic, queue_depth, size = movers.host_traffic, movers.outstanding, movers.host.slot_bytes
-            if name == "disk" and movers.disk is not None:
-                traffic, queue_depth = movers.disk_traffic, movers.disk[1].queue_depth
+            if name == "disk" and self.store is not None:
+                traffic, queue_depth = movers.disk_traffic, self.store.queue_depth
             stats.append(
                 TierStats(
                     tier=name, capacity_bytes=index.num_slots * size, used_bytes=index.used_slots * size,
@@ -288,8 +264,8 @@ class LowerTiers:
             if self.backing is not None:
                 self.backing.close()
             self.movers.checker.shutdown(wait=True)
-            if self.movers.disk is not None:
-                self.movers.disk[1].close(max(0.0, end - time.monotonic()))
+            if self.store is not None:
+                self.store.close(max(0.0, end - time.monotonic()))
 
     def check_integrity(self) -> None:
         for index in self.indexes.values():
