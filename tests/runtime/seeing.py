@@ -67,6 +67,15 @@ def features_of(model: TinyModel, dtype: str, tokens: int) -> torch.Tensor:
     return torch.randn(SLOTS, tokens, model.spec.hidden_size).to(TORCH_DTYPES[dtype])
 
 
+def count_images(executor: Any) -> list[int]:
+    """Tokens of the graphs with images that run from now on."""
+    ran: list[int] = []
+    for plan, graph in [*executor.prompt_graphs.items()]:
+        if plan.images:
+            executor.prompt_graphs[plan] = lambda graph=graph, n=plan.tokens: (ran.append(n), graph())
+    return ran
+
+
 def text(count: int) -> list[int]:
     return [random.randrange(SOFT) for _ in range(count)]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from parity.paged import PagedDriver
@@ -12,6 +14,7 @@ from tiny_images import TRUE_VISION
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.backends.torch.vision import TorchVision, VisionWeights, open_encoder
 from wicore_trt.model.vision import PROJECTION
+from wicore_trt.runtime.cuda_device import CudaDevice
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
 from wicore_trt.runtime.image_encoder import NOT_FINITE, FeatureEncoder, StreamEncoder
 from wicore_trt.runtime.options import ExecutorOptions
@@ -23,12 +26,12 @@ BOUNDS = [("float32", 1e-4), ("bfloat16", 0.03), ("float16", 4e-3)]
 
 
 def _encode_all(encoder: FeatureEncoder, images: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Features of more images than there are slots, all slots begun at once."""
+    """Features of more images than there are slots, all slots begun at once, every other one as beside decode."""
     found: dict[int, torch.Tensor] = {}
     for first in range(0, len(images), encoder.slots):
         group = range(first, min(first + encoder.slots, len(images)))
         for image in group:
-            encoder.begin(image - first, images[image].numpy().tobytes())
+            encoder.begin(image - first, images[image].numpy().tobytes(), image % 2 == 1)
         ended: list[tuple[int, str | None]] = []
         while len(ended) < len(group):
             ended += encoder.take_ended(10.0)
@@ -100,6 +103,26 @@ def test_images_are_encoded_beside_steps() -> None:
         assert (encoder.features[slot].cpu() - features).abs().max() < 1e-3
     assert (torch.cat(logits).cpu() - alone).norm() < 1e-3 * alone.norm()
     executor.close()
+
+
+def test_a_limited_stream_has_few_multiprocessors() -> None:
+    """Also in a graph: products on 16 of them take more than twice as long."""
+    if torch.cuda.get_device_properties(0).multi_processor_count < 64:
+        pytest.skip("needs a GPU of 64 multiprocessors")
+    seconds = []
+    for device in (CudaDevice("cuda"), CudaDevice("cuda", multiprocessors=16)):
+        with device.visit(), torch.inference_mode():
+            x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+            out = x @ x
+            device.synchronize()
+            graph = device.capture(lambda x=x, out=out: torch.mm(x, x, out=out))
+            graph()
+            device.synchronize()
+            begun = time.perf_counter()
+            graph()
+            device.synchronize()
+            seconds.append(time.perf_counter() - begun)
+    assert seconds[1] > 2 * seconds[0], seconds
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 
 from parity.tiny import TinyModel  # noqa: E402
 from parity.vision import random_encoder  # noqa: E402
-from runtime.seeing import Part, Seeing, compare, features_of, text  # noqa: E402
+from runtime.seeing import Part, Seeing, compare, count_images, features_of, text  # noqa: E402
 from runtime.triton_cpu import oracle_of, rounded, small_model  # noqa: E402
 
 from benchmarks.gpu.step_check import place_constants  # noqa: E402
@@ -54,15 +54,6 @@ def opened(model: TinyModel, dtype: str, kv_dtype: str, *, fp8: bool = False, **
     table = compile_table(shape, device.target)
     loading = Loading(shape, table, 2048, lambda n: place_constants(weights, shape, n, device), vision=vision)
     return TritonExecutor(loading, options, device)
-
-
-def count_images(executor: TritonExecutor) -> list[int]:
-    """Tokens of the graphs with images that ran."""
-    ran: list[int] = []
-    for plan, graph in [*executor.prompt_graphs.items()]:
-        if plan.images:
-            executor.prompt_graphs[plan] = lambda graph=graph, n=plan.tokens: (ran.append(n), graph())
-    return ran
 
 
 @pytest.mark.parametrize(
