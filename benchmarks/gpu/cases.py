@@ -61,12 +61,13 @@ CONFIGS = {
         EngineConfig(
             "fp8", "27B FP8 weights", "gemma3-27b", "fp8", "auto", (1, 8, 32, 64), ("fp8_per_channel", "auto")
         ),
+        EngineConfig("q4_0", "27B Q4_0 weights", "gemma3-27b", "q4_0", "auto", (1, 8, 32), ("none", "auto")),
         EngineConfig("fp8kv", "27B FP8 weights and KV", "gemma3-27b", "fp8", "fp8", (128,), ("fp8_per_channel", "fp8")),
         EngineConfig("270m", "270M BF16", "gemma3-270m", "bfloat16", "auto", (1,), ("none", "auto")),
         EngineConfig("fp16", "27B FP16", "gemma3-27b", "float16", "auto", (1, 32), None),
     )
 }
-PEER_ORDER = ("fp8", "bf16", "fp8kv", "270m")
+PEER_ORDER = ("fp8", "bf16", "q4_0", "fp8kv", "270m")
 
 DECODE, PREFILL, OFFLINE = "decode", "prefill", "offline"
 """A step in which all sequences decode; all prompts to their first tokens; all prompts with OUTPUT tokens each."""
@@ -80,10 +81,15 @@ GOALS: dict[tuple[str, str, int], tuple[float, float]] = {
     ("fp8", DECODE, 8): (13.0, 11.5),
     ("fp8", DECODE, 32): (18.5, 16.5),
     ("fp8", DECODE, 64): (24.5, 22.0),
+    ("q4_0", DECODE, 1): (7.4, 6.5),
+    ("q4_0", DECODE, 8): (9.1, 8.2),
+    ("q4_0", DECODE, 32): (14.9, 13.5),
     ("fp8kv", DECODE, 128): (33.0, 27.0),
     ("270m", DECODE, 1): (1.0, 0.6),
     ("bf16", PREFILL, 1): (85.0, 78.0),
     ("fp8", PREFILL, 1): (55.0, 46.0),
+    ("q4_0", PREFILL, 1): (90.0, 80.0),
+    ("q4_0", PREFILL, 32): (2800.0, 2650.0),
     ("bf16", PREFILL, 32): (2600.0, 2400.0),
     ("fp8", PREFILL, 32): (1750.0, 1400.0),
     ("bf16", OFFLINE, 32): (4400.0, 4300.0),
@@ -93,8 +99,12 @@ START_GOALS = (25000.0, 15000.0)
 """The same, from the start of the process to serving."""
 GOALS_GPU = "H100"
 FIGURES = (
-    *((name, DECODE, batch) for name in ("bf16", "fp16", "fp8", "fp8kv", "270m") for batch in CONFIGS[name].batches),
-    *((name, PREFILL, batch) for batch in (1, 32) for name in ("bf16", "fp8")),
+    *(
+        (name, DECODE, batch)
+        for name in ("bf16", "fp16", "fp8", "q4_0", "fp8kv", "270m")
+        for batch in CONFIGS[name].batches
+    ),
+    *((name, PREFILL, batch) for batch in (1, 32) for name in ("bf16", "fp8", "q4_0")),
     ("bf16", OFFLINE, 32),
     ("fp8", OFFLINE, 64),
 )
@@ -170,7 +180,7 @@ WORK_BYTES = 6 << 30
 # Seconds beside the measured runs, as seen on machines with an H100 and 16 cores; for deciding what still fits.
 LOAD_S = {"gemma3-27b": 14.0, "gemma3-270m": 5.0}
 BUILD_S = {"gemma3-27b": 30.0, "gemma3-270m": 20.0}
-PEER_START_S = {"bf16": 75.0, "fp8": 105.0, "fp8kv": 110.0, "270m": 40.0}
+PEER_START_S = {"bf16": 75.0, "fp8": 105.0, "q4_0": 105.0, "fp8kv": 110.0, "270m": 40.0}
 CHECK_S, STARTUP_S, BOUNDS_S = 45.0, 45.0, 6.0
 
 

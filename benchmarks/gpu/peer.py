@@ -4,9 +4,9 @@ It must not know what the figures are compared with. Invariant: a figure is what
 write, because it failed or ran out of time, is absent with the reason.
 
 The script is called as `SCRIPT MODEL_DIR OUT.json QUANTIZATION|none KV_DTYPE BATCHES PROMPT_LENGTHS OUTPUT_TOKENS`;
-directories `g27` and `g270` (a config.json each) lie beside it. It writes a list of JSON objects, again after every
-batch: first {startup_s}, then {B, input_len, prefill_s, tpot_ms}; `total_s` may say how long all tokens took, `runs` of
-how many runs these are medians.
+directories `g27`, `g27w4` (4 bits, groups of 32) and `g270`, a config.json each, lie beside it. It writes a list of
+JSON objects, again after every batch: first {startup_s}, then {B, input_len, prefill_s, tpot_ms}; `total_s` may say
+how long all tokens took, `runs` of how many runs these are medians.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def problem_of(code: int | None, log: Path, timeout_s: float) -> str:
 def peer_command(config: EngineConfig, batches: Sequence[int], script: Path, out: Path) -> list[str]:
     assert config.peer is not None
     quantization, kv_dtype = config.peer
-    model = script.resolve().parent / MODEL_DIRS[config.model]
+    model = script.resolve().parent / (MODEL_DIRS[config.model] + ("w4" if config.dtype == "q4_0" else ""))
     sizes = ",".join(map(str, batches))
     arguments = [str(script), str(model), str(out), quantization, kv_dtype, sizes, str(CONTEXT), str(OUTPUT)]
     return [sys.executable, *arguments]

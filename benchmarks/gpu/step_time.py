@@ -57,7 +57,7 @@ GREEDY = SamplingParams(temperature=0.0)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gemma3-27b", choices=MODELS)
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "fp8"))
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "fp8", "q4_0"))
     parser.add_argument("--kv-dtype", default="auto", choices=("auto", "fp8"))
     parser.add_argument("--batch", default="1,8,32", help="sequences of a decode step")
     parser.add_argument("--context", type=int, default=1024, help="tokens before a decode step")

@@ -1,6 +1,6 @@
 """Linear layers on a GPU: are the kernels right, which configuration is fastest, and does cuBLAS beat it?
 
-    python -m benchmarks.gpu.kernels.linear [--quick] [--small] [--seconds 110] [--out FILE.json]
+    python -m benchmarks.gpu.kernels.linear [--quick] [--small] [--kinds w4,w8] [--seconds 110] [--out FILE.json]
 
 Checks every variant against float64 (exit status 1 on a mismatch), then times configurations for the layers of Gemma 3
 27B (`--small`: 270M) with CUDA graphs over cold weights, and prints per layer and number of rows the best one beside
@@ -41,7 +41,7 @@ from wicore_trt.plugins.launch import SHARED_LAUNCHER
 from wicore_trt.plugins.layout import Launch
 from wicore_trt.plugins.linear_configs import config_key, find_bucket, linear_config
 from wicore_trt.plugins.linear_layout import LinearConfig, LinearShape
-from wicore_trt.weight_format import BF16, FP8, PLAIN
+from wicore_trt.weight_format import BF16, FP8, PLAIN, Q4_0
 
 LAYERS = {
     # name: (n, k, geglu, how many of a model)
@@ -60,8 +60,8 @@ LAYERS = {
         "head": (262144, 640, False, 1),
     },
 }
-ROWS = {"w16": (1, 8, 16, 32, 64), "w8": (1, 8, 16, 32, 64), "w8x8": (16, 32, 64, 128)}
-MORE_ROWS = {"w16": (2, 4, 128, 512, 1024), "w8": (2, 4), "w8x8": (1, 2, 4, 8, 512, 1024)}
+ROWS = {"w16": (1, 8, 16, 32, 64), "w8": (1, 8, 16, 32, 64), "w8x8": (16, 32, 64, 128), "w4": (1, 8, 16, 32, 64)}
+MORE_ROWS = {"w16": (2, 4, 128, 512, 1024), "w8": (2, 4), "w8x8": (1, 2, 4, 8, 512, 1024), "w4": (128, 256, 512, 1024)}
 """Timed with the best configuration of their bucket, or the library alone where there is none."""
 WORKERS = 12
 Row = tuple[str, str, int]
@@ -88,7 +88,7 @@ class Sweep:
 def linear_shape(layer: str, kind: str, size: tuple[int, int, bool, int]) -> LinearShape:
     """bfloat16 activations; 16-bit results between gate_up and down, float32 elsewhere."""
     n, k, geglu, _ = size
-    weights = BF16 if kind == "w16" else FP8
+    weights = {"w16": BF16, "w4": Q4_0}.get(kind, FP8)
     out = "bfloat16" if geglu else "float32"
     return LinearShape(n, k, "bfloat16", weights, out, kind == "w8x8", geglu)
 
@@ -106,6 +106,11 @@ def check_variants(pool: ProcessPoolExecutor, target: str) -> list[str]:
     fp8 = LinearShape(1000, 1424, "bfloat16", FP8, "float32", fp8_input=True)
     cases += [(fp8, matrix, 33), (fp8, split, 9), (fp8, wide, 100), (replace(fp8, geglu=True), matrix, 16)]
     cases.append((replace(fp8, geglu=True, out="bfloat16", largest=True), matrix, 35))
+    tiles, shared = LinearConfig("tiles", 32, 128, 8, 1, 4, 1, 4), LinearConfig("tiles", 64, 64, 32, 2, 4, 4, 1)
+    for dtype in ("bfloat16", "float16"):
+        for kinds in ((), ("mlp.proj",)):
+            q4 = LinearShape(992, 1440, dtype, replace(Q4_0, minimums=kinds), "float32")
+            cases += [(q4, tiles, 1), (q4, tiles, 19), (q4, shared, 40), (replace(q4, geglu=True, out=dtype), tiles, 7)]
     return _check(pool, target, cases)
 
 
@@ -200,7 +205,7 @@ def more_rows(sweep: Sweep, weights: Weights, shapes: dict[tuple[str, str], Line
         for rows in () if layer == "head" else MORE_ROWS[kind]:
             bucket = max(find_bucket(rows), min(ROWS[kind]))
             known, row = sweep.best.get((kind, layer, bucket)), (kind, layer, rows)
-            if sweep.late() or (known is None and kind == "w8"):
+            if sweep.late() or (known is None and kind in ("w8", "w4")):
                 continue
             problem = LinearProblem(shape, rows, weights)
             if known is not None:
@@ -249,13 +254,15 @@ def measure_linears(options: argparse.Namespace, pool: ProcessPoolExecutor) -> i
     sweep = Sweep(target, options.quick, time.monotonic() + options.seconds)
     failed = check_variants(pool, target)
     layers = LAYERS["270m" if options.small else "27b"]
-    kinds = ("w16",) if options.small else ("w8", "w16", "w8x8")
+    kinds = ("w16", "w4") if options.small else tuple(options.kinds.split(","))
     shapes = {(k, y): linear_shape(y, k, layers[y]) for k in kinds for y in layers if y != "head" or k == "w16"}
     sizes = {
-        k: sorted(s.weight_rows * s.k for s in shapes.values() if s.weights.quantized == (k == "w8"))
-        for k in ("w16", "w8")
+        pool: sorted(s.weight_rows * s.k for (k, _), s in shapes.items() if k.removesuffix("x8") == pool)
+        for pool in ("w16", "w8", "w4")
     }
-    weights = Weights("cuda", {k: max(2 * v[-1], 8 * v[-2], 400 << 20) for k, v in sizes.items() if v})
+    weights = Weights(
+        "cuda", {k: max(2 * v[-1], 8 * v[-2], (800 if k == "w4" else 400) << 20) for k, v in sizes.items() if v}
+    )
     work = ((k, y, r) for k in kinds for y in layers for r in ROWS[k] if (k, y) in shapes)
     try:
         sweep_layer(sweep, pool, weights, (((k, y, r), shapes[k, y]) for k, y, r in work))
@@ -281,6 +288,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Checks and times linear layers on a GPU.")
     parser.add_argument("--quick", action="store_true", help="fewer configurations")
     parser.add_argument("--small", action="store_true", help="the layers of Gemma 3 270M")
+    parser.add_argument("--kinds", default="w8,w16,w8x8,w4", help="weights and rows to time (%(default)s)")
     parser.add_argument("--seconds", type=float, default=110, help="start nothing new after this time")
     parser.add_argument("--out", type=Path, help="all timings as JSON")
     options = parser.parse_args()

@@ -13,15 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from wicore_trt.arithmetic import div_ceil
+from wicore_trt.backends.triton.tiles import dequantize_blocks, unpack_scales, unpack_tiles
 from wicore_trt.plugins.aot import SHARED_LIMIT, CompiledKernel, compile_kernel
+from wicore_trt.plugins.kernels.linear_specs import dequantize_spec
 from wicore_trt.plugins.layout import Launch
 from wicore_trt.plugins.linear_layout import (
     MATRIX,
+    TILES,
     VECTOR,
     LinearArrays,
     LinearConfig,
     LinearShape,
     check_config,
+    dequantize_launch,
     linear_launch,
     partials_bytes,
 )
@@ -38,6 +42,15 @@ MATRIX_BLOCKS = {
     "w8": ((32, 256, 4, 4), (64, 128, 2, 4), (64, 128, 4, 4), (16, 512, 4, 3), (32, 128, 2, 6), (128, 128, 8, 4)),
     "w8x8": ((64, 128, 4, 4), (64, 256, 4, 3), (128, 128, 4, 4), (128, 128, 8, 3)),
 }
+TILE_BLOCKS = {
+    # columns: (block_n, warps of a row, num_warps, num_stages, unroll); the first ones are tried in a short run
+    8: ((32, 4, 4, 1, 4), (32, 8, 8, 1, 4), (32, 8, 8, 1, 2), (64, 4, 4, 1, 2), (32, 4, 4, 4, 1), (32, 2, 2, 1, 4),
+        (64, 4, 8, 1, 4)),
+    16: ((32, 4, 4, 1, 2), (32, 8, 8, 1, 2), (64, 4, 4, 1, 2), (32, 8, 8, 1, 4), (64, 4, 4, 4, 1), (64, 4, 8, 1, 2)),
+    32: ((32, 4, 4, 1, 2), (64, 4, 4, 1, 2), (64, 4, 4, 4, 1), (64, 8, 8, 1, 1), (64, 4, 8, 1, 1), (32, 8, 8, 1, 2),
+         (128, 4, 8, 1, 1)),
+    64: ((32, 4, 4, 1, 1), (64, 4, 8, 1, 1), (32, 8, 8, 1, 1), (64, 2, 4, 1, 1), (32, 4, 4, 4, 1), (64, 4, 4, 1, 1)),
+}  # fmt: skip
 VECTOR_BLOCKS = {
     # (block_n, block_k, num_warps, num_stages, unroll)
     "w16": ((4, 512, 4, 1, 2), (2, 1024, 4, 1, 2), (4, 1024, 4, 1, 1), (1, 2048, 4, 1, 2), (4, 512, 4, 3, 1)),
@@ -55,12 +68,16 @@ class ConfigTiming:
 
 
 def kind_of(shape: LinearShape) -> str:
+    if shape.four_bit:
+        return "w4"
     return "w16" if not shape.weights.quantized else "w8x8" if shape.fp8_input else "w8"
 
 
 def candidates(shape: LinearShape, bucket: int, quick: bool) -> list[LinearConfig]:
     """Configurations for up to `bucket` rows (per program, at most 128)."""
     kind = kind_of(shape)
+    if kind == "w4":
+        return _tile_candidates(shape, bucket, quick)
     found: list[LinearConfig] = []
     if bucket == 1 and kind != "w8x8":
         for block_n, block_k, warps, stages, unroll in VECTOR_BLOCKS[kind][: 3 if quick else None]:
@@ -79,6 +96,19 @@ def candidates(shape: LinearShape, bucket: int, quick: bool) -> list[LinearConfi
             block_n //= 2
         for splits in _splits(shape, block_n, block_k, bucket, quick):
             found.append(LinearConfig(MATRIX, block_n, block_k, columns, splits, warps, stages, 1, columns < 64))
+    return [c for c in dict.fromkeys(found) if _fits(shape, c)]
+
+
+def _tile_candidates(shape: LinearShape, bucket: int, quick: bool) -> list[LinearConfig]:
+    columns, found = min(64, max(8, bucket)), list[LinearConfig]()
+    for block_n, warps_k, warps, stages, unroll in TILE_BLOCKS[columns][: 3 if quick else None]:
+        if shape.geglu and block_n > 32 * warps // warps_k:
+            block_n //= 2
+        for splits in (1,) if shape.geglu else (1, 2, 4) if quick else (1, 2, 3, 4, 6):
+            tiles = div_ceil(shape.n, block_n) * splits
+            if splits == 1 or (tiles * warps <= 132 * 32 and shape.k // (32 * warps_k * splits) >= 4):
+                evict = bucket <= columns
+                found.append(LinearConfig(TILES, block_n, 32 * warps_k, columns, splits, warps, stages, unroll, evict))
     return [c for c in dict.fromkeys(found) if _fits(shape, c)]
 
 
@@ -123,6 +153,9 @@ class Weights:
 
         self._pools = {}
         for name, count in total.items():
+            if name == "w4":
+                self._pools[name] = torch.randint(0, 256, (count // 2,), dtype=torch.uint8, device=device)
+                continue
             pool = torch.empty(count, dtype=torch.bfloat16 if name == "w16" else torch.float8_e4m3fn, device=device)
             for chunk in torch.split(pool, 1 << 28):
                 scale = 0.02 if name == "w16" else 64.0
@@ -133,6 +166,11 @@ class Weights:
         """Matrices [weight_rows, k]: 8, or what the memory has of them, and together more than L2 holds."""
         import torch
 
+        if shape.four_bit:
+            pool, columns = self._pools["w4"], shape.k // 2
+            size = shape.weight_rows * columns
+            count = min(len(pool) // size, max(8, div_ceil(COLD_BYTES, size)))
+            return [pool[i * size : (i + 1) * size].view(shape.weight_rows, columns) for i in range(count)]
         pool = self._pools["w16" if not shape.weights.quantized else "w8"]
         size = shape.weight_rows * shape.k
         count = min(len(pool) // size, max(8, div_ceil(COLD_BYTES, size * pool.itemsize)))
@@ -184,13 +222,19 @@ class LinearProblem:
         x = torch.randn(tokens, shape.k, device=device)
         self.x = (x * 64).to(torch.float8_e4m3fn) if shape.fp8_input else x.to(getattr(torch, shape.dtype))
         self.x_scale = torch.rand(tokens, device=device) / 64 if shape.fp8_input else None
-        fp8 = shape.weights.quantized
+        fp8 = shape.weights.fp8
+        self.scales: list[Any] = [None] * len(self.matrices)
+        if shape.four_bit:
+            size = (len(self.matrices), shape.weight_rows, shape.k // 32)
+            self.scales = list((torch.randn(size, device=device) / 64).half())
         self.w_scale = (torch.rand(shape.weight_rows, device=device) + 0.5) / 3200 if fp8 else None
         self.want = self._reference(self.matrices[-1])
 
     def _reference(self, w: Any) -> Any:
         import torch
 
+        if self.shape.four_bit:
+            w = dequantize_blocks(unpack_tiles(w), unpack_scales(self.scales[-1]))
         y = self.x.float() @ w.float().T
         if self.x_scale is not None:
             y = y * self.x_scale[:, None]
@@ -212,13 +256,13 @@ class LinearProblem:
         partials = torch.empty(partials_bytes(shape, config, tokens) // 4, device=device)
         counters = torch.zeros(config.count_tiles(shape, tokens), dtype=torch.int32, device=device)
 
-        def launcher(w: Any) -> Callable[[], None]:
-            arrays = self.x, w, out, self.w_scale, self.x_scale, partials, counters
+        def launcher(w: Any, scale: Any) -> Callable[[], None]:
+            arrays = self.x, w, out, self.w_scale if scale is None else scale, self.x_scale, partials, counters
             at = LinearArrays(*(0 if t is None else t.data_ptr() for t in arrays))
             call: Launch = linear_launch(shape, config, at, tokens)
             return lambda: SHARED_LAUNCHER.launch(kernel, call, torch.cuda.current_stream().cuda_stream)
 
-        calls = [launcher(w) for w in self.matrices]
+        calls = [launcher(*pair) for pair in zip(self.matrices, self.scales, strict=True)]
         rounds = launches_of(len(calls), shape.weight_bytes) // len(calls)
         took = graph_microseconds(calls * rounds)
         out.fill_(math.nan)
@@ -231,12 +275,30 @@ class LinearProblem:
 
     def library_microseconds(self) -> float:
         """cuBLAS: torch.mm for 16-bit weights, torch._scaled_mm by rows for E4M3 times E4M3 (16-bit results; gate and
-        up stay apart). NaN where there is none."""
+        up stay apart). Weights of 4 bits are written in 16 bits first, each time. NaN where there is none."""
         import torch
+
+        from wicore_trt.plugins.launch import SHARED_LAUNCHER
 
         if kind_of(self.shape) == "w8":
             return math.nan
-        if self.x_scale is not None and self.w_scale is not None:
+        shape = self.shape
+        if shape.four_bit:
+            major, minor = torch.cuda.get_device_capability()
+            kernel = compile_kernel(dequantize_spec(shape), f"sm{major}{minor}")
+            wide = torch.empty(shape.weight_rows, shape.k, dtype=self.x.dtype, device=self.x.device)
+            scales = {w.data_ptr(): scale for w, scale in zip(self.matrices, self.scales, strict=True)}
+
+            def one(w: Any) -> Callable[[], Any]:
+                at = (w.data_ptr(), wide.data_ptr(), scales[w.data_ptr()].data_ptr())
+                call = dequantize_launch(kernel.constants, *at)
+
+                def multiply() -> Any:
+                    SHARED_LAUNCHER.launch(kernel, call, torch.cuda.current_stream().cuda_stream)
+                    return torch.mm(self.x, wide.T)
+
+                return multiply
+        elif self.x_scale is not None and self.w_scale is not None:
             a, b = self.x_scale[:, None].contiguous(), self.w_scale[None, :].contiguous()
 
             def one(w: Any) -> Callable[[], Any]:
