@@ -55,7 +55,13 @@ LINEAR, HEAD, KV_TOKEN = 25_598_361_600, 262_208 * 5_376, 2 * 16 * 128
 
 @pytest.mark.parametrize(
     ("name", "batch", "linear", "head", "kv"),
-    [("bf16", 1, 2, 2, 2), ("fp16", 1, 2, 2, 2), ("fp8", 64, 1, 2, 2), ("fp8kv", 128, 1, 2, 1)],
+    [
+        ("bf16", 1, 2, 2, 2),
+        ("fp16", 1, 2, 2, 2),
+        ("fp8", 64, 1, 2, 2),
+        ("fp8kv", 128, 1, 2, 1),
+        ("q4_0", 8, 0.5625, 2, 2),
+    ],
 )
 def test_a_decode_step_is_bound_by_its_bytes(name, batch, linear, head, kv):
     seen = 52 * 1024 + 10 * (1025 + 1088) / 2  # keys by layer, mean over 64 steps
@@ -77,7 +83,7 @@ def test_prefill_is_bound_by_its_flops_and_each_part_by_its_rate():
 
 
 def test_every_goal_has_a_row_and_lies_between_bound_and_must():
-    assert set(GOALS) <= set(FIGURES) and len(FIGURES) == len(set(FIGURES)) == 16
+    assert set(GOALS) <= set(FIGURES) and len(FIGURES) == len(set(FIGURES)) == 21
     for (name, phase, batch), (must, aim) in GOALS.items():
         assert 1e3 * bound_s(CONFIGS[name], phase, batch, EXPECTED) < aim < must
     assert {batch for _, phase, batch in FIGURES if phase == PREFILL} == {1, 32}
