@@ -60,9 +60,11 @@ FORMS: dict[str, dict[str, Any]] = {
 """What config.json says of each form; MLX's stands in `quantization`."""
 
 
-def make_model(name: str, rng: np.random.Generator) -> tuple[dict[str, Any], Tensors]:
-    """config.json and random tensors of a form."""
-    said = copy.deepcopy(FORMS[name])
+def make_model(
+    name: str, rng: np.random.Generator, form: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], Tensors]:
+    """config.json and random tensors of a form, described by `form` in place of FORMS."""
+    said = copy.deepcopy(form or FORMS[name])
     config = CONFIG | {("quantization" if name.startswith("mlx") else "quantization_config"): said}
     tensors: Tensors = {}
     for tensor, shape in models.shapes().items():
@@ -170,7 +172,8 @@ def write_model(path: Path, config: dict[str, Any], tensors: Tensors, files: dic
 
 def decode(config: dict[str, Any], tensors: Tensors) -> dict[str, np.ndarray]:
     """Weights in float32 by name, of a model that a reader may accept. Raises for one that means nothing."""
-    said = config.get("quantization") or config["quantization_config"]
+    keys = ("quantization", "quantization_config", "compression_config")
+    said = next(config[key] for key in keys if config.get(key))
     method = said.get("quant_method", "mlx")
     found: dict[str, np.ndarray] = {}
     for name, (tag, array) in tensors.items():
@@ -187,9 +190,8 @@ def decode(config: dict[str, Any], tensors: Tensors) -> dict[str, np.ndarray]:
 def widen(tag: str, array: np.ndarray) -> np.ndarray:
     """Floats as float32."""
     if tag == "BF16":
-        return (array.astype(np.uint32) << 16).view(np.float32)
-    assert tag in ("F16", "F32"), tag
-    return array.astype(np.float32)
+        return (np.ascontiguousarray(array).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return np.ascontiguousarray(array).view({"F16": np.float16, "F32": np.float32}[tag]).astype(np.float32)
 
 
 def e4m3(code: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 from quantized_forms import FORMS, Tensors, decode, make_model, write_model
 
 from wicore_trt.checkpoint.convert import convert
@@ -109,6 +112,27 @@ def test_an_engine_of_published_fp8_computes_what_its_weights_say(tmp_path: Path
     np.testing.assert_allclose(answers[0], answers[1], atol=0.3)
 
 
+@pytest.mark.parametrize("name", ["ct w4", "gptq", "gptq order", "awq"])
+def test_symmetric_groups_become_q4_0_bit_for_bit(name: str, tmp_path: Path) -> None:
+    forms = copy.deepcopy(FORMS[name])
+    (forms["config_groups"]["group_0"]["weights"] if name == "ct w4" else forms)["group_size"] = 32
+    config, tensors = make_model(name, np.random.default_rng(7), forms)
+    path, notes = write_model(tmp_path / "m", config, tensors), list[str]()
+    fits = name in ("ct w4", "gptq")
+    if name == "ct w4":  # beyond the bits of a float16
+        tensors["model.layers.1.mlp.up_proj.weight_scale"] = "F32", np.full((64, 1), 0.1, np.float32)
+        write_model(path, config, tensors)
+    source, wanted = open_source(path), decode(config, tensors)
+    blocks = [tensor for tensor in source.tensors if source.find_blocks(tensor)]
+    assert len(blocks) == (13 if name == "ct w4" else 14 if fits else 0)
+    for tensor in blocks:
+        raw = source.read_blocks(tensor, 3, 16)
+        np.testing.assert_array_equal(dequantize(raw, GGMLQuantizationType.Q4_0), wanted[tensor][3:16])
+    checkpoint = convert(path, tmp_path / "c", dtype="q4_0", note=notes.append)
+    assert ("kept bit for bit" in notes[0]) is fits and ("a second time" in notes[0]) is (name != "gptq")
+    assert checkpoint.weights.storage == "q4_0"
+
+
 Edit = Callable[[dict[str, Any], dict[str, Any], Tensors], None]
 
 
@@ -146,7 +170,7 @@ REFUSED: list[tuple[str, Edit, str]] = [
     ("ct fp8", put(UP + "weight", "F8_E5M2", np.zeros((64, 32), np.uint8)), "weight as F8_E5M2"),
     ("ct fp8", put(UP + "weight_scale", "F32", np.ones((2, 16), np.float32)), r"weight_scale as F32 \[2, 16\]"),
     ("ct fp8 static", gone(UP + "input_scale"), "lacks input_scale"),
-    ("ct fp8 static", gone("model.layers.1.self_attn.k_scale"), "for some layers"),
+    ("ct fp8 static", gone("model.layers.1.self_attn.k_scale"), "some layers have"),
     ("ct fp8", put(UP + "input_scale", "F32", np.float32(1).reshape(())), "input_scale"),
     ("ct w4", weights(symmetric=False), "symmetric is False"), ("ct w4", weights(actorder="group"), "actorder"),
     ("ct w4", put(UP + "weight_zero_point", "I32", np.zeros((8, 2), np.int32)), "weight_zero_point"),

@@ -141,16 +141,21 @@ def read_integers(module: PackedModule, start: int, stop: int) -> tuple[np.ndarr
         codes = unpack_words(module.read_rows("weight_packed", start, stop), module.bits)[:, : module.columns]
         scales = module.read_rows("weight_scale", start, stop)
     else:
+        find_order(module)
         codes = unpack_words(module.read_whole("qweight")[:, start:stop].T, module.bits)
         scales = module.read_whole("scales")[:, start:stop].T
     return (codes - np.uint8(1 << (module.bits - 1))).view(np.int8), scales
 
 
 def fits_q4_0(module: PackedModule) -> bool:
-    """Tell whether Q4_0 holds a module exactly: symmetric W4A16 in groups of whole blocks, its scales float16."""
-    if module.form.kind != "pack" or module.bits != 4 or module.columns // module.groups % GROUP:
+    """Tell whether Q4_0 holds a module exactly: symmetric W4A16, or GPTQ whose columns have no order of their own, in
+    groups of whole blocks, its scales float16."""
+    if module.form.ordered or module.bits != 4 or module.columns // module.groups % GROUP:
         return False
-    scales = module.read_rows("weight_scale", 0, module.rows)
+    part = {"pack": "weight_scale", "gptq": "scales"}.get(module.form.kind)
+    if part is None:
+        return False
+    scales = module.read_whole(part)
     with np.errstate(over="ignore"):
         return bool((scales.astype(np.float16).astype(np.float32) == scales).all())
 
@@ -210,17 +215,23 @@ def _decode_awq(module: PackedModule, start: int, stop: int) -> np.ndarray:
     return weight
 
 
-def _decode_gptq(module: PackedModule, start: int, stop: int) -> np.ndarray:
+def find_order(module: PackedModule) -> np.ndarray:
+    """Return the group of each column of a GPTQ module, int [columns]. Raises CheckpointError for an order that its
+    configuration or its groups do not allow, and for zero points of weights that are not symmetric."""
     if (unpack_words(module.read_whole("qzeros"), module.bits)[:, : module.rows] != module.form.stored_zero).any():
         raise module.make_error(f"has zero points other than {module.form.stored_zero}, which symmetric GPTQ has")
-    values, scales = read_integers(module, start, stop)
     consecutive = np.arange(module.columns) * module.groups // module.columns
-    order = module.read_whole("g_idx") if module.has_part("g_idx") else consecutive
+    order: np.ndarray = module.read_whole("g_idx") if module.has_part("g_idx") else consecutive
     if order.min() < 0 or order.max() >= module.groups:
         raise module.make_error(f"has a g_idx outside of its {module.groups} groups")
     if not module.form.ordered and (order != consecutive).any():
         raise module.make_error("has a g_idx of its own, and desc_act is false")
-    weight: np.ndarray = values * scales[:, order]
+    return order
+
+
+def _decode_gptq(module: PackedModule, start: int, stop: int) -> np.ndarray:
+    values, scales = read_integers(module, start, stop)
+    weight: np.ndarray = values * scales[:, find_order(module)]
     return weight
 
 
@@ -360,7 +371,7 @@ def find_kv_scales(
                 kinds[match[2]] = value
                 taken.add(raw)
     if found and ({*found} != {*range(layers)} or any(len(kinds) < 2 for kinds in found.values())):
-        raise CheckpointError("The source has scales of keys and values for some layers, not for others.", fix=FIX)
+        raise CheckpointError(f"{file.path}: some layers have scales of keys and values, others have none.", fix=FIX)
     return taken, {kv_scale_name(i): np.array([max(kinds.values())], np.float32) for i, kinds in found.items()}
 
 
