@@ -70,7 +70,7 @@ def make_model(
     for tensor, shape in models.shapes().items():
         module = tensor.removesuffix(".weight")
         if module.endswith(LINEARS) or (name.startswith("mlx") and module.endswith("embed_tokens")):
-            tensors |= {f"{module}.{part}": held for part, held in _make_module(name, said, module, shape, rng).items()}
+            tensors |= {f"{module}.{part}": held for part, held in make_module(name, said, module, shape, rng).items()}
         else:
             scale = 0.1 if "norm" in tensor else 0.3
             tensors[tensor] = "BF16", models.bf16(rng.standard_normal(shape).astype(np.float32) * np.float32(scale))
@@ -82,7 +82,7 @@ def make_model(
     return config, tensors
 
 
-def _make_module(name: str, said: Any, module: str, shape: tuple[int, ...], rng: np.random.Generator) -> Tensors:
+def make_module(name: str, said: Any, module: str, shape: tuple[int, ...], rng: np.random.Generator) -> Tensors:
     rows, columns = shape
     if name in ("ct fp8", "ct fp8 static", "modelopt"):
         codes = rng.integers(0, 0x7F, shape, dtype=np.uint8) | rng.integers(0, 2, shape, dtype=np.uint8) << 7

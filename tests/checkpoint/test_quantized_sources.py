@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
-from quantized_forms import FORMS, Tensors, decode, make_model, write_model
+from quantized_forms import FORMS, Tensors, decode, make_model, make_module, write_model
+from tiny_images import TEXT, VISION, make_config, make_vision_tensors
 
 from wicore_trt.checkpoint.convert import convert
+from wicore_trt.checkpoint.names import hf_shapes
 from wicore_trt.checkpoint.open_source import open_source
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
 from wicore_trt.engine.build import build_engine
 from wicore_trt.errors import CheckpointError
+from wicore_trt.model.hf_config import read_hf_config
 
 FP8_FORMS = ("ct fp8", "ct fp8 static", "modelopt")
 
@@ -131,6 +134,31 @@ def test_symmetric_groups_become_q4_0_bit_for_bit(name: str, tmp_path: Path) -> 
     checkpoint = convert(path, tmp_path / "c", dtype="q4_0", note=notes.append)
     assert ("kept bit for bit" in notes[0]) is fits and ("a second time" in notes[0]) is (name != "gptq")
     assert checkpoint.weights.storage == "q4_0"
+
+
+def test_an_mlx_image_encoder_has_channels_last_and_quantized_modules(tmp_path: Path) -> None:
+    rng, said = np.random.default_rng(3), {"group_size": 32, "bits": 4}
+    wanted, tensors = {}, Tensors()
+    for name, weight in make_vision_tensors(VISION, TEXT["hidden_size"]).items():
+        if name.endswith("fc1.weight"):
+            parts = make_module("mlx 4", said, name.removesuffix(".weight"), weight.shape, rng)
+            tensors |= {f"{name.removesuffix('.weight')}.{part}": held for part, held in parts.items()}
+        else:
+            tensors[name] = "F32", np.moveaxis(weight, 1, -1) if weight.ndim == 4 else weight
+            wanted[name] = weight
+    config = make_config() | {"quantization": said}
+    for name, shape in hf_shapes(read_hf_config(make_config())).items():
+        tensors[f"language_model.{name}"] = "F32", rng.standard_normal(shape, np.float32)
+    source = open_source(write_model(tmp_path / "m", config, tensors))
+    assert source.vision is not None
+    for name, weight in wanted.items():
+        np.testing.assert_array_equal(source.read_rows(name, 0, len(weight))[0], weight, name)
+    fc1 = [name for name in tensors if name.endswith("fc1.scales")]
+    for name in fc1:
+        whole = name.removesuffix("scales") + "weight"
+        held = source.read_rows(whole, 0, VISION["intermediate_size"])[0]
+        np.testing.assert_array_equal(held, decode(config, tensors)[whole])
+    assert fc1
 
 
 Edit = Callable[[dict[str, Any], dict[str, Any], Tensors], None]

@@ -139,7 +139,8 @@ def convert(  # noqa: PLR0913 -- the public call is flat
         opened = open_source(source, revision=revision, lora=lora, mmproj=mmproj, text_only=text_only)
         opened.spec.shard(0, tp_size)
         if dtype == "auto":
-            dtype = "fp8" if opened.fp8 else "bfloat16" if for_engine else _find_dtype(opened)
+            own = opened.tensors[unified_tensors(opened.spec)[2].sources[0]].dtype  # of the first linear
+            dtype = "fp8" if opened.fp8 else _DTYPE_OF_SOURCE.get("" if for_engine else own, "bfloat16")
         origin = {"lora": lora and make_printable(str(lora)), "mmproj": mmproj and make_printable(str(mmproj))}
         lost = _Conversion(opened, scratch.directory, dtype, tp_size, calibration, progress).write_checkpoint(
             for_engine, origin | {"text_only": text_only}
@@ -374,12 +375,6 @@ def _take_part(part: np.ndarray, low: int, high: int, shard: Shard, rest: list[i
         return held
     first, last = (column * held.shape[1] // rest[0] for column in shard.columns)
     return held[:, first:last]
-
-
-def _find_dtype(source: Source) -> str:
-    """Find the dtype that "auto" keeps: a 16-bit one of the source, else bfloat16."""
-    linear = next(t for t in unified_tensors(source.spec) if t.role is Role.LINEAR)
-    return _DTYPE_OF_SOURCE.get(source.tensors[linear.sources[0]].dtype, "bfloat16")
 
 
 def _split_rows(rows: int, rest: list[int]) -> list[tuple[int, int]]:

@@ -190,6 +190,8 @@ class HfSource(Source):
         kv, self.static_scales = find_kv_scales(self._form, files, self.spec.num_layers) if self._form else (set(), {})
         for file in files:
             for raw, info in file.tensors.items():
+                if self._form and self._form.kind == "mlx" and len(info.shape) == 4:  # MLX has channels last
+                    info = TensorInfo((info.shape[0], info.shape[3], *info.shape[1:3]), info.dtype)
                 if raw not in taken and raw not in kv:
                     self._files[self._note_tensor(raw, info, file.path, images)] = file, raw
         self._settle_head()
@@ -295,7 +297,9 @@ class HfSource(Source):
         if name in self._packed:
             return self._packed[name].decode_rows(start, stop), "F32"
         file, raw = self._files[name]
-        return file.read_rows(raw, start, stop), file.tensors[raw].dtype
+        block = file.read_rows(raw, start, stop)
+        moved = self._form and self._form.kind == "mlx" and block.ndim == 4
+        return np.moveaxis(block, 3, 1) if moved else block, file.tensors[raw].dtype
 
     def write_tokenizer(self, directory: Path) -> list[Path]:
         names = [name for name in TOKENIZER_FILES if is_present(self.path / name)]

@@ -103,13 +103,6 @@ class PackedModule:
         kept: np.ndarray = self._memo[part]
         return kept
 
-    def read_input_scale(self) -> np.float32:
-        """Read the static scale of the module's input."""
-        scale: np.float32 = self.read_whole("input_scale")[0]
-        if not _is_scale(scale):
-            raise self.make_error(f"has the input_scale {scale}")
-        return scale
-
     def decode_rows(self, start: int, stop: int) -> np.ndarray:
         """Decode rows [start, stop) of the weight, float32 [stop - start, columns]."""
         with np.errstate(invalid="ignore", over="ignore"):  # the converter refuses what is not finite
@@ -348,8 +341,11 @@ def find_input_scales(spec: Gemma3Spec, packed: Mapping[str, PackedModule]) -> d
         if tensors[0].role is not Role.LINEAR:
             continue
         names = [name for tensor in tensors for name in tensor.sources]
-        scales = [packed[name].read_input_scale() if name in packed else None for name in names]
-        if scales[0] is None or any(scale != scales[0] for scale in scales):
+        held = [packed[name] for name in names if name in packed]
+        scales = [module.read_whole("input_scale")[0] for module in held]
+        if wrong := [module for module, scale in zip(held, scales, strict=True) if not _is_scale(scale)]:
+            raise wrong[0].make_error("has an input_scale that is not finite and above 0")
+        if len(held) < len(names) or any(scale != scales[0] for scale in scales):
             return {}
         found |= {activation_scale_name(tensor.name): np.array([scales[0]], np.float32) for tensor in tensors}
     return found
