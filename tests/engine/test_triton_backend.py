@@ -38,7 +38,7 @@ from wicore_trt.kv.sizing import builtin_spec  # noqa: E402
 from wicore_trt.model.hf_config import read_hf_config  # noqa: E402
 from wicore_trt.model.spec import GLOBAL, Gemma3Spec, LayerGroup  # noqa: E402
 from wicore_trt.plugins.aot import TARGETS, CompiledKernel, KernelSpec  # noqa: E402
-from wicore_trt.weight_format import BF16, FP8, PLAIN  # noqa: E402
+from wicore_trt.weight_format import BF16, FP8, PLAIN, QUANTIZED  # noqa: E402
 
 SIZES = {"hidden_size": 32, "head_dim": 16, "intermediate_size": 48, "num_hidden_layers": 2}
 
@@ -180,10 +180,10 @@ def test_flags_of_engines_without_weights_go_together(
 
 
 @pytest.mark.parametrize("target", ["sm80", "sm89", "sm90", "sm100", "sm120"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8", "q4_0"])
 def test_every_model_has_kernels_for_every_number_of_rows(target: str, dtype: str) -> None:
     for model in ("gemma3-270m", "gemma3-27b"):
-        shape = EngineShape(builtin_spec(model), "bfloat16", FP8 if dtype == "fp8" else BF16, "bfloat16", 32)
+        shape = EngineShape(builtin_spec(model), "bfloat16", QUANTIZED.get(dtype, BF16), "bfloat16", 32)
         planned = list_kernels(shape, target)
         largest: dict[str, int] = {}
         for p in planned:
@@ -258,7 +258,12 @@ def test_groups_of_layers_must_be_alike() -> None:
 @pytest.mark.parametrize("target", [t for t in TARGETS if t != "sm86"])
 @pytest.mark.parametrize(
     ("model", "dtype", "kv_dtype"),
-    [("gemma3-27b", "fp8", "fp8"), ("gemma3-27b", "float16", "auto"), ("gemma3-270m", "bfloat16", "auto")],
+    [
+        ("gemma3-27b", "fp8", "fp8"),
+        ("gemma3-27b", "float16", "auto"),
+        ("gemma3-27b", "q4_0", "fp8"),
+        ("gemma3-270m", "bfloat16", "auto"),
+    ],
 )
 def test_all_kernels_compile(model: str, dtype: str, kv_dtype: str, target: str, tmp_path: Path) -> None:
     engine = build_engine(

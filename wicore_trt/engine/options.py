@@ -100,7 +100,7 @@ BACKENDS = {
 """Name of a backend to "module:class"."""
 READ_IMAGES = frozenset({"torch", "triton"})
 """Backends whose engines keep the image encoder."""
-READ_BLOCKS = frozenset({"torch"})
+READ_BLOCKS = frozenset({"torch", "triton"})
 """Backends that compute with Q4_0 weights."""
 SCHEDULE_THEMSELVES = frozenset({"tensorrt-llm"})
 """Backends whose engines take whole requests and have a KV cache of their own."""
