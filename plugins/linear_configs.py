@@ -134,15 +134,18 @@ def choose_by_rule(shape: LinearShape, bucket: int) -> LinearConfig:
 
 
 def _choose_tiles(shape: LinearShape, bucket: int) -> LinearConfig:
-    """Choose for 4-bit weights: a warp has two loads of 512 bytes on their way for few rows of x, where programs of one
-    tile of rows suffice; many rows of x are loaded once for two tiles. Sums are split until every SM has 16 warps."""
+    """Choose for 4-bit weights. Few rows: loads to registers, 2 KiB of weights of each warp on their way. From 32 on
+    rows of x are the larger traffic: two or four warps share them in shared memory. Sums are split until every SM has
+    16 warps."""
     columns = min(max(8, bucket), 64)
-    tiles = 2 if columns in (16, 32) and not shape.geglu else 1
-    warps = 8 if shape.k >= 4096 and not shape.geglu else 4
-    splits, parts = 1, div_ceil(shape.k, 32 * warps)
-    while not shape.geglu and splits < 4 and shape.n // (32 * tiles) * splits * warps < 16 * PROGRAMS // 2:
+    wide, tiles = columns >= 32, 2 if columns in (16, 32) and not shape.geglu else 1
+    warps = 8 if wide or (shape.k >= 4096 and not shape.geglu) else 4
+    warps_n = columns // 16 if wide else 1
+    rows, block_k = 32 * tiles * warps_n, 32 * warps // warps_n
+    splits, parts = 1, div_ceil(shape.k, block_k)
+    while not shape.geglu and splits < 4 and shape.n // rows * splits * warps < 8 * PROGRAMS:
         if parts // (2 * splits) < 4 or div_ceil(parts, 2 * splits) * (2 * splits - 1) >= parts:
             break
         splits *= 2
-    unroll = 1 if columns == 64 else 2 if shape.geglu or columns >= 16 else 4
-    return LinearConfig("tiles", 32 * tiles, 32 * warps, columns, splits, warps, 1, unroll, evict_first=bucket < 128)
+    stages, unroll = (4, 1) if wide else (1, 2 if shape.geglu or columns == 16 else 4)
+    return LinearConfig("tiles", rows, block_k, columns, splits, warps, stages, unroll, evict_first=columns < 64)

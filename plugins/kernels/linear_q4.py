@@ -68,11 +68,14 @@ def _load_nibbles(w, at, to: tl.constexpr, EVICT_FIRST: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(x, at, live):
-    """x of a block per warp, at [t, g, W, COLUMNS / 8, j of 8]: [W, 16, COLUMNS] as `_load_nibbles` orders columns."""
-    W: tl.constexpr = at.shape[2]
+def _load_rows(x, at, live, W: tl.constexpr):
+    """x of a block per warp, at [t, g, W or fewer, COLUMNS / 8, j of 8]: [W, 16, COLUMNS] as `_load_nibbles` orders
+    columns."""
     M8: tl.constexpr = at.shape[3]
-    value = tl.reshape(tl.load(x + at, mask=live, other=0.0), [4, 8, W, M8, 2, 4])
+    value = tl.load(x + at, mask=live, other=0.0)
+    if at.shape[2] < W:
+        value = tl.broadcast_to(value[:, :, None], [4, 8, W // at.shape[2], at.shape[2], M8, 8])
+    value = tl.reshape(value, [4, 8, W, M8, 2, 4])
     low, high = tl.split(tl.permute(value, (0, 1, 2, 3, 5, 4)))
     low = tl.reshape(tl.permute(low, (2, 0, 4, 3, 1)), [W, 16, M8 * 8])
     return low, tl.reshape(tl.permute(high, (2, 0, 4, 3, 1)), [W, 16, M8 * 8])
@@ -166,13 +169,15 @@ def linear_q4(
     begin = tl.program_id(1) * PART
     end = begin + PART if STEPS % SPLITS == 0 else tl.minimum(begin + PART, STEPS)
     take_turn(DEPENDENT)
+    reader = tl.arange(0, WK if STAGES > 1 else W)  # in shared memory x is there once for all warps
     for step in tl.range(begin, end, loop_unroll_factor=UNROLL, num_stages=STAGES):
         block = step * WK + warp % WK
         live = block < BLOCKS
         if BLOCKS % WK:
             block = tl.minimum(block, BLOCKS - 1)
-        seen = (rows < tokens) & (live[None, None, :, None, None] if BLOCKS % WK else True)
-        low, high = _load_rows(x, from_row + block[None, None, :, None, None] * 32, seen)
+        read = (step * WK + reader % WK)[None, None, :, None, None]
+        seen = (rows < tokens) & (read < BLOCKS if BLOCKS % WK else True)
+        low, high = _load_rows(x, from_row + read * 32, seen, W)
         at = tile + block[:, None]
         acc = _add_blocks(acc, w, w_scale, w_minimum, at, live, low, high, EVICT_FIRST, MINIMUMS)
         if GEGLU:

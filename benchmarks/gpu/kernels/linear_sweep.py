@@ -47,9 +47,9 @@ TILE_BLOCKS = {
     8: ((32, 4, 4, 1, 4), (32, 8, 8, 1, 4), (32, 8, 8, 1, 2), (64, 4, 4, 1, 2), (32, 4, 4, 4, 1), (32, 2, 2, 1, 4),
         (64, 4, 8, 1, 4)),
     16: ((32, 4, 4, 1, 2), (32, 8, 8, 1, 2), (64, 4, 4, 1, 2), (32, 8, 8, 1, 4), (64, 4, 4, 4, 1), (64, 4, 8, 1, 2)),
-    32: ((32, 4, 4, 1, 2), (64, 4, 4, 1, 2), (64, 4, 4, 4, 1), (64, 8, 8, 1, 1), (64, 4, 8, 1, 1), (32, 8, 8, 1, 2),
-         (128, 4, 8, 1, 1)),
-    64: ((32, 4, 4, 1, 1), (64, 4, 8, 1, 1), (32, 8, 8, 1, 1), (64, 2, 4, 1, 1), (32, 4, 4, 4, 1), (64, 4, 4, 1, 1)),
+    32: ((128, 4, 8, 4, 1), (64, 4, 4, 1, 2), (64, 4, 8, 4, 1), (256, 2, 8, 4, 1), (128, 2, 4, 4, 1), (32, 4, 4, 1, 2),
+         (64, 8, 8, 1, 1)),
+    64: ((128, 2, 8, 4, 1), (64, 4, 8, 3, 1), (128, 2, 8, 3, 1), (256, 1, 8, 4, 1), (64, 2, 4, 4, 1), (32, 4, 4, 1, 1)),
 }  # fmt: skip
 VECTOR_BLOCKS = {
     # (block_n, block_k, num_warps, num_stages, unroll)
@@ -100,8 +100,10 @@ def candidates(shape: LinearShape, bucket: int, quick: bool) -> list[LinearConfi
 
 
 def _tile_candidates(shape: LinearShape, bucket: int, quick: bool) -> list[LinearConfig]:
-    columns, found = min(64, max(8, bucket)), list[LinearConfig]()
-    for block_n, warps_k, warps, stages, unroll in TILE_BLOCKS[columns][: 3 if quick else None]:
+    most, found = min(64, max(8, bucket)), list[LinearConfig]()
+    sizes = {most, min(most, 32)} if shape.geglu else {most}
+    tried = [(columns, blocks) for columns in sizes for blocks in TILE_BLOCKS[columns][: 3 if quick else None]]
+    for columns, (block_n, warps_k, warps, stages, unroll) in tried:
         if shape.geglu and block_n > 32 * warps // warps_k:
             block_n //= 2
         for splits in (1,) if shape.geglu else (1, 2, 4) if quick else (1, 2, 3, 4, 6):
