@@ -16,8 +16,8 @@ from parity.tiny import tiny_model
 from tiny_source import write_tiny_tokenizer
 
 from wicore_trt.backends.tensorrt.executor import WORKSPACE_BYTES, SlotMemory
-from wicore_trt.backends.tensorrt.plan import read_index
 from wicore_trt.backends.tensorrt.plan_io import INDEX, PHASES, plan_file
+from wicore_trt.backends.tensorrt.session import read_index
 from wicore_trt.config import Settings
 from wicore_trt.core.assemble import make_executor
 from wicore_trt.engine.build import build_engine

@@ -14,9 +14,8 @@ from parity.paged import PagedDriver
 from parity.tiny import tiny_model
 
 from wicore_trt.backends.tensorrt import plan_io
-from wicore_trt.backends.tensorrt.plan import LoadedPlan, load_plans
 from wicore_trt.backends.tensorrt.plan_io import DECODE
-from wicore_trt.backends.tensorrt.session import BoundContext, StepBuffer, activation_bytes
+from wicore_trt.backends.tensorrt.session import BoundContext, LoadedPlan, StepBuffer, activation_bytes, load_plans
 from wicore_trt.engine.directory import EngineDir
 
 SIZES = {plan_io.BATCH: 2, plan_io.CHUNK: 1, plan_io.ROWS: 2}

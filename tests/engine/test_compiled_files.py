@@ -18,7 +18,7 @@ from backend_tensorrt.tensorrt_fakes import FakeDevice, fake_tensorrt
 from parity.tiny import tiny_model
 from test_triton_backend import build, source  # noqa: F401 -- `source` is a fixture
 
-from wicore_trt.backends.tensorrt import plan as tensorrt_plan
+from wicore_trt.backends.tensorrt import session as tensorrt_plan
 from wicore_trt.backends.tensorrt.build import INDEX as PLAN_INDEX
 from wicore_trt.backends.tensorrt.plan_io import PHASES, plan_file
 from wicore_trt.backends.triton.index import INDEX as KERNEL_INDEX

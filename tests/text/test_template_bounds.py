@@ -12,7 +12,7 @@ import pytest
 
 from wicore_trt import worker_process
 from wicore_trt.errors import EngineFormatError, InvalidRequestError, UnavailableError
-from wicore_trt.text import template_process
+from wicore_trt.text import chat
 from wicore_trt.text.chat import ChatTemplate, TemplateRefusal
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -50,9 +50,9 @@ def test_time_is_bounded() -> None:
 
 def test_a_worker_that_was_killed_is_replaced() -> None:
     assert render("{{ 1 }}") == "1"
-    assert template_process.WORKER.process is not None
-    os.kill(template_process.WORKER.process.pid, signal.SIGKILL)
-    template_process.WORKER.process.wait()
+    assert chat.WORKER.process is not None
+    os.kill(chat.WORKER.process.pid, signal.SIGKILL)
+    chat.WORKER.process.wait()
     assert render("{{ 2 }}") == "2"
 
 
@@ -60,10 +60,10 @@ def test_a_worker_that_is_killed_at_work_is_no_fault_of_the_template() -> None:
     """As where the machine's memory is short; the first template of a server would have ended it."""
     slow = "{% for a in range(40) %}{% for b in range(50000) %}{% endfor %}{% endfor %}slow"
     assert render("{{ 1 }}") == "1"
-    assert template_process.WORKER.process is not None
-    timer = threading.Timer(0.1, os.kill, (template_process.WORKER.process.pid, signal.SIGKILL))
+    assert chat.WORKER.process is not None
+    timer = threading.Timer(0.1, os.kill, (chat.WORKER.process.pid, signal.SIGKILL))
     timer.start()
-    assert template_process.run_template(slow, {}, {}) == {"text": "slow"}
+    assert chat.run_template(slow, {}, {}) == {"text": "slow"}
     timer.join()
 
 
@@ -77,7 +77,7 @@ def test_a_job_that_is_interrupted_leaves_its_answer_to_nobody() -> None:
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(KeyboardInterrupt):
-            template_process.run_template(slow, {}, {})
+            chat.run_template(slow, {}, {})
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, former)
@@ -86,14 +86,14 @@ def test_a_job_that_is_interrupted_leaves_its_answer_to_nobody() -> None:
 
 def test_a_worker_that_does_not_read_its_job_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert render("{{ 1 }}") == "1"
-    assert template_process.WORKER.process is not None
-    worker = template_process.WORKER.process.pid
+    assert chat.WORKER.process is not None
+    worker = chat.WORKER.process.pid
     monkeypatch.setattr(worker_process, "WAIT_SECONDS", 0.2)
     os.kill(worker, signal.SIGSTOP)
     rescue = threading.Timer(60, os.kill, (worker, signal.SIGKILL))  # or a failure of this test would hang
     rescue.start()
     with pytest.raises(UnavailableError, match="got no time"):  # which is no fault of the template
-        template_process.run_template("{{ x }}", {}, {"x": "x" * (1 << 20)})
+        chat.run_template("{{ x }}", {}, {"x": "x" * (1 << 20)})
     assert rescue.is_alive(), "the worker was ended from outside"
     rescue.cancel()
     monkeypatch.undo()
@@ -102,15 +102,15 @@ def test_a_worker_that_does_not_read_its_job_is_ended(monkeypatch: pytest.Monkey
 
 @pytest.mark.forks
 def test_a_process_that_was_forked_while_a_template_was_rendered_renders_its_own() -> None:
-    with template_process.WORKER.lock:
+    with chat.WORKER.lock:
         child = os.fork()
         if child == 0:
-            os._exit(0 if template_process.WORKER.lock.acquire(timeout=1) else 1)
+            os._exit(0 if chat.WORKER.lock.acquire(timeout=1) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_text_that_json_would_escape_comes_whole() -> None:
-    assert template_process.run_template("{{ '\x01' * 12000000 }}", {}, {}) == {"text": "\x01" * 12_000_000}
+    assert chat.run_template("{{ '\x01' * 12000000 }}", {}, {}) == {"text": "\x01" * 12_000_000}
 
 
 def test_refusals_and_odd_text_pass_through() -> None:

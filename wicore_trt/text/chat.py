@@ -1,8 +1,9 @@
 """Render chat messages to prompt text with the model's own template.
 
-Knows the shape of messages; must not know token ids or jinja2. Templates differ in what they take, so each is tried
-once with probes (`takes`), and messages are given in a form that it takes. Invariant: every message's text is in the
-prompt, or the caller gets an InvalidRequestError.
+Knows the shape of messages; must not know token ids or jinja2, which runs in a process of its own for all tokenizers.
+Templates differ in what they take, so each is tried once with probes (`takes`), and messages are given in a form that
+it takes. Invariants: the prompt has every message's text, or the caller gets an InvalidRequestError; no template takes
+more of this process than the text of its answer.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import Any
 
 from wicore_trt.errors import EngineFormatError, InvalidRequestError, shortened, shown
 from wicore_trt.text.images import IMAGE_MARK, is_image_part
-from wicore_trt.text.template_process import run_template
+from wicore_trt.text.template_worker import LIMITS
+from wicore_trt.worker_process import JobFailure, WorkerProcess
 
+WORKER = WorkerProcess("wicore_trt.text.template_worker", LIMITS)
 # OpenAI's newer name for the system role and Gemma's own name for the assistant are taken as what they mean.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "model": "assistant"}
 REFUSED_KEYS = ("function_call", "audio", "images", "videos", "prefix", "partial")
@@ -37,6 +40,18 @@ _TOOL = {
 }
 _CALL = {"id": "call_0", "type": "function", "function": {"name": "qz_name", "arguments": {"qz_key": "Qz6"}}}
 _CALLING = ({**ANSWER, "content": "", "tool_calls": [_CALL]}, {"role": "tool", "name": "qz_name", "content": "Qz7"})
+
+
+def run_template(source: str, tokens: Mapping[str, str], values: Mapping[str, Any] | None) -> dict[str, str]:
+    """Render `values` and `tokens` with a template; with `values` None list the names that it reads, one a line.
+    Returns {"text"}, {"refused"} when it called raise_exception, or {"broken"}: why it has no text, as the end of a
+    sentence. {"ended"} is added where the worker had to be ended."""
+    job = json.dumps({"source": source, "tokens": dict(tokens), "values": values}, ensure_ascii=False)
+    try:
+        answer = WORKER.run_job(job.encode("utf-8", "surrogatepass"))
+    except JobFailure as failure:
+        return {"broken": str(failure), **({"ended": "1"} if failure.ended else {})}
+    return {"text" if answer[:1] == b"t" else "refused": answer[1:].decode("utf-8", "surrogatepass")}
 
 
 class TemplateRefusal(Exception):

@@ -1,4 +1,4 @@
-"""Render chat templates in a process of its own, which `text.template_process` owns.
+"""Render chat templates in a process of its own, which `text.chat` owns.
 
 A template is a program from a file. jinja2's sandbox bounds neither its time nor its memory (a loop over 10^9), so
 the kernel does. Must not know what messages mean, or files. Invariant: a job takes at most LIMITS, or the process ends.

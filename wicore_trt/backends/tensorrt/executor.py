@@ -17,9 +17,15 @@ import torch
 from wicore_trt.backends.tensorrt import plan_io
 from wicore_trt.backends.tensorrt.api import RTX
 from wicore_trt.backends.tensorrt.copies import choose_copier
-from wicore_trt.backends.tensorrt.plan import load_plans, plan_limits, rebuild_plans
 from wicore_trt.backends.tensorrt.plan_io import DECODE, PREFILL, PlanLimits, plan_file
-from wicore_trt.backends.tensorrt.session import PlanSession, RuntimeCache, activation_bytes
+from wicore_trt.backends.tensorrt.session import (
+    PlanSession,
+    RuntimeCache,
+    activation_bytes,
+    load_plans,
+    plan_limits,
+    rebuild_plans,
+)
 from wicore_trt.backends.tensorrt.slots import GroupSlots, Part, Row, SlotTable, decode_slots, part_batch, step_inputs
 from wicore_trt.checkpoint.demo import cache_directory
 from wicore_trt.checkpoint.names import kv_scale_name
