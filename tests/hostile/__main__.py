@@ -3,7 +3,7 @@
 Plays inputs that follow from the seed, and prints which answers they got, what the server holds afterwards, and how
 long the longest pauses of honest streams were beside those of a second, undisturbed server on the same machine. Exits
 with 1 for a crash, an answer of 5xx but 503 (and 504 where the input sets a time), gRPC's INTERNAL or UNKNOWN, a leak,
-or a token that is wrong or lost. `--only NUMBER` plays one input again.
+or a token that is wrong or lost. `--only NUMBER` plays one input again. HOSTILE_KIND=pictures plays inputs of one kind.
 """
 
 from __future__ import annotations

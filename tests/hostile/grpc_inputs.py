@@ -11,7 +11,7 @@ from random import Random
 from google.protobuf.message import Message
 from http_inputs import HALF, READ, RESET, Step
 from serve.raw_http2 import DATA, END_HEADERS, END_STREAM, HEADERS, PREFACE, SETTINGS, frame, headers, literal
-from values import bits, lark, regex, schema
+from values import bits, image_file, image_url, lark, regex, schema
 
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import kv_pb2
@@ -311,7 +311,42 @@ def stalls(rng: Random) -> list[Step]:
     return [made[:cut], rng.choice([0.05, 0.4]), made[cut:], rng.choice([READ, RESET, HALF, 0.3])]
 
 
+def pictures(rng: Random) -> Call:
+    """Images of texts and of turns, for answers and for token counts."""
+    images = [
+        pb2.Image(**rng.choice([{"data": image_file(rng)}, {"url": image_url(rng)}, {}]), crops=rng.random() < 0.3)
+        for _ in range(rng.choice([1, 1, 2, 17]))
+    ]
+    parts = [pb2.ContentPart(image=one) for one in images] + [
+        pb2.ContentPart(text="<start_of_image>"),
+        pb2.ContentPart(),
+    ]
+    rng.shuffle(parts)
+    turns = [pb2.ChatMessage(role=rng.choice(["user", "user", "user", "system", "x"]), parts=parts)]
+    leave = rng.choice([None, None, 0.01])
+    match rng.randrange(3):
+        case 0:
+            return generate(good(rng, text=rng.choice(["a", "<start_of_image>"]), images=images), leave=leave)
+        case 1:
+            message = good(rng)
+            message.chat.messages.extend(turns)
+            return generate(message, leave=leave)
+    return Call(f"{SERVICE}Tokenize", (pb2.TokenizeRequest(chat=pb2.Chat(messages=turns)).SerializeToString(),))
+
+
 KINDS: dict[str, Callable[[Random], Call | list[Step]]] = {
     made.__name__: made
-    for made in (flipped, made_up, extremes, collections, times, constraints, metadata, leaving, http2, stalls)
+    for made in (
+        flipped,
+        made_up,
+        extremes,
+        collections,
+        times,
+        constraints,
+        metadata,
+        leaving,
+        http2,
+        stalls,
+        pictures,
+    )
 }

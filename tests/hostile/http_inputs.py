@@ -11,11 +11,12 @@ import json
 from collections.abc import Callable
 from random import Random
 
-from values import FIELDS, NUMBERS, TEXTS, bits, lark, nested, raw_value, regex, schema
+from values import FIELDS, NUMBERS, TEXTS, bits, image_turns, image_url, lark, nested, raw_value, regex, schema
 
 READ, HEAD, HALF, RESET = "read", "head", "half", "reset"
 Step = bytes | float | str
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/inference", "/tokenize", "/detokenize")
+IMAGE_ROUTES = ("/v1/chat/completions", "/tokenize", "/v1/responses", "/v1/messages", "/v1/inference")
 GETS = (
     "/v1/models",
     "/v1/models/x",
@@ -353,10 +354,25 @@ def odd(rng: Random) -> list[Step]:
     return [post(rng.choice([path, *ROUTES]), json.dumps(body | more).encode()), READ]
 
 
+def pictures(rng: Random) -> list[Step]:
+    """Images in every route that takes some, whose client may not wait for an answer."""
+    path = rng.choice([*IMAGE_ROUTES, *IMAGE_ROUTES[:2]])
+    if path == "/v1/inference":
+        made: object = [image_url(rng).partition(",")[rng.choice([0, 2, 2])] for _ in range(rng.choice([1, 2, 17]))]
+        body = {"prompt": rng.choice(["a", "<start_of_image>a"]), "images": rng.choice([made, made, made, [1], "x"])}
+    else:
+        body = {"input" if path == "/v1/responses" else "messages": image_turns(rng)}
+    if path != "/tokenize":
+        body |= {"max_tokens" if path != "/v1/responses" else "max_output_tokens": 3, "stream": rng.random() < 0.3}
+    body.pop("stream", None) if path == "/v1/inference" else None
+    raw = json.dumps(body).encode()
+    return [post(path, raw), rng.choice([READ, READ, READ, RESET, 0.02, 0.3])]
+
+
 KINDS: dict[str, Callable[[Random], list[Step]]] = {
     made.__name__: made
     for made in (
         *(field, number, text, broken, nest, doubled, many, constraint, headers, heads, noise, chunked, smuggled),
-        *(pipelined, slow, vanishing, late, odd),
+        *(pipelined, slow, vanishing, late, odd, pictures),
     )
 }

@@ -23,6 +23,8 @@ TESTS = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS / "hostile"), str(TESTS / "http"), str(TESTS), str(TESTS.parent)]
 
 from constrained_web import WebCharTokenizer  # noqa: E402
+from fakes import FakeEncoder  # noqa: E402
+from web import IMAGES  # noqa: E402
 
 from benchmarks.serve import paced  # noqa: E402
 from wicore_trt.access import log  # noqa: E402
@@ -44,6 +46,8 @@ REPORT = "WICORE_HOSTILE_REPORT"
 
 class Tokenizer(WebCharTokenizer):
     """Refuses by its length what is too long, as the real one."""
+
+    reads_images = True
 
     def encode(self, text, *, add_bos=True, max_tokens=None):
         if max_tokens is not None and len(text) > max_tokens:
@@ -78,13 +82,14 @@ class Executor(paced.PacedExecutor):
 def load_engine(settings: Settings):
     given = json.loads(os.environ[paced.OPTIONS])
     executor = Executor(given)
+    executor.images = FakeEncoder()
     pages = {"global": SEQUENCES * paced.MAX_CONTEXT // paced.PAGE_TOKENS}
     executor.layout = replace(executor.layout, num_pages=pages)
     manager = KVCacheManager(pages, 1024, KeyChain("paced", paced.PAGE_TOKENS), options=CacheOptions(prefix_cache=True))
     scheduler = Scheduler(manager, max_batch_tokens=4096, max_sequences=SEQUENCES, slice_tokens=32)
     grammars = Grammars(Tokenizer(), paced.VOCAB)
     core = EngineCore(executor, scheduler, eos_ids=(1,), max_context=paced.MAX_CONTEXT, grammars=grammars)
-    info = replace(paced.load_engine(settings)[1], chat=True)
+    info = replace(paced.load_engine(settings)[1], chat=True, images=IMAGES)
     return core, info
 
 

@@ -5,9 +5,16 @@ Each function draws from a random.Random alone, so that an input follows from it
 
 from __future__ import annotations
 
+import base64
 import json
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "images"))
+
+import hostile_files
 
 NUMBERS = (
     *("1e400", "-1e400", "1e-400", "NaN", "Infinity", "-Infinity", "-0", "-0.0", "9223372036854775807"),
@@ -192,3 +199,52 @@ def bits(rng: Random, data: bytes) -> bytes:
 
 
 Draw = Callable[[Random], object]
+
+
+def image_file(rng: Random) -> bytes:
+    """A small picture, often broken; one in a hundred takes a decoder seconds."""
+    if rng.random() < 0.3:
+        return hostile_files.whole_file(rng, rng.choice(["PNG", "JPEG", "WEBP", "BMP", "GIF"]))
+    return rng.choice(hostile_files.SLOW if rng.random() < 0.01 else hostile_files.KINDS)(rng) or b"\0"
+
+
+def image_url(rng: Random) -> str:
+    text = base64.b64encode(image_file(rng)).decode()
+    return rng.choice(
+        [
+            *[f"data:image/png;base64,{text}"] * 12, f"data:;base64,{text[:-3]}", f"data:image/x,{text}",
+            "data:,", f"DATA:image/jpeg;charset=x;BASE64,{text[:20]} \n{text[20:]}", f"data:;base64,{text}====",
+            text, "data:", "data:;base64,\u00e9", "data:;base64," + "A" * rng.choice([1, 100_000, 3_000_000]), "",
+            "ftp://x/y", "http:", "data:,%" + "%41" * 1000 + "%zz", "http://127.0.0.1:1/x.png", "http://169.254.169.254/latest/meta-data",
+            "http://a@b/c", "https://[::1]/a", "file:///etc/passwd", "http://" + "a" * 5000, "gopher://x", "\0",
+        ]
+    )  # fmt: skip
+
+
+def image_part(rng: Random) -> object:
+    """A part of a message in one of the spellings of the APIs, or in one of none."""
+    url, more = image_url(rng), rng.choice([{}, {}, {"detail": rng.choice(["high", "low", "auto", "x", 1, None])}])
+    data = url.partition(",")[2]
+    return rng.choice(
+        [
+            *[{"type": "image_url", "image_url": {"url": url} | more}] * 4, {"type": "image_url", "image_url": url},
+            {"type": "input_image", "image_url": url} | more, {"type": "image", "url": url},
+            {"type": "image", "image": data},
+            {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}},
+            {"type": "image", "source": {"type": "url", "url": url}}, {"type": "image"},
+            {"type": "image_url", "image_url": 7},
+            {"type": "image", "source": {"type": "base64", "data": [data]}}, {"type": "input_image", "file_id": "f"},
+            {"type": "text", "text": "<start_of_image><image_soft_token>\x7f"}, {"type": "input_text"}, url, None,
+        ]
+    )  # fmt: skip
+
+
+def image_turns(rng: Random) -> list[object]:
+    """A conversation with images, also where none may be."""
+    roles = ["user"] * 8 + ["system", "assistant", "tool", "developer", "x"]
+    counts = rng.choice([[1], [1], [2, 1], [0, 3], [17], [1] * 5])
+    return [
+        {"role": "user" if i == 0 and rng.random() < 0.8 else rng.choice(roles),
+         "content": [image_part(rng) for _ in range(count)] or "a"}
+        for i, count in enumerate(counts)
+    ]  # fmt: skip

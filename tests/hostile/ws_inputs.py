@@ -8,7 +8,7 @@ from collections.abc import Callable
 from random import Random
 
 from http_inputs import HALF, HEAD, READ, RESET, Step
-from values import bits, lark, nested, raw_value, regex, schema
+from values import bits, image_turns, lark, nested, raw_value, regex, schema
 
 TEXT, BINARY, CONT, CLOSE, PING, PONG = 1, 2, 0, 8, 9, 10
 
@@ -168,6 +168,17 @@ def crowds(rng: Random) -> list[Step]:
     ]
 
 
+def pictures(rng: Random) -> list[Step]:
+    """Generations with images, several on a connection, some of them cancelled or left."""
+    made = b""
+    for i in range(rng.choice([1, 1, 3])):
+        body = {"type": "generate", "id": f"g{i}", "messages": image_turns(rng), "max_tokens": 3, "temperature": 0}
+        made += frame(rng, TEXT, json.dumps(body).encode())
+        if rng.random() < 0.3:
+            made += frame(rng, TEXT, json.dumps({"type": "cancel", "id": f"g{i}"}).encode())
+    return [shake(rng), HEAD, made, rng.choice([READ, READ, 0.02, 0.3]), rng.choice([READ, RESET, HALF])]
+
+
 KINDS: dict[str, Callable[[Random], list[Step]]] = {
-    made.__name__: made for made in (handshakes, broken, fragments, floods, messages, crowds)
+    made.__name__: made for made in (handshakes, broken, fragments, floods, messages, crowds, pictures)
 }
