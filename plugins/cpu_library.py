@@ -12,7 +12,7 @@ from pathlib import Path
 
 import wicore_trt
 
-ABI = 5
+ABI = 6
 LIBRARY = "libwicore_cpu.so"
 NOT_BUILT = "not_built.txt"
 """Where the library would be: the compiler's first error, as plugins/cpu/build.cmake leaves it."""

@@ -17,7 +17,7 @@ from itertools import count
 from queue import Empty
 from typing import Any
 
-from wicore_trt.kv.disk.io import Outcome
+from wicore_trt.kv.disk.io import Outcome, Probe
 from wicore_trt.kv.disk.store import QUEUE_LIMIT
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.model.spec import GLOBAL, LOCAL
@@ -147,12 +147,12 @@ class Disk:
         return [rate for when, rate in self._world.disk if when <= now][-1]
 
     def read_page(
-        self, page: Page, slots: Sequence[int], parts: object, done: Told, *, probe: object,
+        self, page: Page, slots: Sequence[int], parts: object, done: Told, *, probe: Probe,
         seen: Callable[[bytes], None], wanted: Callable[[], bool] = lambda: True,
     ) -> bool:  # fmt: skip
         def over(outcome: Outcome) -> None:
             if outcome is Outcome.OK:
-                seen(b"")
+                seen(probe.digest([]))
                 self.read_bytes += PAGE_BYTES[page.group]
             done(outcome)
 

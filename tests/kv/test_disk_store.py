@@ -23,6 +23,8 @@ from wicore_trt.kv.disk.io import Probe
 from wicore_trt.kv.disk.store import DiskStore, Outcome
 from wicore_trt.kv.pages.page import Page
 
+pytestmark = pytest.mark.usefixtures("each_mover")
+
 RECORD = record_bytes(SPACE.page_tokens)
 CIPHER = PageCipher(b"k" * 32)
 PARTS = [content(1, 0), content(1, 1)]
@@ -99,7 +101,7 @@ def test_a_read_shows_the_page_and_nothing_that_changed_since_its_check(tmp_path
             target[1][7] ^= damaged
             return b"digest"
 
-        read = partial(store.read_page, probe=Probe(take_digest, target), seen=shown.append)
+        read = partial(store.read_page, probe=Probe(take_digest, 2 * SLOT), seen=shown.append)
         outcome = wait_for(read, page, (3, 4), target)
         assert shown == ([PARTS, b"digest"] if outcome is Outcome.OK else [PARTS])
         # what is encrypted is shown behind its check: whoever compares notices this bit, but the store does not

@@ -28,6 +28,8 @@ from wicore_trt.kv.disk.tools import verify_directory
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.types import CacheHints, GenerateRequest, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("each_mover")
+
 SEED = int.from_bytes(os.urandom(4), "little")
 FAR = 1 << 31
 
@@ -283,7 +285,7 @@ def test_erased_twice_the_record_still_stays_as_long_as_the_bytes(tmp_path: Path
 
     files = Refusing()
     store = open_store(tmp_path, files=files)
-    write = lambda *args: store.write_page(*args, probe=Probe(bytes, ()), expected=b"other", expires=FAR)  # noqa: E731
+    write = lambda *args: store.write_page(*args, probe=Probe(lambda parts: b"this", 0), expected=b"other", expires=FAR)  # noqa: E731
     assert wait_for(write, make_page(1), [0], buffers([content(1, 0)])) is Outcome.CORRUPT
     store.erase_slots([0])
     put(store, make_page(2), [1], [content(2, 0)])  # what is to be forgotten is, by now

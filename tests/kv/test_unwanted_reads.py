@@ -16,6 +16,8 @@ from wicore_trt.kv.tiers.moves import Stage
 from wicore_trt.model.spec import GLOBAL
 from wicore_trt.types import GenerateRequest, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("each_mover")
+
 
 def occupy(store, free):
     """Every thread of the disk has something else to do until `free`."""

@@ -23,6 +23,7 @@ from types import ModuleType
 from unittest import mock
 
 from wicore_trt.kv.disk.io import DiskOperation, Outcome
+from wicore_trt.kv.disk.native import NativeMover
 
 PACKAGES = ("wicore_trt.kv.", "wicore_trt.schedule.", "wicore_trt.core.")
 NEVER = math.inf
@@ -130,6 +131,7 @@ class Virtual:
                 replace_everywhere(stack, name, fake)
             for function in _default_clocks():
                 stack.enter_context(_with_defaults(function, clock.monotonic))
+            stack.enter_context(mock.patch.object(NativeMover, "start_threads", lambda *args: False))
             yield
 
 

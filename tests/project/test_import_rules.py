@@ -16,7 +16,10 @@ PURE = ("wicore_trt.kv", "wicore_trt.schedule", "wicore_trt.types", "wicore_trt.
 # What moves bytes may use numpy: a restart reads millions of index records at once. What decides may not: its books are
 # plain data, and a process that only plans, simulates or talks to a server does not load an array library.
 NUMPY_STORES = ("wicore_trt.kv.disk.index", "wicore_trt.kv.disk.tools")
-LOAD_NUMPY = {*NUMPY_STORES, *(f"wicore_trt.kv.{name}" for name in ("disk.mover", "disk.store", "tiers.open_tiers"))}
+LOAD_NUMPY = {
+    *NUMPY_STORES,
+    *(f"wicore_trt.kv.{name}" for name in ("disk.mover", "disk.native", "disk.store", "tiers.open_tiers")),
+}
 """The stores and what imports them."""
 
 # Package: what of wicore_trt it may import, itself included. The first entry that fits a module counts.
@@ -75,6 +78,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "backends.trtllm": (*BACKEND, "kv", "backends.trtllm"),  # our tiers behind its KV connector
     "kv.sizing": ("errors", "kv", "model"),
     "kv.tiers.open_tiers": ("errors", "memory", "config", "kv", "runtime.executor"),
+    "kv.disk.native": ("kv.disk", "plugins.cpu_library"),  # its threads are the library's
     "kv": ("errors", "types", "collector", "kv", "model.spec", "runtime.executor"),
     "schedule": ("errors", "types", "kv", "schedule", "model.spec", "runtime.batch"),
     "core": (*ROOT_MODULES, "kv", "schedule", "model", "runtime", "engine", "text", "grammar", "images", "core"),

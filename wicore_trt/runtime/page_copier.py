@@ -99,13 +99,10 @@ class TorchPageCopier:
     def __init__(self, pools: Mapping[str, torch.Tensor]) -> None:
         flat = _flatten_pools(pools)
         self._pages = {group: pages.numpy() if pages.device.type == "cpu" else pages for group, pages in flat.items()}
-        self._digest = new_digest(pools)
+        self.digest = new_digest(pools).compute_digest
 
     def pin(self, memory: memoryview) -> bool:
         return False
-
-    def digest(self, parts: Sequence[memoryview]) -> bytes:
-        return self._digest.compute_digest(parts)
 
     def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done, *, settled: bool = False) -> None:
         begun = time.perf_counter()
@@ -188,7 +185,7 @@ class StreamPageCopier:
         self._places = {group: (pages.data_ptr(), pages.shape[1]) for group, pages in flat.items()}
         self._pools, self._page_tokens, self._memory = flat, page_tokens, memory
         self._compute, out, into = lanes
-        self._digests, self._digest = digests, digest or new_digest(pools)
+        self._digests, self.digest = digests, (digest or new_digest(pools)).compute_digest
         self.checks = digests is not None
         self.broken: BaseException | None = None
         self._lock = threading.Lock()
@@ -201,9 +198,6 @@ class StreamPageCopier:
     def pin(self, memory: memoryview) -> bool:
         self._pinned.add(host_address(memory))
         return self._memory.pin(memory)
-
-    def digest(self, parts: Sequence[memoryview]) -> bytes:
-        return self._digest.compute_digest(parts)
 
     def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done, *, settled: bool = False) -> None:
         copies = self._make_copies(group, [slot], [parts], lambda digests, seconds: done(digests[0], seconds))

@@ -17,7 +17,7 @@ extern "C" {
 #endif
 
 #define WICORE_API __attribute__((visibility("default")))
-#define WICORE_CPU_ABI 5
+#define WICORE_CPU_ABI 6
 #define WICORE_PACK_ROWS 64  // weight rows that are interleaved in one tile
 
 enum wicore_dtype { WICORE_F32 = 0, WICORE_BF16 = 1, WICORE_F16 = 2 };
@@ -152,6 +152,50 @@ struct wicore_page_digest {
   uint64_t* out;
 };
 
+// A slot of a page on disk: its header block at `offset` of file `fd`, the payload behind it.
+struct wicore_disk_part {
+  int64_t fd, offset, slot;
+  uint8_t* payload;
+};
+
+#define WICORE_DISK_IDENTITY 216  // bytes of a header before its seals
+
+// bytes moved, 0 at a file's end, or the negative errno
+struct iovec;
+typedef int64_t (*wicore_disk_call)(int64_t fd, const struct iovec* buffers, int64_t count, int64_t offset);
+
+// One page to write (or read), of `slot_bytes` a part. identity: the header's first bytes, of any part. The digest of
+// its first `page_bytes` is taken with `key` as in wicore_page_digest (null: none). A write whose digest is not
+// `expected` (null: any) ends there; else its `records`, each `record_bytes` long, are written to the places of its slots
+// in `records_fd`. All pointers stay valid until the report.
+struct wicore_disk_move {
+  int64_t write, parts, slot_bytes;
+  const struct wicore_disk_part* places;
+  const uint8_t* identity;
+  const uint32_t* key;
+  int64_t second_pairs, page_bytes;
+  const uint64_t* expected;
+  int64_t records_fd, record_bytes;
+  const uint8_t* records;
+};
+
+// What a move came to; a negative status is an errno.
+enum wicore_disk_status {
+  WICORE_DISK_MOVED = 0,
+  WICORE_DISK_HEADER = 1,   // the header's checksum is wrong
+  WICORE_DISK_ANOTHER = 2,  // another page, part, slot, write, namespace or format
+  WICORE_DISK_PAYLOAD = 3,  // the payload's checksum is wrong
+  WICORE_DISK_DIGEST = 4,   // the buffers are not what was expected
+  WICORE_DISK_END = 5,      // the file ends too early
+  WICORE_DISK_DROPPED = 6,
+};
+
+struct wicore_disk_report {
+  const struct wicore_disk_move* move;
+  int64_t status;
+  uint64_t digest[2];
+};
+
 struct wicore_command {
   int64_t op;  // enum wicore_op
   const void* args;
@@ -174,6 +218,16 @@ WICORE_API int wicore_cpu_run(const struct wicore_command* commands, int64_t cou
 
 // Runs beside operators, in the calling thread.
 WICORE_API void wicore_cpu_page_digest(const struct wicore_page_digest* args);
+
+// Threads that move pages, in the order of the calls to `begin`. Null calls: the system's own. NULL: no threads.
+WICORE_API void* wicore_disk_open(int64_t threads, wicore_disk_call read, wicore_disk_call write);
+WICORE_API void wicore_disk_begin(void* mover, const struct wicore_disk_move* move);  // returns at once
+// 1: the move had not begun; nobody touches its buffers, and no report follows. 0: it will be reported, and a write
+// that has no record yet gets none.
+WICORE_API int64_t wicore_disk_drop(void* mover, const struct wicore_disk_move* move);
+// Waits for reports, and takes up to `most`; 0 when there are none and `close` was called.
+WICORE_API int64_t wicore_disk_take_reports(void* mover, struct wicore_disk_report* out, int64_t most);
+WICORE_API void wicore_disk_close(void* mover);  // ends the threads, after what they have to do
 
 // cuMemcpyAsync of the CUDA driver.
 typedef int (*wicore_copy_async)(uint64_t target, uint64_t source, size_t bytes, void* stream);

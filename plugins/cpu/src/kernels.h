@@ -4,6 +4,13 @@
 
 namespace wicore {
 
+// XXH3-128 of what was added since `held` was set to 0.
+struct Xxh3 {
+  uint64_t lane[8];
+  uint8_t tail[1024];
+  int64_t held = 0, length = 0;
+};
+
 struct Kernels {
   const char* name;
   void (*embed)(const wicore_embed&);
@@ -13,8 +20,14 @@ struct Kernels {
   void (*linear)(const wicore_linear&);
   void (*qk_norm_rope_write)(const wicore_qk_norm_rope_write&);
   void (*attention)(const wicore_attention&);
-  void (*page_digest)(const wicore_page_digest&);
+  void (*digest_piece)(const uint32_t* key, int64_t second_pairs, const uint8_t* data, int64_t bytes, int64_t begin,
+                       uint64_t* sums);
+  void (*xxh3_add)(Xxh3&, const uint8_t* data, int64_t bytes);
+  void (*xxh3_end)(Xxh3&, uint8_t* out);
 };
+
+// Of the instruction set in use.
+const Kernels& active_kernels();
 
 // nullptr when the instruction set was not compiled in.
 extern const Kernels* const kAvx512Bf16;

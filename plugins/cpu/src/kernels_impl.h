@@ -2,6 +2,7 @@
 // The file defines WICORE_ISA (a namespace), WICORE_ISA_NAME and WICORE_ISA_TABLE first.
 // IWYU pragma: begin_exports
 #include "attention.h"
+#include "checksum.h"
 #include "digest.h"
 #include "kernels.h"
 #include "linear.h"
@@ -15,7 +16,8 @@ constexpr Kernels kTable = {WICORE_ISA_NAME,           WICORE_ISA::embed,
                             WICORE_ISA::norm,          WICORE_ISA::add_norm,
                             WICORE_ISA::geglu,         WICORE_ISA::linear,
                             WICORE_ISA::qk_norm_rope_write, WICORE_ISA::attention,
-                            WICORE_ISA::page_digest};
+                            WICORE_ISA::digest_piece,       WICORE_ISA::xxh3_add,
+                            WICORE_ISA::xxh3_end};
 }  // namespace
 
 const Kernels* const WICORE_ISA_TABLE = &kTable;

@@ -68,6 +68,9 @@ bool dispatch(const Kernels& k, const wicore_command& c) {
 }
 
 }  // namespace
+
+const Kernels& active_kernels() { return *active(); }
+
 }  // namespace wicore
 
 extern "C" {
@@ -114,6 +117,12 @@ int wicore_cpu_copy_all(wicore_copy_async copy, const uint64_t* targets, const u
   return 0;
 }
 
-void wicore_cpu_page_digest(const wicore_page_digest* args) { wicore::active()->page_digest(*args); }
+void wicore_cpu_page_digest(const wicore_page_digest* args) {
+  args->out[0] = args->out[1] = 0;
+  for (int64_t part = 0, begin = 0; part < args->parts; begin += args->lengths[part++]) {
+    const auto* data = static_cast<const uint8_t*>(args->starts[part]);
+    wicore::active()->digest_piece(args->key, args->second_pairs, data, args->lengths[part], begin, args->out);
+  }
+}
 
 }  // extern "C"

@@ -31,6 +31,8 @@ typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef uint32_t vu __attribute__((vector_size(4 * W)));
 typedef uint16_t vh __attribute__((vector_size(2 * W)));
 typedef int8_t vb __attribute__((vector_size(W)));
+typedef uint64_t vq __attribute__((vector_size(4 * W)));
+constexpr int Q = W / 2;  // lanes of a vq
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -48,6 +50,7 @@ INLINE void store(void* p, V v) {
 
 INLINE vf splat(float x) { return x - vf{}; }
 INLINE vu splat_u32(uint32_t x) { return x + vu{}; }
+INLINE vq splat_u64(uint64_t x) { return x + vq{}; }
 INLINE vf as_float(vu v) { return (vf)v; }
 INLINE vu as_bits(vf v) { return (vu)v; }
 INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
@@ -61,6 +64,28 @@ INLINE vf fma(vf a, vf b, vf c) {
   return vfmaq_f32(c, a, b);
 #else
   return a * b + c;
+#endif
+}
+
+// Lane by lane the product of the lower halves.
+INLINE vq mul_halves(vq a, vq b) {
+#if defined(__AVX512BF16__)
+  return (vq)_mm512_maskz_mul_epu32((__mmask8)-1, (__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (vq)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#else
+  return (a & 0xffffffffu) * (b & 0xffffffffu);
+#endif
+}
+
+// Lanes 2i and 2i + 1 change places.
+INLINE vq swap_pairs(vq v) {
+#if defined(__AVX512BF16__)
+  return (vq)_mm512_maskz_shuffle_epi32((__mmask16)-1, (__m512i)v, _MM_PERM_BADC);
+#elif defined(__AVX2__)
+  return (vq)_mm256_shuffle_epi32((__m256i)v, 0x4e);
+#else
+  return vq{v[1], v[0]};
 #endif
 }
 

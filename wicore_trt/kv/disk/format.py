@@ -124,7 +124,7 @@ class SlotFormat:
     ) -> memoryview:
         """Fill `block` (BLOCK_BYTES) and return the payload as it goes to disk: `payload`, or its ciphertext in
         `room` (as long as the payload; not touched without a cipher)."""
-        identity = self._pack_identity(page, part, parts, slot, write_id, len(payload))
+        identity = self.pack_identity(page, part, parts, slot, write_id, len(payload))
         sealed = b""
         if self._cipher is not None:
             sealed, ciphertext = self._cipher.seal(page, part, parts, write_id, identity, payload)
@@ -147,7 +147,7 @@ class SlotFormat:
         head = bytes(block[:_HEADER_CHECK_AT])
         if block[_HEADER_CHECK_AT:] != blake2b(head, digest_size=CHECK_BYTES).digest():
             raise CorruptSlotError("header checksum")
-        identity = self._pack_identity(page, part, parts, slot, write_id, len(payload))
+        identity = self.pack_identity(page, part, parts, slot, write_id, len(payload))
         if head[:_SEALED_AT] != identity:
             raise CorruptSlotError("another page, part, slot, write, namespace or format")
         sealed = head[_SEALED_AT:_CHECK_AT]
@@ -187,7 +187,8 @@ class SlotFormat:
                 return b""
         return bytes(tokens)
 
-    def _pack_identity(self, page: Page, part: int, parts: int, slot: int, write_id: int, payload_bytes: int) -> bytes:
+    def pack_identity(self, page: Page, part: int, parts: int, slot: int, write_id: int, payload_bytes: int) -> bytes:
+        """The first bytes of a header."""
         assert len(page.key) == KEY_BYTES and len(page.tenant) == TENANT_BYTES, "struct would cut or pad them"
         assert page.parent is None or len(page.parent) == KEY_BYTES
         flags = self.flags | (FLAG_PARENT if page.parent is not None else 0)

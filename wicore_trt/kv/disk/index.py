@@ -159,6 +159,14 @@ class SlotIndex:
                 self.leave_records(slots)
             self._write_records(slots, records)
 
+    def prepare_records(self, page: Page, slots: Sequence[int], write_id: int, expires: int) -> tuple[int, int, bytes]:
+        """As `put_records`, but the caller writes: (file descriptor, bytes of a record, the slots' records). What was
+        noted of the slots, and not written by `flush_records`, is not written any more."""
+        with self._mutex:
+            self._forgotten.difference_update(slots)
+            self.leave_records(slots)
+        return self._fd, self._record_bytes, b"".join(self._make_records(page, slots, write_id, expires))
+
     def stamp_records(self, page: Page, slots: Sequence[int], write_id: int, expires: int) -> None:
         """Note that the page's time is over at `expires`. Only noted: `flush_records` writes it."""
         records = self._make_records(page, slots, write_id, expires)

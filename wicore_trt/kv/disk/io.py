@@ -22,8 +22,8 @@ from typing import NamedTuple
 from wicore_trt.kv.disk.files import aligned_buffers
 
 CHORE_WAIT_S = 1.0
-AHEAD_BYTES, URGENT_AHEAD_BYTES = 16 << 20, 64 << 20
-"""What may have begun elsewhere when the next operation begins: 1 to 10 ms of a disk's work."""
+AHEAD, URGENT_AHEAD = 2, 16
+"""Operations for each thread elsewhere that may have begun, so that none of them waits for threads here."""
 RATE_PIECE_BYTES, RATE_PIECES = 4 << 20, 16
 _log = logging.getLogger(__name__)
 
@@ -46,10 +46,10 @@ class Outcome(enum.Enum):
 
 
 class Probe(NamedTuple):
-    """Digest of a page's bytes in its buffers, `parts`, taken in the disk's thread while they are there."""
+    """Digest of a page's `nbytes` in its buffers, taken in the disk's thread while they are there."""
 
     digest: Callable[[Sequence[memoryview]], bytes]
-    parts: Sequence[memoryview]
+    nbytes: int
 
 
 class DiskOperation:
@@ -63,12 +63,10 @@ class DiskOperation:
         deadline: float = math.inf,
         *,
         urgent: bool = False,
-        nbytes: int = 0,
     ) -> None:
         self.run = run
         self.deadline = deadline
         self.urgent = urgent
-        self.nbytes = nbytes
         self.drop: Callable[[], bool] = lambda: False
         self.timed_out = False
         self._done = done
@@ -103,7 +101,7 @@ class IoPool:
 
     `chore` runs in a thread after `request_chore` when nothing else waits or it waited for CHORE_WAIT_S; `end` runs
     in the last thread that leaves. With `clerks`, so many threads here begin operations that `threads` elsewhere run;
-    one of them is kept for urgent ones. Those elsewhere get some bytes more than they work on, so that none waits."""
+    one of them is kept for urgent ones."""
 
     def __init__(
         self,
@@ -133,7 +131,8 @@ class IoPool:
         self._closing = False
         self._threads, self._left = threads, clerks or threads
         self._slow_limit = threads if clerks is None else clerks - 1
-        self._slow = self._begun_bytes = 0  # threads here in operations that are not urgent; bytes of `_running`
+        self._slow = 0  # threads here in operations that are not urgent
+        self._ahead = (1, 1) if clerks is None else (AHEAD, URGENT_AHEAD)
         self._ended = threading.Event()
         for number in range(self._left):
             threading.Thread(target=self._run_operations, name=f"wicore-disk-{number}", daemon=True).start()
@@ -146,19 +145,14 @@ class IoPool:
             return len(self._running) >= self._threads and all(map(attrgetter("timed_out"), self._running))
 
     def submit_operation(
-        self,
-        run: Callable[[DiskOperation], Outcome | None],
-        done: Callable[[Outcome], None],
-        *,
-        urgent: bool = False,
-        nbytes: int = 0,
+        self, run: Callable[[DiskOperation], Outcome | None], done: Callable[[Outcome], None], *, urgent: bool = False
     ) -> bool:
         """False, and nothing was done, when the queue is full, all threads hang, or the pool is closed."""
         with self._lock:
             queue = self._urgent if urgent else self._normal
             if self._closing or len(queue) >= self._limit or self.stalled:
                 return False
-            op = DiskOperation(run, done, urgent=urgent, nbytes=nbytes)
+            op = DiskOperation(run, done, urgent=urgent)
             self._start_clock(op)
             self.live[op] = None
             queue.append(op)
@@ -214,11 +208,12 @@ class IoPool:
         """The next operation, with the chore as the last of them, or None when this thread is to leave."""
         with self._lock:
             while True:
-                free = self._slow < self._slow_limit
+                free, begun = self._slow < self._slow_limit, len(self._running)
                 chore = self._nudged and not self._chore_runs and not self._closing and free
                 late = chore and time.monotonic() >= self._nudged_at + CHORE_WAIT_S
                 queue = self._urgent or self._normal
-                if queue and not late and self._may_begin(queue[0], free):
+                may = begun < self._threads * self._ahead[bool(self._urgent)] and (free or bool(self._urgent))
+                if queue and may and not late:
                     op = queue.popleft()
                 elif self._closing and not queue and not self._running:
                     return None
@@ -229,15 +224,10 @@ class IoPool:
                     self._work.wait()
                     continue
                 self._running.add(op)
-                self._begun_bytes += op.nbytes
                 if not op.urgent:
                     self._slow += 1
                     self._start_clock(op)
                 return op
-
-    def _may_begin(self, op: DiskOperation, free: bool) -> bool:
-        ahead = self._begun_bytes < (URGENT_AHEAD_BYTES if op.urgent else AHEAD_BYTES)
-        return (ahead or len(self._running) < self._threads) and (op.urgent or free)
 
     def end_operation(self, op: DiskOperation, outcome: Outcome) -> None:
         """Note the end of one that went on elsewhere: nobody touches its buffers any more."""
@@ -251,7 +241,6 @@ class IoPool:
 
     def _leave_running(self, op: DiskOperation) -> None:
         self._running.discard(op)
-        self._begun_bytes -= op.nbytes
         if self._closing:
             self._work.notify_all()
         elif self._urgent or self._normal:

@@ -42,6 +42,16 @@ class PageMove:
     probe: Probe | None = None
     expected: bytes = b""
 
+    def take_digest(self) -> bytes:
+        """Have the probe take its digest now; nothing without one."""
+        if self.probe is None:
+            return b""
+        left, parts = self.probe.nbytes, list[memoryview]()
+        for part in self.parts:
+            parts.append(part[:left])
+            left -= len(parts[-1])
+        return self.probe.digest(parts)
+
 
 class PageMover:
     """`begin` moves a page at once. Any thread."""
@@ -70,7 +80,7 @@ class PageMover:
         self._move_runs(self._files.pwritev, move.slots, blocks, room)
         if op.timed_out:
             raise DroppedError
-        digest = _take_digest(move)
+        digest = move.take_digest()
         if move.probe is not None and digest != move.expected:
             raise CorruptSlotError("the buffers changed")
         self._index.put_records(move.page, move.slots, move.write_id, move.expires)
@@ -80,10 +90,10 @@ class PageMover:
         blocks, _ = self._get_buffers(move)
         self._move_runs(self._files.preadv, move.slots, blocks, move.parts)
         # first the digest: no bit can flip between it and the check
-        digest = b"" if self._format.encrypts else _take_digest(move)
+        digest = b"" if self._format.encrypts else move.take_digest()
         for part, (block, slot, data) in enumerate(zip(blocks, move.slots, move.parts, strict=False)):
             self._format.open(block, move.page, part, len(move.slots), slot, move.write_id, data)
-        return _take_digest(move) if self._format.encrypts else digest
+        return move.take_digest() if self._format.encrypts else digest
 
     def _move_runs(
         self,
@@ -104,7 +114,3 @@ class PageMover:
             scratch.blocks = aligned_buffers(parts, BLOCK_BYTES)
             scratch.room = aligned_buffers(parts, len(move.parts[0])) if self._format.encrypts else scratch.blocks
         return scratch.blocks, list(scratch.room)
-
-
-def _take_digest(move: PageMove) -> bytes:
-    return move.probe.digest(move.probe.parts) if move.probe is not None else b""

@@ -27,6 +27,7 @@ from wicore_trt.kv.disk.format import BLOCK_BYTES, GROUP_BYTES, CorruptSlotError
 from wicore_trt.kv.disk.index import SlotIndex
 from wicore_trt.kv.disk.io import DiskOperation, IoPool, Outcome, Probe
 from wicore_trt.kv.disk.mover import DroppedError, Fault, PageMove, PageMover
+from wicore_trt.kv.disk.native import CLERKS, NativeMover
 from wicore_trt.kv.disk.space import SLAB_BYTES, DiskSpace, Wiper
 from wicore_trt.kv.pages.page import Page
 
@@ -49,7 +50,8 @@ class DiskStore:
 
     `slot_bytes` is a slot's payload, a multiple of 4096. The files never pass `limit_bytes` and leave `free_bytes` on
     their file system. `threads` run the operations; reads and writes wait in queues of `queue_limit` each; what is not
-    done `timeout_s` after it was submitted is reported as TIMEOUT.
+    done `timeout_s` after it was submitted is reported as TIMEOUT. `native`: in threads of the native library, where
+    that can be (`NativeMover.start_threads`).
 
     ConfigError for numbers that mean nothing; EnvironmentUnfitError when another process or user has the directory,
     the limit is too small for one slot, or the file system refuses.
@@ -69,6 +71,7 @@ class DiskStore:
         cipher: PageCipher | None = None,
         files: Files | None = None,
         slab_bytes: int = SLAB_BYTES,
+        native: bool = True,
     ) -> None:
         if slot_bytes <= 0 or slot_bytes % BLOCK_BYTES:
             raise ConfigError(f"Slots of {slot_bytes} bytes.", fix=f"Give a multiple of {BLOCK_BYTES}.")
@@ -112,8 +115,14 @@ class DiskStore:
         self._numbering = threading.Lock()
         self._last_id = time.time_ns()  # beyond all earlier write ids, unless the clock was set back: see recover
         self._logged: set[tuple[str, int | None]] = set()
-        self._mover = PageMover(self._format, self._space, self._index, self._files)
-        self._pool = IoPool(threads, queue_limit, timeout_s, chore=self._run_chore, end=self._end_store)
+        where = (self._format, self._space, self._index, self._files)
+        mover = NativeMover(*where)
+        native = native and mover.start_threads(threads, lambda *ended: self._pool.end_operation(*ended))
+        self._mover = mover if native else PageMover(*where)
+        self._pool = IoPool(
+            threads, queue_limit, timeout_s, chore=self._run_chore, end=self._end_store,
+            clerks=CLERKS if native else None,
+        )  # fmt: skip
 
     @property
     def now(self) -> float:
@@ -190,7 +199,7 @@ class DiskStore:
             done(outcome)
 
         move = PageMove(page, held, buffers, 0, True, expires, probe, expected)
-        return self._pool.submit_operation(partial(self._run_write, move), finish_write, nbytes=self._count_bytes(held))
+        return self._pool.submit_operation(partial(self._run_write, move), finish_write)
 
     def read_page(
         self,
@@ -214,7 +223,7 @@ class DiskStore:
         def run(op: DiskOperation) -> Outcome | None:
             return self._run_read(move, seen, op) if wanted() else Outcome.UNWANTED
 
-        return self._pool.submit_operation(run, done, urgent=True, nbytes=self._count_bytes(held))
+        return self._pool.submit_operation(run, done, urgent=True)
 
     def erase_slots(self, slots: Sequence[int]) -> None:
         """The slots hold nothing any more. Reads of them fail at once; the index follows soon, in a thread. So do the
@@ -312,9 +321,6 @@ class DiskStore:
             self._index.close()
         finally:
             self._space.close()
-
-    def _count_bytes(self, slots: Sequence[int]) -> int:
-        return len(slots) * self._slot_bytes
 
     def _check_slots(
         self, slots: Sequence[int], parts: Sequence[memoryview]

@@ -142,7 +142,7 @@ class Movers:
 
     def probe_copy(self, copy: TierCopy) -> Probe:
         """Have the disk's threads take the digest of what a host copy's buffers hold."""
-        return Probe(self.copier.digest, self.host.page_parts(copy))
+        return Probe(self.copier.digest, self.host.page_bytes[copy.page.group])
 
     def is_right(self, copy: TierCopy) -> bool:
         """Check that no bit of a host copy flipped since it was stored. Any thread."""

@@ -1,0 +1,182 @@
+"""The native mover against Python's: the same outcomes and the same bytes on disk for the same operations."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from disk_store_helpers import SLOT, buffers, content, hurry, make_page, open_store, wait_for
+from native_calls import calls_of
+
+from wicore_trt.kv.disk import native
+from wicore_trt.kv.disk.files import Files, aligned_buffer
+from wicore_trt.kv.disk.io import Outcome, Probe
+from wicore_trt.kv.disk.native import NativeMover
+from wicore_trt.kv.disk.store import DiskStore
+from wicore_trt.plugins.cpu_library import open_library
+from wicore_trt.runtime.page_digest import PageDigest
+
+pytestmark = pytest.mark.skipif(open_library() is None, reason="the native library was not built")
+PIECE = 1 << 19
+"""What the native threads move at a time."""
+
+
+class Both:
+    """The same store twice, for slots of so many bytes."""
+
+    def __init__(self, path: Path, slot_bytes: int) -> None:
+        self.size, self.path = slot_bytes, path
+        stride = slot_bytes + 4096
+        self.stores = [
+            open_store(
+                path / name, slot_bytes=slot_bytes, limit_bytes=(1 << 20) + 40 * stride, slab_bytes=16 * stride,
+                native=name == "native",
+            )
+            for name in ("native", "python")
+        ]  # fmt: skip
+        assert [isinstance(store._mover, NativeMover) for store in self.stores] == [True, False]
+
+    def files(self) -> list[dict[str, bytes]]:
+        """What lies on disk, by the two movers."""
+        return [
+            {path.name: path.read_bytes() for path in sorted((self.path / name).rglob("[is][nl]*"))}
+            for name in ("native", "python")
+        ]
+
+
+@pytest.fixture(params=[SLOT, 3 * SLOT, PIECE, PIECE + SLOT, 3 * PIECE - SLOT])
+def both(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Both]:
+    monkeypatch.setattr("time.time_ns", lambda: 1 << 60)  # write ids, the same for both, count on from here
+    found = Both(tmp_path, request.param)
+    yield found
+    for store in found.stores:
+        store.close()
+
+
+def test_both_do_the_same(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes, some of bytes that changed since their digest, reads of what is there and what is not, erased slots; each
+    read begins with poison in its buffers. In the end the files have the same bytes."""
+    seed = random.randrange(1 << 30)
+    choose, size = random.Random(seed), both.size
+    digest = PageDigest(choose.randbytes(32), 5 * size)
+    known: dict[tuple[int, ...], int] = {}
+    for step in range(60 if size < PIECE else 12):
+        slots = tuple(choose.sample(range(30), choose.choice([1, 2, 3])))
+        slots = tuple(range(slots[0], slots[0] + len(slots))) if choose.random() < 0.5 else slots
+        page, action = make_page(step if choose.random() < 0.8 else step // 2), choose.random()
+        if known and choose.random() < 0.7 and action > 0.5:
+            slots, step = choose.choice(list(known.items()))
+            page = make_page(step)
+        nbytes = len(slots) * size - 4 * choose.randrange(size // 4)
+        probe, outcomes = Probe(digest.compute_digest, nbytes), []
+        data = choose.randbytes(len(slots) * size)
+        parts = [data[at : at + size] for at in range(0, len(data), size)]
+        right = digest.compute_digest([memoryview(data)[:nbytes]])
+        expected = right if choose.random() < 0.8 else bytes(16)
+        for store in both.stores:
+            if action < 0.5:
+                write = partial(store.write_page, probe=probe, expected=expected, expires=(step % 2) << 31)
+                outcomes.append((wait_for(write, page, slots, buffers(parts)), b""))
+            elif action < 0.95:
+                target, seen = [aligned_buffer(size) for _ in slots], [b""]
+                for buffer in target:
+                    buffer[:] = b"\xa5" * size
+                outcome = wait_for(partial(store.read_page, probe=probe, seen=seen.append), page, slots, target)
+                found = b"".join(target) if outcome is Outcome.OK else b""
+                assert outcome is not Outcome.OK or seen[-1] == digest.compute_digest([memoryview(found)[:nbytes]])
+                outcomes.append((outcome, found))
+            else:
+                store.erase_slots(slots)
+        assert outcomes[1:] == outcomes[:1] or not outcomes, f"step {step}, seed {seed}"
+        if action < 0.5 and outcomes[0][0] is Outcome.OK:
+            known[slots] = page.index
+    for store in both.stores:
+        store.close()
+    mine, oracle = both.files()
+    assert mine == oracle and len(mine) > 1, f"seed {seed}"
+
+
+def test_what_one_wrote_the_other_reads_unless_a_bit_changed(both: Both) -> None:
+    page, size = make_page(1), both.size
+    parts = [content(1, part, nbytes=size) for part in range(2)]
+    for store in both.stores:
+        assert wait_for(store.write_page, page, (3, 4), buffers(parts)) is Outcome.OK
+    home = [path.parent for path in sorted(both.path.rglob("slab-00000"))]
+    for one, other in (home, home[::-1]):
+        for name in ("slab-00000", "index"):
+            (other / name).write_bytes((one / name).read_bytes())
+    at, stride = 3 * (size + 4096), size + 4096
+    places = [0, 230, 290, 300, 4079, 4080, 4095, 4096, stride - 1, stride, 2 * stride - 1, stride + size // 2]
+    for store, folder in zip(both.stores, home, strict=True):  # native's first
+        for place in [None, *places, *(random.randrange(2 * stride) for _ in range(4))]:
+            flip(folder, place, at)
+            target = [aligned_buffer(size) for _ in parts]
+            outcome = wait_for(store.read_page, page, (3, 4), target)
+            assert outcome is (Outcome.OK if place is None else Outcome.CORRUPT), place
+            assert place is not None or [bytes(part) for part in target] == parts
+            flip(folder, place, at)
+
+
+def flip(folder: Path, place: int | None, at: int) -> None:
+    """Change one bit of the slots behind `at`."""
+    if place is not None:
+        with (folder / "slab-00000").open("r+b") as file:
+            file.seek(at + place)
+            byte = file.read(1)[0]
+            file.seek(at + place)
+            file.write(bytes([byte ^ 1 << place % 8]))
+
+
+class Gate(Files):
+    """Reads wait."""
+
+    def __init__(self) -> None:
+        self.open_again = threading.Event()
+        self.waiting = 0
+
+    def preadv(self, fd: int, buffers: object, offset: int) -> int:
+        self.waiting += 1
+        assert self.open_again.wait(30)
+        return os.preadv(fd, buffers, offset)  # type: ignore[arg-type]
+
+
+def test_a_late_read_keeps_its_buffer_and_one_that_did_not_begin_gives_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "find_calls", calls_of)
+    files = Gate()
+    files.open_again.set()
+    store: DiskStore = open_store(tmp_path, files=files, threads=1)
+    assert isinstance(store._mover, NativeMover)
+    for number in range(2):
+        assert wait_for(store.write_page, make_page(number), (number,), buffers([content(number, 0)])) is Outcome.OK
+    files.open_again.clear()
+    files.waiting, told, targets = 0, [[], []], buffers([b"p" * SLOT] * 2)
+    for number in range(2):  # the second is with the threads of the library, too
+        assert store.read_page(make_page(number), (number,), [targets[number]], told[number].append)
+    while files.waiting < 1 or len(store._mover._moves) < 2:
+        time.sleep(0.001)
+    hurry(store._pool, 0.05)
+    wait_until(lambda: told == [[Outcome.TIMEOUT], [Outcome.TIMEOUT, Outcome.RETURNED]])
+    assert store.stalled and store.queue_depth == 1 and len(store._mover._moves) == 1
+    files.open_again.set()
+    wait_until(lambda: told[0] == [Outcome.TIMEOUT, Outcome.RETURNED])
+    assert bytes(targets[0]) == content(0, 0), "it came late, into a buffer that was still its own"
+    hurry(store._pool, 30.0)
+    again = aligned_buffer(SLOT)
+    assert wait_for(store.read_page, make_page(0), (0,), [again]) is Outcome.OK, "behind the one that was dropped"
+    assert bytes(targets[1]) == b"p" * SLOT and len(told[1]) == 2 and files.waiting == 2
+    store.close()
+
+
+def wait_until(true: object) -> None:
+    end = time.monotonic() + 30
+    while not true():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.001)
