@@ -160,8 +160,8 @@ class SlotIndex:
             self._write_records(slots, records)
 
     def prepare_records(self, page: Page, slots: Sequence[int], write_id: int, expires: int) -> tuple[int, int, bytes]:
-        """As `put_records`, but the caller writes: (file descriptor, bytes of a record, the slots' records). What was
-        noted of the slots, and not written by `flush_records`, is not written any more."""
+        """Make the records of `put_records` for a caller that writes them: (file descriptor, bytes of a record, the
+        slots' records). Nothing that was noted of the slots is written any more."""
         with self._mutex:
             self._forgotten.difference_update(slots)
             self.leave_records(slots)

@@ -71,7 +71,7 @@ class NativeMover(PageMover):
         return bool(self._handle)
 
     def begin(self, move: PageMove, op: DiskOperation, landed: Landed) -> Outcome | None:
-        """As `PageMover.begin`, for later."""
+        """Begin a move as `PageMover.begin` does; it goes on elsewhere."""
         slots, probe, size = move.slots, move.probe, len(move.parts[0])
         keyed: Any = getattr(probe.digest, "__self__", None) if probe is not None else None
         if probe is not None and not hasattr(keyed, "words"):
