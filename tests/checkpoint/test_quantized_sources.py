@@ -13,8 +13,10 @@ import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from quantized_forms import FORMS, Tensors, decode, make_model, make_module, write_model
+from safetensors.numpy import save_file
 from tiny_images import TEXT, VISION, make_config, make_vision_tensors
 
+from wicore_trt.backends.torch.calibrate import TextCalibration
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.names import hf_shapes
 from wicore_trt.checkpoint.open_source import open_source
@@ -159,6 +161,43 @@ def test_an_mlx_image_encoder_has_channels_last_and_quantized_modules(tmp_path: 
         held = source.read_rows(whole, 0, VISION["intermediate_size"])[0]
         np.testing.assert_array_equal(held, decode(config, tensors)[whole])
     assert fc1
+
+
+def test_an_adapter_is_merged_into_what_quantized_weights_mean(tmp_path: Path) -> None:
+    path, config, tensors = write(tmp_path / "m", "modelopt")
+    rng, low, adapter = np.random.default_rng(5), {}, tmp_path / "a"
+    adapter.mkdir()
+    for layer in range(2):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_"
+        low |= {f"{name}A.weight": rng.standard_normal((2, 32), np.float32)}
+        low |= {f"{name}B.weight": rng.standard_normal((32, 2), np.float32)}
+    save_file(low, adapter / "adapter_model.safetensors")
+    said = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(said))
+    source, base, notes = open_source(path, lora=adapter), decode(config, tensors), list[str]()
+    q, k = (f"model.layers.0.self_attn.{one}_proj.weight" for one in "qk")
+    a, b = (low[f"base_model.model.model.layers.0.self_attn.q_proj.lora_{one}.weight"] for one in "AB")
+    np.testing.assert_allclose(source.read_tensor(q), base[q] + b @ a, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(source.read_tensor(k), base[k])
+    checkpoint = convert(path, tmp_path / "c", dtype="fp8", lora=adapter, note=notes.append)
+    assert not checkpoint.weights.static_activations and not checkpoint.kv_scales
+    assert notes[0].startswith("before the adapter was merged, ModelOpt FP8") and "left aside" in notes[0]
+    bits = SafetensorsFile(checkpoint.rank_files[0]).read_rows("transformer.layers.0.attention.qkv.weight", 32, 48)
+    np.testing.assert_array_equal(bits, tensors[k][1])
+    assert convert(path, tmp_path / "d", lora=adapter).weights.storage == "bfloat16"
+
+
+@pytest.mark.long
+def test_calibration_takes_the_place_of_published_scales(tmp_path: Path) -> None:
+    path, _, tensors = write(tmp_path / "m", "modelopt")
+    (tmp_path / "text").write_text("abcdefgh " * 40)
+    calibration, notes = TextCalibration(tmp_path / "text", 8), list[str]()
+    checkpoint = convert(path, tmp_path / "c", dtype="fp8", calibration=calibration, note=notes.append)
+    held = SafetensorsFile(checkpoint.rank_files[0])
+    assert held.read_rows("transformer.layers.0.attention.qkv.activation_scaling_factor", 0, 1) != np.float32(0.02)
+    bits = held.read_rows("transformer.layers.0.attention.qkv.weight", 32, 48)
+    np.testing.assert_array_equal(bits, tensors["model.layers.0.self_attn.k_proj.weight"][1])
+    assert notes[0] == "ModelOpt FP8 weights of 14 tensors kept as published, bits and scales."
 
 
 Edit = Callable[[dict[str, Any], dict[str, Any], Tensors], None]

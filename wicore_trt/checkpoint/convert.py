@@ -175,7 +175,7 @@ class _Conversion:
     ) -> None:
         self._source, self._directory, self._tp = source, directory, tp_size
         self._dtype = "bfloat16" if dtype in QUANTIZED else dtype
-        self._read_as = source.describe_reading(dtype)
+        self._read_as = source.describe_reading(dtype, None if calibration else source.static_scales)
         self._calibration, own = calibration, {} if calibration else source.static_scales
         weights = QUANTIZED.get(dtype, PLAIN[self._dtype])
         weights = self._find_block_format(weights) if weights.group else weights

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
@@ -129,8 +129,9 @@ class LoraSource(Source):
         kept = self._find_origin(name) == (None, name) and name not in self._low
         return self._base.read_e4m3(name, start, stop) if kept else None
 
-    def describe_reading(self, dtype: str) -> str | None:
-        return self._base.describe_reading(dtype)
+    def describe_reading(self, dtype: str, scales: Collection[str] | None) -> str | None:
+        said = self._base.describe_reading(dtype, scales)
+        return said and f"before the adapter was merged, {said}"
 
     def read_norm(self, name: str, start: int, stop: int) -> np.ndarray:
         return super().read_norm(name, start, stop) if name in self._full else self._base.read_norm(name, start, stop)

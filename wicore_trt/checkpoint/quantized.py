@@ -73,10 +73,10 @@ def find_form(path: Path, config: Mapping[str, Any], door: UntrustedFiles) -> Pa
     return forms[0] if forms else None
 
 
-def describe_form(form: PackedForm, dtype: str, count: int, scales: Collection[str], kept: int = 0) -> str:
-    """Say how `count` tensors of a form were read into a checkpoint of `dtype`, with the static `scales` by name; of a
-    q4_0 checkpoint, `kept` fit it exactly."""
-    static = any("activation" in name for name in scales)
+def describe_form(form: PackedForm, dtype: str, count: int, scales: Collection[str] | None, kept: int = 0) -> str:
+    """Say how `count` tensors of a form were read into a checkpoint of `dtype`, which has these of the source's static
+    `scales`, by name, or calibrated ones (None); of a q4_0 checkpoint, `kept` fit it exactly."""
+    static, kv = (any(part in name for name in scales or ()) for part in ("activation_", "kv_cache_"))
     if dtype == "q4_0":
         said = "kept bit for bit" if kept == count else "dequantized, and quantized a second time to Q4_0"
         said += f", but for {kept} that are kept bit for bit" if 0 < kept < count else ""
@@ -85,12 +85,12 @@ def describe_form(form: PackedForm, dtype: str, count: int, scales: Collection[s
     elif form.kind != "e4m3":
         said = "dequantized, and quantized a second time to FP8"
     else:
-        by = "the source's scales" if static else "the token, its scales left aside" if form.static else "the token"
-        said = f"kept as published, bits and scales; activations are quantized by {by}"
-    if form.kv:
-        said += "; KV scales: " + (
-            "the larger of keys and values" if any("kv_" in name for name in scales) else "none in the files"
-        )
+        said = "kept as published, bits and scales"
+        if scales is not None:
+            by = "the source's scales" if static else "the token" + (", its scales left aside" if form.static else "")
+            said += f"; activations are quantized by {by}"
+    if form.kv and scales is not None:
+        said += f"; KV scales: {'the larger of keys and values' if kv else 'none'}"
     return f"{form.title} weights of {count} tensors {said}."
 
 

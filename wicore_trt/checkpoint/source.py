@@ -11,7 +11,7 @@ import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -120,8 +120,9 @@ class Source(ABC):
         """Read rows of a tensor that is E4M3 in the source: bits uint8 and scales float32 [stop - start]; else None."""
         return None
 
-    def describe_reading(self, dtype: str) -> str | None:
-        """Say how quantized tensors were read into a checkpoint of `dtype`; None for a source without them."""
+    def describe_reading(self, dtype: str, scales: Collection[str] | None) -> str | None:
+        """Say how quantized tensors are read into a checkpoint of `dtype`, which has these `static_scales`, or
+        calibrated ones (None); None for a source without quantized tensors."""
         return None
 
     def read_tensor(self, name: str) -> np.ndarray:
@@ -327,11 +328,11 @@ class HfSource(Source):
     def read_blocks(self, name: str, start: int, stop: int) -> np.ndarray:
         return read_q4_0(self._packed[name], start, stop)
 
-    def describe_reading(self, dtype: str) -> str | None:
+    def describe_reading(self, dtype: str, scales: Collection[str] | None) -> str | None:
         if self._form is None:
             return None
         kept = sum(self.find_blocks(name) == "Q4_0" for name in self._packed) if dtype == "q4_0" else 0
-        return describe_form(self._form, dtype, len(self._packed), self.static_scales, kept)
+        return describe_form(self._form, dtype, len(self._packed), scales, kept)
 
     def place_of(self, name: str) -> str:
         return str(self._packed[name].path if name in self._packed else self._files[name][0].path)
