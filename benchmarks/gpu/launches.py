@@ -69,7 +69,7 @@ def step_model(path: Path, target: str) -> tuple[ops.TritonModel, NoDriver]:
     weights = {}
     for name, (tensor, *more) in run_weights(spec).items():
         rows = tensor.shape[0] * (1 + len(more))
-        fp8 = kernels.weights.quantized and tensor.role is Role.LINEAR
+        fp8 = kernels.weights.fp8 and tensor.role is Role.LINEAR
         norm = tensor.role is Role.NORM
         dtype = torch.float32 if norm else torch.float8_e4m3fn if fp8 else torch.bfloat16
         weights[name] = empty((rows, *tensor.shape[1:]), dtype)

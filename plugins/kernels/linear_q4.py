@@ -7,8 +7,8 @@ in float32:
     y[n, m] = sum over b of d[n, b] (sum of (q - 8)[n, k] x[m, k] over k in b) + c[n, b] (sum of x[m, k]);
 
 Layout: [N / 32, K / 32] tiles of 32 rows by one block, 512 bytes each. Lane l = 4 g + t of a warp loads 16 of them, its
-own operands of mma.m16n8k16, so no value crosses lanes. Its byte 4 r + p is of row g + 8 r: column 8 t + j in the
-low half, 8 t + j + 4 in the high one; j = (0, 2, 1, 3)[p]. Scales and minimums of a tile are float16 [8 (g), 4 (r)].
+own operands of mma.m16n8k16, so no value crosses lanes. Its byte 4 r + j is of row g + 8 r: column 8 t + j in the
+low half, 8 t + j + 4 in the high one. Scales and minimums of a tile are float16 [8 (g), 4 (r)].
 `backends.triton.tiles` makes this order of GGUF's.
 
 Dimensions of a load below are in the order lanes, warps, registers: Triton hands them out so, and converts no layout
@@ -26,16 +26,17 @@ from wicore_trt.plugins.kernels.turns import take_turn
 
 # A 16-bit float with these high bits and q as its low ones is 128 + q (bfloat16) or 1024 + q (float16): exact.
 _NIBBLES = """{{
-.reg .b32 second, third, fourth, one, less;
+.reg .b32 first, second, one, less;
 mov.b32 one, {one};
 mov.b32 less, {less};
-shr.u32 second, $4, 8;
-shr.u32 third, $4, 4;
-shr.u32 fourth, $4, 12;
-lop3.b32 $0, $4, 0x000f000f, {magic}, 0xea;
+prmt.b32 first, $4, 0, 0x4140;
+prmt.b32 second, $4, 0, 0x4342;
+lop3.b32 $0, first, 0x000f000f, {magic}, 0xea;
 lop3.b32 $1, second, 0x000f000f, {magic}, 0xea;
-lop3.b32 $2, third, 0x000f000f, {magic}, 0xea;
-lop3.b32 $3, fourth, 0x000f000f, {magic}, 0xea;
+shr.u32 first, first, 4;
+shr.u32 second, second, 4;
+lop3.b32 $2, first, 0x000f000f, {magic}, 0xea;
+lop3.b32 $3, second, 0x000f000f, {magic}, 0xea;
 fma.rn.{type} $0, $0, one, less;
 fma.rn.{type} $1, $1, one, less;
 fma.rn.{type} $2, $2, one, less;

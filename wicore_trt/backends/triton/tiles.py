@@ -16,15 +16,15 @@ def pack_tiles(packed: torch.Tensor) -> None:
     """Reorder uint8 [N, K / 2], 16 bytes per block of 32 columns as in GGUF, in place."""
     for part in torch.split(packed, 4096):
         q = torch.cat([half.view(len(part), -1, 16) for half in (part & 15, part >> 4)], dim=2)
-        q = q.view(-1, 4, 8, q.shape[1], 4, 2, 2, 2)  # row = 8 r + g; column = 8 t + 4 half + 2 a + b
-        low, high = q.permute(0, 3, 2, 4, 1, 7, 6, 5).unbind(-1)  # [tiles, blocks, g, t, r, b, a]
+        q = q.view(-1, 4, 8, q.shape[1], 4, 2, 4)  # row = 8 r + g; column = 8 t + 4 half + j
+        low, high = q.permute(0, 3, 2, 4, 1, 6, 5).unbind(-1)  # [tiles, blocks, g, t, r, j]
         part.copy_((low | high << 4).reshape(part.shape))
 
 
 def unpack_tiles(packed: torch.Tensor) -> torch.Tensor:
     """Return what `pack_tiles` made `packed` of."""
-    tiles = packed.view(len(packed) // ROWS, -1, 8, 4, 4, 2, 2)
-    q = torch.stack([tiles & 15, tiles >> 4], dim=-1).permute(0, 4, 2, 1, 3, 7, 6, 5).reshape(len(packed), -1, 2, 16)
+    tiles = packed.view(len(packed) // ROWS, -1, 8, 4, 4, 4)
+    q = torch.stack([tiles & 15, tiles >> 4], dim=-1).permute(0, 4, 2, 1, 3, 6, 5).reshape(len(packed), -1, 2, 16)
     return (q[:, :, 0] | q[:, :, 1] << 4).reshape(packed.shape)
 
 
