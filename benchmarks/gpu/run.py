@@ -179,6 +179,8 @@ class GpuRun:
             self._ours(config)
 
     def _ours(self, config: EngineConfig) -> None:
+        import torch
+
         from benchmarks.gpu.ours import BatchRunner, free_device_memory, settings_for
 
         batches = self._batches("ours", config)
@@ -190,7 +192,8 @@ class GpuRun:
         def open_engine() -> None:
             free_device_memory()
             served.append(BatchRunner.load(settings_for(config, self._engine(config), most)))
-            say(f"{config.name} loaded in {served[0].load_s:.1f} s")
+            free, total = torch.cuda.mem_get_info()
+            say(f"{config.name} loaded in {served[0].load_s:.1f} s; {(total - free) / 2**30:.2f} GiB in use")
 
         def measure(batch: int) -> None:
             row = served[0].measure(config, batch, repeats, self.args.case_s, say)

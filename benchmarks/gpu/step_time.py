@@ -125,7 +125,7 @@ class Measurement:
         args, device = self.args, CudaDevice()
         measured = dict(triton_table.CROSSOVER.get(device.target, triton_table.DEFAULT_CROSSOVER))
         if args.crossover is not None:
-            measured |= {"16-bit": args.crossover, "fp8": args.crossover}
+            measured |= {"16-bit": args.crossover, "fp8": args.crossover, "q4_0": args.crossover}
         if args.crossover8 is not None:
             measured["fp8 rows"] = args.crossover8
         if args.fast_sums is not None:

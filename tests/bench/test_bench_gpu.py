@@ -361,10 +361,10 @@ def test_all_stages_run_in_their_order_and_are_kept(faked, tmp_path, capsys):
     code, doc = bench(tmp_path, *WITH_PEER)
     assert code == 0 and doc["absent"] == [] and doc["check"]["ok"] and doc["bounds"]["copy_bytes_per_s"] == 3e12
     assert calls[:3] == ["bounds", "check", "check"] and calls[3:6] == ["load 33", "measure bf16 1", "measure bf16 32"]
-    assert calls[-5:] == [
-        "startup", "vllm fp8 [1, 8, 32, 64]", "vllm bf16 [1, 32]", "vllm fp8kv [128]", "vllm 270m [1]",
+    assert calls[-6:] == [
+        "startup", "vllm fp8 [1, 8, 32, 64]", "vllm bf16 [1, 32]", "vllm q4_0 [1, 8, 32]", "vllm fp8kv [128]", "vllm 270m [1]",
     ]  # fmt: skip
-    assert len(doc["ours"]) == 10 and calls.count("close") == 5 and set(doc["builds"]) == set(CONFIGS)
+    assert len(doc["ours"]) == 13 and calls.count("close") == 6 and set(doc["builds"]) == set(CONFIGS)
     assert doc["clocks"][0]["when"] == "before" and doc["clocks"][-1]["when"] == "after"
     assert "not measured" not in "".join(map("".join, cells(capsys.readouterr().out).values()))
     assert (tmp_path / "out" / "bench.md").exists() and (tmp_path / "out" / "bench.svg").exists()
