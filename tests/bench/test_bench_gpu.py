@@ -362,7 +362,8 @@ def test_all_stages_run_in_their_order_and_are_kept(faked, tmp_path, capsys):
     assert code == 0 and doc["absent"] == [] and doc["check"]["ok"] and doc["bounds"]["copy_bytes_per_s"] == 3e12
     assert calls[:3] == ["bounds", "check", "check"] and calls[3:6] == ["load 33", "measure bf16 1", "measure bf16 32"]
     assert calls[-6:] == [
-        "startup", "vllm fp8 [1, 8, 32, 64]", "vllm bf16 [1, 32]", "vllm q4_0 [1, 8, 32]", "vllm fp8kv [128]", "vllm 270m [1]",
+        "startup", "vllm fp8 [1, 8, 32, 64]", "vllm bf16 [1, 32]", "vllm q4_0 [1, 8, 32]",
+        "vllm fp8kv [128]", "vllm 270m [1]",
     ]  # fmt: skip
     assert len(doc["ours"]) == 13 and calls.count("close") == 6 and set(doc["builds"]) == set(CONFIGS)
     assert doc["clocks"][0]["when"] == "before" and doc["clocks"][-1]["when"] == "after"
