@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from wicore_trt.runtime.executor import NOT_ENCODED, ImageEncoder
+from wicore_trt.runtime.executor import NOT_ENCODED, NOT_FINITE, ImageEncoder
 from wicore_trt.schedule.images import ImageBook
 from wicore_trt.schedule.sequence import StepSchedule
 
@@ -21,7 +21,7 @@ class Encodings:
     def __init__(self, encoder: ImageEncoder, slice_tokens: int) -> None:
         self.book = ImageBook(encoder.slots, slice_tokens // LITTLE)
         self._encoder, self._postponed = encoder, False
-        self._failed: dict[int, str] = {}
+        self._failed: dict[int, tuple[str, str | None]] = {}
 
     def begin_next(self, schedule: StepSchedule) -> None:
         """Begin the next image that is wanted, if any may be begun. Where sequences decode beside an image in the step,
@@ -36,9 +36,9 @@ class Encodings:
                 log.exception("an image could not be encoded")
                 self._note_end(NOT_ENCODED)
 
-    def take_failed(self, timeout_s: float = 0.0) -> dict[int, str]:
-        """Take what ended, waiting at most `timeout_s` seconds for it; return why images failed, by the numbers of the
-        sequences that asked for them."""
+    def take_failed(self, timeout_s: float = 0.0) -> dict[int, tuple[str, str | None]]:
+        """Take what ended, waiting at most `timeout_s` seconds for it; return why images failed, and the field
+        at fault, by the numbers of the sequences that asked for them."""
         if self.book.busy:
             for _, why in self._encoder.take_ended(timeout_s):
                 self._note_end(why)
@@ -48,4 +48,5 @@ class Encodings:
     def _note_end(self, why: str | None) -> None:
         asked = self.book.end_encoding(failed=why is not None)
         if why is not None:
-            self._failed |= dict.fromkeys(asked, f"An image could not be encoded: {why}")
+            field = "images" if why == NOT_FINITE else None
+            self._failed |= dict.fromkeys(asked, (f"An image could not be encoded: {why}", field))

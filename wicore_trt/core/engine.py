@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 
 from wicore_trt.core.encodings import Encodings
@@ -25,7 +26,7 @@ from wicore_trt.kv.events import EventFeed
 from wicore_trt.kv.pages.hashing import mark_content
 from wicore_trt.kv.sequence_pages import SequencePages, bar_pages
 from wicore_trt.runtime.batch import UNREAD, SampledTokens, SequenceSlice, StepBatch, StepResult
-from wicore_trt.runtime.executor import NOT_FINITE, AheadExecutor, Executor, SharedCopier
+from wicore_trt.runtime.executor import AheadExecutor, Executor, SharedCopier
 from wicore_trt.schedule.images import list_images
 from wicore_trt.schedule.queue import Outlook
 from wicore_trt.schedule.scheduler import Scheduler
@@ -196,13 +197,8 @@ class EngineCore(Core):
         """Take encodings that ended, and end the sequences that wait for one that failed."""
         failed = self._encodings.take_failed(timeout_s) if self._encodings is not None else {}
         live = [s for s in self.scheduler.running if s.seq_id in failed and s.finish_reason is None]
-        return [
-            self._finish_sequence(
-                s, FinishReason.ERROR, error=why, doubtful=False, field="images" if why.endswith(NOT_FINITE) else None
-            )
-            for s in live
-            for why in [failed[s.seq_id]]
-        ]
+        end = partial(self._finish_sequence, reason=FinishReason.ERROR, doubtful=False)
+        return [end(s, error=failed[s.seq_id][0], field=failed[s.seq_id][1]) for s in live]
 
     def _start_step(self, schedule: StepSchedule, *, ahead: bool = False) -> Flight:
         batch, result = self._make_batch(schedule, ahead=ahead), None

@@ -7,6 +7,7 @@ InvalidRequestError with the image's field; a file takes no more of this process
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from hashlib import sha256
 from importlib.util import find_spec
 
@@ -44,6 +45,7 @@ def prepare_image(image: ImageFile, info: ImageInfo) -> ImageFile:
     return replace(image, data=b"", url="", pixels=parts, digests=tuple(sha256(part).digest() for part in parts))
 
 
+@cache
 def _check_pillow() -> None:
     if find_spec("PIL") is None and (lacking := missing_package("PIL")):
         raise lacking

@@ -6,7 +6,6 @@ decoded message holds values of its declared types, and decoded requests are val
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -168,26 +167,20 @@ decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 
 def encode_request(call: int, request: GenerateRequest) -> tuple[bytes, int]:
     """Encode Add; return it with a file in memory that holds its pixels, -1 where there are none. Raises OSError."""
-    sizes = tuple(len(span.pixels) for span in request.content)
-    if not any(sizes):
+    parts = [span.pixels for span in request.content]
+    if not any(parts):
         return encode(Add(call, request)), -1
-    file = os.memfd_create("pixels")
-    try:
-        for span in request.content:
-            if os.write(file, span.pixels) < len(span.pixels):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    except BaseException:
-        os.close(file)
-        raise
-    bare = replace(request, content=tuple(replace(span, pixels=b"") for span in request.content))
-    return encode(Add(call, bare, sizes)), file
+    with open(os.memfd_create("pixels"), "wb", buffering=0) as file:
+        if os.writev(file.fileno(), parts) < sum(map(len, parts)):
+            raise OSError("there is no memory for them")
+        bare = replace(request, content=tuple(replace(span, pixels=b"") for span in request.content))
+        return encode(Add(call, bare, tuple(map(len, parts)))), os.dup(file.fileno())
 
 
 def read_request(message: Add, file: int) -> GenerateRequest:
     """Return the request of a message, with the pixels of its file. Raises OSError."""
     if not message.pixels:
         return message.request
-    ends = accumulate(message.pixels)
-    parts = [os.pread(file, size, end - size) for size, end in zip(message.pixels, ends, strict=True)]
-    spans = [replace(span, pixels=part) for span, part in zip(message.request.content, parts, strict=True)]
-    return replace(message.request, content=tuple(spans))
+    places = zip(message.request.content, message.pixels, accumulate(message.pixels), strict=True)
+    spans = tuple(replace(span, pixels=os.pread(file, size, end - size)) for span, size, end in places)
+    return replace(message.request, content=spans)
