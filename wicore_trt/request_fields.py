@@ -78,4 +78,3 @@ REQUEST = (
     RequestField("add_generation_prompt", "flag"),
 )
 FIELDS = {row.name: row for row in (*SAMPLING, *REQUEST)}
-COLLECTIONS = tuple(row for row in SAMPLING if row.most)

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from wicore_trt.kv.disk.files import aligned_buffer
-from wicore_trt.kv.tiers import backing as module
+from wicore_trt.kv.tiers import host as module
 from wicore_trt.runtime.cuda_lanes import CudaHostMemory, host_address
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from wicore_trt.plugins import layout
-from wicore_trt.plugins.aot import CompiledKernel, KernelSpec
+from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.kernels import specs
-from wicore_trt.plugins.launch import Launcher
 from wicore_trt.plugins.layout import CacheShape, Launch, Pool, PoolShape, Tables
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.uint8}
@@ -28,13 +27,10 @@ E4M3 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs a launch whose pointers are tensors on `device`; for plugins, `compile` and `launcher`."""
+    """Runs a launch whose pointers are tensors on `device`."""
 
     device: str
     launch: Callable[[KernelSpec, Launch], None]
-    compile: Callable[[KernelSpec], CompiledKernel]
-    launcher: Callable[[list[torch.Tensor]], Launcher]
-    """A launcher by addresses within these tensors."""
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device)

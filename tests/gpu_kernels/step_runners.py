@@ -28,8 +28,8 @@ def on_gpu(spec: KernelSpec, call: Launch) -> None:
     torch.cuda.synchronize()
 
 
-CPU = Runner("cpu", interpreted.launch, interpreted.uncompiled, interpreted.AddressLauncher)
-GPU = Runner("cuda", on_gpu, compiled, lambda tensors: SHARED_LAUNCHER)
+CPU = Runner("cpu", interpreted.launch)
+GPU = Runner("cuda", on_gpu)
 RUNNERS = [pytest.param(CPU, id="interpreter")]
 if torch.cuda.is_available():
     RUNNERS.append(pytest.param(GPU, id="gpu"))

@@ -11,7 +11,7 @@ import interpreted
 import kernel_checks
 
 CHECKS = kernel_checks.CHECKS
-CPU = kernel_checks.Runner("cpu", interpreted.launch, interpreted.uncompiled, interpreted.AddressLauncher)
+CPU = kernel_checks.Runner("cpu", interpreted.launch)
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -16,8 +16,8 @@ from fakes import make_core
 
 from wicore_trt.config import KVSettings
 from wicore_trt.kv.disk.files import aligned_buffer
-from wicore_trt.kv.tiers import backing as module
-from wicore_trt.kv.tiers.backing import Backing
+from wicore_trt.kv.tiers import host as module
+from wicore_trt.kv.tiers.host import Backing
 
 SLOT = 4096
 

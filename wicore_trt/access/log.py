@@ -142,14 +142,14 @@ class DroppingHandler(logging.Handler):
                     self._write(("\n".join(lines) + "\n").encode(errors="backslashreplace"))
 
 
-def make_quiet_filter() -> Callable[[logging.LogRecord], bool]:
-    """Make a filter that passes a record at most every QUIET_S seconds: strangers can make libraries log."""
-    last = -QUIET_S
+def make_quiet_filter(quiet_s: float = QUIET_S) -> Callable[[object], bool]:
+    """Make a filter that passes a record at most every `quiet_s` seconds: strangers can make libraries log."""
+    last = -quiet_s
 
-    def passes(record: logging.LogRecord) -> bool:
+    def passes(record: object) -> bool:
         nonlocal last
         now = time.monotonic()
-        if now - last < QUIET_S:
+        if now - last < quiet_s:
             return False
         last = now
         return True
@@ -161,18 +161,16 @@ class QuietLog:
     """Logs a message at most every QUIET_S seconds and says how often it was held back."""
 
     def __init__(self, logger: logging.Logger, level: int, quiet_s: float = QUIET_S) -> None:
-        self._logger, self._level, self._quiet_s = logger, level, quiet_s
-        self._last = -quiet_s
+        self._logger, self._level, self._passes = logger, level, make_quiet_filter(quiet_s)
         self._held_back = 0
 
     def __call__(self, message: str, **facts: object) -> None:
-        now = time.monotonic()
-        if now - self._last < self._quiet_s:
+        if not self._passes(message):
             self._held_back += 1
             return
         if self._held_back:
             facts["more_since_the_last_line"] = self._held_back
-        self._last, self._held_back = now, 0
+        self._held_back = 0
         self._logger.log(self._level, message, extra={"facts": facts})
 
 

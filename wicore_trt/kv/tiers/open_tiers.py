@@ -16,8 +16,7 @@ from wicore_trt.kv.disk.format import Namespace
 from wicore_trt.kv.disk.store import open_store
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.by_name import make_policy
-from wicore_trt.kv.tiers.backing import Backing
-from wicore_trt.kv.tiers.host import HostTier, Movers, slot_geometry
+from wicore_trt.kv.tiers.host import Backing, HostTier, Movers, slot_geometry
 from wicore_trt.kv.tiers.index import TierIndex
 from wicore_trt.kv.tiers.moves import TierCopy
 from wicore_trt.kv.tiers.tiers import LowerTiers

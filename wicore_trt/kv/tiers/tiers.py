@@ -16,9 +16,8 @@ from queue import Empty
 from typing import TYPE_CHECKING
 
 from wicore_trt.kv.pages.page import Page
-from wicore_trt.kv.tiers.backing import Backing
 from wicore_trt.kv.tiers.down import DownTransfers
-from wicore_trt.kv.tiers.host import Movers
+from wicore_trt.kv.tiers.host import Backing, Movers
 from wicore_trt.kv.tiers.index import TierIndex
 from wicore_trt.kv.tiers.moves import CopyState, TierCopy
 from wicore_trt.kv.tiers.up import LoadPump, UpTransfers
