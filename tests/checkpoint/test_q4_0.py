@@ -114,13 +114,14 @@ def test_a_float16_embedding_that_bfloat16_holds_is_stored_so(tmp_path: Path) ->
 
 
 def q4_source(path: Path, **config: Any) -> Path:
-    """A source in float32 whose rows are whole blocks, with the tensors that it saved."""
+    """A source in float32 whose rows are whole blocks. Its values are float16's, so that some lie between two steps."""
     path.mkdir()
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
     config = CONFIG | {"tie_word_embeddings": True, **sizes, **config}
     random = np.random.default_rng(0)
     shapes = hf_shapes(read_hf_config(config))
-    save_file({n: random.standard_normal(s, np.float32) for n, s in shapes.items()}, path / "model.safetensors")
+    tensors = {n: random.standard_normal(s).astype(np.float16).astype(np.float32) for n, s in shapes.items()}
+    save_file(tensors, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(config))
     write_tiny_tokenizer(path)
     return path

@@ -17,7 +17,7 @@ import numpy as np
 from . import contents, models
 from .models import ARRAY, BOOL, CODES, EMBEDDING, F32, I32, STRING, U32, U64
 
-TARGETS = ("auto", "float32", "bfloat16", "float16", "fp8")
+TARGETS = ("auto", "float32", "bfloat16", "float16", "fp8", "q4_0")
 NUMBERS = [0, 1, -1, 2, 3, 7, 31, 64, 255, 2**31, 2**32 - 1, 2**53, 2**63, 10**9, 10**18, -(2**31), 10**400]
 REALS = [0.0, -1.0, 0.5, 1e-30, 1e30, 1e308, 16.0, 1e6, 3.9, -0.0, 1e-6, float("nan"), float("inf")]
 TEXTS = ["", "x", "false", "true", "0", "64", "full_attention", "linear", "yarn", "a\nb", "\u202e\u0000", "é" * 300,

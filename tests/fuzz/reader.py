@@ -39,11 +39,12 @@ _LAYER = {
 @dataclass
 class Model:
     """Tensors in float32 by Hugging Face's names, norms as the number that multiplies (1 + w); facts of the spec; and
-    the tokens of a GGUF by id."""
+    the tokens of a GGUF by id. `published`: tensors in Q4_0 or Q4_1."""
 
     tensors: dict[str, np.ndarray]
     spec: dict[str, Any]
     tokens: list[str] | None = None
+    published: frozenset[str] = frozenset()
 
 
 def widened(raw: bytes, tag: str) -> np.ndarray:
@@ -149,7 +150,7 @@ def read_gguf(path: Path) -> Model:
     table = [(text(), [take("Q") for _ in range(take("I"))], take("I"), take("Q")) for _ in range(tensor_count)]
     align = keys.get("general.alignment", 32)
     start = -(-at // align) * align
-    back = {v: k for k, v in GGUF_NAMES.items()}
+    back, published = {v: k for k, v in GGUF_NAMES.items()}, set[str]()
     tensors: dict[str, np.ndarray] = {}
     spans = []
     for name, dims, kind, offset in table:
@@ -173,9 +174,10 @@ def read_gguf(path: Path) -> Model:
         if hf in tensors:
             raise ValueError(f"{name} twice")
         tensors[hf] = flat.reshape(list(reversed(dims)))
+        published |= {hf} if kind in (2, 3) else set()  # Q4_0 and Q4_1
     if any(a[1] > b[0] for a, b in zip(sorted(spans), sorted(spans)[1:], strict=False)):
         raise ValueError("tensors overlap")
-    return Model(tensors, _gguf_spec(keys, tensors), keys["tokenizer.ggml.tokens"])
+    return Model(tensors, _gguf_spec(keys, tensors), keys["tokenizer.ggml.tokens"], frozenset(published))
 
 
 def _gguf_spec(keys: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -220,18 +222,24 @@ def differences(model: Model, built: Path, dtype: str) -> str | None:
     for i in range(spec["num_layers"]):
         for unified, parts in _LAYER.items():
             names[f"transformer.layers.{i}.{unified}.weight"] = [f"model.layers.{i}.{p}.weight" for p in parts]
-    scales = {n for n in stored if n.endswith("weights_scaling_factor")}
+    scales = {n for n in stored if n.endswith(("weights_scaling_factor", "weights_minimum"))}
     if set(names) != set(stored) - scales:
         return f"tensors {sorted(set(names) ^ (set(stored) - scales))[:3]}"
     flushed = 0
     for name, parts in names.items():
         want = np.concatenate([model.tensors[p] for p in parts])
         tag, shape, raw = stored[name]
+        shape = [shape[0], 2 * shape[1]] if tag == "U8" else shape
         if list(want.shape) != shape or not np.isfinite(want).all():
             return f"{name}: shape {shape} or values that are not finite"
         if tag == "F8_E4M3":
             scale = widened(stored[name + "s_scaling_factor"][2], "F32")
             wrong = _fp8_error(np.frombuffer(raw, np.uint8).reshape(shape), scale, want)
+        elif tag in ("U8", "I8"):
+            have = _blocks(name, stored)
+            exact = [p in model.published for p in parts for _ in range(len(model.tensors[p]))]
+            rounded = _as_q4_0(want) if tag == "U8" and not all(exact) else want
+            wrong = not np.array_equal(have, np.where(np.array(exact)[:, None], want, rounded))
         elif len(shape) == 1:
             wrong = not np.array_equal(widened(raw, tag).view(np.uint32), want.view(np.uint32))  # bit for bit
         else:
@@ -239,11 +247,38 @@ def differences(model: Model, built: Path, dtype: str) -> str | None:
                 wrong = not np.array_equal(widened(raw, tag), widened(_narrowed(want, tag), tag))
         if wrong:
             return f"{name} as {tag} ({dtype})"
-        if len(shape) > 1 and not (name == "lm_head.weight" and spec["tie_word_embeddings"]):
+        if (
+            len(shape) > 1
+            and tag not in ("U8", "I8")
+            and not (name == "lm_head.weight" and spec["tie_word_embeddings"])
+        ):
             kept = np.frombuffer(raw, np.uint8) & 0x7F if tag == "F8_E4M3" else widened(raw, tag)
             flushed += int(np.count_nonzero(want)) - int(np.count_nonzero(kept))
     said = json.loads((built / "config.json").read_text())["wicore"]["flushed_to_zero"]
     return f"{flushed} weights became 0, {said} are reported" if said != flushed else None
+
+
+def _blocks(name: str, stored: dict[str, tuple[str, list[int], bytes]]) -> np.ndarray:
+    """What a weight in blocks means: 16 bytes of low then high nibbles, or integers; scales and perhaps minimums."""
+    tag, (rows, _), raw = stored[name]
+    scales = widened(stored[f"{name}s_scaling_factor"][2], stored[f"{name}s_scaling_factor"][0]).reshape(rows, -1, 1)
+    if tag == "I8":
+        return (np.frombuffer(raw, np.int8).reshape(*scales.shape[:2], -1) * scales).reshape(rows, -1)
+    nibbles = np.frombuffer(raw, np.uint8).reshape(*scales.shape[:2], 16)
+    values = np.concatenate([nibbles & 15, nibbles >> 4], axis=2).astype(np.float32)
+    minimums = stored.get(f"{name}s_minimum")
+    if minimums is None:
+        return ((values - 8) * scales).reshape(rows, -1)
+    return (values * scales + widened(minimums[2], "F16").reshape(rows, -1, 1)).reshape(rows, -1)
+
+
+def _as_q4_0(want: np.ndarray) -> np.ndarray:
+    """Weights quantized by the gguf package's rule."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType.Q4_0
+    with np.errstate(all="ignore"):
+        return np.asarray(gguf.quants.dequantize(gguf.quants.quantize(want, kind), kind))
 
 
 def tokenizer_differences(source: Path, built: Path) -> str | None:

@@ -109,14 +109,14 @@ HEAD_BLOCKS: dict[str, tuple[str, Callable[[np.ndarray], Blocks]]] = {
 
 def quantize_q4_0(weights: np.ndarray) -> Blocks:
     """Quantize float32 [rows, in] by llama.cpp's reference rule (ggml-quants.c, quantize_row_q4_0_ref): d is the value
-    of largest magnitude / -8, q is x / d + 8.5 cut off at 15. d is stored in float16; an infinite one is the
-    caller's to refuse."""
+    of largest magnitude / -8, q is x * (1 / d) + 8.5, each rounded to float32, cut off at 15. d is stored in float16;
+    an infinite one is the caller's to refuse."""
     blocks = weights.reshape(len(weights), -1, GROUP)
     largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=2)[..., None], axis=2)
     d = largest / np.float32(-8)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         inverse = np.where(np.abs(d) < _TINY, np.float32(0), np.float32(1) / d)
-        values = np.minimum((blocks * inverse.astype(np.float64) + 8.5).astype(np.uint8), 15)
+        values = np.minimum((blocks * inverse + np.float32(8.5)).astype(np.uint8), 15)
         scales = d[..., 0].astype(np.float16)
     packed = values[..., : GROUP // 2] | values[..., GROUP // 2 :] << 4
     return Blocks(packed.reshape(len(weights), -1), scales)
