@@ -29,10 +29,11 @@ CONFIG = {
 }
 
 
-def write_tiny_source(path: Path, seed: int = 0, *, tied: bool = True) -> Path:
-    """Write config.json, float32 weights and the files of a tokenizer of a few letters."""
+def write_tiny_source(path: Path, seed: int = 0, *, tied: bool = True, **sizes: int) -> Path:
+    """Write config.json, float32 weights and the files of a tokenizer of a few letters. `sizes` replace those of
+    CONFIG."""
     path.mkdir()
-    config = CONFIG | {"tie_word_embeddings": tied}
+    config = CONFIG | {"tie_word_embeddings": tied} | sizes
     random = np.random.default_rng(seed)
     shapes = hf_shapes(read_hf_config(config))
     save_file({n: random.standard_normal(s, np.float32) for n, s in shapes.items()}, path / "model.safetensors")

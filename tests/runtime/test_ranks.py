@@ -130,10 +130,12 @@ def all_logits(executor: TorchExecutor | RankedExecutor, seed: int) -> torch.Ten
         (2, "native", {"dtype": "float32"}),
         (4, "torch", {"dtype": "float32"}),  # more ranks than KV heads
         (2, "torch", {"dtype": "bfloat16", "kv_dtype": "fp8"}),
+        (2, "auto", {"dtype": "q4_0"}),
     ],
 )
 def test_logits_are_those_of_one_rank(tmp_path: Path, tp: int, kernels: str, build: dict[str, str]) -> None:
-    write_tiny_source(tmp_path / "source", seed=tp, tied=tp == 2)
+    sizes = {"hidden_size": 64, "intermediate_size": 128} if build["dtype"] == "q4_0" else {}
+    write_tiny_source(tmp_path / "source", seed=tp, tied=tp == 2, **sizes)
     one, many = open_tiny(tmp_path, 1, kernels, **build), open_tiny(tmp_path, tp, kernels, **build)
     try:
         right, found = all_logits(one, 1), all_logits(many, 1)
@@ -141,7 +143,7 @@ def test_logits_are_those_of_one_rank(tmp_path: Path, tp: int, kernels: str, bui
     finally:
         one.close()
         many.close()
-    bound = {"float32": 2e-5, "bfloat16": 0.03}[build["dtype"]]
+    bound = {"float32": 2e-5, "bfloat16": 0.03, "q4_0": 0.03}[build["dtype"]]
     assert float((found - right).abs().max() / right.abs().max()) < bound
     assert float((found - right).abs().max()) > 0 or build["dtype"] != "float32"
 
