@@ -33,7 +33,7 @@ class RankServer:
     def __init__(self, engine: Path, home: Path) -> None:
         self.log = home / "log"
         command = [sys.executable, "-m", "wicore_trt.cli.main", "serve", str(engine), "--port", "0", "--grpc-port", "0",
-                   "--kv-host-bytes", "4MiB", "--kv-bytes", "64KiB", "--kv-disk-path", str(home / "disk")]  # fmt: skip
+                   "--kv-host-bytes", "4MiB", "--kv-bytes", "64KiB", "--kv-disk", str(home / "disk")]  # fmt: skip
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
         end = time.monotonic() + 120
@@ -80,6 +80,7 @@ class RankServer:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_fifty_kills_of_a_rank(tmp_path: Path) -> None:
     seed = int.from_bytes(os.urandom(4), "little")
     print("seed", seed)
