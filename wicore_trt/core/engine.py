@@ -347,9 +347,9 @@ class EngineCore(Core):
             self._land_step(flight)
 
     def do_housekeeping(self) -> bool:
-        manager, broken = self.scheduler.manager, self.executor.copier.broken
-        if broken is not None:
-            raise RuntimeError(f"The executor broke while the engine was idle: {broken}.") from broken
+        manager, copier = self.scheduler.manager, self.executor.copier
+        if isinstance(copier, SharedCopier) and copier.broken is not None:
+            raise RuntimeError(f"The engine broke while it was idle: {copier.broken}.") from copier.broken
         manager.prepare_step()
         manager.work_beside_step(0)
         if manager.tiers is not None:
