@@ -65,8 +65,9 @@ test-mutants: setup  ## breaks the KV cache, the scheduler and the core in 64 wa
 demo: setup  ## fetch Gemma 3 270M, build, serve, ask
 	$(PY) examples/demo.py
 
-bench-cpu: setup
+bench-cpu: setup  ## ARGS="--llama-site DIR" measures llama.cpp beside Q4_0, DIR the site-packages that have llama-cpp-python
 	$(PY) -m benchmarks.cpu.decode
+	$(PY) -m benchmarks.cpu.q4_0 $(ARGS)
 
 bench-gpu: setup  ## needs a GPU; VLLM_SITE and VBENCH measure vLLM beside us, ARGS="--help" lists the rest
 	$(PY) -m benchmarks.gpu.run --vllm-site "$(VLLM_SITE)" --vbench "$(VBENCH)" $(ARGS)
