@@ -224,7 +224,8 @@ def _decode_module(method: str, said: dict[str, Any], module: str, parts: Tensor
         groups = np.arange(len(codes)) * len(scales) // len(codes)
         return _by_group((codes - zeros[groups]).T, scales.T, groups)
     codes = _unwords(np.ascontiguousarray(get["qweight"].T), said["bits"])
-    zeros = _unwords(get["qzeros"], said["bits"]) + (said.get("checkpoint_format") != "gptq_v2")
+    layout = said.get("checkpoint_format") or said.get("format")
+    zeros = _unwords(get["qzeros"], said["bits"]) + (layout != "gptq_v2")
     groups = get["g_idx"] if "g_idx" in get else np.arange(codes.shape[1]) * len(scales) // codes.shape[1]
     return _by_group(codes - zeros.T[: len(codes), groups], scales.T, groups)
 

@@ -258,7 +258,9 @@ def _read_gptq(place: str, said: dict[str, Any]) -> PackedForm:
         "checkpoint_format": ("gptq", "gptq_v2"), "pack_dtype": ("int32",), "is_marlin_format": (False,),
         "lm_head": (True, False), "backend": ("auto",),
     }  # fmt: skip
-    layout = said.setdefault("checkpoint_format", said.pop("format", None) or "gptq")
+    given = [said.pop(key, None) for key in ("checkpoint_format", "format")]  # GPTQModel's name, and transformers'
+    layout = given[0] or given[1] or "gptq"
+    said["checkpoint_format"] = layout if given[1] in (None, layout) else given
     check_keys(place, said, allowed, ("bits", "group_size", "sym"), _IDLE)
     bits, ordered = said["bits"], said.get("desc_act") is True
     zero = (1 << (bits - 1)) - (layout == "gptq")  # the first layout stores it less 1
