@@ -38,7 +38,8 @@ class LinearShape:
     largest: bool = False
 
     def __post_init__(self) -> None:
-        assert self.dtype in ("bfloat16", "float16") and (self.weights.quantized or self.weights.storage == self.dtype)
+        assert self.dtype in ("bfloat16", "float16")
+        assert self.weights.quantized or self.weights.storage in (self.dtype, "float16")
         assert self.out in ("float32", "bfloat16", "float16") and (self.weights.fp8 or not self.fp8_input)
         assert self.n > 0 and self.k > 0 and self.k % 16 == 0, "rows of weights begin at multiples of 16 bytes"
 

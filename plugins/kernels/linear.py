@@ -50,6 +50,16 @@ def _float32(w):
 
 
 @triton.jit
+def _add_products(acc, w, value, EXACT_EVERY: tl.constexpr):
+    """acc plus w times value. float16 weights beside bfloat16 rows are two terms, which hold their 11 bits exactly."""
+    if w.dtype == tl.float16 and value.dtype == tl.bfloat16:
+        high = w.to(tl.float32).to(tl.bfloat16)
+        low = (w.to(tl.float32) - high.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(low, value, tl.dot(high, value, acc))
+    return tl.dot(_operand(w, value), value, acc, max_num_imprecise_acc=EXACT_EVERY)
+
+
+@triton.jit
 def _load_weights(w, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr, EVICT_FIRST: tl.constexpr):
     """W[rows, k]; 0 beyond column K."""
     at = w + rows.to(tl.int64)[:, None] * K + k[None, :]
@@ -197,11 +207,10 @@ def linear_matrix(
         k = start + tl.arange(0, BLOCK_K)
         columns = x + m.to(tl.int64)[None, :] * K + k[:, None]
         value = tl.load(columns, mask=live & (k < K)[:, None], other=0.0)
-        weights = _operand(_load_weights(w, inside, k, K, BLOCK_K, EVICT_FIRST), value)
-        acc = tl.dot(weights, value, acc, max_num_imprecise_acc=EXACT_EVERY)
+        acc = _add_products(acc, _load_weights(w, inside, k, K, BLOCK_K, EVICT_FIRST), value, EXACT_EVERY)
         if GEGLU:
-            weights_up = _operand(_load_weights(w, inside + N, k, K, BLOCK_K, EVICT_FIRST), value)
-            acc_up = tl.dot(weights_up, value, acc_up, max_num_imprecise_acc=EXACT_EVERY)
+            weights_up = _load_weights(w, inside + N, k, K, BLOCK_K, EVICT_FIRST)
+            acc_up = _add_products(acc_up, weights_up, value, EXACT_EVERY)
     if SPLITS > 1:
         acc, last = sum_splits(acc, partials, counters, tl.program_id(0), tl.num_programs(0), live, SPLITS)
         if not last:

@@ -38,7 +38,7 @@ def linear_spec(shape: LinearShape, config: LinearConfig, target: str) -> Kernel
     x, fp8 = FLOAT_TYPES[shape.dtype], shape.weights.fp8
     types = {
         "x": "*" + (e4m3 if shape.fp8_input else x),
-        "w": "*" + (e4m3 if fp8 else x),
+        "w": "*" + (e4m3 if fp8 else FLOAT_TYPES[shape.weights.storage]),
         "out": "*" + FLOAT_TYPES[shape.out],
         "alpha": "fp32",
         "tokens": "i32",
@@ -111,6 +111,7 @@ def _quantize_spec(function: Any, k: int, dtype: str, block: int, warps: int, na
 def _name(shape: LinearShape, config: LinearConfig, native: bool) -> str:
     fp8 = shape.weights.fp8
     kind = FLOAT_TYPES[shape.dtype] + ("_x8" if shape.fp8_input else "") + ("_w8" if fp8 else "")
+    kind += "" if shape.weights.quantized or shape.weights.storage == shape.dtype else "_w16"
     kind += ("_q4" if shape.four_bit else "") + ("_minimums" if shape.weights.minimums else "")
     kind += ("_geglu" if shape.geglu else "") + ("_largest" if shape.largest else "")
     bits = "" if native or not fp8 else "_bits"

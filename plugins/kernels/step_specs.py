@@ -99,15 +99,25 @@ ALIGNED = {
 }
 
 
-def embed_norm_spec(shape: NormShape, num_warps: int, *, images: bool = False) -> KernelSpec:
-    """Specify `kernels.norm.embed_norm`; the embedding has the operands' type, and so have features of `images`."""
+def embed_norm_spec(shape: NormShape, num_warps: int, *, table: str = "", images: bool = False) -> KernelSpec:
+    """Specify `kernels.norm.embed_norm`; embedding and features of `images` have the operands' type, the embedding
+    that of `table`, if it is given."""
     types = {
         **({"features": f"*{FLOAT_TYPES[shape.dtype]}"} if images else {}),
-        **{"token_ids": "*i32", "embedding": f"*{FLOAT_TYPES[shape.dtype]}", "weight": "*fp32", "residual": "*fp32"},
+        **{
+            "token_ids": "*i32",
+            "embedding": f"*{FLOAT_TYPES[table or shape.dtype]}",
+            "weight": "*fp32",
+            "residual": "*fp32",
+        },
         **{"out": f"*{shape.out_type()}", "scales": "*fp32", "vocab": "i32", "embedding_scale": "fp32", "eps": "fp32"},
     }
     return _spec(
-        f"embed_{'images' if images else 'norm'}_{shape.name()}", norm.embed_norm, types, shape.constants(), num_warps
+        f"embed_{'images' if images else 'norm'}_{shape.name()}{table}",
+        norm.embed_norm,
+        types,
+        shape.constants(),
+        num_warps,
     )
 
 

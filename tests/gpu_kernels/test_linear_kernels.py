@@ -29,6 +29,7 @@ SHAPES = {
     "bf16": LinearShape(70, 208, "bfloat16", BF16, "float32"),
     "fp16": LinearShape(33, 160, "float16", FP16, "float16"),
     "bf16_w8": LinearShape(70, 208, "bfloat16", FP8, "bfloat16"),
+    "bf16_w16": LinearShape(70, 208, "bfloat16", FP16, "float32"),
     "fp16_w8": LinearShape(64, 256, "float16", FP8, "float32"),
 }
 GEGLU = {

@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="pip install -e .[triton]")
 
+from parity.paged import relative_error  # noqa: E402
 from runtime.test_triton_executor import MIXED, TOLERANCE, run  # noqa: E402
 from runtime.test_triton_weights import engine_at  # noqa: E402
 from runtime.triton_cpu import CpuDevice, Driver, blocks_of, executor_of, oracle_of, small_model, specs_of  # noqa: E402
@@ -25,6 +26,7 @@ from wicore_trt.backends.triton.tiles import unpack_scales, unpack_tiles  # noqa
 from wicore_trt.backends.triton.weights import load_constants, make_dummy_weights  # noqa: E402
 from wicore_trt.checkpoint.names import weight_minimum_name, weight_scale_name  # noqa: E402
 from wicore_trt.errors import ConfigError  # noqa: E402
+from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD  # noqa: E402
 from wicore_trt.weight_format import Q4_0  # noqa: E402
 
 MIXED_KINDS = replace(Q4_0, minimums=("mlp.gate_up", "mlp.proj"))
@@ -50,13 +52,16 @@ def test_few_rows_many_rows_and_invariant(dtype: str, weights: object, monkeypat
 
 
 @pytest.mark.parametrize("head", ["float16", "q8_0"])
-def test_heads_of_other_storage_are_said_to_be_rounded(head: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_heads_keep_the_bits_of_float16(head: str, caplog: pytest.LogCaptureFixture) -> None:
     weights, model = replace(Q4_0, head=head), small_model(3, tie_word_embeddings=True, **SIZES)
     stored, meant = blocks_of(model, "bfloat16", weights)
     with caplog.at_level(logging.INFO):
         mine = executor_of(model, tensors=stored, weights=weights)
-    assert "embedding and head are stored as" in caplog.text
-    run([Driver(mine, 1), Driver(oracle_of(model, "bfloat16", tensors=meant), 2)], ([3], [1]), 48, 0.03)
+    assert ("embedding and head are stored as" in caplog.text) == (head == "q8_0")
+    table = mine.model.weights[EMBEDDING]
+    assert table.dtype == torch.float16 and mine.model.weights[LM_HEAD].data_ptr() == table.data_ptr()
+    assert relative_error(table.float(), meant[EMBEDDING]) < 2.0**-11
+    run([Driver(mine, 1), Driver(oracle_of(model, "bfloat16", tensors=meant), 2)], ([3], [1]), 48, 0.02)
 
 
 def test_a_file_loads_into_tiles_that_give_its_bytes_back(tmp_path) -> None:

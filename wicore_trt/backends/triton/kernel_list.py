@@ -118,7 +118,8 @@ def _list_norms(shape: EngineShape, target: str) -> list[ListedKernel]:
         return _merge_buckets(role, spec_for)
 
     def embed_norm(rows: int, *, images: bool = False) -> KernelSpec:
-        return embed_norm_spec(operands, norm_config(target, rows, hidden).num_warps, images=images)
+        table = shape.table_dtype if shape.table_dtype != shape.dtype else ""
+        return embed_norm_spec(operands, norm_config(target, rows, hidden).num_warps, table=table, images=images)
 
     def qk_rope(rows: int) -> KernelSpec:
         chosen = step_config("qk_rope", target, rows)

@@ -41,6 +41,7 @@ from wicore_trt.model.spec import GLOBAL, LOCAL, LayerGroup
 from wicore_trt.plugins import decode_layout, linear_layout, step_layout
 from wicore_trt.plugins.launch import Launcher
 from wicore_trt.plugins.layout import Launch, Pool, Slices, Tables
+from wicore_trt.runtime.dtypes import TORCH_DTYPES
 
 
 class Value(NamedTuple):
@@ -100,7 +101,7 @@ class TritonModel:
     @cached_property
     def embedding_scale(self) -> float:
         """Scale rounded to the embedding's type, as transformers does."""
-        return float(torch.tensor(self.shape.spec.embedding_scale).to(self.weights[EMBEDDING].dtype))
+        return float(torch.tensor(self.shape.spec.embedding_scale).to(TORCH_DTYPES[self.shape.dtype]))
 
     @cached_property
     def groups(self) -> list[LayerGroup]:
@@ -146,11 +147,11 @@ class TritonOps:
 
     def norm(self, residual: Value, weight: str) -> Value:
         model, out, features = self._model, self._norm_output(), None
-        embedding, norm = model.weights[EMBEDDING], model.weights[weight].data_ptr()
-        table = embedding.data_ptr(), self._spec.vocab_size, model.embedding_scale
+        norm = model.weights[weight].data_ptr()
+        table = model.weights[EMBEDDING].data_ptr(), self._spec.vocab_size, model.embedding_scale
         role = roles.step_role("embed_norm", self._product)
         if self._plan.images:
-            assert self._features is not None and self._features.dtype == embedding.dtype
+            assert self._features is not None and self._features.dtype == TORCH_DTYPES[model.shape.dtype]
             role, features = role._replace(operation="embed_images"), self._features.data_ptr()
         given = self._step.token_ids, table, norm, residual.rows.data_ptr(), _norm_out(out), self._n
         call = step_layout.embed_norm_launch(*given, self._spec.rms_norm_eps, features=features)

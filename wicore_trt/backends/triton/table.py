@@ -84,6 +84,11 @@ class EngineShape:
             for g in map(self.spec.layer_group, GROUPS)
         }
 
+    @property
+    def table_dtype(self) -> str:
+        """Dtype of embedding and head: float16 holds those that are stored more precisely than bfloat16."""
+        return "float16" if self.weights.head else self.dtype
+
     def linear_shape(self, role: str, rows: str = WIDE) -> LinearShape:
         """Shape of one of LINEARS as the kernels compute it: GeGLU within gate_up, all others with float32 results.
         With NARROW `rows` gate_up finds the largest values of its rows, which are quantised next."""
@@ -104,7 +109,7 @@ class EngineShape:
             "down": (spec.hidden_size, spec.intermediate_size),
             "head": (spec.vocab_size, spec.hidden_size),
         }[role]
-        weights = self.weights.of_kind(KINDS[role]) if role != "head" else PLAIN[self.dtype]
+        weights = self.weights.of_kind(KINDS[role]) if role != "head" else PLAIN[self.table_dtype]
         geglu = role == "gate_up"
         out = self.dtype if geglu else "float32"
         narrow = rows == NARROW
@@ -117,6 +122,8 @@ class EngineShape:
 
     def most_kernel_rows(self, target: str, role: str) -> int:
         """Most rows for which a linear runs as a Triton kernel; ANY for E4M3 weights without scaled products."""
+        if role == "head" and self.table_dtype != self.dtype:
+            return ANY
         if role == "head" or not self.weights.fp8:
             return self._row_limits(target)["16-bit" if role == "head" else self.weights.storage]
         return self._row_limits(target)[self.weights.storage] if self.has_scaled_products(target) else ANY

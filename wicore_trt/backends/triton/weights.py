@@ -63,11 +63,14 @@ def load_constants(engine: EngineDir, shape: EngineShape, positions: int, device
 
 def finish_constants(shape: EngineShape, weights: Mapping[str, torch.Tensor], positions: int, device: Any) -> Constants:
     """Complete `weights` by tables, KV scales and exponents of float16. Raises EngineFormatError for other types."""
-    spec, dtype = shape.spec, TORCH_DTYPES[shape.dtype]
-    known = {n: t.flatten() if t.dtype == torch.float32 else t for n, t in _widen_head(weights, dtype).items()}
+    spec = shape.spec
+    known = {
+        n: t.flatten() if t.dtype == torch.float32 else t
+        for n, t in _widen_head(weights, TORCH_DTYPES[shape.table_dtype]).items()
+    }
     for name, (tensor, *_) in run_weights(spec).items():
-        wanted = {Role.NORM: torch.float32, Role.LINEAR: TORCH_DTYPES[shape.weights.storage]}.get(tensor.role, dtype)
-        if known[name].dtype != wanted:
+        wanted = {Role.NORM: "float32", Role.LINEAR: shape.weights.storage}.get(tensor.role, shape.table_dtype)
+        if known[name].dtype != TORCH_DTYPES[wanted]:
             raise EngineFormatError(
                 f"The engine's {name} is {known[name].dtype}; backend 'triton' needs {wanted}.",
                 fix="Build the engine again.",
@@ -99,18 +102,18 @@ def finish_constants(shape: EngineShape, weights: Mapping[str, torch.Tensor], po
 
 
 def _widen_head(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return `weights` with embedding and head rounded to `dtype`, if they are stored otherwise."""
+    """Return `weights` with embedding and head rounded to `dtype`, if they are stored in blocks."""
     known, made = dict(weights), dict[int, torch.Tensor]()
     for name in (EMBEDDING, LM_HEAD):
         table, scale = known[name], known.pop(weight_scale_name(name), None)
         known[name] = made.get(table.data_ptr(), table)
-        if known[name].dtype == dtype or (scale is None and table.dtype != torch.float16):
+        if known[name].dtype == dtype or scale is None:
             continue
         log.info("embedding and head are stored as %s and computed with as %s", table.dtype, dtype)
         wide = known[name] = made[table.data_ptr()] = torch.empty(table.shape, dtype=dtype, device=table.device)
         for start in range(0, len(table), 16384):
             part = slice(start, start + 16384)
-            wide[part] = table[part] if scale is None else dequantize_blocks(table[part], scale[part])
+            wide[part] = dequantize_blocks(table[part], scale[part])
     return known
 
 
