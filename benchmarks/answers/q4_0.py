@@ -26,7 +26,7 @@ from wicore_trt.checkpoint.demo import fetch_model
 from wicore_trt.engine.build import build_engine
 
 WINDOW = 512
-TIE = 0.25
+TIE = 0.1
 """Largest gap of two logits, of about 20, that count as equal: activations in bfloat16 have 8 bits."""
 MOST_PERCENT = 0.1
 """Largest difference of perplexities."""
