@@ -26,10 +26,17 @@ Edit = Callable[[Path], None]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kept"), [("float32", "float32"), ("auto", "bfloat16"), ("float16", "float16"), ("fp8", "bfloat16")]
+    ("dtype", "kept"),
+    [
+        ("float32", "float32"),
+        ("auto", "bfloat16"),
+        ("float16", "float16"),
+        ("fp8", "bfloat16"),
+        ("q4_0", "bfloat16"),
+    ],
 )
 def test_products_have_the_engines_dtype_and_the_rest_is_float32(dtype: str, kept: str, tmp_path: Path) -> None:
-    source = write_image_source(tmp_path / "m")
+    source = write_image_source(tmp_path / "m", hidden_size=32, intermediate_size=64)
     checkpoint = convert(source, tmp_path / "c", dtype=dtype)
     assert checkpoint.vision_file is not None and checkpoint.vision is not None
     given, stored = load_file(source / "model.safetensors"), load_file(checkpoint.vision_file)
