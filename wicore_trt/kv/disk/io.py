@@ -22,7 +22,7 @@ from typing import NamedTuple
 from wicore_trt.kv.disk.files import aligned_buffers
 
 CHORE_WAIT_S = 1.0
-AHEAD, URGENT_AHEAD = 2, 16
+AHEAD, URGENT_AHEAD = 4, 16
 """Operations for each thread elsewhere that may have begun, so that none of them waits for threads here."""
 RATE_PIECE_BYTES, RATE_PIECES = 4 << 20, 16
 _log = logging.getLogger(__name__)

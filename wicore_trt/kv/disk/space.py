@@ -28,6 +28,8 @@ from wicore_trt.kv.disk.files import Files, aligned_buffer, disk_bytes, move_buf
 from wicore_trt.kv.disk.format import BLOCK_BYTES, FORMAT_VERSION, Namespace, record_bytes
 
 SLAB_BYTES = 1 << 30
+GROW_BYTES = 64 << 20
+"""Files grow by so much at a time: writes wait for it, and in memory a gigabyte takes half a second."""
 MAX_SLABS = 512
 # The file system keeps its own notes about a file and they count as used: at worst two extents of 12 bytes per slot,
 # doubled, and some blocks per file.
@@ -165,9 +167,10 @@ class DiskSpace:
         self._files.close(self._lock_fd)
 
     def _add_slots(self, grow_index: Callable[[int], None]) -> bool:
-        """Add a slab, or the rest of the last one, as far as there is room."""
+        """Add GROW_BYTES to the last slab or to a new one, as far as there is room."""
         number = self.allocated // self.slab_slots
-        end = min((number + 1) * self.slab_slots, self.num_slots)
+        step = max(1, GROW_BYTES // self.stride)
+        end = min((number + 1) * self.slab_slots, self.num_slots, self.allocated + step)
         while (room := self._count_possible()) < end and self._delete_stale():
             pass
         end = min(end, room)
