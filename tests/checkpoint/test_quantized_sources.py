@@ -237,6 +237,10 @@ REFUSED: list[tuple[str, Edit, str]] = [
     ("ct fp8", put(UP + "weight", "F8_E5M2", np.zeros((64, 32), np.uint8)), "weight as F8_E5M2"),
     ("ct fp8", put(UP + "weight_scale", "F32", np.ones((2, 16), np.float32)), r"weight_scale as F32 \[2, 16\]"),
     ("ct fp8 static", gone(UP + "input_scale"), "lacks input_scale"),
+    ("ct fp8 static", put(UP + "input_scale", "F32", np.float32(0).reshape(())), "input_scale that is not finite"),
+    ("ct fp8 static", put("model.layers.1.self_attn.k_scale", "F32", np.float32(np.nan).reshape(())), "no scale of a"),
+    ("ct fp8", lambda config, described, tensors: described["config_groups"]["group_0"].update(
+        targets=["re:.*self_attn"]), "says that it is not"),
     ("ct fp8 static", gone("model.layers.1.self_attn.k_scale"), "some layers have"),
     ("ct fp8", put(UP + "input_scale", "F32", np.float32(1).reshape(())), "input_scale"),
     ("ct w4", weights(symmetric=False), "symmetric is False"), ("ct w4", weights(actorder="group"), "actorder"),
