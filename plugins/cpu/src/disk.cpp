@@ -5,6 +5,7 @@
 #include <errno.h>
 #include <linux/magic.h>
 #include <signal.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/uio.h>

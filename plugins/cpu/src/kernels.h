@@ -1,5 +1,7 @@
 // The operators as function pointers: one table per instruction set, filled by kernels_<isa>.cpp.
 #pragma once
+#include <stdint.h>
+
 #include "wicore_cpu.h"
 
 namespace wicore {
