@@ -190,6 +190,10 @@ class UnwrittenPageError(WicoreError):
     """KV that nobody computed or loaded was about to be used: a defect of ours, which ends the sequence."""
 
 
+class RankError(RuntimeError):
+    """Failure of another rank of a split engine: it ended, or it does not answer. Starting again may help."""
+
+
 def error_named(
     kind: str, message: str, *, fix: str | None, field: str | None = None, retry_after_s: float | None = None
 ) -> WicoreError:

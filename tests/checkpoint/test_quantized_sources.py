@@ -98,6 +98,15 @@ def test_input_scales_that_differ_are_left_for_the_token(tmp_path: Path) -> None
     assert "by the token, its scales left aside" in notes[0]
 
 
+def test_fp8_whose_inputs_are_not_quantized_becomes_bfloat16(tmp_path: Path) -> None:
+    config, tensors = make_model("ct fp8", np.random.default_rng(8))
+    config["quantization_config"] = copy.deepcopy(config["quantization_config"])
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
+    source = write_model(tmp_path / "m", config, tensors)
+    assert convert(source, tmp_path / "auto").weights.storage == "bfloat16"
+    assert convert(source, tmp_path / "asked", dtype="fp8").weights.storage == "fp8"
+
+
 @pytest.mark.long
 def test_an_engine_of_published_fp8_computes_what_its_weights_say(tmp_path: Path) -> None:
     from wicore_trt import LLM, SamplingParams

@@ -207,6 +207,69 @@ async def test_a_message_without_its_file_ends_the_channel():
     theirs.close()
 
 
+async def test_a_file_that_finds_no_room_ends_the_channel(monkeypatch: pytest.MonkeyPatch):
+    """The next message's file must not be taken for it."""
+    read: list[bytes] = []
+    ended: list[bool] = []
+    ours, theirs = socket.socketpair()
+    Channel(
+        ours,
+        asyncio.get_running_loop(),
+        lambda message, file: read.append(os.pread(file, 9, 0)),
+        lambda: ended.append(True),
+    )
+    files = [os.memfd_create("pixels") for _ in range(2)]
+    for number, file in enumerate(files):
+        os.write(file, b"AB"[number : number + 1])
+    head = (6 | 1 << 31).to_bytes(4, "little")
+    with monkeypatch.context() as patched:
+        receive = socket.recv_fds
+        patched.setattr("wicore_trt.link.channel.READ_BYTES", 6)
+        full = [True]
+
+        def recv_fds(sock, size, most):
+            """The first file comes while no descriptor is free."""
+            data, got, flags, address = receive(sock, size, 1)
+            if full and got:
+                full.clear()
+                os.close(got[0])
+                return data, [], flags | socket.MSG_CTRUNC, address
+            return data, got, flags, address
+
+        patched.setattr(socket, "recv_fds", recv_fds)
+        for file in files:
+            with suppress(OSError):
+                socket.send_fds(theirs, [head + b"pixels"], [file])
+        await until(lambda: ended or read)
+    assert not read and ended
+    for file in files:
+        os.close(file)
+    theirs.close()
+
+
+async def test_pixels_that_an_engine_does_not_take_are_refused_at_some_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("wicore_trt.link.remote.MOST_FILE_BYTES", 4 << 20)
+    remote = RemoteEngine()
+    ours, theirs = socket.socketpair()
+    remote.connect(ours)
+    theirs.sendall(framed(Welcome("1/", FAKE_INFO, 1)))
+    await until(lambda: remote.dead is None)
+    before, pixels = len(os.listdir("/proc/self/fd")), bytes(1 << 20)
+    request = GenerateRequest("1/0", tuple(range(40_000)), SamplingParams(max_tokens=4),
+                              content=(ContentSpan(0, 4, b"d" * 32, pixels),))  # fmt: skip
+    adding = []
+    for number in range(40):
+        adding.append(asyncio.ensure_future(remote.add(replace(request, request_key=f"1/{number}"))))
+        await asyncio.sleep(0)
+        adding[-1].cancel()
+    found = await asyncio.gather(*adding, return_exceptions=True)
+    assert any(isinstance(error, UnavailableError) for error in found)
+    assert remote.channel.file_bytes <= 6 << 20 and len(os.listdir("/proc/self/fd")) - before <= 8
+    await remote.stop(0)
+    assert len(os.listdir("/proc/self/fd")) <= before
+    theirs.close()
+
+
 async def test_a_message_that_breaks_its_receiver_ends_the_channel():
     """It is not read a second time, and who waits for an answer hears that there is none."""
     read: list[bytes] = []

@@ -20,11 +20,11 @@ from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import open_engine
 from wicore_trt.engine.options import find_backend
-from wicore_trt.errors import CheckpointError
+from wicore_trt.errors import CheckpointError, EngineFormatError, RankError
 from wicore_trt.llm import LLM
 from wicore_trt.runtime import exchange, ranks
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
-from wicore_trt.runtime.exchange import RankError, RankExchange, create_memory
+from wicore_trt.runtime.exchange import RankExchange, create_memory
 from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.runtime.ranks import RankedExecutor
 from wicore_trt.types import SamplingParams
@@ -208,7 +208,7 @@ def test_a_rank_that_cannot_open_its_part_is_an_error(tmp_path: Path) -> None:
     engine = build_engine(tmp_path / "source", tmp_path / "engine", tp_size=2)
     weights = engine.rank_files[1]
     weights.write_bytes(bytes(weights.stat().st_size))  # rank 0 does not read them
-    with pytest.raises(RankError, match="rank 1 has ended"):
+    with pytest.raises(EngineFormatError, match="rank1.safetensors cannot be read"):
         find_backend("torch").open(engine, ExecutorOptions(device="cpu", threads=1, kv_pages=PAGES))
 
 

@@ -140,7 +140,7 @@ def convert(  # noqa: PLR0913 -- the public call is flat
         opened.spec.shard(0, tp_size)
         if dtype == "auto":
             own = opened.tensors[unified_tensors(opened.spec)[2].sources[0]].dtype  # of the first linear
-            dtype = "fp8" if opened.fp8 else _DTYPE_OF_SOURCE.get("" if for_engine else own, "bfloat16")
+            dtype = opened.auto_dtype or _DTYPE_OF_SOURCE.get("" if for_engine else own, "bfloat16")
         origin = {"lora": lora and make_printable(str(lora)), "mmproj": mmproj and make_printable(str(mmproj))}
         lost = _Conversion(opened, scratch.directory, dtype, tp_size, calibration, progress).write_checkpoint(
             for_engine, origin | {"text_only": text_only}
@@ -199,9 +199,15 @@ class _Conversion:
         source, tensors = self._source, unified_tensors(self._source.spec)
         linears = [(t, name) for t in tensors if t.role is Role.LINEAR for name in t.sources]
         kinds = {linear_kind(t.name) for t, name in linears if source.find_blocks(name) == "Q4_1"}
-        names = {t.sources[0] for t in tensors if t.role in (Role.EMBEDDING, Role.HEAD)}
-        heads = {self._find_head(name) for name in names}
-        return replace(weights, minimums=tuple(sorted(kinds)), head=heads.pop() if len(heads) == 1 else "")
+        names = {t.sources[0]: t.role for t in tensors if t.role in (Role.EMBEDDING, Role.HEAD)}
+        heads = {name: self._find_head(name) for name in names}
+        head = next(iter(heads.values())) if len({*heads.values()}) == 1 else ""
+        self._rounded = [
+            f"the {names[name].value}, {source.tensors[name].dtype} in the source, is rounded to {self._dtype}."
+            for name, kept in heads.items()
+            if not head and (kept or source.tensors[name].dtype not in _STORED)
+        ]
+        return replace(weights, minimums=tuple(sorted(kinds)), head=head)
 
     def _find_head(self, name: str) -> str:
         """Find the storage that holds an embedding or head as published, "" for the base dtype."""
@@ -231,10 +237,7 @@ class _Conversion:
             said.append(f"{len(other)} linears are quantized to Q4_0 after training; to see the loss: {compare}")
         if again:
             said.append(f"they are quantized twice, as the source has {', '.join(again)}: the original loses less.")
-        kind = source.tensors[HF_EMBEDDING].dtype
-        if kind not in _STORED and not self._weights.head:
-            said.append(f"the embedding, {kind} in the source, is rounded to {self._dtype}.")
-        return said
+        return [*said, *self._rounded]
 
     def write_checkpoint(self, for_engine: bool, options: dict[str, Any]) -> list[str]:
         """Return sentences on what casts lost, and on tokens that the model lacks. `options` go into config.json."""

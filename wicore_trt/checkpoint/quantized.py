@@ -37,14 +37,15 @@ class PackedForm:
     """Form of a source's quantized modules: `kind` is a key of `unpack.KINDS`, `title` its name for users.
     `bits` of an integer, `group` values of a row with one scale (0: the row). `excluded` and `targets` are module
     names and patterns; `own` has (group, bits) of modules that differ. `static`: modules have scales of their inputs;
-    `kv`: layers may have scales of keys and values. `ordered`: GPTQ's groups are those of g_idx. `stored_zero` is the
-    zero point as GPTQ's files have it."""
+    `alone`: inputs are not quantized; `kv`: layers may have scales of keys and values. `ordered`: GPTQ's groups are
+    those of g_idx. `stored_zero` is the zero point as GPTQ's files have it."""
 
     kind: str
     title: str
     bits: int = 8
     group: int = 0
     static: bool = False
+    alone: bool = False
     kv: bool = False
     targets: tuple[str, ...] = ()
     excluded: tuple[str, ...] = field(default=(), compare=False)
@@ -201,12 +202,13 @@ def _read_compressed(place: str, said: dict[str, Any]) -> PackedForm:
         bits, size = weights["num_bits"], weights.get("group_size") or -1
         if (weights["strategy"] == "group") != (size > 0):
             raise CheckpointError(f"{place}: strategy {weights['strategy']} has a group_size of {size}.", fix=FIX)
-        return PackedForm("pack", f"compressed-tensors W{bits}A16", bits, max(size, 0), False, kv, targets, excluded)
+        title = f"compressed-tensors W{bits}A16"
+        return PackedForm("pack", title, bits, max(size, 0), kv=kv, targets=targets, excluded=excluded)
     check_keys(f"{place}: weights", weights, allowed | _FP8 | {"strategy": ("channel", "tensor")}, needed, _ARGS)
     static = isinstance(inputs, Mapping) and inputs.get("dynamic") is not True
     allowed = {"dynamic": (not static,), "strategy": ("tensor",) if static else ("token",)}
-    check_keys(f"{place}: input_activations", inputs or {}, _FP8 | allowed, (), _ARGS)
-    return PackedForm("e4m3", "compressed-tensors FP8", 8, 0, static, kv, targets, excluded)
+    check_keys(f"{place}: input_activations", {} if inputs is None else inputs, _FP8 | allowed, (), _ARGS)
+    return PackedForm("e4m3", "compressed-tensors FP8", 8, 0, static, inputs is None, kv, targets, excluded)
 
 
 def _read_modelopt(place: str, said: dict[str, Any]) -> PackedForm:

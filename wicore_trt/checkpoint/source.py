@@ -77,8 +77,9 @@ class Source(ABC):
     `tensors` are canonical text tensors; `vision` is the image encoder, all of whose tensors are there. `name` is the
     reference that was opened and `revision` the hub commit; `generation_config` is {} when there is none. `notes`
     are sentences on decisions between contradictions and on ignored files. Quantized tensors are read dequantized, as
-    F32; `fp8`: `read_e4m3` gives the linears as published. `static_scales` are the source's own, of inputs and KV, by
-    the checkpoint's names, float32 [1]. All files are read through `door`, which remembers them."""
+    F32; `fp8`: `read_e4m3` gives the linears as published. `auto_dtype` is "fp8" if their inputs are quantized, too.
+    `static_scales` are the source's own, of inputs and KV, by the checkpoint's names, float32 [1]. All files are read
+    through `door`, which remembers them."""
 
     spec: Gemma3Spec
     door: UntrustedFiles
@@ -88,6 +89,7 @@ class Source(ABC):
     vision: VisionSpec | None
     generation_config: Mapping[str, Any]
     notes: Sequence[str] = ()
+    auto_dtype: str | None = None
     fp8: bool = False
     static_scales: dict[str, np.ndarray] = {}
 
@@ -158,6 +160,7 @@ class HfSource(Source):
         self.spec = read_hf_config(_drop_form(self.config), str(path / "config.json"))
         self._form = find_form(path, self.config, self.door)
         self.fp8 = self._form is not None and self._form.kind == "e4m3"
+        self.auto_dtype = "fp8" if self._form is not None and self.fp8 and not self._form.alone else None
         generation = path / GENERATION
         self.generation_config = self.door.read_json(generation) if is_present(generation) else {}
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):

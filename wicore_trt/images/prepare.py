@@ -41,6 +41,8 @@ def prepare_image(image: ImageFile, info: ImageInfo) -> ImageFile:
     except JobFailure as failure:
         raise InvalidRequestError(f"The image cannot be read: {failure}.", field=image.field) from None
     step = info.size * info.size * 3
+    if not pixels or len(pixels) % step:
+        raise InvalidRequestError("The image cannot be read: its pixels are incomplete.", field=image.field)
     parts = tuple(pixels[at : at + step] for at in range(0, len(pixels), step))
     return replace(image, data=b"", url="", pixels=parts, digests=tuple(sha256(part).digest() for part in parts))
 

@@ -2,7 +2,8 @@
 
 With its highest bit set a file comes along. It must not know their content. Invariants (I24): messages arrive whole and
 in the order of `post`, which never waits; a peer that does not read is cut off at MAX_BACKLOG; a message that its
-receiver cannot handle ends the channel; `closed` is called once, on the loop's thread; no file stays open.
+receiver cannot handle, or whose file it has no room for, ends the channel; `closed` is called once, on the loop's
+thread; no file stays open.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class Channel:
         self._out: deque[tuple[memoryview, int]] = deque()
         self.backlog = 0
         """Bytes that the other side has not taken."""
+        self.file_bytes = 0
+        """Bytes of the files of messages that the other side has not taken."""
         self._in, self._files = bytearray(), deque[int]()
         self._open = True
         loop.add_reader(sock.fileno(), self._read_messages)
@@ -60,6 +63,7 @@ class Channel:
                 return
             self._out.append((data, file))
             self.backlog += len(data)
+            self.file_bytes += _count_bytes(file)
             hangs = self.backlog > MAX_BACKLOG
         if hangs:
             self._call_soon(self.close)
@@ -101,8 +105,10 @@ class Channel:
         with self._lock:
             while self._out:
                 data, file = self._out.popleft()
+                size = _count_bytes(file)
                 rest, file = self._send_now(data, file)
                 self.backlog -= len(data) - len(rest)
+                self.file_bytes -= 0 if file >= 0 else size
                 if rest:
                     self._out.appendleft((rest, file))
                     return
@@ -114,8 +120,11 @@ class Channel:
 
     def _read_messages(self) -> None:
         try:
-            data, files, _, _ = socket.recv_fds(self._sock, READ_BYTES, _MAX_FILES)
+            data, files, flags, _ = socket.recv_fds(self._sock, READ_BYTES, _MAX_FILES)
             self._files += files
+            if flags & socket.MSG_CTRUNC:  # a file is lost, and the next one would be taken for it
+                log.error("no room for a file that came over the link; closing it")
+                data = b""
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
@@ -143,6 +152,10 @@ class Channel:
                 return
             start = stop
         del self._in[:start]
+
+
+def _count_bytes(file: int) -> int:
+    return os.fstat(file).st_size if file >= 0 else 0
 
 
 def _close_file(file: int) -> None:

@@ -36,6 +36,8 @@ from wicore_trt.link.messages import (
 from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, ModelInfo, TokenOutput
 
 T = TypeVar("T")
+MOST_FILE_BYTES = 256 << 20
+"""Of pixels that wait for the engine; requests that were given up leave theirs until it reads again."""
 STARTING = "it is being started"
 ENDED = "its process ended"
 
@@ -68,7 +70,9 @@ class RemoteEngine(EnginePort):
         self.channel = Channel(sock, asyncio.get_running_loop(), self._take_message, self._end_channel)
 
     async def add(self, request: GenerateRequest) -> None:
-        name = request.request_key
+        name, channel = request.request_key, self._require_channel()
+        if request.content and channel.file_bytes > MOST_FILE_BYTES:
+            raise UnavailableError("The engine takes no images now: others wait for it.", fix="Try again soon.")
         self._live[name] = request.params.n
         try:
             await self._ask_engine(encode_request, request, name)

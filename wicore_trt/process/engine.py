@@ -16,7 +16,7 @@ from wicore_trt.access import log as log_lines
 from wicore_trt.collector import collect_rarely
 from wicore_trt.config import Settings, settings_from_json
 from wicore_trt.core.loop import Core
-from wicore_trt.errors import WicoreError, missing_package, shortened
+from wicore_trt.errors import RankError, WicoreError, missing_package, shortened
 from wicore_trt.link.host import EngineHost
 from wicore_trt.process.child import BEAT_S, DUMP, MAX_TEXT, Control, import_named
 from wicore_trt.types import ModelInfo
@@ -46,6 +46,9 @@ def main(fd: int) -> int:
     except WicoreError as error:
         control.send_error(error)
         return error.exit_code
+    except RankError as error:  # told as no final error, so that the supervisor starts the engine again
+        log.error("the engine could not be loaded: %s", error)
+        return 1
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and (lacking := missing_package(error.name)):
             control.send_error(lacking)

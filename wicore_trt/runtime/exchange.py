@@ -14,14 +14,12 @@ from contextlib import suppress
 
 import torch
 
+from wicore_trt.errors import RankError
+
 PART_BYTES = 1 << 20
 """Bytes that a rank shares at once; longer rows are exchanged in parts."""
 GLANCE_S = 0.25
 """While a rank waits for another one, it asks so often whether that one is alive."""
-
-
-class RankError(RuntimeError):
-    """Failure of another rank: it ended, or it does not answer."""
 
 
 def create_memory(ranks: int) -> int:

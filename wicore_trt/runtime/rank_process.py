@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from wicore_trt.runtime.exchange import RankError, RankExchange
+from wicore_trt.errors import RankError, WicoreError
+from wicore_trt.runtime.exchange import RankExchange
 from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.runtime.ranks import BEAT_S, MessageSocket, RankExecutor, import_opener, unpack_slices
 
@@ -43,13 +44,15 @@ def main(start: Mapping[str, Any]) -> None:
         os.set_inheritable(fd, False)
     peers = {int(rank): socket.socket(fileno=fd) for rank, fd in start["peers"].items()}
     control = MessageSocket(socket.socket(fileno=start["control"]))
+    threading.Thread(target=_send_beats, args=(control,), name="wicore-rank-beats", daemon=True).start()
     try:
         exchange = RankExchange(start["rank"], start["ranks"], start["memory"], peers)
         os.close(start["memory"])
         executor = import_opener(start["opener"])(Path(start["engine"]), ExecutorOptions(**start["options"]), exchange)
-        threading.Thread(target=_send_beats, args=(control,), name="wicore-rank-beats", daemon=True).start()
         control.send("ready")
         _obey_messages(control, executor)
+    except WicoreError as error:
+        control.send("refused", type(error).__name__, error.message, error.fix)
     except (RankError, BrokenPipeError, ConnectionResetError) as error:
         log.warning("%s; this rank ends", error)
     except Exception:

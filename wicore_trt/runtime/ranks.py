@@ -27,10 +27,11 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
+from wicore_trt.errors import RankError, WicoreError, error_named
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.cuda_lanes import host_address
-from wicore_trt.runtime.exchange import RankError, RankExchange, create_memory
+from wicore_trt.runtime.exchange import RankExchange, create_memory
 from wicore_trt.runtime.executor import CameIn, Done, Executor, ImageEncoder, KVLayout, PageCopier
 from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.runtime.page_digest import KEY_BYTES, PageDigest
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 
 BEAT_S, SILENCE_S = 0.25, 2.0
 """How often a rank's process says that it runs, whatever it computes; for how long it may be silent in a step."""
+START_S = 60.0
+"""The same while a rank starts and loads."""
 END_S = 5.0
 """Time for a rank's process to end by itself when this one closes."""
 _CODE = """
@@ -124,8 +127,8 @@ class RankedExecutor:
 
     def __init__(self, engine: Path, spec: Gemma3Spec, ranks: int, opener: str, options: ExecutorOptions) -> None:
         """Start ranks 1 and up, then open rank 0. `spec` is the whole model's, `opener` the name of an `Opener`.
-        `options.threads` 0 shares the cores of this process. Raises what the opener raises, and RankError for a rank
-        that ended."""
+        `options.threads` 0 shares the cores of this process. Raises what the opener raises on any rank, and RankError
+        for a rank that ended or hangs."""
         threads = options.threads or max(1, len(os.sched_getaffinity(0)) // ranks)
         options = replace(options, threads=threads)
         self._group = _Ranks(ranks, {"engine": str(engine), "opener": opener, "options": asdict(options)})
@@ -175,6 +178,8 @@ class _Ranks:
     def __init__(self, ranks: int, start: Mapping[str, object]) -> None:
         self.count, self._closing = ranks, False
         self.failure: RankError | None = None
+        self.refusal: WicoreError | None = None
+        """Why a rank cannot open its part."""
         self.on_reply: Callable[[int, list[Any]], None] = lambda rank, message: None
         self.on_failure: Callable[[RankError], None] = lambda error: None
         memory = create_memory(ranks)
@@ -213,9 +218,16 @@ class _Ranks:
             reader.start()
 
     def await_ready(self) -> None:
-        """Wait until all ranks have opened their part. Raises RankError for one that ended."""
+        """Wait until all ranks have opened their part. Raises the error of one that cannot, RankError for one that
+        ended or hangs."""
         for _ in self._sockets:
-            self._ready.acquire()
+            while not self._ready.acquire(timeout=BEAT_S):
+                for rank in range(1, self.count):
+                    if not self._has_beaten(rank, START_S):
+                        self._fail(RankError(f"rank {rank} hangs while it loads"))
+                        raise RankError(f"rank {rank} hangs while it loads")
+        if self.refusal is not None:
+            raise self.refusal
         if self.failure is not None:
             raise self.failure
 
@@ -259,8 +271,8 @@ class _Ranks:
         for reader in self._readers:
             reader.join()
 
-    def _has_beaten(self, rank: int) -> bool:
-        return time.monotonic() - self._beats[rank] < SILENCE_S
+    def _has_beaten(self, rank: int, silence_s: float | None = None) -> bool:
+        return time.monotonic() - self._beats[rank] < (SILENCE_S if silence_s is None else silence_s)
 
     def _fail(self, error: RankError) -> None:
         """Note that no step can run any more."""
@@ -277,6 +289,9 @@ class _Ranks:
                 if message[0] == "ready":
                     ready = True
                     self._ready.release()
+                elif message[0] == "refused":
+                    _, kind, text, fix = message
+                    self.refusal = error_named(kind, text, fix=fix)
                 elif message[0] == "beat":
                     self._beats[rank] = time.monotonic()
                 else:
