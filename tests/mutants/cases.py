@@ -438,8 +438,8 @@ MUTANTS = (
     ),
     Mutant(
         "core/engine.py",
-        "error=failed[s.seq_id], doubtful=False)",
-        "error=failed[s.seq_id])",
+        "reason=FinishReason.ERROR, doubtful=False)",
+        "reason=FinishReason.ERROR)",
         "tests/kv/test_images.py",
     ),
     Mutant(

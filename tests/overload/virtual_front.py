@@ -90,16 +90,18 @@ class WireChannel:
         self._wire, self._loop = wire, loop
         wire.received, wire.closed, wire.open = received, closed, True
 
-    def post(self, message: bytes) -> None:
+    file_bytes = 0
+
+    def post(self, message: bytes, file: int = -1) -> None:
         wire, peer = self._wire, self._wire.peer
         if not wire.open:
             return
         taken = wire.delay()
         if taken is None:
-            peer.received(message)
+            peer.received(message, file)
             return
         wire._free_at = max(wire._free_at + 1e-6, self._loop.time() + taken)  # timers of one time have no order
-        self._loop.call_at(wire._free_at, lambda: peer.open and peer.received(message))
+        self._loop.call_at(wire._free_at, lambda: peer.open and peer.received(message, file))
 
     def close(self) -> None:
         for end in (self._wire, self._wire.peer):
