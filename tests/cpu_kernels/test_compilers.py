@@ -28,7 +28,7 @@ USES = {
     r"initializer_list|for \([^;)]*: \{[^)]*\)": ("initializer_list",),
 }
 """Patterns of names to the headers that bring them."""
-NAMES = {"bits/chrono.h": "chrono"}
+NAMES = {"bits/chrono.h": "chrono", "bits/types/struct_iovec.h": "sys/uio.h"}
 """A header of one library's own to the one that stands for it."""
 
 

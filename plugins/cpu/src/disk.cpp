@@ -6,14 +6,16 @@
 #include <linux/magic.h>
 #include <signal.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
+#include <sys/statfs.h>
+#include <sys/types.h>
 #include <sys/uio.h>
-#include <sys/vfs.h>
 
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstdint>
+#include <cstdlib>
 #include <deque>
 #include <memory>
 #include <mutex>
