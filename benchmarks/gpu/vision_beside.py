@@ -1,4 +1,4 @@
-"""What a stream of images costs sequences that decode, by the ways to encode and compute them, on this GPU.
+"""Measure how much a stream of images slows sequences that decode, by the ways to encode and compute them, on this GPU.
 
     python -m benchmarks.gpu.vision_beside [--only fp8,bf16] [--rate 10] [--seconds 6] [--ways product,sms=0,...]
 

@@ -1,4 +1,4 @@
-"""What a picture costs before its encoding: from the server's receipt of a request to the encoder's begin.
+"""Measure the time of a picture before its encoding: from the server's receipt of a request to the encoder's begin.
 
     python -m benchmarks.serve.image_front [--repeats 40]
 

@@ -57,7 +57,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "gptq": _GPTQ, "gptq order": _GPTQ | {"desc_act": True, "checkpoint_format": "gptq"},
     "gptq 8": _GPTQ | {"bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"},
 }  # fmt: skip
-"""What config.json says of each form; MLX's stands in `quantization`."""
+"""Fields of config.json by form; MLX's stand in `quantization`."""
 
 
 def make_model(

@@ -150,7 +150,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, Path], Oracle]:
-    """The same model by its number of ranks."""
+    """Engines of one model by number of ranks."""
     path = tmp_path_factory.mktemp("images")
     source = write_image_source(path / "source", seed=5)
     found = {1: path / "engine", 2: path / "two ranks"}

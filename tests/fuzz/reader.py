@@ -259,7 +259,7 @@ def differences(model: Model, built: Path, dtype: str) -> str | None:
 
 
 def _blocks(name: str, stored: dict[str, tuple[str, list[int], bytes]]) -> np.ndarray:
-    """What a weight in blocks means: 16 bytes of low then high nibbles, or integers; scales and perhaps minimums."""
+    """Decode a weight in blocks: 16 bytes of low then high nibbles, or integers; scales and perhaps minimums."""
     tag, (rows, _), raw = stored[name]
     scales = widened(stored[f"{name}s_scaling_factor"][2], stored[f"{name}s_scaling_factor"][0]).reshape(rows, -1, 1)
     if tag == "I8":

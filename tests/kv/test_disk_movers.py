@@ -25,12 +25,12 @@ from wicore_trt.runtime.page_digest import PageDigest
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the native library was not built")
 PIECE = 1 << 19
-"""What the native threads check at a time; in a file system in memory they move no more, either."""
+"""Bytes that native threads check at a time, and move at a time where the file system is in memory."""
 MEMORY = Path("/dev/shm")
 
 
 class Both:
-    """The same store twice, for slots of so many bytes."""
+    """Make two equal stores, for slots of so many bytes."""
 
     def __init__(self, path: Path, slot_bytes: int) -> None:
         self.size, self.path = slot_bytes, path
@@ -45,7 +45,7 @@ class Both:
         assert [isinstance(store._mover, NativeMover) for store in self.stores] == [True, False]
 
     def files(self) -> list[dict[str, bytes]]:
-        """What lies on disk, by the two movers."""
+        """Read the files of both movers."""
         return [
             {path.name: path.read_bytes() for path in sorted((self.path / name).rglob("[is][nl]*"))}
             for name in ("native", "python")
