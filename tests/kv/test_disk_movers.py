@@ -138,16 +138,43 @@ def flip(folder: Path, place: int | None, at: int) -> None:
 
 
 class Gate(Files):
-    """Reads wait."""
+    """Reads wait, or writes."""
 
-    def __init__(self) -> None:
-        self.open_again = threading.Event()
+    def __init__(self, *, writes: bool = False) -> None:
+        self.open_again, self.writes = threading.Event(), writes
         self.waiting = 0
 
     def preadv(self, fd: int, buffers: object, offset: int) -> int:
-        self.waiting += 1
-        assert self.open_again.wait(30)
+        self._wait(not self.writes)
         return os.preadv(fd, buffers, offset)  # type: ignore[arg-type]
+
+    def pwritev(self, fd: int, buffers: object, offset: int) -> int:
+        self._wait(self.writes)
+        return os.pwritev(fd, buffers, offset)  # type: ignore[arg-type]
+
+    def _wait(self, held: bool) -> None:
+        self.waiting += held
+        assert not held or self.open_again.wait(30)
+
+
+def test_no_read_waits_for_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for those under way nor for those that wait."""
+    monkeypatch.setattr(native, "find_calls", calls_of)
+    files = Gate(writes=True)
+    files.open_again.set()
+    store, ends = open_store(tmp_path, files=files, threads=3), list[Outcome]()
+    assert wait_for(store.write_page, make_page(0), (0,), buffers([content(0, 0)])) is Outcome.OK
+    files.open_again.clear()
+    files.waiting = 0
+    for number in range(1, 8):
+        assert store.write_page(make_page(number), (number,), buffers([content(number, 0)]), ends.append)
+    wait_until(lambda: files.waiting == 2 and len(store._mover._moves) == 7)  # type: ignore[attr-defined]
+    target = aligned_buffer(SLOT)
+    assert wait_for(store.read_page, make_page(0), (0,), [target]) is Outcome.OK and bytes(target) == content(0, 0)
+    assert files.waiting == 2 and not ends
+    files.open_again.set()
+    wait_until(lambda: ends == [Outcome.OK] * 7)
+    store.close()
 
 
 def test_a_late_read_keeps_its_buffer_and_one_that_did_not_begin_gives_it_back(

@@ -149,15 +149,16 @@ class Mover {
 
   void begin(const wicore_disk_move* move) {
     std::lock_guard<std::mutex> lock(mutex_);
-    waiting_.push_back(move);
+    (move->write ? writes_ : reads_).push_back(move);
     wake_.notify_one();
   }
 
   bool drop(const wicore_disk_move* move) {
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = std::find(waiting_.begin(), waiting_.end(), move);
-    if (found != waiting_.end()) {
-      waiting_.erase(found);
+    auto& waiting = move->write ? writes_ : reads_;
+    const auto found = std::find(waiting.begin(), waiting.end(), move);
+    if (found != waiting.end()) {
+      waiting.erase(found);
       return true;
     }
     for (Worker& worker : workers_) {
@@ -182,11 +183,16 @@ class Mover {
     pthread_sigmask(SIG_BLOCK, &all, nullptr);  // the interpreter's threads take them
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
-      wake_.wait(lock, [this] { return closed_ || !waiting_.empty(); });
-      if (waiting_.empty()) return;
-      worker.move = waiting_.front();
+      auto* waiting = &reads_;
+      wake_.wait(lock, [&] {
+        waiting = reads_.empty() && writing_ < most_writing() ? &writes_ : &reads_;
+        return !waiting->empty() || (closed_ && writes_.empty());
+      });
+      if (waiting->empty()) return;
+      worker.move = waiting->front();
       worker.dropped = false;
-      waiting_.pop_front();
+      waiting->pop_front();
+      writing_ += worker.move->write;
       lock.unlock();
       wicore_disk_report report{worker.move, 0, {0, 0}};
       try {
@@ -195,10 +201,19 @@ class Mover {
         report.status = -ENOMEM;
       }
       lock.lock();
+      writing_ -= worker.move->write;
+      if (worker.move->write) closed_ ? wake_.notify_all() : wake_.notify_one();
       worker.move = nullptr;
       reports_.push_back(report);
       ended_.notify_one();
     }
+  }
+
+  // One thread is left for reads, which else would wait for whole pages. A file in memory takes one write at a time: more
+  // threads than one that checks meanwhile would spin in the kernel.
+  int64_t most_writing() const {
+    const int64_t others = std::max<int64_t>(1, static_cast<int64_t>(workers_.size()) - 1);
+    return memory_ ? std::min<int64_t>(2, others) : others;
   }
 
   int64_t write_page(Worker& worker, wicore_disk_report& report) {
@@ -264,6 +279,7 @@ class Mover {
     struct statfs found;
     const bool memory = fstatfs(static_cast<int>(worker.move->places->fd), &found) == 0 && found.f_type == TMPFS_MAGIC;
     worker.piece = memory ? kPiece : kDevicePiece;
+    memory_ = memory;
     if (worker.parts >= parts) return;
     worker.parts = 0;
     worker.sums.resize(static_cast<size_t>(parts));
@@ -320,7 +336,9 @@ class Mover {
   const wicore_disk_call read_, write_;
   std::mutex mutex_;
   std::condition_variable wake_, ended_;
-  std::deque<const wicore_disk_move*> waiting_;
+  std::deque<const wicore_disk_move*> reads_, writes_;  // that wait; reads go first
+  int64_t writing_ = 0;
+  std::atomic<bool> memory_{false};
   std::vector<wicore_disk_report> reports_;
   bool closed_ = false;
   std::vector<Worker> workers_;  // last: their threads use all of the above
