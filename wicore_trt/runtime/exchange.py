@@ -46,6 +46,7 @@ class RankExchange:
         self.rank, self.ranks, self._peers, self._is_alive = rank, ranks, dict(peers), is_alive
         for peer in self._peers.values():
             peer.settimeout(GLANCE_S)
+        self._memory = os.fdopen(os.dup(memory), "r+b", buffering=0)
         shared = torch.frombuffer(mmap.mmap(memory, 2 * ranks * PART_BYTES), dtype=torch.float32)
         self._buffers, self._turn = shared.view(2, ranks, -1), 0
         self.within_step = False
@@ -79,7 +80,19 @@ class RankExchange:
         self.within_step = False
         return gathered.view(self.ranks, rows, columns).transpose(0, 1).reshape(rows, self.ranks * columns)
 
+    def share_bytes(self, data: bytes) -> list[bytes]:
+        """Return `data` of all ranks, which is equally long on each; so also wait for all ranks. Raises RankError."""
+        values = torch.tensor([[*data]], dtype=torch.float32)
+        return [bytes(map(int, row)) for row in self.gather_columns(values).view(self.ranks, -1).tolist()]
+
+    def map_memory(self, size: int) -> memoryview:
+        """Map `size` zero bytes that all ranks share. Each calls it once, with the same size."""
+        begin = 2 * self.ranks * PART_BYTES
+        self._memory.truncate(begin + size)
+        return memoryview(mmap.mmap(self._memory.fileno(), begin + size))[begin:]
+
     def close(self) -> None:
+        self._memory.close()
         for peer in self._peers.values():
             peer.close()
 
