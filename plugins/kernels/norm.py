@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from wicore_trt.plugins.kernels.e4m3 import magnitude_bits, quantize_row, row_scale
+from wicore_trt.plugins.kernels.exchange import push_row, sum_pulled, sum_pushed
 from wicore_trt.plugins.kernels.turns import take_turn
 
 
@@ -116,12 +117,18 @@ def add_norm(
     HALF: tl.constexpr,
     NATIVE: tl.constexpr,
     DEPENDENT: tl.constexpr = 0,
+    RANKS: tl.constexpr = 1,
+    PUSH: tl.constexpr = 0,
+    peers=None,
+    rank=0,
+    failed=None,
 ):
     """residual[r] += norm(x[r]) * post_weight in place, then out[r] = norm(residual[r]) * next_weight as in `norm`.
 
     x is [rows, H] of any float type. GATHER: program i takes row rows[i] (int32) of residual and x and writes row i of
     out, for the sampled rows behind the last layer; rows must not repeat. Otherwise `rows` is not touched.
-    Grid: (rows of out,).
+    Grid: (rows of out,). With several RANKS x is the sum of theirs (`kernels.exchange`): pushed, in 16 bits for PUSH 2
+    and 32 for PUSH 4, or pulled, for 0, behind a meeting.
     """
     column = _columns(BLOCK)
     inside = column < H
@@ -134,8 +141,15 @@ def add_norm(
     if GATHER:
         row = tl.load(rows + target).to(tl.int64)
     at = row * H + column
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if RANKS == 1 or PUSH > 0:
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if PUSH > 0:
+        own = push_row(value, peers, rank, tl.program_id(0), column, inside, H, RANKS, PUSH == 4)
     old = tl.load(residual + at, mask=inside, other=0.0)
+    if PUSH > 0:
+        value = sum_pushed(own, peers, rank, failed, tl.program_id(0), column, inside, H, RANKS, PUSH == 4)
+    elif RANKS > 1:
+        value = sum_pulled(x, peers, rank, at, inside, RANKS)
     new = old + _normed(value, post, eps, H)
     tl.store(residual + at, new, mask=inside)
     _store(out, scales, target, column, inside, _normed(new, following, eps, H), H, FP8, HALF, NATIVE)

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from wicore_trt.arithmetic import div_ceil
+from wicore_trt.arithmetic import ITEM_BYTES, div_ceil
 from wicore_trt.errors import ConfigError
 from wicore_trt.plugins.aot import Constant, KernelSpec
-from wicore_trt.plugins.kernels import norm, qk_rope, sample, sample_wide
+from wicore_trt.plugins.exchange_layout import pushed_type
+from wicore_trt.plugins.kernels import exchange, norm, qk_rope, sample, sample_wide
 from wicore_trt.plugins.layout import FLOAT_TYPES, PoolShape
 
 
@@ -121,14 +122,36 @@ def embed_norm_spec(shape: NormShape, num_warps: int, *, table: str = "", images
     )
 
 
-def add_norm_spec(shape: NormShape, num_warps: int, *, x_dtype: str, gather: bool = False) -> KernelSpec:
-    """Specify `kernels.norm.add_norm` of x of `x_dtype`; `gather`: of the rows in `rows`."""
+def add_norm_spec(
+    shape: NormShape, num_warps: int, *, x_dtype: str, gather: bool = False, ranks: int = 1, pushed: bool = False
+) -> KernelSpec:
+    """Specify `kernels.norm.add_norm` of x of `x_dtype`; `gather`: of the rows in `rows`. With several `ranks` x is
+    summed over them, `pushed` or pulled."""
     types = {
         **{"residual": "*fp32", "x": f"*{FLOAT_TYPES[x_dtype]}", "post_weight": "*fp32", "next_weight": "*fp32"},
         **{"out": f"*{shape.out_type()}", "scales": "*fp32", "rows": "*i32", "eps": "fp32"},
     }
-    name = f"add_norm_{shape.name()}_{x_dtype}{'_rows' if gather else ''}"
-    return _spec(name, norm.add_norm, types, {**shape.constants(), "GATHER": gather}, num_warps)
+    constants, name = {**shape.constants(), "GATHER": gather}, f"add_norm_{shape.name()}_{x_dtype}"
+    if ranks > 1:
+        types |= {"peers": "*i64", "rank": "i32", **({"failed": "*i32"} if pushed else {})}
+        constants |= {"RANKS": ranks, "PUSH": ITEM_BYTES[pushed_type(shape.dtype)] if pushed else 0}
+        name += f"_{'push' if pushed else 'pull'}{ranks}"
+    return _spec(name + ("_rows" if gather else ""), norm.add_norm, types, constants, num_warps)
+
+
+def meet_spec(ranks: int) -> KernelSpec:
+    """Specify `kernels.exchange.meet`."""
+    types = {"peers": "*i64", "rank": "i32", "failed": "*i32"}
+    constants: dict[str, Constant] = {"RANKS": ranks, "PADDED": 1 << (ranks - 1).bit_length()}
+    return _spec(f"meet{ranks}", exchange.meet, types, constants, 1)
+
+
+def gather_spec(ranks: int, columns: int) -> KernelSpec:
+    """Specify `kernels.exchange.gather_columns` of `columns` of each rank."""
+    types = {"columns": "*fp32", "logits": "*fp32", "peers": "*i64", "rank": "i32"}
+    constants: dict[str, Constant] = {"COLUMNS": columns, "RANKS": ranks}
+    name, aligned = f"gather{ranks}_{columns}", frozenset({"columns", "logits"} if columns % 4 == 0 else ())
+    return _spec(name, exchange.gather_columns, types, constants, 4, aligned)
 
 
 def qk_rope_spec(pool: PoolShape, heads: int, qkv_dtype: str, q_dtype: str, chosen: StepConfig) -> KernelSpec:

@@ -10,7 +10,7 @@ matrices of the integers; `_bfloat16` mends that. `_float8` mends its conversion
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import FunctionType
@@ -242,14 +242,15 @@ def _within(tensors: list[torch.Tensor]) -> dict[str, Any]:
     return {"create_masked_load": checked_load, "create_masked_store": checked_store}
 
 
-def launch(spec: KernelSpec, call: Launch) -> None:
-    """Run `call` on CPU tensors; the integer 0 is a null pointer. Its names must be the spec's, as for the launcher."""
+def launch(spec: KernelSpec, call: Launch, reached: Sequence[torch.Tensor] = ()) -> None:
+    """Run `call` on CPU tensors; the integer 0 is a null pointer. Its names must be the spec's, as for the launcher.
+    Kernels also find the memory of `reached`, by addresses in that of arguments."""
     assert {*call.arguments} == {*spec.signature}, {*call.arguments} ^ {*spec.signature}
     arguments = dict(call.arguments)
     for name, type_ in spec.signature.items():
         if type_.startswith("*") and isinstance(arguments[name], int):
             arguments[name] = torch.empty(0)  # its address is 0
-    tensors = [a for a in arguments.values() if isinstance(a, torch.Tensor)]
+    tensors = [*(a for a in arguments.values() if isinstance(a, torch.Tensor)), *reached]
     mended = {**_bfloat16(), **_float8(), **_within(tensors), "options": OPTIONS}
     with _interpreting(spec.function) as kernel, _patched(**mended), np.errstate(all="ignore"):
         kernel.run(**arguments, **spec.constants, grid=call.grid, warmup=False)

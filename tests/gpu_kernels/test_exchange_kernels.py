@@ -1,0 +1,169 @@
+"""Exchanges of ranks in the interpreter: processes that share memory meet, push, pull and gather, after delays."""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import random
+import time
+from dataclasses import dataclass
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton", reason="pip install -e .[triton]")
+
+import torch
+from gpu_kernels import interpreted
+from kernel_checks import TORCH
+
+from wicore_trt.plugins import exchange_layout, step_layout
+from wicore_trt.plugins.aot import KernelSpec
+from wicore_trt.plugins.exchange_layout import BROKEN, ExchangeLayout
+from wicore_trt.plugins.kernels import exchange
+from wicore_trt.plugins.kernels.step_specs import NormShape, add_norm_spec, gather_spec, meet_spec
+from wicore_trt.plugins.layout import Launch
+from wicore_trt.plugins.step_layout import NormOut
+
+HIDDEN, TOKENS, COLUMNS = 64, 6, 24
+
+
+@dataclass
+class Block:
+    """Memory of all ranks, mapped before they are forked, so that addresses are the same in each."""
+
+    layout: ExchangeLayout
+
+    def __post_init__(self) -> None:
+        size = self.layout.size_bytes
+        self.all = [torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8) for _ in range(self.layout.ranks)]
+        self.peers = torch.tensor([block.data_ptr() for block in self.all])
+        self.failed = torch.frombuffer(mmap.mmap(-1, 4), dtype=torch.int32)
+
+    def part(self, rank: int, number: int, dtype: torch.dtype) -> torch.Tensor:
+        begin, end = (*self.layout.product_offsets, self.layout.size_bytes)[number : number + 2]
+        return self.all[rank][begin:end].view(dtype)
+
+
+@dataclass
+class Rank:
+    """One rank of `block`; `seed` is the same on all, delays are not."""
+
+    block: Block
+    rank: int
+    dtype: str
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.ranks = self.block.layout.ranks
+        self.common, self.own = torch.Generator().manual_seed(self.seed), random.Random(self.rank)
+        self.residual = torch.randn(TOKENS, HIDDEN, generator=self.common)
+        self.shape, self.turn = NormShape(HIDDEN, self.dtype), 0
+
+    def run(self, steps: int) -> None:
+        chosen = random.Random(self.seed)
+        for _ in range(steps):
+            getattr(self, chosen.choice(["push", "push", "pull", "gather"]))(chosen.randint(1, TOKENS), chosen)
+
+    def push(self, rows: int, chosen: random.Random) -> None:
+        x = self.products(rows, torch.float32)
+        taken = torch.tensor(chosen.sample(range(TOKENS), rows), dtype=torch.int32) if chosen.random() < 0.3 else None
+        if taken is not None:
+            x = self.products(TOKENS, torch.float32)
+        parts = [each.to(TORCH[exchange_layout.pushed_type(self.dtype)]) for each in x]
+        self.norm(x[self.rank], parts, rows, taken, pushed=True)
+
+    def pull(self, rows: int, chosen: random.Random) -> None:
+        dtype = torch.float32 if chosen.random() < 0.5 else torch.bfloat16
+        x = self.products(rows, dtype)
+        buffer = self.block.part(self.rank, self.turn, dtype)[: rows * HIDDEN].view(rows, HIDDEN)
+        self.turn ^= 1
+        self.delay()
+        buffer.copy_(x[self.rank])
+        self.meet()
+        self.norm(buffer, x, rows, None, pushed=False)
+
+    def gather(self, rows: int, chosen: random.Random) -> None:
+        x = self.products(rows, torch.float32, COLUMNS)
+        part = self.block.part(self.rank, 2, torch.float32)[: rows * COLUMNS].view(rows, COLUMNS)
+        part.copy_(x[self.rank])
+        self.meet()
+        logits = torch.full((rows, self.ranks * COLUMNS), torch.nan)
+        call = exchange_layout.gather_launch(part, logits, self.block.peers, self.rank, self.ranks, (rows, COLUMNS))
+        self.launch(gather_spec(self.ranks, COLUMNS), call)
+        assert torch.equal(logits, torch.cat(x, 1))
+        self.meet()  # as an exchange of the next step would
+
+    def norm(
+        self, x: torch.Tensor, parts: list[torch.Tensor], rows: int, taken: torch.Tensor | None, *, pushed: bool
+    ) -> None:
+        """Of one rank with the sum in rank order, and of all ranks: the same bits."""
+        total = torch.zeros(parts[0].shape)
+        for part in parts:
+            total += part.float()
+        weights = tuple(torch.rand(HIDDEN, generator=self.common) for _ in range(2))
+        results = []
+        for several in (False, True):
+            residual, out = self.residual.clone(), torch.zeros(rows, HIDDEN, dtype=TORCH[self.dtype])
+            more = {"peers": self.block.peers, "rank": self.rank, **({"failed": self.block.failed} if pushed else {})}
+            call = step_layout.add_norm_launch(
+                residual, x if several else total, weights, NormOut(out), rows, 1e-6,
+                gathered=0 if taken is None else taken, ranks=more if several else None,
+            )  # fmt: skip
+            x_dtype = str(x.dtype if several else torch.float32).removeprefix("torch.")
+            several_ranks = {"ranks": self.ranks, "pushed": pushed} if several else {}
+            spec = add_norm_spec(self.shape, 4, x_dtype=x_dtype, gather=taken is not None, **several_ranks)
+            self.launch(spec, call)
+            results.append((residual, out))
+        for one, all_ranks in zip(*results, strict=True):
+            assert torch.equal(one, all_ranks)
+        self.residual = results[0][0]
+
+    def products(self, rows: int, dtype: torch.dtype, columns: int = HIDDEN) -> list[torch.Tensor]:
+        found = [torch.randn(rows, columns, generator=self.common) for _ in range(self.ranks)]
+        for part in found:
+            part[0, :4] = torch.tensor([0.0, -0.0, 1e-30, -1e-45])
+        return [part.to(dtype) for part in found]
+
+    def meet(self) -> None:
+        self.launch(meet_spec(self.ranks), exchange_layout.meet_launch(self.block.peers, self.rank, self.block.failed))
+
+    def launch(self, spec: KernelSpec, call: Launch) -> None:
+        self.delay()
+        interpreted.launch(spec, call, self.block.all)
+
+    def delay(self) -> None:
+        if self.own.random() < 0.3:
+            time.sleep(self.own.random() * 0.01)
+
+
+def run_ranks(ranks: int, dtype: str, steps: int) -> Block:
+    block = Block(ExchangeLayout(ranks, HIDDEN, exchange_layout.pushed_type(dtype), TOKENS, 4, TOKENS, COLUMNS))
+    context = multiprocessing.get_context("fork")
+    found = [context.Process(target=Rank(block, rank, dtype, 5).run, args=(steps,)) for rank in range(ranks)]
+    for process in found:
+        process.start()
+    for process in found:
+        process.join(60)
+        process.kill()
+    assert [process.exitcode for process in found] == [0] * ranks
+    return block
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, "bfloat16"), (3, "float16")])
+def test_ranks_hold_the_sum_in_rank_order(ranks: int, dtype: str) -> None:
+    block = run_ranks(ranks, dtype, 12)
+    assert not block.failed.any()
+    slots = [each[exchange_layout.SLOTS_BYTES : block.layout.product_offsets[0]] for each in block.all]
+    assert not any(each.any() for each in slots), "slots are cleared"
+
+
+def test_a_rank_alone_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "SPINS", type(exchange.SPINS)(5))
+    block = Block(ExchangeLayout(2, HIDDEN, "bfloat16", TOKENS, 4, TOKENS, COLUMNS))
+    Rank(block, 0, "bfloat16", 5).meet()
+    assert block.failed.item() == 1 and block.all[0].view(torch.int32)[BROKEN] == 1
+    block.failed.zero_()
+    with pytest.raises(AssertionError):
+        Rank(block, 0, "bfloat16", 5).push(2, random.Random(0))
+    assert block.failed.item() == 1
