@@ -35,6 +35,7 @@ ROOT_MODULES = (
     "recipe",
     "config",
     "collector",
+    "child_process",
     "worker_process",
 )
 PLAIN_DATA = ("wicore_trt.arithmetic", "wicore_trt.request_fields", "wicore_trt.weight_format")
@@ -58,6 +59,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "model.gemma3": ("model.ops", "model.spec"),
     "model": ("errors", "model"),
     "plugins": ("errors", "plugins"),
+    "child_process": (),
     "worker_process": ("errors",),
     "images": ("errors", "types", "worker_process", "images"),
     "text": ("collector", "errors", "checks", "files", "types", "worker_process", "text"),
@@ -66,7 +68,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "checkpoint": ("errors", "files", "progress", "scratch", "model", "checkpoint"),
     "runtime.batch": ("types",),
     "runtime.executor": ("model.spec", "runtime.batch", "types"),
-    "runtime": ("errors", "files", "types", "model", "checkpoint", "plugins", "runtime"),
+    "runtime": ("errors", "child_process", "files", "types", "model", "checkpoint", "plugins", "runtime"),
     "engine": (
         *("errors", "files", "progress", "scratch", "model", "checkpoint", "engine"),
         *("runtime.executor", "runtime.options"),

@@ -1,28 +1,25 @@
 """A process of this server, and its messages to and from the supervisor: small JSON objects and file descriptors.
 
 It must not know what a process does. Invariants (I24): the supervisor never waits for a hanging child, nor a front for
-a stopped supervisor; a child ends when its supervisor does, however that ends; a child ignores the signals that end a
-server; a child imports from where its parent does, so the current folder adds nothing.
+a stopped supervisor; children are tied to the supervisor (`child_process`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures.thread  # noqa: F401 - asyncio would load it while no file can be opened
-import ctypes
 import json
 import logging
 import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any, Self
 
+from wicore_trt.child_process import child_command
 from wicore_trt.errors import WicoreError, error_named, shortened
 
 log = logging.getLogger(__name__)
@@ -43,25 +40,6 @@ time, when they are told to stop."""
 QUICK_S, PATIENCE, MAX_PAUSE_S = 10.0, 3, 60.0
 """A process that ended before it was ready or within QUICK_S after, more than PATIENCE times in a row, is started again
 after a pause of 1 s, 2 s, 4 s and so on, at most MAX_PAUSE_S."""
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_CODE = """
-import json, sys
-_, fd, module, path, parent = sys.argv
-sys.path[:] = json.loads(path)
-from importlib import import_module
-import_module("wicore_trt.process.child").tie_to_parent(int(parent))
-sys.exit(import_module(module).main(int(fd)))
-"""
-
-
-def tie_to_parent(parent: int) -> None:
-    """Kill this process when its parent ends, also if that has ended already, and ignore SIGTERM, SIGINT and SIGHUP."""
-    # some service managers signal every process of a service: a child that obeyed would end requests too early
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 class Control:
@@ -155,8 +133,8 @@ class Child(subprocess.Popen[bytes]):
             fd = theirs.fileno()
             # a session of its own, so that a terminal's signals reach the supervisor alone
             super().__init__(
-                [sys.executable, "-P", "-c", _CODE, str(fd), module, json.dumps(sys.path), str(os.getpid())],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(fd,), start_new_session=True,
+                child_command(module, fd), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(fd,),
+                start_new_session=True,
             )  # fmt: skip
 
     def wait_for_end(self, timeout_s: float) -> int:
@@ -176,12 +154,6 @@ async def wait_for_exit(process: Child, timeout_s: float) -> int:
         except RuntimeError as error:
             log.error("cannot wait for the end of a process: %s; trying again", error)
             await asyncio.sleep(BEAT_S)
-
-
-def import_named(place: str) -> Any:
-    """Import the object at "module:name"."""
-    module, _, name = place.partition(":")
-    return getattr(import_module(module), name)
 
 
 def describe_exit(code: int) -> str:

@@ -13,12 +13,13 @@ import socket
 import threading
 
 from wicore_trt.access import log as log_lines
+from wicore_trt.child_process import import_named
 from wicore_trt.collector import collect_rarely
 from wicore_trt.config import Settings, settings_from_json
 from wicore_trt.core.loop import Core
 from wicore_trt.errors import RankError, WicoreError, missing_package, shortened
 from wicore_trt.link.host import EngineHost
-from wicore_trt.process.child import BEAT_S, DUMP, MAX_TEXT, Control, import_named
+from wicore_trt.process.child import BEAT_S, DUMP, MAX_TEXT, Control
 from wicore_trt.types import ModelInfo
 
 log = logging.getLogger(__name__)

@@ -25,6 +25,7 @@ from typing import Any
 from wicore_trt.access.admission import Admission
 from wicore_trt.access.listening import read_tls
 from wicore_trt.access.log import set_level
+from wicore_trt.child_process import import_named
 from wicore_trt.config import KEYS, LoadedSettings, settings_to_json, value_of
 from wicore_trt.errors import ConfigError, EngineDeadError, WicoreError
 from wicore_trt.process.child import (
@@ -36,7 +37,6 @@ from wicore_trt.process.child import (
     Child,
     ChildSlot,
     describe_exit,
-    import_named,
     read_error,
     wait_for_exit,
 )

@@ -6,11 +6,9 @@ group, so that ranks never go on at different places.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import mmap
 import os
-import signal
 import socket
 import threading
 import time
@@ -22,23 +20,17 @@ from typing import Any
 
 import torch
 
+from wicore_trt.child_process import import_named
 from wicore_trt.errors import RankError, WicoreError
 from wicore_trt.runtime.exchange import RankExchange
 from wicore_trt.runtime.options import ExecutorOptions
-from wicore_trt.runtime.ranks import BEAT_S, MessageSocket, RankExecutor, import_opener, unpack_slices
+from wicore_trt.runtime.ranks import BEAT_S, MessageSocket, RankExecutor, unpack_slices
 
 log = logging.getLogger(__name__)
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(start: Mapping[str, Any]) -> None:
     """Run the rank that `start` describes (`ranks._Ranks`)."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # rank 0 says when to end
-        signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != start["parent"]:
-        return
     logging.basicConfig(level=logging.WARNING, format=f"rank {start['rank']}: %(levelname)s %(message)s")
     for fd in (start["control"], *start["peers"].values()):
         os.set_inheritable(fd, False)
@@ -48,7 +40,7 @@ def main(start: Mapping[str, Any]) -> None:
     try:
         exchange = RankExchange(start["rank"], start["ranks"], start["memory"], peers)
         os.close(start["memory"])
-        executor = import_opener(start["opener"])(Path(start["engine"]), ExecutorOptions(**start["options"]), exchange)
+        executor = import_named(start["opener"])(Path(start["engine"]), ExecutorOptions(**start["options"]), exchange)
         control.send("ready")
         _obey_messages(control, executor)
     except WicoreError as error:

@@ -8,25 +8,23 @@ failed, no step runs any more, so the engine process ends and is started again; 
 
 from __future__ import annotations
 
-import json
 import logging
 import mmap
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 import torch
 
+from wicore_trt.child_process import child_command, import_named
 from wicore_trt.errors import RankError, WicoreError, error_named
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch, StepResult
@@ -44,13 +42,6 @@ START_S = 60.0
 """The same while a rank starts and loads."""
 END_S = 5.0
 """Time for a rank's process to end by itself when this one closes."""
-_CODE = """
-import json, sys
-_, start, path = sys.argv
-sys.path[:] = json.loads(path)
-from wicore_trt.runtime.rank_process import main
-main(json.loads(start))
-"""
 
 
 class RankExecutor(Executor, Protocol):
@@ -61,13 +52,6 @@ class RankExecutor(Executor, Protocol):
 
 Opener = Callable[[Path, ExecutorOptions, RankExchange], RankExecutor]
 """Opens the part of an engine directory that the exchange's rank runs."""
-
-
-def import_opener(name: str) -> Opener:
-    """Import the opener at "module:function"."""
-    module, _, function = name.partition(":")
-    opener: Opener = getattr(import_module(module), function)
-    return opener
 
 
 class MessageSocket:
@@ -133,7 +117,7 @@ class RankedExecutor:
         options = replace(options, threads=threads)
         self._group = _Ranks(ranks, {"engine": str(engine), "opener": opener, "options": asdict(options)})
         try:
-            self._local = import_opener(opener)(engine, options, self._group.exchange)
+            self._local: RankExecutor = import_named(opener)(engine, options, self._group.exchange)
             self._group.await_ready()
         except BaseException:
             self._group.close()
@@ -193,12 +177,11 @@ class _Ranks:
             ours, theirs = socket.socketpair()
             peers = {other: end.fileno() for other, end in peers_of(rank).items()}
             given = {**start, "rank": rank, "ranks": ranks, "memory": memory, "control": theirs.fileno(),
-                     "peers": peers, "parent": os.getpid()}  # fmt: skip
+                     "peers": peers}  # fmt: skip
             with theirs:
                 process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", _CODE, json.dumps(given), json.dumps(sys.path)],
-                    stdin=subprocess.DEVNULL, start_new_session=True,
-                    pass_fds=(memory, theirs.fileno(), *peers.values()),
+                    child_command("wicore_trt.runtime.rank_process", given), stdin=subprocess.DEVNULL,
+                    start_new_session=True, pass_fds=(memory, theirs.fileno(), *peers.values()),
                 )  # fmt: skip
             self.processes.append(process)
             self._sockets.append(MessageSocket(ours))

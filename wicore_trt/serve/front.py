@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from wicore_trt.access import log as log_lines
 from wicore_trt.access import tracing
+from wicore_trt.child_process import import_named
 from wicore_trt.collector import collect_rarely
 from wicore_trt.config import Settings, settings_from_json
 from wicore_trt.core.text_engine import ImageLimits, TextEngine
 from wicore_trt.errors import WicoreError
 from wicore_trt.link.remote import RemoteEngine
 from wicore_trt.process.checker import Checker
-from wicore_trt.process.child import BEAT_S, Control, import_named
+from wicore_trt.process.child import BEAT_S, Control
 from wicore_trt.serve.lifecycle import Servers, ServingProcess
 
 if TYPE_CHECKING:

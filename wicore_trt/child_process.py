@@ -1,0 +1,46 @@
+"""Starts of processes that belong to this one. Must not know what they do.
+
+Invariants: a child ends when its parent does, however that ends, and ignores the signals that end a server; it imports
+from where its parent does, so the current folder adds nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from importlib import import_module
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_CODE = """
+import json, sys
+_, module, given, path, parent = sys.argv
+sys.path[:] = json.loads(path)
+from importlib import import_module
+import_module("wicore_trt.child_process").tie_to_parent(int(parent))
+sys.exit(import_module(module).main(json.loads(given)))
+"""
+
+
+def child_command(module: str, given: object) -> list[str]:
+    """Make the command of a child of this process that runs `main(given)` of `module`, with `given` as JSON."""
+    return [sys.executable, "-P", "-c", _CODE, module, json.dumps(given), json.dumps(sys.path), str(os.getpid())]
+
+
+def tie_to_parent(parent: int) -> None:
+    """Kill this process when its parent ends, also if that has ended already, and ignore SIGTERM, SIGINT and SIGHUP."""
+    # some service managers signal every process of a service: a child that obeyed would end requests too early
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def import_named(place: str) -> Any:
+    """Import the object at "module:name"."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
