@@ -2,25 +2,6 @@
 
 Each class carries the process exit code and the gRPC status name that it maps to. This module knows nothing of gRPC or
 torch. Invariant: a message says what is wrong, and `fix`, when given, says what to do about it.
-
-    WicoreError                     1    INTERNAL
-    |-- InvalidRequestError         1    INVALID_ARGUMENT     one bad field of one request
-    |   |-- ContextLengthError      1    INVALID_ARGUMENT     a prompt that does not fit the context
-    |-- NotFoundError               1    NOT_FOUND            unknown model, unknown request
-    |   |-- ModelNotFoundError      1    NOT_FOUND            another model than the served one
-    |-- QueueFullError              1    RESOURCE_EXHAUSTED   try again after `retry_after_s`
-    |   |-- RateLimitError          1    RESOURCE_EXHAUSTED   the tenant's requests or tokens of this minute
-    |-- UnavailableError            1    UNAVAILABLE          starting or draining
-    |-- DeadlineError               1    DEADLINE_EXCEEDED
-    |-- RequestCancelledError       1    CANCELLED
-    |-- AuthenticationError         1    UNAUTHENTICATED
-    |-- ForbiddenError              1    PERMISSION_DENIED
-    |-- CheckpointError             1    FAILED_PRECONDITION  unreadable, incomplete or unknown source
-    |-- ConfigError                 3    INVALID_ARGUMENT     recipe, environment variable or flag
-    |-- EnvironmentUnfitError       4    FAILED_PRECONDITION  missing extra, no GPU, used port
-    |-- EngineFormatError           4    FAILED_PRECONDITION  corrupted, foreign or newer engine
-    |-- EngineDeadError             1    UNAVAILABLE          the step loop ended; the next engine may answer
-    |-- UnwrittenPageError          1    INTERNAL             a defect of ours
 """
 
 from __future__ import annotations
