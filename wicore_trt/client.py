@@ -151,12 +151,12 @@ class Client:
 
     def info(self) -> ModelInfo:
         """Return facts of the served engine; `build` is left empty."""
-        found: ModelInfo = _to_plain(self._ask_server(self._stub.GetModelInfo, pb2.GetModelInfoRequest()))
+        found: ModelInfo = to_plain(self._ask_server(self._stub.GetModelInfo, pb2.GetModelInfoRequest()))
         return found
 
     def stats(self) -> EngineStats:
         """Return load and counters since the engine's start: for an operator of all, else of the key's own requests."""
-        found: EngineStats = _to_plain(self._ask_server(self._stub.GetStats, pb2.GetStatsRequest()))
+        found: EngineStats = to_plain(self._ask_server(self._stub.GetStats, pb2.GetStatsRequest()))
         return found
 
     def has_chat_template(self) -> bool:
@@ -210,7 +210,7 @@ class Client:
         raise WicoreError("This client was closed.", fix="Make another one.")
 
 
-def _to_plain(told: Any) -> Any:
+def to_plain(told: Any) -> Any:
     """Convert a message, or a value in one, to a plain type: durations in seconds, None for unset."""
     if isinstance(told, Duration):
         return told.ToNanoseconds() / 1e9
@@ -221,10 +221,10 @@ def _to_plain(told: Any) -> Any:
             if wire in known:
                 plain = known[wire].message_type in (None, pb2.ImageInfo.DESCRIPTOR)
                 unset = known[wire].has_presence and plain and not told.HasField(wire)
-                given[name] = None if unset else _to_plain(getattr(told, wire))
+                given[name] = None if unset else to_plain(getattr(told, wire))
         return kind(**given)
     if isinstance(told, MutableSequence):
-        return tuple(map(_to_plain, told))
+        return tuple(map(to_plain, told))
     return dict(told) if isinstance(told, Mapping) else told
 
 

@@ -20,6 +20,7 @@ import grpc
 
 from wicore_trt.bench.measure import RequestRecord
 from wicore_trt.bench.workload import BenchRequest
+from wicore_trt.client import to_plain
 from wicore_trt.engine.manifest import read_manifest
 from wicore_trt.errors import ConfigError, UnavailableError, WicoreError
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
@@ -147,7 +148,7 @@ class GrpcTarget:
         if answer is None or not answer.vocab_size:
             await channel.close()
             raise WicoreError(f"{address} does not answer as our servers do.")
-        return cls(channel, _model_info(answer), metadata)
+        return cls(channel, to_plain(answer), metadata)
 
     async def generate(self, request: BenchRequest, started: float | None = None) -> RequestRecord:
         sampling = pb2.SamplingParams(
@@ -180,20 +181,6 @@ class GrpcTarget:
 
 def _name_status(error: grpc.aio.AioRpcError) -> str:
     return f"{error.code().name}: {error.details()}"
-
-
-def _model_info(message: pb2.GetModelInfoResponse) -> ModelInfo:
-    """Read ModelInfo, whose names are those of the wire's fields; unset ones are None."""
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(ModelInfo):
-        descriptor = message.DESCRIPTOR.fields_by_name.get(field.name)
-        if descriptor is None:
-            continue
-        value = getattr(message, field.name)
-        if descriptor.has_presence and not message.HasField(cast("Any", field.name)):
-            value = None
-        values[field.name] = tuple(value) if field.name in ("eos_token_ids", "aliases") else value
-    return ModelInfo(**values)
 
 
 class LocalTarget:
