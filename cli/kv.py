@@ -11,7 +11,7 @@ from wicore_trt.cli import kv_disk
 from wicore_trt.cli.kv_plan import plan
 
 if TYPE_CHECKING:
-    from wicore_trt.kv.study.simulate import FleetReport, SimulationReport
+    from wicore_trt.kv.study.simulate import SimulationReport
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", help="KV cache tools.")
 
@@ -53,13 +53,13 @@ def simulate(
         int, typer.Option(min=0, metavar="N", help="KV bytes of sliding windows at one resume point.")
     ] = 436_207_616,
     workers: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="So many servers of this capacity each, behind a router.")
-    ] = None,
+        int, typer.Option(min=1, metavar="N", help="So many servers of this capacity each, behind a router.")
+    ] = 1,
     routing: Annotated[
         str, typer.Option(help="With --workers: random, round-robin, affinity or affinity-load; several; or all.")
     ] = "all",
     tokens_per_second: Annotated[
-        float, typer.Option(min=1, metavar="N", help="With --workers: how fast one computes prompts.")
+        float, typer.Option(min=1, metavar="N", help="How fast a server computes prompts.")
     ] = 10_000,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Replay only the first requests.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -73,7 +73,7 @@ def simulate(
 
     from wicore_trt.cli._ui import print_json, progress
     from wicore_trt.kv.policy.by_name import POLICIES
-    from wicore_trt.kv.study.simulate import ROUTINGS, KVBytes, recompute_cost, simulate_fleet
+    from wicore_trt.kv.study.simulate import ROUTINGS, Fleet, KVBytes, recompute_cost
     from wicore_trt.kv.study.simulate import simulate as replay
     from wicore_trt.kv.study.trace import generate_trace, load_trace, unique_blocks
 
@@ -88,45 +88,26 @@ def simulate(
         name: _parse_pages(text, unique, name) for name, text in (("host", host), ("disk", disk)) if text is not None
     }
     sizes = [_parse_pages(text, unique, "capacity") for text in capacity.split(",")]
-    names = [*POLICIES, "belady"] if policy == "all" else policy.split(",")
+    all_names = [*POLICIES, "belady"] if workers == 1 else [*POLICIES]  # one server's future is known beforehand
+    names = all_names if policy == "all" else policy.split(",")
     options: dict[str, Any] = {
         "inclusive": inclusive,
         "page_cost": recompute_cost if recompute else None,
         "kv_bytes": KVBytes(bytes_per_token, window_bytes),
     }
-    routings = [None] if workers is None else [*ROUTINGS] if routing == "all" else routing.split(",")
-    reports: list[Any] = []
+    routings = ["random"] if workers == 1 else [*ROUTINGS] if routing == "all" else routing.split(",")
+    reports = []
     with progress(quiet=json) as report:
         for name, size, route in product(names, sizes, routings):
-            tiers = {"device": size, **lower}
-            if workers is None or route is None:
-                told = partial(report, f"{name}, {size} pages")
-                reports.append(replay(requests, name, tiers, progress=told, **options))
-            else:
-                told = partial(report, f"{route}, {name}, {size} pages")
-                rate = tokens_per_second
-                reports.append(
-                    simulate_fleet(requests, route, workers, name, tiers, tokens_per_second=rate, progress=told)
-                )
+            told = partial(report, f"{name}, {size} pages" if workers == 1 else f"{route}, {name}, {size} pages")
+            fleet = Fleet(workers, route, tokens_per_second)
+            reports.append(replay(requests, name, {"device": size, **lower}, fleet=fleet, progress=told, **options))
     if json:
-        about = {"trace": str(trace or title), "unique_blocks": unique} if workers is None else {"trace": title}
+        about = {"trace": str(trace or title), "unique_blocks": unique}
         print_json({**about, "results": [r.to_dict() for r in reports]})
-    elif workers is None:
-        _print_reports(f"{title}: {len(requests)} requests, {unique} unique blocks", reports)
     else:
-        _print_fleet(f"{title}: {len(requests)} requests, {workers} workers", reports)
-
-
-def _print_fleet(title: str, reports: list[FleetReport]) -> None:
-    from wicore_trt.cli._ui import print_table
-
-    columns = ("routing", "policy", "pages each", "hit rate", "busiest / mean", "wait mean s", "wait p99 s", "s")
-    rows = [
-        (r.routing, r.policy, "+".join(map(str, r.capacity.values())), f"{r.hit_rate:.4f}", f"{r.busy_share:.2f}",
-         f"{r.wait_s[0]:.2f}", f"{r.wait_s[1]:.1f}", f"{r.seconds:.1f}")
-        for r in reports
-    ]  # fmt: skip
-    print_table(title, columns, rows)
+        servers = "" if workers == 1 else f", {workers} workers"
+        _print_reports(f"{title}: {len(requests)} requests, {unique} unique blocks{servers}", reports)
 
 
 def _parse_pages(text: str, unique: int, option: str) -> int:
@@ -145,17 +126,20 @@ def _parse_pages(text: str, unique: int, option: str) -> int:
 def _print_reports(title: str, reports: list[SimulationReport]) -> None:
     from wicore_trt.cli._ui import human_bytes, print_table
 
-    tiers, flows = list(reports[0].hit_tokens), list(reports[0].moved_bytes)
-    columns = ("policy", *(f"{tier} pages" for tier in tiers), "hit rate", *(f"{t} hits" for t in tiers), *flows, "s")
-    rows: list[tuple[Any, ...]] = [
-        (
-            r.policy,
-            *r.capacity.values(),
-            f"{r.hit_rate:.4f}",
+    tiers, flows, several = list(reports[0].hit_tokens), list(reports[0].moved_bytes), reports[0].fleet.workers > 1
+    columns = [
+        *(["routing"] if several else []), "policy", *(f"{tier} pages" for tier in tiers), "hit rate",
+        *(f"{tier} hits" for tier in tiers), *flows,
+        *(["busiest / mean", "wait mean s", "wait p99 s"] if several else []), "s",
+    ]  # fmt: skip
+    rows = [
+        [
+            *([r.fleet.routing] if several else []), r.policy, *r.capacity.values(), f"{r.hit_rate:.4f}",
             *(f"{r.hit_tokens[tier] / max(1, r.tokens):.4f}" for tier in tiers),
             *(human_bytes(r.moved_bytes[flow]) for flow in flows),
+            *([f"{r.busy_share:.2f}", f"{r.wait_s[0]:.2f}", f"{r.wait_s[1]:.1f}"] if several else []),
             f"{r.seconds:.1f}",
-        )
+        ]
         for r in reports
-    ]
+    ]  # fmt: skip
     print_table(title, columns, rows)

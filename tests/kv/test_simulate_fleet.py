@@ -9,21 +9,21 @@ from typer.testing import CliRunner
 
 from wicore_trt.cli.kv import app
 from wicore_trt.errors import ConfigError
-from wicore_trt.kv.study.simulate import ROUTINGS, FleetReport, simulate, simulate_fleet
+from wicore_trt.kv.study.simulate import ROUTINGS, Fleet, SimulationReport, simulate
 from wicore_trt.kv.study.trace import TraceRequest, generate_trace, unique_blocks
 
 TRACE = generate_trace(400)
 PAGES = {"device": unique_blocks(TRACE) // 10}
 
 
-def fleet(routing: str, workers: int, rate: float = 20_000, trace: list[TraceRequest] = TRACE) -> FleetReport:
-    return simulate_fleet(trace, routing, workers, "lru", PAGES, tokens_per_second=rate)
+def fleet(routing: str, workers: int, rate: float = 20_000, trace: list[TraceRequest] = TRACE) -> SimulationReport:
+    return simulate(trace, "lru", PAGES, fleet=Fleet(workers, routing, rate))
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_a_fleet_of_one_is_that_worker(routing: str) -> None:
     alone, found = simulate(TRACE, "lru", PAGES), fleet(routing, 1)
-    assert (found.hit_tokens, found.tokens) == (alone.hit_tokens["device"], alone.tokens) and found.busy_share == 1
+    assert (found.hit_tokens, found.tokens) == (alone.hit_tokens, alone.tokens) and found.busy_share == 1
 
 
 def test_affinity_finds_what_chance_does_not() -> None:

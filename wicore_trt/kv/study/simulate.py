@@ -35,17 +35,31 @@ class KVBytes:
     window: int = 436_207_616
 
 
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Servers behind a router. `routing` is a name of ROUTINGS; each server computes so many tokens of prompts."""
+
+    workers: int = 1
+    routing: str = "random"
+    tokens_per_second: float = 10_000.0
+
+
 @dataclass(slots=True)
 class SimulationReport:
-    """Report of a replay, in tokens of whole blocks: `hit_tokens` by tier, `moved_bytes` by "source_to_target"."""
+    """Report of a replay, in tokens of whole blocks: `hit_tokens` by tier, `moved_bytes` by "source_to_target".
+    `busy_share`: computed tokens of the busiest worker over the mean. `wait_s`: mean and 99th percentile of the seconds
+    that prompts waited for others at their worker."""
 
     policy: str
     capacity: dict[str, int]
     inclusive: bool
+    fleet: Fleet
     requests: int = 0
     tokens: int = 0
     hit_tokens: dict[str, int] = field(default_factory=dict)
     moved_bytes: dict[str, int] = field(default_factory=dict)
+    busy_share: float = 0.0
+    wait_s: tuple[float, float] = (0.0, 0.0)
     seconds: float = 0.0
 
     @property
@@ -54,7 +68,8 @@ class SimulationReport:
 
     def to_dict(self) -> dict[str, Any]:
         rates = {tier: tokens / max(1, self.tokens) for tier, tokens in self.hit_tokens.items()}
-        return {**asdict(self), "hit_rate": self.hit_rate, "hit_rate_by_tier": rates}
+        found = asdict(self)
+        return {**found.pop("fleet"), **found, "hit_rate": self.hit_rate, "hit_rate_by_tier": rates}
 
 
 def simulate(
@@ -65,31 +80,45 @@ def simulate(
     inclusive: bool = False,
     page_cost: Callable[[int], float] | None = None,
     kv_bytes: KVBytes | None = None,
+    fleet: Fleet | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> SimulationReport:
-    """Replay `requests` over tiers of `capacity` pages, from the nearest to the farthest. `policy` is a name of
-    `POLICIES` or "belady". Exclusive tiers pass evicted pages down; inclusive ones are written through when a page is
-    made. Raises ConfigError for an unknown policy."""
-    names = list(capacity)
-    if policy == "belady":
-        future = next_uses([request.blocks for request in requests])
-        policies: list[ChainPolicy] = [BeladyPolicy(capacity[name], future) for name in names]
-    else:
+    """Replay `requests`, at least one, over servers, each with tiers of `capacity` pages from the nearest to the
+    farthest. `policy` is a name of `POLICIES` or, for one server, "belady". Exclusive tiers pass evicted pages down;
+    inclusive ones are written through when a page is made. Raises ConfigError for an unknown policy or routing."""
+    names, fleet, start = list(capacity), fleet or Fleet(), time.perf_counter()
+    if fleet.routing not in ROUTINGS:
+        raise ConfigError(f"No routing is called {fleet.routing!r}.", fix=f"Take one of {', '.join(ROUTINGS)}.")
+    future = next_uses([request.blocks for request in requests]) if policy == "belady" and fleet.workers == 1 else None
+    workers, waits = list[_Worker](), list[float]()
+    for _ in range(fleet.workers):
         policies = [
             make_policy(policy, capacity[name], page_cost=page_cost, victim_cache=i > 0 and not inclusive)
+            if future is None
+            else BeladyPolicy(capacity[name], future)
             for i, name in enumerate(names)
         ]
-    tiers = Tiers(names, policies, kv_bytes or KVBytes(), inclusive=inclusive)
-    report = SimulationReport(policy, dict(capacity), inclusive, hit_tokens=dict.fromkeys(names, 0))
-    start = time.perf_counter()
+        workers.append(_Worker(Tiers(names, policies, kv_bytes or KVBytes(), inclusive=inclusive)))
+    report = SimulationReport(policy, dict(capacity), inclusive, fleet, len(requests), 0, dict.fromkeys(names, 0))
+    router, choose = _Router(workers, fleet.tokens_per_second), ROUTINGS[fleet.routing]
     for i, request in enumerate(requests):
-        for tier in tiers.serve(request):
+        worker = workers[choose(router, request)]
+        hit, tokens = worker.tiers.serve(request), len(request.blocks) * BLOCK_TOKENS
+        for tier in hit:
             report.hit_tokens[names[tier]] += BLOCK_TOKENS
-        report.tokens += len(request.blocks) * BLOCK_TOKENS
+        report.tokens += tokens
+        waits.append(worker.wait(request.at_s))
+        computed = tokens - len(hit) * BLOCK_TOKENS
+        worker.free_at = max(worker.free_at, request.at_s) + computed / fleet.tokens_per_second
+        worker.computed += computed
         if progress is not None and (i % 64 == 0 or i + 1 == len(requests)):
             progress(i + 1, len(requests))
-    report.requests = len(requests)
-    report.moved_bytes = tiers.moved
+    waits.sort()
+    report.wait_s = sum(waits) / len(waits), waits[int(len(waits) * 0.99)]
+    total = sum(worker.computed for worker in workers)
+    report.busy_share = max(worker.computed for worker in workers) * fleet.workers / max(1, total)
+    flows = workers[0].tiers.moved
+    report.moved_bytes = {flow: sum(worker.tiers.moved[flow] for worker in workers) for flow in flows}
     report.seconds = time.perf_counter() - start
     return report
 
@@ -225,31 +254,6 @@ class BeladyPolicy(ChainPolicy):
 
 
 @dataclass(slots=True)
-class FleetReport:
-    """Report of a replay. `busy_share`: computed tokens of the busiest worker over the mean. `wait_s`: mean and 99th
-    percentile of the seconds that prompts waited for others at their worker."""
-
-    routing: str
-    workers: int
-    policy: str
-    capacity: dict[str, int]
-    tokens_per_second: float
-    requests: int = 0
-    tokens: int = 0
-    hit_tokens: int = 0
-    busy_share: float = 0.0
-    wait_s: tuple[float, float] = (0.0, 0.0)
-    seconds: float = 0.0
-
-    @property
-    def hit_rate(self) -> float:
-        return self.hit_tokens / max(1, self.tokens)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "hit_rate": self.hit_rate}
-
-
-@dataclass(slots=True)
 class _Worker:
     tiers: Tiers
     free_at: float = 0.0
@@ -261,29 +265,33 @@ class _Worker:
 
 @dataclass(slots=True)
 class _Router:
-    """Router. `hits` are the blocks of the request that each worker has."""
-
     workers: list[_Worker]
     tokens_per_second: float
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     turn: int = 0
 
-    def random(self, request: TraceRequest, hits: list[int]) -> int:
+    def _count_hits(self, request: TraceRequest) -> list[int]:
+        """Count the blocks of the request that each worker has."""
+        return [len(worker.tiers.look_up(request.blocks)) for worker in self.workers]
+
+    def random(self, request: TraceRequest) -> int:
         return self.rng.randrange(len(self.workers))
 
-    def round_robin(self, request: TraceRequest, hits: list[int]) -> int:
+    def round_robin(self, request: TraceRequest) -> int:
         self.turn += 1
         return self.turn % len(self.workers)
 
-    def affinity(self, request: TraceRequest, hits: list[int]) -> int:
+    def affinity(self, request: TraceRequest) -> int:
         """Choose any worker with the longest prefix, if that is LEAST_SHARE of the prompt; else a random one."""
+        hits = self._count_hits(request)
         best = max(hits)
         if best < LEAST_SHARE * len(request.blocks):
-            return self.random(request, hits)
+            return self.random(request)
         return self.rng.choice([i for i, hit in enumerate(hits) if hit == best])
 
-    def affinity_load(self, request: TraceRequest, hits: list[int]) -> int:
+    def affinity_load(self, request: TraceRequest) -> int:
         """Choose the soonest first token: the work ahead of the request, and its tokens to compute."""
+        hits = self._count_hits(request)
 
         def ready(i: int) -> tuple[float, float]:
             missing = (len(request.blocks) - hits[i]) * BLOCK_TOKENS
@@ -292,48 +300,9 @@ class _Router:
         return min(range(len(hits)), key=ready)
 
 
-ROUTINGS: dict[str, Callable[[_Router, TraceRequest, list[int]], int]] = {
+ROUTINGS: dict[str, Callable[[_Router, TraceRequest], int]] = {
     "random": _Router.random,
     "round-robin": _Router.round_robin,
     "affinity": _Router.affinity,
     "affinity-load": _Router.affinity_load,
 }
-
-
-def simulate_fleet(
-    requests: Sequence[TraceRequest],
-    routing: str,
-    workers: int,
-    policy: str,
-    capacity: dict[str, int],
-    *,
-    tokens_per_second: float,
-    progress: Callable[[int, int], None] | None = None,
-) -> FleetReport:
-    """Replay `requests` over `workers`, each with tiers of `capacity` pages, from the nearest to the farthest.
-    `routing` is a name of ROUTINGS. Raises ConfigError for another one or an unknown policy."""
-    if routing not in ROUTINGS:
-        raise ConfigError(f"No routing is called {routing!r}.", fix=f"Take one of {', '.join(ROUTINGS)}.")
-    names, choose, start, fleet = list(capacity), ROUTINGS[routing], time.perf_counter(), list[_Worker]()
-    for _ in range(workers):
-        policies = [make_policy(policy, capacity[name], victim_cache=i > 0) for i, name in enumerate(names)]
-        fleet.append(_Worker(Tiers(names, policies, KVBytes(), inclusive=False)))
-    router, waits = _Router(fleet, tokens_per_second), []
-    report = FleetReport(routing, workers, policy, dict(capacity), tokens_per_second, requests=len(requests))
-    for i, request in enumerate(requests):
-        worker = fleet[choose(router, request, [len(each.tiers.look_up(request.blocks)) for each in fleet])]
-        hit = len(worker.tiers.serve(request)) * BLOCK_TOKENS
-        tokens = len(request.blocks) * BLOCK_TOKENS
-        waits.append(worker.wait(request.at_s))
-        worker.free_at = max(worker.free_at, request.at_s) + (tokens - hit) / tokens_per_second
-        worker.computed += tokens - hit
-        report.tokens += tokens
-        report.hit_tokens += hit
-        if progress is not None and (i % 64 == 0 or i + 1 == len(requests)):
-            progress(i + 1, len(requests))
-    waits.sort()
-    report.wait_s = sum(waits) / len(waits), waits[int(len(waits) * 0.99)]
-    total = sum(worker.computed for worker in fleet)
-    report.busy_share = max(worker.computed for worker in fleet) * workers / max(1, total)
-    report.seconds = time.perf_counter() - start
-    return report
