@@ -96,12 +96,12 @@ def _until_serving(process: subprocess.Popen[bytes], address: str, deadline: flo
 async def _answer(address: str, vocab: int) -> int:
     """Tokens of one answer."""
     from wicore_trt.bench.client import GrpcTarget
-    from wicore_trt.bench.workload import Workload
+    from wicore_trt.bench.workload import BenchRequest, PromptPart, WordList
 
     target = await GrpcTarget.connect(address)
     try:
-        (request,) = Workload(vocab, seed=0).take(1, PROMPT_TOKENS, ANSWER_TOKENS)
-        record = await target.generate(request)
+        prompt = WordList(vocab, seed=0).tokens(PromptPart("startup", PROMPT_TOKENS))
+        record = await target.generate(BenchRequest(prompt, ANSWER_TOKENS))
     finally:
         await target.close()
     if record.error is not None:

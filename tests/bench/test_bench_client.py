@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import grpc
 import pytest
+from bench.made_requests import ask_at_once, ask_in_turn, make_requests
 from serve.serving import make_engine, serving
 
-from wicore_trt.bench.client import GrpcTarget, LocalTarget, closed_loop
-from wicore_trt.bench.measure import RequestRecord
-from wicore_trt.bench.workload import BenchRequest, Workload
+from wicore_trt.bench.client import GrpcTarget, LocalTarget
+from wicore_trt.bench.workload import BenchRequest
 from wicore_trt.errors import ConfigError, UnavailableError, WicoreError
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
 
 
 def requests(count: int, *, seed: int = 0, shared_prefix: int = 0) -> list[BenchRequest]:
-    return Workload(97, seed=seed, shared_prefix=shared_prefix).take(count, 20, 12)
+    return make_requests(97, count, 20, 12, seed=seed, shared_prefix=shared_prefix)
 
 
 async def test_a_server_is_measured_by_its_usage():
     async with serving(make_engine(step_s=0.002)) as running:
         target = await GrpcTarget.connect(running.address)
         assert target.info == running.engine.info
-        records = await closed_loop(target, requests(9), concurrency=3)
+        records = await ask_at_once(target, requests(9))
         await target.close()
     for record in records:
         assert record.error is None
@@ -42,7 +40,7 @@ async def test_an_engine_in_this_process_gives_the_same_records():
     engine = make_engine(step_s=0.002)
     await engine.start()
     target = LocalTarget(engine)
-    records = await closed_loop(target, requests(9), concurrency=3)
+    records = await ask_at_once(target, requests(9))
     await target.close()
     assert [(r.error, r.prompt_tokens, r.output_tokens) for r in records] == [(None, 20, 12)] * 9
     assert all(r.e2e_s >= 12 * 0.002 and len(r.gaps_s()) == 11 for r in records)
@@ -52,8 +50,8 @@ async def test_a_shared_prefix_shows_as_cached_tokens():
     engine = make_engine()
     await engine.start()
     target = LocalTarget(engine)
-    own = await closed_loop(target, requests(5, seed=1), 1)
-    shared = await closed_loop(target, requests(5, seed=2, shared_prefix=16), 1)
+    own = await ask_in_turn(target, requests(5, seed=1))
+    shared = await ask_in_turn(target, requests(5, seed=2, shared_prefix=16))
     await target.close()
     assert [r.cached_tokens for r in own] == [0] * 5
     assert [r.cached_tokens for r in shared][0] == 0 and min(r.cached_tokens for r in shared[1:]) > 0
@@ -62,7 +60,7 @@ async def test_a_shared_prefix_shows_as_cached_tokens():
 async def test_errors_are_records_and_not_exceptions():
     async with serving(make_engine(max_waiting=2, max_sequences=1, step_s=0.01)) as running:
         target = await GrpcTarget.connect(running.address)
-        records = await closed_loop(target, requests(8), concurrency=8)
+        records = await ask_at_once(target, requests(8))
         await target.close()
     kinds = Counter((r.error or "ok").partition(":")[0] for r in records)
     assert set(kinds) == {"ok", "RESOURCE_EXHAUSTED"} and kinds["ok"] >= 2
@@ -170,7 +168,7 @@ async def test_half_a_message_is_a_record_and_ends_no_run():
     async with answering({"GetModelInfo": info, "GetStats": b"\xff", "Generate": message}) as address:
         target = await GrpcTarget.connect(address)
         assert await target.tier_hits() == {}
-        records = await closed_loop(target, requests(2), 2)
+        records = await ask_at_once(target, requests(2))
         await target.close()
     assert [record.status for record in records] == ["INVALID"] * 2
 
@@ -180,26 +178,3 @@ async def test_a_server_that_tells_no_model_is_none_of_ours(info):
     async with answering({"GetModelInfo": info}) as address:
         with pytest.raises(WicoreError, match="does not answer as our servers do"):
             await GrpcTarget.connect(address)
-
-
-class Slow:
-    """Answers after a while; remembers how many it had at once."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.open, self.most = seconds, 0, 0
-
-    async def generate(self, request, started=None):
-        sent = time.perf_counter()
-        self.open += 1
-        self.most = max(self.most, self.open)
-        await asyncio.sleep(self.seconds)
-        self.open -= 1
-        return RequestRecord(sent if started is None else started, time.perf_counter(), error=str(request))
-
-
-@pytest.mark.parametrize("concurrency", [1, 3, 50])
-async def test_closed_loop_keeps_the_concurrency_and_the_order(concurrency):
-    target = Slow(0.005)
-    records = await closed_loop(target, list(range(12)), concurrency)
-    assert target.most == min(concurrency, 12)
-    assert [r.error for r in records] == [str(i) for i in range(12)]

@@ -51,7 +51,7 @@ class Spy:
     """Passes requests on and remembers them."""
 
     def __init__(self, target: LocalTarget) -> None:
-        self.info, self.target, self.requests = target.info, target, []
+        self.info, self.chat, self.target, self.requests = target.info, target.chat, target, []
 
     async def generate(self, request, started=None):
         self.requests.append(request)

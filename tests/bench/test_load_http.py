@@ -9,15 +9,15 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 import trustme
+from bench.made_requests import ask_at_once, ask_in_turn, make_requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from web import make_engine, serving
 
-from wicore_trt.bench.client import closed_loop
 from wicore_trt.bench.http import ANY_CONTEXT, ANY_VOCABULARY, HttpTarget, Stream
 from wicore_trt.bench.load import LoadOptions, run_load
 from wicore_trt.bench.measure import Slo
-from wicore_trt.bench.workload import BenchRequest, LoadShape, WordList, Workload, sessions_of
+from wicore_trt.bench.workload import BenchRequest, LoadShape, WordList, sessions_of
 from wicore_trt.errors import ConfigError, UnavailableError, WicoreError
 
 ASKED = BenchRequest((5, 6, 7), 6)
@@ -105,9 +105,9 @@ async def test_our_own_server(chat):
         info = running.engine.info
         assert (target.info.model_id, target.info.vocab_size) == (info.model_id, info.vocab_size)
         assert target.info.max_context_tokens == info.max_context_tokens
-        request = CHAT if chat else Workload(97, seed=0).take(1, 20, 6)[0]
+        request = CHAT if chat else make_requests(97, 1, 20, 6)[0]
         before = await target.tier_hits()
-        records = await closed_loop(target, [request] * 5, 2)
+        records = await ask_at_once(target, [request] * 5)
         await target.close()
     assert before == {"device": 0}
     for record in records:
@@ -121,8 +121,8 @@ async def test_our_own_server(chat):
 async def test_hits_of_our_server_by_tier():
     async with serving(make_engine()) as running:
         target = await HttpTarget.connect(running.url)
-        request = Workload(97, seed=0).take(1, 20, 6)[0]
-        records = await closed_loop(target, [request] * 3, 1)
+        request = make_requests(97, 1, 20, 6)[0]
+        records = await ask_in_turn(target, [request] * 3)
         hits = await target.tier_hits()
         await target.close()
     assert hits == {"device": sum(r.cached_tokens for r in records)} and hits["device"] > 0
@@ -278,7 +278,7 @@ async def test_no_server_wrong_model_wrong_key_say_so():
         with pytest.raises(WicoreError, match="401"):
             await HttpTarget.connect(running.url)
         target = await HttpTarget.connect(running.url, api_key="secret")
-        assert (await target.generate(Workload(97, seed=0).take(1, 20, 6)[0])).error is None
+        assert (await target.generate(make_requests(97, 1, 20, 6)[0])).error is None
         with pytest.raises(ConfigError, match="does not serve other"):
             await HttpTarget.connect(running.url, api_key="secret", model="other")
         await target.close()
@@ -347,7 +347,7 @@ async def test_tls_is_checked(tmp_path):
         with pytest.raises(UnavailableError, match="certificate"):
             await HttpTarget.connect(running.url)
         target = await HttpTarget.connect(running.url, tls_ca=paths["ca"])
-        assert (await target.generate(Workload(97, seed=0).take(1, 20, 6)[0])).error is None
+        assert (await target.generate(make_requests(97, 1, 20, 6)[0])).error is None
         await target.close()
     with pytest.raises(ConfigError, match="none cannot be read"):
         await HttpTarget.connect("https://127.0.0.1:1", tls_ca=tmp_path / "none")

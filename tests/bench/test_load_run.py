@@ -106,6 +106,12 @@ async def test_waiting_for_a_place_counts_and_is_told():
     assert 5 * closed.throughput.latencies["e2e"].mean <= closed.throughput.duration_s  # one after the other
 
 
+@pytest.mark.parametrize("places", [1, 3, 50])
+async def test_a_closed_loop_keeps_so_many_requests_open(places):
+    load = await run_load(Remembering(0.005), plan(*[0.0] * 12), WORDS, LoadOptions(places))
+    assert load.lag.most_open == min(places, 12) and load.throughput.completed == 12
+
+
 @pytest.mark.parametrize("places", [None, 8])
 async def test_a_client_that_is_slow_itself_says_so(places):
     load = await run_load(Remembering(hold=0.03), plan(*[0.0] * 8), WORDS, LoadOptions(places))

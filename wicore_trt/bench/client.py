@@ -227,19 +227,6 @@ class LocalTarget:
         await self._engine.close()
 
 
-async def closed_loop(target: Target, requests: Sequence[BenchRequest], concurrency: int) -> list[RequestRecord]:
-    """Keep `concurrency` requests open until all are done; records in the order of `requests`."""
-    records: list[RequestRecord | None] = [None] * len(requests)
-    queue = iter(range(len(requests)))
-
-    async def worker() -> None:
-        for index in queue:
-            records[index] = await target.generate(requests[index])
-
-    await asyncio.gather(*(worker() for _ in range(min(concurrency, len(requests)))))
-    return [record for record in records if record is not None]
-
-
 async def open_target(
     settings: Settings, address: str | None, *, api_key: str | None, tls_ca: Path | None, awaited: bool = True
 ) -> GrpcTarget | LocalTarget:

@@ -50,7 +50,7 @@ class LoadOptions:
 
     max_concurrency: int | None = None
     pause_s: float = 0.0
-    timeout_s: float = 600.0
+    timeout_s: float | None = 600.0
     ignore_eos: bool = True
 
 

@@ -6,14 +6,18 @@ the target; a latency figure stands on requests that all succeeded.
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 
-from wicore_trt.bench.client import Target, closed_loop
+from wicore_trt.bench.client import Target
+from wicore_trt.bench.load import LoadOptions, run_load
 from wicore_trt.bench.measure import RequestRecord, Summary, Throughput, summarize_latencies
-from wicore_trt.bench.workload import BenchRequest, Workload
+from wicore_trt.bench.workload import BenchRequest, LoadShape, PromptPart, WordList, sessions_of
 from wicore_trt.errors import ConfigError, WicoreError
 from wicore_trt.progress import Progress, ignore_progress
 
@@ -52,27 +56,29 @@ async def run_latency(
     context, WicoreError when a request fails."""
     for case in cases:
         check_context(target, case.input_tokens, case.output_tokens)
-    workload = Workload(target.info.vocab_size, seed=seed)
+    vocabulary, names = WordList(target.info.vocab_size, seed=seed), map(str, count())
     points = []
     for case in cases:
         phase = f"batch {case.batch}, {case.input_tokens} + {case.output_tokens} tokens"
         progress(phase, 0, 1)
-        points.append(await _measure_latency(target, case, workload, repeats, warmups))
+        points.append(await _measure_latency(target, case, vocabulary, names, repeats, warmups))
         progress(phase, 1, 1)
     return points
 
 
 async def _measure_latency(
-    target: Target, case: LatencyCase, workload: Workload, repeats: int, warmups: int
+    target: Target, case: LatencyCase, vocabulary: WordList, names: Iterator[str], repeats: int, warmups: int
 ) -> LatencyPoint:
+    def take(output_tokens: int) -> list[BenchRequest]:
+        prompts = [vocabulary.tokens(PromptPart(next(names), case.input_tokens)) for _ in range(case.batch)]
+        return [BenchRequest(prompt, output_tokens) for prompt in prompts]
+
     prefills, totals, records = [], [], []
     for repeat in range(-warmups, repeats):
-        prefill, first = await _run_together(target, workload.take(case.batch, case.input_tokens, 1))
+        prefill, first = await _run_together(target, take(1))
         total, all_tokens = prefill, first
         if case.output_tokens > 1:
-            total, all_tokens = await _run_together(
-                target, workload.take(case.batch, case.input_tokens, case.output_tokens)
-            )
+            total, all_tokens = await _run_together(target, take(case.output_tokens))
         if repeat >= 0:
             prefills.append(prefill)
             totals.append(total)
@@ -85,7 +91,7 @@ async def _measure_latency(
 
 async def _run_together(target: Target, requests: Sequence[BenchRequest]) -> tuple[float, list[RequestRecord]]:
     started = time.perf_counter()
-    records = await closed_loop(target, requests, len(requests))
+    records = await asyncio.gather(*(target.generate(request) for request in requests))
     seconds = max(r.finished for r in records) - started
     failed = next((r.error for r in records if r.error), None)
     if failed:
@@ -111,17 +117,16 @@ async def run_throughput(
     """Send the case's requests after `warmups` that are not counted. Raises ConfigError for lengths beyond the target's
     context, WicoreError when not one request succeeds."""
     check_context(target, case.input_tokens, case.output_tokens)
-    progress("measuring requests", 0, 1)
-    workload = Workload(target.info.vocab_size, seed=case.seed, shared_prefix=case.shared_prefix)
-    warm = workload.take(warmups, case.input_tokens, case.output_tokens)
-    await closed_loop(target, warm, case.concurrency)
-    requests = workload.take(case.requests, case.input_tokens, case.output_tokens)
-    records = await closed_loop(target, requests, case.concurrency)
-    progress("measuring requests", 1, 1)
-    result = Throughput.from_records(records)
-    if not result.completed:
-        raise WicoreError(f"All {len(records)} requests failed: {records[0].error}.")
-    return result
+    shape = LoadShape((case.input_tokens,), (case.output_tokens,), shared_prefix=case.shared_prefix)
+    sessions = sessions_of(shape, [0.0] * (warmups + case.requests), seed=case.seed, run="throughput")
+    vocabulary = WordList(target.info.vocab_size, seed=case.seed)
+    send = partial(run_load, target, vocabulary=vocabulary, options=LoadOptions(case.concurrency, timeout_s=None))
+    if warmups:
+        await send(sessions[:warmups])
+    load = await send(sessions[warmups:], progress=progress, phase="measuring requests")
+    if not load.throughput.completed:
+        raise WicoreError(f"All {case.requests} requests failed: {next(iter(load.throughput.errors))}.")
+    return load.throughput
 
 
 def check_context(target: Target, input_tokens: int, output_tokens: int) -> None:

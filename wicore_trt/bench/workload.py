@@ -77,24 +77,6 @@ class WordList:
         return shake_128(f"{self._seed}/{piece.name}".encode()).digest(size * piece.tokens)
 
 
-class Workload:
-    """Endless supply of requests. The first `shared_prefix` tokens of all prompts are the same."""
-
-    def __init__(self, vocab_size: int, *, seed: int, shared_prefix: int = 0) -> None:
-        self._vocabulary = WordList(vocab_size, seed=seed)
-        self._prefix = self._vocabulary.tokens(PromptPart("shared", shared_prefix))
-        self._taken = 0
-
-    def take(self, count: int, input_tokens: int, output_tokens: int) -> list[BenchRequest]:
-        """Take the next `count` requests. `input_tokens` counts the shared prefix, which it must exceed."""
-        own = input_tokens - len(self._prefix)
-        assert own > 0, "a prompt has a token of its own"
-        names = range(self._taken, self._taken + count)
-        self._taken += count
-        prompts = [self._prefix + self._vocabulary.tokens(PromptPart(str(name), own)) for name in names]
-        return [BenchRequest(prompt, output_tokens) for prompt in prompts]
-
-
 def draw_arrivals(rate: float, *, burstiness: float = 1.0, seed: int) -> Iterator[float]:
     """Draw ascending moments in seconds, without end; the gaps between them are 1 / rate on average. Gaps follow a
     gamma distribution of shape `burstiness`: 1 is a Poisson process, less comes in bursts, infinity is a constant gap.
