@@ -28,24 +28,24 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Measure latency, throughput, load and perplexity.")
 
-_WHERE, _WHAT, _WHO, _WHEN, _OUT = (
+_WHAT, _WHO, _WHEN, _OUT = (
     partial(typer.Option, rich_help_panel=panel)
-    for panel in ("What is measured", "What is sent", "Who answers", "When it is sent", "What comes out")
+    for panel in ("What is sent", "Who answers", "When it is sent", "What comes out")
 )
 LENGTHS = "N, N,N (one of these) or N..N (any between)."
 EngineOption = Annotated[
     Path | None,
-    _WHERE(
+    _WHO(
         help="Engine directory, run in this process; with --target, the engine that the server on this machine runs."
     ),
 ]
-TargetOption = Annotated[str | None, _WHERE(help="HOST:PORT of a running server.")]
-ApiKeyOption = Annotated[str | None, _WHERE(envvar="WICORE_SERVER__API_KEY", help="Key of the server.")]
-TlsCaOption = Annotated[Path | None, _WHERE(help="CA of the server's certificate, PEM; turns TLS on.")]
-RecipeOption = Annotated[str | None, _WHERE(help="Recipe for the engine in this process.")]
-ThreadsOption = Annotated[int | None, _WHERE(min=0, help="CPU threads of one step; 0: all.")]
-SeedOption = Annotated[int, _WHAT(help="Seed of prompts.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+TargetOption = Annotated[str | None, _WHO(help="HOST:PORT of a running server.")]
+ApiKeyOption = Annotated[str | None, _WHO(envvar="WICORE_SERVER__API_KEY", help="Key of the server.")]
+TlsCaOption = Annotated[Path | None, _WHO(help="CA of the server's certificate, PEM; turns TLS on for gRPC.")]
+RecipeOption = Annotated[str | None, _WHO(help="Recipe for the engine in this process.")]
+ThreadsOption = Annotated[int | None, _WHO(min=0, help="CPU threads of one step; 0: all.")]
+SeedOption = Annotated[int, _WHAT(help="Seed of prompts, lengths and arrival times.")]
+JsonOption = Annotated[bool, _OUT("--json", help="Print one JSON document.")]
 
 
 def _parse_list(text: str) -> list[int]:
@@ -177,10 +177,10 @@ def serve(
     extra_body: Annotated[
         str, _WHO(metavar="JSON", help="Fields to add to each HTTP body; a null takes one out.")
     ] = "{}",
-    api_key: Annotated[str | None, _WHO(envvar="WICORE_SERVER__API_KEY", help="Key of the server.")] = None,
-    tls_ca: Annotated[Path | None, _WHO(help="CA of the server's certificate, PEM; turns TLS on for gRPC.")] = None,
-    recipe: Annotated[str | None, _WHO(help="Recipe for the engine in this process.")] = None,
-    threads: Annotated[int | None, _WHO(min=0, help="CPU threads of one step of it; 0: all.")] = None,
+    api_key: ApiKeyOption = None,
+    tls_ca: TlsCaOption = None,
+    recipe: RecipeOption = None,
+    threads: ThreadsOption = None,
     input_tokens: Annotated[str, _WHAT(metavar="LENGTHS", help=f"Prompt lengths: {LENGTHS}")] = "128",
     output_tokens: Annotated[str, _WHAT(metavar="LENGTHS", help="Output lengths, likewise.")] = "64",
     shared_prefix: Annotated[int, _WHAT(min=0, help="Of each prompt's tokens, those of a system prompt.")] = 0,
@@ -191,7 +191,7 @@ def serve(
         Path | None, _WHAT(help="In place of all that: JSON lines in Mooncake's format. Equal hash_ids, equal blocks.")
     ] = None,
     ignore_eos: Annotated[bool, _WHAT(help="Outputs have exactly their lengths, else the request failed.")] = True,
-    seed: Annotated[int, _WHAT(help="Seed of prompts, lengths and arrival times.")] = 0,
+    seed: SeedOption = 0,
     rate: Annotated[
         str | None,
         _WHEN(metavar="N,N", help="Requests a second, one run each; inf: all at once. Default: 1, or a trace's."),
@@ -213,7 +213,7 @@ def serve(
         str | None, _OUT(metavar="LIMITS", help="A good request's, as ttft=450ms,tpot=40ms,e2e=20s.")
     ] = None,
     plot: Annotated[Path | None, _OUT(help="SVG to write.")] = None,
-    as_json: Annotated[bool, _OUT("--json", help="Print one JSON document.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Open-loop load: requests are sent when they are due, and latencies count from then.
 
