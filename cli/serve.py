@@ -105,7 +105,8 @@ def command(
 
     There are more settings than flags: wicore serve --print-config explains all; WICORE_KV__POLICY=lru sets kv.policy.
     """
-    from wicore_trt.config import Flag, resolve_settings
+    given = dict(locals())
+    from wicore_trt.config import KEYS, Flag, resolve_settings
 
     if engine_or_recipe is None and not print_config:
         raise typer.BadParameter("Name an engine directory or a recipe.", param_hint="ENGINE|RECIPE")
@@ -116,21 +117,9 @@ def command(
         raise typer.BadParameter("It is given beside --http-port and --grpc-port.", param_hint="--port")
     # --port meant the gRPC port before it became HTTP's, and still does beside --http-port.
     old_port = grpc_port is None and http_port is not None
-    same: dict[str, dict[str, Any]] = {  # settings and flags that have one name
-        "executor": {"device": device, "threads": threads},
-        "server": {
-            "host": host, "http_host": http_host, "cors_origins": cors_origins, "allowed_hosts": allowed_hosts,
-            "admin_port": admin_port, "admin_host": admin_host, "api_key": api_key, "keys_file": keys_file,
-            "tls_cert": tls_cert, "tls_key": tls_key, "tls_client_ca": tls_client_ca, "insecure": insecure,
-            "reflection": reflection, "max_message_mb": max_message_mb,
-            "requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute,
-        },
-        "scheduler": {
-            "max_sequences": max_sequences, "max_batch_tokens": max_batch_tokens, "max_waiting": max_waiting,
-            "max_context": max_context,
-        },
-    }  # fmt: skip
-    overrides = {
+    named = {key.partition(".")[2]: key for key in KEYS if key.startswith(("executor.", "server.", "scheduler."))}
+    overrides = {  # first settings and flags that have one name
+        **{named[name]: Flag(f"--{name.replace('_', '-')}", value) for name, value in given.items() if name in named},
         "engine": engine if recipe is not None else engine_or_recipe,
         "model.name": Flag("--served-model-name", name),
         "server.port": Flag("--port", port) if old_port else Flag("--grpc-port", grpc_port),
@@ -144,8 +133,6 @@ def command(
         "log.level": Flag("--log-level", log_level),
         "log.json": Flag("--log-json", log_json),
     }
-    for group, values in same.items():
-        overrides |= {f"{group}.{key}": Flag(f"--{key.replace('_', '-')}", x) for key, x in values.items()}
     loaded = resolve_settings(recipe, overrides)
     if print_config:
         print(loaded.render(meanings=True), end="")
