@@ -35,9 +35,7 @@ _WHAT, _WHO, _WHEN, _OUT = (
 LENGTHS = "N, N,N (one of these) or N..N (any between)."
 EngineOption = Annotated[
     Path | None,
-    _WHO(
-        help="Engine directory, run in this process; with --target, the engine that the server on this machine runs."
-    ),
+    _WHO(help="Engine directory, run in this process; with --target, the engine that the server on this machine runs."),
 ]
 TargetOption = Annotated[str | None, _WHO(help="HOST:PORT of a running server.")]
 ApiKeyOption = Annotated[str | None, _WHO(envvar="WICORE_SERVER__API_KEY", help="Key of the server.")]
