@@ -112,8 +112,9 @@ def throughput(
     Tokens are counted from the server's usage. Requests that fail are counted apart and give no latencies.
     """
     _require_package("grpc")
+    from wicore_trt.bench.measure import ThroughputCase
     from wicore_trt.bench.report import throughput_result
-    from wicore_trt.bench.runs import ThroughputCase, run_throughput
+    from wicore_trt.bench.runs import run_throughput
 
     if shared_prefix >= input_tokens:
         raise typer.BadParameter("--shared-prefix must be less than --input-tokens.")

@@ -18,6 +18,7 @@ from wicore_trt.bench.bound import (
     request_bound_s,
 )
 from wicore_trt.bench.client import LocalTarget
+from wicore_trt.bench.measure import LatencyCase, ThroughputCase
 from wicore_trt.bench.report import (
     LATENCY_COLUMNS,
     LATENCY_KEYS,
@@ -31,7 +32,7 @@ from wicore_trt.bench.report import (
     throughput_result,
     time_figure,
 )
-from wicore_trt.bench.runs import LatencyCase, ThroughputCase, list_cases, run_latency, run_throughput
+from wicore_trt.bench.runs import list_cases, run_latency, run_throughput
 from wicore_trt.errors import ConfigError, WicoreError
 
 STEP_S = 0.004

@@ -102,6 +102,40 @@ def summarize_latencies(records: Sequence[RequestRecord]) -> dict[str, Summary |
 
 
 @dataclass(frozen=True, slots=True)
+class LatencyCase:
+    """Point of a sweep: `batch` requests sent together."""
+
+    batch: int
+    input_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyPoint:
+    """Medians over the repetitions of one case. `prefill_s` is the time until all requests of a run with one output
+    token are done, `total_s` that of a run with all of them; `step_s` = (total - prefill) / (output_tokens - 1) is one
+    decode step, None for one output token."""
+
+    case: LatencyCase
+    prefill_s: float
+    total_s: float
+    step_s: float | None
+    latencies: dict[str, Summary | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputCase:
+    """`requests` of equal lengths, `concurrency` at a time."""
+
+    requests: int
+    input_tokens: int
+    output_tokens: int
+    concurrency: int
+    shared_prefix: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Throughput:
     """Rates over the time from the first request's start to the last one's end."""
 

@@ -21,15 +21,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from wicore_trt.bench.bound import MachineRates, ModelCost, decode_bound_s, prefill_bound_s, request_bound_s
-from wicore_trt.bench.measure import LATENCIES, Load, Summary, Throughput
+from wicore_trt.bench.measure import LATENCIES, LatencyPoint, Load, Summary, Throughput, ThroughputCase
 from wicore_trt.errors import list_installed
 from wicore_trt.plugins.cpu_library import library_name, open_library
-
-if TYPE_CHECKING:
-    from wicore_trt.bench.runs import LatencyPoint, ThroughputCase
 
 KIND = "wicore-bench"
 SCHEMA = 1

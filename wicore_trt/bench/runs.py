@@ -10,38 +10,22 @@ import asyncio
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
 from wicore_trt.bench.client import Target
 from wicore_trt.bench.load import LoadOptions, run_load
-from wicore_trt.bench.measure import RequestRecord, Summary, Throughput, summarize_latencies
+from wicore_trt.bench.measure import (
+    LatencyCase,
+    LatencyPoint,
+    RequestRecord,
+    Throughput,
+    ThroughputCase,
+    summarize_latencies,
+)
 from wicore_trt.bench.workload import BenchRequest, LoadShape, PromptPart, WordList, sessions_of
 from wicore_trt.errors import ConfigError, WicoreError
 from wicore_trt.progress import Progress, ignore_progress
-
-
-@dataclass(frozen=True, slots=True)
-class LatencyCase:
-    """Point of a sweep: `batch` requests sent together."""
-
-    batch: int
-    input_tokens: int
-    output_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class LatencyPoint:
-    """Medians over the repetitions of one case. `prefill_s` is the time until all requests of a run with one output
-    token are done, `total_s` that of a run with all of them; `step_s` = (total - prefill) / (output_tokens - 1) is one
-    decode step, None for one output token."""
-
-    case: LatencyCase
-    prefill_s: float
-    total_s: float
-    step_s: float | None
-    latencies: dict[str, Summary | None]
 
 
 def list_cases(batches: Sequence[int], inputs: Sequence[int], outputs: Sequence[int]) -> list[LatencyCase]:
@@ -97,18 +81,6 @@ async def _run_together(target: Target, requests: Sequence[BenchRequest]) -> tup
     if failed:
         raise WicoreError(f"A request failed: {failed}.", fix="Look into the server's log.")
     return seconds, records
-
-
-@dataclass(frozen=True, slots=True)
-class ThroughputCase:
-    """`requests` of equal lengths, `concurrency` at a time."""
-
-    requests: int
-    input_tokens: int
-    output_tokens: int
-    concurrency: int
-    shared_prefix: int = 0
-    seed: int = 0
 
 
 async def run_throughput(
