@@ -19,7 +19,7 @@ RENAMED = {
     "--max-num-batched-tokens": "--max-batch-tokens", "--kv-cache-memory-bytes": "--kv-bytes",
     "--kv-offloading-size": "--kv-host-bytes", "--ssl-certfile": "--tls-cert", "--ssl-keyfile": "--tls-key",
     "--ssl-ca-certs": "--tls-client-ca", "--allowed-origins": "--cors-origins",
-    "--uvicorn-log-level": "--log-level",
+    "--uvicorn-log-level": "--log-level", "--data-parallel-size": "--replicas",
 }  # fmt: skip
 """Option of vLLM to the option with the same meaning."""
 
@@ -61,7 +61,6 @@ UNNEEDED_VALUES = {
 REFUSED = {
     "--tensor-parallel-size": (("1",), "one GPU serves an engine"),
     "--pipeline-parallel-size": (("1",), "one GPU serves an engine"),
-    "--data-parallel-size": (("1",), "start a server per GPU, behind a router (docs/scale.md)"),
     "--dtype": (("auto",), "the engine has its dtype: wicore build --dtype"),
     "--quantization": ((), "the engine has its dtype: wicore build --dtype"),
     "--kv-cache-dtype": (("auto",), "the engine has its KV dtype: wicore build --kv-dtype"),

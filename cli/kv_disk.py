@@ -21,13 +21,15 @@ def inspect(path: DirectoryArgument, json: JsonOption = False) -> None:
     from dataclasses import asdict
 
     from wicore_trt.cli._ui import print_json
-    from wicore_trt.kv.disk.tools import inspect_directory
+    from wicore_trt.kv.disk.tools import inspect_directory, list_tiers
 
-    report = inspect_directory(path)
+    reports = [inspect_directory(home) for home in list_tiers(path)]
     if json:
-        print_json(asdict(report))
+        found = [asdict(report) for report in reports]
+        print_json(found[0] if len(found) == 1 else {"path": str(path), "replicas": found})
     else:
-        _print_directory(report)
+        for report in reports:
+            _print_directory(report)
 
 
 def verify(
@@ -44,11 +46,16 @@ def verify(
     """
     from wicore_trt.cli._ui import human_bytes, print_json, print_table, progress
     from wicore_trt.kv.disk.cipher import PageCipher, load_key_file
-    from wicore_trt.kv.disk.tools import verify_directory
+    from wicore_trt.kv.disk.tools import add_reports, list_tiers, verify_directory
 
     cipher = PageCipher(load_key_file(key_file)) if key_file is not None else None
     with progress(quiet=json) as report_progress:
-        report = verify_directory(path, cipher=cipher, dry_run=dry_run, progress=report_progress)
+        report = add_reports(
+            [
+                verify_directory(home, cipher=cipher, dry_run=dry_run, progress=report_progress)
+                for home in list_tiers(path)
+            ]
+        )
     if json:
         print_json({"path": str(path), "dry_run": dry_run, **vars(report)})
     else:
@@ -85,24 +92,24 @@ def purge(
 
     from wicore_trt.cli._ui import human_bytes, print_json
     from wicore_trt.errors import ConfigError
-    from wicore_trt.kv.disk.tools import namespace_homes, purge_directory
+    from wicore_trt.kv.disk.tools import add_reports, list_tiers, purge_directory
     from wicore_trt.kv.pages.page import TENANT_BYTES
 
     if sum(given is not None for given in (salt, tenant_name, tenant)) > 1:
         raise ConfigError("--salt, --tenant-name and --tenant each name a tenant.", fix="Give one of them.")
-    namespace_homes(path)  # not a disk cache: say so before asking
+    homes, tag = list_tiers(path), None  # not a disk cache: say so before asking
     if salt is not None or tenant_name is not None:
-        tag: bytes | None = _tag_of(path, recipe, tenant_name or "", salt or "")
-    elif tenant is not None:
-        tag = bytes.fromhex(tenant) if re.fullmatch(f"[0-9a-fA-F]{{{2 * TENANT_BYTES}}}", tenant) else b""
-        if not tag:
-            fix = f"It has {2 * TENANT_BYTES} hexadecimal digits; see wicore kv inspect."
-            raise ConfigError(f"--tenant {tenant!r} is not a tenant's tag.", fix=fix)
+        tags: list[bytes | None] = [_tag_of(home, recipe, tenant_name or "", salt or "") for home in homes]
     else:
-        tag = None
+        if tenant is not None:
+            tag = bytes.fromhex(tenant) if re.fullmatch(f"[0-9a-fA-F]{{{2 * TENANT_BYTES}}}", tenant) else b""
+            if not tag:
+                fix = f"It has {2 * TENANT_BYTES} hexadecimal digits; see wicore kv inspect."
+                raise ConfigError(f"--tenant {tenant!r} is not a tenant's tag.", fix=fix)
+        tags = [tag] * len(homes)
     if not yes:
         what = "everything" if namespace is None else f"namespace {namespace}"
-        what = f"one tenant's pages in {what}" if tag is not None else what
+        what = f"one tenant's pages in {what}" if tags[0] is not None else what
         try:
             wanted = typer.confirm(f"Delete {what} under {path}?", err=True)
         except typer.Abort:
@@ -110,11 +117,13 @@ def purge(
         if not wanted:
             print("Nothing was deleted.")
             raise typer.Exit(1)
-    report = purge_directory(path, namespace=namespace, tenant=tag)
+    report = add_reports(
+        [purge_directory(home, namespace=namespace, tenant=whose) for home, whose in zip(homes, tags, strict=True)]
+    )
     if json:
         print_json({"path": str(path), **asdict(report)})
         return
-    how = "overwritten" if tag is not None else "deleted"
+    how = "overwritten" if tags[0] is not None else "deleted"
     print(f"Removed {report.pages} pages ({human_bytes(report.bytes)}); {report.slots} slots {how}.")
     for name in report.namespaces:
         print(f"  in namespace {name}")

@@ -40,6 +40,9 @@ def command(
     ] = None,
     device: Annotated[str | None, _ENGINE(show_default="auto", help="auto, cpu or cuda.")] = None,
     threads: Annotated[int | None, _ENGINE(show_default="0", help="CPU threads of one step; 0: all cores.")] = None,
+    replicas: Annotated[
+        int | None, _ENGINE(show_default="1", help="Engines behind the addresses, each on its own GPUs.")
+    ] = None,
     host: Annotated[str | None, _NETWORK(show_default="127.0.0.1", help="Address to listen on, or unix:/path.")] = None,
     grpc_port: Annotated[int | None, _NETWORK(show_default="50051", help="gRPC port; 0 takes a free one.")] = None,
     http_port: Annotated[
@@ -157,19 +160,26 @@ def run_server(loaded: Any, reread: Any) -> int:
     log.configure_logging(json_lines=settings.log.json, level=settings.log.level.upper())
     from wicore_trt.access.admission import Admission
     from wicore_trt.access.listening import check_server
+    from wicore_trt.process.replicas import find_gpus
     from wicore_trt.process.supervisor import Supervisor
 
     # What is wrong with keys, certificates or addresses is said before any process starts.
     Admission.from_settings(settings.server)
     check_server(settings.server)
-    max_context = None
+    max_context, each = None, 1
     if settings.engine is not None:
         from wicore_trt.engine.directory import open_engine
 
-        longest = open_engine(Path(settings.engine), verify=False).manifest.max_context
+        manifest = open_engine(Path(settings.engine), verify=False).manifest
+        longest, each = manifest.max_context, manifest.tp_size
         max_context = min(settings.scheduler.max_context or longest, longest)
+    if settings.server.replicas > 1 and settings.kv.disk_path is not None:
+        from wicore_trt.kv.disk.claim import share_secret
+
+        share_secret(Path(settings.kv.disk_path), settings.server.replicas)
+    gpus = find_gpus(settings.executor.device, settings.server.replicas, each)
 
     def announce(address: str, url: str | None) -> None:
         print(f"ready on {address}\nHTTP on {url or 'no port'}", flush=True)
 
-    return Supervisor(loaded, max_context=max_context, report_serving=announce, reread=reread).run()
+    return Supervisor(loaded, max_context=max_context, gpus=gpus, report_serving=announce, reread=reread).run()

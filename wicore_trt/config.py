@@ -178,6 +178,9 @@ class ServerSettings:
     gives back what it did not use. Default: no limit."""
     grace_s: Annotated[float, Field(ge=0)] = 30.0
     """Seconds that running requests get to finish after SIGTERM."""
+    replicas: Positive = 1
+    """Engines that serve behind the addresses. Each has GPUs of its own, or its part of the CPU, and its part of
+    kv.host_bytes and kv.disk_bytes. A request goes to the one that holds its prefix unless that is loaded."""
     watchdog_s: Seconds = 300.0
     """An engine that has work and ends no step for so long is ended, with the stacks of its threads in the log, and
     started again. Longer than any step takes: with its first ones kernels may be compiled. none is no watchdog."""

@@ -19,6 +19,8 @@ from wicore_trt.checks import as_token_ids, check_field, check_finite, check_int
 from wicore_trt.errors import InvalidRequestError, ModelNotFoundError, shown
 from wicore_trt.request_fields import FIELDS, MAX_CACHE_SALT, MAX_TIMEOUT_S, MAX_TOKENS, SAMPLING
 
+REPLICA_HOME = "replica-{}"
+"""Directory of a server's replica, by its index, below kv.disk_path."""
 MIN_TEMPERATURE = 1e-6
 """Least temperature that is not greedy: below it, logits divided by it leave the range of float32."""
 MAX_REQUEST_ID = 128
@@ -402,6 +404,8 @@ class TextRequest:
     add_bos: bool = True
     functions: tuple[Mapping[str, Any], ...] = ()
     log_id: str = ""
+    replica: int | None = None
+    """Index of the replica that must compute it, where there are several."""
     chat_template_kwargs: Mapping[str, Any] | None = None
     add_generation_prompt: bool = True
     """Whether a conversation ends with the opening of the model's turn."""

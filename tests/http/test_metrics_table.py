@@ -34,7 +34,7 @@ def full() -> MetricsSnapshot:
     info = replace(FAKE_INFO, model_id="m", page_tokens=4)
     front = {"front": ProcessUse(1.0, 1, 1)}
     return MetricsSnapshot(
-        "1", "serving", calls, 0, info, engine, processes=front, gpus=[GpuUse(0, "n", "u", 1, 1, 0.1, 1.0, 1.0)]
+        "1", "serving", calls, 0, info, [engine], processes=front, gpus=[GpuUse(0, "n", "u", 1, 1, 0.1, 1.0, 1.0)]
     )
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 
 from wicore_trt.core.loop import Core, EngineLoop
 from wicore_trt.kv.events import Event, EventFeed, EventSnapshot
-from wicore_trt.types import EngineStats, GenerateRequest, TokenOutput
+from wicore_trt.types import EngineStats, GenerateRequest, TextRequest, TokenOutput
 
 Sink = Callable[[list[TokenOutput]], None]
 Position = tuple[int, int]
@@ -26,12 +26,25 @@ Change = tuple[int, EventSnapshot | list[Event]]
 
 class EnginePort(ABC):
     """Engine as a front sees it. `sink` gets the outputs of each step, on the event loop's thread. `recovers`: a broken
-    engine is followed by another one, and `dead` is then None again. Request keys must begin with `prefix`."""
+    engine is followed by another one, and `dead` is then None again. It may be several in one: `parts`."""
 
     recovers = False
     prefix = ""
     pid: int | None = None
     """The process that the engine runs in, where it is known."""
+
+    @property
+    def parts(self) -> Sequence[EnginePort]:
+        """Return the replicas that requests are spread over: itself where it is one engine."""
+        return (self,)
+
+    def choose_prefix(self, request: TextRequest) -> str:
+        """Return what the key of this request, whose prompt is token ids, must begin with; `add` it next."""
+        return self.prefix
+
+    def part_of(self, request_key: str) -> EnginePort:
+        """Return the engine that has a request."""
+        return self
 
     @property
     @abstractmethod

@@ -235,7 +235,7 @@ class TextStream:
         self._computes = self._computes or output.finish_reason is None or bool(output.token_ids)
         self.begun.set()
         if output.finish_reason is FinishReason.ERROR:
-            dead = self._engine.dead
+            dead = self._engine.engine.part_of(self.request_key).dead
             if dead is None and self._texts[output.index].finished:
                 return  # a stop string ended it before the engine knew
             self._engine.find_tally(self.tenant).finished[FinishReason.ERROR.value] += 1
@@ -426,7 +426,8 @@ class TextEngine:
         assert request.prompt_token_ids is not None
         token_ids = request.prompt_token_ids
         deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s
-        stream = TextStream(self, f"{self.engine.prefix}{next(self._serial)}", request, self.tokenizer, since)
+        key = f"{self.engine.choose_prefix(request)}{next(self._serial)}"
+        stream = TextStream(self, key, request, self.tokenizer, since)
         stream.prompt_token_ids = token_ids
         self._streams[stream.request_key] = stream
         self._keys[name] = stream.request_key
@@ -471,9 +472,10 @@ class TextEngine:
     def count_finished(self) -> Counter[str]:
         return sum((tally.finished for tally in self._tallies.values()), Counter())
 
-    async def read_tenant_stats(self, tenant: str) -> EngineStats:
-        """Read the counts of one tenant's requests; counters that belong to no single tenant keep their defaults."""
-        found, tally = await self.engine.stats(tenant), self.find_tally(tenant)
+    async def read_tenant_stats(self, tenant: str, part: EnginePort | None = None) -> EngineStats:
+        """Read the counts of one tenant's requests, with the load of one replica or all; counters that belong to no
+        single tenant keep their defaults."""
+        found, tally = await (part or self.engine).stats(tenant), self.find_tally(tenant)
         return replace(
             found,
             requests_finished=dict(tally.finished),

@@ -54,12 +54,15 @@ class Context:
 
     @property
     def state(self) -> str:
-        """State: starting, serving, draining, or broken (the engine has ended, and the next one may be starting)."""
+        """State: starting, serving, degraded (some replica has ended), draining, or broken (the engine has ended, and
+        the next one may be starting)."""
         if self.draining:
             return "draining"
         if self.engine is None:
             return "starting"
-        return "serving" if self.engine.dead is None else "broken"
+        if self.engine.dead is not None:
+            return "broken"
+        return "degraded" if any(part.dead is not None for part in self.engine.engine.parts) else "serving"
 
     def require_engine(self) -> TextEngine:
         """Return the engine. Raises UnavailableError while it is loading."""

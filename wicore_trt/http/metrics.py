@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from wicore_trt import __version__
 from wicore_trt.access.calls import Call
+from wicore_trt.core.port import EnginePort
 from wicore_trt.core.times import Times
 from wicore_trt.errors import ForbiddenError, WicoreError
 from wicore_trt.http.context import Context
@@ -41,16 +42,22 @@ async def serve_metrics(context: Context, call: Call) -> ASGIApp:
     return reply
 
 
+async def _ask_stats(part: EnginePort) -> EngineStats | None:
+    if part.dead is None:
+        with suppress(TimeoutError, WicoreError):
+            async with asyncio.timeout(ANSWER_S):
+                return await part.stats()
+    return None
+
+
 async def take_snapshot(context: Context) -> MetricsSnapshot:
     engine = context.engine
     gpus: Sequence[GpuUse] = ()
-    stats: EngineStats | None = None
-    if engine is not None and engine.dead is None:
-        with suppress(TimeoutError, WicoreError):
-            async with asyncio.timeout(ANSWER_S):
-                stats = await engine.engine.stats()
-    engine_pid = engine.engine.pid if engine is not None else None
-    pids = {"front": os.getpid()} | ({"engine": engine_pid} if engine_pid not in (None, os.getpid()) else {})
+    parts = engine.engine.parts if engine is not None else ()
+    stats = await asyncio.gather(*map(_ask_stats, parts))
+    names = ["engine"] if len(parts) == 1 else [f"engine-{i}" for i in range(len(parts))]
+    pids = {name: part.pid for name, part in zip(names, parts, strict=True) if part.pid != os.getpid()}
+    pids["front"] = os.getpid()
     if context.gpus is None or context.gpus.done():  # a driver that does not answer takes one thread for all scrapes
         context.gpus = asyncio.ensure_future(asyncio.to_thread(read_gpu_use))
     with suppress(TimeoutError):
@@ -58,7 +65,7 @@ async def take_snapshot(context: Context) -> MetricsSnapshot:
     return MetricsSnapshot(
         version=__version__, state=context.state, calls=context.admission.counts,
         open_requests=engine.live if engine is not None else 0,
-        model=engine.info if engine is not None else None, engine=stats,
+        model=engine.info if engine is not None else None, engines=stats,
         times=engine.times if engine is not None else Times(),
         finished=engine.count_finished() if engine is not None else {},
         processes={name: read_process_use(pid) for name, pid in pids.items() if pid is not None},

@@ -46,9 +46,9 @@ async def serve_tokenizer_info(context: Context, call: Call) -> Response:
 
 async def serve_ready(context: Context, call: Call) -> Response:
     """Requests are taken now."""
-    if context.state != "serving":
+    if context.state not in ("serving", "degraded"):
         raise UnavailableError(f"The server is {context.state}.")
-    return json_reply({"status": "ready"})
+    return json_reply({"status": "ready" if context.state == "serving" else context.state})
 
 
 async def serve_version(context: Context, call: Call) -> Response:
@@ -59,9 +59,11 @@ async def serve_version(context: Context, call: Call) -> Response:
 async def serve_status(context: Context, call: Call) -> Response:
     """State, model and open requests; an operator hears of everybody's."""
     state = context.state
-    model = None if state == "starting" else asdict(context.require_engine().info)
+    model, engine = None if state == "starting" else asdict(context.require_engine().info), context.engine
+    parts = engine.engine.parts if engine is not None else ()
     return json_reply(
         {
+            **({"replicas": [part.dead or "serving" for part in parts]} if len(parts) > 1 else {}),
             "state": state,
             "version": __version__,
             "uptime_s": round(time.time() - context.began, 3),

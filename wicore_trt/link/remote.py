@@ -60,6 +60,11 @@ class RemoteEngine(EnginePort):
         self._followers: dict[int, asyncio.Queue[KVChanges | WicoreError]] = {}
         self._live: dict[str, int] = {}  # sequences that have not ended, by request
 
+    @property
+    def sequences(self) -> int:
+        """Return how many sequences have not ended."""
+        return sum(self._live.values())
+
     async def start(self, sink: Sink) -> None:
         self._sink = sink
 

@@ -22,20 +22,21 @@ from wicore_trt.core.times import STEP_TOKENS, Histogram, Times
 from wicore_trt.metrics.machine import GpuUse, ProcessUse
 from wicore_trt.types import EngineStats, ModelInfo, TierStats
 
-STATES = ("starting", "serving", "draining", "broken")
+STATES = ("starting", "serving", "degraded", "draining", "broken")
 VLLM_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "deadline": "abort", "error": "error"}
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsSnapshot:
-    """State of the server at one moment. `finished`: sequences by reason; `processes`: by "front" and "engine"."""
+    """State of the server at one moment. `engines`: statistics of each replica, None where it does not answer;
+    `finished`: sequences by reason; `processes`: by "front" and "engine"."""
 
     version: str
     state: str
     calls: CallCounts
     open_requests: int = 0
     model: ModelInfo | None = None
-    engine: EngineStats | None = None
+    engines: Sequence[EngineStats | None] = ()
     times: Times = field(default_factory=Times)
     finished: Mapping[str, int] = field(default_factory=dict)
     processes: Mapping[str, ProcessUse | None] = field(default_factory=dict)
@@ -51,18 +52,39 @@ def render_metrics(found: Iterable[Metric], accept: str = "") -> tuple[bytes, st
 def collect_families(s: MetricsSnapshot) -> Iterator[Metric]:
     yield from _describe_server(s)
     yield from _describe_calls(s)
-    label = {"model_name": s.model.model_id} if s.engine is not None and s.model is not None else None
+    label = {"model_name": s.model.model_id} if any(s.engines) and s.model is not None else None
     for attribute, ours, theirs, about in HISTOGRAMS:
         found = getattr(s.times, attribute)
         yield make_histogram(f"wicore_{ours}", about, found)
         if label is not None:
             yield make_histogram(f"vllm:{theirs}", f"As wicore_{ours}.", found, label)
-    if s.engine is not None:
-        yield from _describe_engine(s.engine)
-        yield from _describe_tiers(s.engine.kv.tiers)
-        if s.model is not None:
-            yield from _describe_as_vllm(s, s.engine, s.model)
+    if label is not None:
+        yield _describe_ends(s, label)
+    yield from _label_replicas([[*_describe_replica(engine, s.model)] for engine in s.engines or [None]])
     yield from _describe_machine(s)
+
+
+def _describe_replica(e: EngineStats | None, model: ModelInfo | None) -> Iterator[Metric]:
+    yield GAUGE("wicore_engine_up", "1 when the engine answered this scrape.", int(e is not None))
+    if e is not None:
+        yield from _describe_engine(e)
+        yield from _describe_tiers(e.kv.tiers)
+        if model is not None:
+            yield from _describe_as_vllm(e, model)
+
+
+def _label_replicas(replicas: Sequence[Sequence[Metric]]) -> Iterable[Metric]:
+    """Join the families of several replicas, whose samples get a label each; a single one's are as they are."""
+    if len(replicas) == 1:
+        return replicas[0]
+    found: dict[str, Metric] = {}
+    for i, families in enumerate(replicas):
+        for family in families:
+            label = {"engine" if family.name.startswith("vllm:") else "replica": str(i)}
+            named = [sample._replace(labels={**sample.labels, **label}) for sample in family.samples]
+            family.samples = found[family.name].samples + named if family.name in found else named
+            found[family.name] = family
+    return found.values()
 
 
 def describe_processes(processes: Mapping[str, tuple[bool, int]]) -> Iterator[Metric]:
@@ -111,7 +133,6 @@ def _describe_server(s: MetricsSnapshot) -> Iterator[Metric]:
     yield make_family(GAUGE, "wicore_build_info", about, tuple(facts), [(*facts.values(), 1)])
     about = "1 for the state that the server is in, 0 for the others."
     yield make_family(GAUGE, "wicore_state", about, ["state"], [(x, int(x == s.state)) for x in STATES])
-    yield GAUGE("wicore_engine_up", "1 when the engine answered this scrape.", int(s.engine is not None))
 
 
 def _describe_calls(s: MetricsSnapshot) -> Iterator[Metric]:
@@ -217,17 +238,20 @@ def _describe_tiers(tiers: Sequence[TierStats]) -> Iterator[Metric]:
         yield make_family(kind, f"wicore_kv_{name}", about, ["tier", label] if label else ["tier"], rows)
 
 
-def _describe_as_vllm(s: MetricsSnapshot, e: EngineStats, model: ModelInfo) -> Iterator[Metric]:
+def _describe_ends(s: MetricsSnapshot, label: Mapping[str, str]) -> Metric:
+    ended = Counter[str]()
+    for reason, other in VLLM_REASONS.items():
+        ended[other] += s.finished.get(reason, 0)
+    rows = [(*label.values(), *entry) for entry in ended.items()]
+    about = "As wicore_requests_finished."
+    return make_family(COUNTER, "vllm:request_success", about, [*label, "finished_reason"], rows)
+
+
+def _describe_as_vllm(e: EngineStats, model: ModelInfo) -> Iterator[Metric]:
     name, labels = model.model_id, ["model_name"]
     for kind, ours, theirs, _ in ENGINE:
         for other in theirs:
             yield make_family(kind, f"vllm:{other}", f"As wicore_{ours}.", labels, [(name, getattr(e, ours))])
-    ended = Counter[str]()
-    for reason, other in VLLM_REASONS.items():
-        ended[other] += s.finished.get(reason, 0)
-    rows = [(name, *entry) for entry in ended.items()]
-    about = "As wicore_requests_finished."
-    yield make_family(COUNTER, "vllm:request_success", about, [*labels, "finished_reason"], rows)
     for tier in e.kv.tiers:
         if tier.tier == "device" and tier.capacity_bytes:
             about, usage = "Share of the device's KV memory in use, 0 to 1.", tier.pinned_bytes / tier.capacity_bytes

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from wicore_trt.child_process import child_command
@@ -123,9 +123,9 @@ def read_error(message: dict[str, Any]) -> WicoreError:
 
 
 class Child(subprocess.Popen[bytes]):
-    """Running process of `module`, whose `main(fd)` gets the number of its control socket."""
+    """Running process of `module`, whose `main(fd)` gets the number of its control socket; with more `environment`."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, environment: Mapping[str, str] | None = None) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         self.control = Control(ours, MAX_WAITING)
@@ -135,6 +135,7 @@ class Child(subprocess.Popen[bytes]):
             super().__init__(
                 child_command(module, fd), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(fd,),
                 start_new_session=True,
+                env=None if environment is None else {**os.environ, **environment},
             )  # fmt: skip
 
     def wait_for_end(self, timeout_s: float) -> int:
@@ -178,17 +179,20 @@ class ChildSlot:
         self.ended_unready = False  # the last process ended before it had loaded
         self.started_at = 0.0
         self.silent_s = 0.0  # since the last beat
+        self.stuck_s = 0.0  # that an engine has had work and ended no step, by its beats
+        self.links = 0  # that the front was given to an engine
         self.killed = False  # by this process
         self.ready_at: float | None = None  # time.monotonic()
         self._quick_ends = 0
 
     def start_process(
-        self, module: str, on_message: Callable[[dict[str, Any]], None], on_exit: Callable[[int], None]
-    ) -> Child:
+        self, module: str, on_message: Callable[[dict[str, Any]], None], on_exit: Callable[[int], None],
+        environment: Mapping[str, str] | None = None,
+    ) -> Child:  # fmt: skip
         """Start `module`; `on_message` gets its messages, `on_exit` its exit code. Raises OSError."""
-        process = self.process = Child(module)
+        process = self.process = Child(module, environment)
         self.error, self.build, self.loaded, self.killed = None, None, False, False
-        self.started_at, self.silent_s, self.ready_at = time.monotonic(), 0.0, None
+        self.started_at, self.silent_s, self.stuck_s, self.ready_at = time.monotonic(), 0.0, 0.0, None
         self.restarts += 1
         loop, number = asyncio.get_running_loop(), process.control.sock.fileno()
 

@@ -1,7 +1,7 @@
-"""Starts engine process and front, joins them, restarts whichever ends, and answers operators (`http/admin.py`).
+"""Starts engine processes and front, joins them, restarts whichever ends, and answers operators (`http/admin.py`).
 
 It must not know messages, models or devices, and imports nothing that could crash it but the operators' listener.
-Invariants: engine and front run or are being started; no hanging process blocks the supervisor. A stuck engine
+Invariants: engines and front run or are being started; no hanging process blocks the supervisor. A stuck engine
 (server.watchdog_s) is ended, its stacks logged, and so is a silent front. Both have opened the same build of the engine
 directory; no process outlives the supervisor; a second signal ends everything at once. Every process can apply the
 settings that `check_reload` returns without failing.
@@ -40,6 +40,7 @@ from wicore_trt.process.child import (
     read_error,
     wait_for_exit,
 )
+from wicore_trt.process.replicas import divide_gpus, divide_settings
 
 log = logging.getLogger(__name__)
 
@@ -65,15 +66,16 @@ TERMINAL = "/dev/tty"
 
 
 class Supervisor:
-    """Runs one server. `report_bound` is called when the ports are taken, `report_serving` when the first requests are
-    taken. `reread` reads the settings again from their files. The processes load by functions "module:name", which
-    tests replace."""
+    """Runs one server. `gpus`: those of all replicas, in their order, where each sees its own. `report_bound` is called
+    when the ports are taken, `report_serving` when the first requests are taken. `reread` reads the settings again from
+    their files. The processes load by functions "module:name", which tests replace."""
 
     def __init__(
         self,
         loaded: LoadedSettings,
         *,
         max_context: int | None = None,
+        gpus: Sequence[str] = (),
         load_engine: str = "wicore_trt.process.engine:load_engine",
         load_tokenizer: str = "wicore_trt.serve.front:load_tokenizer",
         report_serving: Report = lambda address, url: None,
@@ -88,12 +90,12 @@ class Supervisor:
         self._max_context = max_context
         self._load_engine, self._load_tokenizer = load_engine, load_tokenizer
         self._report_serving, self._report_bound = report_serving, report_bound
-        self._engine, self._front = ChildSlot(), ChildSlot()
-        self._slots = {"front": self._front, "engine": self._engine}
+        self._gpus, replicas = gpus, loaded.settings.server.replicas
+        self._front = ChildSlot()
+        self._engines = {"engine" if replicas == 1 else f"engine-{i}": ChildSlot() for i in range(replicas)}
+        self._slots = {"front": self._front, **self._engines}
         self._front_bound = self._was_bound = self._served = self._stopping = self._refusing = False
-        self._links = 0  # links given to the front
         self._checked_build: str | None = None  # whose tokenizer a front has loaded
-        self._stuck_s = 0.0  # seconds that the engine has had work and ended no step, by its beats
         self._idle = asyncio.Event()  # the front refuses generations and has none
         self._metrics: dict[int, tuple[list[str], asyncio.Future[str]]] = {}  # parts of answers, by call
         self._calls = itertools.count()
@@ -120,7 +122,8 @@ class Supervisor:
                 self._admin = import_named("wicore_trt.http.admin:AdminServer")(server, self)
                 log.info("operators' calls on %s", await self._admin.start())
             self._start_front()
-            self._start_engine()
+            for name in self._engines:
+                self._start_engine(name)
             return await self._end
         finally:
             self._stopping = True
@@ -135,22 +138,26 @@ class Supervisor:
 
     # --- processes -----------------------------------------------------------------------------------------------
 
-    def _start_engine(self) -> None:
-        self._stuck_s = 0.0
-        child = self._engine.start_process(
-            "wicore_trt.process.engine", self._on_engine_message, partial(self._on_exit, "engine")
-        )
-        child.control.send("start", settings=self._settings, loader=self._load_engine)
+    def _start_engine(self, name: str) -> None:
+        replica = [*self._engines].index(name)
+        child = self._engines[name].start_process(
+            "wicore_trt.process.engine", partial(self._on_engine_message, name), partial(self._on_exit, name),
+            divide_gpus(self._gpus, replica, len(self._engines)),
+        )  # fmt: skip
+        settings = divide_settings(self._loaded.settings, replica)
+        child.control.send("start", settings=settings_to_json(settings), loader=self._load_engine)
 
     def _start_front(self) -> None:
-        self._links, self._front_bound = 0, False
+        self._front_bound = False
+        for engine in self._engines.values():
+            engine.links = 0
         self._idle.clear()
         child = self._front.start_process(
             "wicore_trt.serve.front", self._on_front_message, partial(self._on_exit, "front")
         )
         child.control.send(
             "start", settings=self._settings, loader=self._load_tokenizer, max_context=self._max_context,
-            checked_build=self._checked_build,
+            checked_build=self._checked_build, waits=not self._served,
         )  # fmt: skip
         if self._refusing:
             child.control.send("refuse")
@@ -166,28 +173,29 @@ class Supervisor:
         self._front.silent_s += BEAT_S
         asyncio.get_running_loop().call_later(BEAT_S, self._watch_front, front)
 
-    def _watch_engine(self, engine: Child | None) -> None:
-        limit_s = self._loaded.settings.server.watchdog_s
-        if engine is None or engine is not self._engine.process or self._stopping or limit_s is None:
+    def _watch_engine(self, name: str, process: Child | None) -> None:
+        limit_s, engine = self._loaded.settings.server.watchdog_s, self._engines[name]
+        if process is None or process is not engine.process or self._stopping or limit_s is None:
             return
-        loop, stuck_s = asyncio.get_running_loop(), max(self._engine.silent_s, self._stuck_s)
-        self._engine.silent_s += BEAT_S
+        loop, stuck_s = asyncio.get_running_loop(), max(engine.silent_s, engine.stuck_s)
+        engine.silent_s += BEAT_S
         if stuck_s < limit_s:
-            loop.call_later(BEAT_S, self._watch_engine, engine)
+            loop.call_later(BEAT_S, self._watch_engine, name, process)
             return
         why = f"it had work and ended no step for {stuck_s:.0f} s"
-        log.error("the engine is stuck: %s; the stacks of its threads follow", why)
-        self._engine.error = EngineDeadError(f"The engine was ended: {why}.")
-        engine.send_signal(DUMP)
-        loop.call_later(DUMP_S, engine.kill)
+        log.error("the %s is stuck: %s; the stacks of its threads follow", name, why)
+        engine.error = EngineDeadError(f"The engine was ended: {why}.")
+        process.send_signal(DUMP)
+        loop.call_later(DUMP_S, process.kill)
 
-    def _join_processes(self) -> None:
+    def _join_processes(self, name: str) -> None:
         """Give engine and front a socket to each other if both have opened the same build; else end the older one."""
-        engine, front = self._engine.process, self._front.process
-        if engine is None or front is None or not (self._engine.loaded and self._front.loaded):
+        slot = self._engines[name]
+        engine, front = slot.process, self._front.process
+        if engine is None or front is None or not (slot.loaded and self._front.loaded):
             return
-        if self._engine.build != self._front.build and None not in (self._engine.build, self._front.build):
-            name, older = min(self._slots.items(), key=lambda item: item[1].started_at)
+        if slot.build != self._front.build and None not in (slot.build, self._front.build):
+            name, older = min((name, slot), ("front", self._front), key=lambda item: item[1].started_at)
             log.error("the engine directory was rebuilt while it is served; restarting the %s to use it", name)
             older.kill_process()
             return
@@ -195,31 +203,32 @@ class Supervisor:
             one, other = socket.socketpair()
         except OSError as error:
             log.error("cannot connect engine and front: %s; trying again", error)
-            self._call_later(SLOW_S, lambda: self._join_again(engine, front))
+            self._call_later(SLOW_S, lambda: self._join_again(name, engine, front))
             return
-        self._links += 1
+        slot.links += 1
         with one, other:
             engine.control.send("link", [one.fileno()])
-            front.control.send("link", [other.fileno()])
+            front.control.send("link", [other.fileno()], replica=[*self._engines].index(name))
 
-    def _join_again(self, engine: Child, front: Child) -> None:
+    def _join_again(self, name: str, engine: Child, front: Child) -> None:
         """Join them unless one has ended: its successor joins when it has loaded."""
-        if self._engine.process is engine and self._front.process is front:
-            self._join_processes()
+        if self._engines[name].process is engine and self._front.process is front:
+            self._join_processes(name)
 
-    def _on_engine_message(self, message: dict[str, Any]) -> None:
+    def _on_engine_message(self, name: str, message: dict[str, Any]) -> None:
+        engine = self._engines[name]
         match message["kind"]:
             case "ready":
-                self._engine.loaded, self._engine.build = True, message["build"]
-                self._engine.ready_at = time.monotonic()
-                self._join_processes()
-                self._watch_engine(self._engine.process)
+                engine.loaded, engine.build = True, message["build"]
+                engine.ready_at = time.monotonic()
+                self._join_processes(name)
+                self._watch_engine(name, engine.process)
             case "beat":
-                self._engine.silent_s, self._stuck_s = 0.0, message["stuck_s"]
+                engine.silent_s, engine.stuck_s = 0.0, message["stuck_s"]
             case "failed":
-                self._engine.error = read_error(message)
+                engine.error = read_error(message)
             case "broke":
-                self._engine.error = EngineDeadError(f"The engine stopped: {message['why']}.")
+                engine.error = EngineDeadError(f"The engine stopped: {message['why']}.")
 
     def _on_front_message(self, message: dict[str, Any]) -> None:
         front = self._front
@@ -227,7 +236,8 @@ class Supervisor:
             case "loaded":
                 front.loaded, front.build = True, message["build"]
                 self._checked_build = front.build or self._checked_build
-                self._join_processes()
+                for name in self._engines:
+                    self._join_processes(name)
             case "bound":
                 front.ready_at = time.monotonic()
                 self._front_bound = True
@@ -249,8 +259,10 @@ class Supervisor:
                 parts.append(message["text"])
                 if message["last"] and not answer.done():
                     answer.set_result("".join(parts))
-            case "unlinked" if message["links"] == self._links:  # else another link is on its way
-                self._join_processes()
+            case "unlinked":
+                name, engine = [*self._engines.items()][message["replica"]]
+                if message["links"] == engine.links:  # else another link is on its way
+                    self._join_processes(name)
             case "failed":
                 front.error = read_error(message)
 
@@ -259,8 +271,10 @@ class Supervisor:
         if self._stopping:
             return
         slot = self._slots[name]
-        # an engine that reports why it cannot load will not load the next time
-        final = slot.ended_unready if name == "engine" else not self._served
+        # an engine that reports why it cannot load will not load the next time; another one may go on serving
+        final = not self._served
+        if name != "front":
+            final = slot.ended_unready and not (self._served and any(other.loaded for other in self._engines.values()))
         fatal = slot.error if final else None
         guess = ", probably out of memory" if -code == signal.SIGKILL and not slot.killed else ""
         pause_s, why = slot.choose_pause(), slot.error or describe_exit(code) + guess
@@ -270,7 +284,7 @@ class Supervisor:
             self._finish_run(fatal)
             return
         log.error("the %s ended (%s); starting it again%s", name, why, f" in {pause_s:.0f} s" if pause_s else "")
-        self._call_later(pause_s, self._start_engine if name == "engine" else self._start_front)
+        self._call_later(pause_s, self._start_front if name == "front" else partial(self._start_engine, name))
 
     def _call_later(self, seconds: float, start: Callable[[], None]) -> None:
         def begin() -> None:
@@ -313,8 +327,9 @@ class Supervisor:
         set_level(level)
         if restart:
             log.warning("these settings need a restart: %s", ", ".join(restart))
-        if self._engine.process is not None:
-            self._engine.process.control.send("level", level=level)
+        for engine in self._engines.values():
+            if engine.process is not None:
+                engine.process.control.send("level", level=level)
         if self._front.process is not None:
             self._front.process.control.send("settings", settings=self._settings)
         return changed, restart
@@ -372,14 +387,15 @@ class Supervisor:
         asyncio.ensure_future(self._shut_down(128 + number if number == signal.SIGINT and not self._served else 0))
 
     async def _shut_down(self, code: int) -> None:
-        """Let the front finish its requests, then end both; finish with `code` if all requests could finish."""
-        front, engine, front_code = self._front.process, self._engine.process, 0
+        """Let the front finish its requests, then end all; finish with `code` if all requests could finish."""
+        front, front_code = self._front.process, 0
         if self._served and front is not None:
             front.control.send("drain")
             front_code = await wait_for_exit(front, self._grace_s + 2 * STOP_S)
-        if engine is not None and self._engine.loaded:
+        engines = [slot.process for slot in self._engines.values() if slot.process is not None and slot.loaded]
+        for engine in engines:
             engine.control.send("stop", timeout_s=STOP_S)
-            await wait_for_exit(engine, 2 * STOP_S)
+        await asyncio.gather(*(wait_for_exit(engine, 2 * STOP_S) for engine in engines))
         self._finish_run(1 if front_code else code)
 
 

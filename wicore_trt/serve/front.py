@@ -13,6 +13,7 @@ import socket
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,11 @@ from wicore_trt.access import tracing
 from wicore_trt.child_process import import_named
 from wicore_trt.collector import collect_rarely
 from wicore_trt.config import Settings, settings_from_json
+from wicore_trt.core.port import EnginePort
 from wicore_trt.core.text_engine import ImageLimits, TextEngine
 from wicore_trt.errors import WicoreError
 from wicore_trt.link.remote import RemoteEngine
+from wicore_trt.link.replicas import Replicas
 from wicore_trt.process.checker import Checker
 from wicore_trt.process.child import BEAT_S, Control
 from wicore_trt.serve.lifecycle import Servers, ServingProcess
@@ -79,7 +82,7 @@ def main(fd: int) -> int:
     collect_rarely()
     control.sock.setblocking(False)
     try:
-        code = FrontProcess(control, settings, start["max_context"], tokenizer).run()
+        code = FrontProcess(control, settings, start["max_context"], tokenizer, waits=start["waits"]).run()
     except WicoreError as error:
         control.leave_loop()
         control.send_error(error)
@@ -93,34 +96,44 @@ def main(fd: int) -> int:
 
 
 class FrontProcess(ServingProcess):
-    """Serves an engine of another process, at the supervisor's orders."""
+    """Serves the engines of other processes, at the supervisor's orders."""
 
     def __init__(
-        self, control: Control, settings: Settings, max_context: int | None, tokenizer: Tokenizer | Exception
-    ) -> None:
+        self, control: Control, settings: Settings, max_context: int | None, tokenizer: Tokenizer | Exception,
+        *, waits: bool = True,
+    ) -> None:  # fmt: skip
+        """`waits`: serve only when all replicas have been there."""
         given = settings.server
         if given.max_message_mb is None and getattr(tokenizer, "reads_images", False):
             given = replace(given, max_message_mb=IMAGES_MESSAGE_MB)
         super().__init__(given, max_context)
         self._control, self._tokenizer = control, tokenizer
         self._image_limits = ImageLimits(settings.scheduler.max_images, given.image_hosts)
-        self._remote: RemoteEngine
+        self._settings_given, self._waits = settings, waits
+        self._replicas: list[RemoteEngine] = []
+        self._engine: EnginePort
         self._servers: Servers
-        self._links = 0
+        self._links = [0] * given.replicas
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin_watching(self, servers: Servers) -> None:
         self._servers = servers
-        self._remote = RemoteEngine(self._on_engine_change)
+        given = self._settings_given
+        self._replicas = [RemoteEngine(partial(self._on_engine_change, i)) for i in range(given.server.replicas)]
+        self._engine = self._replicas[0]
+        if len(self._replicas) > 1:
+            places, keeps_pages = given.scheduler.max_sequences, given.kv.disk_path is not None
+            self._engine = Replicas(self._replicas, places=places, keeps_pages=keeps_pages)
         asyncio.get_running_loop().add_reader(self._control.sock.fileno(), self._on_message)
         self._send_beat()
 
     def find_engine(self) -> TextEngine | None:
-        if self._remote.dead is not None or self._remote.info is None:
+        known = [replica.info for replica in self._replicas if replica.info is not None]
+        if self._engine.dead is not None or not known or (self._waits and len(known) < len(self._replicas)):
             return None
         if isinstance(self._tokenizer, Exception):
             raise self._tokenizer
-        return TextEngine(self._remote, self._tokenizer, self._remote.info, Checker().check, self._image_limits)
+        return TextEngine(self._engine, self._tokenizer, known[0], Checker().check, self._image_limits)
 
     def report_bound(self, address: str, url: str | None) -> None:
         named = {"port": address, "http_port": url or "unix:"}
@@ -135,15 +148,16 @@ class FrontProcess(ServingProcess):
             self._control.send("beat")
         asyncio.get_running_loop().call_later(BEAT_S, self._send_beat)
 
-    def _on_engine_change(self) -> None:
+    def _on_engine_change(self, replica: int) -> None:
         self.changed.set()
-        if self._remote.dead is not None and self._remote.channel is None:
-            asyncio.get_running_loop().call_later(RELINK_S, self._ask_for_link)
+        engine = self._replicas[replica]
+        if engine.dead is not None and engine.channel is None:
+            asyncio.get_running_loop().call_later(RELINK_S, self._ask_for_link, replica)
 
-    def _ask_for_link(self) -> None:
+    def _ask_for_link(self, replica: int) -> None:
         """Ask for a link if there is none: a link may end without its engine, if one side hung for too long."""
-        if self._remote.channel is None:
-            self._control.send("unlinked", links=self._links)
+        if self._replicas[replica].channel is None:
+            self._control.send("unlinked", replica=replica, links=self._links[replica])
 
     def _on_message(self) -> None:
         received = self._control.receive_message()
@@ -152,11 +166,12 @@ class FrontProcess(ServingProcess):
         message, fds = received
         match message["kind"]:
             case "link":
-                self._links += 1
+                replica = message["replica"]
+                self._links[replica] += 1
                 if fds:
-                    self._remote.connect(socket.socket(fileno=fds[0]))
+                    self._replicas[replica].connect(socket.socket(fileno=fds[0]))
                 else:  # this process has too many files open
-                    asyncio.get_running_loop().call_later(RELINK_S, self._ask_for_link)
+                    asyncio.get_running_loop().call_later(RELINK_S, self._ask_for_link, replica)
             case "drain":
                 self.stop_serving()
             case "refuse":

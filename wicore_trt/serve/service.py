@@ -208,7 +208,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def SubscribeKVEvents(self, request: kv_pb2.SubscribeKVEventsRequest, context: CallReply) -> None:
         after = (request.epoch, request.from_sequence - 1) if request.from_sequence > 0 else UNKNOWN
-        async with aclosing(self.follow_kv_events(get_current_call().who, after)) as feed:
+        replica = request.replica if request.HasField("replica") else None
+        async with aclosing(self.follow_kv_events(get_current_call().who, after, replica)) as feed:
             async for epoch, found in feed:
                 messages = (
                     convert.make_kv_events(epoch, found) if isinstance(found, list) else convert.make_kv_snapshot(found)
@@ -216,12 +217,19 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 for message in messages:
                     await context.write_message(message)
 
-    async def follow_kv_events(self, who: Identity, after: Position) -> AsyncGenerator[Change, None]:
-        """Follow what the KV cache gains and loses: all pages for an operator, else the tenant's own. Raises
+    async def follow_kv_events(
+        self, who: Identity, after: Position, replica: int | None = None
+    ) -> AsyncGenerator[Change, None]:
+        """Follow what the KV cache of a replica gains and loses: all pages for an operator, else the tenant's own.
+        Raises InvalidRequestError for a replica that does not exist, or unless one of several is named, and
         AuthenticationError when the caller's key is revoked or stands for another caller."""
-        whose = None if who.operator else who.tenant
+        whose, engine = None if who.operator else who.tenant, self.get_engine().engine
+        if replica is not None:
+            if replica >= len(engine.parts):
+                raise InvalidRequestError(f"There is no replica {replica}.", field="replica")
+            engine = engine.parts[replica]
         with self._subscribers.hold_place(who.tenant):
-            async with aclosing(self.get_engine().engine.kv_events(whose, after)) as feed:
+            async with aclosing(engine.kv_events(whose, after)) as feed:
                 async for change in feed:
                     now = self._admission.check_identity(who)
                     if (now.tenant, now.operator) != (who.tenant, who.operator):

@@ -13,8 +13,8 @@ import io
 import time
 import uuid
 import zipfile
-from collections.abc import Iterable, Iterator
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import aclosing, suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from wicore_trt import __version__
 from wicore_trt.access.calls import check_request_id, get_current_call
 from wicore_trt.core.port import UNKNOWN, Position
 from wicore_trt.engine.directory import open_engine
-from wicore_trt.errors import DeadlineError, InvalidRequestError, NotFoundError
+from wicore_trt.errors import DeadlineError, EngineDeadError, InvalidRequestError, NotFoundError, UnavailableError
 from wicore_trt.kv.events import Event, EventSnapshot, Stored
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL
@@ -47,6 +47,8 @@ WORKER_SERVICE = DESCRIPTOR.full_name
 EPOCH_SHIFT, FIRST_NUMBER = 32, 1 << 20
 """A KV batch's number is the second in which its feed was first seen, shifted by the first of these, and the event's in
 that feed. The parts of a snapshot have numbers that end where it was taken, so there is room below the first event."""
+RETURN_S = 0.1
+"""How often a replica that has ended is looked for."""
 CHUNK_BYTES = 1 << 16
 """Of a tokenizer in a message; a reader that stops has one on its way."""
 TIERS = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
@@ -116,16 +118,19 @@ class WorkerService:
         stats, streams = await self._service.collect_stats(get_current_call().who)
         return pb2.GetServerInfoResponse(
             active_requests=streams, uptime_seconds=stats.uptime_s, server_type="vllm-grpc",
-            data_parallel_size=1, kv_cache_dtype=engine.info.kv_dtype, block_size=engine.info.page_tokens,
-            model_dtype=engine.info.dtype, constrained_decoding_start="first_token",
+            data_parallel_size=len(engine.engine.parts), kv_cache_dtype=engine.info.kv_dtype,
+            block_size=engine.info.page_tokens, model_dtype=engine.info.dtype, constrained_decoding_start="first_token",
         )  # fmt: skip
 
     async def GetLoads(self, request: pb2.GetLoadsRequest, context: CallReply) -> pb2.GetLoadsResponse:
-        engine = self._service.get_engine()
-        stats, _ = await self._service.collect_stats(get_current_call().who)
-        load = _make_load(stats, engine.info.page_tokens)
+        engine, who, loads = self._service.get_engine(), get_current_call().who, list[pb2.SchedulerLoad]()
+        parts = engine.engine.parts
+        for rank, part in enumerate(parts):
+            if part.dead is None and (not request.HasField("dp_rank") or request.dp_rank == rank):
+                stats = await part.stats() if who.operator else await engine.read_tenant_stats(who.tenant, part)
+                loads.append(_make_load(stats, engine.info.page_tokens, rank))
         timestamp = datetime.now(UTC).isoformat()
-        return pb2.GetLoadsResponse(timestamp=timestamp, version=__version__, dp_rank_count=1, loads=[load])
+        return pb2.GetLoadsResponse(timestamp=timestamp, version=__version__, dp_rank_count=len(parts), loads=loads)
 
     async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest, context: CallReply) -> None:
         engine = self._service.get_engine()
@@ -139,28 +144,58 @@ class WorkerService:
             await context.write_message(common_pb2.GetTokenizerChunk(data=data, sha256=digest if last else ""))
 
     async def SubscribeKvEvents(self, request: common_pb2.SubscribeKvEventsRequest, context: CallReply) -> None:
-        """Send an operator's router all pages, any other its tenant's own."""
+        """Send an operator's router all pages, any other its tenant's own. Batches of several replicas name theirs."""
+        after, writing = self._numbers.position(request.start_sequence_number), asyncio.Lock()
+        parts = self._service.get_engine().engine.parts
+        if len(parts) == 1:
+            return await self._send_events(0, after, context.write_message)
+
+        async def write_batch(rank: int, batch: common_pb2.KvEventBatch) -> None:
+            batch.dp_rank = rank
+            async with writing:
+                await context.write_message(batch)
+
+        async def follow_replica(rank: int, after: Position) -> None:
+            while True:
+                with suppress(EngineDeadError, UnavailableError):
+                    await self._send_events(rank, after, partial(write_batch, rank))
+                after, cleared = UNKNOWN, common_pb2.KvEventBatch(timestamp=time.time())
+                cleared.events.add(cleared=common_pb2.KvCacheCleared())
+                await write_batch(rank, cleared)
+                while parts[rank].dead is not None:
+                    await asyncio.sleep(RETURN_S)
+
+        try:
+            async with asyncio.TaskGroup() as followers:
+                for rank in range(len(parts)):
+                    followers.create_task(follow_replica(rank, after))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _send_events(
+        self, rank: int, after: Position, write: Callable[[common_pb2.KvEventBatch], Awaitable[None]]
+    ) -> None:
         engine, call = self._service.get_engine(), get_current_call()
-        after = self._numbers.position(request.start_sequence_number)
-        async with aclosing(self._service.follow_kv_events(call.who, after)) as feed:
+        async with aclosing(self._service.follow_kv_events(call.who, after, rank)) as feed:
             async for epoch, found in feed:
                 if isinstance(found, EventSnapshot):
                     number = self._numbers.number(epoch, found.sequence)
                     batches = await engine.work(call.who.tenant, partial(_cut_batches, found))
                     for batch in _make_snapshot(batches, number):
-                        await context.write_message(batch)
+                        await write(batch)
                 else:
                     for event in found:
-                        await context.write_message(_make_event(event, self._numbers.number(epoch, event.sequence)))
+                        await write(_make_event(event, self._numbers.number(epoch, event.sequence)))
 
 
-def _make_load(stats: EngineStats, page_tokens: int) -> pb2.SchedulerLoad:
+def _make_load(stats: EngineStats, page_tokens: int, rank: int) -> pb2.SchedulerLoad:
     """Make the load. Unused pages count as free, cached ones too, since they are taken before anybody waits. Tokens are
     those of full attention."""
     # throughput is left out: it measures load, not capacity, and routers that divide by it starve a new server
     running, waiting = stats.requests_running, stats.requests_waiting
     whole = next((pool for pool in stats.pools if pool.group == GLOBAL), None)
     return pb2.SchedulerLoad(
+        dp_rank=rank,
         num_running_reqs=running,
         num_waiting_reqs=waiting,
         num_total_reqs=running + waiting,
@@ -193,8 +228,9 @@ def _text_request(
     for name in _UNSERVED:
         if request.HasField(name):
             raise InvalidRequestError(f"{name} is not served here.", field=name)
-    if request.data_parallel_rank:
-        raise InvalidRequestError("There is one rank, 0.", field="data_parallel_rank")
+    count, rank = len(engine.engine.parts), request.data_parallel_rank
+    if not 0 <= rank < count:
+        raise InvalidRequestError(f"There are ranks 0 to {count - 1}.", field="data_parallel_rank")
     kind = request.WhichOneof("input")
     if kind is None:
         raise InvalidRequestError("Give tokenized or text.", field="input")
@@ -207,6 +243,7 @@ def _text_request(
         params=sampling_params(request.sampling_params),
         timeout_s=timeout_s,
         tenant=tenant,
+        replica=rank if request.HasField("data_parallel_rank") else None,
         **prompt,
     )
 

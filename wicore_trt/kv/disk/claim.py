@@ -18,6 +18,7 @@ from pathlib import Path
 
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.kv.disk.files import Files, NotOursError, check_owned, move_buffers, read_file, write_file
+from wicore_trt.types import REPLICA_HOME
 
 LOCK, SECRET = "LOCK", "secret"
 SECRET_BYTES = 32
@@ -90,6 +91,23 @@ def kept_secret(files: Files, path: Path) -> bytes:
         found = secrets.token_bytes(SECRET_BYTES)
         write_file(files, path / SECRET, found)
     return found
+
+
+def share_secret(path: Path, replicas: int) -> None:
+    """Give the directories of a server's replicas one secret, that of the first one that has any, so that a tenant has
+    one tag in all. Raises EnvironmentUnfitError."""
+    files = Files()
+    try:
+        homes = [root_directory(files, path) / REPLICA_HOME.format(i) for i in range(replicas)]
+        for home in homes:
+            files.claim_directory(home)
+        secret = next(filter(None, (read_secret(files, home) for home in homes)), secrets.token_bytes(SECRET_BYTES))
+        for home in homes:
+            if read_secret(files, home) != secret:
+                write_file(files, home / SECRET, secret)
+    except OSError as error:
+        fix = "Give kv.disk_path a directory that this user owns and no other may write to."
+        raise EnvironmentUnfitError(f"{error.filename or path}: {error.strerror}.", fix=fix) from error
 
 
 def read_secret(files: Files, path: Path) -> bytes | None:

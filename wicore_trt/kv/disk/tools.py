@@ -13,9 +13,10 @@ import re
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from wicore_trt.kv.disk.format import (
 from wicore_trt.kv.disk.index import FoundPages, read_records
 from wicore_trt.kv.disk.space import delete_namespace
 from wicore_trt.kv.pages.page import Page
+from wicore_trt.types import REPLICA_HOME
 
 _SLAB = re.compile(r"slab-\d{5}")
 _JSON_BYTES = 1 << 16  # of a namespace.json, at most
@@ -266,6 +268,23 @@ def namespace_homes(path: Path) -> list[Path]:
     if not homes and not os.path.lexists(path / LOCK):
         raise NotFoundError(f"{path} holds no disk cache.", fix="Give the directory in kv.disk_path.")
     return homes
+
+
+def list_tiers(path: Path) -> list[Path]:
+    """List the directories of disk tiers under what a server was given: that one itself, and those of its replicas.
+    NotFoundError when there is none."""
+    found = sorted(home for home in path.glob(REPLICA_HOME.format("[0-9]*")) if os.path.lexists(home / LOCK))
+    with suppress(NotFoundError):
+        namespace_homes(path)
+        return [path, *found]
+    if not found:
+        namespace_homes(path)
+    return found
+
+
+def add_reports(reports: Sequence[VerifyReport | PurgeReport]) -> Any:
+    """Add up reports of one kind."""
+    return reduce(lambda a, b: type(a)(*(getattr(a, f.name) + getattr(b, f.name) for f in fields(a))), reports)
 
 
 def owned_files(path: Path) -> Files:

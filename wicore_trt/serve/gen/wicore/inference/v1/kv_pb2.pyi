@@ -104,12 +104,14 @@ class TierStats(_message.Message):
     def __init__(self, tier: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., pages: _Optional[_Mapping[str, int]] = ..., hit_tokens: _Optional[int] = ..., read_bytes: _Optional[int] = ..., read_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., write_bytes: _Optional[int] = ..., write_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., evictions: _Optional[_Mapping[str, int]] = ..., failures: _Optional[_Mapping[str, int]] = ..., queue_depth: _Optional[int] = ...) -> None: ...
 
 class SubscribeKVEventsRequest(_message.Message):
-    __slots__ = ("from_sequence", "epoch")
+    __slots__ = ("from_sequence", "epoch", "replica")
     FROM_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
     from_sequence: int
     epoch: int
-    def __init__(self, from_sequence: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    replica: int
+    def __init__(self, from_sequence: _Optional[int] = ..., epoch: _Optional[int] = ..., replica: _Optional[int] = ...) -> None: ...
 
 class SubscribeKVEventsResponse(_message.Message):
     __slots__ = ("epoch", "sequence", "snapshot", "events")

@@ -1,0 +1,125 @@
+"""The choice of a replica, against its rules written down once more, and the memory of prompts against a plain one."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wicore_trt.link.replicas import add_figures
+from wicore_trt.link.routing import RUNNING_TOKENS, PrefixMemory, ReplicaLoad, choose_replica
+from wicore_trt.process.replicas import divide_gpus, find_gpus
+from wicore_trt.types import ContentSpan, EngineStats, KVStats, PoolStats, SamplingParams, TextRequest, TierStats
+
+LOADS = st.builds(ReplicaLoad, st.integers(0, 200), st.integers(0, 50), st.integers(0, 10_000))
+REPLICAS = st.lists(st.tuples(st.integers(0, 4096), st.none() | LOADS), min_size=1, max_size=6)
+
+
+@given(REPLICAS, st.integers(0, 1000))
+def test_the_choice_takes_requests_and_costs_least(replicas, turn):
+    hits, loads = [hit for hit, _ in replicas], [load for _, load in replicas]
+    chosen = choose_replica(hits, loads, turn)
+    ready = [i for i, load in enumerate(loads) if load is not None]
+    if not ready:
+        return
+    assert chosen in ready
+    spared, held = loads[chosen].cost - min(loads[i].cost for i in ready), hits[chosen]
+    assert spared <= held  # nobody waits longer than the prefix saves
+    alike = [i for i in ready if loads[i].cost == loads[chosen].cost]
+    assert held == max(hits[i] for i in alike)
+
+
+@given(REPLICAS, st.integers(0, 1000), st.integers(1, 5000), st.integers(0, 5))
+def test_what_gets_more_load_or_loses_its_prefix_is_not_chosen_for_it(replicas, turn, more, which):
+    hits, loads = [hit for hit, _ in replicas], [load for _, load in replicas]
+    which %= len(replicas)
+    if loads[which] is None:
+        return
+    before = choose_replica(hits, loads, turn)
+    busier = [*loads]
+    busier[which] = loads[which]._replace(tokens=loads[which].tokens + more)
+    fewer = [max(0, hit - more * (i == which)) for i, hit in enumerate(hits)]
+    for after in (choose_replica(hits, busier, turn), choose_replica(fewer, loads, turn)):
+        assert after == before or (before == which and after != which)
+
+
+def test_equal_replicas_take_turns_and_a_prefix_is_worth_some_sequences():
+    turns = Counter(
+        choose_replica([0, 0, 0], [ReplicaLoad(), ReplicaLoad(), ReplicaLoad()], turn) for turn in range(300)
+    )
+    assert turns == {0: 100, 1: 100, 2: 100}
+    for sequences in range(20):
+        chosen = choose_replica([10 * RUNNING_TOKENS - 1, 0], [ReplicaLoad(sequences), ReplicaLoad()], 1)
+        assert chosen == (sequences >= 10), sequences
+
+
+def asked(tokens, tenant="", salt="", content=(), **params) -> TextRequest:
+    return TextRequest("r", SamplingParams(**params), prompt_token_ids=tuple(tokens), tenant=tenant, cache_salt=salt,
+                       content=content)  # fmt: skip
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=12), st.integers(0, 2), st.sampled_from("ab")), max_size=30)
+)
+def test_the_memory_knows_the_longest_prefix_in_blocks(served):
+    memory, given_to = PrefixMemory(3, 2), []
+    for tokens, replica, tenant in served:
+        names = memory.name_blocks(asked(tokens, tenant))
+        expected = [0, 0, 0]
+        for other, whose, by in given_to:
+            same = next(
+                (i for i, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b), min(len(tokens), len(other))
+            )
+            if by == tenant:
+                expected[whose] = max(expected[whose], same // 2 * 2)
+        assert memory.find_hits(names) == expected
+        memory.note_prompt(names, replica)
+        given_to.append((tokens, replica, tenant))
+
+
+def test_the_memory_separates_salts_and_pictures_is_bounded_and_forgets():
+    memory = PrefixMemory(2, 4, most=100)
+    picture, other = (ContentSpan(2, 6, bytes([digest]) * 32) for digest in (1, 2))
+    for request in (asked(range(8)), asked(range(8), salt="s"), asked(range(8), content=(picture,))):
+        assert memory.find_hits(memory.name_blocks(request)) == [0, 0]
+        memory.note_prompt(memory.name_blocks(request), 1)
+        assert memory.find_hits(memory.name_blocks(request)) == [0, 8]
+    assert memory.find_hits(memory.name_blocks(asked(range(8), content=(other,)))) == [0, 0]
+    assert memory.name_blocks(asked(range(8), prompt_logprobs=0)) == []
+    memory.forget_replica(1)
+    assert memory.find_hits(memory.name_blocks(asked(range(8)))) == [0, 0]
+    rng = random.Random(1)
+    for _ in range(50):
+        memory.note_prompt(memory.name_blocks(asked([rng.randrange(9) for _ in range(40)])), 0)
+    assert len(memory.holders) == 100
+    longer = memory.name_blocks(asked(range(600)))  # longer than the memory: its end is forgotten first
+    memory.note_prompt(longer, 0)
+    assert memory.find_hits(longer) == [400, 0]
+
+
+def test_figures_of_replicas_add_up():
+    tier = TierStats("device", 10, 4, 1, {"global": 2}, 3, evictions={"capacity": 1})
+    one = EngineStats(5.0, 1, 2, {"stop": 3}, 10, 4, 6, step_tokens=(1, 2), pools=(PoolStats("global", 8, 1, 2, 64),),
+                      kv=KVStats((tier,), {"load": 1}, 1, 2, 3))  # fmt: skip
+    host = TierStats("host", 7, 0, 0, {}, 0)
+    other = EngineStats(3.0, 4, 0, {"length": 1}, 1, 1, 1, kv=KVStats((tier, host)))
+    total = add_figures(one, other)
+    assert (total.uptime_s, total.requests_running, total.requests_waiting) == (5.0, 5, 2)
+    assert total.requests_finished == {"stop": 3, "length": 1} and total.step_tokens == (1, 2)
+    assert total.pools == one.pools and total.kv.decisions == {"load": 1}
+    device, below = sorted(total.kv.tiers, key=lambda t: t.tier)
+    assert device == TierStats("device", 20, 8, 2, {"global": 4}, 6, evictions={"capacity": 2}) and below == host
+    assert add_figures(one, one).pools == (PoolStats("global", 16, 2, 4, 64),)
+
+
+def test_each_replica_sees_its_own_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-a,7,1")
+    gpus = find_gpus("auto", 2, 2)
+    assert [divide_gpus(gpus, i, 2) for i in range(2)] == [
+        {"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "GPU-a,7"}]  # fmt: skip
+    assert find_gpus("cpu", 9, 1) == () == find_gpus("cuda", 1, 9)
+    with pytest.raises(Exception, match="3 replicas of 2 GPUs each need 6, and there are 5"):
+        find_gpus("cuda", 3, 2)

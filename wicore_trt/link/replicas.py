@@ -1,0 +1,150 @@
+"""Several engines of one server as one: each request goes to one of them, which its key names.
+
+It must not know text, transports or processes. Invariants: those of RemoteEngine; a replica that ends takes only its
+own requests with it, and no others are sent to it until the next one has come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from wicore_trt.core.port import Change, EnginePort, Position, Sink
+from wicore_trt.errors import InvalidRequestError
+from wicore_trt.link.remote import RemoteEngine
+from wicore_trt.link.routing import PrefixMemory, ReplicaLoad, choose_replica
+from wicore_trt.types import EngineStats, GenerateRequest, TextRequest, TokenOutput
+
+_SAME = frozenset({"uptime_s", "page_bytes"})
+"""Figures of which the largest one stands for all."""
+
+
+class Replicas(EnginePort):
+    """Engines that serve the same. `places`: sequences that each one runs at a time. `keeps_pages`: the next engine has
+    the pages of the former one, on disk."""
+
+    recovers = True
+
+    def __init__(self, engines: Sequence[RemoteEngine], *, places: int, keeps_pages: bool) -> None:
+        self._engines, self._places, self._keeps_pages = tuple(engines), places, keeps_pages
+        self._sink: Sink = lambda outputs: None
+        self._memory: PrefixMemory | None = None
+        self._pids = [engine.pid for engine in engines]  # as of the last request
+        self._turn = 0
+        self._chosen: tuple[int, list[int], int] = (0, [], 0)  # replica, blocks and tokens to compute of the next one
+        self._computing: dict[str, int] = {}  # tokens to compute, by request without an output
+        self._tokens = [0] * len(engines)  # their sum
+
+    @property
+    def parts(self) -> Sequence[EnginePort]:
+        return self._engines
+
+    @property
+    def dead(self) -> str | None:
+        """Return why no replica takes requests."""
+        reasons = [engine.dead for engine in self._engines]
+        return reasons[0] if all(reasons) else None
+
+    async def start(self, sink: Sink) -> None:
+        self._sink = sink
+        for engine in self._engines:
+            await engine.start(self._take_outputs)
+
+    def choose_prefix(self, request: TextRequest) -> str:
+        if self._memory is None:
+            sizes = [engine.info.page_tokens for engine in self._engines if engine.info is not None]
+            self._memory = PrefixMemory(len(self._engines), max(sizes, default=0))
+        for i, engine in enumerate(self._engines):
+            if engine.pid != self._pids[i] and not self._keeps_pages:
+                self._memory.forget_replica(i)
+            self._pids[i] = engine.pid
+        names = self._memory.name_blocks(request)
+        hits, loads = self._memory.find_hits(names), [self._read_load(i) for i in range(len(self._engines))]
+        self._turn += 1
+        chosen = choose_replica(hits, loads, self._turn) if request.replica is None else request.replica
+        self._chosen = chosen, names, max(0, len(request.prompt_token_ids or ()) - hits[chosen])
+        return f"{self._engines[chosen].prefix}{chosen}/"
+
+    def _read_load(self, replica: int) -> ReplicaLoad | None:
+        engine = self._engines[replica]
+        if engine.dead is not None:
+            return None
+        return ReplicaLoad(engine.sequences, max(0, engine.sequences - self._places), self._tokens[replica])
+
+    async def add(self, request: GenerateRequest) -> None:
+        """Hand the request over to the replica that was chosen for it just now."""
+        (chosen, names, tokens), key = self._chosen, request.request_key
+        assert self._memory is not None and self.part_of(key) is self._engines[chosen]
+        self._memory.note_prompt(names, chosen)
+        self._computing[key] = tokens
+        self._tokens[chosen] += tokens
+        try:
+            await self._engines[chosen].add(request)
+        except BaseException:
+            self._end_computing(key)
+            raise
+
+    def part_of(self, request_key: str) -> RemoteEngine:
+        return self._engines[_find_replica(request_key)]
+
+    def abort(self, request_key: str, index: int | None = None) -> None:
+        self.part_of(request_key).abort(request_key, index)
+
+    async def stats(self, tenant: str | None = None) -> EngineStats:
+        """Return the sums of the replicas that serve."""
+        asked = [engine for engine in self._engines if engine.dead is None] or self._engines[:1]
+        found = await asyncio.gather(*(engine.stats(tenant) for engine in asked), return_exceptions=True)
+        known = [stats for stats in found if not isinstance(stats, BaseException)]
+        if not known:
+            raise next(error for error in found if isinstance(error, BaseException))
+        total: EngineStats = known[0]
+        for stats in known[1:]:
+            total = add_figures(total, stats)
+        return total
+
+    async def kv_events(self, tenant: str | None, after: Position) -> AsyncGenerator[Change, None]:
+        """Refuse: each replica has a feed of its own, with its own numbers (`parts`)."""
+        raise InvalidRequestError(
+            f"This server has {len(self._engines)} replicas, and each one has KV events of its own.",
+            fix="Name one of them, from 0.", field="replica",
+        )  # fmt: skip
+        yield
+
+    async def stop(self, timeout_s: float) -> None:
+        for engine in self._engines:
+            await engine.stop(timeout_s)
+
+    def _take_outputs(self, outputs: list[TokenOutput]) -> None:
+        for output in outputs:
+            if output.request_key in self._computing and (output.token_ids or output.finish_reason is not None):
+                self._end_computing(output.request_key)
+        self._sink(outputs)
+
+    def _end_computing(self, key: str) -> None:
+        self._tokens[_find_replica(key)] -= self._computing.pop(key, 0)
+
+
+def _find_replica(request_key: str) -> int:
+    return int(request_key.rsplit("/", 2)[-2])
+
+
+def add_figures(one: Any, other: Any, name: str = "") -> Any:
+    """Add statistics: numbers, mappings by key, and tuples of parts by the first field of each."""
+    if isinstance(one, str) or one is None:
+        return one
+    if isinstance(one, Mapping):
+        return {key: add_figures(one.get(key, 0), other.get(key, 0)) for key in {**one, **other}}
+    if isinstance(one, tuple):
+        if not any(map(dataclasses.is_dataclass, one + other)):
+            return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0))
+        first = dataclasses.fields((one + other)[0])[0].name
+        mine, theirs = ({getattr(part, first): part for part in parts} for parts in (one, other))
+        both = {**theirs, **mine}
+        return tuple(add_figures(part, theirs[k]) if k in mine and k in theirs else part for k, part in both.items())
+    if dataclasses.is_dataclass(one) and not isinstance(one, type):
+        names = [field.name for field in dataclasses.fields(one)]
+        return type(one)(**{n: add_figures(getattr(one, n), getattr(other, n), n) for n in names})
+    return max(one, other) if name in _SAME else one + other
