@@ -134,18 +134,17 @@ def choose_by_rule(shape: LinearShape, bucket: int) -> LinearConfig:
 
 
 def _choose_tiles(shape: LinearShape, bucket: int) -> LinearConfig:
-    """Choose for 4-bit weights. Few rows: loads to registers, 2 KiB of weights of each warp on their way. From 32 on
-    rows of x are the larger traffic: two or four warps share them in shared memory. Sums are split until every SM has
-    16 warps."""
-    columns = min(max(8, bucket), 64)
-    wide, tiles = columns >= 32, 2 if columns in (16, 32) and not shape.geglu else 1
+    """Choose for 4-bit weights: 2 KiB of them on their way to each warp. From 32 rows of x on, two warps share what L1
+    gets of those. Sums are split until every SM has 16 warps."""
+    columns = min(max(8, bucket), 32 if shape.geglu else 64)
+    wide = columns >= 32
     warps = 8 if wide or (shape.k >= 4096 and not shape.geglu) else 4
-    warps_n = columns // 16 if wide else 1
-    rows, block_k = 32 * tiles * warps_n, 32 * warps // warps_n
+    warps_n = 2 if wide else 1
+    rows, block_k = 32 * warps_n, 32 * warps // warps_n
     splits, parts = 1, div_ceil(shape.k, block_k)
     while not shape.geglu and splits < 4 and shape.n // rows * splits * warps < 8 * PROGRAMS:
         if parts // (2 * splits) < 4 or div_ceil(parts, 2 * splits) * (2 * splits - 1) >= parts:
             break
         splits *= 2
-    stages, unroll = (4, 1) if wide else (1, 2 if shape.geglu or columns == 16 else 4)
-    return LinearConfig("tiles", rows, block_k, columns, splits, warps, stages, unroll, evict_first=columns < 64)
+    unroll = 2 if shape.geglu or wide else 4
+    return LinearConfig("tiles", rows, block_k, columns, splits, warps, 1, unroll, evict_first=not wide)

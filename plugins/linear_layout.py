@@ -62,7 +62,8 @@ class LinearConfig:
     `num_stages` say how its loads overlap. "matrix" takes `columns` rows of x per program and splits k into `splits`
     parts, summed in order by the part that ends last. `block_n` counts outputs: with geglu a program reads twice as
     many rows of weights. `evict_first` suits weights that one launch reads once, that is, few rows. "tiles" is "matrix"
-    for weights of 4 bits (`kernels.linear_q4`): block_k / 32 warps share the rows of a program."""
+    for weights of 4 bits (`kernels.linear_q4`): block_k / 32 warps share the rows of a program; `unroll` blocks of
+    weights and `num_stages` of x are on their way to each; geglu may be split."""
 
     kind: Literal["vector", "matrix", "tiles"]
     block_n: int
@@ -113,7 +114,7 @@ def check_config(shape: LinearShape, config: LinearConfig) -> None:
         assert not shape.fp8_input, "one row is read faster in 16 bits than it is quantised"
         assert not shape.largest, "one row is not quantised"
     if config.splits > 1:
-        assert not shape.geglu, "gate and up meet in one program"
+        assert not shape.geglu or config.kind == TILES, "gate and up meet in one program"
         parts = div_ceil(shape.k, config.block_k)
         assert div_ceil(parts, config.splits) * (config.splits - 1) < parts, "a split would be empty"
 
@@ -138,7 +139,8 @@ class LinearArrays(NamedTuple):
 def partials_bytes(shape: LinearShape, config: LinearConfig, tokens: int) -> int:
     if config.splits == 1:
         return 0
-    return 4 * config.splits * config.count_tiles(shape, tokens) * config.block_n * config.columns
+    outputs = config.block_n * (2 if shape.geglu else 1)
+    return 4 * config.splits * config.count_tiles(shape, tokens) * outputs * config.columns
 
 
 def linear_launch(

@@ -71,14 +71,12 @@ def _tiles_spec(shape: LinearShape, config: LinearConfig) -> KernelSpec:
     }  # fmt: skip
     constants: dict[str, Any] = {
         "N": shape.n, "K": shape.k, "T": config.block_n // (32 * config.warps_n), "WN": config.warps_n,
-        "WK": config.warps_k, "COLUMNS": config.columns, "SPLITS": config.splits, "STAGES": config.num_stages,
-        "UNROLL": config.unroll, "EVICT_FIRST": config.evict_first, "MINIMUMS": bool(shape.weights.minimums),
+        "WK": config.warps_k, "COLUMNS": config.columns, "SPLITS": config.splits, "AHEAD": config.unroll,
+        "X_AHEAD": config.num_stages, "EVICT_FIRST": config.evict_first, "MINIMUMS": bool(shape.weights.minimums),
         "GEGLU": shape.geglu,
     }  # fmt: skip
     aligned = frozenset({"x", "w", "out", "w_scale", "w_minimum", "partials"})
-    return KernelSpec(
-        _name(shape, config, native=True), linear_q4, signature, constants, aligned, config.num_warps, config.num_stages
-    )
+    return KernelSpec(_name(shape, config, native=True), linear_q4, signature, constants, aligned, config.num_warps, 1)
 
 
 def dequantize_spec(shape: LinearShape) -> KernelSpec:

@@ -178,15 +178,16 @@ def _float8() -> dict[str, Any]:
         return TensorHandle(exact.astype(np.float32), z.dtype.scalar)
 
     class Nibbles:
-        """Does as `linear_q4` tells the GPU: halves of bytes to values of -8 to 7."""
+        """Does as `linear_q4` tells the GPU: halves of a word's bytes to values of -8 to 7, first all low ones."""
 
         def __init__(self, text: str, values: list[Any]) -> None:
-            assert text.count("0x000f000f") == 4 and "prmt.b32 first, $4, 0, 0x4140;" in text, text
+            assert text.count("0x000f000f") == 4 and "prmt.b32 first, $8, 0, 0x4140;" in text, text
             self._type = tl.bfloat16 if "bf16x2" in text else tl.float16
-            self._bytes = values[0].data
+            self._words = values[0].data
 
         def get_result(self, index: int) -> Any:
-            found = torch.from_numpy((self._bytes >> 4 * index & 15).astype(np.float32) - 8)
+            shift = 8 * (index % 4) + 4 * (index // 4)
+            found = torch.from_numpy((self._words >> shift & 15).astype(np.float32) - 8)
             if self._type == tl.float16:
                 return TensorHandle(found.to(torch.float16).numpy(), tl.float16)
             return TensorHandle(found.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16), tl.bfloat16)

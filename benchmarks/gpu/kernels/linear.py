@@ -106,11 +106,12 @@ def check_variants(pool: ProcessPoolExecutor, target: str) -> list[str]:
     fp8 = LinearShape(1000, 1424, "bfloat16", FP8, "float32", fp8_input=True)
     cases += [(fp8, matrix, 33), (fp8, split, 9), (fp8, wide, 100), (replace(fp8, geglu=True), matrix, 16)]
     cases.append((replace(fp8, geglu=True, out="bfloat16", largest=True), matrix, 35))
-    tiles, shared = LinearConfig("tiles", 32, 128, 8, 1, 4, 1, 4), LinearConfig("tiles", 64, 64, 32, 2, 4, 4, 1)
+    tiles, split = LinearConfig("tiles", 32, 128, 8, 1, 4, 1, 4), LinearConfig("tiles", 64, 64, 32, 2, 4, 2, 3)
     for dtype in ("bfloat16", "float16"):
         for kinds in ((), ("mlp.proj",)):
             q4 = LinearShape(992, 1440, dtype, replace(Q4_0, minimums=kinds), "float32")
-            cases += [(q4, tiles, 1), (q4, tiles, 19), (q4, shared, 40), (replace(q4, geglu=True, out=dtype), tiles, 7)]
+            geglu = replace(q4, geglu=True, out=dtype)
+            cases += [(q4, tiles, 1), (q4, tiles, 19), (q4, split, 40), (geglu, tiles, 7), (geglu, split, 35)]
     return _check(pool, target, cases)
 
 
@@ -147,9 +148,13 @@ def sweep_layer(
 ) -> None:
     """Time all candidates of each (kind, layer, rows); compile those of the next one meanwhile."""
     queue: list[tuple[Row, LinearShape, dict[LinearConfig, Future[CompiledKernel | str]]]] = []
+    built: dict[tuple[LinearShape, LinearConfig], Future[CompiledKernel | str]] = {}
     for row, shape in work:
         configs = candidates(shape, row[2], sweep.quick)
-        queue.append((row, shape, {c: pool.submit(compile_linear, shape, c, sweep.target) for c in configs}))
+        for c in configs:
+            if (shape, c) not in built:
+                built[shape, c] = pool.submit(compile_linear, shape, c, sweep.target)
+        queue.append((row, shape, {c: built[shape, c] for c in configs}))
     for row, shape, futures in queue:
         if sweep.late():
             print(f"out of time: {row} and what follows is left out")

@@ -44,12 +44,12 @@ MATRIX_BLOCKS = {
 }
 TILE_BLOCKS = {
     # columns: (block_n, warps of a row, num_warps, num_stages, unroll); the first ones are tried in a short run
-    8: ((32, 4, 4, 1, 4), (32, 8, 8, 1, 4), (32, 8, 8, 1, 2), (64, 4, 4, 1, 2), (32, 4, 4, 4, 1), (32, 2, 2, 1, 4),
-        (64, 4, 8, 1, 4)),
-    16: ((32, 4, 4, 1, 2), (32, 8, 8, 1, 2), (64, 4, 4, 1, 2), (32, 8, 8, 1, 4), (64, 4, 4, 4, 1), (64, 4, 8, 1, 2)),
-    32: ((128, 4, 8, 4, 1), (64, 4, 4, 1, 2), (64, 4, 8, 4, 1), (256, 2, 8, 4, 1), (128, 2, 4, 4, 1), (32, 4, 4, 1, 2),
-         (64, 8, 8, 1, 1)),
-    64: ((128, 2, 8, 4, 1), (64, 4, 8, 3, 1), (128, 2, 8, 3, 1), (256, 1, 8, 4, 1), (64, 2, 4, 4, 1), (32, 4, 4, 1, 1)),
+    8: ((32, 4, 4, 2, 4), (32, 8, 8, 1, 2), (32, 8, 8, 2, 4), (64, 4, 4, 2, 2), (32, 2, 2, 2, 4), (64, 4, 8, 2, 4),
+        (32, 8, 8, 3, 3), (32, 4, 4, 1, 6)),
+    16: ((32, 4, 4, 1, 3), (32, 8, 8, 1, 2), (64, 4, 4, 1, 2), (64, 4, 8, 1, 3), (64, 2, 4, 1, 3)),
+    32: ((64, 4, 8, 1, 2), (128, 2, 8, 1, 2), (32, 4, 4, 1, 2), (64, 2, 4, 1, 2), (64, 4, 4, 1, 2), (128, 4, 8, 1, 2),
+         (256, 2, 8, 1, 2)),
+    64: ((64, 4, 8, 1, 2), (64, 2, 4, 1, 2), (128, 2, 8, 1, 2)),
 }  # fmt: skip
 VECTOR_BLOCKS = {
     # (block_n, block_k, num_warps, num_stages, unroll)
@@ -101,14 +101,14 @@ def candidates(shape: LinearShape, bucket: int, quick: bool) -> list[LinearConfi
 
 def _tile_candidates(shape: LinearShape, bucket: int, quick: bool) -> list[LinearConfig]:
     most, found = min(64, max(8, bucket)), list[LinearConfig]()
-    sizes = {most, min(most, 32)} if shape.geglu else {most}
-    tried = [(columns, blocks) for columns in sizes for blocks in TILE_BLOCKS[columns][: 3 if quick else None]]
+    sizes = {min(most, 32)} if shape.geglu else {most, min(most, 32)}
+    tried = [(c, blocks) for c in sizes for blocks in TILE_BLOCKS[c][: 3 if quick or c < most <= bucket else None]]
     for columns, (block_n, warps_k, warps, stages, unroll) in tried:
         if shape.geglu and block_n > 32 * warps // warps_k:
             block_n //= 2
-        for splits in (1,) if shape.geglu else (1, 2, 4) if quick else (1, 2, 3, 4, 6):
-            tiles = div_ceil(shape.n, block_n) * splits
-            if splits == 1 or (tiles * warps <= 132 * 32 and shape.k // (32 * warps_k * splits) >= 4):
+        for splits in (1, 2, 4) if quick else (1, 2, 3, 4, 6):
+            filled = div_ceil(shape.n, block_n) * splits * warps / 132  # warps of a multiprocessor
+            if (splits == 1 or filled <= 24) and filled >= 6 and shape.k // (32 * warps_k * splits) >= 3:
                 evict = bucket <= columns
                 found.append(LinearConfig(TILES, block_n, 32 * warps_k, columns, splits, warps, stages, unroll, evict))
     return [c for c in dict.fromkeys(found) if _fits(shape, c)]
