@@ -1,0 +1,124 @@
+"""Code of KV pages that keeps every bit: where its parts lie, and the launches of its kernels.
+
+Plain arithmetic; neither Triton, CUDA nor what a page means. Invariant: all parts of a coded page begin at multiples of
+16 bytes, and a coded page takes three quarters of its raw bytes, whatever it holds.
+
+A page is blocks [blocks, rows, channels] of bfloat16, little endian. Its code, format 1, is, little endian as well,
+
+    header   uint8 [4] "WKC" and the format's number; uint32 rows, channels, escapes
+    index    uint32 [blocks, channels / tile]: the first escape of each tile; zeros up to a multiple of 16 bytes
+    tops     uint8 [blocks, channels]: the largest exponent
+    bits     uint16 or uint32 [blocks, 3, channels], `rows` bits each: bit r of word k is bit k of the distance of row r
+    signs    uint8 [blocks, rows, channels]: sign * 128 + mantissa
+    escapes  uint8 [escapes]: exponents whose distance is ESCAPE, by block, then channel, then row; zeros up to the end
+
+with tiles of gcd(channels, 128) channels and distances of min(top - exponent, ESCAPE), where ESCAPE is 7. A page with
+more escapes than the room behind its signs is kept raw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+from wicore_trt.arithmetic import div_ceil
+from wicore_trt.plugins.layout import Launch, PoolShape
+
+MAGIC = b"WKC\x01"
+HEADER_BYTES = 16
+TILE = 128
+ESCAPE = 7
+"""Distance that stands for all larger ones, too."""
+BLOCK_ROWS = 32
+"""Most tokens that share a table of the largest exponents."""
+
+
+@dataclass(frozen=True)
+class PageCode:
+    """Code of pages of `blocks` blocks. `rows` is 16 or 32, `channels` a multiple of 16."""
+
+    blocks: int
+    rows: int
+    channels: int
+
+    def __post_init__(self) -> None:
+        assert self.rows in (16, 32) and self.channels % 16 == 0 and min(self.blocks, self.channels) > 0
+        assert self.raw_bytes < 1 << 31, "kernels count bytes of a page in 32 bits"
+        assert self.room >= 0, "pages so small have no room for the code's tables"
+
+    @property
+    def values(self) -> int:
+        return self.blocks * self.rows * self.channels
+
+    @property
+    def raw_bytes(self) -> int:
+        return 2 * self.values
+
+    @property
+    def coded_bytes(self) -> int:
+        return 3 * self.values // 2
+
+    @property
+    def tile(self) -> int:
+        return gcd(self.channels, TILE)
+
+    @property
+    def tiles(self) -> int:
+        return self.blocks * self.channels // self.tile
+
+    @property
+    def tops(self) -> int:
+        """Begin of this part, as in the following ones: bytes from the coded page's start."""
+        return HEADER_BYTES + div_ceil(4 * self.tiles, 16) * 16
+
+    @property
+    def bits(self) -> int:
+        return self.tops + self.blocks * self.channels
+
+    @property
+    def signs(self) -> int:
+        return self.bits + 3 * self.values // 8
+
+    @property
+    def escapes(self) -> int:
+        return self.signs + self.values
+
+    @property
+    def room(self) -> int:
+        """The most escapes of a page that is coded."""
+        return self.coded_bytes - self.escapes
+
+
+def find_code(shape: PoolShape) -> PageCode | None:
+    """Find the code of pages of `shape`. There is none where it cannot gain: pages of fewer than 16 tokens or of
+    less than 2 KiB, and values that are not bfloat16 (of float16, sign and mantissa alone take 11 bits of 12)."""
+    channels = shape.kv_heads * shape.head_dim
+    if shape.dtype != "bfloat16" or shape.page_tokens % 16 or shape.layers * shape.page_tokens * channels < 512:
+        return None
+    rows = BLOCK_ROWS if shape.page_tokens % BLOCK_ROWS == 0 else 16
+    return PageCode(shape.layers * 2 * (shape.page_tokens // rows), rows, channels)
+
+
+def encode_launches(
+    constants: Mapping[str, Any], code: PageCode, arrays: Mapping[str, Any], pages: int
+) -> list[Launch]:
+    """Launch `page_tops`, `page_starts` and `page_encode` of `kernels.page_code`, one behind the other. `arrays`: int64
+    `offsets` [pages] of pages from `memory` in values; `coded` uint8 [pages, coded_bytes]; `found` int32 [pages], which
+    becomes the number of escapes. Where that exceeds `room` the page is to be kept raw, and `coded` is unspecified."""
+    each = (code.blocks * code.channels // constants["WIDTH"], pages, 1)
+    sizes = {"blocks": code.blocks}
+    out = {"coded": arrays["coded"], **sizes}
+    return [
+        Launch(each, {"memory": arrays["memory"], "offsets": arrays["offsets"], **out}),
+        Launch((pages, 1, 1), {"coded": arrays["coded"], "found": arrays["found"], **sizes}),
+        Launch(each, {**arrays, **sizes}),
+    ]
+
+
+def decode_launch(constants: Mapping[str, Any], code: PageCode, arrays: Mapping[str, Any], pages: int) -> Launch:
+    """Launch `page_decode` of `kernels.page_code`: arrays as of `encode_launches` without `found`. Whatever `coded`
+    holds, only the pages' own bytes are written and only theirs read."""
+    each = (code.blocks * code.channels // constants["WIDTH"], pages, 1)
+    return Launch(each, {**arrays, "blocks": code.blocks})
