@@ -74,15 +74,18 @@ def greedy(prompt: list[int], max_tokens: int, *, ignore_eos: bool = False) -> l
 class FakeEncoder:
     """An encoder of images that is done at once; `begun` are the pixels of all images that it encoded."""
 
-    slots, tokens, pixel_bytes = 4, 4, 3 * 8 * 8
+    slots, tokens, pixel_bytes, parts, part_s = 4, 4, 3 * 8 * 8, 0, 0.0
 
     def __init__(self) -> None:
         self.begun: list[bytes] = []
         self._ended: list[tuple[int, str | None]] = []
 
-    def begin(self, slot: int, pixels: bytes, beside: bool) -> None:
+    def begin(self, slot: int, pixels: bytes) -> None:
         self.begun.append(pixels)
         self._ended.append((slot, None))
+
+    def run_parts(self, count: int) -> None:
+        raise NotImplementedError
 
     def take_ended(self, timeout_s: float = 0.0) -> list[tuple[int, str | None]]:
         ended, self._ended = self._ended, []

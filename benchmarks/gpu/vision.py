@@ -1,20 +1,18 @@
 """Time of one image through the encoder's true shapes on this GPU, by part and by way, beside its bound.
 
-    python -m benchmarks.gpu.vision [--dtype bfloat16] [--repeats 20] [--sms 16,24,32,48,64,96]
+    python -m benchmarks.gpu.vision [--dtype bfloat16] [--repeats 20]
 
 Random weights: times do not depend on them. The bound counts products alone, at TFLOPS that large ones reach on an
-H100. The product's way is the first of each list. Every figure is the median over runs of a CUDA graph. `--sms`: on so
-many multiprocessors alone. What images cost sequences that decode: `benchmarks.gpu.vision_beside`.
+H100. The product's way is the first of each list. Every figure is the median over runs of a CUDA graph. What images
+cost sequences that decode: `benchmarks.gpu.vision_beside`.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import itertools
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from statistics import median
 from typing import Any, cast
@@ -33,11 +31,7 @@ from wicore_trt.runtime.dtypes import TORCH_DTYPES
 TFLOPS = 700.0
 SPEC = VisionSpec(896, 14, 1152, 27, 16, 4304, 1e-6, 256, 5376, 255_999, 262_144, 256_000)
 """The encoder of every published Gemma 3 that sees, before the text model of 27B."""
-BACKENDS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 Work = Callable[[], object]
 
 
@@ -73,7 +67,7 @@ class Timer:
                 work()
 
         torch.cuda.synchronize()  # what was made on other streams is there
-        with self._device.visit(), torch.inference_mode():
+        with self._device.active(), torch.inference_mode():
             work()
             self._device.synchronize()
             graph = self._device.capture(all_times)
@@ -269,7 +263,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--sms", default="16,24,32,48,64,96", help="multiprocessors of an encoder beside decode")
     options = parser.parse_args()
     dtype, device = TORCH_DTYPES[options.dtype], CudaDevice()
     timer = Timer(device, options.repeats)
@@ -287,29 +280,17 @@ def main() -> None:
         ms = timer.measure(work) / images
         print(f"  {name:44} {ms:8.2f} ms   {ms / bound:.2f} x bound")
     compare_ways(ways)
-    for count, within in itertools.product(map(int, filter(None, options.sms.split(","))), (True, False)):
-        name = f"product on {count} multiprocessors{'' if within else ', by the stream alone'}"
-        try:
-            limited = CudaDevice(multiprocessors=count)
-            if not within:
-                limited._within = nullcontext  # noqa: SLF001 -- would it do without the context?
-            ms = Timer(limited, options.repeats).measure(ways["product"][0])
-            print(f"  {name:44} {ms:8.2f} ms   {ms / bound:.2f} x bound")
-        except (ImportError, AttributeError, RuntimeError) as error:
-            print(f"  {name:44} refused: {error}")
-    encoder = open_encoder(weights, options.dtype, 4, device.torch_device)
+    encoder = open_encoder(weights, options.dtype, 4, device)
     image, found = pixels.cpu().numpy().tobytes(), []
     for _ in range(options.repeats):
         torch.cuda.synchronize()
         begun = time.perf_counter()
-        encoder.begin(0, image, False)
-        while not encoder.take_ended(1.0):
-            pass
+        encoder.begin(0, image)
+        encoder.run_parts(encoder.parts)
+        device.synchronize()
         found.append(1e3 * (time.perf_counter() - begun))
     encoder.close()
-    print(
-        f"  {'begin to take_ended, copies included':44} {median(found):8.2f} ms   {median(found) / bound:.2f} x bound"
-    )
+    print(f"  {'by parts, copies included':44} {median(found):8.2f} ms   {median(found) / bound:.2f} x bound")
     with torch.inference_mode():
         print("attention of a layer:")
         for name, work in attention_ways(SPEC, dtype).items():

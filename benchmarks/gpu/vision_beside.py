@@ -1,11 +1,12 @@
 """Measure how much a stream of images slows sequences that decode, by the ways to encode and compute them, on this GPU.
 
-    python -m benchmarks.gpu.vision_beside [--only fp8,bf16] [--rate 10] [--seconds 6] [--ways product,sms=0,...]
+    python -m benchmarks.gpu.vision_beside [--only fp8,bf16] [--rate 10] [--seconds 6] [--ways product,longer=1,...]
 
 The engine's own loop in this process, 27B's shapes and the true image encoder, made-up weights; neither server nor
 front. `--streams` sequences decode behind 512 tokens; then a request with an image comes `--rate` times a second, of
-some 280 tokens and for one more. Ways: `product`; `sms=N`: encodings beside decode have N multiprocessors (0: all of
-them); `launched`: steps with images run kernel by kernel; `apart`: a little text before an image has a step of its own.
+some 280 tokens and for one more. Ways: `product`; `longer=F`: parts of an encoding make a step that decodes longer by
+F of its time; `whole`: encodings are in one part; `launched`: steps with images run kernel by kernel; `bucket=N`: they
+are padded to N tokens at least.
 Prints a JSON row for each: tokens a second, quantiles of gaps between tokens in ms before and during, the rate kept,
 p99 over that before, and how long images took from their arrival. First of all it prints what the products of a step
 of `--rows` take, by which the sizes of graphs of steps with images should be chosen. Needs a GPU.
@@ -41,10 +42,11 @@ from wicore_trt.core.engine import EngineCore
 from wicore_trt.model.vision import VisionSpec
 from wicore_trt.runtime.cuda_device import CudaDevice
 from wicore_trt.runtime.dtypes import E4M3
+from wicore_trt.schedule import images
 from wicore_trt.types import ContentSpan, FinishReason, GenerateRequest, SamplingParams
 from wicore_trt.weight_format import FP8, PLAIN
 
-WAYS = "product,sms=0,sms=16,sms=24,sms=48,sms=64,launched,apart,product"
+WAYS = "product,longer=0.25,longer=0.6,whole,product"
 PROMPT, TEXT, WARM = 512, 16, 40
 _NUMBERS = itertools.count()
 
@@ -138,25 +140,19 @@ def time_products(name: str, rows: int) -> float:
 def choose_way(core: EngineCore, way: str) -> Iterator[None]:
     """Let an engine work in one of the ways; afterwards as before."""
     executor: Any = core.executor
-    encoder, graphs = executor.images, executor.prompt_graphs
-    streams, book = list(encoder._ways), core.scheduler.images  # noqa: SLF001 -- no setting chooses them
-    assert book is not None
-    little = book._little  # noqa: SLF001
+    graphs, longer = executor.prompt_graphs, images.LONGER
     name, _, number = way.partition("=")
-    if name == "sms":
-        del encoder._ways[1:]  # noqa: SLF001
-        if int(number):
-            encoder.add_stream(CudaDevice("cuda", multiprocessors=int(number)))
-    elif name == "launched":
-        executor.prompt_graphs = {plan: graph for plan, graph in graphs.items() if not plan.images}
-    elif name == "apart":
-        book._little = 0  # noqa: SLF001
+    if name in ("longer", "whole"):
+        images.LONGER = float(number or 1e3)
+    elif name in ("launched", "bucket"):
+        least = int(number or 1 << 30)
+        executor.prompt_graphs = {p: graph for p, graph in graphs.items() if not p.images or p.tokens >= least}
     elif name != "product":
         raise ValueError(f"no way {way}")
     try:
         yield
     finally:
-        encoder._ways[:], executor.prompt_graphs, book._little = streams, graphs, little  # noqa: SLF001
+        executor.prompt_graphs, images.LONGER = graphs, longer
 
 
 def main(argv: list[str] | None = None) -> None:

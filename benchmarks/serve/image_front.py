@@ -45,13 +45,13 @@ LARGE = (2580, 2580)
 class Encoder:
     """Takes pixels as `runtime.image_encoder.StreamEncoder` does, and notes when."""
 
-    slots, tokens, pixel_bytes = 4, VISION.tokens, VISION.pixel_bytes
+    slots, tokens, pixel_bytes, parts, part_s = 4, VISION.tokens, VISION.pixel_bytes, 0, 0.0
 
     def __init__(self) -> None:
         self._staged = np.zeros((self.slots, self.pixel_bytes), np.uint8)
         self._begun: list[tuple[int, str | None]] = []
 
-    def begin(self, slot: int, pixels: bytes, beside: bool = False) -> None:
+    def begin(self, slot: int, pixels: bytes) -> None:
         self._staged[slot] = np.frombuffer(pixels, np.uint8)
         now = time.monotonic()
         with open(os.environ[REPORT], "a") as report:

@@ -1,43 +1,79 @@
-"""When images are encoded beside steps."""
+"""When images are encoded between steps."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import pytest
 
 from wicore_trt.core.encodings import Encodings
-from wicore_trt.schedule.images import PromptImage
+from wicore_trt.runtime.executor import NOT_ENCODED
+from wicore_trt.schedule.images import PromptImage, count_parts
 
-OTHER, MINE = (PromptImage(0, 4, bytes([n]), bytes([n])) for n in range(2))
+MINE, OTHER = (PromptImage(0, 4, bytes([n]), bytes([n])) for n in range(2))
 
 
 class Encoder:
-    slots, tokens, pixel_bytes = 2, 4, 1
+    slots, tokens, pixel_bytes, parts, part_s = 2, 4, 1, 27, 0.5e-3
 
     def __init__(self) -> None:
-        self.begun: list[bytes] = []
+        self.ran: list[int] = []
+        self.ended: list[tuple[int, str | None]] = []
+        self.broken = False
 
-    def begin(self, slot: int, pixels: bytes, beside: bool) -> None:
-        self.begun.append(pixels + bytes([beside]))
+    def begin(self, slot: int, pixels: bytes) -> None:
+        self.slot, self.left = slot, self.parts
+
+    def run_parts(self, count: int) -> None:
+        if self.broken:
+            raise RuntimeError("no kernel")
+        self.ran.append(count)
+        self.left -= count
+        if not self.left:
+            self.ended.append((self.slot, None))
 
     def take_ended(self, timeout_s: float = 0.0) -> list[tuple[int, str | None]]:
-        return [(0, None)]
+        ended, self.ended = self.ended, []
+        return ended
 
 
-def make_step(*slices: tuple[tuple[PromptImage, ...], int]):  # type: ignore[no-untyped-def]
-    return SimpleNamespace(slices=[(SimpleNamespace(images=i, computed=0), count) for i, count in slices])
+def ask(encodings: Encodings, *images: PromptImage) -> None:
+    encodings.book.begin_schedule()
+    for seq_id, image in enumerate(images):
+        encodings.book.limit_tokens(seq_id, [image], 0, 9)
 
 
-def test_an_encoding_waits_for_one_step_that_reads_an_image_beside_sequences_that_decode() -> None:
-    decode, block = ((), 1), ((OTHER,), 5)
-    for slices, waits in (([decode, block], True), ([block], False), ([decode], False), ([], False)):
-        encoder = Encoder()
-        encodings = Encodings(encoder, 256)
-        for image in (OTHER, MINE):
-            encodings.book.begin_schedule()
-            encodings.book.limit_tokens(2, [image], 0, 9)
-            encodings.begin_next(make_step(*(slices if image is MINE else ())))
-            if image is OTHER:
-                assert encodings.take_failed() == {} and encoder.begun.pop() == b"\x00\x00"
-        assert encoder.begun == ([] if waits else [bytes([1, decode in slices])]), slices
-        encodings.begin_next(make_step(*slices))
-        assert encoder.begun == [bytes([1, decode in slices])], "nobody waits for ever"
+def test_parts_between_steps_that_decode_leave_gaps_below_1_5_times_a_step() -> None:
+    for decode_s, part_s, want in ((13.6e-3, 0.45e-3, [9, 9, 9]), (21.5e-3, 0.45e-3, [14, 13]), (1e-3, 1.0, [1] * 27),
+                                   (0.0, 0.45e-3, [27]), (5e-3, 0.0, [27])):  # fmt: skip
+        left, ran = 27, list[int]()
+        while left:
+            ran.append(count_parts(left, part_s, decode_s))
+            left -= ran[-1]
+        assert ran == want
+
+
+def test_an_image_waits_for_the_step_that_reads_the_one_before() -> None:
+    encoder = Encoder()
+    encodings = Encodings(encoder, 256)
+    ask(encodings, MINE, OTHER)
+    assert [encodings.run_next(lambda: 14e-3) for _ in range(3)] == [True] * 3 and encoder.ran == [9] * 3
+    assert encodings.book.is_stopped(0, 0), "until it is told that it ended, the next step need not wait for it"
+    assert encodings.take_failed() == {} and not encodings.book.busy
+    assert not encodings.run_next(lambda: 14e-3), "the next step reads it"
+    assert encodings.run_next(lambda: 14e-3) and encoder.ran == [9] * 4
+    assert encodings.run_next(lambda: 0.0) and encoder.ran == [*[9] * 4, 18], "all the rest, as nobody decodes"
+    encodings.take_failed()
+    ask(encodings)
+    assert not encodings.run_next(pytest.fail), "nothing is wanted, so nothing is asked"
+
+
+def test_an_encoder_that_raises_between_parts_fails_the_image_and_encodes_on() -> None:
+    encoder = Encoder()
+    encodings = Encodings(encoder, 256)
+    ask(encodings, MINE)
+    encodings.run_next(lambda: 14e-3)
+    encoder.broken = True
+    encodings.run_next(lambda: 14e-3)
+    assert NOT_ENCODED in encodings.take_failed()[0][0]
+    encoder.broken, encoder.ran = False, []
+    ask(encodings, OTHER)
+    assert encodings.run_next(lambda: 0.0) and encoder.ran == [27]

@@ -105,9 +105,9 @@ class Served:
         encoder = self.core.executor.images
         begin = encoder.begin
 
-        def begun(slot: int, pixels: bytes, beside: bool) -> None:
+        def begun(slot: int, pixels: bytes) -> None:
             self.encoded += 1
-            begin(slot, pixels, beside)
+            begin(slot, pixels)
 
         encoder.begin = begun
 

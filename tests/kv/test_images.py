@@ -57,14 +57,14 @@ def seen_tokens(tokens: list[int], content: Content) -> list[int]:
 class SlowEncoder:
     """Ends an encoding when it was asked `delay` times; `failing` are pixels that it cannot encode."""
 
-    slots, tokens, pixel_bytes = 2, TOKENS, 3
+    slots, tokens, pixel_bytes, parts, part_s = 2, TOKENS, 3, 0, 0.0
 
     def __init__(self) -> None:
         self.held: list[bytes | None] = [None] * self.slots
         self.delay, self.begun, self.failing = 2, list[bytes](), set[bytes]()
         self._under_way: deque[list] = deque()
 
-    def begin(self, slot: int, pixels: bytes, beside: bool) -> None:
+    def begin(self, slot: int, pixels: bytes) -> None:
         assert not self._under_way, "two at once"
         self.held[slot] = None
         self.begun.append(pixels)

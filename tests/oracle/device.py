@@ -46,18 +46,21 @@ class Bad:
 
 
 class Encoder:
-    """Encodes images beside steps, one after the other; `blind` is how often one fails."""
+    """Encodes images beside steps, one after the other; `blind` is how often one fails. With `parts` each is run when
+    it is told to, and an image ends some time after its last."""
+
+    part_s = 1e-3
 
     def __init__(self, world, bad: Bad, *, slots: int, tokens: int, seconds: float, blind: float) -> None:
         self.slots, self.tokens, self.pixel_bytes = slots, tokens, PIXEL_BYTES
         self.world, self.bad, self.seconds, self.blind = world, bad, seconds, blind
         self.held: list[bytes | None] = [None] * slots
-        self.reads = 0
+        self.reads, self.parts, self._left = 0, world.rng.choice((0, 1, 3, 8)), 0
         self.under_way, self.begun, self.until, self.busy_s = 0, 0, 0.0, 0.0
         self._ended: deque[tuple[int, str | None]] = deque()
 
-    def begin(self, slot: int, pixels: bytes, beside: bool) -> None:
-        if self.under_way:
+    def begin(self, slot: int, pixels: bytes) -> None:
+        if self.under_way or self._left:
             raise Failure("encoder", "two images are encoded at once")
         self.under_way, self.begun = 1, self.begun + 1
         self.held[slot] = None
@@ -73,9 +76,21 @@ class Encoder:
             self.under_way = 0
             self._ended.append((slot, "its features are not finite" if fails else None))
 
+        self._left, self._end = self.parts, end
+        if not self.parts:
+            self._run()
+
+    def run_parts(self, count: int) -> None:
+        if not 0 < count <= self._left:
+            raise Failure("encoder", f"{count} parts are run, of which {self._left} are left")
+        self._left -= count
+        if not self._left:
+            self._run()
+
+    def _run(self) -> None:
         seconds = self.world.takes(self.seconds)
         self.until, self.busy_s = self.world.clock() + seconds, self.busy_s + seconds
-        self.world.later(seconds, end)
+        self.world.later(seconds, self._end)
 
     def take_ended(self, timeout_s: float = 0.0) -> list[tuple[int, str | None]]:
         self.world.wait(lambda: bool(self._ended), timeout_s)

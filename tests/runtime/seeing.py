@@ -27,7 +27,8 @@ class Seeing(Driver):
         super().__init__(executor, seed)
         held = executor.images
         if held is not None and held.features.shape[1:] == features.shape[1:]:  # where graphs read them
-            held.features[: len(features)].copy_(features)
+            with torch.inference_mode():
+                held.features[: len(features)].copy_(features)
         else:
             executor.images = SimpleNamespace(features=features, tokens=features.shape[1], close=lambda: None)
         if more := getattr(getattr(getattr(executor, "model", None), "launcher", None), "more", None):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,40 +37,3 @@ def test_a_threads_work_is_in_order_with_steps_which_wait_for_no_other_stream(mo
     with device.active():
         assert now[-1] is own
     assert own.waited == ["before", "before"]
-
-
-def test_a_limited_stream_works_within_its_own_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, Any]] = []
-
-    class Driver:
-        """`cuda.bindings.driver` that returns names; what is in `refuses` fails."""
-
-        refuses = ""
-
-        def __getattr__(self, name: str) -> Any:
-            if not name.startswith("cu"):
-                return Driver()
-
-            def call(*given: Any) -> tuple[Any, ...]:
-                calls.append((name, given[-1] if given else None))
-                return (801 if name == self.refuses else 0, 7 if name == "cuGreenCtxStreamCreate" else name)
-
-            return call
-
-    driver = Driver()
-    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: SimpleNamespace(cuda_stream=handle))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(calls.append(("stream", stream.cuda_stream))))
-    device = CudaDevice("cuda:0", multiprocessors=32)
-    assert device.stream == 7 and ("cuDevSmResourceSplitByCount", 32) in calls
-    calls.clear()
-    with pytest.raises(ZeroDivisionError), device.visit():
-        assert calls == [("cuCtxPushCurrent", "cuCtxFromGreenCtx"), ("stream", 7)]
-        raise ZeroDivisionError
-    assert calls[-1][0] == "cuCtxPopCurrent"
-    Driver.refuses = "cuGreenCtxCreate"
-    with pytest.raises(RuntimeError, match="limits no stream: 801"):
-        CudaDevice("cuda:0", multiprocessors=32)

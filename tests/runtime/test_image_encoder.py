@@ -6,7 +6,6 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -32,13 +31,7 @@ SLOTS = 3
 
 
 class LateStream(LateDevice):
-    """A `CudaDevice` beside the steps' own: everything put on it happens some time before its mark is passed."""
-
-    def visit(self) -> AbstractContextManager[object]:
-        return self.active()
-
-    def staging(self, shape, dtype: torch.dtype = torch.int32) -> torch.Tensor:  # type: ignore[no-untyped-def,override]
-        return torch.zeros(tuple(shape), dtype=dtype)
+    """A `CudaDevice`: everything put on it happens some time before somebody waits for it."""
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         kept = weakref.ref(work)  # a graph keeps no memory that it reads
@@ -49,25 +42,6 @@ class LateStream(LateDevice):
             self.put(found)
 
         return replay
-
-    def mark(self) -> LateMark:
-        return LateMark(self)
-
-    def wait_for(self, mark: LateMark) -> None:
-        self.put(mark.synchronize)
-
-
-class LateMark:
-    def __init__(self, device: LateStream) -> None:
-        self._device, self._at = device, device._put
-
-    def query(self) -> bool:
-        if self._device._rng.random() < 0.3:
-            self._device._advance(self._device._done + self._device._rng.randrange(4))
-        return self._device._done >= self._at
-
-    def synchronize(self) -> None:
-        self._device._advance(self._at)
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +56,17 @@ def encoder(request: pytest.FixtureRequest, source: RandomEncoder) -> Iterator[F
         made: FeatureEncoder = ThreadEncoder(source.weights.spec, SLOTS, torch.float32, model.encode, model.stop)
     else:
         late = LateStream("sm90", random.Random(5))
-        made = StreamEncoder(source.weights.spec, SLOTS, torch.float32, model.encode, late)  # type: ignore[arg-type]
+        made = StreamEncoder(source.weights.spec, SLOTS, torch.float32, model.cut, late)  # type: ignore[arg-type]
         late.late = True
     yield made
     made.close()
+
+
+def _begin(encoder: FeatureEncoder, slot: int, pixels: torch.Tensor) -> None:
+    encoder.begin(slot, pixels.numpy().tobytes())
+    if encoder.parts:
+        encoder.run_parts(1)
+        encoder.run_parts(encoder.parts - 1)
 
 
 def _take(encoder: FeatureEncoder, count: int) -> list[tuple[int, str | None]]:
@@ -109,30 +90,12 @@ def test_slots_hold_the_features_of_their_own_images(encoder: FeatureEncoder, so
         slots = rng.sample(range(SLOTS), rng.randint(1, SLOTS))
         for slot in slots:
             held[slot] = rng.randrange(len(images))
-            encoder.begin(slot, images[held[slot]].numpy().tobytes())
+            _begin(encoder, slot, images[held[slot]])
         assert _take(encoder, len(slots)) == [(slot, None) for slot in slots]
+        if isinstance(encoder, StreamEncoder):
+            encoder._device.synchronize()  # as a step behind it does
         for slot, image in held.items():
             assert (encoder.features[slot] - wanted[image]).abs().max() < 1e-5, (slot, image)
-
-
-def test_images_on_two_streams_are_encoded_in_their_order(source: RandomEncoder) -> None:
-    """Which share memory for pixels and features, and are late each for itself."""
-    for seed in range(4):
-        rng = random.Random(seed)
-        model = TorchVision(source.weights, "float32", torch.device("cpu"))
-        streams = [LateStream("sm90", random.Random(seed + n)) for n in range(2)]
-        streams[1]._storages = streams[0]._storages
-        encoder = StreamEncoder(source.weights.spec, SLOTS, torch.float32, model.encode, streams[0])  # type: ignore[arg-type]
-        encoder.add_stream(streams[1])  # type: ignore[arg-type]
-        streams[0].late = streams[1].late = True
-        images, ways = [random_pixels(n, 56) for n in range(SLOTS)], [rng.random() < 0.5 for _ in range(SLOTS)]
-        for slot, pixels in enumerate(images):
-            encoder.begin(slot, pixels.numpy().tobytes(), ways[slot])
-        assert _take(encoder, SLOTS) == [(slot, None) for slot in range(SLOTS)]
-        for slot, pixels in enumerate(images):
-            assert (encoder.features[slot] - source.hf_features(pixels)).abs().max() < 1e-5
-        assert [stream._put > 0 for stream in streams] == [False in ways, True in ways]
-        encoder.close()
 
 
 def test_features_that_overflow_fail_their_image_alone(source: RandomEncoder) -> None:
@@ -145,19 +108,12 @@ def test_features_that_overflow_fail_their_image_alone(source: RandomEncoder) ->
         for dtype, all_finite in (("float16", False), ("bfloat16", True)):
             encoder = open_encoder(weights, dtype, len(images), torch.device("cpu"))
             for slot, pixels in enumerate(images):
-                encoder.begin(slot, pixels.numpy().tobytes())
+                _begin(encoder, slot, pixels)
             ended = _take(encoder, len(images))
             encoder.close()
             finite = [bool(encoder.features[slot].isfinite().all()) for slot, _ in ended]
             assert [why for _, why in ended] == [None if ok else NOT_FINITE for ok in finite]
             assert any(finite) and all(finite) is all_finite
-            late = LateStream("sm90", random.Random(1))
-            model = TorchVision(weights, dtype, torch.device("cpu"))
-            stream = StreamEncoder(weights.spec, len(images), model.dtype, model.encode, late)  # type: ignore[arg-type]
-            late.late = True
-            for slot, pixels in enumerate(images):
-                stream.begin(slot, pixels.numpy().tobytes())
-            assert _take(stream, len(images)) == ended
 
 
 def test_an_image_that_raises_fails_alone_and_thread_encodes_on(source: RandomEncoder) -> None:
@@ -171,7 +127,7 @@ def test_an_image_that_raises_fails_alone_and_thread_encodes_on(source: RandomEn
     encoder = ThreadEncoder(source.weights.spec, 2, torch.float32, encode, model.stop)
     pixels = random_pixels(0, 56)
     encoder.begin(0, bytes(encoder.pixel_bytes))
-    encoder.begin(1, pixels.numpy().tobytes())
+    _begin(encoder, 1, pixels)
     assert _take(encoder, 2) == [(0, NOT_ENCODED), (1, None)]
     assert (encoder.features[1] - source.hf_features(pixels)).abs().max() < 1e-5
     encoder.close()
@@ -190,7 +146,7 @@ def test_begin_returns_at_once_and_steps_run_beside_an_encoding(source: RandomEn
     assert isinstance(encoder, ThreadEncoder) and encoder.features.shape == (2, 4, model.spec.hidden_size)
     free, encode = threading.Event(), encoder._encode
     encoder._encode = lambda pixels: encode(pixels) if free.wait(20) else torch.zeros(0)
-    encoder.begin(0, random_pixels(0, 56).numpy().tobytes())
+    _begin(encoder, 0, random_pixels(0, 56))
     driver = PagedDriver(executor, 0)
     logits = driver.step([(driver.new_sequence(), [1, 2, 3])])
     assert (logits[-1] - model.hf_logits([1, 2, 3])[-1]).abs().max() < 1e-4
@@ -231,7 +187,7 @@ def test_a_triton_engine_has_the_same_encoder_and_names_it(source: RandomEncoder
     assert reading.images is None and reading.kernels != seeing.kernels
     encoder, pixels = seeing.images, random_pixels(0, 56)
     assert encoder is not None and encoder.features.dtype == torch.bfloat16
-    encoder.begin(0, pixels.numpy().tobytes())
+    _begin(encoder, 0, pixels)
     assert _take(encoder, 1) == [(0, None)]
     wanted = vision.hf_features(pixels)
     assert (encoder.features[0] - wanted).norm() < 0.02 * wanted.norm()
@@ -246,7 +202,7 @@ def test_an_engine_on_disk_opens_with_its_encoder(tmp_path: Path, dtype: str) ->
     settings = ExecutorOptions(device="cpu", page_tokens=8, kv_pages={"global": 8, "local": 8})
     executor, pixels = TorchExecutor(engine, settings), random_pixels(0, 56)
     assert executor.images is not None
-    executor.images.begin(31, pixels.numpy().tobytes())
+    _begin(executor.images, 31, pixels)
     assert _take(executor.images, 1) == [(31, None)]
     wanted = random_encoder(7).hf_features(pixels)  # the source's weights are made with the same seed
     found = executor.images.features[31].float()

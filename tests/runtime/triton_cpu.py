@@ -57,8 +57,8 @@ class CpuDevice:
         self.given.append(tensor)
         return tensor
 
-    def staging(self, shape: Sequence[int]) -> torch.Tensor:
-        return torch.zeros(tuple(shape), dtype=torch.int32)
+    def staging(self, shape: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(tuple(shape), dtype=dtype)
 
     def free_bytes(self) -> int:
         return self.free
@@ -77,6 +77,9 @@ class CpuDevice:
 
     def record(self) -> Callable[[], None]:
         return self.synchronize
+
+    def with_own_graphs(self) -> CpuDevice:
+        return self
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """A graph: the same work at the same addresses, whatever the caller thinks by then."""

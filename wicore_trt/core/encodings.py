@@ -1,16 +1,16 @@
-"""Encodings of images beside the steps of an engine: begins what the books choose, takes what ended.
+"""Encodings of images between the steps of an engine: begins what the books choose, takes what ended.
 
-Single-threaded; it must not know pages. Invariant: a slot is begun right after a schedule was made up, which the books
-know, and no other step is under way; so no step under way reads that slot.
+Single-threaded; it must not know pages. Invariant: no step that is under way or scheduled reads a slot that is begun.
+The books know the last schedule, and steps ahead of it read no image.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from wicore_trt.runtime.executor import NOT_ENCODED, NOT_FINITE, ImageEncoder
-from wicore_trt.schedule.images import ImageBook
-from wicore_trt.schedule.sequence import StepSchedule
+from wicore_trt.schedule.images import ImageBook, count_parts
 
 log = logging.getLogger(__name__)
 LITTLE = 4
@@ -20,21 +20,31 @@ LITTLE = 4
 class Encodings:
     def __init__(self, encoder: ImageEncoder, slice_tokens: int) -> None:
         self.book = ImageBook(encoder.slots, slice_tokens // LITTLE)
-        self._encoder, self._postponed = encoder, False
+        self._encoder, self._left, self._rests = encoder, 0, False
         self._failed: dict[int, tuple[str, str | None]] = {}
 
-    def begin_next(self, schedule: StepSchedule) -> None:
-        """Begin the next image that is wanted, if any may be begun. Where sequences decode beside an image in the step,
-        it waits for one step: both are arithmetic, and those tokens would be late by the sum."""
-        decode = any(count == 1 for _, count in schedule.slices)
-        images = any(self.book.find_slots(s.images, s.computed, count) for s, count in schedule.slices)
-        self._postponed = decode and images and not self._postponed
-        if not self._postponed and (chosen := self.book.begin_encoding()) is not None:
-            try:
-                self._encoder.begin(chosen[0], chosen[1].pixels, decode)
-            except Exception:  # fails those who asked for it
-                log.exception("an image could not be encoded")
-                self._note_end(NOT_ENCODED)
+    def run_next(self, decode_s: Callable[[], float]) -> bool:
+        """Begin the next image that is wanted, if any may be begun. Run parts of the one under way behind the steps so
+        far, as many as fit the time `decode_s` of a step that decodes, where 0 is none; return whether any run. Where
+        an image was just encoded, they wait for the step that reads it: together they would delay its tokens."""
+        rests, self._rests = self._rests, False
+        seconds = decode_s() if (self._left or self.book.is_awaited) else 0.0
+        if rests and seconds:
+            return False
+        try:
+            if not self._left and (chosen := self.book.begin_encoding()) is not None:
+                self._encoder.begin(chosen[0], chosen[1].pixels)
+                self._left = self._encoder.parts
+            if not self._left:
+                return False
+            count = count_parts(self._left, self._encoder.part_s, seconds)
+            self._left -= count
+            self._encoder.run_parts(count)
+        except Exception:  # fails those who asked for it
+            log.exception("an image could not be encoded")
+            self._left = 0
+            self._note_end(NOT_ENCODED)
+        return True
 
     def take_failed(self, timeout_s: float = 0.0) -> dict[int, tuple[str, str | None]]:
         """Take what ended, waiting at most `timeout_s` seconds for it; return why images failed, and the field
@@ -47,6 +57,7 @@ class Encodings:
 
     def _note_end(self, why: str | None) -> None:
         asked = self.book.end_encoding(failed=why is not None)
+        self._rests = bool(asked) and why is None
         if why is not None:
             field = "images" if why == NOT_FINITE else None
             self._failed |= dict.fromkeys(asked, (f"An image could not be encoded: {why}", field))

@@ -49,7 +49,8 @@ ATTENTION_STEPS = 32
 @dataclass(slots=True)
 class Flight:
     """Started step. `started`: engine clock. `result`: set at once unless the executor runs ahead. `ended`: its
-    sequences that ended before it did. `again`: it failed, and its sequences ran each alone."""
+    sequences that ended before it did. `again`: it failed, and its sequences ran each alone. `late`: it waits for an
+    image's encoding, so its time teaches nothing."""
 
     schedule: StepSchedule
     batch: StepBatch
@@ -57,6 +58,7 @@ class Flight:
     result: StepResult | None
     ended: list[Sequence] = field(default_factory=list)
     again: bool = False
+    late: bool = False
 
 
 # With an `AheadExecutor` the next decode step starts before the last one's tokens are read. A sequence that ends
@@ -84,7 +86,7 @@ class EngineCore(Core):
         self._step_seconds, self._step_tokens = 0.0, Histogram(STEP_TOKENS)
         self._ahead = executor if isinstance(executor, AheadExecutor) else None
         self._flight: Flight | None = None
-        self._landed = 0.0
+        self._landed, self._late = 0.0, False
         self._encodings = Encodings(executor.images, scheduler.slice_tokens) if executor.images is not None else None
         scheduler.images = self._encodings.book if self._encodings is not None else None
         tiers = scheduler.manager.tiers
@@ -170,8 +172,8 @@ class EngineCore(Core):
         outputs, flight = self._end_expired() + self._take_encodings(), self._flight
         if flight is None:
             schedule = self.scheduler.schedule_step()
-            if self._encodings is not None and (self._ahead is None or not schedule.slices):
-                self._encodings.begin_next(schedule)
+            if self._ahead is None or not schedule.slices:
+                self._encode_beside(schedule)
             outputs += self._end_overdue_waits()
             for sequence in schedule.preempted:
                 self._forget_counts(sequence)
@@ -179,8 +181,8 @@ class EngineCore(Core):
                 self.scheduler.manager.work_beside_step(0)
                 return outputs + self._wait_or_fail(schedule)
             flight = self._start_step(schedule)
-            if self._encodings is not None and self._ahead is not None:  # the device need not wait for it
-                self._encodings.begin_next(schedule)
+        if self._ahead is not None:  # the device need not wait for the host's part of it
+            self._encode_beside(flight.schedule)
         self._flight = self._start_next(flight)
         if self._flight is not None:  # a next step was scheduled, without those that still wait
             outputs += self._end_overdue_waits()
@@ -193,6 +195,17 @@ class EngineCore(Core):
         self.scheduler.manager.events.publish_step()
         return outputs
 
+    def _encode_beside(self, schedule: StepSchedule) -> None:
+        """Run parts of an image's encoding behind the last step, as its `schedule` allows; the next one is late."""
+
+        def decode_s() -> float:
+            time, decoding = self.scheduler.step_time, [s for s, count in schedule.slices if count == 1]
+            load = StepLoad(len(decoding), sum(s.computed for s in decoding))
+            return time.step_s(load) if time is not None and decoding else 0.0
+
+        if self._encodings is not None:
+            self._late = self._encodings.run_next(decode_s) or self._late
+
     def _take_encodings(self, timeout_s: float = 0.0) -> list[TokenOutput]:
         """Take encodings that ended, and end the sequences that wait for one that failed."""
         failed = self._encodings.take_failed(timeout_s) if self._encodings is not None else {}
@@ -202,7 +215,8 @@ class EngineCore(Core):
 
     def _start_step(self, schedule: StepSchedule, *, ahead: bool = False) -> Flight:
         batch, result = self._make_batch(schedule, ahead=ahead), None
-        flight = Flight(schedule, batch, self.clock(), result)
+        flight = Flight(schedule, batch, self.clock(), result, late=self._late)
+        self._late = False
         try:
             if self._ahead is None:
                 flight.result = self.executor.execute(batch)
@@ -280,7 +294,7 @@ class EngineCore(Core):
         now = self.clock()
         seconds, self._landed = now - max(flight.started, self._landed), now
         self._step_seconds += seconds
-        if not flight.again:
+        if not flight.again and not flight.late:
             slices = flight.batch.slices
             prompts = [] if flight.batch.num_tokens == len(slices) else [(s.start, len(s.token_ids)) for s in slices]
             load = load_of(prompts) if prompts else StepLoad(len(slices), sum(map(attrgetter("start"), slices)))

@@ -178,13 +178,13 @@ class VisionOps(Protocol[T]):
         times PROJECTION."""
 
 
-def encode(ops: VisionOps[T], spec: VisionSpec) -> T:
-    """Compute an image's features, which replace embeddings after their scaling. SigLIP (arXiv:2303.15343) without a
-    pooling head, then Gemma 3's projector (arXiv:2503.19786, section 2.1)."""
-    residual = ops.embed_patches()
-    for i in range(spec.num_layers):
-        qkv = ops.linear(ops.norm(residual, vision_layer(i, "layer_norm1")), vision_layer(i, "self_attn.qkv"))
-        residual = ops.add_linear(residual, ops.attention(qkv), vision_layer(i, "self_attn.out_proj"))
-        hidden = ops.gelu_linear(ops.norm(residual, vision_layer(i, "layer_norm2")), vision_layer(i, "mlp.fc1"))
-        residual = ops.add_linear(residual, hidden, vision_layer(i, "mlp.fc2"))
-    return ops.project(residual)
+def encode_part(ops: VisionOps[T], spec: VisionSpec, i: int, residual: T | None) -> T:
+    """Compute part i of `num_layers` of an image's features, given what part i - 1 returned; the last returns the
+    features, which replace embeddings after their scaling. Each part is a layer of SigLIP (arXiv:2303.15343, without a
+    pooling head); the last has Gemma 3's projector, too (arXiv:2503.19786, section 2.1)."""
+    residual = ops.embed_patches() if residual is None else residual
+    qkv = ops.linear(ops.norm(residual, vision_layer(i, "layer_norm1")), vision_layer(i, "self_attn.qkv"))
+    residual = ops.add_linear(residual, ops.attention(qkv), vision_layer(i, "self_attn.out_proj"))
+    hidden = ops.gelu_linear(ops.norm(residual, vision_layer(i, "layer_norm2")), vision_layer(i, "mlp.fc1"))
+    residual = ops.add_linear(residual, hidden, vision_layer(i, "mlp.fc2"))
+    return residual if i + 1 < spec.num_layers else ops.project(residual)

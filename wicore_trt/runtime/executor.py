@@ -118,22 +118,29 @@ NOT_ENCODED = "the engine's log says why"
 
 
 class ImageEncoder(Protocol):
-    """Encoder of images beside the steps of an executor, one image after the other. Slot n of `slots` holds the
-    features of one image, [tokens, hidden size] in the engine's dtype, from the end of `begin(n, ...)` until the next
-    one. Callers begin no slot that a step under way reads. `tokens`, `pixel_bytes`: of each image."""
+    """Encoder of images between or beside the steps of an executor, one image after the other. Slot n of `slots` holds
+    the features of one image, [tokens, hidden size] in the engine's dtype, from the end of `begin(n, ...)` until the
+    next one. Callers begin no slot that a step under way reads. `tokens`, `pixel_bytes`: of each image. An encoding
+    that takes the place of steps comes in `parts` of `part_s` seconds; `parts` is 0 for one that runs by itself."""
 
     slots: int
     tokens: int
     pixel_bytes: int
+    parts: int
+    part_s: float
 
-    def begin(self, slot: int, pixels: bytes, beside: bool, /) -> None:
-        """Begin to encode uint8 [size, size, 3] into a slot, behind images begun before; return at once. `beside`: for
-        steps that decode meanwhile it should leave most of the device."""
+    def begin(self, slot: int, pixels: bytes, /) -> None:
+        """Begin to encode uint8 [size, size, 3] into a slot, behind images whose parts all run; return at once."""
+        ...
+
+    def run_parts(self, count: int, /) -> None:
+        """Let the next parts of the image begun last run behind the steps submitted so far; return at once."""
         ...
 
     def take_ended(self, timeout_s: float = 0.0, /) -> list[tuple[int, str | None]]:
         """Return slots whose encoding ended since the last call, and why it failed. Steps submitted from now on see
-        the features. Waits at most `timeout_s` seconds for one."""
+        the features. Waits at most `timeout_s` seconds for one. What ended by parts may still run, before such steps;
+        features that are not finite then fail these steps."""
         ...
 
 

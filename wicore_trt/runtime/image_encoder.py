@@ -1,4 +1,4 @@
-"""Encoders of images beside steps: a thread on the CPU, a stream with a CUDA graph on a GPU.
+"""Encoders of images: a thread beside steps on the CPU, CUDA graphs on the steps' own stream on a GPU.
 
 Must not know operators, requests or which image is whose. Invariants: images are encoded in the order of `begin`; a
 slot that was reported without an error holds the finite features of the image begun there last.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Protocol
@@ -18,14 +18,14 @@ import numpy as np
 import torch
 
 from wicore_trt.model.vision import CHANNELS, VisionSpec
-from wicore_trt.runtime.cuda_device import CudaDevice, Mark
+from wicore_trt.runtime.cuda_device import CudaDevice
 from wicore_trt.runtime.executor import NOT_ENCODED, NOT_FINITE, ImageEncoder
 
 log = logging.getLogger(__name__)
-_POLL_SECONDS = 2e-4
 Encode = Callable[[torch.Tensor], torch.Tensor]
-"""From uint8 [size, size, 3] to features [tokens, text hidden size], on the same device. It is synchronous on a CPU, on
-a GPU put on the current stream, with no wait for it."""
+"""From uint8 [size, size, 3] to features [tokens, text hidden size], on the CPU."""
+Cut = Callable[[torch.Tensor], Callable[[int], torch.Tensor]]
+"""From pixels on a GPU to what puts a part of their encoding on the stream; the last part returns features."""
 
 
 class FeatureEncoder(ImageEncoder, Protocol):
@@ -42,6 +42,8 @@ class FeatureEncoder(ImageEncoder, Protocol):
 class ThreadEncoder:
     """Implements `FeatureEncoder` on the CPU. `stop`, from any thread, lets an `encode` under way raise soon."""
 
+    parts, part_s = 0, 0.0
+
     def __init__(
         self, spec: VisionSpec, slots: int, dtype: torch.dtype, encode: Encode, stop: Callable[[], None]
     ) -> None:
@@ -54,10 +56,13 @@ class ThreadEncoder:
         self._thread = Thread(target=self._run, name="image-encoder", daemon=True)
         self._thread.start()
 
-    def begin(self, slot: int, pixels: bytes, beside: bool = False) -> None:
+    def begin(self, slot: int, pixels: bytes) -> None:
         assert len(pixels) == self.pixel_bytes, f"an image of {len(pixels)} bytes"
         self._under_way += 1
         self._begun.put((slot, pixels))
+
+    def run_parts(self, count: int) -> None:
+        pass
 
     def take_ended(self, timeout_s: float = 0.0) -> list[tuple[int, str | None]]:
         ended: list[tuple[int, str | None]] = []
@@ -92,70 +97,66 @@ class ThreadEncoder:
 
 
 class StreamEncoder:
-    """Implements `FeatureEncoder` on the stream of `device`, which is not the steps' own; beside steps that decode on
-    the stream added last. Each slot has pinned memory for its pixels, so `begin` never waits for the device."""
+    """Implements `FeatureEncoder` on the stream of `device`, which is the steps' own, with a CUDA graph of each of as
+    many parts as the encoder has layers. Each slot has pinned memory for its pixels, so nothing waits for the device.
+    """
 
-    def __init__(self, spec: VisionSpec, slots: int, dtype: torch.dtype, encode: Encode, device: CudaDevice) -> None:
-        self.slots, self.tokens, self.pixel_bytes = slots, spec.tokens, spec.pixel_bytes
-        self._begun = deque[tuple[int, Mark]]()
-        shape = _pixel_shape(spec)
+    def __init__(self, spec: VisionSpec, slots: int, dtype: torch.dtype, cut: Cut, device: CudaDevice) -> None:
+        self.slots, self.tokens, self.pixel_bytes, self.parts = slots, spec.tokens, spec.pixel_bytes, spec.num_layers
+        self._device, shape, self._slot, self._left = device, _pixel_shape(spec), 0, 0
+        self._ended: list[tuple[int, str | None]] = []
         self._staged = device.staging((slots, *shape), torch.uint8)
-        self._finite = device.staging((slots,), torch.bool)
-        with device.visit(), torch.inference_mode():
+        with device.active(), torch.inference_mode():
             self.features = device.empty((slots, spec.tokens, spec.text_hidden_size), dtype).zero_()
             self._pixels = device.empty(shape, torch.uint8).zero_()
-            found, finite = device.empty(self.features.shape[1:], dtype), device.empty((), torch.bool)
+            self._found = device.empty(self.features.shape[1:], dtype)
+            part = cut(self._pixels)
 
-            def encode_pixels() -> None:
-                found.copy_(encode(self._pixels))
-                finite.copy_(found.isfinite().all())
+            def run_part(number: int) -> None:
+                found = part(number)
+                if number + 1 == self.parts:
+                    self._found.copy_(found)
 
-        device.synchronize()
-        self._found, self._all_finite, self._kept = found, finite, encode_pixels  # with the weights that graphs read
-        self._ways: list[tuple[CudaDevice, Callable[[], None]]] = []
-        self.add_stream(device)
-
-    def add_stream(self, device: CudaDevice) -> None:
-        """Encode on this stream, too. Raises RuntimeError for one that takes no graph."""
-        with device.visit(), torch.inference_mode():
-            self._kept()  # libraries choose their kernels and take workspaces
+            self._kept = [partial(run_part, number) for number in range(self.parts)]  # with what the graphs read
+            for work in self._kept:
+                work()  # libraries choose their kernels and take workspaces
             device.synchronize()
-            self._ways.append((device, device.capture(self._kept)))
-            device.synchronize()
+            own = device.with_own_graphs()  # whose memory no step overwrites between two parts
+            self._graphs = [own.capture(work) for work in self._kept]
+            for _ in range(2):
+                device.synchronize()
+                begun = time.perf_counter()
+                for graph in self._graphs:
+                    graph()
+                device.synchronize()
+            self.part_s = (time.perf_counter() - begun) / self.parts
 
-    def begin(self, slot: int, pixels: bytes, beside: bool = False) -> None:
+    def begin(self, slot: int, pixels: bytes) -> None:
         assert len(pixels) == self.pixel_bytes, f"an image of {len(pixels)} bytes"
-        assert all(slot != begun for begun, _ in self._begun), "a slot whose encoding is under way"
-        device, encode = self._ways[-1 if beside else 0]
-        with device.visit(), torch.inference_mode():
-            if self._begun:
-                device.wait_for(self._begun[-1][1])
-            self._staged[slot].view(-1).numpy()[:] = np.frombuffer(pixels, np.uint8)
+        assert not self._left, "the image before has parts that do not run yet"
+        self._slot, self._left = slot, self.parts
+        self._staged[slot].view(-1).numpy()[:] = np.frombuffer(pixels, np.uint8)
+        with self._device.active(), torch.inference_mode():
             self._pixels.copy_(self._staged[slot], non_blocking=True)
-            encode()
-            self.features[slot].copy_(self._found)
-            self._finite[slot].copy_(self._all_finite, non_blocking=True)
-            self._begun.append((slot, device.mark()))
+
+    def run_parts(self, count: int) -> None:
+        assert 0 < count <= self._left, f"{count} parts, of which {self._left} are left"
+        begin = self.parts - self._left
+        self._left -= count
+        with self._device.active(), torch.inference_mode():
+            for graph in self._graphs[begin : begin + count]:
+                graph()
+            if not self._left:
+                self.features[self._slot].copy_(self._found)
+                self._ended.append((self._slot, None))
 
     def take_ended(self, timeout_s: float = 0.0) -> list[tuple[int, str | None]]:
-        ended: list[tuple[int, str | None]] = []
-        deadline = time.monotonic() + timeout_s
-        while self._begun:
-            slot, mark = self._begun[0]
-            if mark.query():
-                self._begun.popleft()
-                ended.append((slot, None if self._finite[slot] else NOT_FINITE))
-            elif ended or time.monotonic() >= deadline:
-                break
-            else:
-                time.sleep(_POLL_SECONDS)
+        ended, self._ended = self._ended, []
         return ended
 
     def close(self) -> None:
-        for device, _ in self._ways:
-            device.synchronize()
-        self._begun.clear()
-        del self._ways, self._kept
+        self._device.synchronize()
+        del self._graphs, self._kept
 
 
 def _pixel_shape(spec: VisionSpec) -> tuple[int, int, int]:

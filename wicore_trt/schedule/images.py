@@ -10,7 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.types import ContentSpan
+
+LONGER = 0.4
+"""Parts of an encoding may make a step that decodes longer by this share of its time: gaps between tokens then stay
+below 1.5 times those without images, the host's part included."""
+
+
+def count_parts(left: int, part_s: float, decode_s: float) -> int:
+    """Count parts of an encoding, of `left` that take `part_s` each, to run before the next step, which takes
+    `decode_s` to decode: all if nothing decodes (0), else about equally many each time, as few times as LONGER allows.
+    """
+    most = max(1, int(LONGER * decode_s / part_s)) if decode_s and part_s else left
+    return div_ceil(left, div_ceil(left, most))
 
 
 class PromptImage(NamedTuple):
@@ -46,6 +59,11 @@ class ImageBook:
     def busy(self) -> bool:
         """True while an image is being encoded."""
         return self._encoding is not None
+
+    @property
+    def is_awaited(self) -> bool:
+        """True while an image is wanted that is not being encoded."""
+        return bool(self._wanted)
 
     def begin_schedule(self) -> None:
         self._asked.clear()

@@ -7,8 +7,7 @@ and GELU in cuBLAS's epilogue; the CPU widens weights to float32 once, so that p
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,7 +28,7 @@ from wicore_trt.model.vision import (
     PROJECTION,
     SOFT_NORM,
     VisionSpec,
-    encode,
+    encode_part,
     vision_layer,
     vision_tensors,
 )
@@ -44,11 +43,6 @@ ATTENTION = [
     SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
 ]  # fmt: skip
 """Ways of attention, the fastest first; each refuses what it cannot do, such as float32."""
-BESIDE = 3
-"""While sequences decode, an encoding has one multiprocessor in so many. Decode waits for memory, which the others
-read nearly as fast; on all of them its kernels would wait for blocks of the encoder. With one in four, ten images a
-second would be too many beside BF16 steps of 27B on an H100 (`tests/schedule/image_load.py`)."""
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +98,20 @@ class TorchVision:
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
         """Encode uint8 [size, size, 3] on the device into [tokens, text hidden size]."""
-        return encode(TorchVisionOps(self, pixels), self.spec)
+        part = self.cut(pixels)
+        return [part(number) for number in range(self.spec.num_layers)][-1]
+
+    def cut(self, pixels: torch.Tensor) -> Callable[[int], torch.Tensor]:
+        """Return what computes one part of `encode`, by its number. Parts run in order, the first on what `pixels` are
+        then, and work in the same memory again."""
+        ops, found = TorchVisionOps(self, pixels), None
+
+        def compute_part(number: int) -> torch.Tensor:
+            nonlocal found
+            found = encode_part(ops, self.spec, number, found if number else None)
+            return found
+
+        return compute_part
 
     def stop(self) -> None:
         """Let an encoding under way raise RuntimeError at its next norm: a CPU takes a minute for an image."""
@@ -188,21 +195,15 @@ def load_vision(engine: EngineDir) -> VisionWeights | None:
     return VisionWeights(spec, tensors)
 
 
-def open_encoder(weights: VisionWeights, dtype: str, slots: int, device: torch.device) -> FeatureEncoder:
-    """Make the encoder of an executor on `device`. It takes all its memory now."""
-    if device.type != "cuda":
+def open_encoder(weights: VisionWeights, dtype: str, slots: int, device: torch.device | CudaDevice) -> FeatureEncoder:
+    """Make the encoder of an executor on `device`, whose stream it shares. It takes all its memory now."""
+    if isinstance(device, torch.device) and device.type == "cuda":
+        device = CudaDevice(str(device))
+    if isinstance(device, torch.device):
         needed = sum(4 * t.numel() for t in weights.tensors.values())
         check_room(needed, "the image encoder", "Use a machine that has it, or an engine built with --text-only.")
         model = TorchVision(weights, dtype, device)
         return ThreadEncoder(weights.spec, slots, model.dtype, model.encode, model.stop)
-    side = CudaDevice(str(device))
-    with side.visit():
-        model = TorchVision(weights, dtype, side.torch_device)
-        side.synchronize()
-    encoder = StreamEncoder(weights.spec, slots, model.dtype, model.encode, side)
-    try:
-        processors = torch.cuda.get_device_properties(side.torch_device).multi_processor_count
-        encoder.add_stream(CudaDevice(str(device), multiprocessors=max(1, processors // BESIDE // 8) * 8))
-    except (AttributeError, ImportError, RuntimeError) as error:
-        log.warning("images are encoded on the whole GPU, also while sequences decode: %s", error)
-    return encoder
+    with device.active():
+        model = TorchVision(weights, dtype, device.torch_device)
+    return StreamEncoder(weights.spec, slots, model.dtype, model.cut, device)

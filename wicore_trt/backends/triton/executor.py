@@ -130,7 +130,7 @@ class TritonExecutor:
             self.model = self._load_model(loading, limits, launcher, invariant=settings.batch_invariant)
             if loading.vision is not None:
                 slots, dtype = settings.image_slots, loading.shape.dtype
-                self.images = open_encoder(loading.vision, dtype, slots, device.torch_device)
+                self.images = open_encoder(loading.vision, dtype, slots, device)
             self.memory = self.model.memory
             groups, padded = tuple(self.layout.num_pages), limits.rows if graphs else 0
             self.block = StepBlock(limits, groups, self.layout.page_tokens, padded, device, self.spec.vocab_size)
@@ -397,7 +397,7 @@ def open_executor(engine: EngineDir, settings: ExecutorOptions) -> TritonExecuto
     EngineFormatError for files that do not fit and ConfigError for too little memory."""
     manifest = engine.manifest
     vision = load_vision(engine)
-    device = CudaDevice(settings.device, urgent=vision is not None)  # its steps go before encodings
+    device = CudaDevice(settings.device)
     shape = engine_shape(engine, settings.page_tokens)
     table = load_table(engine, shape, device.target)
     loading = Loading(
