@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.plugins.layout import Launch, Pool, Tables
 
+LAYER_NORM_COLUMNS = 2048
+"""The most columns of `kernels.layer_norm`, whose number is a multiple of 16."""
 DIGEST_BLOCK_BYTES = 16384
 """What a program of `kernels.page_digest` reads of a page."""
 
@@ -46,6 +48,14 @@ def add_norm_launch(
     arguments = {"residual": residual, "x": x, "post_weight": weights[0], "next_weight": weights[1]}
     arguments |= {"out": to.out, "scales": to.scales, "rows": gathered, "eps": eps, **(ranks or {})}
     return Launch((rows, 1, 1), arguments)
+
+
+def add_layer_norm_launch(
+    residual: Any, added: Any, weights: tuple[Any, Any], out: Any, shape: tuple[int, int], eps: float
+) -> Launch:
+    """Launch `kernels.layer_norm.add_layer_norm` of [rows, columns]; `weights` are the norm's weight and bias."""
+    arguments = {"residual": residual, "added": added, "weight": weights[0], "bias": weights[1], "out": out}
+    return Launch((shape[0], 1, 1), {**arguments, "columns": shape[1], "eps": eps})
 
 
 class QkNorms(NamedTuple):

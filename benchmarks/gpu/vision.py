@@ -18,15 +18,18 @@ from statistics import median
 from typing import Any, cast
 
 import torch
-import triton
-import triton.language as tl
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from wicore_trt.backends.torch.vision import ATTENTION, TorchVision, TorchVisionOps, VisionWeights, open_encoder
-from wicore_trt.model.vision import VisionSpec, encode, vision_tensors
+from wicore_trt.backends.torch.vision import ATTENTION, TorchVision, VisionWeights, open_encoder
+from wicore_trt.model.vision import VisionSpec, vision_tensors
+from wicore_trt.plugins.aot import compile_kernel
+from wicore_trt.plugins.kernels.layer_norm import add_layer_norm_spec
+from wicore_trt.plugins.launch import SHARED_LAUNCHER
+from wicore_trt.plugins.step_layout import add_layer_norm_launch
 from wicore_trt.runtime.cuda_device import CudaDevice
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
+from wicore_trt.runtime.image_encoder import AddNorm
 
 TFLOPS = 700.0
 SPEC = VisionSpec(896, 14, 1152, 27, 16, 4304, 1e-6, 256, 5376, 255_999, 262_144, 256_000)
@@ -158,102 +161,33 @@ def product_ways(spec: VisionSpec, dtype: torch.dtype) -> dict[str, tuple[Work, 
     }
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def add_and_norm(x, w, b, added, out, width: tl.constexpr, block: tl.constexpr, eps: tl.constexpr):  # type: ignore[no-untyped-def]
-    row, lanes = tl.program_id(0), tl.arange(0, block)
-    inside = lanes < width
-    values = tl.load(x + row * width + lanes, inside, 0.0)
-    if added is not None:
-        values += tl.load(added + row * width + lanes, inside, 0.0).to(tl.float32)
-        tl.store(x + row * width + lanes, values, inside)
-    mean = tl.sum(values, 0) / width
-    centred = tl.where(inside, values - mean, 0.0)
-    scale = tl.rsqrt(tl.sum(centred * centred, 0) / width + eps)
-    result = centred * scale * tl.load(w + lanes, inside, 0.0) + tl.load(b + lanes, inside, 0.0)
-    tl.store(out + row * width + lanes, result.to(out.dtype.element_ty), inside)
+def open_norm(device: CudaDevice) -> AddNorm:
+    """Compile the product's kernel of norms for this GPU."""
+    kernel = compile_kernel(add_layer_norm_spec(), device.target)
 
-
-def norm_ways(spec: VisionSpec, dtype: torch.dtype) -> dict[str, Work]:
-    """LayerNorm of the residual stream, rounded; one kernel in Triton shows what fusing would give."""
-    patches, hidden = spec.patches, spec.hidden_size
-    x, out = torch.randn(patches, hidden, device="cuda"), torch.empty(patches, hidden, device="cuda", dtype=dtype)
-    w, b = (torch.randn(hidden, device="cuda") * 1e-3 for _ in range(2))
-    added = torch.randn(patches, hidden, device="cuda", dtype=dtype) * 1e-3
-    w16, b16, block = w.to(dtype), b.to(dtype), 1 << (hidden - 1).bit_length()
-    return {
-        "two operators": lambda: F.layer_norm(x, (hidden,), w, b, spec.layer_norm_eps).to(dtype),
-        "one kernel, which also adds the last product": lambda: add_and_norm[(patches,)](
-            x, w, b, added, out, hidden, block, spec.layer_norm_eps, num_warps=4
-        ),
-        "adding a product": lambda: x.add_(added),
-        "16 bit in and out": lambda: F.layer_norm(out, (hidden,), w16, b16, spec.layer_norm_eps),
-    }
-
-
-class FusedOps(TorchVisionOps):
-    """`VisionOps` that add a product where the next norm reads it."""
-
-    _added: torch.Tensor | None = None
-
-    def add_linear(self, residual: torch.Tensor, x: torch.Tensor, module: str) -> torch.Tensor:
-        self._added = self.linear(x, module)
-        return residual
-
-    def norm(self, residual: torch.Tensor, module: str) -> torch.Tensor:
-        out, (patches, width) = torch.empty_like(residual, dtype=self._model.dtype), residual.shape
-        w, b = self._weights[f"{module}.weight"], self._weights[f"{module}.bias"]
-        block, eps = 1 << (width - 1).bit_length(), self._spec.layer_norm_eps
-        add_and_norm[(patches,)](residual, w, b, self._added, out, width, block, eps, num_warps=4)
+    def add_norm(x: torch.Tensor, added: torch.Tensor, *norm: Any) -> torch.Tensor:
+        (weight, bias, eps), out = norm, torch.empty_like(added)
+        places = x.data_ptr(), added.data_ptr(), (weight.data_ptr(), bias.data_ptr()), out.data_ptr()
+        SHARED_LAUNCHER.launch(kernel, add_layer_norm_launch(*places, tuple(x.shape), eps), device.stream)
         return out
 
-    def project(self, residual: torch.Tensor) -> torch.Tensor:
-        assert self._added is not None
-        return super().project(residual.add_(self._added))
+    return add_norm
 
 
-class PairOps(TorchVisionOps):
-    """`VisionOps` of two images, one behind the other in all rows."""
-
-    def __init__(self, model: TorchVision, pixels: torch.Tensor) -> None:
-        super().__init__(model, pixels)
-        self._each = [TorchVisionOps(model, pixels) for _ in range(2)]
-
-    def embed_patches(self) -> torch.Tensor:
-        return torch.cat([ops.embed_patches() for ops in self._each])
-
-    def attention(self, qkv: torch.Tensor) -> torch.Tensor:
-        q, k, v = qkv.view(2, len(qkv) // 2, 3, self._spec.num_heads, -1).permute(2, 0, 3, 1, 4)
-        with sdpa_kernel(ATTENTION, set_priority=True):
-            attended = F.scaled_dot_product_attention(q, k, v, scale=self._spec.head_dim**-0.5)
-        return attended.transpose(1, 2).reshape(len(qkv), -1)
-
-    def project(self, residual: torch.Tensor) -> torch.Tensor:
-        parts = residual.chunk(2)
-        return torch.cat([ops.project(part) for ops, part in zip(self._each, parts, strict=True)])
+def whole_ways(weights: VisionWeights, dtype: str, pixels: torch.Tensor, norm: AddNorm) -> dict[str, Work]:
+    """Ways through the whole encoder."""
+    product, narrow = (TorchVision(weights, dtype, pixels.device, norm, faster=faster) for faster in (True, False))
+    apart, padded_alone = copy.copy(product), copy.copy(narrow)
+    apart.add_norm, padded_alone.rounds_products = None, dtype == "bfloat16"
+    models = {"product": product, "additions and norms apart": apart, "and heads as they are": padded_alone,
+              "and float32 results of products": narrow}  # fmt: skip
+    return {name: partial(model.encode, pixels) for name, model in models.items()}
 
 
-def whole_ways(weights: VisionWeights, dtype: str, pixels: torch.Tensor) -> dict[str, tuple[Work, int]]:
-    """Ways through the whole encoder, and how many images each takes."""
-    product, narrow = (TorchVision(weights, dtype, pixels.device, faster=faster) for faster in (True, False))
-    wide_results, padded_alone = copy.copy(product), copy.copy(narrow)
-    wide_results.rounds_products, padded_alone.rounds_products = False, dtype == "bfloat16"
-    models = {
-        "product": product,
-        "float32 results of products": wide_results,
-        "heads as they are": padded_alone,
-        "both of these": narrow,
-    }
-    ways: dict[str, tuple[Work, int]] = {n: (partial(m.encode, pixels), 1) for n, m in models.items()}
-    if dtype == "bfloat16":
-        ways["one kernel for additions and norms"] = (lambda: encode(FusedOps(product, pixels), weights.spec), 1)
-    ways["two images at once, each"] = (lambda: encode(PairOps(product, pixels), weights.spec), 2)
-    return ways
-
-
-def compare_ways(ways: dict[str, tuple[Work, int]]) -> None:
+def compare_ways(ways: dict[str, Work]) -> None:
     """Print how far the features of each way are from those of the first."""
     with torch.inference_mode():
-        found = {name: cast(torch.Tensor, work())[: SPEC.tokens].float() for name, (work, _) in ways.items()}
+        found = {name: cast(torch.Tensor, work())[: SPEC.tokens].float() for name, work in ways.items()}
     first = found["product"]
     for name, features in found.items():
         print(f"  {name:44} {float((features - first).norm() / first.norm()):.5f} from the product's features")
@@ -275,12 +209,13 @@ def main() -> None:
     weights = make_weights(SPEC)
     pixels = torch.randint(0, 256, (SPEC.image_size, SPEC.image_size, 3), dtype=torch.uint8, device="cuda")
     print("whole encoder:")
-    ways = whole_ways(weights, options.dtype, pixels)
-    for name, (work, images) in ways.items():
-        ms = timer.measure(work) / images
+    norm = open_norm(device)
+    ways = whole_ways(weights, options.dtype, pixels, norm)
+    for name, work in ways.items():
+        ms = timer.measure(work)
         print(f"  {name:44} {ms:8.2f} ms   {ms / bound:.2f} x bound")
     compare_ways(ways)
-    encoder = open_encoder(weights, options.dtype, 4, device)
+    encoder = open_encoder(weights, options.dtype, 4, device, norm)
     image, found = pixels.cpu().numpy().tobytes(), []
     for _ in range(options.repeats):
         torch.cuda.synchronize()
@@ -298,9 +233,6 @@ def main() -> None:
         print("products of a layer:")
         for name, (work, values) in product_ways(SPEC, dtype).items():
             timer.show(name, work, 2.0 * SPEC.patches * values)
-        print("norm, of which a layer has two:")
-        for name, work in norm_ways(SPEC, dtype).items():
-            timer.show(name, work)
 
 
 if __name__ == "__main__":

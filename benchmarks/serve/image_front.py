@@ -58,6 +58,9 @@ class Encoder:
             report.write(f"{now}\n")
         self._begun.append((slot, None))
 
+    def run_parts(self, count: int) -> None:
+        raise NotImplementedError
+
     def take_ended(self, timeout_s: float = 0.0) -> list[tuple[int, str | None]]:
         ended, self._begun = self._begun, []
         return ended

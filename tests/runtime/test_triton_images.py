@@ -162,7 +162,11 @@ def test_engines_of_text_have_the_kernels_that_they_had() -> None:
         }
         for i in (True, False)
     )
-    more = {roles.PREFILL_IMAGES, *(roles.KernelRole("embed_images", results=r) for r in ("float32", "bfloat16"))}
+    more = {
+        roles.PREFILL_IMAGES,
+        roles.IMAGE_NORM,
+        *(roles.KernelRole("embed_images", results=r) for r in ("float32", "bfloat16")),
+    }
     assert {*with_images} - {*text_alone} == more and text_alone.items() <= with_images.items()
     assert not [s for s in text_alone.values() if {"key_ends", "features"} & {*s.signature, *s.constants}]
 

@@ -27,6 +27,10 @@ Encode = Callable[[torch.Tensor], torch.Tensor]
 Cut = Callable[[torch.Tensor], Callable[[int], torch.Tensor]]
 """From pixels on a GPU to what puts a part of their encoding on the stream; the last part returns features."""
 
+AddNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+"""Adds bfloat16 [P, H] to the residual float32 [P, H] in place; returns its LayerNorm, rounded, by weight, bias and
+epsilon (`plugins.kernels.layer_norm`)."""
+
 
 class FeatureEncoder(ImageEncoder, Protocol):
     """Encoder whose slots operators read: `features` [slots, tokens, text hidden size] in the engine's dtype, on its

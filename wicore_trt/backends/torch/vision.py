@@ -34,7 +34,7 @@ from wicore_trt.model.vision import (
 )
 from wicore_trt.runtime.cuda_device import CudaDevice
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
-from wicore_trt.runtime.image_encoder import FeatureEncoder, StreamEncoder, ThreadEncoder
+from wicore_trt.runtime.image_encoder import AddNorm, FeatureEncoder, StreamEncoder, ThreadEncoder
 
 if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir
@@ -67,14 +67,23 @@ class TorchVision:
     """Weights of an image encoder on one device. `dtype` is "float32", "bfloat16" or "float16". Linears are rounded to
     it, with their biases; norms and positions stay float32. The three attention inputs are one product. A GPU attends
     faster to heads that zeros fill up to a multiple of 16, and writes bfloat16 results of products faster than float32
-    ones: those are rounded before they are added."""
+    ones: those are rounded before they are added, by `add_norm` together with the next norm if that is given."""
 
-    def __init__(self, weights: VisionWeights, dtype: str, device: torch.device, *, faster: bool | None = None) -> None:
+    def __init__(
+        self,
+        weights: VisionWeights,
+        dtype: str,
+        device: torch.device,
+        add_norm: AddNorm | None = None,
+        *,
+        faster: bool | None = None,
+    ) -> None:
         spec, tensors = weights.spec, dict(weights.tensors)
         self.spec, self.dtype, self.stopped = spec, TORCH_DTYPES[dtype], False
         faster = device.type == "cuda" if faster is None else faster
         self.head_width = div_ceil(spec.head_dim, 16) * 16 if faster else spec.head_dim
         self.rounds_products = faster and dtype == "bfloat16"  # float16 might not hold them
+        self.add_norm = add_norm if self.rounds_products else None
         more = self.head_width - spec.head_dim
         for layer in range(spec.num_layers):
             for kind in ("weight", "bias"):
@@ -123,6 +132,7 @@ class TorchVisionOps:
 
     def __init__(self, model: TorchVision, pixels: torch.Tensor) -> None:
         self._model, self._spec, self._weights, self._pixels = model, model.spec, model.weights, pixels
+        self._added: torch.Tensor | None = None  # what the residual lacks
 
     def embed_patches(self) -> torch.Tensor:
         side, size = self._spec.patches_per_side, self._spec.patch_size
@@ -133,6 +143,10 @@ class TorchVisionOps:
     def norm(self, residual: torch.Tensor, module: str) -> torch.Tensor:
         if self._model.stopped:
             raise RuntimeError("the image encoder was stopped")
+        added, self._added = self._added, None
+        if added is not None and self._model.add_norm is not None:
+            weight, bias = self._weights[f"{module}.weight"], self._weights[f"{module}.bias"]
+            return self._model.add_norm(residual, added, weight, bias, self._spec.layer_norm_eps)
         return self._layer_norm(residual, module).to(self._model.dtype)
 
     def linear(self, x: torch.Tensor, module: str) -> torch.Tensor:
@@ -155,12 +169,17 @@ class TorchVisionOps:
         return F.gelu(hidden, approximate="tanh").to(self._model.dtype)
 
     def add_linear(self, residual: torch.Tensor, x: torch.Tensor, module: str) -> torch.Tensor:
+        if self._model.add_norm is not None:
+            self._added = self.linear(x, module)
+            return residual
         if self._model.rounds_products:
             return residual.add_(self.linear(x, module))
         return _add_product(residual, x, self._weights[f"{module}.weight"]).add_(self._weights[f"{module}.bias"])
 
     def project(self, residual: torch.Tensor) -> torch.Tensor:
         spec, model = self._spec, self._model
+        if self._added is not None:
+            residual, self._added = residual.add_(self._added), None
         side, pooled = spec.patches_per_side, spec.pooled_side
         x = self._layer_norm(residual, FINAL_NORM).view(side // pooled, pooled, side // pooled, pooled, -1)
         x = x.mean((1, 3)).flatten(0, 1)
@@ -195,7 +214,9 @@ def load_vision(engine: EngineDir) -> VisionWeights | None:
     return VisionWeights(spec, tensors)
 
 
-def open_encoder(weights: VisionWeights, dtype: str, slots: int, device: torch.device | CudaDevice) -> FeatureEncoder:
+def open_encoder(
+    weights: VisionWeights, dtype: str, slots: int, device: torch.device | CudaDevice, add_norm: AddNorm | None = None
+) -> FeatureEncoder:
     """Make the encoder of an executor on `device`, whose stream it shares. It takes all its memory now."""
     if isinstance(device, torch.device) and device.type == "cuda":
         device = CudaDevice(str(device))
@@ -205,5 +226,5 @@ def open_encoder(weights: VisionWeights, dtype: str, slots: int, device: torch.d
         model = TorchVision(weights, dtype, device)
         return ThreadEncoder(weights.spec, slots, model.dtype, model.encode, model.stop)
     with device.active():
-        model = TorchVision(weights, dtype, device.torch_device)
+        model = TorchVision(weights, dtype, device.torch_device, add_norm)
     return StreamEncoder(weights.spec, slots, model.dtype, model.cut, device)

@@ -129,8 +129,8 @@ class TritonExecutor:
         with device.active(), _must_fit():
             self.model = self._load_model(loading, limits, launcher, invariant=settings.batch_invariant)
             if loading.vision is not None:
-                slots, dtype = settings.image_slots, loading.shape.dtype
-                self.images = open_encoder(loading.vision, dtype, slots, device)
+                slots, norm = settings.image_slots, self.model.find_image_norm(loading.vision.spec.hidden_size)
+                self.images = open_encoder(loading.vision, loading.shape.dtype, slots, device, norm)
             self.memory = self.model.memory
             groups, padded = tuple(self.layout.num_pages), limits.rows if graphs else 0
             self.block = StepBlock(limits, groups, self.layout.page_tokens, padded, device, self.spec.vocab_size)

@@ -29,6 +29,7 @@ from wicore_trt.plugins.dependent import ALONE, find_mode
 from wicore_trt.plugins.kernels import fast_attention_specs as attention_specs
 from wicore_trt.plugins.kernels.e4m3 import has_conversions
 from wicore_trt.plugins.kernels.geglu import geglu_rows_spec, geglu_spec
+from wicore_trt.plugins.kernels.layer_norm import add_layer_norm_spec
 from wicore_trt.plugins.kernels.linear_specs import (
     dequantize_spec,
     linear_spec,
@@ -70,6 +71,8 @@ def list_kernels(shape: EngineShape, target: str) -> list[ListedKernel]:
     listed = [*_list_norms(shape, target), *_list_linears(shape, target), *_list_attention(shape, target)]
     listed += _list_sampling(shape, target)
     listed.append(ListedKernel(roles.PAGE_DIGEST, ANY, page_digest_spec()))
+    if shape.images and shape.dtype == "bfloat16":
+        listed.append(ListedKernel(roles.IMAGE_NORM, ANY, add_layer_norm_spec()))
     return [replace(p, spec=_chain_kernel(p, target)) for p in listed]
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,6 +42,7 @@ from wicore_trt.plugins import decode_layout, linear_layout, step_layout
 from wicore_trt.plugins.launch import Launcher
 from wicore_trt.plugins.layout import Launch, Pool, Slices, Tables
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
+from wicore_trt.runtime.image_encoder import AddNorm
 
 
 class Value(NamedTuple):
@@ -118,6 +119,20 @@ class TritonModel:
 
     def launch_kernel(self, entry: KernelEntry, call: Launch) -> None:
         self.launcher.launch(entry.kernel, call, self.stream)
+
+    def find_image_norm(self, columns: int) -> AddNorm | None:
+        """Return the kernel for an image encoder's norms of so many columns; None for an engine without such."""
+        found = self.table.role_entries(roles.IMAGE_NORM)
+        if not found or columns % 16 or columns > step_layout.LAYER_NORM_COLUMNS:
+            return None
+
+        def add_norm(x: torch.Tensor, added: torch.Tensor, *norm: Any) -> torch.Tensor:
+            (weight, bias, eps), out = norm, torch.empty_like(added)
+            places = x.data_ptr(), added.data_ptr(), (weight.data_ptr(), bias.data_ptr()), out.data_ptr()
+            self.launch_kernel(found[0], step_layout.add_layer_norm_launch(*places, (len(x), columns), eps))
+            return out
+
+        return add_norm
 
 
 class TritonOps:
