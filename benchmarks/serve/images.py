@@ -4,9 +4,9 @@
 
 Weights are made up (27B's shapes and the true image encoder), so answers mean nothing and times hold. `first`: one JPEG
 of 1,024 x 768 pixels, another each time, and 64 tokens of text are posted to /v1/chat/completions for one token;
-milliseconds until the answer is there, nothing cached. `beside`: streams decode, pictures come at `--rate` a second,
-each for one token; tokens a second and gaps between tokens, before and during it. Invariant: every request must give
-its tokens, or the run fails. Needs a GPU.
+milliseconds until the answer is there, nothing cached, and the server's own parts of it. `beside`: streams decode,
+pictures come at `--rate` a second, each for one token; tokens a second and gaps between tokens, before and during it.
+Invariant: every request must give its tokens, or the run fails. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ def build_image_engine(path: Path, name: str, target: str) -> None:
 
 
 @contextmanager
-def run_server(engine: Path) -> Iterator[tuple[str, int]]:
-    """Yield host and port where a server of the engine listens."""
+def run_server(engine: Path) -> Iterator[tuple[tuple[str, int], Path]]:
+    """Yield host and port where a server of the engine listens, and its log."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "wicore_trt", "serve", str(engine), "--http-port", str(port), "--grpc-port", "0"]
     settings = {"WICORE_SCHEDULER__MAX_SEQUENCES": "64", "WICORE_SCHEDULER__MAX_CONTEXT": "8192"}
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.NamedTemporaryFile("w+") as log:
         process = subprocess.Popen(command, env=os.environ | settings, stdout=subprocess.PIPE, stderr=log, text=True)
         killer = threading.Timer(120.0, process.kill)
         killer.start()
@@ -96,11 +96,10 @@ def run_server(engine: Path) -> Iterator[tuple[str, int]]:
                 log.seek(0)
                 raise RuntimeError(f"the server did not start:\n{log.read()[-3000:]}")
             killer.cancel()
-            yield "127.0.0.1", port
+            say(f"{engine.name} is ready")
+            yield ("127.0.0.1", port), Path(log.name)
         finally:
             killer.cancel()
-            log.seek(0)
-            say("".join(log.readlines()[-40:]))  # with the parts of each request's time
             process.send_signal(signal.SIGTERM)
             try:
                 process.wait(60)
@@ -148,7 +147,17 @@ def words(seed: int, count: int) -> str:
     return f"x{''.join(inside)}x"
 
 
-def measure_first(address: tuple[str, int], repeats: int, *, image: bool) -> dict[str, float]:
+def read_parts(log: Path, count: int) -> dict[str, float]:
+    """Medians of the parts of the last requests' time to a first token, by the server: the front with its processes,
+    the engine before the first step (an image's encoding among others), the step."""
+    lines = [line for line in log.read_text().splitlines() if "ttft_ms=" in line][-count:]
+    fields = [dict(word.split("=") for word in line.split() if word.count("=") == 1) for line in lines]
+    ttft, queue, step = ([float(f[name]) for f in fields] for name in ("ttft_ms", "queue_ms", "prefill_ms"))
+    front = [whole - before - inside for whole, before, inside in zip(ttft, queue, step, strict=True)]
+    return {f"{n}_ms": statistics.median(v) for n, v in {"front": front, "before_step": queue, "step": step}.items()}
+
+
+def measure_first(address: tuple[str, int], log: Path, repeats: int, *, image: bool) -> dict[str, float]:
     times = []
     for i in range(repeats + 3):
         body = make_body(words(i, TEXT), make_picture(i) if image else None, 1)
@@ -157,7 +166,8 @@ def measure_first(address: tuple[str, int], repeats: int, *, image: bool) -> dic
         times.append(1e3 * (time.perf_counter() - begun))
         time.sleep(0.05)
     kept = sorted(times[3:])
-    return {"median_ms": statistics.median(kept), "least_ms": kept[0], "most_ms": kept[-1]}
+    whole = {"median_ms": statistics.median(kept), "least_ms": kept[0], "most_ms": kept[-1]}
+    return {n: round(ms, 1) for n, ms in (whole | read_parts(log, repeats)).items()}
 
 
 def measure_beside(address: tuple[str, int], rate: float, seconds: float) -> dict[str, float]:
@@ -217,10 +227,11 @@ def main(argv: list[str] | None = None) -> None:
         for name in given.only.split(","):
             engine = Path(scratch, name)
             build_image_engine(engine, name, CudaDevice().target)
-            with run_server(engine) as address:
+            say(f"{name} is built")
+            with run_server(engine) as (address, log):
                 row: dict[str, Any] = {"engine": CONFIGS[name].title}
-                row["text"] = measure_first(address, given.repeats, image=False)
-                row["image"] = measure_first(address, given.repeats, image=True)
+                row["text"] = measure_first(address, log, given.repeats, image=False)
+                row["image"] = measure_first(address, log, given.repeats, image=True)
                 row["beside"] = measure_beside(address, given.rate, given.seconds)
             rows.append(row)
             say(json.dumps(row))
