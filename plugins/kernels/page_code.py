@@ -55,6 +55,14 @@ def _point_singly(start, at, VECTOR: tl.constexpr):
 
 
 @triton.jit
+def _count_bits(x):
+    """Count the ones of uint32 words."""
+    x -= x >> 1 & 0x55555555
+    x = (x & 0x33333333) + (x >> 2 & 0x33333333)
+    return ((x + (x >> 4) & 0x0F0F0F0F) * 0x01010101) >> 24
+
+
+@triton.jit
 def page_tops(
     memory, offsets, coded, blocks,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr,
@@ -111,24 +119,24 @@ def page_encode(
     block, first = _place(CHANNELS, WIDTH)
     out = tl.multiple_of(coded + tl.program_id(1).to(tl.int64) * size, 16)
     page = memory + tl.multiple_of(tl.load(offsets + tl.program_id(1)), 16)
-    value = tl.load(_point(page + block * (ROWS * CHANNELS), first, ROWS, CHANNELS, WIDTH, VECTOR)).to(tl.int32)
-    top = tl.load(_point(out + tops + block * CHANNELS, first, 1, CHANNELS, WIDTH, VECTOR)).to(tl.int32)
-    sign = ((value >> 8) & 128) | (value & 127)
+    value = tl.load(_point(page + block * (ROWS * CHANNELS), first, ROWS, CHANNELS, WIDTH, VECTOR)).to(tl.uint32)
+    top = tl.load(_point(out + tops + block * CHANNELS, first, 1, CHANNELS, WIDTH, VECTOR)).to(tl.uint32) << 7
+    sign = value >> 8 & 128 | value & 127
     tl.store(_point(out + signs + block * (ROWS * CHANNELS), first, ROWS, CHANNELS, WIDTH, VECTOR), sign.to(tl.uint8))
-    exponent = (value >> 7) & 255
-    distance = tl.minimum(top - exponent, _ESCAPE)
+    distance = tl.minimum(top - (value & 0x7F80), _ESCAPE << 7)
     word = tl.uint32 if ROWS == 32 else tl.uint16
     r = tl.arange(0, ROWS)[:, None]
     to = (out + bits).to(tl.pointer_type(word)) + block * (3 * CHANNELS)
+    both = tl.full([1, WIDTH], 0xFFFFFFFF, tl.uint32)
     for k in tl.static_range(3):
-        packed = tl.sum(((distance >> k) & 1) << r, axis=0, keep_dims=True)
+        packed = tl.sum((distance >> 7 + k & 1) << r, axis=0, keep_dims=True)
         tl.store(_point(to + k * CHANNELS, first, 1, CHANNELS, WIDTH, VECTOR), packed.to(word))
-    escaped = (distance == _ESCAPE).to(tl.int32)
-    count = tl.sum(escaped, axis=0, keep_dims=True)
-    index = (out + _HEADER).to(tl.pointer_type(tl.int32)) + (block * CHANNELS + first) // TILE
-    start = tl.load(index) + tl.cumsum(count, axis=1) - count
-    at = start + tl.cumsum(escaped, axis=0) - escaped
-    tl.store(_point_singly(out + escapes, at, VECTOR), exponent.to(tl.uint8), escaped == 1)
+        both &= packed
+    count = _count_bits(both)
+    index = (out + _HEADER).to(tl.pointer_type(tl.uint32)) + (block * CHANNELS + first) // TILE
+    escaped = both >> r & 1
+    at = tl.load(index) + tl.cumsum(count, axis=1) - count + tl.cumsum(escaped, axis=0) - escaped
+    tl.store(_point_singly(out + escapes, at, VECTOR), (value >> 7).to(tl.uint8), escaped != 0)
     share = tl.cdiv(size - escapes, tl.num_programs(0))
     z = tl.program_id(0) * share + tl.arange(0, ROWS * WIDTH // 8)
     left = (z >= total) & (z < (tl.program_id(0) + 1) * share) & (z < size - escapes)
@@ -146,28 +154,28 @@ def page_decode(
     block, first = _place(CHANNELS, WIDTH)
     source = tl.multiple_of(coded + tl.program_id(1).to(tl.int64) * size, 16)
     page = memory + tl.multiple_of(tl.load(offsets + tl.program_id(1)), 16) + block * (ROWS * CHANNELS)
-    top = tl.load(_point(source + tops + block * CHANNELS, first, 1, CHANNELS, WIDTH, VECTOR)).to(tl.int32)
+    top = tl.load(_point(source + tops + block * CHANNELS, first, 1, CHANNELS, WIDTH, VECTOR)).to(tl.uint32) << 7
     word = tl.uint32 if ROWS == 32 else tl.uint16
     words = (source + bits).to(tl.pointer_type(word)) + block * (3 * CHANNELS)
-    low = tl.load(_point(words, first, 1, CHANNELS, WIDTH, VECTOR)).to(tl.int32)
-    middle = tl.load(_point(words + CHANNELS, first, 1, CHANNELS, WIDTH, VECTOR)).to(tl.int32)
-    high = tl.load(_point(words + 2 * CHANNELS, first, 1, CHANNELS, WIDTH, VECTOR)).to(tl.int32)
+    low = tl.load(_point(words, first, 1, CHANNELS, WIDTH, VECTOR)).to(tl.uint32)
+    middle = tl.load(_point(words + CHANNELS, first, 1, CHANNELS, WIDTH, VECTOR)).to(tl.uint32)
+    high = tl.load(_point(words + 2 * CHANNELS, first, 1, CHANNELS, WIDTH, VECTOR)).to(tl.uint32)
     both = low & middle & high
-    count = tl.sum(both >> tl.arange(0, ROWS)[:, None] & 1, axis=0, keep_dims=True)
-    index = (source + _HEADER).to(tl.pointer_type(tl.int32)) + (block * CHANNELS + first) // TILE
+    count = _count_bits(both)
+    index = (source + _HEADER).to(tl.pointer_type(tl.uint32)) + (block * CHANNELS + first) // TILE
     next_escape = tl.load(index) + tl.cumsum(count, axis=1) - count
     for begin in tl.static_range(0, ROWS, STEP):
         place = (block * ROWS + begin) * CHANNELS
-        sign = tl.load(_point(source + signs + place, first, STEP, CHANNELS, WIDTH, VECTOR)).to(tl.int32)
+        sign = tl.load(_point(source + signs + place, first, STEP, CHANNELS, WIDTH, VECTOR)).to(tl.uint32)
         r = begin + tl.arange(0, STEP)[:, None]
         escaped = both >> r & 1
         at = next_escape + tl.cumsum(escaped, axis=0) - escaped
         next_escape += tl.sum(escaped, axis=0, keep_dims=True)
-        inside = at.to(tl.uint32) < (size - escapes).to(tl.uint32)
-        raw = tl.load(_point_singly(source + escapes, at, VECTOR), (escaped == 1) & inside, 0)
-        distance = (low >> r & 1) | (middle >> r & 1) << 1 | (high >> r & 1) << 2
-        exponent = tl.where(escaped == 1, raw.to(tl.int32), (top - distance) & 255)
-        value = (sign & 128) << 8 | exponent << 7 | sign & 127
+        inside = (escaped != 0) & (at < (size - escapes).to(tl.uint32))
+        raw = tl.load(_point_singly(source + escapes, at, VECTOR), inside, 0).to(tl.uint32)
+        distance = (low >> r & 1) << 7 | (middle >> r & 1) << 8 | (high >> r & 1) << 9
+        exponent = tl.where(escaped != 0, raw << 7, (top - distance) & 0x7F80)
+        value = (sign & 128) << 8 | exponent | sign & 127
         to = _point(page + begin * CHANNELS, first, STEP, CHANNELS, WIDTH, VECTOR)
         tl.store(to, value.to(tl.int16))
 
