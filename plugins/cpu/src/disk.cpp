@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
@@ -37,6 +38,10 @@ constexpr int64_t kMostBuffers = 1024;  // of one system call
 // Checked at a time, and moved where memory is the disk: stays in a core's cache from one to the other. A device gets
 // more at once.
 constexpr int64_t kPiece = 1 << 19, kDevicePiece = 1 << 22;
+constexpr int64_t kReadsFirst = 8;  // reads that go before a write
+// Reports that are taken together, if they come within this time: each waking of the interpreter may hold up others.
+constexpr size_t kTogether = 16;
+constexpr std::chrono::milliseconds kLinger{1};
 
 // BLAKE2b (RFC 7693) of a header block without its own check, 16 bytes.
 void check_header(const uint8_t* block, uint8_t* out) {
@@ -170,6 +175,9 @@ class Mover {
   int64_t take_reports(wicore_disk_report* out, int64_t most) {
     std::unique_lock<std::mutex> lock(mutex_);
     ended_.wait(lock, [this] { return !reports_.empty() || closed_; });
+    ended_.wait_for(lock, kLinger, [this] {
+      return closed_ || reports_.size() >= kTogether || (reads_.empty() && writes_.empty() && working_ == 0);
+    });
     const int64_t count = std::min(most, static_cast<int64_t>(reports_.size()));
     std::copy(reports_.begin(), reports_.begin() + count, out);
     reports_.erase(reports_.begin(), reports_.begin() + count);
@@ -185,7 +193,8 @@ class Mover {
     while (true) {
       auto* waiting = &reads_;
       wake_.wait(lock, [&] {
-        waiting = reads_.empty() && writing_ < most_writing() ? &writes_ : &reads_;
+        const bool write = reads_.empty() || reads_since_ >= kReadsFirst;
+        waiting = write && !writes_.empty() && writing_ < most_writing() ? &writes_ : &reads_;
         return !waiting->empty() || (closed_ && writes_.empty());
       });
       if (waiting->empty()) return;
@@ -193,6 +202,8 @@ class Mover {
       worker.dropped = false;
       waiting->pop_front();
       writing_ += worker.move->write;
+      reads_since_ = worker.move->write ? 0 : reads_since_ + 1;
+      ++working_;
       lock.unlock();
       wicore_disk_report report{worker.move, 0, {0, 0}};
       try {
@@ -201,6 +212,7 @@ class Mover {
         report.status = -ENOMEM;
       }
       lock.lock();
+      --working_;
       writing_ -= worker.move->write;
       if (worker.move->write) closed_ ? wake_.notify_all() : wake_.notify_one();
       worker.move = nullptr;
@@ -336,8 +348,8 @@ class Mover {
   const wicore_disk_call read_, write_;
   std::mutex mutex_;
   std::condition_variable wake_, ended_;
-  std::deque<const wicore_disk_move*> reads_, writes_;  // that wait; reads go first
-  int64_t writing_ = 0;
+  std::deque<const wicore_disk_move*> reads_, writes_;  // that wait
+  int64_t writing_ = 0, working_ = 0, reads_since_ = 0;
   std::atomic<bool> memory_{false};
   std::vector<wicore_disk_report> reports_;
   bool closed_ = false;

@@ -16,14 +16,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import NamedTuple
 
 from wicore_trt.kv.disk.files import aligned_buffers
 
 CHORE_WAIT_S = 1.0
 AHEAD, URGENT_AHEAD = 4, 16
-"""Operations for each thread elsewhere that may have begun, so that none of them waits for threads here."""
+"""Operations for each thread elsewhere that may have begun, so that none of them waits for threads here; and those that
+have when no more urgent ones begin."""
 RATE_PIECE_BYTES, RATE_PIECES = 4 << 20, 16
 _log = logging.getLogger(__name__)
 
@@ -100,8 +100,9 @@ class IoPool:
     may wait for longer while the disk works.
 
     `chore` runs in a thread after `request_chore` when nothing else waits or it waited for CHORE_WAIT_S; `end` runs
-    in the last thread that leaves. With `clerks`, so many threads here begin operations that `threads` elsewhere run;
-    one of them is kept for urgent ones."""
+    in the last thread that leaves. `elsewhere`: `threads` elsewhere run the operations, and one here begins those that
+    are not urgent. Urgent ones are begun by who submits them, or when others end by who calls `begin_urgent`: threads
+    of the interpreter take turns, which costs more than to begin."""
 
     def __init__(
         self,
@@ -110,7 +111,8 @@ class IoPool:
         timeout_s: float,
         chore: Callable[[], None],
         end: Callable[[], None],
-        clerks: int | None = None,
+        *,
+        elsewhere: bool = False,
     ) -> None:
         self._limit = queue_limit
         self._timeout_s = timeout_s
@@ -124,15 +126,14 @@ class IoPool:
         self.live: dict[DiskOperation, None] = {}  # until their buffers are back
         self._waiting: dict[DiskOperation, None] = {}  # those that may still time out, in the order of deadlines
         self._running: set[DiskOperation] = set()
+        self._hung: set[DiskOperation] = set()  # of these, those that timed out
+        self._begun = 0  # of these, those that are not urgent
         self._nudged = False
         self._nudged_at = 0.0
         self._done_at = -math.inf
         self._chore_runs = False
         self._closing = False
-        self._threads, self._left = threads, clerks or threads
-        self._slow_limit = threads if clerks is None else clerks - 1
-        self._slow = 0  # threads here in operations that are not urgent
-        self._ahead = (1, 1) if clerks is None else (AHEAD, URGENT_AHEAD)
+        self._elsewhere, self._threads, self._left = elsewhere, threads, 1 if elsewhere else threads
         self._ended = threading.Event()
         for number in range(self._left):
             threading.Thread(target=self._run_operations, name=f"wicore-disk-{number}", daemon=True).start()
@@ -141,8 +142,7 @@ class IoPool:
     @property
     def stalled(self) -> bool:
         """True while every thread is in an operation that timed out."""
-        with self._lock:
-            return len(self._running) >= self._threads and all(map(attrgetter("timed_out"), self._running))
+        return len(self._hung) >= max(self._threads, len(self._running))
 
     def submit_operation(
         self, run: Callable[[DiskOperation], Outcome | None], done: Callable[[Outcome], None], *, urgent: bool = False
@@ -156,8 +156,20 @@ class IoPool:
             self._start_clock(op)
             self.live[op] = None
             queue.append(op)
-            self._work.notify()
-            return True
+            if not (urgent and self._elsewhere):
+                self._work.notify()
+        if urgent and self._elsewhere:
+            self.begin_urgent()
+        return True
+
+    def begin_urgent(self) -> None:
+        """Begin urgent operations that go on elsewhere, unless enough have begun. Any thread."""
+        while self._urgent:
+            with self._lock:
+                if not self._urgent or len(self._running) >= self._threads * URGENT_AHEAD:
+                    return
+                self._running.add(op := self._urgent.popleft())
+            self._run_operation(op)
 
     def request_chore(self) -> None:
         """Run the chore soon."""
@@ -208,14 +220,13 @@ class IoPool:
         """The next operation, with the chore as the last of them, or None when this thread is to leave."""
         with self._lock:
             while True:
-                free, begun = self._slow < self._slow_limit, len(self._running)
-                chore = self._nudged and not self._chore_runs and not self._closing and free
+                chore = self._nudged and not self._chore_runs and not self._closing
                 late = chore and time.monotonic() >= self._nudged_at + CHORE_WAIT_S
-                queue = self._urgent or self._normal
-                may = begun < self._threads * self._ahead[bool(self._urgent)] and (free or bool(self._urgent))
+                queue = self._normal if self._elsewhere else self._urgent or self._normal
+                may = not self._elsewhere or self._begun < self._threads * AHEAD
                 if queue and may and not late:
                     op = queue.popleft()
-                elif self._closing and not queue and not self._running:
+                elif self._closing and not queue and not self._urgent and not self._running:
                     return None
                 elif chore and (late or not queue):
                     self._nudged, self._chore_runs = False, True
@@ -225,7 +236,7 @@ class IoPool:
                     continue
                 self._running.add(op)
                 if not op.urgent:
-                    self._slow += 1
+                    self._begun += 1
                     self._start_clock(op)
                 return op
 
@@ -241,23 +252,25 @@ class IoPool:
 
     def _leave_running(self, op: DiskOperation) -> None:
         self._running.discard(op)
+        self._hung.discard(op)
+        self._begun -= not op.urgent
         if self._closing:
             self._work.notify_all()
-        elif self._urgent or self._normal:
+        elif self._normal if self._elsewhere and not op.urgent else not self._elsewhere:
             self._work.notify()
+
+    def _run_operation(self, op: DiskOperation) -> None:
+        outcome: Outcome | None = Outcome.FAILED
+        try:
+            outcome = op.run(op)
+        except Exception:
+            _log.exception("disk operation failed")
+        if outcome is not None:
+            self.end_operation(op, outcome)
 
     def _run_operations(self) -> None:
         while (op := self._take_operation()) is not None:
-            outcome: Outcome | None = Outcome.FAILED
-            try:
-                outcome = op.run(op)
-            except Exception:
-                _log.exception("disk operation failed")
-            if not op.urgent:
-                with self._lock:
-                    self._slow -= 1
-            if outcome is not None:
-                self.end_operation(op, outcome)
+            self._run_operation(op)
         with self._lock:
             self._left -= 1
             last = self._left == 0
@@ -299,6 +312,8 @@ class IoPool:
                 elif op.drop():
                     queued = True
                     self._leave_running(op)
+                else:
+                    self._hung.add(op)
                 if queued:
                     del self.live[op]
                 return op, queued

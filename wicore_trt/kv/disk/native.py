@@ -22,8 +22,6 @@ from wicore_trt.kv.disk.io import DiskOperation, Outcome
 from wicore_trt.kv.disk.mover import DroppedError, Fault, Landed, PageMove, PageMover
 from wicore_trt.plugins.cpu_library import open_library
 
-CLERKS = 2
-"""Threads here: one can wait for the index or for space on the disk while the other begins reads."""
 _REPORTS = 64  # taken at a time
 _DROPPED, _END = 6, 5  # wicore_disk_status of wicore_cpu.h
 _CORRUPT = {1: "header checksum", 2: "another page, part, slot, write, namespace or format", 3: "payload checksum",
@@ -53,10 +51,13 @@ class NativeMover(PageMover):
     """Mover that ends moves with `IoPool.end_operation`. One whose probe has no key for the library is made at once."""
 
     _end: Callable[[DiskOperation, Outcome], None]
+    _more: Callable[[], None]
 
-    def start_threads(self, threads: int, end: Callable[[DiskOperation, Outcome], None]) -> bool:
-        """Start the library's threads, and one that takes reports. False for encrypted pages, where the library was not
-        built, or where `files` makes calls of its own."""
+    def start_threads(
+        self, threads: int, end: Callable[[DiskOperation, Outcome], None], more: Callable[[], None]
+    ) -> bool:
+        """Start the library's threads, and one that takes reports and then calls `more`. False for encrypted pages,
+        where the library was not built, or where `files` makes calls of its own."""
         calls, library = find_calls(self._files), open_library()
         if self._format.encrypts or calls is None or library is None:
             return False
@@ -64,7 +65,7 @@ class NativeMover(PageMover):
         self._handle = c_void_p(library.wicore_disk_open(c_int64(threads), *calls))
         # these return at once: to give the interpreter away would only cost the time to get it back
         self._quick = ctypes.PyDLL(library._name)  # noqa: SLF001 -- ctypes' only name
-        self._end, self._library = end, library
+        self._end, self._more, self._library = end, more, library
         self._moves: dict[int, tuple[DiskOperation, Landed, tuple[object, ...]]] = {}  # by address
         if self._handle:
             threading.Thread(target=self._take_reports, name="wicore-disk-reports", daemon=True).start()
@@ -114,6 +115,7 @@ class NativeMover(PageMover):
                 except Exception:
                     _log.exception("disk operation failed")
                 self._end(op, outcome)
+            self._more()
 
 
 def _as_fault(status: int) -> Fault | None:

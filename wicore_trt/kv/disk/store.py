@@ -27,7 +27,7 @@ from wicore_trt.kv.disk.format import BLOCK_BYTES, GROUP_BYTES, CorruptSlotError
 from wicore_trt.kv.disk.index import SlotIndex
 from wicore_trt.kv.disk.io import DiskOperation, IoPool, Outcome, Probe
 from wicore_trt.kv.disk.mover import DroppedError, Fault, PageMove, PageMover
-from wicore_trt.kv.disk.native import CLERKS, NativeMover
+from wicore_trt.kv.disk.native import NativeMover
 from wicore_trt.kv.disk.space import SLAB_BYTES, DiskSpace, Wiper
 from wicore_trt.kv.pages.page import Page
 
@@ -117,11 +117,13 @@ class DiskStore:
         self._logged: set[tuple[str, int | None]] = set()
         where = (self._format, self._space, self._index, self._files)
         mover = NativeMover(*where)
-        native = native and mover.start_threads(threads, lambda *ended: self._pool.end_operation(*ended))
+        native = native and mover.start_threads(
+            threads, lambda *ended: self._pool.end_operation(*ended), lambda: self._pool.begin_urgent()
+        )
         self._mover = mover if native else PageMover(*where)
         self._pool = IoPool(
             threads, queue_limit, timeout_s, chore=self._run_chore, end=self._end_store,
-            clerks=CLERKS if native else None,
+            elsewhere=native,
         )  # fmt: skip
 
     @property
