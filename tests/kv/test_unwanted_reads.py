@@ -10,7 +10,7 @@ import pytest
 from fakes import make_core
 
 from wicore_trt.config import KVSettings
-from wicore_trt.kv.disk.io import Outcome
+from wicore_trt.kv.disk.io import URGENT_AHEAD, Outcome
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
 from wicore_trt.kv.tiers.moves import Stage
 from wicore_trt.model.spec import GLOBAL
@@ -21,12 +21,24 @@ pytestmark = pytest.mark.usefixtures("each_mover")
 
 def occupy(store, free):
     """Every thread of the disk has something else to do until `free`."""
-    for _ in range(store._pool._left):
-        assert store._pool.submit_operation(
-            lambda op: Outcome.OK if free.wait(20) else Outcome.FAILED, lambda outcome: None, urgent=True
-        )
-    while store._pool._urgent:
+    pool, held = store._pool, []
+
+    def run(op):
+        if pool._elsewhere:
+            return held.append(op)
+        return Outcome.OK if free.wait(20) else Outcome.FAILED
+
+    def end_held():
+        free.wait(20)
+        for op in held:
+            pool.end_operation(op, Outcome.OK)
+        pool.begin_urgent()
+
+    for _ in range(pool._threads * URGENT_AHEAD if pool._elsewhere else pool._threads):
+        assert pool.submit_operation(run, lambda outcome: None, urgent=True)
+    while pool._urgent:
         pass
+    threading.Thread(target=end_held, daemon=True).start()
 
 
 @pytest.fixture
