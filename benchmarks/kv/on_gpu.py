@@ -26,10 +26,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.common import BEGUN, installed, say
 from benchmarks.gpu.cases import CONFIGS, PAGE_TOKENS, WORK_BYTES
@@ -63,6 +64,10 @@ MEASURED = {"never": 1 << 62, "one in 32": 32, "every": 1}
 MASS_CASES, MASS_STEPS = ((32, 4096), (8, 32768), (1, 32768)), 321
 PROMPT_TOKENS = range(10, 9999)
 SETTLE_S, REST_S = 30.0, 0.5
+SAMPLE_S = 0.01
+SAMPLED = ("loads", "pages on their way up", "disk operations", "reads queued", "writes begun", "writes queued",
+           "pages to save")  # fmt: skip
+"""Of the tiers, in this order, while the disk reads."""
 MEMORY_THREADS = "wicore-kv-memory"
 POOL_GIB = 64
 """Of KV pages, for decode at long contexts; less where the GPU has no room for so many."""
@@ -198,6 +203,74 @@ def one_round(engine: Engine, history: list[list[int]], order: list[int], rng: r
     return seconds, statistics.median(ttft), statistics.quantiles(ttft, n=10)[-1], found
 
 
+@contextmanager
+def watched(engine: Engine) -> Iterator[dict[str, float]]:
+    """Where a round's time goes: seconds of the engine's steps by kind, and samples of the tiers, every SAMPLE_S, while
+    the disk reads."""
+    found, over, tiers = dict[str, float](), threading.Event(), engine.core.scheduler.manager.tiers
+    ended, waits = list[float](), list[float]()
+    samples, gaps = list[tuple[float, ...]](), {"load": list[float](), "decode": list[float]()}
+    store = tiers.store if tiers is not None else None
+
+    def sample() -> None:
+        at = time.perf_counter()
+        while tiers is not None and store is not None and not over.wait(SAMPLE_S):
+            since, at = at, time.perf_counter()
+            pool, loads = store._pool, tiers.loads.loads  # noqa: SLF001 -- what nobody else needs
+            up = sum(load.in_flight - load.reading for load in loads)
+            counts = len(pool._urgent), pool._begun, len(pool._normal), len(tiers.down.to_save)  # noqa: SLF001
+            if tiers.up.reading_bytes:
+                samples.append((at - since, len(loads), up, len(pool.live), *counts))
+
+    def timed_step() -> list[Any]:
+        begun, loading = time.perf_counter(), engine.core.scheduler.is_loading
+        outputs = step()
+        gaps["load" if loading else "decode"].append(time.perf_counter() - begun)
+        return outputs
+
+    def timed_upload(copies: Any, *args: Any) -> None:
+        now = time.perf_counter()
+        waits.extend(now - at for copy in copies if (at := came.pop(id(copy), None)) is not None)
+        upload(copies, *args)
+
+    def timed_report(way: Any, apply: Any, move: Any, begun: float, outcome: Any) -> None:
+        if (copy := getattr(move, "copy", None)) is not None and hasattr(move, "asked"):
+            came[id(copy)] = time.perf_counter()
+            ended.append(came[id(copy)] - begun)
+        report(way, apply, move, begun, outcome)
+
+    came, step = dict[int, float](), engine.core.step
+    engine.core.step = timed_step  # type: ignore[method-assign]
+    patched: Any = nullcontext()
+    if store is not None and tiers is not None:
+        upload, report = tiers.up.upload_pages, tiers.movers.post_timed
+        tiers.up.upload_pages = timed_upload  # type: ignore[assignment,method-assign]
+        patched = mock.patch.object(type(tiers.movers), "post_timed", lambda _, *args: timed_report(*args))
+    cpu = time.thread_time()
+    read = tiers.movers.disk_traffic.read_bytes if tiers is not None else 0
+    with patched:
+        thread = threading.Thread(target=sample, daemon=True)
+        thread.start()
+        yield found
+        over.set()
+        thread.join()
+    del engine.core.step
+    if store is not None and tiers is not None:
+        del tiers.up.upload_pages
+        seconds = sum(sample[0] for sample in samples)
+        found["disk reads, s"], found["GB/s"] = seconds, (tiers.movers.disk_traffic.read_bytes - read) / 1e9
+        found["GB/s"] /= max(seconds, SAMPLE_S)
+        for number, name in enumerate(SAMPLED, 1) if samples else ():
+            found[name] = statistics.mean(sample[number] for sample in samples)
+        for name, values in (("read asked to end, ms", ended), ("read ended to upload, ms", waits)):
+            if values:
+                found[name] = 1e3 * statistics.median(values)
+    for name, values in gaps.items():
+        found[f"steps, {name}"], found[f"s in them, {name}"] = len(values), sum(values)
+        found[f"longest, {name}"] = max(values, default=0.0)
+    found["engine thread, CPU s"] = time.thread_time() - cpu
+
+
 def sessions(path: Path, arm: str, order: str, disk: Path) -> tuple[float, list[Turned], dict[str, Any]]:
     """(seconds until ready, rounds, decisions of the planner and what the tiers moved)."""
     device, host, on_disk = ARMS[arm]
@@ -211,7 +284,9 @@ def sessions(path: Path, arm: str, order: str, disk: Path) -> tuple[float, list[
     longest = HISTORY + (TURNS * (NEW + OUT) if order != "zipf" else SESSIONS * (NEW + OUT)) + 64
     with opened(path, device, AT_ONCE, longest, **flags) as engine:
         for turn, chosen in enumerate(turn_orders(order, rng)):
-            seconds, p50, p90, found = one_round(engine, history, chosen, rng)
+            with watched(engine) as went:
+                seconds, p50, p90, found = one_round(engine, history, chosen, rng)
+            say(", ".join(f"{name} {value:.3g}" for name, value in went.items()))
             rows.append(Turned(arm, order, turn, seconds, SESSIONS / seconds, p50, p90, found))
             say(f"sessions {arm}, {order}, turn {turn}: {SESSIONS / seconds:.2f} turns/s, TTFT {p50:.3f}, {found:.2f}")
         kv = engine.core.stats().kv

@@ -208,7 +208,10 @@ def test_pages_that_come_for_a_load_that_is_over_are_let_go_with_the_last_transf
 def test_an_idle_engine_holds_no_page_that_came_late(core, kept):
     tiers, pages = kept
     begin_and_cancel(tiers, pages)
-    with mock.patch.object(tiers, "poll_up"), mock.patch.object(tiers, "poll_down", tiers.apply_reports):
+    with (
+        mock.patch.object(tiers, "poll_up"),
+        mock.patch.object(tiers, "poll_down", lambda tokens: tiers.apply_reports()),
+    ):
         while core.do_housekeeping():
             pass
     assert not tiers.loads.inbox and not any(copy.readers for copy in tiers.host.iterate_copies())

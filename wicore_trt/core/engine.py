@@ -25,6 +25,7 @@ from wicore_trt.grammar.matcher import Grammars, Matcher, MatcherError
 from wicore_trt.kv.events import EventFeed
 from wicore_trt.kv.pages.hashing import mark_content
 from wicore_trt.kv.sequence_pages import SequencePages, bar_pages
+from wicore_trt.kv.tiers.up import ASKED_FIRST
 from wicore_trt.runtime.batch import UNREAD, SampledTokens, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.executor import AheadExecutor, Executor, SharedCopier
 from wicore_trt.schedule.images import list_images
@@ -90,6 +91,8 @@ class EngineCore(Core):
         self._encodings = Encodings(executor.images, scheduler.slice_tokens) if executor.images is not None else None
         scheduler.images = self._encodings.book if self._encodings is not None else None
         tiers = scheduler.manager.tiers
+        if tiers is not None and self._ahead is not None:
+            tiers.loads.asked_first = ASKED_FIRST
         if tiers is not None and tiers.backing is not None:
             tiers.backing.working = lambda: self.has_work
 

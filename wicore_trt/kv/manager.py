@@ -199,7 +199,7 @@ class KVCacheManager:
     def work_beside_step(self, tokens: int) -> None:
         """Do the rest of the housekeeping, beside a step of `tokens`: apply what went down, copy pages down."""
         if self.tiers is not None:
-            self.tiers.poll_down()
+            self.tiers.poll_down(tokens)
             self.copies.begin_copies(tokens)
 
     def _in_use(self, key: bytes) -> bool:

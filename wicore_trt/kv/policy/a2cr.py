@@ -75,8 +75,6 @@ class A2CRPolicy(ChainPolicy):
         best = max(self._shadows, key=lambda shadow: shadow.hits)
         if best.hits > _BETTER * current.hits:
             self.rate = best.rate
-            for node in self._nodes.values():
-                node.version += 1
             self.rebuild_heap()
         for shadow in self._shadows:
             shadow.hits *= keep

@@ -11,6 +11,7 @@ import heapq
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence, Set
+from operator import itemgetter
 
 Key = Hashable
 NEUTRAL_SIGNAL = 1.0  # attention mass of a page nobody measured
@@ -150,6 +151,7 @@ class ChainPolicy(ABC):
                 above.children += 1
         if pages:
             self._adopt_pages(list(self._nodes.values()))
+        self._heap = [(0.0, 0, node.version, node) for node in self._nodes.values()]
         self.rebuild_heap()
 
     def _adopt_pages(self, nodes: Sequence[Node]) -> None:  # noqa: B027, likewise
@@ -259,7 +261,8 @@ class ChainPolicy(ABC):
 
     def rebuild_heap(self) -> None:
         """Order the pages that may leave anew, as after their scores changed."""
-        leaves = [n for n in self._nodes.values() if n.resident and not n.children and not n.pins]
+        known = dict.fromkeys(n for _, _, version, n in sorted(self._heap, key=itemgetter(1)) if version == n.version)
+        leaves = [n for n in known if n.resident and not n.children and not n.pins]
         self._heap = [(self._score_node(node), i, node.version, node) for i, node in enumerate(leaves)]
         self._pushed = len(leaves)
         heapq.heapify(self._heap)

@@ -20,7 +20,7 @@ from wicore_trt.kv.tiers.down import DownTransfers
 from wicore_trt.kv.tiers.host import Backing, Movers
 from wicore_trt.kv.tiers.index import TierIndex
 from wicore_trt.kv.tiers.moves import CopyState, TierCopy
-from wicore_trt.kv.tiers.up import LoadPump, UpTransfers
+from wicore_trt.kv.tiers.up import ASKED_BESIDE, IN_MEMORY, TOKENS_ASKED, LoadPump, UpTransfers
 from wicore_trt.types import TierStats
 
 if TYPE_CHECKING:
@@ -153,10 +153,12 @@ class LowerTiers:
         if self.loads.loads or self.loads.inbox:  # a page may come that a load wanted which is over
             self.poll_all()
 
-    def poll_down(self) -> None:
-        """`poll_all` of what went down, while a step runs: goes on with no load, so that nothing comes into a page
-        that the step writes."""
+    def poll_down(self, tokens: int = 0) -> None:
+        """`poll_all` of what went down, while a step of `tokens` runs. Of loads only the disk's part goes on, so that
+        nothing comes into a page that the step writes."""
         self._apply_down()
+        if self.loads.loads:
+            self.loads.pump_loads(ASKED_BESIDE + tokens // TOKENS_ASKED if tokens else IN_MEMORY, beside=True)
         self._save_cold()
 
     def wait_for_report(self, timeout_s: float) -> None:

@@ -32,6 +32,9 @@ IN_MEMORY = 1024
 """The same for pages in host memory. Arrivals are applied between steps, so this bounds what a step's time brings."""
 AT_ONCE = 64
 """Pages in host memory that are sent to the device with one call, and heard of with one report."""
+ASKED_FIRST, ASKED_BESIDE, TOKENS_ASKED = 16, 64, 16
+"""Pages that the disk is asked for while the device waits, so that it reads; and beside a step, with one more for so
+many tokens of it: to ask for a prefix may take the engine's thread as long as some steps take."""
 
 
 class UpTransfers:
@@ -276,13 +279,15 @@ class LoadPump:
     pages of one load under way are bounded, and each arrives or fails within the I/O timeout, so that a load ends."""
 
     def __init__(self, movers: Movers, up: UpTransfers) -> None:
+        self.asked_first = IN_MEMORY
+        """Pages that the disk is asked for between steps. Fewer only where steps run beside this thread."""
         self.inbox: deque[Fetch] = deque()
         self.fetching: dict[Fetch, tuple[PrefixLoad, LoadItem, bool]] = {}  # and whether the disk is asked for it
         self.loads: list[PrefixLoad] = []  # by their turns
         self._movers = movers
         self._host = movers.host.index
         self._up = up
-        self._in_flight = IN_FLIGHT
+        self._in_flight, self._may_ask = IN_FLIGHT, 0
         self._disk_taken = False
 
     def begin_load(self, load: PrefixLoad) -> None:
@@ -314,18 +319,23 @@ class LoadPump:
             found += max(0, unasked) * (not other.cancelled)
         return found
 
-    def pump_loads(self) -> None:
-        """Ask for more pages of each load."""
-        self._disk_taken = False
+    def pump_loads(self, asks: int | None = None, *, beside: bool = False) -> None:
+        """Ask for more pages of each load, of the disk for `asks` of them, or `asked_first`. `beside` a step nothing
+        goes to the device."""
+        self._disk_taken, self._may_ask = False, self.asked_first if asks is None else asks
         for load in self.loads:
-            while load.in_flight < IN_MEMORY and not load.cancelled and self._ask_next(load):
-                self.take_arrivals()
+            while load.in_flight < IN_MEMORY and not load.cancelled and self._ask_next(load, beside):
+                if not beside:
+                    self.take_arrivals()
         self.loads = list(filterfalse(attrgetter("finished"), self.loads))
         self._movers.copier.flush()
 
-    def _ask_next(self, load: PrefixLoad) -> bool:
+    def _ask_next(self, load: PrefixLoad, beside: bool) -> bool:
         """Ask for the next pages of a load: for many that are in host memory, or for one. False: not now."""
         items, copies = load.take_next_run(min(AT_ONCE, IN_MEMORY - load.in_flight), self._host.find_ready)
+        if items and beside:
+            load.todo.extendleft(reversed(items))
+            return False
         if items:
             load.in_flight += len(items)
             self._host.acquire_copies(copies)
@@ -337,10 +347,12 @@ class LoadPump:
         item = load.take_next_item()
         if item is None:
             return False
-        if not self._in_host(item.page) and (self._disk_taken or load.reading >= self._in_flight):
-            self._disk_taken = True  # those behind it in the order would only come between
-            load.todo.appendleft(item)
-            return False
+        if not self._in_host(item.page):
+            if self._disk_taken or load.reading >= self._in_flight or self._may_ask <= 0:
+                self._disk_taken = True  # those behind it in the order would only come between
+                load.todo.appendleft(item)
+                return False
+            self._may_ask -= 1
         if self._fetch_item(load, item):
             load.in_flight += 1
             return True
