@@ -109,6 +109,8 @@ def check_blocks(found: list[PeerMemory]) -> None:
         blocks = peer.own[: 64 * RANKS].view(RANKS, 64)
         assert blocks.tolist() == [[1 + 16 * rank + peer.rank] * 64 for rank in range(RANKS)]
         assert not peer.own[64 * RANKS :].any() and len(peer.own) == 4 << 20
+    found[-1].failed.fill_(1)  # as a kernel does
+    assert all(peer.failed.tolist() == [1] for peer in found)
 
 
 @pytest.fixture
@@ -128,7 +130,7 @@ def test_each_rank_reaches_the_blocks_of_all() -> None:
     check_blocks(found)
     for peer, driver in zip(found, drivers, strict=True):
         peer.close()
-        assert sorted(driver.freed) == ["own", "peer", "peer"] and not driver.pinned
+        assert sorted(driver.freed) == ["own", "peer", "peer"] and driver.pinned == 2 << 20
 
 
 @pytest.mark.usefixtures("own_views")
@@ -138,7 +140,7 @@ def test_without_peer_access_all_ranks_take_host_memory(fault: str) -> None:
     drivers = [PretendedDriver(fault if rank == 1 else "") for rank in range(RANKS)]
     found = open_all(drivers, peer_access=fault != "off")
     assert not any(peer.direct for peer in found)
-    assert all(driver.pinned == RANKS * (4 << 20) for driver in drivers)
+    assert all(driver.pinned == RANKS * (4 << 20) + (2 << 20) for driver in drivers)
     check_blocks(found)
 
 

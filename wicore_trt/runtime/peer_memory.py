@@ -35,9 +35,8 @@ class _IpcHandle(ctypes.Structure):
 class PeerMemory:
     """Blocks of all ranks. `addresses` int64 [ranks], on this rank's device, are where its kernels reach each block;
     `own` uint8 [bytes] is this rank's block, zero at first, a tensor of the device or of pinned host memory. A kernel
-    that waits too long for a peer writes anything but 0 to `failed`, int32 [1] in pinned memory, and so does a host
-    that has lost one: then no wait may go on, and what steps compute is worth nothing. `direct`: blocks are device
-    memory."""
+    that has waited too long for a peer writes 1 to `failed`, int32 [1] in pinned host memory that all ranks share: what
+    any rank computes from then on is worth nothing. `direct`: blocks are device memory."""
 
     rank: int
     ranks: int
@@ -51,29 +50,28 @@ class PeerMemory:
 def open_peer_memory(
     ranks: RankExchange, device: torch.device, size: int, *, peer_access: bool = True, driver: Any = None
 ) -> PeerMemory:
-    """Open blocks of at least `size` bytes; all ranks call it at the same time. Without `peer_access`, and where GPUs
-    have none, blocks lie in host memory. `driver` stands for libcuda in tests. Raises RankError for a rank that ended,
-    EnvironmentUnfitError where host memory cannot be pinned."""
+    """Open blocks of at least `size` bytes; all ranks call it at the same time, once. Without `peer_access`, and where
+    GPUs have none, blocks lie in host memory. `driver` stands for libcuda in tests. Raises RankError for a rank that
+    ended, EnvironmentUnfitError where host memory cannot be pinned."""
     size += -size % _GRANULE
-    gpu = device.type == "cuda" or driver is not None
-    failed = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # there is a context now
-    blocks = _Blocks(ranks, size, driver or ctypes.CDLL("libcuda.so.1")) if gpu else None
-    trusted = blocks is not None and blocks.open_all() if peer_access else False
+        driver = ctypes.CDLL("libcuda.so.1")
+    blocks = None if driver is None else _Blocks(ranks, size, driver)
+    trusted = peer_access and blocks is not None and blocks.open_all()
+    memory = ranks.map_memory(_GRANULE + (0 if trusted else size * ranks.ranks))
+    if blocks is not None:
+        blocks.register(memory)
     if blocks is not None and trusted:
-        own: Any = blocks.view_own(device)
-        found, close = blocks.addresses, blocks.close
+        addresses, own = blocks.addresses, blocks.view_own(device)
     else:
-        if blocks is not None:
-            blocks.close()
-            log.warning("GPUs do not reach each other's memory; ranks exchange through host memory, which is slower")
-        memory = ranks.map_memory(size * ranks.ranks)
-        base, close = (host_address(memory), lambda: None) if blocks is None else blocks.register(memory)
-        own = torch.frombuffer(memory, dtype=torch.uint8)[ranks.rank * size :][:size]
-        found = [base + rank * size for rank in range(ranks.ranks)]
-    addresses = torch.tensor(found, dtype=torch.int64, device=device)
-    return PeerMemory(ranks.rank, ranks.ranks, addresses, own, failed, trusted, close)
+        log.info("ranks exchange through host memory")
+        addresses = [host_address(memory) + _GRANULE + rank * size for rank in range(ranks.ranks)]
+        own = torch.frombuffer(memory, dtype=torch.uint8)[_GRANULE + ranks.rank * size :][:size]
+    failed = torch.frombuffer(memory, dtype=torch.int32, count=1)
+    given = torch.tensor(addresses, dtype=torch.int64, device=device)
+    close = (lambda: None) if blocks is None else blocks.close
+    return PeerMemory(ranks.rank, ranks.ranks, given, own, failed, trusted, close)
 
 
 class _Blocks:
@@ -99,12 +97,17 @@ class _Blocks:
             if rank != ranks.rank:
                 self.addresses[rank] = self._open(found)
         if not self._all_agree(all(self.addresses)):
-            return False
+            return self._give_up()
         right = self._write_patterns() and self._read_patterns()
         trusted = self._all_agree(right)  # behind it, nobody reads a pattern any more
         self._call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(self._size))
         self._call("cuCtxSynchronize")
-        return self._all_agree(trusted)
+        return self._all_agree(trusted) or self._give_up()
+
+    def _give_up(self) -> bool:
+        log.warning("GPUs do not reach each other's memory; exchanges of ranks are slower")
+        self.close()
+        return False
 
     def view_own(self, device: torch.device) -> torch.Tensor:
         self.__cuda_array_interface__ = {
@@ -112,20 +115,23 @@ class _Blocks:
         }  # fmt: skip
         return torch.as_tensor(self, device=device)
 
-    def register(self, memory: memoryview) -> tuple[int, Callable[[], None]]:
-        """Pin `memory` and return its address on the device, and what unpins it."""
-        at, address = ctypes.c_void_p(host_address(memory)), ctypes.c_uint64()
+    def register(self, memory: memoryview) -> None:
+        """Pin `memory`, so that kernels reach it by its host address. Raises EnvironmentUnfitError."""
+        at, address = host_address(memory), ctypes.c_uint64()
+        self._registered = memory
         try:
-            self._call("cuMemHostRegister_v2", at, ctypes.c_size_t(memory.nbytes), ctypes.c_uint(_PORTABLE_MAPPED))
+            flags = ctypes.c_uint(_PORTABLE_MAPPED)
+            self._call("cuMemHostRegister_v2", ctypes.c_void_p(at), ctypes.c_size_t(memory.nbytes), flags)
+            self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(address), ctypes.c_void_p(at), ctypes.c_uint(0))
+            if address.value != at:
+                raise RuntimeError("a GPU has another address for pinned memory")
         except RuntimeError as error:
             raise EnvironmentUnfitError(
                 f"Ranks have no memory to exchange rows in: {error}.", fix="ulimit -l unlimited."
             ) from error
-        self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(address), at, ctypes.c_uint(0))
-        return address.value, lambda: self._call("cuMemHostUnregister", at)
 
     def close(self) -> None:
-        """Give blocks back. No kernel may run, here or on peers."""
+        """Give device memory back. No kernel may run, here or on peers."""
         for rank, address in enumerate(self.addresses):
             if address:
                 name = "cuMemFree_v2" if rank == self._ranks.rank else "cuIpcCloseMemHandle"
