@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from wicore_trt.runtime import peer_memory
 from wicore_trt.runtime.exchange import RankExchange, create_memory
 from wicore_trt.runtime.peer_memory import PeerMemory, open_peer_memory
 
@@ -113,16 +112,6 @@ def check_blocks(found: list[PeerMemory]) -> None:
     assert all(peer.failed.tolist() == [1] for peer in found)
 
 
-@pytest.fixture
-def own_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    def view(blocks: Any, device: torch.device) -> torch.Tensor:
-        memory = blocks._driver.own[-1]
-        return torch.frombuffer(memory, dtype=torch.uint8)
-
-    monkeypatch.setattr(peer_memory._Blocks, "view_own", view)
-
-
-@pytest.mark.usefixtures("own_views")
 def test_each_rank_reaches_the_blocks_of_all() -> None:
     drivers = [PretendedDriver() for _ in range(RANKS)]
     found = open_all(drivers)
@@ -133,7 +122,6 @@ def test_each_rank_reaches_the_blocks_of_all() -> None:
         assert sorted(driver.freed) == ["own", "peer", "peer"] and driver.pinned == 2 << 20
 
 
-@pytest.mark.usefixtures("own_views")
 @pytest.mark.parametrize("fault", ["refuses", "loses", "reads", "off"])
 def test_without_peer_access_all_ranks_take_host_memory(fault: str) -> None:
     """Also where the driver claims access, and data of one rank alone does not arrive."""

@@ -20,7 +20,8 @@ class ExecutorOptions:
     groups. With neither, backend triton takes the memory left, up to `kv_fraction` of the GPU, others DEFAULT_KV_BYTES.
     `batch_invariant`: kernels do not change with the size of a step; only backend triton has a choice. `loads`:
     prefixes will be loaded from lower tiers, which takes KV pages of its own. `image_slots`: images whose features are
-    kept, of 256 tokens each for a published model."""
+    kept, of 256 tokens each for a published model. `compare_ranks` ends an engine of several GPUs whose ranks chose
+    different tokens. Without `peer_access` such ranks exchange through host memory."""
 
     device: str = "auto"
     kernels: str = "auto"
@@ -35,3 +36,5 @@ class ExecutorOptions:
     batch_invariant: bool = False
     loads: bool = False
     image_slots: int = 32
+    compare_ranks: bool = False
+    peer_access: bool = True

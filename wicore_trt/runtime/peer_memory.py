@@ -34,8 +34,7 @@ class _IpcHandle(ctypes.Structure):
 @dataclass(frozen=True, slots=True)
 class PeerMemory:
     """Blocks of all ranks. `addresses` int64 [ranks], on this rank's device, are where its kernels reach each block;
-    `own` uint8 [bytes] is this rank's block, zero at first, a tensor of the device or of pinned host memory. A kernel
-    that has waited too long for a peer writes 1 to `failed`, int32 [1] in pinned host memory that all ranks share: what
+    `own` uint8 [bytes] is this rank's block, zero at first. A kernel that has waited too long for a peer writes 1 to `failed`, int32 [1] in pinned host memory that all ranks share: what
     any rank computes from then on is worth nothing. `direct`: blocks are device memory."""
 
     rank: int
@@ -63,15 +62,27 @@ def open_peer_memory(
     if blocks is not None:
         blocks.register(memory)
     if blocks is not None and trusted:
-        addresses, own = blocks.addresses, blocks.view_own(device)
+        addresses = blocks.addresses
     else:
         log.info("ranks exchange through host memory")
         addresses = [host_address(memory) + _GRANULE + rank * size for rank in range(ranks.ranks)]
-        own = torch.frombuffer(memory, dtype=torch.uint8)[_GRANULE + ranks.rank * size :][:size]
+    own = _view_memory(addresses[ranks.rank], size, device)
     failed = torch.frombuffer(memory, dtype=torch.int32, count=1)
     given = torch.tensor(addresses, dtype=torch.int64, device=device)
-    close = (lambda: None) if blocks is None else blocks.close
-    return PeerMemory(ranks.rank, ranks.ranks, given, own, failed, trusted, close)
+    return PeerMemory(ranks.rank, ranks.ranks, given, own, failed, trusted, lambda: blocks.close() if blocks else None)
+
+
+class _DeviceArray:
+    """Bytes that kernels reach, as the CUDA Array Interface tells of them."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def _view_memory(address: int, size: int, device: torch.device) -> torch.Tensor:
+    if device.type == "cuda":
+        return torch.as_tensor(_DeviceArray(address, size), device=device)
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
 
 
 class _Blocks:
@@ -108,12 +119,6 @@ class _Blocks:
         log.warning("GPUs do not reach each other's memory; exchanges of ranks are slower")
         self.close()
         return False
-
-    def view_own(self, device: torch.device) -> torch.Tensor:
-        self.__cuda_array_interface__ = {
-            "shape": (self._size,), "typestr": "|u1", "data": (self.addresses[self._ranks.rank], False), "version": 3,
-        }  # fmt: skip
-        return torch.as_tensor(self, device=device)
 
     def register(self, memory: memoryview) -> None:
         """Pin `memory`, so that kernels reach it by its host address. Raises EnvironmentUnfitError."""

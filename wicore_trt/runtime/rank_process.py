@@ -23,8 +23,10 @@ import torch
 from wicore_trt.child_process import import_named
 from wicore_trt.errors import RankError, WicoreError
 from wicore_trt.runtime.exchange import RankExchange
+from wicore_trt.runtime.executor import AheadExecutor
 from wicore_trt.runtime.options import ExecutorOptions
-from wicore_trt.runtime.ranks import BEAT_S, MessageSocket, RankExecutor, unpack_slices
+from wicore_trt.runtime.rank_copier import cut_part
+from wicore_trt.runtime.ranks import BEAT_S, MessageSocket, unpack_slices
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ def main(start: Mapping[str, Any]) -> None:
         os.close(start["memory"])
         executor = import_named(start["opener"])(Path(start["engine"]), ExecutorOptions(**start["options"]), exchange)
         control.send("ready")
-        _obey_messages(control, executor)
+        _Rank(control, executor, start).obey_messages()
     except WicoreError as error:
         control.send("refused", type(error).__name__, error.message, error.fix)
     except (RankError, BrokenPipeError, ConnectionResetError) as error:
@@ -58,31 +60,81 @@ def _send_beats(control: MessageSocket) -> None:
             time.sleep(BEAT_S)
 
 
-def _obey_messages(control: MessageSocket, executor: RankExecutor) -> None:
-    slab = memoryview(b"")
+class _Rank:
+    """What this rank does for each message: the method of its kind. Steps are collected when there is no room for
+    another, and at the end."""
 
-    def cut(places: Sequence[tuple[int, int]]) -> list[memoryview]:
-        return [slab[at : at + size] for at, size in places]
+    def __init__(self, control: MessageSocket, executor: Any, start: Mapping[str, Any]) -> None:
+        self._control, self._executor = control, executor
+        self._rank, self._ranks = start["rank"], start["ranks"]
+        self._slab, self._under_way, self._encoding = memoryview(b""), 0, set[int]()
+        if start["options"]["compare_ranks"]:
+            executor.on_tokens = partial(control.send, "tokens")
 
-    def report(call: int, digests: object, seconds: float) -> None:
-        control.send("copied", call, seconds)
+    def obey_messages(self) -> None:
+        while (received := self._control.receive()) is not None:
+            (kind, *given), fds = received
+            getattr(self, f"do_{kind}")(*given, *fds)
+        while self._under_way:  # so that the others need not wait in vain
+            self._collect_step()
 
-    while (received := control.receive()) is not None:
-        (kind, *given), fds = received
-        if kind == "step":
-            packed, rows = given
-            batch = unpack_slices(packed)
-            if rows is None:
-                executor.execute(batch)
+    def do_step(self, packed: Sequence[Sequence[Any]], measures: bool, rows: list[int] | None) -> None:
+        batch, executor = unpack_slices(packed), self._executor
+        if rows is not None:
+            executor.logits(batch, torch.tensor(rows, dtype=torch.int64))
+        elif not isinstance(executor, AheadExecutor):
+            executor.execute(batch)
+        else:
+            batch.measure_attention = measures
+            while any(s.images for s in batch.slices) and self._encoding:
+                self._take_encodings()
+            if self._under_way == 2:
+                self._collect_step()
+            executor.submit(batch)
+            self._under_way += 1
+
+    def do_image(self, slot: int, pixels: bytes, beside: bool) -> None:
+        while slot in self._encoding:
+            self._take_encodings()
+        self._executor.images.begin(slot, pixels, beside)
+        self._encoding.add(slot)
+
+    def do_memory(self, size: int, fd: int) -> None:
+        self._slab = memoryview(mmap.mmap(fd, size))
+        os.close(fd)
+
+    def do_pin(self, call: int, at: int, size: int) -> None:
+        """Lock memory beside the steps: it takes long."""
+
+        def lock() -> None:
+            self._executor.copier.pin(self._slab[at : at + size])
+            self._report(call, [None], 0.0)
+
+        threading.Thread(target=lock, name="wicore-rank-pin", daemon=True).start()
+
+    def do_copies(self, asked: Sequence[Sequence[Any]]) -> None:
+        copier = self._executor.copier
+        for kind, call, group, *given in asked:
+            if kind == "out":
+                slot, places, settled = given
+                copier.to_host(group, slot, self._cut(places), partial(self._report_one, call), settled=settled)
             else:
-                executor.logits(batch, torch.tensor(rows, dtype=torch.int64))
-        elif kind == "memory":
-            slab = memoryview(mmap.mmap(fds[0], given[0]))
-            os.close(fds[0])
-        elif kind == "out":
-            call, group, slot, places = given
-            executor.copier.to_host(group, slot, cut(places), partial(report, call))
-        elif kind == "in":
-            call, group, slots, pages = given
-            executor.copier.to_device(group, slots, [cut(places) for places in pages], partial(report, call))
-            executor.copier.flush()
+                slots, pages = given
+                copier.to_device(group, slots, list(map(self._cut, pages)), partial(self._report, call))
+        copier.flush()
+
+    def _collect_step(self) -> None:
+        self._executor.collect()
+        self._under_way -= 1
+
+    def _take_encodings(self) -> None:
+        self._encoding -= {slot for slot, _ in self._executor.images.take_ended(1.0)}
+
+    def _cut(self, places: Sequence[tuple[int, int]]) -> list[memoryview]:
+        return cut_part([self._slab[at : at + size] for at, size in places], self._rank, self._ranks)
+
+    def _report_one(self, call: int, digest: bytes | None, seconds: float) -> None:
+        self._report(call, [digest], seconds)
+
+    def _report(self, call: int, digests: Sequence[bytes | None], seconds: float) -> None:
+        self._control.send("copied", call, list(digests), seconds)

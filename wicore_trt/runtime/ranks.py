@@ -1,23 +1,27 @@
 """Executor of an engine that is split over several ranks: rank 0 in this process, a process for each other one.
 
-Knows steps, copies and processes; must not know backends, requests or queues. A step goes to the ranks as the plain
-data of its batch, a copy as places in the host tier's memory, which all ranks map. Invariants: ranks get steps and
-copies in the order of the calls here; a page was copied when all ranks have copied their part of it; once a rank has
-failed, no step runs any more, so the engine process ends and is started again; no rank outlives this process.
+Knows steps and processes; must not know backends, requests or queues. A step goes to the ranks as the plain data of its
+batch. On GPUs all ranks sample alike, so that a step may take tokens of the last one that nobody has read; rank 0
+answers. Invariants: ranks get steps and copies in the order of the calls here; once a rank has failed, no step runs any
+more, so the engine process ends and is started again; no rank outlives this process.
 """
 
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import socket
+import struct
 import subprocess
 import threading
 import time
+import zlib
+from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,14 +29,14 @@ import msgspec
 import torch
 
 from wicore_trt.child_process import child_command, import_named
-from wicore_trt.errors import RankError, WicoreError, error_named
+from wicore_trt.errors import EnvironmentUnfitError, RankError, WicoreError, error_named
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch, StepResult
-from wicore_trt.runtime.cuda_lanes import host_address
 from wicore_trt.runtime.exchange import RankExchange, create_memory
-from wicore_trt.runtime.executor import CameIn, Done, Executor, ImageEncoder, KVLayout, PageCopier
+from wicore_trt.runtime.executor import AheadExecutor, Executor, ImageEncoder, KVLayout, PageCopier
 from wicore_trt.runtime.options import ExecutorOptions
-from wicore_trt.runtime.page_digest import KEY_BYTES, PageDigest
+from wicore_trt.runtime.rank_copier import RankedCopier
+from wicore_trt.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -40,18 +44,23 @@ BEAT_S, SILENCE_S = 0.25, 2.0
 """How often a rank's process says that it runs, whatever it computes; for how long it may be silent in a step."""
 START_S = 60.0
 """The same while a rank starts and loads."""
+SEND_S = 10.0
+"""For how long a message may wait until the other side, which may run steps, takes it."""
 END_S = 5.0
 """Time for a rank's process to end by itself when this one closes."""
 
 
 class RankExecutor(Executor, Protocol):
-    """Executor of one rank. Steps of ranks other than 0 sample nothing."""
+    """Executor of one rank on a CPU. Steps of ranks other than 0 sample nothing."""
 
     def logits(self, batch: StepBatch, rows: torch.Tensor) -> torch.Tensor: ...
 
 
-Opener = Callable[[Path, ExecutorOptions, RankExchange], RankExecutor]
-"""Opens the part of an engine directory that the exchange's rank runs."""
+class RankAheadExecutor(AheadExecutor, Protocol):
+    """Executor of one rank on a GPU. `collect` raises RankError where ranks have lost each other; what it returns is of
+    use on rank 0 alone. `on_tokens` gets the tokens and statuses that the device chose for each collected step."""
+
+    on_tokens: Callable[[bytes], None] | None
 
 
 class MessageSocket:
@@ -59,11 +68,13 @@ class MessageSocket:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock, self._lock = sock, threading.Lock()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(SEND_S), 0))
 
     def send(self, *message: object, fds: Sequence[int] = ()) -> None:
         """Send a message; any thread may. Raises OSError when the other side has ended."""
-        data = msgspec.msgpack.encode(message)
-        data = len(data).to_bytes(4, "little") + data
+        self.send_encoded(encode_message(message), fds)
+
+    def send_encoded(self, data: bytes, fds: Sequence[int] = ()) -> None:
         with self._lock:
             sent = socket.send_fds(self._sock, [data], fds) if fds else 0
             self._sock.sendall(data[sent:])
@@ -90,60 +101,93 @@ class MessageSocket:
         return bytes(data)
 
 
+def encode_message(message: Sequence[object]) -> bytes:
+    data = msgspec.msgpack.encode(message)
+    return len(data).to_bytes(4, "little") + data
+
+
 def pack_slices(batch: StepBatch) -> list[tuple[object, ...]]:
-    """Pack the fields of slices by which KV values and logits are computed; sampling is for rank 0 alone."""
+    """Pack the fields of slices by which KV values and logits are computed, and tokens drawn on a device."""
     return [
-        (s.seq_id, s.token_ids, s.start, {g: list(table) for g, table in s.pages.items()}, s.sample, list(s.targets),
-         s.images)
+        (s.seq_id, s.token_ids, s.start, {g: _pack_table(table) for g, table in s.pages.items()}, s.sample,
+         _pack_drawing(s), s.prompt_len, s.stamp, list(s.targets), s.images)
         for s in batch.slices
     ]  # fmt: skip
 
 
+def _pack_table(table: Sequence[int]) -> bytes:
+    return (table if isinstance(table, array) else array("i", table)).tobytes()
+
+
+def _pack_drawing(piece: SequenceSlice) -> tuple[float, int, float, float, int] | None:
+    """Pack what a token is drawn by. None where it is chosen greedily, or by rank 0's host."""
+    p = piece.params
+    if p is None or p.greedy or piece.suppress_eos or piece.mask is not None or p.logprobs is not None:
+        return None
+    return None if p.logit_bias or p.penalized else (p.temperature, p.top_k, p.top_p, p.min_p, piece.seed)
+
+
 def unpack_slices(packed: Sequence[Sequence[Any]]) -> StepBatch:
-    return StepBatch([
-        SequenceSlice(seq_id, ids, start, pages, sample, targets=targets, images=tuple(map(tuple, images)))
-        for seq_id, ids, start, pages, sample, targets, images in packed
-    ])  # fmt: skip
+    slices = []
+    for seq_id, ids, start, pages, sample, drawing, prompt_len, stamp, targets, images in packed:
+        tables = {group: array("i", table) for group, table in pages.items()}
+        params, seed = (_drawing_params(*drawing[:4]), drawing[4]) if drawing else (None, 0)
+        piece = SequenceSlice(seq_id, ids, start, tables, sample, params, prompt_len, seed, stamp=stamp)
+        piece.targets, piece.images = targets, tuple(map(tuple, images))
+        slices.append(piece)
+    return StepBatch(slices)
+
+
+@lru_cache(1024)
+def _drawing_params(temperature: float, top_k: int, top_p: float, min_p: float) -> SamplingParams:
+    return SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
 
 class RankedExecutor:
     """Implements `Executor` over all ranks; its pages have the bytes of all ranks, in rank order."""
 
-    def __init__(self, engine: Path, spec: Gemma3Spec, ranks: int, opener: str, options: ExecutorOptions) -> None:
-        """Start ranks 1 and up, then open rank 0. `spec` is the whole model's, `opener` the name of an `Opener`.
-        `options.threads` 0 shares the cores of this process. Raises what the opener raises on any rank, and RankError
-        for a rank that ended or hangs."""
+    def __init__(
+        self, engine: Path, spec: Gemma3Spec, ranks: int, opener: str, options: ExecutorOptions, *, gpus: bool = False
+    ) -> None:
+        """Start ranks 1 and up, then open rank 0. `spec` is the whole model's; `opener` names what opens the part of
+        the engine that a rank runs: a function of path, options and exchange, at "module:function". `options.threads` 0
+        shares the cores of this process. With `gpus` each rank has its own. Raises what the opener raises on any rank,
+        EnvironmentUnfitError for too few GPUs, and RankError for a rank that ended or hangs."""
         threads = options.threads or max(1, len(os.sched_getaffinity(0)) // ranks)
         options = replace(options, threads=threads)
-        self._group = _Ranks(ranks, {"engine": str(engine), "opener": opener, "options": asdict(options)})
+        start = {"engine": str(engine), "opener": opener, "options": asdict(options)}
+        self._group = _Ranks(ranks, start, _list_gpus(ranks) if gpus else [])
         try:
-            self._local: RankExecutor = import_named(opener)(engine, options, self._group.exchange)
+            self._local: Any = import_named(opener)(engine, options, self._group.exchange)
             self._group.await_ready()
-        except BaseException:
+        except BaseException as error:
             self._group.close()
+            if isinstance(error, RankError) and self._group.refusal is not None:  # what ended that rank
+                raise self._group.refusal from error
             raise
-        local = self._local
+        local: Executor = self._local
         self.spec, self.kernels = spec, f"{local.kernels}-tp{ranks}"
         self.max_batch_tokens, self.slice_tokens = local.max_batch_tokens, local.slice_tokens
         self.max_sequences, self.score_rows, self.graph_sizes = local.max_sequences, local.score_rows, local.graph_sizes
         sizes = {group: ranks * count for group, count in local.layout.page_bytes.items()}
         self.layout: KVLayout = replace(local.layout, page_bytes=sizes)
-        self.copier: PageCopier = RankedCopier(self._group, local.copier, local.layout.page_bytes)
+        self._copies = RankedCopier(self._group, local.copier, local.layout.page_bytes)
+        self.copier: PageCopier = self._copies
 
     @property
     def images(self) -> ImageEncoder | None:
-        return self._local.images
+        return self._local.images  # type: ignore[no-any-return]
 
     def execute(self, batch: StepBatch) -> StepResult:
-        self._begin_step(batch, None)
+        self._begin_step(batch)
         with self._group.run_step():
-            return self._local.execute(batch)
+            return self._local.execute(batch)  # type: ignore[no-any-return]
 
     def logits(self, batch: StepBatch, rows: torch.Tensor) -> torch.Tensor:
-        """Run one step like execute(), but return logits [R, vocab] float32 of `rows`, int64[R] ascending."""
+        """Run one step like execute(), but return logits [R, vocab] float32 of `rows`, int64[R] ascending. On CPUs."""
         self._begin_step(batch, rows.tolist())
         with self._group.run_step():
-            return self._local.logits(batch, rows)
+            return self._local.logits(batch, rows)  # type: ignore[no-any-return]
 
     def release(self, seq_id: int) -> None:
         self._local.release(seq_id)
@@ -152,20 +196,85 @@ class RankedExecutor:
         self._group.close()
         self._local.close()
 
-    def _begin_step(self, batch: StepBatch, rows: list[int] | None) -> None:
-        self._group.send("step", pack_slices(batch), rows)
+    def _begin_step(self, batch: StepBatch, rows: list[int] | None = None) -> None:
+        self._copies.send_asked()
+        self._group.send("step", pack_slices(batch), batch.measure_attention, rows)
+
+
+class RankedAheadExecutor(RankedExecutor):
+    """Implements `AheadExecutor` over all ranks, each on its GPU. Attention is measured over the heads of rank 0. With
+    `options.compare_ranks` a rank that chose other tokens than rank 0 ends the engine."""
+
+    def __init__(self, engine: Path, spec: Gemma3Spec, ranks: int, opener: str, options: ExecutorOptions) -> None:
+        super().__init__(engine, spec, ranks, opener, options, gpus=options.device != "cpu")
+        encoder = self._local.images
+        self._images = None if encoder is None else _RankedEncoder(self._group, encoder)
+        if options.compare_ranks:
+            self._local.on_tokens = self._group.note_tokens
+
+    @property
+    def images(self) -> ImageEncoder | None:
+        return self._images
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        self.submit(batch)
+        return self.collect()
+
+    def submit(self, batch: StepBatch) -> None:
+        self._begin_step(batch)
+        try:
+            self._local.submit(batch)
+        except Exception as error:  # the other ranks run this step, and would wait for this one
+            self._group.fail(RankError(f"rank 0 could not start a step: {error}"))
+            raise
+
+    def collect(self) -> StepResult:
+        try:
+            return self._local.collect()  # type: ignore[no-any-return]
+        except RankError as error:
+            raise self._group.fail(error) from error
+
+    def leads(self, batch: StepBatch) -> bool:
+        return self._local.leads(batch)  # type: ignore[no-any-return]
+
+
+class _RankedEncoder:
+    """Implements `ImageEncoder`: every rank encodes each image, before the first step that shows it."""
+
+    def __init__(self, group: _Ranks, local: ImageEncoder) -> None:
+        self._group, self._local = group, local
+        self.slots, self.tokens, self.pixel_bytes = local.slots, local.tokens, local.pixel_bytes
+        self.take_ended = local.take_ended
+
+    def begin(self, slot: int, pixels: bytes, beside: bool = False) -> None:
+        self._group.send("image", slot, pixels, beside)
+        self._local.begin(slot, pixels, beside)
+
+
+def _list_gpus(ranks: int) -> list[str]:
+    """List the first GPUs that this process may use, by the names that CUDA_VISIBLE_DEVICES takes."""
+    found, given = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if found < ranks:
+        raise EnvironmentUnfitError(
+            f"The engine is split over {ranks} GPUs, and this process may use {found}.",
+            fix="Name as many in executor.devices, or build the engine with a smaller --tp.",
+        )
+    return (given.split(",") if given else list(map(str, range(found))))[:ranks]
 
 
 class _Ranks:
     """Processes of ranks 1 and up, and this process's end of the exchange. `start` is what they open, as JSON."""
 
-    def __init__(self, ranks: int, start: Mapping[str, object]) -> None:
-        self.count, self._closing = ranks, False
+    def __init__(self, ranks: int, start: Mapping[str, object], gpus: list[str]) -> None:
+        """`gpus`: names of each rank's, or none. A rank has its own first, and those of its peers behind it."""
+        self.count, self._closing, self._patience = ranks, False, START_S
         self.failure: RankError | None = None
         self.refusal: WicoreError | None = None
         """Why a rank cannot open its part."""
         self.on_reply: Callable[[int, list[Any]], None] = lambda rank, message: None
         self.on_failure: Callable[[RankError], None] = lambda error: None
+        self._tokens = [deque[int]() for _ in range(ranks)]
+        """Checksums of the tokens that each rank chose in steps that were not compared yet."""
         memory = create_memory(ranks)
         mesh = {(a, b): socket.socketpair() for a in range(ranks) for b in range(a + 1, ranks)}
 
@@ -178,14 +287,15 @@ class _Ranks:
             peers = {other: end.fileno() for other, end in peers_of(rank).items()}
             given = {**start, "rank": rank, "ranks": ranks, "memory": memory, "control": theirs.fileno(),
                      "peers": peers}  # fmt: skip
+            order = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[rank:] + gpus[:rank])} if gpus else {}
             with theirs:
                 process = subprocess.Popen(
                     child_command("wicore_trt.runtime.rank_process", given), stdin=subprocess.DEVNULL,
-                    start_new_session=True, pass_fds=(memory, theirs.fileno(), *peers.values()),
+                    start_new_session=True, pass_fds=(memory, theirs.fileno(), *peers.values()), env=os.environ | order,
                 )  # fmt: skip
             self.processes.append(process)
             self._sockets.append(MessageSocket(ours))
-        self._beats = dict.fromkeys(range(ranks), time.monotonic())
+        self._beats, self._lock = dict.fromkeys(range(ranks), time.monotonic()), threading.Lock()
         self.exchange = RankExchange(0, ranks, memory, peers_of(0), self._has_beaten)
         os.close(memory)
         for a, b in mesh:
@@ -206,27 +316,24 @@ class _Ranks:
         for _ in self._sockets:
             while not self._ready.acquire(timeout=BEAT_S):
                 for rank in range(1, self.count):
-                    if not self._has_beaten(rank, START_S):
-                        self._fail(RankError(f"rank {rank} hangs while it loads"))
-                        raise RankError(f"rank {rank} hangs while it loads")
+                    if not self._has_beaten(rank):
+                        raise self.fail(RankError(f"rank {rank} hangs while it loads"))
         if self.refusal is not None:
             raise self.refusal
         if self.failure is not None:
             raise self.failure
+        self._patience = SILENCE_S
 
     def send(self, *message: object, fds: Sequence[int] = ()) -> None:
         """Send a message to all ranks. Raises RankError once one has failed."""
-        for rank in range(1, self.count):
-            self.send_to(rank, *message, fds=fds)
-
-    def send_to(self, rank: int, *message: object, fds: Sequence[int] = ()) -> None:
-        if self.failure is not None:
-            raise self.failure
-        try:
-            self._sockets[rank - 1].send(*message, fds=fds)
-        except OSError as error:
-            self._fail(RankError(f"rank {rank} has ended: {error}"))
-            raise RankError(f"rank {rank} has ended") from error
+        data = encode_message(message)
+        for rank, sock in enumerate(self._sockets, 1):
+            if self.failure is not None:
+                raise self.failure
+            try:
+                sock.send_encoded(data, fds)
+            except OSError as error:
+                raise self.fail(RankError(f"rank {rank} has ended")) from error
 
     @contextmanager
     def run_step(self) -> Iterator[None]:
@@ -236,7 +343,7 @@ class _Ranks:
             yield
         except Exception as error:
             if self.exchange.within_step:
-                self._fail(error if isinstance(error, RankError) else RankError(f"rank 0 failed in a step: {error}"))
+                self.fail(error if isinstance(error, RankError) else RankError(f"rank 0 failed in a step: {error}"))
             raise
 
     def close(self) -> None:
@@ -254,15 +361,28 @@ class _Ranks:
         for reader in self._readers:
             reader.join()
 
-    def _has_beaten(self, rank: int, silence_s: float | None = None) -> bool:
-        return time.monotonic() - self._beats[rank] < (SILENCE_S if silence_s is None else silence_s)
+    def note_tokens(self, tokens: bytes, rank: int = 0) -> None:
+        """Note what a rank chose in its next step, and compare steps of which all ranks have told."""
+        with self._lock:
+            self._tokens[rank].append(zlib.crc32(tokens))
+            while all(self._tokens):
+                if len({told.popleft() for told in self._tokens}) > 1:
+                    self.fail(RankError("ranks chose different tokens"))
 
-    def _fail(self, error: RankError) -> None:
-        """Note that no step can run any more."""
+    def fail(self, error: RankError) -> RankError:
+        """Note that no step can run any more, and end the others; return the first reason, which may be a rank that is
+        silent."""
         if self.failure is None and not self._closing:
-            log.error("%s; this engine ends", error)
-            self.failure = error
-            self.on_failure(error)
+            silent = [rank for rank in range(1, self.count) if not self._has_beaten(rank, 4 * BEAT_S)]
+            self.failure = RankError(f"rank {silent[0]} hangs") if silent else error
+            log.error("%s; this engine ends", self.failure)
+            self.on_failure(self.failure)
+            for process in self.processes:
+                process.kill()
+        return self.failure or error
+
+    def _has_beaten(self, rank: int, silence_s: float | None = None) -> bool:
+        return time.monotonic() - self._beats[rank] < (self._patience if silence_s is None else silence_s)
 
     def _read_replies(self, rank: int, sock: MessageSocket) -> None:
         ready = False
@@ -277,115 +397,13 @@ class _Ranks:
                     self.refusal = error_named(kind, text, fix=fix)
                 elif message[0] == "beat":
                     self._beats[rank] = time.monotonic()
+                elif message[0] == "tokens":
+                    self.note_tokens(message[1], rank)
                 else:
                     self.on_reply(rank, message)
         except OSError:
             pass
         finally:
-            self._fail(RankError(f"rank {rank} has ended"))
+            self.fail(RankError(f"rank {rank} has ended"))
             if not ready:
                 self._ready.release()
-
-
-@dataclass(slots=True)
-class _Pending:
-    """Copies of one call: `left` ranks have not reported; `done` gets the seconds of the slowest."""
-
-    left: int
-    done: Callable[[float], None]
-    seconds: float = 0.0
-
-
-@dataclass(slots=True)
-class RankedCopier:
-    """Implements `PageCopier` over all ranks. Pages are copied to and from the memory of `map_memory` alone.
-    `rank_bytes`: of each rank's part of a page, by layer group."""
-
-    group: _Ranks
-    local: PageCopier
-    rank_bytes: Mapping[str, int]
-    broken: BaseException | None = None
-    checks: bool = False
-    _slab: memoryview = field(default_factory=lambda: memoryview(b""))
-    _address: int = 0
-    _lock: threading.RLock = field(default_factory=threading.RLock)
-    _pending: dict[int, _Pending] = field(default_factory=dict)
-    _calls: int = 0
-    _digest: PageDigest = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._digest = PageDigest(os.urandom(KEY_BYTES), self.group.count * max(self.rank_bytes.values()))
-        self.group.on_reply, self.group.on_failure = self._take_reply, self._break_copies
-
-    def map_memory(self, size: int) -> memoryview:
-        """Map `size` zero bytes that all ranks see; call it once."""
-        fd = os.memfd_create("wicore-host-tier", os.MFD_CLOEXEC)
-        os.ftruncate(fd, size)
-        self._slab = memoryview(mmap.mmap(fd, size))
-        self._address = host_address(self._slab)
-        self.group.send("memory", size, fds=[fd])
-        os.close(fd)
-        return self._slab
-
-    def pin(self, memory: memoryview) -> bool:
-        return self.local.pin(memory)
-
-    def digest(self, parts: Sequence[memoryview]) -> bytes:
-        return self._digest.compute_digest(parts)
-
-    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done, *, settled: bool = False) -> None:
-        call = self._begin_call(lambda seconds: done(None, seconds))
-        for rank in range(1, self.group.count):
-            self.group.send_to(rank, "out", call, group, slot, self._find_places(self._cut_parts(group, rank, parts)))
-        own = self._cut_parts(group, 0, parts)
-        self.local.to_host(group, slot, own, lambda digest, seconds: self._end_part(call, seconds), settled=settled)
-
-    def to_device(self, group: str, slots: Sequence[int], pages: Sequence[Sequence[memoryview]], done: CameIn) -> None:
-        call = self._begin_call(lambda seconds: done([None] * len(slots), seconds))
-        for rank in range(1, self.group.count):
-            places = [self._find_places(self._cut_parts(group, rank, parts)) for parts in pages]
-            self.group.send_to(rank, "in", call, group, list(slots), places)
-        own = [self._cut_parts(group, 0, parts) for parts in pages]
-        self.local.to_device(group, slots, own, lambda digests, seconds: self._end_part(call, seconds))
-
-    def flush(self) -> None:
-        self.local.flush()
-
-    def _begin_call(self, done: Callable[[float], None]) -> int:
-        with self._lock:
-            self._calls += 1
-            self._pending[self._calls] = _Pending(self.group.count, done)
-            return self._calls
-
-    def _end_part(self, call: int, seconds: float) -> None:
-        with self._lock:  # held while `done` runs, so that calls end in order
-            pending = self._pending[call]
-            pending.left -= 1
-            pending.seconds = max(pending.seconds, seconds)
-            if not pending.left:
-                del self._pending[call]
-                pending.done(pending.seconds)
-
-    def _take_reply(self, rank: int, message: list[Any]) -> None:
-        _, call, seconds = message
-        self._end_part(call, seconds)
-
-    def _break_copies(self, error: RankError) -> None:
-        self.broken = error
-
-    def _cut_parts(self, group: str, rank: int, parts: Sequence[memoryview]) -> list[memoryview]:
-        """Cut a rank's part out of the buffers of a page."""
-        begin, found = rank * self.rank_bytes[group], list[memoryview]()
-        end, at = begin + self.rank_bytes[group], 0
-        for part in parts:
-            piece = part[max(0, begin - at) : max(0, end - at)]
-            if len(piece):
-                found.append(piece)
-            at += len(part)
-        return found
-
-    def _find_places(self, parts: Sequence[memoryview]) -> list[tuple[int, int]]:
-        """Find (offset, bytes) of buffers in the shared memory."""
-        places = [(host_address(part) - self._address, len(part)) for part in parts]
-        assert all(at >= 0 and at + size <= len(self._slab) for at, size in places), "a page lies in shared memory"
-        return places
