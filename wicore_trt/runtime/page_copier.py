@@ -60,14 +60,15 @@ def make_copier(
     *,
     overlapping: Callable[[str, int], list[SlotKey]] = share_nothing,
     digest_kernel: CompiledKernel | None = None,
+    key: bytes | None = None,
 ) -> StepCopier:
     """Make the copier for `pools`, whose steps run on the CUDA stream of this handle (0: the default stream).
     `overlapping(group, slot)` lists all slots that share a byte with that one, itself first. With `digest_kernel` the
-    GPU computes digests of pages; without it the CPU checks them."""
+    GPU computes digests of pages, under `key` if given; without it the CPU checks them."""
     device = next(iter(pools.values())).device
     if device.type == "cpu":
         return TorchPageCopier(pools)
-    lanes, digest = (CudaLane(device, stream), CudaLane(device), CudaLane(device)), new_digest(pools)
+    lanes, digest = (CudaLane(device, stream), CudaLane(device), CudaLane(device)), new_digest(pools, key)
     digests = None
     if digest_kernel is not None:
         base = min(pool.data_ptr() for pool in pools.values())
@@ -75,9 +76,9 @@ def make_copier(
     return StreamPageCopier(pools, page_tokens, lanes, CudaHostMemory(device), overlapping, digests, digest)
 
 
-def new_digest(pools: Mapping[str, torch.Tensor]) -> PageDigest:
-    """Make digests of the pages of `pools` under a random key, because they never leave this process."""
-    return PageDigest(secrets.token_bytes(KEY_BYTES), max(pool[0].nbytes for pool in pools.values()))
+def new_digest(pools: Mapping[str, torch.Tensor], key: bytes | None = None) -> PageDigest:
+    """Make digests of the pages of `pools` under a key, by default a random one: they never leave this engine."""
+    return PageDigest(key or secrets.token_bytes(KEY_BYTES), max(pool[0].nbytes for pool in pools.values()))
 
 
 def written_slots(batch: StepBatch, page_tokens: int) -> Iterator[SlotKey]:
