@@ -26,7 +26,7 @@ GLANCE_S = 0.25
 
 
 class Group(Protocol):
-    """What `ranks` leads."""
+    """Processes of ranks, as `ranks` leads them."""
 
     count: int
     on_reply: Callable[[int, list[Any]], None]

@@ -61,7 +61,7 @@ def _send_beats(control: MessageSocket) -> None:
 
 
 class _Rank:
-    """What this rank does for each message: the method of its kind. Steps are collected when there is no room for
+    """Methods by the kinds of messages that this rank obeys. Steps are collected when there is no room for
     another, and at the end."""
 
     def __init__(self, control: MessageSocket, executor: Any, start: Mapping[str, Any]) -> None:
