@@ -34,9 +34,9 @@ class _IpcHandle(ctypes.Structure):
 @dataclass(frozen=True, slots=True)
 class PeerMemory:
     """Blocks of all ranks. `addresses` int64 [ranks], on this rank's device, are where its kernels reach each block;
-    `own` uint8 [bytes] is this rank's block, zero at first. A kernel that has waited too long for a peer writes 1 to
-    `failed`, int32 [1] in pinned host memory that all ranks share, as does a host that has lost a rank: what any rank
-    computes from then on is worth nothing. `direct`: blocks are device memory."""
+    `own` uint8 [bytes] is this rank's block, zero at first. `failed`, int32 [1], lies in pinned host memory that all
+    ranks share. A kernel that has waited too long for a peer writes 1 there, as does a host that has lost a rank: what
+    any rank computes from then on is worth nothing. `direct`: blocks are device memory."""
 
     rank: int
     ranks: int

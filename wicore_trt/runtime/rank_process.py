@@ -67,7 +67,7 @@ class _Rank:
     def __init__(self, control: MessageSocket, executor: Any, start: Mapping[str, Any]) -> None:
         self._control, self._executor = control, executor
         self._rank, self._ranks = start["rank"], start["ranks"]
-        self._slab, self._under_way, self._encoding = memoryview(b""), 0, set[int]()
+        self._slab, self._under_way = memoryview(b""), 0
         if start["options"]["compare_ranks"]:
             executor.on_tokens = partial(control.send, "tokens")
 
@@ -86,18 +86,17 @@ class _Rank:
             executor.execute(batch)
         else:
             batch.measure_attention = measures
-            while any(s.images for s in batch.slices) and self._encoding:
-                self._take_encodings()
             if self._under_way == 2:
                 self._collect_step()
             executor.submit(batch)
             self._under_way += 1
 
-    def do_image(self, slot: int, pixels: bytes, beside: bool) -> None:
-        while slot in self._encoding:
-            self._take_encodings()
-        self._executor.images.begin(slot, pixels, beside)
-        self._encoding.add(slot)
+    def do_image(self, slot: int, pixels: bytes) -> None:
+        self._executor.images.begin(slot, pixels)
+
+    def do_parts(self, count: int) -> None:
+        self._executor.images.run_parts(count)
+        self._executor.images.take_ended()
 
     def do_memory(self, size: int, fd: int) -> None:
         self._slab = memoryview(mmap.mmap(fd, size))
@@ -126,9 +125,6 @@ class _Rank:
     def _collect_step(self) -> None:
         self._executor.collect()
         self._under_way -= 1
-
-    def _take_encodings(self) -> None:
-        self._encoding -= {slot for slot, _ in self._executor.images.take_ended(1.0)}
 
     def _cut(self, places: Sequence[tuple[int, int]]) -> list[memoryview]:
         return cut_part([self._slab[at : at + size] for at, size in places], self._rank, self._ranks)

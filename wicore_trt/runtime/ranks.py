@@ -35,6 +35,7 @@ from wicore_trt.runtime.batch import SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.exchange import RankExchange, create_memory
 from wicore_trt.runtime.executor import AheadExecutor, Executor, ImageEncoder, KVLayout, PageCopier
 from wicore_trt.runtime.options import ExecutorOptions
+from wicore_trt.runtime.peer_memory import PeerMemory
 from wicore_trt.runtime.rank_copier import RankedCopier
 from wicore_trt.types import SamplingParams
 
@@ -61,6 +62,7 @@ class RankAheadExecutor(AheadExecutor, Protocol):
     use on rank 0 alone. `on_tokens` gets the tokens and statuses that the device chose for each collected step."""
 
     on_tokens: Callable[[bytes], None] | None
+    peers: PeerMemory | None
 
 
 class MessageSocket:
@@ -209,6 +211,7 @@ class RankedAheadExecutor(RankedExecutor):
         super().__init__(engine, spec, ranks, opener, options, gpus=options.device != "cpu")
         encoder = self._local.images
         self._images = None if encoder is None else _RankedEncoder(self._group, encoder)
+        self._group.flag = None if self._local.peers is None else self._local.peers.failed
         if options.compare_ranks:
             self._local.on_tokens = self._group.note_tokens
 
@@ -239,16 +242,20 @@ class RankedAheadExecutor(RankedExecutor):
 
 
 class _RankedEncoder:
-    """Implements `ImageEncoder`: every rank encodes each image, before the first step that shows it."""
+    """Implements `ImageEncoder`: every rank encodes each image, between the same steps."""
 
     def __init__(self, group: _Ranks, local: ImageEncoder) -> None:
         self._group, self._local = group, local
         self.slots, self.tokens, self.pixel_bytes = local.slots, local.tokens, local.pixel_bytes
-        self.take_ended = local.take_ended
+        self.parts, self.part_s, self.take_ended = local.parts, local.part_s, local.take_ended
 
-    def begin(self, slot: int, pixels: bytes, beside: bool = False) -> None:
-        self._group.send("image", slot, pixels, beside)
-        self._local.begin(slot, pixels, beside)
+    def begin(self, slot: int, pixels: bytes) -> None:
+        self._group.send("image", slot, pixels)
+        self._local.begin(slot, pixels)
+
+    def run_parts(self, count: int) -> None:
+        self._group.send("parts", count)
+        self._local.run_parts(count)
 
 
 def _list_gpus(ranks: int) -> list[str]:
@@ -273,6 +280,8 @@ class _Ranks:
         """Why a rank cannot open its part."""
         self.on_reply: Callable[[int, list[Any]], None] = lambda rank, message: None
         self.on_failure: Callable[[RankError], None] = lambda error: None
+        self.flag: torch.Tensor | None = None
+        """Of peer memory: kernels that wait for a rank see there that it has failed."""
         self._tokens = [deque[int]() for _ in range(ranks)]
         """Checksums of the tokens that each rank chose in steps that were not compared yet."""
         memory = create_memory(ranks)
@@ -377,6 +386,8 @@ class _Ranks:
             self.failure = RankError(f"rank {silent[0]} hangs") if silent else error
             log.error("%s; this engine ends", self.failure)
             self.on_failure(self.failure)
+            if self.flag is not None:
+                self.flag.fill_(1)
             for process in self.processes:
                 process.kill()
         return self.failure or error
