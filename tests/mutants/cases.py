@@ -431,6 +431,24 @@ MUTANTS = (
         "tests/schedule/test_image_book.py",
     ),
     Mutant(
+        "schedule/images.py",
+        "int(LONGER * decode_s / part_s)",
+        "int(decode_s / part_s)",
+        "tests/core/test_encodings.py",
+    ),
+    Mutant(
+        "core/encodings.py",
+        "        if rests and seconds:\n",
+        "        if False:\n",
+        "tests/core/test_encodings.py",
+    ),
+    Mutant(
+        "runtime/image_encoder.py",
+        "self._graphs[begin : begin + count]:\n",
+        "self._graphs[:count]:\n",
+        "tests/runtime/test_image_encoder.py",
+    ),
+    Mutant(
         "core/encodings.py",
         "self._note_end(why)\n",
         "self._note_end(None)\n",

@@ -171,6 +171,16 @@ def test_engines_of_text_have_the_kernels_that_they_had() -> None:
     assert not [s for s in text_alone.values() if {"key_ends", "features"} & {*s.signature, *s.constants}]
 
 
+def test_graphs_of_steps_with_images_have_rows_that_products_take_fast() -> None:
+    for scaled, alone, beside in (
+        (False, [256, 320, 384], [*range(320, 769, 64)]),
+        (True, [256, 384], [384, 512, 640, 768]),
+    ):
+        plans = [p for p in triton_rows.prompt_plans(2048, 128, 256, scaled=scaled) if p.images]
+        sizes = {n: [p.tokens for p in plans if p.decode.sequences == n] for n in (0, 16)}
+        assert sizes == {0: alone, 16: beside} and all(p.prefill.rows >= 256 for p in plans)
+
+
 def test_the_step_behind_an_image_starts_before_its_token_is_read() -> None:
     model = small_model(34)
     features, prompt = features_of(model, "bfloat16", TOKENS), [[3, 9], 2, [4]]
