@@ -13,7 +13,7 @@ from fakes import FAKE_INFO
 
 from wicore_trt.access.admission import CallCounts
 from wicore_trt.core.times import STEP_TOKENS, Histogram
-from wicore_trt.metrics.exposition import MetricsSnapshot, collect_families, describe_processes
+from wicore_trt.metrics.exposition import GPU, MetricsSnapshot, collect_families, describe_processes
 from wicore_trt.metrics.machine import GpuUse, ProcessUse
 from wicore_trt.types import EngineStats, KVStats, PoolStats, TierStats
 
@@ -34,7 +34,14 @@ def full() -> MetricsSnapshot:
     info = replace(FAKE_INFO, model_id="m", page_tokens=4)
     front = {"front": ProcessUse(1.0, 1, 1)}
     return MetricsSnapshot(
-        "1", "serving", calls, 0, info, [engine], processes=front, gpus=[GpuUse(0, "n", "u", 1, 1, 0.1, 1.0, 1.0)]
+        "1",
+        "serving",
+        calls,
+        0,
+        info,
+        [engine],
+        processes=front,
+        gpus=[GpuUse(0, "n", "u", dict.fromkeys(GPU, 1.0))],
     )
 
 

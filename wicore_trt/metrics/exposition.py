@@ -271,14 +271,14 @@ MACHINE = (
     (GAUGE, "open_files", "Files and sockets of a process."),
 )
 """Figures of `ProcessUse`: kind, attribute and name, and the meaning."""
-GPU = (
-    ("memory_used_bytes", "used_bytes", "Memory of a GPU in use, by all processes."),
-    ("memory_total_bytes", "total_bytes", "Memory of a GPU."),
-    ("utilization", "utilization", "Share of the last moment in which a kernel ran, 0 to 1."),
-    ("power_watts", "power_watts", "What a GPU draws."),
-    ("temperature_celsius", "temperature_celsius", "How warm a GPU is."),
-)
-"""Figures of `GpuUse`: name, attribute, and the meaning."""
+GPU = {
+    "memory_used_bytes": "Memory of a GPU in use, by all processes.",
+    "memory_total_bytes": "Memory of a GPU.",
+    "utilization": "Share of the last moment in which a kernel ran, 0 to 1.",
+    "power_watts": "What a GPU draws.",
+    "temperature_celsius": "How warm a GPU is.",
+}
+"""Figures of `GpuUse`: name and meaning."""
 
 
 def _describe_machine(s: MetricsSnapshot) -> Iterator[Metric]:
@@ -286,6 +286,6 @@ def _describe_machine(s: MetricsSnapshot) -> Iterator[Metric]:
         known = [(process, getattr(use, name)) for process, use in s.processes.items() if use is not None]
         rows = [(process, value) for process, value in known if value is not None]
         yield make_family(kind, f"wicore_process_{name}", about, ["process"], rows)
-    for name, attribute, about in GPU if s.gpus else ():
-        gpus = [(g.index, g.uuid, g.name, value) for g in s.gpus if (value := getattr(g, attribute)) is not None]
+    for name, about in GPU.items() if s.gpus else ():
+        gpus = [(g.index, g.uuid, g.name, g.figures[name]) for g in s.gpus if name in g.figures]
         yield make_family(GAUGE, f"wicore_gpu_{name}", about, ["gpu", "uuid", "name"], gpus)

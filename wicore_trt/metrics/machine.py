@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,16 +26,12 @@ class ProcessUse:
 
 @dataclass(frozen=True, slots=True)
 class GpuUse:
-    """State of a GPU. `utilization` is in [0, 1]; figures that a GPU does not give are None."""
+    """State of a GPU: those of `metrics.exposition.GPU` by their names that it gives."""
 
     index: int
     name: str
     uuid: str
-    used_bytes: int | None
-    total_bytes: int | None
-    utilization: float | None
-    power_watts: float | None
-    temperature_celsius: float | None
+    figures: Mapping[str, float]
 
 
 def read_process_use(pid: int) -> ProcessUse | None:
@@ -86,16 +82,15 @@ def _read_gpu(nvml: Any, index: int) -> GpuUse:
     memory, rates = read_figure("nvmlDeviceGetMemoryInfo", handle), read_figure("nvmlDeviceGetUtilizationRates", handle)
     power = read_figure("nvmlDeviceGetPowerUsage", handle)
     heat = read_figure("nvmlDeviceGetTemperature", handle, 0)  # of the chip
-    return GpuUse(
-        index=index,
-        name=_decode_text(name),
-        uuid=_decode_text(uuid),
-        used_bytes=None if memory is None else int(memory.used),
-        total_bytes=None if memory is None else int(memory.total),
-        utilization=None if rates is None else rates.gpu / 100,
-        power_watts=None if power is None else power / 1000,
-        temperature_celsius=None if heat is None else float(heat),
-    )
+    figures = {
+        "memory_used_bytes": None if memory is None else int(memory.used),
+        "memory_total_bytes": None if memory is None else int(memory.total),
+        "utilization": None if rates is None else rates.gpu / 100,
+        "power_watts": None if power is None else power / 1000,
+        "temperature_celsius": None if heat is None else float(heat),
+    }
+    known = {key: value for key, value in figures.items() if value is not None}
+    return GpuUse(index, _decode_text(name), _decode_text(uuid), known)
 
 
 def _decode_text(value: Any) -> str:
