@@ -256,6 +256,14 @@ def write_all(out: io.FileIO, data: bytes | memoryview) -> None:
         view = view[out.write(view) :]
 
 
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file, and its folder, so that it is either whole or as before. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_bytes(data)
+    partial.replace(path)
+
+
 def link_or_copy(source: Path, target: Path) -> None:
     """Hard-link a file that nobody changes in place, or copy it where the file system cannot link."""
     try:

@@ -29,6 +29,7 @@ from wicore_trt.backends.tensorrt.api import RTX, TensorRT, find_tensorrt
 from wicore_trt.backends.tensorrt.ops import define_network
 from wicore_trt.backends.tensorrt.plan_io import PlanRequest, TensorSpec
 from wicore_trt.errors import EnvironmentUnfitError, WicoreError
+from wicore_trt.files import write_whole
 
 log = logging.getLogger(__name__)
 MARK = "wicore-plan "
@@ -248,12 +249,6 @@ def _send_message(message: dict[str, Any]) -> None:
     print(MARK + json.dumps(message), flush=True)
 
 
-def _write_file(path: Path, data: bytes) -> None:
-    partial = path.with_name(f".{path.name}.{id(data)}")
-    partial.write_bytes(data)
-    partial.replace(path)
-
-
 def main() -> int:
     job = json.load(sys.stdin)
     cache = Path(job["cache"]) if job["cache"] else None
@@ -262,14 +257,13 @@ def main() -> int:
         earlier = cache.read_bytes() if cache and cache.is_file() else None
         report: Callable[[float], None] = lambda fraction: _send_message({"fraction": fraction})  # noqa: E731
         plan = build_plan(find_tensorrt(), request, timing_cache=earlier, report=report)
-        _write_file(Path(job["plan"]), plan.data)
+        write_whole(Path(job["plan"]), plan.data)
     except WicoreError as error:
         _send_message({"error": error.message, "fix": error.fix})
         return error.exit_code
     if cache and plan.timing_cache is not None:
         try:
-            cache.parent.mkdir(parents=True, exist_ok=True)
-            _write_file(cache, plan.timing_cache)
+            write_whole(cache, plan.timing_cache)
         except OSError as error:  # the next build takes longer, and no more
             print(f"the timing cache {cache} was not kept: {error}")
     _send_message({"tensors": msgspec.to_builtins(plan.tensors), "facts": plan.facts})

@@ -12,7 +12,6 @@ stay, so its run can be a CUDA graph: TensorRT-RTX captures by itself, full Tens
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +30,7 @@ from wicore_trt.backends.tensorrt.plan_io import DECODE, INDEX, LOGITS, PHASES, 
 from wicore_trt.engine.directory import EngineDir
 from wicore_trt.engine.manifest import rebuild_engine
 from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError
+from wicore_trt.files import write_whole
 from wicore_trt.runtime.cuda_device import ALIGNMENT, CudaDevice
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
 
@@ -352,10 +352,6 @@ class RuntimeCache:
         if self._cache is None:
             return
         try:
-            data = bytes(self._cache.serialize())
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self._path.with_suffix(f".{os.getpid()}")
-            partial.write_bytes(data)
-            partial.replace(self._path)
+            write_whole(self._path, bytes(self._cache.serialize()))
         except OSError as error:
             log.info("the runtime cache %s was not kept: %s", self._path, error)
