@@ -10,6 +10,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
+from wicore_trt.checkpoint.format import Checkpoint, open_checkpoint
 from wicore_trt.checkpoint.names import hf_shapes
 from wicore_trt.model.hf_config import read_hf_config
 
@@ -47,3 +48,12 @@ def write_tiny_tokenizer(path: Path) -> None:
     pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<start>", "<turn>", "<end>", *"abcdefghijklmnop"]
     Tokenizer(BPE({p: i for i, p in enumerate(pieces)}, [], unk_token="<unk>")).save(str(path / "tokenizer.json"))
     (path / "generation_config.json").write_text('{"eos_token_id": [1, 6]}')
+
+
+def open_intact(path: Path) -> Checkpoint:
+    """Open a checkpoint of which every byte is as recorded. Raises its error for a damaged file."""
+    checkpoint = open_checkpoint(path)
+    for name, record in checkpoint.files.items():
+        if part := record.describe_change(path / name):
+            raise checkpoint.make_damage_error(name, part)
+    return checkpoint

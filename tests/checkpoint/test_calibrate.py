@@ -16,6 +16,7 @@ from parity.tiny import TinyModel, tiny_model
 from safetensors.torch import load_file, save_file
 from text.synthetic_tokenizer import BOS
 from text.synthetic_tokenizer import write as write_tokenizer
+from tiny_source import open_intact
 from transformers import DynamicCache
 
 from wicore_trt.backends.torch import calibrate as module
@@ -118,7 +119,7 @@ def test_amax_is_that_of_transformers(seed: int, tmp_path: Path) -> None:
 def test_scales_of_a_conversion(tp: int, source: Path, text: Path, tmp_path: Path) -> None:
     calibration = TextCalibration(text, 500)
     checkpoint = convert(source, tmp_path / "c", dtype="fp8", tp_size=tp, calibration=calibration)
-    open_checkpoint(checkpoint.path, verify=True)
+    open_intact(checkpoint.path)
     quantization = checkpoint.config["quantization"]
     assert (quantization["quant_algo"], quantization["kv_cache_quant_algo"]) == ("FP8", "FP8")
     token_ids = Tokenizer.from_dir(source).encode(text.read_text(), add_bos=False)[:500]
@@ -145,7 +146,7 @@ def test_an_existing_checkpoint(dtype: str, tp: int, source: Path, text: Path, t
     before = [load_file(file) for file in plain.rank_files]
     calibration = TextCalibration(text, 300)
     found = convert(plain.path, plain.path, calibration=calibration, force=True)
-    assert open_checkpoint(found.path, verify=True).tp_size == tp and found.kv_scales
+    assert open_intact(found.path).tp_size == tp and found.kv_scales
     assert found.weights.algo == ("FP8" if dtype == "fp8" else None)
     scales = [static_scales(file) for file in found.rank_files]
     assert all(s == scales[0] for s in scales)
@@ -309,7 +310,7 @@ def test_an_interrupted_calibration_keeps_the_checkpoint(phase: str, source: Pat
     left = sorted(p.name for p in tmp_path.iterdir())
     with pytest.raises(KeyboardInterrupt):
         TextCalibration(text, 400).of_checkpoint(plain.path, plain.path, force=True, progress=interrupt)
-    assert open_checkpoint(plain.path, verify=True).files == plain.files
+    assert open_intact(plain.path).files == plain.files
     assert sorted(p.name for p in tmp_path.iterdir()) == left
     assert all(0 <= done <= total for _, done, total in seen)
 

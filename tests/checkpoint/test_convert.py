@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_gemma import TEXT_CONFIG, random_tensors, write_model
-from tiny_source import write_tiny_tokenizer
+from tiny_source import open_intact, write_tiny_tokenizer
 
 from wicore_trt.checkpoint import convert as convert_module
 from wicore_trt.checkpoint.convert import convert
@@ -91,7 +91,7 @@ def test_values_of_every_dtype_and_tp(dtype: str, tp: int, tmp_path: Path) -> No
         assert got.dtype == expected.dtype and torch.equal(got, expected), tensor.name
         names.remove(tensor.name)
     assert not names
-    open_checkpoint(tmp_path / "c", verify=True)
+    open_intact(tmp_path / "c")
 
 
 def test_auto_keeps_what_the_source_has(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_outputs_that_are_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(EnvironmentUnfitError, match=r"needs 67\.\d MB on disk, and 0\.0 MB are free"):
         convert(source, tmp_path / "full")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "m"]
-    open_checkpoint(output, verify=True)
+    open_intact(output)
 
 
 def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_an_interrupted_overwrite_keeps_the_old_checkpoint(tmp_path: Path) -> No
 
     with pytest.raises(KeyboardInterrupt):
         convert(source, tmp_path / "c", force=True, progress=interrupt)
-    assert open_checkpoint(tmp_path / "c", verify=True).files == old.files
+    assert open_intact(tmp_path / "c").files == old.files
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "m"]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tiny_gemma import TEXT_CONFIG, random_tensors, write_model
-from tiny_source import write_tiny_tokenizer
+from tiny_source import open_intact, write_tiny_tokenizer
 
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.format import build_config, open_checkpoint, window_pattern, write_config
@@ -77,7 +77,7 @@ def copy(made: Path, tmp_path: Path) -> Path:
 
 
 def test_an_intact_copy_opens(copy: Path) -> None:
-    checkpoint = open_checkpoint(copy, verify=True)
+    checkpoint = open_intact(copy)
     assert checkpoint.spec == SPEC and checkpoint.tp_size == 2 and checkpoint.source.endswith("/m")
     assert [f.name for f in checkpoint.rank_files] == ["rank0.safetensors", "rank1.safetensors"]
     assert [f.name for f in checkpoint.tokenizer_files] == ["tokenizer.json", "generation_config.json"]
@@ -100,9 +100,9 @@ def test_damaged_files_are_named(name: str, damage: str, copy: Path) -> None:
     else:
         content[-1] ^= 1
         file.write_bytes(content)
-        open_checkpoint(copy)  # sizes and names are right: only `verify` reads all bytes
+        open_checkpoint(copy)  # sizes and names are right: opening reads no contents
     with pytest.raises(CheckpointError, match=name) as caught:
-        open_checkpoint(copy, verify=damage == "flipped")
+        (open_intact if damage == "flipped" else open_checkpoint)(copy)
     assert f"{copy} --dtype bfloat16 --tp 2 --force" in str(caught.value)
 
 

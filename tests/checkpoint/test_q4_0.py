@@ -14,12 +14,11 @@ import torch
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as load_torch
 from test_gguf import DIM, HEADS, HIDDEN, KV, LAYERS, MLP, write_gguf
-from tiny_source import CONFIG, write_tiny_tokenizer
+from tiny_source import CONFIG, open_intact, write_tiny_tokenizer
 
 from wicore_trt.backends.torch.calibrate import TextCalibration
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.checkpoint.convert import convert
-from wicore_trt.checkpoint.format import open_checkpoint
 from wicore_trt.checkpoint.names import Role, hf_shapes, unified_tensors
 from wicore_trt.checkpoint.whole import CheckpointTensors
 from wicore_trt.engine.build import build_engine
@@ -132,7 +131,7 @@ def test_other_sources_are_quantized_by_the_reference_rule(tmp_path: Path, tp: i
     source, said = q4_source(tmp_path / "source"), list[str]()
     checkpoint = convert(source, tmp_path / "ckpt", dtype="q4_0", tp_size=tp, note=said.append)
     assert "quantized to Q4_0 after training" in " ".join(said) and "twice" not in " ".join(said)
-    assert open_checkpoint(checkpoint.path, verify=True).config["wicore"]["format_version"] == 3
+    assert open_intact(checkpoint.path).config["wicore"]["format_version"] == 3
     whole, weights = CheckpointTensors(checkpoint), load_file(source / "model.safetensors")
     kind = gguf.GGMLQuantizationType.Q4_0
     for tensor in unified_tensors(checkpoint.spec):

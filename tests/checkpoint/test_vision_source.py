@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_images import BOI, EOI, SOFT, VISION, write_image_source
+from tiny_source import open_intact
 
 from wicore_trt.checkpoint.convert import convert
-from wicore_trt.checkpoint.format import open_checkpoint, write_config
+from wicore_trt.checkpoint.format import write_config
 from wicore_trt.checkpoint.open_source import open_source
 from wicore_trt.checkpoint.records import record_of
 from wicore_trt.engine.build import build_engine
@@ -47,7 +48,7 @@ def test_products_have_the_engines_dtype_and_the_rest_is_float32(dtype: str, kep
         assert torch.equal(tensor, given[name].to(tensor.dtype)), name
     assert (checkpoint.vision.begin_id, checkpoint.vision.soft_id, checkpoint.vision.end_id) == (BOI, SOFT, EOI)
     assert checkpoint.vision.to_dict() == checkpoint.config["wicore"]["vision"]
-    assert open_checkpoint(checkpoint.path, verify=True).vision == checkpoint.vision
+    assert open_intact(checkpoint.path).vision == checkpoint.vision
 
 
 def change(**changes: torch.Tensor | None) -> Edit:
@@ -165,7 +166,7 @@ def test_the_encoder_of_an_older_checkpoint_is_left_aside(tmp_path: Path) -> Non
     block = checkpoint.config["wicore"]
     block["files"]["vision.safetensors"] = record_of(checkpoint.vision_file).to_dict()
     write_config(checkpoint.path, {**checkpoint.config, "wicore": {**block, "vision": {"vision_config": VISION}}})
-    old = open_checkpoint(checkpoint.path, verify=True)
+    old = open_intact(checkpoint.path)
     assert old.vision is None and old.vision_file is not None
     notes = list[str]()
     engine = build_engine(old.path, tmp_path / "e", note=notes.append)

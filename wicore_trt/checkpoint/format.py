@@ -285,12 +285,11 @@ CHECKPOINT = Product("checkpoint", CONFIG, _find_file_names)
 """What `wicore convert --force` may replace."""
 
 
-def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
+def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open and check a unified checkpoint.
     Every file must have its recorded size, every rank file every tensor of the spec with its shape and dtype, and
-    config.json must be as written. `verify` compares every byte of the other files, too; without it, readers compare
-    what they read (`Checkpoint.read`, `FileRecord.parts`). Raises CheckpointError that says what is wrong and how to
-    make the directory again."""
+    config.json must be as written; readers compare what they read of the others (`Checkpoint.read`,
+    `FileRecord.parts`). Raises CheckpointError that says what is wrong and how to make the directory again."""
     path = Path(path)
     config = _read_config(path)
     block = config.get("wicore")
@@ -358,17 +357,12 @@ def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
             if info is None or info.dtype != tag or info.shape != shape:
                 found = "missing" if info is None else f"{info.dtype} {list(info.shape)}"
                 raise CheckpointError(f"{file}: {name} should be {tag} {list(shape)}, it is {found}.", fix=again)
-    checkpoint = Checkpoint(
+    return Checkpoint(
         path=path, config=config, spec=spec, dtype=dtype, weights=weights, tp_size=tp_size,
         rank_files=ranks, tokenizer_files=[path / n for n in TOKENIZER_FILES if n in files],
         vision_file=path / VISION if VISION in files else None, files=files,
         vision=vision if isinstance(vision, VisionSpec) else None,
     )  # fmt: skip
-    for name, record in files.items() if verify else ():
-        part = record.describe_change(path / name)
-        if part:
-            raise checkpoint.make_damage_error(name, part)
-    return checkpoint
 
 
 def _read_config(path: Path) -> dict[str, Any]:
