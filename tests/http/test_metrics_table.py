@@ -33,16 +33,8 @@ def full() -> MetricsSnapshot:
     engine = replace(engine, step_tokens=(0,) * (len(Histogram(STEP_TOKENS).counts) + 1))
     info = replace(FAKE_INFO, model_id="m", page_tokens=4)
     front = {"front": ProcessUse(1.0, 1, 1)}
-    return MetricsSnapshot(
-        "1",
-        "serving",
-        calls,
-        0,
-        info,
-        [engine],
-        processes=front,
-        gpus=[GpuUse(0, "n", "u", dict.fromkeys(GPU, 1.0))],
-    )
+    gpus = [GpuUse(0, "n", "u", dict.fromkeys(GPU, 1.0))]
+    return MetricsSnapshot("1", "serving", calls, 0, info, [engine], processes=front, gpus=gpus)
 
 
 def tables() -> str:
