@@ -17,6 +17,7 @@ from wicore_trt.backends.triton.roles import KernelRole
 from wicore_trt.backends.triton.table import ANY, DECODE_BUCKETS, EngineShape
 from wicore_trt.model.spec import GROUPS
 from wicore_trt.plugins.aot import KernelSpec
+from wicore_trt.plugins.code_layout import find_code
 from wicore_trt.plugins.decode_layout import (
     MEASURED_SEGMENTS,
     SPLIT_PREFILL,
@@ -36,6 +37,7 @@ from wicore_trt.plugins.kernels.linear_specs import (
     quantize_parts_spec,
     quantize_rows_spec,
 )
+from wicore_trt.plugins.kernels.page_code import page_code_specs
 from wicore_trt.plugins.kernels.page_digest import page_digest_spec
 from wicore_trt.plugins.kernels.step_specs import (
     NormShape,
@@ -71,6 +73,8 @@ def list_kernels(shape: EngineShape, target: str) -> list[ListedKernel]:
     listed = [*_list_norms(shape, target), *_list_linears(shape, target), *_list_attention(shape, target)]
     listed += _list_sampling(shape, target)
     listed.append(ListedKernel(roles.PAGE_DIGEST, ANY, page_digest_spec()))
+    code = find_code(shape.pool_shapes[GROUPS[0]])  # both groups' kernels: these differ in blocks alone
+    listed += [ListedKernel(roles.PAGE_CODE[n], ANY, s) for n, s in (page_code_specs(code) if code else {}).items()]
     if shape.images and shape.dtype == "bfloat16":
         listed.append(ListedKernel(roles.IMAGE_NORM, ANY, add_layer_norm_spec()))
     return [replace(p, spec=_chain_kernel(p, target)) for p in listed]
