@@ -6,6 +6,7 @@ place in one block is found in another by its distance from the beginning; a blo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,16 +55,18 @@ class ExchangeLayout:
         return _align(self.product_offsets[2] + 4 * self.rows * self.columns)
 
 
-def meet_launch(peers: Any, rank: int, failed: Any) -> Launch:
-    """Launch `kernels.exchange.meet`; `peers` int64 [ranks] are the addresses of all blocks."""
-    return Launch((1, 1, 1), {"peers": peers, "rank": rank, "failed": failed})
+def meet_launch(ranked: Mapping[str, Any]) -> Launch:
+    """Launch `kernels.exchange.meet`. `ranked` is what every kernel takes that reaches peers: `peers` int64 [ranks],
+    the addresses of all blocks, this `rank`, and `failed` int32 [1] in host memory."""
+    return Launch((1, 1, 1), {**ranked})
 
 
-def gather_launch(columns: Any, logits: Any, peers: Any, rank: int, ranks: int, shape: tuple[int, int]) -> Launch:
-    """Launch `kernels.exchange.gather_columns` of float32 `shape` [rows, columns] of each rank to `logits`."""
-    rows, width = shape
-    arguments = {"columns": columns, "logits": logits, "peers": peers, "rank": rank}
-    return Launch((div_ceil(width, GATHERED), rows, ranks), arguments)
+def gather_launch(
+    constants: Mapping[str, Any], columns: Any, logits: Any, rows: int, ranked: Mapping[str, Any]
+) -> Launch:
+    """Launch `kernels.exchange.gather_columns` of float32 `columns` [rows, COLUMNS] of each rank to `logits`."""
+    grid = (div_ceil(constants["COLUMNS"], GATHERED), rows, constants["RANKS"])
+    return Launch(grid, {"columns": columns, "logits": logits, **ranked})
 
 
 def _align(size: int) -> int:

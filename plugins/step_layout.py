@@ -41,12 +41,12 @@ def embed_norm_launch(
 
 def add_norm_launch(
     residual: Any, x: Any, weights: tuple[Any, Any], to: NormOut, rows: int, eps: float, *, gathered: Any = 0,
-    ranks: Mapping[str, Any] | None = None,
+    ranked: Mapping[str, Any] | None = None,
 ) -> Launch:  # fmt: skip
     """Launch `kernels.norm.add_norm` of `rows` rows of `out`. `weights` are the post and the next norm's; `gathered`
-    int32[rows] names the rows that are taken. `ranks`: what a kernel of several ranks takes besides."""
+    int32[rows] names the rows that are taken. `ranked`: as in `exchange_layout.meet_launch`."""
     arguments = {"residual": residual, "x": x, "post_weight": weights[0], "next_weight": weights[1]}
-    arguments |= {"out": to.out, "scales": to.scales, "rows": gathered, "eps": eps, **(ranks or {})}
+    arguments |= {"out": to.out, "scales": to.scales, "rows": gathered, "eps": eps, **(ranked or {})}
     return Launch((rows, 1, 1), arguments)
 
 

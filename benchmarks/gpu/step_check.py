@@ -245,7 +245,9 @@ class _Comparison:
                     self._problems.append(f"{name}: attention of {seq} is {found}, the oracle's {masses}")
 
 
-def place_constants(tensors: Mapping[str, torch.Tensor], shape: EngineShape, positions: int, device: Any) -> Constants:
+def place_constants(
+    tensors: Mapping[str, torch.Tensor], shape: EngineShape, positions: int, device: Any, rank: int = 0
+) -> Constants:
     """Place the tensors of `backends.torch.weights.fuse_weights` on `device`, rounded to the engine's types."""
     moved: dict[int, torch.Tensor] = {}
     weights = {}
@@ -258,4 +260,4 @@ def place_constants(tensors: Mapping[str, torch.Tensor], shape: EngineShape, pos
             )
             moved[id(tensor)] = tensor.to(device.torch_device, dtype, copy=kept)
         weights[name] = moved[id(tensor)]
-    return finish_constants(shape, weights, positions, device)
+    return finish_constants(shape, weights, positions, device, rank)

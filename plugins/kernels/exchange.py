@@ -13,7 +13,8 @@ first was over, the clearing included.
 Of many rows each rank reads its peers' products, after a meeting: a rank writes its number of meetings to all, and
 waits for theirs. A product lies in one of two buffers in turn: whoever writes one again has met its readers since.
 
-A rank that has waited SPINS times gives up, tells the host by `failed`, and waits no more in later launches.
+A rank that has waited SPINS times gives up, tells the host by `failed`, and waits no more in later launches; so does
+one whose host has written there.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -28,8 +29,8 @@ from wicore_trt.plugins.kernels.turns import take_turn
 FLAGS, EPOCH, BROKEN = (tl.constexpr(item) for item in (places.FLAGS, places.EPOCH, places.BROKEN))
 TURNS, SLOTS = tl.constexpr(places.TURNS), tl.constexpr(places.SLOTS_BYTES)
 ROOM, GATHERED = tl.constexpr(places.PUSHED_ROWS), tl.constexpr(places.GATHERED)
-SPINS = tl.constexpr(2_000_000)
-"""About two seconds: a look at memory takes 0.7 microseconds or more."""
+SPINS, LOOKS = tl.constexpr(2_000_000), tl.constexpr(1024)
+"""About two seconds: a look at memory takes 0.7 microseconds or more. After so many the host's memory is read, too."""
 
 
 @triton.jit
@@ -44,6 +45,15 @@ def _slot(peers, owner, sender, half, row, H: tl.constexpr, RANKS: tl.constexpr,
     item: tl.constexpr = tl.int32 if WIDE else tl.int16
     begin = (tl.load(peers + owner) + SLOTS).to(tl.pointer_type(item))
     return tl.multiple_of(begin + ((half * RANKS + sender) * ROOM + row).to(tl.int64) * H, 16)
+
+
+@triton.jit
+def _spin(spins, failed):
+    """Count a look, and every LOOKS ask the host whether to go on."""
+    spins += 1
+    if spins % LOOKS == 0:
+        spins += tl.where(tl.load(failed, volatile=True) != 0, SPINS, 0)
+    return spins
 
 
 @triton.jit
@@ -76,7 +86,7 @@ def sum_pushed(own, peers, rank, failed, row, column, inside, H: tl.constexpr, R
             part = tl.load(source, mask=inside, other=1, volatile=True)
             while (tl.min((part != 0).to(tl.int32), 0) == 0) & (spins < SPINS):
                 part = tl.load(source, mask=inside, other=1, volatile=True)
-                spins += 1
+                spins = _spin(spins, failed)
             tl.store(source, tl.zeros_like(part), mask=inside)
         if WIDE:
             total -= part.to(tl.float32, bitcast=True)
@@ -114,7 +124,7 @@ def meet(peers, rank, failed, RANKS: tl.constexpr, PADDED: tl.constexpr, DEPENDE
     came = tl.load(items + FLAGS + every, mask=there, other=0, volatile=True)
     while (tl.min(tl.where(there, came - epoch, 0), 0) < 0) & (spins < SPINS):
         came = tl.load(items + FLAGS + every, mask=there, other=0, volatile=True)
-        spins += 1
+        spins = _spin(spins, failed)
     tl.store(items + EPOCH, epoch)
     tl.store(items + BROKEN, 1, mask=spins >= SPINS)
     tl.store(failed, 1, mask=spins >= SPINS)
@@ -122,7 +132,7 @@ def meet(peers, rank, failed, RANKS: tl.constexpr, PADDED: tl.constexpr, DEPENDE
 
 @triton.jit
 def gather_columns(
-    columns, logits, peers, rank, COLUMNS: tl.constexpr, RANKS: tl.constexpr, DEPENDENT: tl.constexpr = 0
+    columns, logits, peers, rank, failed, COLUMNS: tl.constexpr, RANKS: tl.constexpr, DEPENDENT: tl.constexpr = 0
 ):
     """logits float32 [rows, RANKS * COLUMNS] = `columns` float32 [rows, COLUMNS] of all ranks side by side, behind a
     meeting. Grid: (cdiv(COLUMNS, GATHERED), rows, RANKS)."""

@@ -100,6 +100,9 @@ ALIGNED = {
 }
 
 
+RANKED = {"peers": "*i64", "rank": "i32", "failed": "*i32"}
+
+
 def embed_norm_spec(shape: NormShape, num_warps: int, *, table: str = "", images: bool = False) -> KernelSpec:
     """Specify `kernels.norm.embed_norm`; embedding and features of `images` have the operands' type, the embedding
     that of `table`, if it is given."""
@@ -133,7 +136,7 @@ def add_norm_spec(
     }
     constants, name = {**shape.constants(), "GATHER": gather}, f"add_norm_{shape.name()}_{x_dtype}"
     if ranks > 1:
-        types |= {"peers": "*i64", "rank": "i32", **({"failed": "*i32"} if pushed else {})}
+        types |= RANKED
         constants |= {"RANKS": ranks, "PUSH": ITEM_BYTES[pushed_type(shape.dtype)] if pushed else 0}
         name += f"_{'push' if pushed else 'pull'}{ranks}"
     return _spec(name + ("_rows" if gather else ""), norm.add_norm, types, constants, num_warps)
@@ -141,14 +144,13 @@ def add_norm_spec(
 
 def meet_spec(ranks: int) -> KernelSpec:
     """Specify `kernels.exchange.meet`."""
-    types = {"peers": "*i64", "rank": "i32", "failed": "*i32"}
     constants: dict[str, Constant] = {"RANKS": ranks, "PADDED": 1 << (ranks - 1).bit_length()}
-    return _spec(f"meet{ranks}", exchange.meet, types, constants, 1)
+    return _spec(f"meet{ranks}", exchange.meet, RANKED, constants, 1)
 
 
 def gather_spec(ranks: int, columns: int) -> KernelSpec:
     """Specify `kernels.exchange.gather_columns` of `columns` of each rank."""
-    types = {"columns": "*fp32", "logits": "*fp32", "peers": "*i64", "rank": "i32"}
+    types = {"columns": "*fp32", "logits": "*fp32", **RANKED}
     constants: dict[str, Constant] = {"COLUMNS": columns, "RANKS": ranks}
     name, aligned = f"gather{ranks}_{columns}", frozenset({"columns", "logits"} if columns % 4 == 0 else ())
     return _spec(name, exchange.gather_columns, types, constants, 4, aligned)

@@ -134,7 +134,7 @@ def test_what_cannot_be_built_is_refused(source: Path, monkeypatch: pytest.Monke
         ({"target": ""}, "needs a target"),
         ({"dtype": "float32"}, "float32"),
         ({"kv_dtype": "float16"}, "kv_dtype"),
-        ({"tp_size": 2}, "one GPU"),
+        ({"tp_size": 4}, "intermediate_size 12"),
     )
     for options, message in refused:
         with pytest.raises(ConfigError, match=message):

@@ -56,6 +56,7 @@ class Rank:
 
     def __post_init__(self) -> None:
         self.ranks = self.block.layout.ranks
+        self.ranked = {"peers": self.block.peers, "rank": self.rank, "failed": self.block.failed}
         self.common, self.own = torch.Generator().manual_seed(self.seed), random.Random(self.rank)
         self.residual = torch.randn(TOKENS, HIDDEN, generator=self.common)
         self.shape, self.turn = NormShape(HIDDEN, self.dtype), 0
@@ -89,8 +90,8 @@ class Rank:
         part.copy_(x[self.rank])
         self.meet()
         logits = torch.full((rows, self.ranks * COLUMNS), torch.nan)
-        call = exchange_layout.gather_launch(part, logits, self.block.peers, self.rank, self.ranks, (rows, COLUMNS))
-        self.launch(gather_spec(self.ranks, COLUMNS), call)
+        spec = gather_spec(self.ranks, COLUMNS)
+        self.launch(spec, exchange_layout.gather_launch(spec.constants, part, logits, rows, self.ranked))
         assert torch.equal(logits, torch.cat(x, 1))
         self.meet()  # as an exchange of the next step would
 
@@ -105,10 +106,9 @@ class Rank:
         results = []
         for several in (False, True):
             residual, out = self.residual.clone(), torch.zeros(rows, HIDDEN, dtype=TORCH[self.dtype])
-            more = {"peers": self.block.peers, "rank": self.rank, **({"failed": self.block.failed} if pushed else {})}
             call = step_layout.add_norm_launch(
                 residual, x if several else total, weights, NormOut(out), rows, 1e-6,
-                gathered=0 if taken is None else taken, ranks=more if several else None,
+                gathered=0 if taken is None else taken, ranked=self.ranked if several else None,
             )  # fmt: skip
             x_dtype = str(x.dtype if several else torch.float32).removeprefix("torch.")
             several_ranks = {"ranks": self.ranks, "pushed": pushed} if several else {}
@@ -126,7 +126,7 @@ class Rank:
         return [part.to(dtype) for part in found]
 
     def meet(self) -> None:
-        self.launch(meet_spec(self.ranks), exchange_layout.meet_launch(self.block.peers, self.rank, self.block.failed))
+        self.launch(meet_spec(self.ranks), exchange_layout.meet_launch(self.ranked))
 
     def launch(self, spec: KernelSpec, call: Launch) -> None:
         self.delay()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 from unittest import mock
 
@@ -22,7 +23,10 @@ from wicore_trt.backends.triton.executor import Loading, TritonExecutor
 from wicore_trt.backends.triton.kernel_list import list_kernels
 from wicore_trt.backends.triton.table import EngineShape, KernelEntry, KernelTable, parse_config
 from wicore_trt.checkpoint.blocks import Blocks, quantize_q4_0
-from wicore_trt.checkpoint.names import Role, unified_tensors, weight_minimum_name
+from wicore_trt.checkpoint.names import Role, unified_tensors, weight_minimum_name, weight_scale_name
+from wicore_trt.checkpoint.sharding import shard_of
+from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD
+from wicore_trt.model.spec import GLOBAL, RankSpec
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec
 from wicore_trt.plugins.decode_layout import DecodeConfig
 from wicore_trt.plugins.launch import ParameterBlock
@@ -93,6 +97,8 @@ class InterpretingLauncher:
     def __init__(self, device: CpuDevice, specs: Mapping[str, KernelSpec]) -> None:
         self._device, self._specs = device, specs
         self.more: list[torch.Tensor] = []
+        self.reached: list[torch.Tensor] = []
+        """Memory that kernels find by addresses in memory: peers' blocks."""
         self.launched: list[str] = []
         self.idles = False
 
@@ -107,7 +113,7 @@ class InterpretingLauncher:
             if type_.startswith("*") and arguments[name]:
                 arguments[name] = self._at(arguments[name], POINTED[type_])
         if not self.idles:
-            interpreted.launch(spec, Launch(call.grid, arguments))
+            interpreted.launch(spec, Launch(call.grid, arguments), self.reached)
 
     def _at(self, address: int, dtype: torch.dtype) -> torch.Tensor:
         for t in (*self._device.given, *self.more):
@@ -158,22 +164,30 @@ def executor_of(
     tensors: Mapping[str, torch.Tensor] | None = None,
     weights: WeightFormat | None = None,
     vision: VisionWeights | None = None,
+    part: RankSpec | None = None,
     **settings: Any,
 ) -> TritonExecutor:
     """An executor of the model's weights in `dtype`, with `kv_scale`s if `tensors` has them. What it runs to prepare,
-    large steps whose results nobody takes, is computed if it `prepares`."""
+    large steps whose results nobody takes, is computed if it `prepares`. `part`: of one rank, whose peers the caller
+    joins."""
     values = {"kv_pages": {"global": 24, "local": 24}, "max_batch_tokens": 40, "max_sequences": 4, **settings}
     stored, page_tokens = weights or (FP8 if fp8 else PLAIN[dtype]), values.pop("page_tokens", 4)
-    shape = EngineShape(model.spec, dtype, stored, kv_dtype or dtype, page_tokens, images)
+    part = part or model.spec.shard(0, 1)
+    shape = EngineShape(part.spec, dtype, stored, kv_dtype or dtype, page_tokens, images, part.ranks)
     table, specs = specs_of(shape, target)
     device = CpuDevice(target)
     launcher = InterpretingLauncher(device, specs)
     launcher.idles = not prepares
 
     def constants(positions: int) -> Any:
-        found = place_constants(
-            fuse_weights(tensors or rounded(model, dtype, fp8), model.spec), shape, positions, device
-        )
+        whole = tensors or rounded(model, dtype, fp8)
+        fused = fuse_weights(whole if part.ranks == 1 else cut_part(whole, part), part.spec)
+        if part.ranks > 1:
+            for name in {EMBEDDING, weight_scale_name(EMBEDDING)} & whole.keys():
+                fused[name] = whole[name]
+                if part.spec.tie_word_embeddings:
+                    fused[name.replace(EMBEDDING, LM_HEAD)] = whole[name]
+        found = place_constants(fused, shape, positions, device, part.rank)
         launcher.more += found.weights.values()
         return found
 
@@ -188,6 +202,22 @@ def executor_of(
         executor = TritonExecutor(plan, ExecutorOptions(max_context=CONTEXT, **values), device, launcher, graphs=graphs)
     launcher.idles = False
     return executor
+
+
+def cut_part(tensors: Mapping[str, torch.Tensor], part: RankSpec) -> dict[str, torch.Tensor]:
+    """A rank's part of the tensors of a whole engine."""
+    found, whole = {}, part.whole.layer_group(GLOBAL)
+    for tensor in unified_tensors(part.whole):
+        shard = shard_of(tensor, part.whole, part.rank, part.ranks)
+        for name in {tensor.name, tensor.scale_name, weight_minimum_name(tensor.name)} & tensors.keys():
+            sources = [0, *accumulate(whole.q_size if n == 0 else whole.kv_size for n in range(len(shard.rows) - 1))]
+            rows = [tensors[name][at + low : at + high] for at, (low, high) in zip(sources, shard.rows, strict=True)]
+            held = rows[0] if len(rows) == 1 else torch.cat([r.view(torch.uint8) for r in rows]).view(rows[0].dtype)
+            if shard.columns is not None and held.dim() == 2:
+                low, high = (column * held.shape[1] // tensor.shape[1] for column in shard.columns)
+                held = held[:, low:high].contiguous()
+            found[name] = held
+    return found
 
 
 def rounded(model: TinyModel, dtype: str, fp8: bool) -> dict[str, torch.Tensor]:

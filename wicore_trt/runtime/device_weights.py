@@ -47,6 +47,21 @@ def load_weights(
     return weights
 
 
+def join_rows(paths: Sequence[Path], name: str, device: CudaDevice) -> torch.Tensor:
+    """Load a tensor of all ranks' files on top of each other. Raises EngineFormatError for a file without it."""
+    try:
+        parts = []
+        for path in paths:
+            with safe_open(path, framework="pt") as file:
+                parts.append(file.get_tensor(name))
+    except (OSError, SafetensorError) as error:
+        raise EngineFormatError(f"{path} cannot be read: {error}.", fix="Build the engine again.") from error
+    joined = device.empty((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype)
+    for part, rows in zip(parts, torch.split(joined, [*map(len, parts)]), strict=True):
+        rows.copy_(part)
+    return joined
+
+
 def make_rope_tables(spec: Gemma3Spec, positions: int, device: CudaDevice) -> dict[str, torch.Tensor]:
     """Make rope tables float32 [positions, head_dim / 2] of each layer group by `rope_name`. They are cos and sin of
     position / factor * theta ** (-2 i / head_dim), computed in float64 and rounded. The factor stretches global layers

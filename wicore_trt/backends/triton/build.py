@@ -39,8 +39,6 @@ class TritonBackend:
             raise ConfigError(
                 "backend 'triton' has no float32 kernels.", fix=f"Use --dtype {', '.join(DTYPES)} or fp8."
             )
-        if options.tp_size != 1:
-            raise ConfigError("backend 'triton' runs on one GPU.", fix="Leave --tp out.")
         try:
             import triton  # noqa: F401 -- imported to see that it is here
         except ImportError as error:
@@ -87,13 +85,11 @@ def shape_of(checkpoint: Checkpoint, options: BuildOptions) -> EngineShape:
             fix="Convert the source with --dtype bfloat16, float16 or fp8.",
         )
     kv_dtype = options.kv_dtype_of(checkpoint, compiled=True)
-    if checkpoint.tp_size != 1:
-        raise ConfigError("backend 'triton' runs on one GPU.", fix="Convert the source with --tp 1.")
-    spec, d = checkpoint.spec, checkpoint.spec.head_dim
+    spec, d = checkpoint.spec.shard(0, checkpoint.tp_size).spec, checkpoint.spec.head_dim
     if d < SIZES or d & (d - 1):
         raise ConfigError(f"head_dim {d} is no power of two of at least 16.", fix="Use --backend torch.")
     for name in ("hidden_size", "intermediate_size", "vocab_size"):
         if getattr(spec, name) % SIZES:
             raise ConfigError(f"{name} {getattr(spec, name)} is no multiple of {SIZES}.", fix="Use --backend torch.")
-    images = checkpoint.vision is not None
-    return EngineShape(spec, dtype, checkpoint.weights, kv_dtype, options.page_tokens, images)
+    images, ranks = checkpoint.vision is not None, checkpoint.tp_size
+    return EngineShape(spec, dtype, checkpoint.weights, kv_dtype, options.page_tokens, images, ranks)

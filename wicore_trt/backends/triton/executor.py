@@ -133,7 +133,7 @@ class TritonExecutor:
                 self.images = open_encoder(loading.vision, loading.shape.dtype, slots, device, norm)
             self.memory = self.model.memory
             groups, padded = tuple(self.layout.num_pages), limits.rows if graphs else 0
-            self.block = StepBlock(limits, groups, self.layout.page_tokens, padded, device, self.spec.vocab_size)
+            self.block = StepBlock(limits, groups, self.layout.page_tokens, padded, device, loading.shape.vocab_size)
             # Of each step under way: results, as they come and as they are read, and masses.
             hosts = [(device.staging((2, limits.rows)), device.staging(self.memory.masses.shape)) for _ in range(2)]
             self._hosts = [(results, results.numpy(), masses) for results, masses in hosts]

@@ -43,6 +43,8 @@ from wicore_trt.plugins.kernels.step_specs import (
     NormShape,
     add_norm_spec,
     embed_norm_spec,
+    gather_spec,
+    meet_spec,
     norm_config,
     qk_rope_spec,
     sample_specs,
@@ -102,7 +104,7 @@ def _merge_buckets(
 
 
 def _list_sampling(shape: EngineShape, target: str) -> list[ListedKernel]:
-    vocab, softcap = shape.spec.vocab_size, shape.spec.final_logit_softcapping or 0.0
+    vocab, softcap = shape.vocab_size, shape.spec.final_logit_softcapping or 0.0
     listed = []
     for sampled in (False, True):
         specs = {rows: sample_specs(vocab, target, sampled=sampled, softcap=softcap, rows=rows) for rows in _ROWS}
@@ -118,11 +120,13 @@ def _list_norms(shape: EngineShape, target: str) -> list[ListedKernel]:
     pool, plain = shape.pool_shapes[GROUPS[0]], NormShape(hidden, shape.dtype)
 
     def add_norm(role: KernelRole, to: NormShape, *, gather: bool = False) -> list[ListedKernel]:
-        def spec_for(rows: int) -> KernelSpec:
-            warps = norm_config(target, rows, hidden).num_warps
-            return add_norm_spec(to, warps, x_dtype=role.results, gather=gather)
+        def spec_for(prefix: str, rows: int) -> KernelSpec:
+            warps, pushed = norm_config(target, rows, hidden).num_warps, prefix == roles.PUSH
+            return add_norm_spec(to, warps, x_dtype=role.results, gather=gather, ranks=shape.ranks, pushed=pushed)
 
-        return _merge_buckets(role, spec_for)
+        ways = roles.RANKED if shape.ranks > 1 else ("",)
+        listed = [(role._replace(operation=way + role.operation), partial(spec_for, way)) for way in ways]
+        return [each for way in listed for each in _merge_buckets(*way)]
 
     def embed_norm(rows: int, *, images: bool = False) -> KernelSpec:
         table = shape.table_dtype if shape.table_dtype != shape.dtype else ""
@@ -148,6 +152,9 @@ def _list_norms(shape: EngineShape, target: str) -> list[ListedKernel]:
         listed.append(
             ListedKernel(roles.QUANTIZE, ANY, quantize_rows_spec(shape.linear_shape("o").k, shape.dtype, native=native))
         )
+    if shape.ranks > 1:
+        listed.append(ListedKernel(roles.MEET, ANY, meet_spec(shape.ranks)))
+        listed.append(ListedKernel(roles.GATHER_COLUMNS, ANY, gather_spec(shape.ranks, spec.vocab_size)))
     if shape.most_narrow_rows(target):
         listed.append(ListedKernel(roles.QUANTIZE_ACT, ANY, quantize_parts_spec(wide, shape.dtype, native=native)))
         narrow_rows = NormShape(hidden, shape.dtype, True, native)

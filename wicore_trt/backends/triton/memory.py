@@ -18,6 +18,7 @@ from wicore_trt.backends.triton.roles import KernelRole
 from wicore_trt.backends.triton.table import ANY, KEPT_TOKENS, SPLIT_TOKENS, EngineShape, KernelTable
 from wicore_trt.model.spec import GLOBAL, GROUPS
 from wicore_trt.plugins.decode_layout import workspace_elements
+from wicore_trt.plugins.exchange_layout import PUSHED_ROWS, ExchangeLayout, pushed_type
 from wicore_trt.plugins.linear_layout import partials_bytes
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
 
@@ -81,7 +82,7 @@ class StepMemory:
         self.dequantized = empty((max(s.weight_rows * s.k for s in linears) if dequantized else 0,), dtype)
         self.largest = empty((tokens if scaled else 0,), torch.int32).zero_()
         self.head_in = empty((limits.rows, spec.hidden_size), dtype)
-        self.logits = empty((limits.rows, spec.vocab_size), torch.float32)
+        self.logits = empty((limits.rows, shape.vocab_size), torch.float32)
         self.results = empty((2, limits.rows), torch.int32)
         self.sampled_residual = empty((limits.rows, spec.hidden_size), torch.float32)
         self.counting = empty((tokens + 1,), torch.int32).copy_(torch.arange(tokens + 1, dtype=torch.int32))
@@ -131,9 +132,20 @@ class StepMemory:
         self.split_lse = empty((splits * self.split_tokens, heads), torch.float32)
         self.split_arrived = empty((max(sizes[2], 4),), torch.int32).zero_()
         least = min(int(e.kernel.constants["CHUNK"]) for e in table.role_entries(roles.CHOOSE))
-        chunks = div_ceil(shape.spec.vocab_size, least)
+        chunks = div_ceil(shape.vocab_size, least)
         self.chunk_max = empty((limits.rows * chunks,), torch.float32)
         self.chunk_token = empty((limits.rows * chunks,), torch.int32)
+
+
+def make_exchange_layout(shape: EngineShape, target: str, limits: StepLimits, *, invariant: bool) -> ExchangeLayout:
+    """Lay out the memory that a rank shares. Batch-invariant engines pull every number of rows."""
+    least = 1 if invariant else PUSHED_ROWS + 1
+    floats = invariant or shape.has_float_sums(target, least, limits.tokens)
+    pulled = limits.tokens if limits.tokens >= least else 0
+    return ExchangeLayout(
+        shape.ranks, shape.spec.hidden_size, pushed_type(shape.dtype), pulled, 4 if floats else 2, limits.rows,
+        shape.spec.vocab_size,
+    )  # fmt: skip
 
 
 def wide_floats(shape: EngineShape, target: str, tokens: int, *, invariant: bool) -> int:

@@ -23,14 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 
 from wicore_trt.backends.triton import products as triton_products
 from wicore_trt.backends.triton import roles
-from wicore_trt.backends.triton.memory import StepMemory
+from wicore_trt.backends.triton.memory import StepMemory, make_exchange_layout
 from wicore_trt.backends.triton.roles import KernelRole, MatrixProduct
 from wicore_trt.backends.triton.rows import RowPlan
 from wicore_trt.backends.triton.segments import LongSlice, SegmentAttention
@@ -38,11 +38,16 @@ from wicore_trt.backends.triton.table import ANY, EngineShape, KernelEntry, Kern
 from wicore_trt.checkpoint.names import kv_scale_name, weight_minimum_name, weight_scale_name
 from wicore_trt.model.gemma3 import EMBEDDING, FINAL_NORM, LM_HEAD, layer_weight
 from wicore_trt.model.spec import GLOBAL, LOCAL, LayerGroup
-from wicore_trt.plugins import decode_layout, linear_layout, step_layout
+from wicore_trt.plugins import decode_layout, exchange_layout, linear_layout, step_layout
+from wicore_trt.plugins.exchange_layout import ExchangeLayout
 from wicore_trt.plugins.launch import Launcher
 from wicore_trt.plugins.layout import Launch, Pool, Slices, Tables
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
 from wicore_trt.runtime.image_encoder import AddNorm
+from wicore_trt.runtime.peer_memory import PeerMemory
+
+SUMMED = ("o", "down")
+"""Linears whose products are summed over ranks; in turn, so that each has a buffer of its own."""
 
 
 class Value(NamedTuple):
@@ -98,6 +103,19 @@ class TritonModel:
     exponents: Mapping[str, int] = field(default_factory=dict)
     invariant: bool = False
     segments: SegmentAttention | None = None
+    peers: PeerMemory | None = None
+    """Of an engine that is split over ranks, laid out by `make_exchange_layout`."""
+
+    @cached_property
+    def shared(self) -> ExchangeLayout:
+        return make_exchange_layout(self.shape, self.table.target, self.memory.limits, invariant=self.invariant)
+
+    @cached_property
+    def ranked(self) -> dict[str, Any]:
+        """Arguments of a kernel that reaches peers."""
+        if (peers := self.peers) is None:
+            return {}
+        return {"peers": peers.addresses.data_ptr(), "rank": peers.rank, "failed": peers.failed.data_ptr()}
 
     @cached_property
     def embedding_scale(self) -> float:
@@ -149,7 +167,7 @@ class TritonOps:
         self._groups, self._product = model.groups, model.choose_product("qkv", self._n)
         self._residual, self._gather = model.memory.residual, step.sample_rows
         self._index = {i: n for g in model.pools for n, i in enumerate(self._spec.layers_of(g))}
-        self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        self._views: dict[tuple[int, int, torch.dtype, int | None], torch.Tensor] = {}
         # Of larger steps than graphs take; those keep their queries elsewhere.
         large = model.segments is not None and self._n > model.memory.queries.shape[1] and not step.plan.images
         self._segments = (
@@ -163,7 +181,7 @@ class TritonOps:
     def norm(self, residual: Value, weight: str) -> Value:
         model, out, features = self._model, self._norm_output(), None
         norm = model.weights[weight].data_ptr()
-        table = model.weights[EMBEDDING].data_ptr(), self._spec.vocab_size, model.embedding_scale
+        table = model.weights[EMBEDDING].data_ptr(), model.shape.vocab_size, model.embedding_scale
         role = roles.step_role("embed_norm", self._product)
         if self._plan.images:
             assert self._features is not None and self._features.dtype == TORCH_DTYPES[model.shape.dtype]
@@ -180,10 +198,10 @@ class TritonOps:
         if self._product.kernels:
             if self._product.rows == roles.NARROW and x.scales is None:
                 x = self._quantize_operand(x, role)
-            columns = self._memory.act[: self._n] if role == "gate_up" else self._wide_rows(shape.n)
+            columns = self._memory.act[: self._n] if role == "gate_up" else self._wide_rows(shape.n, role)
             self._launch_linear(role, x, weight, columns, 2.0 ** (x.exponent - exponent))
             return Value(columns, exponent=exponent)
-        out = self._wide_rows(shape.weight_rows)
+        out = self._wide_rows(shape.weight_rows, role)
         if self._product.rows == roles.NARROW:
             operand = x if x.scales is not None else self._quantize_operand(x, role)
             assert operand.scales is not None
@@ -196,6 +214,7 @@ class TritonOps:
         return Value(out, exponent=exponent)
 
     def reduce(self, x: Value) -> Value:
+        """Return x: the norm that follows sums it over ranks."""
         return x
 
     def qk_norm_rope_write(self, qkv: Value, layer: int) -> Value:
@@ -268,7 +287,13 @@ class TritonOps:
     def add_norm(self, residual: Value, x: Value, post_weight: str, next_weight: str) -> tuple[Value, Value]:
         """Add and norm; behind the last layer only the sampled rows go on. The residual returned is the step's, of
         fewer rows than the caller's where the step went on with its sampled rows."""
-        model, last = self._model, next_weight == FINAL_NORM
+        model, last, way = self._model, next_weight == FINAL_NORM, ""
+        if (
+            model.peers is not None
+        ):  # ranks meet even where nothing is sampled: the next step writes what this one reads
+            last, way = last and self._plan.sampled > 0, roles.PULL if self._pulls else roles.PUSH
+        if way == roles.PULL:
+            model.launch_kernel(model.find_kernel(roles.MEET, self._n), exchange_layout.meet_launch(model.ranked))
         rows = self._plan.sampled if last else self._n
         out = Value(self._memory.head_in[:rows]) if last else self._norm_output()
         call = step_layout.add_norm_launch(
@@ -279,10 +304,10 @@ class TritonOps:
             rows,
             self._spec.rms_norm_eps,
             gathered=self._gather if last else 0,
+            ranked=model.ranked,
         )
-        model.launch_kernel(
-            model.find_kernel(roles.step_role("final_norm" if last else "add_norm", self._product), self._n), call
-        )
+        role = roles.step_role(way + ("final_norm" if last else "add_norm"), self._product)
+        model.launch_kernel(model.find_kernel(role, self._n), call)
         return residual, out
 
     def geglu(self, gate_up: Value) -> Value:
@@ -309,12 +334,19 @@ class TritonOps:
 
     def logits(self, x: Value) -> Value:
         """Compute logits without soft-capping: the sampler caps the values that it reads."""
-        rows, out = self._plan.sampled, self._memory.logits[: self._plan.sampled]
-        if rows and self._model.choose_product("head", rows) == roles.KERNEL:
+        model, rows, logits = self._model, self._plan.sampled, self._memory.logits[: self._plan.sampled]
+        out = logits if model.peers is None else self._view_shared(2, torch.float32, rows, self._spec.vocab_size)
+        if rows and model.choose_product("head", rows) == roles.KERNEL:
             self._launch_linear("head", x, LM_HEAD, out, 1.0)
         elif rows:
-            triton_products.float_mm(x.rows, self._model.weights[LM_HEAD], out)
-        return Value(out)
+            triton_products.float_mm(x.rows, model.weights[LM_HEAD], out)
+        if rows and model.peers is not None:
+            model.launch_kernel(model.find_kernel(roles.MEET, rows), exchange_layout.meet_launch(model.ranked))
+            entry, arrays = model.find_kernel(roles.GATHER_COLUMNS, rows), (out.data_ptr(), logits.data_ptr())
+            model.launch_kernel(
+                entry, exchange_layout.gather_launch(entry.kernel.constants, *arrays, rows, model.ranked)
+            )
+        return Value(logits)
 
     def choose_greedy(self, logits: Value) -> None:
         """Choose tokens and status of each row (`kernels.sample`) into the memory's results."""
@@ -326,11 +358,23 @@ class TritonOps:
             memory.chunk_token.data_ptr(),
         )
         entries = {role.operation: self._model.find_kernel(role, rows) for role in (roles.SCAN, roles.CHOOSE)}
-        vocab = self._spec.vocab_size
+        vocab = self._model.shape.vocab_size
         read = step_layout.Logits(logits.rows.data_ptr(), rows, vocab)
         calls = step_layout.sample_launches(entries["choose"].kernel.constants, read, arrays)
         for role, entry in entries.items():
             self._model.launch_kernel(entry, calls[role])
+
+    @property
+    def _pulls(self) -> bool:
+        """Tell whether ranks read each other's products, instead of pushing rows."""
+        return self._model.peers is not None and (self._model.invariant or self._n > exchange_layout.PUSHED_ROWS)
+
+    def _view_shared(self, part: int, dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
+        """View the beginning of one of the parts of `ExchangeLayout.product_offsets` of this rank."""
+        assert self._model.peers is not None
+        begin = self._model.shared.product_offsets[part]
+        flat = self._model.peers.own[begin : begin + rows * columns * dtype.itemsize]
+        return flat.view(dtype).view(rows, columns)
 
     def _query_rows(self, layer: int) -> torch.Tensor:
         memory, tokens = self._memory, self._plan.tokens
@@ -441,14 +485,18 @@ class TritonOps:
     def _narrow_value(self, columns: int) -> Value:
         return Value(self._cached_view(torch.uint8, columns), self._memory.scales[: self._n])
 
-    def _wide_rows(self, columns: int) -> torch.Tensor:
-        return self._cached_view(torch.bfloat16 if self._product.results == "bfloat16" else torch.float32, columns)
+    def _wide_rows(self, columns: int, role: str) -> torch.Tensor:
+        """View memory for the product of `role`: where peers pull it, their own."""
+        part = SUMMED.index(role) if role in SUMMED and self._pulls else None
+        dtype = torch.bfloat16 if self._product.results == "bfloat16" else torch.float32
+        return self._cached_view(dtype, columns, part)
 
-    def _cached_view(self, dtype: torch.dtype, columns: int) -> torch.Tensor:
+    def _cached_view(self, dtype: torch.dtype, columns: int, part: int | None = None) -> torch.Tensor:
         """View part of the step's memory. Layers share views, because making one costs as much as a launch."""
-        key = (self._n, columns, dtype)
+        key = (self._n, columns, dtype, part)
         if key not in self._views:
-            self._views[key] = self._memory.view_rows(dtype, self._n, columns)
+            view = self._memory.view_rows if part is None else partial(self._view_shared, part)
+            self._views[key] = view(dtype, self._n, columns)
         return self._views[key]
 
     def _layer_pool(self, layer: int) -> Pool:

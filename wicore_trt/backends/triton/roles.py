@@ -32,10 +32,10 @@ SCALED_MM = MatrixProduct(NARROW, "bfloat16", False)
 
 class KernelRole(NamedTuple):
     """Role of a kernel in a step; `str(role)` is its spelling on disk. `operation`: "embed_norm", "add_norm",
-    "final_norm", "qk_rope", one of LINEARS, "geglu", "quantize", "decode", "prefill" and so on. `rows` and `results`
-    are those of the products around it (a linear: its own). `variant`: INVARIANT for any number of rows, SAMPLED for
-    rows that are drawn, SEGMENTED and SPLIT for prefill that leaves keys to cuDNN or shares them between programs.
-    IMAGES: for prefill of steps with images.
+    "final_norm" (both with a prefix of RANKED on several ranks), "qk_rope", one of LINEARS, "geglu", "quantize",
+    "decode", "prefill" and so on. `rows` and `results` are those of the products around it (a linear: its own).
+    `variant`: INVARIANT for any number of rows, SAMPLED for rows that are drawn, SEGMENTED and SPLIT for prefill that
+    leaves keys to cuDNN or shares them between programs. IMAGES: for prefill of steps with images.
     Engines hold roles by their target, weights and time of building."""
 
     operation: str
@@ -67,6 +67,9 @@ PREFILL_SEGMENTS, GATHER = KernelRole("prefill", variant=SEGMENTED), KernelRole(
 ADD_SEGMENT, ADD_SPLITS = KernelRole("add_segment"), KernelRole("add_splits")
 PREFILL_IMAGES = KernelRole("prefill", variant=IMAGES)
 SEGMENT_ROLES, PREFILL_SPLITS = (PREFILL_SEGMENTS, GATHER, ADD_SEGMENT), KernelRole("prefill", variant=SPLIT)
+RANKED = PUSH, PULL = "push_", "pull_"
+"""Prefixes of norms that sum their rows over ranks: few rows are pushed, many pulled."""
+MEET, GATHER_COLUMNS = KernelRole("meet"), KernelRole("gather_columns")
 SCAN, CHOOSE = KernelRole("scan"), KernelRole("choose")
 DRAWING = {
     **{operation: KernelRole(operation, variant=SAMPLED) for operation in ("scan", "choose")},
@@ -91,7 +94,7 @@ def step_role(operation: str, product: MatrixProduct) -> KernelRole:
     rows, results = product.rows, product.results
     if operation == "embed_norm" and rows == NARROW:
         results = "bfloat16"
-    elif operation in ("final_norm", "qk_rope") and results == "float32":
+    elif operation.endswith(("final_norm", "qk_rope")) and results == "float32":
         rows = WIDE
     return KernelRole(operation, rows, results)
 

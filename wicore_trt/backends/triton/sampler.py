@@ -47,7 +47,7 @@ class DeviceSampler:
 
     def __init__(self, model: TritonModel, device: CudaDevice) -> None:
         """Prepare the kernels; without them in the engine the sampler is not `available`."""
-        self._model, self._rows, self._vocab = model, model.memory.limits.rows, model.shape.spec.vocab_size
+        self._model, self._rows, self._vocab = model, model.memory.limits.rows, model.shape.vocab_size
         self.available = all(model.table.role_entries(role) for role in (*DRAWING.values(), DRAW_WIDE))
         if not self.available:
             return

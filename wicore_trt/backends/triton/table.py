@@ -59,7 +59,8 @@ SCALED_PRODUCTS = {"fp8": 89}
 class EngineShape:
     """Shapes and types that an engine's kernels are made for. `dtype` of activations and 16-bit weights is "bfloat16"
     or "float16"; `weights` is the storage of the layers' linears; `kv_dtype` is `dtype` or "fp8"; `images`: the engine
-    reads images. Kernels of one shape serve both groups of layers: raises ConfigError for groups that differ."""
+    reads images. `spec` has the sizes of one rank's part, which are the same on all `ranks`. Kernels of one shape serve
+    both groups of layers: raises ConfigError for groups that differ."""
 
     spec: Gemma3Spec
     dtype: str
@@ -67,6 +68,7 @@ class EngineShape:
     kv_dtype: str
     page_tokens: int
     images: bool = False
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         check_equal_groups(self.spec, "triton")
@@ -76,6 +78,11 @@ class EngineShape:
                     f"A linear of {shape.n} x {shape.k} weights has no 4-bit kernels, which take multiples of 32.",
                     fix="Build with --dtype bfloat16, or for fewer ranks.",
                 )
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the whole vocabulary, whose embedding every rank holds, and of which it computes a part's logits."""
+        return self.ranks * self.spec.vocab_size
 
     @cached_property
     def pool_shapes(self) -> dict[str, PoolShape]:
@@ -131,6 +138,12 @@ class EngineShape:
     def most_narrow_rows(self, target: str) -> int:
         """Most rows for which Triton multiplies E4M3 rows; no more than `crossover`: never."""
         return self._row_limits(target)["fp8 rows"] if self.has_scaled_products(target) else 0
+
+    def has_float_sums(self, target: str, least: int, most: int) -> bool:
+        """Tell whether a step of `least` to `most` rows has float32 products; large ones may have none."""
+        limits = (self.most_kernel_rows(target, "qkv"), self.most_narrow_rows(target), ANY)
+        steps = {min(most, limit) for limit in limits}  # the most rows of each kind of product
+        return any(self.choose_product(target, "qkv", n).results == "float32" for n in steps if n >= least)
 
     @staticmethod
     def _row_limits(target: str) -> dict[str, int]:

@@ -23,7 +23,7 @@ from wicore_trt.errors import EngineFormatError
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.plugins.linear_layout import geglu_exponent
-from wicore_trt.runtime.device_weights import load_weights, make_rope_tables
+from wicore_trt.runtime.device_weights import join_rows, load_weights, make_rope_tables
 from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
 from wicore_trt.runtime.weight_specs import list_weights, rope_name
 
@@ -48,21 +48,34 @@ class Constants:
 
 def engine_shape(engine: EngineDir, page_tokens: int | None = None) -> EngineShape:
     m, tokens = engine.manifest, page_tokens or engine.manifest.page_tokens
-    return EngineShape(engine.local_part().spec, m.base_dtype, m.weights, m.kv_dtype, tokens, m.vision is not None)
+    spec, images = engine.local_part(0).spec, m.vision is not None
+    return EngineShape(spec, m.base_dtype, m.weights, m.kv_dtype, tokens, images, m.tp_size)
 
 
-def load_constants(engine: EngineDir, shape: EngineShape, positions: int, device: Any) -> Constants:
-    """Load the engine's weights onto `device` (`runtime.cuda_device.CudaDevice`), or make them up for an engine without
-    any. Raises EngineFormatError for files that do not fit."""
+def load_constants(
+    engine: EngineDir, shape: EngineShape, positions: int, device: Any, rank: int | None = None
+) -> Constants:
+    """Load `rank`'s weights onto `device` (`runtime.cuda_device.CudaDevice`), and all rows of the embedding, or make
+    them up for an engine without any. Raises EngineFormatError for files that do not fit, and for several ranks and
+    none named."""
+    rank = engine.local_part(rank).rank
     if engine.manifest.dummy_weights:
-        return finish_constants(shape, make_dummy_weights(shape, device.torch_device), positions, device)
+        return finish_constants(shape, make_dummy_weights(shape, device.torch_device), positions, device, rank)
     listed = list_weights(engine.rank_files, shape.spec, shape.kv_dtype)
-    loaded = load_weights(engine.rank_files[engine.local_part().rank], listed, shape.spec, device)
-    return finish_constants(shape, loaded, positions, device)
+    loaded = load_weights(engine.rank_files[rank], listed, shape.spec, device)
+    if shape.ranks > 1:
+        for name in {EMBEDDING, weight_scale_name(EMBEDDING)} & loaded.keys():
+            loaded[name] = join_rows(engine.rank_files, name, device)
+            if shape.spec.tie_word_embeddings:
+                loaded[name.replace(EMBEDDING, LM_HEAD)] = loaded[name]
+    return finish_constants(shape, loaded, positions, device, rank)
 
 
-def finish_constants(shape: EngineShape, weights: Mapping[str, torch.Tensor], positions: int, device: Any) -> Constants:
-    """Complete `weights` by tables, KV scales and exponents of float16. Raises EngineFormatError for other types."""
+def finish_constants(
+    shape: EngineShape, weights: Mapping[str, torch.Tensor], positions: int, device: Any, rank: int = 0
+) -> Constants:
+    """Complete `weights` by tables, KV scales and exponents of float16. Of a tied head `rank` keeps its rows of the
+    embedding. Raises EngineFormatError for other types."""
     spec = shape.spec
     known = {
         n: t.flatten() if t.dtype == torch.float32 else t
@@ -75,6 +88,8 @@ def finish_constants(shape: EngineShape, weights: Mapping[str, torch.Tensor], po
                 f"The engine's {name} is {known[name].dtype}; backend 'triton' needs {wanted}.",
                 fix="Build the engine again.",
             )
+    if spec.tie_word_embeddings and shape.ranks > 1:
+        known[LM_HEAD] = known[LM_HEAD][rank * spec.vocab_size :][: spec.vocab_size]
     if shape.kv_dtype == "fp8":
         one = torch.ones(1, device=device.torch_device)
         known = {kv_scale_name(layer): one for layer in range(spec.num_layers)} | known
@@ -125,7 +140,7 @@ def make_dummy_weights(shape: EngineShape, device: torch.device) -> dict[str, to
     for name, (tensor, *more) in run_weights(spec).items():
         if tensor.role is Role.HEAD and spec.tie_word_embeddings:
             continue
-        rows = tensor.shape[0] * (1 + len(more))
+        rows = tensor.shape[0] * (shape.ranks if tensor.role is Role.EMBEDDING else 1 + len(more))
         if tensor.role is Role.NORM:
             weights[name] = torch.ones(rows, device=device)
             continue

@@ -1,0 +1,99 @@
+"""Engines of several ranks in Triton's interpreter: processes with a part each give the logits of the whole model."""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton", reason="pip install -e .[triton]")
+
+from parity.paged import relative_error  # noqa: E402
+from parity.tiny import TinyModel  # noqa: E402
+from runtime.triton_cpu import Driver, blocks_of, executor_of, oracle_of, small_model  # noqa: E402
+
+from wicore_trt.backends.triton import table as triton_table  # noqa: E402
+from wicore_trt.backends.triton.memory import make_exchange_layout  # noqa: E402
+from wicore_trt.plugins import exchange_layout  # noqa: E402
+from wicore_trt.runtime.peer_memory import PeerMemory  # noqa: E402
+from wicore_trt.weight_format import Q4_0  # noqa: E402
+
+STEPS = ([9, 3], [1, 4], [1, 1])
+BLOCK = 1 << 20
+
+
+def run_rank(
+    model: TinyModel, rank: int, blocks: list[Any], failed: Any, sent: Connection, given: dict[str, Any]
+) -> None:
+    part = model.spec.shard(rank, len(blocks))
+    executor = executor_of(model, part=part, **given)
+    own, addresses = blocks[rank], torch.tensor([block.data_ptr() for block in blocks])
+    executor.device.given += [own, addresses, failed]
+    executor.model.launcher.reached = blocks
+    peers = PeerMemory(rank, len(blocks), addresses, own, failed, True, lambda: None)
+    model_of_rank = executor.model = replace(executor.model, peers=peers)
+    layout = make_exchange_layout(
+        model_of_rank.shape, "sm90", model_of_rank.memory.limits, invariant=model_of_rank.invariant
+    )
+    assert layout.size_bytes <= BLOCK
+    driver, sequences, vocab = Driver(executor, 1), [], model.spec.vocab_size
+    tokens = torch.Generator().manual_seed(3)
+    for lengths in STEPS:
+        while len(sequences) < len(lengths):
+            sequences.append(driver.new_sequence())
+        work = [
+            (s, torch.randint(vocab, (n,), generator=tokens).tolist()) for s, n in zip(sequences, lengths, strict=False)
+        ]
+        sent.send(driver.step(work).numpy())
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["fp8", "large", *(pytest.param(c, marks=pytest.mark.long) for c in ("bfloat16", "float16", "q4_0", "invariant"))],
+)
+def test_ranks_give_the_logits_of_the_whole_model(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks the same bits, near those of one. "large": more rows than are pushed, products by cuBLAS."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model, given = small_model(7, **sizes, vocab_size=96), {}
+    dtype = "float16" if case == "float16" else "bfloat16"
+    meant = None
+    if case == "q4_0":
+        given["tensors"], meant = blocks_of(model, dtype, Q4_0)
+        given["weights"] = Q4_0
+    if case == "large":
+        monkeypatch.setattr(exchange_layout, "PUSHED_ROWS", 4)
+        monkeypatch.setattr("wicore_trt.backends.triton.memory.PUSHED_ROWS", 4)
+        monkeypatch.setitem(triton_table.CROSSOVER, "sm90", {"16-bit": 2, "fp8": 2, "fp8 rows": 4})
+    given |= {"dtype": dtype, "fp8": case == "fp8", "batch_invariant": case == "invariant"}
+    blocks = [torch.frombuffer(mmap.mmap(-1, BLOCK), dtype=torch.uint8) for _ in range(2)]
+    failed = torch.frombuffer(mmap.mmap(-1, 4), dtype=torch.int32)
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in blocks]
+    processes = [
+        context.Process(target=run_rank, args=(model, rank, blocks, failed, pipes[rank][1], given)) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for _, end in pipes:
+        end.close()
+    driver, sequences = Driver(oracle_of(model, dtype, fp8=case == "fp8", tensors=meant), 2), []
+    tokens = torch.Generator().manual_seed(3)
+    for lengths in STEPS:
+        while len(sequences) < len(lengths):
+            sequences.append(driver.new_sequence())
+        work = [
+            (s, torch.randint(model.spec.vocab_size, (n,), generator=tokens).tolist())
+            for s, n in zip(sequences, lengths, strict=False)
+        ]
+        expected, found = driver.step(work), [torch.from_numpy(begin.recv()) for begin, _ in pipes]
+        assert torch.equal(*found), "ranks differ"
+        assert relative_error(found[0], expected) < (0.08 if case == "fp8" else 0.03), lengths
+    for process in processes:
+        process.join(20)
+        process.kill()
+    assert not failed.any()
