@@ -30,12 +30,13 @@ WORDS = "abcdefghijklmnop"
 class RankServer:
     """`wicore serve` of an engine of two ranks, and the tokens that it gave to each prompt first."""
 
-    def __init__(self, engine: Path, home: Path) -> None:
+    def __init__(self, engine: Path, home: Path, *more: str) -> None:
         self.log = home / "log"
         command = [sys.executable, "-m", "wicore_trt.cli.main", "serve", str(engine), "--port", "0", "--grpc-port", "0",
                    "--kv-host-bytes", "4MiB", "--kv-bytes", "64KiB", "--kv-disk", str(home / "disk")]  # fmt: skip
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            env = {**os.environ, "OMP_NUM_THREADS": "1"}
+            self.process = subprocess.Popen([*command, *more], stdout=log, stderr=log, env=env)
         end = time.monotonic() + 120
         while not (found := re.search(r"http://[\w.]+:\d+", self.log.read_text())):
             assert time.monotonic() < end and self.process.poll() is None, self.log.read_text()
@@ -61,12 +62,12 @@ class RankServer:
             self.counts["slowest ms"] = max(self.counts["slowest ms"], int(1e3 * (time.monotonic() - begun)))
         return True
 
-    def find_ranks(self) -> list[psutil.Process]:
-        """Find the processes of ranks but the first."""
+    def find_ranks(self, named: str = '"rank": ') -> list[psutil.Process]:
+        """Find the processes of ranks but the first, or others by what their command lines have."""
         found = []
         for child in psutil.Process(self.process.pid).children(recursive=True):
             try:
-                if any('"rank": ' in part for part in child.cmdline()):
+                if any(named in part for part in child.cmdline()):
                     found.append(child)
             except psutil.Error:
                 pass
