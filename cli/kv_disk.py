@@ -97,19 +97,19 @@ def purge(
 
     if sum(given is not None for given in (salt, tenant_name, tenant)) > 1:
         raise ConfigError("--salt, --tenant-name and --tenant each name a tenant.", fix="Give one of them.")
-    homes, tag = list_tiers(path), None  # not a disk cache: say so before asking
+    homes = list_tiers(path)  # not a disk cache: say so before asking
     if salt is not None or tenant_name is not None:
-        tags: list[bytes | None] = [_tag_of(home, recipe, tenant_name or "", salt or "") for home in homes]
+        tag: bytes | None = _tag_of(homes[-1], recipe, tenant_name or "", salt or "")  # replicas have one secret
+    elif tenant is not None:
+        tag = bytes.fromhex(tenant) if re.fullmatch(f"[0-9a-fA-F]{{{2 * TENANT_BYTES}}}", tenant) else b""
+        if not tag:
+            fix = f"It has {2 * TENANT_BYTES} hexadecimal digits; see wicore kv inspect."
+            raise ConfigError(f"--tenant {tenant!r} is not a tenant's tag.", fix=fix)
     else:
-        if tenant is not None:
-            tag = bytes.fromhex(tenant) if re.fullmatch(f"[0-9a-fA-F]{{{2 * TENANT_BYTES}}}", tenant) else b""
-            if not tag:
-                fix = f"It has {2 * TENANT_BYTES} hexadecimal digits; see wicore kv inspect."
-                raise ConfigError(f"--tenant {tenant!r} is not a tenant's tag.", fix=fix)
-        tags = [tag] * len(homes)
+        tag = None
     if not yes:
         what = "everything" if namespace is None else f"namespace {namespace}"
-        what = f"one tenant's pages in {what}" if tags[0] is not None else what
+        what = f"one tenant's pages in {what}" if tag is not None else what
         try:
             wanted = typer.confirm(f"Delete {what} under {path}?", err=True)
         except typer.Abort:
@@ -117,13 +117,11 @@ def purge(
         if not wanted:
             print("Nothing was deleted.")
             raise typer.Exit(1)
-    report = add_reports(
-        [purge_directory(home, namespace=namespace, tenant=whose) for home, whose in zip(homes, tags, strict=True)]
-    )
+    report = add_reports([purge_directory(home, namespace=namespace, tenant=tag) for home in homes])
     if json:
         print_json({"path": str(path), **asdict(report)})
         return
-    how = "overwritten" if tags[0] is not None else "deleted"
+    how = "overwritten" if tag is not None else "deleted"
     print(f"Removed {report.pages} pages ({human_bytes(report.bytes)}); {report.slots} slots {how}.")
     for name in report.namespaces:
         print(f"  in namespace {name}")

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wicore_trt.config import load_settings
+from wicore_trt.kv.disk.claim import share_secret
+from wicore_trt.kv.disk.tools import PurgeReport, add_reports, list_tiers
 from wicore_trt.link.replicas import add_figures
-from wicore_trt.link.routing import RUNNING_TOKENS, PrefixMemory, ReplicaLoad, choose_replica
-from wicore_trt.process.replicas import divide_gpus, find_gpus
+from wicore_trt.link.routing import RUNNING_TOKENS, WAITING_TOKENS, PrefixMemory, choose_replica, weigh_load
+from wicore_trt.process.replicas import divide_gpus, divide_settings, find_gpus
 from wicore_trt.types import ContentSpan, EngineStats, KVStats, PoolStats, SamplingParams, TextRequest, TierStats
 
-LOADS = st.builds(ReplicaLoad, st.integers(0, 200), st.integers(0, 50), st.integers(0, 10_000))
+LOADS = st.builds(weigh_load, st.integers(0, 200), st.just(64), st.integers(0, 10_000))
 REPLICAS = st.lists(st.tuples(st.integers(0, 4096), st.none() | LOADS), min_size=1, max_size=6)
 
 
@@ -26,9 +31,9 @@ def test_the_choice_takes_requests_and_costs_least(replicas, turn):
     if not ready:
         return
     assert chosen in ready
-    spared, held = loads[chosen].cost - min(loads[i].cost for i in ready), hits[chosen]
+    spared, held = loads[chosen] - min(loads[i] for i in ready), hits[chosen]
     assert spared <= held  # nobody waits longer than the prefix saves
-    alike = [i for i in ready if loads[i].cost == loads[chosen].cost]
+    alike = [i for i in ready if loads[i] == loads[chosen]]
     assert held == max(hits[i] for i in alike)
 
 
@@ -40,20 +45,19 @@ def test_what_gets_more_load_or_loses_its_prefix_is_not_chosen_for_it(replicas, 
         return
     before = choose_replica(hits, loads, turn)
     busier = [*loads]
-    busier[which] = loads[which]._replace(tokens=loads[which].tokens + more)
+    busier[which] = loads[which] + more
     fewer = [max(0, hit - more * (i == which)) for i, hit in enumerate(hits)]
     for after in (choose_replica(hits, busier, turn), choose_replica(fewer, loads, turn)):
         assert after == before or (before == which and after != which)
 
 
 def test_equal_replicas_take_turns_and_a_prefix_is_worth_some_sequences():
-    turns = Counter(
-        choose_replica([0, 0, 0], [ReplicaLoad(), ReplicaLoad(), ReplicaLoad()], turn) for turn in range(300)
-    )
+    turns = Counter(choose_replica([0, 0, 0], [5, 5, 5], turn) for turn in range(300))
     assert turns == {0: 100, 1: 100, 2: 100}
     for sequences in range(20):
-        chosen = choose_replica([10 * RUNNING_TOKENS - 1, 0], [ReplicaLoad(sequences), ReplicaLoad()], 1)
+        chosen = choose_replica([10 * RUNNING_TOKENS - 1, 0], [weigh_load(sequences, 64, 0), 0], 1)
         assert chosen == (sequences >= 10), sequences
+    assert weigh_load(70, 64, 9) == 70 * RUNNING_TOKENS + 6 * WAITING_TOKENS + 9
 
 
 def asked(tokens, tenant="", salt="", content=(), **params) -> TextRequest:
@@ -123,3 +127,25 @@ def test_each_replica_sees_its_own_gpus(monkeypatch):
     assert find_gpus("cpu", 9, 1) == () == find_gpus("cuda", 1, 9)
     with pytest.raises(Exception, match="3 replicas of 2 GPUs each need 6, and there are 5"):
         find_gpus("cuda", 3, 2)
+
+
+def test_the_machine_is_divided_and_its_replicas_have_one_secret(tmp_path):
+    settings = load_settings(None, {"server": {"replicas": 3}, "kv": {"host_bytes": 10, "disk_path": str(tmp_path)}})
+    parts = [divide_settings(settings, i) for i in range(3)]
+    assert {part.kv.host_bytes for part in parts} == {3}
+    assert sum(part.kv.disk_bytes for part in parts) <= settings.kv.disk_bytes
+        p.kv.disk_bytes for p in parts
+    ) <= settings.kv.disk_bytes
+    assert sum(part.executor.threads for part in parts) <= max(3, len(os.sched_getaffinity(0)))
+    assert [Path(part.kv.disk_path).name for part in parts] == ["replica-0", "replica-1", "replica-2"]
+    one = load_settings(None, {"kv": {"host_bytes": 10, "disk_path": str(tmp_path)}})
+    assert divide_settings(one, 0) is one
+    (tmp_path / "replica-1").mkdir(mode=0o700)
+    (tmp_path / "replica-1/secret").write_bytes(b"s" * 32)
+    (tmp_path / "replica-1/secret").chmod(0o600)
+    share_secret(tmp_path, 3)
+    assert {(Path(part.kv.disk_path) / "secret").read_bytes() for part in parts} == {b"s" * 32}
+    (tmp_path / "replica-2/LOCK").touch()
+    assert [home.name for home in list_tiers(tmp_path)] == ["replica-2"]  # the others have held no tier
+    reports = [PurgeReport(1, 2, 3, ["a"]), PurgeReport(4, 5, 6, ["b"])]
+    assert add_reports(reports) == PurgeReport(5, 7, 9, ["a", "b"])

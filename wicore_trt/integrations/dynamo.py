@@ -142,19 +142,20 @@ class WicoreEngine(LLMEngine):
 
     async def _tell_events(self, publisher: Any) -> None:
         """Publish the pages that the caches gain and lose. Dynamo asks whether a worker has a page, so copies in
-        several tiers count as one."""
-        tiers: dict[int, set[int]] = {}
+        several tiers and replicas count as one."""
+        tiers: dict[int, set[tuple[int, int]]] = {}
         with suppress(grpc.aio.AioRpcError):  # the server has ended, and `_watch_server` sees it
             async for batch in self._stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()):
                 for event in batch.events:
                     match event.WhichOneof("data"):
                         case "cleared":
-                            if tiers:
-                                publisher.publish_removed([*tiers])
-                            tiers.clear()
+                            kept = {name: {at for at in held if at[0] != batch.dp_rank} for name, held in tiers.items()}
+                            tiers = {name: held for name, held in kept.items() if held}
+                            if len(tiers) < len(kept):
+                                publisher.publish_removed([name for name in kept if name not in tiers])
                         case "stored" if not event.stored.group_idx:
                             for block in event.stored.blocks:
-                                tiers.setdefault(block.block_hash, set()).add(event.stored.tier)
+                                tiers.setdefault(block.block_hash, set()).add((batch.dp_rank, event.stored.tier))
                             publisher.publish_stored(
                                 [token for block in event.stored.blocks for token in block.token_ids],
                                 [block.block_size for block in event.stored.blocks],
@@ -165,7 +166,7 @@ class WicoreEngine(LLMEngine):
                             gone = []
                             for name in event.removed.block_hashes:
                                 held = tiers.get(name, set())
-                                held.discard(event.removed.tier)
+                                held.discard((batch.dp_rank, event.removed.tier))
                                 if not held and tiers.pop(name, None) is not None:
                                     gone.append(name)
                             if gone:
@@ -178,13 +179,15 @@ class WicoreEngine(LLMEngine):
                 health = await self._stub.HealthCheck(pb2.HealthCheckRequest(), timeout=10 * POLL_S)
                 if not health.healthy:
                     break
-                [load] = (await self._stub.GetLoads(pb2.GetLoadsRequest(), timeout=10 * POLL_S)).loads
+                loads = (await self._stub.GetLoads(pb2.GetLoadsRequest(), timeout=10 * POLL_S)).loads
             except grpc.aio.AioRpcError as error:
                 log.warning("the server is gone: %s", error.details())
                 break
             if self._loads is not None and self._page_tokens:
-                used, total = (n // self._page_tokens for n in (load.num_used_tokens, load.max_total_num_tokens))
-                self._loads.publish(0, ComponentSnapshot(used, total, load.token_usage, 0, load.cache_hit_rate))
+                names = ("num_used_tokens", "max_total_num_tokens", "token_usage", "cache_hit_rate")
+                used, total, usage, hits = (sum(getattr(load, name) for load in loads) for name in names)
+                pages, count = [n // self._page_tokens for n in (used, total)], max(1, len(loads))
+                self._loads.publish(0, ComponentSnapshot(*pages, usage / count, 0, hits / count))
             await asyncio.sleep(POLL_S)
         log.warning("the server takes no more requests; leaving")
         if self._endpoint is not None:

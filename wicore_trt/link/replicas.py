@@ -15,7 +15,7 @@ from typing import Any
 from wicore_trt.core.port import Change, EnginePort, Position, Sink
 from wicore_trt.errors import InvalidRequestError
 from wicore_trt.link.remote import RemoteEngine
-from wicore_trt.link.routing import PrefixMemory, ReplicaLoad, choose_replica
+from wicore_trt.link.routing import PrefixMemory, choose_replica, weigh_load
 from wicore_trt.types import EngineStats, GenerateRequest, TextRequest, TokenOutput
 
 _SAME = frozenset({"uptime_s", "page_bytes"})
@@ -62,17 +62,12 @@ class Replicas(EnginePort):
                 self._memory.forget_replica(i)
             self._pids[i] = engine.pid
         names = self._memory.name_blocks(request)
-        hits, loads = self._memory.find_hits(names), [self._read_load(i) for i in range(len(self._engines))]
+        hits, both = self._memory.find_hits(names), zip(self._engines, self._tokens, strict=True)
+        loads = [None if e.dead is not None else weigh_load(e.sequences, self._places, tokens) for e, tokens in both]
         self._turn += 1
         chosen = choose_replica(hits, loads, self._turn) if request.replica is None else request.replica
         self._chosen = chosen, names, max(0, len(request.prompt_token_ids or ()) - hits[chosen])
         return f"{self._engines[chosen].prefix}{chosen}/"
-
-    def _read_load(self, replica: int) -> ReplicaLoad | None:
-        engine = self._engines[replica]
-        if engine.dead is not None:
-            return None
-        return ReplicaLoad(engine.sequences, max(0, engine.sequences - self._places), self._tokens[replica])
 
     async def add(self, request: GenerateRequest) -> None:
         """Hand the request over to the replica that was chosen for it just now."""

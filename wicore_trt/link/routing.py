@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from wicore_trt.kv.pages.hashing import mark_content
 from wicore_trt.types import TextRequest
@@ -21,30 +20,18 @@ USUAL_BLOCK = 32
 """Tokens of a block for engines that keep their KV cache to themselves."""
 
 
-class ReplicaLoad(NamedTuple):
-    """Load of a replica: sequences that have not ended, those beyond the places of a batch, and prompt tokens that are
-    to be computed before others get their first output."""
-
-    sequences: int = 0
-    waiting: int = 0
-    tokens: int = 0
-
-    @property
-    def cost(self) -> int:
-        return self.tokens + RUNNING_TOKENS * self.sequences + WAITING_TOKENS * self.waiting
+def weigh_load(sequences: int, places: int, tokens: int) -> int:
+    """Weigh a replica's load in tokens to compute: those of prompts without an output yet, and sequences that have not
+    ended, of which `places` run at a time."""
+    return tokens + RUNNING_TOKENS * sequences + WAITING_TOKENS * max(0, sequences - places)
 
 
-def choose_replica(hits: Sequence[int], loads: Sequence[ReplicaLoad | None], turn: int) -> int:
+def choose_replica(hits: Sequence[int], loads: Sequence[int | None], turn: int) -> int:
     """Choose the replica with the least to do before and beside a request. `hits`: prompt tokens that each one need not
-    compute; `loads`: None for one that takes no requests, of which one is chosen only if all are so. Equal ones take
-    turns, by any number that grows with each request."""
+    compute; `loads` as weighed, None for one that takes no requests, of which one is chosen only if all are so. Equal
+    ones take turns, by any number that grows with each request."""
     count = len(loads)
-
-    def rank(i: int) -> tuple[bool, int, int]:
-        load = loads[i]
-        return load is None, (load or ReplicaLoad()).cost - hits[i], (i - turn) % count
-
-    return min(range(count), key=rank)
+    return min(range(count), key=lambda i: (loads[i] is None, (loads[i] or 0) - hits[i], (i - turn) % count))
 
 
 class PrefixMemory:

@@ -94,14 +94,16 @@ def kept_secret(files: Files, path: Path) -> bytes:
 
 
 def share_secret(path: Path, replicas: int) -> None:
-    """Give the directories of a server's replicas one secret, that of the first one that has any, so that a tenant has
-    one tag in all. Raises EnvironmentUnfitError."""
+    """Give the directories of a server's replicas one secret, that of the first one that has any or of the directory
+    above, so that a tenant has one tag in all. Raises EnvironmentUnfitError."""
     files = Files()
     try:
-        homes = [root_directory(files, path) / REPLICA_HOME.format(i) for i in range(replicas)]
+        root = root_directory(files, path)
+        homes = [root / REPLICA_HOME.format(i) for i in range(replicas)]
         for home in homes:
             files.claim_directory(home)
-        secret = next(filter(None, (read_secret(files, home) for home in homes)), secrets.token_bytes(SECRET_BYTES))
+        known = filter(None, (read_secret(files, home) for home in (root, *homes)))
+        secret = next(known, secrets.token_bytes(SECRET_BYTES))
         for home in homes:
             if read_secret(files, home) != secret:
                 write_file(files, home / SECRET, secret)
