@@ -134,8 +134,6 @@ def test_the_machine_is_divided_and_its_replicas_have_one_secret(tmp_path):
     parts = [divide_settings(settings, i) for i in range(3)]
     assert {part.kv.host_bytes for part in parts} == {3}
     assert sum(part.kv.disk_bytes for part in parts) <= settings.kv.disk_bytes
-        p.kv.disk_bytes for p in parts
-    ) <= settings.kv.disk_bytes
     assert sum(part.executor.threads for part in parts) <= max(3, len(os.sched_getaffinity(0)))
     assert [Path(part.kv.disk_path).name for part in parts] == ["replica-0", "replica-1", "replica-2"]
     one = load_settings(None, {"kv": {"host_bytes": 10, "disk_path": str(tmp_path)}})

@@ -94,8 +94,8 @@ def kept_secret(files: Files, path: Path) -> bytes:
 
 
 def share_secret(path: Path, replicas: int) -> None:
-    """Give the directories of a server's replicas one secret, that of the first one that has any or of the directory
-    above, so that a tenant has one tag in all. Raises EnvironmentUnfitError."""
+    """Give the directories of a server's replicas one secret, so that a tenant has one tag in all: that of `path` or of
+    the first one that has any. Raises EnvironmentUnfitError."""
     files = Files()
     try:
         root = root_directory(files, path)
