@@ -87,6 +87,9 @@ class FakeEncoder:
     def run_parts(self, count: int) -> None:
         raise NotImplementedError
 
+    def is_finite(self, slot: int) -> bool:
+        return True
+
     def take_ended(self, timeout_s: float = 0.0) -> list[tuple[int, str | None]]:
         ended, self._ended = self._ended, []
         return ended

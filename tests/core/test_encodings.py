@@ -30,6 +30,9 @@ class Encoder:
         if not self.left:
             self.ended.append((self.slot, None))
 
+    def is_finite(self, slot: int) -> bool:
+        return True
+
     def take_ended(self, timeout_s: float = 0.0) -> list[tuple[int, str | None]]:
         ended, self.ended = self.ended, []
         return ended

@@ -70,6 +70,9 @@ class SlowEncoder:
         self.begun.append(pixels)
         self._under_way.append([self.delay, slot, pixels])
 
+    def is_finite(self, slot: int) -> bool:
+        return True
+
     def take_ended(self, timeout_s: float = 0.0) -> list[tuple[int, str | None]]:
         if not self._under_way:
             return []
@@ -262,6 +265,26 @@ def test_a_failed_image_ends_its_request_alone(make_stack) -> None:
     stack.ask([*[9] * 80, *[SOFT] * TOKENS, 3], (image(80, 5),))
     stack.settle()
     assert stack.wrong == 0
+
+
+def test_features_that_are_known_to_be_bad_behind_a_step_end_its_request_alone(make_stack) -> None:
+    """Where a step was submitted before the encoding ended; the image is encoded anew when it is asked for again."""
+    stack, tokens = make_stack(), [*[9] * 40, *[SOFT] * TOKENS, 3]
+    stack.encoder.is_finite = lambda slot: stack.encoder.held[slot] != image(0, 5).pixels
+    stack.ask([*[9] * 4, *[SOFT] * TOKENS, 3], (image(4, 1),), answer=20)
+    stack.core.add(GenerateRequest("bad", tuple(tokens), SamplingParams(max_tokens=2), content=(image(40, 5),)))
+    bad = stack.core.sequences["bad"][0].seq_id
+    stack.executor.poison.add(bad)
+    ended = {}
+    while stack.core.has_work:
+        ended |= {o.request_key: o for o in stack.core.step() if o.finish_reason is not None}
+    assert (ended["bad"].error, ended["bad"].field) == (f"An image could not be encoded: {NOT_FINITE}", "images")
+    del ended["bad"]
+    assert [o.finish_reason for o in ended.values()] == [FinishReason.LENGTH]
+    stack.expected.clear(), stack.got.clear()
+    stack.ask(tokens, (image(40, 5),))
+    stack.settle()
+    assert stack.wrong == 0 and len(stack.encoder.begun) == 3
 
 
 def test_those_who_leave_while_an_image_is_encoded_keep_no_slot(make_stack) -> None:

@@ -92,6 +92,9 @@ class Encoder:
         self.until, self.busy_s = self.world.clock() + seconds, self.busy_s + seconds
         self.world.later(seconds, self._end)
 
+    def is_finite(self, slot: int) -> bool:
+        return True
+
     def take_ended(self, timeout_s: float = 0.0) -> list[tuple[int, str | None]]:
         self.world.wait(lambda: bool(self._ended), timeout_s)
         return [self._ended.popleft() for _ in range(len(self._ended))]

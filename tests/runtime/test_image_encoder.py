@@ -114,6 +114,14 @@ def test_features_that_overflow_fail_their_image_alone(source: RandomEncoder) ->
             finite = [bool(encoder.features[slot].isfinite().all()) for slot, _ in ended]
             assert [why for _, why in ended] == [None if ok else NOT_FINITE for ok in finite]
             assert any(finite) and all(finite) is all_finite
+            model = TorchVision(weights, dtype, torch.device("cpu"))
+            late = LateStream("sm90", random.Random(1))
+            stream = StreamEncoder(weights.spec, len(images), model.dtype, model.cut, late)  # type: ignore[arg-type]
+            late.late = True
+            for slot, pixels in enumerate(images):
+                _begin(stream, slot, pixels)
+            late.synchronize()
+            assert [stream.is_finite(slot) for slot in range(len(images))] == finite
 
 
 def test_an_image_that_raises_fails_alone_and_thread_encodes_on(source: RandomEncoder) -> None:

@@ -10,7 +10,8 @@ from parity.vision import random_encoder, random_pixels
 from tiny_images import TRUE_VISION
 
 from wicore_trt.backends.torch.executor import TorchExecutor
-from wicore_trt.backends.torch.vision import TorchVision, open_encoder
+from wicore_trt.backends.torch.vision import TorchVision, VisionWeights, open_encoder
+from wicore_trt.model.vision import PROJECTION
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
 from wicore_trt.runtime.image_encoder import FeatureEncoder, StreamEncoder
 from wicore_trt.runtime.options import ExecutorOptions
@@ -59,6 +60,20 @@ def test_gpu_features_are_those_of_the_cpu(dtype: str, bound: float) -> None:
                 assert (found - wanted).norm() < bound * wanted.norm()
                 assert (found - wanted).abs().max() < 5 * bound
         encoder.close()
+
+
+def test_overflow_in_float16_is_told() -> None:
+    source = random_encoder(3)
+    tensors = dict(source.weights.tensors)
+    tensors[PROJECTION] = tensors[PROJECTION].clone()
+    tensors[PROJECTION][:, 6] *= 2.6e4
+    encoder = open_encoder(VisionWeights(source.weights.spec, tensors), "float16", 6, torch.device("cuda"))
+    for slot in range(6):
+        begin(encoder, slot, random_pixels(slot, 56), 1)
+    torch.cuda.synchronize()
+    finite = encoder.features.isfinite().flatten(1).all(1).tolist()
+    assert any(finite) and not all(finite) and [encoder.is_finite(slot) for slot in range(6)] == finite
+    encoder.close()
 
 
 def test_images_are_encoded_beside_steps() -> None:

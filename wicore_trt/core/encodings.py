@@ -7,11 +7,12 @@ The books know the last schedule, and steps ahead of it read no image.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from wicore_trt.runtime.executor import NOT_ENCODED, NOT_FINITE, ImageEncoder
-from wicore_trt.schedule.images import ImageBook, count_parts
+from wicore_trt.schedule.images import ImageBook, PromptImage, count_parts
 
+_FAILED = "An image could not be encoded: "
 log = logging.getLogger(__name__)
 LITTLE = 4
 """Text of a slice / LITTLE tokens is not worth a step of its own before an image."""
@@ -55,9 +56,14 @@ class Encodings:
         failed, self._failed = self._failed, {}
         return failed
 
+    def explain_failure(self, images: Iterable[PromptImage]) -> tuple[str, str] | None:
+        """Say why a step that read these images failed, and the field at fault; None if it is no image's features."""
+        finite = [self._encoder.is_finite(slot) for slot in self.book.list_slots(images)]
+        return None if all(finite) else (_FAILED + NOT_FINITE, "images")
+
     def _note_end(self, why: str | None) -> None:
         asked = self.book.end_encoding(failed=why is not None)
         self._rests = bool(asked) and why is None
         if why is not None:
             field = "images" if why == NOT_FINITE else None
-            self._failed |= dict.fromkeys(asked, (f"An image could not be encoded: {why}", field))
+            self._failed |= dict.fromkeys(asked, (_FAILED + why, field))

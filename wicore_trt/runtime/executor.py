@@ -139,8 +139,12 @@ class ImageEncoder(Protocol):
 
     def take_ended(self, timeout_s: float = 0.0, /) -> list[tuple[int, str | None]]:
         """Return slots whose encoding ended since the last call, and why it failed. Steps submitted from now on see
-        the features. Waits at most `timeout_s` seconds for one. What ended by parts may still run, before such steps;
-        features that are not finite then fail these steps."""
+        the features. Waits at most `timeout_s` seconds for one. What ended by parts may still run, before such steps.
+        """
+        ...
+
+    def is_finite(self, slot: int, /) -> bool:
+        """Tell whether the features of a slot are finite; right as soon as a step that reads them has ended."""
         ...
 
 

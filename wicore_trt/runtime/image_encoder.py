@@ -68,6 +68,9 @@ class ThreadEncoder:
     def run_parts(self, count: int) -> None:
         pass
 
+    def is_finite(self, slot: int) -> bool:
+        return True  # others ended with an error
+
     def take_ended(self, timeout_s: float = 0.0) -> list[tuple[int, str | None]]:
         ended: list[tuple[int, str | None]] = []
         try:
@@ -109,17 +112,18 @@ class StreamEncoder:
         self.slots, self.tokens, self.pixel_bytes, self.parts = slots, spec.tokens, spec.pixel_bytes, spec.num_layers
         self._device, shape, self._slot, self._left = device, _pixel_shape(spec), 0, 0
         self._ended: list[tuple[int, str | None]] = []
-        self._staged = device.staging((slots, *shape), torch.uint8)
+        self._staged, self._finite = device.staging((slots, *shape), torch.uint8), device.staging((slots,), torch.bool)
         with device.active(), torch.inference_mode():
             self.features = device.empty((slots, spec.tokens, spec.text_hidden_size), dtype).zero_()
             self._pixels = device.empty(shape, torch.uint8).zero_()
-            self._found = device.empty(self.features.shape[1:], dtype)
+            self._found, self._all_finite = device.empty(self.features.shape[1:], dtype), device.empty((), torch.bool)
             part = cut(self._pixels)
 
             def run_part(number: int) -> None:
                 found = part(number)
                 if number + 1 == self.parts:
                     self._found.copy_(found)
+                    self._all_finite.copy_(found.isfinite().all())
 
             self._kept = [partial(run_part, number) for number in range(self.parts)]  # with what the graphs read
             for work in self._kept:
@@ -138,7 +142,7 @@ class StreamEncoder:
     def begin(self, slot: int, pixels: bytes) -> None:
         assert len(pixels) == self.pixel_bytes, f"an image of {len(pixels)} bytes"
         assert not self._left, "the image before has parts that do not run yet"
-        self._slot, self._left = slot, self.parts
+        self._slot, self._left, self._finite[slot] = slot, self.parts, True
         self._staged[slot].view(-1).numpy()[:] = np.frombuffer(pixels, np.uint8)
         with self._device.active(), torch.inference_mode():
             self._pixels.copy_(self._staged[slot], non_blocking=True)
@@ -152,11 +156,15 @@ class StreamEncoder:
                 graph()
             if not self._left:
                 self.features[self._slot].copy_(self._found)
+                self._finite[self._slot].copy_(self._all_finite, non_blocking=True)
                 self._ended.append((self._slot, None))
 
     def take_ended(self, timeout_s: float = 0.0) -> list[tuple[int, str | None]]:
         ended, self._ended = self._ended, []
         return ended
+
+    def is_finite(self, slot: int) -> bool:
+        return bool(self._finite[slot])
 
     def close(self) -> None:
         self._device.synchronize()
