@@ -46,14 +46,6 @@ SeedOption = Annotated[int, _WHAT(help="Seed of prompts, lengths and arrival tim
 JsonOption = Annotated[bool, _OUT("--json", help="Print one JSON document.")]
 
 
-def _parse_list(text: str) -> list[int]:
-    """Parse "1,8" to [1, 8]."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise typer.BadParameter(f"{text!r} is not a list of positive numbers like 1,8,32.")
-    return [int(part) for part in parts]
-
-
 @app.command()
 def latency(
     engine: EngineOption = None,
@@ -77,9 +69,11 @@ def latency(
     _require_package("grpc")
     from wicore_trt.bench.report import LATENCY_COLUMNS, latency_result, latency_row
     from wicore_trt.bench.runs import list_cases, run_latency
+    from wicore_trt.bench.workload import parse_lengths
     from wicore_trt.cli._ui import print_table
 
-    cases = list_cases(_parse_list(batch), _parse_list(input_tokens), _parse_list(output_tokens))
+    given = {"--batch": batch, "--input-tokens": input_tokens, "--output-tokens": output_tokens}
+    cases = list_cases(*(_parse_option(option, partial(parse_lengths, text)) for option, text in given.items()))
     settings = _read_settings(engine, recipe, threads, max(case.batch for case in cases))
     measure = partial(run_latency, cases=cases, repeats=repeats, warmups=warmups, seed=seed)
     points, model, roof = _measure_target(measure, settings, target, api_key, tls_ca, quiet=as_json)

@@ -284,7 +284,7 @@ async def test_the_command_says_what_was_refused_and_fails_when_all_was(capsys: 
         (["--target", "x:1", "--rate", "1,0"], 2, "not a list of rates"),
         (["--target", "x:1", "--rate", "nan"], 2, "not a list of rates"),
         (["--target", "x:1", "--rate", "1,x"], 2, "x"),
-        (["--target", "x:1", "--input-tokens", "5..1"], 2, "no length"),
+        (["--target", "x:1", "--input-tokens", "5..1"], 2, "list of positive numbers"),
         (["--target", "x:1", "--slo", "ttft=4"], 2, "is no limit"),
         (["--target", "x:1", "--extra-body", "[1]"], 2, "--extra-body"),
         (["--target", "x:1", "--shared-prefix", "128"], 3, "longer than the prefix"),

@@ -12,6 +12,7 @@ import math
 import random
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import shake_128
@@ -139,9 +140,11 @@ class LoadShape:
 def parse_lengths(text: str) -> Lengths:
     """Parse "128", "64,128,128" (one of these) or "256..2048" (any from the first to the last). Raises ValueError."""
     low, dots, high = text.partition("..")
-    found: Lengths = range(int(low), int(high) + 1) if dots else tuple(int(part) for part in text.split(","))
+    found: Lengths = ()
+    with suppress(ValueError):
+        found = range(int(low), int(high) + 1) if dots else tuple(int(part) for part in text.split(","))
     if not found or min(found) < 1:
-        raise ValueError(f"{text!r} has no length of a token or more")
+        raise ValueError(f"{text!r} is not a list of positive numbers")
     return found
 
 
