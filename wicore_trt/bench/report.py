@@ -77,7 +77,7 @@ def latency_result(point: LatencyPoint, roof: Roof | None) -> dict[str, Any]:
         "decode_step": time_figure(point.step_s, step_bound),
         "decode_rate": decode,
         "total": time_figure(point.total_s),
-        **_report_latencies(point.latencies),
+        **{name: _in_ms(summary) for name, summary in point.latencies.items()},
     }
 
 
@@ -94,7 +94,7 @@ def throughput_result(result: Throughput, case: ThroughputCase | None, roof: Roo
         "requests": rate_figure(result.requests_per_s, "requests/s", bound),
         "output": rate_figure(result.output_tokens_per_s, "tokens/s", output_bound),
         "total": rate_figure(result.total_tokens_per_s, "tokens/s"),
-        **_report_latencies(result.latencies),
+        **{name: _in_ms(summary) for name, summary in result.latencies.items()},
     }
 
 
@@ -124,15 +124,11 @@ def load_result(load: Load, *, target: str, rate: float | None, tier_hits: Mappi
 
 
 def _in_ms(summary: Summary | None) -> dict[str, Any] | None:
+    """Report {unit: "ms", count, mean, p50, p90, p99}."""
     if summary is None:
         return None
     values = {name: value * 1e3 for name, value in asdict(summary).items() if name != "count"}
     return {"unit": "ms", "count": summary.count, **values}
-
-
-def _report_latencies(latencies: Mapping[str, Summary | None]) -> dict[str, Any]:
-    """Report ttft, tpot, itl, e2e: {unit: "ms", count, mean, p50, p90, p99} or null."""
-    return {name: _in_ms(summary) for name, summary in latencies.items()}
 
 
 def make_report(
