@@ -3,23 +3,13 @@
 Plain arithmetic; neither Triton, CUDA nor what a page means. Invariant: all parts of a coded page begin at multiples of
 16 bytes, and a coded page takes three quarters of its raw bytes, whatever it holds.
 
-A page is blocks [blocks, rows, channels] of bfloat16, little endian. Its code, format 1, is, little endian as well,
-
-    header   uint8 [4] "WKC" and the format's number; uint32 rows, channels, escapes
-    index    uint32 [blocks, channels / tile]: the first escape of each tile; zeros up to a multiple of 16 bytes
-    tops     uint8 [blocks, channels]: the largest exponent
-    bits     uint16 or uint32 [blocks, 3, channels], `rows` bits each: bit r of word k is bit k of the distance of row r
-    signs    uint8 [blocks, rows, channels]: sign * 128 + mantissa
-    escapes  uint8 [escapes]: exponents whose distance is ESCAPE, by block, then channel, then row; zeros up to the end
-
-with tiles of gcd(channels, 128) channels and distances of min(top - exponent, ESCAPE), where ESCAPE is 7. A page with
-more escapes than the room behind its signs is kept raw.
+docs/page-code.md describes the format: header, index, tops, bits, signs, escapes, one behind the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 from typing import Any
 
@@ -37,58 +27,35 @@ BLOCK_ROWS = 32
 
 @dataclass(frozen=True)
 class PageCode:
-    """Code of pages of `blocks` blocks. `rows` is 16 or 32, `channels` a multiple of 16."""
+    """Code of pages of `blocks` blocks. `rows` is 16 or 32, `channels` a multiple of 16. `tops`, `bits`, `signs` and
+    `escapes` are where these parts begin, in bytes. A page with more than `room` escapes is kept raw."""
 
     blocks: int
     rows: int
     channels: int
+    values: int = field(init=False)
+    raw_bytes: int = field(init=False)
+    coded_bytes: int = field(init=False)
+    tile: int = field(init=False)
+    tiles: int = field(init=False)
+    tops: int = field(init=False)
+    bits: int = field(init=False)
+    signs: int = field(init=False)
+    escapes: int = field(init=False)
+    room: int = field(init=False)
 
     def __post_init__(self) -> None:
         assert self.rows in (16, 32) and self.channels % 16 == 0 and min(self.blocks, self.channels) > 0
+        columns, tile = self.blocks * self.channels, gcd(self.channels, TILE)
+        values, tiles = columns * self.rows, columns // tile
+        tops = HEADER_BYTES + div_ceil(4 * tiles, 16) * 16
+        bits = tops + columns
+        signs = bits + 3 * values // 8
+        escapes, coded = signs + values, 3 * values // 2
+        vars(self).update(values=values, raw_bytes=2 * values, coded_bytes=coded, tile=tile, tiles=tiles)
+        vars(self).update(tops=tops, bits=bits, signs=signs, escapes=escapes, room=coded - escapes)
         assert self.raw_bytes < 1 << 31, "kernels count bytes of a page in 32 bits"
         assert self.room >= 0, "pages so small have no room for the code's tables"
-
-    @property
-    def values(self) -> int:
-        return self.blocks * self.rows * self.channels
-
-    @property
-    def raw_bytes(self) -> int:
-        return 2 * self.values
-
-    @property
-    def coded_bytes(self) -> int:
-        return 3 * self.values // 2
-
-    @property
-    def tile(self) -> int:
-        return gcd(self.channels, TILE)
-
-    @property
-    def tiles(self) -> int:
-        return self.blocks * self.channels // self.tile
-
-    @property
-    def tops(self) -> int:
-        """Begin of this part, as in the following ones: bytes from the coded page's start."""
-        return HEADER_BYTES + div_ceil(4 * self.tiles, 16) * 16
-
-    @property
-    def bits(self) -> int:
-        return self.tops + self.blocks * self.channels
-
-    @property
-    def signs(self) -> int:
-        return self.bits + 3 * self.values // 8
-
-    @property
-    def escapes(self) -> int:
-        return self.signs + self.values
-
-    @property
-    def room(self) -> int:
-        """The most escapes of a page that is coded."""
-        return self.coded_bytes - self.escapes
 
 
 def find_code(shape: PoolShape) -> PageCode | None:

@@ -20,6 +20,7 @@ from wicore_trt.plugins.kernels.page_code import page_code_specs
 from wicore_trt.runtime.page_code import decode_pages, encode_pages
 
 CODES = [PageCode(3, 16, 48), PageCode(2, 32, 256), PageCode(1, 32, 384)]
+NAMES = [f"{code.rows}x{code.channels}" for code in CODES]
 GAP = 16  # values between two pages of the pool
 
 
@@ -53,7 +54,7 @@ class Pool:
 
 
 @pytest.mark.parametrize("run", RUNNERS)
-@pytest.mark.parametrize("code", CODES, ids=str)
+@pytest.mark.parametrize("code", CODES, ids=NAMES)
 def test_kernels_make_the_same_code_and_the_same_pages(run: Runner, code: PageCode) -> None:
     pages = make_pages(code, len(PAGES), seed=1)
     want, escapes = encode_pages(code, pages)
@@ -70,7 +71,7 @@ def test_kernels_make_the_same_code_and_the_same_pages(run: Runner, code: PageCo
 
 
 @pytest.mark.parametrize("run", RUNNERS)
-@pytest.mark.parametrize("code", CODES[:2], ids=str)
+@pytest.mark.parametrize("code", CODES[:2], ids=NAMES[:2])
 def test_damaged_code_is_decoded_within_its_page(run: Runner, code: PageCode) -> None:
     """Noise, whose index points anywhere, gives some page, the CPU's; the interpreter refuses any other access."""
     rng = np.random.default_rng(3)
@@ -87,5 +88,6 @@ def test_damaged_code_is_decoded_within_its_page(run: Runner, code: PageCode) ->
 
 @pytest.mark.parametrize("target", targets("sm90"))
 def test_kernels_compile(target: str) -> None:
+    """A few words in shared memory: values that passed through it would have lost the layout that makes this fast."""
     for spec in page_code_specs(PageCode(20, 32, 2048)).values():
-        assert compile_kernel(spec, target).shared_bytes <= 48 * 1024
+        assert compile_kernel(spec, target).shared_bytes <= 128, spec.name
