@@ -84,10 +84,10 @@ class BenchmarkRank:
         warps = norm_config(self.device.target, rows, HIDDEN).num_warps
         if way == "pulled":
             self.meet()
-        ranks = {"ranks": self.ranks, "pushed": way == "pushed"} if way else {}
+        ranks, pushed = self.ranks if way else 1, way == "pushed"
         self.launch(
             f"{way} {dtype} {warps}",
-            lambda: add_norm_spec(self.shape, warps, x_dtype=dtype, **ranks),
+            lambda: add_norm_spec(self.shape, warps, x_dtype=dtype, ranks=ranks, pushed=pushed),
             lambda _: step_layout.add_norm_launch(
                 residual.data_ptr(), x.data_ptr(), (self.weights[0].data_ptr(), self.weights[1].data_ptr()),
                 NormOut(out.data_ptr()), rows, 1e-6, ranked=self.ranked if way else None,
@@ -112,7 +112,7 @@ class BenchmarkRank:
             if own.random() < 0.3:
                 time.sleep(own.random() * 0.003)
             if own.random() < 0.5:
-                torch.cuda._sleep(own.randrange(200_000))  # noqa: SLF001 -- cycles on the GPU
+                torch.cuda._sleep(own.randrange(200_000))  # type: ignore[no-untyped-call]  # noqa: SLF001 -- cycles
             if way == "gathered":
                 wrong += self._gather_wrong(parts, rows)
             else:
@@ -180,22 +180,22 @@ class BenchmarkRank:
             found["nccl_us"] = self.time_graph(nccl_all)
         if rows <= PUSHED_ROWS:
             part, to = self.buffer(2, rows, COLUMNS, torch.float32), self.logits[:rows]
-            found["gather_us"] = self.time_graph(lambda: [self.gather(part, to) for _ in range(EXCHANGES)])
+
+            def gather_all() -> None:
+                for _ in range(EXCHANGES):
+                    self.gather(part, to)
+
+            found["gather_us"] = self.time_graph(gather_all)
         return found
 
-    def time_graph(self, work: Callable[[], object]) -> float:
+    def time_graph(self, work: Callable[[], None]) -> float:
         self.residual.zero_()
         work()
         self.device.synchronize()
-
-        def record() -> None:
-            work()
-
-        replay = self.device.capture(record)
-        times = []
+        replay, times = self.device.capture(work), list[float]()
         for _ in range(REPLAYS):
             self.exchange.share_bytes(b"\0")
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
             replay()
             end.record()
@@ -210,12 +210,12 @@ _KERNELS: dict[str, CompiledKernel] = {}
 def run_rank(exchange: RankExchange, args: argparse.Namespace, port: int, sent: Connection) -> None:
     rank = BenchmarkRank(exchange, args)
     with rank.device.active(), torch.inference_mode():
+        sent.send({"wrong": rank.check(args.rounds), "direct": rank.peers.direct})
         if args.nccl:
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             torch.distributed.init_process_group(
                 "nccl", rank=rank.rank, world_size=rank.ranks, device_id=rank.device.torch_device
             )
-        sent.send({"wrong": rank.check(args.rounds), "direct": rank.peers.direct})
         for rows in args.rows:
             sent.send(rank.time_rows(rows, args.nccl))
         exchange.share_bytes(b"\0")

@@ -1,6 +1,6 @@
 """Linear layers on a GPU: are the kernels right, which configuration is fastest, and does cuBLAS beat it?
 
-    python -m benchmarks.gpu.kernels.linear [--quick] [--small] [--kinds w4,w8] [--seconds 110] [--out FILE.json]
+    python -m benchmarks.gpu.kernels.linear [--quick] [--small] [--ranks 2] [--kinds w4,w8] [--seconds 110] [--out FILE]
 
 Checks every variant against float64 (exit status 1 on a mismatch), then times configurations for the layers of Gemma 3
 27B (`--small`: 270M) with CUDA graphs over cold weights, and prints per layer and number of rows the best one beside
@@ -258,7 +258,10 @@ def measure_linears(options: argparse.Namespace, pool: ProcessPoolExecutor) -> i
     print(f"{torch.cuda.get_device_name()}, {target}, torch {torch.__version__}", flush=True)
     sweep = Sweep(target, options.quick, time.monotonic() + options.seconds)
     failed = check_variants(pool, target)
-    layers = LAYERS["270m" if options.small else "27b"]
+    layers = {
+        name: (n, k // options.ranks, *rest) if name in ("o", "down") else (n // options.ranks, k, *rest)
+        for name, (n, k, *rest) in LAYERS["270m" if options.small else "27b"].items()
+    }
     kinds = ("w16", "w4") if options.small else tuple(options.kinds.split(","))
     shapes = {(k, y): linear_shape(y, k, layers[y]) for k in kinds for y in layers if y != "head" or k == "w16"}
     sizes = {
@@ -293,6 +296,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Checks and times linear layers on a GPU.")
     parser.add_argument("--quick", action="store_true", help="fewer configurations")
     parser.add_argument("--small", action="store_true", help="the layers of Gemma 3 270M")
+    parser.add_argument("--ranks", type=int, default=1, help="the layers' parts on one of so many ranks")
     parser.add_argument("--kinds", default="w8,w16,w8x8,w4", help="weights and rows to time (%(default)s)")
     parser.add_argument("--seconds", type=float, default=110, help="start nothing new after this time")
     parser.add_argument("--out", type=Path, help="all timings as JSON")
