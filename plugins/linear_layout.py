@@ -169,7 +169,7 @@ def dequantize_launch(constants: Mapping[str, Any], w: Any, out: Any, w_scale: A
     """Launch `kernels.linear_q4.dequantize_q4` into out [N, K]."""
     tiles = constants["N"] * constants["K"] // 1024
     arguments = {"w": w, "out": out, "w_scale": w_scale, "w_minimum": w_minimum}
-    return Launch((div_ceil(tiles, constants["W"]), 1, 1), arguments)
+    return Launch((div_ceil(tiles, constants["W"] * constants["T"]), 1, 1), arguments)
 
 
 def geglu_exponent(hidden: int, largest: float) -> int:

@@ -15,7 +15,7 @@ Dimensions of a load below are in the order lanes, warps, registers: Triton hand
 then. Invariants: those of `kernels.linear`; a row has the same bits in any launch of one configuration.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, misc"
 from __future__ import annotations
 
 import triton
@@ -224,24 +224,36 @@ def linear_q4(
 
 @triton.jit
 def dequantize_q4(
-    w, out, w_scale, w_minimum, N: tl.constexpr, K: tl.constexpr, W: tl.constexpr, MINIMUMS: tl.constexpr
+    w,
+    out,
+    w_scale,
+    w_minimum,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    W: tl.constexpr,
+    T: tl.constexpr,
+    MINIMUMS: tl.constexpr,
 ):
-    """out [N, K], 16 bits, of tiles w: each weight rounded once. A warp takes a tile; grid: (cdiv(N K / 1024, W))."""
+    """out [N, K], 16 bits, of tiles w: each weight rounded once. A warp takes T tiles; a lane stores the 8 columns that
+    it has of a row. Grid: (cdiv(N K / 1024, W T))."""
     TILES: tl.constexpr = N // 32 * (K // 32)
-    at = tl.program_id(0) * W + tl.arange(0, W)[:, None]
+    at = (tl.program_id(0) * W + tl.arange(0, W)[:, None]) * T + tl.arange(0, T)[None, :]
     inside = at < TILES
     at = tl.minimum(at, TILES - 1)
     live = tl.full([W], True, tl.int1)
     low, high = _widen(_load_tiles(w, at, live, True), out.dtype.element_ty)
-    scale = _spread_scales(_load_scales(w_scale, at, live))
+    scale = tl.permute(_load_scales(w_scale, at, live), (1, 0, 2, 3, 4)).to(tl.float32)[:, :, :, :, :, None, None]
     rest = scale * 0.0
     if MINIMUMS:
-        rest = tl.fma(scale, 8.0, _spread_scales(_load_scales(w_minimum, at, live)))
-    # [W, 1, r, g, 1, t, 1] of every lane; its weights are [W, r, g, t, j].
-    scale, rest = tl.reshape(scale, [W, 4, 8, 4, 1, 1]), tl.reshape(rest, [W, 4, 8, 4, 1, 1])
-    q = tl.join(tl.reshape(low, [W, 4, 8, 4, 4]), tl.reshape(high, [W, 4, 8, 4, 4]))  # [W, r, g, t, j, half]
-    value = tl.fma(q.to(tl.float32), tl.broadcast_to(scale, q.shape), tl.broadcast_to(rest, q.shape))
-    value = tl.reshape(tl.permute(value.to(out.dtype.element_ty), (0, 1, 2, 3, 5, 4)), [W, 32, 32])
-    row = (at // (K // 32) * 32)[:, :, None] + tl.arange(0, 32)[None, :, None]
-    column = (at % (K // 32) * 32)[:, :, None] + tl.arange(0, 32)[None, None, :]
-    tl.store(out + row.to(tl.int64) * K + column, value, mask=inside[:, :, None])
+        least = tl.permute(_load_scales(w_minimum, at, live), (1, 0, 2, 3, 4)).to(tl.float32)
+        rest = tl.fma(scale, 8.0, least[:, :, :, :, :, None, None])
+    # [g, t, W, T, r, half, j] of each lane.
+    q = tl.join(tl.reshape(low, [W, T, 4, 8, 4, 4]), tl.reshape(high, [W, T, 4, 8, 4, 4]))
+    q = tl.permute(q, (3, 4, 0, 1, 2, 6, 5)).to(tl.float32)
+    value = tl.fma(q, tl.broadcast_to(scale, q.shape), tl.broadcast_to(rest, q.shape)).to(out.dtype.element_ty)
+    value = tl.reshape(tl.permute(value, (1, 0, 2, 3, 4, 5, 6)), [4, 8, W, T, 4, 8])
+    g, t, r = tl.arange(0, 8)[None, :], tl.arange(0, 4)[:, None], tl.arange(0, 4)
+    row = (at // (K // 32) * 32)[None, None, :, :, None] + (g + t * 0)[:, :, None, None, None] + r * 8
+    column = (at % (K // 32) * 32)[None, None, :, :, None] + (t * 8 + g * 0)[:, :, None, None, None] + r * 0
+    to = out + (row.to(tl.int64) * K + column)[:, :, :, :, :, None] + tl.arange(0, 8)
+    tl.store(to, value, mask=inside[None, None, :, :, None, None])

@@ -20,8 +20,8 @@ EXACT_EVERY = 128
 """Products of E4M3 that sm90 may sum in its matrix unit before a float32 addition; cuBLAS's choice as well."""
 QUANTIZED_PART = 2048
 """Columns of a program of `quantize_parts`."""
-DEQUANTIZED_TILES = 4
-"""Tiles, and warps, of a program of `dequantize_q4`."""
+DEQUANTIZED_WARPS, DEQUANTIZED_TILES = 4, 2
+"""Warps of a program of `dequantize_q4`, and tiles of each."""
 POINTERS = {"w_scale": "*fp32", "x_scale": "*fp32", "partials": "*fp32", "counters": "*i32", "largest": "*i32"}
 
 
@@ -80,12 +80,18 @@ def _tiles_spec(shape: LinearShape, config: LinearConfig) -> KernelSpec:
 
 
 def dequantize_spec(shape: LinearShape) -> KernelSpec:
-    """Specify `dequantize_q4` of the weights of `shape` into its dtype, DEQUANTIZED_TILES to a program."""
+    """Specify `dequantize_q4` of the weights of `shape` into its dtype."""
     to, minimums = FLOAT_TYPES[shape.dtype], bool(shape.weights.minimums)
     signature = {"w": "*u8", "out": "*" + to, "w_scale": "*fp16", "w_minimum": "*fp16"}
     name = f"dequantize_q4_{to}_{shape.weight_rows}x{shape.k}{'_minimums' if minimums else ''}"
-    constants = {"N": shape.weight_rows, "K": shape.k, "W": DEQUANTIZED_TILES, "MINIMUMS": minimums}
-    return KernelSpec(name, dequantize_q4, signature, constants, frozenset(signature), DEQUANTIZED_TILES, 1)
+    constants = {
+        "N": shape.weight_rows,
+        "K": shape.k,
+        "W": DEQUANTIZED_WARPS,
+        "T": DEQUANTIZED_TILES,
+        "MINIMUMS": minimums,
+    }
+    return KernelSpec(name, dequantize_q4, signature, constants, frozenset(signature), DEQUANTIZED_WARPS, 1)
 
 
 def quantize_rows_spec(k: int, dtype: str, *, native: bool) -> KernelSpec:
