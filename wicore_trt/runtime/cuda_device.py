@@ -19,7 +19,7 @@ from wicore_trt.errors import EnvironmentUnfitError
 ALIGNMENT = 256  # bytes; what compiled plans ask of addresses
 
 
-class SideStream:
+class CudaSideStream:
     """A stream beside `main`, whose programs go first; see `backends.triton.dequantized`."""
 
     def __init__(self, main: torch.cuda.Stream) -> None:
@@ -64,8 +64,8 @@ class CudaDevice:
         # one after the other.
         self._last: Callable[[], torch.cuda.CUDAGraph | None] = lambda: None
 
-    def open_side_stream(self) -> SideStream:
-        return SideStream(self._stream)
+    def open_side_stream(self) -> CudaSideStream:
+        return CudaSideStream(self._stream)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Allocate uninitialised contiguous memory, at a multiple of ALIGNMENT: torch's allocator aligns to 512."""
