@@ -5,19 +5,34 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
+from itertools import count
 from pathlib import Path
 
 import pytest
+from fakes import FAKE_INFO
 from hypothesis import given
 from hypothesis import strategies as st
 
 from wicore_trt.config import load_settings
+from wicore_trt.core.port import EnginePort
+from wicore_trt.errors import QueueFullError, UnavailableError
 from wicore_trt.kv.disk.claim import share_secret
 from wicore_trt.kv.disk.tools import PurgeReport, add_reports, list_tiers
-from wicore_trt.link.replicas import add_figures
+from wicore_trt.link.replicas import Replicas, add_figures
 from wicore_trt.link.routing import RUNNING_TOKENS, WAITING_TOKENS, PrefixMemory, choose_replica, weigh_load
 from wicore_trt.process.replicas import divide_gpus, divide_settings, find_gpus
-from wicore_trt.types import ContentSpan, EngineStats, KVStats, PoolStats, SamplingParams, TextRequest, TierStats
+from wicore_trt.types import (
+    ContentSpan,
+    EngineStats,
+    FinishReason,
+    GenerateRequest,
+    KVStats,
+    PoolStats,
+    SamplingParams,
+    TextRequest,
+    TierStats,
+    TokenOutput,
+)
 
 LOADS = st.builds(weigh_load, st.integers(0, 200), st.just(64), st.integers(0, 10_000))
 REPLICAS = st.lists(st.tuples(st.integers(0, 4096), st.none() | LOADS), min_size=1, max_size=6)
@@ -147,3 +162,97 @@ def test_the_machine_is_divided_and_its_replicas_have_one_secret(tmp_path):
     assert [home.name for home in list_tiers(tmp_path)] == ["replica-2"]  # the others have held no tier
     reports = [PurgeReport(1, 2, 3, ["a"]), PurgeReport(4, 5, 6, ["b"])]
     assert add_reports(reports) == PurgeReport(5, 7, 9, ["a", "b"])
+
+
+class FakeEngine(EnginePort):
+    """An engine of another process, without one: requests wait until `emit`."""
+
+    prefix, dead = "1/", None
+
+    def __init__(self, number: int) -> None:
+        self.info, self.live, self.refuses = FAKE_INFO, {}, False
+        self.pid = number
+
+    @property
+    def sequences(self) -> int:
+        return sum(self.live.values())
+
+    async def start(self, sink) -> None:
+        self.sink = sink
+
+    async def add(self, request) -> None:
+        if self.dead is not None or self.refuses:
+            raise QueueFullError("full") if self.dead is None else UnavailableError("dead")
+        self.live[request.request_key] = request.params.n
+
+    def emit(self, key: str, *, ends: bool, tokens: tuple[int, ...] = (5,)) -> None:
+        if ends:
+            self.live[key] -= 1
+        self.sink([TokenOutput(key, 0, tokens, finish_reason=FinishReason.STOP if ends else None)])
+        if ends and not self.live[key]:
+            del self.live[key]
+
+    def end(self) -> None:
+        self.dead, live, self.live = "it was killed", self.live, {}
+        self.sink([TokenOutput(key, 0, (), finish_reason=FinishReason.ERROR, error="killed") for key in live])
+
+    def abort(self, request_key, index=None) -> None: ...
+
+    async def stats(self, tenant=None): ...
+
+    def kv_events(self, tenant, after): ...
+
+    async def stop(self, timeout_s) -> None: ...
+
+
+@given(st.lists(st.tuples(st.sampled_from("aaaaetkrf"), st.integers(0, 7), st.integers(0, 2)), max_size=60))
+def test_books_of_loads_close_whatever_happens(steps):
+    """Requests come, begin, end, are refused; replicas end and come back. What nobody computes weighs nothing."""
+    engines, serial = [FakeEngine(1), FakeEngine(2)], count()
+    port, outputs, ended = Replicas(engines, places=4, caches=True, keeps_pages=False), [], Counter()
+
+    def take(found) -> None:
+        outputs.extend(found)
+        ended.update(output.request_key for output in found if output.finish_reason is not None)
+
+    def ask(kind: int, n: int = 1) -> str:
+        text = asked([kind] * 32, n=n)
+        key = f"{port.choose_prefix(text)}{next(serial)}"
+        run(port.add(GenerateRequest(key, text.prompt_token_ids, text.params)))
+        return key
+
+    def run(work) -> None:
+        with pytest.raises(StopIteration):  # nothing here waits
+            work.send(None)
+
+    run(port.start(take))
+    expected = Counter()
+    for what, a, b in steps:
+        engine = engines[a % 2]
+        keys = sorted(engine.live)
+        match what:
+            case "a":
+                try:
+                    key = ask(b, 1 + a % 3)
+                except QueueFullError:
+                    assert any(each.refuses for each in engines)
+                except UnavailableError:
+                    assert port.dead is not None
+                else:
+                    expected[key] = 1 + a % 3
+                    assert key in engines[int(key.split("/")[1])].live and port.part_of(key).dead is None
+            case "t" | "e" if keys:
+                engine.emit(keys[a % len(keys)], ends=what == "e")
+            case "k" if engine.dead is None:
+                engine.end()
+            case "r" if engine.dead is not None:
+                engine.dead, engine.pid = None, engine.pid + 2
+            case "f":
+                engine.refuses = not engine.refuses
+        assert (port.dead is None) == any(each.dead is None for each in engines)
+        assert sum(port.tokens) == sum(port.computing.values()) and min(port.tokens) >= 0
+        assert all(key in port.part_of(key).live for key in port.computing)
+    for engine in engines:
+        engine.end()
+    assert port.tokens == [0, 0] and not port.computing and port.dead is not None
+    assert ended.keys() == expected.keys()

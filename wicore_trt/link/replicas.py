@@ -23,20 +23,20 @@ _SAME = frozenset({"uptime_s", "page_bytes"})
 
 
 class Replicas(EnginePort):
-    """Engines that serve the same. `places`: sequences that each one runs at a time. `keeps_pages`: the next engine has
-    the pages of the former one, on disk."""
+    """Engines that serve the same. `places`: sequences that each one runs at a time. `caches`: they reuse prefixes.
+    `keeps_pages`: the next engine has the pages of the former one, on disk."""
 
     recovers = True
 
-    def __init__(self, engines: Sequence[RemoteEngine], *, places: int, keeps_pages: bool) -> None:
-        self._engines, self._places, self._keeps_pages = tuple(engines), places, keeps_pages
+    def __init__(self, engines: Sequence[RemoteEngine], *, places: int, caches: bool, keeps_pages: bool) -> None:
+        self._engines, self._places, self._caches, self._keeps_pages = tuple(engines), places, caches, keeps_pages
         self._sink: Sink = lambda outputs: None
         self._memory: PrefixMemory | None = None
         self._pids = [engine.pid for engine in engines]  # as of the last request
         self._turn = 0
         self._chosen: tuple[int, list[int], int] = (0, [], 0)  # replica, blocks and tokens to compute of the next one
-        self._computing: dict[str, int] = {}  # tokens to compute, by request without an output
-        self._tokens = [0] * len(engines)  # their sum
+        self.computing: dict[str, int] = {}  # tokens to compute, by request without an output
+        self.tokens = [0] * len(engines)  # their sum
 
     @property
     def parts(self) -> Sequence[EnginePort]:
@@ -58,11 +58,12 @@ class Replicas(EnginePort):
             sizes = [engine.info.page_tokens for engine in self._engines if engine.info is not None]
             self._memory = PrefixMemory(len(self._engines), max(sizes, default=0))
         for i, engine in enumerate(self._engines):
-            if engine.pid != self._pids[i] and not self._keeps_pages:
-                self._memory.forget_replica(i)
-            self._pids[i] = engine.pid
-        names = self._memory.name_blocks(request)
-        hits, both = self._memory.find_hits(names), zip(self._engines, self._tokens, strict=True)
+            if engine.pid not in (None, self._pids[i]):
+                if not self._keeps_pages:
+                    self._memory.forget_replica(i)
+                self._pids[i] = engine.pid
+        names = self._memory.name_blocks(request) if self._caches else []
+        hits, both = self._memory.find_hits(names), zip(self._engines, self.tokens, strict=True)
         loads = [None if e.dead is not None else weigh_load(e.sequences, self._places, tokens) for e, tokens in both]
         self._turn += 1
         chosen = choose_replica(hits, loads, self._turn) if request.replica is None else request.replica
@@ -74,8 +75,8 @@ class Replicas(EnginePort):
         (chosen, names, tokens), key = self._chosen, request.request_key
         assert self._memory is not None and self.part_of(key) is self._engines[chosen]
         self._memory.note_prompt(names, chosen)
-        self._computing[key] = tokens
-        self._tokens[chosen] += tokens
+        self.computing[key] = tokens
+        self.tokens[chosen] += tokens
         try:
             await self._engines[chosen].add(request)
         except BaseException:
@@ -114,12 +115,12 @@ class Replicas(EnginePort):
 
     def _take_outputs(self, outputs: list[TokenOutput]) -> None:
         for output in outputs:
-            if output.request_key in self._computing and (output.token_ids or output.finish_reason is not None):
+            if output.request_key in self.computing and (output.token_ids or output.finish_reason is not None):
                 self._end_computing(output.request_key)
         self._sink(outputs)
 
     def _end_computing(self, key: str) -> None:
-        self._tokens[_find_replica(key)] -= self._computing.pop(key, 0)
+        self.tokens[_find_replica(key)] -= self.computing.pop(key, 0)
 
 
 def _find_replica(request_key: str) -> int:

@@ -122,8 +122,10 @@ class FrontProcess(ServingProcess):
         self._replicas = [RemoteEngine(partial(self._on_engine_change, i)) for i in range(given.server.replicas)]
         self._engine = self._replicas[0]
         if len(self._replicas) > 1:
-            places, keeps_pages = given.scheduler.max_sequences, given.kv.disk_path is not None
-            self._engine = Replicas(self._replicas, places=places, keeps_pages=keeps_pages)
+            self._engine = Replicas(
+                self._replicas, places=given.scheduler.max_sequences, caches=given.kv.prefix_cache,
+                keeps_pages=given.kv.disk_path is not None,
+            )  # fmt: skip
         asyncio.get_running_loop().add_reader(self._control.sock.fileno(), self._on_message)
         self._send_beat()
 
