@@ -161,7 +161,8 @@ class TritonExecutor:
         largest = next((b for b in DECODE_BUCKETS if b >= settings.max_sequences), DECODE_BUCKETS[-1])
         self._buckets = [b for b in DECODE_BUCKETS if b <= largest] if graphs else []
         image = loading.vision.spec.tokens if loading.vision is not None else 0
-        scaled, most = loading.shape.has_scaled_products(self.device.target), settings.max_batch_tokens
+        scaled = loading.shape.has_scaled_products(self.device.target) and not settings.batch_invariant
+        most = settings.max_batch_tokens
         self._prompt_plans = prompt_plans(most, largest, image, scaled=scaled) if graphs else []
         self.graph_sizes = prompt_room(self._prompt_plans)
         positions = min(settings.max_context or loading.max_context, loading.max_context)
