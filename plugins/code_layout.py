@@ -9,7 +9,6 @@ docs/page-code.md describes the format: header, index, tops, bits, signs, escape
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from math import gcd
 from typing import Any
 
@@ -25,35 +24,21 @@ BLOCK_ROWS = 32
 """Most tokens that share a table of the largest exponents."""
 
 
-@dataclass(frozen=True)
 class PageCode:
     """Code of pages of `blocks` blocks. `rows` is 16 or 32, `channels` a multiple of 16. `tops`, `bits`, `signs` and
     `escapes` are where these parts begin, in bytes. A page with more than `room` escapes is kept raw."""
 
-    blocks: int
-    rows: int
-    channels: int
-    values: int = field(init=False)
-    raw_bytes: int = field(init=False)
-    coded_bytes: int = field(init=False)
-    tile: int = field(init=False)
-    tiles: int = field(init=False)
-    tops: int = field(init=False)
-    bits: int = field(init=False)
-    signs: int = field(init=False)
-    escapes: int = field(init=False)
-    room: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        assert self.rows in (16, 32) and self.channels % 16 == 0 and min(self.blocks, self.channels) > 0
-        columns, tile = self.blocks * self.channels, gcd(self.channels, TILE)
-        values, tiles = columns * self.rows, columns // tile
-        tops = HEADER_BYTES + div_ceil(4 * tiles, 16) * 16
-        bits = tops + columns
-        signs = bits + 3 * values // 8
-        escapes, coded = signs + values, 3 * values // 2
-        vars(self).update(values=values, raw_bytes=2 * values, coded_bytes=coded, tile=tile, tiles=tiles)
-        vars(self).update(tops=tops, bits=bits, signs=signs, escapes=escapes, room=coded - escapes)
+    def __init__(self, blocks: int, rows: int, channels: int) -> None:
+        assert rows in (16, 32) and channels % 16 == 0 and min(blocks, channels) > 0
+        self.blocks, self.rows, self.channels, columns = blocks, rows, channels, blocks * channels
+        self.tile = gcd(channels, TILE)
+        self.tiles, self.values = columns // self.tile, columns * rows
+        self.raw_bytes, self.coded_bytes = 2 * self.values, 3 * self.values // 2
+        self.tops = HEADER_BYTES + div_ceil(4 * self.tiles, 16) * 16
+        self.bits = self.tops + columns
+        self.signs = self.bits + 3 * self.values // 8
+        self.escapes = self.signs + self.values
+        self.room = self.coded_bytes - self.escapes
         assert self.raw_bytes < 1 << 31, "kernels count bytes of a page in 32 bits"
         assert self.room >= 0, "pages so small have no room for the code's tables"
 

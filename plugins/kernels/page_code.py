@@ -10,8 +10,6 @@ and the order of escapes within a channel are then a thread's own affair.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 
@@ -99,10 +97,8 @@ def page_starts(coded, found, blocks, ROWS: tl.constexpr, CHANNELS: tl.constexpr
         tl.store(index, tl.where(chunk + i < tiles, start, 0), chunk + i < tl.cdiv(tiles, 4) * 4)
         total += tl.sum(count, axis=0)
     tl.store(found + tl.program_id(0), total)
-    tl.store(out, tl.full([], _MAGIC, tl.int32))
-    tl.store(out + 1, tl.full([], ROWS, tl.int32))
-    tl.store(out + 2, tl.full([], CHANNELS, tl.int32))
-    tl.store(out + 3, total)
+    head = tl.where(i == 0, _MAGIC, tl.where(i == 1, ROWS, tl.where(i == 2, CHANNELS, total)))
+    tl.store(out + i, head, i < 4)
 
 
 @triton.jit
@@ -180,31 +176,19 @@ def page_decode(
         tl.store(to, value.to(tl.int16))
 
 
-@dataclass(frozen=True)
-class PageCodeConfig:
-    """Launch shape: warps of a program, channels of a thread (a power of two), rows that decoding takes at once."""
-
-    warps: int
-    vector: int
-    step: int
-
-
-DEFAULT = PageCodeConfig(2, 2, 8)
-
-
-def page_code_specs(code: PageCode, config: PageCodeConfig = DEFAULT) -> dict[str, KernelSpec]:
-    """Specify the four kernels by name. They are the same for any number of blocks."""
+def page_code_specs(code: PageCode, warps: int = 2, vector: int = 2, step: int = 8) -> dict[str, KernelSpec]:
+    """Specify the four kernels by name. They are the same for any number of blocks. A thread has `vector` channels, a
+    power of two, and decodes `step` rows at once."""
     most = code.channels & -code.channels  # the largest power of two that divides it
-    width = min(most, max(code.tile, 32 * config.vector * config.warps))
+    values: dict[str, Constant] = {"ROWS": code.rows, "CHANNELS": code.channels, "TILE": code.tile, "VECTOR": vector}
+    values |= {"WIDTH": min(most, max(code.tile, 32 * vector * warps)), "STEP": min(step, code.rows)}
     types = {"memory": "*i16", "offsets": "*i64", "coded": "*u8", "found": "*i32", "blocks": "i32"}
-    values: dict[str, Constant] = {"ROWS": code.rows, "CHANNELS": code.channels, "TILE": code.tile}
-    values |= {"WIDTH": width, "VECTOR": config.vector, "STEP": min(config.step, code.rows)}
     found = {}
     for function in (page_tops, page_starts, page_encode, page_decode):
         names = function.arg_names
-        name = f"{function.__name__}_r{code.rows}_c{code.channels}_w{config.warps}_v{config.vector}_s{config.step}"
+        name = f"{function.__name__}_r{code.rows}_c{code.channels}_w{warps}_v{vector}_s{step}"
         signature = {n: types[n] for n in names if n in types}
         constants = {n: values[n] for n in names if n in values}
         aligned = frozenset({"memory", "coded"} & {*signature})
-        found[function.__name__] = KernelSpec(name, function, signature, constants, aligned, config.warps, 1)
+        found[function.__name__] = KernelSpec(name, function, signature, constants, aligned, warps, 1)
     return found

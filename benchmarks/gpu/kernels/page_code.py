@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ import torch
 from benchmarks.gpu.kernels.step import target_of_gpu
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec, compile_kernel
 from wicore_trt.plugins.code_layout import BLOCK_ROWS, PageCode, decode_launch, encode_launches
-from wicore_trt.plugins.kernels.page_code import DEFAULT, PageCodeConfig, page_code_specs
+from wicore_trt.plugins.kernels.page_code import page_code_specs
 from wicore_trt.plugins.launch import SHARED_LAUNCHER
 from wicore_trt.plugins.layout import Launch
 from wicore_trt.runtime.page_code import encode_pages
@@ -41,8 +41,18 @@ SHAPES = {
 }
 """Codes, and pages in a batch."""
 SMALL = PageCode(6, 32, 256)  # 270M's global layers
+
+
+class Shape(NamedTuple):
+    """Launch shape, as in `page_code_specs`."""
+
+    warps: int = 2
+    vector: int = 2
+    step: int = 8
+
+
 SWEEP = [
-    PageCodeConfig(warps, vector, step)
+    Shape(warps, vector, step)
     for warps in (1, 2, 4, 8) for vector in (2, 4) for step in (4, 8, 16, 32)
     if vector * step <= 64
 ]  # fmt: skip
@@ -148,9 +158,9 @@ def _compile(index: int, target: str) -> CompiledKernel:
     return compile_kernel(_specs[index], target)
 
 
-def compile_all(plans: Sequence[tuple[PageCode, PageCodeConfig]], target: str) -> list[Kernels]:
+def compile_all(plans: Sequence[tuple[PageCode, Shape]], target: str) -> list[Kernels]:
     """Compile for each plan. Must come before CUDA is initialised, because the workers are forked."""
-    listed = [page_code_specs(*plan) for plan in plans]
+    listed = [page_code_specs(code, *shape) for code, shape in plans]
     _specs[:] = {spec.name: spec for specs in listed for spec in specs.values()}.values()
     begin = time.monotonic()
     with ProcessPoolExecutor(12, mp_context=multiprocessing.get_context("fork")) as pool:
@@ -178,7 +188,7 @@ def check_many(kernels: Kernels, pages: int, until: float) -> int:
     return wrong
 
 
-def time_shape(name: str, code: PageCode, count: int, kernels: Kernels, config: PageCodeConfig) -> int:
+def time_shape(name: str, code: PageCode, count: int, kernels: Kernels, config: Shape) -> int:
     """Check and time one launch shape; count wrong pages."""
     batch = Batch(code, make_pages(code, count, "like KV"), kernels)
     fit, wrong = batch.count_wrong(compared=1)
@@ -206,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     real: list[tuple[str, PageCode, Any]] = list(real_pages(options.kv)) if options.kv else []
     plans = (
-        [(code, DEFAULT) for code, _ in SHAPES.values()] + [(SMALL, DEFAULT)] + [(code, DEFAULT) for _, code, _ in real]
+        [(code, Shape()) for code, _ in SHAPES.values()] + [(SMALL, Shape())] + [(code, Shape()) for _, code, _ in real]
     )
     swept = SWEEP if options.sweep else []
     code, count = SHAPES["27B global, 32 tokens"]
@@ -214,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(torch.cuda.get_device_name(), flush=True)
     wrong = 0
     for (name, (shape, pages)), built in zip(SHAPES.items(), kernels, strict=False):
-        wrong += time_shape(name, shape, pages, built, DEFAULT)
+        wrong += time_shape(name, shape, pages, built, Shape())
     for config, built in zip(swept, kernels[len(plans) :], strict=True):
         if time.monotonic() < until:
             wrong += time_shape("27B global, 32 tokens", code, count, built, config)
