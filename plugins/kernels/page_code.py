@@ -186,7 +186,8 @@ def page_code_specs(code: PageCode, warps: int = 2, vector: int = 2, step: int =
     found = {}
     for function in (page_tops, page_starts, page_encode, page_decode):
         names = function.arg_names
-        name = f"{function.__name__}_r{code.rows}_c{code.channels}_w{warps}_v{vector}_s{step}"
+        name = f"{function.__name__}_r{code.rows}_c{code.channels}_w{warps}_v{vector}"
+        name += f"_s{step}" if "STEP" in names else ""
         signature = {n: types[n] for n in names if n in types}
         constants = {n: values[n] for n in names if n in values}
         aligned = frozenset({"memory", "coded"} & {*signature})
