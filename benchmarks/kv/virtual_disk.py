@@ -1,7 +1,7 @@
 """A disk, a link to the device and the time of steps, in virtual time, for simulations of the KV tiers.
 
-A disk shares a rate that changes over time among its threads, reads before writes; each operation takes a latency more,
-and now and then one takes long. It must not know who reads. Invariant: one seed gives one sequence of happenings.
+A disk shares a rate that changes over time among its threads, most reads before writes; each operation takes a latency
+more, and now and then one takes long. It must not know who reads. Invariant: one seed gives one sequence of happenings.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ PAGE_BYTES = {GLOBAL: PAGE_TOKENS * 81_920, LOCAL: PAGE_TOKENS * 425_984}
 BATCH_TOKENS, SLICE_TOKENS = 8192, 256
 GRAPH_TOKENS = 1536
 """Of the largest step that is started at once."""
+READS_FIRST = 16
+"""Reads that go before a write, as in the native library."""
 DIGEST = bytes(16)
 Told = Callable[[Outcome], None]
 
@@ -128,7 +130,7 @@ class Disk:
         self._world, self._events, self._rng = world, events, random.Random(seed)
         self._queues = {True: deque[_Operation](), False: deque[_Operation]()}
         self._active: dict[_Operation, None] = {}
-        self._held = 0
+        self._held = self._reads_since = 0
         self._since, self._version = events.now, 0
         self.ending: Mapping[bytes, int] = {}
         self.read_bytes = self.write_bytes = self.asked = 0
@@ -190,7 +192,9 @@ class Disk:
             self._held += 1
             events.at(events.now + op.slow_s, partial(self._end, op))
         while len(self._active) + self._held < self._world.threads and any(self._queues.values()):
-            op = (self._queues[True] or self._queues[False]).popleft()
+            writes = self._queues[False] and (not self._queues[True] or self._reads_since >= READS_FIRST)
+            op = self._queues[not writes].popleft()
+            self._reads_since = self._reads_since + 1 if op.reads else 0
             if op.wanted():
                 self._active[op] = None
             else:

@@ -38,7 +38,7 @@ constexpr int64_t kMostBuffers = 1024;  // of one system call
 // Checked at a time, and moved where memory is the disk: stays in a core's cache from one to the other. A device gets
 // more at once.
 constexpr int64_t kPiece = 1 << 19, kDevicePiece = 1 << 22;
-constexpr int64_t kReadsFirst = 8;  // reads that go before a write
+constexpr int64_t kReadsFirst = 16;  // reads that go before a write
 // Reports that are taken together, if they come within this time: each waking of the interpreter may hold up others.
 constexpr size_t kTogether = 16;
 constexpr std::chrono::milliseconds kLinger{1};
