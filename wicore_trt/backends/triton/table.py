@@ -41,7 +41,7 @@ DECODE_BUCKETS = (1, 2, 4, 6, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256
 SPLIT_TOKENS, KEPT_TOKENS = 384, 768
 """The most tokens of a step whose prompts' keys are split, and of one whose queries are kept until it is over."""
 DEFAULT_CROSSOVER = {"16-bit": 16, "fp8": 64, "fp8 rows": 0, "q4_0": 128}
-CROSSOVER: dict[str, dict[str, int]] = {"sm90": {"16-bit": 64, "fp8": 8, "fp8 rows": 128, "q4_0": 32}}
+CROSSOVER: dict[str, dict[str, int]] = {"sm90": {"16-bit": 64, "fp8": 8, "fp8 rows": 128}}
 """By target what was measured instead of DEFAULT_CROSSOVER: the most rows for which Triton kernels are faster than
 cuBLAS by 16-bit weights ("16-bit"), than products of E4M3 rows by E4M3 weights ("fp8"), and the most rows for which
 Triton's own of those are faster than cuBLAS's ("fp8 rows"). "q4_0": the most for which they are faster than writing
