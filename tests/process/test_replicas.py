@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, suppress
 
 import grpc
 import httpx
+import pytest
 from process.test_reload import log_line
 from process.test_supervisor import Server, supervised
 from serve.serving import expected, until
@@ -75,7 +76,8 @@ async def test_a_prefix_stays_where_it_is_until_that_replica_is_loaded(tmp_path)
         assert stats["prompt_tokens"] == sum((await read_counts(client, "wicore_prompt_tokens_total")).values())
 
 
-async def test_a_killed_replica_takes_its_requests_with_it_and_no_others(tmp_path):
+@pytest.mark.parametrize("kills", [1, pytest.param(12, marks=pytest.mark.long)])
+async def test_a_killed_replica_takes_its_requests_with_it_and_no_others(tmp_path, kills):
     rng, ends = random.Random(7), Counter[str]()
     async with replicated(tmp_path, step_s=0.003, quick_s=0.0) as (server, client):
         stop = False
@@ -87,7 +89,7 @@ async def test_a_killed_replica_takes_its_requests_with_it_and_no_others(tmp_pat
                 ends["error" if await ask(client, prompt, own.randrange(1, 60)) < 0 else "answer"] += 1
 
         loads = [asyncio.ensure_future(load(i)) for i in range(12)]
-        for kill in range(3):
+        for kill in range(kills):
             await until(lambda: len(server.alive("engine")) == 2)
             await until(lambda: is_in(client, "serving"))
             await asyncio.sleep(rng.random() / 3)
@@ -104,7 +106,7 @@ async def test_a_killed_replica_takes_its_requests_with_it_and_no_others(tmp_pat
         stop = True
         async with asyncio.timeout(20):
             await asyncio.gather(*loads)
-        assert 3 <= ends["error"] <= 3 * 12 < ends["answer"], ends
+        assert kills <= ends["error"] <= kills * 12 and ends["answer"] > 20, ends
         up = {int(i): up for i, up in (await read_counts(client, "wicore_engine_up")).items()}
         assert up == {0: 1, 1: 1}
         [front] = server.alive("front")
