@@ -92,12 +92,13 @@ def purge(
 
     from wicore_trt.cli._ui import human_bytes, print_json
     from wicore_trt.errors import ConfigError
-    from wicore_trt.kv.disk.tools import add_reports, list_tiers, purge_directory
+    from wicore_trt.kv.disk.tools import add_reports, list_tiers, namespace_homes, purge_directory
     from wicore_trt.kv.pages.page import TENANT_BYTES
 
     if sum(given is not None for given in (salt, tenant_name, tenant)) > 1:
         raise ConfigError("--salt, --tenant-name and --tenant each name a tenant.", fix="Give one of them.")
-    homes = list_tiers(path)  # not a disk cache: say so before asking
+    homes = list_tiers(path)
+    namespace_homes(homes[0])  # not a disk cache: say so before asking
     if salt is not None or tenant_name is not None:
         tag: bytes | None = _tag_of(homes[-1], recipe, tenant_name or "", salt or "")  # replicas have one secret
     elif tenant is not None:

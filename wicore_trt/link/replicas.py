@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import reduce
 from itertools import zip_longest
 from typing import Any
 
@@ -96,10 +97,7 @@ class Replicas(EnginePort):
         known = [stats for stats in found if not isinstance(stats, BaseException)]
         if not known:
             raise next(error for error in found if isinstance(error, BaseException))
-        total: EngineStats = known[0]
-        for stats in known[1:]:
-            total = add_figures(total, stats)
-        return total
+        return reduce(add_figures, known)
 
     async def kv_events(self, tenant: str | None, after: Position) -> AsyncGenerator[Change, None]:
         """Refuse: each replica has a feed of its own, with its own numbers (`parts`)."""

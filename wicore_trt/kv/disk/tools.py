@@ -271,15 +271,10 @@ def namespace_homes(path: Path) -> list[Path]:
 
 
 def list_tiers(path: Path) -> list[Path]:
-    """List the directories of disk tiers under what a server was given: that one itself, and those of its replicas.
-    NotFoundError when there is none."""
-    found = sorted(home for home in path.glob(REPLICA_HOME.format("[0-9]*")) if os.path.lexists(home / LOCK))
-    with suppress(NotFoundError):
-        namespace_homes(path)
-        return [path, *found]
-    if not found:
-        namespace_homes(path)
-    return found
+    """List the directories of disk tiers under what a server was given: those of its replicas, and that one itself
+    where there are none or it is one, too."""
+    found = sorted(path.glob(REPLICA_HOME.format("[0-9]*")))
+    return [home for home in (path, *found) if os.path.lexists(home / LOCK)] or [path]
 
 
 def add_reports(reports: Sequence[VerifyReport | PurgeReport]) -> Any:
