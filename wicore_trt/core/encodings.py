@@ -56,10 +56,10 @@ class Encodings:
         failed, self._failed = self._failed, {}
         return failed
 
-    def explain_failure(self, images: Iterable[PromptImage]) -> tuple[str, str] | None:
-        """Say why a step that read these images failed, and the field at fault; None if it is no image's features."""
-        finite = [self._encoder.is_finite(slot) for slot in self.book.list_slots(images)]
-        return None if all(finite) else (_FAILED + NOT_FINITE, "images")
+    def explain_failure(self, images: Iterable[PromptImage], why: str) -> tuple[str, str | None]:
+        """Say why a sequence failed that read these images, and the field at fault; `why`, if it is none of them."""
+        finite = all(map(self._encoder.is_finite, self.book.list_slots(images)))
+        return (why, None) if finite else (_FAILED + NOT_FINITE, "images")
 
     def _note_end(self, why: str | None) -> None:
         asked = self.book.end_encoding(failed=why is not None)

@@ -216,11 +216,6 @@ class EngineCore(Core):
         end = partial(self._finish_sequence, reason=FinishReason.ERROR, doubtful=False)
         return [end(s, error=failed[s.seq_id][0], field=failed[s.seq_id][1]) for s in live]
 
-    def _explain_failure(self, sequence: Sequence, why: str) -> tuple[str, str | None]:
-        """Say why a sequence failed in a step, and the field at fault: features of its images were not finite?"""
-        known = None if self._encodings is None else self._encodings.explain_failure(sequence.images)
-        return known or (why, None)
-
     def _start_step(self, schedule: StepSchedule, *, ahead: bool = False) -> Flight:
         batch, result = self._make_batch(schedule, ahead=ahead), None
         flight = Flight(schedule, batch, self.clock(), result, late=self._late)
@@ -322,7 +317,9 @@ class EngineCore(Core):
                 continue
             seq_id, known, begin = sequence.seq_id, sequence.tokens, sequence.computed
             if failed and seq_id in failed:
-                error, field = self._explain_failure(sequence, failed[seq_id])
+                error, field = failed[seq_id], None
+                if self._encodings is not None:
+                    error, field = self._encodings.explain_failure(sequence.images, error)
                 outputs.append(self._finish_sequence(sequence, FinishReason.ERROR, error=error, field=field))
                 continue
             found = sampled.get(seq_id)

@@ -130,7 +130,7 @@ class ImageEncoder(Protocol):
     part_s: float
 
     def begin(self, slot: int, pixels: bytes, /) -> None:
-        """Begin to encode uint8 [size, size, 3] into a slot, behind images whose parts all run; return at once."""
+        """Begin to encode uint8 [size, size, 3] into a slot; return at once. The image before has run all parts, or ends."""
         ...
 
     def run_parts(self, count: int, /) -> None:

@@ -141,7 +141,6 @@ class StreamEncoder:
 
     def begin(self, slot: int, pixels: bytes) -> None:
         assert len(pixels) == self.pixel_bytes, f"an image of {len(pixels)} bytes"
-        assert not self._left, "the image before has parts that do not run yet"
         self._slot, self._left, self._finite[slot] = slot, self.parts, True
         self._staged[slot].view(-1).numpy()[:] = np.frombuffer(pixels, np.uint8)
         with self._device.active(), torch.inference_mode():

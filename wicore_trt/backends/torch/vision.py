@@ -70,14 +70,9 @@ class TorchVision:
     ones: those are rounded before they are added, by `add_norm` together with the next norm if that is given."""
 
     def __init__(
-        self,
-        weights: VisionWeights,
-        dtype: str,
-        device: torch.device,
-        add_norm: AddNorm | None = None,
-        *,
-        faster: bool | None = None,
-    ) -> None:
+        self, weights: VisionWeights, dtype: str, device: torch.device, add_norm: AddNorm | None = None,
+        *, faster: bool | None = None,
+    ) -> None:  # fmt: skip
         spec, tensors = weights.spec, dict(weights.tensors)
         self.spec, self.dtype, self.stopped = spec, TORCH_DTYPES[dtype], False
         faster = device.type == "cuda" if faster is None else faster
