@@ -168,7 +168,7 @@ def open_norm(device: CudaDevice) -> AddNorm:
     def add_norm(x: torch.Tensor, added: torch.Tensor, *norm: Any) -> torch.Tensor:
         (weight, bias, eps), out = norm, torch.empty_like(added)
         places = x.data_ptr(), added.data_ptr(), (weight.data_ptr(), bias.data_ptr()), out.data_ptr()
-        SHARED_LAUNCHER.launch(kernel, add_layer_norm_launch(*places, tuple(x.shape), eps), device.stream)
+        SHARED_LAUNCHER.launch(kernel, add_layer_norm_launch(*places, (len(x), x.shape[1]), eps), device.stream)
         return out
 
     return add_norm

@@ -61,6 +61,9 @@ class Encoder:
     def run_parts(self, count: int) -> None:
         raise NotImplementedError
 
+    def is_finite(self, slot: int) -> bool:
+        return True
+
     def take_ended(self, timeout_s: float = 0.0) -> list[tuple[int, str | None]]:
         ended, self._begun = self._begun, []
         return ended

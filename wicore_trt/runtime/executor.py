@@ -130,7 +130,8 @@ class ImageEncoder(Protocol):
     part_s: float
 
     def begin(self, slot: int, pixels: bytes, /) -> None:
-        """Begin to encode uint8 [size, size, 3] into a slot; return at once. The image before has run all parts, or ends."""
+        """Begin to encode uint8 [size, size, 3] into a slot; return at once. Parts that the image before has not run
+        are left out."""
         ...
 
     def run_parts(self, count: int, /) -> None:

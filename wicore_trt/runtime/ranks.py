@@ -247,7 +247,8 @@ class _RankedEncoder:
     def __init__(self, group: _Ranks, local: ImageEncoder) -> None:
         self._group, self._local = group, local
         self.slots, self.tokens, self.pixel_bytes = local.slots, local.tokens, local.pixel_bytes
-        self.parts, self.part_s, self.take_ended = local.parts, local.part_s, local.take_ended
+        self.parts, self.part_s = local.parts, local.part_s
+        self.take_ended, self.is_finite = local.take_ended, local.is_finite
 
     def begin(self, slot: int, pixels: bytes) -> None:
         self._group.send("image", slot, pixels)
