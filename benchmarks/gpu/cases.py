@@ -31,7 +31,8 @@ LOGIT_BYTES = 4
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """An engine to measure. `dtype` and `kv_dtype` are options of `wicore build`; `peer` are vLLM's quantization and
-    KV dtype for the same model, None where it has none."""
+    KV dtype for the same model, None where it has none. `ranks`: GPUs that it is split over; its bounds and bytes are
+    those of one."""
 
     name: str
     title: str
@@ -40,6 +41,7 @@ class EngineConfig:
     kv_dtype: str
     batches: tuple[int, ...]
     peer: tuple[str, str] | None
+    ranks: int = 1
 
     @property
     def spec(self) -> Gemma3Spec:
@@ -64,10 +66,22 @@ CONFIGS = {
         EngineConfig("q4_0", "27B Q4_0 weights", "gemma3-27b", "q4_0", "auto", (1, 8, 32), ("none", "auto")),
         EngineConfig("fp8kv", "27B FP8 weights and KV", "gemma3-27b", "fp8", "fp8", (128,), ("fp8_per_channel", "fp8")),
         EngineConfig("270m", "270M BF16", "gemma3-270m", "bfloat16", "auto", (1,), ("none", "auto")),
+        EngineConfig("bf16-tp2", "27B BF16, TP 2", "gemma3-27b", "bfloat16", "auto", (1, 8, 32), ("none", "auto"), 2),
+        EngineConfig(
+            "fp8-tp2",
+            "27B FP8 weights, TP 2",
+            "gemma3-27b",
+            "fp8",
+            "auto",
+            (1, 8, 32, 64),
+            ("fp8_per_channel", "auto"),
+            2,
+        ),
+        EngineConfig("q4_0-tp2", "27B Q4_0 weights, TP 2", "gemma3-27b", "q4_0", "auto", (1, 8, 32), None, 2),
         EngineConfig("fp16", "27B FP16", "gemma3-27b", "float16", "auto", (1, 32), None),
     )
 }
-PEER_ORDER = ("fp8", "bf16", "q4_0", "fp8kv", "270m")
+PEER_ORDER = ("fp8", "bf16", "q4_0", "fp8kv", "270m", "fp8-tp2", "bf16-tp2")
 
 DECODE, PREFILL, OFFLINE = "decode", "prefill", "offline"
 """A step in which all sequences decode; all prompts to their first tokens; all prompts with OUTPUT tokens each."""
@@ -86,6 +100,17 @@ GOALS: dict[tuple[str, str, int], tuple[float, float]] = {
     ("q4_0", DECODE, 32): (14.9, 13.5),
     ("fp8kv", DECODE, 128): (33.0, 27.0),
     ("270m", DECODE, 1): (1.0, 0.6),
+    ("bf16-tp2", DECODE, 1): (10.7, 9.7),
+    ("bf16-tp2", DECODE, 8): (11.9, 10.8),
+    ("bf16-tp2", DECODE, 32): (14.6, 13.0),
+    ("fp8-tp2", DECODE, 1): (7.0, 5.8),
+    ("fp8-tp2", DECODE, 8): (8.2, 7.0),
+    ("fp8-tp2", DECODE, 32): (11.3, 9.7),
+    ("fp8-tp2", DECODE, 64): (14.9, 13.0),
+    ("bf16-tp2", PREFILL, 1): (46.0, 41.0),
+    ("bf16-tp2", PREFILL, 32): (1420.0, 1250.0),
+    ("fp8-tp2", PREFILL, 1): (34.0, 28.0),
+    ("fp8-tp2", PREFILL, 32): (900.0, 780.0),
     ("bf16", PREFILL, 1): (85.0, 78.0),
     ("fp8", PREFILL, 1): (55.0, 46.0),
     ("q4_0", PREFILL, 1): (90.0, 80.0),
@@ -98,13 +123,15 @@ GOALS: dict[tuple[str, str, int], tuple[float, float]] = {
 START_GOALS = (25000.0, 15000.0)
 """The same, from the start of the process to serving."""
 GOALS_GPU = "H100"
+SPLIT = ("bf16-tp2", "fp8-tp2", "q4_0-tp2")
+"""Configurations of several GPUs."""
 FIGURES = (
     *(
         (name, DECODE, batch)
-        for name in ("bf16", "fp16", "fp8", "q4_0", "fp8kv", "270m")
+        for name in ("bf16", "fp16", "fp8", "q4_0", "fp8kv", "270m", *SPLIT)
         for batch in CONFIGS[name].batches
     ),
-    *((name, PREFILL, batch) for batch in (1, 32) for name in ("bf16", "fp8", "q4_0")),
+    *((name, PREFILL, batch) for batch in (1, 32) for name in ("bf16", "fp8", "q4_0", *SPLIT[:2])),
     ("bf16", OFFLINE, 32),
     ("fp8", OFFLINE, 64),
 )
@@ -145,8 +172,8 @@ def _prefill_s(config: EngineConfig, batch: int, rates: Rates) -> float:
 def bound_s(config: EngineConfig, phase: str, batch: int, rates: Rates) -> float:
     """Shortest seconds of a figure."""
     if phase == OFFLINE:
-        return _prefill_s(config, batch, rates) + (OUTPUT - 1) * _decode_s(config, batch, rates)
-    return (_decode_s if phase == DECODE else _prefill_s)(config, batch, rates)
+        return (_prefill_s(config, batch, rates) + (OUTPUT - 1) * _decode_s(config, batch, rates)) / config.ranks
+    return (_decode_s if phase == DECODE else _prefill_s)(config, batch, rates) / config.ranks
 
 
 def _flop_seconds(config: EngineConfig, linear: float, rest: float, rates: Rates) -> float:
@@ -162,25 +189,33 @@ def places(batch: int) -> int:
 
 
 def kv_budget(config: EngineConfig, sequences: int, context: int) -> int:
-    """Bytes of KV pages for `sequences` sequences of `context` tokens."""
+    """Bytes of KV pages of one rank for `sequences` sequences of `context` tokens."""
     spec = config.spec
     pages = {g: pages_per_sequence(spec, g, PAGE_TOKENS, context) for g in (GLOBAL, LOCAL)}
     size = config.kv_bytes_per_element
     each = sum((pages[g] + (g == LOCAL)) * spec.page_bytes(g, PAGE_TOKENS, size) for g in pages)
-    return (sequences + 1) * each
+    return div_ceil((sequences + 1) * each, config.ranks)
 
 
 def memory_bytes(config: EngineConfig, batch: int) -> float:
-    """GPU memory of a run of `batch` in bytes: weights, KV pages, and WORK_BYTES for all else."""
+    """Memory of one GPU for a run of `batch` in bytes: weights, KV pages, and WORK_BYTES for all else."""
     longest = div_ceil(CONTEXT + OUTPUT, PAGE_TOKENS) * PAGE_TOKENS
-    return config.cost().weight_bytes + kv_budget(config, places(batch), longest) + WORK_BYTES
+    return config.cost().weight_bytes / config.ranks + kv_budget(config, places(batch), longest) + WORK_BYTES
 
 
 WORK_BYTES = 6 << 30
 # Seconds beside the measured runs, as seen on machines with an H100 and 16 cores; for deciding what still fits.
 LOAD_S = {"gemma3-27b": 14.0, "gemma3-270m": 5.0}
 BUILD_S = {"gemma3-27b": 30.0, "gemma3-270m": 20.0}
-PEER_START_S = {"bf16": 75.0, "fp8": 105.0, "q4_0": 105.0, "fp8kv": 110.0, "270m": 40.0}
+PEER_START_S = {
+    "bf16": 75.0,
+    "fp8": 105.0,
+    "q4_0": 105.0,
+    "fp8kv": 110.0,
+    "270m": 40.0,
+    "bf16-tp2": 110.0,
+    "fp8-tp2": 130.0,
+}
 CHECK_S, STARTUP_S, BOUNDS_S = 45.0, 45.0, 6.0
 
 

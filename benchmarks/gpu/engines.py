@@ -51,6 +51,7 @@ def build_bench_engine(config: EngineConfig, output: Path, target: str) -> dict[
         backend="triton",
         dtype=config.dtype,
         kv_dtype=config.kv_dtype,
+        tp_size=config.ranks,
         page_tokens=PAGE_TOKENS,
         targets=[target],
         dummy=DummyModel(config.model, config.spec),

@@ -45,7 +45,7 @@ def describe() -> dict[str, Any]:
     from wicore_trt.runtime.cuda_device import CudaDevice
 
     known = torch.cuda.get_device_properties(torch.cuda.current_device())
-    about = {"name": known.name, "memory_bytes": known.total_memory}
+    about = {"name": known.name, "memory_bytes": known.total_memory, "count": torch.cuda.device_count()}
     return about | {"target": CudaDevice().target, "cuda": torch.version.cuda}
 
 

@@ -6,7 +6,7 @@ write, because it failed or ran out of time, is absent with the reason.
 The script is called as `SCRIPT MODEL_DIR OUT.json QUANTIZATION|none KV_DTYPE BATCHES PROMPT_LENGTHS OUTPUT_TOKENS`;
 directories `g27`, `g27w4` (4 bits, groups of 32) and `g270`, a config.json each, lie beside it. It writes a list of
 JSON objects, again after every batch: first {startup_s}, then {B, input_len, prefill_s, tpot_ms}; `total_s` may say
-how long all tokens took, `runs` of how many runs these are medians.
+how long all tokens took, `runs` of how many runs these are medians. TP in its environment is the number of GPUs to use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from benchmarks.gpu.cases import CONTEXT, OUTPUT, EngineConfig
 
 MODEL_DIRS = {"gemma3-27b": "g27", "gemma3-270m": "g270"}
 ENVIRONMENT = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -51,7 +53,7 @@ def run_peer(
     out.unlink(missing_ok=True)
     command = peer_command(config, batches, script, out)
     begun = time.monotonic()
-    code = run_script(command, site, log, timeout_s)
+    code = run_script(command, site, log, timeout_s, more={"TP": str(config.ranks)})
     record = parse_peer(out)
     record |= {"version": peer_version(site), "seconds": time.monotonic() - begun, "command": command[1:]}
     missing = [b for b in batches if b not in [row["batch"] for row in record["rows"]]]
@@ -61,14 +63,16 @@ def run_peer(
 
 
 def run_script(
-    command: Sequence[str], site: Path, log: Path, timeout_s: float, folder: Path | None = None
-) -> int | None:
-    """Run with the packages below `site`, in `folder`; its exit code, None when `timeout_s` seconds were not enough.
+    command: Sequence[str], site: Path, log: Path, timeout_s: float, folder: Path | None = None,
+    more: Mapping[str, str] | None = None,
+) -> int | None:  # fmt: skip
+    """Run with the packages below `site`, in `folder`, with `more` in the environment; its exit code, None when
+    `timeout_s` seconds were not enough.
     Ends all that it started."""
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            command, cwd=folder, stdout=stream, stderr=subprocess.STDOUT, env=peer_environment(site),
-            start_new_session=True,
+            command, cwd=folder, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True,
+            env={**peer_environment(site), **(more or {})},
         )  # fmt: skip
         try:
             return process.wait(timeout_s)

@@ -159,6 +159,9 @@ class GpuRun:
     def _batches(self, stage: str, config: EngineConfig) -> list[int]:
         """Batches to measure, without those that the GPU has no memory for."""
         wanted = [b for b in config.batches if not self.args.batches or b in self.args.batches]
+        if config.ranks > self.document["gpu"].get("count", 1):
+            self._absent(stage, config.name, f"it takes {config.ranks} GPUs", False)
+            return []
         have = self.document["gpu"].get("memory_bytes", inf)
         for batch in wanted:
             if (need := cases.memory_bytes(config, batch)) > have:
