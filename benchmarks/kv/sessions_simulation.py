@@ -26,6 +26,8 @@ from wicore_trt.types import CacheHints
 
 LAUNCH_S, DRAG = 0.06, 1.1
 """Of steps beside a disk that is read, as an H200's machine took (`docs/benchmarks/log.md`)."""
+PAGE_S = 1.5e-4
+"""Of the engine's thread for a page from disk: to find room, ask, book and send it on, beside threads that report."""
 Place = Callable[[str, bytes], object]
 """Where a tier has the page of a layer group and key; None where it has not."""
 PLACES = ("device", "host", "device or host", "any tier")
@@ -99,13 +101,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, size in {"device": 16.0, "host": 16.0, "disk": 56.0}.items():
         parser.add_argument(f"--{name}", type=float, default=size, help="GiB of the tier")
-    parser.add_argument("--disk-gb-per-s", type=float, default=1.65)
+    parser.add_argument("--disk-gb-per-s", type=float, default=1.65, help="through the tier: `benchmarks.kv.disk_rate`")
     parser.add_argument("--conversations", type=int, default=SESSIONS)
     parser.add_argument("--history", type=int, default=HISTORY, help="tokens before the first turn")
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--seed", type=int, default=3)
     given = parser.parse_args()
-    world = World(((0.0, 1e9 * given.disk_gb_per_s),), launch_s=LAUNCH_S, drag=DRAG)
+    world = World(((0.0, 1e9 * given.disk_gb_per_s),), launch_s=LAUNCH_S, drag=DRAG, page_s=PAGE_S)
     sizes = Sizes(given.device, given.host, given.disk, AT_ONCE)
     rows = play(world, sizes, given.conversations, given.history, given.turns, given.seed)
     print("| " + " | ".join(rows[0]) + " |\n|" + " --- |" * len(rows[0]))

@@ -206,6 +206,24 @@ def test_a_late_read_keeps_its_buffer_and_one_that_did_not_begin_gives_it_back(
     store.close()
 
 
+def test_a_write_waits_for_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "find_calls", calls_of)
+    files, ends = Gate(), list[str]()
+    files.open_again.set()
+    store = open_store(tmp_path, files=files, threads=2)
+    assert wait_for(store.write_page, make_page(0), (0,), buffers([content(0, 0)])) is Outcome.OK
+    files.open_again.clear()
+    for _ in range(60):
+        target = [aligned_buffer(SLOT)]
+        assert store.read_page(make_page(0), (0,), target, lambda outcome: ends.append("read"))
+    assert store.write_page(make_page(1), (1,), buffers([content(1, 0)]), lambda outcome: ends.append("write"))
+    wait_until(lambda: any(move.write for _, _, (move, *_) in store._mover._moves.values()))  # type: ignore[attr-defined]
+    files.open_again.set()
+    wait_until(lambda: len(ends) == 61)
+    assert ends.index("write") < 24
+    store.close()
+
+
 def wait_until(true: object) -> None:
     end = time.monotonic() + 30
     while not true():  # type: ignore[operator]
