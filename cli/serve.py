@@ -6,6 +6,7 @@ Invariant: standard output carries two lines, `ready on ADDRESS` and `HTTP on UR
 
 from __future__ import annotations
 
+import os
 import resource
 from functools import partial
 from pathlib import Path
@@ -160,7 +161,7 @@ def run_server(loaded: Any, reread: Any) -> int:
     log.configure_logging(json_lines=settings.log.json, level=settings.log.level.upper())
     from wicore_trt.access.admission import Admission
     from wicore_trt.access.listening import check_server
-    from wicore_trt.process.replicas import find_gpus
+    from wicore_trt.process.replicas import GPUS, find_gpus
     from wicore_trt.process.supervisor import Supervisor
 
     # What is wrong with keys, certificates or addresses is said before any process starts.
@@ -177,6 +178,8 @@ def run_server(loaded: Any, reread: Any) -> int:
         from wicore_trt.kv.disk.claim import share_secret
 
         share_secret(Path(settings.kv.disk_path), settings.server.replicas)
+    if settings.executor.devices:
+        os.environ[GPUS] = ",".join(settings.executor.devices)
     gpus = find_gpus(settings.executor.device, settings.server.replicas, each)
 
     def announce(address: str, url: str | None) -> None:

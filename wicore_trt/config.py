@@ -77,6 +77,13 @@ class ExecutorSettings:
     batch_invariant: bool = False
     """Backend triton: one kernel for every size of a step, so that a sequence's tokens do not depend on its company;
     prefill is then several times slower."""
+    devices: Names = ()
+    """GPUs to use, comma-separated, as CUDA_VISIBLE_DEVICES names them; an engine of n ranks takes n. Default: the
+    first ones."""
+    peer_access: bool = True
+    """Let GPUs of several ranks write to each other's memory where they can; else they exchange through the host."""
+    compare_ranks: bool = False
+    """For tests of several GPUs: compare the tokens that all ranks choose, and end an engine whose ranks differ."""
 
 
 @settings(config=_STRICT, frozen=True)

@@ -7,6 +7,7 @@ Invariant: the KV keys name everything that KV values depend on, the kernels tha
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import cast
@@ -57,6 +58,8 @@ def load_engine(settings: Settings, executor: Executor | None = None, *, serves:
     this machine cannot run it or the KV pool is too small for max_context tokens."""
     if settings.engine is None:
         raise ConfigError("No engine is named.", fix="Give its directory: wicore serve ENGINE.")
+    if settings.executor.devices and not serves:  # a server has told its processes
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(settings.executor.devices)
     engine = open_engine(Path(settings.engine))
     tokenizer = Tokenizer.from_files(engine.read_present(FILES), engine.path)
     manifest = engine.manifest
@@ -160,6 +163,7 @@ def executor_options(settings: Settings, vision: VisionSpec | None = None) -> Ex
         max_batch_tokens=_count_batch_tokens(settings, 0 if vision is None else vision.tokens),
         max_sequences=settings.scheduler.max_sequences, max_context=settings.scheduler.max_context,
         batch_invariant=settings.executor.batch_invariant, loads=settings.kv.host_bytes > 0,
+        peer_access=settings.executor.peer_access, compare_ranks=settings.executor.compare_ranks,
     )  # fmt: skip
 
 

@@ -71,9 +71,15 @@ class TritonBackend:
         return facts | {"kernels": {target: len(kernels) for target, (_, kernels) in tables.items()}}
 
     def open(self, engine: EngineDir, settings: ExecutorOptions) -> Executor:
-        from wicore_trt.backends.triton.executor import open_executor
+        from wicore_trt.backends.triton import executor
 
-        return open_executor(engine, settings)
+        manifest = engine.manifest
+        if manifest.tp_size > 1:
+            from wicore_trt.runtime.ranks import RankedAheadExecutor
+
+            opener = f"{executor.__name__}:open_rank"
+            return RankedAheadExecutor(engine.path, manifest.spec, manifest.tp_size, opener, settings)
+        return executor.open_executor(engine, settings)
 
 
 def shape_of(checkpoint: Checkpoint, options: BuildOptions) -> EngineShape:

@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import cycle
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,7 +37,7 @@ from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.torch.vision import VisionWeights, load_vision, open_encoder
 from wicore_trt.backends.triton.index import load_table
 from wicore_trt.backends.triton.inputs import StepBlock, Unread
-from wicore_trt.backends.triton.memory import StepLimits, StepMemory
+from wicore_trt.backends.triton.memory import StepLimits, StepMemory, make_exchange_layout
 from wicore_trt.backends.triton.ops import StepArrays, TritonModel, TritonOps, Value
 from wicore_trt.backends.triton.roles import PAGE_DIGEST, PAGE_MASSES
 from wicore_trt.backends.triton.rows import PROMPT_CHUNKS, RowPlan, decode_plan, plan_rows, prompt_plans, prompt_room
@@ -43,18 +45,21 @@ from wicore_trt.backends.triton.sampler import DRAWN, FILTERED, HOST, StepSample
 from wicore_trt.backends.triton.segments import make_segment_attention
 from wicore_trt.backends.triton.table import DECODE_BUCKETS, EngineShape, KernelTable
 from wicore_trt.backends.triton.weights import Constants, engine_shape, load_constants
-from wicore_trt.errors import EnvironmentUnfitError
+from wicore_trt.errors import EnvironmentUnfitError, RankError
 from wicore_trt.model.gemma3 import forward
 from wicore_trt.model.spec import GLOBAL, GROUPS
 from wicore_trt.plugins.launch import SHARED_LAUNCHER, Launcher
 from wicore_trt.request_fields import MAX_LOGPROBS
 from wicore_trt.runtime.batch import UNREAD, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.cuda_device import CudaDevice
+from wicore_trt.runtime.exchange import RankExchange
 from wicore_trt.runtime.executor import PageCopier
 from wicore_trt.runtime.image_encoder import FeatureEncoder
 from wicore_trt.runtime.kernels_name import kernels_name
 from wicore_trt.runtime.options import GPU_SLICE_TOKENS, ExecutorOptions
 from wicore_trt.runtime.page_copier import make_copier
+from wicore_trt.runtime.page_digest import KEY_BYTES
+from wicore_trt.runtime.peer_memory import open_peer_memory
 from wicore_trt.runtime.pools import check_pool_room, layout_of, new_pools, sized_layout, spare_bytes
 from wicore_trt.runtime.step_inputs import StepInputs
 from wicore_trt.types import SamplingParams
@@ -108,9 +113,10 @@ class TritonExecutor:
         launcher: Launcher = SHARED_LAUNCHER,
         *,
         graphs: bool = True,
+        ranks: RankExchange | None = None,
     ) -> None:
-        """Raises ConfigError for too little memory for `settings.kv_bytes` or one sequence, EnvironmentUnfitError for
-        the engine."""
+        """`ranks`: run the part of its rank, as all others do at the same time. Raises ConfigError for too little
+        memory for `settings.kv_bytes` or one sequence, EnvironmentUnfitError for the engine, and RankError."""
         self.spec, self.device, self._closed = loading.shape.spec, device, False
         self.max_batch_tokens = settings.max_batch_tokens
         self.max_sequences: int | None = settings.max_sequences
@@ -121,7 +127,13 @@ class TritonExecutor:
         self.graphs: dict[int, Callable[[], None]] = {}
         self.prompt_graphs: dict[RowPlan, Callable[[], None]] = {}
         """Those of the fewest tokens first."""
+        self.on_tokens: Callable[[bytes], None] | None = None
         limits = self._choose_graphs(loading, settings, graphs)
+        self._ranks, self.peers = ranks, None
+        if ranks is not None:
+            invariant = settings.batch_invariant
+            size = make_exchange_layout(loading.shape, loading.table.target, limits, invariant=invariant).size_bytes
+            self.peers = open_peer_memory(ranks, device.torch_device, size, peer_access=settings.peer_access)
         cache = (self.spec, loading.shape.kv_dtype, loading.shape.page_tokens)
         sizing = settings.kv_pages is None and settings.kv_bytes is None
         one_page = sized_layout(*cache, lambda group: 1)
@@ -145,14 +157,20 @@ class TritonExecutor:
         self._rows: tuple[list[int], list[int]] = ([], [])
         """Of the last step: seq_ids, and the row of the logits of each."""
         if sizing:
-            self.layout = layout_of(*cache, limits.positions, settings, self._measure_room(settings.kv_fraction))
+            room = self._measure_room(settings.kv_fraction)
+            self.layout = layout_of(*cache, limits.positions, settings, self._agree_on_room(room))
         check_pool_room(self.layout, device.free_bytes())
         self._allocate_pools()
         digests, copied = loading.table.role_entries(PAGE_DIGEST), (self.pools, self.layout.page_tokens, device.stream)
         digest = digests[0].kernel if digests else None
-        self._page_copies = make_copier(*copied, overlapping=self.layout.find_overlaps, digest_kernel=digest)
+        key = secrets.token_bytes(KEY_BYTES)
+        self._page_copies = make_copier(
+            *copied, overlapping=self.layout.find_overlaps, digest_kernel=digest,
+            key=key if ranks is None else ranks.share_bytes(key)[0],
+        )  # fmt: skip
         self.copier: PageCopier = self._page_copies
         if graphs:
+            self._meet_ranks()
             self._prepare_steps()
         log.info("engine on %s, %s, KV pages %s", device.torch_device, self.kernels, self.layout.num_pages)
 
@@ -178,7 +196,7 @@ class TritonExecutor:
         return TritonModel(
             shape, table, constants.weights, constants.rope, self.pools, memory,
             launcher, self.device.stream, constants.exponents, invariant, segments,
-            self.device.open_side_stream() if memory.dequantized[0].numel() else None,
+            self.device.open_side_stream() if memory.dequantized[0].numel() else None, self.peers,
         )  # fmt: skip
 
     def _allocate_pools(self) -> None:
@@ -186,10 +204,22 @@ class TritonExecutor:
         with self.device.active(), _must_fit():
             self.pools.update(new_pools(self.spec, self.layout, self.device.empty))
 
+    def _agree_on_room(self, room: int) -> int:
+        """Return the least bytes for pages of all ranks, whose pools are of one size."""
+        if self._ranks is None:
+            return room
+        return min(int.from_bytes(other, "little") for other in self._ranks.share_bytes(room.to_bytes(8, "little")))
+
+    def _meet_ranks(self) -> None:
+        """Wait for all ranks before kernels do, which wait for seconds."""
+        if self._ranks is not None:
+            self._ranks.share_bytes(b"")
+
     def _measure_room(self, fraction: float) -> int:
         """Measure bytes for pages by preparing everything else once, with pools of one page."""
         self.device.free_bytes()  # what loading kept goes back
         self._allocate_pools()
+        self._meet_ranks()
         with _must_fit():
             self._prepare_steps(sizing=True)
             slices = [structs.replace(self._dummy_slice(i, 1), params=MOST) for i in range(self.max_sequences or 1)]
@@ -244,6 +274,10 @@ class TritonExecutor:
         """Wait for the oldest step under way, the only place where the host waits for the device."""
         step = self._steps.popleft()
         step.wait()
+        if self.peers is not None and int(self.peers.failed):
+            raise RankError("a rank waited for another in vain")
+        if self.on_tokens is not None:
+            self.on_tokens(step.results[:, step.rows].tobytes())
         assert not (step.left and self._steps), "a step was started whose tokens the host has yet to choose"
         result = self.sampler.take_tokens(step.slices, step.rows, step.left, step.results)
         return result if step.measured is None else replace(result, attention=step.measured())
@@ -395,9 +429,9 @@ class TritonExecutor:
         return SequenceSlice(seq_id, [0] * tokens, 0, dict.fromkeys(GROUPS, pages), sample=True, params=FILTERED)
 
 
-def open_executor(engine: EngineDir, settings: ExecutorOptions) -> TritonExecutor:
-    """Open `engine` on this machine's GPU. Raises EnvironmentUnfitError without a GPU or kernels for it. Also raises
-    EngineFormatError for files that do not fit and ConfigError for too little memory."""
+def open_executor(engine: EngineDir, settings: ExecutorOptions, ranks: RankExchange | None = None) -> TritonExecutor:
+    """Open `engine`, or the part of the rank of `ranks`, on this machine's GPU. Raises EnvironmentUnfitError without a
+    GPU or kernels for it, EngineFormatError for files that do not fit, ConfigError for too little memory."""
     manifest = engine.manifest
     vision = load_vision(engine)
     device = CudaDevice(settings.device)
@@ -407,11 +441,18 @@ def open_executor(engine: EngineDir, settings: ExecutorOptions) -> TritonExecuto
         shape,
         table,
         manifest.max_context,
-        lambda positions: load_constants(engine, shape, positions, device),
+        lambda positions: load_constants(engine, shape, positions, device, ranks.rank if ranks else None),
         dummy=manifest.dummy_weights,
         vision=vision,
     )
-    return TritonExecutor(loading, settings, device)
+    return TritonExecutor(loading, settings, device, ranks=ranks)
+
+
+def open_rank(path: Path, settings: ExecutorOptions, ranks: RankExchange) -> TritonExecutor:
+    """Open the part of the engine at `path` that the rank of `ranks` runs; it was verified before ranks started."""
+    from wicore_trt.engine.directory import open_engine
+
+    return open_executor(open_engine(path, verify=False), settings, ranks)
 
 
 def _name_kernels(loading: Loading, settings: ExecutorOptions) -> str:
