@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -33,7 +34,9 @@ from wicore_trt.plugins.launch import ParameterBlock
 from wicore_trt.plugins.layout import Launch
 from wicore_trt.runtime.batch import SequenceSlice
 from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
+from wicore_trt.runtime.exchange import RankExchange
 from wicore_trt.runtime.options import ExecutorOptions
+from wicore_trt.runtime.peer_memory import PeerMemory, open_peer_memory
 from wicore_trt.types import SamplingParams
 from wicore_trt.weight_format import FP8, PLAIN, WeightFormat
 
@@ -169,11 +172,12 @@ def executor_of(
     weights: WeightFormat | None = None,
     vision: VisionWeights | None = None,
     part: RankSpec | None = None,
+    ranks: RankExchange | None = None,
     **settings: Any,
 ) -> TritonExecutor:
     """An executor of the model's weights in `dtype`, with `kv_scale`s if `tensors` has them. What it runs to prepare,
     large steps whose results nobody takes, is computed if it `prepares`. `part`: of one rank, whose peers the caller
-    joins."""
+    joins unless it gives `ranks`."""
     values = {"kv_pages": {"global": 24, "local": 24}, "max_batch_tokens": 40, "max_sequences": 4, **settings}
     stored, page_tokens = weights or (FP8 if fp8 else PLAIN[dtype]), values.pop("page_tokens", 4)
     part = part or model.spec.shard(0, 1)
@@ -202,8 +206,16 @@ def executor_of(
         launcher.more.append(encoder.features)
         return encoder
 
-    with mock.patch("wicore_trt.backends.triton.executor.open_encoder", open_known):
-        executor = TritonExecutor(plan, ExecutorOptions(max_context=CONTEXT, **values), device, launcher, graphs=graphs)
+    def open_known_peers(*given: Any, **options: Any) -> PeerMemory:
+        peers = open_peer_memory(*given, **options)
+        device.given += [peers.own, peers.addresses, peers.failed]
+        views = [(ctypes.c_char * len(peers.own)).from_address(address) for address in peers.addresses.tolist()]
+        launcher.reached = [torch.frombuffer(view, dtype=torch.uint8) for view in views]
+        return peers
+
+    place, options = "wicore_trt.backends.triton.executor", ExecutorOptions(max_context=CONTEXT, **values)
+    with mock.patch(f"{place}.open_encoder", open_known), mock.patch(f"{place}.open_peer_memory", open_known_peers):
+        executor = TritonExecutor(plan, options, device, launcher, graphs=graphs, ranks=ranks)
     launcher.idles = False
     return executor
 

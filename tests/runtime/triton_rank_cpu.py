@@ -1,0 +1,28 @@
+"""Opener of a rank of the triton executor on the CPU, for `runtime.ranks` and its processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from runtime.triton_cpu import executor_of, small_model
+
+from wicore_trt.backends.triton.executor import TritonExecutor
+from wicore_trt.runtime.exchange import RankExchange
+from wicore_trt.runtime.options import ExecutorOptions
+
+OPENER = f"{__name__}:open_rank"
+MODEL = small_model(
+    7, hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, vocab_size=96
+)
+
+
+def open_rank(path: Path, options: ExecutorOptions, ranks: RankExchange) -> TritonExecutor:
+    part = MODEL.spec.shard(ranks.rank, ranks.ranks)
+    executor = executor_of(MODEL, part=part, ranks=ranks, graphs=True, compare_ranks=options.compare_ranks)
+    if path.name == f"other-{ranks.rank}":  # this rank draws otherwise
+        executor.memory.logits.add_(0)
+        choose = executor.sampler.drawing.draw_rows
+        executor.sampler.drawing.draw_rows = lambda rows, drawn: (  # type: ignore[method-assign]
+            choose(rows, drawn), executor.memory.results[0].add_(1),
+        )  # fmt: skip
+    return executor
