@@ -69,8 +69,8 @@ def defaults_of(module):
 def flags_of(module):
     """{parameter: setting} of the dict that a command makes of its flags."""
     tree = ast.parse(inspect.getsource(module.command))
-    [found] = [n for n in ast.walk(tree) if isinstance(n, ast.Dict) and any(k.value == "engine" for k in n.keys)]
-    pairs = zip(found.keys, found.values, strict=True)
+    [found] = [n for n in ast.walk(tree) if isinstance(n, ast.Dict) and any(k and k.value == "engine" for k in n.keys)]
+    pairs = [(key, value) for key, value in zip(found.keys, found.values, strict=True) if key is not None]
     names = ((key.value, value.values[0] if isinstance(value, ast.BoolOp) else value) for key, value in pairs)
     return {value.id: key for key, value in names if isinstance(value, ast.Name) and value.id != "source"}
 
