@@ -154,9 +154,11 @@ class LowerTiers:
             self.poll_all()
 
     def poll_down(self, tokens: int = 0) -> None:
-        """`poll_all` of what went down, while a step of `tokens` runs. Of loads only the disk's part goes on, so that
-        nothing comes into a page that the step writes."""
+        """`poll_all` of what went down, while a step of `tokens` runs. Of loads only books and the disk's part go on,
+        so that nothing comes into a page that the step writes."""
         self._apply_down()
+        if self.movers.copier.checks:  # else pages that were checked here would go to the device
+            self._apply_up()
         if self.loads.loads:
             self.loads.pump_loads(ASKED_BESIDE + tokens // TOKENS_ASKED if tokens else IN_MEMORY, beside=True)
         self._save_cold()
