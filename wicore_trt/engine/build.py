@@ -184,8 +184,8 @@ def _checkpoint_of(
         }
         return Checkpoint(
             path=Path(), config=config, spec=options.dummy.spec, dtype=base,
-            weights=QUANTIZED.get(options.dtype, PLAIN[base]), tp_size=1, rank_files=[], tokenizer_files=[],
-            vision=options.dummy.vision, vision_file=None, files={},
+            weights=QUANTIZED.get(options.dtype, PLAIN[base]), tp_size=options.tp_size, rank_files=[],
+            tokenizer_files=[], vision=options.dummy.vision, vision_file=None, files={},
         )  # fmt: skip
     from wicore_trt.checkpoint.convert import check_disk_room, convert
 
