@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from fakes import make_core
@@ -11,6 +12,7 @@ from wicore_trt.config import KVSettings
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.kv import copy_down
 from wicore_trt.kv.tiers.down import DownTransfers
+from wicore_trt.kv.tiers.up import ASKED_FIRST
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import GenerateRequest, SamplingParams
 
@@ -132,3 +134,37 @@ def test_a_page_that_no_finite_step_has_read_leaves_no_copy_when_it_loses_its_sl
     assert unread <= {*lost} and not unread & kept, "they were evicted, and never copied"
     assert len(kept & {*lost}) >= 80 // 4, "what a finite step has read was"
     core.close()
+
+
+def test_the_disk_is_asked_for_most_pages_beside_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = KVSettings(host_bytes=4000 * 4096, disk_path=str(tmp_path / "kv"), disk_bytes=1 << 26, disk_free_bytes=0)
+    core = make_core(pages={GLOBAL: 400, LOCAL: 400}, page_tokens=4, window=8, max_context=1024, ahead=5, kv=kv)
+    tiers, pools, asked = core.scheduler.manager.tiers, core.scheduler.manager.pools, list[bool]()
+    prompt, params = tuple(range(2, 97)) * 6, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    core.add(GenerateRequest("a", prompt, params))
+    while core.has_work or core.do_housekeeping():
+        core.step()
+    for copy in list(tiers.host.iterate_copies()):
+        tiers.host.drop_copy(copy, "test")
+    for pool in pools.values():
+        for page in pool.list_pages():
+            pool.drop_page(page.key)
+    begin, poll, beside = tiers.up._begin_read, tiers.poll_down, [False]
+
+    def polled(tokens: int) -> None:
+        beside[0] = core._flight is not None or tokens > 0
+        poll(tokens)
+        beside[0] = False
+
+    monkeypatch.setattr(tiers.up, "_begin_read", lambda fetch: asked.append(beside[0]) or begin(fetch))
+    monkeypatch.setattr(tiers, "poll_down", polled)
+    assert tiers.loads.asked_first == ASKED_FIRST
+    tiers.loads.asked_first = 2
+    core.add(GenerateRequest("b", (5,) * 40, SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)))
+    for _ in range(5):
+        core.step()
+    core.add(GenerateRequest("c", prompt, params))
+    while core.has_work:
+        core.step()
+    assert core.scheduler.loader.decisions["load"] == 1 and len(asked) > 140
+    assert sum(asked) > 0.7 * len(asked), "the device waited for them"
