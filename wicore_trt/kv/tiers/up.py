@@ -322,7 +322,9 @@ class LoadPump:
     def pump_loads(self, asks: int | None = None, *, beside: bool = False) -> None:
         """Ask for more pages of each load, of the disk for `asks` of them, or `asked_first`. `beside` a step nothing
         goes to the device."""
-        self._disk_taken, self._may_ask = False, self.asked_first if asks is None else asks
+        if asks is None:  # a disk that reads is asked for more beside the step that begins now
+            asks = 0 if self.asked_first < IN_MEMORY and self._up.reading_bytes else self.asked_first
+        self._disk_taken, self._may_ask = False, asks
         for load in self.loads:
             while load.in_flight < IN_MEMORY and not load.cancelled and self._ask_next(load, beside):
                 if not beside:
