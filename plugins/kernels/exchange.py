@@ -34,16 +34,20 @@ SPINS, LOOKS = tl.constexpr(2_000_000), tl.constexpr(1024)
 
 
 @triton.jit
-def _items(peers, rank):
-    """The int32 items of a rank's block."""
-    return tl.load(peers + rank).to(tl.pointer_type(tl.int32))
+def find_blocks(peers, rank, RANKS: tl.constexpr):
+    """Addresses of all ranks' blocks: this rank's, then those of the ranks behind it, in a circle. Nobody writes
+    `peers`."""
+    blocks = (tl.load(peers + rank),)
+    for step in tl.static_range(1, RANKS):
+        blocks = blocks + (tl.load(peers + (rank + step) % RANKS),)
+    return blocks
 
 
 @triton.jit
-def _slot(peers, owner, sender, half, row, H: tl.constexpr, RANKS: tl.constexpr, WIDE: tl.constexpr):
-    """Slot `row` of `sender` in the block of `owner`: int32 items if WIDE, else int16."""
+def _slot(block, sender, half, row, H: tl.constexpr, RANKS: tl.constexpr, WIDE: tl.constexpr):
+    """Slot `row` of `sender` in a block: int32 items if WIDE, else int16."""
     item: tl.constexpr = tl.int32 if WIDE else tl.int16
-    begin = (tl.load(peers + owner) + SLOTS).to(tl.pointer_type(item))
+    begin = (block + SLOTS).to(tl.pointer_type(item))
     return tl.multiple_of(begin + ((half * RANKS + sender) * ROOM + row).to(tl.int64) * H, 16)
 
 
@@ -57,9 +61,9 @@ def _spin(spins, failed):
 
 
 @triton.jit
-def push_row(value, peers, rank, row, column, inside, H: tl.constexpr, RANKS: tl.constexpr, WIDE: tl.constexpr):
+def push_row(value, blocks, rank, row, column, inside, H: tl.constexpr, RANKS: tl.constexpr, WIDE: tl.constexpr):
     """Push a row, float32 `value`, to all peers; return its bits as they are summed."""
-    half = tl.load(_items(peers, rank) + TURNS + row) & 1
+    half = tl.load(blocks[0].to(tl.pointer_type(tl.int32)) + TURNS + row) & 1
     if WIDE:
         bits = (-value).to(tl.int32, bitcast=True)
         bits = tl.where(bits == 0, -2147483648, bits)
@@ -67,22 +71,22 @@ def push_row(value, peers, rank, row, column, inside, H: tl.constexpr, RANKS: tl
         bits = (-value).to(tl.bfloat16).to(tl.int16, bitcast=True)
         bits = tl.where(bits == 0, -32768, bits).to(tl.int16)
     for step in tl.static_range(1, RANKS):
-        to = _slot(peers, (rank + step) % RANKS, rank, half, row, H, RANKS, WIDE)
+        to = _slot(blocks[step], rank, half, row, H, RANKS, WIDE)
         tl.store(to + column, bits, mask=inside)
     return bits
 
 
 @triton.jit
-def sum_pushed(own, peers, rank, failed, row, column, inside, H: tl.constexpr, RANKS: tl.constexpr, WIDE: tl.constexpr):
-    """The sum of all ranks' rows in slot `row`, float32, in rank order; `own` is what `push_row` returned."""
-    items = _items(peers, rank)
+def sum_pushed(own, block, rank, failed, row, column, inside, H: tl.constexpr, RANKS: tl.constexpr, WIDE: tl.constexpr):
+    """The sum of all ranks' rows in slot `row` of `block`, in rank order; `own` is what `push_row` returned."""
+    items = block.to(tl.pointer_type(tl.int32))
     turn = tl.load(items + TURNS + row)
     spins = tl.load(items + BROKEN) * SPINS
     total = tl.zeros(own.shape, tl.float32)
     for sender in tl.static_range(RANKS):
         part = own
         if sender != rank:
-            source = _slot(peers, rank, sender, turn & 1, row, H, RANKS, WIDE) + column
+            source = _slot(block, sender, turn & 1, row, H, RANKS, WIDE) + column
             part = tl.load(source, mask=inside, other=1, volatile=True)
             while (tl.min((part != 0).to(tl.int32), 0) == 0) & (spins < SPINS):
                 part = tl.load(source, mask=inside, other=1, volatile=True)
@@ -114,7 +118,7 @@ def meet(peers, rank, failed, RANKS: tl.constexpr, PADDED: tl.constexpr, DEPENDE
     """Meet all ranks: behind it every rank sees what all wrote before. PADDED: RANKS, rounded up to a power of two.
     Grid: (1), one warp, whose threads so leave together."""
     take_turn(DEPENDENT)
-    items = _items(peers, rank)
+    items = tl.load(peers + rank).to(tl.pointer_type(tl.int32))
     epoch = tl.load(items + EPOCH) + 1
     every = tl.arange(0, PADDED)
     there = every < RANKS

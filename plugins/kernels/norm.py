@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from wicore_trt.plugins.kernels.e4m3 import magnitude_bits, quantize_row, row_scale
-from wicore_trt.plugins.kernels.exchange import push_row, sum_pulled, sum_pushed
+from wicore_trt.plugins.kernels.exchange import find_blocks, push_row, sum_pulled, sum_pushed
 from wicore_trt.plugins.kernels.turns import take_turn
 
 
@@ -135,6 +135,8 @@ def add_norm(
     # All loads come first: for few rows this kernel is nothing but latency. No kernel writes the weights.
     post = tl.load(post_weight + column, mask=inside, other=0.0)
     following = tl.load(next_weight + column, mask=inside, other=0.0)
+    if PUSH > 0:
+        blocks = find_blocks(peers, rank, RANKS)
     take_turn(DEPENDENT)
     target = tl.program_id(0).to(tl.int64)
     row = target
@@ -144,10 +146,10 @@ def add_norm(
     if RANKS == 1 or PUSH > 0:
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if PUSH > 0:
-        own = push_row(value, peers, rank, tl.program_id(0), column, inside, H, RANKS, PUSH == 4)
+        own = push_row(value, blocks, rank, tl.program_id(0), column, inside, H, RANKS, PUSH == 4)
     old = tl.load(residual + at, mask=inside, other=0.0)
     if PUSH > 0:
-        value = sum_pushed(own, peers, rank, failed, tl.program_id(0), column, inside, H, RANKS, PUSH == 4)
+        value = sum_pushed(own, blocks[0], rank, failed, tl.program_id(0), column, inside, H, RANKS, PUSH == 4)
     elif RANKS > 1:
         value = sum_pulled(x, peers, rank, at, inside, RANKS)
     new = old + _normed(value, post, eps, H)

@@ -65,7 +65,7 @@ SPECS: list[KernelSpec] = [
 EARLY_READS = {
     "split_decode": {"kv_lengths", "tables"},
     "linear_q4": {"w", "w_scale"},
-    "add_norm": {"post_weight", "next_weight"},
+    "add_norm": {"post_weight", "next_weight", "peers"},
 }
 """By function the arrays that no kernel of a chain writes, which it may read before its wait."""
 
