@@ -10,6 +10,7 @@ import ctypes.util
 import mmap
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -53,7 +54,8 @@ def check_machine(*, engine: Path | None, cache_dir: Path, port: int) -> list[Do
     checks: list[tuple[str, Callable[[], Finding]]] = [
         ("python", _check_python), ("system", _check_system),
         ("cpu", _check_cpu), ("memory", _check_memory), ("torch", _check_torch),
-        ("native kernels", _native_kernels), ("gpu", _check_gpu), ("cuda libraries", _cuda_libraries),
+        ("native kernels", _native_kernels), ("gpu", _check_gpu), ("gpu links", _check_gpu_links),
+        ("cuda libraries", _cuda_libraries),
         ("tensorrt", _check_tensorrt), ("extras", _check_extras), ("versions", _list_versions),
         ("disk", lambda: _check_disk(cache_dir)), ("direct I/O", lambda: _direct_io(cache_dir)),
         ("locked memory", _check_memlock), ("hugging face", _hugging_face), ("port", lambda: _check_port(port)),
@@ -149,6 +151,31 @@ def _check_gpu() -> Finding:
     if torch is not None and not torch.cuda.is_available():
         return WARN, f"{found}; PyTorch cannot use it", "Install a CUDA build of PyTorch for this driver."
     return OK, found, ""
+
+
+def _check_gpu_links() -> Finding:
+    """Say how GPUs are linked, by pairs, and which of them reach each other's memory."""
+    links, reads = _read_topology("-m"), _read_topology("-p2p", "r")
+    if not links:
+        return OK, "no two GPUs", ""
+    kinds: dict[str, list[str]] = {}
+    for pair, link in links.items():
+        kinds.setdefault(f"{link}, {'peer access' if reads.get(pair) == 'OK' else 'no peer access'}", []).append(pair)
+    found = "; ".join(f"{' '.join(pairs)}: {kind}" for kind, pairs in kinds.items())
+    fix = "Engines of several GPUs run there, but exchange through host memory, which takes several times as long."
+    return _judge(not any("no peer" in kind for kind in kinds), found, fix)
+
+
+def _read_topology(*query: str) -> dict[str, str]:
+    """Read a matrix of `nvidia-smi topo`: for each pair of GPUs, like "0-1", what it says."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return {}
+    done = subprocess.run([tool, "topo", *query], capture_output=True, text=True, timeout=20)
+    rows = [line.split() for line in re.sub(r"\x1b\[\d*m", "", done.stdout).splitlines()]
+    cells = {int(row[0][3:]): row[1:] for row in rows if len(row) > 1 and re.fullmatch(r"GPU\d+", row[0])}
+    cells = {gpu: row for gpu, row in cells.items() if "X" in row}  # not the heading
+    return {f"{a}-{b}": cells[a][b] for a in cells for b in cells if a < b and b < len(cells[a])}
 
 
 def _cuda_libraries() -> Finding:

@@ -108,6 +108,42 @@ def test_gpu_through_nvidia_smi(
     assert said == state and output in found
 
 
+LINKS = """\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV18\tSYS\tPXB\t0-31\t0
+GPU1\tNV18\t X \tSYS\tSYS\t0-31\t0
+GPU2\tSYS\tSYS\t X \tSYS\t32-63\t1
+NIC0\tPXB\tSYS\tSYS\t X
+
+Legend:
+
+  X    = Self
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+ACCESS = " \tGPU0\tGPU1\tGPU2\n GPU0\tX\tOK\tCNS\n GPU1\tOK\tX\tCNS\n GPU2\tCNS\tCNS\tX\n\nLegend:\n\n  X    = Self\n"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "state", "said"),
+    [
+        (3, checks.WARN, "0-1: NV18, peer access; 0-2 1-2: SYS, no peer access"),
+        (2, checks.OK, "0-1: NV18, peer access"),
+        (1, checks.OK, "no two GPUs"),
+    ],
+)
+def test_links_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, state: str, said: str) -> None:
+    def shown(text: str) -> str:
+        lines = text.splitlines(keepends=True)
+        return "".join(line for line in lines if not any(line.lstrip().startswith(f"GPU{n}") for n in range(gpus, 9)))
+
+    (tmp_path / "links").write_text(shown(LINKS))
+    (tmp_path / "access").write_text(shown(ACCESS))
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f'#!/bin/sh\n[ "$2" = -m ] && exec cat {tmp_path}/links\ncat {tmp_path}/access\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert checks._check_gpu_links()[:2] == (state, said)
+
+
 def test_hugging_face_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("HF_TOKEN", raising=False)

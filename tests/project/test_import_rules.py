@@ -68,7 +68,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "checkpoint": ("errors", "files", "progress", "scratch", "model", "checkpoint"),
     "runtime.batch": ("types",),
     "runtime.executor": ("model.spec", "runtime.batch", "types"),
-    "runtime": ("errors", "child_process", "files", "types", "model", "checkpoint", "plugins", "runtime"),
+    "runtime": ("errors", "child_process", "collector", "files", "types", "model", "checkpoint", "plugins", "runtime"),
     "engine": (
         *("errors", "files", "progress", "scratch", "model", "checkpoint", "engine"),
         *("runtime.executor", "runtime.options"),

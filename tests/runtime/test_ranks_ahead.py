@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,6 +106,7 @@ def test_pages_of_both_ranks_go_and_come(two: RankedAheadExecutor) -> None:
     assert two.execute(StepBatch([again])).sampled == first[1].sampled
 
 
+@pytest.mark.long
 def test_ranks_that_choose_differently_end_the_engine() -> None:
     executor = open_ranks("other-1")
     try:
@@ -114,3 +116,23 @@ def test_ranks_that_choose_differently_end_the_engine() -> None:
                 time.sleep(0.2)
     finally:
         executor.close()
+
+
+@pytest.mark.long
+def test_kernels_that_wait_for_a_lost_rank_leave() -> None:
+    """Long before they give up by themselves: the host says so."""
+    executor = open_ranks()
+    process = executor._group.processes[0]
+    try:
+        executor.execute(StepBatch([piece(1, [3, 4], 0, PARAMS[0])]))
+        process.kill()
+        begun = time.monotonic()
+        with pytest.raises(RankError, match="rank 1 has ended"):
+            while time.monotonic() < begun + 60:
+                executor.execute(StepBatch([piece(1, [3, 4], 0, PARAMS[0])]))
+        with pytest.raises(RankError):
+            executor.submit(StepBatch([piece(1, [3, 4], 0, PARAMS[0])]))
+        assert executor.copier.broken is not None
+    finally:
+        executor.close()
+    assert process.returncode == -signal.SIGKILL

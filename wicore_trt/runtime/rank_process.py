@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from wicore_trt.child_process import import_named
+from wicore_trt.collector import collect_rarely
 from wicore_trt.errors import RankError, WicoreError
 from wicore_trt.runtime.exchange import RankExchange
 from wicore_trt.runtime.executor import AheadExecutor
@@ -43,6 +44,7 @@ def main(start: Mapping[str, Any]) -> None:
         exchange = RankExchange(start["rank"], start["ranks"], start["memory"], peers)
         os.close(start["memory"])
         executor = import_named(start["opener"])(Path(start["engine"]), ExecutorOptions(**start["options"]), exchange)
+        collect_rarely()
         control.send("ready")
         _Rank(control, executor, start).obey_messages()
     except WicoreError as error:

@@ -1,0 +1,144 @@
+"""Soak of an engine of several ranks: random load, cancels and preemption for minutes, every answer checked.
+
+python -m benchmarks.gpu.ranks_soak ENGINE --minutes 8 --seed 1
+
+The engine is batch-invariant, so that a prompt with a seed has one answer, in any company and from any tier: each
+answer is compared with the first one. Ranks compare the tokens of every step. Prints a line every half minute, with the
+memory of all GPUs and processes, and fails when an answer differs, is lost, or memory grows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import resource
+import subprocess
+import time
+from collections import Counter
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+from wicore_trt.config import load_settings
+from wicore_trt.core.assemble import load_engine
+from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams
+
+PROMPTS, SEEDS, LIVE = 48, 2, 48
+"""Different prompts, seeds of each, and requests that live at once at most."""
+GROWTH = 64 << 20
+"""Bytes that memory of a process or GPU may grow by after the first minute."""
+
+
+class Soak:
+    """Load on a core; `known` are the tokens of each prompt and seed."""
+
+    def __init__(self, core: Any, vocab: int, longest: int, seed: int) -> None:
+        self._core, self._rng, self.counts = core, random.Random(seed), Counter[str]()
+        shared = [self._rng.randrange(vocab) for _ in range(longest // 2)]
+        self._prompts = []
+        for _ in range(PROMPTS):
+            begin = shared[: self._rng.choice((0, 0, longest // 4, longest // 2))]
+            own = [self._rng.randrange(vocab) for _ in range(self._rng.randrange(1, longest // 4))]
+            self._prompts.append((*begin, *own))
+        self._live: dict[str, tuple[int, int, list[int]]] = {}
+        self._known: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def add_request(self) -> None:
+        prompt, seed = self._rng.randrange(PROMPTS), self._rng.randrange(SEEDS)
+        params = SamplingParams(
+            temperature=0.0 if prompt % 3 == 0 else 0.8, top_k=0 if prompt % 2 else 40, seed=seed, ignore_eos=True,
+            max_tokens=8 + prompt % 5 * 24, repetition_penalty=1.1 if prompt % 7 == 0 else 1.0,
+        )  # fmt: skip
+        key = f"soak-{self.counts['begun']}"
+        self.counts["begun"] += 1
+        self._live[key] = prompt, seed, []
+        self._core.add(GenerateRequest(key, self._prompts[prompt], params))
+
+    def run_step(self) -> None:
+        rng = self._rng
+        if len(self._live) < LIVE and rng.random() < 0.3:
+            for _ in range(rng.choice((1, 1, 2, 12))):
+                self.add_request()
+        if self._live and rng.random() < 0.02:
+            key = rng.choice(list(self._live))
+            self.take_outputs(self._core.abort(key))
+            self._live.pop(key, None)
+            self.counts["cancelled"] += 1
+        self.take_outputs(self._core.step())
+
+    def take_outputs(self, outputs: Any) -> None:
+        for output in outputs:
+            if output.request_key not in self._live or output.finish_reason is FinishReason.CANCELLED:
+                continue
+            prompt, seed, tokens = self._live[output.request_key]
+            tokens += output.token_ids
+            if output.finish_reason is None:
+                continue
+            assert output.finish_reason is FinishReason.LENGTH, output
+            del self._live[output.request_key]
+            self.counts["ended"] += 1
+            right = self._known.setdefault((prompt, seed), tuple(tokens))
+            assert right == tuple(tokens), f"prompt {prompt}, seed {seed}: {tokens} and before {right}"
+
+    def finish(self) -> None:
+        end = time.monotonic() + 60
+        while self._live:
+            assert time.monotonic() < end, f"lost: {sorted(self._live)}"
+            self.take_outputs(self._core.step())
+
+
+def measure_memory(pids: list[int]) -> list[int]:
+    """Measure bytes in use: of each GPU, then of each process."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    gpus = (
+        [int(line) << 20 for line in subprocess.run(query, capture_output=True, text=True).stdout.split()]
+        if which("nvidia-smi")
+        else []
+    )
+    page = resource.getpagesize()
+    return gpus + [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page for pid in pids]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("engine")
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kv-bytes", default="8MiB")
+    parser.add_argument("--context", type=int, default=1024)
+    given = parser.parse_args()
+    flags = {
+        "engine": given.engine, "executor.batch_invariant": True, "executor.compare_ranks": True,
+        "kv.device_bytes": given.kv_bytes, "kv.host_bytes": "64MiB", "scheduler.max_context": given.context,
+        "scheduler.max_sequences": 32,
+    }  # fmt: skip
+    loaded = load_engine(load_settings(overrides=flags))
+    core: Any = loaded.core
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    pids = [os.getpid(), *map(int, children)]
+    soak = Soak(core, loaded.info.vocab_size, given.context * 5 // 8, given.seed)
+    begun, first = time.monotonic(), None
+    told = begun
+    try:
+        while (now := time.monotonic()) < begun + 60 * given.minutes:
+            soak.run_step()
+            if now > told + 30:
+                told, memory = now, measure_memory(pids)
+                if now > begun + 60:
+                    first = first or memory
+                    grown = [after - before for before, after in zip(first, memory, strict=True)]
+                    assert max(grown) < GROWTH, f"memory grew: {first} {memory}"
+                stats = core.stats()
+                print(
+                    f"{now - begun:.0f} s: {dict(soak.counts)}, {stats.preemptions} preemptions, "
+                    f"memory {[size >> 20 for size in memory]} MiB", flush=True,
+                )  # fmt: skip
+        soak.finish()
+        print(f"seed {given.seed}: {dict(soak.counts)}, {core.stats().preemptions} preemptions; all right", flush=True)
+    finally:
+        core.close()
+
+
+if __name__ == "__main__":
+    main()
