@@ -288,7 +288,6 @@ class LoadPump:
         self._host = movers.host.index
         self._up = up
         self._in_flight, self._may_ask = IN_FLIGHT, 0
-        self._disk_taken = False
 
     def begin_load(self, load: PrefixLoad) -> None:
         """Start fetching the pages of a load; `pump_loads` goes on with it."""
@@ -324,7 +323,7 @@ class LoadPump:
         goes to the device."""
         if asks is None:  # a disk that reads is asked for more beside the step that begins now
             asks = 0 if self.asked_first < IN_MEMORY and self._up.reading_bytes else self.asked_first
-        self._disk_taken, self._may_ask = False, asks
+        self._may_ask = asks
         for load in self.loads:
             while load.in_flight < IN_MEMORY and not load.cancelled and self._ask_next(load, beside):
                 if not beside:
@@ -350,8 +349,8 @@ class LoadPump:
         if item is None:
             return False
         if not self._in_host(item.page):
-            if self._disk_taken or load.reading >= self._in_flight or self._may_ask <= 0:
-                self._disk_taken = True  # those behind it in the order would only come between
+            if load.reading >= self._in_flight or not self._may_ask:
+                self._may_ask = 0  # those behind it in the order would only come between
                 load.todo.appendleft(item)
                 return False
             self._may_ask -= 1
