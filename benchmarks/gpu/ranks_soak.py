@@ -117,7 +117,7 @@ def main() -> None:
     core: Any = loaded.core
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     pids = [os.getpid(), *map(int, children)]
-    soak = Soak(core, loaded.info.vocab_size, given.context * 5 // 8, given.seed)
+    soak = Soak(core, min(loaded.info.vocab_size, 256), given.context * 5 // 8, given.seed)
     begun, first = time.monotonic(), None
     told = begun
     try:

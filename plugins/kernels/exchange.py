@@ -29,8 +29,8 @@ from wicore_trt.plugins.kernels.turns import take_turn
 FLAGS, EPOCH, BROKEN = (tl.constexpr(item) for item in (places.FLAGS, places.EPOCH, places.BROKEN))
 TURNS, SLOTS = tl.constexpr(places.TURNS), tl.constexpr(places.SLOTS_BYTES)
 ROOM, GATHERED = tl.constexpr(places.PUSHED_ROWS), tl.constexpr(places.GATHERED)
-SPINS, LOOKS = tl.constexpr(2_000_000), tl.constexpr(1024)
-"""About two seconds: a look at memory takes 0.7 microseconds or more. After so many the host's memory is read, too."""
+SPINS, LOOKS = tl.constexpr(7_000_000), tl.constexpr(1024)
+"""About two seconds: a look at an H100's memory takes 0.25 microseconds. After LOOKS the host's memory is read, too."""
 
 
 @triton.jit

@@ -92,6 +92,7 @@ class _Blocks:
     def __init__(self, ranks: RankExchange, size: int, driver: Any) -> None:
         self._ranks, self._size, self._driver = ranks, size, driver
         self.addresses: list[int] = []
+        self._registered: memoryview | None = None
 
     def open_all(self) -> bool:
         """Open every rank's block and tell whether all ranks can write and read all of them."""
@@ -137,7 +138,10 @@ class _Blocks:
             ) from error
 
     def close(self) -> None:
-        """Give device memory back. No kernel may run, here or on peers."""
+        """Give all memory back. No kernel may run, here or on peers."""
+        if self._registered is not None:
+            self._call("cuMemHostUnregister", ctypes.c_void_p(host_address(self._registered)))
+            self._registered = None
         for rank, address in enumerate(self.addresses):
             if address:
                 name = "cuMemFree_v2" if rank == self._ranks.rank else "cuIpcCloseMemHandle"

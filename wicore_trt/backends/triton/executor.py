@@ -309,6 +309,8 @@ class TritonExecutor:
         self.prompt_graphs.clear()
         self.pools = {}
         del self.model, self.memory, self.block, self.sampler, self.copier, self._page_copies
+        if self.peers is not None:
+            self.peers.close()
 
     def _enqueue_step(
         self, slices: list[SequenceSlice], plan: RowPlan, ways: list[str], measured: int | None
