@@ -57,20 +57,17 @@ def encode_launches(
     constants: Mapping[str, Any], code: PageCode, arrays: Mapping[str, Any], pages: int
 ) -> list[Launch]:
     """Launch `page_tops`, `page_starts` and `page_encode` of `kernels.page_code`, one behind the other. `arrays`: int64
-    `offsets` [pages] of pages from `memory` in values; `coded` uint8 [pages, coded_bytes]; `found` int32 [pages], which
-    becomes the number of escapes. Where that exceeds `room` the page is to be kept raw, and `coded` is unspecified."""
-    each = (code.blocks * code.channels // constants["WIDTH"], pages, 1)
-    sizes = {"blocks": code.blocks}
-    out = {"coded": arrays["coded"], **sizes}
-    return [
-        Launch(each, {"memory": arrays["memory"], "offsets": arrays["offsets"], **out}),
-        Launch((pages, 1, 1), {"coded": arrays["coded"], "found": arrays["found"], **sizes}),
-        Launch(each, {**arrays, **sizes}),
-    ]
+    `offsets` [pages] of pages from `memory` in values, multiples of 16; `coded` uint8 [pages, coded_bytes]; `found`
+    int32 [pages], which becomes the number of escapes. Where that exceeds `room` the page is to be kept raw, and
+    `coded` is unspecified."""
+    starts = {"coded": arrays["coded"], "found": arrays["found"], "blocks": code.blocks}
+    encode = decode_launch(constants, code, arrays, pages)
+    tops = {name: value for name, value in encode.arguments.items() if name != "found"}
+    return [Launch(encode.grid, tops), Launch((pages, 1, 1), starts), encode]
 
 
 def decode_launch(constants: Mapping[str, Any], code: PageCode, arrays: Mapping[str, Any], pages: int) -> Launch:
     """Launch `page_decode` of `kernels.page_code`: arrays as of `encode_launches` without `found`. Whatever `coded`
     holds, only the pages' own bytes are written and only theirs read."""
-    each = (code.blocks * code.channels // constants["WIDTH"], pages, 1)
-    return Launch(each, {**arrays, "blocks": code.blocks})
+    grid = (code.blocks * code.channels // constants["WIDTH"], pages, 1)
+    return Launch(grid, {**arrays, "blocks": code.blocks})

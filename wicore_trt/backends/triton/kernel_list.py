@@ -76,7 +76,7 @@ def list_kernels(shape: EngineShape, target: str) -> list[ListedKernel]:
     listed += _list_sampling(shape, target)
     listed.append(ListedKernel(roles.PAGE_DIGEST, ANY, page_digest_spec()))
     code = find_code(shape.pool_shapes[GROUPS[0]])  # both groups' kernels: these differ in blocks alone
-    listed += [ListedKernel(roles.PAGE_CODE[n], ANY, s) for n, s in (page_code_specs(code) if code else {}).items()]
+    listed += [ListedKernel(KernelRole(n), ANY, s) for n, s in (page_code_specs(code) if code else {}).items()]
     if shape.images and shape.dtype == "bfloat16":
         listed.append(ListedKernel(roles.IMAGE_NORM, ANY, add_layer_norm_spec()))
     return [replace(p, spec=_chain_kernel(p, target)) for p in listed]

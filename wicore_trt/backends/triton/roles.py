@@ -57,8 +57,6 @@ _SUFFIXES = {
 INVARIANT, SAMPLED, SEGMENTED, SPLIT, IMAGES = "invariant", "sampled", "segments", "splits", "images"
 PAGE_DIGEST, PAGE_LOGSUMS, PAGE_MASSES = map(KernelRole, ("page_digest", "page_logsums", "page_masses"))
 IMAGE_NORM = KernelRole("layer_norm", results="bfloat16", variant=IMAGES)
-PAGE_CODE = {name: KernelRole(name) for name in ("page_tops", "page_starts", "page_encode", "page_decode")}
-"""Roles of the kernels that encode and decode pages, by their names in `plugins.kernels.page_code`."""
 DEQUANTIZE = {role: KernelRole("dequantize", variant=role) for role in LINEARS[:-1]}
 """Roles of the kernels that write a layer's 4-bit weights as 16-bit ones, by the linear's role."""
 QUANTIZE, QUANTIZE_ACT = KernelRole("quantize"), KernelRole("quantize_act")
