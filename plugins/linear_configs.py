@@ -7,6 +7,7 @@ number itself, so rows of one bucket are summed alike. `python -m benchmarks.gpu
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from wicore_trt.arithmetic import ITEM_BYTES, div_ceil
@@ -121,7 +122,22 @@ def config_key(target: str, shape: LinearShape, tokens: int) -> Key:
 
 
 def linear_config(target: str, shape: LinearShape, tokens: int) -> LinearConfig:
-    return MEASURED.get(config_key(target, shape, tokens)) or choose_by_rule(shape, find_bucket(tokens))
+    """Choose what was measured for the layer, or for the whole layer of which it is a rank's part, else by rule."""
+    target, n, k, *rest = key = config_key(target, shape, tokens)
+    wholes = [size for ranks in (2, 4, 8) for size in ((n * ranks, k), (n, k * ranks))]
+    found = MEASURED.get(key) or next(
+        (config for size in wholes if (config := MEASURED.get((target, *size, *rest)))), None
+    )
+    return _fill_gpu(shape, found) if found else choose_by_rule(shape, find_bucket(tokens))
+
+
+def _fill_gpu(shape: LinearShape, config: LinearConfig) -> LinearConfig:
+    """Split sums so that a rank's part keeps most of a GPU busy, but into no more parts than there are."""
+    parts, splits = div_ceil(shape.k, config.block_k), config.splits
+    while splits > 1 and div_ceil(parts, splits) * (splits - 1) >= parts:
+        splits -= 1
+    few = config.kind != "vector" and not shape.geglu and config.count_blocks(shape) * splits < PROGRAMS // 4
+    return replace(config, splits=2 * splits if few and parts >= 16 and parts % 2 == 0 else splits)
 
 
 def choose_by_rule(shape: LinearShape, bucket: int) -> LinearConfig:

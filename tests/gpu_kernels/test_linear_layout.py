@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -48,6 +50,20 @@ def test_every_bucket_has_a_configuration(weights: WeightFormat, geglu: bool) ->
                 linear_launch(shape, config, LinearArrays(1, 2, 3), tokens)
                 assert config == linear_config("sm90", shape, find_bucket(tokens))
     assert find_bucket(1) == 1 and find_bucket(9) == 16 and find_bucket(10**6) == BUCKETS[-1]
+
+
+def test_parts_of_a_measured_layer_take_its_configuration() -> None:
+    """With sums that are split so that no part is empty and half of a GPU is not idle."""
+    for n, k in ((8192, 5376), (5376, 4096), (5376, 21504)):
+        whole = LinearShape(n, k, "bfloat16", FP8, "float32")
+        for ranks, tokens in ((2, 8), (2, 32), (4, 16), (8, 64)):
+            size = (n // ranks, k) if n == 8192 else (n, k // ranks)
+            part, config = LinearShape(*size, "bfloat16", FP8, "float32"), linear_config("sm90", whole, tokens)
+            found = linear_config("sm90", part, tokens)
+            check_config(part, found)
+            assert replace(found, splits=config.splits) == config
+    half = LinearShape(4096, 5376, "bfloat16", FP8, "float32")
+    assert linear_config("sm90", half, 32).splits == 2 and linear_config("sm90", half, 16).splits == 1
 
 
 def test_geglu_never_overflows_float16() -> None:
