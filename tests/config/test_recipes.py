@@ -53,6 +53,7 @@ NAMES = [
     "gemma3-27b-fp8-l20",
     "gemma3-27b-q4-h100",
     "gemma3-27b-q4-rtx4090",
+    "gemma3-27b-tp2-l20",
 ]
 
 
@@ -102,9 +103,9 @@ def test_recipe_says_what_its_name_says(name: str) -> None:
     assert settings.build.dtype == next((said[part] for part in name.split("-") if part in said), "bfloat16")
     assert settings.executor.device == ("cpu" if card == "cpu" else "cuda")
     assert settings.engine == f"engines/{name}"
-    # One GPU, and the backend that is fast there: what is built can be served.
+    # The backend that is fast there: what is built can be served.
     assert settings.build.backend == ("torch" if card == "cpu" else "triton")
-    assert settings.build.targets == TARGETS[card] and settings.build.tp_size == 1
+    assert settings.build.targets == TARGETS[card] and settings.build.tp_size == (2 if "-tp2-" in name else 1)
     assert resolve_recipe(name).read_text().startswith("# Gemma 3 ")
 
 
