@@ -66,7 +66,7 @@ TOKENIZER = {
     },
     "tokenizer_config.json": {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": TEMPLATE},
 }  # fmt: skip
-STREAMS, STREAM_TOKENS, SIZE, TEXT = 16, 2000, (1024, 768), 64
+STREAMS, SIZE, TEXT = 16, (1024, 768), 64
 
 
 def build_image_engine(path: Path, name: str, target: str) -> None:
@@ -86,6 +86,7 @@ def run_server(engine: Path) -> Iterator[tuple[tuple[str, int], Path]]:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "wicore_trt", "serve", str(engine), "--http-port", str(port), "--grpc-port", "0"]
     settings = {"WICORE_SCHEDULER__MAX_SEQUENCES": "64", "WICORE_SCHEDULER__MAX_CONTEXT": "8192"}
+    settings["WICORE_KV__DEVICE_BYTES"] = str(8 << 30)  # and nothing is prepared twice
     with tempfile.NamedTemporaryFile("w+") as log:
         process = subprocess.Popen(command, env=os.environ | settings, stdout=subprocess.PIPE, stderr=log, text=True)
         killer = threading.Timer(120.0, process.kill)
@@ -181,7 +182,8 @@ def measure_beside(address: tuple[str, int], rate: float, seconds: float) -> dic
         except BaseException as error:
             failures.append(error)
 
-    bodies = [make_body(words(1000 + i, 512), None, STREAM_TOKENS) for i in range(STREAMS)]
+    tokens = int(150 * seconds) + 100  # more than fit into that time
+    bodies = [make_body(words(1000 + i, 512), None, tokens) for i in range(STREAMS)]
     pictures = [make_body(words(5000 + i, 16), make_picture(5000 + i), 1) for i in range(int(rate * seconds))]
     threads = [threading.Thread(target=guard, args=(stream_answer, address, b, s), daemon=True)
                for b, s in zip(bodies, stamps, strict=True)]  # fmt: skip

@@ -168,6 +168,7 @@ def test_engines_of_text_have_the_kernels_that_they_had() -> None:
         roles.IMAGE_NORM,
         *(roles.KernelRole("embed_images", results=r) for r in ("float32", "bfloat16")),
     }
+    assert all(roles.parse_role(str(role)) == role for role in with_images), "as an engine on disk is read"
     assert {*with_images} - {*text_alone} == more and text_alone.items() <= with_images.items()
     assert not [s for s in text_alone.values() if {"key_ends", "features"} & {*s.signature, *s.constants}]
 

@@ -27,7 +27,7 @@ MAX_PIXELS = 1 << 26
 MIN_CROP, MAX_CROPS, MIN_RATIO = 256, 4, 1.2
 """Pan and scan: least side of a crop, most crops of an image, least ratio of its sides (processing_gemma3.py)."""
 _TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # orientation of EXIF to PIL.Image.Transpose
-THREADS = min(4, len(os.sched_getaffinity(0)))
+THREADS = min(8, len(os.sched_getaffinity(0)))
 _POOL = ThreadPoolExecutor(THREADS)
 MAX_SIZE = 1024
 """Largest side of what an encoder reads."""

@@ -56,7 +56,7 @@ _SUFFIXES = {
 }  # fmt: skip
 INVARIANT, SAMPLED, SEGMENTED, SPLIT, IMAGES = "invariant", "sampled", "segments", "splits", "images"
 PAGE_DIGEST, PAGE_LOGSUMS, PAGE_MASSES = map(KernelRole, ("page_digest", "page_logsums", "page_masses"))
-IMAGE_NORM = KernelRole("layer_norm", results="bfloat16", variant=IMAGES)
+IMAGE_NORM = KernelRole("layer_norm", variant=IMAGES)
 DEQUANTIZE = {role: KernelRole("dequantize", variant=role) for role in LINEARS[:-1]}
 """Roles of the kernels that write a layer's 4-bit weights as 16-bit ones, by the linear's role."""
 QUANTIZE, QUANTIZE_ACT = KernelRole("quantize"), KernelRole("quantize_act")
