@@ -483,9 +483,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, found in document["vllm"].items():
         print(f"vLLM {found['version']}, {name} {found['problem']}\n\n{table(found['rows'])}")
     print(*(table(document[name]) for name in (*TABLES, "reuse-free, decode")), sep="\n")
-    print(
-        f"ready, s: {document['ready_s']}\nskipped: {document['skipped'] or 'nothing'}\n{document['machine']} {found}"
-    )
+    print(f"ready, s: {document['ready_s']}\nskipped: {document['skipped'] or 'nothing'}\n{document['machine']}")
     return 0
 
 

@@ -14,6 +14,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 ALIGN = 4096
@@ -156,6 +157,15 @@ class Files:
         """Bytes that this user may still take on the file system."""
         found = os.statvfs(path)
         return found.f_bavail * found.f_frsize
+
+
+@cache
+def in_memory(device: int) -> bool:
+    """Say whether the file system with this `st_dev` is a tmpfs."""
+    with suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
+        found = [line for line in mounts if line.split()[2] == f"{os.major(device)}:{os.minor(device)}"]
+        return any(" - tmpfs " in line for line in found)
+    return False
 
 
 def move_buffers(call: Callable[..., int], fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> None:

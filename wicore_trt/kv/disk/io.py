@@ -21,7 +21,7 @@ from typing import NamedTuple
 from wicore_trt.kv.disk.files import aligned_buffers
 
 CHORE_WAIT_S = 1.0
-AHEAD, URGENT_AHEAD = 4, 16
+AHEAD, URGENT_AHEAD = 8, 16
 """Operations for each thread elsewhere that may have begun, so that none of them waits for threads here; and those that
 have when no more urgent ones begin."""
 RATE_PIECE_BYTES, RATE_PIECES = 4 << 20, 16

@@ -24,12 +24,23 @@ from pathlib import Path
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.kv.disk.claim import NAMESPACE, OURS, check_contents, kept_secret, lock_directory, root_directory
-from wicore_trt.kv.disk.files import Files, aligned_buffer, disk_bytes, move_buffers, read_file, tree_bytes, write_file
+from wicore_trt.kv.disk.files import (
+    Files,
+    aligned_buffer,
+    disk_bytes,
+    in_memory,
+    move_buffers,
+    read_file,
+    tree_bytes,
+    write_file,
+)
 from wicore_trt.kv.disk.format import BLOCK_BYTES, FORMAT_VERSION, Namespace, record_bytes
 
-SLAB_BYTES = 1 << 30
-GROW_BYTES = 64 << 20
-"""Files grow by so much at a time: writes wait for it, and in memory a gigabyte takes half a second."""
+SLAB_BYTES, MEMORY_SLAB_BYTES = 1 << 30, 64 << 20
+"""In memory the next file is made while the last one is written: a gigabyte takes half a second, and a file that grows
+lets no write in."""
+GROW_BYTES = 128 << 20
+"""Larger files grow by so much at a time: writes wait for it."""
 MAX_SLABS = 512
 # The file system keeps its own notes about a file and they count as used: at worst two extents of 12 bytes per slot,
 # doubled, and some blocks per file.
@@ -101,7 +112,9 @@ class DiskSpace:
             ):
                 pass
             files.claim_directory(self._home)
-            slab_bytes = max(slab_bytes, limit_bytes // (MAX_SLABS // 2))
+            if in_memory(files.lstat(path).st_dev):
+                slab_bytes = min(slab_bytes, MEMORY_SLAB_BYTES)
+            slab_bytes = max(slab_bytes, limit_bytes // (MAX_SLABS * 3 // 4))
             self._space = self._adopt_geometry(namespace, slot_bytes, max(1, slab_bytes // (BLOCK_BYTES + slot_bytes)))
             self.stride, self.slab_slots = self._space.stride, self._space.slab_slots
             self.num_slots = self._space.slots_within(limit_bytes - self._count_other_bytes(stale=False))

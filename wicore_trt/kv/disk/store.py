@@ -35,8 +35,8 @@ WIPE_BYTES = 8 << 20
 """How much is overwritten at a time, so that reads and writes get their turn."""
 QUEUE_LIMIT = 512
 """Reads, and writes, that wait at a tier's store."""
-DISK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 4))
-"""Four feed any disk; where cores are few they compute."""
+DISK_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+"""Eight feed any disk, with the checks of what they read; where cores are few they compute."""
 DISK_TIMEOUT_S = 10.0
 """A read, or a write since it was begun, counts as failed after so long, and its page is computed again."""
 EXPIRED = 1
