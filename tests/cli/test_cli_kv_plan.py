@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 from tiny_source import write_tiny_source
 
+from wicore_trt.checkpoint.format import count_weight_bytes
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
 from wicore_trt.cli._ui import human_bytes
 from wicore_trt.cli.main import run_command
@@ -19,6 +21,7 @@ from wicore_trt.kv.sizing import MODELS, Geometry, SessionSize, builtin_spec
 from wicore_trt.model.spec import GLOBAL
 from wicore_trt.recipe import resolve_recipe
 from wicore_trt.runtime.pool_sizes import pool_sizes
+from wicore_trt.weight_format import Q4_0
 
 
 def plan(capsys, *options: str) -> str:
@@ -114,6 +117,8 @@ def test_weights_are_counted_exactly_and_leave_room_for_conversations(capsys, tm
     assert [fit["24GB"] for fit in report["fits"]] == ["7", "no", "no"]
     assert all(fit["16GB"] == "no" != fit["80GB"] for fit in report["fits"])
     engine = build_engine(write_tiny_source(tmp_path / "source"), tmp_path / "engine", dtype="fp8")
+    widened = [count_weight_bytes(engine.spec, replace(Q4_0, head=head)) for head in ("", "float16", "q8_0", "q6_k")]
+    assert len({*widened}) == 1  # as a GPU holds them
     held = sum(info.bytes for info in SafetensorsFile(engine.rank_files[0]).tensors.values())
     assert plan_json(capsys, "--model", str(engine.path), "--context", "64")["weight_bytes"] == {"fp8": held}
 

@@ -225,9 +225,7 @@ class _Conversion:
         linears = [n for t in unified_tensors(source.spec) if t.role is Role.LINEAR for n in t.sources]
         kept = [n for n in linears if source.find_blocks(n) in LINEAR_BLOCKS]
         if not self._weights.group:
-            advice = (
-                f"{len(kept)} of {len(linears)} linears are published in Q4_0: --dtype q4_0 keeps them bit for bit."
-            )
+            advice = f"{len(kept)} of {len(linears)} linears have 4 bits that --dtype q4_0 keeps, bit for bit."
             return [advice] if 2 * len(kept) > len(linears) else []
         other = [source.tensors[n].dtype for n in linears if n not in {*kept}]
         again = sorted({kind for kind in other if kind not in _STORED})

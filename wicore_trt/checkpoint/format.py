@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -167,9 +167,10 @@ def rank_entries(
 
 
 def count_weight_bytes(spec: Gemma3Spec, weights: WeightFormat) -> int:
-    """Count the bytes of a text model's weights on a device: all of one rank's file but a tied head. The base dtype has
-    16 bits unless `weights` are plain."""
+    """Count the bytes of a text model's weights on a GPU: all of one rank's file but a tied head, heads in blocks as 16
+    bits. The base dtype has 16 bits unless `weights` are plain."""
     dtype = "bfloat16" if weights.quantized else weights.storage
+    weights = replace(weights, head="float16" if weights.head else "")
     tied = LM_HEAD if spec.tie_word_embeddings else None
     entries = rank_entries(spec, dtype, weights, 0, 1)
     return sum(prod(shape) * TAG_BYTES[tag] for name, tag, shape in entries if not (tied and name.startswith(tied)))
