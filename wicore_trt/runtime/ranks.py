@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -33,9 +33,8 @@ from wicore_trt.errors import EnvironmentUnfitError, RankError, WicoreError, err
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.exchange import RankExchange, create_memory
-from wicore_trt.runtime.executor import AheadExecutor, Executor, ImageEncoder, KVLayout, PageCopier
+from wicore_trt.runtime.executor import Executor, ImageEncoder, KVLayout, PageCopier
 from wicore_trt.runtime.options import ExecutorOptions
-from wicore_trt.runtime.peer_memory import PeerMemory
 from wicore_trt.runtime.rank_copier import RankedCopier
 from wicore_trt.types import SamplingParams
 
@@ -49,20 +48,6 @@ SEND_S = 10.0
 """For how long a message may wait until the other side, which may run steps, takes it."""
 END_S = 5.0
 """Time for a rank's process to end by itself when this one closes."""
-
-
-class RankExecutor(Executor, Protocol):
-    """Executor of one rank on a CPU. Steps of ranks other than 0 sample nothing."""
-
-    def logits(self, batch: StepBatch, rows: torch.Tensor) -> torch.Tensor: ...
-
-
-class RankAheadExecutor(AheadExecutor, Protocol):
-    """Executor of one rank on a GPU. `collect` raises RankError where ranks have lost each other; what it returns is of
-    use on rank 0 alone. `on_tokens` gets the tokens and statuses that the device chose for each collected step."""
-
-    on_tokens: Callable[[bytes], None] | None
-    peers: PeerMemory | None
 
 
 class MessageSocket:
@@ -204,8 +189,9 @@ class RankedExecutor:
 
 
 class RankedAheadExecutor(RankedExecutor):
-    """Implements `AheadExecutor` over all ranks, each on its GPU. Attention is measured over the heads of rank 0. With
-    `options.compare_ranks` a rank that chose other tokens than rank 0 ends the engine."""
+    """Implements `AheadExecutor` over all ranks, each a `TritonExecutor` on its GPU, whose `collect` raises RankError
+    where ranks have lost each other. Attention is measured over the heads of rank 0. With `options.compare_ranks` a
+    rank that chose other tokens than rank 0 ends the engine."""
 
     def __init__(self, engine: Path, spec: Gemma3Spec, ranks: int, opener: str, options: ExecutorOptions) -> None:
         super().__init__(engine, spec, ranks, opener, options, gpus=options.device != "cpu")

@@ -103,7 +103,8 @@ class SubmittedStep:
 class TritonExecutor:
     """Implements `AheadExecutor`. `pools[group]` is the device tensor of the group's KV pages, as in KVLayout, the page
     first. `kernels` names target, kernels and mode, because each moves KV values by rounding. Measurements use `model`,
-    `memory`, `block`, `graphs` (of decode steps by rows) and `prompt_graphs`."""
+    `memory`, `block`, `graphs` (of decode steps by rows) and `prompt_graphs`. What `collect` returns on ranks other
+    than 0 is of no use. `on_tokens` gets the tokens and statuses that the device chose for each collected step."""
 
     def __init__(
         self,
