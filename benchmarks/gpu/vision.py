@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from wicore_trt.backends.torch.vision import ATTENTION, TorchVision, VisionWeights, open_encoder
 from wicore_trt.model.vision import VisionSpec, vision_tensors
@@ -34,7 +34,6 @@ from wicore_trt.runtime.image_encoder import AddNorm
 TFLOPS = 700.0
 SPEC = VisionSpec(896, 14, 1152, 27, 16, 4304, 1e-6, 256, 5376, 255_999, 262_144, 256_000)
 """The encoder of every published Gemma 3 that sees, before the text model of 27B."""
-BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 Work = Callable[[], object]
 
 
@@ -95,70 +94,40 @@ class Timer:
 
 
 def attention_ways(spec: VisionSpec, dtype: torch.dtype) -> dict[str, Work]:
-    """Attention of one layer, by backend and by the width to which heads are padded."""
+    """Attention of one layer as the product chooses it, by the width to which heads are padded; 80 is the product's."""
     qkv = torch.randn(spec.patches, 3 * spec.hidden_size, device="cuda", dtype=dtype)
 
-    def attend(backends: list[SDPBackend], width: int) -> Work:
+    def attend(width: int) -> Work:
         q, k, v = qkv.view(1, spec.patches, 3, spec.num_heads, -1).permute(2, 0, 3, 1, 4)
         if width > spec.head_dim:  # as fused weights with rows of zeros would give them
             q, k, v = (F.pad(t.transpose(1, 2), (0, width - spec.head_dim)).transpose(1, 2) for t in (q, k, v))
 
         def work() -> torch.Tensor:
-            with sdpa_kernel(backends, set_priority=True):
+            with sdpa_kernel(ATTENTION, set_priority=True):
                 return F.scaled_dot_product_attention(q, k, v, scale=spec.head_dim**-0.5)
 
         return work
 
-    ways = {"product's choice": attend(ATTENTION, spec.head_dim)}
-    for name, backend in BACKENDS.items():
-        for width in (spec.head_dim, 80, 96, 128):
-            ways[f"{name}, heads of {width}"] = attend([backend], width)
-    return ways
+    return {f"heads of {width}": attend(width) for width in (80, spec.head_dim, 128)}
 
 
 def product_ways(spec: VisionSpec, dtype: torch.dtype) -> dict[str, tuple[Work, int]]:
     """Products of one layer, and the values that a patch's row multiplies."""
     hidden, inner, patches = spec.hidden_size, spec.intermediate_size, spec.patches
 
-    def random(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", dtype=of) * 0.02
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=dtype) * 0.02
 
-    x, y, residual = random(patches, hidden), random(patches, inner), random(patches, hidden, of=torch.float32)
-    qkv, out, up, down = (
-        random(3 * hidden, hidden),
-        random(hidden, hidden),
-        random(inner, hidden),
-        random(hidden, inner),
-    )
-    wide, middle, narrow = random(3 * hidden), random(inner), random(hidden, of=torch.float32)
+    x, y = random(patches, hidden), random(patches, inner)
+    shapes = {"qkv": (3 * hidden, x), "out": (hidden, x), "fc1": (inner, x), "fc2": (hidden, y)}
 
-    def add(a: torch.Tensor, w: torch.Tensor) -> Work:
-        return lambda: torch.addmm(residual, a, w.T, out_dtype=torch.float32, out=residual).add_(narrow)
+    def multiply(width: int, a: torch.Tensor, gelu: bool) -> Work:
+        w, bias = random(width, a.shape[1]), random(width)
+        if gelu:
+            return lambda: torch._addmm_activation(bias, a, w.T, use_gelu=True)  # noqa: SLF001 -- as the product
+        return lambda: torch.addmm(bias, a, w.T)
 
-    def add_apart(a: torch.Tensor, w: torch.Tensor) -> Work:
-        return lambda: residual.add_(torch.mm(a, w.T, out_dtype=torch.float32)).add_(narrow)
-
-    short = random(hidden)
-    return {
-        "qkv, bias in the epilogue": (lambda: torch.addmm(wide, x, qkv.T), hidden * 3 * hidden),
-        "out, added in place": (add(x, out), hidden * hidden),
-        "out, added apart": (add_apart(x, out), hidden * hidden),
-        "out, 16 bit, bias in the epilogue, added": (
-            lambda: residual.add_(torch.addmm(short, x, out.T)),
-            hidden * hidden,
-        ),
-        "fc1, GELU in the epilogue": (
-            lambda: torch._addmm_activation(middle, x, up.T, use_gelu=True),  # noqa: SLF001 -- as the product
-            hidden * inner,
-        ),
-        "fc1, GELU apart": (lambda: F.gelu(torch.addmm(middle, x, up.T), approximate="tanh"), hidden * inner),
-        "fc2, added in place": (add(y, down), hidden * inner),
-        "fc2, added apart": (add_apart(y, down), hidden * inner),
-        "fc2, 16 bit, bias in the epilogue, added": (
-            lambda: residual.add_(torch.addmm(short, y, down.T)),
-            hidden * inner,
-        ),
-    }
+    return {n: (multiply(width, a, n == "fc1"), width * a.shape[1]) for n, (width, a) in shapes.items()}
 
 
 def open_norm(device: CudaDevice) -> AddNorm:
