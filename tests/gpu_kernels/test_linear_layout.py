@@ -62,6 +62,8 @@ def test_parts_of_a_measured_layer_take_its_configuration() -> None:
             found = linear_config("sm90", part, tokens)
             check_config(part, found)
             assert replace(found, splits=config.splits) == config
+    gate_up = LinearShape(10752, 5376, "bfloat16", FP8, "bfloat16", geglu=True)
+    assert linear_config("sm90", gate_up, 8).block_n == 32
     half = LinearShape(4096, 5376, "bfloat16", FP8, "float32")
     assert linear_config("sm90", half, 32).splits == 2 and linear_config("sm90", half, 16).splits == 1
 
