@@ -77,8 +77,9 @@ class _Rank:
         while (received := self._control.receive()) is not None:
             (kind, *given), fds = received
             getattr(self, f"do_{kind}")(*given, *fds)
-        while self._under_way:  # so that the others need not wait in vain
-            self._collect_step()
+        with suppress(OSError):  # of replies that nobody reads any more
+            while self._under_way:  # so that the others need not wait in vain
+                self._collect_step()
 
     def do_step(self, packed: Sequence[Sequence[Any]], measures: bool, rows: list[int] | None) -> None:
         batch, executor = unpack_slices(packed), self._executor
