@@ -206,6 +206,25 @@ def test_a_late_read_keeps_its_buffer_and_one_that_did_not_begin_gives_it_back(
     store.close()
 
 
+def test_who_asks_waits_for_no_disk_whatever_the_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of several ranks, whose digests the library cannot take."""
+    monkeypatch.setattr(native, "find_calls", calls_of)
+    files, ends = Gate(), list[Outcome]()
+    files.open_again.set()
+    store, probe = open_store(tmp_path, files=files, threads=2), Probe(lambda parts: b"d" * 16, SLOT)
+    write = partial(store.write_page, probe=probe, expected=b"d" * 16)
+    assert wait_for(write, make_page(0), (0,), buffers([content(0, 0)])) is Outcome.OK
+    files.open_again.clear()
+    targets = [aligned_buffer(SLOT) for _ in range(6)]
+    for target in targets:
+        assert store.read_page(make_page(0), (0,), [target], ends.append, probe=probe)
+    assert not ends
+    files.open_again.set()
+    wait_until(lambda: len(ends) == 6)
+    assert ends == [Outcome.OK] * 6 and {bytes(target) for target in targets} == {content(0, 0)}
+    store.close()
+
+
 def test_a_write_waits_for_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "find_calls", calls_of)
     files, ends = Gate(), list[str]()

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from ctypes import Structure, byref, c_char, c_int64, c_uint64, c_void_p
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 from wicore_trt.kv.disk.files import Files
@@ -48,7 +49,8 @@ def find_calls(files: Files) -> tuple[Any, Any] | None:
 
 
 class NativeMover(PageMover):
-    """Mover that ends moves with `IoPool.end_operation`. One whose probe has no key for the library is made at once."""
+    """Mover that ends moves with `IoPool.end_operation`. Those whose probe has no key for the library, as of several
+    ranks, are made by threads of the interpreter: `begin` must not wait for a disk."""
 
     _end: Callable[[DiskOperation, Outcome], None]
     _more: Callable[[], None]
@@ -65,7 +67,9 @@ class NativeMover(PageMover):
         self._handle = c_void_p(library.wicore_disk_open(c_int64(threads), *calls))
         # these return at once: to give the interpreter away would only cost the time to get it back
         self._quick = ctypes.PyDLL(library._name)  # noqa: SLF001 -- ctypes' only name
-        self._end, self._more, self._library = end, more, library
+        self._end, self._more, self._library, self._threads = end, more, library, threads
+        self._others, self._lock = SimpleQueue[tuple[PageMove, DiskOperation, Landed] | None](), threading.Lock()
+        self._helpers: list[threading.Thread] = []
         self._moves: dict[int, tuple[DiskOperation, Landed, tuple[object, ...]]] = {}  # by address
         if self._handle:
             threading.Thread(target=self._take_reports, name="wicore-disk-reports", daemon=True).start()
@@ -76,7 +80,12 @@ class NativeMover(PageMover):
         slots, probe, size = move.slots, move.probe, len(move.parts[0])
         keyed: Any = getattr(probe.digest, "__self__", None) if probe is not None else None
         if probe is not None and not hasattr(keyed, "words"):
-            return super().begin(move, op, landed)
+            with self._lock:
+                while len(self._helpers) < self._threads:
+                    self._helpers.append(threading.Thread(target=self._make_others, name="wicore-disk", daemon=True))
+                    self._helpers[-1].start()
+            self._others.put((move, op, landed))
+            return None
         buffers, places = [c_char.from_buffer(part) for part in move.parts], list[int]()
         for slot, buffer in zip(slots, buffers, strict=True):
             places += [*self._space.locate_slot(slot), slot, ctypes.addressof(buffer)]
@@ -96,7 +105,20 @@ class NativeMover(PageMover):
 
     def close(self) -> None:
         """End the threads; no move is under way any more."""
+        for _ in self._helpers:
+            self._others.put(None)
         self._library.wicore_disk_close(self._handle)
+
+    def _make_others(self) -> None:
+        while (item := self._others.get()) is not None:
+            _, op, _ = item
+            outcome: Outcome | None = None
+            try:
+                outcome = super().begin(*item)
+            except Exception:
+                _log.exception("disk operation failed")
+            self._end(op, outcome or Outcome.FAILED)
+            self._more()
 
     def _drop(self, given: _Move) -> bool:
         dropped = bool(self._quick.wicore_disk_drop(self._handle, byref(given)))
