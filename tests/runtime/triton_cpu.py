@@ -64,10 +64,6 @@ class CpuDevice:
         self.given.append(tensor)
         return tensor
 
-    def open_side_stream(self) -> mock.Mock:
-        self.side = mock.Mock(stream=7)
-        return self.side
-
     def staging(self, shape: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(tuple(shape), dtype=dtype)
 

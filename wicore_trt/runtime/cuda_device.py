@@ -1,7 +1,6 @@
 """GPU as executors use it: memory, one stream, graphs.
 
-Must not know backends or KV. Invariant: all work of an executor runs on one stream of its own, in the order of calls,
-but for what its side stream does.
+Must not know backends or KV. Invariant: all work of an executor runs on one stream of its own, in the order of calls.
 """
 
 from __future__ import annotations
@@ -17,28 +16,6 @@ import torch
 from wicore_trt.errors import EnvironmentUnfitError
 
 ALIGNMENT = 256  # bytes; what compiled plans ask of addresses
-
-
-class CudaSideStream:
-    """A stream beside `main`, whose programs go first; see `backends.triton.dequantized`."""
-
-    def __init__(self, main: torch.cuda.Stream) -> None:
-        self._main, self._side = main, torch.cuda.Stream(main.device)  # type: ignore[no-untyped-call]
-        self._begin, self._end = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.stream = int(self._side.cuda_stream)
-
-    def follow(self) -> bool:
-        if torch.cuda.is_current_stream_capturing():
-            return False
-        self._begin.record(self._main)
-        self._side.wait_event(self._begin)
-        return True
-
-    def mark(self) -> None:
-        self._end.record(self._side)
-
-    def join(self) -> None:
-        self._main.wait_event(self._end)
 
 
 class CudaDevice:
@@ -58,14 +35,11 @@ class CudaDevice:
             self.torch_device = torch.device("cuda", torch.cuda.current_device())
         major, minor = torch.cuda.get_device_capability(self.torch_device)
         self.target = f"sm{major}{minor}"
-        self._stream = torch.cuda.Stream(self.torch_device, priority=-1)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self.stream = int(self._stream.cuda_stream)
         # The graph captured last, if it is still wanted: the next one's temporaries lie where its are, since graphs run
         # one after the other.
         self._last: Callable[[], torch.cuda.CUDAGraph | None] = lambda: None
-
-    def open_side_stream(self) -> CudaSideStream:
-        return CudaSideStream(self._stream)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Allocate uninitialised contiguous memory, at a multiple of ALIGNMENT: torch's allocator aligns to 512."""

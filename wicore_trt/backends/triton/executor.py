@@ -11,8 +11,8 @@ temperature and filters right behind it. Rows with penalties, bias or log-probab
 logits that stay on the device.
 
 Nothing waits before `collect`. A step submitted before the last one's tokens are read takes them on the device from
-`StepMemory.results`. All work is on one stream, so no step sees another one's half-written memory; only 4-bit weights
-are widened beside it (`dequantized`). Host memory that a step reads or writes exists twice, used in turn.
+`StepMemory.results`. All work is on one stream, so no step sees another one's half-written memory. Host memory that a
+step reads or writes exists twice, used in turn.
 """
 
 from __future__ import annotations
@@ -196,8 +196,7 @@ class TritonExecutor:
         memory = StepMemory(shape, table, limits, self.device.empty, invariant=invariant, spare_queries=spare)
         return TritonModel(
             shape, table, constants.weights, constants.rope, self.pools, memory,
-            launcher, self.device.stream, constants.exponents, invariant, segments,
-            self.device.open_side_stream() if memory.dequantized[0].numel() else None, self.peers,
+            launcher, self.device.stream, constants.exponents, invariant, segments, self.peers,
         )  # fmt: skip
 
     def _allocate_pools(self) -> None:

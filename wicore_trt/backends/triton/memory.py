@@ -43,7 +43,7 @@ class StepMemory:
     """Buffers by content; [tokens, ...] unless said otherwise.
 
     `wide` holds qkv, gate and up, or the output of o and down in turn: float32, or bfloat16 where products give that.
-    `dequantized` holds weights for cuBLAS where they have 4 bits, one of qkv and gate_up, and one of o and down.
+    `dequantized` holds one layer's weights for cuBLAS where they have 4 bits.
     `largest` holds the largest values of rows of gate * up until they are quantised (`kernels.linear_quantize`).
     `sampled_residual` [rows, H] is the residual of the sampled rows of a large step's last layer. `counting`, int32
     [tokens + 1], is 0, 1, 2, ...: where sequences of one token begin, or all rows. `queries` [global layers,
@@ -79,8 +79,7 @@ class StepMemory:
         dequantized = not invariant and shape.weights.storage == "q4_0"
         dequantized &= tokens > shape.most_kernel_rows(table.target, "qkv")
         linears = [shape.linear_shape(role) for role in roles.LINEARS[:-1]]
-        sizes = [s.weight_rows * s.k if dequantized else 0 for s in linears]
-        self.dequantized = tuple(empty((max(sizes[turn::2]),), dtype) for turn in (0, 1))
+        self.dequantized = empty((max(s.weight_rows * s.k for s in linears) if dequantized else 0,), dtype)
         self.largest = empty((tokens if scaled else 0,), torch.int32).zero_()
         self.head_in = empty((limits.rows, spec.hidden_size), dtype)
         self.logits = empty((limits.rows, shape.vocab_size), torch.float32)

@@ -24,14 +24,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from wicore_trt.backends.triton import products as triton_products
 from wicore_trt.backends.triton import roles
-from wicore_trt.backends.triton.dequantized import DequantizedWeights, SideStream
 from wicore_trt.backends.triton.memory import StepMemory, make_exchange_layout
 from wicore_trt.backends.triton.roles import KernelRole, MatrixProduct
 from wicore_trt.backends.triton.rows import RowPlan
@@ -105,7 +103,6 @@ class TritonModel:
     exponents: Mapping[str, int] = field(default_factory=dict)
     invariant: bool = False
     segments: SegmentAttention | None = None
-    side: SideStream | None = None
     peers: PeerMemory | None = None
     """Of an engine that is split over ranks, laid out by `make_exchange_layout`."""
 
@@ -119,29 +116,6 @@ class TritonModel:
         if (peers := self.peers) is None:
             return {}
         return {"peers": peers.addresses.data_ptr(), "rank": peers.rank, "failed": peers.failed.data_ptr()}
-
-    @cached_property
-    def dequantized(self) -> DequantizedWeights:
-        return DequantizedWeights(self._dequantize, self.stream, self.side)
-
-    @cached_property
-    def following(self) -> dict[str, str]:
-        """The linear behind each, by name, up to the last layer's first: behind that a step may go on with few rows."""
-        layers = range(self.shape.spec.num_layers)
-        return dict(pairwise([layer_weight(i, kind) for i in layers for kind in roles.LINEAR_ROLES][:-3]))
-
-    def dequantized_view(self, weight: str) -> torch.Tensor:
-        """View the place of a 4-bit weight in 16 bits, [n, k] (gate_up: [2 n, k])."""
-        role = _linear_role(weight)
-        shape, to = self.shape.linear_shape(role), self.memory.dequantized[roles.LINEARS.index(role) % 2]
-        return to[: shape.weight_rows * shape.k].view(shape.weight_rows, shape.k)
-
-    def _dequantize(self, weight: str, stream: int) -> None:
-        names = (weight, weight_scale_name(weight), weight_minimum_name(weight))
-        w, scale, minimum = (self.weights[n].data_ptr() if n in self.weights else 0 for n in names)
-        kernel, to = self.find_kernel(roles.DEQUANTIZE[_linear_role(weight)], ANY).kernel, self.dequantized_view(weight)
-        call = linear_layout.dequantize_launch(kernel.constants, w, to.data_ptr(), scale, minimum)
-        self.launcher.launch(kernel, call, stream)
 
     @cached_property
     def embedding_scale(self) -> float:
@@ -234,11 +208,7 @@ class TritonOps:
             scale = weights[weight_scale_name(weight)]
             triton_products.scaled_mm(operand.rows, operand.scales, weights[weight], scale.view(-1), out)
             return Value(out, exponent=exponent)
-        factor = weights[weight]
-        if shape.four_bit:
-            self._model.dequantized.provide(weight, self._model.following.get(weight))
-            factor = self._model.dequantized_view(weight)
-        triton_products.float_mm(x.rows, factor, out)
+        triton_products.float_mm(x.rows, self._dequantize(role, weight) if shape.four_bit else weights[weight], out)
         if x.exponent:
             out.mul_(2.0**x.exponent)
         return Value(out, exponent=exponent)
@@ -484,6 +454,16 @@ class TritonOps:
             largest=memory.largest.data_ptr(), w_minimum=0 if minimum is None else minimum.data_ptr(),
         )  # fmt: skip
         model.launch_kernel(entry, linear_layout.linear_launch(shape, entry.config, arrays, rows, alpha))
+
+    def _dequantize(self, role: str, weight: str) -> torch.Tensor:
+        """Write a layer's 4-bit weights in 16 bits into the step's memory."""
+        model, shape, to = self._model, self._model.shape.linear_shape(role), self._memory.dequantized
+        names = (weight, weight_scale_name(weight), weight_minimum_name(weight))
+        w, scale, minimum = (model.weights[n].data_ptr() if n in model.weights else 0 for n in names)
+        entry = model.find_kernel(roles.DEQUANTIZE[role], ANY)
+        call = linear_layout.dequantize_launch(entry.kernel.constants, w, to.data_ptr(), scale, minimum)
+        model.launch_kernel(entry, call)
+        return to[: shape.weight_rows * shape.k].view(shape.weight_rows, shape.k)
 
     def _quantize_operand(self, x: Value, role: str) -> Value:
         """Quantize the operand of `role`, o or down, to E4M3. That of o clears the rows' largest values, which gate_up
