@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -100,17 +101,17 @@ def purge(
     homes = list_tiers(path)
     namespace_homes(homes[0])  # not a disk cache: say so before asking
     if salt is not None or tenant_name is not None:
-        tag: bytes | None = _tag_of(homes[-1], recipe, tenant_name or "", salt or "")  # replicas have one secret
+        tags: list[bytes] | None = _find_tags(homes, recipe, tenant_name or "", salt or "")
     elif tenant is not None:
-        tag = bytes.fromhex(tenant) if re.fullmatch(f"[0-9a-fA-F]{{{2 * TENANT_BYTES}}}", tenant) else b""
-        if not tag:
+        tags = [bytes.fromhex(tenant)] if re.fullmatch(f"[0-9a-fA-F]{{{2 * TENANT_BYTES}}}", tenant) else []
+        if not tags:
             fix = f"It has {2 * TENANT_BYTES} hexadecimal digits; see wicore kv inspect."
             raise ConfigError(f"--tenant {tenant!r} is not a tenant's tag.", fix=fix)
     else:
-        tag = None
+        tags = None
     if not yes:
         what = "everything" if namespace is None else f"namespace {namespace}"
-        what = f"one tenant's pages in {what}" if tag is not None else what
+        what = f"one tenant's pages in {what}" if tags is not None else what
         try:
             wanted = typer.confirm(f"Delete {what} under {path}?", err=True)
         except typer.Abort:
@@ -118,19 +119,21 @@ def purge(
         if not wanted:
             print("Nothing was deleted.")
             raise typer.Exit(1)
-    report = add_reports([purge_directory(home, namespace=namespace, tenant=tag) for home in homes])
+    report = add_reports(
+        [purge_directory(home, namespace=namespace, tenant=tag) for home in homes for tag in tags or (None,)]
+    )
     if json:
         print_json({"path": str(path), **asdict(report)})
         return
-    how = "overwritten" if tag is not None else "deleted"
+    how = "overwritten" if tags is not None else "deleted"
     print(f"Removed {report.pages} pages ({human_bytes(report.bytes)}); {report.slots} slots {how}.")
     for name in report.namespaces:
         print(f"  in namespace {name}")
 
 
-def _tag_of(path: Path, recipe: str | None, who: str, salt: str) -> bytes:
-    """Compute a tenant's tag from the server's secret: that of its setting kv.salt, or the one in its disk
-    directory."""
+def _find_tags(homes: Sequence[Path], recipe: str | None, who: str, salt: str) -> list[bytes]:
+    """Compute a tenant's tags from the server's secret: that of its setting kv.salt, or those in its disk directories,
+    which differ where one served alone before replicas did, or after them."""
     from wicore_trt.config import load_settings
     from wicore_trt.errors import ConfigError, EnvironmentUnfitError
     from wicore_trt.kv.disk.claim import read_secret, secret_of
@@ -139,14 +142,14 @@ def _tag_of(path: Path, recipe: str | None, who: str, salt: str) -> bytes:
 
     setting = load_settings(recipe).kv.salt
     try:
-        secret = secret_of(setting) if setting is not None else read_secret(owned_files(path), path)
+        found = [secret_of(setting)] if setting is not None else [read_secret(owned_files(p), p) for p in homes]
     except OSError as error:
         fix = "Run this as the user of the server, and remove what is not the server's."
-        raise EnvironmentUnfitError(f"{error.filename or path}: {error.strerror}.", fix=fix) from error
-    if secret is None:
+        raise EnvironmentUnfitError(f"{error.filename or homes[0]}: {error.strerror}.", fix=fix) from error
+    if not (known := {secret for secret in found if secret is not None}):
         fix = "Set WICORE_KV__SALT as for the server, or give the tag that `wicore kv inspect` prints: --tenant."
-        raise ConfigError(f"{path} holds no secret, and kv.salt is not set: no tag can be made.", fix=fix)
-    return tenant_tag(secret, who, salt)
+        raise ConfigError(f"{homes[0]} holds no secret, and kv.salt is not set: no tag can be made.", fix=fix)
+    return [tenant_tag(secret, who, salt) for secret in sorted(known)]
 
 
 def _print_directory(report: DirectoryReport) -> None:

@@ -15,7 +15,7 @@ from fault_injection import FaultPlan
 from wicore_trt.cli.main import run_command
 from wicore_trt.kv.disk.cipher import PageCipher
 from wicore_trt.kv.disk.claim import secret_of
-from wicore_trt.kv.disk.files import aligned_buffer
+from wicore_trt.kv.disk.files import Files, aligned_buffer, write_file
 from wicore_trt.kv.disk.io import Outcome
 from wicore_trt.kv.pages.hashing import tenant_tag
 
@@ -180,3 +180,18 @@ def test_a_server_keeps_its_directory(cache: Path, capsys: pytest.CaptureFixture
         assert run_command(["kv", *args]) == 4
         assert f"process {os.getpid()}. Stop the server first" in capsys.readouterr().err
     store.close()
+
+
+def test_a_tenant_is_purged_from_replicas_and_from_where_one_engine_served_with_another_secret(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, home in enumerate((tmp_path, tmp_path / "replica-0", tmp_path / "replica-1")):
+        home.mkdir(mode=0o700, exist_ok=True)
+        write_file(Files(), home / "secret", bytes([number > 0] * 32))
+        store, page, waiter = open_store(home), make_page(1, tenant_tag(bytes([number > 0] * 32), "alice")), Waiter(1)
+        slots = range(part_count(page))
+        parts = [aligned_buffer(SLOT) for _ in slots]
+        assert store.write_page(page, slots, parts, waiter.callback(0)) and waiter.wait() == [Outcome.OK]
+        store.close()
+    assert run_command(["kv", "purge", str(tmp_path), "--yes", "--json", "--tenant-name", "alice"]) == 0
+    assert json.loads(capsys.readouterr().out)["pages"] == 3

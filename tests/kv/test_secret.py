@@ -17,7 +17,7 @@ from fakes import make_core
 
 from wicore_trt.config import KVSettings
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.kv.disk.claim import SECRET, secret_of
+from wicore_trt.kv.disk.claim import SECRET, secret_of, share_secret
 from wicore_trt.types import GenerateRequest, SamplingParams
 
 SEED = int.from_bytes(os.urandom(4), "little")
@@ -56,6 +56,17 @@ def test_a_restart_has_the_secret_and_another_directory_has_not(tmp_path: Path) 
     again = open_store(tmp_path / "a")
     assert again.secret == stores[0].secret
     again.close()
+
+
+def test_one_engine_and_replicas_in_turns_keep_one_secret(tmp_path: Path) -> None:
+    share_secret(tmp_path, 2)
+    secrets = [(tmp_path / f"replica-{i}" / SECRET).read_bytes() for i in range(2)]
+    alone = open_store(tmp_path)
+    alone.close()
+    assert [alone.secret] * 2 == secrets
+    (tmp_path / SECRET).write_bytes(bytes(32))  # as an engine alone drew its own before
+    share_secret(tmp_path, 3)
+    assert {(tmp_path / f"replica-{i}" / SECRET).read_bytes() for i in range(3)} == {alone.secret}
 
 
 @pytest.mark.parametrize("damage", ["gone", "short", "half written"])

@@ -84,25 +84,27 @@ def secret_of(salt: str) -> bytes:
 
 
 def kept_secret(files: Files, path: Path) -> bytes:
-    """The secret in the directory of a disk tier, drawn at random when there is none. The caller holds its lock.
-    OSError when the file system refuses, or the file is not this user's alone."""
+    """The secret in the directory of a disk tier; when there is none, that of replicas that were served from it, or
+    one drawn at random. The caller holds its lock. OSError when the file system refuses, or the file is not this
+    user's alone."""
     found = read_secret(files, path)
     if found is None:
-        found = secrets.token_bytes(SECRET_BYTES)
+        others = (read_secret(files, home) for home in sorted(path.glob(REPLICA_HOME.format("[0-9]*"))))
+        found = next(filter(None, others), None) or secrets.token_bytes(SECRET_BYTES)
         write_file(files, path / SECRET, found)
     return found
 
 
 def share_secret(path: Path, replicas: int) -> None:
-    """Give the directories of a server's replicas one secret, so that a tenant has one tag in all: that of `path` or of
-    the first one that has any. Raises EnvironmentUnfitError."""
+    """Give the directories of a server's replicas one secret, so that a tenant has one tag in all: that of the first
+    one that has any, which may have pages, or of `path`. Raises EnvironmentUnfitError."""
     files = Files()
     try:
         root = root_directory(files, path)
         homes = [root / REPLICA_HOME.format(i) for i in range(replicas)]
         for home in homes:
             files.claim_directory(home)
-        known = filter(None, (read_secret(files, home) for home in (root, *homes)))
+        known = filter(None, (read_secret(files, home) for home in (*homes, root)))
         secret = next(known, secrets.token_bytes(SECRET_BYTES))
         for home in homes:
             if read_secret(files, home) != secret:
