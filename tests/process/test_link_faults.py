@@ -54,6 +54,20 @@ async def test_an_add_that_was_not_answered_raises_and_makes_no_output():
     assert not outputs and remote.channel is None
 
 
+async def test_statistics_do_not_wait_for_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("wicore_trt.link.remote.STATS_S", 0.01)
+    remote = RemoteEngine()
+    await remote.start(lambda outputs: None)
+    ours, theirs = socket.socketpair()
+    remote.connect(ours)
+    theirs.sendall(framed(Welcome("1/", FAKE_INFO, 1)))
+    await until(lambda: remote.dead is None)
+    async with asyncio.timeout(20):
+        with pytest.raises(UnavailableError, match="statistics"):
+            await remote.stats()
+    theirs.close()
+
+
 async def test_a_sequence_that_fails_behind_its_stop_string_costs_the_others_nothing():
     """It had ended here, and the engine did not know yet. The request is still told of the engine's end."""
     remote = RemoteEngine()

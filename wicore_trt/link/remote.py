@@ -38,6 +38,8 @@ from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, ModelIn
 T = TypeVar("T")
 MOST_FILE_BYTES = 256 << 20
 """Of pixels that wait for the engine; requests that were given up leave theirs until it reads again."""
+STATS_S = 5.0
+"""How long an engine may take to tell its statistics, which it does beside its steps."""
 STARTING = "it is being started"
 ENDED = "its process ended"
 
@@ -92,7 +94,11 @@ class RemoteEngine(EnginePort):
             self.channel.post(encode(Abort(request_key, index)))
 
     async def stats(self, tenant: str | None = None) -> EngineStats:
-        found = (await self._ask_engine(lambda call, whose: (encode(AskStats(call, whose)), -1), tenant)).stats
+        try:
+            async with asyncio.timeout(STATS_S):
+                found = (await self._ask_engine(lambda call, whose: (encode(AskStats(call, whose)), -1), tenant)).stats
+        except TimeoutError:
+            raise UnavailableError("The engine does not tell its statistics.", fix="Try again soon.") from None
         assert found is not None
         return found
 

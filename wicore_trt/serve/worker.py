@@ -127,8 +127,9 @@ class WorkerService:
         parts = engine.engine.parts
         for rank, part in enumerate(parts):
             if part.dead is None and (not request.HasField("dp_rank") or request.dp_rank == rank):
-                stats = await part.stats() if who.operator else await engine.read_tenant_stats(who.tenant, part)
-                loads.append(_make_load(stats, engine.info.page_tokens, rank))
+                with suppress(EngineDeadError, UnavailableError):  # one that hangs hides no other's load
+                    stats = await part.stats() if who.operator else await engine.read_tenant_stats(who.tenant, part)
+                    loads.append(_make_load(stats, engine.info.page_tokens, rank))
         timestamp = datetime.now(UTC).isoformat()
         return pb2.GetLoadsResponse(timestamp=timestamp, version=__version__, dp_rank_count=len(parts), loads=loads)
 
