@@ -6,6 +6,7 @@ Invariants: I15.
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 from fakes import make_core
@@ -185,3 +186,30 @@ def test_a_copier_that_breaks_leaves_neither_device_nor_disk_behind(tmp_path):
     assert run_to_the_end(core, request("a", [5, 6, 7]))["a"].finish_reason is FinishReason.ERROR
     assert closed
     make_core(kv=kv).close()  # the directory is free
+
+
+def test_statistics_tell_what_ended_before_the_engine_rests(monkeypatch: pytest.MonkeyPatch):
+    """As transfers do that go on without a request."""
+    core, left, slept = make_core(), [2], threading.Event()
+
+    def do_housekeeping() -> bool:
+        left[0] = max(0, left[0] - 1)
+        return left[0] > 0
+
+    def rest_s() -> float:
+        slept.set()
+        return 60.0
+
+    def defer_stats():
+        stats = replace(find_stats()(), steps=left[0])
+        return lambda: stats
+
+    find_stats = core.defer_stats
+    for function in (do_housekeeping, rest_s, defer_stats):
+        monkeypatch.setattr(core, function.__name__, function)
+    loop = EngineLoop(core, lambda outputs: None, max_waiting=1)
+    assert loop.stats().steps == 2
+    loop.start()
+    assert slept.wait(60)
+    assert loop.stats().steps == 0
+    loop.stop(60)

@@ -391,10 +391,10 @@ class EngineLoop:
         with self._wake:
             while self._open and not self._inbox and not self._core.has_work:
                 timeout_s = TIDY_S if self._core.do_housekeeping() else self._core.rest_s()
+                self._note_state()  # before it sleeps for long: what ended just now is told
                 self._rests = True
                 self._wake.wait(timeout_s)
                 self._turns, self._rests = self._turns + 1, False
-                self._note_state()
             # swap it even when empty: later additions belong to the next turn
             keep_on, inbox, self._inbox = self._open, self._inbox, []
             if inbox:  # else there are no newcomers
