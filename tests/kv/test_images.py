@@ -287,6 +287,19 @@ def test_features_that_are_known_to_be_bad_behind_a_step_end_its_request_alone(m
     assert stack.wrong == 0 and len(stack.encoder.begun) == 3
 
 
+def test_all_that_read_bad_features_in_one_step_are_told_so(make_stack) -> None:
+    stack = make_stack()
+    stack.encoder.is_finite = lambda slot: False
+    for first in (8, 9):
+        tokens = (first, *[SOFT] * TOKENS, 3)
+        stack.core.add(GenerateRequest(f"{first}", tokens, SamplingParams(max_tokens=2), content=(image(1, 5),)))
+        stack.executor.poison.add(stack.core.sequences[f"{first}"][0].seq_id)
+    ended = []
+    while stack.core.has_work:
+        ended += [(o.error, o.field) for o in stack.core.step() if o.finish_reason is not None]
+    assert ended == [(f"An image could not be encoded: {NOT_FINITE}", "images")] * 2
+
+
 def test_those_who_leave_while_an_image_is_encoded_keep_no_slot(make_stack) -> None:
     stack = make_stack()
     stack.encoder.delay = 4

@@ -7,7 +7,8 @@ the rows of an image see, in whatever chunks and company.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from parity.paged import PagedDriver, PagedSequence, relative_error
 from parity.tiny import TinyModel, tiny_model
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
 
+from wicore_trt.backends.torch import executor as torch_executor
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.options import ExecutorOptions
@@ -239,3 +241,35 @@ def test_rows_beside_images_keep_their_bits() -> None:
     parts = [driver.all_logits(list(zip(sequences, some, strict=True))) for some in zip(*chunks, strict=True)]
     for want, own in zip(whole, zip(*parts, strict=True), strict=True):
         assert torch.equal(torch.cat(own), want)
+
+
+def test_steps_images_and_copies_share_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU nothing else orders them, whichever thread steps."""
+    active, seen = list[str](), list[Any]()
+
+    class Stream:
+        stream = 7
+
+        @contextmanager
+        def active(self) -> Iterator[None]:
+            active.append("in")
+            yield
+            active.append("out")
+
+    def run_forward(*given: Any) -> torch.Tensor:
+        active.append("step")
+        return forward(*given)
+
+    stream, make_copier, forward = Stream(), torch_executor.make_copier, torch_executor.forward
+    seeing = Seeing(9, 16)
+    encoder = SimpleNamespace(features=seeing.features)
+    monkeypatch.setattr(torch_executor, "_find_stream", lambda device: stream)
+    monkeypatch.setattr(torch_executor, "open_encoder", lambda *given: seen.append(given[-1]) or encoder)
+    monkeypatch.setattr(torch_executor, "make_copier", lambda *g, **k: seen.append(g[-1]) or make_copier(*g, **k))
+    monkeypatch.setattr(torch_executor, "forward", run_forward)
+    options = ExecutorOptions(kv_pages={"global": 9, "local": 9}, device="cpu", page_tokens=8, max_batch_tokens=64)
+    text = seeing.text
+    executor = TorchExecutor.from_tensors(text.spec, "float32", text.tensors, options, vision=SimpleNamespace())  # type: ignore[arg-type]
+    sequence = PagedDriver(executor, 9)
+    executor.logits(StepBatch([sequence._slice(sequence.new_sequence(), [1, 2])]), torch.arange(1))
+    assert seen == [stream, 7] and active == ["in", "step", "out"]

@@ -308,7 +308,7 @@ class EngineCore(Core):
         return outputs
 
     def _apply_result(self, flight: Flight, result: StepResult) -> list[TokenOutput]:
-        failed, attention, plain = result.failed, result.attention, 0
+        failed, attention, plain = self._explain_failures(flight, result), result.attention, 0
         manager, matchers = self.scheduler.manager, self._matchers
         sampled = {found.seq_id: found for found in result.sampled}
         outputs: list[TokenOutput] = []
@@ -317,9 +317,7 @@ class EngineCore(Core):
                 continue
             seq_id, known, begin = sequence.seq_id, sequence.tokens, sequence.computed
             if failed and seq_id in failed:
-                error, field = failed[seq_id], None
-                if self._encodings is not None:
-                    error, field = self._encodings.explain_failure(sequence.images, error)
+                error, field = failed[seq_id]
                 outputs.append(self._finish_sequence(sequence, FinishReason.ERROR, error=error, field=field))
                 continue
             found = sampled.get(seq_id)
@@ -353,6 +351,14 @@ class EngineCore(Core):
                 manager.attention.add_measurement(sequence.pages.keys, attention[seq_id])
         self._counts["generated"] += plain
         return outputs
+
+    def _explain_failures(self, flight: Flight, result: StepResult) -> dict[int, tuple[str, str | None]]:
+        """Explain all failures of a step, before the first sequence to end drops an image that others read, too."""
+        why, encodings = result.failed, self._encodings
+        if not why or encodings is None:
+            return {seq_id: (error, None) for seq_id, error in why.items()}
+        ended = [s for s, _ in flight.schedule.slices if s.seq_id in why]
+        return {s.seq_id: encodings.explain_failure(s.images, why[s.seq_id]) for s in ended}
 
     def make_outlook(self) -> Outlook:
         return self.scheduler.make_outlook(tuple(self._begun.values()), self._hold_s, self.clock())

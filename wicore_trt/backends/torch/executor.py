@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -29,6 +30,7 @@ from wicore_trt.model.spec import GLOBAL, Gemma3Spec
 from wicore_trt.plugins.cpu_library import FIX, why_lacking
 from wicore_trt.runtime.attention_mass import AttentionProbe
 from wicore_trt.runtime.batch import StepBatch, StepResult
+from wicore_trt.runtime.cuda_device import CudaDevice
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
 from wicore_trt.runtime.exchange import RankExchange
 from wicore_trt.runtime.executor import KVLayout, PageCopier
@@ -71,9 +73,11 @@ class TorchExecutor:
         self.slice_tokens = CPU_SLICE_TOKENS if self.device.type == "cpu" else GPU_SLICE_TOKENS
         if settings.threads:
             torch.set_num_threads(settings.threads)
+        stream = _find_stream(self.device) if loaded.vision is not None else None
+        self._active = nullcontext if stream is None else stream.active  # steps, images and copies share one stream
         self.images: FeatureEncoder | None = None  # before pools take what memory is left
         if loaded.vision is not None:
-            self.images = open_encoder(loaded.vision, loaded.dtype, settings.image_slots, self.device)
+            self.images = open_encoder(loaded.vision, loaded.dtype, settings.image_slots, stream or self.device)
         context = settings.max_context or loaded.max_context or self.spec.max_position_embeddings
         page_tokens = settings.page_tokens or loaded.page_tokens
         self.layout = layout_of(self.spec, loaded.kv_dtype, page_tokens, context, settings)
@@ -82,7 +86,8 @@ class TorchExecutor:
         else:
             check_pool_room(self.layout, torch.cuda.mem_get_info(self.device)[0])
         self.pools = new_pools(self.spec, self.layout, lambda s, d: torch.empty(s, dtype=d, device=self.device))
-        self._page_copies = make_copier(self.pools, self.layout.page_tokens, overlapping=self.layout.find_overlaps)
+        handle, shared = 0 if stream is None else stream.stream, self.layout.find_overlaps
+        self._page_copies = make_copier(self.pools, self.layout.page_tokens, handle, overlapping=shared)
         self.copier: PageCopier = self._page_copies
         self.kernels, self._step_ops = _make_operators(loaded, settings, self.layout, self.pools, self.device, ranks)
         self._sampler = Sampler()
@@ -111,7 +116,7 @@ class TorchExecutor:
         layer = next(self._probed_layers, None) if batch.measure_attention else None
         probe = None if layer is None else AttentionProbe(layer, inputs.cu_seqlens[1:].long() - 1)
         self._page_copies.begin_step(batch)
-        with torch.inference_mode():
+        with self._active(), torch.inference_mode():
             logits = forward(self._step_ops(inputs, probe, self._find_features()), self.spec)
             if not self._samples:
                 return StepResult([])
@@ -126,7 +131,7 @@ class TorchExecutor:
         """Run one step like execute(), but return logits [R, vocab] float32 of `rows` (int64[R], ascending) of its
         tokens. For evaluation; valid until the next step."""
         inputs = StepInputs.from_batch(batch, self.layout, tuple(self.layout.num_pages))
-        with torch.inference_mode():
+        with self._active(), torch.inference_mode():
             ops = self._step_ops(replace(inputs, sample_rows=rows), None, self._find_features())
             return forward(ops, self.spec)
 
@@ -198,6 +203,10 @@ def _native_library(engine: EngineTensors, kernels: str, device: torch.device) -
     if reason and device.type == "cpu":
         log.log(level, "slower torch operators in place of the native CPU kernels: %s", reason)
     return library
+
+
+def _find_stream(device: torch.device) -> CudaDevice | None:
+    return CudaDevice(str(device), "torch") if device.type == "cuda" else None
 
 
 def _find_device(name: str) -> torch.device:
