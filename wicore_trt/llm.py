@@ -54,7 +54,7 @@ class LLM:
         self.info = loaded.info
         self.tokenizer = loaded.tokenizer
         self._core = loaded.core
-        self._ids = (f"llm-{i}" for i in itertools.count())
+        self._ids = map("llm-{}".format, itertools.count())  # any thread may take the next one
         self._closed = False
         self._lock = threading.RLock()  # re-entrant: a stream collected during a step aborts its request
         self._inboxes: dict[str, deque[TokenOutput]] = {}

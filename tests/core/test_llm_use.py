@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -101,3 +102,14 @@ def test_prompts_are_dicts_too_and_each_has_its_parameters():
         with pytest.raises(InvalidRequestError) as caught:
             llm.generate(prompts, params)
         assert caught.value.field == field, (prompts, params)
+
+
+def test_request_ids_differ_in_threads_that_are_switched_often():
+    llm, interval = make_llm(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            taken = pool.map(lambda _: [next(llm._ids) for _ in range(3000)], range(8))
+            assert len({name for names in taken for name in names}) == 24_000
+    finally:
+        sys.setswitchinterval(interval)
