@@ -255,7 +255,7 @@ class Compute:
         event.synchronize()
 
 
-def linked_copier(pools: Any, page_tokens: int, *, overlapping: Any) -> Any:
+def linked_copier(pools: Any, page_tokens: int, _stream: int, *, overlapping: Any) -> Any:
     """A link to a CPU's own pools, which copies late and computes digests."""
     link, digest = Device(random.Random(0)), page_copier.new_digest(pools)
     lanes, digests = (Compute(), *link.streams[1:]), Digests(digest)

@@ -89,7 +89,7 @@ def test_a_measured_step_runs_in_its_graph_and_changes_no_bit(kv_dtype: str) -> 
             assert masses == pytest.approx(theirs.attention[seq_id], rel=0.05, abs=0.02)
             assert sum(masses) == pytest.approx(len(masses), rel=1e-4)
             seen += len(masses) > 1
-    assert run == [4] * 4 and seen > 4
+    assert run == [4] * 4 and seen >= 3  # two of the first decode, one of the third: any draw of the others
 
 
 def test_two_measured_steps_under_way_keep_their_masses_apart() -> None:
